@@ -1,0 +1,39 @@
+# Everything on a fresh machine with Python >= 3.11, pip and make: `make run`, `make test`.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: run test test-slow lint types install clean
+
+install: $(READY)
+
+# torch first and pinned: a bare requirement may bring gigabytes of CUDA libraries.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt torch==$$(sed -n 's/^torch==//p' constraints.txt)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+# The main job: a prompt of several thousand tokens is read through a budget of 512, and the
+# model writes on, 1,000 tokens and more, on the same memory.
+run: install
+	$(BIN)/kvkeep pull
+	$(BIN)/python -m examples.endless
+
+test: install
+	$(BIN)/python -m pytest
+
+test-slow: install
+	$(BIN)/python -m pytest -m slow
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: install
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) build *.egg-info

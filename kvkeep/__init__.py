@@ -1,0 +1,30 @@
+"""kvkeep: a bounded, durable and editable memory for language models."""
+
+from typing import TYPE_CHECKING, Any
+
+from kvkeep.errors import KvkeepError
+
+if TYPE_CHECKING:
+    from kvkeep.model import Model, load_model
+    from kvkeep.sampling import Sampling
+    from kvkeep.session import FeedReport, Session
+
+__all__ = ["FeedReport", "KvkeepError", "Model", "Sampling", "Session", "load_model"]
+__version__ = "0.1.0"
+
+_HOMES = {
+    "FeedReport": "kvkeep.session",
+    "Model": "kvkeep.model",
+    "Sampling": "kvkeep.sampling",
+    "Session": "kvkeep.session",
+    "load_model": "kvkeep.model",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports torch only when something that needs it is asked for: help must open at once."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'kvkeep' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)

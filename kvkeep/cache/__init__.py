@@ -1,0 +1,8 @@
+"""The KV cache: segments, position maps, attention over segments. Pure torch."""
+
+from kvkeep.cache.cache import KVCache
+from kvkeep.cache.position_map import PositionMap
+from kvkeep.cache.rope import Rope
+from kvkeep.cache.segment import Layout, Segment
+
+__all__ = ["KVCache", "Layout", "PositionMap", "Rope", "Segment"]

@@ -1,0 +1,92 @@
+"""Attention over one run of cells, and the exact sum of several such parts.
+
+A softmax over cells that lie in several segments is computed segment by segment: each part gives
+its output and the log of its softmax denominator, and parts are combined by these (the
+split-softmax identity of Milakov and Gimelshein, arXiv:1805.02867, that flash attention uses
+between its blocks).
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# Hides a cell. Finite, so that a query that sees nothing of a segment gets a part of weight zero
+# instead of NaN.
+HIDDEN = -1e30
+
+
+class Part(NamedTuple):
+    """What queries found in some of the cells.
+
+    out: `[..., n, head_dim]`, the softmax-weighted values.
+    log_sum: `[..., n]` float32, the natural log of the sum of exponentials.
+    """
+
+    out: Tensor
+    log_sum: Tensor
+
+
+def attend_cells(
+    q: Tensor, keys: Tensor, values: Tensor, *, scale: float, bias: Tensor | None, causal: bool
+) -> Part:
+    """Queries over one run of cells.
+
+    Args:
+        q: `[n, heads, head_dim]`, rotated; heads of one KV head lie together.
+        keys, values: `[kv_heads, cells, head_dim]`, any strides with a dense last dimension.
+        scale: factor on the dot products.
+        bias: `[n, cells]` float32, added to the scaled products; `HIDDEN` hides a cell.
+        causal: query i sees cells 0..i only (n == cells; not together with a bias).
+
+    Returns:
+        out `[groups, kv_heads, n, head_dim]`, log_sum `[groups, kv_heads, n]`. One query alone
+        comes back as `[1, kv_heads, groups, ...]`: the heads that share a KV head are then the
+        rows of one block, so that each key is read once.
+    """
+    n, heads, head_dim = q.shape
+    kv_heads = keys.shape[0]
+    groups = heads // kv_heads
+    q = q.view(n, kv_heads, groups, head_dim)
+    if n > 1:
+        q = q.permute(2, 1, 0, 3)
+    keys, values = (x.unsqueeze(0).expand(q.shape[0], -1, -1, -1) for x in (keys, values))
+    if q.device.type == "cpu":
+        return Part(
+            *torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                q, keys, values, is_causal=causal, attn_mask=bias, scale=scale
+            )
+        )
+    return _attend_densely(q, keys, values, scale=scale, bias=bias, causal=causal)
+
+
+def _attend_densely(
+    q: Tensor, keys: Tensor, values: Tensor, *, scale: float, bias: Tensor | None, causal: bool
+) -> Part:
+    """The same by plain products, for devices whose flash kernel takes no bias."""
+    scores = torch.matmul(q, keys.transpose(-1, -2)).float() * scale
+    if causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(hidden, HIDDEN)
+    if bias is not None:
+        scores = scores + bias
+    log_sum = scores.logsumexp(-1)
+    weights = (scores - log_sum.unsqueeze(-1)).exp()
+    return Part(torch.matmul(weights.to(values.dtype), values), log_sum)
+
+
+def combine(parts: list[Part]) -> Part:
+    """The attention over all cells of all parts; the sum is carried in float32."""
+    total = parts[0]
+    for part in parts[1:]:
+        share = torch.sigmoid(part.log_sum - total.log_sum).unsqueeze(-1)
+        total = Part(
+            torch.lerp(total.out.float(), part.out.float(), share),
+            torch.logaddexp(total.log_sum, part.log_sum),
+        )
+    return total
+
+
+def rows(out: Tensor, n: int) -> Tensor:
+    """A part's `out` as `[n, heads * head_dim]`, heads in their order."""
+    return (out if n == 1 else out.permute(2, 1, 0, 3)).reshape(n, -1)

@@ -1,0 +1,48 @@
+"""Rotary position embedding (RoFormer, arXiv:2104.09864): tables for any position.
+
+Angles are computed in float64 for each step from the positions in it, so positions have no upper
+limit and nothing is tabulated ahead.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """Cosines and sines for `n` positions; both `[n, 1, head_dim]`, float32.
+
+    The sine of the first half is negated, so that rotating is two products and a sum.
+    """
+
+    cosine: Tensor
+    sine: Tensor
+
+
+class Rope:
+    """A fixed frequency table in the half layout: element i is paired with i + head_dim / 2.
+
+    inverse_frequencies: radians per position for each pair, `[head_dim / 2]`.
+    """
+
+    def __init__(self, inverse_frequencies: tuple[float, ...], device: torch.device):
+        self.inverse_frequencies = torch.tensor(
+            inverse_frequencies, dtype=torch.float64, device=device
+        )
+
+    def at(self, positions: list[int] | range) -> Rotation:
+        """The rotation for the given positions (of either sign), `n` of them."""
+        where = torch.tensor(
+            positions, dtype=torch.float64, device=self.inverse_frequencies.device
+        )
+        angles = where[:, None, None] * self.inverse_frequencies
+        cosine, sine = angles.cos().float(), angles.sin().float()
+        return Rotation(torch.cat((cosine, cosine), -1), torch.cat((-sine, sine), -1))
+
+
+def rotate(x: Tensor, rotation: Rotation) -> Tensor:
+    """Rotates `x: [n, heads, head_dim]` in float32 and returns it in its own dtype."""
+    swapped = x.roll(x.shape[-1] // 2, -1)
+    return torch.addcmul(x * rotation.cosine, swapped, rotation.sine).to(x.dtype)

@@ -1,0 +1,37 @@
+"""Every error that kvkeep raises on purpose.
+
+All derive from `KvkeepError`. Each is raised before anything is changed, and its message says
+what was expected, what was found, and what to do.
+"""
+
+
+class KvkeepError(Exception):
+    """Root of all typed errors."""
+
+
+class InvalidArgument(KvkeepError, ValueError):
+    """A number, text or name from outside is not usable."""
+
+
+class ContextFull(KvkeepError):
+    """The policy cannot hold another token; the message names one that can."""
+
+
+class NonFiniteLogits(KvkeepError):
+    """The model produced NaN or infinity: broken weights, or a dtype too small for them."""
+
+
+class ModelError(KvkeepError):
+    """A model cannot be found, read or run."""
+
+
+class ModelNotFound(ModelError):
+    """Nothing by that name: no folder, file, pulled model or hub repository."""
+
+
+class BadModelFile(ModelError):
+    """A model file is empty, truncated, corrupt or of another kind."""
+
+
+class UnsupportedModel(ModelError):
+    """The architecture, RoPE kind or tokenizer is known to be outside what kvkeep runs."""

@@ -1,0 +1,107 @@
+"""A loaded model, and the sessions that it makes."""
+
+from pathlib import Path
+
+import torch
+
+from kvkeep.errors import InvalidArgument
+from kvkeep.models.config import read_spec
+from kvkeep.models.llama import Decoder
+from kvkeep.models.source import DEFAULT_MODEL, resolve
+from kvkeep.models.spec import ModelSpec
+from kvkeep.models.text import TextCodec
+from kvkeep.models.weights import check_tensors, read_shapes, read_tensors
+from kvkeep.policies import make_policy
+from kvkeep.session import WHOLE_PROMPT, Session
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+class Model:
+    """Weights and text of one model; any number of sessions share it.
+
+    name: as it was asked for. folder: where its files are.
+    """
+
+    def __init__(self, name: str, folder: Path, decoder: Decoder, text: TextCodec):
+        self.name = name
+        self.folder = folder
+        self.decoder = decoder
+        self.text = text
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.decoder.spec
+
+    def session(
+        self,
+        max_kv_size: int | None = None,
+        keep: int = 4,
+        policy: str = "sliding",
+        prefill_step: int = 512,
+    ) -> Session:
+        """A new, empty session.
+
+        Args:
+            max_kv_size: the most cells (tokens of context) it holds; None for the trained length.
+            keep: how many of the first tokens stay for ever; -1 for the whole first prompt.
+            policy: what happens when the budget is reached: "sliding" or "full".
+            prefill_step: tokens evaluated at once; changes speed and memory, not results.
+
+        Raises InvalidArgument for a number out of range or an unknown policy.
+        """
+        trained = self.spec.max_positions
+        budget = trained if max_kv_size is None else max_kv_size
+        if not 1 <= budget <= trained:
+            raise InvalidArgument(
+                f"max_kv_size must be 1 to {trained}, the length that this model was trained "
+                f"for; found {budget}"
+            )
+        whole = keep == WHOLE_PROMPT
+        session = Session(
+            self.decoder, self.text, make_policy(policy, budget, 0 if whole else keep), prefill_step
+        )
+        if whole:
+            session.keep = WHOLE_PROMPT
+        return session
+
+
+def load_model(
+    model: str = DEFAULT_MODEL,
+    *,
+    dtype: str = "bfloat16",
+    device: str = "cpu",
+    progress: bool = False,
+) -> Model:
+    """Loads a model, pulling or converting it first where that was not done before.
+
+    Args:
+        model: a known name, a GGUF file, a local Hugging Face folder, or a hub id.
+        dtype: "bfloat16" or "float32", of weights and cells.
+        device: any torch device.
+        progress: progress bars on standard error.
+
+    Raises:
+        ModelNotFound, BadModelFile, UnsupportedModel: see their messages.
+        InvalidArgument: an unknown dtype or a device that is not there.
+    """
+    if dtype not in DTYPES:
+        raise InvalidArgument(f"dtype must be one of {', '.join(DTYPES)}; found {dtype!r}")
+    where = _device(device)
+    folder = resolve(model, progress)
+    spec = read_spec(folder)
+    check_tensors(spec, read_shapes(folder), folder)
+    text = TextCodec.open(folder)
+    return Model(
+        model, folder, Decoder(spec, read_tensors(folder, DTYPES[dtype], where, progress)), text
+    )
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise InvalidArgument(f"device {name!r} cannot be used: {reason}") from error
+    return device

@@ -1,0 +1,1 @@
+"""Models: specification, forward, weights, text, and where models come from."""

@@ -1,0 +1,224 @@
+"""A Hugging Face `config.json`, of transformers 4 or 5, read into a `ModelSpec`."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvkeep.errors import BadModelFile, UnsupportedModel
+from kvkeep.models.frequencies import rope_spec
+from kvkeep.models.spec import ModelSpec
+
+ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+)
+
+
+def read_spec(folder: Path) -> ModelSpec:
+    """What the model in a folder is.
+
+    Raises BadModelFile if config.json is missing, empty, not JSON or lacks a field, and
+    UnsupportedModel if the model is outside what kvkeep runs.
+    """
+    path = folder / "config.json"
+    if not path.exists():
+        raise BadModelFile(
+            f"{folder} has no config.json; give the folder of a model in Hugging Face layout "
+            "(config.json, model.safetensors, tokenizer.json), or a .gguf file"
+        )
+    generation = folder / "generation_config.json"
+    return spec_from_config(
+        read_json(path), read_json(generation) if generation.exists() else {}, path
+    )
+
+
+def spec_from_config(
+    config: Mapping[str, Any], generation: Mapping[str, Any], path: Path
+) -> ModelSpec:
+    """As `read_spec`, from what the two JSON files hold. path: where from, for messages."""
+    architecture = _architecture(config, path)
+    _refuse_unsupported(config, architecture)
+    heads = _count(config, "num_attention_heads", path)
+    hidden_size = _count(config, "hidden_size", path)
+    layers = _count(config, "num_hidden_layers", path)
+    kv_heads = _count(config, "num_key_value_heads", path, default=heads)
+    # Qwen 3 is the one family whose head_dim does not follow from the others.
+    head_dim = _count(
+        config,
+        "head_dim",
+        path,
+        default=128 if architecture == "Qwen3ForCausalLM" else hidden_size // heads,
+    )
+    if heads % kv_heads:
+        raise BadModelFile(
+            f"{path}: num_attention_heads ({heads}) must be a multiple of num_key_value_heads "
+            f"({kv_heads}); fetch the model again"
+        )
+    stated_length = _count(config, "max_position_embeddings", path)
+    rope_settings = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    trained = _extended_length(rope_settings, stated_length)
+    attention_bias = bool(config.get("attention_bias", False))
+    return ModelSpec(
+        architecture=architecture,
+        vocab_size=_count(config, "vocab_size", path),
+        hidden_size=hidden_size,
+        intermediate_size=_count(config, "intermediate_size", path),
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        norm_eps=_positive(config, "rms_norm_eps", path, default=1e-6),
+        max_positions=min(trained, _sliding_window(config, architecture, layers, path) or trained),
+        rope=rope_spec(
+            rope_settings,
+            theta=_rope_theta(config, rope_settings, path),
+            rotary_dim=_rotary_dim(config, rope_settings, head_dim, path),
+            max_positions=stated_length,
+        ),
+        tied_head=bool(config.get("tie_word_embeddings", False)),
+        qkv_bias=architecture == "Qwen2ForCausalLM"
+        or (attention_bias and architecture != "MistralForCausalLM"),
+        output_bias=attention_bias and architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM"),
+        mlp_bias=bool(config.get("mlp_bias", False)) and architecture == "LlamaForCausalLM",
+        qk_norm=architecture == "Qwen3ForCausalLM",
+        bos_token_id=next(iter(_token_ids(config, generation, "bos_token_id", path)), None),
+        eos_token_ids=_token_ids(config, generation, "eos_token_id", path),
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; BadModelFile if it is unreadable, empty, or something else."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadModelFile(f"{path} cannot be read ({error}); fetch the model again") from error
+    if not text.strip():
+        raise BadModelFile(f"{path} is empty; fetch the model again")
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise BadModelFile(f"{path} is not valid JSON ({error}); fetch the model again") from error
+    if not isinstance(value, dict):
+        raise BadModelFile(
+            f"{path} holds a JSON {type(value).__name__}, not an object; fetch the model again"
+        )
+    return value
+
+
+def _architecture(config: Mapping[str, Any], path: Path) -> str:
+    named = config.get("architectures")
+    if not isinstance(named, list) or not named:
+        raise BadModelFile(
+            f"{path} does not say which architecture the model is (field architectures); "
+            f"supported: {', '.join(ARCHITECTURES)}"
+        )
+    if named[0] not in ARCHITECTURES:
+        raise UnsupportedModel(
+            f"architecture {named[0]} is not supported; supported: {', '.join(ARCHITECTURES)}"
+        )
+    return str(named[0])
+
+
+def _refuse_unsupported(config: Mapping[str, Any], architecture: str) -> None:
+    activation = config.get("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        raise UnsupportedModel(
+            f"{architecture} with activation {activation!r} is not supported, only 'silu'"
+        )
+    quantised = config.get("quantization_config")
+    if quantised:
+        method = quantised.get("quant_method", "?") if isinstance(quantised, dict) else "?"
+        raise UnsupportedModel(
+            f"weights quantised by {method!r} are not supported; use the model's bf16 safetensors "
+            "or a .gguf file"
+        )
+
+
+def _rope_theta(config: Mapping[str, Any], settings: Mapping[str, Any], path: Path) -> float:
+    holder = settings if settings.get("rope_theta") is not None else config
+    return _positive(holder, "rope_theta", path, default=10_000.0)
+
+
+def _rotary_dim(
+    config: Mapping[str, Any], settings: Mapping[str, Any], head_dim: int, path: Path
+) -> int:
+    holder = settings if settings.get("partial_rotary_factor") is not None else config
+    factor = _positive(holder, "partial_rotary_factor", path, default=1.0)
+    rotary_dim = int(head_dim * factor)
+    if factor > 1 or rotary_dim < 2 or rotary_dim % 2:
+        raise UnsupportedModel(
+            f"partial_rotary_factor {factor} of head_dim {head_dim} rotates {rotary_dim} "
+            "dimensions; an even number of them, at most head_dim, is supported"
+        )
+    return rotary_dim
+
+
+def _extended_length(rope_settings: Mapping[str, Any], stated: int) -> int:
+    """Some yarn configs state the length before extension as max_position_embeddings."""
+    kind = rope_settings.get("rope_type") or rope_settings.get("type")
+    original = rope_settings.get("original_max_position_embeddings")
+    factor = rope_settings.get("factor")
+    if kind == "yarn" and original and factor:
+        return max(stated, int(original * factor))
+    return stated
+
+
+def _sliding_window(
+    config: Mapping[str, Any], architecture: str, layers: int, path: Path
+) -> int | None:
+    """Tokens that a layer sees, where the model was trained to see fewer than all."""
+    if architecture == "LlamaForCausalLM":
+        return None
+    if architecture != "MistralForCausalLM":
+        kinds = config.get("layer_types")
+        slides = bool(config.get("use_sliding_window", False)) and (
+            "sliding_attention" in kinds if kinds else config.get("max_window_layers", 28) < layers
+        )
+        if not slides:
+            return None
+    if config.get("sliding_window", 4096) is None:
+        return None
+    return _count(config, "sliding_window", path, default=4096)
+
+
+def _token_ids(
+    config: Mapping[str, Any], generation: Mapping[str, Any], key: str, path: Path
+) -> tuple[int, ...]:
+    """generation_config.json is what generation goes by; config.json is the fallback."""
+    value = generation.get(key)
+    if value is None:
+        value = config.get(key)
+    if value is None:
+        return ()
+    ids = value if isinstance(value, list) else [value]
+    if not all(isinstance(index, int) and not isinstance(index, bool) for index in ids):
+        raise BadModelFile(f"{path}: {key} must be a number or a list of them, found {value!r}")
+    return tuple(ids)
+
+
+def _count(config: Mapping[str, Any], key: str, path: Path, default: int | None = None) -> int:
+    value = config.get(key)
+    if value is None:
+        value = default
+    if value is None:
+        raise BadModelFile(f"{path} lacks the field {key}; fetch the model again")
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise BadModelFile(
+            f"{path}: {key} must be a whole number of at least 1, found {value!r}; "
+            "fetch the model again"
+        )
+    return value
+
+
+def _positive(config: Mapping[str, Any], key: str, path: Path, default: float) -> float:
+    value = config.get(key)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        raise BadModelFile(
+            f"{path}: {key} must be a positive number, found {value!r}; fetch the model again"
+        )
+    return float(value)

@@ -1,0 +1,111 @@
+"""RoPE: from a model's settings to one fixed table of frequencies, in float64."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from kvkeep.errors import BadModelFile, UnsupportedModel
+from kvkeep.models.spec import RopeSpec
+
+SUPPORTED = ("default", "linear", "llama3", "yarn")
+
+
+def rope_spec(
+    settings: Mapping[str, Any], theta: float, rotary_dim: int, max_positions: int
+) -> RopeSpec:
+    """The table that a config's `rope_scaling` or `rope_parameters` asks for.
+
+    theta: base of the geometric series. rotary_dim: how many of a head's dimensions are rotated.
+    max_positions: stands in for `original_max_position_embeddings` where that is missing.
+
+    Raises UnsupportedModel for kinds whose table changes with the length (dynamic, longrope) and
+    for unknown ones, BadModelFile if a field is missing.
+    """
+    kind = settings.get("rope_type") or settings.get("type") or "default"
+    plain = [theta ** (-pair / rotary_dim) for pair in range(0, rotary_dim, 2)]
+    if kind == "default":
+        return RopeSpec(kind, tuple(plain))
+    if kind == "linear":
+        factor = _number(settings, "factor", kind)
+        return RopeSpec(kind, tuple(frequency / factor for frequency in plain))
+    original = settings.get("original_max_position_embeddings") or max_positions
+    if kind == "llama3":
+        return RopeSpec(kind, tuple(_llama3(settings, plain, original)))
+    if kind == "yarn":
+        factor = _yarn_factor(settings, original, max_positions)
+        return RopeSpec(
+            kind,
+            tuple(_yarn(settings, plain, theta, factor, original)),
+            _yarn_attention_scaling(settings, factor),
+        )
+    raise UnsupportedModel(
+        f"RoPE kind {kind!r} is not supported; supported: {', '.join(SUPPORTED)}. "
+        "Kinds whose frequencies change with the length (dynamic, longrope) cannot work with keys "
+        "that are written once: choose a model with one of the supported kinds"
+    )
+
+
+def _llama3(settings: Mapping[str, Any], plain: list[float], original: float) -> list[float]:
+    """Llama 3.1: long wavelengths are slowed by `factor`, short ones kept, a ramp between."""
+    factor = _number(settings, "factor", "llama3")
+    low = _number(settings, "low_freq_factor", "llama3")
+    high = _number(settings, "high_freq_factor", "llama3")
+    scaled = []
+    for frequency in plain:
+        turns = original * frequency / (2 * math.pi)
+        kept = min(max((turns - low) / (high - low), 0.0), 1.0) if high != low else turns > low
+        scaled.append(frequency * ((1 - kept) / factor + kept))
+    return scaled
+
+
+def _yarn(
+    settings: Mapping[str, Any], plain: list[float], theta: float, factor: float, original: float
+) -> list[float]:
+    """YaRN (Peng et al., 2023): pairs that turn often are kept, pairs that turn little slowed."""
+    rotary_dim = 2 * len(plain)
+
+    def dimension_turning(turns: float) -> float:
+        return rotary_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    first = dimension_turning(settings.get("beta_fast") or 32)
+    last = dimension_turning(settings.get("beta_slow") or 1)
+    if settings.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, rotary_dim - 1)
+    if first == last:
+        last += 0.001
+    scaled = []
+    for pair, frequency in enumerate(plain):
+        slowed = min(max((pair - first) / (last - first), 0.0), 1.0)
+        scaled.append(frequency * (slowed / factor + 1 - slowed))
+    return scaled
+
+
+def _yarn_factor(settings: Mapping[str, Any], original: float, max_positions: int) -> float:
+    if settings.get("factor") is None:
+        return max_positions / original
+    return _number(settings, "factor", "yarn")
+
+
+def _yarn_attention_scaling(settings: Mapping[str, Any], factor: float) -> float:
+    stated = settings.get("attention_factor")
+    if stated is not None:
+        return float(stated)
+
+    def magnitude(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    mscale, mscale_all_dim = settings.get("mscale"), settings.get("mscale_all_dim")
+    if mscale and mscale_all_dim:
+        return magnitude(mscale) / magnitude(mscale_all_dim)
+    return magnitude(1.0)
+
+
+def _number(settings: Mapping[str, Any], key: str, kind: str) -> float:
+    value = settings.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        raise BadModelFile(
+            f"RoPE kind {kind!r} needs a positive number as {key!r}, found {value!r}; "
+            "repair the model's config.json or fetch it again"
+        )
+    return float(value)

@@ -1,0 +1,158 @@
+"""GGUF to Hugging Face layout, once, so that every later start only maps a file."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from kvkeep.errors import UnsupportedModel
+from kvkeep.models.config import spec_from_config
+from kvkeep.models.gguf_config import config_from_gguf, eos_token_ids
+from kvkeep.models.gguf_file import GgufFile, PackedTensor
+from kvkeep.models.gguf_tokenizer import build_tokenizer, special_token
+from kvkeep.models.spec import ModelSpec
+from kvkeep.models.weights import check_tensors
+
+_CHUNK_VALUES = 1 << 24  # unpacked at a time: 64 MB of float32
+
+
+def convert(gguf: Path, folder: Path, progress: bool) -> None:
+    """Write the model in a GGUF file to `folder`: bf16 safetensors, config, tokenizer, template.
+
+    Everything is checked before `folder` is made. Memory: one chunk of rows, not the model.
+
+    Raises BadModelFile, UnsupportedModel.
+    """
+    file = GgufFile.open(gguf)
+    config = config_from_gguf(file)
+    spec = spec_from_config(config, {}, gguf)
+    tensors = _weights(file)
+    check_tensors(spec, {name: tensor.shape for name, tensor in tensors.items()}, gguf)
+    tokenizer = build_tokenizer(file)
+
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_weights(folder / "model.safetensors", tensors, spec, progress)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    _write_json(folder / "tokenizer_config.json", _tokenizer_config(file))
+    eos = eos_token_ids(file)
+    if eos:
+        _write_json(folder / "generation_config.json", {"eos_token_id": eos})
+    template = file.metadata.get("tokenizer.chat_template")
+    if template:
+        (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    _write_json(folder / "config.json", config)
+
+
+def row_order(name: str, tensor: PackedTensor, spec: ModelSpec) -> NDArray[np.int64] | slice:
+    """Which stored row each row of the Hugging Face tensor is.
+
+    For Llama, GGUF lays the two halves of each rotated pair side by side; Hugging Face keeps all
+    first halves, then all second ones. Qwen is stored as it is.
+    """
+    rotated = re.search(r"self_attn\.([qk])_proj\.", name)
+    if rotated is None or spec.architecture not in ("LlamaForCausalLM", "MistralForCausalLM"):
+        return slice(None)
+    heads = spec.heads if rotated.group(1) == "q" else spec.kv_heads
+    pairs = np.arange(tensor.shape[0], dtype=np.int64).reshape(heads, -1, 2)
+    return pairs.swapaxes(1, 2).reshape(-1)
+
+
+_TOP_NAMES = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+# Tables that the config says in another way.
+_NOT_WEIGHTS = re.compile(r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd\.weight")
+
+
+def _weights(file: GgufFile) -> dict[str, PackedTensor]:
+    """The tensors of the model by Hugging Face name, in file order."""
+    return {
+        _hugging_face_name(name): tensor
+        for name, tensor in file.tensors.items()
+        if not _NOT_WEIGHTS.fullmatch(name)
+    }
+
+
+def _hugging_face_name(name: str) -> str:
+    if name in _TOP_NAMES:
+        return _TOP_NAMES[name]
+    layer = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
+    if layer and layer.group(2) in _LAYER_NAMES:
+        return f"model.layers.{layer.group(1)}.{_LAYER_NAMES[layer.group(2)]}.{layer.group(3)}"
+    raise UnsupportedModel(f"the GGUF tensor {name} is not one of a Llama-family model")
+
+
+def _write_weights(
+    path: Path, tensors: Mapping[str, PackedTensor], spec: ModelSpec, progress: bool
+) -> None:
+    """A safetensors file, written tensor by tensor behind a header that is known beforehand."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in tensors.items():
+        start, end = end, end + 2 * int(np.prod(tensor.shape))
+        header[name] = {"dtype": "BF16", "shape": tensor.shape, "data_offsets": [start, end]}
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    # Kernels read aligned memory faster: 8 bytes of length and the header fill whole cache lines.
+    encoded += b" " * (-(len(encoded) + 8) % 64)
+    bar = tqdm(
+        total=end,
+        desc="converting to bf16",
+        unit="B",
+        unit_scale=True,
+        disable=None if progress else True,
+    )
+    with path.open("wb") as out, bar:
+        out.write(len(encoded).to_bytes(8, "little"))
+        out.write(encoded)
+        for name, tensor in tensors.items():
+            for written in _write_rows(out, tensor, row_order(name, tensor, spec)):
+                bar.update(written)
+
+
+def _write_rows(
+    out: BinaryIO, tensor: PackedTensor, order: NDArray[np.int64] | slice
+) -> Iterator[int]:
+    """Write the tensor as bf16, in chunks of rows; yields the bytes of each chunk."""
+    total = tensor.shape[0]
+    rows = np.arange(total, dtype=np.int64)[order]
+    step = max(1, _CHUNK_VALUES // max(1, int(np.prod(tensor.shape[1:]))))
+    for start in range(0, total, step):
+        values = torch.from_numpy(tensor.unpack(rows[start : start + step]))
+        packed = values.to(torch.bfloat16).view(torch.int16).numpy()
+        out.write(packed.data)
+        yield packed.nbytes
+
+
+def _tokenizer_config(file: GgufFile) -> dict[str, Any]:
+    roles = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+    tokens = {key: special_token(file, role) for role, key in roles.items()}
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        **{key: token for key, token in tokens.items() if token is not None},
+    }
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,126 @@
+"""A GGUF file, opened and checked: its metadata, and its tensors, packed as they were stored."""
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvkeep.errors import BadModelFile, UnsupportedModel
+
+
+@dataclass(frozen=True)
+class PackedTensor:
+    """One tensor as the file stores it.
+
+    quantisation: GGML's name of the format, such as "Q4_1", "F16".
+    shape: as torch counts it, `[rows, columns]` or `[rows]`.
+    data: memory-mapped, one entry (for a matrix, one row of packed blocks) for each row. Blocks
+        never cross a row, so rows can be reordered, chunked or repacked without unpacking them.
+    """
+
+    name: str
+    quantisation: str
+    shape: tuple[int, ...]
+    data: NDArray[Any]
+
+    def unpack(self, rows: NDArray[np.int64] | slice = slice(None)) -> NDArray[np.float32]:
+        """The chosen rows as float32, `[len(rows), *shape[1:]]`.
+
+        Raises UnsupportedModel for a format that cannot be unpacked.
+        """
+        from gguf import GGMLQuantizationType, dequantize
+
+        packed = np.ascontiguousarray(self.data[rows])
+        try:
+            unpacked = dequantize(packed, GGMLQuantizationType[self.quantisation])
+        except NotImplementedError as error:
+            raise UnsupportedModel(
+                f"tensor {self.name} is stored as {self.quantisation}, which cannot be unpacked; "
+                "take a Q4_0, Q4_1, Q8_0, K-quant, F16, BF16 or F32 file of the model instead"
+            ) from error
+        return np.asarray(unpacked, dtype=np.float32)
+
+
+@dataclass(frozen=True)
+class GgufFile:
+    """metadata: GGUF keys to Python values. tensors: by GGUF name, in file order."""
+
+    path: Path
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, PackedTensor]
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """Map the file and check that all it promises is there.
+
+        Raises BadModelFile if it is missing, empty, truncated, corrupt, or not GGUF.
+        """
+        _check_magic(path)
+        from gguf import GGUFReader
+
+        # The reader indexes into a map of the file: where bytes are missing or wrong it trips over
+        # whatever comes of that, an IndexError, a ValueError, a KeyError, an OverflowError.
+        try:
+            reader = GGUFReader(path)
+            metadata = {key: field.contents() for key, field in reader.fields.items()}
+            tensors = {
+                tensor.name: PackedTensor(
+                    name=tensor.name,
+                    quantisation=tensor.tensor_type.name,
+                    shape=tuple(int(size) for size in reversed(tensor.shape.tolist())),
+                    data=tensor.data,
+                )
+                for tensor in reader.tensors
+            }
+        except Exception as error:
+            raise BadModelFile(
+                f"{path} is a truncated or corrupt GGUF file ({type(error).__name__}: {error}); "
+                "fetch it again"
+            ) from error
+        return cls(path, metadata, tensors)
+
+    def required(self, key: str) -> Any:
+        """The metadata value of a key; BadModelFile if the file has none."""
+        if key not in self.metadata:
+            raise BadModelFile(
+                f"{self.path} has no metadata field {key}, so it does not describe a whole model; "
+                "fetch it again, or convert the model to GGUF anew"
+            )
+        return self.metadata[key]
+
+    def count(self, key: str) -> int:
+        """As `required`, where only a whole number from 1 up makes sense."""
+        value = self.required(key)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise BadModelFile(
+                f"{self.path}: metadata field {key} must be a whole number of at least 1, found "
+                f"{value!r}; fetch it again"
+            )
+        return value
+
+
+def _check_magic(path: Path) -> None:
+    try:
+        with path.open("rb") as file:
+            head = file.read(24)
+    except OSError as error:
+        raise BadModelFile(f"{path} cannot be read ({error.strerror}); check the path") from error
+    if not head:
+        raise BadModelFile(f"{path} is empty; fetch it again")
+    if head[:4] != b"GGUF":
+        raise BadModelFile(
+            f"{path} is not a GGUF file: it starts with {head[:4]!r}, not b'GGUF'; "
+            "give a .gguf file, or a folder with config.json and model.safetensors"
+        )
+    if len(head) < 24:
+        raise BadModelFile(f"{path} is truncated: {len(head)} bytes; fetch it again")
+    version = struct.unpack("<I", head[4:8])[0]
+    if version not in (2, 3):
+        raise BadModelFile(
+            f"{path} is GGUF version {version}; versions 2 and 3 (little-endian) can be read: "
+            "convert the model to GGUF anew"
+        )

@@ -1,0 +1,187 @@
+"""The models that were pulled or converted, under one folder, each whole or not there at all."""
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvkeep.errors import ModelError
+
+_RECORD = "kvkeep.json"
+_PARTIAL = ".partial"
+# Raised when what is written into a model's folder changes: older ones are then made anew.
+_LAYOUT = 1
+
+
+@dataclass(frozen=True)
+class PulledModel:
+    """name: what to call it by. folder: Hugging Face layout. source: package, file or hub id."""
+
+    name: str
+    folder: Path
+    bytes: int
+    source: str
+
+
+def home() -> Path:
+    """Where kvkeep keeps models: $KVKEEP_HOME, or the user's cache folder."""
+    from_environment = os.environ.get("KVKEEP_HOME")
+    if from_environment:
+        return Path(from_environment).expanduser().absolute()
+    from platformdirs import user_cache_path
+
+    return user_cache_path("kvkeep")
+
+
+def pulled() -> list[PulledModel]:
+    """All models that are here whole, by name."""
+    models = _models()
+    names = sorted(path.name for path in models.iterdir()) if models.is_dir() else []
+    return [model for name in names if (model := find(name)) is not None]
+
+
+def find(slug: str) -> PulledModel | None:
+    """The model kept under a name, if it is here and no file of it is missing or cut short."""
+    record = _read_record(_models() / slug)
+    if record is None:
+        return None
+    folder = Path(record["folder"]) if record["folder"] else _models() / slug
+    for name, size in record["files"].items():
+        try:
+            if (folder / name).stat().st_size != size:
+                return None
+        except OSError:
+            return None
+    return PulledModel(record["name"], folder, sum(record["files"].values()), record["source"])
+
+
+def keep(
+    slug: str,
+    name: str,
+    source: str,
+    fill: Callable[[Path], Path | None],
+    progress: bool,
+    anew: bool = False,
+) -> Path:
+    """Make a model and keep it under `slug`; its folder.
+
+    fill: writes the model into the folder that it is given, or returns the folder of its own in
+        which the model lies already.
+    anew: make it even if it is here.
+
+    One process at a time makes models: a second one waits and finds what the first one made. What
+    is made appears by one rename, after all of it is on the disk, so that no crash leaves a part
+    that could be taken for the whole; what a crash leaves is swept by the next call. A model made
+    earlier from the same source, under another slug, gives way.
+
+    Raises ModelError if the folder cannot be written, and what `fill` raises.
+    """
+    try:
+        models = _models()
+        models.mkdir(parents=True, exist_ok=True)
+        with _only_one(home() / "pull.lock", progress):
+            present = None if anew else find(slug)
+            if present is not None:
+                return present.folder
+            _sweep(models)
+            folder = _make(models / slug, name, source, fill)
+            _drop_superseded(slug, source)
+            return folder
+    except OSError as error:
+        raise ModelError(
+            f"cannot write the model to {home()} ({error}); free some space, or set KVKEEP_HOME to "
+            "a folder that can be written"
+        ) from error
+
+
+def _models() -> Path:
+    return home() / "models"
+
+
+def _make(final: Path, name: str, source: str, fill: Callable[[Path], Path | None]) -> Path:
+    partial = final.with_name(final.name + _PARTIAL)
+    partial.mkdir()
+    try:
+        elsewhere = fill(partial)
+        folder = elsewhere or partial
+        files = {
+            str(path.relative_to(folder)): path.stat().st_size
+            for path in sorted(folder.rglob("*"))
+            if path.is_file()
+        }
+        record = {
+            "layout": _LAYOUT,
+            "name": name,
+            "source": source,
+            "folder": str(elsewhere) if elsewhere else None,
+            "files": files,
+        }
+        (partial / _RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        for path in [*partial.rglob("*"), partial]:
+            _to_disk(path)
+        if final.exists():
+            _remove(final)
+        partial.rename(final)
+        _to_disk(final.parent)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return elsewhere or final
+
+
+def _read_record(folder: Path) -> dict[str, Any] | None:
+    if folder.name.endswith(_PARTIAL):
+        return None
+    try:
+        record = json.loads((folder / _RECORD).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    if not isinstance(record, dict) or record.get("layout") != _LAYOUT:
+        return None
+    return record
+
+
+def _only_one(path: Path, progress: bool) -> Any:
+    """The lock that whoever makes a model holds. The system frees it when a process dies."""
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(path)
+    try:
+        return lock.acquire(timeout=0)
+    except Timeout:
+        if progress:
+            print("waiting for another kvkeep that is fetching a model", file=sys.stderr)
+        return lock.acquire()
+
+
+def _sweep(models: Path) -> None:
+    """Under the lock, whatever is half-made was left by a process that died."""
+    for path in models.glob("*" + _PARTIAL):
+        shutil.rmtree(path)
+
+
+def _drop_superseded(slug: str, source: str) -> None:
+    """A file that was edited was converted before, under another slug: nothing asks for it now."""
+    for path in _models().iterdir():
+        record = _read_record(path)
+        if record is not None and record["source"] == source and path.name != slug:
+            _remove(path)
+
+
+def _remove(folder: Path) -> None:
+    """Gone at once under its name, then for good: never a half-removed model under its name."""
+    doomed = folder.with_name(f"{folder.name}.old{_PARTIAL}")
+    folder.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def _to_disk(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

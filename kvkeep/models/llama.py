@@ -1,0 +1,111 @@
+"""The forward of the Llama family: Llama, Mistral, Qwen2, Qwen3.
+
+Projections, norms and MLPs. Positions are not its business: q and k go unrotated to the cache.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvkeep.cache import KVCache
+from kvkeep.models.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class Linear:
+    """weight: `[out, in]`, bias: `[out]` or None."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True)
+class Norm:
+    """RMSNorm (arXiv:1910.07467) over the last dimension; weight: `[width]`."""
+
+    weight: Tensor
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+@dataclass(frozen=True)
+class Layer:
+    attention_norm: Norm
+    query: Linear
+    key: Linear
+    value: Linear
+    output: Linear
+    query_norm: Norm | None
+    key_norm: Norm | None
+    mlp_norm: Norm
+    gate: Linear
+    up: Linear
+    down: Linear
+
+
+class Decoder:
+    """A decoder whose memory is a cache that it is handed.
+
+    tensors: weights under their Hugging Face names, all of one dtype and on one device.
+    """
+
+    def __init__(self, spec: ModelSpec, tensors: Mapping[str, Tensor]):
+        self.spec = spec
+        self.embedding = tensors["model.embed_tokens.weight"]
+        self.layers = [_layer(spec, tensors, i) for i in range(spec.layers)]
+        self.norm = Norm(tensors["model.norm.weight"], spec.norm_eps)
+        self.head = Linear(
+            self.embedding if spec.tied_head else tensors["lm_head.weight"], None
+        )
+
+    def hidden(self, tokens: Tensor, cache: KVCache) -> Tensor:
+        """Evaluates `tokens: [n]` into the cache's open step; returns `[n, hidden_size]`, normed."""
+        spec, n = self.spec, tokens.shape[0]
+        x = F.embedding(tokens, self.embedding)
+        for index, layer in enumerate(self.layers):
+            normed = layer.attention_norm(x)
+            q = layer.query(normed).view(n, spec.heads, spec.head_dim)
+            k = layer.key(normed).view(n, spec.kv_heads, spec.head_dim)
+            v = layer.value(normed).view(n, spec.kv_heads, spec.head_dim)
+            if layer.query_norm and layer.key_norm:
+                q, k = layer.query_norm(q), layer.key_norm(k)
+            x = x + layer.output(cache.attend(index, q, k, v))
+            normed = layer.mlp_norm(x)
+            x = x + layer.down(F.silu(layer.gate(normed)) * layer.up(normed))
+        return self.norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`[n, hidden_size]` to `[n, vocab]`, float32."""
+        return self.head(hidden).float()
+
+
+def _layer(spec: ModelSpec, tensors: Mapping[str, Tensor], index: int) -> Layer:
+    prefix = f"model.layers.{index}."
+
+    def linear(name: str) -> Linear:
+        return Linear(tensors[f"{prefix}{name}.weight"], tensors.get(f"{prefix}{name}.bias"))
+
+    def norm(name: str) -> Norm:
+        return Norm(tensors[f"{prefix}{name}.weight"], spec.norm_eps)
+
+    return Layer(
+        attention_norm=norm("input_layernorm"),
+        query=linear("self_attn.q_proj"),
+        key=linear("self_attn.k_proj"),
+        value=linear("self_attn.v_proj"),
+        output=linear("self_attn.o_proj"),
+        query_norm=norm("self_attn.q_norm") if spec.qk_norm else None,
+        key_norm=norm("self_attn.k_norm") if spec.qk_norm else None,
+        mlp_norm=norm("post_attention_layernorm"),
+        gate=linear("mlp.gate_proj"),
+        up=linear("mlp.up_proj"),
+        down=linear("mlp.down_proj"),
+    )

@@ -1,0 +1,140 @@
+"""Text to token ids and back, as the model's own tokenizer has it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+from typing import Self
+
+from tokenizers import Tokenizer
+
+from kvkeep.errors import BadModelFile, InvalidArgument
+from kvkeep.models.chat import render_chat
+
+_REPLACEMENT = "\ufffd"  # what decoding gives for bytes that are not, or not yet, a character
+_LONGEST_WAIT = 64  # tokens; a character has 4 bytes at most, so these are noise, not text
+
+
+@dataclass(frozen=True)
+class TextCodec:
+    """The tokenizer and the chat template of the model in a folder."""
+
+    folder: Path
+    tokenizer: Tokenizer
+
+    @classmethod
+    def open(cls, folder: Path) -> Self:
+        """Raises BadModelFile if tokenizer.json is missing, empty or broken."""
+        path = folder / "tokenizer.json"
+        if not path.exists():
+            raise BadModelFile(
+                f"{folder} has no tokenizer.json; fetch the model again, or save its tokenizer "
+                "in that format"
+            )
+        # The library raises bare Exception for all that can be wrong with the file.
+        try:
+            tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:
+            raise BadModelFile(
+                f"{path} is not a tokenizer ({error}); fetch the model again"
+            ) from error
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return cls(folder, tokenizer)
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that have a text. A model may have more rows than that, as padding."""
+        return self.tokenizer.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def opening_ids(self) -> list[int]:
+        """What the model was trained to see once before a plain text: BOS, or for many nothing.
+
+        A chat template writes its own, so this is for text that went through none.
+        """
+        encoded = self.tokenizer.encode("a", add_special_tokens=True)
+        added = list(zip(encoded.ids, encoded.special_tokens_mask, strict=True))
+        return [index for index, _ in takewhile(lambda pair: pair[1] == 1, added)]
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of the text and of nothing else: no BOS is added.
+
+        The text of a special token, such as <|im_start|>, becomes that token.
+        """
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Sequence[int], skip_special: bool = False) -> str:
+        """The text of token ids; ids beyond the vocabulary have none.
+
+        Raises InvalidArgument for a negative id.
+        """
+        if any(index < 0 for index in ids):
+            raise InvalidArgument(f"token ids are numbers from 0 up, found {min(ids)}")
+        return self.tokenizer.decode(list(ids), skip_special_tokens=skip_special)
+
+    def piece_stream(self, skip_special: bool = False) -> "PieceStream":
+        """A decoder for ids that come one at a time."""
+        return PieceStream(self, skip_special)
+
+    def chat(
+        self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """The messages as text in the model's own format; encode it with `encode`.
+
+        messages: each with "role" and "content". add_generation_prompt: end with the opening of
+        the assistant's turn.
+
+        Raises UnsupportedModel if the model has no template, InvalidArgument for messages that
+        are malformed or that the template refuses.
+        """
+        return render_chat(self.folder, messages, add_generation_prompt)
+
+
+class PieceStream:
+    """Text as tokens arrive. What it gave, joined, is always a prefix of the whole decoded text.
+
+    A token may end inside a character: what is not complete yet is held back.
+    """
+
+    def __init__(self, codec: TextCodec, skip_special: bool) -> None:
+        self._codec = codec
+        self._skip_special = skip_special
+        # Decoders treat the first token of a text apart (a leading space goes), so tokens are
+        # decoded after the last ones that gave text, and the text of those is cut off.
+        self._context: list[int] = []
+        self._context_length = 0
+        self._pending: list[int] = []
+        self._given = 0
+
+    def push(self, token_id: int) -> str:
+        """The text that this token completes, often one piece, sometimes none."""
+        self._pending.append(token_id)
+        text = self._pending_text()
+        new = text[self._given :]
+        if text.endswith(_REPLACEMENT) and len(self._pending) < _LONGEST_WAIT:
+            # The last character may be half of one. Those before it can no longer change.
+            self._given = len(text) - 1
+            return new[:-1]
+        if text:
+            self._close()
+        return new
+
+    def flush(self) -> str:
+        """What was held back, at the end of the stream: half a character comes as U+FFFD."""
+        new = self._pending_text()[self._given :]
+        if self._pending:
+            self._close()
+        return new
+
+    def _pending_text(self) -> str:
+        return self._decode(self._context + self._pending)[self._context_length :]
+
+    def _close(self) -> None:
+        self._context = self._pending
+        self._context_length = len(self._decode(self._context))
+        self._pending = []
+        self._given = 0
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._codec.decode(ids, self._skip_special)

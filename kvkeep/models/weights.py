@@ -1,0 +1,168 @@
+"""A model's tensors, memory-mapped from safetensors files."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from tqdm import tqdm
+
+from kvkeep.errors import BadModelFile, UnsupportedModel
+from kvkeep.models.config import read_json
+from kvkeep.models.spec import ModelSpec
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def read_tensors(
+    folder: Path, dtype: torch.dtype, device: torch.device, progress: bool
+) -> dict[str, Tensor]:
+    """All tensors of a model, by Hugging Face name.
+
+    A tensor that is stored in `dtype` and stays on the CPU is a view of the file: nothing is read
+    until it is used, and processes share the memory.
+
+    Raises BadModelFile naming the file that is missing, empty, truncated or not safetensors.
+    """
+    located = _locate(folder)
+    tensors: dict[str, Tensor] = {}
+    with tqdm(
+        total=sum(len(names) for names in located.values()),
+        desc="loading weights",
+        unit=" tensors",
+        disable=None if progress else True,
+        leave=False,
+    ) as bar:
+        for path, names in located.items():
+            for name, tensor in _read_file(path, names):
+                tensors[name] = tensor.to(device=device, dtype=dtype)
+                bar.update()
+    return tensors
+
+
+def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor of a model, from the files' headers alone. Raises as above."""
+    shapes = {}
+    for path, names in _locate(folder).items():
+        with _opened(path) as file:
+            for name in names:
+                shapes[name] = tuple(file.get_slice(name).get_shape())
+    return shapes
+
+
+def check_tensors(spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]], source: Path) -> None:
+    """That the tensors are those of the model that `spec` describes. source: for messages.
+
+    Raises BadModelFile if one is missing or has another shape, and UnsupportedModel if a layer has
+    one that the forward pass would not use.
+    """
+    wanted = tensor_shapes(spec)
+    missing = [name for name in wanted if name not in shapes]
+    if missing:
+        raise BadModelFile(
+            f"{source} lacks {len(missing)} of the {len(wanted)} tensors of a "
+            f"{spec.architecture}, among them {', '.join(missing[:3])}; fetch the model again"
+        )
+    for name, shape in wanted.items():
+        if tuple(shapes[name]) != shape:
+            raise BadModelFile(
+                f"{source}: {name} has shape {list(shapes[name])} where config.json asks for "
+                f"{list(shape)}; weights and config are of different models: fetch it again"
+            )
+    unused = [
+        name
+        for name in shapes
+        if name.startswith("model.layers.") and name not in wanted and "rotary_emb" not in name
+    ]
+    if unused:
+        raise UnsupportedModel(
+            f"{source} has {len(unused)} tensors that kvkeep would not use as a "
+            f"{spec.architecture}, among them {', '.join(unused[:3])}: the model is of another kind"
+        )
+
+
+def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor that the forward pass needs."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    shapes["model.embed_tokens.weight"] = (spec.vocab_size, spec.hidden_size)
+    for layer in range(spec.layers):
+        for name, shape in _layer_shapes(spec).items():
+            shapes[f"model.layers.{layer}.{name}"] = shape
+    shapes["model.norm.weight"] = (spec.hidden_size,)
+    if not spec.tied_head:
+        shapes["lm_head.weight"] = (spec.vocab_size, spec.hidden_size)
+    return shapes
+
+
+def _layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    hidden, inner = spec.hidden_size, spec.intermediate_size
+    queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+    }
+    for name, rows, columns, bias in (
+        ("self_attn.q_proj", queries, hidden, spec.qkv_bias),
+        ("self_attn.k_proj", keys, hidden, spec.qkv_bias),
+        ("self_attn.v_proj", keys, hidden, spec.qkv_bias),
+        ("self_attn.o_proj", hidden, queries, spec.output_bias),
+        ("mlp.gate_proj", inner, hidden, spec.mlp_bias),
+        ("mlp.up_proj", inner, hidden, spec.mlp_bias),
+        ("mlp.down_proj", hidden, inner, spec.mlp_bias),
+    ):
+        shapes[f"{name}.weight"] = (rows, columns)
+        if bias:
+            shapes[f"{name}.bias"] = (rows,)
+    if spec.qk_norm:
+        shapes["self_attn.q_norm.weight"] = (spec.head_dim,)
+        shapes["self_attn.k_norm.weight"] = (spec.head_dim,)
+    return shapes
+
+
+def _locate(folder: Path) -> dict[Path, list[str]]:
+    """Which tensors each file of the model holds."""
+    single, index = folder / _SINGLE, folder / _INDEX
+    if single.exists():
+        with _opened(single) as file:
+            return {single: list(file.keys())}
+    if not index.exists():
+        raise BadModelFile(
+            f"{folder} has neither {_SINGLE} nor {_INDEX}; kvkeep reads weights from safetensors "
+            "or a .gguf file: fetch the model in one of these formats"
+        )
+    placed = read_json(index).get("weight_map")
+    if not isinstance(placed, dict) or not placed:
+        raise BadModelFile(f"{index} has no weight_map; fetch the model again")
+    located: dict[Path, list[str]] = {}
+    for name, file_name in placed.items():
+        located.setdefault(folder / str(file_name), []).append(name)
+    return located
+
+
+def _read_file(path: Path, names: list[str]) -> Iterator[tuple[str, Tensor]]:
+    with _opened(path) as file:
+        for name in names:
+            try:
+                yield name, file.get_tensor(name)
+            except SafetensorError as error:
+                raise BadModelFile(
+                    f"{path} does not hold {name} ({error}); fetch the model again"
+                ) from error
+
+
+def _opened(path: Path) -> safe_open:
+    """A safetensors file, its header checked against its length."""
+    try:
+        if path.stat().st_size == 0:
+            raise BadModelFile(f"{path} is empty; fetch the model again")
+        return safe_open(path, framework="pt", device="cpu")
+    except SafetensorError as error:
+        raise BadModelFile(
+            f"{path} is truncated, corrupt or not a safetensors file ({error}); "
+            "fetch the model again"
+        ) from error
+    except OSError as error:
+        raise BadModelFile(
+            f"{path} cannot be read ({error.strerror or error}); fetch the model again"
+        ) from error

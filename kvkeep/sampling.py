@@ -1,0 +1,120 @@
+"""Choosing the next token from logits."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvkeep.errors import InvalidArgument
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is chosen. The default is greedy.
+
+    Filters apply in the order: repetition penalty, temperature, top_k, top_p, min_p.
+
+    temperature: divides the logits; 0 takes the likeliest token.
+    top_k: only the k likeliest; 0 for all.
+    top_p: the smallest set with at least this probability (nucleus, arXiv:1904.09751).
+    min_p: only tokens at least this fraction of the likeliest (arXiv:2407.01082).
+    repetition_penalty: divides positive and multiplies negative logits of tokens that occur in
+        the last `repetition_window` (CTRL, arXiv:1909.05858); 1 is off.
+    seed: the same seed gives the same tokens; None draws one from the system.
+    stop: `Session.stream` ends before the first of these strings.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    repetition_window: int = 64
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.temperature < math.inf, "temperature", "0 or more", self.temperature)
+        _require(self.top_k >= 0, "top_k", "0 (off) or more", self.top_k)
+        _require(0 < self.top_p <= 1, "top_p", "above 0, at most 1", self.top_p)
+        _require(0 <= self.min_p <= 1, "min_p", "0 to 1", self.min_p)
+        _require(
+            0 < self.repetition_penalty < math.inf,
+            "repetition_penalty",
+            "above 0",
+            self.repetition_penalty,
+        )
+        _require(
+            self.repetition_window >= 0, "repetition_window", "0 or more", self.repetition_window
+        )
+        _require(self.seed is None or self.seed >= 0, "seed", "0 or more, or none", self.seed)
+        _require(
+            not isinstance(self.stop, str) and all(self.stop),
+            "stop",
+            "a tuple of strings, none empty",
+            self.stop,
+        )
+
+
+def _require(holds: bool, name: str, expected: str, found: object) -> None:
+    if not holds:
+        raise InvalidArgument(f"{name} must be {expected}; found {found!r}")
+
+
+class Sampler:
+    """Draws tokens. Its only state is the random generator, made anew when the seed changes."""
+
+    def __init__(self) -> None:
+        self._seed: int | None = None
+        self._random: np.random.Generator | None = None
+
+    def choose(self, logits: Tensor, tokens: Sequence[int], how: Sampling) -> int:
+        """A token id. logits: `[vocab]` float32, finite; tokens: all so far, for the penalty."""
+        logits = _penalised(logits, tokens, how)
+        if how.temperature == 0:
+            return int(logits.argmax())
+        probabilities = (logits / how.temperature).softmax(-1)
+        ids, weights = _candidates(probabilities, how)
+        cumulative = weights.double().cumsum(-1)
+        mark = self._uniform(how.seed) * float(cumulative[-1])
+        index = int(torch.searchsorted(cumulative, mark, right=True))
+        return int(ids[min(index, ids.shape[0] - 1)])
+
+    def _uniform(self, seed: int | None) -> float:
+        if self._random is None or seed != self._seed:
+            self._seed, self._random = seed, np.random.Generator(np.random.PCG64(seed))
+        return float(self._random.random())
+
+
+def _penalised(logits: Tensor, tokens: Sequence[int], how: Sampling) -> Tensor:
+    if how.repetition_penalty == 1 or how.repetition_window == 0:
+        return logits
+    recent = torch.tensor(sorted(set(tokens[-how.repetition_window :])), device=logits.device)
+    if not recent.numel():
+        return logits
+    scores = logits[recent]
+    factor = how.repetition_penalty
+    return logits.index_put((recent,), torch.where(scores > 0, scores / factor, scores * factor))
+
+
+def _candidates(probabilities: Tensor, how: Sampling) -> tuple[Tensor, Tensor]:
+    """Token ids and weights (not normalised) that pass the filters."""
+    if how.top_k == 0 and how.top_p == 1 and how.min_p == 0:
+        return torch.arange(probabilities.shape[0], device=probabilities.device), probabilities
+    if 0 < how.top_k < probabilities.shape[0]:
+        weights, ids = probabilities.topk(how.top_k)
+    else:
+        # Tokens below (1 - top_p) / vocab have less than 1 - top_p together, so none of them is
+        # in the nucleus: only the rest, mostly a handful, needs sorting.
+        floor = max((1 - how.top_p) / probabilities.shape[0], 0.0)
+        ids = (probabilities >= floor).nonzero().squeeze(-1)
+        weights, order = probabilities[ids].sort(descending=True, stable=True)
+        ids = ids[order]
+    before = weights.double().cumsum(-1) - weights
+    inside = before < how.top_p * (weights.double().sum() if how.top_k else 1.0)
+    inside &= weights >= how.min_p * weights[0]
+    inside[0] = True
+    return ids[inside], weights[inside]

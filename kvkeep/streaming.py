@@ -1,0 +1,43 @@
+"""From token ids to text that can be shown: whole characters, ending before a stop string."""
+
+from kvkeep.models.text import TextCodec
+
+
+class TextStream:
+    """Pushes tokens in, gets text out, with what may begin a stop string held back."""
+
+    def __init__(self, text: TextCodec, stop: tuple[str, ...]):
+        self._pieces = text.piece_stream(skip_special=True)
+        self._stop = stop
+        self._held = ""
+        self.stopped = False
+
+    def push(self, token: int) -> str:
+        """Text that is now certain; "" where there is none yet, and after a stop."""
+        return self._release(self._pieces.push(token))
+
+    def flush(self) -> str:
+        """What was held back, at the end."""
+        certain = self._release(self._pieces.flush())
+        rest, self._held = self._held, ""
+        return certain if self.stopped else certain + rest
+
+    def _release(self, piece: str) -> str:
+        if self.stopped:
+            return ""
+        self._held += piece
+        found = [at for s in self._stop if (at := self._held.find(s)) >= 0]
+        if found:
+            self.stopped = True
+            certain, self._held = self._held[: min(found)], ""
+            return certain
+        doubtful = max((_overlap(self._held, s) for s in self._stop), default=0)
+        cut = len(self._held) - doubtful
+        certain, self._held = self._held[:cut], self._held[cut:]
+        return certain
+
+
+def _overlap(text: str, stop: str) -> int:
+    """The longest end of `text` that begins `stop`."""
+    longest = min(len(text), len(stop) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,0 +1,35 @@
+"""Fixtures that several packages' tests share."""
+
+from pathlib import Path
+
+import pytest
+
+from kvkeep.model import Model, load_model
+from kvkeep.models.known import KNOWN, fetch
+from kvkeep.models.source import DEFAULT_MODEL, pull
+
+
+@pytest.fixture(scope="session")
+def smollm2_folder() -> Path:
+    """The default model, in the user's own kvkeep home: fetched once, not at each run."""
+    return pull(DEFAULT_MODEL, progress=True)
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf(request: pytest.FixtureRequest) -> Path:
+    """The GGUF file that the default model is made from, kept in pytest's cache."""
+    folder = Path(request.config.cache.mkdir("smollm2"))  # type: ignore[union-attr]
+    kept = folder / "model.gguf"
+    if not kept.exists():
+        fetch(KNOWN[DEFAULT_MODEL], folder, progress=True).rename(kept)
+    return kept
+
+
+@pytest.fixture(scope="session")
+def smollm2_fp32(smollm2_folder: Path) -> Model:
+    return load_model(DEFAULT_MODEL, dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def smollm2(smollm2_folder: Path) -> Model:
+    return load_model(DEFAULT_MODEL)

@@ -1,0 +1,210 @@
+"""config.json, of transformers 4 and 5, read into a ModelSpec."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+from kvkeep.errors import BadModelFile, UnsupportedModel
+from kvkeep.models.config import ARCHITECTURES, read_spec
+
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+PLAIN = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **SIZES}
+
+
+def write(folder: Path, config: dict[str, Any], generation: dict[str, Any] | None = None) -> Path:
+    (folder / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("config", "qkv_bias", "output_bias", "mlp_bias", "qk_norm", "head_dim"),
+    [
+        (LlamaConfig(**SIZES), False, False, False, False, 8),
+        (LlamaConfig(**SIZES, attention_bias=True), True, True, False, False, 8),
+        (LlamaConfig(**SIZES, mlp_bias=True, head_dim=16), False, False, True, False, 16),
+        (MistralConfig(**SIZES), False, False, False, False, 8),
+        (Qwen2Config(**SIZES), True, False, False, False, 8),
+        (Qwen3Config(**SIZES), False, False, False, True, 128),
+        (Qwen3Config(**SIZES, attention_bias=True, head_dim=8), True, True, False, True, 8),
+    ],
+    ids=["llama", "llama-bias", "llama-mlp", "mistral", "qwen2", "qwen3", "qwen3-bias"],
+)
+def test_reads_what_transformers_5_saves(
+    tmp_path: Path,
+    config: Any,
+    qkv_bias: bool,
+    output_bias: bool,
+    mlp_bias: bool,
+    qk_norm: bool,
+    head_dim: int,
+) -> None:
+    name = type(config).__name__.removesuffix("Config") + "ForCausalLM"
+    config.architectures = [name]
+    config.save_pretrained(tmp_path)
+    spec = read_spec(tmp_path)
+    assert spec.architecture == name
+    assert (spec.qkv_bias, spec.output_bias, spec.mlp_bias) == (qkv_bias, output_bias, mlp_bias)
+    assert (spec.qk_norm, spec.head_dim) == (qk_norm, head_dim)
+    assert (spec.vocab_size, spec.hidden_size, spec.intermediate_size) == (97, 48, 80)
+    assert (spec.layers, spec.heads, spec.kv_heads) == (3, 6, 2)
+    assert spec.norm_eps == config.rms_norm_eps
+    assert spec.tied_head is config.tie_word_embeddings
+    assert spec.max_positions == 512
+    assert len(spec.rope.inverse_frequencies) == head_dim // 2
+
+
+def test_both_styles_of_rope_mean_the_same(tmp_path: Path) -> None:
+    old = tmp_path / "4"
+    new = tmp_path / "5"
+    old.mkdir()
+    new.mkdir()
+    scaling = {"factor": 3.0}
+    write(old, {**PLAIN, "rope_theta": 5e5, "rope_scaling": {"type": "linear", **scaling}})
+    write(new, {**PLAIN, "rope_parameters": {"rope_type": "linear", "rope_theta": 5e5, **scaling}})
+    assert read_spec(old) == read_spec(new)
+    assert read_spec(old).rope.inverse_frequencies[1] == pytest.approx(5e5 ** (-1 / 4) / 3)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"architectures": ["MistralForCausalLM"]}, 4096),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 1024}, 1024),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, 9000),
+        ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 1024}, 9000),
+        (
+            {
+                "architectures": ["Qwen2ForCausalLM"],
+                "sliding_window": 1024,
+                "use_sliding_window": True,
+                "max_window_layers": 1,
+            },
+            1024,
+        ),
+        (
+            {
+                "architectures": ["Qwen2ForCausalLM"],
+                "sliding_window": 1024,
+                "use_sliding_window": True,
+                "max_window_layers": 3,
+            },
+            9000,
+        ),
+        (
+            {
+                "architectures": ["Qwen3ForCausalLM"],
+                "sliding_window": 1024,
+                "use_sliding_window": True,
+                "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            },
+            1024,
+        ),
+        ({"rope_scaling": {"type": "yarn", "factor": 2}}, 9000),
+        (
+            {
+                "rope_scaling": {
+                    "type": "yarn",
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 9000,
+                }
+            },
+            36000,
+        ),
+    ],
+)
+def test_trained_length_is_the_window_where_there_is_one(
+    tmp_path: Path, fields: dict[str, Any], expected: int
+) -> None:
+    write(tmp_path, {**PLAIN, "max_position_embeddings": 9000, **fields})
+    assert read_spec(tmp_path).max_positions == expected
+
+
+def test_end_tokens_come_from_the_generation_config_first(tmp_path: Path) -> None:
+    config = {**PLAIN, "eos_token_id": 7, "bos_token_id": 1}
+    assert read_spec(write(tmp_path, config)).eos_token_ids == (7,)
+    spec = read_spec(write(tmp_path, config, {"eos_token_id": [8, 9]}))
+    assert spec.eos_token_ids == (8, 9)
+    assert spec.bos_token_id == 1
+    bare = read_spec(write(tmp_path, PLAIN, {}))
+    assert bare.eos_token_ids == ()
+    assert bare.bos_token_id is None
+
+
+def test_partial_rotary_factor_shortens_the_table(tmp_path: Path) -> None:
+    write(tmp_path, {**PLAIN, "head_dim": 16, "partial_rotary_factor": 0.25})
+    assert read_spec(tmp_path).rope.inverse_frequencies == (1.0, 10_000.0**-0.5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"architectures": ["GemmaForCausalLM"]}, "GemmaForCausalLM"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "longrope"),
+        ({"rope_scaling": {"type": "su"}}, "su"),
+        ({"quantization_config": {"quant_method": "awq"}}, "awq"),
+        ({"partial_rotary_factor": 0.1}, "partial_rotary_factor"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(
+    tmp_path: Path, fields: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(UnsupportedModel, match=named) as caught:
+        read_spec(write(tmp_path, {**PLAIN, **fields}))
+    if named == "GemmaForCausalLM":
+        assert all(name in str(caught.value) for name in ARCHITECTURES)
+    if named in ("dynamic", "longrope"):
+        assert "default, linear, llama3, yarn" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (None, "no config.json"),
+        ("", "empty"),
+        ("  \n", "empty"),
+        ('{"architectures": [', "not valid JSON"),
+        ("[1, 2]", "not an object"),
+        ("{}", "architectures"),
+        ('{"architectures": ["LlamaForCausalLM"]}', "lacks the field num_attention_heads"),
+    ],
+)
+def test_a_broken_config_is_a_bad_model_file(
+    tmp_path: Path, content: str | None, complaint: str
+) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(BadModelFile, match=complaint):
+        read_spec(tmp_path)
+
+
+@pytest.mark.parametrize("missing", sorted(SIZES.keys() - {"num_key_value_heads"}))
+def test_each_missing_field_is_named(tmp_path: Path, missing: str) -> None:
+    write(tmp_path, {key: value for key, value in PLAIN.items() if key != missing})
+    with pytest.raises(BadModelFile, match=missing):
+        read_spec(tmp_path)
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.5, "12", True, [3]])
+def test_a_size_that_is_no_size_is_named(tmp_path: Path, value: Any) -> None:
+    with pytest.raises(BadModelFile, match="num_hidden_layers"):
+        read_spec(write(tmp_path, {**PLAIN, "num_hidden_layers": value}))
+
+
+def test_heads_that_do_not_share_evenly_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadModelFile, match="multiple of num_key_value_heads"):
+        read_spec(write(tmp_path, {**PLAIN, "num_key_value_heads": 4}))

@@ -1,0 +1,111 @@
+"""Each family's logits equal transformers', on checkpoints that transformers wrote."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from topics import topic_ids
+
+from kvkeep.model import Model
+from kvkeep.models.config import read_spec
+from kvkeep.models.llama import Decoder
+from kvkeep.models.text import TextCodec
+from kvkeep.models.weights import check_tensors, read_shapes, read_tensors
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 96,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+FAMILIES = {
+    "llama": ("Llama", {}),
+    "llama-tied": ("Llama", {"tie_word_embeddings": True}),
+    "llama-all-heads": ("Llama", {"num_key_value_heads": 6}),
+    "llama-one-kv-head": ("Llama", {"num_key_value_heads": 1}),
+    "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-wide-heads": ("Llama", {"head_dim": 32}),
+    "llama3-rope": ("Llama", {"rope_parameters": LLAMA3}),
+    "yarn-rope": ("Llama", {"rope_parameters": YARN}),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "qwen2": ("Qwen2", {}),
+    "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {"head_dim": 24}),
+}
+TOKENS = [(17 * i * i + 5 * i) % 320 for i in range(150)]
+
+
+def written(folder: Path, family: str) -> transformers.PreTrainedModel:
+    kind, changes = FAMILIES[family]
+    config = getattr(transformers, f"{kind}Config")(**(SMALL | changes))
+    torch.manual_seed(1)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.normal_(1 if name.endswith("norm.weight") else 0, 0.15)
+    model.save_pretrained(folder)
+    return model
+
+
+def opened(folder: Path, text: TextCodec) -> Model:
+    spec = read_spec(folder)
+    check_tensors(spec, read_shapes(folder), folder)
+    tensors = read_tensors(folder, torch.float32, torch.device("cpu"), progress=False)
+    return Model("small", folder, Decoder(spec, tensors), text)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_equal_transformers(
+    tmp_path: Path, smollm2_folder: Path, family: str
+) -> None:
+    theirs = written(tmp_path, family)
+    ours = opened(tmp_path, TextCodec.open(smollm2_folder))
+    with torch.no_grad():
+        expected = theirs(torch.tensor([TOKENS])).logits[0]
+    assert expected.std() > 0.1  # not a flat distribution, which anything would match
+
+    whole = ours.session(policy="full")
+    whole.feed(TOKENS)
+    assert (whole.logits - expected[-1]).abs().max() <= 1e-4
+
+    stepwise = ours.session(policy="full")
+    found = []
+    for token in TOKENS:
+        stepwise.feed([token])
+        found.append(stepwise.logits)
+    assert (torch.stack(found) - expected).abs().max() <= 1e-4
+
+
+def test_the_converted_model_equals_transformers_on_the_same_weights(
+    smollm2_folder: Path, smollm2_fp32: Model
+) -> None:
+    theirs = transformers.LlamaForCausalLM.from_pretrained(smollm2_folder, dtype=torch.float32)
+    tokens = topic_ids(smollm2_fp32)[:300]
+    with torch.no_grad():
+        expected = theirs(torch.tensor([tokens])).logits[0, -3:]
+    session = smollm2_fp32.session(policy="full", prefill_step=128)
+    session.feed(tokens[:-2])
+    found = [session.logits]
+    for token in tokens[-2:]:
+        session.feed([token])
+        found.append(session.logits)
+    assert (torch.stack(found) - expected).abs().max() <= 1e-3  # logits reach 40

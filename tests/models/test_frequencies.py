@@ -1,0 +1,73 @@
+"""RoPE tables, against those of transformers."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from kvkeep.errors import BadModelFile
+from kvkeep.models.frequencies import rope_spec
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
+
+
+@pytest.mark.parametrize("theta", [10_000.0, 500_000.0])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"rope_type": "linear", "factor": 2.5},
+        LLAMA3,
+        {**LLAMA3, "factor": 32.0},
+        {**LLAMA3, "original_max_position_embeddings": None},
+        YARN,
+        {**YARN, "factor": 1.0},
+        {**YARN, "truncate": False},
+        {**YARN, "beta_fast": 20, "beta_slow": 2},
+        {**YARN, "attention_factor": 1.25},
+        {**YARN, "mscale": 1.0, "mscale_all_dim": 0.8},
+        {**YARN, "mscale": 0.7},
+        {**YARN, "original_max_position_embeddings": None},
+    ],
+    ids=str,
+)
+def test_tables_are_those_of_transformers(
+    settings: dict[str, Any], head_dim: int, theta: float
+) -> None:
+    given = {key: value for key, value in settings.items() if value is not None}
+    config = LlamaConfig(
+        hidden_size=head_dim * 2,
+        num_attention_heads=2,
+        max_position_embeddings=16384,
+        rope_parameters={"rope_theta": theta, **given},
+    )
+    expected, scaling = ROPE_INIT_FUNCTIONS[given["rope_type"]](config, torch.device("cpu"))
+    ours = rope_spec(settings, theta, head_dim, 16384)
+    assert ours.kind == given["rope_type"]
+    assert ours.attention_scaling == pytest.approx(scaling, rel=1e-12)
+    torch.testing.assert_close(
+        torch.tensor(ours.inverse_frequencies), expected, rtol=2e-6, atol=0.0
+    )
+
+
+def test_the_plain_table_is_a_geometric_series() -> None:
+    rope = rope_spec({}, 10_000.0, 8, 2048)
+    assert rope.kind == "default"
+    assert rope.inverse_frequencies == pytest.approx((1.0, 0.1, 0.01, 0.001), rel=1e-15)
+    assert rope.attention_scaling == 1.0
+
+
+@pytest.mark.parametrize("kind", ["linear", "llama3"])
+@pytest.mark.parametrize("factor", [None, 0, -2.0, "8", True])
+def test_a_scaling_without_a_usable_factor_is_refused(kind: str, factor: Any) -> None:
+    with pytest.raises(BadModelFile, match="factor"):
+        rope_spec({**LLAMA3, "rope_type": kind, "factor": factor}, 10_000.0, 8, 2048)

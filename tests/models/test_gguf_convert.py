@@ -1,0 +1,234 @@
+"""GGUF files, made here from transformers models, converted back."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Type
+from tiny_gguf import ONE, SIZES, Edit, tiny_llama, write_gguf
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from kvkeep.errors import BadModelFile, UnsupportedModel
+from kvkeep.models.config import read_spec
+from kvkeep.models.frequencies import rope_spec
+from kvkeep.models.gguf_convert import convert
+from kvkeep.models.text import TextCodec
+from kvkeep.models.weights import check_tensors, read_shapes, read_tensors
+
+
+@pytest.mark.parametrize(
+    ("architecture", "make"),
+    [
+        ("llama", lambda: tiny_llama()),
+        ("llama", lambda: tiny_llama(tie_word_embeddings=True, head_dim=64)),
+        ("llama", lambda: tiny_llama(attention_bias=True, mlp_bias=True)),
+        ("qwen2", lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES))),
+        ("qwen3", lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=32))),
+    ],
+    ids=["llama", "llama-tied", "llama-bias", "qwen2", "qwen3"],
+)
+def test_the_converted_folder_is_the_model_it_came_from(
+    tmp_path: Path, architecture: str, make: Callable[[], Any]
+) -> None:
+    torch.manual_seed(0)
+    model = make()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+        parameter.data = parameter.data.bfloat16().float()  # as exact as the folder can hold
+    convert(write_gguf(tmp_path / "m.gguf", model, architecture), tmp_path / "out", False)
+    loaded, info = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(info.values())
+    assert type(loaded) is type(model)
+    tokens = torch.arange(40)[None]
+    with torch.no_grad():
+        assert torch.equal(loaded(tokens).logits, model(tokens).logits)
+    check_tensors(read_spec(tmp_path / "out"), read_shapes(tmp_path / "out"), tmp_path)
+
+
+def test_a_llama_with_a_window_is_a_mistral(tmp_path: Path) -> None:
+    model = MistralForCausalLM(MistralConfig(**SIZES, sliding_window=128))
+    path = write_gguf(
+        tmp_path / "m.gguf", model, edit=lambda writer: writer.add_sliding_window(128)
+    )
+    convert(path, tmp_path / "out", False)
+    spec = read_spec(tmp_path / "out")
+    assert spec.architecture == "MistralForCausalLM"
+    assert spec.max_positions == 128
+    _, info = MistralForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info.values())
+
+
+@pytest.mark.parametrize(
+    "stored", [Type.F16, Type.BF16, Type.Q8_0, Type.Q4_0, Type.Q4_1, Type.Q5_1]
+)
+def test_quantised_rows_are_unpacked_in_their_own_order(tmp_path: Path, stored: Type) -> None:
+    model = tiny_llama()
+    convert(write_gguf(tmp_path / "m.gguf", model, stored=stored), tmp_path / "out", False)
+    ours = read_tensors(tmp_path / "out", torch.bfloat16, torch.device("cpu"), False)
+    for name, tensor in model.state_dict().items():
+        expected = tensor
+        if tensor.ndim == 2:
+            packed = gguf.quantize(tensor.numpy(), stored)
+            expected = torch.from_numpy(gguf.dequantize(packed, stored))
+        assert torch.equal(ours[name], expected.bfloat16()), name
+
+
+@pytest.mark.parametrize("stored", [Type.Q4_K, Type.Q6_K])
+def test_k_quants_are_unpacked(tmp_path: Path, stored: Type) -> None:
+    block, size = gguf.GGML_QUANT_SIZES[stored]
+    packed = np.random.default_rng(0).integers(0, 60, (256, 256 // block * size), dtype=np.uint8)
+    path = write_gguf(
+        tmp_path / "m.gguf",
+        tiny_llama(num_hidden_layers=1),
+        packed={"blk.0.attn_output.weight": (packed, stored)},
+    )
+    convert(path, tmp_path / "out", False)
+    ours = read_tensors(tmp_path / "out", torch.bfloat16, torch.device("cpu"), False)
+    expected = torch.from_numpy(gguf.dequantize(packed, stored)).bfloat16()
+    assert expected.unique().numel() > 100
+    assert torch.equal(ours["model.layers.0.self_attn.o_proj.weight"], expected)
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def rope_divisors(settings: dict[str, Any], head_dim: int) -> np.ndarray:
+    """What `rope_freqs.weight` holds for a llama3 config."""
+    config = LlamaConfig(**{**SIZES, "head_dim": head_dim}, rope_parameters=settings)
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    plain = torch.tensor(rope_spec({}, 10_000.0, head_dim, 1).inverse_frequencies)
+    return (plain / scaled).float().numpy()
+
+
+def test_llama_3_scaling_is_recognised(tmp_path: Path) -> None:
+    divisors = rope_divisors(LLAMA3, 64)
+    path = write_gguf(
+        tmp_path / "m.gguf",
+        tiny_llama(head_dim=64),
+        edit=lambda writer: writer.add_tensor("rope_freqs.weight", divisors),
+    )
+    convert(path, tmp_path / "out", False)
+    rope = read_spec(tmp_path / "out").rope
+    assert rope.kind == "llama3"
+    assert rope == rope_spec(LLAMA3, 10_000.0, 64, 512)
+
+
+def test_another_table_of_frequencies_is_refused(tmp_path: Path) -> None:
+    divisors = rope_divisors({**LLAMA3, "high_freq_factor": 8.0}, 64)
+    path = write_gguf(
+        tmp_path / "m.gguf",
+        tiny_llama(head_dim=64),
+        edit=lambda writer: writer.add_tensor("rope_freqs.weight", divisors),
+    )
+    with pytest.raises(UnsupportedModel, match="rope_freqs"):
+        convert(path, tmp_path / "out", False)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", ["linear", "yarn"])
+def test_scaled_positions_keep_their_kind(tmp_path: Path, kind: str) -> None:
+    def edit(writer: gguf.GGUFWriter) -> None:
+        writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
+        writer.add_rope_scaling_factor(4.0)
+        writer.add_rope_scaling_orig_ctx_len(128)
+
+    convert(write_gguf(tmp_path / "m.gguf", tiny_llama(), edit=edit), tmp_path / "out", False)
+    settings = {"rope_type": kind, "factor": 4.0, "original_max_position_embeddings": 128}
+    assert read_spec(tmp_path / "out").rope == rope_spec(settings, 10_000.0, 32, 512)
+
+
+@pytest.mark.parametrize(
+    ("edit", "named"),
+    [
+        (lambda writer: writer.add_expert_count(8), "mixture of experts"),
+        (lambda writer: writer.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE), "longrope"),
+        (lambda writer: writer.add_tensor("blk.0.attn_sinks.weight", ONE), "attn_sinks"),
+        (lambda writer: writer.add_tensor("blk.0.attn_q_norm.weight", ONE), "q_norm"),
+    ],
+    ids=["experts", "longrope", "unknown-tensor", "unused-tensor"],
+)
+def test_what_is_not_supported_is_refused_before_anything_is_written(
+    tmp_path: Path, edit: Edit, named: str
+) -> None:
+    path = write_gguf(tmp_path / "m.gguf", tiny_llama(), edit=edit)
+    with pytest.raises(UnsupportedModel, match=named):
+        convert(path, tmp_path / "out", False)
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_architecture_is_refused_by_name(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", tiny_llama(), architecture="gemma3")
+    with pytest.raises(UnsupportedModel, match=r"gemma3.*llama, qwen2, qwen3"):
+        convert(path, tmp_path / "out", False)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    return write_gguf(tmp_path_factory.mktemp("whole") / "m.gguf", tiny_llama()).read_bytes()
+
+
+@pytest.mark.parametrize("kept", [0, 3, 4, 20, 24, 100, 700, 4000, 20_000, 200_000, -4])
+def test_a_truncated_file_is_refused_before_anything_is_written(
+    tmp_path: Path, whole: bytes, kept: int
+) -> None:
+    (tmp_path / "m.gguf").write_bytes(whole[:kept])
+    with pytest.raises(BadModelFile, match=r"m\.gguf"):
+        convert(tmp_path / "m.gguf", tmp_path / "out", False)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("start", "complaint"),
+    [
+        (b"PK\x03\x04", "not a GGUF file"),
+        (b"GGUF\x01\x00\x00\x00", "version 1"),
+        (b"GGUF\x00\x00\x00\x03", "little-endian"),
+    ],
+)
+def test_a_foreign_file_is_refused(
+    tmp_path: Path, whole: bytes, start: bytes, complaint: str
+) -> None:
+    (tmp_path / "m.gguf").write_bytes(start + whole[len(start) :])
+    with pytest.raises(BadModelFile, match=complaint):
+        convert(tmp_path / "m.gguf", tmp_path / "out", False)
+
+
+def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
+    model = tiny_llama()
+    path = write_gguf(tmp_path / "m.gguf", model, edit=lambda writer: writer.add_block_count(3))
+    with pytest.raises(BadModelFile):
+        convert(path, tmp_path / "out", False)
+
+
+def test_the_default_model_continues_sensibly_in_transformers(smollm2_folder: Path) -> None:
+    model, info = LlamaForCausalLM.from_pretrained(smollm2_folder, output_loading_info=True)
+    assert not any(info.values())
+    tokenizer = AutoTokenizer.from_pretrained(smollm2_folder)
+    prompt = tokenizer("The capital of France is", return_tensors="pt")
+    said = model.generate(**prompt, max_new_tokens=2, do_sample=False)[0].tolist()
+    assert TextCodec.open(smollm2_folder).decode(said) == "The capital of France is Paris."

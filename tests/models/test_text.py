@@ -1,0 +1,162 @@
+"""Text to ids and back, whole and token by token; chat templates."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE
+from transformers import AutoTokenizer
+
+from kvkeep.errors import BadModelFile, InvalidArgument, UnsupportedModel
+from kvkeep.models.text import TextCodec
+
+HI = [{"role": "user", "content": "Hi there"}]
+
+
+@pytest.fixture(scope="module")
+def codec(smollm2_folder: Path) -> TextCodec:
+    return TextCodec.open(smollm2_folder)
+
+
+@pytest.fixture
+def with_template(smollm2_folder: Path, tmp_path: Path) -> TextCodec:
+    """A codec whose folder has no template yet."""
+    shutil.copy(smollm2_folder / "tokenizer.json", tmp_path)
+    return TextCodec.open(tmp_path)
+
+
+def test_nothing_is_added_and_special_text_is_the_special_token(codec: TextCodec) -> None:
+    assert codec.encode("") == []
+    assert codec.encode("<|im_start|><|im_end|>") == [1, 2]
+    assert codec.opening_ids == []
+    ids = codec.encode("<|im_start|>a<|im_end|>")
+    assert codec.decode(ids) == "<|im_start|>a<|im_end|>"
+    assert codec.decode(ids, skip_special=True) == "a"
+
+
+def test_negative_ids_are_refused(codec: TextCodec) -> None:
+    with pytest.raises(InvalidArgument, match="-3"):
+        codec.decode([1, -3])
+
+
+@settings(max_examples=200, deadline=None)
+@given(ids=st.lists(st.integers(0, 49151), max_size=30), skip=st.booleans())
+def test_a_stream_gives_the_whole_text(codec: TextCodec, ids: list[int], skip: bool) -> None:
+    whole = codec.decode(ids, skip_special=skip)
+    stream = codec.piece_stream(skip)
+    given_so_far = ""
+    for index in ids:
+        given_so_far += stream.push(index)
+        assert whole.startswith(given_so_far)
+    assert given_so_far + stream.flush() == whole
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=st.text(max_size=30))
+def test_a_stream_never_gives_half_a_character(codec: TextCodec, text: str) -> None:
+    ids = codec.encode(text)
+    whole = codec.decode(ids)
+    stream = codec.piece_stream()
+    pieces = [stream.push(index) for index in ids]
+    assert "".join(pieces) + stream.flush() == whole
+    if "\ufffd" not in whole:
+        assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_a_character_of_several_tokens_comes_whole_with_its_last(codec: TextCodec) -> None:
+    ids = codec.encode("🎉")
+    assert len(ids) > 1
+    stream = codec.piece_stream()
+    assert [stream.push(index) for index in ids] == [""] * (len(ids) - 1) + ["🎉"]
+    assert stream.flush() == ""
+    assert [stream.push(index) for index in ids[:-1]] == [""] * (len(ids) - 1)
+    assert stream.flush() == "\ufffd"
+    assert stream.flush() == ""
+
+
+def test_a_stream_keeps_spaces_that_open_a_word(tmp_path: Path) -> None:
+    """SentencePiece-like decoders drop the space before the first word, and only that one."""
+    vocab = {"▁a": 0, "▁b": 1, "▁": 2}
+    tokenizer = Tokenizer(BPE(vocab=vocab, merges=[]))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    stream = TextCodec.open(tmp_path).piece_stream()
+    assert [stream.push(index) for index in (0, 1, 2, 1)] == ["a", " b", " ", " b"]
+
+
+@pytest.mark.parametrize("content", [None, "", "{", "{}", '{"model": {"type": "Unknown"}}'])
+def test_a_broken_tokenizer_is_a_bad_model_file(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(BadModelFile, match=r"tokenizer\.json"):
+        TextCodec.open(tmp_path)
+
+
+@pytest.mark.parametrize("prompt", [True, False])
+@pytest.mark.parametrize(
+    "messages",
+    [
+        HI,
+        [{"role": "system", "content": "Be brief."}, *HI],
+        [*HI, {"role": "assistant", "content": "<b>é\n"}, {"role": "user", "content": " x "}],
+    ],
+    ids=["user", "system", "turns"],
+)
+def test_chat_is_what_transformers_renders(
+    codec: TextCodec, smollm2_folder: Path, messages: list[dict[str, str]], prompt: bool
+) -> None:
+    theirs = AutoTokenizer.from_pretrained(smollm2_folder)
+    expected = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+    assert codec.chat(messages, add_generation_prompt=prompt) == expected
+
+
+def test_the_template_is_found_in_the_tokenizer_config(with_template: TextCodec) -> None:
+    path = with_template.folder / "tokenizer_config.json"
+    template = "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}"
+    path.write_text(json.dumps({"chat_template": template, "bos_token": {"content": "<s>"}}))
+    assert with_template.chat(HI) == "<s>Hi there"
+    named = [{"name": "rag", "template": "no"}, {"name": "default", "template": template}]
+    path.write_text(json.dumps({"chat_template": named, "eos_token": "</s>"}))
+    assert with_template.chat(HI) == "Hi there</s>"
+
+
+def test_templates_have_the_helpers_that_they_are_written_for(with_template: TextCodec) -> None:
+    (with_template.folder / "chat_template.jinja").write_text(
+        "{%- for m in messages %}\n"
+        "    {% if loop.index > 2 %}\n{% break %}\n    {% endif %}\n"
+        "{{ m | tojson }}\n"
+        "{% endfor %}\n"
+        "{% generation %}{{ strftime_now('%Y') | length }}{% endgeneration %}"
+    )
+    messages = [{"role": "user", "content": "<é>"}] * 3
+    assert with_template.chat(messages) == '{"role": "user", "content": "<é>"}\n' * 2 + "4"
+
+
+@pytest.mark.parametrize(
+    "attack",
+    ["{{ messages.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ raise_exception('no') }}"],
+)
+def test_a_template_can_refuse_and_cannot_reach_out(with_template: TextCodec, attack: str) -> None:
+    (with_template.folder / "chat_template.jinja").write_text(attack)
+    with pytest.raises(InvalidArgument, match="template refuses"):
+        with_template.chat(HI)
+
+
+def test_a_model_without_a_template_says_what_to_do(with_template: TextCodec) -> None:
+    with pytest.raises(UnsupportedModel, match="no chat template"):
+        with_template.chat(HI)
+    (with_template.folder / "chat_template.jinja").write_text("{% for %}")
+    with pytest.raises(UnsupportedModel, match="line 1"):
+        with_template.chat(HI)
+
+
+@pytest.mark.parametrize("message", [{}, {"role": "user"}, {"role": 1, "content": "x"}])
+def test_malformed_messages_are_refused(codec: TextCodec, message: dict[str, str]) -> None:
+    with pytest.raises(InvalidArgument, match="message 1"):
+        codec.chat([*HI, message])

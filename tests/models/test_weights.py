@@ -1,0 +1,144 @@
+"""Tensors from safetensors files, mapped, checked against the spec."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from kvkeep.errors import BadModelFile, UnsupportedModel
+from kvkeep.models.config import read_spec
+from kvkeep.models.weights import check_tensors, read_shapes, read_tensors
+
+CPU = torch.device("cpu")
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        LlamaForCausalLM(LlamaConfig(**SIZES)),
+        LlamaForCausalLM(LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True, head_dim=16)),
+        LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True)),
+        MistralForCausalLM(MistralConfig(**SIZES)),
+        Qwen2ForCausalLM(Qwen2Config(**SIZES)),
+        Qwen3ForCausalLM(Qwen3Config(**SIZES, attention_bias=True)),
+    ],
+    ids=["llama", "llama-bias", "llama-tied", "mistral", "qwen2", "qwen3"],
+)
+@pytest.mark.parametrize("shard", ["10GB", "30KB"])
+def test_reads_what_transformers_saves(tmp_path: Path, model: Any, shard: str) -> None:
+    model.save_pretrained(tmp_path, max_shard_size=shard)
+    assert (tmp_path / "model.safetensors.index.json").exists() == (shard == "30KB")
+    tensors = read_tensors(tmp_path, torch.float32, CPU, progress=False)
+    check_tensors(read_spec(tmp_path), read_shapes(tmp_path), tmp_path)
+    assert read_shapes(tmp_path) == {name: tuple(t.shape) for name, t in tensors.items()}
+    saved = model.state_dict()
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor, saved[name])
+    assert saved.keys() - tensors.keys() <= {"lm_head.weight"}
+
+
+def test_another_dtype_is_converted(llama: Path) -> None:
+    exact = read_tensors(llama, torch.float32, CPU, progress=False)
+    short = read_tensors(llama, torch.bfloat16, CPU, progress=False)
+    assert all(tensor.dtype == torch.bfloat16 for tensor in short.values())
+    for name, tensor in short.items():
+        assert torch.equal(tensor, exact[name].bfloat16())
+
+
+def private_memory() -> int:
+    """Bytes that this process holds for itself: pages of mapped files are the system's."""
+    memory = psutil.Process().memory_info()
+    return int(memory.rss - memory.shared)
+
+
+def test_weights_are_mapped_not_read(smollm2_folder: Path) -> None:
+    size = (smollm2_folder / "model.safetensors").stat().st_size
+    before = private_memory()
+    tensors = read_tensors(smollm2_folder, torch.bfloat16, CPU, progress=False)
+    assert sum(tensor.nbytes for tensor in tensors.values()) > 0.99 * size
+    assert private_memory() - before < size / 10
+    maps = {Path(entry.path) for entry in psutil.Process().memory_maps()}
+    assert (smollm2_folder / "model.safetensors").resolve() in maps
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: b"",
+        lambda data: data[:4],
+        lambda data: data[:200],
+        lambda data: data[:-1],
+        lambda data: b"GGUF" + data[4:],
+        lambda data: data + b"more",
+    ],
+    ids=["empty", "no-header", "cut-header", "cut-data", "foreign", "longer"],
+)
+def test_a_damaged_file_is_named(llama: Path, tmp_path: Path, damage: Any) -> None:
+    data = (llama / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(damage(data))
+    with pytest.raises(BadModelFile, match=r"model\.safetensors"):
+        read_tensors(tmp_path, torch.float32, CPU, progress=False)
+
+
+def test_a_missing_or_shortened_shard_is_named(tmp_path: Path) -> None:
+    LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(tmp_path, max_shard_size="30KB")
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    shard = index["weight_map"]["model.norm.weight"]
+    save_file({"other": torch.zeros(1)}, tmp_path / shard)
+    with pytest.raises(BadModelFile, match=shard):
+        read_tensors(tmp_path, torch.float32, CPU, progress=False)
+    (tmp_path / shard).unlink()
+    with pytest.raises(BadModelFile, match=shard):
+        read_tensors(tmp_path, torch.float32, CPU, progress=False)
+
+
+def test_a_folder_without_safetensors_says_what_is_wanted(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(b"x")
+    with pytest.raises(BadModelFile, match=r"neither model\.safetensors nor"):
+        read_tensors(tmp_path, torch.float32, CPU, progress=False)
+
+
+def test_missing_misshapen_and_unused_tensors_are_named(llama: Path) -> None:
+    spec, shapes = read_spec(llama), read_shapes(llama)
+    for name in shapes:
+        without = {key: shape for key, shape in shapes.items() if key != name}
+        with pytest.raises(BadModelFile, match=name):
+            check_tensors(spec, without, llama)
+        with pytest.raises(BadModelFile, match=name):
+            check_tensors(spec, {**shapes, name: (3, *shapes[name])}, llama)
+    extra = "model.layers.1.self_attn.q_proj.bias"
+    with pytest.raises(UnsupportedModel, match=extra):
+        check_tensors(spec, {**shapes, extra: (48,)}, llama)
+    with pytest.raises(BadModelFile, match="q_norm"):
+        check_tensors(replace(spec, qk_norm=True), shapes, llama)

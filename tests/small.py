@@ -1,0 +1,61 @@
+"""Small random models for tests, in fp32, with a byte-level tokenizer."""
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from kvkeep.model import Model
+from kvkeep.models.llama import Decoder
+from kvkeep.models.spec import ModelSpec, RopeSpec
+from kvkeep.models.text import TextCodec
+from kvkeep.models.weights import tensor_shapes
+
+HEAD_DIM = 16
+VOCABULARY = 256
+
+
+def small_spec(max_positions: int = 4096) -> ModelSpec:
+    """Two layers, four heads over two KV heads; end of text is token 0."""
+    frequencies = tuple(10000.0 ** (-2 * i / HEAD_DIM) for i in range(HEAD_DIM // 2))
+    return ModelSpec(
+        architecture="LlamaForCausalLM",
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=96,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        head_dim=HEAD_DIM,
+        norm_eps=1e-5,
+        max_positions=max_positions,
+        rope=RopeSpec("default", frequencies),
+        tied_head=True,
+        qkv_bias=False,
+        output_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        bos_token_id=None,
+        eos_token_ids=(0,),
+    )
+
+
+def small_model(seed: int = 0, max_positions: int = 4096, sharpness: float = 0.3) -> Model:
+    """sharpness: standard deviation of the weights; larger ones attend more unevenly."""
+    spec = small_spec(max_positions)
+    random = torch.Generator().manual_seed(seed)
+    tensors = {
+        name: torch.ones(shape)
+        if len(shape) == 1
+        else torch.randn(shape, generator=random) * sharpness
+        for name, shape in tensor_shapes(spec).items()
+    }
+    return Model("small", Path("small"), Decoder(spec, tensors), TextCodec(Path(), _tokenizer()))
+
+
+def _tokenizer() -> Tokenizer:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer

@@ -1,0 +1,214 @@
+"""What must hold for every policy: the bound, the window, chunk independence, distances, errors."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small import small_model
+
+from kvkeep.cache import KVCache
+from kvkeep.errors import KvkeepError
+from kvkeep.session import Session
+
+MODEL = small_model()
+TOKENS = st.lists(st.integers(1, 255), min_size=1, max_size=60)
+
+
+@dataclass(frozen=True)
+class Setting:
+    max_kv_size: int
+    keep: int
+    prefill_step: int
+
+    def session(self) -> Session:
+        return MODEL.session(self.max_kv_size, self.keep, prefill_step=self.prefill_step)
+
+
+@st.composite
+def bounded(draw: st.DrawFn) -> Setting:
+    max_kv_size = draw(st.integers(1, 24))
+    keep = draw(st.integers(0, max_kv_size - 1))
+    return Setting(max_kv_size, keep, draw(st.sampled_from([1, 2, 3, 7, 64])))
+
+
+# What a user does: feed tokens, take some back, or change how many of the first ones stay.
+ACTIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("feed"), TOKENS),
+        st.tuples(st.just("rewind"), st.integers(0, 8)),
+        st.tuples(st.just("keep"), st.integers(0, 24)),
+    ),
+    min_size=1,
+    max_size=8,
+)
+
+
+def act(session: Session, action: tuple[str, object]) -> None:
+    kind, value = action
+    if kind == "feed":
+        session.feed(value)  # type: ignore[arg-type]
+    elif kind == "rewind":
+        session.rewind(value)  # type: ignore[arg-type]
+    else:
+        session.keep = value  # type: ignore[assignment]
+
+
+def state(session: Session) -> tuple[object, ...]:
+    """All that a session is, to the bit."""
+    segments = [
+        tuple(x.clone() for x in segment.read(0, segment.length)) + (segment.map, segment.limit)
+        for segment in session.cache.segments
+    ]
+    return session.tokens, session.cache.time, session.keep, session.logits, segments
+
+
+def same(a: object, b: object) -> bool:
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b
+
+
+@settings(max_examples=60, deadline=None)
+@given(bounded(), ACTIONS)
+def test_the_budget_binds_after_every_call(setting: Setting, actions: list) -> None:
+    session = setting.session()
+    cell_bytes = session.cache.layout.cell_bytes
+    for action in actions:
+        try:
+            if action[0] == "feed":
+                report = session.feed(action[1])
+                assert report.peak_cells <= setting.max_kv_size + setting.prefill_step
+            else:
+                act(session, action)
+        except KvkeepError:
+            pass
+        assert session.cache.cells <= setting.max_kv_size
+        assert session.cache.nbytes <= setting.max_kv_size * cell_bytes
+
+
+@settings(max_examples=60, deadline=None)
+@given(bounded(), ACTIONS)
+def test_a_refused_call_changes_nothing(setting: Setting, actions: list) -> None:
+    session = setting.session()
+    bad = [("feed", []), ("feed", [256]), ("feed", [3, -1]), ("rewind", -1), ("keep", -2)]
+    for action in [*actions, *bad]:
+        before = state(session)
+        try:
+            act(session, action)
+        except KvkeepError:
+            assert same(state(session), before)
+        else:
+            assert action not in bad
+
+
+class Seen(Exception):
+    """Thrown out of a forward in its middle."""
+
+
+@settings(max_examples=40, deadline=None)
+@given(bounded(), TOKENS, st.integers(0, 1), st.lists(st.integers(1, 255), min_size=1, max_size=7))
+def test_a_step_that_fails_inside_the_model_changes_nothing(
+    setting: Setting, tokens: list[int], layer: int, more: list[int]
+) -> None:
+    session, untouched = setting.session(), setting.session()
+    session.feed(tokens)
+    untouched.feed(tokens)
+    before, attend = state(session), session.cache.attend
+
+    def failing(index: int, *args: torch.Tensor) -> torch.Tensor:
+        found = attend(index, *args)
+        if index == layer:
+            raise Seen
+        return found
+
+    more = more[: setting.prefill_step]
+    session.cache.attend = failing  # type: ignore[method-assign]
+    with pytest.raises(Seen):
+        session.feed(more)
+    del session.cache.attend
+    # A first fill may have begun a segment; it holds nothing.
+    session.cache.segments = [s for s in session.cache.segments if s.length]
+    assert same(state(session), before)
+    session.feed(more)
+    untouched.feed(more)
+    assert torch.equal(session.logits, untouched.logits)
+
+
+@settings(max_examples=60, deadline=None)
+@given(bounded(), st.lists(TOKENS, min_size=1, max_size=4), st.sampled_from([1, 5, 64]))
+def test_the_prefill_step_does_not_change_logits(
+    setting: Setting, prompts: list[list[int]], other_step: int
+) -> None:
+    session = setting.session()
+    other = MODEL.session(setting.max_kv_size, setting.keep, prefill_step=other_step)
+    for prompt in prompts:
+        session.feed(prompt)
+        other.feed(prompt)
+        assert (session.logits - other.logits).abs().max() <= 1e-3
+
+
+class Watched:
+    """A session whose cells know which token they are of, read back through attention itself.
+
+    Values are replaced by a code of the token's time, keys and queries by zeroes: then every
+    visible cell has the same weight, and the output tells the number of cells and, by a second
+    element, their mean time.
+    """
+
+    def __init__(self, setting: Setting):
+        self.session = setting.session()
+        self.cache: KVCache = self.session.cache
+        self.found: list[tuple[float, float]] = []
+
+    def feed(self, count: int, step: int) -> None:
+        """Runs `count` tokens through the policy in steps, on bare attention."""
+        layout = self.cache.layout
+        done = 0
+        while done < count:
+            n = min(self.session._policy.open(self.cache, count - done), step)
+            times = torch.arange(self.cache.time, self.cache.time + n, dtype=torch.float32)
+            codes = torch.zeros(n, layout.kv_heads, layout.head_dim)
+            codes[:, :, 0] = (times == 0)[:, None]
+            codes[:, :, 1] = times[:, None]
+            nothing = torch.zeros(n, layout.kv_heads, layout.head_dim)
+            with self.cache.step(n):
+                for layer in range(layout.layers):
+                    q = torch.zeros(n, 4, layout.head_dim)
+                    out = self.cache.attend(layer, q, nothing, codes).view(n, 4, -1)
+            self.found += [(float(row[0, 0]), float(row[0, 1])) for row in out]
+            done += n
+
+
+@settings(max_examples=60, deadline=None)
+@given(bounded(), st.integers(1, 70))
+def test_each_token_sees_the_kept_ones_and_the_whole_window(setting: Setting, count: int) -> None:
+    watched = Watched(setting)
+    watched.feed(count, setting.prefill_step)
+    for time, (first_seen, mean_time) in enumerate(watched.found):
+        kept = list(range(min(setting.keep, time + 1)))
+        newest = range(time, max(time - setting.max_kv_size + setting.keep, setting.keep - 1), -1)
+        seen = kept + [t for t in newest if t not in kept]
+        assert len(seen) == min(time + 1, setting.max_kv_size)
+        assert mean_time == pytest.approx(sum(seen) / len(seen), abs=1e-3)
+        assert first_seen == pytest.approx((0 in seen) / len(seen), abs=1e-4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(bounded(), ACTIONS)
+def test_no_query_stands_further_away_than_the_budget(setting: Setting, actions: list) -> None:
+    session = setting.session()
+    for action in actions:
+        try:
+            act(session, action)
+        except KvkeepError:
+            continue
+        now = session.cache.time - 1
+        for segment in session.cache.segments:
+            if segment.length:
+                positions = segment.read(0, segment.length)[2]
+                distances = segment.map(now) - positions
+                assert 0 <= int(distances.min()) <= int(distances.max()) < setting.max_kv_size

@@ -1,0 +1,28 @@
+"""Bounded logits equal a naive StreamingLLM on the real model, however the text is fed."""
+
+import pytest
+import torch
+from reference import streaming_logits
+from topics import topic_ids
+
+from kvkeep.model import Model
+
+LAST = 4
+
+
+@pytest.mark.parametrize(("max_kv_size", "keep"), [(64, 4), (16, 8), (130, 0)])
+def test_bounded_logits_equal_the_naive_reference(
+    smollm2_fp32: Model, max_kv_size: int, keep: int
+) -> None:
+    tokens = topic_ids(smollm2_fp32)[:150]
+    expected = streaming_logits(smollm2_fp32.decoder, tokens, max_kv_size, keep, LAST)
+    assert expected.abs().max() > 15  # a scale at which 1e-3 means something
+    for prefill_step in (1, 7, 100, 512):
+        session = smollm2_fp32.session(max_kv_size, keep, prefill_step=prefill_step)
+        session.feed(tokens[: 1 - LAST])
+        found = [session.logits]
+        for token in tokens[1 - LAST :]:
+            session.feed([token])
+            found.append(session.logits)
+        assert (torch.stack(found) - expected).abs().max() <= 1e-3
+        assert session.cache.cells == max_kv_size
