@@ -16,11 +16,15 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-# The main job: a prompt of several thousand tokens is read through a budget of 512, and the
-# model writes on, 1,000 tokens and more, on the same memory.
+# The main job: a manual of several thousand tokens is read through a budget of 512, and the model
+# writes on from it on the same memory. `make run TOKENS=-1` writes until Ctrl-C.
+TOKENS ?= 1000
+MANUAL := from pydoc_data.topics import topics; print(topics["typesseq"])
+
 run: install
 	$(BIN)/kvkeep pull
-	$(BIN)/python -m examples.endless
+	$(BIN)/python -c '$(MANUAL)' | \
+	  $(BIN)/kvkeep generate --max-kv-size 512 --max-tokens $(TOKENS) --ignore-eos --seed 1
 
 test: install
 	$(BIN)/python -m pytest

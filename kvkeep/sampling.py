@@ -76,7 +76,7 @@ class Sampler:
         logits = _penalised(logits, tokens, how)
         if how.temperature == 0:
             return int(logits.argmax())
-        probabilities = (logits / how.temperature).softmax(-1)
+        probabilities = ((logits - logits.max()) / how.temperature).softmax(-1)
         ids, weights = _candidates(probabilities, how)
         cumulative = weights.double().cumsum(-1)
         mark = self._uniform(how.seed) * float(cumulative[-1])

@@ -87,6 +87,11 @@ class Session:
         return self._policy.max_kv_size
 
     @property
+    def room(self) -> int | None:
+        """How many more tokens it can take; None if there is no end."""
+        return self._policy.room(self.cache)
+
+    @property
     def keep(self) -> int:
         """How many of the first tokens stay for ever; -1 until the first prompt is known.
 
@@ -303,7 +308,7 @@ class _Evaluated:
 
 
 def _require_finite(x: Tensor) -> None:
-    if not bool(torch.isfinite(x).all()):
+    if not math.isfinite(float(x.sum())):
         raise NonFiniteLogits(
             "the model produced NaN or infinity: its weights are broken, or need "
             'dtype="float32"; the tokens of this step were not taken in'

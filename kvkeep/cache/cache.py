@@ -5,8 +5,9 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
+from kvkeep.cache.block import Layout
 from kvkeep.cache.rope import Rope
-from kvkeep.cache.segment import Layout, Segment
+from kvkeep.cache.segment import Segment
 from kvkeep.cache.step import ChunkStep, DecodeStep
 
 
@@ -34,7 +35,7 @@ class KVCache:
     @property
     def nbytes(self) -> int:
         """Bytes that keys and values take in memory, storage not yet filled included."""
-        return sum(segment.nbytes for segment in self.segments)
+        return sum(segment.block.nbytes for segment in self.segments)
 
     @contextmanager
     def step(self, count: int) -> Iterator[None]:
@@ -60,6 +61,7 @@ class KVCache:
             self.time += count
         finally:
             self._step = None
+            self.segments = [s for s in self.segments if s.length]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Stores the new cells of a layer and attends to all that its queries see.

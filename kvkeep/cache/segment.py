@@ -1,69 +1,45 @@
-"""A run of cells: storage for keys and values, and the bookkeeping of which cells are live."""
+"""A run of cells that share one storage block and one position map."""
 
-from dataclasses import dataclass
+import copy
 
 import torch
 from torch import Tensor
 
+from kvkeep.cache.block import Block, Layout
 from kvkeep.cache.position_map import PositionMap
 
 GROWTH = 256  # cells added at least when a segment outgrows its storage
 
 
-@dataclass(frozen=True)
-class Layout:
-    """The shape and kind of every cell in a cache."""
-
-    layers: int
-    kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-    device: torch.device
-
-    @property
-    def cell_bytes(self) -> int:
-        """Bytes of one cell's key and value over all layers and KV heads."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
-
-
 class Segment:
-    """A run of cells that share one storage block and one position map.
+    """A run of cells: which slots of a block are live, in which order, and seen from where.
 
-    keys, values: `[layers, kv_heads, capacity, head_dim]`; keys are rotated to their positions.
-    positions: `[capacity]` int64, the position of each cell; stale where no cell is live.
-    start, length: the live cells are `start, start + 1, ... (modulo capacity)`, oldest first.
+    start, length: the live cells are in slots `start, start + 1, ... (modulo capacity)`, oldest
+        first.
     limit: the most cells it may hold; storage grows up to it.
-    rotates: at the limit, the oldest cells make room for the newest. Without, its owner adds no
-        more cells than the limit.
+    window: the number of newest cells that a query sees of this segment and the other window
+        segments together, its own included. None: an anchor, or a segment that forgets nothing.
+    frozen: takes no new cells; others build on it.
 
-    Until a rotating segment is full its run starts at slot 0. From then on it is a ring, in which
-    order of storage means nothing.
+    A window segment that reaches its limit is a ring from then on: the newest cell takes the slot
+    of the oldest, and order in storage means nothing.
     """
 
-    def __init__(self, layout: Layout, position_map: PositionMap, limit: int, rotates: bool):
+    def __init__(
+        self, layout: Layout, position_map: PositionMap, limit: int, window: int | None = None
+    ):
         self.layout = layout
         self.map = position_map
         self.limit = limit
-        self.rotates = rotates
+        self.window = window
+        self.frozen = False
         self.start = 0
         self.length = 0
-        self._allocate(0)
-
-    def _allocate(self, capacity: int) -> None:
-        layout = self.layout
-        shape = (layout.layers, layout.kv_heads, capacity, layout.head_dim)
-        self.keys = torch.zeros(shape, dtype=layout.dtype, device=layout.device)
-        self.values = torch.zeros(shape, dtype=layout.dtype, device=layout.device)
-        self.positions = torch.zeros(capacity, dtype=torch.int64, device=layout.device)
+        self.block = Block.allocate(layout, 0)
 
     @property
     def capacity(self) -> int:
-        return self.keys.shape[2]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of storage for keys and values, filled or not."""
-        return self.keys.nbytes + self.values.nbytes
+        return self.block.capacity
 
     @property
     def full(self) -> bool:
@@ -72,16 +48,12 @@ class Segment:
     @property
     def first_position(self) -> int:
         """The position of the oldest live cell."""
-        return int(self.positions[self.start])
+        return int(self.block.positions[self.start])
 
     @property
     def last_position(self) -> int:
         """The position of the newest live cell."""
-        return int(self.positions[(self.start + self.length - 1) % self.capacity])
-
-    def oldest_visible(self, time: int) -> int | None:
-        """The first position that a query at `time` still sees; None if it sees all."""
-        return time - self.limit + 1 if self.rotates else None
+        return int(self.block.positions[(self.start + self.length - 1) % self.capacity])
 
     def slots(self, first: int, count: int) -> list[slice]:
         """Where the `count` cells from the `first`-oldest on lie (or would): one slice, or two."""
@@ -93,11 +65,11 @@ class Segment:
 
     def read(self, first: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
         """Keys, values and positions of `count` cells from the `first`-oldest on, copied."""
-        slots = self.slots(first, count)
+        block, slots = self.block, self.slots(first, count)
         keys, values = (
-            torch.cat([x[:, :, s] for s in slots], 2) for x in (self.keys, self.values)
+            torch.cat([x[:, :, s] for s in slots], 2) for x in (block.keys, block.values)
         )
-        return keys, values, torch.cat([self.positions[s] for s in slots])
+        return keys, values, torch.cat([block.positions[s] for s in slots])
 
     def reserve(self, count: int) -> None:
         """Makes storage for `count` live cells in all, or for as many as the limit allows.
@@ -109,10 +81,25 @@ class Segment:
             return
         growth = max(GROWTH, self.capacity // 8) if self.capacity else 0
         grown = max(count, self.capacity + growth)
-        keys, values, positions = self.read(0, self.length)
-        self._allocate(min(grown, self.limit))
+        cells = self.read(0, self.length)
+        self.block = Block.allocate(self.layout, min(grown, self.limit))
         self.start = 0
-        self._write(0, keys, values, positions)
+        self._write(self.slots(0, self.length), *cells)
+
+    def next_slot(self) -> int:
+        """The slot for one more cell, ready to be written: in a full ring that of the oldest."""
+        self.reserve(self.length + 1)
+        slots = self.slots(self.length, 1)
+        self._unshare(slots)
+        return int(slots[0].start)
+
+    def occupy(self, slot: int, position: int) -> None:
+        """Counts a cell written into `next_slot()` as the newest."""
+        self.block.positions[slot] = position
+        if self.length == self.capacity:
+            self.start = (self.start + 1) % self.capacity
+        else:
+            self.length += 1
 
     def append(self, keys: Tensor, values: Tensor, positions: Tensor) -> None:
         """Adds cells as the newest; as many of the oldest go as the limit demands.
@@ -122,28 +109,28 @@ class Segment:
         count = positions.shape[0]
         self.reserve(self.length + count)
         unseen = max(0, count - self.capacity)
-        self.drop_oldest(min(self.length, max(0, self.length + count - self.capacity)))
-        self._write(
-            self.length, keys[:, :, unseen:], values[:, :, unseen:], positions[unseen:]
-        )
-        self.length += count - unseen
+        count -= unseen
+        self.drop_oldest(max(0, self.length + count - self.capacity))
+        slots = self.slots(self.length, count)
+        self._unshare(slots)
+        self._write(slots, keys[:, :, unseen:], values[:, :, unseen:], positions[unseen:])
+        self.length += count
 
-    def _write(self, first: int, keys: Tensor, values: Tensor, positions: Tensor) -> None:
+    def _write(
+        self, slots: list[slice], keys: Tensor, values: Tensor, positions: Tensor
+    ) -> None:
         done = 0
-        for slot in self.slots(first, positions.shape[0]):
+        for slot in slots:
             upto = done + slot.stop - slot.start
-            self.keys[:, :, slot] = keys[:, :, done:upto]
-            self.values[:, :, slot] = values[:, :, done:upto]
-            self.positions[slot] = positions[done:upto]
+            self.block.keys[:, :, slot] = keys[:, :, done:upto]
+            self.block.values[:, :, slot] = values[:, :, done:upto]
+            self.block.positions[slot] = positions[done:upto]
             done = upto
 
-    def occupy(self, slot: int, position: int) -> None:
-        """Counts a cell written straight into `slot`, the one after the newest, as the newest."""
-        self.positions[slot] = position
-        if self.full:
-            self.start = (self.start + 1) % self.capacity
-        else:
-            self.length += 1
+    def _unshare(self, slots: list[slice]) -> None:
+        """Copies the storage before cells that others see would be overwritten."""
+        if any(slot.start < self.block.shared for slot in slots):
+            self.block = self.block.copy()
 
     def drop_oldest(self, count: int) -> None:
         self.length -= count
@@ -153,3 +140,9 @@ class Segment:
         self.length -= count
         if not self.length:
             self.start = 0
+
+    def twin(self) -> "Segment":
+        """The same cells for another owner. Storage is shared until one side must write to it."""
+        twin = copy.copy(self)
+        twin.block = self.block.share(min(self.start + self.length, self.capacity))
+        return twin

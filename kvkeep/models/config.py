@@ -7,7 +7,7 @@ from typing import Any
 
 from kvkeep.errors import BadModelFile, UnsupportedModel
 from kvkeep.models.frequencies import rope_spec
-from kvkeep.models.spec import ModelSpec
+from kvkeep.models.spec import ModelSpec, RopeSpec
 
 ARCHITECTURES = (
     "LlamaForCausalLM",
@@ -45,22 +45,15 @@ def spec_from_config(
     hidden_size = _count(config, "hidden_size", path)
     layers = _count(config, "num_hidden_layers", path)
     kv_heads = _count(config, "num_key_value_heads", path, default=heads)
-    # Qwen 3 is the one family whose head_dim does not follow from the others.
-    head_dim = _count(
-        config,
-        "head_dim",
-        path,
-        default=128 if architecture == "Qwen3ForCausalLM" else hidden_size // heads,
-    )
     if heads % kv_heads:
         raise BadModelFile(
             f"{path}: num_attention_heads ({heads}) must be a multiple of num_key_value_heads "
             f"({kv_heads}); fetch the model again"
         )
-    stated_length = _count(config, "max_position_embeddings", path)
-    rope_settings = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    trained = _extended_length(rope_settings, stated_length)
-    attention_bias = bool(config.get("attention_bias", False))
+    # Qwen 3 is the one family whose head_dim does not follow from the others.
+    usual_head_dim = 128 if architecture == "Qwen3ForCausalLM" else hidden_size // heads
+    head_dim = _count(config, "head_dim", path, default=usual_head_dim)
+    rope, trained = _positions(config, head_dim, path)
     return ModelSpec(
         architecture=architecture,
         vocab_size=_count(config, "vocab_size", path),
@@ -72,17 +65,9 @@ def spec_from_config(
         head_dim=head_dim,
         norm_eps=_positive(config, "rms_norm_eps", path, default=1e-6),
         max_positions=min(trained, _sliding_window(config, architecture, layers, path) or trained),
-        rope=rope_spec(
-            rope_settings,
-            theta=_rope_theta(config, rope_settings, path),
-            rotary_dim=_rotary_dim(config, rope_settings, head_dim, path),
-            max_positions=stated_length,
-        ),
+        rope=rope,
         tied_head=bool(config.get("tie_word_embeddings", False)),
-        qkv_bias=architecture == "Qwen2ForCausalLM"
-        or (attention_bias and architecture != "MistralForCausalLM"),
-        output_bias=attention_bias and architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM"),
-        mlp_bias=bool(config.get("mlp_bias", False)) and architecture == "LlamaForCausalLM",
+        **_biases(config, architecture),
         qk_norm=architecture == "Qwen3ForCausalLM",
         bos_token_id=next(iter(_token_ids(config, generation, "bos_token_id", path)), None),
         eos_token_ids=_token_ids(config, generation, "eos_token_id", path),
@@ -135,6 +120,35 @@ def _refuse_unsupported(config: Mapping[str, Any], architecture: str) -> None:
             f"weights quantised by {method!r} are not supported; use the model's bf16 safetensors "
             "or a .gguf file"
         )
+
+
+def _biases(config: Mapping[str, Any], architecture: str) -> dict[str, bool]:
+    """Qwen 2 always has them on q, k and v, Mistral never; the others say."""
+    stated = bool(config.get("attention_bias", False))
+    attention = stated and architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM")
+    return {
+        "qkv_bias": attention or architecture == "Qwen2ForCausalLM",
+        "output_bias": attention,
+        "mlp_bias": architecture == "LlamaForCausalLM" and bool(config.get("mlp_bias", False)),
+    }
+
+
+def _positions(config: Mapping[str, Any], head_dim: int, path: Path) -> tuple[RopeSpec, int]:
+    """The RoPE table, and the length in tokens that it was trained or extended to."""
+    stated = _count(config, "max_position_embeddings", path)
+    settings = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(settings, dict) or any(isinstance(x, dict) for x in settings.values()):
+        raise UnsupportedModel(
+            f"{path}: RoPE settings must be one flat object, found {settings!r}; models that "
+            "rotate differently from layer to layer are not supported"
+        )
+    rope = rope_spec(
+        settings,
+        theta=_rope_theta(config, settings, path),
+        rotary_dim=_rotary_dim(config, settings, head_dim, path),
+        max_positions=stated,
+    )
+    return rope, _extended_length(settings, stated)
 
 
 def _rope_theta(config: Mapping[str, Any], settings: Mapping[str, Any], path: Path) -> float:

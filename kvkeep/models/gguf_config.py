@@ -21,12 +21,7 @@ def config_from_gguf(file: GgufFile) -> dict[str, Any]:
     Raises UnsupportedModel, naming what it is that is not supported; BadModelFile if fields are
     missing.
     """
-    family = file.required("general.architecture")
-    if family not in _FAMILIES:
-        raise UnsupportedModel(
-            f"the GGUF architecture {family!r} is not supported; supported: "
-            f"{', '.join(sorted(_FAMILIES))}"
-        )
+    family = _family(file)
     _refuse_unsupported(file, family)
     architecture, model_type = _FAMILIES[family]
     window = file.metadata.get(f"{family}.attention.sliding_window")
@@ -68,6 +63,16 @@ def eos_token_ids(file: GgufFile) -> list[int]:
     """Every token that ends a text or a turn."""
     roles = [role for role in ("eos", "eot") if special_token(file, role) is not None]
     return list(dict.fromkeys(file.metadata[f"tokenizer.ggml.{role}_token_id"] for role in roles))
+
+
+def _family(file: GgufFile) -> str:
+    family = file.required("general.architecture")
+    if family not in _FAMILIES:
+        raise UnsupportedModel(
+            f"the GGUF architecture {family!r} is not supported; supported: "
+            f"{', '.join(sorted(_FAMILIES))}"
+        )
+    return str(family)
 
 
 def _vocab_size(file: GgufFile) -> int:

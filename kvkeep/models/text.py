@@ -60,7 +60,9 @@ class TextCodec:
     def encode(self, text: str) -> list[int]:
         """Token ids of the text and of nothing else: no BOS is added.
 
-        The text of a special token, such as <|im_start|>, becomes that token.
+        The text of a special token, such as <|im_start|>, becomes that token. Bytes that the
+        vocabulary lacks are left out, as the model's own tokenizer does: SmolLM2 has no token
+        for six control characters and for the planes of Unicode that hold no script.
         """
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 

@@ -19,10 +19,10 @@ class Full:
         return self.max_kv_size - cache.cells
 
     def open(self, cache: KVCache, wanted: int) -> int:
-        if not cache.segments:
-            segment = Segment(cache.layout, PositionMap(), self.max_kv_size, rotates=False)
-            cache.segments.append(segment)
-        cache.segments[-1].reserve(cache.cells + wanted)
+        if not cache.segments or cache.segments[-1].frozen:
+            limit = self.max_kv_size - cache.cells
+            cache.segments.append(Segment(cache.layout, PositionMap(), limit))
+        cache.segments[-1].reserve(cache.segments[-1].length + wanted)
         return wanted
 
     def set_keep(self, cache: KVCache, keep: int) -> None:

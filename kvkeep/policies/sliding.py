@@ -13,8 +13,9 @@ class Sliding:
     their places in the cache, not in the text. Instead of moving all keys down at each token, a
     query looks at an anchor from where it would stand in a full cache (`_anchor_map`).
 
-    Anchors come first in the cache and the ring comes last. Until `keep` cells are anchored
-    there is no ring.
+    Anchors come first in the cache and the window comes last: one ring, or after a fork the
+    frozen cells of before and a ring that takes over from them. Until `keep` cells are anchored
+    there is no window.
     """
 
     name: ClassVar[str] = "sliding"
@@ -32,7 +33,8 @@ class Sliding:
         if missing > 0:
             self._anchor(cache, self.keep, cache.time, cache.cells)
             return min(wanted, missing)
-        if not cache.segments or not cache.segments[-1].rotates:
+        newest = cache.segments[-1] if cache.segments else None
+        if newest is None or newest.window is None or newest.frozen:
             cache.segments.append(self._ring(cache, self.keep))
         cache.segments[-1].reserve(cache.segments[-1].length + wanted)
         return wanted
@@ -73,13 +75,15 @@ class Sliding:
         query keeps that distance for ever once it has reached it.
         """
         position_map = PositionMap(ceiling=self.max_kv_size - 1 + position - index)
-        if not cache.segments or cache.segments[-1].map != position_map:
-            anchor = Segment(cache.layout, position_map, keep - index, rotates=False)
-            cache.segments.append(anchor)
-        return cache.segments[-1]
+        newest = cache.segments[-1] if cache.segments else None
+        if newest is None or newest.map != position_map or newest.frozen:
+            newest = Segment(cache.layout, position_map, keep - index)
+            cache.segments.append(newest)
+        return newest
 
     def _ring(self, cache: KVCache, keep: int) -> Segment:
-        return Segment(cache.layout, PositionMap(), self.max_kv_size - keep, rotates=True)
+        window = self.max_kv_size - keep
+        return Segment(cache.layout, PositionMap(), limit=window, window=window)
 
 
 def _runs(segments: list[Segment], first: int, count: int) -> list[tuple[Segment, int, int]]:

@@ -158,6 +158,7 @@ def test_partial_rotary_factor_shortens_the_table(tmp_path: Path) -> None:
         ({"rope_scaling": {"type": "su"}}, "su"),
         ({"quantization_config": {"quant_method": "awq"}}, "awq"),
         ({"partial_rotary_factor": 0.1}, "partial_rotary_factor"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "layer to layer"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(

