@@ -58,7 +58,7 @@ def act(session: Session, action: tuple[str, object]) -> None:
 def state(session: Session) -> tuple[object, ...]:
     """All that a session is, to the bit."""
     segments = [
-        tuple(x.clone() for x in segment.read(0, segment.length)) + (segment.map, segment.limit)
+        (*segment.read(0, segment.length), segment.map, segment.limit)
         for segment in session.cache.segments
     ]
     return session.tokens, session.cache.time, session.keep, session.logits, segments

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from small import small_model
-from topics import topic_ids
 
 import kvkeep
 from kvkeep import Sampling

@@ -34,9 +34,7 @@ class Rope:
 
     def at(self, positions: list[int] | range) -> Rotation:
         """The rotation for the given positions (of either sign), `n` of them."""
-        where = torch.tensor(
-            positions, dtype=torch.float64, device=self.inverse_frequencies.device
-        )
+        where = torch.tensor(positions, dtype=torch.float64, device=self.inverse_frequencies.device)
         angles = where[:, None, None] * self.inverse_frequencies
         cosine, sine = angles.cos().float(), angles.sin().float()
         return Rotation(torch.cat((cosine, cosine), -1), torch.cat((-sine, sine), -1))

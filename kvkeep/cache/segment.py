@@ -116,9 +116,7 @@ class Segment:
         self._write(slots, keys[:, :, unseen:], values[:, :, unseen:], positions[unseen:])
         self.length += count
 
-    def _write(
-        self, slots: list[slice], keys: Tensor, values: Tensor, positions: Tensor
-    ) -> None:
+    def _write(self, slots: list[slice], keys: Tensor, values: Tensor, positions: Tensor) -> None:
         done = 0
         for slot in slots:
             upto = done + slot.stop - slot.start

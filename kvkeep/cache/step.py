@@ -69,9 +69,7 @@ class Step:
         """How many of the window cells held the query no longer sees."""
         return 0 if segment.window is None else self.held + query + 1 - segment.window
 
-    def _view(
-        self, segment: Segment, first: int, live: int, limits: list[int] | None
-    ) -> View:
+    def _view(self, segment: Segment, first: int, live: int, limits: list[int] | None) -> View:
         """The `live` cells from the `first`-oldest on; query i sees those from `limits[i]` on."""
         slots = segment.slots(first, live)
         span = slots[0] if len(slots) == 1 else slice(0, segment.capacity)
@@ -162,9 +160,7 @@ class DecodeStep(Step):
 class ChunkStep(Step):
     """Several tokens. Their cells are held apart until every layer has been through."""
 
-    def __init__(
-        self, segments: list[Segment], time: int, count: int, rope: Rope, scale: float
-    ):
+    def __init__(self, segments: list[Segment], time: int, count: int, rope: Rope, scale: float):
         super().__init__(segments, time, count, rope, scale)
         layout, window = self.newest.layout, self.newest.window
         shape = (layout.layers, layout.kv_heads, count, layout.head_dim)

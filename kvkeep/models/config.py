@@ -142,10 +142,11 @@ def _positions(config: Mapping[str, Any], head_dim: int, path: Path) -> tuple[Ro
             f"{path}: RoPE settings must be one flat object, found {settings!r}; models that "
             "rotate differently from layer to layer are not supported"
         )
+    _require_whole_rotation(config, settings, path)
     rope = rope_spec(
         settings,
         theta=_rope_theta(config, settings, path),
-        rotary_dim=_rotary_dim(config, settings, head_dim, path),
+        rotary_dim=head_dim,
         max_positions=stated,
     )
     return rope, _extended_length(settings, stated)
@@ -156,18 +157,17 @@ def _rope_theta(config: Mapping[str, Any], settings: Mapping[str, Any], path: Pa
     return _positive(holder, "rope_theta", path, default=10_000.0)
 
 
-def _rotary_dim(
-    config: Mapping[str, Any], settings: Mapping[str, Any], head_dim: int, path: Path
-) -> int:
+def _require_whole_rotation(
+    config: Mapping[str, Any], settings: Mapping[str, Any], path: Path
+) -> None:
+    """The cache rotates whole heads; no model of these families does otherwise."""
     holder = settings if settings.get("partial_rotary_factor") is not None else config
     factor = _positive(holder, "partial_rotary_factor", path, default=1.0)
-    rotary_dim = int(head_dim * factor)
-    if factor > 1 or rotary_dim < 2 or rotary_dim % 2:
+    if factor != 1:
         raise UnsupportedModel(
-            f"partial_rotary_factor {factor} of head_dim {head_dim} rotates {rotary_dim} "
-            "dimensions; an even number of them, at most head_dim, is supported"
+            f"{path} rotates a part of each head (partial_rotary_factor {factor}); "
+            "only models that rotate whole heads are supported"
         )
-    return rotary_dim
 
 
 def _extended_length(rope_settings: Mapping[str, Any], stated: int) -> int:

@@ -6,7 +6,6 @@ Projections, norms and MLPs. Positions are not its business: q and k go unrotate
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -62,12 +61,10 @@ class Decoder:
         self.embedding = tensors["model.embed_tokens.weight"]
         self.layers = [_layer(spec, tensors, i) for i in range(spec.layers)]
         self.norm = Norm(tensors["model.norm.weight"], spec.norm_eps)
-        self.head = Linear(
-            self.embedding if spec.tied_head else tensors["lm_head.weight"], None
-        )
+        self.head = Linear(self.embedding if spec.tied_head else tensors["lm_head.weight"], None)
 
     def hidden(self, tokens: Tensor, cache: KVCache) -> Tensor:
-        """Evaluates `tokens: [n]` into the cache's open step; returns `[n, hidden_size]`, normed."""
+        """Evaluates `tokens: [n]` into the cache's open step. Returns `[n, hidden_size]`, normed."""
         spec, n = self.spec, tokens.shape[0]
         x = F.embedding(tokens, self.embedding)
         for index, layer in enumerate(self.layers):

@@ -143,11 +143,6 @@ def test_end_tokens_come_from_the_generation_config_first(tmp_path: Path) -> Non
     assert bare.bos_token_id is None
 
 
-def test_partial_rotary_factor_shortens_the_table(tmp_path: Path) -> None:
-    write(tmp_path, {**PLAIN, "head_dim": 16, "partial_rotary_factor": 0.25})
-    assert read_spec(tmp_path).rope.inverse_frequencies == (1.0, 10_000.0**-0.5)
-
-
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
@@ -157,7 +152,7 @@ def test_partial_rotary_factor_shortens_the_table(tmp_path: Path) -> None:
         ({"rope_scaling": {"rope_type": "longrope"}}, "longrope"),
         ({"rope_scaling": {"type": "su"}}, "su"),
         ({"quantization_config": {"quant_method": "awq"}}, "awq"),
-        ({"partial_rotary_factor": 0.1}, "partial_rotary_factor"),
+        ({"partial_rotary_factor": 0.25}, "partial_rotary_factor"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "layer to layer"),
     ],
 )

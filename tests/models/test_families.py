@@ -74,9 +74,7 @@ def opened(folder: Path, text: TextCodec) -> Model:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_equal_transformers(
-    tmp_path: Path, smollm2_folder: Path, family: str
-) -> None:
+def test_logits_equal_transformers(tmp_path: Path, smollm2_folder: Path, family: str) -> None:
     theirs = written(tmp_path, family)
     ours = opened(tmp_path, TextCodec.open(smollm2_folder))
     with torch.no_grad():

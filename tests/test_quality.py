@@ -1,0 +1,37 @@
+"""What the bound costs in perplexity on the real model: figures measured once, held here."""
+
+import math
+
+import pytest
+from topics import topic_ids
+
+from kvkeep.model import Model
+
+
+def perplexity(model: Model, budget: int | None, keep: int, policy: str, first: int, end: int):
+    """Over tokens `first ... end - 1`, everything before them evaluated as context."""
+    session = model.session(budget, keep, policy)
+    scores = session.score(topic_ids(model)[:end])[first:]
+    return math.exp(-float(scores.mean()))
+
+
+@pytest.mark.parametrize(
+    ("budget", "keep", "policy", "expected"),
+    [(None, 4, "full", 10.30), (512, 4, "sliding", 11.61), (512, 0, "sliding", 20.31)],
+)
+def test_perplexity_of_tokens_1024_to_4095(
+    smollm2: Model, budget: int | None, keep: int, policy: str, expected: float
+) -> None:
+    found = perplexity(smollm2, budget, keep, policy, 1024, 4096)
+    assert found == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.slow
+def test_running_perplexity_does_not_climb_over_20000_tokens(smollm2: Model) -> None:
+    session = smollm2.session(max_kv_size=512)
+    scores = session.score(topic_ids(smollm2)[:20_000])[1024:]
+    running = (-scores.cumsum(0) / scores.new_tensor(range(1, len(scores) + 1))).exp()
+    marks = running[4_000 - 1024 :: 2_000]
+    assert float(running[-1]) <= float(running[4_000 - 1024]) * 1.05
+    assert float(marks.max()) <= float(marks[0]) * 1.05
+    assert session.cache.cells == 512
