@@ -8,8 +8,9 @@ if TYPE_CHECKING:
     from kvkeep.model import Model, load_model
     from kvkeep.sampling import Sampling
     from kvkeep.session import FeedReport, Session
+    from kvkeep.store.snapshot import Snapshot
 
-__all__ = ["FeedReport", "KvkeepError", "Model", "Sampling", "Session", "load_model"]
+__all__ = ["FeedReport", "KvkeepError", "Model", "Sampling", "Session", "Snapshot", "load_model"]
 __version__ = "0.1.0"
 
 _HOMES = {
@@ -17,6 +18,7 @@ _HOMES = {
     "Model": "kvkeep.model",
     "Sampling": "kvkeep.sampling",
     "Session": "kvkeep.session",
+    "Snapshot": "kvkeep.store.snapshot",
     "load_model": "kvkeep.model",
 }
 

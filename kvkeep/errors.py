@@ -35,3 +35,31 @@ class BadModelFile(ModelError):
 
 class UnsupportedModel(ModelError):
     """The architecture, RoPE kind or tokenizer is known to be outside what kvkeep runs."""
+
+
+class StoreError(KvkeepError):
+    """A file of kvkeep's cannot be written or read."""
+
+
+class ForeignFile(StoreError):
+    """Not a kvkeep file, or one of another kind."""
+
+
+class NewerFormat(StoreError):
+    """Made by a later kvkeep than this one."""
+
+
+class TruncatedFile(StoreError):
+    """The end of the file is missing."""
+
+
+class CorruptFile(StoreError):
+    """Bytes are not what was saved; the message says where."""
+
+
+class FingerprintMismatch(StoreError):
+    """Saved with another model, dtype or tokenizer; the message lists the fields that differ."""
+
+
+class Locked(StoreError):
+    """Another process is using it."""

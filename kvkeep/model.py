@@ -1,5 +1,6 @@
 """A loaded model, and the sessions that it makes."""
 
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -13,6 +14,8 @@ from kvkeep.models.text import TextCodec
 from kvkeep.models.weights import check_tensors, read_shapes, read_tensors
 from kvkeep.policies import make_policy
 from kvkeep.session import WHOLE_PROMPT, Session
+from kvkeep.store.fingerprint import Fingerprint, fingerprint
+from kvkeep.store.snapshot import Snapshot
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -32,6 +35,23 @@ class Model:
     @property
     def spec(self) -> ModelSpec:
         return self.decoder.spec
+
+    @cached_property
+    def fingerprint(self) -> Fingerprint:
+        """What snapshots of this model's sessions are recognised by. Reads all weights, once."""
+        return fingerprint(
+            self.spec,
+            self.decoder.tensors,
+            self.text.tokenizer.to_str(),
+            self.decoder.new_cache().layout,
+        )
+
+    def restore(self, snapshot: Snapshot) -> Session:
+        """A session that goes on exactly where the snapshot was taken.
+
+        Raises FingerprintMismatch, naming what differs, for a snapshot of another model.
+        """
+        return Session.restore(self, snapshot)
 
     def session(
         self,
@@ -58,9 +78,7 @@ class Model:
                 f"for; found {budget}"
             )
         whole = keep == WHOLE_PROMPT
-        session = Session(
-            self.decoder, self.text, make_policy(policy, budget, 0 if whole else keep), prefill_step
-        )
+        session = Session(self, make_policy(policy, budget, 0 if whole else keep), prefill_step)
         if whole:
             session.keep = WHOLE_PROMPT
         return session

@@ -1,8 +1,9 @@
 """Choosing the next token from logits."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -70,6 +71,21 @@ class Sampler:
     def __init__(self) -> None:
         self._seed: int | None = None
         self._random: np.random.Generator | None = None
+
+    def state(self) -> dict[str, Any]:
+        """The seed and the generator's state, as JSON values; {} if nothing was drawn yet."""
+        if self._random is None:
+            return {}
+        return {"seed": self._seed, "generator": self._random.bit_generator.state}
+
+    @classmethod
+    def at(cls, state: Mapping[str, Any]) -> "Sampler":
+        """The sampler whose `state()` that was."""
+        sampler = cls()
+        if state:
+            sampler._seed, sampler._random = state["seed"], np.random.Generator(np.random.PCG64(0))
+            sampler._random.bit_generator.state = state["generator"]
+        return sampler
 
     def choose(self, logits: Tensor, tokens: Sequence[int], how: Sampling) -> int:
         """A token id. logits: `[vocab]` float32, finite; tokens: all so far, for the penalty."""

@@ -1,22 +1,25 @@
 """A session: one model's live memory, fed and asked for tokens."""
 
+import copy
 import math
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from kvkeep.cache import KVCache, Layout, Rope
 from kvkeep.errors import ContextFull, InvalidArgument, NonFiniteLogits
 from kvkeep.interrupts import interrupts_deferred
-from kvkeep.models.llama import Decoder
-from kvkeep.models.text import TextCodec
-from kvkeep.policies import Policy
+from kvkeep.policies import Policy, make_policy
 from kvkeep.sampling import Sampler, Sampling
+from kvkeep.store.snapshot import Snapshot
 from kvkeep.streaming import TextStream
+
+if TYPE_CHECKING:
+    from kvkeep.model import Model
 
 WHOLE_PROMPT = -1  # keep: all of the first prompt
 GREEDY = Sampling()
@@ -47,17 +50,15 @@ class Session:
     the last whole step, and `tokens` says where that is.
     """
 
-    def __init__(self, decoder: Decoder, text: TextCodec, policy: Policy, prefill_step: int):
+    def __init__(self, model: "Model", policy: Policy, prefill_step: int):
         if prefill_step < 1:
             raise InvalidArgument(f"prefill_step must be 1 or more; found {prefill_step}")
-        spec, weight = decoder.spec, decoder.embedding
-        layout = Layout(spec.layers, spec.kv_heads, spec.head_dim, weight.dtype, weight.device)
-        scale = spec.rope.attention_scaling**2 / math.sqrt(spec.head_dim)
-        self.cache = KVCache(layout, Rope(spec.rope.inverse_frequencies, weight.device), scale)
+        self.cache = model.decoder.new_cache()
         self.prefill_step = prefill_step
         self.finish_reason: str | None = None
-        self._decoder = decoder
-        self._text = text
+        self._model = model
+        self._decoder = model.decoder
+        self._text = model.text
         self._policy = policy
         self._sampler = Sampler()
         self._tokens = array("i")
@@ -236,6 +237,61 @@ class Session:
             for _ in self._steps(again):
                 pass
         return taken
+
+    # Going on elsewhere
+
+    def snapshot(self) -> Snapshot:
+        """All that this session is now. Cheap: cells are shared until they would be overwritten."""
+        return Snapshot(
+            fingerprint=asdict(self._model.fingerprint),
+            model=self._model.name,
+            policy={"name": self._policy.name, **self._policy.settings()},
+            settings={
+                "prefill_step": self.prefill_step,
+                "keep_whole_prompt": self._keep_whole_prompt,
+            },
+            tokens=torch.tensor(self._tokens, dtype=torch.int32),
+            clock=self.cache.time,
+            segments=tuple(segment.twin() for segment in self.cache.segments),
+            hidden=self._hidden,
+            logits=self._current_logits(),
+            sampler=self._sampler.state(),
+            layout=self.cache.layout,
+        )
+
+    @classmethod
+    def restore(cls, model: "Model", snapshot: Snapshot) -> "Session":
+        """The session that a snapshot was taken of; see `Model.restore`."""
+        model.fingerprint.require(snapshot.fingerprint, "the snapshot")
+        session = cls(model, make_policy(**snapshot.policy), snapshot.settings["prefill_step"])
+        session._keep_whole_prompt = snapshot.settings["keep_whole_prompt"]
+        session._tokens = array("i", snapshot.tokens.tolist())
+        session._sampler = Sampler.at(snapshot.sampler)
+        device = session.cache.layout.device
+        session.cache.time = snapshot.clock
+        session.cache.segments = [segment.twin().to(device) for segment in snapshot.segments]
+        if snapshot.hidden is not None and snapshot.logits is not None:
+            session._hidden, session._logits = snapshot.hidden.to(device), snapshot.logits.to(device)
+        return session
+
+    def fork(self, at: int | None = None) -> "Session":
+        """A session that starts as this one is, or as it was after its first `at` tokens.
+
+        Memory is shared: the fork's own tokens are all that it adds, but for a window that has
+        begun to rotate, which whoever goes on first copies. Raises InvalidArgument where the
+        tokens up to `at` are no longer held.
+        """
+        total = len(self._tokens)
+        if at is not None and not 0 <= at <= total:
+            raise InvalidArgument(f"fork at 0 to {total} tokens; found {at}")
+        fork = copy.copy(self)
+        fork.cache = self.cache.fork()
+        fork._policy = copy.copy(self._policy)
+        fork._tokens = self._tokens[:]
+        fork._sampler = Sampler.at(self._sampler.state())
+        if at is not None:
+            fork.rewind(total - at)
+        return fork
 
     # How
 

@@ -61,6 +61,12 @@ class Block:
             self.keys[:, :, :extent], self.values[:, :, :extent], self.positions[:extent], extent
         )
 
+    def to(self, device: torch.device) -> "Block":
+        """The same cells on a device; itself, if it is there."""
+        if self.keys.device == device:
+            return self
+        return Block(self.keys.to(device), self.values.to(device), self.positions)
+
     def copy(self) -> "Block":
         """The same slots in storage of its own."""
         return Block(self.keys.clone(), self.values.clone(), self.positions.clone())

@@ -72,6 +72,12 @@ class KVCache:
         assert self._step is not None, "attend belongs inside a step"
         return self._step.attend(layer, q, k, v)
 
+    def fork(self) -> "KVCache":
+        """A cache with the same cells that goes its own way; memory is shared."""
+        fork = KVCache(self.layout, self.rope, self.scale)
+        fork.segments, fork.time = [s.branch() for s in self.segments], self.time
+        return fork
+
     @property
     def rewindable(self) -> int:
         """How many of the newest tokens are held without a gap."""

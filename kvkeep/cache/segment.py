@@ -1,6 +1,7 @@
 """A run of cells that share one storage block and one position map."""
 
 import copy
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -84,7 +85,7 @@ class Segment:
         cells = self.read(0, self.length)
         self.block = Block.allocate(self.layout, min(grown, self.limit))
         self.start = 0
-        self._write(self.slots(0, self.length), *cells)
+        self.write(self.slots(0, self.length), *cells)
 
     def next_slot(self) -> int:
         """The slot for one more cell, ready to be written: in a full ring that of the oldest."""
@@ -113,10 +114,10 @@ class Segment:
         self.drop_oldest(max(0, self.length + count - self.capacity))
         slots = self.slots(self.length, count)
         self._unshare(slots)
-        self._write(slots, keys[:, :, unseen:], values[:, :, unseen:], positions[unseen:])
+        self.write(slots, keys[:, :, unseen:], values[:, :, unseen:], positions[unseen:])
         self.length += count
 
-    def _write(self, slots: list[slice], keys: Tensor, values: Tensor, positions: Tensor) -> None:
+    def write(self, slots: list[slice], keys: Tensor, values: Tensor, positions: Tensor) -> None:
         done = 0
         for slot in slots:
             upto = done + slot.stop - slot.start
@@ -142,5 +143,18 @@ class Segment:
     def twin(self) -> "Segment":
         """The same cells for another owner. Storage is shared until one side must write to it."""
         twin = copy.copy(self)
-        twin.block = self.block.share(min(self.start + self.length, self.capacity))
+        # A run from slot 0 goes on behind its last cell wherever it is; a ring needs all its slots.
+        twin.block = self.block.share(self.length if self.start == 0 else self.capacity)
+        return twin
+
+    def to(self, device: torch.device) -> "Segment":
+        """Itself, with its storage moved to a device."""
+        self.block = self.block.to(device)
+        self.layout = replace(self.layout, device=device)
+        return self
+
+    def branch(self) -> "Segment":
+        """A twin for a fork: where the run can still grow, the fork builds on it elsewhere."""
+        twin = self.twin()
+        twin.frozen = self.frozen or (self.start == 0 and not self.full)
         return twin

@@ -3,13 +3,14 @@
 Projections, norms and MLPs. Positions are not its business: q and k go unrotated to the cache.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvkeep.cache import KVCache
+from kvkeep.cache import KVCache, Layout, Rope
 from kvkeep.models.spec import ModelSpec
 
 
@@ -58,13 +59,21 @@ class Decoder:
 
     def __init__(self, spec: ModelSpec, tensors: Mapping[str, Tensor]):
         self.spec = spec
+        self.tensors = tensors
         self.embedding = tensors["model.embed_tokens.weight"]
         self.layers = [_layer(spec, tensors, i) for i in range(spec.layers)]
         self.norm = Norm(tensors["model.norm.weight"], spec.norm_eps)
         self.head = Linear(self.embedding if spec.tied_head else tensors["lm_head.weight"], None)
 
+    def new_cache(self) -> KVCache:
+        """An empty cache for this model's cells."""
+        spec, weight = self.spec, self.embedding
+        layout = Layout(spec.layers, spec.kv_heads, spec.head_dim, weight.dtype, weight.device)
+        rope = Rope(spec.rope.inverse_frequencies, weight.device)
+        return KVCache(layout, rope, spec.rope.attention_scaling**2 / math.sqrt(spec.head_dim))
+
     def hidden(self, tokens: Tensor, cache: KVCache) -> Tensor:
-        """Evaluates `tokens: [n]` into the cache's open step. Returns `[n, hidden_size]`, normed."""
+        """Evaluates `tokens: [n]` into the cache's step. Returns `[n, hidden_size]`, normed."""
         spec, n = self.spec, tokens.shape[0]
         x = F.embedding(tokens, self.embedding)
         for index, layer in enumerate(self.layers):

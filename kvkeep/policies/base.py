@@ -25,5 +25,8 @@ class Policy(Protocol):
         Returns how many of the `wanted` (at least 1) go there in one step: at least 1.
         """
 
+    def settings(self) -> dict[str, int]:
+        """What `make_policy` needs, beside the name, to make this policy again."""
+
     def set_keep(self, cache: KVCache, keep: int) -> None:
         """Changes `keep` on a cache in use. Raises InvalidArgument before changing anything."""

@@ -25,6 +25,9 @@ class Full:
         cache.segments[-1].reserve(cache.segments[-1].length + wanted)
         return wanted
 
+    def settings(self) -> dict[str, int]:
+        return {"max_kv_size": self.max_kv_size, "keep": self.keep}
+
     def set_keep(self, cache: KVCache, keep: int) -> None:
         raise InvalidArgument(
             'keep has no meaning for policy "full", which keeps every token; '

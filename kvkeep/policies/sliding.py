@@ -39,6 +39,9 @@ class Sliding:
         cache.segments[-1].reserve(cache.segments[-1].length + wanted)
         return wanted
 
+    def settings(self) -> dict[str, int]:
+        return {"max_kv_size": self.max_kv_size, "keep": self.keep}
+
     def set_keep(self, cache: KVCache, keep: int) -> None:
         """A larger `keep` pins the oldest cells still held; a smaller one lets the newest go.
 

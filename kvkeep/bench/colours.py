@@ -1,0 +1,6 @@
+"""Colours that stay apart for every kind of colour vision (Okabe and Ito, 2008)."""
+
+BLUE = "#0072B2"
+VERMILION = "#D55E00"
+GREEN = "#009E73"
+GREY = "#666666"

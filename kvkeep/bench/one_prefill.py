@@ -1,0 +1,58 @@
+"""One prefill, measured by the process that it runs in.
+
+A process measures once: memory that an earlier prefill has freed may still belong to it, and would
+hide what the next one takes.
+"""
+
+import gc
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from kvkeep import load_model
+from kvkeep.bench.manual import manual_text
+from kvkeep.cli.report import peak_rss
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """peak_bytes: the most that the process held above what it held with the weights in memory,
+    keys and values included. kv_bytes: those alone.
+    """
+
+    prefill_step: int
+    tokens: int
+    seconds: float
+    tokens_per_s: float
+    peak_bytes: int
+    kv_bytes: int
+
+
+def measure_prefill(name: str, dtype: str, tokens: int, prefill_step: int) -> Prefill:
+    """Reads the first `tokens` of the manual in a new session of policy `full`."""
+    model = load_model(name, dtype=dtype)
+    ids = model.text.encode(manual_text())[:tokens]
+    # A few tokens put the mapped weights into memory and make the kernels, without taking room
+    # that the measured prefill could use again.
+    model.session(policy="full").feed(ids[:8])
+    session = model.session(policy="full", prefill_step=prefill_step)
+    gc.collect()
+    _forget_peak()
+    before = psutil.Process().memory_info().rss
+    report = session.feed(ids)
+    return Prefill(
+        prefill_step=prefill_step,
+        tokens=report.tokens,
+        seconds=round(report.seconds, 4),
+        tokens_per_s=round(report.tokens_per_second, 1),
+        peak_bytes=peak_rss() - before,
+        kv_bytes=session.cache.nbytes,
+    )
+
+
+def _forget_peak() -> None:
+    """Loading may have peaked higher than a prefill will. Elsewhere than on Linux it counts."""
+    if sys.platform == "linux":
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")

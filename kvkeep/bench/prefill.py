@@ -1,0 +1,123 @@
+"""What evaluating a prompt in steps costs and saves, against evaluating it whole.
+
+Each measurement has a process of its own. Stepped and whole alternate, so that a drifting machine
+meets both alike; medians are reported beside the least and the most.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import median
+
+import click
+
+from kvkeep.bench.command import INTERRUPTED, Measurement, check_outputs, out_option, write_json
+from kvkeep.bench.machine import describe_machine
+from kvkeep.bench.one_prefill import Prefill, measure_prefill
+from kvkeep.bench.progress import bar
+from kvkeep.cli.options import DTYPE_NAMES
+from kvkeep.models.source import DEFAULT_MODEL, resolve
+
+
+@dataclass(frozen=True)
+class Spread:
+    median: float
+    least: float
+    most: float
+
+    @classmethod
+    def of(cls, values: list[float]) -> "Spread":
+        return cls(median(values), min(values), max(values))
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One way of prefill over its rounds."""
+
+    prefill_step: int
+    rounds: int
+    tokens_per_s: Spread
+    peak_bytes: Spread
+
+
+def summarise(found: list[Prefill], prefill_step: int) -> Summary:
+    mine = [each for each in found if each.prefill_step == prefill_step]
+    return Summary(
+        prefill_step,
+        len(mine),
+        Spread.of([each.tokens_per_s for each in mine]),
+        Spread.of([each.peak_bytes for each in mine]),
+    )
+
+
+def measurements(
+    name: str, dtype: str, tokens: int, steps: tuple[int, int], rounds: int
+) -> Iterator[Prefill]:
+    """Two for each round, each in a fresh process; who goes first changes."""
+    for index in range(rounds):
+        for step in steps if index % 2 == 0 else reversed(steps):
+            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+                yield process.submit(measure_prefill, name, dtype, tokens, step).result()
+
+
+def table(summaries: list[Summary]) -> str:
+    lines = [f"{'prefill step':>12}  {'tokens/s':>24}  {'peak above weights, MB':>30}"]
+    for each in summaries:
+        speed, peak = each.tokens_per_s, each.peak_bytes
+        lines.append(
+            f"{each.prefill_step:>12,}  "
+            f"{f'{speed.median:,.0f} ({speed.least:,.0f} to {speed.most:,.0f})':>24}  "
+            f"{_megabytes(peak):>30}"
+        )
+    return "\n".join(lines)
+
+
+def _megabytes(peak: Spread) -> str:
+    middle, least, most = (x / 1e6 for x in (peak.median, peak.least, peak.most))
+    return f"{middle:,.0f} ({least:,.0f} to {most:,.0f})"
+
+
+@click.command(cls=Measurement, context_settings={"show_default": True})
+@click.option("--tokens", default=4232, type=click.IntRange(2), help="Length of the prompt.")
+@click.option("--prefill-step", default=512, type=click.IntRange(1), help="Tokens at once.")
+@click.option("--rounds", default=5, type=click.IntRange(1), help="Measurements of each way.")
+@click.option("--model", "name", default=DEFAULT_MODEL, help="As for `kvkeep generate`.")
+@click.option("--dtype", default=DTYPE_NAMES[0], type=click.Choice(DTYPE_NAMES))
+@out_option
+def prefill(
+    tokens: int, prefill_step: int, rounds: int, name: str, dtype: str, out: Path | None
+) -> None:
+    """Evaluate a prompt in steps and whole: speed, and memory above the weights."""
+    if prefill_step >= tokens:
+        raise click.UsageError(f"--prefill-step must be below --tokens; found {prefill_step}")
+    check_outputs(out)
+    resolve(name, progress=True)  # fetched and converted before anything is measured
+    machine, found, interrupted = describe_machine(), list[Prefill](), False
+    steps = (prefill_step, tokens)
+    try:
+        with bar(2 * rounds * tokens, "prefill") as shown:
+            for each in measurements(name, dtype, tokens, steps, rounds):
+                found.append(each)
+                shown(tokens)
+    except KeyboardInterrupt:
+        interrupted = True
+    if len(found) > 1:
+        summaries = [summarise(found, step) for step in steps]
+        click.echo(table(summaries))
+        result = {
+            "machine": dataclasses.asdict(machine),
+            "settings": {"model": name, "dtype": dtype, "tokens": tokens, "policy": "full"},
+            "summaries": [dataclasses.asdict(each) for each in summaries],
+            "measurements": [dataclasses.asdict(each) for each in found],
+        }
+        write_json(out, result)
+    if interrupted:
+        sys.exit(INTERRUPTED)
+
+
+if __name__ == "__main__":
+    prefill()

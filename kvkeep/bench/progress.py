@@ -1,0 +1,19 @@
+"""A bar on standard error, where that is a terminal."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Never
+
+from tqdm import tqdm
+
+
+@contextmanager
+def bar(total: int, what: str) -> Iterator[Callable[[int], None]]:
+    """Hands out what is to be called with each number of tokens done."""
+    shown: tqdm[Never]
+    with tqdm(total=total, desc=what, unit=" tokens", leave=False, disable=None) as shown:
+
+        def advance(count: int) -> None:
+            shown.update(count)
+
+        yield advance

@@ -1,0 +1,179 @@
+"""`kvkeep chat`: a conversation without end on a fixed memory."""
+
+import sys
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import click
+
+from kvkeep.cli.options import (
+    SINKS,
+    Memory,
+    Output,
+    SamplingChoice,
+    memory_options,
+    output_options,
+    sampling_options,
+    whole_number,
+)
+from kvkeep.cli.slash import run_command
+from kvkeep.cli.text_input import decode, require_utf8
+from kvkeep.errors import ContextFull, InvalidArgument, KvkeepError
+
+if TYPE_CHECKING:
+    from kvkeep import Model, Sampling
+    from kvkeep.cli.conversation import Conversation
+    from kvkeep.cli.run import Run
+
+
+@click.command()
+@click.option("--system", metavar="TEXT", help="System prompt; it is never forgotten.")
+@click.option(
+    "-n",
+    "--max-tokens",
+    metavar="N",
+    type=whole_number(-1),
+    default=1024,
+    help="Most tokens of an answer; -1: no end.",
+)
+@memory_options(
+    click.option(
+        "--keep",
+        metavar="N",
+        type=whole_number(0),
+        show_default=f"the system prompt, or {SINKS}",
+        help="First tokens never forgotten.",
+    )
+)
+@sampling_options()
+@output_options()
+def chat(
+    system: str | None,
+    max_tokens: int,
+    memory: Memory,
+    sampling: SamplingChoice,
+    output: Output,
+) -> None:
+    """Talk with a model, for as long as you like.
+
+    Memory stays within --max-kv-size: the system prompt and the newest tokens. Ctrl-C stops an
+    answer; Ctrl-C or Ctrl-D at the prompt ends the chat; /help lists what else can be done there.
+    With standard input from a pipe or file, each line is a turn.
+    """
+    if system is not None:
+        require_utf8(system, "the system prompt")
+    output.check()
+    how = sampling.resolve()
+    memory.check()
+
+    from kvkeep.cli.conversation import Conversation
+    from kvkeep.cli.run import Run
+
+    model = memory.load(output.progress)
+    session = memory.session(model, _keep(memory, model, system))
+    run = Run("chat", model, session, output, how.seed)
+    conversation = Conversation(session, model.text, model.spec.eos_token_ids, system)
+    with run.reported():
+        _Chat(run, conversation, how, None if max_tokens < 0 else max_tokens).talk()
+    run.close("end")
+
+
+def _keep(memory: Memory, model: "Model", system: str | None) -> int:
+    if memory.keep is not None:
+        return memory.keep
+    from kvkeep.cli.conversation import system_tokens
+
+    budget = memory.max_kv_size or model.spec.max_positions
+    if system is None:
+        return min(SINKS, budget - 1)
+    needed = system_tokens(model.text, system)
+    if needed >= budget and memory.policy == "sliding":
+        raise InvalidArgument(
+            f"the system prompt takes {needed} tokens and all of it is kept, which leaves no room "
+            f"in a memory of {budget}; shorten it, raise --max-kv-size, or give --keep"
+        )
+    return needed
+
+
+class _Chat:
+    """The loop: a line from the user, a command's effect or the model's answer."""
+
+    def __init__(
+        self, run: "Run", conversation: "Conversation", how: "Sampling", max_tokens: int | None
+    ):
+        self.run = run
+        self.conversation = conversation
+        self._how = how
+        self._max_tokens = max_tokens
+        self._interactive = sys.stdin.isatty()
+
+    def talk(self) -> None:
+        if self._interactive:
+            _say(f"{self.run.model.name}: /help lists commands, Ctrl-D ends")
+        while (line := self._read()) is not None:
+            words = line.strip()
+            if words == "/exit":
+                return
+            if words.startswith("/"):
+                self._command(words)
+            elif words:
+                self._answer(line)
+
+    def _answer(self, words: str) -> None:
+        try:
+            self._turn(words)
+        except KeyboardInterrupt:
+            if not self._interactive:
+                raise
+        except ContextFull as error:
+            if not self._interactive:
+                raise
+            _say(f"{error}; /undo takes the last turn back")
+
+    def _turn(self, words: str) -> None:
+        ids = self.conversation.begin_turn(words)
+        try:
+            self.run.feed(ids)
+        except (KeyboardInterrupt, KvkeepError):
+            # Half a question is taken back, unless it already pushed out what came before it: then
+            # it stays, and the next turn closes it.
+            with suppress(InvalidArgument):
+                self.conversation.undo()
+            raise
+        self.run.write(self._max_tokens, self._how)
+
+    def _command(self, line: str) -> None:
+        try:
+            _say(run_command(line, self.run.session, self.conversation))
+        except KvkeepError as error:
+            _say(str(error))
+
+    def _read(self) -> str | None:
+        """A line, or None at the end: of the input, or by Ctrl-C at the prompt."""
+        if not self._interactive:
+            content = sys.stdin.buffer.readline()
+            return decode(content, "standard input").rstrip("\r\n") if content else None
+        try:
+            return _ask("> ")
+        except (EOFError, KeyboardInterrupt):
+            _say("")
+            return None
+
+
+def _ask(prompt: str) -> str:
+    if sys.stdout.isatty():
+        with suppress(ImportError):
+            import readline  # noqa: F401 (line editing and history for input())
+        line = input(prompt)
+    else:
+        # Standard output belongs to the answers.
+        print(prompt, end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            raise EOFError
+    require_utf8(line, "the line")
+    return line.rstrip("\n")
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

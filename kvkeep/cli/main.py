@@ -1,0 +1,90 @@
+"""The `kvkeep` command: its subcommands, and how every failure ends."""
+
+import io
+import os
+import sys
+from typing import Any, NoReturn
+
+import click
+
+import kvkeep
+from kvkeep.cli.chat import chat
+from kvkeep.cli.generate import generate
+from kvkeep.cli.models import models
+from kvkeep.cli.perplexity import perplexity
+from kvkeep.cli.pull import pull
+from kvkeep.errors import KvkeepError
+
+BAD_INPUT = 2
+INTERRUPTED = 128 + 2  # SIGINT, as shells report it
+PIPE_CLOSED = 128 + 13  # SIGPIPE
+
+
+class Commands(click.Group):
+    """What is wrong with the input is one line on standard error and status 2, no traceback."""
+
+    def main(self, *args: Any, **kwargs: Any) -> NoReturn:
+        for stream in (sys.stdout, sys.stderr):
+            # A terminal that lacks a character shows a substitute: no reason to stop writing.
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="replace")
+        kwargs["standalone_mode"] = False
+        try:
+            status = super().main(*args, **kwargs)
+        except click.UsageError as error:
+            where = f" (see {error.ctx.command_path} --help)" if error.ctx else ""
+            _refuse(f"{error.format_message()}{where}")
+        except click.ClickException as error:
+            _refuse(error.format_message())
+        except KvkeepError as error:
+            _refuse(str(error))
+        except OSError as error:
+            named = f"{error.filename}: " if error.filename else ""
+            _refuse(f"{named}{error.strerror or error}")
+        except click.Abort:
+            sys.exit(INTERRUPTED)
+        sys.exit(status if isinstance(status, int) else 0)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        # Caught here, since click's own main gives both of them status 1.
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise click.exceptions.Exit(INTERRUPTED) from None
+        except BrokenPipeError:
+            _discard_output()
+            raise click.exceptions.Exit(PIPE_CLOSED) from None
+
+
+@click.group(
+    "kvkeep",
+    cls=Commands,
+    invoke_without_command=True,
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "show_default": True,
+        "max_content_width": 100,
+    },
+)
+@click.version_option(kvkeep.__version__, "-V", "--version", message="kvkeep %(version)s")
+@click.pass_context
+def main(context: click.Context) -> None:
+    """A bounded, durable and editable memory for language models."""
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
+
+
+for _command in (generate, chat, perplexity, models, pull):
+    main.add_command(_command)
+
+
+def _refuse(message: str) -> NoReturn:
+    one_line = " ".join(message.split("\n"))
+    print(f"kvkeep: error: {one_line}", file=sys.stderr)
+    sys.exit(BAD_INPUT)
+
+
+def _discard_output() -> None:
+    """What is still buffered goes nowhere, or Python would complain of the pipe as it exits."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())

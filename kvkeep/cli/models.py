@@ -1,0 +1,45 @@
+"""`kvkeep models`: what is on this machine, and what has a name."""
+
+import json
+from dataclasses import dataclass
+
+import click
+
+from kvkeep.cli.report import megabytes
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+def models(as_json: bool) -> None:
+    """List models that are here or have a name."""
+    rows = _rows()
+    if as_json:
+        click.echo(json.dumps([vars(row) for row in rows], indent=2, ensure_ascii=False))
+        return
+    table = [("NAME", "SIZE", "SOURCE", "FOLDER")]
+    for row in rows:
+        size = megabytes(row.bytes) if row.bytes is not None else "-"
+        table.append((row.name, size, row.source, row.folder or "(not pulled)"))
+    widths = [max(len(row[column]) for row in table) for column in range(3)]
+    for name, size, source, folder in table:
+        click.echo(f"{name:<{widths[0]}}  {size:>{widths[1]}}  {source:<{widths[2]}}  {folder}")
+
+
+@dataclass(frozen=True)
+class _Row:
+    """folder and bytes: None for a model that was not pulled yet."""
+
+    name: str
+    bytes: int | None
+    source: str
+    folder: str | None
+
+
+def _rows() -> list[_Row]:
+    from kvkeep.models.known import KNOWN
+    from kvkeep.models.source import pulled
+
+    rows = [_Row(model.name, model.bytes, model.source, str(model.folder)) for model in pulled()]
+    here = {row.name for row in rows}
+    rows += [_Row(name, None, k.requirement, None) for name, k in KNOWN.items() if name not in here]
+    return rows

@@ -1,0 +1,53 @@
+"""Files that a command writes at its end: refused before its start, and never half-written."""
+
+import os
+import shutil
+from pathlib import Path
+
+from kvkeep.errors import InvalidArgument
+
+
+def check_writable(path: Path) -> None:
+    """Raises InvalidArgument if `write_whole` could not write there. Changes nothing."""
+    if path.is_dir():
+        raise InvalidArgument(f"{path} is a folder; expected a file to write to")
+    if _is_special(path):
+        return
+    try:
+        trial = _beside(path)
+        os.close(os.open(trial, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        trial.unlink()
+    except OSError as error:
+        raise InvalidArgument(
+            f"{path} cannot be written ({error.strerror}); expected a file in a folder that exists "
+            "and takes new files"
+        ) from error
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """The file holds all of `content`, or what it held before: never a part."""
+    if _is_special(path):
+        path.write_bytes(content)
+        return
+    temporary, final = _beside(path), path.resolve()
+    try:
+        with temporary.open("xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        if final.exists():
+            shutil.copymode(final, temporary)
+        temporary.replace(final)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _is_special(path: Path) -> bool:
+    """A pipe or a device such as /dev/stderr, which is written into and must not be replaced."""
+    return path.exists() and not path.is_file()
+
+
+def _beside(path: Path) -> Path:
+    final = path.resolve()
+    return final.with_name(f".{final.name}.{os.getpid()}.tmp")

@@ -1,0 +1,120 @@
+"""`kvkeep perplexity`: how well a bounded memory still foresees a text."""
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from kvkeep.cli.options import SINKS, Memory, Output, memory_options, output_options, whole_number
+from kvkeep.cli.output_file import check_writable, write_whole
+from kvkeep.cli.text_input import read_text
+from kvkeep.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from kvkeep.cli.run import Run
+    from kvkeep.evaluate.perplexity import PerplexityPoint
+
+
+@click.command(short_help="Measure the perplexity of a text.")
+@click.argument("file")
+@click.option(
+    "--from",
+    "first",
+    metavar="N",
+    type=whole_number(1),
+    default=1,
+    help="First token to score; those before are context.",
+)
+@click.option(
+    "--to",
+    "end",
+    metavar="N",
+    type=whole_number(2),
+    show_default="all",
+    help="Stop before this token.",
+)
+@memory_options(
+    click.option(
+        "--keep",
+        metavar="N",
+        type=whole_number(0),
+        default=SINKS,
+        help="First tokens never forgotten.",
+    )
+)
+@click.option(
+    "--plot",
+    metavar="FILE.png",
+    type=click.Path(path_type=Path),
+    help="Draw perplexity and memory over tokens.",
+)
+@output_options()
+def perplexity(
+    file: str,
+    first: int,
+    end: int | None,
+    plot: Path | None,
+    memory: Memory,
+    output: Output,
+) -> None:
+    """Measure the perplexity of the text in FILE ("-": standard input).
+
+    Each token is foretold from what memory then holds, as in a chat that has come so far. Compare
+    budgets and policies with the same --from and --to.
+    """
+    text = read_text(file)
+    if not text:
+        raise InvalidArgument(f"{file} is empty: expected some text")
+    if end is not None and first >= end:
+        raise InvalidArgument(f"--from must be below --to; found {first} and {end}")
+    output.check()
+    if plot is not None:
+        from kvkeep.evaluate.plot import check_plottable
+
+        check_plottable(plot)
+        check_writable(plot)
+    memory.check()
+
+    from kvkeep.cli.run import Run
+
+    model = memory.load(output.progress)
+    ids = model.text.encode(text)
+    if end is not None and end > len(ids):
+        raise InvalidArgument(f"--to must be at most {len(ids)}, the tokens in {file}; found {end}")
+    assert memory.keep is not None, "--keep has a default here"
+    run = Run("perplexity", model, memory.session(model, memory.keep), output)
+    points: list[PerplexityPoint] = []
+    with run.reported():
+        try:
+            _measure(run, ids[:end], first, points)
+        finally:
+            if points:
+                _show(run, points, plot)
+    run.close("end")
+
+
+def _measure(run: "Run", ids: list[int], first: int, points: list["PerplexityPoint"]) -> None:
+    """Adds to `points` as it goes, so that what was measured outlives an interrupt."""
+    from kvkeep.evaluate.perplexity import perplexity_points
+
+    with run.bar(len(ids), "scoring") as bar, run.counting(run.prefill):
+        for point in perplexity_points(run.session, ids, first):
+            bar.update(point.tokens - bar.n)
+            points.append(point)
+            if not math.isnan(point.perplexity):
+                run.perplexity = point.perplexity
+                bar.set_postfix_str(f"perplexity {point.perplexity:.2f}", refresh=False)
+
+
+def _show(run: "Run", points: list["PerplexityPoint"], plot: Path | None) -> None:
+    session = run.session
+    if plot is not None:
+        from kvkeep.evaluate.plot import draw_perplexity
+
+        title = (
+            f"{run.model.name}, {session.policy}, {session.max_kv_size} cells, {session.keep} kept"
+        )
+        write_whole(plot, draw_perplexity(points, title, plot.suffix))
+    if run.perplexity is not None:
+        click.echo(f"perplexity {run.perplexity:.4f} of {points[-1].scored} tokens")

@@ -1,0 +1,81 @@
+"""What a run did, in numbers: the closing line, and the file that `--report` asks for."""
+
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from kvkeep.cli.output_file import write_whole
+
+
+@dataclass(frozen=True)
+class Report:
+    """The fields of the JSON file. Null: not measured, or without meaning for the command.
+
+    keep, kv_cells: tokens. kv_bytes: memory that keys and values take at the end. seed: the one
+    that was used. finish_reason: "length", "eos", "stop", "end" (of the text or the chat),
+    "interrupt" (Ctrl-C), "closed" (the reader of standard output went away) or "error".
+    """
+
+    command: str
+    model: str
+    policy: str
+    max_kv_size: int
+    keep: int
+    seed: int | None
+    prompt_tokens: int
+    prefill_tokens_per_s: float | None
+    generated_tokens: int
+    decode_tokens_per_s: float | None
+    peak_rss_bytes: int
+    kv_cells: int
+    kv_bytes: int
+    perplexity: float | None
+    finish_reason: str
+
+    def line(self) -> str:
+        parts = [
+            f"prompt {self.prompt_tokens}{_at(self.prefill_tokens_per_s)}",
+            f"generated {self.generated_tokens}{_at(self.decode_tokens_per_s)}",
+            f"cells {self.kv_cells} of {self.max_kv_size}, {megabytes(self.kv_bytes)}",
+            f"peak RAM {megabytes(self.peak_rss_bytes)}",
+        ]
+        return " | ".join(parts)
+
+    def write(self, path: Path) -> None:
+        text = json.dumps(asdict(self), indent=2, ensure_ascii=False, allow_nan=False)
+        write_whole(path, f"{text}\n".encode())
+
+
+def counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def megabytes(count: int) -> str:
+    size = count / 1e6
+    return f"{size:,.0f} MB" if size >= 100 else f"{size:.1f} MB"
+
+
+def peak_rss() -> int:
+    """The most memory that this process has had in RAM, in bytes."""
+    try:
+        # Where there is one, since getrusage also counts the process that started this one.
+        status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+        return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+    except (OSError, ValueError, IndexError):
+        return _peak_rss_elsewhere()
+
+
+def _peak_rss_elsewhere() -> int:
+    if sys.platform == "win32":
+        import psutil
+
+        return int(psutil.Process().memory_info().peak_wset)
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _at(rate: float | None) -> str:
+    return f" at {rate:,.1f} tok/s" if rate is not None else " tokens"

@@ -1,0 +1,141 @@
+"""A session at work for a command: measured, shown, and closed with a report."""
+
+import math
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Never
+
+from tqdm import tqdm
+
+from kvkeep import Model, Sampling, Session
+from kvkeep.cli.options import Output
+from kvkeep.cli.report import Report, peak_rss
+from kvkeep.errors import KvkeepError
+
+
+@dataclass
+class Tally:
+    """Tokens that went by, and the time that they took."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+
+    @property
+    def rate(self) -> float | None:
+        return self.tokens / self.seconds if self.tokens and self.seconds else None
+
+
+class Run:
+    """Feeds and writes with a session, counts what that took, and says so at the end."""
+
+    def __init__(
+        self, command: str, model: Model, session: Session, output: Output, seed: int | None = None
+    ):
+        self.model = model
+        self.session = session
+        self.output = output
+        self.prefill, self.decode = Tally(), Tally()
+        self.perplexity: float | None = None
+        self._command, self._seed = command, seed
+
+    def feed(self, ids: Sequence[int]) -> None:
+        """Evaluates tokens, under a progress bar where that takes a moment."""
+        with self.bar(len(ids), "reading") as bar, self.counting(self.prefill):
+            self.session.feed(ids, progress=lambda count: _advance(bar, count))
+
+    def write(self, max_tokens: int | None, how: Sampling, ignore_eos: bool = False) -> str:
+        """Streams text to standard output, ends it with a new line and returns why it ended."""
+        first, shown, last = self.session.cache.time, 0, "\n"
+        with self.counting(self.decode):
+            try:
+                for piece in self.session.stream(max_tokens, how, ignore_eos):
+                    _show(piece)
+                    shown, last = shown + len(piece), piece
+            except KeyboardInterrupt:
+                # The last token is in memory; its text must not be missing on the screen.
+                written = self.model.text.decode(self.session.tokens[first:], skip_special=True)
+                if rest := written[shown:]:
+                    _show(rest)
+                    last = rest
+                raise
+            finally:
+                if not last.endswith("\n") and not isinstance(sys.exception(), BrokenPipeError):
+                    _show("\n")
+        return self.session.finish_reason or "length"
+
+    def bar(self, total: int, what: str) -> "tqdm[Never]":
+        return tqdm(
+            total=total,
+            desc=what,
+            unit=" tokens",
+            unit_scale=True,
+            delay=0.3,
+            leave=False,
+            disable=None if self.output.progress else True,
+        )
+
+    @contextmanager
+    def counting(self, tally: Tally) -> Iterator[None]:
+        before, begun = self.session.cache.time, time.perf_counter()
+        try:
+            yield
+        finally:
+            tally.seconds += time.perf_counter() - begun
+            tally.tokens += self.session.cache.time - before
+
+    @contextmanager
+    def reported(self) -> Iterator[None]:
+        """Whatever ends the block early, the report says what was done until then."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            self.close("interrupt")
+            raise
+        except BrokenPipeError:
+            self.close("closed")
+            raise
+        except (KvkeepError, OSError):
+            if self.session.cache.time:
+                self.close("error")
+            raise
+
+    def close(self, finish_reason: str) -> None:
+        """The closing line, and the report file."""
+        report = self._report(finish_reason)
+        if not self.output.quiet:
+            with suppress(BrokenPipeError):
+                print(report.line(), file=sys.stderr, flush=True)
+        if self.output.report is not None:
+            report.write(self.output.report)
+
+    def _report(self, finish_reason: str) -> Report:
+        session, perplexity = self.session, self.perplexity
+        return Report(
+            command=self._command,
+            model=self.model.name,
+            policy=session.policy,
+            max_kv_size=session.max_kv_size,
+            keep=session.keep,
+            seed=self._seed,
+            prompt_tokens=self.prefill.tokens,
+            prefill_tokens_per_s=self.prefill.rate,
+            generated_tokens=self.decode.tokens,
+            decode_tokens_per_s=self.decode.rate,
+            peak_rss_bytes=peak_rss(),
+            kv_cells=session.cache.cells,
+            kv_bytes=session.cache.nbytes,
+            perplexity=perplexity if perplexity and math.isfinite(perplexity) else None,
+            finish_reason=finish_reason,
+        )
+
+
+def _advance(bar: "tqdm[Never]", count: int) -> None:
+    bar.update(count)
+
+
+def _show(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()

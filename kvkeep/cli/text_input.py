@@ -1,0 +1,52 @@
+"""Text from files and standard input: UTF-8, exactly as it is there."""
+
+import sys
+from pathlib import Path
+
+from kvkeep.errors import InvalidArgument
+
+STDIN = "-"
+
+
+def read_prompt(prompt: str | None, file: str | None) -> str:
+    """What the user wants continued: the file's text, then the prompt's, or else what is piped in.
+
+    Raises InvalidArgument if there is no text, or if it is not UTF-8; OSError for the file.
+    """
+    if prompt is None and file is None:
+        if sys.stdin.isatty():
+            raise InvalidArgument("no prompt: give -p TEXT or -f FILE, or pipe text in")
+        file = STDIN
+    text = (read_text(file) if file is not None else "") + (prompt or "")
+    require_utf8(text, "the prompt")
+    if not text:
+        where = {None: "", STDIN: " (standard input held nothing)"}.get(file, f" ({file})")
+        raise InvalidArgument(f"the prompt is empty{where}: expected some text")
+    return text
+
+
+def read_text(file: str) -> str:
+    """All text of a file, or of standard input for "-". Raises as `read_prompt`."""
+    if file == STDIN:
+        return decode(sys.stdin.buffer.read(), "standard input")
+    return decode(Path(file).read_bytes(), file)
+
+
+def decode(content: bytes, source: str) -> str:
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidArgument(
+            f"{source} is not UTF-8 text: byte {error.start} is 0x{content[error.start]:02x} "
+            f"({error.reason}); expected text in UTF-8"
+        ) from error
+
+
+def require_utf8(text: str, source: str) -> None:
+    """Arguments that are not UTF-8 arrive with stand-ins, which no tokenizer takes."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InvalidArgument(
+            f"{source} is not UTF-8 text from character {error.start} on; expected text in UTF-8"
+        ) from error

@@ -1,0 +1,1 @@
+"""Measured fidelity: what a memory still knows."""

@@ -1,0 +1,78 @@
+"""How a snapshot's tensors are written: as they are, compressed, or in 8 bits."""
+
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+import torch
+import zstandard
+from torch import Tensor
+
+from kvkeep.errors import InvalidArgument
+from kvkeep.store.raw import tensor_bytes
+
+Codec = Literal["none", "zstd", "int8"]
+CODECS: tuple[str, ...] = get_args(Codec)
+_LEVEL = 3
+
+
+def encode(
+    tensors: Mapping[str, Tensor], codec: str
+) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
+    """Tensors as they will be stored, and for each that is not plain, how to get it back.
+
+    Keys and values are coded; everything else is small, and stays readable to anyone.
+    """
+    if codec not in CODECS:
+        raise InvalidArgument(f"codec must be one of {', '.join(CODECS)}; found {codec!r}")
+    stored: dict[str, Tensor] = {}
+    coding: dict[str, dict[str, Any]] = {}
+    for name, tensor in tensors.items():
+        if codec == "none" or not name.endswith((".keys", ".values")):
+            stored[name] = tensor
+            continue
+        kind = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+        coding[name] = {"codec": codec, **kind}
+        if codec == "zstd":
+            stored[f"{name}.zstd"] = _compressed(tensor)
+        else:
+            stored[f"{name}.int8"], stored[f"{name}.scale"] = _in_8_bits(tensor)
+    return stored, coding
+
+
+def decode(
+    stored: Mapping[str, Tensor], coding: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Tensor]:
+    """The tensors that `encode` was given: equal, but for int8."""
+    tensors = dict(stored)
+    for name, how in coding.items():
+        dtype = getattr(torch, how["dtype"])
+        if how["codec"] == "zstd":
+            tensors[name] = _decompressed(tensors.pop(f"{name}.zstd"), dtype, how["shape"])
+        else:
+            small, scale = tensors.pop(f"{name}.int8"), tensors.pop(f"{name}.scale")
+            tensors[name] = (small * scale.float()).to(dtype)
+    return tensors
+
+
+def _compressed(tensor: Tensor) -> Tensor:
+    """zstd over the first bytes of all numbers, then the second bytes, and so on.
+
+    Of a bfloat16 only the byte with the exponent has a pattern; set apart, it compresses.
+    """
+    planes = tensor.contiguous().view(torch.uint8).reshape(-1, tensor.dtype.itemsize).T
+    compressor = zstandard.ZstdCompressor(level=_LEVEL, threads=-1)
+    data = compressor.compress(tensor_bytes(planes.contiguous()))
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _decompressed(data: Tensor, dtype: torch.dtype, shape: list[int]) -> Tensor:
+    plain = zstandard.ZstdDecompressor().decompress(tensor_bytes(data))
+    planes = torch.frombuffer(bytearray(plain), dtype=torch.uint8).reshape(dtype.itemsize, -1)
+    return planes.T.contiguous().view(dtype).reshape(shape)
+
+
+def _in_8_bits(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """int8, and a float16 scale for each cell of each layer and KV head."""
+    full = tensor.float()
+    scale = (full.abs().amax(-1, keepdim=True) / 127).clamp(min=1e-7).half()
+    return (full / scale.float()).round().clamp(-127, 127).to(torch.int8), scale

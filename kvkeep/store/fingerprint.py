@@ -1,0 +1,83 @@
+"""Which model a memory belongs to: cells mean nothing to any other."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+
+from blake3 import blake3
+from torch import Tensor
+
+from kvkeep.cache import Layout
+from kvkeep.errors import FingerprintMismatch
+from kvkeep.models.spec import ModelSpec
+from kvkeep.store.raw import tensor_bytes
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """Digests of all that decides what a cell means.
+
+    weights: of every tensor's name, shape and bytes, as loaded. config: of the architecture's
+    numbers without RoPE. rope: of the frequency table and scaling. tokenizer: of its definition.
+    dtype, layout: of the cells.
+    """
+
+    weights: str
+    config: str
+    rope: str
+    tokenizer: str
+    dtype: str
+    layout: str
+
+    def digest(self) -> str:
+        """One hex string for all of it."""
+        return _digest(asdict(self))
+
+    def require(self, saved: Mapping[str, str], source: str) -> None:
+        """Raises FingerprintMismatch, naming each field in which a saved one differs."""
+        differing = [f.name for f in fields(self) if saved.get(f.name) != getattr(self, f.name)]
+        if "dtype" in differing and "weights" in differing:
+            differing.remove("weights")  # converted weights have other bytes in any case
+        if differing:
+            details = "; ".join(_explain(name, saved, self) for name in differing)
+            raise FingerprintMismatch(
+                f"{source} belongs to another model: {details}. Load the model that it was saved "
+                "with, or evaluate the text again"
+            )
+
+
+def _explain(name: str, saved: Mapping[str, str], here: Fingerprint) -> str:
+    then, now = saved.get(name, "missing"), getattr(here, name)
+    if name in ("dtype", "layout"):
+        return f"the {name} differs ({then} there, {now} here)"
+    plural = "differ" if name == "weights" else "differs"
+    return f"the {name} {plural} ({then[:12]} there, {now[:12]} here)"
+
+
+def fingerprint(
+    spec: ModelSpec, tensors: Mapping[str, Tensor], tokenizer: str, layout: Layout
+) -> Fingerprint:
+    """tokenizer: its JSON definition."""
+    config = asdict(spec)
+    rope = config.pop("rope")
+    return Fingerprint(
+        weights=_weights_digest(tensors),
+        config=_digest(config),
+        rope=_digest(rope),
+        tokenizer=blake3(tokenizer.encode()).hexdigest(),
+        dtype=str(layout.dtype).removeprefix("torch."),
+        layout=f"{layout.layers} layers x {layout.kv_heads} KV heads x {layout.head_dim}",
+    )
+
+
+def _digest(value: object) -> str:
+    return blake3(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def _weights_digest(tensors: Mapping[str, Tensor]) -> str:
+    digest = blake3(max_threads=blake3.AUTO)
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        digest.update(f"{name} {list(tensor.shape)} {tensor.dtype}\n".encode())
+        digest.update(tensor_bytes(tensor.cpu().contiguous()))
+    return digest.hexdigest()

@@ -1,0 +1,127 @@
+"""Whatever is wrong with the input: one line, status 2, and nothing changed."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+
+def _refused(result, *said: str) -> None:
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    lines = result.stderr.splitlines()
+    assert len(lines) == 1, result.stderr
+    assert lines[0].startswith("kvkeep: error: ")
+    for text in said:
+        assert text in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--max-kv-size", 4], "found 4"),
+        (["--max-kv-size", 8, "--keep", 8], "found 8"),
+        (["--max-kv-size", 0], "expected 1 or more, found 0"),
+        (["--max-kv-size", -5], "expected 1 or more, found -5"),
+        (["--max-kv-size", "many"], "expected a whole number, found 'many'"),
+        (["--keep", -2], "expected -1 or more, found -2"),
+        (["--prefill-step", 0], "expected 1 or more, found 0"),
+        (["-n", -2], "expected -1 or more, found -2"),
+        (["--temperature", -1], "temperature must be 0 or more"),
+        (["--temperature", "nan"], "temperature must be 0 or more"),
+        (["--top-p", 0], "top_p must be above 0"),
+        (["--top-k", -1], "top_k must be 0"),
+        (["--min-p", 2], "min_p must be 0 to 1"),
+        (["--repetition-penalty", 0], "repetition_penalty must be above 0"),
+        (["--seed", -1], "seed must be 0 or more"),
+        (["--stop", ""], "stop must be"),
+        (["--policy", "magic"], "'magic' is not one of 'sliding', 'full'"),
+        (["--bogus"], "--bogus"),
+        (["--report", "/no/such/folder/report.json"], "cannot be written"),
+        (["-f", "no-such-file.txt"], "no-such-file.txt: No such file"),
+    ],
+)
+def test_cheap_checks_come_before_the_model(invoke, arguments, said) -> None:
+    # A model that does not exist would be refused too, if anything asked for it.
+    _refused(invoke("generate", "-p", "x", *arguments, "-m", "no-such-model"), said)
+
+
+@pytest.mark.parametrize("command", ["generate", "perplexity"])
+def test_a_file_must_hold_utf8_text(invoke, command, tmp_path: Path) -> None:
+    file = tmp_path / "text"
+    asked = [command, "-f", file] if command == "generate" else [command, file]
+    _refused(invoke(*asked), "No such file")
+    file.write_bytes(b"")
+    _refused(invoke(*asked), "empty", str(file))
+    file.write_bytes("é".encode() + b"x\xff")
+    _refused(invoke(*asked), "byte 3 is 0xff", str(file))
+    file.unlink()
+    file.mkdir()
+    _refused(invoke(*asked), "Is a directory")
+
+
+def test_standard_input_must_hold_utf8_text(invoke) -> None:
+    _refused(invoke("generate", input=b""), "empty")
+    _refused(invoke("generate", input=b"abc\xc3"), "standard input", "byte 3")
+    _refused(invoke("generate", "-p", ""), "empty")
+
+
+def test_an_unusable_number_leaves_the_report_as_it_was(invoke, tiny, tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    file.write_text("old")
+    _refused(invoke("generate", "-p", "x", "--max-kv-size", 99999, "--report", file, *tiny), "8192")
+    _refused(
+        invoke(
+            "generate", "-p", "a b c d", "--keep", -1, "--max-kv-size", 3, "--report", file, *tiny
+        )
+    )
+    assert file.read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
+
+
+def _without(folder: Path, name: str) -> None:
+    (folder / name).unlink()
+
+
+def _emptied(folder: Path, name: str) -> None:
+    (folder / name).write_bytes(b"")
+
+
+def _cut(folder: Path, name: str) -> None:
+    content = (folder / name).read_bytes()
+    (folder / name).write_bytes(content[: len(content) // 2])
+
+
+def _foreign(folder: Path, name: str) -> None:
+    (folder / name).write_bytes(b"GIF89a" + bytes(range(256)))
+
+
+@pytest.mark.parametrize("harm", [_without, _emptied, _cut, _foreign])
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_a_damaged_model_is_named(invoke, tiny_folder, tmp_path: Path, harm, name) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_folder, folder)
+    harm(folder, name)
+    _refused(invoke("generate", "-p", "x", "-m", folder), str(folder))
+
+
+def test_a_file_that_is_no_model_is_named(invoke, tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    for content in (b"", b"GGUF", b"something else altogether"):
+        file.write_bytes(content)
+        _refused(invoke("generate", "-p", "x", "-m", file), str(file))
+
+
+def test_logits_that_are_no_numbers_are_an_error(invoke, tiny_folder, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_folder, folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"] = torch.full_like(tensors["model.norm.weight"], torch.nan)
+    save_file(tensors, folder / "model.safetensors")
+    _refused(invoke("generate", "-p", "x", "-m", folder), "NaN")
+
+
+def test_an_unknown_command_is_one_line(invoke) -> None:
+    _refused(invoke("transmogrify"), "transmogrify", "kvkeep --help")

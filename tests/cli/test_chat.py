@@ -1,0 +1,129 @@
+"""A chat feeds each turn what memory lacks, forgets only what it must, and can be taken back."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvkeep import load_model
+from kvkeep.cli.conversation import Conversation, system_tokens
+from kvkeep.errors import InvalidArgument
+from kvkeep.model import Model
+
+SYSTEM = "You are a gardener. You speak of nothing but roses."
+
+
+@pytest.fixture(scope="module")
+def model(tiny_folder: Path) -> Model:
+    return load_model(str(tiny_folder), dtype="float32")
+
+
+@pytest.mark.parametrize("system", [None, SYSTEM])
+@pytest.mark.parametrize("ending", ["<|im_end|>", "", "<|endoftext|>"])
+def test_memory_holds_what_the_template_renders(model: Model, system, ending) -> None:
+    """Whether an answer ended by itself, was cut short, or ended with another end token."""
+    session = model.session()
+    eos = model.text.encode("<|im_end|><|endoftext|>")
+    conversation = Conversation(session, model.text, tuple(eos), system)
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    for question, answer in (("Hi!", "Hello. How are you?"), ("Fine ", "Good"), ("So?", "\nYes.")):
+        session.feed(conversation.begin_turn(question))
+        messages.append({"role": "user", "content": question})
+        assert session.text() == model.text.chat(messages)
+        assert session.tokens == model.text.encode(model.text.chat(messages))
+        session.feed(answer + ending)
+        messages.append({"role": "assistant", "content": answer})
+
+
+def test_system_tokens_are_those_of_the_system_message(model: Model) -> None:
+    count = system_tokens(model.text, SYSTEM)
+    ids = Conversation(model.session(), model.text, (), SYSTEM).begin_turn("Hi")
+    assert model.text.decode(ids[:count]) == f"<|im_start|>system\n{SYSTEM}<|im_end|>\n"
+
+
+@pytest.mark.parametrize("ending", ["<|im_end|>", ""])
+def test_undo_leaves_what_was_before_the_turn(model: Model, ending: str) -> None:
+    session = model.session()
+    eos = tuple(model.text.encode("<|im_end|>"))
+    conversation = Conversation(session, model.text, eos, None)
+    before = []
+    for question in ("One?", "Two?", "Three?"):
+        before.append(session.tokens)
+        session.feed(conversation.begin_turn(question))
+        session.feed("An answer." + ending)
+    for tokens in reversed(before):
+        conversation.undo()
+        assert session.tokens == tokens
+    with pytest.raises(InvalidArgument, match="no turn"):
+        conversation.undo()
+    assert session.cache.cells == 0
+
+
+def test_after_an_undo_the_next_turn_reads_as_if_the_last_had_not_been(model: Model) -> None:
+    session = model.session()
+    eos = tuple(model.text.encode("<|im_end|><|endoftext|>"))
+    conversation = Conversation(session, model.text, eos, None)
+    session.feed(conversation.begin_turn("One?"))
+    session.feed("Uno.<|endoftext|>")
+    session.feed(conversation.begin_turn("Two?"))
+    conversation.undo()
+    session.feed(conversation.begin_turn("Three?"))
+    messages = [("user", "One?"), ("assistant", "Uno."), ("user", "Three?")]
+    assert session.text() == model.text.chat([{"role": r, "content": c} for r, c in messages])
+
+
+def test_undo_of_a_turn_that_is_forgotten_changes_nothing(model: Model) -> None:
+    session = model.session(max_kv_size=32)
+    conversation = Conversation(session, model.text, (), None)
+    session.feed(conversation.begin_turn("One?"))
+    session.feed("word " * 50)
+    tokens = session.tokens
+    with pytest.raises(InvalidArgument, match="held"):
+        conversation.undo()
+    assert session.tokens == tokens
+    assert conversation.turns == 1
+
+
+def test_each_piped_line_is_a_turn_in_a_bounded_memory(invoke, tiny, tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    result = invoke(
+        *("chat", "--system", SYSTEM, "--max-kv-size", 48, "-n", 20, "--report", file, *tiny),
+        input="".join(f"What of rose number {n}?\n" for n in range(5)),
+    )
+    assert result.exit_code == 0
+    report = json.loads(file.read_text())
+    assert report["command"] == "chat"
+    assert report["prompt_tokens"] + report["generated_tokens"] > 100
+    assert report["kv_cells"] == 48
+    assert report["keep"] == 17
+    assert report["finish_reason"] == "end"
+
+
+def test_commands_work_from_a_pipe(invoke, tiny) -> None:
+    script = "/help\n/undo\n/dance\n\nHello\n/memory\n/keep 9\n/keep\n/undo\n/exit\nnever read\n"
+    result = invoke("chat", "-n", 5, "--max-kv-size", 256, *tiny, input=script)
+    assert result.exit_code == 0
+    said = result.stderr
+    for command in ("/help", "/keep N", "/undo", "/memory", "/exit"):
+        assert f"\n  {command}" in f"\n{said}"
+    assert "there is no turn to take back" in said
+    assert "there is no command /dance" in said
+    assert "4 kept for ever" in said
+    assert "9 kept for ever" in said
+    assert "/keep takes a number of tokens; found ''" in said
+    assert "back; 0 turns before this" in said
+    assert "cells 0 of 256" in said
+    assert "generated 5 at" in said
+
+
+def test_a_system_prompt_that_fills_the_memory_is_refused(invoke, tiny) -> None:
+    result = invoke("chat", "--system", SYSTEM, "--max-kv-size", 17, *tiny, input="Hi\n")
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert "the system prompt takes 17 tokens" in result.stderr
+
+
+def test_a_line_that_is_not_text_ends_the_chat(invoke, tiny) -> None:
+    result = invoke("chat", "-n", 3, *tiny, input=b"Hi\nab\xff\n")
+    assert result.exit_code == 2
+    assert "byte 2 is 0xff" in result.stderr.splitlines()[-1]

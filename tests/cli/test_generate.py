@@ -1,0 +1,115 @@
+"""`kvkeep generate` writes what the session writes, and reports what was done."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvkeep import Sampling, load_model
+
+GREEDY = ["--temperature", "0", "--repetition-penalty", "1"]
+
+
+def test_writes_what_the_session_writes(invoke, tiny, tiny_folder) -> None:
+    model = load_model(str(tiny_folder), dtype="float32")
+    session = model.session(max_kv_size=16)
+    session.feed("Once upon a time there was")
+    expected = "".join(session.stream(40, Sampling(), ignore_eos=True))
+    result = invoke(
+        *("generate", "-p", "Once upon a time there was", "-n", 40, "--max-kv-size", 16),
+        *("--ignore-eos", *GREEDY, *tiny),
+    )
+    assert result.exit_code == 0
+    assert result.stdout.rstrip("\n") == expected.rstrip("\n")
+    assert result.stdout.endswith("\n")
+
+
+def test_reports_what_was_done(invoke, tiny, tiny_folder, tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    result = invoke(
+        *("generate", "-p", "one two three four five six", "-n", 20, "--max-kv-size", 12),
+        *("--ignore-eos", "--report", file, *tiny),
+    )
+    report = json.loads(file.read_text())
+    assert list(report) == [
+        *("command", "model", "policy", "max_kv_size", "keep", "seed"),
+        *("prompt_tokens", "prefill_tokens_per_s", "generated_tokens", "decode_tokens_per_s"),
+        *("peak_rss_bytes", "kv_cells", "kv_bytes", "perplexity", "finish_reason"),
+    ]
+    assert report["command"] == "generate"
+    assert report["model"] == str(tiny_folder)
+    assert (report["prompt_tokens"], report["generated_tokens"]) == (6, 20)
+    assert (report["kv_cells"], report["max_kv_size"], report["keep"]) == (12, 12, 4)
+    assert report["kv_bytes"] == 12 * 2 * 2 * 2 * 16 * 4  # cells, k and v, layers, heads, dim, fp32
+    assert report["prefill_tokens_per_s"] > 0
+    assert report["decode_tokens_per_s"] > 0
+    assert report["peak_rss_bytes"] > 50e6
+    assert report["perplexity"] is None
+    assert report["finish_reason"] == "length"
+    assert "prompt 6 at" in result.stderr
+    assert "generated 20 at" in result.stderr
+    assert "cells 12 of 12" in result.stderr
+
+
+def test_the_reported_seed_gives_the_same_text_again(invoke, tiny, tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    asked = ["generate", "-p", "Tell me", "-n", 30, "--ignore-eos", "--temperature", 1.5, *tiny]
+    first = invoke(*asked, "--report", file).stdout
+    seed = json.loads(file.read_text())["seed"]
+    assert invoke(*asked, "--seed", seed).stdout == first
+    assert invoke(*asked, "--seed", seed + 1).stdout != first
+
+
+def test_prompt_comes_from_file_then_argument_or_else_from_stdin(
+    invoke, tiny, tmp_path: Path
+) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text("Une été\n", encoding="utf-8")
+    asked = ["generate", "-n", 12, *GREEDY, *tiny]
+    whole = invoke(*asked, "-p", "Une été\nand a winter").stdout
+    assert invoke(*asked, "-f", file, "-p", "and a winter").stdout == whole
+    assert invoke(*asked, input="Une été\nand a winter").stdout == whole
+    assert invoke(*asked, "-f", "-", input="Une été\nand a winter").stdout == whole
+    assert invoke(*asked, "-f", file).stdout != whole
+
+
+def test_keep_minus_one_keeps_the_prompt(invoke, tiny, tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    invoke("generate", "-p", "a b c d e f g", "--keep", -1, "-n", 3, "--report", file, *tiny)
+    assert json.loads(file.read_text())["keep"] == 7
+
+
+def test_stop_ends_before_its_text(invoke, tiny, tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    asked = ["generate", "-p", "Hello", "-n", 40, "--ignore-eos", *GREEDY, *tiny]
+    whole = invoke(*asked).stdout
+    stop = whole[10:14]
+    stopped = invoke(*asked, "--stop", stop, "--report", file).stdout
+    assert stopped.rstrip("\n") == whole[: whole.index(stop)].rstrip("\n")
+    assert json.loads(file.read_text())["finish_reason"] == "stop"
+
+
+def test_quiet_writes_nothing_but_the_text(invoke, tiny) -> None:
+    result = invoke("generate", "-p", "Hello", "-n", 5, "-q", *tiny)
+    assert result.stdout
+    assert result.stderr == ""
+
+
+def test_a_full_memory_keeps_the_text_and_the_report(invoke, tiny, tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    result = invoke(
+        *("generate", "-p", "one two", "-n", 40, "--policy", "full", "--max-kv-size", 10),
+        *("--ignore-eos", "--report", file, *tiny),
+    )
+    assert result.exit_code == 2
+    assert result.stdout.strip()
+    assert 'policy "full" holds at most 10 tokens' in result.stderr.splitlines()[-1]
+    report = json.loads(file.read_text())
+    assert (report["generated_tokens"], report["finish_reason"]) == (8, "error")
+
+
+@pytest.mark.parametrize("model", ["smollm2-135m-instruct"])
+def test_the_default_model_knows_the_capital_of_france(invoke, smollm2_folder, model) -> None:
+    result = invoke("generate", "-p", "The capital of France is", "-n", 4, *GREEDY)
+    assert result.exit_code == 0
+    assert result.stdout.startswith(" Paris")

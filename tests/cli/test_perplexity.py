@@ -1,0 +1,54 @@
+"""`kvkeep perplexity` says what the library measures, and draws it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvkeep import load_model
+from kvkeep.evaluate.perplexity import measure_perplexity
+
+TEXT = "The sea is wide and the night is long; nobody knows how long. " * 12
+
+
+def test_says_reports_and_draws_what_was_measured(
+    invoke, tiny, tiny_folder: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    model = load_model(str(tiny_folder), dtype="float32")
+    ids = model.text.encode(TEXT)
+    session = model.session(max_kv_size=32, prefill_step=50)
+    expected = measure_perplexity(session, ids[:120], first=40).perplexity
+    report, plot = tmp_path / "report.json", tmp_path / "plot.png"
+    result = invoke(
+        *("perplexity", "-", "--from", 40, "--to", 120, "--max-kv-size", 32),
+        *("--prefill-step", 50, "--report", report, "--plot", plot, *tiny),
+        input=TEXT,
+    )
+    assert result.exit_code == 0
+    assert result.stdout == f"perplexity {expected:.4f} of 80 tokens\n"
+    figures = json.loads(report.read_text())
+    assert figures["perplexity"] == pytest.approx(expected)
+    assert (figures["prompt_tokens"], figures["generated_tokens"]) == (120, 0)
+    assert figures["decode_tokens_per_s"] is None
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--from", 9, "--to", 9], "--from must be below --to"),
+        (["--from", 0], "expected 1 or more"),
+        (["--to", 99999], "--to must be at most"),
+        (["--from", 99999], "found 99999"),
+        (["--policy", "full", "--max-kv-size", 8], "holds at most 8 tokens"),
+        (["--plot", "plot.gif"], "must end in one of .png"),
+        (["--plot", "/no/such/folder/plot.png"], "cannot be written"),
+    ],
+)
+def test_a_range_or_place_that_cannot_be_is_refused(invoke, tiny, arguments, said) -> None:
+    result = invoke("perplexity", "-", *arguments, *tiny, input=TEXT)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert len(result.stderr.splitlines()) == 1
+    assert said in result.stderr

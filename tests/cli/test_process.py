@@ -1,0 +1,137 @@
+"""What only a real process shows: streaming, Ctrl-C, pipes that close, and a terminal."""
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import termios
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+LONG = "The sea is wide and the night is long. " * 4000
+ENDLESS = ["-n", "-1", "--ignore-eos", "--max-kv-size", "64"]
+
+
+@pytest.fixture
+def terminal() -> Iterator[tuple[int, int]]:
+    """The two ends of a pseudo-terminal: the user's, and the program's."""
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (40, 100))
+    yield ours, theirs
+    os.close(ours)
+    os.close(theirs)
+
+
+def _read_until(handle: int, wanted: str, seconds: float = 30) -> str:
+    seen, deadline = "", time.monotonic() + seconds
+    os.set_blocking(handle, False)
+    while wanted not in seen:
+        assert time.monotonic() < deadline, f"waited for {wanted!r}, saw {seen!r}"
+        try:
+            seen += os.read(handle, 4096).decode(errors="replace")
+        except BlockingIOError:
+            time.sleep(0.02)
+    return seen
+
+
+def test_text_streams_and_ctrl_c_ends_it_with_a_report(start, tiny, tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    process = start("generate", "-p", "Once", *ENDLESS, "--report", file, *tiny)
+    first = process.stdout.read(20)
+    assert process.poll() is None, "text came before the end"
+    process.send_signal(signal.SIGINT)
+    rest, said = process.communicate(timeout=30)
+    assert process.returncode == 130
+    report = json.loads(file.read_text())
+    assert report["finish_reason"] == "interrupt"
+    assert report["generated_tokens"] > 0
+    assert said.decode().splitlines()[-1].startswith("prompt 1 at")
+    assert (first + rest).endswith(b"\n")
+
+
+def test_ctrl_c_while_reading_reports_what_was_read(start, tiny, terminal, tmp_path: Path) -> None:
+    ours, theirs = terminal
+    file, text = tmp_path / "report.json", tmp_path / "long.txt"
+    text.write_text(LONG)
+    options = ["--prefill-step", 8, "--max-kv-size", 64, "--report", file]
+    process = start("generate", "-f", text, *options, *tiny, stderr=theirs)
+    _read_until(ours, "reading:")
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=30) == 130
+    _read_until(ours, "generated 0 tokens")
+    report = json.loads(file.read_text())
+    assert report["finish_reason"] == "interrupt"
+    assert 0 < report["prompt_tokens"] < 40_000
+    assert report["prompt_tokens"] % 4 == 0  # whole steps: 4 anchors, then 8 at a time
+    assert report["kv_cells"] <= 64
+
+
+def test_ctrl_c_while_scoring_keeps_the_figure(start, tiny, terminal, tmp_path: Path) -> None:
+    ours, theirs = terminal
+    file, text = tmp_path / "report.json", tmp_path / "long.txt"
+    text.write_text(LONG)
+    options = ["--prefill-step", 64, "--max-kv-size", 64, "--report", file]
+    process = start("perplexity", text, *options, *tiny, stderr=theirs)
+    _read_until(ours, "scoring:")
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=30) == 130
+    report = json.loads(file.read_text())
+    assert report["finish_reason"] == "interrupt"
+    assert report["perplexity"] > 1
+    assert process.stdout.read().decode().startswith(f"perplexity {report['perplexity']:.4f} of ")
+
+
+def test_a_reader_that_leaves_ends_it_quietly(start, tiny, tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    process = start("generate", "-p", "Once", *ENDLESS, "--report", file, *tiny)
+    process.stdout.read(5)
+    process.stdout.close()
+    assert process.wait(timeout=30) == 141
+    said = process.stderr.read().decode().splitlines()
+    assert len(said) == 1
+    assert said[0].startswith("prompt 1 at")
+    assert json.loads(file.read_text())["finish_reason"] == "closed"
+
+
+def test_piped_text_is_continued(start, tiny) -> None:
+    process = start("generate", "-n", 3, "--ignore-eos", *tiny)
+    text, said = process.communicate(b"Once upon a time", timeout=60)
+    assert process.returncode == 0
+    assert text.strip()
+    assert b"prompt 4 at" in said
+
+
+def test_without_a_prompt_a_terminal_is_not_waited_for(start, terminal) -> None:
+    _, theirs = terminal
+    process = start("generate", stdin=theirs)
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == 2
+    assert b"no prompt" in said
+
+
+def test_chat_in_a_terminal(start, tiny, terminal, tmp_path: Path) -> None:
+    """Ctrl-C stops an answer; the next one comes all the same; Ctrl-C at the prompt ends it."""
+    ours, theirs = terminal
+    file = tmp_path / "report.json"
+    process = start(
+        *("chat", "-n", -1, "--temperature", 0, "--max-kv-size", 64, "--report", file, *tiny),
+        stdin=theirs,
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+    )
+    _read_until(ours, "> ")
+    for _ in range(2):
+        os.write(ours, b"Tell me a story.\n")
+        assert process.stdout.read(300)
+        process.send_signal(signal.SIGINT)
+        _read_until(ours, "> ")
+    os.write(ours, b"/memory\n")
+    assert "4 kept for ever" in _read_until(ours, "> ")
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=30) == 0
+    assert "cells 64 of 64" in _read_until(ours, "peak RAM")
+    assert json.loads(file.read_text())["finish_reason"] == "end"
