@@ -8,14 +8,25 @@ if TYPE_CHECKING:
     from kvkeep.model import Model, load_model
     from kvkeep.sampling import Sampling
     from kvkeep.session import FeedReport, Session
+    from kvkeep.store.prefix import PrefixStore
     from kvkeep.store.snapshot import Snapshot
 
-__all__ = ["FeedReport", "KvkeepError", "Model", "Sampling", "Session", "Snapshot", "load_model"]
+__all__ = [
+    "FeedReport",
+    "KvkeepError",
+    "Model",
+    "PrefixStore",
+    "Sampling",
+    "Session",
+    "Snapshot",
+    "load_model",
+]
 __version__ = "0.1.0"
 
 _HOMES = {
     "FeedReport": "kvkeep.session",
     "Model": "kvkeep.model",
+    "PrefixStore": "kvkeep.store.prefix",
     "Sampling": "kvkeep.sampling",
     "Session": "kvkeep.session",
     "Snapshot": "kvkeep.store.snapshot",

@@ -15,6 +15,7 @@ from kvkeep.models.weights import check_tensors, read_shapes, read_tensors
 from kvkeep.policies import make_policy
 from kvkeep.session import WHOLE_PROMPT, Session
 from kvkeep.store.fingerprint import Fingerprint, fingerprint
+from kvkeep.store.prefix import PrefixStore
 from kvkeep.store.snapshot import Snapshot
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -46,12 +47,12 @@ class Model:
             self.decoder.new_cache().layout,
         )
 
-    def restore(self, snapshot: Snapshot) -> Session:
+    def restore(self, snapshot: Snapshot, store: PrefixStore | None = None) -> Session:
         """A session that goes on exactly where the snapshot was taken.
 
         Raises FingerprintMismatch, naming what differs, for a snapshot of another model.
         """
-        return Session.restore(self, snapshot)
+        return Session.restore(self, snapshot, store)
 
     def session(
         self,
@@ -59,6 +60,7 @@ class Model:
         keep: int = 4,
         policy: str = "sliding",
         prefill_step: int = 512,
+        store: PrefixStore | None = None,
     ) -> Session:
         """A new, empty session.
 
@@ -67,6 +69,7 @@ class Model:
             keep: how many of the first tokens stay for ever; -1 for the whole first prompt.
             policy: what happens when the budget is reached: "sliding" or "full".
             prefill_step: tokens evaluated at once; changes speed and memory, not results.
+            store: where the first prompt's evaluated beginning is looked up and kept.
 
         Raises InvalidArgument for a number out of range or an unknown policy.
         """
@@ -78,7 +81,9 @@ class Model:
                 f"for; found {budget}"
             )
         whole = keep == WHOLE_PROMPT
-        session = Session(self, make_policy(policy, budget, 0 if whole else keep), prefill_step)
+        session = Session(
+            self, make_policy(policy, budget, 0 if whole else keep), prefill_step, store
+        )
         if whole:
             session.keep = WHOLE_PROMPT
         return session

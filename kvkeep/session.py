@@ -3,7 +3,6 @@
 import copy
 import math
 import time
-from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
@@ -11,10 +10,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvkeep.errors import ContextFull, InvalidArgument, NonFiniteLogits
-from kvkeep.interrupts import interrupts_deferred
+from kvkeep.cache import KVCache
+from kvkeep.errors import InvalidArgument
+from kvkeep.memory import Memory
 from kvkeep.policies import Policy, make_policy
 from kvkeep.sampling import Sampler, Sampling
+from kvkeep.store.prefix import BLOCK, PrefixStore
 from kvkeep.store.snapshot import Snapshot
 from kvkeep.streaming import TextStream
 
@@ -29,13 +30,17 @@ GREEDY = Sampling()
 class FeedReport:
     """What a feed did.
 
-    tokens: evaluated. seconds: wall time. peak_cells: the most cells held at any moment, those
-    of the step in progress included.
+    tokens: of the prompt. seconds: wall time. peak_cells: the most cells held at any moment,
+    those of the step in progress included. reused: tokens that came from a prefix store and were
+    not evaluated. differs_at: the first token at which the nearest stored prompt differs; None
+    without a store, or where nothing more could have been reused.
     """
 
     tokens: int
     seconds: float
     peak_cells: int
+    reused: int = 0
+    differs_at: int | None = None
 
     @property
     def tokens_per_second(self) -> float:
@@ -50,47 +55,50 @@ class Session:
     the last whole step, and `tokens` says where that is.
     """
 
-    def __init__(self, model: "Model", policy: Policy, prefill_step: int):
+    def __init__(
+        self, model: "Model", policy: Policy, prefill_step: int, store: PrefixStore | None = None
+    ):
         if prefill_step < 1:
             raise InvalidArgument(f"prefill_step must be 1 or more; found {prefill_step}")
-        self.cache = model.decoder.new_cache()
         self.prefill_step = prefill_step
         self.finish_reason: str | None = None
         self._model = model
-        self._decoder = model.decoder
         self._text = model.text
-        self._policy = policy
+        self._memory = Memory(model.decoder, policy)
         self._sampler = Sampler()
-        self._tokens = array("i")
-        self._hidden: Tensor | None = None  # of the last token, [1, hidden_size]
-        self._logits: Tensor | None = None  # made from it when first asked for
+        self._store = store
         self._keep_whole_prompt = False
 
     # What it holds
 
     @property
+    def cache(self) -> KVCache:
+        """The cells; `cache.cells` counts them and `cache.nbytes` says what they take."""
+        return self._memory.cache
+
+    @property
     def tokens(self) -> list[int]:
         """Every token id so far, also those that the policy has forgotten."""
-        return self._tokens.tolist()
+        return self._memory.tokens.tolist()
 
     @property
     def logits(self) -> Tensor | None:
         """`[vocab]` float32 for the last token evaluated (a copy); None before the first."""
-        current = self._current_logits()
+        current = self._memory.logits()
         return None if current is None else current.clone()
 
     @property
     def policy(self) -> str:
-        return self._policy.name
+        return self._memory.policy.name
 
     @property
     def max_kv_size(self) -> int:
-        return self._policy.max_kv_size
+        return self._memory.policy.max_kv_size
 
     @property
     def room(self) -> int | None:
         """How many more tokens it can take; None if there is no end."""
-        return self._policy.room(self.cache)
+        return self._memory.policy.room(self.cache)
 
     @property
     def keep(self) -> int:
@@ -98,14 +106,14 @@ class Session:
 
         Setting a larger number pins the oldest cells still held; a smaller one lets them go.
         """
-        return WHOLE_PROMPT if self._keep_whole_prompt else self._policy.keep
+        return WHOLE_PROMPT if self._keep_whole_prompt else self._memory.policy.keep
 
     @keep.setter
     def keep(self, keep: int) -> None:
-        if keep == WHOLE_PROMPT and not self._tokens:
+        if keep == WHOLE_PROMPT and not self._memory.tokens:
             self._keep_whole_prompt = True
             return
-        self._policy.set_keep(self.cache, keep)
+        self._memory.policy.set_keep(self.cache, keep)
         self._keep_whole_prompt = False
 
     def text(self) -> str:
@@ -128,13 +136,19 @@ class Session:
             ContextFull: the policy cannot take as many tokens.
             NonFiniteLogits: the model produced NaN or infinity.
         """
-        begun, peak = time.perf_counter(), 0
-        ids = self._checked_ids(prompt)
-        for step in self._steps(ids):
+        begun, ids = time.perf_counter(), self._checked_ids(prompt)
+        store = None if self._memory.tokens else self._store
+        reused, differs_at = self._reuse(store, ids) if store else (0, None)
+        if reused and progress:
+            progress(reused)
+        peak, stored = self.cache.cells, reused
+        for step in self._memory.evaluate(ids[reused:], self.prefill_step):
             peak = max(peak, step.peak_cells)
+            if store:
+                stored = self._keep_blocks(store, stored)
             if progress:
                 progress(step.hidden.shape[0])
-        return FeedReport(len(ids), time.perf_counter() - begun, peak)
+        return FeedReport(len(ids), time.perf_counter() - begun, peak, reused, differs_at)
 
     def next_token(self, sampling: Sampling = GREEDY) -> int:
         """Samples a token, appends it and evaluates it.
@@ -143,12 +157,12 @@ class Session:
         say. Raises ContextFull and NonFiniteLogits as `feed` does, and InvalidArgument where
         nothing was fed yet.
         """
-        logits = self._current_logits()
+        logits = self._memory.logits()
         if logits is None:
             raise InvalidArgument("nothing to continue: feed a prompt before asking for tokens")
-        self._require_room(1)
-        token = self._sampler.choose(logits, self._tokens, sampling)
-        for _ in self._steps([token]):
+        self._memory.require_room(1)
+        token = self._sampler.choose(logits, self._memory.tokens, sampling)
+        for _ in self._memory.evaluate([token], 1):
             pass
         return token
 
@@ -176,7 +190,7 @@ class Session:
         while max_tokens is None or written < max_tokens:
             token = self.next_token(sampling)
             written += 1
-            if token in self._decoder.spec.eos_token_ids and not ignore_eos:
+            if token in self._model.spec.eos_token_ids and not ignore_eos:
                 self.finish_reason = "eos"
                 break
             if piece := text.push(token):
@@ -197,14 +211,14 @@ class Session:
         Returns `[n]` float64: the natural log of each token's probability given what the session
         remembered before it. The first token of a session was predicted by nothing: NaN.
         """
-        ids, last, scores = self._checked_ids(prompt), self._hidden, []
-        for step in self._steps(ids):
+        ids, last, scores = self._checked_ids(prompt), self._memory.hidden, []
+        for step in self._memory.evaluate(ids, self.prefill_step):
             before = step.hidden if last is None else torch.cat((last, step.hidden))
-            targets = self._tokens[-step.hidden.shape[0] :]
+            targets = self._memory.tokens[-step.hidden.shape[0] :]
             if last is None:
                 scores.append(torch.full((1,), math.nan, dtype=torch.float64))
                 targets = targets[1:]
-            scores.append(self._log_probabilities(before[: len(targets)], targets))
+            scores.append(self._memory.log_probabilities(before[: len(targets)], targets))
             last = step.hidden[-1:]
             if progress:
                 progress(step.hidden.shape[0])
@@ -219,59 +233,45 @@ class Session:
         Raises InvalidArgument for a negative count, and where the token to stand on is no longer
         held.
         """
-        held, total = self.cache.rewindable, len(self._tokens)
-        most = total if held == total else held - 1
-        if not 0 <= count <= most:
-            raise InvalidArgument(
-                f"rewind takes 0 to {most} tokens here; found {count}: of {total} tokens the last "
-                f"{held} are held without a gap, and one of them must remain to go on from"
-            )
-        if count == 0:
-            return []
-        taken = self._tokens[total - count :].tolist()
-        again = self._tokens[total - count - 1 : total - count].tolist()
-        with interrupts_deferred():
-            self.cache.drop_newest(count + len(again))
-            del self._tokens[total - count - len(again) :]
-            self._hidden = self._logits = None
-            for _ in self._steps(again):
-                pass
-        return taken
+        return self._memory.take_back(count)
 
     # Going on elsewhere
 
     def snapshot(self) -> Snapshot:
         """All that this session is now. Cheap: cells are shared until they would be overwritten."""
+        memory = self._memory
         return Snapshot(
             fingerprint=asdict(self._model.fingerprint),
             model=self._model.name,
-            policy={"name": self._policy.name, **self._policy.settings()},
+            policy={"name": memory.policy.name, **memory.policy.settings()},
             settings={
                 "prefill_step": self.prefill_step,
                 "keep_whole_prompt": self._keep_whole_prompt,
             },
-            tokens=torch.tensor(self._tokens, dtype=torch.int32),
+            tokens=torch.tensor(memory.tokens, dtype=torch.int32),
             clock=self.cache.time,
             segments=tuple(segment.twin() for segment in self.cache.segments),
-            hidden=self._hidden,
-            logits=self._current_logits(),
+            hidden=memory.hidden,
+            logits=memory.logits(),
             sampler=self._sampler.state(),
             layout=self.cache.layout,
         )
 
     @classmethod
-    def restore(cls, model: "Model", snapshot: Snapshot) -> "Session":
+    def restore(
+        cls, model: "Model", snapshot: Snapshot, store: PrefixStore | None = None
+    ) -> "Session":
         """The session that a snapshot was taken of; see `Model.restore`."""
         model.fingerprint.require(snapshot.fingerprint, "the snapshot")
-        session = cls(model, make_policy(**snapshot.policy), snapshot.settings["prefill_step"])
-        session._keep_whole_prompt = snapshot.settings["keep_whole_prompt"]
-        session._tokens = array("i", snapshot.tokens.tolist())
+        policy, settings = make_policy(**snapshot.policy), snapshot.settings
+        session = cls(model, policy, settings["prefill_step"], store)
+        session._keep_whole_prompt = settings["keep_whole_prompt"]
         session._sampler = Sampler.at(snapshot.sampler)
-        device = session.cache.layout.device
-        session.cache.time = snapshot.clock
-        session.cache.segments = [segment.twin().to(device) for segment in snapshot.segments]
-        if snapshot.hidden is not None and snapshot.logits is not None:
-            session._hidden, session._logits = snapshot.hidden.to(device), snapshot.logits.to(device)
+        memory, device = session._memory, session.cache.layout.device
+        memory.tokens.extend(snapshot.tokens.tolist())
+        memory.cache.time = snapshot.clock
+        memory.cache.segments = [segment.twin().to(device) for segment in snapshot.segments]
+        memory.stand_at(snapshot.hidden, snapshot.logits)
         return session
 
     def fork(self, at: int | None = None) -> "Session":
@@ -281,13 +281,11 @@ class Session:
         begun to rotate, which whoever goes on first copies. Raises InvalidArgument where the
         tokens up to `at` are no longer held.
         """
-        total = len(self._tokens)
+        total = len(self._memory.tokens)
         if at is not None and not 0 <= at <= total:
             raise InvalidArgument(f"fork at 0 to {total} tokens; found {at}")
         fork = copy.copy(self)
-        fork.cache = self.cache.fork()
-        fork._policy = copy.copy(self._policy)
-        fork._tokens = self._tokens[:]
+        fork._memory = self._memory.fork()
         fork._sampler = Sampler.at(self._sampler.state())
         if at is not None:
             fork.rewind(total - at)
@@ -299,73 +297,33 @@ class Session:
         ids = self._text.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if not ids:
             raise InvalidArgument("the prompt is empty: expected at least one token")
-        vocabulary = self._decoder.spec.vocab_size
+        vocabulary = self._model.spec.vocab_size
         for index, token in enumerate(ids):
             if not 0 <= token < vocabulary:
                 raise InvalidArgument(
                     f"token ids must be 0 to {vocabulary - 1}; found {token} at index {index}"
                 )
-        self._require_room(len(ids))
+        self._memory.require_room(len(ids))
         if self._keep_whole_prompt:
             self.keep = len(ids)
         return ids
 
-    def _require_room(self, count: int) -> None:
-        room = self._policy.room(self.cache)
-        if room is not None and count > room:
-            raise ContextFull(
-                f'policy "{self._policy.name}" holds at most {self._policy.max_kv_size} tokens: '
-                f"{self.cache.cells} are held and {count} more do not fit; "
-                'policy="sliding" goes on for ever on a fixed budget'
-            )
+    def _reuse(self, store: PrefixStore, ids: list[int]) -> tuple[int, int | None]:
+        """Takes what a store holds of the prompt, leaving one token to evaluate for its logits."""
+        most = min(len(ids) - 1, self.max_kv_size)  # beyond the budget, cells would be forgotten
+        found = store.find(self._model.fingerprint, ids[:most])
+        if found.tokens:
+            keys, values = torch.cat(found.keys, 2), torch.cat(found.values, 2)
+            self._memory.adopt(ids[: found.tokens], keys, values)
+        return found.tokens, found.differs_at
 
-    @torch.inference_mode()
-    def _steps(self, ids: list[int]) -> Iterator["_Evaluated"]:
-        """Evaluates ids step by step; each is part of the session when it is yielded."""
-        done = 0
-        while done < len(ids):
-            count = min(self._policy.open(self.cache, len(ids) - done), self.prefill_step)
-            chunk, before = ids[done : done + count], self.cache.cells
-            done += count
-            with interrupts_deferred():
-                with self.cache.step(count):
-                    where = self.cache.layout.device
-                    hidden = self._decoder.hidden(torch.tensor(chunk, device=where), self.cache)
-                    logits = self._decoder.logits(hidden[-1:])[0] if done == len(ids) else None
-                    _require_finite(hidden if logits is None else logits)
-                self._tokens.extend(chunk)
-                self._hidden, self._logits = hidden[-1:], logits
-            yield _Evaluated(hidden, before + count if count > 1 else self.cache.cells)
-
-    @torch.inference_mode()
-    def _current_logits(self) -> Tensor | None:
-        if self._logits is None and self._hidden is not None:
-            self._logits = self._decoder.logits(self._hidden)[0]
-        return self._logits
-
-    @torch.inference_mode()
-    def _log_probabilities(self, hidden: Tensor, targets: Sequence[int]) -> Tensor:
-        """`[n]` float64. Goes by blocks of rows: the logits of all would not fit in a cache."""
-        wanted, block = torch.tensor(targets, device=hidden.device), 64
-        parts = [torch.empty(0, dtype=torch.float64)]
-        for first in range(0, len(targets), block):
-            logits = self._decoder.logits(hidden[first : first + block])
-            chosen = logits.gather(1, wanted[first : first + block, None])[:, 0]
-            parts.append((chosen.double() - logits.logsumexp(-1).double()).cpu())
-        return torch.cat(parts)
-
-
-@dataclass(frozen=True)
-class _Evaluated:
-    """hidden: `[n, hidden_size]` of the step's tokens; peak_cells: held while it ran."""
-
-    hidden: Tensor
-    peak_cells: int
-
-
-def _require_finite(x: Tensor) -> None:
-    if not math.isfinite(float(x.sum())):
-        raise NonFiniteLogits(
-            "the model produced NaN or infinity: its weights are broken, or need "
-            'dtype="float32"; the tokens of this step were not taken in'
-        )
+    def _keep_blocks(self, store: PrefixStore, stored: int) -> int:
+        """Gives a store the whole blocks that are new, while nothing was forgotten yet."""
+        tokens = self._memory.tokens
+        if len(tokens) != self.cache.cells:
+            return stored
+        while stored + BLOCK <= len(tokens):
+            keys, values = self.cache.read(stored, BLOCK)
+            stored += BLOCK
+            store.add(self._model.fingerprint, tokens[:stored], keys, values)
+        return stored

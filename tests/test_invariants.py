@@ -167,7 +167,7 @@ class Watched:
         layout = self.cache.layout
         done = 0
         while done < count:
-            n = min(self.session._policy.open(self.cache, count - done), step)
+            n = min(self.session._memory.policy.open(self.cache, count - done), step)
             times = torch.arange(self.cache.time, self.cache.time + n, dtype=torch.float32)
             codes = torch.zeros(n, layout.kv_heads, layout.head_dim)
             codes[:, :, 0] = (times == 0)[:, None]

@@ -1,15 +1,12 @@
 """The picture of an endless run: time per token above, memory below."""
 
 import io
-from typing import TYPE_CHECKING
 
 from kvkeep.bench.colours import BLUE, GREEN, GREY, VERMILION
-
-if TYPE_CHECKING:
-    from kvkeep.bench.endless import Endless
+from kvkeep.bench.endless_run import Endless
 
 
-def draw_endless(result: "Endless", suffix: str) -> bytes:
+def draw_endless(result: Endless, suffix: str) -> bytes:
     """The picture as a file's content."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -17,6 +14,7 @@ def draw_endless(result: "Endless", suffix: str) -> bytes:
     figure = Figure(figsize=(8, 5.5), layout="constrained")
     FigureCanvasAgg(figure)
     above, below = figure.subplots(2, 1, sharex=True)
+    width = result.plan.trace
     tokens = [moment.tokens for moment in result.trace]
     figure.suptitle(
         f"{result.tokens:,} tokens written after a prompt of {result.prompt_tokens:,}, "
@@ -24,9 +22,13 @@ def draw_endless(result: "Endless", suffix: str) -> bytes:
     )
 
     above.plot(
-        tokens, [m.slowest_ms for m in result.trace], color=GREY, lw=0.8, label="slowest of 100"
+        tokens,
+        [m.slowest_ms for m in result.trace],
+        color=GREY,
+        lw=0.8,
+        label=f"slowest of {width}",
     )
-    above.plot(tokens, [m.median_ms for m in result.trace], color=BLUE, label="median of 100")
+    above.plot(tokens, [m.median_ms for m in result.trace], color=BLUE, label=f"median of {width}")
     above.set_ylabel("time per token (ms)")
     above.set_ylim(0, 4 * result.median_ms)  # a hiccup of the machine may be far above
     above.legend(loc="upper right", ncols=2)

@@ -3,11 +3,12 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 
 from kvkeep.cache.block import Layout
 from kvkeep.cache.rope import Rope
-from kvkeep.cache.segment import Segment
+from kvkeep.cache.segment import Segment, runs
 from kvkeep.cache.step import ChunkStep, DecodeStep
 
 
@@ -71,6 +72,15 @@ class KVCache:
         """
         assert self._step is not None, "attend belongs inside a step"
         return self._step.attend(layer, q, k, v)
+
+    def read(self, first: int, count: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of `count` cells from the `first`-oldest on, copied.
+
+        Each `[layers, kv_heads, count, head_dim]`.
+        """
+        parts = [s.read(at, n)[:2] for s, at, n in runs(self.segments, first, count)]
+        keys, values = zip(*parts, strict=True)
+        return torch.cat(keys, 2), torch.cat(values, 2)
 
     def fork(self) -> "KVCache":
         """A cache with the same cells that goes its own way; memory is shared."""

@@ -158,3 +158,15 @@ class Segment:
         twin = self.twin()
         twin.frozen = self.frozen or (self.start == 0 and not self.full)
         return twin
+
+
+def runs(segments: list[Segment], first: int, count: int) -> list[tuple[Segment, int, int]]:
+    """Where the `count` cells from the `first`-oldest on lie: (segment, first, count) each."""
+    runs = []
+    for segment in segments:
+        inside = min(segment.length - first, count)
+        if inside > 0:
+            runs.append((segment, first, inside))
+            count -= inside
+        first = max(0, first - segment.length)
+    return runs

@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from kvkeep.cache import KVCache, PositionMap, Segment
+from kvkeep.cache import KVCache, PositionMap, Segment, runs
 from kvkeep.errors import InvalidArgument
 
 
@@ -52,13 +52,13 @@ class Sliding:
         held, cells, unbroken = cache.segments, cache.cells, cache.rewindable
         cache.segments = []
         anchored = min(keep, cells)
-        for segment, first, count in _runs(held, 0, anchored):
+        for segment, first, count in runs(held, 0, anchored):
             run = segment.read(first, count)
             self._anchor(cache, keep, int(run[2][0]), cache.cells).append(*run)
         in_window = min(unbroken, cells - anchored)
         if in_window:
             ring = self._ring(cache, keep)
-            for segment, first, count in _runs(held, cells - in_window, in_window):
+            for segment, first, count in runs(held, cells - in_window, in_window):
                 ring.append(*segment.read(first, count))
             cache.segments.append(ring)
         self.keep = keep
@@ -87,15 +87,3 @@ class Sliding:
     def _ring(self, cache: KVCache, keep: int) -> Segment:
         window = self.max_kv_size - keep
         return Segment(cache.layout, PositionMap(), limit=window, window=window)
-
-
-def _runs(segments: list[Segment], first: int, count: int) -> list[tuple[Segment, int, int]]:
-    """Where the `count` cells from the `first`-oldest on lie: (segment, first, count) each."""
-    runs = []
-    for segment in segments:
-        inside = min(segment.length - first, count)
-        if inside > 0:
-            runs.append((segment, first, inside))
-            count -= inside
-        first = max(0, first - segment.length)
-    return runs

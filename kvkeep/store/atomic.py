@@ -19,7 +19,9 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     """
     folder = path.parent
     _sweep(folder, path.name)
-    descriptor, name = tempfile.mkstemp(prefix=f"{TEMPORARY}{os.getpid()}-", suffix=f"-{path.name}", dir=folder)
+    descriptor, name = tempfile.mkstemp(
+        prefix=f"{TEMPORARY}{os.getpid()}-", suffix=f"-{path.name}", dir=folder
+    )
     try:
         with os.fdopen(descriptor, "wb", buffering=1 << 20) as file:
             yield file

@@ -12,7 +12,6 @@ from kvkeep.cache import Block, Layout, PositionMap, Segment
 from kvkeep.errors import CorruptFile
 from kvkeep.store.codec import Codec, decode, encode
 from kvkeep.store.container import read_container, read_document, write_container
-from kvkeep.store.fingerprint import Fingerprint
 
 KIND, FORMAT = "snapshot", 1
 
@@ -141,7 +140,9 @@ def _assemble(document: dict[str, Any], tensors: dict[str, Tensor]) -> Snapshot:
         device=torch.device("cpu"),
     )
     segments = tuple(
-        _segment(layout, entry, *(tensors[f"segment.{i}.{x}"] for x in ("keys", "values", "positions")))
+        _segment(
+            layout, entry, *(tensors[f"segment.{i}.{x}"] for x in ("keys", "values", "positions"))
+        )
         for i, entry in enumerate(document["segments"])
     )
     return Snapshot(

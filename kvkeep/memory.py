@@ -1,0 +1,148 @@
+"""A model's memory at work: tokens evaluated into a cache under a policy."""
+
+import copy
+import math
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvkeep.errors import ContextFull, InvalidArgument, NonFiniteLogits
+from kvkeep.interrupts import interrupts_deferred
+from kvkeep.models.llama import Decoder
+from kvkeep.policies import Policy
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """One step that is done. hidden: `[n, hidden_size]` of its tokens; peak_cells: held in it."""
+
+    hidden: Tensor
+    peak_cells: int
+
+
+class Memory:
+    """Token ids in, logits out.
+
+    tokens: all ids so far, forgotten ones too. hidden: `[1, hidden_size]` of the last one.
+    """
+
+    def __init__(self, decoder: Decoder, policy: Policy):
+        self.decoder = decoder
+        self.policy = policy
+        self.cache = decoder.new_cache()
+        self.tokens = array("i")
+        self.hidden: Tensor | None = None
+        self._logits: Tensor | None = None  # made from hidden when first asked for
+
+    def fork(self) -> "Memory":
+        """The same memory, going its own way; cells are shared."""
+        fork = copy.copy(self)
+        fork.cache = self.cache.fork()
+        fork.policy = copy.copy(self.policy)
+        fork.tokens = self.tokens[:]
+        return fork
+
+    @torch.inference_mode()
+    def logits(self) -> Tensor | None:
+        """`[vocab]` float32 for the last token; None before the first."""
+        if self._logits is None and self.hidden is not None:
+            self._logits = self.decoder.logits(self.hidden)[0]
+        return self._logits
+
+    def stand_at(self, hidden: Tensor | None, logits: Tensor | None) -> None:
+        """Takes the last token's hidden state and logits from elsewhere."""
+        device = self.cache.layout.device
+        self.hidden = None if hidden is None else hidden.to(device)
+        self._logits = None if logits is None else logits.to(device)
+
+    def require_room(self, count: int) -> None:
+        """Raises ContextFull where the policy cannot take `count` more tokens."""
+        room = self.policy.room(self.cache)
+        if room is not None and count > room:
+            raise ContextFull(
+                f'policy "{self.policy.name}" holds at most {self.policy.max_kv_size} tokens: '
+                f"{self.cache.cells} are held and {count} more do not fit; "
+                'policy="sliding" goes on for ever on a fixed budget'
+            )
+
+    @torch.inference_mode()
+    def evaluate(self, ids: Sequence[int], prefill_step: int) -> Iterator[Evaluated]:
+        """Evaluates ids step by step; each step is in memory whole when it is yielded."""
+        done = 0
+        while done < len(ids):
+            count = min(self.policy.open(self.cache, len(ids) - done), prefill_step)
+            chunk, before = ids[done : done + count], self.cache.cells
+            done += count
+            with interrupts_deferred():
+                with self.cache.step(count):
+                    where = self.cache.layout.device
+                    hidden = self.decoder.hidden(torch.tensor(chunk, device=where), self.cache)
+                    logits = self.decoder.logits(hidden[-1:])[0] if done == len(ids) else None
+                    _require_finite(hidden if logits is None else logits)
+                self.tokens.extend(chunk)
+                self.hidden, self._logits = hidden[-1:], logits
+            yield Evaluated(hidden, before + count if count > 1 else self.cache.cells)
+
+    def adopt(self, ids: Sequence[int], keys: Tensor, values: Tensor) -> None:
+        """Takes in cells that were evaluated elsewhere, as if these ids had been just now.
+
+        keys, values: `[layers, kv_heads, n, head_dim]` at the positions that come next. Logits are
+        not known until another token is evaluated.
+        """
+        done, where = 0, self.cache.layout.device
+        with interrupts_deferred():
+            while done < len(ids):
+                upto = done + self.policy.open(self.cache, len(ids) - done)
+                positions = torch.arange(self.cache.time, self.cache.time + upto - done)
+                new_keys, new_values = (x[:, :, done:upto].to(where) for x in (keys, values))
+                self.cache.segments[-1].append(new_keys, new_values, positions)
+                self.cache.time += upto - done
+                done = upto
+            self.tokens.extend(ids)
+            self.hidden = self._logits = None
+
+    def take_back(self, count: int) -> list[int]:
+        """Takes the last `count` tokens back; the one before them is evaluated anew.
+
+        Raises InvalidArgument for a negative count, and where that token is no longer held.
+        """
+        held, total = self.cache.rewindable, len(self.tokens)
+        most = total if held == total else held - 1
+        if not 0 <= count <= most:
+            raise InvalidArgument(
+                f"rewind takes 0 to {most} tokens here; found {count}: of {total} tokens the last "
+                f"{held} are held without a gap, and one of them must remain to go on from"
+            )
+        if count == 0:
+            return []
+        taken = self.tokens[total - count :].tolist()
+        again = self.tokens[total - count - 1 : total - count].tolist()
+        with interrupts_deferred():
+            self.cache.drop_newest(count + len(again))
+            del self.tokens[total - count - len(again) :]
+            self.hidden = self._logits = None
+            for _ in self.evaluate(again, 1):
+                pass
+        return taken
+
+    @torch.inference_mode()
+    def log_probabilities(self, hidden: Tensor, targets: Sequence[int]) -> Tensor:
+        """`[n]` float64: the natural log of each target's probability after each hidden state."""
+        wanted, rows = torch.tensor(targets, device=hidden.device), 64  # all logits would not fit
+        parts = [torch.empty(0, dtype=torch.float64)]
+        for first in range(0, len(targets), rows):
+            logits = self.decoder.logits(hidden[first : first + rows])
+            chosen = logits.gather(1, wanted[first : first + rows, None])[:, 0]
+            parts.append((chosen.double() - logits.logsumexp(-1).double()).cpu())
+        return torch.cat(parts)
+
+
+def _require_finite(x: Tensor) -> None:
+    if not math.isfinite(float(x.sum())):
+        raise NonFiniteLogits(
+            "the model produced NaN or infinity: its weights are broken, or need "
+            'dtype="float32"; the tokens of this step were not taken in'
+        )
