@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvkeep.cache import Cells
 from kvkeep.errors import ContextFull, InvalidArgument, NonFiniteLogits
 from kvkeep.interrupts import interrupts_deferred
 from kvkeep.models.llama import Decoder
@@ -26,7 +27,8 @@ class Evaluated:
 class Memory:
     """Token ids in, logits out.
 
-    tokens: all ids so far, forgotten ones too. hidden: `[1, hidden_size]` of the last one.
+    tokens: all ids so far, forgotten ones too. serials: the number that each got when it was
+    evaluated, by which its cell is found. hidden: `[1, hidden_size]` of the last one.
     """
 
     def __init__(self, decoder: Decoder, policy: Policy):
@@ -34,6 +36,7 @@ class Memory:
         self.policy = policy
         self.cache = decoder.new_cache()
         self.tokens = array("i")
+        self.serials = array("q")
         self.hidden: Tensor | None = None
         self._logits: Tensor | None = None  # made from hidden when first asked for
 
@@ -42,7 +45,7 @@ class Memory:
         fork = copy.copy(self)
         fork.cache = self.cache.fork()
         fork.policy = copy.copy(self.policy)
-        fork.tokens = self.tokens[:]
+        fork.tokens, fork.serials = self.tokens[:], self.serials[:]
         return fork
 
     @torch.inference_mode()
@@ -82,9 +85,24 @@ class Memory:
                     hidden = self.decoder.hidden(torch.tensor(chunk, device=where), self.cache)
                     logits = self.decoder.logits(hidden[-1:])[0] if done == len(ids) else None
                     _require_finite(hidden if logits is None else logits)
-                self.tokens.extend(chunk)
+                self._extend(chunk)
                 self.hidden, self._logits = hidden[-1:], logits
             yield Evaluated(hidden, before + count if count > 1 else self.cache.cells)
+
+    def _extend(self, ids: Sequence[int]) -> None:
+        self.tokens.extend(ids)
+        self.serials.extend(range(self.cache.serial - len(ids), self.cache.serial))
+
+    @property
+    def rewindable(self) -> int:
+        """How many of the newest tokens are held without a gap."""
+        held = 0
+        cells, tokens = reversed(self.cache.serials()), reversed(self.serials)
+        for cell, token in zip(cells, tokens, strict=False):
+            if cell != token:
+                break
+            held += 1
+        return held
 
     def adopt(self, ids: Sequence[int], keys: Tensor, values: Tensor) -> None:
         """Takes in cells that were evaluated elsewhere, as if these ids had been just now.
@@ -92,16 +110,21 @@ class Memory:
         keys, values: `[layers, kv_heads, n, head_dim]` at the positions that come next. Logits are
         not known until another token is evaluated.
         """
-        done, where = 0, self.cache.layout.device
+        done, cache = 0, self.cache
         with interrupts_deferred():
             while done < len(ids):
-                upto = done + self.policy.open(self.cache, len(ids) - done)
-                positions = torch.arange(self.cache.time, self.cache.time + upto - done)
-                new_keys, new_values = (x[:, :, done:upto].to(where) for x in (keys, values))
-                self.cache.segments[-1].append(new_keys, new_values, positions)
-                self.cache.time += upto - done
+                upto = done + self.policy.open(cache, len(ids) - done)
+                cells = Cells(
+                    keys[:, :, done:upto],
+                    values[:, :, done:upto],
+                    torch.arange(cache.time, cache.time + upto - done),
+                    torch.arange(cache.serial, cache.serial + upto - done),
+                )
+                cache.segments[-1].append(cells.to(cache.layout.device))
+                cache.time += upto - done
+                cache.serial += upto - done
                 done = upto
-            self.tokens.extend(ids)
+            self._extend(ids)
             self.hidden = self._logits = None
 
     def take_back(self, count: int) -> list[int]:
@@ -109,7 +132,7 @@ class Memory:
 
         Raises InvalidArgument for a negative count, and where that token is no longer held.
         """
-        held, total = self.cache.rewindable, len(self.tokens)
+        held, total = self.rewindable, len(self.tokens)
         most = total if held == total else held - 1
         if not 0 <= count <= most:
             raise InvalidArgument(
@@ -123,6 +146,7 @@ class Memory:
         with interrupts_deferred():
             self.cache.drop_newest(count + len(again))
             del self.tokens[total - count - len(again) :]
+            del self.serials[total - count - len(again) :]
             self.hidden = self._logits = None
             for _ in self.evaluate(again, 1):
                 pass

@@ -61,15 +61,21 @@ class Model:
         policy: str = "sliding",
         prefill_step: int = 512,
         store: PrefixStore | None = None,
+        discard: int | None = None,
+        group: int | None = None,
+        window: int | None = None,
     ) -> Session:
         """A new, empty session.
 
         Args:
             max_kv_size: the most cells (tokens of context) it holds; None for the trained length.
             keep: how many of the first tokens stay for ever; -1 for the whole first prompt.
-            policy: what happens when the budget is reached: "sliding" or "full".
+            policy: what happens when the budget is reached: "sliding", "shift", "self_extend" or
+                "full".
             prefill_step: tokens evaluated at once; changes speed and memory, not results.
             store: where the first prompt's evaluated beginning is looked up and kept.
+            discard: of "shift", how many of the oldest cells go at once; half by default.
+            group, window: of "self_extend", positions per group and the exact neighbourhood.
 
         Raises InvalidArgument for a number out of range or an unknown policy.
         """
@@ -81,9 +87,15 @@ class Model:
                 f"for; found {budget}"
             )
         whole = keep == WHOLE_PROMPT
-        session = Session(
-            self, make_policy(policy, budget, 0 if whole else keep), prefill_step, store
+        chosen = make_policy(
+            policy,
+            budget,
+            keep=0 if whole else keep,
+            discard=discard,
+            group=group,
+            window=window,
         )
+        session = Session(self, chosen, prefill_step, store)
         if whole:
             session.keep = WHOLE_PROMPT
         return session

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvkeep.cache import KVCache
+from kvkeep.cache import Cells, KVCache
 from kvkeep.errors import InvalidArgument
 from kvkeep.memory import Memory
 from kvkeep.policies import Policy, make_policy
@@ -113,7 +113,7 @@ class Session:
         if keep == WHOLE_PROMPT and not self._memory.tokens:
             self._keep_whole_prompt = True
             return
-        self._memory.policy.set_keep(self.cache, keep)
+        self._memory.policy.change(self.cache, frozenset(), keep=keep)
         self._keep_whole_prompt = False
 
     def text(self) -> str:
@@ -249,7 +249,9 @@ class Session:
                 "keep_whole_prompt": self._keep_whole_prompt,
             },
             tokens=torch.tensor(memory.tokens, dtype=torch.int32),
+            serials=torch.tensor(memory.serials, dtype=torch.int64),
             clock=self.cache.time,
+            serial=self.cache.serial,
             segments=tuple(segment.twin() for segment in self.cache.segments),
             hidden=memory.hidden,
             logits=memory.logits(),
@@ -269,7 +271,8 @@ class Session:
         session._sampler = Sampler.at(snapshot.sampler)
         memory, device = session._memory, session.cache.layout.device
         memory.tokens.extend(snapshot.tokens.tolist())
-        memory.cache.time = snapshot.clock
+        memory.serials.extend(snapshot.serials.tolist())
+        memory.cache.time, memory.cache.serial = snapshot.clock, snapshot.serial
         memory.cache.segments = [segment.twin().to(device) for segment in snapshot.segments]
         memory.stand_at(snapshot.hidden, snapshot.logits)
         return session
@@ -323,7 +326,7 @@ class Session:
         if len(tokens) != self.cache.cells:
             return stored
         while stored + BLOCK <= len(tokens):
-            keys, values = self.cache.read(stored, BLOCK)
+            cells = Cells.joined([part for _, part in self.cache.read(stored, BLOCK)])
             stored += BLOCK
-            store.add(self._model.fingerprint, tokens[:stored], keys, values)
+            store.add(self._model.fingerprint, tokens[:stored], cells.keys, cells.values)
         return stored

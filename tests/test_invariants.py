@@ -58,7 +58,7 @@ def act(session: Session, action: tuple[str, object]) -> None:
 def state(session: Session) -> tuple[object, ...]:
     """All that a session is, to the bit."""
     segments = [
-        (*segment.read(0, segment.length), segment.map, segment.limit)
+        (*vars(segment.read(0, segment.length)).values(), segment.map, segment.anchor)
         for segment in session.cache.segments
     ]
     return session.tokens, session.cache.time, session.keep, session.logits, segments
@@ -207,6 +207,6 @@ def test_no_query_stands_further_away_than_the_budget(setting: Setting, actions:
         now = session.cache.time - 1
         for segment in session.cache.segments:
             if segment.length:
-                positions = segment.read(0, segment.length)[2]
+                positions = segment.read(0, segment.length).positions
                 distances = segment.map(now) - positions
                 assert 0 <= int(distances.min()) <= int(distances.max()) < setting.max_kv_size

@@ -22,51 +22,92 @@ class Layout:
         return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
 
 
-@dataclass
-class Block:
-    """Keys and values in slots.
+@dataclass(frozen=True)
+class Cells:
+    """Some cells, or slots for them.
 
-    keys, values: `[layers, kv_heads, capacity, head_dim]`; keys are rotated to their positions.
-    positions: `[capacity]` int64 on the CPU, the position of each cell; stale in a free slot.
-    shared: slots below this one are seen by others too, and are never written here again.
+    keys, values: `[layers, kv_heads, n, head_dim]`; keys are rotated to their positions.
+    positions: `[n]` int64 on the CPU.
+    serials: `[n]` int64 on the CPU: which tokens they are of. Each token that is evaluated has a
+        number of its own.
     """
 
     keys: Tensor
     values: Tensor
     positions: Tensor
-    shared: int = 0
+    serials: Tensor
 
     @classmethod
-    def allocate(cls, layout: Layout, capacity: int) -> "Block":
-        shape = (layout.layers, layout.kv_heads, capacity, layout.head_dim)
+    def empty(cls, layout: Layout, count: int) -> "Cells":
+        """Slots with nothing in them but zeros."""
+        shape = (layout.layers, layout.kv_heads, count, layout.head_dim)
         return cls(
-            keys=torch.zeros(shape, dtype=layout.dtype, device=layout.device),
-            values=torch.zeros(shape, dtype=layout.dtype, device=layout.device),
-            positions=torch.zeros(capacity, dtype=torch.int64),
+            torch.zeros(shape, dtype=layout.dtype, device=layout.device),
+            torch.zeros(shape, dtype=layout.dtype, device=layout.device),
+            torch.zeros(count, dtype=torch.int64),
+            torch.zeros(count, dtype=torch.int64),
         )
 
-    @property
-    def capacity(self) -> int:
+    @classmethod
+    def joined(cls, parts: list["Cells"]) -> "Cells":
+        """The cells of all parts, copied."""
+        return cls(
+            torch.cat([p.keys for p in parts], 2),
+            torch.cat([p.values for p in parts], 2),
+            torch.cat([p.positions for p in parts]),
+            torch.cat([p.serials for p in parts]),
+        )
+
+    def __len__(self) -> int:
         return self.positions.shape[0]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of storage for keys and values, filled or not."""
+        """Bytes of keys and values."""
         return self.keys.nbytes + self.values.nbytes
+
+    def part(self, where: slice) -> "Cells":
+        """Some of these cells, not copied."""
+        return Cells(
+            self.keys[:, :, where],
+            self.values[:, :, where],
+            self.positions[where],
+            self.serials[where],
+        )
+
+    def write(self, where: slice, cells: "Cells") -> None:
+        """Puts cells into the slots of a slice."""
+        self.keys[:, :, where] = cells.keys
+        self.values[:, :, where] = cells.values
+        self.positions[where] = cells.positions
+        self.serials[where] = cells.serials
+
+    def to(self, device: torch.device) -> "Cells":
+        """The same cells with keys and values on a device; themselves, if they are there."""
+        if self.keys.device == device:
+            return self
+        return Cells(self.keys.to(device), self.values.to(device), self.positions, self.serials)
+
+
+@dataclass
+class Block:
+    """Slots for cells.
+
+    shared: slots below this one are seen by others too, and are never written here again.
+    """
+
+    slots: Cells
+    shared: int = 0
+
+    @property
+    def capacity(self) -> int:
+        return len(self.slots)
 
     def share(self, extent: int) -> "Block":
         """The first `extent` slots, for another to look at: neither side writes them again."""
         self.shared = max(self.shared, extent)
-        return Block(
-            self.keys[:, :, :extent], self.values[:, :, :extent], self.positions[:extent], extent
-        )
-
-    def to(self, device: torch.device) -> "Block":
-        """The same cells on a device; itself, if it is there."""
-        if self.keys.device == device:
-            return self
-        return Block(self.keys.to(device), self.values.to(device), self.positions)
+        return Block(self.slots.part(slice(0, extent)), extent)
 
     def copy(self) -> "Block":
         """The same slots in storage of its own."""
-        return Block(self.keys.clone(), self.values.clone(), self.positions.clone())
+        return Block(Cells.joined([self.slots]))

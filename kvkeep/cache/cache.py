@@ -1,23 +1,25 @@
 """The KV cache: segments, the clock, and one step at a time."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor
 
-from kvkeep.cache.block import Layout
+from kvkeep.cache.block import Cells, Layout
 from kvkeep.cache.rope import Rope
-from kvkeep.cache.segment import Segment, runs
+from kvkeep.cache.segment import Segment
 from kvkeep.cache.step import ChunkStep, DecodeStep
+from kvkeep.cache.window import Window
 
 
 class KVCache:
     """What a decoder remembers, as segments of cells.
 
-    segments: oldest first; new cells go to the last one. Which segments there are, and what
-        happens when the budget is reached, is a policy's choice.
-    time: tokens evaluated so far, which is the position of the next token.
+    segments: oldest first; new cells go to the last one. Which segments there are is a policy's
+        choice.
+    window: the bound on cells that are not anchors.
+    time: of the next token. The newest segment sees it at that position; every token adds 1.
+    serial: the number that the next token gets; never given twice.
     """
 
     def __init__(self, layout: Layout, rope: Rope, scale: float):
@@ -25,7 +27,9 @@ class KVCache:
         self.rope = rope
         self.scale = scale
         self.segments: list[Segment] = []
+        self.window = Window()
         self.time = 0
+        self.serial = 0
         self._step: DecodeStep | ChunkStep | None = None
 
     @property
@@ -36,7 +40,11 @@ class KVCache:
     @property
     def nbytes(self) -> int:
         """Bytes that keys and values take in memory, storage not yet filled included."""
-        return sum(segment.block.nbytes for segment in self.segments)
+        return sum(segment.block.slots.nbytes for segment in self.segments)
+
+    def serials(self) -> list[int]:
+        """Which tokens the live cells are of, oldest first."""
+        return [serial for segment in self.segments for serial in segment.serials()]
 
     @contextmanager
     def step(self, count: int) -> Iterator[None]:
@@ -45,11 +53,10 @@ class KVCache:
         Inside, each layer calls `attend` once. On leaving, the new cells are kept; on an
         exception the cache is as it was before.
         """
-        kind = (self.segments, self.time)
         step = (
-            DecodeStep(*kind, self.rope, self.scale)
+            DecodeStep(self.segments, self.window, self.time, self.rope, self.scale)
             if count == 1
-            else ChunkStep(*kind, count, self.rope, self.scale)
+            else ChunkStep(self.segments, self.window, self.time, count, self.rope, self.scale)
         )
         self._step = step
         try:
@@ -58,8 +65,9 @@ class KVCache:
             step.abort()
             raise
         else:
-            step.commit()
+            step.commit(self.serial)
             self.time += count
+            self.serial += count
         finally:
             self._step = None
             self.segments = [s for s in self.segments if s.length]
@@ -73,34 +81,19 @@ class KVCache:
         assert self._step is not None, "attend belongs inside a step"
         return self._step.attend(layer, q, k, v)
 
-    def read(self, first: int, count: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of `count` cells from the `first`-oldest on, copied.
-
-        Each `[layers, kv_heads, count, head_dim]`.
-        """
-        parts = [s.read(at, n)[:2] for s, at, n in runs(self.segments, first, count)]
-        keys, values = zip(*parts, strict=True)
-        return torch.cat(keys, 2), torch.cat(values, 2)
-
-    def fork(self) -> "KVCache":
-        """A cache with the same cells that goes its own way; memory is shared."""
-        fork = KVCache(self.layout, self.rope, self.scale)
-        fork.segments, fork.time = [s.branch() for s in self.segments], self.time
-        return fork
-
-    @property
-    def rewindable(self) -> int:
-        """How many of the newest tokens are held without a gap."""
-        held, expected = 0, self.time - 1
-        for segment in reversed(self.segments):
-            if segment.length and segment.last_position != expected:
-                break
-            held += segment.length
-            expected -= segment.length
-        return held
+    def read(self, first: int, count: int) -> list[tuple[Segment, Cells]]:
+        """The `count` cells from the `first`-oldest on, copied, by the segments they lie in."""
+        found = []
+        for segment in self.segments:
+            inside = min(segment.length - first, count)
+            if inside > 0:
+                found.append((segment, segment.read(first, inside)))
+                count -= inside
+            first = max(0, first - segment.length)
+        return found
 
     def drop_newest(self, count: int) -> None:
-        """Takes the newest `count` cells (at most `rewindable`) and their time back."""
+        """Takes the newest `count` cells and their time back."""
         self.time -= count
         while count:
             segment = self.segments[-1]
@@ -109,3 +102,49 @@ class KVCache:
             count -= taken
             if not segment.length:
                 self.segments.pop()
+
+    def fork(self) -> "KVCache":
+        """A cache with the same cells that goes its own way; memory is shared."""
+        fork = KVCache(self.layout, self.rope, self.scale)
+        fork.segments = [s.branch() for s in self.segments]
+        fork.window, fork.time, fork.serial = self.window, self.time, self.serial
+        return fork
+
+    def regroup(self, anchored: Callable[[int, int], bool]) -> None:
+        """Decides anew which cells are anchors, by their rank among all cells and their serial.
+
+        Cells are copied into segments of their kind; no key changes, and none is seen from
+        elsewhere than before.
+        """
+        runs = [
+            Segment.of(self.layout, segment.read(first, count), segment.map, kind)
+            for segment, kind, first, count in self._kinds(anchored)
+        ]
+        self.segments = joined(runs)
+
+    def _kinds(self, anchored: Callable[[int, int], bool]) -> list[tuple[Segment, bool, int, int]]:
+        """Runs of cells of one kind within one segment: (segment, kind, first, count)."""
+        runs: list[tuple[Segment, bool, int, int]] = []
+        rank = 0
+        for segment in self.segments:
+            for index, serial in enumerate(segment.serials()):
+                kind = anchored(rank, serial)
+                rank += 1
+                if runs and runs[-1][0] is segment and runs[-1][1] is kind:
+                    runs[-1] = (*runs[-1][:3], runs[-1][3] + 1)
+                else:
+                    runs.append((segment, kind, index, 1))
+        return runs
+
+
+def joined(segments: list[Segment]) -> list[Segment]:
+    """Frozen segments, neighbours of one kind and one map made into one."""
+    result: list[Segment] = []
+    for segment in segments:
+        last = result[-1] if result else None
+        if last and last.map == segment.map and last.anchor == segment.anchor:
+            cells = Cells.joined([last.block.slots, segment.block.slots])
+            result[-1] = Segment.of(segment.layout, cells, segment.map, segment.anchor)
+        else:
+            result.append(segment)
+    return result

@@ -11,14 +11,20 @@ class PositionMap:
     move. RoPE attention depends only on the difference between the query's position and the
     key's, so the distance at which a segment is seen is chosen by moving the query:
 
-        m(t) = min(t, ceiling)
+        m(t) = t // group + offset
 
-    ceiling: the last position that a query takes towards this segment; None for a segment that
-        time runs away from (the window). A segment that stays while the window moves on is an
-        anchor: from the ceiling on, every later query sees it at the same distance.
+    offset: below 0 where cells between the segment and the query have gone (forgotten, shifted
+        out or deleted), above 0 where some were inserted.
+    group: positions per step; above 1 for the far cells of self-extend, whose keys are rotated to
+        their positions divided by it.
     """
 
-    ceiling: int | None = None
+    offset: int = 0
+    group: int = 1
 
     def __call__(self, time: int) -> int:
-        return time if self.ceiling is None else min(time, self.ceiling)
+        return time // self.group + self.offset
+
+    def closer(self, cells: int) -> "PositionMap":
+        """The map after `cells` between the segment and the query are gone (or came, if < 0)."""
+        return PositionMap(self.offset - cells, self.group)

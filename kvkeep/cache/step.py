@@ -4,14 +4,17 @@ A step adds `count` tokens at times `time ... time + count - 1` to the newest se
 it counts until `commit`; `abort` leaves the cache as it was.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kvkeep.cache.attention import HIDDEN, Part, attend_cells, combine, rows
+from kvkeep.cache.block import Cells
 from kvkeep.cache.rope import Rope, Rotation, rotate
 from kvkeep.cache.segment import Segment
+from kvkeep.cache.window import Window
 
 
 @dataclass(frozen=True)
@@ -32,59 +35,83 @@ class View:
 class Step:
     """What decode and chunk steps share: times, rotations, and views of stored cells.
 
-    Window segments are seen by rank: the i-th new token sees the newest `window` cells of those
-    held and those up to itself, so it outruns the first `held + i + 1 - window`.
+    Window cells are seen by rank, 0 for the oldest held. The i-th new token outruns the first
+    `outrun[i]` of them; those are hidden from it, and what lies before them is that much closer.
     """
 
-    def __init__(self, segments: list[Segment], time: int, count: int, rope: Rope, scale: float):
+    def __init__(
+        self,
+        segments: Sequence[Segment],
+        window: Window,
+        time: int,
+        count: int,
+        rope: Rope,
+        scale: float,
+    ):
         self.segments = segments
         self.newest = segments[-1]
+        self.window = window
         self.count = count
         self.scale = scale
         self.times = range(time, time + count)
-        # Rotation 0 is that of the new tokens themselves: the newest segment has m(t) = t.
-        self._where: list[list[int]] = [list(self.times)]
-        self.held = sum(s.length for s in segments if s.window is not None)
+        held = sum(s.length for s in segments if not s.anchor)
+        grows = not self.newest.anchor
+        self.outrun = [window.outrun(held + (i + 1 if grows else 0)) for i in range(count)]
+        # Rotation 0 is that of the new tokens themselves.
+        self._where: list[list[int]] = [[self.newest.map(t) for t in self.times]]
         self.views: list[View] = []
         rank = 0
         for segment in segments:
             view = self._look_at(segment, rank)
             if view is not None:
                 self.views.append(view)
-            rank += segment.length if segment.window is not None else 0
+            rank += 0 if segment.anchor else segment.length
         self.rotations: list[Rotation] = [rope.at(where) for where in self._where]
 
     def _look_at(self, segment: Segment, rank: int) -> View | None:
         """What the queries see of a segment; `rank` window cells lie before its first."""
-        first = max(0, self._outrun(segment, 0) - rank)
+        if not segment.length:
+            return None
+        if segment.anchor:
+            return self._view(segment, 0, segment.length, self._places(segment, rank), None)
+        first = max(0, self.outrun[0] - rank)
         live = segment.length - first
         if live <= 0:
             return None
-        limits = None
-        if self._outrun(segment, self.count - 1) > rank + first:
-            limits = [self._outrun(segment, i) - rank for i in range(self.count)]
-        return self._view(segment, first, live, limits)
+        limits = [outrun - rank for outrun in self.outrun]
+        some_hidden = limits[-1] > first
+        return self._view(
+            segment, first, live, self._places(segment, None), limits if some_hidden else None
+        )
 
-    def _outrun(self, segment: Segment, query: int) -> int:
-        """How many of the window cells held the query no longer sees."""
-        return 0 if segment.window is None else self.held + query + 1 - segment.window
+    def _places(self, segment: Segment, rank: int | None) -> list[int]:
+        """Where each query stands towards a segment.
 
-    def _view(self, segment: Segment, first: int, live: int, limits: list[int] | None) -> View:
+        rank: for an anchor, the window cells before it. What is outrun beyond them lay between it
+        and the query.
+        """
+        gone = [0 if rank is None else max(0, outrun - rank) for outrun in self.outrun]
+        return [segment.map(t) - n for t, n in zip(self.times, gone, strict=True)]
+
+    def _view(
+        self,
+        segment: Segment,
+        first: int,
+        live: int,
+        where: list[int],
+        limits: list[int] | None,
+    ) -> View:
         """The `live` cells from the `first`-oldest on; query i sees those from `limits[i]` on."""
         slots = segment.slots(first, live)
         span = slots[0] if len(slots) == 1 else slice(0, segment.capacity)
-        return View(
-            keys=segment.block.keys[:, :, span].unbind(0),
-            values=segment.block.values[:, :, span].unbind(0),
-            rotation=self._rotation_towards(segment),
-            bias=_bias(segment, span, first, live, limits),
-        )
-
-    def _rotation_towards(self, segment: Segment) -> int:
-        where = [segment.map(t) for t in self.times]
         if where not in self._where:
             self._where.append(where)
-        return self._where.index(where)
+        return View(
+            keys=segment.block.slots.keys[:, :, span].unbind(0),
+            values=segment.block.slots.values[:, :, span].unbind(0),
+            rotation=self._where.index(where),
+            bias=_bias(segment, span, first, live, limits),
+        )
 
     def _attend_views(self, layer: int, q: Tensor) -> list[Part]:
         queries = [rotate(q, rotation) for rotation in self.rotations]
@@ -99,16 +126,6 @@ class Step:
             )
             for view in self.views
         ]
-
-    def _forget(self) -> None:
-        """Lets the oldest window cells go that the new ones have pushed out."""
-        window = [s for s in self.segments if s.window is not None]
-        excess = sum(s.length for s in window) - (self.newest.window or 0)
-        for segment in window:
-            if excess > 0:
-                gone = min(excess, segment.length)
-                segment.drop_oldest(gone)
-                excess -= gone
 
 
 def _bias(
@@ -127,29 +144,33 @@ def _bias(
 class DecodeStep(Step):
     """One token. Its cell is written first, into the slot where it will stay."""
 
-    def __init__(self, segments: list[Segment], time: int, rope: Rope, scale: float):
+    def __init__(
+        self, segments: Sequence[Segment], window: Window, time: int, rope: Rope, scale: float
+    ):
         newest = segments[-1]
         self._slot = newest.next_slot()
-        self._cells = [x[:, :, self._slot] for x in (newest.block.keys, newest.block.values)]
+        block = newest.block.slots
+        self._cells = [x[:, :, self._slot] for x in (block.keys, block.values)]
         overwrites = newest.length == newest.capacity
         self._overwritten = [x.clone() for x in self._cells] if overwrites else None
         self._key_cells, self._value_cells = (x.unbind(0) for x in self._cells)
-        super().__init__(segments, time, 1, rope, scale)
+        super().__init__(segments, window, time, 1, rope, scale)
 
     def _look_at(self, segment: Segment, rank: int) -> View | None:
         if segment is not self.newest:
             return super()._look_at(segment, rank)
         # The new cell is there already, in a full ring in the place of the oldest.
-        return self._view(segment, 0, min(segment.length + 1, segment.capacity), None)
+        first = 0 if segment.anchor else max(0, self.outrun[0] - rank)
+        return self._view(segment, first, segment.length + 1 - first, self._where[0], None)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self._key_cells[layer].copy_(rotate(k, self.rotations[0])[0])
         self._value_cells[layer].copy_(v[0])
         return rows(combine(self._attend_views(layer, q)).out, 1).to(q.dtype)
 
-    def commit(self) -> None:
-        self.newest.occupy(self._slot, self.times[0])
-        self._forget()
+    def commit(self, serial: int) -> None:
+        self.window.forget(self.segments, self.outrun[-1])
+        self.newest.occupy(self._slot, self._where[0][0], serial)
 
     def abort(self) -> None:
         if self._overwritten is not None:
@@ -160,22 +181,29 @@ class DecodeStep(Step):
 class ChunkStep(Step):
     """Several tokens. Their cells are held apart until every layer has been through."""
 
-    def __init__(self, segments: list[Segment], time: int, count: int, rope: Rope, scale: float):
-        super().__init__(segments, time, count, rope, scale)
-        layout, window = self.newest.layout, self.newest.window
-        shape = (layout.layers, layout.kv_heads, count, layout.head_dim)
-        self._keys = torch.empty(shape, dtype=layout.dtype, device=layout.device)
-        self._values = torch.empty_like(self._keys)
-        self._own_bias = self._band(window) if window is not None and count > window else None
+    def __init__(
+        self,
+        segments: Sequence[Segment],
+        window: Window,
+        time: int,
+        count: int,
+        rope: Rope,
+        scale: float,
+    ):
+        super().__init__(segments, window, time, count, rope, scale)
+        self._held = sum(s.length for s in segments if not s.anchor)
+        self._new = Cells.empty(self.newest.layout, count)
+        self._own_bias = self._band() if self.outrun[-1] > self._held else None
 
-    def _band(self, window: int) -> Tensor:
+    def _band(self) -> Tensor:
         """`[n, n]`: a chunk longer than the window hides its own oldest cells from its newest."""
-        seen = torch.ones(self.count, self.count, dtype=torch.bool, device=self._keys.device)
-        seen = seen.tril() & ~seen.tril(-window)
-        return torch.where(seen, 0.0, HIDDEN)
+        order = torch.arange(self.count)
+        floors = torch.tensor(self.outrun) - self._held
+        seen = (order <= order[:, None]) & (order >= floors[:, None])
+        return torch.where(seen, 0.0, HIDDEN).to(self._new.keys.device)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        keys, values = self._keys[layer], self._values[layer]
+        keys, values = self._new.keys[layer], self._new.values[layer]
         keys.copy_(rotate(k, self.rotations[0]).transpose(0, 1))
         values.copy_(v.transpose(0, 1))
         own = attend_cells(
@@ -189,9 +217,17 @@ class ChunkStep(Step):
         parts = [own, *self._attend_views(layer, q)]
         return rows(combine(parts).out, self.count).to(q.dtype)
 
-    def commit(self) -> None:
-        self.newest.append(self._keys, self._values, torch.tensor(self.times))
-        self._forget()
+    def commit(self, serial: int) -> None:
+        positions = torch.tensor(self._where[0])
+        serials = torch.arange(serial, serial + self.count)
+        gone = self.outrun[-1]
+        self.window.forget(self.segments, min(gone, self._held))
+        unseen = max(0, gone - self._held)  # of the new cells themselves
+        new = Cells(self._new.keys, self._new.values, positions, serials)
+        self.newest.append(new.part(slice(unseen, None)))
+        for segment in self.segments:
+            if segment.anchor:
+                segment.map = segment.map.closer(unseen)
 
     def abort(self) -> None:
         """Nothing was written where the cache could see it."""

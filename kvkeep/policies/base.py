@@ -1,20 +1,23 @@
 """What a policy is: the choice of segments, and what happens when the budget is reached."""
 
+from collections.abc import Set
 from typing import ClassVar, Protocol
 
 from kvkeep.cache import KVCache
 
 
 class Policy(Protocol):
-    """Decides where new cells go. It holds the user's settings; the cells are in the cache.
+    """Decides where new cells go and which ones stay. The cells themselves are in the cache.
 
     max_kv_size: the most cells held after any call.
     keep: how many of the first cells stay for ever.
+    pinned: how many cells beyond those are pinned.
     """
 
     name: ClassVar[str]
     max_kv_size: int
     keep: int
+    pinned: int
 
     def room(self, cache: KVCache) -> int | None:
         """How many more tokens the cache can take; None if there is no end."""
@@ -28,5 +31,11 @@ class Policy(Protocol):
     def settings(self) -> dict[str, int]:
         """What `make_policy` needs, beside the name, to make this policy again."""
 
-    def set_keep(self, cache: KVCache, keep: int) -> None:
-        """Changes `keep` on a cache in use. Raises InvalidArgument before changing anything."""
+    def check(self, **settings: int) -> None:
+        """Raises InvalidArgument where settings could not be changed to these."""
+
+    def change(self, cache: KVCache, pins: Set[int], **settings: int) -> None:
+        """Changes settings on a cache in use, in which the tokens with serials `pins` are pinned.
+
+        Raises InvalidArgument before changing anything.
+        """

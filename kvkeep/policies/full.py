@@ -1,8 +1,9 @@
 """Policy `full`: every cell is kept, up to the length that the model was trained for."""
 
+from collections.abc import Set
 from typing import ClassVar
 
-from kvkeep.cache import KVCache, PositionMap, Segment
+from kvkeep.cache import KVCache, Segment
 from kvkeep.errors import InvalidArgument
 
 
@@ -11,25 +12,32 @@ class Full:
 
     name: ClassVar[str] = "full"
 
-    def __init__(self, max_kv_size: int):
+    def __init__(self, max_kv_size: int, keep: int = 0, pinned: int = 0):
         self.max_kv_size = max_kv_size
         self.keep = max_kv_size
+        self.pinned = 0
 
     def room(self, cache: KVCache) -> int | None:
         return self.max_kv_size - cache.cells
 
     def open(self, cache: KVCache, wanted: int) -> int:
-        if not cache.segments or cache.segments[-1].frozen:
-            limit = self.max_kv_size - cache.cells
-            cache.segments.append(Segment(cache.layout, PositionMap(), limit))
-        cache.segments[-1].reserve(cache.segments[-1].length + wanted)
+        newest = cache.segments[-1] if cache.segments else None
+        limit = self.max_kv_size - cache.cells + (newest.length if newest else 0)
+        if newest is None or not newest.thaw(limit):
+            newest = Segment(cache.layout, self.max_kv_size - cache.cells)
+            cache.segments.append(newest)
+        newest.reserve(newest.length + wanted)
         return wanted
 
     def settings(self) -> dict[str, int]:
-        return {"max_kv_size": self.max_kv_size, "keep": self.keep}
+        return {"max_kv_size": self.max_kv_size}
 
-    def set_keep(self, cache: KVCache, keep: int) -> None:
-        raise InvalidArgument(
-            'keep has no meaning for policy "full", which keeps every token; '
-            'use policy="sliding" to keep the first tokens and a window'
-        )
+    def check(self, **settings: int) -> None:
+        if "keep" in settings:
+            raise InvalidArgument(
+                'keep has no meaning for policy "full", which keeps every token; '
+                'use policy="sliding" to keep the first tokens and a window'
+            )
+
+    def change(self, cache: KVCache, pins: Set[int], **settings: int) -> None:
+        self.check(**settings)

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep.cache import Block, Layout, PositionMap, Segment
+from kvkeep.cache import Block, Cells, Layout, PositionMap, Segment
 from kvkeep.errors import CorruptFile
 from kvkeep.store.codec import Codec, decode, encode
 from kvkeep.store.container import read_container, read_document, write_container
 
 KIND, FORMAT = "snapshot", 1
+_CELLS = ("keys", "values", "positions", "serials")
 
 
 @dataclass(frozen=True)
@@ -23,9 +24,11 @@ class Snapshot:
     Taking one is cheap: cells are shared with the session until one side would overwrite them.
 
     fingerprint: of the model. policy: name and settings. settings: of the session. tokens: `[n]`
-    int32, all of them, the forgotten ones too. clock: the position of the next token. hidden:
-    `[1, hidden_size]` and logits: `[vocab]` of the last token; None in an empty session. sampler:
-    the seed and the random generator's state. created: seconds since 1970.
+    int32, all of them, the forgotten ones too. serials: `[n]` int64, by which a token's cell is
+    found; serial: the next. clock: the time of the next token. hidden: `[1, hidden_size]` and logits: `[vocab]` of the last token; None in an empty session. sampler:
+    the seed and the random generator's state. created: seconds since 1970. notes: JSON values of
+    whoever keeps the session, such as what a chat must remember beside it; kvkeep's library reads
+    none of them.
     """
 
     fingerprint: dict[str, str]
@@ -33,13 +36,16 @@ class Snapshot:
     policy: dict[str, Any]
     settings: dict[str, Any]
     tokens: Tensor
+    serials: Tensor
     clock: int
+    serial: int
     segments: tuple[Segment, ...]
     hidden: Tensor | None
     logits: Tensor | None
     sampler: dict[str, Any]
     layout: Layout
     created: float = field(default_factory=time.time)
+    notes: dict[str, Any] = field(default_factory=dict)
 
     @property
     def cells(self) -> int:
@@ -56,7 +62,7 @@ class Snapshot:
         tensors: dict[str, Tensor] = {}
         for index, segment in enumerate(self.segments):
             tensors |= _segment_tensors(index, segment)
-        tensors["tokens"] = self.tokens
+        tensors |= {"tokens": self.tokens, "serials": self.serials}
         if self.hidden is not None and self.logits is not None:
             tensors |= {"hidden": self.hidden, "logits": self.logits}
         stored, coding = encode(tensors, codec)
@@ -66,6 +72,7 @@ class Snapshot:
             "policy": self.policy,
             "settings": self.settings,
             "clock": self.clock,
+            "serial": self.serial,
             "sampler": self.sampler,
             "layout": {
                 "layers": self.layout.layers,
@@ -77,6 +84,7 @@ class Snapshot:
             "codec": codec,
             "coding": coding,
             "created": self.created,
+            "notes": self.notes,
         }
         return write_container(Path(path), KIND, FORMAT, document, stored)
 
@@ -105,27 +113,21 @@ def _in_slot_order(segment: Segment) -> bool:
 
 
 def _segment_tensors(index: int, segment: Segment) -> dict[str, Tensor]:
-    block = segment.block
+    slots = segment.slots(0, segment.length)
     if _in_slot_order(segment):
-        keys, values, positions = block.keys, block.values, block.positions
-    elif len(slots := segment.slots(0, segment.length)) == 1:
-        keys, values = block.keys[:, :, slots[0]], block.values[:, :, slots[0]]
-        positions = block.positions[slots[0]]
+        cells = segment.block.slots
+    elif len(slots) == 1:
+        cells = segment.block.slots.part(slots[0])
     else:
-        keys, values, positions = segment.read(0, segment.length)
-    prefix = f"segment.{index}."
-    return {
-        f"{prefix}keys": keys,
-        f"{prefix}values": values,
-        f"{prefix}positions": positions,
-    }
+        cells = segment.read(0, segment.length)
+    return {f"segment.{index}.{name}": getattr(cells, name) for name in _CELLS}
 
 
 def _segment_entry(segment: Segment) -> dict[str, Any]:
     return {
         "map": asdict(segment.map),
         "limit": segment.limit,
-        "window": segment.window,
+        "anchor": segment.anchor,
         "frozen": segment.frozen,
         "start": segment.start,
         "length": segment.length,
@@ -140,9 +142,7 @@ def _assemble(document: dict[str, Any], tensors: dict[str, Tensor]) -> Snapshot:
         device=torch.device("cpu"),
     )
     segments = tuple(
-        _segment(
-            layout, entry, *(tensors[f"segment.{i}.{x}"] for x in ("keys", "values", "positions"))
-        )
+        _segment(layout, entry, Cells(*(tensors[f"segment.{i}.{name}"] for name in _CELLS)))
         for i, entry in enumerate(document["segments"])
     )
     return Snapshot(
@@ -151,27 +151,32 @@ def _assemble(document: dict[str, Any], tensors: dict[str, Tensor]) -> Snapshot:
         policy=document["policy"],
         settings=document["settings"],
         tokens=tensors["tokens"],
+        serials=tensors["serials"],
         clock=document["clock"],
+        serial=document["serial"],
         segments=segments,
         hidden=tensors.get("hidden"),
         logits=tensors.get("logits"),
         sampler=document["sampler"],
         layout=layout,
         created=document["created"],
+        notes=document.get("notes", {}),
     )
 
 
-def _segment(
-    layout: Layout, entry: dict[str, Any], keys: Tensor, values: Tensor, positions: Tensor
-) -> Segment:
-    segment = Segment(layout, PositionMap(**entry["map"]), entry["limit"], entry["window"])
+def _segment(layout: Layout, entry: dict[str, Any], cells: Cells) -> Segment:
+    segment = Segment(layout, entry["limit"], PositionMap(**entry["map"]), entry["anchor"])
     segment.frozen = entry["frozen"]
     segment.start, segment.length = entry["start"], entry["length"]
     if segment.frozen and not entry["slot_order"]:
         segment.start = 0  # a frozen run needs no room for more
     if entry["slot_order"] or segment.start == 0:
-        segment.block = Block(keys, values, positions)
-    else:
-        segment.block = Block.allocate(layout, entry["capacity"])
-        segment.write(segment.slots(0, segment.length), keys, values, positions)
+        segment.block = Block(cells)
+        return segment
+    segment.block = Block(Cells.empty(layout, entry["capacity"]))
+    done = 0
+    for slot in segment.slots(0, segment.length):
+        upto = done + slot.stop - slot.start
+        segment.block.slots.write(slot, cells.part(slice(done, upto)))
+        done = upto
     return segment

@@ -1,0 +1,36 @@
+"""What goes when the window is full."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvkeep.cache.segment import Segment
+
+
+@dataclass(frozen=True)
+class Window:
+    """A bound on the cells that are not anchors.
+
+    size: the most of them held; None for no bound.
+    discard: how many of the oldest go at once when one more would not fit.
+    """
+
+    size: int | None = None
+    discard: int = 1
+
+    def outrun(self, cells: int) -> int:
+        """How many of the oldest have gone once the window has seen `cells`, those included."""
+        excess = 0 if self.size is None else cells - self.size
+        return -(-excess // self.discard) * self.discard if excess > 0 else 0
+
+    @staticmethod
+    def forget(segments: Iterable[Segment], count: int) -> None:
+        """Drops the oldest `count` window cells. What lies before them is that much closer."""
+        before: list[Segment] = []
+        for segment in segments:
+            if not segment.anchor and count:
+                gone = min(count, segment.length)
+                segment.drop_oldest(gone)
+                count -= gone
+                for earlier in before:
+                    earlier.map = earlier.map.closer(gone)
+            before.append(segment)
