@@ -28,7 +28,8 @@ class Memory:
     """Token ids in, logits out.
 
     tokens: all ids so far, forgotten ones too. serials: the number that each got when it was
-    evaluated, by which its cell is found. hidden: `[1, hidden_size]` of the last one.
+    evaluated, by which its cell is found. pins: serials of pinned tokens. hidden:
+    `[1, hidden_size]` of the last one.
     """
 
     def __init__(self, decoder: Decoder, policy: Policy):
@@ -37,6 +38,7 @@ class Memory:
         self.cache = decoder.new_cache()
         self.tokens = array("i")
         self.serials = array("q")
+        self.pins: set[int] = set()
         self.hidden: Tensor | None = None
         self._logits: Tensor | None = None  # made from hidden when first asked for
 
@@ -46,7 +48,18 @@ class Memory:
         fork.cache = self.cache.fork()
         fork.policy = copy.copy(self.policy)
         fork.tokens, fork.serials = self.tokens[:], self.serials[:]
+        fork.pins = set(self.pins)
         return fork
+
+    def copy(self) -> "Memory":
+        """The same memory in storage of its own."""
+        copied = self.fork()
+        copied.cache.regroup(self.cache.anchored_as_now())
+        return copied
+
+    def become(self, other: "Memory") -> None:
+        """Takes over all that another memory is, which is not to be used after that."""
+        self.__dict__.update(other.__dict__)
 
     @torch.inference_mode()
     def logits(self) -> Tensor | None:
@@ -84,7 +97,7 @@ class Memory:
                     where = self.cache.layout.device
                     hidden = self.decoder.hidden(torch.tensor(chunk, device=where), self.cache)
                     logits = self.decoder.logits(hidden[-1:])[0] if done == len(ids) else None
-                    _require_finite(hidden if logits is None else logits)
+                    require_finite(hidden if logits is None else logits)
                 self._extend(chunk)
                 self.hidden, self._logits = hidden[-1:], logits
             yield Evaluated(hidden, before + count if count > 1 else self.cache.cells)
@@ -142,15 +155,57 @@ class Memory:
         if count == 0:
             return []
         taken = self.tokens[total - count :].tolist()
-        again = self.tokens[total - count - 1 : total - count].tolist()
         with interrupts_deferred():
-            self.cache.drop_newest(count + len(again))
-            del self.tokens[total - count - len(again) :]
-            del self.serials[total - count - len(again) :]
-            self.hidden = self._logits = None
-            for _ in self.evaluate(again, 1):
-                pass
+            self._drop_newest(count)
+            if self.pins - set(self.serials):
+                self.pins &= set(self.serials)
+                self.change()
+            self.evaluate_last()
         return taken
+
+    def evaluate_last(self) -> None:
+        """Evaluates the last token anew, over the cells that are there now."""
+        again = self.tokens[-1:].tolist()
+        self._drop_newest(len(again))
+        for _ in self.evaluate(again, 1):
+            pass
+
+    def _drop_newest(self, count: int) -> None:
+        self.cache.drop_newest(count)
+        left = len(self.tokens) - count
+        del self.tokens[left:], self.serials[left:]
+        self.hidden = self._logits = None
+
+    def change(self, **settings: int) -> None:
+        """Changes settings of the policy. Raises InvalidArgument before changing anything."""
+        self.policy.change(self.cache, self.pins, **settings)
+
+    def pin(self, start: int, end: int) -> None:
+        """Makes anchors of tokens `start ... end - 1`, all of them held, wherever they lie.
+
+        Raises InvalidArgument where they are not held, are pinned already, or would not fit.
+        """
+        wanted = set(self.serials[start:end])
+        if not wanted <= set(self.cache.serials()):
+            raise InvalidArgument(f"tokens {start} to {end} are not all remembered")
+        if wanted & self.pins:
+            raise InvalidArgument(f"some of tokens {start} to {end} are pinned already")
+        self.policy.change(self.cache, self.pins | wanted)
+        self.pins |= wanted
+
+    def unpin(self, start: int, end: int) -> None:
+        """Lets pinned tokens go, to the window as its oldest. Raises InvalidArgument if none is."""
+        wanted = self.pins & set(self.serials[start:end])
+        if not wanted:
+            raise InvalidArgument(f"no token from {start} to {end} is pinned")
+        self.policy.change(self.cache, self.pins - wanted)
+        self.pins -= wanted
+
+    def splice(self, start: int, end: int, ids: Sequence[int]) -> None:
+        """Lists `ids`, just evaluated, as tokens in the place of `start ... end - 1`."""
+        fresh = range(self.cache.serial - len(ids), self.cache.serial)
+        self.tokens[start:end] = array("i", ids)
+        self.serials[start:end] = array("q", fresh)
 
     @torch.inference_mode()
     def log_probabilities(self, hidden: Tensor, targets: Sequence[int]) -> Tensor:
@@ -164,7 +219,8 @@ class Memory:
         return torch.cat(parts)
 
 
-def _require_finite(x: Tensor) -> None:
+def require_finite(x: Tensor) -> None:
+    """Raises NonFiniteLogits where hidden states or logits hold NaN or infinity."""
     if not math.isfinite(float(x.sum())):
         raise NonFiniteLogits(
             "the model produced NaN or infinity: its weights are broken, or need "

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from kvkeep.capture import revive
 from kvkeep.errors import InvalidArgument
 from kvkeep.models.config import read_spec
 from kvkeep.models.llama import Decoder
@@ -52,7 +53,7 @@ class Model:
 
         Raises FingerprintMismatch, naming what differs, for a snapshot of another model.
         """
-        return Session.restore(self, snapshot, store)
+        return revive(self, snapshot, store)
 
     def session(
         self,

@@ -4,18 +4,23 @@ import copy
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from kvkeep.cache import Cells, KVCache
+from kvkeep.cache import KVCache
+from kvkeep.capture import capture
+from kvkeep.edit import EditReport, Recompute, edit
 from kvkeep.errors import InvalidArgument
 from kvkeep.memory import Memory
-from kvkeep.policies import Policy, make_policy
+from kvkeep.policies import Policy
+from kvkeep.reuse import give_to, take_from
 from kvkeep.sampling import Sampler, Sampling
-from kvkeep.store.prefix import BLOCK, PrefixStore
+from kvkeep.spans import Span, after_edit, after_rewind
+from kvkeep.store.prefix import PrefixStore
 from kvkeep.store.snapshot import Snapshot
 from kvkeep.streaming import TextStream
 
@@ -68,6 +73,7 @@ class Session:
         self._sampler = Sampler()
         self._store = store
         self._keep_whole_prompt = False
+        self._spans: dict[str, tuple[int, int]] = {}
 
     # What it holds
 
@@ -113,7 +119,7 @@ class Session:
         if keep == WHOLE_PROMPT and not self._memory.tokens:
             self._keep_whole_prompt = True
             return
-        self._memory.policy.change(self.cache, frozenset(), keep=keep)
+        self._memory.change(keep=keep)
         self._keep_whole_prompt = False
 
     def text(self) -> str:
@@ -138,14 +144,16 @@ class Session:
         """
         begun, ids = time.perf_counter(), self._checked_ids(prompt)
         store = None if self._memory.tokens else self._store
-        reused, differs_at = self._reuse(store, ids) if store else (0, None)
+        reused, differs_at = (
+            take_from(store, self._model, self._memory, ids) if store else (0, None)
+        )
         if reused and progress:
             progress(reused)
         peak, stored = self.cache.cells, reused
         for step in self._memory.evaluate(ids[reused:], self.prefill_step):
             peak = max(peak, step.peak_cells)
             if store:
-                stored = self._keep_blocks(store, stored)
+                stored = give_to(store, self._model, self._memory, stored)
             if progress:
                 progress(step.hidden.shape[0])
         return FeedReport(len(ids), time.perf_counter() - begun, peak, reused, differs_at)
@@ -233,49 +241,121 @@ class Session:
         Raises InvalidArgument for a negative count, and where the token to stand on is no longer
         held.
         """
-        return self._memory.take_back(count)
+        taken = self._memory.take_back(count)
+        for name, span in self._spans.items():
+            self._spans[name] = after_rewind(span, len(self._memory.tokens))
+        return taken
+
+    # Changing what is in it
+
+    def delete(
+        self, start: int | str, end: int | None = None, recompute: Recompute = "none"
+    ) -> EditReport:
+        """Takes out tokens `start ... end - 1`, or a named span.
+
+        Args:
+            recompute: "none" leaves later cells as they were computed, so that the edit costs
+                little; "suffix" evaluates everything after it anew, which is exact.
+
+        Raises:
+            InvalidArgument: no such range or span, or it is no longer remembered.
+        """
+        return self._edit(*self._range(start, end), [], recompute)
+
+    def insert(
+        self, at: int, text: str | Sequence[int], recompute: Recompute = "none"
+    ) -> EditReport:
+        """Puts text or token ids in before token `at`. Otherwise as `delete`.
+
+        Raises ContextFull where it does not fit.
+        """
+        return self._edit(at, at, self._ids(text), recompute)
+
+    def replace(
+        self,
+        start: int | str,
+        end: int | None,
+        text: str | Sequence[int],
+        recompute: Recompute = "none",
+    ) -> EditReport:
+        """Puts text or token ids in the place of a range, or of a named span (`end` None).
+
+        Otherwise as `delete` and `insert`. A pinned or kept range stays pinned or kept.
+        """
+        return self._edit(*self._range(start, end), self._ids(text), recompute)
+
+    def make_room(self, count: int, bridge: str = " (...) ", keep: int | None = None) -> EditReport:
+        """Takes out old tokens so that `count` more fit, and bridges the gap.
+
+        The first `keep` tokens stay (by default those that the policy keeps, or 4), then comes the
+        bridge, then what is left. So a session whose context is full goes on.
+        """
+        kept = min(self.keep, 4) if self.policy == "full" else self.keep
+        first = kept if keep is None else keep
+        ids = self._text.encode(bridge)
+        if count < 1:
+            raise InvalidArgument(f"make_room takes 1 token or more; found {count}")
+        if first + count + len(ids) >= len(self._memory.tokens):
+            raise InvalidArgument(
+                f"make_room cannot free {count} of {len(self._memory.tokens)} tokens beside the "
+                f"first {first} and the bridge"
+            )
+        return self._edit(first, first + count + len(ids), ids, "none")
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Names the tokens that come within the block; see `spans`."""
+        if name in self._spans:
+            raise InvalidArgument(f"there is a span {name!r} already")
+        first = len(self._memory.tokens)
+        yield
+        self._spans[name] = (first, len(self._memory.tokens))
+
+    @property
+    def spans(self) -> dict[str, Span]:
+        """Named spans, where they are now, and how much of each is still remembered."""
+        held, serials = set(self.cache.serials()), self._memory.serials
+        return {
+            name: Span(name, start, end, sum(s in held for s in serials[start:end]))
+            for name, (start, end) in self._spans.items()
+        }
+
+    def pin(self, start: int | str, end: int | None = None) -> None:
+        """Never forgets a range or a named span, wherever it lies, until it is unpinned.
+
+        Raises InvalidArgument where it is not all remembered, overlaps another pin, or would
+        leave no room for a window.
+        """
+        self._memory.pin(*self._range(start, end))
+
+    def unpin(self, start: int | str, end: int | None = None) -> None:
+        """Lets a pinned range go: it is forgotten as the window moves on."""
+        self._memory.unpin(*self._range(start, end))
+
+    def _range(self, start: int | str, end: int | None) -> tuple[int, int]:
+        if isinstance(start, str):
+            if start not in self._spans:
+                known = ", ".join(self._spans) or "none"
+                raise InvalidArgument(f"there is no span {start!r}; there are: {known}")
+            return self._spans[start]
+        total = len(self._memory.tokens)
+        if end is None or not 0 <= start < end <= total:
+            raise InvalidArgument(
+                f"a range needs 0 <= start < end <= {total}; found {start} to {end}"
+            )
+        return start, end
+
+    def _edit(self, start: int, end: int, ids: list[int], recompute: Recompute) -> EditReport:
+        report = edit(self._memory, start, end, ids, recompute, self.prefill_step)
+        for name, span in self._spans.items():
+            self._spans[name] = after_edit(span, start, end, len(ids))
+        return report
 
     # Going on elsewhere
 
     def snapshot(self) -> Snapshot:
         """All that this session is now. Cheap: cells are shared until they would be overwritten."""
-        memory = self._memory
-        return Snapshot(
-            fingerprint=asdict(self._model.fingerprint),
-            model=self._model.name,
-            policy={"name": memory.policy.name, **memory.policy.settings()},
-            settings={
-                "prefill_step": self.prefill_step,
-                "keep_whole_prompt": self._keep_whole_prompt,
-            },
-            tokens=torch.tensor(memory.tokens, dtype=torch.int32),
-            serials=torch.tensor(memory.serials, dtype=torch.int64),
-            clock=self.cache.time,
-            serial=self.cache.serial,
-            segments=tuple(segment.twin() for segment in self.cache.segments),
-            hidden=memory.hidden,
-            logits=memory.logits(),
-            sampler=self._sampler.state(),
-            layout=self.cache.layout,
-        )
-
-    @classmethod
-    def restore(
-        cls, model: "Model", snapshot: Snapshot, store: PrefixStore | None = None
-    ) -> "Session":
-        """The session that a snapshot was taken of; see `Model.restore`."""
-        model.fingerprint.require(snapshot.fingerprint, "the snapshot")
-        policy, settings = make_policy(**snapshot.policy), snapshot.settings
-        session = cls(model, policy, settings["prefill_step"], store)
-        session._keep_whole_prompt = settings["keep_whole_prompt"]
-        session._sampler = Sampler.at(snapshot.sampler)
-        memory, device = session._memory, session.cache.layout.device
-        memory.tokens.extend(snapshot.tokens.tolist())
-        memory.serials.extend(snapshot.serials.tolist())
-        memory.cache.time, memory.cache.serial = snapshot.clock, snapshot.serial
-        memory.cache.segments = [segment.twin().to(device) for segment in snapshot.segments]
-        memory.stand_at(snapshot.hidden, snapshot.logits)
-        return session
+        return capture(self)
 
     def fork(self, at: int | None = None) -> "Session":
         """A session that starts as this one is, or as it was after its first `at` tokens.
@@ -290,6 +370,7 @@ class Session:
         fork = copy.copy(self)
         fork._memory = self._memory.fork()
         fork._sampler = Sampler.at(self._sampler.state())
+        fork._spans = dict(self._spans)
         if at is not None:
             fork.rewind(total - at)
         return fork
@@ -297,36 +378,20 @@ class Session:
     # How
 
     def _checked_ids(self, prompt: str | Sequence[int]) -> list[int]:
-        ids = self._text.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        ids = self._ids(prompt)
         if not ids:
             raise InvalidArgument("the prompt is empty: expected at least one token")
+        self._memory.require_room(len(ids))
+        if self._keep_whole_prompt:
+            self.keep = len(ids)
+        return ids
+
+    def _ids(self, prompt: str | Sequence[int]) -> list[int]:
+        ids = self._text.encode(prompt) if isinstance(prompt, str) else list(prompt)
         vocabulary = self._model.spec.vocab_size
         for index, token in enumerate(ids):
             if not 0 <= token < vocabulary:
                 raise InvalidArgument(
                     f"token ids must be 0 to {vocabulary - 1}; found {token} at index {index}"
                 )
-        self._memory.require_room(len(ids))
-        if self._keep_whole_prompt:
-            self.keep = len(ids)
         return ids
-
-    def _reuse(self, store: PrefixStore, ids: list[int]) -> tuple[int, int | None]:
-        """Takes what a store holds of the prompt, leaving one token to evaluate for its logits."""
-        most = min(len(ids) - 1, self.max_kv_size)  # beyond the budget, cells would be forgotten
-        found = store.find(self._model.fingerprint, ids[:most])
-        if found.tokens:
-            keys, values = torch.cat(found.keys, 2), torch.cat(found.values, 2)
-            self._memory.adopt(ids[: found.tokens], keys, values)
-        return found.tokens, found.differs_at
-
-    def _keep_blocks(self, store: PrefixStore, stored: int) -> int:
-        """Gives a store the whole blocks that are new, while nothing was forgotten yet."""
-        tokens = self._memory.tokens
-        if len(tokens) != self.cache.cells:
-            return stored
-        while stored + BLOCK <= len(tokens):
-            cells = Cells.joined([part for _, part in self.cache.read(stored, BLOCK)])
-            stored += BLOCK
-            store.add(self._model.fingerprint, tokens[:stored], cells.keys, cells.values)
-        return stored

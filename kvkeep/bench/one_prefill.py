@@ -1,10 +1,13 @@
-"""One prefill, measured by the process that it runs in.
+"""One prefill, measured by the process that it runs in; `kvkeep.bench.prefill` starts it.
 
 A process measures once: memory that an earlier prefill has freed may still belong to it, and would
 hide what the next one takes.
 """
 
+import dataclasses
 import gc
+import json
+import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +17,7 @@ import psutil
 from kvkeep import load_model
 from kvkeep.bench.manual import manual_text
 from kvkeep.cli.report import peak_rss
+from kvkeep.errors import KvkeepError
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,30 @@ def measure_prefill(name: str, dtype: str, tokens: int, prefill_step: int) -> Pr
     )
 
 
+def measure_apart(name: str, dtype: str, tokens: int, prefill_step: int) -> Prefill:
+    """As `measure_prefill`, in a process of its own.
+
+    Raises KvkeepError if that process fails; what it said went to standard error.
+    """
+    asked = [name, dtype, str(tokens), str(prefill_step)]
+    done = subprocess.run(
+        [sys.executable, "-m", "kvkeep.bench.one_prefill", *asked],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise KvkeepError(f"a prefill by steps of {prefill_step} ended with {done.returncode}")
+    return Prefill(**json.loads(done.stdout))
+
+
 def _forget_peak() -> None:
     """Loading may have peaked higher than a prefill will. Elsewhere than on Linux it counts."""
     if sys.platform == "linux":
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
+if __name__ == "__main__":
+    model_name, dtype_name, length, step = sys.argv[1:]
+    measured = measure_prefill(model_name, dtype_name, int(length), int(step))
+    print(json.dumps(dataclasses.asdict(measured)))

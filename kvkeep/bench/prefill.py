@@ -7,9 +7,7 @@ meets both alike; medians are reported beside the least and the most.
 import dataclasses
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 
@@ -17,7 +15,7 @@ import click
 
 from kvkeep.bench.command import INTERRUPTED, Measurement, check_outputs, out_option, write_json
 from kvkeep.bench.machine import describe_machine
-from kvkeep.bench.one_prefill import Prefill, measure_prefill
+from kvkeep.bench.one_prefill import Prefill, measure_apart
 from kvkeep.bench.progress import bar
 from kvkeep.cli.options import DTYPE_NAMES
 from kvkeep.models.source import DEFAULT_MODEL, resolve
@@ -60,8 +58,7 @@ def measurements(
     """Two for each round, each in a fresh process; who goes first changes."""
     for index in range(rounds):
         for step in steps if index % 2 == 0 else reversed(steps):
-            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-                yield process.submit(measure_prefill, name, dtype, tokens, step).result()
+            yield measure_apart(name, dtype, tokens, step)
 
 
 def table(summaries: list[Summary]) -> str:

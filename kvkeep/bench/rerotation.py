@@ -33,14 +33,14 @@ def rotation_error(keys: Tensor, rope: Rope, shifts: int) -> float:
 def rerotation(cells: int, name: str) -> None:
     """Print the error of bfloat16 keys after 1, 10, 100 and 1000 shifts by one position."""
     model = load_model(name, progress=True)
-    session = model.session(cells, keep=0)
+    session = model.session(policy="full")
     session.feed(model.text.encode(manual_text())[:cells])
-    cache = session.cache
-    keys, _, _ = cache.segments[-1].read(0, cache.cells)
+    held = session.cache.segments[-1].read(0, session.cache.cells).keys
     # Layers and KV heads are all heads of one cell to the rotation.
-    keys = keys.flatten(0, 1).transpose(0, 1).to(torch.bfloat16)
+    keys = held.flatten(0, 1).transpose(0, 1).to(torch.bfloat16)
     for shifts in SHIFTS:
-        click.echo(f"{shifts:>5} shifts: {rotation_error(keys, cache.rope, shifts):.2%}")
+        error = rotation_error(keys, session.cache.rope, shifts)
+        click.echo(f"{shifts:>5} shifts: {error:.2%}")
 
 
 if __name__ == "__main__":

@@ -110,6 +110,11 @@ class KVCache:
         fork.window, fork.time, fork.serial = self.window, self.time, self.serial
         return fork
 
+    def anchored_as_now(self) -> Callable[[int, int], bool]:
+        """For `regroup`: every cell stays of the kind that it is."""
+        anchors = [s.anchor for s in self.segments for _ in range(s.length)]
+        return lambda rank, serial: anchors[rank]
+
     def regroup(self, anchored: Callable[[int, int], bool]) -> None:
         """Decides anew which cells are anchors, by their rank among all cells and their serial.
 

@@ -34,8 +34,8 @@ class Sliding:
         return None
 
     def open(self, cache: KVCache, wanted: int) -> int:
-        cache.window = Window(self.max_kv_size - self.keep - self.pinned, self.discard)
-        size = cache.window.size
+        size = self.max_kv_size - self.keep - self.pinned
+        cache.window = Window(size, self.discard)
         newest = cache.segments[-1] if cache.segments else None
         missing = self.keep - cache.cells
         if missing > 0 and not any(not segment.anchor for segment in cache.segments):

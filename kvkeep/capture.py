@@ -1,0 +1,60 @@
+"""Between a session and a snapshot."""
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvkeep.policies import make_policy
+from kvkeep.sampling import Sampler
+from kvkeep.store.prefix import PrefixStore
+from kvkeep.store.snapshot import Snapshot
+
+if TYPE_CHECKING:
+    from kvkeep.model import Model
+    from kvkeep.session import Session
+
+
+def capture(session: "Session") -> Snapshot:
+    """All that a session is now."""
+    memory, cache = session._memory, session.cache
+    return Snapshot(
+        fingerprint=asdict(session._model.fingerprint),
+        model=session._model.name,
+        policy={"name": memory.policy.name, **memory.policy.settings()},
+        settings={
+            "prefill_step": session.prefill_step,
+            "keep_whole_prompt": session._keep_whole_prompt,
+            "pins": sorted(memory.pins),
+            "spans": session._spans,
+        },
+        tokens=torch.tensor(memory.tokens, dtype=torch.int32),
+        serials=torch.tensor(memory.serials, dtype=torch.int64),
+        clock=cache.time,
+        serial=cache.serial,
+        segments=tuple(segment.twin() for segment in cache.segments),
+        hidden=memory.hidden,
+        logits=memory.logits(),
+        sampler=session._sampler.state(),
+        layout=cache.layout,
+    )
+
+
+def revive(model: "Model", snapshot: Snapshot, store: PrefixStore | None) -> "Session":
+    """The session that a snapshot was taken of. Raises FingerprintMismatch for another model."""
+    from kvkeep.session import Session
+
+    model.fingerprint.require(snapshot.fingerprint, "the snapshot")
+    settings = snapshot.settings
+    session = Session(model, make_policy(**snapshot.policy), settings["prefill_step"], store)
+    session._keep_whole_prompt = settings["keep_whole_prompt"]
+    session._spans = {name: (start, end) for name, (start, end) in settings["spans"].items()}
+    session._sampler = Sampler.at(snapshot.sampler)
+    memory, cache = session._memory, session.cache
+    memory.tokens.extend(snapshot.tokens.tolist())
+    memory.serials.extend(snapshot.serials.tolist())
+    memory.pins = set(settings["pins"])
+    cache.time, cache.serial = snapshot.clock, snapshot.serial
+    cache.segments = [segment.twin().to(cache.layout.device) for segment in snapshot.segments]
+    memory.stand_at(snapshot.hidden, snapshot.logits)
+    return session

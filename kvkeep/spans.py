@@ -1,0 +1,44 @@
+"""Named stretches of tokens, which follow what happens to the tokens around them."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Span:
+    """Tokens `start ... end - 1` of a session.
+
+    remembered: how many of them are still held.
+    """
+
+    name: str
+    start: int
+    end: int
+    remembered: int
+
+    @property
+    def partly_forgotten(self) -> bool:
+        return self.remembered < self.end - self.start
+
+
+def after_edit(span: tuple[int, int], start: int, end: int, added: int) -> tuple[int, int]:
+    """Where a span lies once tokens `start ... end - 1` were replaced by `added` others.
+
+    What is put in the place of tokens of a span belongs to it; what is put in at its border does
+    not.
+    """
+    first, last = span
+    change = added - (end - start)
+    if first >= end:
+        first += change
+    elif first > start:
+        first = start + added
+    if last >= end and last > start:
+        last += change
+    elif last > start:
+        last = start
+    return first, max(first, last)
+
+
+def after_rewind(span: tuple[int, int], tokens: int) -> tuple[int, int]:
+    """Where a span lies once only the first `tokens` are left."""
+    return min(span[0], tokens), min(span[1], tokens)
