@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 import torch
 
-from kvkeep.cache import KVCache, Segment, Window, joined
+from kvkeep.cache import KVCache, Segment, joined
 from kvkeep.errors import ContextFull, InvalidArgument
 from kvkeep.memory import Memory, require_finite
 
@@ -107,6 +107,11 @@ class _Cut:
 def _put_in_place(
     memory: Memory, start: int, end: int, ids: Sequence[int], prefill_step: int
 ) -> tuple[int, int]:
+    if any(segment.map.group > 1 for segment in memory.cache.segments):
+        raise InvalidArgument(
+            "grouped cells cannot be edited in place: policy "
+            f'"{memory.policy.name}" needs recompute="suffix"'
+        )
     cut = _cut(memory, start, end, len(ids))
     gone = _overflow(memory, cut, len(ids))
     work = memory.fork()
@@ -121,7 +126,7 @@ def _put_in_place(
         Segment.of(layout, cells, segment.map, segment.anchor)
         for segment, cells in cache.read(first, cache.cells - first)
     ]
-    Window.forget(before, gone)
+    cache.window.forget(before, gone)
     # In the frame of the newest tokens, what is put in ends where the rest begins.
     where = int(after[0].block.slots.positions[0]) - after[0].map.offset
     inside = _evaluated_between(work, before, where, ids, cut.anchored, prefill_step)

@@ -87,14 +87,15 @@ class Memory:
     @torch.inference_mode()
     def evaluate(self, ids: Sequence[int], prefill_step: int) -> Iterator[Evaluated]:
         """Evaluates ids step by step; each step is in memory whole when it is yielded."""
-        done = 0
+        done, where = 0, self.cache.layout.device
         while done < len(ids):
-            count = min(self.policy.open(self.cache, len(ids) - done), prefill_step)
-            chunk, before = ids[done : done + count], self.cache.cells
-            done += count
+            before = self.cache.cells
             with interrupts_deferred():
+                wanted = min(len(ids) - done, prefill_step)
+                count = self.policy.open(self.cache, wanted, len(ids) - done - wanted)
+                chunk = ids[done : done + count]
+                done += count
                 with self.cache.step(count):
-                    where = self.cache.layout.device
                     hidden = self.decoder.hidden(torch.tensor(chunk, device=where), self.cache)
                     logits = self.decoder.logits(hidden[-1:])[0] if done == len(ids) else None
                     require_finite(hidden if logits is None else logits)
@@ -108,10 +109,15 @@ class Memory:
 
     @property
     def rewindable(self) -> int:
-        """How many of the newest tokens are held without a gap."""
+        """How many of the newest tokens are held without a gap, and not in groups."""
         held = 0
-        cells, tokens = reversed(self.cache.serials()), reversed(self.serials)
-        for cell, token in zip(cells, tokens, strict=False):
+        exact = [
+            s
+            for segment in self.cache.segments
+            if segment.map.group == 1
+            for s in segment.serials()
+        ]
+        for cell, token in zip(reversed(exact), reversed(self.serials), strict=False):
             if cell != token:
                 break
             held += 1

@@ -13,7 +13,7 @@ from kvkeep.models.source import DEFAULT_MODEL, resolve
 from kvkeep.models.spec import ModelSpec
 from kvkeep.models.text import TextCodec
 from kvkeep.models.weights import check_tensors, read_shapes, read_tensors
-from kvkeep.policies import make_policy
+from kvkeep.policies import longest, make_policy
 from kvkeep.session import WHOLE_PROMPT, Session
 from kvkeep.store.fingerprint import Fingerprint, fingerprint
 from kvkeep.store.prefix import PrefixStore
@@ -69,7 +69,8 @@ class Model:
         """A new, empty session.
 
         Args:
-            max_kv_size: the most cells (tokens of context) it holds; None for the trained length.
+            max_kv_size: the most cells (tokens of context) it holds; None for the trained length,
+                or for as far as self-extend reaches.
             keep: how many of the first tokens stay for ever; -1 for the whole first prompt.
             policy: what happens when the budget is reached: "sliding", "shift", "self_extend" or
                 "full".
@@ -80,12 +81,12 @@ class Model:
 
         Raises InvalidArgument for a number out of range or an unknown policy.
         """
-        trained = self.spec.max_positions
-        budget = trained if max_kv_size is None else max_kv_size
-        if not 1 <= budget <= trained:
+        most = longest(policy, self.spec.max_positions, group=group, window=window)
+        budget = most if max_kv_size is None else max_kv_size
+        if not 1 <= budget <= most:
             raise InvalidArgument(
-                f"max_kv_size must be 1 to {trained}, the length that this model was trained "
-                f"for; found {budget}"
+                f"max_kv_size must be 1 to {most}, what policy {policy!r} can do with a model "
+                f"trained for {self.spec.max_positions} positions; found {budget}"
             )
         whole = keep == WHOLE_PROMPT
         chosen = make_policy(

@@ -63,6 +63,8 @@ class KVCache:
             yield
         except BaseException:
             step.abort()
+            for segment in self.segments:
+                segment.drop_newest(segment.lent)
             raise
         else:
             step.commit(self.serial)
@@ -70,6 +72,8 @@ class KVCache:
             self.serial += count
         finally:
             self._step = None
+            for segment in self.segments:
+                segment.lent = 0
             self.segments = [s for s in self.segments if s.length]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

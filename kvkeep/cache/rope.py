@@ -39,8 +39,16 @@ class Rope:
         cosine, sine = angles.cos().float(), angles.sin().float()
         return Rotation(torch.cat((cosine, cosine), -1), torch.cat((-sine, sine), -1))
 
+    def moved(self, keys: Tensor, by: Tensor) -> Tensor:
+        """Keys rotated on, in float32, by a number of positions each.
+
+        keys: `[layers, kv_heads, n, head_dim]`, by: `[n]`.
+        """
+        rotation = self.at(by.tolist())
+        return rotate(keys.transpose(-2, -3), rotation).transpose(-2, -3)
+
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """Rotates `x: [n, heads, head_dim]` in float32 and returns it in its own dtype."""
+    """Rotates `x: [..., n, heads, head_dim]` in float32 and returns it in its own dtype."""
     swapped = x.roll(x.shape[-1] // 2, -1)
     return torch.addcmul(x * rotation.cosine, swapped, rotation.sine).to(x.dtype)

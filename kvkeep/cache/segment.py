@@ -19,6 +19,8 @@ class Segment:
     limit: the most cells it may hold; storage grows up to it.
     anchor: its cells stay. Those of other segments go, oldest first, when the window is full.
     frozen: takes no new cells; others build on it.
+    lent: its newest cells that are still counted in the window, too: they leave it in the step
+        that is about to run.
 
     A segment of the window that reaches its limit is a ring from then on: the newest cell takes
     the slot of the oldest, and order in storage means nothing.
@@ -36,6 +38,7 @@ class Segment:
         self.map = position_map
         self.anchor = anchor
         self.frozen = False
+        self.lent = 0
         self.start = 0
         self.length = 0
         self.block = Block(Cells.empty(layout, 0))

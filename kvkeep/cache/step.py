@@ -73,16 +73,18 @@ class Step:
         if not segment.length:
             return None
         if segment.anchor:
-            return self._view(segment, 0, segment.length, self._places(segment, rank), None)
+            before = None if self.window.moves else rank
+            own = segment.length - segment.lent
+            shown = [(0, own + outrun) for outrun in self.outrun] if segment.lent else None
+            return self._view(segment, 0, segment.length, self._places(segment, before), shown)
         first = max(0, self.outrun[0] - rank)
         live = segment.length - first
         if live <= 0:
             return None
-        limits = [outrun - rank for outrun in self.outrun]
-        some_hidden = limits[-1] > first
-        return self._view(
-            segment, first, live, self._places(segment, None), limits if some_hidden else None
-        )
+        seen = [(outrun - rank, segment.length) for outrun in self.outrun]
+        some_hidden = seen[-1][0] > first
+        where = self._places(segment, None)
+        return self._view(segment, first, live, where, seen if some_hidden else None)
 
     def _places(self, segment: Segment, rank: int | None) -> list[int]:
         """Where each query stands towards a segment.
@@ -99,9 +101,12 @@ class Step:
         first: int,
         live: int,
         where: list[int],
-        limits: list[int] | None,
+        seen: list[tuple[int, int]] | None,
     ) -> View:
-        """The `live` cells from the `first`-oldest on; query i sees those from `limits[i]` on."""
+        """The `live` cells from the `first`-oldest on.
+
+        seen: which of the segment's cells query i sees, from and up to; None for all of these.
+        """
         slots = segment.slots(first, live)
         span = slots[0] if len(slots) == 1 else slice(0, segment.capacity)
         if where not in self._where:
@@ -110,7 +115,7 @@ class Step:
             keys=segment.block.slots.keys[:, :, span].unbind(0),
             values=segment.block.slots.values[:, :, span].unbind(0),
             rotation=self._where.index(where),
-            bias=_bias(segment, span, first, live, limits),
+            bias=_bias(segment, span, first, live, seen),
         )
 
     def _attend_views(self, layer: int, q: Tensor) -> list[Part]:
@@ -129,16 +134,17 @@ class Step:
 
 
 def _bias(
-    segment: Segment, span: slice, first: int, live: int, limits: list[int] | None
+    segment: Segment, span: slice, first: int, live: int, seen: list[tuple[int, int]] | None
 ) -> Tensor | None:
     """`[n, cells]` for the slots of `span`; None where every query sees every cell."""
-    if limits is None and live == span.stop - span.start:
+    if seen is None and live == span.stop - span.start:
         return None
     slots = torch.arange(span.start, span.stop)
     order = (slots - segment.start) % segment.capacity  # 0 for the oldest cell
-    floors = torch.tensor([first] if limits is None else limits)
-    seen = (order >= floors[:, None]) & (order >= first) & (order < first + live)
-    return torch.where(seen, 0.0, HIDDEN).to(segment.layout.device)
+    bounds = torch.tensor(seen or [(first, first + live)])
+    visible = (order >= bounds[:, :1]) & (order < bounds[:, 1:])
+    visible &= (order >= first) & (order < first + live)
+    return torch.where(visible, 0.0, HIDDEN).to(segment.layout.device)
 
 
 class DecodeStep(Step):

@@ -12,18 +12,19 @@ class Window:
 
     size: the most of them held; None for no bound.
     discard: how many of the oldest go at once when one more would not fit.
+    moves: what goes has been taken over by a segment before; nothing comes closer.
     """
 
     size: int | None = None
     discard: int = 1
+    moves: bool = False
 
     def outrun(self, cells: int) -> int:
         """How many of the oldest have gone once the window has seen `cells`, those included."""
         excess = 0 if self.size is None else cells - self.size
         return -(-excess // self.discard) * self.discard if excess > 0 else 0
 
-    @staticmethod
-    def forget(segments: Iterable[Segment], count: int) -> None:
+    def forget(self, segments: Iterable[Segment], count: int) -> None:
         """Drops the oldest `count` window cells. What lies before them is that much closer."""
         before: list[Segment] = []
         for segment in segments:
@@ -31,6 +32,6 @@ class Window:
                 gone = min(count, segment.length)
                 segment.drop_oldest(gone)
                 count -= gone
-                for earlier in before:
+                for earlier in before if not self.moves else ():
                     earlier.map = earlier.map.closer(gone)
             before.append(segment)

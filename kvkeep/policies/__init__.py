@@ -1,17 +1,19 @@
 """Policies: what a session remembers when its budget is reached. One file, one policy."""
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 from kvkeep.errors import InvalidArgument
 from kvkeep.policies.base import Policy
 from kvkeep.policies.full import Full
+from kvkeep.policies.self_extend import SelfExtend
 from kvkeep.policies.shift import Shift
 from kvkeep.policies.sliding import Sliding
 
-__all__ = ["POLICIES", "Full", "Policy", "Shift", "Sliding", "make_policy"]
+__all__ = ["POLICIES", "Full", "Policy", "SelfExtend", "Shift", "Sliding", "longest", "make_policy"]
 
-POLICIES: dict[str, Any] = {policy.name: policy for policy in (Full, Shift, Sliding)}
+POLICIES: dict[str, Any] = {policy.name: policy for policy in (Full, SelfExtend, Shift, Sliding)}
 
 
 def make_policy(name: str, max_kv_size: int, **settings: int | None) -> Policy:
@@ -20,12 +22,25 @@ def make_policy(name: str, max_kv_size: int, **settings: int | None) -> Policy:
     Raises InvalidArgument for an unknown name, a setting that the policy does not have, or a
     number out of range.
     """
+    policy: Policy = _kind(name)(max_kv_size, **_given(name, settings))
+    return policy
+
+
+def longest(name: str, trained: int, **settings: int | None) -> int:
+    """The largest budget that a policy can have for a model trained to `trained` positions."""
+    reach = getattr(_kind(name), "longest", None)
+    return trained if reach is None else int(reach(trained, **_given(name, settings)))
+
+
+def _kind(name: str) -> Any:
     if name not in POLICIES:
         known = ", ".join(sorted(POLICIES))
         raise InvalidArgument(f"policy must be one of {known}; found {name!r}")
+    return POLICIES[name]
+
+
+def _given(name: str, settings: Mapping[str, int | None]) -> dict[str, int]:
     given = {key: value for key, value in settings.items() if value is not None}
-    accepted = set(inspect.signature(POLICIES[name]).parameters)
-    for key in given.keys() - accepted:
+    for key in given.keys() - set(inspect.signature(POLICIES[name]).parameters):
         raise InvalidArgument(f"policy {name!r} has no setting {key!r}")
-    policy: Policy = POLICIES[name](max_kv_size, **given)
-    return policy
+    return given

@@ -22,10 +22,11 @@ class Policy(Protocol):
     def room(self, cache: KVCache) -> int | None:
         """How many more tokens the cache can take; None if there is no end."""
 
-    def open(self, cache: KVCache, wanted: int) -> int:
-        """Makes the last segment the one for the next tokens.
+    def open(self, cache: KVCache, wanted: int, ahead: int = 0) -> int:
+        """Makes the last segment the one for the next tokens, right before they come.
 
-        Returns how many of the `wanted` (at least 1) go there in one step: at least 1.
+        Returns how many of the `wanted` (at least 1) go there in one step: at least 1. ahead: how
+        many are known to follow, so that storage need not grow for each step.
         """
 
     def settings(self) -> dict[str, int]:

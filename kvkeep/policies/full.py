@@ -20,13 +20,13 @@ class Full:
     def room(self, cache: KVCache) -> int | None:
         return self.max_kv_size - cache.cells
 
-    def open(self, cache: KVCache, wanted: int) -> int:
+    def open(self, cache: KVCache, wanted: int, ahead: int = 0) -> int:
         newest = cache.segments[-1] if cache.segments else None
         limit = self.max_kv_size - cache.cells + (newest.length if newest else 0)
         if newest is None or not newest.thaw(limit):
             newest = Segment(cache.layout, self.max_kv_size - cache.cells)
             cache.segments.append(newest)
-        newest.reserve(newest.length + wanted)
+        newest.reserve(newest.length + wanted + ahead)
         return wanted
 
     def settings(self) -> dict[str, int]:

@@ -33,7 +33,7 @@ class Sliding:
     def room(self, cache: KVCache) -> int | None:
         return None
 
-    def open(self, cache: KVCache, wanted: int) -> int:
+    def open(self, cache: KVCache, wanted: int, ahead: int = 0) -> int:
         size = self.max_kv_size - self.keep - self.pinned
         cache.window = Window(size, self.discard)
         newest = cache.segments[-1] if cache.segments else None
@@ -47,7 +47,7 @@ class Sliding:
         if newest is None or newest.anchor or not newest.thaw(size):
             newest = Segment(cache.layout, size)
             cache.segments.append(newest)
-        newest.reserve(newest.length + wanted)
+        newest.reserve(newest.length + wanted + ahead)
         return wanted
 
     def settings(self) -> dict[str, int]:
