@@ -3,7 +3,7 @@
 import copy
 import math
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -99,13 +99,14 @@ class Memory:
                     hidden = self.decoder.hidden(torch.tensor(chunk, device=where), self.cache)
                     logits = self.decoder.logits(hidden[-1:])[0] if done == len(ids) else None
                     require_finite(hidden if logits is None else logits)
-                self._extend(chunk)
-                self.hidden, self._logits = hidden[-1:], logits
+                self.take_in(chunk, hidden[-1:], logits)
             yield Evaluated(hidden, before + count if count > 1 else self.cache.cells)
 
-    def _extend(self, ids: Sequence[int]) -> None:
+    def take_in(self, ids: Sequence[int], hidden: Tensor | None, logits: Tensor | None) -> None:
+        """Lists tokens whose cells the cache has just got, and where the last one stands."""
         self.tokens.extend(ids)
         self.serials.extend(range(self.cache.serial - len(ids), self.cache.serial))
+        self.hidden, self._logits = hidden, logits
 
     @property
     def rewindable(self) -> int:
@@ -143,8 +144,7 @@ class Memory:
                 cache.time += upto - done
                 cache.serial += upto - done
                 done = upto
-            self._extend(ids)
-            self.hidden = self._logits = None
+            self.take_in(ids, None, None)
 
     def take_back(self, count: int) -> list[int]:
         """Takes the last `count` tokens back; the one before them is evaluated anew.
@@ -213,8 +213,29 @@ class Memory:
         self.tokens[start:end] = array("i", ids)
         self.serials[start:end] = array("q", fresh)
 
+    def score(
+        self, ids: Sequence[int], prefill_step: int, progress: Callable[[int], None] | None
+    ) -> Tensor:
+        """Evaluates ids; `[n]` float64: the natural log of each one's probability before it came.
+
+        NaN for the first token of all, which nothing predicted.
+        """
+        last, scores = self.hidden, []
+        for step in self.evaluate(ids, prefill_step):
+            count = step.hidden.shape[0]
+            before = step.hidden if last is None else torch.cat((last, step.hidden))
+            targets = self.tokens[-count:]
+            if last is None:
+                scores.append(torch.full((1,), math.nan, dtype=torch.float64))
+                targets = targets[1:]
+            scores.append(self._log_probabilities(before[: len(targets)], targets))
+            last = step.hidden[-1:]
+            if progress:
+                progress(count)
+        return torch.cat(scores)
+
     @torch.inference_mode()
-    def log_probabilities(self, hidden: Tensor, targets: Sequence[int]) -> Tensor:
+    def _log_probabilities(self, hidden: Tensor, targets: Sequence[int]) -> Tensor:
         """`[n]` float64: the natural log of each target's probability after each hidden state."""
         wanted, rows = torch.tensor(targets, device=hidden.device), 64  # all logits would not fit
         parts = [torch.empty(0, dtype=torch.float64)]

@@ -1,14 +1,13 @@
 """A session: one model's live memory, fed and asked for tokens."""
 
 import copy
-import math
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from kvkeep.cache import KVCache
@@ -188,28 +187,24 @@ class Session:
         """
         if max_tokens is not None and max_tokens < 0:
             raise InvalidArgument(f"max_tokens must be 0 or more; found {max_tokens}")
-        return self._stream(max_tokens, sampling, ignore_eos)
+        ends = () if ignore_eos else self._model.spec.eos_token_ids
+        return self._written(max_tokens, sampling, ends)
 
-    def _stream(
-        self, max_tokens: int | None, sampling: Sampling, ignore_eos: bool
+    def _written(
+        self, max_tokens: int | None, sampling: Sampling, ends: tuple[int, ...]
     ) -> Iterator[str]:
-        text, written = TextStream(self._text, sampling.stop), 0
-        self.finish_reason = None
-        while max_tokens is None or written < max_tokens:
+        text, self.finish_reason = TextStream(self._text, sampling.stop), None
+        for _ in itertools.count() if max_tokens is None else range(max_tokens):
             token = self.next_token(sampling)
-            written += 1
-            if token in self._model.spec.eos_token_ids and not ignore_eos:
+            if token in ends:
                 self.finish_reason = "eos"
                 break
-            if piece := text.push(token):
-                yield piece
+            yield from text.push(token)
             if text.stopped:
                 self.finish_reason = "stop"
                 return
-        if self.finish_reason is None:
-            self.finish_reason = "length"
-        if rest := text.flush():
-            yield rest
+        self.finish_reason = self.finish_reason or "length"
+        yield from text.flush()
 
     def score(
         self, prompt: str | Sequence[int], progress: Callable[[int], None] | None = None
@@ -219,18 +214,7 @@ class Session:
         Returns `[n]` float64: the natural log of each token's probability given what the session
         remembered before it. The first token of a session was predicted by nothing: NaN.
         """
-        ids, last, scores = self._checked_ids(prompt), self._memory.hidden, []
-        for step in self._memory.evaluate(ids, self.prefill_step):
-            before = step.hidden if last is None else torch.cat((last, step.hidden))
-            targets = self._memory.tokens[-step.hidden.shape[0] :]
-            if last is None:
-                scores.append(torch.full((1,), math.nan, dtype=torch.float64))
-                targets = targets[1:]
-            scores.append(self._memory.log_probabilities(before[: len(targets)], targets))
-            last = step.hidden[-1:]
-            if progress:
-                progress(step.hidden.shape[0])
-        return torch.cat(scores)
+        return self._memory.score(self._checked_ids(prompt), self.prefill_step, progress)
 
     def rewind(self, count: int) -> list[int]:
         """Takes the last `count` tokens back and returns them.
@@ -291,14 +275,12 @@ class Session:
         bridge, then what is left. So a session whose context is full goes on.
         """
         kept = min(self.keep, 4) if self.policy == "full" else self.keep
-        first = kept if keep is None else keep
-        ids = self._text.encode(bridge)
-        if count < 1:
-            raise InvalidArgument(f"make_room takes 1 token or more; found {count}")
-        if first + count + len(ids) >= len(self._memory.tokens):
+        first, ids = kept if keep is None else keep, self._text.encode(bridge)
+        free = len(self._memory.tokens) - first - len(ids) - 1
+        if not 1 <= count <= free or first < 0:
             raise InvalidArgument(
-                f"make_room cannot free {count} of {len(self._memory.tokens)} tokens beside the "
-                f"first {first} and the bridge"
+                f"make_room takes 1 to {free} tokens here, with the first {first} kept and a "
+                f"bridge of {len(ids)}; found {count}"
             )
         return self._edit(first, first + count + len(ids), ids, "none")
 

@@ -1,5 +1,7 @@
 """From token ids to text that can be shown: whole characters, ending before a stop string."""
 
+from collections.abc import Iterator
+
 from kvkeep.models.text import TextCodec
 
 
@@ -12,15 +14,17 @@ class TextStream:
         self._held = ""
         self.stopped = False
 
-    def push(self, token: int) -> str:
-        """Text that is now certain; "" where there is none yet, and after a stop."""
-        return self._release(self._pieces.push(token))
+    def push(self, token: int) -> Iterator[str]:
+        """Text that is now certain, if there is any."""
+        if certain := self._release(self._pieces.push(token)):
+            yield certain
 
-    def flush(self) -> str:
+    def flush(self) -> Iterator[str]:
         """What was held back, at the end."""
         certain = self._release(self._pieces.flush())
         rest, self._held = self._held, ""
-        return certain if self.stopped else certain + rest
+        if certain := certain if self.stopped else certain + rest:
+            yield certain
 
     def _release(self, piece: str) -> str:
         if self.stopped:
