@@ -21,7 +21,7 @@ from kvkeep.bench.endless_run import WRITING, Endless, Plan, measure_endless
 from kvkeep.bench.machine import Machine, describe_machine
 from kvkeep.bench.manual import manual_text
 from kvkeep.bench.progress import bar
-from kvkeep.cli.options import DTYPE_NAMES
+from kvkeep.cli.memory import DTYPE_NAMES
 from kvkeep.cli.output_file import write_whole
 from kvkeep.evaluate.plot import check_plottable
 from kvkeep.models.source import DEFAULT_MODEL

@@ -19,7 +19,7 @@ from kvkeep.bench.machine import Machine, describe_machine
 from kvkeep.bench.manual import manual_text
 from kvkeep.bench.picture_plot import draw_picture
 from kvkeep.bench.progress import bar
-from kvkeep.cli.options import DTYPE_NAMES
+from kvkeep.cli.memory import DTYPE_NAMES
 from kvkeep.cli.output_file import write_whole
 from kvkeep.errors import ContextFull
 from kvkeep.evaluate.perplexity import PerplexityPoint, perplexity_points

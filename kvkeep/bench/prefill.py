@@ -17,7 +17,7 @@ from kvkeep.bench.command import INTERRUPTED, Measurement, check_outputs, out_op
 from kvkeep.bench.machine import describe_machine
 from kvkeep.bench.one_prefill import Prefill, measure_apart
 from kvkeep.bench.progress import bar
-from kvkeep.cli.options import DTYPE_NAMES
+from kvkeep.cli.memory import DTYPE_NAMES
 from kvkeep.models.source import DEFAULT_MODEL, resolve
 
 

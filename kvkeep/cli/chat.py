@@ -1,24 +1,26 @@
 """`kvkeep chat`: a conversation without end on a fixed memory."""
 
 import sys
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from kvkeep.cli.keeper import Keeper, session_folder
+from kvkeep.cli.memory import SINKS, Memory, Prefixes, memory_options, prefix_options
+from kvkeep.cli.opened import CHAT, UNREAD, Opened, apply_keep, resume
 from kvkeep.cli.options import (
-    SINKS,
-    Memory,
     Output,
     SamplingChoice,
-    memory_options,
     output_options,
     sampling_options,
     whole_number,
 )
+from kvkeep.cli.report import counted
 from kvkeep.cli.slash import run_command
 from kvkeep.cli.text_input import decode, require_utf8
-from kvkeep.errors import ContextFull, InvalidArgument, KvkeepError
+from kvkeep.errors import ContextFull, InvalidArgument, KvkeepError, StoreError
 
 if TYPE_CHECKING:
     from kvkeep import Model, Sampling
@@ -27,6 +29,10 @@ if TYPE_CHECKING:
 
 
 @click.command()
+@click.option(
+    "--session", metavar="NAME", help="Go on with this chat, or begin it; saved after each turn."
+)
+@click.option("-c", "--continue", "resumed", is_flag=True, help="Go on with the latest session.")
 @click.option("--system", metavar="TEXT", help="System prompt; it is never forgotten.")
 @click.option(
     "-n",
@@ -45,12 +51,16 @@ if TYPE_CHECKING:
         help="First tokens never forgotten.",
     )
 )
+@prefix_options()
 @sampling_options()
 @output_options()
 def chat(
+    session: str | None,
+    resumed: bool,
     system: str | None,
     max_tokens: int,
     memory: Memory,
+    prefixes: Prefixes,
     sampling: SamplingChoice,
     output: Output,
 ) -> None:
@@ -59,23 +69,73 @@ def chat(
     Memory stays within --max-kv-size: the system prompt and the newest tokens. Ctrl-C stops an
     answer; Ctrl-C or Ctrl-D at the prompt ends the chat; /help lists what else can be done there.
     With standard input from a pipe or file, each line is a turn.
+
+    With --session the chat is saved after each turn and goes on where it was, with the model and
+    memory that it had.
     """
     if system is not None:
         require_utf8(system, "the system prompt")
     output.check()
-    how = sampling.resolve()
+    sampling.resolve()
     memory.check()
+    if resumed:
+        session = _latest(session)
+    with session_folder().lock(session) if session is not None else nullcontext() as kept:
+        from kvkeep.cli.run import Run
 
+        source = kept if kept is not None and kept.exists() else None
+        opened, conversation = _open(source, system, memory, prefixes, output)
+        how = sampling.resolve(opened.seed)
+        run = Run("chat", opened, output, how.seed)
+        if kept is not None:
+            opened.notes[CHAT] = conversation.notes
+            run.keeper = Keeper(opened.session, kept, f"session {session}", opened.notes)
+        if source is not None:
+            apply_keep(opened, memory.keep)
+        with run.reported():
+            _Chat(run, conversation, how, None if max_tokens < 0 else max_tokens).talk()
+        run.close("end")
+
+
+def _latest(session: str | None) -> str:
+    """The name of the chat that was saved last."""
+    if session is not None:
+        raise InvalidArgument("--continue takes the latest session; leave it or --session out")
+    from kvkeep.store.snapshot import describe
+
+    for path in session_folder().newest():
+        if CHAT in describe(path).get("notes", {}):
+            return path.stem
+    raise InvalidArgument(
+        "there is no chat to continue: those begun with `kvkeep chat --session NAME` are kept"
+    )
+
+
+def _open(
+    source: Path | None, system: str | None, memory: Memory, prefixes: Prefixes, output: Output
+) -> tuple[Opened, "Conversation"]:
+    """The session, and the conversation in it."""
     from kvkeep.cli.conversation import Conversation
-    from kvkeep.cli.run import Run
 
-    model = memory.load(output.progress)
-    session = memory.session(model, _keep(memory, model, system))
-    run = Run("chat", model, session, output, how.seed)
-    conversation = Conversation(session, model.text, model.spec.eos_token_ids, system)
-    with run.reported():
-        _Chat(run, conversation, how, None if max_tokens < 0 else max_tokens).talk()
-    run.close("end")
+    if source is None:
+        model = memory.load(output.progress)
+        keep = _keep(memory, model, system)
+        opened = Opened(model, memory.session(model, keep, prefixes.store()))
+    else:
+        opened = resume(source, memory, output.progress)
+    saved = opened.notes.get(CHAT, {"system": system if source is None else None, "turns": []})
+    if system is not None and system != saved["system"]:
+        raise InvalidArgument(
+            "--system comes first in a conversation, and this one has begun without it or with "
+            "another; leave it out, or begin a new session"
+        )
+    if opened.notes.get(UNREAD):
+        raise InvalidArgument(
+            "a prompt in this session was interrupted while it was read; have it read to the end "
+            "with `kvkeep generate --session NAME -n 0`"
+        )
+    codec, eos = opened.model.text, opened.model.spec.eos_token_ids
+    return opened, Conversation(opened.session, codec, eos, saved["system"], saved["turns"])
 
 
 def _keep(memory: Memory, model: "Model", system: str | None) -> int:
@@ -87,7 +147,7 @@ def _keep(memory: Memory, model: "Model", system: str | None) -> int:
     if system is None:
         return min(SINKS, budget - 1)
     needed = system_tokens(model.text, system)
-    if needed >= budget and memory.policy == "sliding":
+    if needed >= budget and memory.policy in ("sliding", "shift"):
         raise InvalidArgument(
             f"the system prompt takes {needed} tokens and all of it is kept, which leaves no room "
             f"in a memory of {budget}; shorten it, raise --max-kv-size, or give --keep"
@@ -109,7 +169,9 @@ class _Chat:
 
     def talk(self) -> None:
         if self._interactive:
-            _say(f"{self.run.model.name}: /help lists commands, Ctrl-D ends")
+            kept = f", {self.run.keeper.what}" if self.run.keeper else ""
+            past = f", {counted(self.run.reused, 'token')} so far" if self.run.reused else ""
+            _say(f"{self.run.model.name}{kept}{past}: /help lists commands, Ctrl-D ends")
         while (line := self._read()) is not None:
             words = line.strip()
             if words == "/exit":
@@ -118,6 +180,7 @@ class _Chat:
                 self._command(words)
             elif words:
                 self._answer(line)
+            self._save()
 
     def _answer(self, words: str) -> None:
         try:
@@ -141,6 +204,15 @@ class _Chat:
                 self.conversation.undo()
             raise
         self.run.write(self._max_tokens, self._how)
+
+    def _save(self) -> None:
+        if self.run.keeper is None:
+            return
+        try:
+            self.run.keeper.save()
+        except StoreError as error:
+            # The talk is worth more than an end here; at its end, saving is tried once more.
+            _say(str(error))
 
     def _command(self, line: str) -> None:
         try:

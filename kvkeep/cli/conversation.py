@@ -1,5 +1,8 @@
 """A chat in a session: the model's own template, of which each turn feeds only what is new."""
 
+from collections.abc import Sequence
+from typing import Any
+
 from kvkeep import Session
 from kvkeep.errors import InvalidArgument, KvkeepError
 from kvkeep.models.text import TextCodec
@@ -37,14 +40,25 @@ class Conversation:
     """
 
     def __init__(
-        self, session: Session, codec: TextCodec, eos_token_ids: tuple[int, ...], system: str | None
+        self,
+        session: Session,
+        codec: TextCodec,
+        eos_token_ids: tuple[int, ...],
+        system: str | None,
+        turns: Sequence[int] = (),
     ):
+        """turns: as `notes` had them, where the session goes on."""
         self._session = session
         self._codec = codec
         self._eos = eos_token_ids
-        self._opening = [] if system is None else [{"role": "system", "content": system}]
-        self._marks: list[int] = []  # session time before each turn
+        self._system = system
+        self._marks = list(turns)  # session time before each turn
         self._render_first("")
+
+    @property
+    def notes(self) -> dict[str, Any]:
+        """What must be kept beside the session to go on: JSON values. Its tokens say the rest."""
+        return {"system": self._system, "turns": self._marks}
 
     @property
     def turns(self) -> int:
@@ -89,4 +103,5 @@ class Conversation:
         return count
 
     def _render_first(self, words: str) -> str:
-        return self._codec.chat([*self._opening, {"role": "user", "content": words}])
+        opening = [] if self._system is None else [{"role": "system", "content": self._system}]
+        return self._codec.chat([*opening, {"role": "user", "content": words}])

@@ -1,19 +1,36 @@
 """`kvkeep generate`: continues a text."""
 
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 import click
 
-from kvkeep.cli.options import (
+from kvkeep.cli.keeper import Keeper, check_snapshot_place, session_folder
+from kvkeep.cli.memory import (
+    CODEC_NAMES,
     SINKS,
     WHOLE_PROMPT,
     Memory,
+    Prefixes,
+    memory_options,
+    prefix_options,
+)
+from kvkeep.cli.opened import FIRST_PROMPT, UNREAD, Opened, apply_keep, resume
+from kvkeep.cli.options import (
     Output,
     SamplingChoice,
-    memory_options,
+    given,
     output_options,
     sampling_options,
     whole_number,
 )
 from kvkeep.cli.text_input import read_prompt
+from kvkeep.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from kvkeep.cli.run import Run
+    from kvkeep.store.codec import Codec
 
 
 @click.command()
@@ -27,15 +44,37 @@ from kvkeep.cli.text_input import read_prompt
     default=256,
     help="Most tokens to write; -1: no end.",
 )
+@click.option(
+    "--session", metavar="NAME", help="Go on with this session, or begin it; saved at the end."
+)
+@click.option(
+    "--cache-prompt",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="Evaluate the text, write that memory to a file, and end.",
+)
+@click.option(
+    "--restore-prompt",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="Go on after a text that --cache-prompt evaluated.",
+)
+@click.option(
+    "--codec",
+    type=click.Choice(CODEC_NAMES),
+    default=CODEC_NAMES[0],
+    help="For --cache-prompt: zstd is smaller, int8 still smaller but not exact.",
+)
 @memory_options(
     click.option(
         "--keep",
         metavar="N",
         type=whole_number(WHOLE_PROMPT),
         default=SINKS,
-        help="First tokens never forgotten; -1: the prompt.",
+        help="First tokens never forgotten; -1: the first prompt.",
     )
 )
+@prefix_options()
 @sampling_options()
 @click.option("--ignore-eos", is_flag=True, help="Write on after the model's end of text.")
 @output_options()
@@ -44,7 +83,12 @@ def generate(
     file: str | None,
     max_tokens: int,
     ignore_eos: bool,
+    session: str | None,
+    cache_prompt: Path | None,
+    restore_prompt: Path | None,
+    codec: "Codec",
     memory: Memory,
+    prefixes: Prefixes,
     sampling: SamplingChoice,
     output: Output,
 ) -> None:
@@ -53,18 +97,70 @@ def generate(
     The text comes from --file, then --prompt, or else from standard input. It goes to the model
     as it is: no special token and no chat template is added. What the model writes streams to
     standard output; progress and the closing line go to standard error. Ctrl-C ends it.
+
+    With --session or --restore-prompt, the text follows on what was saved, and without a text the
+    model writes on from there. Model, --policy and --max-kv-size are then as they were saved.
     """
-    text = read_prompt(prompt, file)
     output.check()
-    how = sampling.resolve()
+    sampling.resolve()
     memory.check()
+    if session is not None and (cache_prompt or restore_prompt):
+        raise InvalidArgument(
+            "--session already loads and saves: leave --cache-prompt and --restore-prompt out "
+            "(`kvkeep sessions import` makes a session of such a file)"
+        )
+    if given("codec") and cache_prompt is None:
+        raise InvalidArgument("--codec says how --cache-prompt writes its file; give both")
+    if cache_prompt is not None:
+        check_snapshot_place(cache_prompt)
+    with session_folder().lock(session) if session is not None else nullcontext() as kept:
+        source = kept if kept is not None and kept.exists() else restore_prompt
+        continues = source is not None and prompt is None and file is None
+        text = "" if continues else read_prompt(prompt, file)
 
-    from kvkeep.cli.run import Run
+        from kvkeep.cli.run import Run
 
+        opened = _open(source, memory, prefixes, output)
+        how = sampling.resolve(opened.seed)
+        run = Run("generate", opened, output, how.seed)
+        if kept is not None:
+            run.keeper = Keeper(opened.session, kept, f"session {session}", opened.notes)
+        if source is not None:
+            apply_keep(opened, memory.keep)
+        with run.reported():
+            _read(run, opened, opened.model.text.encode(text))
+            if cache_prompt is not None:
+                run.keeper = Keeper(
+                    opened.session, cache_prompt, str(cache_prompt), opened.notes, codec
+                )
+                run.keeper.write()
+                reason = "end"
+            else:
+                reason = run.write(None if max_tokens < 0 else max_tokens, how, ignore_eos)
+        run.close(reason)
+
+
+def _open(source: Path | None, memory: Memory, prefixes: Prefixes, output: Output) -> Opened:
+    if source is not None:
+        return resume(source, memory, output.progress)
+    store = prefixes.store()
     model = memory.load(output.progress)
     assert memory.keep is not None, "--keep has a default here"
-    run = Run("generate", model, memory.session(model, memory.keep), output, how.seed)
-    with run.reported():
-        run.feed(model.text.encode(text))
-        reason = run.write(None if max_tokens < 0 else max_tokens, how, ignore_eos)
-    run.close(reason)
+    return Opened(model, memory.session(model, memory.keep, store))
+
+
+def _read(run: "Run", opened: Opened, prompt: list[int]) -> None:
+    """Evaluates a prompt, after what an interrupt left of the one before, if it did.
+
+    Only what is evaluated is in a session's memory, so its notes say what an interrupt leaves now.
+    """
+    before, ids = opened.session.cache.time, [*opened.notes.get(UNREAD, []), *prompt]
+    opened.notes.setdefault(FIRST_PROMPT, len(ids))
+    if not ids:
+        return
+    try:
+        run.feed(ids)
+    except KeyboardInterrupt:
+        opened.notes[UNREAD] = ids[opened.session.cache.time - before :]
+        raise
+    opened.notes.pop(UNREAD, None)

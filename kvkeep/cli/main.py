@@ -13,6 +13,8 @@ from kvkeep.cli.generate import generate
 from kvkeep.cli.models import models
 from kvkeep.cli.perplexity import perplexity
 from kvkeep.cli.pull import pull
+from kvkeep.cli.sessions import sessions
+from kvkeep.cli.why import why
 from kvkeep.errors import KvkeepError
 
 BAD_INPUT = 2
@@ -74,7 +76,7 @@ def main(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-for _command in (generate, chat, perplexity, models, pull):
+for _command in (generate, chat, sessions, why, perplexity, models, pull):
     main.add_command(_command)
 
 

@@ -9,19 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
+from click.core import ParameterSource
 
 from kvkeep.cli.output_file import check_writable
-from kvkeep.models.source import DEFAULT_MODEL
 
 if TYPE_CHECKING:
-    from kvkeep import Model, Sampling, Session
-
-# Written out, because the modules that define them import torch, and help must open at once.
-POLICY_NAMES = ("sliding", "full")
-DTYPE_NAMES = ("bfloat16", "float32")
-
-SINKS = 4
-WHOLE_PROMPT = -1
+    from kvkeep import Sampling
 
 Decorator: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -41,32 +34,10 @@ def whole_number(least: int) -> Callable[[str], int]:
     return read
 
 
-@dataclass(frozen=True)
-class Memory:
-    """Which model, and what of a text it remembers. keep: None where the command decides."""
-
-    model: str
-    dtype: str
-    device: str
-    max_kv_size: int | None
-    keep: int | None
-    policy: str
-    prefill_step: int
-
-    def check(self) -> None:
-        """Refuses what can be refused without the model."""
-        if self.max_kv_size is not None and self.keep is not None:
-            from kvkeep.policies import make_policy
-
-            make_policy(self.policy, self.max_kv_size, max(self.keep, 0))
-
-    def load(self, progress: bool) -> "Model":
-        from kvkeep import load_model
-
-        return load_model(self.model, dtype=self.dtype, device=self.device, progress=progress)
-
-    def session(self, model: "Model", keep: int) -> "Session":
-        return model.session(self.max_kv_size, keep, self.policy, self.prefill_step)
+def given(option: str) -> bool:
+    """Whether the user gave an option of the command that runs, rather than left its default."""
+    source = click.get_current_context().get_parameter_source(option)
+    return source is not ParameterSource.DEFAULT
 
 
 @dataclass(frozen=True)
@@ -82,13 +53,17 @@ class SamplingChoice:
     seed: int | None
     stop: tuple[str, ...]
 
-    def resolve(self) -> "Sampling":
-        """With a seed in any case, so that a report says how to get the same text again."""
+    def resolve(self, saved_seed: int | None = None) -> "Sampling":
+        """With a seed in any case, so that a report says how to get the same text again.
+
+        saved_seed: of a session that goes on; it does so with its own unless told otherwise.
+        """
         from kvkeep import Sampling
 
         asked = Sampling(**dataclasses.asdict(self))
         if asked.seed is None and asked.temperature > 0:
-            return dataclasses.replace(asked, seed=secrets.randbits(32))
+            seed = secrets.randbits(32) if saved_seed is None else saved_seed
+            return dataclasses.replace(asked, seed=seed)
         return asked
 
 
@@ -109,53 +84,8 @@ class Output:
             check_writable(self.report)
 
 
-def memory_options(keep: Decorator) -> Decorator:
-    """keep: the `--keep` option, whose meaning differs between commands."""
-    return _collected(
-        Memory,
-        "memory",
-        [
-            click.option(
-                "-m",
-                "--model",
-                metavar="NAME",
-                default=DEFAULT_MODEL,
-                help="Known name, GGUF file, model folder or hub id.",
-            ),
-            click.option(
-                "--max-kv-size",
-                metavar="N",
-                type=whole_number(1),
-                show_default="trained length",
-                help="Most tokens held in memory.",
-            ),
-            keep,
-            click.option(
-                "--policy",
-                type=click.Choice(POLICY_NAMES),
-                default=POLICY_NAMES[0],
-                help="What to do at --max-kv-size.",
-            ),
-            click.option(
-                "--prefill-step",
-                metavar="N",
-                type=whole_number(1),
-                default=512,
-                help="Tokens evaluated at once.",
-            ),
-            click.option(
-                "--dtype",
-                type=click.Choice(DTYPE_NAMES),
-                default=DTYPE_NAMES[0],
-                help="Of weights and memory.",
-            ),
-            click.option("--device", metavar="NAME", default="cpu", help="Torch device."),
-        ],
-    )
-
-
 def sampling_options() -> Decorator:
-    return _collected(
+    return collected(
         SamplingChoice,
         "sampling",
         [
@@ -191,7 +121,7 @@ def sampling_options() -> Decorator:
 
 
 def output_options() -> Decorator:
-    return _collected(
+    return collected(
         Output,
         "output",
         [
@@ -207,7 +137,7 @@ def output_options() -> Decorator:
     )
 
 
-def _collected(into: type[Any], name: str, options: Sequence[Any]) -> Decorator:
+def collected(into: type[Any], name: str, options: Sequence[Any]) -> Decorator:
     """A decorator that adds options and passes their values on as one object."""
     fields = [field.name for field in dataclasses.fields(into)]
 

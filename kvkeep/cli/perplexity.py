@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvkeep.cli.options import SINKS, Memory, Output, memory_options, output_options, whole_number
+from kvkeep.cli.memory import SINKS, Memory, memory_options
+from kvkeep.cli.options import Output, output_options, whole_number
 from kvkeep.cli.output_file import check_writable, write_whole
 from kvkeep.cli.text_input import read_text
 from kvkeep.errors import InvalidArgument
@@ -76,6 +77,7 @@ def perplexity(
         check_writable(plot)
     memory.check()
 
+    from kvkeep.cli.opened import Opened
     from kvkeep.cli.run import Run
 
     model = memory.load(output.progress)
@@ -83,7 +85,7 @@ def perplexity(
     if end is not None and end > len(ids):
         raise InvalidArgument(f"--to must be at most {len(ids)}, the tokens in {file}; found {end}")
     assert memory.keep is not None, "--keep has a default here"
-    run = Run("perplexity", model, memory.session(model, memory.keep), output)
+    run = Run("perplexity", Opened(model, memory.session(model, memory.keep)), output)
     points: list[PerplexityPoint] = []
     with run.reported():
         try:

@@ -12,9 +12,13 @@ from kvkeep.cli.output_file import write_whole
 class Report:
     """The fields of the JSON file. Null: not measured, or without meaning for the command.
 
-    keep, kv_cells: tokens. kv_bytes: memory that keys and values take at the end. seed: the one
-    that was used. finish_reason: "length", "eos", "stop", "end" (of the text or the chat),
-    "interrupt" (Ctrl-C), "closed" (the reader of standard output went away) or "error".
+    prompt_tokens: of prompts, evaluated in this run. reused_tokens: those that came evaluated from
+    a file or the prefix cache. prefix_differs_at: the first token at which the nearest prompt in
+    the prefix cache differs, where more of it could have been reused. saved_bytes: of the file to
+    which the session was saved last. keep, kv_cells: tokens. kv_bytes: memory that keys and values
+    take at the end. seed: the one that was used. finish_reason: "length", "eos", "stop", "end" (of
+    the text or the chat), "interrupt" (Ctrl-C), "closed" (the reader of standard output went away)
+    or "error".
     """
 
     command: str
@@ -30,17 +34,28 @@ class Report:
     peak_rss_bytes: int
     kv_cells: int
     kv_bytes: int
+    reused_tokens: int
+    prefix_differs_at: int | None
+    saved_bytes: int | None
     perplexity: float | None
     finish_reason: str
 
     def line(self) -> str:
         parts = [
             f"prompt {self.prompt_tokens}{_at(self.prefill_tokens_per_s)}",
+            *self._reused(),
             f"generated {self.generated_tokens}{_at(self.decode_tokens_per_s)}",
             f"cells {self.kv_cells} of {self.max_kv_size}, {megabytes(self.kv_bytes)}",
             f"peak RAM {megabytes(self.peak_rss_bytes)}",
         ]
         return " | ".join(parts)
+
+    def _reused(self) -> list[str]:
+        if not self.reused_tokens and self.prefix_differs_at is None:
+            return []
+        where = f", first differs at token {self.prefix_differs_at}"
+        reused = f"reused {counted(self.reused_tokens, 'token')}"
+        return [reused + (where if self.prefix_differs_at else "")]
 
     def write(self, path: Path) -> None:
         text = json.dumps(asdict(self), indent=2, ensure_ascii=False, allow_nan=False)

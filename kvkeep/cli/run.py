@@ -10,7 +10,9 @@ from typing import Never
 
 from tqdm import tqdm
 
-from kvkeep import Model, Sampling, Session
+from kvkeep import Sampling
+from kvkeep.cli.keeper import Keeper
+from kvkeep.cli.opened import Opened
 from kvkeep.cli.options import Output
 from kvkeep.cli.report import Report, peak_rss
 from kvkeep.errors import KvkeepError
@@ -29,22 +31,36 @@ class Tally:
 
 
 class Run:
-    """Feeds and writes with a session, counts what that took, and says so at the end."""
+    """Feeds and writes with a session, counts what that took, and says so at the end.
+
+    keeper: what saves the session; None where nothing does.
+    """
 
     def __init__(
-        self, command: str, model: Model, session: Session, output: Output, seed: int | None = None
+        self,
+        command: str,
+        opened: Opened,
+        output: Output,
+        seed: int | None = None,
     ):
-        self.model = model
-        self.session = session
+        self.model = opened.model
+        self.session = opened.session
         self.output = output
+        self.keeper: Keeper | None = None
         self.prefill, self.decode = Tally(), Tally()
+        self.reused = opened.restored
+        self.differs_at: int | None = None
         self.perplexity: float | None = None
         self._command, self._seed = command, seed
 
     def feed(self, ids: Sequence[int]) -> None:
         """Evaluates tokens, under a progress bar where that takes a moment."""
         with self.bar(len(ids), "reading") as bar, self.counting(self.prefill):
-            self.session.feed(ids, progress=lambda count: _advance(bar, count))
+            fed = self.session.feed(ids, progress=lambda count: _advance(bar, count))
+        self.prefill.tokens -= fed.reused
+        self.reused += fed.reused
+        if fed.differs_at is not None:
+            self.differs_at = fed.differs_at
 
     def write(self, max_tokens: int | None, how: Sampling, ignore_eos: bool = False) -> str:
         """Streams text to standard output, ends it with a new line and returns why it ended."""
@@ -103,16 +119,25 @@ class Run:
             raise
 
     def close(self, finish_reason: str) -> None:
-        """The closing line, and the report file."""
-        report = self._report(finish_reason)
+        """Saves the session, where it is kept; then the closing line, and the report file."""
+        try:
+            # A prompt that failed halfway would only stand in the way of giving it again.
+            if self.keeper and (finish_reason != "error" or self.decode.tokens):
+                self.keeper.save()
+        finally:
+            self._say(self._report(finish_reason))
+
+    def _say(self, report: Report) -> None:
         if not self.output.quiet:
             with suppress(BrokenPipeError):
-                print(report.line(), file=sys.stderr, flush=True)
+                saved = f" | {self.keeper.saved}" if self.keeper and self.keeper.saved else ""
+                print(report.line() + saved, file=sys.stderr, flush=True)
         if self.output.report is not None:
             report.write(self.output.report)
 
     def _report(self, finish_reason: str) -> Report:
         session, perplexity = self.session, self.perplexity
+        saved = self.keeper.saved if self.keeper else None
         return Report(
             command=self._command,
             model=self.model.name,
@@ -127,6 +152,9 @@ class Run:
             peak_rss_bytes=peak_rss(),
             kv_cells=session.cache.cells,
             kv_bytes=session.cache.nbytes,
+            reused_tokens=self.reused,
+            prefix_differs_at=self.differs_at,
+            saved_bytes=saved.bytes if saved else None,
             perplexity=perplexity if perplexity and math.isfinite(perplexity) else None,
             finish_reason=finish_reason,
         )

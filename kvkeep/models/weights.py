@@ -9,6 +9,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from kvkeep.errors import BadModelFile, UnsupportedModel
+from kvkeep.interrupts import interrupts_deferred
 from kvkeep.models.config import read_json
 from kvkeep.models.spec import ModelSpec
 
@@ -144,7 +145,9 @@ def _read_file(path: Path, names: list[str]) -> Iterator[tuple[str, Tensor]]:
     with _opened(path) as file:
         for name in names:
             try:
-                yield name, file.get_tensor(name)
+                with interrupts_deferred():  # inside, torch makes another error of a Ctrl-C
+                    tensor = file.get_tensor(name)
+                yield name, tensor
             except SafetensorError as error:
                 raise BadModelFile(
                     f"{path} does not hold {name} ({error}); fetch the model again"

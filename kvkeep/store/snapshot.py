@@ -1,20 +1,26 @@
 """A snapshot: all that a session is at one moment, in memory or in a file."""
 
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvkeep.cache import Block, Cells, Layout, PositionMap, Segment
+from kvkeep.cache import Layout, Segment
 from kvkeep.errors import CorruptFile
 from kvkeep.store.codec import Codec, decode, encode
 from kvkeep.store.container import read_container, read_document, write_container
+from kvkeep.store.segments import (
+    read_segment,
+    require,
+    require_tensor,
+    segment_entry,
+    segment_tensors,
+)
 
 KIND, FORMAT = "snapshot", 1
-_CELLS = ("keys", "values", "positions", "serials")
 
 
 @dataclass(frozen=True)
@@ -25,10 +31,10 @@ class Snapshot:
 
     fingerprint: of the model. policy: name and settings. settings: of the session. tokens: `[n]`
     int32, all of them, the forgotten ones too. serials: `[n]` int64, by which a token's cell is
-    found; serial: the next. clock: the time of the next token. hidden: `[1, hidden_size]` and logits: `[vocab]` of the last token; None in an empty session. sampler:
-    the seed and the random generator's state. created: seconds since 1970. notes: JSON values of
-    whoever keeps the session, such as what a chat must remember beside it; kvkeep's library reads
-    none of them.
+    found; serial: the next. clock: the time of the next token. hidden: `[1, hidden_size]` and
+    logits: `[vocab]` of the last token; None in an empty session. sampler: the seed and the random
+    generator's state. created: seconds since 1970. notes: JSON values of whoever keeps the
+    session, such as what a chat must remember beside it; kvkeep's library reads none of them.
     """
 
     fingerprint: dict[str, str]
@@ -61,7 +67,7 @@ class Snapshot:
         """
         tensors: dict[str, Tensor] = {}
         for index, segment in enumerate(self.segments):
-            tensors |= _segment_tensors(index, segment)
+            tensors |= segment_tensors(index, segment)
         tensors |= {"tokens": self.tokens, "serials": self.serials}
         if self.hidden is not None and self.logits is not None:
             tensors |= {"hidden": self.hidden, "logits": self.logits}
@@ -71,6 +77,7 @@ class Snapshot:
             "model": self.model,
             "policy": self.policy,
             "settings": self.settings,
+            "tokens": len(self.tokens),
             "clock": self.clock,
             "serial": self.serial,
             "sampler": self.sampler,
@@ -80,7 +87,7 @@ class Snapshot:
                 "head_dim": self.layout.head_dim,
                 "dtype": str(self.layout.dtype).removeprefix("torch."),
             },
-            "segments": [_segment_entry(segment) for segment in self.segments],
+            "segments": [segment_entry(segment) for segment in self.segments],
             "codec": codec,
             "coding": coding,
             "created": self.created,
@@ -98,7 +105,7 @@ class Snapshot:
         document = container.document
         try:
             return _assemble(document, decode(container.tensors, document["coding"]))
-        except (KeyError, ValueError, TypeError, RuntimeError) as error:
+        except (LookupError, ValueError, TypeError, AttributeError, RuntimeError) as error:
             raise CorruptFile(f"{path} is corrupt: {error!r} while it was put together") from error
 
 
@@ -107,44 +114,16 @@ def describe(path: str | Path) -> dict[str, Any]:
     return read_document(Path(path), KIND, FORMAT)
 
 
-def _in_slot_order(segment: Segment) -> bool:
-    """A full ring is saved as it lies: in another order, sums would be rounded otherwise."""
-    return segment.length == segment.capacity
-
-
-def _segment_tensors(index: int, segment: Segment) -> dict[str, Tensor]:
-    slots = segment.slots(0, segment.length)
-    if _in_slot_order(segment):
-        cells = segment.block.slots
-    elif len(slots) == 1:
-        cells = segment.block.slots.part(slots[0])
-    else:
-        cells = segment.read(0, segment.length)
-    return {f"segment.{index}.{name}": getattr(cells, name) for name in _CELLS}
-
-
-def _segment_entry(segment: Segment) -> dict[str, Any]:
-    return {
-        "map": asdict(segment.map),
-        "limit": segment.limit,
-        "anchor": segment.anchor,
-        "frozen": segment.frozen,
-        "start": segment.start,
-        "length": segment.length,
-        "capacity": segment.capacity,
-        "slot_order": _in_slot_order(segment),
-    }
-
-
 def _assemble(document: dict[str, Any], tensors: dict[str, Tensor]) -> Snapshot:
     layout = Layout(
         **document["layout"] | {"dtype": getattr(torch, document["layout"]["dtype"])},
         device=torch.device("cpu"),
     )
     segments = tuple(
-        _segment(layout, entry, Cells(*(tensors[f"segment.{i}.{name}"] for name in _CELLS)))
-        for i, entry in enumerate(document["segments"])
+        read_segment(index, layout, entry, tensors)
+        for index, entry in enumerate(document["segments"])
     )
+    _check(document, tensors)
     return Snapshot(
         fingerprint=document["fingerprint"],
         model=document["model"],
@@ -164,19 +143,14 @@ def _assemble(document: dict[str, Any], tensors: dict[str, Tensor]) -> Snapshot:
     )
 
 
-def _segment(layout: Layout, entry: dict[str, Any], cells: Cells) -> Segment:
-    segment = Segment(layout, entry["limit"], PositionMap(**entry["map"]), entry["anchor"])
-    segment.frozen = entry["frozen"]
-    segment.start, segment.length = entry["start"], entry["length"]
-    if segment.frozen and not entry["slot_order"]:
-        segment.start = 0  # a frozen run needs no room for more
-    if entry["slot_order"] or segment.start == 0:
-        segment.block = Block(cells)
-        return segment
-    segment.block = Block(Cells.empty(layout, entry["capacity"]))
-    done = 0
-    for slot in segment.slots(0, segment.length):
-        upto = done + slot.stop - slot.start
-        segment.block.slots.write(slot, cells.part(slice(done, upto)))
-        done = upto
-    return segment
+def _check(document: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """What the checksums cannot tell: that whoever wrote the file knew the format."""
+    count = len(tensors["tokens"])
+    require_tensor("tokens", tensors["tokens"], torch.int32, count)
+    require_tensor("serials", tensors["serials"], torch.int64, count)
+    require(("hidden" in tensors) == ("logits" in tensors), "hidden without logits, or the reverse")
+    if "hidden" in tensors:
+        require_tensor("hidden", tensors["hidden"], tensors["hidden"].dtype, 1, None)
+        require_tensor("logits", tensors["logits"], torch.float32, None)
+    require(type(document["clock"]) is int, "clock is not a whole number")
+    require(type(document["serial"]) is int, "serial is not a whole number")

@@ -34,7 +34,8 @@ def test_reports_what_was_done(invoke, tiny, tiny_folder, tmp_path: Path) -> Non
     assert list(report) == [
         *("command", "model", "policy", "max_kv_size", "keep", "seed"),
         *("prompt_tokens", "prefill_tokens_per_s", "generated_tokens", "decode_tokens_per_s"),
-        *("peak_rss_bytes", "kv_cells", "kv_bytes", "perplexity", "finish_reason"),
+        *("peak_rss_bytes", "kv_cells", "kv_bytes", "reused_tokens"),
+        *("prefix_differs_at", "saved_bytes", "perplexity", "finish_reason"),
     ]
     assert report["command"] == "generate"
     assert report["model"] == str(tiny_folder)

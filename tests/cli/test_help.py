@@ -7,15 +7,18 @@ import time
 
 import pytest
 
-from kvkeep.cli import options
+from kvkeep.cli import memory
 from kvkeep.cli.main import main
+from kvkeep.cli.sessions import sessions
 from kvkeep.model import DTYPES
 from kvkeep.policies import POLICIES
+from kvkeep.store.codec import CODECS
 
 COMMANDS = sorted(main.commands)
+SESSIONS = [f"sessions {name}" for name in sorted(sessions.commands)]
 
 
-@pytest.mark.parametrize("command", ["", *COMMANDS])
+@pytest.mark.parametrize("command", ["", *COMMANDS, SESSIONS[0]])
 def test_help_opens_in_half_a_second(command: str) -> None:
     def once() -> float:
         begun = time.perf_counter()
@@ -30,7 +33,8 @@ def test_help_opens_in_half_a_second(command: str) -> None:
 
 
 def test_help_imports_no_torch() -> None:
-    asked = [[], ["--help"], ["--version"], *([name, "--help"] for name in COMMANDS)]
+    commands = [*COMMANDS, *SESSIONS]
+    asked = [[], ["--help"], ["--version"], *([*name.split(), "--help"] for name in commands)]
     program = f"""
 import sys
 from kvkeep.cli.main import main
@@ -59,5 +63,6 @@ def test_every_option_with_a_default_shows_it(invoke) -> None:
 
 
 def test_names_written_out_for_help_are_those_that_exist() -> None:
-    assert sorted(options.POLICY_NAMES) == sorted(POLICIES)
-    assert sorted(options.DTYPE_NAMES) == sorted(DTYPES)
+    assert sorted(memory.POLICY_NAMES) == sorted(POLICIES)
+    assert sorted(memory.DTYPE_NAMES) == sorted(DTYPES)
+    assert sorted(memory.CODEC_NAMES) == sorted(CODECS)

@@ -11,6 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+
+from kvkeep import Snapshot
 
 LONG = "The sea is wide and the night is long. " * 4000
 ENDLESS = ["-n", "-1", "--ignore-eos", "--max-kv-size", "64"]
@@ -68,6 +71,31 @@ def test_ctrl_c_while_reading_reports_what_was_read(start, tiny, terminal, tmp_p
     assert 0 < report["prompt_tokens"] < 40_000
     assert report["prompt_tokens"] % 4 == 0  # whole steps: 4 anchors, then 8 at a time
     assert report["kv_cells"] <= 64
+
+
+def test_a_prompt_that_was_interrupted_is_read_on(
+    start, invoke, tiny, terminal, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setenv("KVKEEP_HOME", str(tmp_path))
+    ours, theirs = terminal
+    text = tmp_path / "long.txt"
+    text.write_text(LONG[: len(LONG) // 10])
+    asked = ["--max-kv-size", 24, "--prefill-step", 4, "--temperature", 0, "--ignore-eos", *tiny]
+    process = start("generate", "--session", "s", "-f", text, *asked, stderr=theirs)
+    _read_until(ours, "reading:")
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=30) == 130
+    _read_until(ours, "session s saved")
+    invoke("generate", "--session", "whole", "-f", text, "-n", 5, *asked)
+    file, whole = (tmp_path / "sessions" / f"{name}.kvkeep" for name in ("s", "whole"))
+    expected, read = Snapshot.load(whole), Snapshot.load(file)
+    assert read.notes["unread"]
+    assert read.tokens.tolist() + read.notes["unread"] == expected.tokens.tolist()[:-5]
+    assert "generate --session NAME -n 0" in invoke("chat", "--session", "s", *tiny).stderr
+    invoke("generate", "--session", "s", "-n", 5, *asked)
+    assert Snapshot.load(file).tokens.tolist() == expected.tokens.tolist()
+    assert torch.equal(Snapshot.load(file).logits, expected.logits)
+    assert "unread" not in Snapshot.load(file).notes
 
 
 def test_ctrl_c_while_scoring_keeps_the_figure(start, tiny, terminal, tmp_path: Path) -> None:

@@ -1,0 +1,98 @@
+"""Saving the session that a command works on."""
+
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvkeep.cli.output_file import check_writable
+from kvkeep.cli.report import megabytes
+from kvkeep.errors import ForeignFile, InvalidArgument, StoreError
+from kvkeep.interrupts import interrupts_deferred
+from kvkeep.models.library import home
+from kvkeep.store.sessions import SessionFolder
+
+if TYPE_CHECKING:
+    from kvkeep import Session
+    from kvkeep.store.codec import Codec
+
+
+def session_folder() -> SessionFolder:
+    """The user's own sessions."""
+    return SessionFolder(home() / "sessions")
+
+
+@dataclass(frozen=True)
+class Saved:
+    """One save. what: as the user knows it."""
+
+    what: str
+    bytes: int
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"{self.what} saved, {megabytes(self.bytes)} in {self.seconds:.2f} s"
+
+
+class Keeper:
+    """Writes a session to its file: whole, or not at all.
+
+    what: the file, as the user knows it. notes: JSON values to keep beside the session; they are
+    not copied, so that whoever changes them need not say so. saved: the last time that the file was
+    written; None if it was not.
+    """
+
+    def __init__(
+        self,
+        session: "Session",
+        file: Path,
+        what: str,
+        notes: dict[str, Any],
+        codec: "Codec" = "none",
+    ):
+        self.notes = notes
+        self.saved: Saved | None = None
+        self.what = what
+        self._session, self._file, self._codec = session, file, codec
+        self._state = self._now()
+
+    def save(self) -> None:
+        """Writes the file if the session changed since it was opened or saved."""
+        if self._now() != self._state:
+            self.write()
+
+    def write(self) -> None:
+        """Writes the file. Ctrl-C waits until that is done; a second one leaves the old file."""
+        begun = time.perf_counter()
+        with interrupts_deferred():
+            snapshot = replace(self._session.snapshot(), notes=self.notes)
+            size = snapshot.save(self._file.resolve(), self._codec)
+            self._state = self._now()
+            self.saved = Saved(self.what, size, time.perf_counter() - begun)
+
+    def _now(self) -> tuple[int, int]:
+        return self._session.cache.time, self._session.keep
+
+
+def check_snapshot_place(file: Path) -> None:
+    """Refuses, before any work, a place where a snapshot cannot or should not be written.
+
+    Raises InvalidArgument; also where that would replace a file that is no snapshot.
+    """
+    check_writable(file)
+    if not file.exists():
+        return
+    if not file.is_file():
+        raise InvalidArgument(f"{file} is a device or a pipe; expected a file to write to")
+    from kvkeep.store.snapshot import describe
+
+    try:
+        if file.stat().st_size:
+            describe(file)
+    except ForeignFile as error:
+        raise InvalidArgument(
+            f"{file} exists and is no snapshot, so it was left as it is; give another name, or "
+            "remove it first"
+        ) from error
+    except StoreError:
+        pass  # a snapshot, if a damaged one: to be replaced

@@ -1,0 +1,171 @@
+"""Options that say which model remembers what, and what is shared on disk."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from kvkeep.cli.options import Decorator, collected, whole_number
+from kvkeep.models.known import KNOWN
+from kvkeep.models.source import DEFAULT_MODEL, home
+
+if TYPE_CHECKING:
+    from kvkeep import Model, PrefixStore, Session
+
+# Written out, because the modules that define them import torch, and help must open at once.
+POLICY_NAMES = ("sliding", "shift", "self_extend", "full")
+DTYPE_NAMES = ("bfloat16", "float32")
+CODEC_NAMES = ("none", "zstd", "int8")
+
+SINKS = 4
+WHOLE_PROMPT = -1
+PREFIX_BYTES = 2_000_000_000
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Which model, and what of a text it remembers.
+
+    keep: None where the command decides. discard, group, window: None for the policy's default.
+    """
+
+    model: str
+    dtype: str
+    device: str
+    max_kv_size: int | None
+    keep: int | None
+    policy: str
+    discard: int | None
+    group: int | None
+    window: int | None
+    prefill_step: int
+
+    def check(self) -> None:
+        """Refuses what can be refused without the model."""
+        if self.max_kv_size is not None and self.keep is not None:
+            from kvkeep.policies import make_policy
+
+            make_policy(self.policy, self.max_kv_size, keep=max(self.keep, 0), **self._settings())
+
+    def load(self, progress: bool) -> "Model":
+        from kvkeep import load_model
+
+        name = self.model
+        if name.lower() not in KNOWN and Path(name).expanduser().exists():
+            # What is saved remembers its model by name, and may be continued in another folder.
+            name = str(Path(name).expanduser().absolute())
+        return load_model(name, dtype=self.dtype, device=self.device, progress=progress)
+
+    def session(self, model: "Model", keep: int, store: "PrefixStore | None" = None) -> "Session":
+        return model.session(
+            self.max_kv_size, keep, self.policy, self.prefill_step, store, **self._settings()
+        )
+
+    def _settings(self) -> dict[str, int | None]:
+        return {"discard": self.discard, "group": self.group, "window": self.window}
+
+
+@dataclass(frozen=True)
+class Prefixes:
+    """Whether evaluated beginnings of prompts are shared on disk, and how much of it they take."""
+
+    prefix_cache: bool
+    prefix_cache_bytes: int
+
+    def store(self) -> "PrefixStore | None":
+        return open_prefix_store(self.prefix_cache_bytes) if self.prefix_cache else None
+
+
+def open_prefix_store(max_bytes: int = PREFIX_BYTES) -> "PrefixStore":
+    """The user's own store of evaluated beginnings of prompts."""
+    from kvkeep import PrefixStore
+
+    return PrefixStore(home() / "prefixes", max_bytes)
+
+
+def memory_options(keep: Decorator) -> Decorator:
+    """keep: the `--keep` option, whose meaning differs between commands."""
+    return collected(
+        Memory,
+        "memory",
+        [
+            click.option(
+                "-m",
+                "--model",
+                metavar="NAME",
+                default=DEFAULT_MODEL,
+                help="Known name, GGUF file, model folder or hub id.",
+            ),
+            click.option(
+                "--max-kv-size",
+                metavar="N",
+                type=whole_number(1),
+                show_default="trained length",
+                help="Most tokens held in memory.",
+            ),
+            keep,
+            click.option(
+                "--policy",
+                type=click.Choice(POLICY_NAMES),
+                default=POLICY_NAMES[0],
+                help="What to do at --max-kv-size.",
+            ),
+            click.option(
+                "--discard",
+                metavar="N",
+                type=whole_number(1),
+                show_default="half",
+                help="Of shift: oldest tokens forgotten at once.",
+            ),
+            click.option(
+                "--group",
+                metavar="N",
+                type=whole_number(1),
+                show_default="4",
+                help="Of self_extend: far tokens that share a position.",
+            ),
+            click.option(
+                "--window",
+                metavar="N",
+                type=whole_number(1),
+                show_default="1024",
+                help="Of self_extend: near tokens that do not.",
+            ),
+            click.option(
+                "--prefill-step",
+                metavar="N",
+                type=whole_number(1),
+                default=512,
+                help="Tokens evaluated at once.",
+            ),
+            click.option(
+                "--dtype",
+                type=click.Choice(DTYPE_NAMES),
+                default=DTYPE_NAMES[0],
+                help="Of weights and memory.",
+            ),
+            click.option("--device", metavar="NAME", default="cpu", help="Torch device."),
+        ],
+    )
+
+
+def prefix_options() -> Decorator:
+    return collected(
+        Prefixes,
+        "prefixes",
+        [
+            click.option(
+                "--prefix-cache",
+                is_flag=True,
+                help="Take what is known of the prompt from disk, and keep the rest there.",
+            ),
+            click.option(
+                "--prefix-cache-bytes",
+                metavar="N",
+                type=whole_number(1),
+                default=PREFIX_BYTES,
+                help="Most disk space for that.",
+            ),
+        ],
+    )

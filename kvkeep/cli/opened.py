@@ -1,0 +1,88 @@
+"""The session that a command works on: a new one, or one that goes on from a file."""
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvkeep.cli.memory import WHOLE_PROMPT, Memory
+from kvkeep.cli.options import given
+from kvkeep.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from kvkeep import Model, Session, Snapshot
+
+FIRST_PROMPT = "first_prompt"  # note: tokens of a session's first prompt
+UNREAD = "unread"  # note: tokens of a prompt that an interrupt left to be evaluated
+CHAT = "chat"  # note: what a chat needs beside its tokens; see Conversation.notes
+
+
+@dataclass
+class Opened:
+    """notes: as they were saved. restored: tokens that came from the file. seed: the one in use."""
+
+    model: "Model"
+    session: "Session"
+    notes: dict[str, Any] = field(default_factory=dict)
+    restored: int = 0
+    seed: int | None = None
+
+
+def resume(file: Path, memory: Memory, progress: bool) -> Opened:
+    """The session in a file, on the model that it was saved with.
+
+    What the user gave no option for is as it was saved.
+
+    Raises InvalidArgument for an option that contradicts the file, StoreError and its kinds for a
+    file that is not sound, FingerprintMismatch for another model.
+    """
+    from kvkeep import Snapshot
+
+    snapshot = Snapshot.load(file)
+    _require_agreement(file, snapshot, memory)
+    model = saved_on(memory, snapshot).load(progress)
+    session = model.restore(snapshot)
+    if given("prefill_step"):
+        session.prefill_step = memory.prefill_step
+    return Opened(
+        model, session, snapshot.notes, len(snapshot.tokens), snapshot.sampler.get("seed")
+    )
+
+
+def saved_on(memory: Memory, snapshot: "Snapshot") -> Memory:
+    """The memory asked for, on the model and dtype of a snapshot where none were."""
+    return replace(
+        memory,
+        model=memory.model if given("model") else snapshot.model,
+        dtype=memory.dtype if given("dtype") else str(snapshot.layout.dtype).removeprefix("torch."),
+    )
+
+
+def apply_keep(opened: Opened, keep: int | None) -> None:
+    """Changes what a restored session never forgets, where the user said so.
+
+    Raises InvalidArgument for a number out of range.
+    """
+    session = opened.session
+    if not given("keep") or keep is None or session.keep == session.max_kv_size:
+        return  # a policy that keeps every token does so whatever is asked
+    if keep == WHOLE_PROMPT:
+        if FIRST_PROMPT not in opened.notes:
+            raise InvalidArgument(
+                "--keep -1 means the first prompt, and where that ended was not saved; give the "
+                f"number of tokens (now {session.keep})"
+            )
+        keep = int(opened.notes[FIRST_PROMPT])
+    if keep != session.keep:
+        session.keep = keep
+
+
+def _require_agreement(file: Path, snapshot: "Snapshot", memory: Memory) -> None:
+    for option in ("policy", "max_kv_size", "discard", "group", "window"):
+        asked = getattr(memory, option)
+        saved = snapshot.policy.get("name" if option == "policy" else option)
+        if given(option) and asked != saved:
+            flag = f"--{option.replace('_', '-')}"
+            raise InvalidArgument(
+                f"{flag} is {asked}, but {file} was saved with {saved}, which cannot be changed; "
+                f"leave {flag} out, or begin anew"
+            )

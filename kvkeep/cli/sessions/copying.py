@@ -1,0 +1,129 @@
+"""`kvkeep sessions fork`, `export` and `import`."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from kvkeep.cli.keeper import check_snapshot_place, session_folder
+from kvkeep.cli.memory import CODEC_NAMES
+from kvkeep.cli.opened import CHAT, FIRST_PROMPT, UNREAD
+from kvkeep.cli.options import whole_number
+from kvkeep.cli.report import counted, megabytes
+from kvkeep.errors import InvalidArgument, StoreError
+from kvkeep.store.atomic import replacing
+
+if TYPE_CHECKING:
+    from kvkeep import Snapshot
+    from kvkeep.store.codec import Codec
+
+
+@click.command()
+@click.argument("source", metavar="NAME")
+@click.argument("target", metavar="NEW")
+@click.option(
+    "--at", metavar="N", type=whole_number(0), help="As it was after N tokens, if still held."
+)
+def fork(source: str, target: str, at: int | None) -> None:
+    """Begin a session where another one is; each then goes its own way."""
+    from kvkeep import Snapshot
+
+    folder = session_folder()
+    file = folder.existing(source)
+    with folder.lock(target) as place:
+        _require_free(place, target)
+        snapshot = Snapshot.load(file)
+        total = len(snapshot.tokens)
+        if at is not None and at > total:
+            raise InvalidArgument(f"--at must be 0 to {total}, the tokens of {source}; found {at}")
+        if at is None or at == total:
+            copy(file, place)
+        else:
+            _at(snapshot, at).save(place)
+        tokens = counted(total if at is None else at, "token")
+        click.echo(f"{target} begins with {tokens} of {source}, {_size(place)}")
+
+
+def _at(snapshot: "Snapshot", count: int) -> "Snapshot":
+    """The snapshot of a session as it was after `count` tokens."""
+    from kvkeep import load_model
+
+    model = load_model(snapshot.model, dtype=str(snapshot.layout.dtype).removeprefix("torch."))
+    session = model.restore(snapshot)
+    session.rewind(len(snapshot.tokens) - count)
+    notes = dict(snapshot.notes)
+    notes.pop(UNREAD, None)
+    if notes.get(FIRST_PROMPT, 0) > count:
+        del notes[FIRST_PROMPT]
+    if CHAT in notes:
+        turns = [turn for turn in notes[CHAT]["turns"] if turn < count]
+        notes[CHAT] = {**notes[CHAT], "turns": turns}
+    return replace(session.snapshot(), notes=notes)
+
+
+@click.command()
+@click.argument("name", metavar="NAME")
+@click.argument("file", metavar="FILE", type=click.Path(path_type=Path))
+@click.option(
+    "--codec",
+    type=click.Choice(CODEC_NAMES),
+    show_default="as it is",
+    help="zstd is smaller, int8 still smaller but not exact.",
+)
+def export(name: str, file: Path, codec: "Codec | None") -> None:
+    """Write a session to a file, for another place or machine."""
+    source = session_folder().existing(name)
+    check_snapshot_place(file)
+    from kvkeep import Snapshot
+
+    snapshot, file = Snapshot.load(source), file.resolve()
+    if codec is None:
+        copy(source, file)
+    else:
+        snapshot.save(file, codec)
+    click.echo(f"{name} written to {file}, {_size(file)}")
+
+
+@click.command("import")
+@click.argument("file", metavar="FILE", type=click.Path(path_type=Path))
+@click.argument("name", metavar="NAME")
+@click.option("--force", is_flag=True, help="Replace a session of that name.")
+def import_(file: Path, name: str, force: bool) -> None:
+    """Make a session of a file that `export` or `generate --cache-prompt` wrote.
+
+    Every byte of it is verified first.
+    """
+    with session_folder().lock(name) as place:
+        if not force:
+            _require_free(place, name)
+        from kvkeep import Snapshot
+
+        tokens = counted(len(Snapshot.load(file).tokens), "token")
+        copy(file, place)
+        click.echo(f"{name} has {tokens}, {_size(place)}")
+
+
+def copy(source: Path, target: Path) -> None:
+    """Copies a file so that the target is whole or as it was. Raises StoreError."""
+    try:
+        with source.open("rb") as original, replacing(target) as file:
+            shutil.copyfileobj(original, file, 1 << 20)
+    except OSError as error:
+        raise StoreError(
+            f"{target} could not be written ({error.strerror or error}); what was there before is "
+            "unchanged"
+        ) from error
+
+
+def _require_free(place: Path, name: str) -> None:
+    if place.exists():
+        raise InvalidArgument(
+            f"there is a session {name!r} already; choose another name, or remove it with "
+            f"`kvkeep sessions rm {name}`"
+        )
+
+
+def _size(file: Path) -> str:
+    return megabytes(file.stat().st_size)

@@ -1,0 +1,89 @@
+"""`kvkeep sessions list`."""
+
+import json
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import click
+
+from kvkeep.cli.keeper import session_folder
+from kvkeep.cli.opened import CHAT
+from kvkeep.cli.report import megabytes
+from kvkeep.errors import StoreError
+
+
+@click.command("list")
+@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+def list_(as_json: bool) -> None:
+    """List sessions, the one saved last first.
+
+    Only the beginning of each file is read; `kvkeep sessions verify` reads them whole.
+    """
+    rows = [_row(path) for path in session_folder().newest()]
+    if as_json:
+        click.echo(json.dumps([asdict(row) for row in rows], indent=2, ensure_ascii=False))
+        return
+    if not rows:
+        click.echo("no sessions; --session NAME of generate and chat begins one", err=True)
+        return
+    table = [("NAME", "SAVED", "SIZE", "TOKENS", "CELLS", "POLICY", "MODEL"), *map(_shown, rows)]
+    widths = [max(len(row[column]) for row in table) for column in range(6)]
+    for name, *numbers, policy, model in table:
+        middle = "  ".join(f"{n:>{w}}" for n, w in zip(numbers, widths[1:5], strict=True))
+        click.echo(f"{name:<{widths[0]}}  {middle}  {policy:<{widths[5]}}  {model}")
+
+
+@dataclass(frozen=True)
+class _Row:
+    """saved: seconds since 1970. error: why the rest is not known, where it is not."""
+
+    name: str
+    bytes: int
+    saved: float
+    kind: str | None = None
+    model: str | None = None
+    policy: str | None = None
+    max_kv_size: int | None = None
+    tokens: int | None = None
+    cells: int | None = None
+    error: str | None = None
+
+
+def _row(path: Path) -> _Row:
+    from kvkeep.store.snapshot import describe
+
+    status = path.stat()
+    try:
+        found = describe(path)
+        return _Row(
+            path.stem,
+            status.st_size,
+            status.st_mtime,
+            "chat" if CHAT in found["notes"] else "text",
+            found["model"],
+            found["policy"]["name"],
+            found["policy"]["max_kv_size"],
+            found["tokens"],
+            sum(segment["length"] for segment in found["segments"]),
+        )
+    except StoreError as error:
+        why = str(error)
+    except KeyError as error:
+        why = f"{path} does not say its {error}: another version of kvkeep made it"
+    return _Row(path.stem, status.st_size, status.st_mtime, error=why)
+
+
+def _shown(row: _Row) -> tuple[str, ...]:
+    saved = time.strftime("%Y-%m-%d %H:%M", time.localtime(row.saved))
+    if row.error is not None:
+        return (row.name, saved, megabytes(row.bytes), "-", "-", "-", f"({row.error})")
+    return (
+        row.name,
+        saved,
+        megabytes(row.bytes),
+        f"{row.tokens:,}",
+        f"{row.cells:,} of {row.max_kv_size:,}",
+        str(row.policy),
+        str(row.model),
+    )

@@ -1,0 +1,33 @@
+"""`kvkeep sessions rm` and `kvkeep sessions gc`."""
+
+import click
+
+from kvkeep.cli.keeper import session_folder
+from kvkeep.cli.report import counted, megabytes
+from kvkeep.models.library import home
+from kvkeep.store.atomic import sweep
+
+
+@click.command()
+@click.argument("names", metavar="NAME...", nargs=-1, required=True)
+def rm(names: tuple[str, ...]) -> None:
+    """Remove sessions."""
+    folder = session_folder()
+    for name in names:
+        folder.existing(name)  # all, or none
+    for name in names:
+        click.echo(f"removed {name}, {megabytes(folder.remove(name))}")
+
+
+@click.command()
+def gc() -> None:
+    """Remove what processes that were killed left behind; no session goes.
+
+    These are half-written files of sessions and of the prefix cache, and locks of sessions that
+    are gone.
+    """
+    prefixes = home() / "prefixes"
+    removed = session_folder().sweep() + (sweep(prefixes) if prefixes.is_dir() else [])
+    for file in removed:
+        click.echo(f"removed {file}")
+    click.echo(f"{counted(len(removed), 'file')} removed")

@@ -1,0 +1,86 @@
+"""`kvkeep sessions show`: a session's text, and what of it is still remembered."""
+
+import sys
+import time
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from kvkeep.cli.opened import UNREAD
+from kvkeep.cli.report import counted, megabytes
+from kvkeep.cli.sessions.verify import session_or_file
+from kvkeep.errors import FingerprintMismatch
+
+if TYPE_CHECKING:
+    from kvkeep import Snapshot
+    from kvkeep.models.text import TextCodec
+
+
+@click.command()
+@click.argument("name", metavar="NAME|FILE")
+@click.option("--forgotten", is_flag=True, help="Show the text that is forgotten, too.")
+def show(name: str, forgotten: bool) -> None:
+    """Show what a session holds, and its text.
+
+    Where tokens are forgotten, a mark in brackets says how many.
+    """
+    from kvkeep import Snapshot
+
+    file = session_or_file(name)
+    snapshot = Snapshot.load(file)
+    for what, value in _facts(file, snapshot):
+        click.echo(f"{what:<8} {value}")
+    click.echo()
+    text = _tokenizer(file, snapshot)
+    for remembered, ids in runs(snapshot):
+        if remembered:
+            sys.stdout.write(text.decode(ids))
+        else:
+            sys.stdout.write(_mark(len(ids), text.decode(ids) if forgotten else None))
+    click.echo()
+
+
+def runs(snapshot: "Snapshot") -> Iterator[tuple[bool, list[int]]]:
+    """All token ids in order, in runs that are remembered (True) or forgotten (False)."""
+    live = {serial for segment in snapshot.segments for serial in segment.serials()}
+    tokens = zip(snapshot.serials.tolist(), snapshot.tokens.tolist(), strict=True)
+    for remembered, run in groupby(tokens, lambda token: token[0] in live):
+        yield remembered, [index for _, index in run]
+
+
+def _facts(file: Path, snapshot: "Snapshot") -> Iterator[tuple[str, str]]:
+    policy = snapshot.policy
+    settings = ", ".join(f"{key} {value}" for key, value in policy.items() if key != "name")
+    dtype = str(snapshot.layout.dtype).removeprefix("torch.")
+    total = len(snapshot.tokens)
+    yield "file", f"{file}, {megabytes(file.stat().st_size)}"
+    yield "saved", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(snapshot.created))
+    yield "model", f"{snapshot.model}, {dtype}"
+    yield "policy", f"{policy['name']}: {settings}"
+    yield "tokens", f"{total:,}, of which {snapshot.cells:,} are remembered"
+    if unread := snapshot.notes.get(UNREAD):
+        yield "unread", f"{counted(len(unread), 'token')} of a prompt that was interrupted"
+
+
+def _tokenizer(file: Path, snapshot: "Snapshot") -> "TextCodec":
+    from blake3 import blake3
+
+    from kvkeep.models.source import resolve
+    from kvkeep.models.text import TextCodec
+
+    text = TextCodec.open(resolve(snapshot.model, progress=True))
+    if blake3(text.tokenizer.to_str().encode()).hexdigest() != snapshot.fingerprint["tokenizer"]:
+        raise FingerprintMismatch(
+            f"the text of {file} cannot be shown: the tokenizer of {snapshot.model} is another one "
+            "than when it was saved"
+        )
+    return text
+
+
+def _mark(count: int, text: str | None) -> str:
+    what = f"{count:,} forgotten {'token' if count == 1 else 'tokens'}"
+    mark = f"[... {what} ...]" if text is None else f"[{what}: {text}]"
+    return click.style(mark, dim=True) if sys.stdout.isatty() else mark

@@ -1,0 +1,416 @@
+"""Sessions and prompts in files: what goes on from one is what never stopped."""
+
+import json
+import resource
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from kvkeep import Snapshot
+from kvkeep.cli.memory import CODEC_NAMES
+
+GREEDY = ["--temperature", "0", "--repetition-penalty", "1"]
+TEXT = "One two three four five six seven eight nine ten eleven twelve."
+QUIET = ["--no-progress", "--ignore-eos"]
+
+
+@pytest.fixture(autouse=True)
+def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("KVKEEP_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+def _saved(home: Path, name: str) -> Snapshot:
+    return Snapshot.load(home / "sessions" / f"{name}.kvkeep")
+
+
+def _require_same(one: Snapshot, other: Snapshot) -> None:
+    assert one.tokens.tolist() == other.tokens.tolist()
+    assert torch.equal(one.logits, other.logits)
+    assert one.sampler == other.sampler
+    assert one.cells == other.cells
+
+
+def _refused(result, *said: str) -> None:
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    lines = result.stderr.splitlines()
+    assert len(lines) == 1, result.stderr
+    assert lines[0].startswith("kvkeep: error: ")
+    for text in said:
+        assert text in lines[0]
+
+
+# Going on
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, ["--temperature", "1.5", "--seed", "7"]])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        ["--max-kv-size", "24"],
+        ["--policy", "shift", "--max-kv-size", "24", "--discard", "5"],
+        ["--policy", "self_extend", "--group", "4", "--window", "16"],
+        ["--policy", "full"],
+    ],
+    ids=lambda policy: policy[1],
+)
+def test_two_runs_are_one_long_run(invoke, tiny, home, sampling, policy) -> None:
+    asked = ["generate", *QUIET, *sampling, *policy, *tiny]
+    first = invoke(*asked, "--session", "s", "-p", TEXT, "-n", 17)
+    second = invoke(*asked, "--session", "s", "-n", 23)
+    whole = invoke(*asked, "--session", "whole", "-p", TEXT, "-n", 40)
+    assert first.stdout[:-1] + second.stdout[:-1] == whole.stdout[:-1]
+    _require_same(_saved(home, "s"), _saved(home, "whole"))
+    assert "session s saved" in first.stderr
+    assert "reused 30 tokens" in second.stderr
+
+
+def test_a_new_process_goes_on_with_what_was_saved(start, invoke, tiny, home) -> None:
+    """Model, dtype, budget and seed are those of the session: it need only be named."""
+    asked = ["-p", TEXT, "--seed", 5, "--temperature", 1, "--max-kv-size", 16, *QUIET, *tiny]
+    invoke("generate", "--session", "whole", "-n", 40, *asked)
+    invoke("generate", "--session", "s", "-n", 20, *asked)
+    process = start("generate", "--session", "s", "-n", 20, "--temperature", 1, *QUIET)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 0, said
+    _require_same(_saved(home, "s"), _saved(home, "whole"))
+
+
+def test_without_a_seed_the_session_goes_on_with_its_own(invoke, tiny, tmp_path: Path) -> None:
+    seeds = []
+    for prompt in (["-p", TEXT], []):
+        report = tmp_path / "report.json"
+        invoke("generate", "--session", "s", *prompt, "-n", 4, "--report", report, *tiny)
+        seeds.append(json.loads(report.read_text())["seed"])
+    assert seeds[0] == seeds[1]
+
+
+def test_more_text_follows_on_what_is_there(invoke, tiny, home) -> None:
+    invoke("generate", "--session", "s", "-p", "One two", "-n", 0, *tiny)
+    invoke("generate", "--session", "s", "-p", " three four", "-n", 0, input="not read")
+    invoke("generate", "--session", "whole", "-p", "One two three four", "-n", 0, *tiny)
+    assert _saved(home, "s").tokens.tolist() == _saved(home, "whole").tokens.tolist()
+
+
+def test_the_model_is_found_from_another_folder(invoke, tiny, tiny_folder, monkeypatch) -> None:
+    monkeypatch.chdir(tiny_folder.parent)
+    invoke("generate", "--session", "s", "-p", TEXT, "-n", 1, "-m", tiny_folder.name)
+    monkeypatch.chdir("/")
+    assert invoke("generate", "--session", "s", "-n", 1).exit_code == 0
+
+
+def test_keep_can_be_changed_and_the_rest_cannot(invoke, tiny, home) -> None:
+    asked = ["generate", "--session", "s", "-n", 2, *QUIET]
+    invoke(*asked, "-p", TEXT, "--max-kv-size", 24, "--keep", -1, *tiny)
+    assert _saved(home, "s").policy["keep"] == 13
+    assert invoke(*asked, "--keep", 6, "--max-kv-size", 24).exit_code == 0
+    assert _saved(home, "s").policy["keep"] == 6
+    assert invoke(*asked, "--keep", -1).exit_code == 0
+    assert _saved(home, "s").policy["keep"] == 13
+    invoke(*asked)
+    assert _saved(home, "s").policy["keep"] == 13
+    before = _saved(home, "s").tokens.tolist()
+    _refused(invoke(*asked, "--keep", 24), "found 24")
+    _refused(invoke(*asked, "--max-kv-size", 32), "--max-kv-size is 32", "saved with 24")
+    _refused(invoke(*asked, "--policy", "full"), "--policy is full", "saved with sliding")
+    _refused(invoke(*asked, "--dtype", "bfloat16"), "float32 there, bfloat16 here")
+    assert _saved(home, "s").tokens.tolist() == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--session", "../s"], "name must be"),
+        (["--session", "s", "--cache-prompt", "x"], "leave --cache-prompt"),
+        (["--session", "s", "--restore-prompt", "x"], "leave --cache-prompt"),
+        (["--codec", "zstd"], "--cache-prompt"),
+        (["--cache-prompt", "/no/such/folder/x"], "cannot be written"),
+        (["--cache-prompt", "/dev/null"], "device"),
+        (["--restore-prompt", "nothing-there"], "nothing-there cannot be read: No such file"),
+        (["--cache-prompt", "x", "--codec", "rar"], "'rar' is not one of"),
+        (["--prefix-cache-bytes", 0], "expected 1 or more"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_the_model(invoke, home, arguments, said) -> None:
+    _refused(invoke("generate", "-p", "x", *arguments, "-m", "no-such-model"), said)
+    assert not home.exists()
+
+
+# Interrupted
+
+
+def _interrupted_session(start, asked: list[object], home: Path) -> str:
+    process = start("generate", "--session", "s", "-p", TEXT, "-n", -1, *asked)
+    process.stdout.read(30)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == 130
+    return said.decode().splitlines()[-1]
+
+
+def test_ctrl_c_saves_what_was_written(start, invoke, tiny, home) -> None:
+    asked = [*QUIET, "--max-kv-size", 24, "--temperature", 1, "--seed", 3, *tiny]
+    assert "session s saved" in _interrupted_session(start, asked, home)
+    count = len(_saved(home, "s").tokens) - 13
+    assert count > 0
+    invoke("generate", "--session", "s", "-n", 5, *asked)
+    invoke("generate", "--session", "whole", "-p", TEXT, "-n", count + 5, *asked)
+    _require_same(_saved(home, "s"), _saved(home, "whole"))
+
+
+def _wait_for(happened) -> None:
+    deadline = time.monotonic() + 30
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_reader_that_leaves_loses_nothing(start, tiny, home) -> None:
+    process = start("generate", "--session", "s", "-p", TEXT, "-n", -1, *QUIET, *tiny)
+    process.stdout.read(5)
+    process.stdout.close()
+    assert process.wait(timeout=30) == 141
+    assert len(_saved(home, "s").tokens) > 13
+
+
+def test_a_memory_that_is_full_keeps_what_was_written(invoke, tiny, home) -> None:
+    asked = ["--policy", "full", "--max-kv-size", 20, *QUIET, *tiny]
+    assert invoke("generate", "--session", "s", "-p", TEXT, *asked).exit_code == 2
+    assert len(_saved(home, "s").tokens) == 20
+    _refused_prompt = invoke("generate", "--session", "new", "-p", TEXT * 3, *asked)
+    _refused(_refused_prompt, "at most 20 tokens")
+    assert not (home / "sessions" / "new.kvkeep").exists()
+
+
+def test_a_session_in_use_is_refused(start, invoke, tiny, home) -> None:
+    process = start("chat", "--session", "s", *tiny)
+    _wait_for((home / "sessions" / ".s.lock").exists)
+    for command in (["generate", "-p", "x"], ["chat"]):
+        result = invoke(*command, "--session", "s", "-m", "no-such-model")
+        _refused(result, "another process is using session 's'")
+    _, said = process.communicate(b"", timeout=30)
+    assert process.returncode == 0, said
+    assert not (home / "sessions" / "s.kvkeep").exists(), "nothing was said, nothing is kept"
+
+
+# Files that cannot be used
+
+
+def _corrupt(content: bytes) -> bytes:
+    return content[:-3000] + bytes([content[-3000] ^ 1]) + content[-2999:]
+
+
+BAD = {
+    "corrupt": (_corrupt, "corrupt"),
+    "truncated": (lambda content: content[:-1], "truncated"),
+    "no header": (lambda content: content[:40], "truncated"),
+    "empty": (lambda content: b"", "not a kvkeep snapshot"),
+    "foreign": (lambda content: b"GIF89a" + bytes(4000), "not a kvkeep snapshot"),
+}
+
+
+@pytest.mark.parametrize("harm", BAD)
+def test_a_file_that_is_not_sound_is_refused_and_left(invoke, tiny, home, harm: str) -> None:
+    invoke("generate", "--session", "s", "-p", TEXT, "-n", 2, *tiny)
+    file = home / "sessions" / "s.kvkeep"
+    change, said = BAD[harm]
+    file.write_bytes(change(file.read_bytes()))
+    bad = file.read_bytes()
+    _refused(invoke("generate", "--session", "s", "-n", 2, *tiny), said, str(file))
+    _refused(invoke("chat", "--session", "s", *tiny, input="Hi\n"), said, str(file))
+    _refused(invoke("generate", "--restore-prompt", file, "-n", 2, *tiny), said, str(file))
+    assert file.read_bytes() == bad
+
+
+def test_another_model_is_refused(invoke, tiny, tiny_folder, tmp_path: Path, home) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(tiny_folder, other)
+    tensors = load_file(other / "model.safetensors")
+    tensors["model.norm.weight"][0] += 0.001
+    save_file(tensors, other / "model.safetensors")
+    invoke("generate", "--session", "s", "-p", TEXT, "-n", 2, *tiny)
+    before = (home / "sessions" / "s.kvkeep").read_bytes()
+    _refused(invoke("generate", "--session", "s", "-m", other), "the weights differ")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"rope_theta": 5000.0}))
+    _refused(invoke("generate", "--session", "s", "-m", other), "the rope differs")
+    assert (home / "sessions" / "s.kvkeep").read_bytes() == before
+
+
+def test_a_save_that_fails_leaves_the_file_as_it_was(start, invoke, tiny, home) -> None:
+    invoke("generate", "--session", "s", "-p", TEXT, "-n", 2, *tiny)
+    file = home / "sessions" / "s.kvkeep"
+    before = file.read_bytes()
+    process = start(
+        *("generate", "--session", "s", "-n", 40, *QUIET),
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000)),
+    )
+    text, said = process.communicate(timeout=30)
+    assert process.returncode == 2
+    assert text.strip()
+    assert "could not be written (File too large)" in said.decode().splitlines()[-1]
+    assert "Traceback" not in said.decode()
+    assert file.read_bytes() == before
+    assert sorted(path.name for path in file.parent.iterdir()) == [".s.lock", "s.kvkeep"]
+
+
+# Prompts in files
+
+
+def test_a_restored_prompt_is_as_good_as_an_evaluated_one(invoke, tiny, tmp_path: Path) -> None:
+    file, report = tmp_path / "prompt.kvkeep", tmp_path / "report.json"
+    cached = invoke("generate", "-p", "One two three", "--cache-prompt", file, *tiny)
+    assert cached.stdout == ""
+    assert f"{file} saved" in cached.stderr
+    whole = invoke("generate", "-p", "One two three four five", "-n", 20, *GREEDY, *tiny).stdout
+    asked = ["generate", "--restore-prompt", file, "-n", 20, *GREEDY, "--report", report]
+    assert invoke(*asked, "-p", " four five").stdout == whole
+    figures = json.loads(report.read_text())
+    assert (figures["prompt_tokens"], figures["reused_tokens"]) == (2, 3)
+    before = file.read_bytes()
+    assert invoke(*asked).stdout == invoke(*asked, input="not read").stdout != whole
+    assert json.loads(report.read_text())["prompt_tokens"] == 0
+    assert file.read_bytes() == before
+
+
+def test_codecs_trade_size_for_exactness(invoke, tiny, tmp_path: Path) -> None:
+    sizes, texts, report = {}, {}, tmp_path / "report.json"
+    for codec in CODEC_NAMES:
+        file = tmp_path / codec
+        options = ["--codec", codec, "--report", report]
+        invoke("generate", "-p", TEXT * 40, "--cache-prompt", file, *options, *tiny)
+        sizes[codec] = json.loads(report.read_text())["saved_bytes"]
+        assert sizes[codec] == file.stat().st_size
+        texts[codec] = invoke("generate", "--restore-prompt", file, "-n", 20, *GREEDY).stdout
+    assert sizes["none"] > sizes["zstd"] > sizes["int8"]
+    assert texts["none"] == texts["zstd"]
+
+
+def test_a_file_that_is_no_snapshot_is_not_replaced(invoke, tiny, tmp_path: Path) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text(TEXT)
+    _refused(invoke("generate", "-f", file, "--cache-prompt", file, *tiny), "is no snapshot")
+    assert file.read_text() == TEXT
+
+
+def test_the_prefix_cache_is_used_and_says_where_it_ends(invoke, tiny, tmp_path: Path) -> None:
+    report, words = tmp_path / "report.json", [f"word{n}" for n in range(300)]
+    asked = ["generate", "-n", 8, "--prefix-cache", "--report", report, *GREEDY, *tiny]
+
+    def run(text: str) -> tuple[str, str, dict]:
+        result = invoke(*asked, "-p", text)
+        return result.stdout, result.stderr, json.loads(report.read_text())
+
+    text = " ".join(words)
+    first, _, figures = run(text)
+    total = figures["prompt_tokens"]
+    assert (figures["reused_tokens"], figures["prefix_differs_at"]) == (0, 0)
+    again, said, figures = run(text)
+    stored = total // 256 * 256
+    assert again == first
+    assert (figures["reused_tokens"], figures["prompt_tokens"]) == (stored, total - stored)
+    assert figures["prefix_differs_at"] is None
+    assert f"reused {stored} tokens |" in said
+    words[200] = "another"
+    _, said, figures = run(" ".join(words))
+    differs = figures["prefix_differs_at"]
+    assert 256 <= figures["reused_tokens"] <= differs < total
+    assert f"reused {figures['reused_tokens']} tokens, first differs at token {differs}" in said
+    words[200] = "third"
+    why = invoke("why", "-p", " ".join(words), *tiny)
+    assert f"at token {differs:,}:" in why.stdout
+    assert "word199>>> third word201" in " ".join(why.stdout.split("\n")).replace(" >>>", ">>> ")
+    found = json.loads(invoke("why", "-p", " ".join(words), "--json", *tiny).stdout)
+    assert found["differs_at"] == differs
+    assert found["stored_tokens"] == figures["reused_tokens"]
+    assert "begins with its first token" in invoke("why", "-p", "!" * 4000, *tiny).stdout
+    assert "less than a block" in invoke("why", "-p", "Hello", *tiny).stdout
+
+
+# Chats
+
+
+CHAT = ["chat", "-n", 6, "--max-kv-size", 64, "--seed", 1, "--no-progress"]
+SYSTEM = ["--system", "You speak of roses."]
+
+
+def test_a_chat_goes_on_where_it_was(invoke, tiny, home) -> None:
+    invoke(*CHAT, *SYSTEM, "--session", "s", *tiny, input="One?\n")
+    invoke(*CHAT, "-c", *tiny, input="Two?\n")
+    invoke(*CHAT, *SYSTEM, "--session", "s", input="Three?\nFour?\n/undo\n")
+    invoke(*CHAT, *SYSTEM, "--session", "w", *tiny, input="One?\nTwo?\nThree?\nFour?\n/undo\n")
+    one, other = _saved(home, "s"), _saved(home, "w")
+    assert one.tokens.tolist() == other.tokens.tolist()
+    assert one.notes == other.notes
+    assert torch.equal(one.logits, other.logits)
+    assert len(one.notes["chat"]["turns"]) == 3
+
+
+def test_a_turn_can_be_taken_back_after_a_restart(invoke, tiny, home) -> None:
+    asked = ["chat", "-n", 6, "--seed", 1, "--no-progress"]
+    invoke(*asked, *SYSTEM, "--session", "s", *tiny, input="One?\n")
+    tokens = _saved(home, "s").tokens.tolist()
+    invoke(*asked, "-c", input="Two?\n")
+    assert "1 turn before this" in invoke(*asked, "-c", input="/undo\n").stderr
+    assert _saved(home, "s").tokens.tolist() == tokens
+    invoke(*asked, "-c", input="/undo\n")
+    invoke(*asked, "-c", input="One?\n")
+    assert _saved(home, "s").tokens.tolist()[:20] == tokens[:20], "the system prompt is known still"
+
+
+def test_the_latest_chat_is_continued_and_no_other_session(invoke, tiny, home) -> None:
+    _refused(invoke("chat", "-c", input="Hi\n"), "there is no chat to continue")
+    for name in ("a", "b", "a"):
+        invoke(*CHAT, "--session", name, *tiny, input="Hi\n")
+    invoke("generate", "--session", "text", "-p", TEXT, "-n", 1, *tiny)
+    turns = len(_saved(home, "a").notes["chat"]["turns"])
+    invoke(*CHAT, "-c", *tiny, input="Hi\n")
+    assert len(_saved(home, "a").notes["chat"]["turns"]) == turns + 1
+    _refused(invoke("chat", "-c", "--session", "a"), "leave it or --session out")
+    _refused(invoke("chat", "-c", *SYSTEM, input="Hi\n"), "--system comes first")
+
+
+def test_each_turn_is_safe_as_soon_as_it_is_answered(start, invoke, tiny, home) -> None:
+    process = start(*CHAT, "--session", "s", *tiny)
+    file = home / "sessions" / "s.kvkeep"
+    process.stdin.write(b"One?\n")
+    process.stdin.flush()
+    _wait_for(file.exists)
+    process.send_signal(signal.SIGKILL)
+    process.wait(timeout=30)
+    assert len(_saved(home, "s").notes["chat"]["turns"]) == 1
+    assert "session s saved" in invoke(*CHAT, "-c", input="Two?\n").stderr
+
+
+def test_ctrl_c_in_a_piped_chat_saves_the_answer_so_far(start, tiny, home) -> None:
+    process = start("chat", "--session", "s", "-n", -1, "--temperature", 3, "--top-k", 0, *tiny)
+    process.stdin.write(b"Tell me a story.\n")
+    process.stdin.flush()
+    process.stdout.read(100)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "session s saved" in said.decode().splitlines()[-1]
+    assert len(_saved(home, "s").tokens) > 20
+
+
+def test_a_full_disk_does_not_end_a_chat(start, invoke, tiny, home) -> None:
+    invoke(*CHAT, "--session", "s", *tiny, input="One?\n")
+    before = (home / "sessions" / "s.kvkeep").read_bytes()
+    process = start(
+        *(*CHAT, "-c"),
+        stdout=subprocess.PIPE,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000)),
+    )
+    text, said = process.communicate(b"Two?\nThree?\n", timeout=30)
+    assert process.returncode == 2, "what was said is not on disk"
+    assert text.count(b"\n") >= 2
+    assert said.decode().count("could not be written") == 3
+    assert (home / "sessions" / "s.kvkeep").read_bytes() == before

@@ -1,0 +1,219 @@
+"""`kvkeep sessions`: what is kept is listed, shown, checked, copied and removed."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvkeep import Snapshot
+from kvkeep.store.snapshot import describe
+
+TEXT = "One two three four five six seven eight nine ten eleven twelve."
+GREEDY = ["--temperature", "0", "--ignore-eos"]
+
+
+@pytest.fixture(autouse=True)
+def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("KVKEEP_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def file(invoke, tiny, home) -> Path:
+    """Session `s`: 13 + 20 tokens, of which 24 are remembered."""
+    result = invoke(
+        *("generate", "--session", "s", "-p", TEXT, "-n", 20, "--max-kv-size", 24, "--keep", 3),
+        *(*GREEDY, *tiny),
+    )
+    assert result.exit_code == 0
+    return home / "sessions" / "s.kvkeep"
+
+
+def _damage(file: Path) -> bytes:
+    content = bytearray(file.read_bytes())
+    content[-3000] ^= 1
+    file.write_bytes(content)
+    return bytes(content)
+
+
+def test_list_says_what_there_is(invoke, file, tiny, tiny_folder) -> None:
+    invoke("chat", "--session", "c", "-n", 3, *tiny, input="Hi\n")
+    rows = json.loads(invoke("sessions", "list", "--json").stdout)
+    assert [(row["name"], row["kind"]) for row in rows] == [("c", "chat"), ("s", "text")]
+    assert (rows[1]["tokens"], rows[1]["cells"], rows[1]["max_kv_size"]) == (33, 24, 24)
+    assert (rows[1]["model"], rows[1]["policy"]) == (str(tiny_folder), "sliding")
+    assert rows[1]["bytes"] == file.stat().st_size
+    lines = invoke("sessions", "list").stdout.splitlines()
+    assert lines[0].split()[:2] == ["NAME", "SAVED"]
+    assert lines[2].split()[0] == "s"
+    assert "24 of 24" in lines[2]
+
+
+def test_list_goes_on_past_a_file_that_is_not_sound(invoke, file) -> None:
+    file.with_name("bad.kvkeep").write_bytes(b"nothing of ours")
+    result = invoke("sessions", "list")
+    assert result.exit_code == 0
+    assert "bad.kvkeep is not a kvkeep snapshot" in result.stdout
+    assert "24 of 24" in result.stdout
+
+
+def test_no_sessions_are_an_empty_list(invoke, home) -> None:
+    assert invoke("sessions", "list").stdout == ""
+    assert invoke("sessions", "list", "--json").stdout == "[]\n"
+    assert invoke("sessions", "verify").exit_code == 0
+    assert "0 files removed" in invoke("sessions", "gc").stdout
+    assert not home.exists()
+
+
+def test_show_marks_what_is_forgotten(invoke, file) -> None:
+    shown = invoke("sessions", "show", "s").stdout
+    assert "tokens   33, of which 24 are remembered" in shown
+    assert "\n\nOne two three[... 9 forgotten tokens ...]." in shown
+    everything = invoke("sessions", "show", file, "--forgotten").stdout
+    forgotten = " four five six seven eight nine ten eleven twelve"
+    assert f"\n\nOne two three[9 forgotten tokens: {forgotten}]." in everything
+
+
+def test_show_refuses_another_tokenizer(invoke, tiny_folder, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny_folder, model)
+    invoke("generate", "--session", "s", "-p", TEXT, "-n", 1, "-m", model)
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    tokenizer["added_tokens"][0]["lstrip"] ^= True
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    result = invoke("sessions", "show", "s")
+    assert result.exit_code == 2
+    assert "the tokenizer of" in result.stderr
+
+
+def test_verify_reads_every_byte_and_changes_nothing(invoke, file, tmp_path: Path) -> None:
+    other = tmp_path / "elsewhere.kvkeep"
+    shutil.copy(file, other)
+    result = invoke("sessions", "verify", "s", other)
+    assert result.exit_code == 0
+    assert [line.split(":")[0] for line in result.stdout.splitlines()] == [
+        "OK   s",
+        f"OK   {other}",
+    ]
+    bad = _damage(file)
+    result = invoke("sessions", "verify", other, "s")
+    assert result.exit_code == 2
+    assert result.stdout.splitlines()[0].startswith("OK ")
+    assert result.stdout.splitlines()[1].startswith("BAD  s: ")
+    assert "corrupt" in result.stdout
+    assert file.read_bytes() == bad
+    assert invoke("sessions", "verify").exit_code == 2
+
+
+def test_a_fork_goes_its_own_way(invoke, file) -> None:
+    before = file.read_bytes()
+    assert "t begins with 33 tokens of s" in invoke("sessions", "fork", "s", "t").stdout
+    assert file.with_name("t.kvkeep").read_bytes() == before
+    invoke("generate", "--session", "t", "-n", 5, *GREEDY)
+    assert file.read_bytes() == before
+    assert len(Snapshot.load(file.with_name("t.kvkeep")).tokens) == 38
+
+
+def test_a_fork_at_an_earlier_token_is_the_session_as_it_was_then(invoke, tiny, home) -> None:
+    asked = ["generate", "--session", "s", *GREEDY, *tiny]
+    invoke(*asked, "-p", TEXT, "-n", 10)
+    invoke("generate", "--session", "then", *GREEDY, *tiny, "-p", TEXT, "-n", 6)
+    assert "t begins with 19 tokens of s" in invoke("sessions", "fork", "s", "t", "--at", 19).stdout
+    one, other = (Snapshot.load(home / "sessions" / f"{name}.kvkeep") for name in ("t", "then"))
+    assert one.tokens.tolist() == other.tokens.tolist()
+    torch.testing.assert_close(one.logits, other.logits)
+    assert one.notes == other.notes
+
+
+def test_a_fork_of_a_chat_knows_the_turns_that_it_has(invoke, tiny, home) -> None:
+    invoke("chat", "--session", "s", "-n", 5, *tiny, input="One?\nTwo?\n")
+    notes = Snapshot.load(home / "sessions" / "s.kvkeep").notes["chat"]
+    invoke("sessions", "fork", "s", "t", "--at", notes["turns"][1])
+    forked = Snapshot.load(home / "sessions" / "t.kvkeep")
+    assert forked.notes["chat"] == {**notes, "turns": notes["turns"][:1]}
+    assert "0 turns before this" in invoke("chat", "-c", input="/undo\n").stderr
+
+
+def test_export_and_import_carry_a_session(invoke, file, tmp_path: Path) -> None:
+    expected = invoke("generate", "--restore-prompt", file, "-n", 9, *GREEDY).stdout
+    plain, small = tmp_path / "plain", tmp_path / "small"
+    invoke("sessions", "export", "s", plain)
+    assert plain.read_bytes() == file.read_bytes()
+    invoke("sessions", "export", "s", small, "--codec", "zstd")
+    assert (describe(plain)["codec"], describe(small)["codec"]) == ("none", "zstd")
+    assert "t has 33 tokens" in invoke("sessions", "import", small, "t").stdout
+    assert invoke("generate", "--session", "t", "-n", 9, *GREEDY).stdout == expected
+
+
+def test_rm_says_what_it_removed(invoke, file) -> None:
+    invoke("sessions", "fork", "s", "t")
+    result = invoke("sessions", "rm", "t", "x")
+    assert result.exit_code == 2
+    assert "there is no session 'x'; expected one of: s, t" in result.stderr
+    assert file.with_name("t.kvkeep").exists(), "all, or none"
+    result = invoke("sessions", "rm", "t", "s")
+    assert [line.split(",")[0] for line in result.stdout.splitlines()] == ["removed t", "removed s"]
+    assert list(file.parent.iterdir()) == []
+
+
+def test_gc_removes_what_killed_writers_left(invoke, file, home) -> None:
+    prefixes = home / "prefixes"
+    prefixes.mkdir()
+    left = [folder / ".kvkeep-writing-0123456789abcdef.x" for folder in (file.parent, prefixes)]
+    for path in left:
+        path.write_bytes(b"half")
+    result = invoke("sessions", "gc")
+    assert all(f"removed {path}" in result.stdout for path in left)
+    assert not any(path.exists() for path in left)
+    assert invoke("sessions", "verify", "s").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["show", "nope"], "there is no session 'nope'; expected one of: s"),
+        (["verify", "nope"], "there is no session 'nope'"),
+        (["verify", "./nope"], "there is no file ./nope"),
+        (["fork", "s", "s"], "a session 's' already"),
+        (["fork", "nope", "t"], "there is no session 'nope'"),
+        (["fork", "s", "a/b"], "name must be"),
+        (["fork", "s", "t", "--at", 34], "--at must be 0 to 33"),
+        (["fork", "s", "t", "--at", 5], "rewind takes"),
+        (["export", "nope", "/tmp/never"], "there is no session 'nope'"),
+        (["export", "s", "/no/such/folder/x"], "cannot be written"),
+        (["import", "no-such-file", "t"], "no-such-file cannot be read"),
+        (["import", __file__, "t"], "is not a kvkeep snapshot"),
+        (["rm"], "Missing argument"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(invoke, file, arguments, said) -> None:
+    before = file.read_bytes()
+    result = invoke("sessions", *arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert len(result.stderr.splitlines()) == 1
+    assert said in result.stderr
+    assert [path.name for path in file.parent.glob("*.kvkeep")] == ["s.kvkeep"]
+    assert file.read_bytes() == before
+
+
+@pytest.mark.parametrize("force", [[], ["--force"]])
+def test_import_takes_only_what_is_sound(invoke, file, tmp_path: Path, force) -> None:
+    copy = tmp_path / "copy"
+    shutil.copy(file, copy)
+    refused = invoke("sessions", "import", copy, "s")
+    assert refused.exit_code == 2
+    assert "a session 's' already" in refused.stderr
+    _damage(copy)
+    before = file.read_bytes()
+    assert invoke("sessions", "import", copy, "s", *force).exit_code == 2
+    assert file.read_bytes() == before
+
+
+def test_import_replaces_where_it_is_told_to(invoke, tiny, file, tmp_path: Path) -> None:
+    prompt = tmp_path / "prompt"
+    invoke("generate", "-p", "Hello", "--cache-prompt", prompt, *tiny)
+    assert invoke("sessions", "import", prompt, "s", "--force").exit_code == 0
+    assert file.read_bytes() == prompt.read_bytes()
