@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 from kvkeep.errors import KvkeepError
 
 if TYPE_CHECKING:
+    from kvkeep.group import SessionGroup
     from kvkeep.model import Model, load_model
     from kvkeep.sampling import Sampling
     from kvkeep.session import FeedReport, Session
@@ -18,6 +19,7 @@ __all__ = [
     "PrefixStore",
     "Sampling",
     "Session",
+    "SessionGroup",
     "Snapshot",
     "load_model",
 ]
@@ -29,6 +31,7 @@ _HOMES = {
     "PrefixStore": "kvkeep.store.prefix",
     "Sampling": "kvkeep.sampling",
     "Session": "kvkeep.session",
+    "SessionGroup": "kvkeep.group",
     "Snapshot": "kvkeep.store.snapshot",
     "load_model": "kvkeep.model",
 }

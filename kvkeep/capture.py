@@ -48,12 +48,12 @@ def revive(model: "Model", snapshot: Snapshot, store: PrefixStore | None) -> "Se
     settings = snapshot.settings
     session = Session(model, make_policy(**snapshot.policy), settings["prefill_step"], store)
     session._keep_whole_prompt = settings["keep_whole_prompt"]
-    session._spans = {name: (start, end) for name, (start, end) in settings["spans"].items()}
+    session._spans = {name: (start, end) for name, (start, end) in settings.get("spans", {}).items()}
     session._sampler = Sampler.at(snapshot.sampler)
     memory, cache = session._memory, session.cache
     memory.tokens.extend(snapshot.tokens.tolist())
     memory.serials.extend(snapshot.serials.tolist())
-    memory.pins = set(settings["pins"])
+    memory.pins = set(settings.get("pins", ()))
     cache.time, cache.serial = snapshot.clock, snapshot.serial
     cache.segments = [segment.twin().to(cache.layout.device) for segment in snapshot.segments]
     memory.stand_at(snapshot.hidden, snapshot.logits)

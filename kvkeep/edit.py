@@ -57,27 +57,64 @@ def edit(
         )
     if start == end and not ids:
         raise InvalidArgument(f"nothing to do: no token between {start} and {end}, none to put in")
+    change = _change(memory, start, end, ids)
     if end == total or recompute == "suffix":
-        moved, evaluated = 0, _evaluate_anew(memory, start, end, ids, prefill_step)
+        moved, evaluated = 0, _evaluate_anew(memory, change, prefill_step)
     else:
-        moved, evaluated = _put_in_place(memory, start, end, ids, prefill_step)
+        moved, evaluated = _put_in_place(memory, change, prefill_step)
     return EditReport(moved, evaluated, time.perf_counter() - begun, recompute)
 
 
-def _evaluate_anew(
-    memory: Memory, start: int, end: int, ids: Sequence[int], prefill_step: int
-) -> int:
-    total = len(memory.tokens)
+@dataclass(frozen=True)
+class _Change:
+    """An edit, and what it means for what is never forgotten.
+
+    keep: the policy's from now on. pinned: whether what is put in is pinned.
+    """
+
+    start: int
+    end: int
+    ids: Sequence[int]
+    keep: int
+    pinned: bool
+
+    @property
+    def removed(self) -> int:
+        return self.end - self.start
+
+    @property
+    def growth(self) -> int:
+        return len(self.ids) - self.removed
+
+
+def _change(memory: Memory, start: int, end: int, ids: Sequence[int]) -> _Change:
+    """What is put in the place of kept or pinned tokens, or between two such, is so, too.
+
+    `keep` never shrinks: without its first tokens, a window forgets how to attend.
+    """
+    around = range(start, end) if end > start else range(start - 1, start + 1)
+    inside = bool(around) and around[0] >= 0 and around[-1] < len(memory.tokens)
+    pinned = inside and all(memory.serials[index] in memory.pins for index in around)
+    keep = memory.policy.keep
+    if ids and end < len(memory.tokens) or end > start:
+        held = set(memory.cache.serials())
+        first = sum(serial in held for serial in memory.serials[:start])
+        if first + max(1, end - start) <= keep:
+            keep += max(0, len(ids) - (end - start))
+    return _Change(start, end, ids, keep, pinned)
+
+
+def _evaluate_anew(memory: Memory, change: _Change, prefill_step: int) -> int:
+    start, end, ids = change.start, change.end, change.ids
+    taken = len(memory.tokens) - start
     following = [*ids, *memory.tokens[end:]]
-    room = memory.policy.room(memory.cache)
-    if room is not None and len(following) - (total - start) > room:
-        raise ContextFull(
-            f"the edit adds {len(following) - (total - start)} tokens where {room} fit; "
-            'policy="sliding" goes on for ever on a fixed budget'
-        )
-    pinned = [False] * len(ids) + [serial in memory.pins for serial in memory.serials[end:]]
+    memory.require_room(change.growth)
+    memory.require_rewind(taken)
+    pinned = [change.pinned] * len(ids) + [s in memory.pins for s in memory.serials[end:]]
     work = memory.copy()
-    work.take_back(total - start)
+    work.take_back(taken)
+    if _bounded(memory):
+        work.change(keep=change.keep)
     done = 0
     for pin, run in itertools.groupby(pinned):
         count = len(list(run))
@@ -87,64 +124,47 @@ def _evaluate_anew(
             work.pin(len(work.tokens) - count, len(work.tokens))
         done += count
     memory.become(work)
-    return len(following) + (1 if start else 0)
+    return len(following) + (1 if start and taken else 0)
 
 
-@dataclass(frozen=True)
-class _Cut:
-    """Where an edit falls among the cells held: `before` ranks, then `removed`, then the rest.
-
-    anchored: whether what is put in belongs to anchors. kept, pinned: how these settings change.
-    """
-
-    before: int
-    removed: int
-    anchored: bool
-    kept: int
-    pinned: int
-
-
-def _put_in_place(
-    memory: Memory, start: int, end: int, ids: Sequence[int], prefill_step: int
-) -> tuple[int, int]:
+def _put_in_place(memory: Memory, change: _Change, prefill_step: int) -> tuple[int, int]:
     if any(segment.map.group > 1 for segment in memory.cache.segments):
         raise InvalidArgument(
             "grouped cells cannot be edited in place: policy "
             f'"{memory.policy.name}" needs recompute="suffix"'
         )
-    cut = _cut(memory, start, end, len(ids))
-    gone = _overflow(memory, cut, len(ids))
+    rank = _rank(memory, change.start, change.end)
+    sooner, later = _overflow(memory, change, rank)
     work = memory.fork()
     cache, layout = work.cache, work.cache.layout
-    shift = cut.removed - len(ids)
     before = [
-        Segment.of(layout, cells, segment.map.closer(shift), segment.anchor)
-        for segment, cells in cache.read(0, cut.before)
+        Segment.of(layout, cells, segment.map.closer(-change.growth), segment.anchor)
+        for segment, cells in cache.read(0, rank)
     ]
-    first = cut.before + cut.removed
+    first = rank + change.removed
     after = [
         Segment.of(layout, cells, segment.map, segment.anchor)
         for segment, cells in cache.read(first, cache.cells - first)
     ]
-    cache.window.forget(before, gone)
+    cache.window.forget(before, sooner)
     # In the frame of the newest tokens, what is put in ends where the rest begins.
     where = int(after[0].block.slots.positions[0]) - after[0].map.offset
-    inside = _evaluated_between(work, before, where, ids, cut.anchored, prefill_step)
+    inside = _evaluated_between(work, before, where, change.ids, prefill_step)
     cache.segments = [s for s in joined([*before, *inside, *after]) if s.length]
-    work.splice(start, end, ids)
-    work.policy.keep += cut.kept
-    work.policy.pinned += cut.pinned
-    if cut.pinned > 0:
-        work.pins |= set(work.serials[start : start + len(ids)])
+    work.replace(change.start, change.end, change.ids, change.pinned)
+    if _bounded(work):
+        work.change(keep=change.keep)
+        cache.window.forget(cache.segments, later)
+        cache.segments = [s for s in cache.segments if s.length]
     work.evaluate_last()
     memory.become(work)
-    moved = sum(segment.length for segment in before) if shift else 0
-    return moved, len(ids) + 1
+    moved = sum(segment.length for segment in before) if change.growth else 0
+    return moved, len(change.ids) + 1
 
 
-def _cut(memory: Memory, start: int, end: int, added: int) -> _Cut:
+def _rank(memory: Memory, start: int, end: int) -> int:
+    """How many cells lie before the edit. Raises where it touches what is not held."""
     held = {serial: rank for rank, serial in enumerate(memory.cache.serials())}
-    anchors = [s.anchor for s in memory.cache.segments for _ in range(s.length)]
     touched = memory.serials[max(0, start - (start == end)) : end + 1]
     ranks = [held.get(serial, -1) for serial in touched]
     if ranks != list(range(ranks[0], ranks[0] + len(ranks))) or ranks[0] < 0:
@@ -152,47 +172,38 @@ def _cut(memory: Memory, start: int, end: int, added: int) -> _Cut:
             f"tokens {start} to {end} are not all remembered: edit what is held, or begin anew "
             "with the edited text"
         )
-    first = held[memory.serials[start]]
-    removed = anchors[first : first + end - start]
-    beside = anchors[max(0, first - 1) : first + 1]
-    anchored = all(removed) if removed else all(beside)
-    keep = memory.policy.keep
-    kept = sum(first + index < keep for index, anchor in enumerate(removed) if anchor)
-    pinned = sum(removed) - kept
-    new = added if anchored else 0
-    inside_keep = first < keep
-    return _Cut(
-        before=first,
-        removed=end - start,
-        anchored=anchored,
-        kept=(new if inside_keep else 0) - kept,
-        pinned=(0 if inside_keep else new) - pinned,
-    )
+    return held[memory.serials[start]]
 
 
-def _overflow(memory: Memory, cut: _Cut, added: int) -> int:
-    """How many of the oldest window cells must go; raises where that is not enough."""
-    cache, policy = memory.cache, memory.policy
-    excess = cache.cells - cut.removed + added - policy.max_kv_size
-    spare = 0
-    if cache.window.size is not None:
-        policy.check(keep=policy.keep + cut.kept, pinned=policy.pinned + cut.pinned)
-        spare = sum(len(cells) for s, cells in cache.read(0, cut.before) if not s.anchor)
-    if excess > spare:
+def _overflow(memory: Memory, change: _Change, rank: int) -> tuple[int, int]:
+    """How many of the oldest window cells must go, of those before the edit and of those after.
+
+    What is put in among window cells cannot outlive those after it, so that only those before it
+    may go. Raises where that is not enough.
+    """
+    cache, policy, added = memory.cache, memory.policy, len(change.ids)
+    excess = max(0, cache.cells + change.growth - policy.max_kv_size)
+    sooner = later = 0
+    if _bounded(memory):
+        sooner = sum(len(cells) for segment, cells in cache.read(0, rank) if not segment.anchor)
+        if change.pinned or rank + added <= change.keep:
+            later = excess
+    if excess > sooner + later:
         raise ContextFull(
-            f"{added} tokens do not fit in the place of {cut.removed}: {cache.cells} of "
-            f"{policy.max_kv_size} cells are held, and {spare} before the edit may be forgotten"
+            f"{added} tokens do not fit in the place of {change.removed}: {cache.cells} of "
+            f"{policy.max_kv_size} cells are held, and {sooner} before the edit may be forgotten"
         )
-    return max(0, excess)
+    sooner = min(sooner, excess)
+    return sooner, excess - sooner
+
+
+def _bounded(memory: Memory) -> bool:
+    """Whether a window forgets, so that kept and pinned cells are of another kind."""
+    return memory.policy.room(memory.cache) is None
 
 
 def _evaluated_between(
-    work: Memory,
-    before: list[Segment],
-    where: int,
-    ids: Sequence[int],
-    anchored: bool,
-    prefill_step: int,
+    work: Memory, before: list[Segment], where: int, ids: Sequence[int], prefill_step: int
 ) -> list[Segment]:
     """The segment of tokens that see what is before them and end at time `where`."""
     if not ids:
@@ -200,7 +211,7 @@ def _evaluated_between(
     cache = KVCache(work.cache.layout, work.cache.rope, work.cache.scale)
     cache.segments = [s for s in before if s.length]
     cache.time, cache.serial = where - len(ids), work.cache.serial
-    new = Segment(cache.layout, len(ids), anchor=anchored)
+    new = Segment(cache.layout, len(ids))
     with torch.inference_mode():
         for first in range(0, len(ids), prefill_step):
             chunk = torch.tensor(ids[first : first + prefill_step], device=cache.layout.device)

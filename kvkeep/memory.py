@@ -4,6 +4,7 @@ import copy
 import math
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -146,11 +147,8 @@ class Memory:
                 done = upto
             self.take_in(ids, None, None)
 
-    def take_back(self, count: int) -> list[int]:
-        """Takes the last `count` tokens back; the one before them is evaluated anew.
-
-        Raises InvalidArgument for a negative count, and where that token is no longer held.
-        """
+    def require_rewind(self, count: int) -> None:
+        """Raises InvalidArgument where the last `count` tokens cannot be taken back."""
         held, total = self.rewindable, len(self.tokens)
         most = total if held == total else held - 1
         if not 0 <= count <= most:
@@ -158,10 +156,18 @@ class Memory:
                 f"rewind takes 0 to {most} tokens here; found {count}: of {total} tokens the last "
                 f"{held} are held without a gap, and one of them must remain to go on from"
             )
+
+    def take_back(self, count: int) -> list[int]:
+        """Takes the last `count` tokens back; the one before them is evaluated anew.
+
+        Raises InvalidArgument for a negative count, and where that token is no longer held.
+        """
+        self.require_rewind(count)
         if count == 0:
             return []
+        total = len(self.tokens)
         taken = self.tokens[total - count :].tolist()
-        with interrupts_deferred():
+        with interrupts_deferred(), self._or_as_before(overwriting=count + 1):
             self._drop_newest(count)
             if self.pins - set(self.serials):
                 self.pins &= set(self.serials)
@@ -169,16 +175,47 @@ class Memory:
             self.evaluate_last()
         return taken
 
+    @contextmanager
+    def _or_as_before(self, overwriting: int) -> Iterator[None]:
+        """Puts everything back if the block fails; of stored cells it may only overwrite one.
+
+        overwriting: which one, counted from the newest; it need not be there.
+        """
+        cache, before = self.cache, copy.copy(self)
+        before.policy, before.pins = copy.copy(self.policy), set(self.pins)
+        before.tokens, before.serials = self.tokens[:], self.serials[:]
+        segments = [(segment, copy.copy(segment)) for segment in cache.segments]
+        time, rank = cache.time, max(0, cache.cells - overwriting)
+        overwritten = cache.read(rank, 1)
+        try:
+            yield
+        except BaseException:
+            for segment, was in segments:
+                segment.__dict__.update(was.__dict__)
+            cache.segments, cache.time = [segment for segment, _ in segments], time
+            for segment, cell in overwritten:
+                first = sum(s.length for s in cache.segments[: cache.segments.index(segment)])
+                with torch.inference_mode():
+                    segment.block.slots.write(segment.slots(rank - first, 1)[0], cell)
+            self.become(before)
+            raise
+
     def evaluate_last(self) -> None:
         """Evaluates the last token anew, over the cells that are there now."""
-        again = self.tokens[-1:].tolist()
+        again, pinned = self.tokens[-1:].tolist(), bool(self.pins & set(self.serials[-1:]))
+        if pinned:  # it comes back under another serial
+            self.unpin(len(self.tokens) - 1, len(self.tokens))
         self._drop_newest(len(again))
         for _ in self.evaluate(again, 1):
             pass
+        if pinned:
+            self.pin(len(self.tokens) - 1, len(self.tokens))
 
     def _drop_newest(self, count: int) -> None:
         self.cache.drop_newest(count)
         left = len(self.tokens) - count
+        if not left:
+            self.cache.time = 0
         del self.tokens[left:], self.serials[left:]
         self.hidden = self._logits = None
 
@@ -207,9 +244,12 @@ class Memory:
         self.policy.change(self.cache, self.pins - wanted)
         self.pins -= wanted
 
-    def splice(self, start: int, end: int, ids: Sequence[int]) -> None:
+    def replace(self, start: int, end: int, ids: Sequence[int], pinned: bool) -> None:
         """Lists `ids`, just evaluated, as tokens in the place of `start ... end - 1`."""
         fresh = range(self.cache.serial - len(ids), self.cache.serial)
+        self.pins -= set(self.serials[start:end])
+        if pinned:
+            self.pins |= set(fresh)
         self.tokens[start:end] = array("i", ids)
         self.serials[start:end] = array("q", fresh)
 

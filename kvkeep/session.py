@@ -121,6 +121,22 @@ class Session:
         self._memory.change(keep=keep)
         self._keep_whole_prompt = False
 
+    @property
+    def discard(self) -> int:
+        """How many of the oldest cells go at once at the budget; 0 where none ever goes.
+
+        Policy "shift" lets it be set, to 0 for half of what is neither kept nor pinned.
+        """
+        return int(getattr(self._memory.policy, "discard", 0))
+
+    @discard.setter
+    def discard(self, discard: int) -> None:
+        if "discard" not in self._memory.policy.settings():
+            raise InvalidArgument(
+                f'policy "{self.policy}" has no discard to set; policy="shift" has'
+            )
+        self._memory.change(discard=discard)
+
     def text(self) -> str:
         """All tokens as text, special tokens included."""
         return self._text.decode(self.tokens)
@@ -226,8 +242,7 @@ class Session:
         held.
         """
         taken = self._memory.take_back(count)
-        for name, span in self._spans.items():
-            self._spans[name] = after_rewind(span, len(self._memory.tokens))
+        self._move_spans(lambda span: after_rewind(span, len(self._memory.tokens)))
         return taken
 
     # Changing what is in it
@@ -282,15 +297,30 @@ class Session:
                 f"make_room takes 1 to {free} tokens here, with the first {first} kept and a "
                 f"bridge of {len(ids)}; found {count}"
             )
-        return self._edit(first, first + count + len(ids), ids, "none")
+        end = first + count + len(ids)
+        if self._memory.pins & set(self._memory.serials[first:end]):
+            raise InvalidArgument(
+                f"make_room would take out tokens {first} to {end}, and some of them are pinned: "
+                "unpin them, or keep more"
+            )
+        return self._edit(first, end, ids, "none")
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Names the tokens that come within the block; see `spans`."""
+        """Names the tokens that come within the block; see `spans`.
+
+        An exception leaves the name free; the tokens that came before it stay.
+        """
         if name in self._spans:
             raise InvalidArgument(f"there is a span {name!r} already")
         first = len(self._memory.tokens)
-        yield
+        self._spans[name] = (first, first)
+        try:
+            yield
+        except BaseException:
+            self._spans.pop(name, None)
+            raise
+        first, _ = self._spans.get(name, (len(self._memory.tokens), 0))
         self._spans[name] = (first, len(self._memory.tokens))
 
     @property
@@ -316,6 +346,8 @@ class Session:
 
     def _range(self, start: int | str, end: int | None) -> tuple[int, int]:
         if isinstance(start, str):
+            if end is not None:
+                raise InvalidArgument(f"a span's name takes no end; found {start!r} to {end}")
             if start not in self._spans:
                 known = ", ".join(self._spans) or "none"
                 raise InvalidArgument(f"there is no span {start!r}; there are: {known}")
@@ -328,10 +360,20 @@ class Session:
         return start, end
 
     def _edit(self, start: int, end: int, ids: list[int], recompute: Recompute) -> EditReport:
+        if whole := self._keep_whole_prompt:
+            self._memory.policy.check(keep=len(ids))
         report = edit(self._memory, start, end, ids, recompute, self.prefill_step)
-        for name, span in self._spans.items():
-            self._spans[name] = after_edit(span, start, end, len(ids))
+        if whole:
+            self.keep = len(ids)
+        self._move_spans(lambda span: after_edit(span, start, end, len(ids)))
         return report
+
+    def _move_spans(self, moved: Callable[[tuple[int, int]], tuple[int, int]]) -> None:
+        """A span that loses its last token is gone."""
+        spans = {name: (span, moved(span)) for name, span in self._spans.items()}
+        self._spans = {
+            name: new for name, (old, new) in spans.items() if new[0] < new[1] or old[0] == old[1]
+        }
 
     # Going on elsewhere
 

@@ -1,8 +1,10 @@
 """Small random models for tests, in fp32, with a byte-level tokenizer."""
 
+import json
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from kvkeep.model import Model
@@ -59,3 +61,29 @@ def _tokenizer() -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
+
+
+def write_small_folder(folder: Path, seed: int = 0, max_positions: int = 4096) -> Path:
+    """`small_model` as files: `load_model(folder, dtype="float32")` gives the same model."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model = small_model(seed, max_positions)
+    spec = model.spec
+    config = {
+        "architectures": [spec.architecture],
+        "vocab_size": spec.vocab_size,
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.intermediate_size,
+        "num_hidden_layers": spec.layers,
+        "num_attention_heads": spec.heads,
+        "num_key_value_heads": spec.kv_heads,
+        "head_dim": spec.head_dim,
+        "rms_norm_eps": spec.norm_eps,
+        "max_position_embeddings": spec.max_positions,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": spec.tied_head,
+        "eos_token_id": list(spec.eos_token_ids),
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text(model.text.tokenizer.to_str())
+    save_file(dict(model.decoder.tensors), folder / "model.safetensors")
+    return folder

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from small import small_model
+from topics import topic_ids
 from torch import Tensor
 
 from kvkeep import Snapshot
@@ -166,3 +167,13 @@ def test_it_finds_the_pass_key_beyond_the_trained_length(smollm2: Model, junk: i
     assert "48137" in "".join(session.stream(max_tokens=8))
     with pytest.raises(ContextFull):
         smollm2.session(policy="full").feed(prompt)
+
+
+@pytest.mark.slow
+def test_perplexity_beyond_the_trained_length_stays_what_it_was(smollm2: Model) -> None:
+    session = smollm2.session(policy="self_extend")
+    scores = session.score(topic_ids(smollm2)[:12_000])
+    before, beyond = (
+        math.exp(-float(scores[end - 2_000 : end].mean())) for end in (6_000, 12_000)
+    )
+    assert beyond <= before * 1.1

@@ -48,9 +48,10 @@ def attend_cells(
     kv_heads = keys.shape[0]
     groups = heads // kv_heads
     q = q.view(n, kv_heads, groups, head_dim)
+    keys, values = keys.unsqueeze(0), values.unsqueeze(0)
     if n > 1:
         q = q.permute(2, 1, 0, 3)
-    keys, values = (x.unsqueeze(0).expand(q.shape[0], -1, -1, -1) for x in (keys, values))
+        keys, values = (x.expand(groups, -1, -1, -1) for x in (keys, values))
     if q.device.type == "cpu":
         return Part(
             *torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(

@@ -47,7 +47,7 @@ class KVCache:
         return [serial for segment in self.segments for serial in segment.serials()]
 
     @contextmanager
-    def step(self, count: int) -> Iterator[None]:
+    def step(self, count: int) -> Iterator[DecodeStep | ChunkStep]:
         """A forward of `count` tokens into the last segment: all of it, or nothing.
 
         Inside, each layer calls `attend` once. On leaving, the new cells are kept; on an
@@ -60,7 +60,7 @@ class KVCache:
         )
         self._step = step
         try:
-            yield
+            yield step
         except BaseException:
             step.abort()
             for segment in self.segments:

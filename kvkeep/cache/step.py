@@ -6,6 +6,7 @@ it counts until `commit`; `abort` leaves the cache as it was.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -21,15 +22,25 @@ from kvkeep.cache.window import Window
 class View:
     """Stored cells as the queries of this step see them.
 
-    keys, values: for each layer `[kv_heads, cells, head_dim]`.
+    slots, span: the storage that they lie in, and where in it.
     rotation: which of the step's rotations the queries take towards these cells.
     bias: `[n, cells]` float32, or None where every query sees every cell.
     """
 
-    keys: tuple[Tensor, ...]
-    values: tuple[Tensor, ...]
+    slots: Cells
+    span: slice
     rotation: int
     bias: Tensor | None
+
+    @cached_property
+    def keys(self) -> tuple[Tensor, ...]:
+        """For each layer `[kv_heads, cells, head_dim]`."""
+        return self.slots.keys[:, :, self.span].unbind(0)
+
+    @cached_property
+    def values(self) -> tuple[Tensor, ...]:
+        """For each layer `[kv_heads, cells, head_dim]`."""
+        return self.slots.values[:, :, self.span].unbind(0)
 
 
 class Step:
@@ -52,13 +63,14 @@ class Step:
         self.newest = segments[-1]
         self.window = window
         self.count = count
+        self.rope = rope
         self.scale = scale
         self.times = range(time, time + count)
         held = sum(s.length for s in segments if not s.anchor)
         grows = not self.newest.anchor
         self.outrun = [window.outrun(held + (i + 1 if grows else 0)) for i in range(count)]
         # Rotation 0 is that of the new tokens themselves.
-        self._where: list[list[int]] = [[self.newest.map(t) for t in self.times]]
+        self.where: list[list[int]] = [[self.newest.map(t) for t in self.times]]
         self.views: list[View] = []
         rank = 0
         for segment in segments:
@@ -66,7 +78,11 @@ class Step:
             if view is not None:
                 self.views.append(view)
             rank += 0 if segment.anchor else segment.length
-        self.rotations: list[Rotation] = [rope.at(where) for where in self._where]
+
+    @cached_property
+    def rotations(self) -> list[Rotation]:
+        """One for each entry of `where`, the positions that the queries take."""
+        return [self.rope.at(where) for where in self.where]
 
     def _look_at(self, segment: Segment, rank: int) -> View | None:
         """What the queries see of a segment; `rank` window cells lie before its first."""
@@ -109,17 +125,20 @@ class Step:
         """
         slots = segment.slots(first, live)
         span = slots[0] if len(slots) == 1 else slice(0, segment.capacity)
-        if where not in self._where:
-            self._where.append(where)
+        if where not in self.where:
+            self.where.append(where)
         return View(
-            keys=segment.block.slots.keys[:, :, span].unbind(0),
-            values=segment.block.slots.values[:, :, span].unbind(0),
-            rotation=self._where.index(where),
+            slots=segment.block.slots,
+            span=span,
+            rotation=self.where.index(where),
             bias=_bias(segment, span, first, live, seen),
         )
 
-    def _attend_views(self, layer: int, q: Tensor) -> list[Part]:
-        queries = [rotate(q, rotation) for rotation in self.rotations]
+    def _rotated(self, q: Tensor) -> list[Tensor]:
+        """Queries, as they stand in each of the step's rotations."""
+        return [rotate(q, rotation) for rotation in self.rotations]
+
+    def _attend_views(self, layer: int, queries: list[Tensor]) -> list[Part]:
         return [
             attend_cells(
                 queries[view.rotation],
@@ -140,7 +159,8 @@ def _bias(
     if seen is None and live == span.stop - span.start:
         return None
     slots = torch.arange(span.start, span.stop)
-    order = (slots - segment.start) % segment.capacity  # 0 for the oldest cell
+    # 0 for the oldest cell; the one being written counts on, though its slot may be an outrun one's.
+    order = (slots - segment.start - first) % segment.capacity + first
     bounds = torch.tensor(seen or [(first, first + live)])
     visible = (order >= bounds[:, :1]) & (order < bounds[:, 1:])
     visible &= (order >= first) & (order < first + live)
@@ -167,16 +187,20 @@ class DecodeStep(Step):
             return super()._look_at(segment, rank)
         # The new cell is there already, in a full ring in the place of the oldest.
         first = 0 if segment.anchor else max(0, self.outrun[0] - rank)
-        return self._view(segment, first, segment.length + 1 - first, self._where[0], None)
+        return self._view(segment, first, segment.length + 1 - first, self.where[0], None)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        self._key_cells[layer].copy_(rotate(k, self.rotations[0])[0])
-        self._value_cells[layer].copy_(v[0])
-        return rows(combine(self._attend_views(layer, q)).out, 1).to(q.dtype)
+        self.write(layer, rotate(k, self.rotations[0])[0], v[0])
+        return rows(combine(self._attend_views(layer, self._rotated(q))).out, 1).to(q.dtype)
+
+    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Puts the new cell into its slot; key and value: `[kv_heads, head_dim]`, key rotated."""
+        self._key_cells[layer].copy_(key)
+        self._value_cells[layer].copy_(value)
 
     def commit(self, serial: int) -> None:
         self.window.forget(self.segments, self.outrun[-1])
-        self.newest.occupy(self._slot, self._where[0][0], serial)
+        self.newest.occupy(self._slot, self.where[0][0], serial)
 
     def abort(self) -> None:
         if self._overwritten is not None:
@@ -212,19 +236,20 @@ class ChunkStep(Step):
         keys, values = self._new.keys[layer], self._new.values[layer]
         keys.copy_(rotate(k, self.rotations[0]).transpose(0, 1))
         values.copy_(v.transpose(0, 1))
+        queries = self._rotated(q)
         own = attend_cells(
-            rotate(q, self.rotations[0]),
+            queries[0],
             keys,
             values,
             scale=self.scale,
             bias=self._own_bias,
             causal=self._own_bias is None,
         )
-        parts = [own, *self._attend_views(layer, q)]
+        parts = [own, *self._attend_views(layer, queries)]
         return rows(combine(parts).out, self.count).to(q.dtype)
 
     def commit(self, serial: int) -> None:
-        positions = torch.tensor(self._where[0])
+        positions = torch.tensor(self.where[0])
         serials = torch.arange(serial, serial + self.count)
         gone = self.outrun[-1]
         self.window.forget(self.segments, min(gone, self._held))

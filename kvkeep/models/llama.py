@@ -6,6 +6,7 @@ Projections, norms and MLPs. Positions are not its business: q and k go unrotate
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -51,6 +52,13 @@ class Layer:
     down: Linear
 
 
+class Attends(Protocol):
+    """What the decoder asks of its memory: a cache, or several that are stepped together."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """As `KVCache.attend`."""
+
+
 class Decoder:
     """A decoder whose memory is a cache that it is handed.
 
@@ -72,7 +80,7 @@ class Decoder:
         rope = Rope(spec.rope.inverse_frequencies, weight.device)
         return KVCache(layout, rope, spec.rope.attention_scaling**2 / math.sqrt(spec.head_dim))
 
-    def hidden(self, tokens: Tensor, cache: KVCache) -> Tensor:
+    def hidden(self, tokens: Tensor, cache: Attends) -> Tensor:
         """Evaluates `tokens: [n]` into the cache's step. Returns `[n, hidden_size]`, normed."""
         spec, n = self.spec, tokens.shape[0]
         x = F.embedding(tokens, self.embedding)

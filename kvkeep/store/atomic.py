@@ -1,11 +1,16 @@
 """Replacing a file so that a crash leaves the old one or the new one, whole."""
 
+import errno
+import fcntl
 import os
-import tempfile
+import secrets
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
+
+from kvkeep.errors import StoreError
 
 TEMPORARY = ".kvkeep-writing-"
 
@@ -15,24 +20,35 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     """A file to write that takes the place of `path` when the block ends without an exception.
 
     It is written beside its place, so that renaming it is atomic, and is on disk before the
-    rename, as the rename is before this returns. What killed writers left there goes first.
+    rename, as the rename is before this returns. What killed writers left in the folder goes
+    first. A link is followed, and a file that is replaced hands on its permissions.
+
+    Raises OSError where `path` is as it was, StoreError where it is new but not surely on disk.
     """
-    folder = path.parent
-    _sweep(folder, path.name)
-    descriptor, name = tempfile.mkstemp(
-        prefix=f"{TEMPORARY}{os.getpid()}-", suffix=f"-{path.name}", dir=folder
-    )
+    path = path.resolve()
+    replaced = _status(path)
+    if replaced is not None and not stat.S_ISREG(replaced.st_mode):
+        raise OSError(errno.EINVAL, "it is not a regular file")
+    sweep(path.parent)
+    file, temporary = _temporary(path)
     try:
-        with os.fdopen(descriptor, "wb", buffering=1 << 20) as file:
+        with file:
+            if replaced is not None:
+                os.fchmod(file.fileno(), stat.S_IMODE(replaced.st_mode))
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(name, 0o666 & ~_umask())
-        os.replace(name, path)
+            os.replace(temporary, path)  # while the lock is held: see `sweep`
     except BaseException:
-        os.unlink(name)
+        temporary.unlink(missing_ok=True)
         raise
-    fsync_folder(folder)
+    try:
+        fsync_folder(path.parent)
+    except OSError as error:
+        raise StoreError(
+            f"{path} was written, but may be the old one again after a power cut: its folder "
+            f"could not be put on disk ({error.strerror or error}). Save again"
+        ) from error
 
 
 def fsync_folder(folder: Path) -> None:
@@ -40,29 +56,58 @@ def fsync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some network file systems have no such thing
+            raise
     finally:
         os.close(descriptor)
 
 
-def _sweep(folder: Path, name: str) -> None:
-    """Removes temporary files of processes that are gone."""
-    for left in folder.glob(f"{TEMPORARY}*-{name}"):
-        owner = left.name.removeprefix(TEMPORARY).split("-", 1)[0]
-        if owner.isdigit() and not _runs(int(owner)):
-            left.unlink(missing_ok=True)
+def sweep(folder: Path) -> list[Path]:
+    """Removes what killed writers left in a folder, and says what that was.
+
+    A writer holds a lock on its file, which the system lets go of when it dies: a process number
+    would not tell, since it may belong to another by then, or to one in another container.
+    """
+    with os.scandir(folder) as entries:
+        found = [Path(entry.path) for entry in entries if entry.name.startswith(TEMPORARY)]
+    return [path for path in found if _removed(path)]
 
 
-def _runs(process: int) -> bool:
+def _removed(path: Path) -> bool:
+    """Removes a temporary file, unless it is in use, gone, or not ours to remove."""
     try:
-        os.kill(process, 0)
-    except ProcessLookupError:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
+        finally:
+            os.close(descriptor)
+    except OSError:
         return False
-    except PermissionError:
-        pass
     return True
 
 
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+def _temporary(path: Path) -> tuple[BinaryIO, Path]:
+    """A new file beside `path`, locked by this process."""
+    while True:
+        temporary = path.with_name(f"{TEMPORARY}{secrets.token_hex(8)}{path.suffix}")
+        descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(descriptor).st_nlink:
+                return os.fdopen(descriptor, "wb", buffering=1 << 20), temporary
+        except BlockingIOError:
+            pass  # another process sweeps it away in this moment
+        except BaseException:
+            os.close(descriptor)
+            temporary.unlink(missing_ok=True)
+            raise
+        os.close(descriptor)
+
+
+def _status(path: Path) -> os.stat_result | None:
+    try:
+        return path.stat()
+    except FileNotFoundError:
+        return None

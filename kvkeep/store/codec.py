@@ -1,8 +1,10 @@
 """How a snapshot's tensors are written: as they are, compressed, or in 8 bits."""
 
+import math
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
+import numpy as np
 import torch
 import zstandard
 from torch import Tensor
@@ -12,7 +14,8 @@ from kvkeep.store.raw import tensor_bytes
 
 Codec = Literal["none", "zstd", "int8"]
 CODECS: tuple[str, ...] = get_args(Codec)
-_LEVEL = 3
+_LEVEL = 1  # of keys and values, level 3 makes more bytes in twice the time
+_LEAST_SCALE, _MOST_SCALE = 1e-7, 65504.0  # what float16 can hold
 
 
 def encode(
@@ -59,20 +62,35 @@ def _compressed(tensor: Tensor) -> Tensor:
 
     Of a bfloat16 only the byte with the exponent has a pattern; set apart, it compresses.
     """
-    planes = tensor.contiguous().view(torch.uint8).reshape(-1, tensor.dtype.itemsize).T
-    compressor = zstandard.ZstdCompressor(level=_LEVEL, threads=-1)
-    data = compressor.compress(tensor_bytes(planes.contiguous()))
+    rows = tensor.contiguous().view(torch.uint8).reshape(-1, tensor.dtype.itemsize).numpy()
+    planes = np.empty(rows.shape[::-1], np.uint8)
+    for index, plane in enumerate(planes):  # ten times as fast as a transposed copy
+        plane[:] = rows[:, index]
+    data = zstandard.ZstdCompressor(level=_LEVEL, threads=-1).compress(planes.data)
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _decompressed(data: Tensor, dtype: torch.dtype, shape: list[int]) -> Tensor:
-    plain = zstandard.ZstdDecompressor().decompress(tensor_bytes(data))
-    planes = torch.frombuffer(bytearray(plain), dtype=torch.uint8).reshape(dtype.itemsize, -1)
-    return planes.T.contiguous().view(dtype).reshape(shape)
+    size = math.prod(shape) * dtype.itemsize
+    if not size:
+        return torch.empty(shape, dtype=dtype)
+    frame = tensor_bytes(data)
+    if zstandard.frame_content_size(frame) != size:
+        raise ValueError(f"compressed data does not hold the {size} bytes of {shape}")
+    try:
+        plain = zstandard.ZstdDecompressor().decompress(frame)
+    except zstandard.ZstdError as error:
+        raise ValueError(f"compressed data cannot be read: {error}") from error
+    planes = np.frombuffer(plain, np.uint8).reshape(dtype.itemsize, -1)
+    tensor = torch.empty(shape, dtype=dtype)  # aligned to 64 bytes, which numpy's arrays are not
+    rows = tensor.view(-1).view(torch.uint8).view(-1, dtype.itemsize).numpy()
+    for index, plane in enumerate(planes):
+        rows[:, index] = plane
+    return tensor
 
 
 def _in_8_bits(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """int8, and a float16 scale for each cell of each layer and KV head."""
     full = tensor.float()
-    scale = (full.abs().amax(-1, keepdim=True) / 127).clamp(min=1e-7).half()
+    scale = (full.abs().amax(-1, keepdim=True) / 127).clamp(_LEAST_SCALE, _MOST_SCALE).half()
     return (full / scale.float()).round().clamp(-127, 127).to(torch.int8), scale

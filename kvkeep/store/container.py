@@ -7,15 +7,17 @@ header. `docs/snapshot-format.md` describes it for other readers.
 """
 
 import json
+import math
+import mmap
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from blake3 import blake3
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kvkeep.errors import CorruptFile, ForeignFile, NewerFormat, StoreError, TruncatedFile
@@ -24,6 +26,10 @@ from kvkeep.store.raw import tensor_bytes
 
 ALIGNMENT = 64
 NO_CHECKSUM = "0" * 64  # what stands for the header's checksum while it is computed
+PADDING = "padding."  # begins the names of tensors that only fill up
+MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors format
+_MAGIC, _CHECKSUM = b'{"__metadata__":{"kvkeep":', b'"checksum":"'
+_PIECE = 1 << 22  # bytes read at once
 _NAMES = {
     torch.float32: "F32",
     torch.float16: "F16",
@@ -33,6 +39,7 @@ _NAMES = {
     torch.int8: "I8",
     torch.uint8: "U8",
 }
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
 @dataclass(frozen=True)
@@ -122,7 +129,7 @@ def _padded(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in tensors.items():
         yield name, tensor
         if missing := -tensor.nbytes % ALIGNMENT:
-            yield f"padding.{name}", torch.zeros(missing, dtype=torch.uint8)
+            yield f"{PADDING}{name}", torch.zeros(missing, dtype=torch.uint8)
 
 
 def _pieces(tensor: Tensor) -> Iterator[bytes]:
@@ -136,83 +143,139 @@ def _pieces(tensor: Tensor) -> Iterator[bytes]:
         yield from _pieces(part)
 
 
-def read_container(path: Path, kind: str, newest: int) -> Container:
+def read_container(
+    path: Path, kind: str, newest: int, only: Collection[str] | None = None
+) -> Container:
     """Opens a file and checks every byte of it. Tensors are memory-mapped, privately.
+
+    only: the tensors to check and to return, where they are; the others are not looked at.
 
     Raises:
         ForeignFile: not a kvkeep file of this kind. NewerFormat: made by a later kvkeep.
         TruncatedFile, CorruptFile: not as it was written; the latter says where.
         StoreError: it cannot be read at all.
     """
-    try:
-        metadata = _checked_metadata(path, kind, newest)
-        with safe_open(path, "pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except OSError as error:
-        raise StoreError(f"{path} cannot be read: {error.strerror or error}") from error
-    except SafetensorError as error:
-        raise CorruptFile(f"{path} is corrupt: its header does not fit its data") from error
-    checksums = json.loads(metadata["checksums"])
-    if checksums.keys() != tensors.keys():
-        raise CorruptFile(f"{path} is corrupt: tensors are missing or added")
-    for name, tensor in tensors.items():
-        digest = blake3(max_threads=blake3.AUTO)
-        for piece in _pieces(tensor):
-            digest.update(piece)
-        if digest.hexdigest() != checksums[name]:
-            raise CorruptFile(
-                f"{path} is corrupt: tensor {name!r} is not what was saved. The file was left as "
-                "it is; restore it from a copy, or evaluate the text again"
-            )
-    return Container(json.loads(metadata["document"]), tensors)
+    # One open file for all of it: by the next look at its path it may have been replaced.
+    with _opened(path) as file:
+        header = _read_header(file, path, kind, newest)
+        entries = header.entries.items()
+        wanted = {name: entry for name, entry in entries if only is None or name in only}
+        for name, entry in wanted.items():
+            if _digest(file, entry) != header.checksums[name]:
+                raise CorruptFile(
+                    f"{path} is corrupt: tensor {name!r} is not what was saved. The file was left "
+                    "as it is; restore it from a copy, or evaluate the text again"
+                )
+        mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    tensors = {
+        name: _mapped(mapping, entry)
+        for name, entry in wanted.items()
+        if not name.startswith(PADDING)
+    }
+    return Container(header.document, tensors)
 
 
 def read_document(path: Path, kind: str, newest: int) -> dict[str, Any]:
     """The document alone, from a checked header; tensors are not looked at. Raises as above."""
+    with _opened(path) as file:
+        return _read_header(file, path, kind, newest).document
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
     try:
-        document = json.loads(_checked_metadata(path, kind, newest)["document"])
+        with path.open("rb") as file:
+            yield file
     except OSError as error:
         raise StoreError(f"{path} cannot be read: {error.strerror or error}") from error
-    assert isinstance(document, dict)
-    return document
 
 
-def _checked_metadata(path: Path, kind: str, newest: int) -> dict[str, str]:
-    with path.open("rb") as file:
-        size = file.seek(0, 2)
-        file.seek(0)
-        start = file.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-        foreign = ForeignFile(f"{path} is not a kvkeep {kind}: its header is not one")
-        if not 2 <= length <= 100_000_000:
-            raise foreign
-        text = file.read(length)
-    if not text.startswith(b'{"__metadata__":{"kvkeep":'):
-        raise foreign
+@dataclass(frozen=True)
+class _Entry:
+    """A tensor in a file. begin, end: its bytes, counted from the file's first."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class _Read:
+    """A header that was read and checked."""
+
+    document: dict[str, Any]
+    checksums: dict[str, str]
+    entries: dict[str, _Entry]
+
+
+def _read_header(file: BinaryIO, path: Path, kind: str, newest: int) -> _Read:
+    size = file.seek(0, 2)
+    file.seek(0)
+    start = file.read(8)
+    if not size:
+        raise ForeignFile(f"{path} is not a kvkeep {kind}: it is empty")
+    length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+    text = file.read(length) if length <= MAX_HEADER else b""
+    if not text or not (text.startswith(_MAGIC) or _MAGIC.startswith(text)):
+        raise ForeignFile(f"{path} is not a kvkeep {kind}: it does not begin like one")
     if len(text) < length:
         raise TruncatedFile(f"{path} is truncated: it ends within its header")
-    found = text.find(b'"checksum":"') + len(b'"checksum":"')
-    recorded = text[found : found + 64]
-    blank = text[:found] + NO_CHECKSUM.encode() + text[found + 64 :]
-    sound = blake3(start + blank).hexdigest().encode() == recorded
+    found = text.find(_CHECKSUM) + len(_CHECKSUM)
+    blank = text[:found] + NO_CHECKSUM.encode() + text[found + len(NO_CHECKSUM) :]
+    recorded = text[found : found + len(NO_CHECKSUM)]
+    if blake3(start + blank).hexdigest().encode() != recorded:
+        raise CorruptFile(f"{path} is corrupt: its header is not what was saved")
     try:
         entries = json.loads(text)
-        metadata: dict[str, str] = entries.pop("__metadata__")
-        version, holds = int(metadata["version"]), metadata["kvkeep"]
-        end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CorruptFile(f"{path} is corrupt: its header cannot be read") from error
-    if not sound:
-        raise CorruptFile(f"{path} is corrupt: its header is not what was saved")
+        metadata = entries.pop("__metadata__")
+        holds, version = metadata["kvkeep"], int(metadata["version"])
+        if holds == kind and version <= newest:
+            return _checked(path, size, 8 + length, metadata, entries)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise CorruptFile(f"{path} is corrupt: its header makes no sense ({error!r})") from error
     if holds != kind:
         raise ForeignFile(f"{path} is a kvkeep {holds}; expected a {kind}")
-    if version > newest:
-        raise NewerFormat(
-            f"{path} has format {version}; this kvkeep reads up to {newest}: upgrade kvkeep"
-        )
-    if size < 8 + length + end:
-        missing = 8 + length + end - size
-        raise TruncatedFile(f"{path} is truncated: {missing} of its bytes are missing")
-    if size > 8 + length + end:
-        raise CorruptFile(f"{path} is corrupt: {size - 8 - length - end} bytes too many")
-    return metadata
+    raise NewerFormat(
+        f"{path} has format {version}; this kvkeep reads up to {newest}: upgrade kvkeep"
+    )
+
+
+def _checked(
+    path: Path, size: int, begin: int, metadata: dict[str, str], entries: dict[str, Any]
+) -> _Read:
+    """That the tensors fill the file from `begin` to its end, each as large as its shape says."""
+    found, end = dict[str, _Entry](), begin
+    for name, entry in entries.items():
+        dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
+        first, last = (begin + offset for offset in entry["data_offsets"])
+        if (first, last) != (end, end + math.prod(shape) * dtype.itemsize) or last < first:
+            raise ValueError(f"tensor {name!r} has another size or place than its shape asks for")
+        found[name], end = _Entry(dtype, shape, first, last), last
+    checksums, document = json.loads(metadata["checksums"]), json.loads(metadata["document"])
+    if checksums.keys() != found.keys() or not isinstance(document, dict):
+        raise ValueError("checksums and tensors do not match")
+    if size < end:
+        raise TruncatedFile(f"{path} is truncated: {end - size} of its bytes are missing")
+    if size > end:
+        raise CorruptFile(f"{path} is corrupt: {size - end} bytes too many")
+    return _Read(document, checksums, found)
+
+
+def _digest(file: BinaryIO, entry: _Entry) -> str:
+    """Read, not mapped: what is mapped and touched would be counted as memory of this process."""
+    digest, piece = blake3(max_threads=blake3.AUTO), memoryview(bytearray(_PIECE))
+    file.seek(entry.begin)
+    left = entry.end - entry.begin
+    while left and (count := file.readinto(piece[: min(left, _PIECE)])):  # type: ignore[attr-defined]
+        digest.update(piece[:count])
+        left -= count
+    return digest.hexdigest()
+
+
+def _mapped(mapping: mmap.mmap, entry: _Entry) -> Tensor:
+    count = math.prod(entry.shape)
+    if not count:
+        return torch.empty(entry.shape, dtype=entry.dtype)
+    flat = torch.frombuffer(mapping, dtype=entry.dtype, count=count, offset=entry.begin)
+    return flat.reshape(entry.shape)

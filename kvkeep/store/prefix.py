@@ -7,8 +7,9 @@ index to lose.
 """
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+import time
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from filelock import FileLock
 from torch import Tensor
 
 from kvkeep.errors import InvalidArgument, StoreError
+from kvkeep.store.atomic import sweep
 from kvkeep.store.container import Container, read_container, write_container
 from kvkeep.store.fingerprint import Fingerprint
 
@@ -49,7 +51,8 @@ class PrefixStore:
     """Evaluated beginnings of prompts in a folder, within a quota.
 
     Any number of processes may use one folder. When a new block would exceed the quota, those
-    used longest ago go first. A file that does not verify counts as not there.
+    used longest ago go first, but never those that the new one follows on. A file that does not
+    verify counts as not there, and is replaced when its tokens are evaluated again.
     """
 
     def __init__(self, path: str | Path, max_bytes: int = 2_000_000_000):
@@ -66,35 +69,27 @@ class PrefixStore:
 
     def find(self, fingerprint: Fingerprint, tokens: Sequence[int]) -> Found:
         """The longest stored beginning of a prompt, in whole blocks."""
-        found = Found([], [], None)
-        used: list[Path] = []
-        parent = _root(fingerprint)
-        for index, block in enumerate(_blocks(tokens)):
-            key = _key(parent, block)
-            path = self._file(parent, key)
+        keys, values, differs_at = list[Tensor](), list[Tensor](), None
+        chain = self._chain(fingerprint, tokens)
+        for index, (path, block) in enumerate(chain):
             container = _verified(path, block)
             if container is None:
-                differs = index * BLOCK + self._common(parent, tokens[index * BLOCK :])
-                found = Found(found.keys, found.values, differs)
+                start = index * BLOCK
+                differs_at = start + self._common(_parent(path), tokens[start:])
                 break
-            found.keys.append(container.tensors["keys"])
-            found.values.append(container.tensors["values"])
-            used.append(path)
-            parent = key
-        # A block is of use only with those before it, which must therefore go after it.
-        for path in reversed(used):
-            _touch(path)
-        return found
+            keys.append(container.tensors["keys"])
+            values.append(container.tensors["values"])
+        _touch([path for path, _ in chain[: len(keys)]])
+        return Found(keys, values, differs_at)
 
     def differs_at(self, fingerprint: Fingerprint, tokens: Sequence[int]) -> tuple[int, int]:
         """How many tokens are stored, and the first at which the nearest stored prompt differs."""
-        parent, index = _root(fingerprint), 0
-        for block in _blocks(tokens):
-            key = _key(parent, block)
-            if not self._file(parent, key).exists():
+        parent, stored = _root(fingerprint), 0
+        for path, _ in self._chain(fingerprint, tokens):
+            if not path.exists():
                 break
-            parent, index = key, index + 1
-        return index * BLOCK, index * BLOCK + self._common(parent, tokens[index * BLOCK :])
+            parent, stored = _key_of(path), stored + BLOCK
+        return stored, stored + self._common(parent, tokens[stored:])
 
     def add(
         self, fingerprint: Fingerprint, tokens: Sequence[int], keys: Tensor, values: Tensor
@@ -102,35 +97,29 @@ class PrefixStore:
         """Stores the cells of the last 256 of `tokens`, a whole number of blocks.
 
         keys, values: `[layers, kv_heads, 256, head_dim]`, at the positions of those tokens.
-        Returns whether the block is there now; one larger than the quota is not taken.
+        Returns whether the block is there now. It is not taken where those before it are not all
+        there, or where it would not fit beside them.
+
+        Raises StoreError where the folder cannot be written.
         """
-        parent, key, block = "", _root(fingerprint), tokens[-BLOCK:]
-        for earlier in _blocks(tokens):
-            parent, key = key, _key(key, earlier)
-        path, size = self._file(parent, key), keys.nbytes + values.nbytes + _OVERHEAD
-        if size > self.max_bytes:
-            return False
-        with self._lock:
-            if not path.exists():
-                self._make_room(size)
-                write_container(
-                    path,
-                    KIND,
-                    FORMAT,
-                    {"start": len(tokens) - BLOCK},
-                    {
-                        "keys": keys,
-                        "values": values,
-                        "tokens": torch.tensor(block, dtype=torch.int32),
-                    },
-                )
+        *before, (path, block) = self._chain(fingerprint, tokens)
+        earlier = {each for each, _ in before}
+        with self._locked():
+            if not all(each.exists() for each in earlier):
+                return False
+            if _verified(path, block) is None:
+                path.unlink(missing_ok=True)
+                if not self._make_room(keys.nbytes + values.nbytes + _OVERHEAD, spared=earlier):
+                    return False
+                self._write(path, block, keys, values, start=len(tokens) - BLOCK)
+            _touch([each for each, _ in before] + [path])
         return True
 
     def gc(self, max_bytes: int | None = None) -> int:
         """Removes blocks, least recently used first, down to a quota; returns the bytes freed."""
-        with self._lock:
+        with self._locked():
             before = self.nbytes
-            self._make_room(0, max_bytes)
+            self._make_room(0, quota=max_bytes)
             return before - self.nbytes
 
     @property
@@ -138,38 +127,69 @@ class PrefixStore:
         """Bytes of all files in the store."""
         return sum(size for _, size, _ in self._files())
 
-    def _make_room(self, size: int, quota: int | None = None) -> None:
-        files = sorted(self._files())
-        total = sum(length for _, length, _ in files) + size
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Only one process at a time changes the folder; finding needs no lock."""
+        try:
+            with self._lock:
+                yield
+        except OSError as error:
+            reason = error.strerror or error
+            raise StoreError(f"the prefix store {self.path} cannot be written: {reason}") from error
+
+    def _write(
+        self, path: Path, block: Sequence[int], keys: Tensor, values: Tensor, start: int
+    ) -> None:
+        numbers = torch.tensor(block, dtype=torch.int32)
+        tensors = {"keys": keys, "values": values, "tokens": numbers}
+        write_container(path, KIND, FORMAT, {"start": start}, tensors)
+
+    def _make_room(
+        self, size: int, spared: Collection[Path] = (), quota: int | None = None
+    ) -> bool:
+        """Removes blocks until `size` more bytes fit, if that can be. Call it under the lock."""
+        sweep(self.path)
+        files = sorted(each for each in self._files() if each[2] not in spared)
+        most = self.max_bytes if quota is None else quota
+        excess = self.nbytes + size - most
+        if excess > sum(length for _, length, _ in files):
+            return False
         for _, length, path in files:
-            if total <= (self.max_bytes if quota is None else quota):
-                return
+            if excess <= 0:
+                break
             path.unlink(missing_ok=True)
-            total -= length
+            excess -= length
+        return True
 
     def _files(self) -> Iterator[tuple[int, int, Path]]:
-        """(time of last use, bytes, path) of each block, and of what killed writers left."""
-        for entry in os.scandir(self.path):
-            if entry.name.endswith(_ENDING):
-                try:
-                    status = entry.stat()
-                except FileNotFoundError:
-                    continue
-                yield status.st_mtime_ns, status.st_size, Path(entry.path)
+        """(time of last use, bytes, path) of each block, those being written included."""
+        with os.scandir(self.path) as entries:
+            for entry in entries:
+                with suppress(FileNotFoundError):
+                    if entry.name.endswith(_ENDING):
+                        status = entry.stat()
+                        yield status.st_mtime_ns, status.st_size, self.path / entry.name
 
-    def _file(self, parent: str, key: str) -> Path:
-        return self.path / f"{parent}-{key}{_ENDING}"
+    def _chain(
+        self, fingerprint: Fingerprint, tokens: Sequence[int]
+    ) -> list[tuple[Path, Sequence[int]]]:
+        """The file and the tokens of each whole block of a prompt."""
+        parent, chain = _root(fingerprint), []
+        for end in range(BLOCK, len(tokens) + 1, BLOCK):
+            block = tokens[end - BLOCK : end]
+            key = _key(parent, block)
+            chain.append((self.path / f"{parent}-{key}{_ENDING}", block))
+            parent = key
+        return chain
 
     def _common(self, parent: str, tokens: Sequence[int]) -> int:
         """How many of the tokens agree with a block that follows on `parent`, at best."""
         best = 0
         for path in self.path.glob(f"{parent}-*{_ENDING}"):
-            container = _verified(path, None)
-            if container is not None:
-                stored = container.tensors["tokens"].tolist()
-                pairs = enumerate(zip(stored, tokens, strict=False))
-                agreed = next((i for i, (a, b) in pairs if a != b), min(len(stored), len(tokens)))
-                best = max(best, agreed)
+            stored = _stored_tokens(path)
+            pairs = enumerate(zip(stored, tokens, strict=False))
+            agreed = next((i for i, (a, b) in pairs if a != b), min(len(stored), len(tokens)))
+            best = max(best, agreed)
         return best
 
 
@@ -182,22 +202,35 @@ def _key(parent: str, block: Sequence[int]) -> str:
     return blake3(data).hexdigest()[:32]
 
 
-def _blocks(tokens: Sequence[int]) -> Iterator[Sequence[int]]:
-    for end in range(BLOCK, len(tokens) + 1, BLOCK):
-        yield tokens[end - BLOCK : end]
+def _parent(path: Path) -> str:
+    return path.stem.split("-")[0]
 
 
-def _verified(path: Path, tokens: Sequence[int] | None) -> Container | None:
+def _key_of(path: Path) -> str:
+    return path.stem.split("-")[1]
+
+
+def _verified(path: Path, tokens: Sequence[int]) -> Container | None:
     """The block in a file, if every byte is as it was written and the tokens are those asked."""
     try:
         container = read_container(path, KIND, FORMAT)
     except StoreError:
         return None
-    if tokens is not None and container.tensors["tokens"].tolist() != list(tokens):
-        return None
-    return container
+    return container if container.tensors["tokens"].tolist() == list(tokens) else None
 
 
-def _touch(path: Path) -> None:
-    with suppress(FileNotFoundError):
-        os.utime(path)
+def _stored_tokens(path: Path) -> list[int]:
+    """The tokens of a block, without a look at its cells; none if they do not verify."""
+    try:
+        container = read_container(path, KIND, FORMAT, only=("tokens",))
+    except StoreError:
+        return []
+    return list[int](container.tensors["tokens"].tolist())
+
+
+def _touch(chain: Sequence[Path]) -> None:
+    """Marks blocks as used now. A block is of use only with those before it, so it goes first."""
+    now = time.time_ns()
+    for age, path in enumerate(chain):
+        with suppress(OSError):  # removed meanwhile, or a store that may only be read
+            os.utime(path, ns=(now - age, now - age))

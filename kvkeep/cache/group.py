@@ -1,0 +1,173 @@
+"""One token of each of several caches, in one forward.
+
+The rows of the forward are sequences that know nothing of each other. What each of them sees is
+prepared by its own cache. Storage that several of them look at, the prompt that forks have in
+common, is read once for all: their queries are the rows of one call.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvkeep.cache.attention import HIDDEN, attend_cells
+from kvkeep.cache.block import Cells
+from kvkeep.cache.rope import Rotation, rotate
+from kvkeep.cache.step import DecodeStep, View
+
+
+class Look(NamedTuple):
+    """One cache's view of stored cells. row: which of the group's queries takes it."""
+
+    cache: int
+    row: int
+    view: View
+
+
+@dataclass(frozen=True)
+class Sight:
+    """Stored cells, and the queries of all caches that see some of them.
+
+    keys, values: for each layer `[kv_heads, cells, head_dim]`.
+    rows: which of the group's queries, n of them.
+    bias: `[n * groups, cells]` float32, or None where each of them sees every cell.
+    """
+
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+    rows: slice | Tensor
+    bias: Tensor | None
+
+
+class GroupStep:
+    """Stands in for a cache in a forward whose i-th token goes to the i-th of several caches.
+
+    steps: one that each cache has opened, and will keep or take back. heads: of the queries.
+    """
+
+    def __init__(self, steps: Sequence[DecodeStep], heads: int):
+        self.steps = steps
+        self.scale = steps[0].scale
+        layout = steps[0].newest.layout
+        device, self.kv_heads, self.groups = (
+            layout.device,
+            layout.kv_heads,
+            heads // layout.kv_heads,
+        )
+        # The first queries, one for each cache, stand where its new token does.
+        sources = list(range(len(steps)))
+        places = [step.where[0][0] for step in steps]
+        looks: list[Look] = []
+        for index, step in enumerate(steps):
+            rows = [index, *range(len(sources), len(sources) + len(step.where) - 1)]
+            sources += [index] * (len(rows) - 1)
+            places += [where[0] for where in step.where[1:]]
+            looks += [Look(index, rows[view.rotation], view) for view in step.views]
+        self._sources = torch.tensor(sources, device=device)
+        self._rotation = steps[0].rope.at(places)
+        self._key_rotation = Rotation(
+            self._rotation.cosine[: len(steps)], self._rotation.sine[: len(steps)]
+        )
+        together = _by_storage(looks)
+        self.sights = [_sight(each, self.groups, device) for each in together]
+        order = [look.cache for each in together for look in each]
+        self._parts, self._absent = _parts_of(order, len(steps), device)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """As `KVCache.attend`, with one row for each cache."""
+        keys = rotate(k, self._key_rotation)
+        for step, key, value in zip(self.steps, keys.unbind(0), v.unbind(0), strict=True):
+            step.write(layer, key, value)
+        queries = rotate(q[self._sources], self._rotation)
+        found = [
+            attend_cells(
+                _as_one(queries[sight.rows], self.kv_heads),
+                sight.keys[layer],
+                sight.values[layer],
+                scale=self.scale,
+                bias=sight.bias,
+                causal=False,
+            )
+            for sight in self.sights
+        ]
+        # All parts, in the order of their sights: [kv_heads, parts, groups, ...].
+        shape = (self.kv_heads, -1, self.groups)
+        outs = torch.cat([part.out[0] for part in found], 1).view(*shape, q.shape[2])
+        log_sums = torch.cat([part.log_sum[0] for part in found], 1).view(shape)
+        shares = (log_sums[:, self._parts] + self._absent).softmax(2)
+        out = (outs.float()[:, self._parts] * shares.unsqueeze(-1)).sum(2)
+        return out.transpose(0, 1).flatten(1).to(q.dtype)
+
+
+def _as_one(queries: Tensor, kv_heads: int) -> Tensor:
+    """`[n, heads, head_dim]` as one query of n times as many heads: each key is read once.
+
+    Returns `[1, kv_heads * n * groups, head_dim]`.
+    """
+    n, _, head_dim = queries.shape
+    if n == 1:
+        return queries
+    return queries.view(n, kv_heads, -1, head_dim).transpose(0, 1).reshape(1, -1, head_dim)
+
+
+def _by_storage(looks: list[Look]) -> list[list[Look]]:
+    """Looks at the same storage together, whichever part of it each is at."""
+    together: dict[tuple[int, ...], list[Look]] = {}
+    for look in looks:
+        keys, values = look.view.slots.keys, look.view.slots.values
+        same = (keys.data_ptr(), values.data_ptr(), *keys.stride(), *values.stride())
+        together.setdefault(same, []).append(look)
+    return list(together.values())
+
+
+def _sight(looks: list[Look], groups: int, device: torch.device) -> Sight:
+    """One sight of the stretch of storage from the first to the last cell that any looks at."""
+    spans = [look.view.span for look in looks]
+    start, stop = min(s.start for s in spans), max(s.stop for s in spans)
+    slots: Cells = max((look.view.slots for look in looks), key=len)
+    bias = _bias([look.view for look in looks], start, stop, device)
+    return Sight(
+        slots.keys[:, :, start:stop].unbind(0),
+        slots.values[:, :, start:stop].unbind(0),
+        _indices([look.row for look in looks], device),
+        None if bias is None else bias.repeat_interleave(groups, 0),
+    )
+
+
+def _bias(views: list[View], start: int, stop: int, device: torch.device) -> Tensor | None:
+    """`[views, stop - start]`; None where each view is of all these cells."""
+    whole = slice(start, stop)
+    if all(view.span == whole and view.bias is None for view in views):
+        return None
+    bias = torch.full((len(views), stop - start), HIDDEN, device=device)
+    for row, view in zip(bias, views, strict=True):
+        row[view.span.start - start : view.span.stop - start] = (
+            0.0 if view.bias is None else view.bias[0]
+        )
+    return bias
+
+
+def _indices(rows: list[int], device: torch.device) -> slice | Tensor:
+    """A slice where rows follow one another: it copies nothing."""
+    if rows == list(range(rows[0], rows[0] + len(rows))):
+        return slice(rows[0], rows[0] + len(rows))
+    return torch.tensor(rows, device=device)
+
+
+def _parts_of(order: list[int], caches: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Which parts belong to each cache, where `order` says whose each is.
+
+    Returns `[caches, most]` indices of parts, and `[caches, most, 1]`: `HIDDEN` where a cache has
+    fewer parts than the one with most, and the index means nothing.
+    """
+    mine: list[list[int]] = [[] for _ in range(caches)]
+    for part, cache in enumerate(order):
+        mine[cache].append(part)
+    most = max(map(len, mine))
+    parts = torch.tensor([each + [0] * (most - len(each)) for each in mine], device=device)
+    absent = torch.tensor(
+        [[0.0] * len(each) + [HIDDEN] * (most - len(each)) for each in mine], device=device
+    )
+    return parts, absent.unsqueeze(-1)

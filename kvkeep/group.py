@@ -1,0 +1,124 @@
+"""Several sessions of one model that write at the same time."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor
+
+from kvkeep.cache.group import GroupStep
+from kvkeep.cache.step import DecodeStep
+from kvkeep.errors import InvalidArgument
+from kvkeep.interrupts import interrupts_deferred
+from kvkeep.memory import Memory, require_finite
+from kvkeep.sampling import Sampler, Sampling
+from kvkeep.session import GREEDY, Session
+
+
+class SessionGroup:
+    """Sessions that take each next token together: the weights are read once for all of them.
+
+    Memory that they share, such as the prompt that forks come from, is attended to once as well.
+    Otherwise they need have nothing in common but the model: each keeps its policy, its length and
+    its own random generator, and may be used alone between two calls.
+    """
+
+    def __init__(self, sessions: Sequence[Session]):
+        """Raises InvalidArgument for no session, one that is there twice, or several models."""
+        self.sessions = tuple(sessions)
+        if not self.sessions:
+            raise InvalidArgument("a group needs at least one session; found none")
+        for index, session in enumerate(self.sessions):
+            if session in self.sessions[:index]:
+                raise InvalidArgument(
+                    f"session {index} is in the group already; add a fork of it instead"
+                )
+            if session._model is not self.sessions[0]._model:
+                raise InvalidArgument(
+                    f"session {index} is of another model than session 0: {session._model.name!r} "
+                    f"and {self.sessions[0]._model.name!r}, loaded apart; "
+                    "a group is of sessions of one loaded model"
+                )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of storage that all sessions' cells take, what they share counted once."""
+        storages = {
+            storage.data_ptr(): storage.nbytes()
+            for session in self.sessions
+            for segment in session.cache.segments
+            for cells in (segment.block.slots.keys, segment.block.slots.values)
+            for storage in (cells.untyped_storage(),)
+        }
+        return sum(storages.values())
+
+    def next_tokens(self, sampling: Sampling | Sequence[Sampling] = GREEDY) -> list[int]:
+        """Samples a token for each session, appends it and evaluates all of them at once.
+
+        Args:
+            sampling: one for all, or one for each session. With one seed for all, each session
+                draws from a generator of its own that starts from it.
+
+        Returns the tokens, in the order of the sessions. A call that fails changes none of them.
+
+        Raises:
+            InvalidArgument: nothing was fed to a session yet, or not as many samplings as sessions.
+            ContextFull: the policy of one of them cannot take another token.
+            NonFiniteLogits: the model produced NaN or infinity for one of them.
+        """
+        how = self._each(sampling)
+        memories = [session._memory for session in self.sessions]
+        logits = [_ready(index, memory) for index, memory in enumerate(memories)]
+        # Drawn by copies: if anything fails from here on, the sessions' own have drawn nothing.
+        samplers = [Sampler.at(session._sampler.state()) for session in self.sessions]
+        tokens = [
+            sampler.choose(known, memory.tokens, each)
+            for sampler, known, memory, each in zip(samplers, logits, memories, how, strict=True)
+        ]
+        with interrupts_deferred():
+            _evaluate(memories, tokens)
+            for session, sampler in zip(self.sessions, samplers, strict=True):
+                session._sampler = sampler
+        return tokens
+
+    def _each(self, sampling: Sampling | Sequence[Sampling]) -> Sequence[Sampling]:
+        if isinstance(sampling, Sampling):
+            return [sampling] * len(self.sessions)
+        if len(sampling) != len(self.sessions):
+            raise InvalidArgument(
+                f"one sampling for all, or one for each of {len(self.sessions)} sessions; "
+                f"found {len(sampling)}"
+            )
+        return sampling
+
+
+def _ready(index: int, memory: Memory) -> Tensor:
+    """The logits to choose from; raises where there are none, or no room for a token."""
+    logits = memory.logits()
+    if logits is None:
+        raise InvalidArgument(
+            f"session {index} has nothing to continue: feed it a prompt before asking for tokens"
+        )
+    memory.require_room(1)
+    return logits
+
+
+@torch.inference_mode()
+def _evaluate(memories: Sequence[Memory], tokens: Sequence[int]) -> None:
+    """A token into each memory by one forward: into all, or where anything fails into none."""
+    decoder, device = memories[0].decoder, memories[0].cache.layout.device
+    with ExitStack() as steps:
+        opened = []
+        for memory in memories:
+            memory.policy.open(memory.cache, 1)
+            step = steps.enter_context(memory.cache.step(1))
+            assert isinstance(step, DecodeStep)
+            opened.append(step)
+        hidden = decoder.hidden(
+            torch.tensor(tokens, device=device), GroupStep(opened, decoder.spec.heads)
+        )
+        logits = decoder.logits(hidden)
+        require_finite(logits)
+    for row, (memory, token) in enumerate(zip(memories, tokens, strict=True)):
+        # Rows of their own: one session's last logits must not hold those of all.
+        memory.take_in([token], hidden[row : row + 1].clone(), logits[row].clone())

@@ -1,0 +1,99 @@
+"""A segment as tensors and a table entry in a snapshot, and back."""
+
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvkeep.cache import Block, Cells, Layout, PositionMap, Segment
+
+_CELLS = ("keys", "values", "positions", "serials")
+
+
+def segment_tensors(index: int, segment: Segment) -> dict[str, Tensor]:
+    """The live cells, oldest first; those of a full ring as they lie."""
+    slots = segment.slots(0, segment.length)
+    if _in_slot_order(segment):
+        cells = segment.block.slots
+    elif len(slots) == 1:
+        cells = segment.block.slots.part(slots[0])
+    else:
+        cells = segment.read(0, segment.length)
+    return {f"segment.{index}.{name}": getattr(cells, name) for name in _CELLS}
+
+
+def segment_entry(segment: Segment) -> dict[str, Any]:
+    """All of a segment that is not in its tensors."""
+    return {
+        "map": asdict(segment.map),
+        "limit": segment.limit,
+        "anchor": segment.anchor,
+        "frozen": segment.frozen,
+        "start": segment.start,
+        "length": segment.length,
+        "capacity": segment.capacity,
+        "slot_order": _in_slot_order(segment),
+    }
+
+
+def read_segment(
+    index: int, layout: Layout, entry: dict[str, Any], tensors: dict[str, Tensor]
+) -> Segment:
+    """The segment of that tensors and an entry were made, without a copy where that can be.
+
+    Raises KeyError, TypeError or ValueError where they are not of one segment.
+    """
+    cells = Cells(*(tensors[f"segment.{index}.{name}"] for name in _CELLS))
+    _check_entry(entry)
+    _check_cells(cells, layout, entry["capacity"] if entry["slot_order"] else entry["length"])
+    segment = Segment(layout, entry["limit"], PositionMap(**entry["map"]), entry["anchor"])
+    segment.frozen = entry["frozen"]
+    segment.start, segment.length = entry["start"], entry["length"]
+    if segment.frozen and not entry["slot_order"]:
+        segment.start = 0  # a frozen run needs no room for more
+    if entry["slot_order"] or segment.start == 0:
+        segment.block = Block(cells)
+        return segment
+    segment.block = Block(Cells.empty(layout, entry["capacity"]))
+    done = 0
+    for slot in segment.slots(0, segment.length):
+        upto = done + slot.stop - slot.start
+        segment.block.slots.write(slot, cells.part(slice(done, upto)))
+        done = upto
+    return segment
+
+
+def require(holds: bool, what: str) -> None:
+    if not holds:
+        raise ValueError(what)
+
+
+def require_tensor(name: str, tensor: Tensor, dtype: torch.dtype, *shape: int | None) -> None:
+    """None in a shape stands for any length."""
+    fits = len(shape) == tensor.ndim and all(
+        wanted in (None, found) for wanted, found in zip(shape, tensor.shape, strict=True)
+    )
+    require(fits and tensor.dtype == dtype, f"{name} has another shape or dtype")
+
+
+def _in_slot_order(segment: Segment) -> bool:
+    """A full ring is saved as it lies: in another order, sums would be rounded otherwise."""
+    return segment.length == segment.capacity
+
+
+def _check_entry(entry: dict[str, Any]) -> None:
+    start, length, capacity = entry["start"], entry["length"], entry["capacity"]
+    numbers = (start, length, capacity, entry["limit"], *entry["map"].values())
+    require(all(type(number) is int for number in numbers), "a segment without whole numbers")
+    require(0 <= start < capacity, "a segment that starts outside its storage")
+    require(0 < length <= min(capacity, entry["limit"]), "a segment longer than its storage")
+    require(length == capacity or not entry["slot_order"], "a ring that is not full")
+
+
+def _check_cells(cells: Cells, layout: Layout, count: int) -> None:
+    for name in _CELLS[:2]:
+        shape = (layout.layers, layout.kv_heads, count, layout.head_dim)
+        require_tensor(name, getattr(cells, name), layout.dtype, *shape)
+    for name in _CELLS[2:]:
+        require_tensor(name, getattr(cells, name), torch.int64, count)

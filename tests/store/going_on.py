@@ -1,0 +1,170 @@
+"""Sessions at every kind of moment, and how they go on: here, or in another process.
+
+As a script: `python going_on.py FOLDER MODEL DTYPE THREADS` restores each snapshot of a folder and
+writes beside it what came next.
+"""
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kvkeep import Sampling
+from kvkeep.errors import ContextFull
+from kvkeep.model import Model, load_model
+from kvkeep.session import Session
+from kvkeep.store.snapshot import Snapshot
+
+NEXT = 64  # tokens
+DRAWN = 13  # tokens before: the random generator is then in its middle
+SAMPLINGS = {
+    "greedy": Sampling(),
+    "seeded": Sampling(temperature=1.2, top_k=50, repetition_penalty=1.1, seed=11),
+}
+TEXT = list(b"Nothing is written twice: keys stay where they are, and queries choose a place. ")
+
+
+def full(model: Model) -> dict[str, Callable[[Sampling], Session]]:
+    """Sessions of policy `full`, by moment."""
+
+    def fed(tokens: list[int], how: Sampling, budget: int = 256) -> Session:
+        session = model.session(budget, policy="full", prefill_step=32)
+        return drawn(session, tokens, how)
+
+    return {
+        "empty": lambda how: model.session(256, policy="full"),
+        "first-fill": lambda how: fed(TEXT, how),
+        "full-after-64": lambda how: fed(TEXT, how, budget=len(TEXT) + DRAWN + NEXT),
+        "exactly-full": lambda how: fed(TEXT, how, budget=len(TEXT) + DRAWN),
+        "rewound": lambda how: rewound(fed(TEXT, how), 9),
+        "forked": lambda how: fed(TEXT, how).fork(),
+        "fork-went-on": lambda how: drawn(fed(TEXT, how).fork(), TEXT[:20], how),
+        "parent-went-on": lambda how: went_on_beside_a_fork(fed(TEXT, how), how),
+        "fork-of-fork": lambda how: drawn(fed(TEXT, how).fork(), TEXT[:9], how).fork(at=40),
+    }
+
+
+def bounded(model: Model, policy: str) -> dict[str, Callable[[Sampling], Session]]:
+    """Sessions of a policy with a window, by moment."""
+
+    def fed(tokens: list[int], how: Sampling, budget: int = 48, keep: int = 4) -> Session:
+        return drawn(model.session(budget, keep, policy, prefill_step=32), tokens, how)
+
+    return {
+        "empty": lambda how: model.session(48, policy=policy),
+        "anchors-only": lambda how: fed(TEXT[:5], how, keep=20),
+        "first-fill": lambda how: fed(TEXT[:20], how),
+        "exactly-full": lambda how: fed(TEXT[: 48 - DRAWN], how),
+        "wrapped": lambda how: fed(TEXT, how),
+        "wrapped-without-keep": lambda how: fed(TEXT, how, keep=0),
+        "wrapped-twice": lambda how: fed(TEXT * 2, how),
+        "rewound-after-wrapping": lambda how: rewound(fed(TEXT, how), 9),
+        "rewound-and-fed": lambda how: drawn(rewound(fed(TEXT, how), 9), TEXT[:3], how),
+        "forked": lambda how: fed(TEXT[:20], how).fork(),
+        "forked-after-wrapping": lambda how: fed(TEXT, how).fork(),
+        "fork-went-on": lambda how: drawn(fed(TEXT[:10], how).fork(), TEXT[:9], how),
+        "fork-wrapped": lambda how: drawn(fed(TEXT[:20], how).fork(), TEXT, how),
+        "wrapped-fork-went-on": lambda how: drawn(fed(TEXT, how).fork(), TEXT[:9], how),
+        "parent-went-on": lambda how: went_on_beside_a_fork(fed(TEXT, how), how),
+        "more-kept": lambda how: keeping(fed(TEXT, how), 12),
+        "fewer-kept": lambda how: keeping(fed(TEXT, how, keep=12), 2),
+        "more-kept-went-on": lambda how: drawn(keeping(fed(TEXT, how), 12), TEXT, how),
+        "edited": lambda how: edited(fed(TEXT[:20], how)),
+        "edited-went-on": lambda how: drawn(edited(fed(TEXT[:20], how)), TEXT, how),
+        "edited-after-wrapping": lambda how: edited(fed(TEXT, how), len(TEXT)),
+        "pinned": lambda how: pinning(fed(TEXT, how)),
+        "pinned-went-on": lambda how: drawn(pinning(fed(TEXT, how)), TEXT, how),
+        "whole-prompt-to-be-kept": lambda how: model.session(200, keep=-1, policy=policy),
+    }
+
+
+def self_extend(model: Model) -> dict[str, Callable[[Sampling], Session]]:
+    """Sessions of policy `self_extend`, by moment."""
+
+    def fed(tokens: list[int], how: Sampling) -> Session:
+        return drawn(
+            model.session(policy="self_extend", group=4, window=32, prefill_step=32), tokens, how
+        )
+
+    return {
+        "empty": lambda how: model.session(policy="self_extend"),
+        "within-the-window": lambda how: fed(TEXT[:10], how),
+        "beyond-the-window": lambda how: fed(TEXT, how),
+        "rewound": lambda how: rewound(fed(TEXT, how), 9),
+        "forked": lambda how: fed(TEXT, how).fork(),
+        "fork-went-on": lambda how: drawn(fed(TEXT, how).fork(), TEXT, how),
+        "parent-went-on": lambda how: went_on_beside_a_fork(fed(TEXT, how), how),
+    }
+
+
+POLICIES = {
+    "full": full,
+    "self_extend": self_extend,
+    "sliding": partial(bounded, policy="sliding"),
+    "shift": partial(bounded, policy="shift"),
+}
+
+
+def drawn(session: Session, tokens: list[int], how: Sampling) -> Session:
+    """Fed, and `DRAWN` tokens further."""
+    session.feed(tokens)
+    for _ in range(DRAWN):
+        session.next_token(how)
+    return session
+
+
+def rewound(session: Session, count: int) -> Session:
+    session.rewind(count)
+    return session
+
+
+def keeping(session: Session, keep: int) -> Session:
+    session.keep = keep
+    return session
+
+
+def edited(session: Session, at: int = 12) -> Session:
+    session.delete(at, at + 3)
+    session.insert(at + 2, TEXT[:5])
+    return session
+
+
+def pinning(session: Session) -> Session:
+    session.pin(len(TEXT), len(TEXT) + 6)
+    return session
+
+
+def went_on_beside_a_fork(session: Session, how: Sampling) -> Session:
+    fork = session.fork()
+    drawn(fork, TEXT[:7], how)
+    return drawn(session, TEXT[:11], how)
+
+
+def go_on(session: Session, how: Sampling) -> dict[str, Tensor]:
+    """The next tokens, and the logits before each and after the last."""
+    if session.logits is None:
+        session.feed(TEXT)
+    tokens, logits = [], [session.logits]
+    try:
+        for _ in range(NEXT):
+            tokens.append(session.next_token(how))
+            logits.append(session.logits)
+    except ContextFull:
+        pass
+    return {"tokens": torch.tensor(tokens), "logits": torch.stack(logits)}
+
+
+def main(folder: Path, model_name: str, dtype: str, threads: int) -> None:
+    torch.set_num_threads(threads)
+    model = load_model(model_name, dtype=dtype)
+    for path in sorted(folder.glob("*.kvkeep")):
+        how = next(how for name, how in SAMPLINGS.items() if name in path.name)
+        session = model.restore(Snapshot.load(path))
+        torch.save(go_on(session, how), path.with_suffix(".pt"))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4]))

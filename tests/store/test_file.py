@@ -1,0 +1,222 @@
+"""The file itself: as docs/snapshot-format.md says, aligned, mapped, no larger than its cells."""
+
+import hashlib
+import json
+import struct
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import safetensors.numpy
+import torch
+from small import small_model
+from topics import topic_ids
+
+from kvkeep.cache import Cells, Layout, PositionMap, Segment
+from kvkeep.model import Model
+from kvkeep.session import Session
+from kvkeep.store.snapshot import Snapshot, describe
+
+MODEL = small_model()
+TEXT = list(b"any reader of safetensors can open this, and find the keys in it")
+CELL_BYTES = MODEL.session().cache.layout.cell_bytes
+
+
+def sessions() -> dict[str, Session]:
+    empty = MODEL.session(48)
+    filling, wrapped, full = MODEL.session(200), MODEL.session(48), MODEL.session(policy="full")
+    for session in (filling, wrapped, full):
+        session.feed(TEXT)
+        for _ in range(10):
+            session.next_token()
+    rewound, forked = wrapped.fork(), filling.fork()
+    rewound.rewind(7)
+    forked.feed(TEXT[:9])
+    return {
+        "empty": empty,
+        "filling": filling,
+        "wrapped": wrapped,
+        "rewound": rewound,
+        "forked": forked,
+        "full": full,
+    }
+
+
+SESSIONS = sessions()
+
+
+@pytest.mark.parametrize("name", SESSIONS)
+def test_a_reader_that_knows_only_the_document_finds_the_cells(tmp_path: Path, name: str) -> None:
+    session, path = SESSIONS[name], tmp_path / "a.kvkeep"
+    session.snapshot().save(path)
+    # From here on, only what docs/snapshot-format.md says.
+    data = path.read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    metadata = json.loads(data[8 : 8 + length])["__metadata__"]
+    document = json.loads(metadata["document"])
+    tensors = safetensors.numpy.load(data)
+    keys, values, positions = [], [], []
+    for index, entry in enumerate(document["segments"]):
+        order = np.arange(entry["length"])
+        if entry["slot_order"]:
+            order = (entry["start"] + order) % entry["capacity"]
+        keys.append(tensors[f"segment.{index}.keys"][:, :, order])
+        values.append(tensors[f"segment.{index}.values"][:, :, order])
+        positions.append(tensors[f"segment.{index}.positions"][order])
+    assert (metadata["kvkeep"], metadata["version"]) == ("snapshot", "1")
+    assert tensors["tokens"].tolist() == session.tokens
+
+    live = [segment.read(0, segment.length) for segment in session.cache.segments]
+    assert len(live) == len(keys)
+    for mine, k, v, p in zip(live, keys, values, positions, strict=True):
+        assert np.array_equal(mine.keys.numpy(), k)
+        assert np.array_equal(mine.values.numpy(), v)
+        assert np.array_equal(mine.positions.numpy(), p)
+    if session.logits is not None:
+        assert np.array_equal(session.logits.numpy(), tensors["logits"])
+
+
+@pytest.mark.parametrize("codec", ["none", "zstd", "int8"])
+def test_every_tensor_begins_at_a_multiple_of_64_bytes(tmp_path: Path, codec: str) -> None:
+    for name, session in SESSIONS.items():
+        path = tmp_path / f"{name}.kvkeep"
+        session.snapshot().save(path, codec)
+        data = path.read_bytes()
+        (length,) = struct.unpack("<Q", data[:8])
+        header = json.loads(data[8 : 8 + length])
+        header.pop("__metadata__")
+        begins = [8 + length + entry["data_offsets"][0] for entry in header.values()]
+        padding = [name.startswith("padding.") for name in header]
+        assert all(b % 64 == 0 for b, p in zip(begins, padding, strict=True) if not p)
+        assert len(data) % 64 == 0
+
+
+@pytest.mark.parametrize("codec", ["none", "zstd", "int8"])
+def test_every_loaded_tensor_is_aligned_to_64_bytes(tmp_path: Path, codec: str) -> None:
+    session = MODEL.session(policy="full")
+    session.feed(TEXT * 30)
+    session.snapshot().save(tmp_path / "a.kvkeep", codec)
+    slots = Snapshot.load(tmp_path / "a.kvkeep").segments[0].block.slots
+    for each in (slots.keys, slots.values, slots.positions, slots.serials):
+        assert each.data_ptr() % 64 == 0
+
+
+def test_only_filled_cells_are_written(tmp_path: Path) -> None:
+    for count in (1, 10, 1000):
+        session = MODEL.session(policy="full")
+        session.feed([5] * count)
+        session.next_token()  # makes storage for 256 more
+        size = session.snapshot().save(tmp_path / "a.kvkeep")
+        assert size == (tmp_path / "a.kvkeep").stat().st_size
+        assert session.cache.nbytes >= (count + 255) * CELL_BYTES
+        # Of each token beside its cell: the id, the serial twice, the position.
+        assert 0 <= size - (count + 1) * (CELL_BYTES + 28) <= 6000
+
+
+def test_a_wrapped_session_is_as_large_as_its_budget(tmp_path: Path) -> None:
+    session = MODEL.session(48)
+    session.feed(TEXT * 20)
+    size = session.snapshot().save(tmp_path / "a.kvkeep")
+    assert 0 <= size - 48 * CELL_BYTES - 12 * len(session.tokens) <= 8000
+
+
+def test_the_description_is_read_from_the_header_alone(tmp_path: Path) -> None:
+    SESSIONS["wrapped"].snapshot().save(tmp_path / "a.kvkeep")
+    found = describe(tmp_path / "a.kvkeep")
+    assert found["policy"]["name"] == "sliding"
+    assert found["policy"]["max_kv_size"] == 48
+    assert sum(entry["length"] for entry in found["segments"]) == 48
+
+
+def test_loading_maps_the_file_instead_of_reading_it_into_memory(tmp_path: Path) -> None:
+    layout = Layout(8, 8, 64, torch.float32, torch.device("cpu"))
+    cells = Cells.empty(layout, 4096)
+    segment = Segment.of(layout, cells, PositionMap(), anchor=False)
+    snapshot = SESSIONS["empty"].snapshot()
+    size = _with_segment(snapshot, segment, layout).save(tmp_path / "large.kvkeep")
+    assert size > 130_000_000
+    del segment, cells
+    process = psutil.Process()
+    before = process.memory_info().rss
+    loaded = Snapshot.load(tmp_path / "large.kvkeep")
+    jump = process.memory_info().rss - before
+    assert jump < size / 8
+    keys = loaded.segments[0].block.slots.keys
+    assert keys.data_ptr() % 64 == 0
+    assert float(keys.sum()) == 0
+    assert process.memory_info().rss - before > size / 3
+
+
+def _with_segment(snapshot: Snapshot, segment: Segment, layout: Layout) -> Snapshot:
+    return replace(snapshot, segments=(segment,), layout=layout)
+
+
+@pytest.mark.parametrize("policy", ["full", "sliding", "shift"])
+def test_a_restored_session_never_writes_to_its_file(tmp_path: Path, policy: str) -> None:
+    session, path = MODEL.session(200, policy=policy), tmp_path / "a.kvkeep"
+    session.feed(TEXT if policy == "full" else TEXT * 4)
+    session.snapshot().save(path)
+    before = hashlib.sha256(path.read_bytes()).digest()
+    loaded = Snapshot.load(path)
+    restored = [MODEL.restore(loaded) for _ in range(2)]
+    for each in restored:
+        for _ in range(100):
+            each.next_token()
+    restored[0].rewind(50)
+    restored[0].feed(TEXT[:20])
+    assert hashlib.sha256(path.read_bytes()).digest() == before
+    assert torch.equal(Snapshot.load(path).logits, session.logits)
+
+
+def test_a_session_outlives_its_file(tmp_path: Path) -> None:
+    session, path = MODEL.session(48), tmp_path / "a.kvkeep"
+    session.feed(TEXT)
+    session.snapshot().save(path)
+    restored = MODEL.restore(Snapshot.load(path))
+    MODEL.session(48).snapshot().save(path)
+    path.unlink()
+    for _ in range(60):
+        assert restored.next_token() == session.next_token()
+    assert torch.equal(restored.logits, session.logits)
+
+
+def test_int8_is_about_half_as_large_and_drifts_little(smollm2: Model, tmp_path: Path) -> None:
+    session = smollm2.session(policy="full")
+    session.feed(topic_ids(smollm2)[:512])
+    exact = session.snapshot().save(tmp_path / "a.kvkeep")
+    small = session.snapshot().save(tmp_path / "b.kvkeep", "int8")
+    assert small <= 0.55 * exact
+    restored = smollm2.restore(Snapshot.load(tmp_path / "b.kvkeep"))
+    for each in (session, restored):
+        each.feed(topic_ids(smollm2)[512:544])
+    expected, found = (s.logits.double().log_softmax(-1) for s in (session, restored))
+    drift = float((expected.exp() * (expected - found)).sum())
+    assert 0 < drift < 0.01
+
+
+def test_int8_keeps_each_number_to_half_a_step(tmp_path: Path) -> None:
+    session = MODEL.session(48)
+    session.feed(TEXT)
+    session.snapshot().save(tmp_path / "a.kvkeep", "int8")
+    loaded = Snapshot.load(tmp_path / "a.kvkeep")
+    for mine, theirs in zip(session.cache.segments, loaded.segments, strict=True):
+        exact, found = mine.read(0, mine.length).keys, theirs.read(0, theirs.length).keys
+        step = exact.abs().amax(-1, keepdim=True) / 127
+        assert bool(((exact - found).abs() <= 0.51 * step + 1e-6).all())
+
+
+def test_zstd_is_smaller_and_exact(smollm2: Model, tmp_path: Path) -> None:
+    session = smollm2.session(policy="full")
+    session.feed(topic_ids(smollm2)[:512])
+    exact = session.snapshot().save(tmp_path / "a.kvkeep")
+    assert session.snapshot().save(tmp_path / "b.kvkeep", "zstd") < 0.85 * exact
+    mine, theirs = (Snapshot.load(tmp_path / f"{x}.kvkeep").segments[0] for x in "ab")
+    assert torch.equal(mine.read(0, 512).values, theirs.read(0, 512).values)
+
+
+def test_the_rewound_session_here_is_a_ring_that_is_not_full() -> None:
+    ring = SESSIONS["rewound"].cache.segments[-1]
+    assert ring.length < ring.capacity
+    assert len(ring.slots(0, ring.length)) == 2

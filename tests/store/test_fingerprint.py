@@ -1,0 +1,101 @@
+"""A snapshot belongs to one model; another is refused by name of what differs."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from small import small_model
+from tokenizers import Tokenizer
+
+from kvkeep.errors import FingerprintMismatch
+from kvkeep.model import Model
+from kvkeep.models.llama import Decoder
+from kvkeep.models.spec import RopeSpec
+from kvkeep.models.text import TextCodec
+
+MODEL = small_model()
+TEXT = list(b"whose cells are these?")
+
+
+def other_weights() -> Model:
+    return small_model(seed=1)
+
+
+def one_weight_changed() -> Model:
+    model = small_model()
+    model.decoder.layers[1].up.weight[3, 5] += 1e-3
+    return model
+
+
+def other_theta() -> Model:
+    rope = RopeSpec("default", tuple(500_000.0 ** (-2 * i / 16) for i in range(8)))
+    spec = replace(MODEL.spec, rope=rope)
+    return Model("small", Path(), Decoder(spec, MODEL.decoder.tensors), MODEL.text)
+
+
+def other_tokenizer() -> Model:
+    tokenizer = Tokenizer.from_str(MODEL.text.tokenizer.to_str())
+    tokenizer.add_special_tokens(["<|new|>"])
+    return Model("small", Path(), MODEL.decoder, TextCodec(Path(), tokenizer))
+
+
+def other_dtype() -> Model:
+    tensors = {name: tensor.bfloat16() for name, tensor in MODEL.decoder.tensors.items()}
+    return Model("small", Path(), Decoder(MODEL.spec, tensors), MODEL.text)
+
+
+def other_end_of_text() -> Model:
+    spec = replace(MODEL.spec, eos_token_ids=(7,))
+    return Model("small", Path(), Decoder(spec, MODEL.decoder.tensors), MODEL.text)
+
+
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [
+        (other_weights, "the weights differ"),
+        (one_weight_changed, "the weights differ"),
+        (other_theta, "the rope differs"),
+        (other_tokenizer, "the tokenizer differs"),
+        (other_dtype, "the dtype differs (float32 there, bfloat16 here)"),
+        (other_end_of_text, "the config differs"),
+    ],
+)
+def test_another_model_is_refused_by_name_of_what_differs(
+    other: Callable[[], Model], named: str
+) -> None:
+    session, model = MODEL.session(64), other()
+    session.feed(TEXT)
+    with pytest.raises(FingerprintMismatch) as refusal:
+        model.restore(session.snapshot())
+    found = str(refusal.value)
+    assert f"belongs to another model: {named}" in found
+    assert "Load the model that it was saved with" in found
+    assert found.count("differ") == 1
+
+
+def test_another_layout_is_named() -> None:
+    session = MODEL.session(64)
+    session.feed(TEXT)
+    snapshot = session.snapshot()
+    foreign = snapshot.fingerprint | {"layout": "3 layers x 2 KV heads x 16"}
+    with pytest.raises(FingerprintMismatch, match="the layout differs \\(3 layers x 2 KV heads"):
+        MODEL.restore(replace(snapshot, fingerprint=foreign))
+
+
+def test_a_refusal_changes_nothing_in_live_sessions() -> None:
+    session, other = MODEL.session(64), other_weights()
+    live = other.session(64)
+    session.feed(TEXT)
+    live.feed(TEXT)
+    tokens, logits, cells = live.tokens, live.logits, live.cache.cells
+    with pytest.raises(FingerprintMismatch):
+        other.restore(session.snapshot())
+    assert (live.tokens, live.cache.cells) == (tokens, cells)
+    assert torch.equal(live.logits, logits)
+
+
+def test_the_fingerprint_is_that_of_the_bytes_not_of_the_name() -> None:
+    renamed = Model("another name", Path("/elsewhere"), small_model().decoder, MODEL.text)
+    assert renamed.fingerprint == MODEL.fingerprint

@@ -1,0 +1,366 @@
+"""The prefix store: evaluated beginnings of prompts, for any process, within a quota."""
+
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from small import small_model, write_small_folder
+from store.prefill import prompt
+from topics import topic_ids
+
+from kvkeep.errors import InvalidArgument, StoreError
+from kvkeep.model import Model, load_model
+from kvkeep.store import prefix
+from kvkeep.store.atomic import TEMPORARY
+from kvkeep.store.container import write_container
+from kvkeep.store.prefix import BLOCK, PrefixStore
+
+MODEL = small_model()
+SCRIPT = Path(__file__).with_name("prefill.py")
+LAYOUT = MODEL.session().cache.layout
+BLOCK_BYTES = BLOCK * LAYOUT.cell_bytes
+FILE_BYTES = BLOCK_BYTES + 8192
+
+
+def cells(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    shape = (LAYOUT.layers, LAYOUT.kv_heads, BLOCK, LAYOUT.head_dim)
+    return torch.randn(shape, generator=random), torch.randn(shape, generator=random)
+
+
+def fill(store: PrefixStore, tokens: list[int]) -> list[bool]:
+    """Adds every whole block of a prompt, with some cells; whether each was taken."""
+    ends = range(BLOCK, len(tokens) + 1, BLOCK)
+    return [store.add(MODEL.fingerprint, tokens[:end], *cells(end)) for end in ends]
+
+
+def process(*arguments: object) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen([sys.executable, str(SCRIPT), *map(str, arguments)])
+
+
+def size(folder: Path) -> int:
+    """Bytes of all files there, those being written included."""
+    total = 0
+    for entry in os.scandir(folder):
+        try:
+            total += entry.stat().st_size
+        except FileNotFoundError:
+            continue
+    return total
+
+
+# Between processes
+
+
+@pytest.fixture(scope="module")
+def small_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_small_folder(tmp_path_factory.mktemp("small"))
+
+
+def test_a_later_process_reuses_what_an_earlier_one_evaluated(
+    small_folder: Path, tmp_path: Path
+) -> None:
+    store, out = tmp_path / "store", [tmp_path / f"{i}.pt" for i in range(2)]
+    for each in out:
+        ran = process(small_folder, "float32", store, 10**9, 0, 3000, each)
+        assert ran.wait() == 0
+    first, second = (torch.load(each) for each in out)
+    assert first["reused"] == 0
+    assert second["reused"] >= 2816
+    alone = load_model(str(small_folder), dtype="float32").session(policy="full")
+    alone.feed(prompt(0, 3000))
+    assert torch.equal(first["logits"], alone.logits)
+    assert (second["logits"] - alone.logits).abs().max() <= 1e-4
+
+
+def test_two_processes_may_add_at_once(small_folder: Path, tmp_path: Path) -> None:
+    store, quota = tmp_path / "store", 100 * FILE_BYTES
+    outs = [tmp_path / f"{i}.pt" for i in range(4)]
+    running = [
+        process(small_folder, "float32", store, quota, i % 2, 2000, out)
+        for i, out in enumerate(outs)
+    ]
+    assert [each.wait() for each in running] == [0] * 4
+    found = PrefixStore(store).find(MODEL.fingerprint, prompt(0, 2000))
+    assert found.tokens == 1792
+    assert len(list(store.glob("*.kvblock"))) == 14
+    for a, b in ((0, 2), (1, 3)):
+        logits = [torch.load(outs[i])["logits"] for i in (a, b)]
+        assert (logits[0] - logits[1]).abs().max() <= 1e-4
+
+
+@pytest.mark.slow
+def test_the_real_model_in_bfloat16_differs_by_rounding_only(
+    smollm2: Model, tmp_path: Path
+) -> None:
+    ids, store = topic_ids(smollm2)[:3000], PrefixStore(tmp_path)
+    alone = smollm2.session(policy="full")
+    alone.feed(ids)
+    smollm2.session(policy="full", store=store).feed(ids[:2900])
+    reusing = smollm2.session(policy="full", store=store)
+    assert reusing.feed(ids).reused == 2816
+    difference = (alone.logits - reusing.logits).abs().max()
+    expected, found = (s.logits.double().log_softmax(-1) for s in (alone, reusing))
+    divergence = float((expected.exp() * (expected - found)).sum())
+    print(f"largest difference {difference:.3f}, KL {divergence:.2e}")
+    assert difference <= 1.0  # logits reach 40; chunks begin elsewhere, and bfloat16 rounds
+    assert divergence <= 5e-3
+
+
+# What is found
+
+
+@pytest.mark.parametrize("policy", ["full", "sliding", "shift"])
+def test_a_session_goes_on_as_if_it_had_evaluated_all_itself(tmp_path: Path, policy: str) -> None:
+    store, ids = PrefixStore(tmp_path), prompt(3, 1000)
+    MODEL.session(policy=policy, store=store).feed(ids)
+    session, alone = MODEL.session(policy=policy, store=store), MODEL.session(policy=policy)
+    ids += prompt(4, 100)
+    report = session.feed(ids)
+    alone.feed(ids)
+    assert report.reused == 768
+    assert (session.logits - alone.logits).abs().max() <= 1e-4
+    for _ in range(20):
+        assert session.next_token() == alone.next_token()
+
+
+def test_one_token_is_always_evaluated_for_its_logits(tmp_path: Path) -> None:
+    store, ids = PrefixStore(tmp_path), prompt(3, 512)
+    for expected in (0, 256):
+        session = MODEL.session(store=store)
+        assert session.feed(ids).reused == expected
+        assert session.logits is not None
+
+
+def test_it_says_at_which_token_prompts_differ(tmp_path: Path) -> None:
+    store, ids = PrefixStore(tmp_path), prompt(5, 1024)
+    fill(store, ids)
+    other = [*ids[:700], 1 + ids[700] % 255, *ids[701:]]
+    assert store.find(MODEL.fingerprint, other).tokens == 512
+    assert store.find(MODEL.fingerprint, other).differs_at == 700
+    assert store.differs_at(MODEL.fingerprint, other) == (512, 700)
+    assert store.find(MODEL.fingerprint, ids).differs_at is None
+    assert store.find(MODEL.fingerprint, [255, *ids]).differs_at == int(ids[0] == 255)
+    longer = ids + prompt(6, 300)
+    assert store.find(MODEL.fingerprint, longer).differs_at == 1024
+    report = MODEL.session(store=store).feed(other)
+    assert (report.reused, report.differs_at) == (512, 700)
+
+
+def test_the_nearest_of_several_prompts_is_named(tmp_path: Path) -> None:
+    store, ids = PrefixStore(tmp_path), prompt(5, 256)
+    for changed in (10, 90, 40):
+        fill(store, [*ids[:changed], 1 + ids[changed] % 255, *ids[changed + 1 :]])
+    assert store.differs_at(MODEL.fingerprint, ids) == (0, 90)
+
+
+def test_another_models_cells_are_not_found(tmp_path: Path) -> None:
+    store, ids = PrefixStore(tmp_path), prompt(5, 600)
+    fill(store, ids)
+    assert store.find(small_model(seed=1).fingerprint, ids).tokens == 0
+
+
+def test_tokens_are_compared_beside_the_key(tmp_path: Path) -> None:
+    """As if two prompts had the same hash."""
+    store, ids = PrefixStore(tmp_path), prompt(5, 256)
+    fill(store, ids)
+    (file,) = tmp_path.glob("*.kvblock")
+    keys, values = cells()
+    others = torch.tensor(prompt(6, 256), dtype=torch.int32)
+    tensors = {"keys": keys, "values": values, "tokens": others}
+    write_container(file, prefix.KIND, prefix.FORMAT, {"start": 0}, tensors)
+    assert store.find(MODEL.fingerprint, ids).tokens == 0
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "empty", "foreign"])
+def test_a_corrupt_block_is_a_miss_and_is_replaced(tmp_path: Path, damage: str) -> None:
+    store, ids = PrefixStore(tmp_path), prompt(5, 1000)
+    MODEL.session(policy="full", store=store).feed(ids)
+    second = sorted(tmp_path.glob("*.kvblock"), key=lambda path: -path.stat().st_mtime_ns)[1]
+    data = bytearray(second.read_bytes())
+    data[len(data) // 2] ^= 4
+    broken = {"flip": data, "truncate": data[:-9], "empty": b"", "foreign": b"what is this?"}
+    second.write_bytes(broken[damage])
+    session, alone = (MODEL.session(policy="full", store=each) for each in (store, None))
+    assert session.feed(ids).reused == 256
+    alone.feed(ids)
+    assert (session.logits - alone.logits).abs().max() <= 1e-4
+    assert MODEL.session(policy="full", store=store).feed(ids).reused == 768
+
+
+# The quota
+
+
+class Watcher(threading.Thread):
+    """Looks at a folder's size again and again."""
+
+    def __init__(self, folder: Path):
+        super().__init__(daemon=True)
+        self.folder, self.most, self.looks, self.stop = folder, 0, 0, False
+
+    def run(self) -> None:
+        while not self.stop:
+            self.most = max(self.most, size(self.folder))
+            self.looks += 1
+            time.sleep(0.0005)
+
+
+def test_the_quota_holds_at_every_moment(tmp_path: Path) -> None:
+    store = PrefixStore(tmp_path, max_bytes=10 * FILE_BYTES)
+    watcher = Watcher(tmp_path)
+    watcher.start()
+    for seed in range(25):
+        ids = prompt(seed, 2 * BLOCK)
+        for end in (BLOCK, 2 * BLOCK):
+            assert store.add(MODEL.fingerprint, ids[:end], *cells(seed))
+            assert store.nbytes <= size(tmp_path) <= store.max_bytes
+    watcher.stop = True
+    watcher.join()
+    assert watcher.looks > 10
+    assert 8 * BLOCK_BYTES < watcher.most <= store.max_bytes
+    assert store.find(MODEL.fingerprint, prompt(24, 2 * BLOCK)).tokens == 2 * BLOCK
+    assert store.find(MODEL.fingerprint, prompt(0, 2 * BLOCK)).tokens == 0
+
+
+def test_the_quota_holds_between_processes(small_folder: Path, tmp_path: Path) -> None:
+    store, quota = tmp_path / "store", 10 * FILE_BYTES
+    store.mkdir()
+    watcher = Watcher(store)
+    watcher.start()
+    running = [
+        process(small_folder, "float32", store, quota, i, 2000, tmp_path / f"{i}.pt")
+        for i in range(3)
+    ]
+    assert [each.wait() for each in running] == [0] * 3
+    watcher.stop = True
+    watcher.join()
+    assert 5 * BLOCK_BYTES < watcher.most <= quota
+    assert [x for x in os.listdir(store) if x.startswith(TEMPORARY)] == []
+
+
+def test_what_was_used_last_stays(tmp_path: Path) -> None:
+    store = PrefixStore(tmp_path, max_bytes=4 * FILE_BYTES)
+    for seed in range(4):
+        fill(store, prompt(seed, BLOCK))
+    assert store.find(MODEL.fingerprint, prompt(0, BLOCK)).tokens == BLOCK
+    for seed in (4, 5):
+        fill(store, prompt(seed, BLOCK))
+    here = [store.differs_at(MODEL.fingerprint, prompt(seed, BLOCK))[0] for seed in range(6)]
+    assert here == [BLOCK, 0, 0, BLOCK, BLOCK, BLOCK]
+
+
+def test_the_end_of_a_prompt_goes_before_its_beginning(tmp_path: Path) -> None:
+    store = PrefixStore(tmp_path, max_bytes=6 * FILE_BYTES)
+    fill(store, prompt(0, 4 * BLOCK))
+    for seed in (1, 2, 3):
+        fill(store, prompt(seed, BLOCK))
+    assert store.find(MODEL.fingerprint, prompt(0, 4 * BLOCK)).tokens == 3 * BLOCK
+
+
+def test_a_prompt_longer_than_the_quota_keeps_its_beginning(tmp_path: Path) -> None:
+    store = PrefixStore(tmp_path, max_bytes=5 * FILE_BYTES)
+    taken = fill(store, prompt(0, 12 * BLOCK))
+    assert taken == [True] * 5 + [False] * 7
+    assert store.find(MODEL.fingerprint, prompt(0, 12 * BLOCK)).tokens == 5 * BLOCK
+
+
+def test_a_block_larger_than_the_quota_is_not_taken(tmp_path: Path) -> None:
+    store = PrefixStore(tmp_path, max_bytes=BLOCK_BYTES)
+    assert fill(store, prompt(0, BLOCK)) == [False]
+    assert store.nbytes == 0
+
+
+def test_a_block_without_those_before_it_is_not_taken(tmp_path: Path) -> None:
+    store = PrefixStore(tmp_path)
+    assert not store.add(MODEL.fingerprint, prompt(0, 2 * BLOCK), *cells())
+    assert store.nbytes == 0
+
+
+def test_gc_frees_what_is_asked_and_what_killed_writers_left(tmp_path: Path) -> None:
+    store = PrefixStore(tmp_path)
+    fill(store, prompt(0, 4 * BLOCK))
+    (tmp_path / f"{TEMPORARY}0123456789abcdef.kvblock").write_bytes(bytes(10_000))
+    before = store.nbytes
+    assert store.gc(2 * FILE_BYTES) == before - store.nbytes >= 2 * BLOCK_BYTES
+    assert store.find(MODEL.fingerprint, prompt(0, 4 * BLOCK)).tokens == 2 * BLOCK
+    store.gc(0)
+    assert os.listdir(tmp_path) == ["lock"]
+
+
+def test_unusable_settings_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="max_bytes"):
+        PrefixStore(tmp_path, 0)
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(StoreError, match="cannot be a prefix store"):
+        PrefixStore(tmp_path / "file")
+
+
+def test_a_store_that_cannot_be_written_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = PrefixStore(tmp_path)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(StoreError, match="No space left"):
+        fill(store, prompt(0, BLOCK))
+    assert store.nbytes == 0
+
+
+# What sessions give
+
+
+@pytest.mark.parametrize("policy", ["sliding", "shift"])
+def test_a_budget_smaller_than_the_prompt(tmp_path: Path, policy: str) -> None:
+    store, ids = PrefixStore(tmp_path), prompt(7, 1500)
+    alone = MODEL.session(600, policy=policy)
+    alone.feed(ids)
+    MODEL.session(policy="full", store=store).feed(ids)
+    for _ in range(2):
+        session = MODEL.session(600, policy=policy, store=store)
+        assert session.feed(ids).reused == 512
+        assert session.cache.cells == alone.cache.cells
+        assert (session.logits - alone.logits).abs().max() <= 1e-4
+
+
+def test_cells_of_a_session_that_forgot_something_never_enter(tmp_path: Path) -> None:
+    store, ids = PrefixStore(tmp_path), prompt(7, 1500)
+    bounded = MODEL.session(600, store=store, prefill_step=300)
+    bounded.feed(ids)
+    assert store.find(MODEL.fingerprint, ids).tokens == 256
+    session, alone = (MODEL.session(policy="full", store=each) for each in (store, None))
+    assert session.feed(ids).reused == 256
+    alone.feed(ids)
+    assert (session.logits - alone.logits).abs().max() <= 1e-4
+
+
+def test_only_the_first_prompt_of_a_session_enters(tmp_path: Path) -> None:
+    store, draw = PrefixStore(tmp_path), random.Random(1)
+    session = MODEL.session(store=store)
+    session.feed(prompt(7, 300))
+    session.feed([draw.randrange(1, 256) for _ in range(600)])
+    session.delete(100, 120)
+    session.feed(prompt(8, 600))
+    assert len(list(tmp_path.glob("*.kvblock"))) == 1
+
+
+def test_keep_minus_one_works_with_a_store(tmp_path: Path) -> None:
+    store, ids = PrefixStore(tmp_path), prompt(9, 700)
+    alone = MODEL.session(1000, keep=-1)
+    alone.feed(ids)
+    for expected in (0, 512):
+        session = MODEL.session(1000, keep=-1, store=store)
+        assert session.feed(ids).reused == expected
+        assert session.keep == 700
+        assert (session.logits - alone.logits).abs().max() <= 1e-4
+    for each in (session, alone):
+        each.feed(prompt(10, 600))
+    assert (session.logits - alone.logits).abs().max() <= 1e-4
