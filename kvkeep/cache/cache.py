@@ -53,16 +53,12 @@ class KVCache:
         Inside, each layer calls `attend` once. On leaving, the new cells are kept; on an
         exception the cache is as it was before.
         """
-        step = (
-            DecodeStep(self.segments, self.window, self.time, self.rope, self.scale)
-            if count == 1
-            else ChunkStep(self.segments, self.window, self.time, count, self.rope, self.scale)
-        )
-        self._step = step
         try:
+            self._step = step = self._begin(count)
             yield step
         except BaseException:
-            step.abort()
+            if self._step is not None:
+                self._step.abort()
             for segment in self.segments:
                 segment.drop_newest(segment.lent)
             raise
@@ -75,6 +71,11 @@ class KVCache:
             for segment in self.segments:
                 segment.lent = 0
             self.segments = [s for s in self.segments if s.length]
+
+    def _begin(self, count: int) -> DecodeStep | ChunkStep:
+        if count == 1:
+            return DecodeStep(self.segments, self.window, self.time, self.rope, self.scale)
+        return ChunkStep(self.segments, self.window, self.time, count, self.rope, self.scale)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Stores the new cells of a layer and attends to all that its queries see.

@@ -159,7 +159,7 @@ def _bias(
     if seen is None and live == span.stop - span.start:
         return None
     slots = torch.arange(span.start, span.stop)
-    # 0 for the oldest cell; the one being written counts on, though its slot may be an outrun one's.
+    # 0 for the oldest cell; the one being written comes last, in the slot of an outrun one or not.
     order = (slots - segment.start - first) % segment.capacity + first
     bounds = torch.tensor(seen or [(first, first + live)])
     visible = (order >= bounds[:, :1]) & (order < bounds[:, 1:])
