@@ -18,7 +18,7 @@ from kvkeep.memory import Memory
 from kvkeep.policies import Policy
 from kvkeep.reuse import give_to, take_from
 from kvkeep.sampling import Sampler, Sampling
-from kvkeep.spans import Span, after_edit, after_rewind
+from kvkeep.spans import Span, Standing, after_edit, after_rewind, standing_in
 from kvkeep.store.prefix import PrefixStore
 from kvkeep.store.snapshot import Snapshot
 from kvkeep.streaming import TextStream
@@ -209,7 +209,7 @@ class Session:
     def _written(
         self, max_tokens: int | None, sampling: Sampling, ends: tuple[int, ...]
     ) -> Iterator[str]:
-        text, self.finish_reason = TextStream(self._text, sampling.stop), None
+        text, self.finish_reason = TextStream(self._text, sampling.stop, self._memory.tokens), None
         for _ in itertools.count() if max_tokens is None else range(max_tokens):
             token = self.next_token(sampling)
             if token in ends:
@@ -331,6 +331,20 @@ class Session:
             name: Span(name, start, end, sum(s in held for s in serials[start:end]))
             for name, (start, end) in self._spans.items()
         }
+
+    def name(self, name: str, start: int, end: int) -> None:
+        """Names a range of tokens that are there already; a name in use moves to it."""
+        self._spans[name] = self._range(start, end)
+
+    @property
+    def standing(self) -> list[Standing]:
+        """What became of each token, in order; see `Standing`."""
+        held: dict[int, Standing] = {}
+        for segment in self.cache.segments:
+            for serial in segment.serials():
+                kept, pinned = len(held) < self.keep, serial in self._memory.pins
+                held[serial] = standing_in(segment, kept, pinned)
+        return [held.get(serial, "forgotten") for serial in self._memory.serials]
 
     def pin(self, start: int | str, end: int | None = None) -> None:
         """Never forgets a range or a named span, wherever it lies, until it is unpinned.

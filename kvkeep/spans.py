@@ -1,6 +1,13 @@
 """Named stretches of tokens, which follow what happens to the tokens around them."""
 
 from dataclasses import dataclass
+from typing import Literal
+
+from kvkeep.cache import Segment
+
+# A token is "kept" with the first ones or "pinned" for ever, "grouped" with others at one position
+# for as long, in the "window" until newer ones push it out, or "forgotten".
+Standing = Literal["kept", "pinned", "grouped", "window", "forgotten"]
 
 
 @dataclass(frozen=True)
@@ -42,3 +49,12 @@ def after_edit(span: tuple[int, int], start: int, end: int, added: int) -> tuple
 def after_rewind(span: tuple[int, int], tokens: int) -> tuple[int, int]:
     """Where a span lies once only the first `tokens` are left."""
     return min(span[0], tokens), min(span[1], tokens)
+
+
+def standing_in(segment: Segment, kept: bool, pinned: bool) -> Standing:
+    """How a held cell stands."""
+    if segment.map.group > 1:
+        return "grouped"
+    if segment.anchor and kept:
+        return "kept"
+    return "pinned" if pinned else "window"

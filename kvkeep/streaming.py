@@ -1,15 +1,22 @@
 """From token ids to text that can be shown: whole characters, ending before a stop string."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from kvkeep.models.text import TextCodec
 
+_SEAM = 16  # tokens before the first that may hold the beginning of its character
+
 
 class TextStream:
-    """Pushes tokens in, gets text out, with what may begin a stop string held back."""
+    """Pushes tokens in, gets text out, with what may begin a stop string held back.
 
-    def __init__(self, text: TextCodec, stop: tuple[str, ...]):
+    before: the tokens that the text follows on, which may end inside a character.
+    """
+
+    def __init__(self, text: TextCodec, stop: tuple[str, ...], before: Sequence[int] = ()):
         self._pieces = text.piece_stream(skip_special=True)
+        for token in before[-_SEAM:]:
+            self._pieces.push(token)
         self._stop = stop
         self._held = ""
         self.stopped = False

@@ -19,6 +19,7 @@ from kvkeep.cli.options import (
 )
 from kvkeep.cli.report import counted
 from kvkeep.cli.slash import run_command
+from kvkeep.cli.terminated import terminated
 from kvkeep.cli.text_input import decode, require_utf8
 from kvkeep.errors import ContextFull, InvalidArgument, KvkeepError, StoreError
 
@@ -88,8 +89,8 @@ def chat(
         how = sampling.resolve(opened.seed)
         run = Run("chat", opened, output, how.seed)
         if kept is not None:
-            opened.notes[CHAT] = conversation.notes
             run.keeper = Keeper(opened.session, kept, f"session {session}", opened.notes)
+            run.keeper.follow(opened.session, {CHAT: conversation.notes})
         if source is not None:
             apply_keep(opened, memory.keep)
         with run.reported():
@@ -123,8 +124,8 @@ def _open(
         opened = Opened(model, memory.session(model, keep, prefixes.store()))
     else:
         opened = resume(source, memory, output.progress)
-    saved = opened.notes.get(CHAT, {"system": system if source is None else None, "turns": []})
-    if system is not None and system != saved["system"]:
+    saved = opened.notes.get(CHAT, {}).get("system") if source is not None else system
+    if system is not None and system != saved:
         raise InvalidArgument(
             "--system comes first in a conversation, and this one has begun without it or with "
             "another; leave it out, or begin a new session"
@@ -135,7 +136,7 @@ def _open(
             "with `kvkeep generate --session NAME -n 0`"
         )
     codec, eos = opened.model.text, opened.model.spec.eos_token_ids
-    return opened, Conversation(opened.session, codec, eos, saved["system"], saved["turns"])
+    return opened, Conversation(opened.session, codec, eos, saved)
 
 
 def _keep(memory: Memory, model: "Model", system: str | None) -> int:
@@ -161,8 +162,10 @@ class _Chat:
     def __init__(
         self, run: "Run", conversation: "Conversation", how: "Sampling", max_tokens: int | None
     ):
+        from kvkeep.cli.branches import Branches
+
         self.run = run
-        self.conversation = conversation
+        self.branches = Branches(conversation)
         self._how = how
         self._max_tokens = max_tokens
         self._interactive = sys.stdin.isatty()
@@ -172,6 +175,14 @@ class _Chat:
             kept = f", {self.run.keeper.what}" if self.run.keeper else ""
             past = f", {counted(self.run.reused, 'token')} so far" if self.run.reused else ""
             _say(f"{self.run.model.name}{kept}{past}: /help lists commands, Ctrl-D ends")
+        try:
+            self._talk()
+        finally:
+            if self.run.keeper and self.branches.others:
+                others = ", ".join(self.branches.others)
+                _say(f"branch {self.branches.name} is what is saved; not saved: {others}")
+
+    def _talk(self) -> None:
         while (line := self._read()) is not None:
             words = line.strip()
             if words == "/exit":
@@ -186,7 +197,7 @@ class _Chat:
         try:
             self._turn(words)
         except KeyboardInterrupt:
-            if not self._interactive:
+            if not self._interactive or terminated():
                 raise
         except ContextFull as error:
             if not self._interactive:
@@ -194,16 +205,22 @@ class _Chat:
             _say(f"{error}; /undo takes the last turn back")
 
     def _turn(self, words: str) -> None:
-        ids = self.conversation.begin_turn(words)
+        conversation = self.branches.current
+        ids = conversation.begin_turn(words)
+        before = len(self.run.session.tokens)
         try:
             self.run.feed(ids)
         except (KeyboardInterrupt, KvkeepError):
             # Half a question is taken back, unless it already pushed out what came before it: then
             # it stays, and the next turn closes it.
             with suppress(InvalidArgument):
-                self.conversation.undo()
+                self.run.session.rewind(len(self.run.session.tokens) - before)
             raise
-        self.run.write(self._max_tokens, self._how)
+        conversation.name_turn(words, len(ids))
+        try:
+            self.run.write(self._max_tokens, self._how)
+        finally:
+            conversation.end_turn()
 
     def _save(self) -> None:
         if self.run.keeper is None:
@@ -216,9 +233,16 @@ class _Chat:
 
     def _command(self, line: str) -> None:
         try:
-            _say(run_command(line, self.run.session, self.conversation))
+            _say(run_command(line, self.branches))
         except KvkeepError as error:
             _say(str(error))
+        except KeyboardInterrupt:
+            if not self._interactive or terminated():
+                raise
+            _say("stopped")
+        self.run.session = self.branches.current.session
+        if self.run.keeper:
+            self.run.keeper.follow(self.run.session, {CHAT: self.branches.current.notes})
 
     def _read(self) -> str | None:
         """A line, or None at the end: of the input, or by Ctrl-C at the prompt."""
@@ -229,6 +253,8 @@ class _Chat:
             return _ask("> ")
         except (EOFError, KeyboardInterrupt):
             _say("")
+            if terminated():
+                raise
             return None
 
 

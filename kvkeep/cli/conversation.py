@@ -1,11 +1,11 @@
 """A chat in a session: the model's own template, of which each turn feeds only what is new."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 from kvkeep import Session
 from kvkeep.errors import InvalidArgument, KvkeepError
 from kvkeep.models.text import TextCodec
+from kvkeep.spans import Span
 
 _MARK = "kvkeepanswer"  # stands for an answer in a rendering; letters only, so nothing trims it
 
@@ -25,18 +25,19 @@ def system_tokens(codec: TextCodec, system: str) -> int:
     if not part or not whole.startswith(part):
         # Some templates put it inside the first user's turn: then up to the user's own words.
         part = whole.partition(_MARK)[0]
-    ids, wanted = codec.encode(whole), codec.encode(part)
     # Where the part ends inside a word, its last token is another one than the whole's.
-    return next(
-        (n for n, (a, b) in enumerate(zip(ids, wanted, strict=False)) if a != b), len(wanted)
-    )
+    return _common(codec.encode(whole), codec.encode(part))
 
 
 class Conversation:
-    """Says what to feed for a turn, and takes turns back.
+    """Says what to feed for a turn, and knows where each turn is.
 
     The text in the session is what the template would render of the whole conversation, but only
     its newest turn is ever rendered, so that an endless chat costs the same at each turn.
+
+    Where things are is kept in spans of the session, which follow every edit: "system" and
+    "turn 3" with the template's tokens around them ("opening" where the template writes something
+    before the first turn by itself), "system text", "turn 3 question" and "turn 3 answer" without.
     """
 
     def __init__(
@@ -45,24 +46,29 @@ class Conversation:
         codec: TextCodec,
         eos_token_ids: tuple[int, ...],
         system: str | None,
-        turns: Sequence[int] = (),
     ):
-        """turns: as `notes` had them, where the session goes on."""
-        self._session = session
-        self._codec = codec
+        self.session = session
+        self.codec = codec
         self._eos = eos_token_ids
-        self._system = system
-        self._marks = list(turns)  # session time before each turn
+        self.notes: dict[str, str | None] = {"system": system}  # tokens and spans say the rest
         self._render_first("")
 
-    @property
-    def notes(self) -> dict[str, Any]:
-        """What must be kept beside the session to go on: JSON values. Its tokens say the rest."""
-        return {"system": self._system, "turns": self._marks}
+    def fork(self) -> "Conversation":
+        """The same conversation in a session of its own."""
+        return Conversation(self.session.fork(), self.codec, self._eos, self.system)
 
     @property
-    def turns(self) -> int:
-        return len(self._marks)
+    def system(self) -> str | None:
+        return self.notes["system"]
+
+    @system.setter
+    def system(self, text: str | None) -> None:
+        self.notes["system"] = text
+
+    @property
+    def turns(self) -> list[int]:
+        """The numbers of the turns; one that was taken out leaves a gap."""
+        return turns_in(self.session.spans)
 
     def begin_turn(self, words: str) -> list[int]:
         """The tokens to feed so that the model answers `words`: those that memory lacks.
@@ -70,38 +76,125 @@ class Conversation:
         An answer that was cut short is closed first; one that ended by itself has its end-of-turn
         token in memory already.
         """
-        if not self._session.cache.time:
-            self._marks.append(0)
-            return self._codec.encode(self._render_first(words))
-        after = self._codec.chat(
-            [
-                {"role": "user", "content": "-"},
-                {"role": "assistant", "content": _MARK},
-                {"role": "user", "content": words},
-            ]
-        ).partition(_MARK)[2]
-        ids = self._codec.encode(after)
-        last = self._session.tokens[-1]
-        if last == ids[0]:
-            ids = ids[1:]
-        elif last in self._eos:
+        if not self.session.tokens:
+            return self.codec.encode(self._render_first(words))
+        head = self._head
+        if head is not None and head.end == len(self.session.tokens):
+            return self.codec.encode(self._opening(words))
+        closing = self.codec.encode(self._closing())
+        ids = self.codec.encode(self._closing() + self._opening(words))
+        last = self.session.tokens[-1]
+        if last in self._eos and last != ids[0]:
             # Another end token than the template's: after it the model never saw a next turn.
-            self._session.rewind(1)
-        self._marks.append(self._session.cache.time)
-        return ids
+            self.session.rewind(1)
+        return ids[_overlap(self.session.tokens, ids[: len(closing)]) :]
+
+    def name_turn(self, words: str, fed: int) -> None:
+        """Names what the last `fed` tokens are, those that `begin_turn` said."""
+        total, turns = len(self.session.tokens), self.turns
+        opening = self.codec.encode(self._opening(words))
+        ids = self.session.tokens[total - fed :]
+        own = len(opening) if ids[-len(opening) :] == opening else fed
+        first, turn = total - own, f"turn {turns[-1] + 1 if turns else 1}"
+        if turns:
+            # What closes an answer belongs to it, so that a turn can be taken out whole.
+            last = f"turn {turns[-1]}"
+            self.session.name(last, self.session.spans[last].start, first)
+        elif fed == total and first:
+            self._name_head(words, ids, first)
+        self.session.name(turn, first, total)
+        odd = own == fed == total and ids != opening  # the first turn is written in its own way
+        template = self._render_first(_MARK) if odd else self._opening(_MARK)
+        before, _, after = template.partition(_MARK)
+        start, end = self._inside(ids[fed - own :], before, after)
+        if start < end:
+            self.session.name(f"{turn} question", first + start, first + end)
+
+    def end_turn(self) -> None:
+        """Names the answer, once all of it is there."""
+        if not self.turns:
+            return
+        turn, tokens = f"turn {self.turns[-1]}", self.session.tokens
+        first, end = self.session.spans[turn].end, len(tokens)
+        self.session.name(turn, self.session.spans[turn].start, end)
+        if end > first and tokens[-1] in self._eos:
+            end -= 1
+        if end > first:
+            self.session.name(f"{turn} answer", first, end)
 
     def undo(self) -> int:
         """Takes the last turn back, question and answer; how many tokens that were.
 
         Raises InvalidArgument if there is none, or if memory no longer holds all of it.
         """
-        if not self._marks:
+        turns = self.turns
+        if not turns:
             raise InvalidArgument("there is no turn to take back")
-        count = max(0, self._session.cache.time - self._marks[-1])
-        self._session.rewind(count)
-        self._marks.pop()
+        count = len(self.session.tokens) - self.session.spans[f"turn {turns[-1]}"].start
+        self.session.rewind(count)
         return count
 
+    @property
+    def _head(self) -> Span | None:
+        """What comes before the first turn."""
+        spans = self.session.spans
+        return spans.get("system", spans.get("opening"))
+
+    def _name_head(self, words: str, ids: list[int], end: int) -> None:
+        self.session.name("opening" if self.system is None else "system", 0, end)
+        if self.system is None:
+            return
+        marked = [{"role": "system", "content": _MARK}, {"role": "user", "content": words}]
+        before, _, after = self.codec.chat(marked).partition(_MARK)
+        start, end = self._inside(ids, before, after)
+        if start < end:
+            self.session.name("system text", start, end)
+
+    def _inside(self, ids: list[int], before: str, after: str) -> tuple[int, int]:
+        """Which of the tokens come wholly between two texts of the template."""
+        start = _common(ids, self.codec.encode(before))
+        rest = ids[start:][::-1]
+        return start, len(ids) - _common(rest, self.codec.encode(after)[::-1])
+
+    def _closing(self) -> str:
+        """What the template writes after an answer."""
+        turn = [{"role": "user", "content": "-"}, {"role": "assistant", "content": _MARK}]
+        closing = self.codec.chat(turn, add_generation_prompt=False).partition(_MARK)[2]
+        return closing if self._after("-").startswith(closing) else ""
+
+    def _opening(self, words: str) -> str:
+        """A turn that is not the first, up to where its answer begins."""
+        return self._after(words)[len(self._closing()) :]
+
+    def _after(self, words: str) -> str:
+        return self.codec.chat(
+            [
+                {"role": "user", "content": "-"},
+                {"role": "assistant", "content": _MARK},
+                {"role": "user", "content": words},
+            ]
+        ).partition(_MARK)[2]
+
     def _render_first(self, words: str) -> str:
-        opening = [] if self._system is None else [{"role": "system", "content": self._system}]
-        return self._codec.chat([*opening, {"role": "user", "content": words}])
+        opening = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return self.codec.chat([*opening, {"role": "user", "content": words}])
+
+
+def turns_in(spans: Iterable[str]) -> list[int]:
+    """The numbers of the turns that spans are named after."""
+    names = [name.removeprefix("turn ") for name in spans if name.startswith("turn ")]
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
+def _common(ids: Sequence[int], others: Sequence[int]) -> int:
+    """How many of the first are the same."""
+    pairs = zip(ids, others, strict=False)
+    return next(
+        (n for n, (one, other) in enumerate(pairs) if one != other), min(len(ids), len(others))
+    )
+
+
+def _overlap(tokens: list[int], ids: list[int]) -> int:
+    """How many of the first ids are there already, as the last tokens."""
+    lengths = range(min(len(tokens), len(ids)), 0, -1)
+    return next((n for n in lengths if tokens[-n:] == ids[:n]), 0)

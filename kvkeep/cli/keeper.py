@@ -56,6 +56,11 @@ class Keeper:
         self._session, self._file, self._codec = session, file, codec
         self._state = self._now()
 
+    def follow(self, session: "Session", notes: dict[str, Any]) -> None:
+        """Saves another session from now on; notes replace those of the same name."""
+        self._session = session
+        self.notes.update(notes)
+
     def save(self) -> None:
         """Writes the file if the session changed since it was opened or saved."""
         if self._now() != self._state:
@@ -70,8 +75,10 @@ class Keeper:
             self._state = self._now()
             self.saved = Saved(self.what, size, time.perf_counter() - begun)
 
-    def _now(self) -> tuple[int, int]:
-        return self._session.cache.time, self._session.keep
+    def _now(self) -> tuple[object, ...]:
+        """Differs where the session does."""
+        session, pinned = self._session, hash(tuple(self._session.standing))
+        return id(session), session.cache.time, session.cache.serial, session.keep, pinned
 
 
 def check_snapshot_place(file: Path) -> None:

@@ -14,11 +14,13 @@ from kvkeep.cli.models import models
 from kvkeep.cli.perplexity import perplexity
 from kvkeep.cli.pull import pull
 from kvkeep.cli.sessions import sessions
+from kvkeep.cli.terminated import sigterm_interrupts, terminated
 from kvkeep.cli.why import why
 from kvkeep.errors import KvkeepError
 
 BAD_INPUT = 2
 INTERRUPTED = 128 + 2  # SIGINT, as shells report it
+TERMINATED = 128 + 15  # SIGTERM
 PIPE_CLOSED = 128 + 13  # SIGPIPE
 
 
@@ -50,9 +52,11 @@ class Commands(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         # Caught here, since click's own main gives both of them status 1.
         try:
-            return super().invoke(ctx)
+            with sigterm_interrupts():
+                return super().invoke(ctx)
         except KeyboardInterrupt:
-            raise click.exceptions.Exit(INTERRUPTED) from None
+            status = TERMINATED if terminated() else INTERRUPTED
+            raise click.exceptions.Exit(status) from None
         except BrokenPipeError:
             _discard_output()
             raise click.exceptions.Exit(PIPE_CLOSED) from None

@@ -109,7 +109,7 @@ def memory_options(keep: Decorator) -> Decorator:
                 "--policy",
                 type=click.Choice(POLICY_NAMES),
                 default=POLICY_NAMES[0],
-                help="What to do at --max-kv-size.",
+                help="At --max-kv-size: forget (sliding, shift) or end (self_extend, full).",
             ),
             click.option(
                 "--discard",

@@ -64,7 +64,7 @@ class Run:
 
     def write(self, max_tokens: int | None, how: Sampling, ignore_eos: bool = False) -> str:
         """Streams text to standard output, ends it with a new line and returns why it ended."""
-        first, shown, last = self.session.cache.time, 0, "\n"
+        first, shown, last = len(self.session.tokens), 0, "\n"
         with self.counting(self.decode):
             try:
                 for piece in self.session.stream(max_tokens, how, ignore_eos):

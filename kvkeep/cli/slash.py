@@ -4,64 +4,157 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvkeep.cli.report import counted, megabytes
+from kvkeep.cli.report import counted
 from kvkeep.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from kvkeep import Session
-    from kvkeep.cli.conversation import Conversation
+    from kvkeep.cli.branches import Branches
+    from kvkeep.cli.parts import Part
 
 
-def run_command(line: str, session: "Session", conversation: "Conversation") -> str:
+def run_command(line: str, branches: "Branches") -> str:
     """Does what a line that begins with "/" asks for; what to tell the user.
 
-    Raises InvalidArgument for a command that does not exist or cannot be done now.
+    Raises KvkeepError for a command that does not exist or cannot be done now; nothing changed.
     """
     name, _, argument = line.partition(" ")
     command = COMMANDS.get(name)
     if command is None:
         raise InvalidArgument(f"there is no command {name}; /help lists them")
-    return command.do(session, conversation, argument.strip())
+    return command.do(branches, argument.strip())
 
 
-def _help(session: "Session", conversation: "Conversation", argument: str) -> str:
-    return "\n".join(f"  {command.usage:<9}  {command.meaning}" for command in COMMANDS.values())
+def _help(branches: "Branches", argument: str) -> str:
+    rows = [f"  {command.usage:<20}  {command.meaning}" for command in COMMANDS.values()]
+    return "\n".join([*rows, _WHAT])
 
 
-def _keep(session: "Session", conversation: "Conversation", argument: str) -> str:
+def _pin(branches: "Branches", argument: str) -> str:
+    from kvkeep.cli.parts import whole
+
+    part = whole(branches.current, argument)
+    branches.current.session.pin(part.start, part.end)
+    return f"{part.what} is never forgotten: {counted(part.tokens, 'token')}"
+
+
+def _unpin(branches: "Branches", argument: str) -> str:
+    from kvkeep.cli.parts import whole
+
+    part = whole(branches.current, argument)
+    branches.current.session.unpin(part.start, part.end)
+    return f"{part.what} may be forgotten"
+
+
+def _forget(branches: "Branches", argument: str) -> str:
+    from kvkeep.cli.parts import whole
+
+    conversation = branches.current
+    part = whole(conversation, argument)
+    left = part.with_words("") if part.words else ""
+    before = len(conversation.session.tokens)
+    if left.strip():
+        conversation.session.replace(part.start, part.end, left)
+    else:
+        conversation.session.delete(part.start, part.end)
+    _note_system(branches, part)
+    gone = counted(before - len(conversation.session.tokens), "token")
+    return f"{part.what} is forgotten: {gone}"
+
+
+def _edit(branches: "Branches", argument: str) -> str:
+    from kvkeep.cli.parts import content, split
+
+    what, text = split(argument)
+    exact = what == "--exact"
+    if exact:
+        what, text = split(text)
+    if len(text) > 1 and text[0] == text[-1] == '"':
+        text = text[1:-1]
+    if not text:
+        raise InvalidArgument("/edit takes what to change and its new text, as /help shows")
+    conversation = branches.current
+    part = content(conversation, what)
+    session, before = conversation.session, len(conversation.session.tokens)
+    new = part.with_words(text)
+    report = session.replace(part.start, part.end, new, "suffix" if exact else "none")
+    _note_system(branches, part)
+    tokens = part.tokens + len(session.tokens) - before
+    return (
+        f"{part.what} is changed: {counted(tokens, 'token')} in the place of {part.tokens}, "
+        f"{report.tokens_evaluated} evaluated in {report.seconds:.2f} s"
+    )
+
+
+def _note_system(branches: "Branches", part: "Part") -> None:
+    """What the system prompt is now, where that was edited: `--system` is compared with it."""
+    conversation = branches.current
+    if not part.what.endswith("the system prompt"):
+        return
+    span = conversation.session.spans.get("system text")
+    ids = conversation.session.tokens[span.start : span.end] if span else []
+    conversation.system = conversation.codec.decode(ids) or None
+
+
+def _branch(branches: "Branches", argument: str) -> str:
+    branches.branch(argument)
+    return f"now in {branches.name}; /switch goes back"
+
+
+def _branches(branches: "Branches", argument: str) -> str:
+    return "\n".join(branches.lines())
+
+
+def _switch(branches: "Branches", argument: str) -> str:
+    branches.switch(argument)
+    return f"now in {branches.name}, {counted(len(branches.current.turns), 'turn')}"
+
+
+def _keep(branches: "Branches", argument: str) -> str:
     if not argument.isdecimal():
         raise InvalidArgument(f"/keep takes a number of tokens; found {argument!r}")
-    session.keep = int(argument)
-    return _memory(session, conversation, "")
+    branches.current.session.keep = int(argument)
+    return f"the first {counted(int(argument), 'token')} are never forgotten"
 
 
-def _undo(session: "Session", conversation: "Conversation", argument: str) -> str:
-    count = conversation.undo()
-    left = counted(conversation.turns, "turn")
+def _undo(branches: "Branches", argument: str) -> str:
+    count = branches.current.undo()
+    left = counted(len(branches.current.turns), "turn")
     return f"took {counted(count, 'token')} back; {left} before this"
 
 
-def _memory(session: "Session", conversation: "Conversation", argument: str) -> str:
-    cache = session.cache
-    kept = min(session.keep, cache.cells)
-    return (
-        f"{cache.cells} of {session.max_kv_size} cells, {megabytes(cache.nbytes)}: {kept} kept for "
-        f"ever, {cache.cells - kept} in the window; policy {session.policy}, "
-        f"{counted(cache.time, 'token')} so far"
-    )
+def _memory(branches: "Branches", argument: str) -> str:
+    from kvkeep.cli.memory_map import memory_map
+
+    return memory_map(branches.current.session)
+
+
+_WHAT = """\
+WHAT is a turn's number (3), a part of it (3.question, 3.answer), last, system, or "quoted words".
+With --session, the branch that is current at the end is saved; the others end with the chat."""
 
 
 @dataclass(frozen=True)
 class _Command:
     usage: str
     meaning: str
-    do: Callable[["Session", "Conversation", str], str]
+    do: Callable[["Branches", str], str]
 
 
 COMMANDS = {
     "/help": _Command("/help", "this list", _help),
-    "/keep": _Command("/keep N", "never forget the first N tokens", _keep),
+    "/memory": _Command("/memory", "a picture of what is held, and what that takes", _memory),
+    "/pin": _Command("/pin WHAT", "never forget it", _pin),
+    "/unpin": _Command("/unpin WHAT", "let it be forgotten in its time", _unpin),
+    "/forget": _Command("/forget WHAT", "take it out of memory now", _forget),
+    "/edit": _Command(
+        "/edit WHAT NEW TEXT",
+        "change it where it is; --exact before WHAT evaluates what follows anew",
+        _edit,
+    ),
     "/undo": _Command("/undo", "take the last turn back, as far as memory still holds it", _undo),
-    "/memory": _Command("/memory", "what is held, and what that takes", _memory),
+    "/keep": _Command("/keep N", "never forget the first N tokens", _keep),
+    "/branch": _Command("/branch [NAME]", "go on in a copy; it shares memory", _branch),
+    "/branches": _Command("/branches", "list them", _branches),
+    "/switch": _Command("/switch NAME", "go on in another branch", _switch),
     "/exit": _Command("/exit", "end the chat, as Ctrl-D does", lambda *_: ""),
 }

@@ -3,6 +3,8 @@
 from collections.abc import Set
 from typing import ClassVar
 
+import torch
+
 from kvkeep.cache import Cells, KVCache, PositionMap, Segment, Window
 from kvkeep.errors import InvalidArgument
 
@@ -80,8 +82,11 @@ class SelfExtend:
             at = sum(segment.anchor for segment in cache.segments)
             cache.segments.insert(at, far)
         far_cells = sum(s.length for s in cache.segments if s.anchor)
-        cells = Cells.joined([cells for _, cells in cache.read(far_cells, count)])
-        positions = cells.positions // self.group
+        leaving = cache.read(far_cells, count)
+        cells = Cells.joined([cells for _, cells in leaving])
+        # An edit may have brought some closer: where they are seen counts, not where they were put.
+        seen = torch.cat([cells.positions - segment.map.offset for segment, cells in leaving])
+        positions = seen // self.group
         keys = cache.rope.moved(cells.keys, positions - cells.positions)
         far.append(Cells(keys, cells.values, positions, cells.serials))
         far.lent = count

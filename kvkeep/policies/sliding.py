@@ -39,7 +39,7 @@ class Sliding:
         newest = cache.segments[-1] if cache.segments else None
         missing = self.keep - cache.cells
         if missing > 0 and not any(not segment.anchor for segment in cache.segments):
-            if newest is None or newest.frozen:
+            if newest is None or not newest.thaw(newest.length + missing):
                 newest = Segment(cache.layout, missing, anchor=True)
                 cache.segments.append(newest)
             newest.reserve(newest.limit)
@@ -47,7 +47,8 @@ class Sliding:
         if newest is None or newest.anchor or not newest.thaw(size):
             newest = Segment(cache.layout, size)
             cache.segments.append(newest)
-        newest.reserve(newest.length + wanted + ahead)
+        newest.crowded = any(not (s.anchor or s.block.shared) for s in cache.segments[:-1])
+        newest.reserve(newest.length + wanted + (0 if newest.crowded else ahead))
         return wanted
 
     def settings(self) -> dict[str, int]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvkeep import load_model
+from kvkeep import Session, load_model
 from kvkeep.cli.conversation import Conversation, system_tokens
 from kvkeep.errors import InvalidArgument
 from kvkeep.model import Model
@@ -16,6 +16,18 @@ SYSTEM = "You are a gardener. You speak of nothing but roses."
 @pytest.fixture(scope="module")
 def model(tiny_folder: Path) -> Model:
     return load_model(str(tiny_folder), dtype="float32")
+
+
+def say(conversation: Conversation, question: str, answer: str) -> Session:
+    """A turn, with an answer that is given."""
+    session = conversation.session
+    ids = conversation.begin_turn(question)
+    session.feed(ids)
+    conversation.name_turn(question, len(ids))
+    if answer:
+        session.feed(answer)
+    conversation.end_turn()
+    return session
 
 
 @pytest.mark.parametrize("system", [None, SYSTEM])
@@ -42,30 +54,32 @@ def test_system_tokens_are_those_of_the_system_message(model: Model) -> None:
 
 
 @pytest.mark.parametrize("ending", ["<|im_end|>", ""])
-def test_undo_leaves_what_was_before_the_turn(model: Model, ending: str) -> None:
-    session = model.session()
+def test_undo_leaves_what_the_template_writes_without_the_turn(model: Model, ending: str) -> None:
+    """What closes the answer before it stays, too: the next turn does not write it again."""
     eos = tuple(model.text.encode("<|im_end|>"))
-    conversation = Conversation(session, model.text, eos, None)
-    before = []
+    conversation = Conversation(model.session(), model.text, eos, SYSTEM)
+    messages, expected = [{"role": "system", "content": SYSTEM}], []
     for question in ("One?", "Two?", "Three?"):
-        before.append(session.tokens)
-        session.feed(conversation.begin_turn(question))
-        session.feed("An answer." + ending)
-    for tokens in reversed(before):
+        expected.append(model.text.chat(messages, add_generation_prompt=False))
+        say(conversation, question, "An answer." + ending)
+        messages.append({"role": "user", "content": question})
+        messages.append({"role": "assistant", "content": "An answer."})
+    for text in reversed(expected):
         conversation.undo()
-        assert session.tokens == tokens
+        assert conversation.session.text() == text
     with pytest.raises(InvalidArgument, match="no turn"):
         conversation.undo()
-    assert session.cache.cells == 0
+    say(conversation, "One?", "")
+    assert conversation.session.text() == model.text.chat(messages[:2])
+    assert conversation.turns == [1]
 
 
 def test_after_an_undo_the_next_turn_reads_as_if_the_last_had_not_been(model: Model) -> None:
     session = model.session()
     eos = tuple(model.text.encode("<|im_end|><|endoftext|>"))
     conversation = Conversation(session, model.text, eos, None)
-    session.feed(conversation.begin_turn("One?"))
-    session.feed("Uno.<|endoftext|>")
-    session.feed(conversation.begin_turn("Two?"))
+    say(conversation, "One?", "Uno.<|endoftext|>")
+    say(conversation, "Two?", "")
     conversation.undo()
     session.feed(conversation.begin_turn("Three?"))
     messages = [("user", "One?"), ("assistant", "Uno."), ("user", "Three?")]
@@ -75,13 +89,12 @@ def test_after_an_undo_the_next_turn_reads_as_if_the_last_had_not_been(model: Mo
 def test_undo_of_a_turn_that_is_forgotten_changes_nothing(model: Model) -> None:
     session = model.session(max_kv_size=32)
     conversation = Conversation(session, model.text, (), None)
-    session.feed(conversation.begin_turn("One?"))
-    session.feed("word " * 50)
+    say(conversation, "One?", "word " * 50)
     tokens = session.tokens
     with pytest.raises(InvalidArgument, match="held"):
         conversation.undo()
     assert session.tokens == tokens
-    assert conversation.turns == 1
+    assert conversation.turns == [1]
 
 
 def test_each_piped_line_is_a_turn_in_a_bounded_memory(invoke, tiny, tmp_path: Path) -> None:
@@ -108,11 +121,10 @@ def test_commands_work_from_a_pipe(invoke, tiny) -> None:
         assert f"\n  {command}" in f"\n{said}"
     assert "there is no turn to take back" in said
     assert "there is no command /dance" in said
-    assert "4 kept for ever" in said
-    assert "9 kept for ever" in said
+    assert "# kept            4 tokens" in said
+    assert "the first 9 tokens are never forgotten" in said
     assert "/keep takes a number of tokens; found ''" in said
     assert "back; 0 turns before this" in said
-    assert "cells 0 of 256" in said
     assert "generated 5 at" in said
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvkeep import Sampling, load_model
+from kvkeep.streaming import TextStream
 
 GREEDY = ["--temperature", "0", "--repetition-penalty", "1"]
 
@@ -114,3 +115,55 @@ def test_the_default_model_knows_the_capital_of_france(invoke, smollm2_folder, m
     result = invoke("generate", "-p", "The capital of France is", "-n", 4, *GREEDY)
     assert result.exit_code == 0
     assert result.stdout.startswith(" Paris")
+
+
+def test_a_character_that_two_runs_share_is_whole_in_the_second(tiny_folder: Path) -> None:
+    """Its bytes are tokens; the first run ends between them."""
+    model = load_model(str(tiny_folder), dtype="float32")
+    ids = model.text.encode("so \U0001f339 it")
+    cut = next(n for n in range(len(ids)) if model.text.decode(ids[:n]).endswith("\ufffd"))
+    stream = TextStream(model.text, (), ids[:cut])
+    rest = "".join(piece for token in ids[cut:] for piece in stream.push(token))
+    assert rest + "".join(stream.flush()) == "\U0001f339 it"
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--policy", "shift", "--discard", 61], "discard must be 1 to 60"),
+        (["--policy", "shift", "--discard", -1], "expected 1 or more"),
+        (["--policy", "self_extend", "--group", 3, "--window", 64], "group 3 and window 64"),
+        (["--policy", "sliding", "--discard", 2], "no setting 'discard'"),
+        (["--policy", "full", "--window", 2], "no setting 'window'"),
+    ],
+)
+@pytest.mark.parametrize("command", [["generate", "-p", "Hi"], ["chat"], ["perplexity", __file__]])
+def test_policies_are_refused_what_they_cannot_do(invoke, tiny, command, options, why) -> None:
+    if command == ["chat"]:
+        options = [*options, "--keep", 4]
+    result = invoke(*command, "--max-kv-size", 64, *options, *tiny)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert len(result.stderr.splitlines()) == 1
+    assert why in result.stderr
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        ["sliding", "--max-kv-size", 32],
+        ["shift", "--discard", 9, "--max-kv-size", 32],
+        ["self_extend", "--group", 2, "--window", 16],
+        ["full"],
+    ],
+)
+def test_each_policy_writes_and_scores(invoke, tiny, tmp_path: Path, policy) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("The sea is wide and the night is long. " * 4)
+    asked = ["--policy", *policy, *tiny]
+    written = invoke("generate", "-f", text, "-n", 9, "--ignore-eos", *asked)
+    assert written.exit_code == 0, written.stderr
+    assert "generated 9 at" in written.stderr
+    scored = invoke("perplexity", text, *asked)
+    assert scored.exit_code == 0, scored.stderr
+    assert scored.stdout.startswith("perplexity ")

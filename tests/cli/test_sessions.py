@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kvkeep import Snapshot
+from kvkeep.cli.conversation import turns_in
 from kvkeep.store.snapshot import describe
 
 TEXT = "One two three four five six seven eight nine ten eleven twelve."
@@ -129,10 +130,12 @@ def test_a_fork_at_an_earlier_token_is_the_session_as_it_was_then(invoke, tiny, 
 
 def test_a_fork_of_a_chat_knows_the_turns_that_it_has(invoke, tiny, home) -> None:
     invoke("chat", "--session", "s", "-n", 5, *tiny, input="One?\nTwo?\n")
-    notes = Snapshot.load(home / "sessions" / "s.kvkeep").notes["chat"]
-    invoke("sessions", "fork", "s", "t", "--at", notes["turns"][1])
+    saved = Snapshot.load(home / "sessions" / "s.kvkeep")
+    first, _ = saved.settings["spans"]["turn 2"]
+    invoke("sessions", "fork", "s", "t", "--at", first)
     forked = Snapshot.load(home / "sessions" / "t.kvkeep")
-    assert forked.notes["chat"] == {**notes, "turns": notes["turns"][:1]}
+    assert forked.notes["chat"] == saved.notes["chat"]
+    assert turns_in(forked.settings["spans"]) == [1]
     assert "0 turns before this" in invoke("chat", "-c", input="/undo\n").stderr
 
 

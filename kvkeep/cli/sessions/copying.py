@@ -9,7 +9,7 @@ import click
 
 from kvkeep.cli.keeper import check_snapshot_place, session_folder
 from kvkeep.cli.memory import CODEC_NAMES
-from kvkeep.cli.opened import CHAT, FIRST_PROMPT, UNREAD
+from kvkeep.cli.opened import FIRST_PROMPT, UNREAD
 from kvkeep.cli.options import whole_number
 from kvkeep.cli.report import counted, megabytes
 from kvkeep.errors import InvalidArgument, StoreError
@@ -57,9 +57,6 @@ def _at(snapshot: "Snapshot", count: int) -> "Snapshot":
     notes.pop(UNREAD, None)
     if notes.get(FIRST_PROMPT, 0) > count:
         del notes[FIRST_PROMPT]
-    if CHAT in notes:
-        turns = [turn for turn in notes[CHAT]["turns"] if turn < count]
-        notes[CHAT] = {**notes[CHAT], "turns": turns}
     return replace(session.snapshot(), notes=notes)
 
 

@@ -1,0 +1,64 @@
+"""A picture of a session's memory in characters: what stays, what may go, what is gone."""
+
+import itertools
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvkeep.cli.report import counted, megabytes
+
+if TYPE_CHECKING:
+    from kvkeep import Session
+    from kvkeep.spans import Standing
+
+# Each with its two characters: for terminals that can, and for all.
+KINDS: dict["Standing", tuple[str, str]] = {
+    "kept": ("█", "#"),
+    "pinned": ("▓", "P"),
+    "grouped": ("▒", "="),
+    "window": ("░", "-"),
+    "forgotten": ("·", "."),
+}
+
+
+def memory_map(session: "Session", width: int | None = None, plain: bool | None = None) -> str:
+    """The bar, from the first token to the newest, and under it what each kind takes.
+
+    width: of the bar; the terminal's if None. plain: ASCII only; where None, as the terminal needs.
+    """
+    standing = session.standing
+    style = int(_needs_ascii() if plain is None else plain)
+    counts = Counter(standing)
+    cell = session.cache.layout.cell_bytes
+    lines = [bar(standing, width or min(100, shutil.get_terminal_size().columns - 1), style)]
+    for kind, characters in KINDS.items():
+        if counts[kind]:
+            size = f"  {megabytes(counts[kind] * cell):>9}" if kind != "forgotten" else ""
+            tokens = counted(counts[kind], "token")
+            name = "held" if kind == "window" and session.policy == "full" else kind
+            lines.append(f"{characters[style]} {name:<9}  {tokens:>13}{size}")
+    cache = session.cache
+    lines.append(
+        f"{cache.cells} of {session.max_kv_size} cells, {megabytes(cache.cells * cell)} "
+        f"({megabytes(cache.nbytes)} set aside); policy {session.policy}"
+    )
+    return "\n".join(line for line in lines if line)
+
+
+def bar(standing: Sequence["Standing"], width: int, style: int) -> str:
+    """Tokens from left to right, each character for as many; no kind is too few to be seen."""
+    width = min(width, len(standing))
+    edges = [len(standing) * n // width for n in range(width + 1)] if width else [0]
+    parts = [Counter(standing[a:b]) for a, b in itertools.pairwise(edges)]
+    chosen = [max(KINDS, key=part.__getitem__) for part in parts]
+    for kind in set(standing) - set(chosen):
+        chosen[max(range(width), key=lambda n: parts[n][kind])] = kind
+    return "".join(KINDS[kind][style] for kind in chosen)
+
+
+def _needs_ascii() -> bool:
+    """Whether standard error, where the answers to commands go, is no terminal with UTF-8."""
+    encoding = (sys.stderr.encoding or "").lower().replace("-", "")
+    return not (sys.stderr.isatty() and encoding == "utf8")

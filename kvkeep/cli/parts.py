@@ -1,0 +1,121 @@
+"""What a command at the chat's prompt is about: a turn, the system prompt, or some words."""
+
+import re
+from bisect import bisect_left
+from dataclasses import dataclass
+
+from kvkeep.cli.conversation import Conversation
+from kvkeep.errors import InvalidArgument
+
+_QUOTED = re.compile(r'"([^"]+)"|“([^”]+)”')
+_TURN = re.compile(r"(\d+|last)(?:\.(question|answer|q|a))?")
+
+
+@dataclass(frozen=True)
+class Part:
+    """Tokens `start ... end - 1` of a conversation.
+
+    what: as the user is told. words: those that were quoted; text: of all these tokens, which may
+    have a little more at both ends.
+    """
+
+    what: str
+    start: int
+    end: int
+    text: str = ""
+    words: str = ""
+
+    @property
+    def tokens(self) -> int:
+        return self.end - self.start
+
+    def with_words(self, words: str) -> str:
+        """Its text, with others in the place of the words that were meant."""
+        return self.text.replace(self.words, words, 1) if self.words else words
+
+
+def split(argument: str) -> tuple[str, str]:
+    """WHAT, and what follows it."""
+    quoted = _QUOTED.match(argument)
+    what = quoted[0] if quoted else argument.partition(" ")[0]
+    return what, argument[len(what) :].strip()
+
+
+def whole(conversation: Conversation, what: str) -> Part:
+    """A turn or the system prompt with what the template writes around it, or quoted words.
+
+    Raises InvalidArgument where there is no such thing.
+    """
+    return _find(conversation, what, text_alone=False)
+
+
+def content(conversation: Conversation, what: str) -> Part:
+    """The words of the system prompt, a question or an answer, or quoted words.
+
+    A turn's number alone means its question. Raises InvalidArgument where there is no such thing.
+    """
+    return _find(conversation, what, text_alone=True)
+
+
+def _find(conversation: Conversation, what: str, text_alone: bool) -> Part:
+    quoted = _QUOTED.fullmatch(what)
+    named = _words(conversation, quoted[1] or quoted[2]) if quoted else None
+    part = named or _named(conversation, what, text_alone)
+    if "forgotten" in conversation.session.standing[part.start : part.end]:
+        raise InvalidArgument(f"{part.what} is not remembered any more, or not whole")
+    return part
+
+
+def _named(conversation: Conversation, what: str, text_alone: bool) -> Part:
+    name = _span_name(conversation, what, text_alone)
+    spans = conversation.session.spans
+    if name not in spans:
+        missing = f"there is no {what} here" if what else "what is missing"
+        raise InvalidArgument(f"{missing}; there is: {_known(conversation)}")
+    return Part(_shown(name), spans[name].start, spans[name].end)
+
+
+def _span_name(conversation: Conversation, what: str, text_alone: bool) -> str:
+    if what == "system":
+        return "system text" if text_alone else "system"
+    found = _TURN.fullmatch(what)
+    if not found:
+        return ""
+    turns = conversation.turns
+    number = turns[-1] if found[1] == "last" and turns else found[1]
+    part = {"q": "question", "a": "answer"}.get(found[2], found[2])
+    part = part or ("question" if text_alone else "")
+    return f"turn {number} {part}" if part else f"turn {number}"
+
+
+def _words(conversation: Conversation, words: str) -> Part:
+    """The newest question, answer or system prompt with these words in it, and where they are."""
+    session, codec = conversation.session, conversation.codec
+    spans = [s for s in session.spans.values() if s.name.endswith((" text", "question", "answer"))]
+    tokens = session.tokens
+    for span in sorted(spans, key=lambda span: -span.start):
+        ids = tokens[span.start : span.end]
+        if words not in codec.decode(ids):
+            continue
+        end = bisect_left(range(len(ids) + 1), True, key=lambda n: words in codec.decode(ids[:n]))
+        tail = bisect_left(range(end), True, key=lambda n: words not in codec.decode(ids[n:end]))
+        first = tail - 1
+        what, text = f'"{words}" in {_shown(span.name)}', codec.decode(ids[first:end])
+        return Part(what, span.start + first, span.start + end, text, words)
+    raise InvalidArgument(f'no question, answer or system prompt has "{words}" in it')
+
+
+def _shown(name: str) -> str:
+    if name.startswith("system"):
+        return "the system prompt"
+    _, number, *part = name.split(" ")
+    return f"the {part[0]} of turn {number}" if part else f"turn {number}"
+
+
+def _known(conversation: Conversation) -> str:
+    turns = [str(number) for number in conversation.turns]
+    if len(turns) > 8:
+        turns = [*turns[:3], "...", *turns[-3:]]
+    system = ["system"] if "system" in conversation.session.spans else []
+    last = ["last"] if turns else []
+    return ", ".join([*system, *turns, *last, 'or "quoted words"']) if turns else "nothing yet"

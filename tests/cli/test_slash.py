@@ -1,0 +1,245 @@
+"""Commands at the chat's prompt change what memory holds, in place, and what they refuse stays."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvkeep import load_model
+from kvkeep.cli.branches import Branches
+from kvkeep.cli.conversation import Conversation
+from kvkeep.cli.memory_map import bar, memory_map
+from kvkeep.cli.slash import run_command
+from kvkeep.errors import InvalidArgument, KvkeepError
+from kvkeep.model import Model
+
+SYSTEM = "You speak of roses."
+TURNS = [
+    ("Which rose is red?", "The Gallica is."),
+    ("Is it old?", "Yes."),
+    ("Who grew it?", "Eve."),
+]
+
+Do = Callable[[str], str]
+
+
+@pytest.fixture(scope="module")
+def model(tiny_folder: Path) -> Model:
+    return load_model(str(tiny_folder), dtype="float32")
+
+
+def _begun(model: Model, system: str | None = SYSTEM, budget: int = 256, **how) -> Branches:
+    eos = tuple(model.text.encode("<|im_end|>"))
+    conversation = Conversation(model.session(budget, **how), model.text, eos, system)
+    for question, answer in TURNS:
+        _say(conversation, question, answer)
+    return Branches(conversation)
+
+
+def _say(conversation: Conversation, question: str, answer: str) -> None:
+    ids = conversation.begin_turn(question)
+    conversation.session.feed(ids)
+    conversation.name_turn(question, len(ids))
+    conversation.session.feed(answer + "<|im_end|>")
+    conversation.end_turn()
+
+
+@pytest.fixture
+def branches(model: Model) -> Branches:
+    return _begun(model)
+
+
+@pytest.fixture
+def do(branches: Branches) -> Do:
+    return lambda line: run_command(line, branches)
+
+
+def _rendered(model: Model, turns, system: str | None = SYSTEM) -> str:
+    """What a conversation of these turns reads like, up to the end token of its last answer."""
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    for question, answer in turns:
+        messages.append({"role": "user", "content": question})
+        messages.append({"role": "assistant", "content": answer})
+    return model.text.chat(messages, add_generation_prompt=False).removesuffix("\n")
+
+
+def _pinned(branches: Branches) -> str:
+    session = branches.current.session
+    pairs = zip(session.tokens, session.standing, strict=True)
+    return branches.current.codec.decode([t for t, standing in pairs if standing == "pinned"])
+
+
+@pytest.mark.parametrize(
+    ("what", "pinned"),
+    [
+        ("2", "<|im_start|>user\nIs it old?<|im_end|>\n<|im_start|>assistant\nYes.<|im_end|>\n"),
+        ("last.question", "Who grew it?"),
+        ("1.answer", "The Gallica is."),
+        ('"Gallica"', " Gallica"),
+        ('"rose is"', " rose is"),
+    ],
+)
+def test_what_is_pinned_is_never_forgotten(branches: Branches, do: Do, what, pinned) -> None:
+    assert "is never forgotten" in do(f"/pin {what}")
+    assert _pinned(branches) == pinned
+    branches.current.session.feed("and so on " * 200)
+    assert _pinned(branches) == pinned
+    assert "may be forgotten" in do(f"/unpin {what}")
+    assert _pinned(branches) == ""
+
+
+def test_the_system_prompt_is_pinned_whole(model: Model) -> None:
+    branches = _begun(model, keep=0)
+    run_command("/pin system", branches)
+    assert _pinned(branches) == f"<|im_start|>system\n{SYSTEM}<|im_end|>\n"
+
+
+@pytest.mark.parametrize("exact", ["", "--exact "])
+@pytest.mark.parametrize("system", [SYSTEM, None])
+def test_edits_read_as_if_it_had_always_been_so(model: Model, exact: str, system) -> None:
+    branches = _begun(model, system)
+    for line in ("1 Which rose is white?", '2.answer "No, it is new."', '"Eve" Adam'):
+        run_command(f"/edit {exact}{line}", branches)
+    turns = [("Which rose is white?", TURNS[0][1]), (TURNS[1][0], "No, it is new.")]
+    turns.append((TURNS[2][0], "Adam."))
+    assert branches.current.session.text() == _rendered(model, turns, system)
+    _say(branches.current, "And then?", "Nothing.")
+    turns.append(("And then?", "Nothing."))
+    assert branches.current.session.text() == _rendered(model, turns, system)
+    run_command("/undo", branches)
+    run_command("/edit last.answer Cain.", branches)
+    turns = [*turns[:2], (TURNS[2][0], "Cain.")]
+    assert branches.current.session.text() == _rendered(model, turns, system) + "\n"
+
+
+def test_an_exact_edit_leaves_the_logits_of_a_new_conversation(branches: Branches, do, model):
+    do("/edit --exact 1 Which rose is white?")
+    session = model.session(256)
+    session.feed(branches.current.session.tokens)
+    assert session.logits is not None
+    assert (session.logits - branches.current.session.logits).abs().max() < 1e-4
+
+
+def test_an_edited_system_prompt_outlives_the_turns(model: Model, branches: Branches, do: Do):
+    figs = "You speak of figs."
+    do(f"/edit system {figs}")
+    assert branches.current.notes == {"system": figs}
+    for _ in TURNS:
+        do("/undo")
+    _say(branches.current, "Hm?", "Hm.")
+    assert branches.current.session.text() == _rendered(
+        model, [("Hm?", "Hm.")], "You speak of figs."
+    )
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_turn_is_forgotten_whole(model: Model, branches: Branches, do: Do, number: int) -> None:
+    assert f"turn {number} is forgotten" in do(f"/forget {number}")
+    left = [turn for n, turn in enumerate(TURNS, 1) if n != number]
+    assert branches.current.turns == [n for n in (1, 2, 3) if n != number]
+    assert branches.current.session.text().removesuffix("\n") == _rendered(model, left)
+    _say(branches.current, "And then?", "Nothing.")
+    assert branches.current.session.text() == _rendered(model, [*left, ("And then?", "Nothing.")])
+
+
+def test_all_can_be_forgotten(model: Model, branches: Branches, do: Do) -> None:
+    for what in ("2", "last", "last", "system"):
+        do(f"/forget {what}")
+    assert branches.current.turns == []
+    assert branches.current.session.cache.cells == 0
+    _say(branches.current, "Hm?", "Hm.")
+    assert branches.current.session.text() == _rendered(model, [("Hm?", "Hm.")], None)
+
+
+def test_quoted_words_are_forgotten_and_nothing_else(branches: Branches, do: Do) -> None:
+    before = branches.current.session.text()
+    do('/forget " Gallica"')
+    assert branches.current.session.text() == before.replace(" Gallica", "")
+    do('/forget "ld"')
+    assert "Is it o?" in branches.current.session.text()
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("/pin", "what is missing; there is: system, 1, 2, 3, last"),
+        ("/pin 7", "there is no 7 here; there is: system, 1, 2, 3, last"),
+        ("/forget rose", "there is no rose here"),
+        ('/pin "tulip"', '"tulip" in it'),
+        ("/unpin 2", "no token from"),
+        ("/edit 2", "what to change and its new text"),
+        ("/edit", "what to change and its new text"),
+        ("/switch b", "no branch 'b'; there are: main"),
+        ("/branch two words", "one word"),
+        ("/branch main", "there is a branch main already"),
+        ("/keep 500", "room for a window"),
+        ("/edit 1 " + "long " * 400, "do not fit"),
+    ],
+)
+def test_a_command_that_is_refused_changes_nothing(branches: Branches, do: Do, line, why) -> None:
+    session, spans = branches.current.session, branches.current.session.spans
+    tokens, standing = session.tokens, session.standing
+    with pytest.raises(KvkeepError) as refused:
+        do(line)
+    assert why in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert (session.tokens, session.standing, session.spans) == (tokens, standing, spans)
+    assert branches.name == "main"
+
+
+def test_a_turn_that_the_window_forgot_cannot_be_edited_or_pinned(model: Model) -> None:
+    branches = _begun(model, budget=32)
+    for line in ("/edit 1 Why?", "/forget 1", "/pin 1"):
+        with pytest.raises(InvalidArgument, match="turn 1 is not remembered any more"):
+            run_command(line, branches)
+
+
+def test_branches_go_their_own_ways(model: Model, branches: Branches, do: Do) -> None:
+    do("/branch")
+    do("/edit 3.answer Noah.")
+    do("/branch third")
+    do("/undo")
+    assert [line.split()[:2] for line in do("/branches").splitlines()] == [
+        ["main", "3"],
+        ["branch-2", "3"],
+        ["*", "third"],
+    ]
+    do("/switch main")
+    assert branches.current.session.text() == _rendered(model, TURNS)
+    do("/switch branch-2")
+    assert branches.current.session.text() == _rendered(model, [*TURNS[:2], (TURNS[2][0], "Noah.")])
+    do("/switch third")
+    assert branches.current.turns == [1, 2]
+
+
+def test_the_picture_counts_every_token(model: Model) -> None:
+    branches = _begun(model, budget=48)
+    run_command("/pin last.question", branches)
+    session = branches.current.session
+    picture = memory_map(session, width=40, plain=True).splitlines()
+    assert len(picture[0]) == 40
+    assert set(picture[0]) == set("#P-.")
+    counted = {line[2:].split()[0]: int(line.split()[2]) for line in picture[1:-1]}
+    assert sum(counted.values()) == len(session.tokens)
+    assert sum(counted.values()) - counted["forgotten"] == session.cache.cells
+    assert "48 of 48 cells" in picture[-1]
+    assert memory_map(session, width=40, plain=False).startswith("█")
+
+
+def test_no_kind_is_too_few_to_be_seen() -> None:
+    assert bar(["kept"] + ["window"] * 999, 10, 1) == "#---------"
+    assert bar(["window"] * 500 + ["pinned"] + ["window"] * 499, 10, 1) == "-----P----"
+    assert bar([], 10, 1) == ""
+    assert bar(["window"] * 3, 10, 1) == "---"
+
+
+def test_all_commands_in_a_pipe(invoke, tiny) -> None:
+    script = "One?\nTwo?\n/pin 1\n/edit 2 Due?\n/branch b\nThree?\n/forget 1\n/memory\n/nope\n"
+    script += "/switch main\n/branches\n/undo\n/unpin 1\n/pin 9\nFour?\n/memory\n"
+    result = invoke("chat", "-n", 5, "--max-kv-size", 256, "--seed", 1, *tiny, input=script)
+    assert result.exit_code == 0
+    assert result.stdout.count("\n") >= 4
+    assert "* main  2 turns" in result.stderr
+    assert "  b     2 turns" in result.stderr
+    assert "there is no 9 here; there is: 1, last" in result.stderr
+    assert "not saved" not in result.stderr, "nothing was to be saved"
