@@ -48,7 +48,9 @@ def revive(model: "Model", snapshot: Snapshot, store: PrefixStore | None) -> "Se
     settings = snapshot.settings
     session = Session(model, make_policy(**snapshot.policy), settings["prefill_step"], store)
     session._keep_whole_prompt = settings["keep_whole_prompt"]
-    session._spans = {name: (start, end) for name, (start, end) in settings.get("spans", {}).items()}
+    session._spans = {
+        name: (start, end) for name, (start, end) in settings.get("spans", {}).items()
+    }
     session._sampler = Sampler.at(snapshot.sampler)
     memory, cache = session._memory, session.cache
     memory.tokens.extend(snapshot.tokens.tolist())

@@ -173,7 +173,5 @@ def test_it_finds_the_pass_key_beyond_the_trained_length(smollm2: Model, junk: i
 def test_perplexity_beyond_the_trained_length_stays_what_it_was(smollm2: Model) -> None:
     session = smollm2.session(policy="self_extend")
     scores = session.score(topic_ids(smollm2)[:12_000])
-    before, beyond = (
-        math.exp(-float(scores[end - 2_000 : end].mean())) for end in (6_000, 12_000)
-    )
+    before, beyond = (math.exp(-float(scores[end - 2_000 : end].mean())) for end in (6_000, 12_000))
     assert beyond <= before * 1.1
