@@ -96,7 +96,7 @@ def _change(memory: Memory, start: int, end: int, ids: Sequence[int]) -> _Change
     inside = bool(around) and around[0] >= 0 and around[-1] < len(memory.tokens)
     pinned = inside and all(memory.serials[index] in memory.pins for index in around)
     keep = memory.policy.keep
-    if ids and end < len(memory.tokens) or end > start:
+    if start < len(memory.tokens):
         held = set(memory.cache.serials())
         first = sum(serial in held for serial in memory.serials[:start])
         if first + max(1, end - start) <= keep:

@@ -19,6 +19,7 @@ class Segment:
     limit: the most cells it may hold; storage grows up to it.
     anchor: its cells stay. Those of other segments go, oldest first, when the window is full.
     frozen: takes no new cells; others build on it.
+    crowded: other segments of its window hold cells yet, so that storage is only made as it fills.
     lent: its newest cells that are still counted in the window, too: they leave it in the step
         that is about to run.
 
@@ -38,6 +39,7 @@ class Segment:
         self.map = position_map
         self.anchor = anchor
         self.frozen = False
+        self.crowded = False
         self.lent = 0
         self.start = 0
         self.length = 0
@@ -81,9 +83,13 @@ class Segment:
         The first storage is as asked for; later growth is generous, so that cells which come one
         by one are rarely copied.
         """
-        if min(count, self.limit) <= self.capacity:
+        # Only what can grow no more wraps around: where each cell lies, and so the last bit of a
+        # sum, then never depends on how much storage there happened to be.
+        wraps = self.start + count > self.capacity
+        if min(count, self.limit) <= self.capacity and not (wraps and self.capacity < self.limit):
             return
         growth = max(GROWTH, self.capacity // 8) if self.capacity else 0
+        growth = self.slack if self.crowded else growth
         grown = max(count, self.capacity + growth)
         cells = self.read(0, self.length)
         self.block = Block(Cells.empty(self.layout, min(grown, self.limit)))
@@ -119,9 +125,17 @@ class Segment:
         if any(slot.start < self.block.shared for slot in slots):
             self.block = self.block.copy()
 
+    @property
+    def slack(self) -> int:
+        """Cells of storage that may lie idle in each segment of an edited window."""
+        return max(1, self.limit // 16)
+
     def drop_oldest(self, count: int) -> None:
         self.length -= count
         self.start = (self.start + count) % self.capacity
+        idle = self.capacity - self.length
+        if self.frozen and not self.block.shared and idle > self.slack:
+            self.block, self.start = Block(self.read(0, self.length)), 0
 
     def drop_newest(self, count: int) -> None:
         self.length -= count

@@ -11,6 +11,7 @@ import math
 import mmap
 import struct
 from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,14 +62,14 @@ def write_container(
     tensors = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
     header = _Header(kind, version, document, tensors)
     try:
-        with replacing(path) as file:
+        # Hashing and writing take about as long as each other, so they go side by side.
+        with replacing(path) as file, ThreadPoolExecutor(1) as hashing:
+            digests = {name: hashing.submit(_digest_of, t) for name, t in header.laid_out.items()}
             file.write(bytes(header.size))
-            for name, tensor in header.laid_out.items():
-                digest = blake3()
+            for tensor in header.laid_out.values():
                 for piece in _pieces(tensor):
-                    digest.update(piece)
                     file.write(piece)
-                header.checksums[name] = digest.hexdigest()
+            header.checksums = {name: digest.result() for name, digest in digests.items()}
             size = file.tell()
             file.seek(0)
             file.write(header.sealed())
@@ -79,6 +80,13 @@ def write_container(
             "Free some space or choose another place"
         ) from error
     return size
+
+
+def _digest_of(tensor: Tensor) -> str:
+    digest = blake3()
+    for piece in _pieces(tensor):
+        digest.update(piece)
+    return digest.hexdigest()
 
 
 class _Header:

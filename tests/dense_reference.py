@@ -1,0 +1,258 @@
+"""An edited, bounded memory written naively: raw keys in a list, all rotated anew at each token.
+
+It shares no code with `kvkeep.cache`. The cells held form a list; a cell's position is its index
+among the cells that a query sees, and the query stands right behind the last of them.
+"""
+
+import copy
+import math
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from kvkeep.models.llama import Decoder
+
+
+@dataclass(eq=False)
+class Token:
+    """keys, values: for each layer `[kv_heads, head_dim]`, the keys not rotated."""
+
+    id: int
+    pinned: bool = False
+    held: bool = True
+    keys: list[Tensor] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)
+
+
+class Refused(Exception):
+    """The memory cannot do that."""
+
+
+class DenseMemory:
+    """discard: cells that go at once when the window is full; 0 for half of the window.
+
+    bounded: whether anything is ever forgotten.
+    """
+
+    def __init__(
+        self, decoder: Decoder, max_kv_size: int, keep: int = 0, discard: int = 1, bounded=True
+    ):
+        self.decoder, self.spec = decoder, decoder.spec
+        self.max_kv_size, self.keep, self.discard, self.bounded = (
+            max_kv_size,
+            keep,
+            discard,
+            bounded,
+        )
+        self.tokens: list[Token] = []
+        self.hidden: Tensor | None = None
+        self.frequencies = torch.tensor(self.spec.rope.inverse_frequencies, dtype=torch.float64)
+        self._seen: list[Token] = []
+
+    # What is in it
+
+    @property
+    def held(self) -> list[Token]:
+        return [token for token in self.tokens if token.held]
+
+    @property
+    def ids(self) -> list[int]:
+        return [token.id for token in self.tokens]
+
+    def free(self, held: list[Token]) -> list[Token]:
+        """Those that may be forgotten, oldest first."""
+        return [t for rank, t in enumerate(held) if rank >= self.keep and not t.pinned]
+
+    def window(self, keep: int | None = None, held: list[Token] | None = None) -> int:
+        """How many that are neither kept nor pinned fit."""
+        keep = self.keep if keep is None else keep
+        pinned = sum(t.pinned for t in (self.held if held is None else held)[keep:])
+        return self.max_kv_size - keep - pinned
+
+    @torch.inference_mode()
+    def logits(self) -> Tensor:
+        return self.decoder.logits(self.hidden)[0]
+
+    def copy(self) -> "DenseMemory":
+        copied = copy.copy(self)
+        copied.tokens = [replace(t, keys=t.keys[:], values=t.values[:]) for t in self.tokens]
+        return copied
+
+    # What is done to it
+
+    def feed(self, ids: list[int]) -> None:
+        if not self.bounded and len(self.held) + len(ids) > self.max_kv_size:
+            raise Refused
+        for each in ids:
+            token = Token(each)
+            self.tokens.append(token)
+            if self.bounded:
+                self._forget_when_full()
+            self.hidden = self._evaluate(token, self.held)
+
+    def rewind(self, count: int) -> None:
+        total, held = len(self.tokens), self._held_at_the_end()
+        if count > (total if held == total else held - 1):
+            raise Refused
+        if count:
+            del self.tokens[total - count :]
+            self.evaluate_last()
+
+    def set_keep(self, keep: int) -> None:
+        self._require_window(keep, self.held)
+        self.keep = keep
+
+    def set_discard(self, discard: int) -> None:
+        if discard > self.window():
+            raise Refused
+        self.discard = discard
+
+    def pin(self, start: int, end: int) -> None:
+        these = self.tokens[start:end]
+        if not all(t.held and not t.pinned for t in these):
+            raise Refused
+        self._try_pinned(these, True)
+
+    def unpin(self, start: int, end: int) -> None:
+        these = [t for t in self.tokens[start:end] if t.pinned]
+        if not these:
+            raise Refused
+        self._try_pinned(these, False)
+
+    def edit(self, start: int, end: int, ids: list[int], suffix: bool) -> None:
+        if start == end and not ids:
+            raise Refused
+        keep, pinned = self._never_forgotten(start, end, ids)
+        if end == len(self.tokens) or suffix:
+            self._edit_anew(start, end, ids, keep, pinned)
+        else:
+            self._edit_in_place(start, end, ids, keep, pinned)
+
+    # How
+
+    def _never_forgotten(self, start: int, end: int, ids: list[int]) -> tuple[int, bool]:
+        """`keep` after an edit, and whether what comes is pinned.
+
+        What takes the place of kept or pinned tokens, or comes between two of them, is so too.
+        """
+        if start == end:
+            around = self.tokens[start - 1 : start + 1] if 0 < start < len(self.tokens) else []
+            inside_kept = start < len(self.tokens)
+        else:
+            around, inside_kept = self.tokens[start:end], True
+        rank = sum(t.held for t in self.tokens[:start])
+        inside_kept = inside_kept and rank + max(1, end - start) <= self.keep
+        growth = max(0, len(ids) - (end - start)) if inside_kept and self.bounded else 0
+        return self.keep + growth, bool(around) and all(t.pinned for t in around)
+
+    def _edit_anew(self, start: int, end: int, ids: list[int], keep: int, pinned: bool) -> None:
+        following = [(each, pinned) for each in ids]
+        following += [(t.id, t.pinned) for t in self.tokens[end:]]
+        if not self.bounded:
+            if len(self.held) + len(ids) - (end - start) > self.max_kv_size:
+                raise Refused
+            keep = self.keep
+        self.rewind(len(self.tokens) - start)
+        if self.bounded:
+            self.set_keep(keep)
+        run: list[int] = []
+        for index, (each, pin) in enumerate(following):
+            run.append(each)
+            if index + 1 == len(following) or following[index + 1][1] != pin:
+                self.feed(run)
+                if pin:
+                    self.pin(len(self.tokens) - len(run), len(self.tokens))
+                run = []
+
+    def _edit_in_place(self, start: int, end: int, ids: list[int], keep: int, pinned: bool) -> None:
+        # What is removed must be held, with what follows it; an insertion with both neighbours.
+        touched = self.tokens[max(0, start - (start == end)) : end + 1]
+        if not all(t.held for t in touched):
+            raise Refused
+        held, removed = self.held, self.tokens[start:end]
+        rank = sum(t.held for t in self.tokens[:start])
+        new = [Token(each, pinned) for each in ids]
+        after = [*held[:rank], *new, *held[rank + len(removed) :]]
+        excess = max(0, len(after) - self.max_kv_size)
+        stays = pinned or rank + len(new) <= keep
+        sooner = self.free(held[:rank]) if self.bounded else []
+        if self.bounded and stays:
+            self._require_window(keep, after)
+        elif excess > len(sooner):
+            raise Refused
+        for token in sooner[:excess]:
+            token.held = False
+        self.tokens[start:end] = []
+        for offset, token in enumerate(new):
+            self.tokens.insert(start + offset, token)
+            self._evaluate(token, [t for t in self.tokens[: start + offset + 1] if t.held])
+        self.keep = keep
+        for token in self.free(self.held)[: excess - len(sooner[:excess])]:
+            token.held = False
+        self.evaluate_last()
+
+    def evaluate_last(self) -> None:
+        self.hidden = None
+        if self.tokens:
+            last = self.tokens[-1]
+            last.keys, last.values = [], []
+            self.hidden = self._evaluate(last, self.held)
+
+    def _forget_when_full(self) -> None:
+        held = self.held
+        if len(self.free(held)) > self.window():
+            count = self.discard or max(1, self.window() // 2)
+            for token in self.free(held)[:count]:
+                token.held = False
+
+    def _try_pinned(self, these: list[Token], pinned: bool) -> None:
+        for token in these:
+            token.pinned = pinned
+        try:
+            self._require_window(self.keep, self.held)
+        except Refused:
+            for token in these:
+                token.pinned = not pinned
+            raise
+
+    def _require_window(self, keep: int, held: list[Token]) -> None:
+        window = self.window(keep, held)
+        if self.bounded and window < max(1, self.discard):
+            raise Refused
+
+    def _held_at_the_end(self) -> int:
+        count = 0
+        for token in reversed(self.tokens):
+            if not token.held:
+                break
+            count += 1
+        return count
+
+    # The model
+
+    @torch.inference_mode()
+    def _evaluate(self, token: Token, seen: list[Token]) -> Tensor:
+        """The hidden state of a token that is the last of those it sees."""
+        self._seen = seen
+        return self.decoder.hidden(torch.tensor([token.id]), self)  # type: ignore[arg-type]
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self._seen[-1].keys.append(k[0])
+        self._seen[-1].values.append(v[0])
+        n, groups = len(self._seen), self.spec.heads // self.spec.kv_heads
+        keys = self.rotated(torch.stack([t.keys[layer] for t in self._seen]), range(n))
+        values = torch.stack([t.values[layer] for t in self._seen]).repeat_interleave(groups, 1)
+        query = self.rotated(q, [n - 1])[0]
+        scores = torch.einsum("hd,nhd->hn", query, keys.repeat_interleave(groups, 1))
+        scores = scores * self.spec.rope.attention_scaling**2 / math.sqrt(self.spec.head_dim)
+        weights = scores.float().softmax(-1).to(v.dtype)
+        return torch.einsum("hn,nhd->hd", weights, values).reshape(1, -1)
+
+    def rotated(self, x: Tensor, positions: range | list[int]) -> Tensor:
+        """x: `[n, heads, head_dim]`, turned as complex numbers in float64."""
+        half = x.shape[-1] // 2
+        turned = torch.complex(x[..., :half].double(), x[..., half:].double())
+        angles = torch.tensor(positions, dtype=torch.float64)[:, None] * self.frequencies
+        turned = turned * torch.polar(torch.ones_like(angles), angles)[:, None]
+        return torch.cat((turned.real, turned.imag), -1).to(x.dtype)

@@ -1,0 +1,113 @@
+"""Policy `shift`: many of the oldest cells go at once, the rest is seen from where it is then."""
+
+import pytest
+import torch
+from dense_reference import DenseMemory
+from edit_actions import MODEL
+from test_edits import distances, held
+from test_invariants import same, state
+
+from kvkeep.errors import InvalidArgument
+from kvkeep.session import Session
+
+TEXT = list(b"at the bound the oldest cells go together, and then there is room again for a while")
+
+
+def shifting(discard: int | None = None, prefill_step: int = 512) -> Session:
+    return MODEL.session(20, 4, "shift", prefill_step, discard=discard)
+
+
+@pytest.mark.parametrize(("discard", "gone"), [(None, 8), (0, 8), (1, 1), (5, 5), (16, 16)])
+def test_the_oldest_cells_go_at_once_when_one_more_would_not_fit(
+    discard: int | None, gone: int
+) -> None:
+    session = shifting(discard)
+    assert session.discard == gone
+    session.feed(TEXT[:20])
+    assert session.cache.cells == 20
+    session.feed(TEXT[20:21])
+    assert session.cache.cells == 21 - gone
+    assert held(session) == [*range(4), *range(4 + gone, 21)]
+    assert distances(session) == list(range(20 - gone, -1, -1))
+    if gone > 1:
+        session.feed(TEXT[21 : 20 + gone])
+    assert session.cache.cells == 20
+
+
+@pytest.mark.parametrize("prefill_step", [1, 7, 512])
+@pytest.mark.parametrize("discard", [0, 1, 3, 16])
+def test_logits_are_those_of_the_naive_memory_at_every_token(
+    discard: int, prefill_step: int
+) -> None:
+    session = shifting(discard, prefill_step)
+    dense = DenseMemory(MODEL.decoder, 20, 4, discard)
+    for part in (TEXT[:33], *([t] for t in TEXT[33:])):
+        for each in (session, dense):
+            each.feed(part)
+        assert held(session) == [i for i, t in enumerate(dense.tokens) if t.held]
+        assert (session.logits - dense.logits()).abs().max() <= 1e-3
+
+
+def test_discard_can_be_changed_in_the_middle_of_a_text() -> None:
+    session, dense = shifting(), DenseMemory(MODEL.decoder, 20, 4, 0)
+    for discard in (3, 16, 1, 0):
+        session.discard = discard
+        dense.set_discard(discard)
+        for each in (session, dense):
+            each.feed(TEXT[:23])
+        assert (session.logits - dense.logits()).abs().max() <= 1e-3
+    assert session.discard == 8
+
+
+def test_half_follows_what_is_kept_and_pinned() -> None:
+    session = shifting()
+    session.feed(TEXT[:20])
+    session.pin(10, 14)
+    assert session.discard == 6
+    session.keep = 8
+    assert session.discard == 4
+
+
+@pytest.mark.parametrize("discard", [-1, 17, 400])
+def test_a_discard_larger_than_what_may_go_is_refused(discard: int) -> None:
+    with pytest.raises(InvalidArgument, match=r"1 to 16.*found"):
+        shifting(discard)
+    session = shifting(5)
+    session.feed(TEXT)
+    before = state(session)
+    with pytest.raises(InvalidArgument, match=r"1 to 16.*found"):
+        session.discard = discard
+    assert session.discard == 5
+    assert same(state(session), before)
+
+
+def test_pins_and_keep_must_leave_what_is_to_be_discarded() -> None:
+    session = shifting(12)
+    session.feed(TEXT[:20])
+    before = state(session)
+    with pytest.raises(InvalidArgument, match="discard must be 1 to 11"):
+        session.pin(8, 13)
+    with pytest.raises(InvalidArgument, match="discard must be 1 to 11"):
+        session.keep = 9
+    assert same(state(session), before)
+
+
+@pytest.mark.parametrize("policy", ["full", "sliding"])
+def test_only_shift_lets_it_be_set(policy: str) -> None:
+    session = MODEL.session(20, policy=policy)
+    with pytest.raises(InvalidArgument, match='policy="shift"'):
+        session.discard = 3
+    assert session.discard == {"full": 0, "sliding": 1}[policy]
+    with pytest.raises(InvalidArgument, match="no setting 'discard'"):
+        MODEL.session(20, policy=policy, discard=3)
+
+
+@pytest.mark.parametrize("keep", [0, 4])
+def test_shift_by_one_is_sliding_bit_for_bit_on_a_long_text(keep: int) -> None:
+    shift = MODEL.session(20, keep, "shift", 7, discard=1)
+    sliding = MODEL.session(20, keep, "sliding", 7)
+    for part in (TEXT[:50], *([t] for t in TEXT[50:]), TEXT):
+        for each in (shift, sliding):
+            each.feed(part)
+        assert torch.equal(shift.logits, sliding.logits)
+    assert same(state(shift), state(sliding))
