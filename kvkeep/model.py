@@ -1,14 +1,19 @@
 """A loaded model, and the sessions that it makes."""
 
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from kvkeep.capture import revive
+from kvkeep.compiled.decoder import can_decode
 from kvkeep.errors import InvalidArgument
 from kvkeep.models.config import read_spec
 from kvkeep.models.llama import Decoder
+from kvkeep.models.packed import WEIGHTS, Weights, find_packed, stored
+from kvkeep.models.packing import PackedMatrix
 from kvkeep.models.source import DEFAULT_MODEL, resolve
 from kvkeep.models.spec import ModelSpec
 from kvkeep.models.text import TextCodec
@@ -108,6 +113,7 @@ def load_model(
     *,
     dtype: str = "bfloat16",
     device: str = "cpu",
+    weights: Weights | None = None,
     progress: bool = False,
 ) -> Model:
     """Loads a model, pulling or converting it first where that was not done before.
@@ -116,11 +122,15 @@ def load_model(
         model: a known name, a GGUF file, a local Hugging Face folder, or a hub id.
         dtype: "bfloat16" or "float32", of weights and cells.
         device: any torch device.
+        weights: what a decode step reads for each token: "bf16", "int8" or "int4". None for the
+            best quality that the model's file has: what a GGUF packs in 4 or 8 bits is read as it
+            is. Other weights are rounded. Prompts are multiplied in `dtype` in any case.
         progress: progress bars on standard error.
 
     Raises:
         ModelNotFound, BadModelFile, UnsupportedModel: see their messages.
-        InvalidArgument: an unknown dtype or a device that is not there.
+        InvalidArgument: an unknown dtype, a device that is not there, packed weights where there
+            are no compiled kernels for them.
     """
     if dtype not in DTYPES:
         raise InvalidArgument(f"dtype must be one of {', '.join(DTYPES)}; found {dtype!r}")
@@ -129,9 +139,31 @@ def load_model(
     spec = read_spec(folder)
     check_tensors(spec, read_shapes(folder), folder)
     text = TextCodec.open(folder)
-    return Model(
-        model, folder, Decoder(spec, read_tensors(folder, DTYPES[dtype], where, progress)), text
-    )
+    tensors = read_tensors(folder, DTYPES[dtype], where, progress)
+    packed = _packed(folder, spec, weights, tensors, progress)
+    return Model(model, folder, Decoder(spec, tensors, packed), text)
+
+
+def _packed(
+    folder: Path,
+    spec: ModelSpec,
+    weights: Weights | None,
+    tensors: Mapping[str, Tensor],
+    progress: bool,
+) -> Mapping[str, PackedMatrix]:
+    chosen = stored(folder) if weights is None else weights
+    if chosen not in WEIGHTS:
+        raise InvalidArgument(f"weights must be one of {', '.join(WEIGHTS)}; found {weights!r}")
+    if chosen == "bf16":
+        return {}
+    if not can_decode(spec, Decoder(spec, tensors).new_cache().layout):
+        if weights is None:
+            return {}
+        raise InvalidArgument(
+            f'weights="{weights}" is read by compiled kernels, and there are none for this model, '
+            'dtype, device and processor: use weights="bf16"'
+        )
+    return find_packed(folder, spec, chosen, tensors, progress)
 
 
 def _device(name: str) -> torch.device:

@@ -52,10 +52,12 @@ def small_model(seed: int = 0, max_positions: int = 4096, sharpness: float = 0.3
         else torch.randn(shape, generator=random) * sharpness
         for name, shape in tensor_shapes(spec).items()
     }
-    return Model("small", Path("small"), Decoder(spec, tensors), TextCodec(Path(), _tokenizer()))
+    return Model(
+        "small", Path("small"), Decoder(spec, tensors), TextCodec(Path(), small_tokenizer())
+    )
 
 
-def _tokenizer() -> Tokenizer:
+def small_tokenizer() -> Tokenizer:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

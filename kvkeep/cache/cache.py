@@ -1,6 +1,6 @@
 """The KV cache: segments, the clock, and one step at a time."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor
@@ -76,6 +76,16 @@ class KVCache:
         if count == 1:
             return DecodeStep(self.segments, self.window, self.time, self.rope, self.scale)
         return ChunkStep(self.segments, self.window, self.time, count, self.rope, self.scale)
+
+    @property
+    def decoding(self) -> Sequence[DecodeStep]:
+        """The step in progress, if it is of one token; else nothing."""
+        return [self._step] if isinstance(self._step, DecodeStep) else []
+
+    @property
+    def prefilling(self) -> ChunkStep | None:
+        """The step in progress, if it is of several tokens."""
+        return self._step if isinstance(self._step, ChunkStep) else None
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Stores the new cells of a layer and attends to all that its queries see.

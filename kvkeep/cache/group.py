@@ -7,6 +7,7 @@ common, is read once for all: their queries are the rows of one call.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -28,17 +29,27 @@ class Look(NamedTuple):
 
 @dataclass(frozen=True)
 class Sight:
-    """Stored cells, and the queries of all caches that see some of them.
+    """A stretch of stored cells, and who looks at some of them.
 
-    keys, values: for each layer `[kv_heads, cells, head_dim]`.
-    rows: which of the group's queries, n of them.
-    bias: `[n * groups, cells]` float32, or None where each of them sees every cell.
+    slots, span: the storage that they lie in, and where in it.
+    bias: `[looks, cells]` float32, or None where each look is at every cell.
     """
 
-    keys: tuple[Tensor, ...]
-    values: tuple[Tensor, ...]
-    rows: slice | Tensor
+    slots: Cells
+    span: slice
+    looks: Sequence[Look]
     bias: Tensor | None
+
+
+def sights(steps: Sequence[DecodeStep]) -> list[Sight]:
+    """All that the caches' new tokens see; what several look at is there once."""
+    looks: list[Look] = []
+    rows = len(steps)  # the first ones stand where the new tokens do
+    for index, step in enumerate(steps):
+        own = [index, *range(rows, rows + len(step.where) - 1)]
+        rows += len(own) - 1
+        looks += [Look(index, own[view.rotation], view) for view in step.views]
+    return [_sight(each) for each in _by_storage(looks)]
 
 
 class GroupStep:
@@ -49,48 +60,65 @@ class GroupStep:
 
     def __init__(self, steps: Sequence[DecodeStep], heads: int):
         self.steps = steps
+        self._heads = heads
+
+    @property
+    def decoding(self) -> Sequence[DecodeStep]:
+        """As `KVCache.decoding`."""
+        return self.steps
+
+    @property
+    def prefilling(self) -> None:
+        """As `KVCache.prefilling`: a group takes one token each."""
+
+    @cached_property
+    def _plan(self) -> "Plan":
+        return Plan(self.steps, self._heads)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """As `KVCache.attend`, with one row for each cache."""
+        return self._plan.attend(layer, q, k, v)
+
+
+class Plan:
+    """What each query of a group sees, prepared once and used by every layer."""
+
+    def __init__(self, steps: Sequence[DecodeStep], heads: int):
+        self.steps = steps
         self.scale = steps[0].scale
         layout = steps[0].newest.layout
-        device, self.kv_heads, self.groups = (
-            layout.device,
-            layout.kv_heads,
-            heads // layout.kv_heads,
-        )
-        # The first queries, one for each cache, stand where its new token does.
-        sources = list(range(len(steps)))
-        places = [step.where[0][0] for step in steps]
-        looks: list[Look] = []
+        device, self.kv_heads = layout.device, layout.kv_heads
+        self.groups = heads // layout.kv_heads
+        sources, places = list(range(len(steps))), [step.where[0][0] for step in steps]
         for index, step in enumerate(steps):
-            rows = [index, *range(len(sources), len(sources) + len(step.where) - 1)]
-            sources += [index] * (len(rows) - 1)
+            sources += [index] * (len(step.where) - 1)
             places += [where[0] for where in step.where[1:]]
-            looks += [Look(index, rows[view.rotation], view) for view in step.views]
         self._sources = torch.tensor(sources, device=device)
         self._rotation = steps[0].rope.at(places)
         self._key_rotation = Rotation(
             self._rotation.cosine[: len(steps)], self._rotation.sine[: len(steps)]
         )
-        together = _by_storage(looks)
-        self.sights = [_sight(each, self.groups, device) for each in together]
-        order = [look.cache for each in together for look in each]
+        found = sights(steps)
+        self._seen = [_Seen.of(sight, self.groups, device) for sight in found]
+        order = [look.cache for sight in found for look in sight.looks]
         self._parts, self._absent = _parts_of(order, len(steps), device)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """As `KVCache.attend`, with one row for each cache."""
+        """Attends to all that each query sees; its cell goes into its slot first."""
         keys = rotate(k, self._key_rotation)
         for step, key, value in zip(self.steps, keys.unbind(0), v.unbind(0), strict=True):
             step.write(layer, key, value)
         queries = rotate(q[self._sources], self._rotation)
         found = [
             attend_cells(
-                _as_one(queries[sight.rows], self.kv_heads),
-                sight.keys[layer],
-                sight.values[layer],
+                _as_one(queries[seen.rows], self.kv_heads),
+                seen.keys[layer],
+                seen.values[layer],
                 scale=self.scale,
-                bias=sight.bias,
+                bias=seen.bias,
                 causal=False,
             )
-            for sight in self.sights
+            for seen in self._seen
         ]
         # All parts, in the order of their sights: [kv_heads, parts, groups, ...].
         shape = (self.kv_heads, -1, self.groups)
@@ -99,6 +127,30 @@ class GroupStep:
         shares = (log_sums[:, self._parts] + self._absent).softmax(2)
         out = (outs.float()[:, self._parts] * shares.unsqueeze(-1)).sum(2)
         return out.transpose(0, 1).flatten(1).to(q.dtype)
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """A sight with a row for each query.
+
+    keys, values: for each layer `[kv_heads, cells, head_dim]`.
+
+    rows: which of the group's queries, n of them. bias: `[n * groups, cells]`, or None.
+    """
+
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+    rows: slice | Tensor
+    bias: Tensor | None
+
+    @classmethod
+    def of(cls, sight: Sight, groups: int, device: torch.device) -> "_Seen":
+        return cls(
+            sight.slots.keys[:, :, sight.span].unbind(0),
+            sight.slots.values[:, :, sight.span].unbind(0),
+            _indices([look.row for look in sight.looks], device),
+            None if sight.bias is None else sight.bias.repeat_interleave(groups, 0),
+        )
 
 
 def _as_one(queries: Tensor, kv_heads: int) -> Tensor:
@@ -122,18 +174,16 @@ def _by_storage(looks: list[Look]) -> list[list[Look]]:
     return list(together.values())
 
 
-def _sight(looks: list[Look], groups: int, device: torch.device) -> Sight:
+def _sight(looks: list[Look]) -> Sight:
     """One sight of the stretch of storage from the first to the last cell that any looks at."""
+    if len(looks) == 1:
+        view = looks[0].view
+        return Sight(view.slots, view.span, looks, view.bias)
     spans = [look.view.span for look in looks]
     start, stop = min(s.start for s in spans), max(s.stop for s in spans)
     slots: Cells = max((look.view.slots for look in looks), key=len)
-    bias = _bias([look.view for look in looks], start, stop, device)
-    return Sight(
-        slots.keys[:, :, start:stop].unbind(0),
-        slots.values[:, :, start:stop].unbind(0),
-        _indices([look.row for look in looks], device),
-        None if bias is None else bias.repeat_interleave(groups, 0),
-    )
+    bias = _bias([look.view for look in looks], start, stop, slots.keys.device)
+    return Sight(slots, slice(start, stop), looks, bias)
 
 
 def _bias(views: list[View], start: int, stop: int, device: torch.device) -> Tensor | None:

@@ -176,10 +176,10 @@ class DecodeStep(Step):
         newest = segments[-1]
         self._slot = newest.next_slot()
         block = newest.block.slots
-        self._cells = [x[:, :, self._slot] for x in (block.keys, block.values)]
+        self.cells = [x[:, :, self._slot] for x in (block.keys, block.values)]
         overwrites = newest.length == newest.capacity
-        self._overwritten = [x.clone() for x in self._cells] if overwrites else None
-        self._key_cells, self._value_cells = (x.unbind(0) for x in self._cells)
+        self._overwritten = [x.clone() for x in self.cells] if overwrites else None
+        self._key_cells, self._value_cells = (x.unbind(0) for x in self.cells)
         super().__init__(segments, window, time, 1, rope, scale)
 
     def _look_at(self, segment: Segment, rank: int) -> View | None:
@@ -204,12 +204,15 @@ class DecodeStep(Step):
 
     def abort(self) -> None:
         if self._overwritten is not None:
-            for cells, before in zip(self._cells, self._overwritten, strict=True):
+            for cells, before in zip(self.cells, self._overwritten, strict=True):
                 cells.copy_(before)
 
 
 class ChunkStep(Step):
-    """Several tokens. Their cells are held apart until every layer has been through."""
+    """Several tokens. Their cells are held apart until every layer has been through.
+
+    new: their cells. own_bias: `[n, n]`, or None where each query sees what came before it.
+    """
 
     def __init__(
         self,
@@ -222,18 +225,18 @@ class ChunkStep(Step):
     ):
         super().__init__(segments, window, time, count, rope, scale)
         self._held = sum(s.length for s in segments if not s.anchor)
-        self._new = Cells.empty(self.newest.layout, count)
-        self._own_bias = self._band() if self.outrun[-1] > self._held else None
+        self.new = Cells.empty(self.newest.layout, count)
+        self.own_bias = self._band() if self.outrun[-1] > self._held else None
 
     def _band(self) -> Tensor:
         """`[n, n]`: a chunk longer than the window hides its own oldest cells from its newest."""
         order = torch.arange(self.count)
         floors = torch.tensor(self.outrun) - self._held
         seen = (order <= order[:, None]) & (order >= floors[:, None])
-        return torch.where(seen, 0.0, HIDDEN).to(self._new.keys.device)
+        return torch.where(seen, 0.0, HIDDEN).to(self.new.keys.device)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        keys, values = self._new.keys[layer], self._new.values[layer]
+        keys, values = self.new.keys[layer], self.new.values[layer]
         keys.copy_(rotate(k, self.rotations[0]).transpose(0, 1))
         values.copy_(v.transpose(0, 1))
         queries = self._rotated(q)
@@ -242,8 +245,8 @@ class ChunkStep(Step):
             keys,
             values,
             scale=self.scale,
-            bias=self._own_bias,
-            causal=self._own_bias is None,
+            bias=self.own_bias,
+            causal=self.own_bias is None,
         )
         parts = [own, *self._attend_views(layer, queries)]
         return rows(combine(parts).out, self.count).to(q.dtype)
@@ -254,7 +257,7 @@ class ChunkStep(Step):
         gone = self.outrun[-1]
         self.window.forget(self.segments, min(gone, self._held))
         unseen = max(0, gone - self._held)  # of the new cells themselves
-        new = Cells(self._new.keys, self._new.values, positions, serials)
+        new = Cells(self.new.keys, self.new.values, positions, serials)
         self.newest.append(new.part(slice(unseen, None)))
         for segment in self.segments:
             if segment.anchor:

@@ -16,6 +16,8 @@ from kvkeep.models.config import spec_from_config
 from kvkeep.models.gguf_config import config_from_gguf, eos_token_ids
 from kvkeep.models.gguf_file import GgufFile, PackedTensor
 from kvkeep.models.gguf_tokenizer import build_tokenizer, special_token
+from kvkeep.models.packed import HEAD, matrices, packed_path, write_packed
+from kvkeep.models.packing import Quantised, from_gguf, packable, packed, quantise
 from kvkeep.models.spec import ModelSpec
 from kvkeep.models.weights import check_tensors
 
@@ -23,7 +25,8 @@ _CHUNK_VALUES = 1 << 24  # unpacked at a time: 64 MB of float32
 
 
 def convert(gguf: Path, folder: Path, progress: bool) -> None:
-    """Write the model in a GGUF file to `folder`: bf16 safetensors, config, tokenizer, template.
+    """Write the model in a GGUF file to `folder`: bf16 safetensors, config, tokenizer, template,
+    and the packed matrices where the file has 4 or 8 bits.
 
     Everything is checked before `folder` is made. Memory: one chunk of rows, not the model.
 
@@ -38,6 +41,7 @@ def convert(gguf: Path, folder: Path, progress: bool) -> None:
 
     folder.mkdir(parents=True, exist_ok=True)
     _write_weights(folder / "model.safetensors", tensors, spec, progress)
+    _write_packed(folder, tensors, spec)
     tokenizer.save(str(folder / "tokenizer.json"))
     _write_json(folder / "tokenizer_config.json", _tokenizer_config(file))
     eos = eos_token_ids(file)
@@ -142,6 +146,31 @@ def _write_rows(
         packed = values.to(torch.bfloat16).view(torch.int16).numpy()
         out.write(packed.data)
         yield packed.nbytes
+
+
+def _write_packed(folder: Path, tensors: Mapping[str, PackedTensor], spec: ModelSpec) -> None:
+    """Beside them the matrices as the file packs them, if all layers are in 4 or 8 bits."""
+    names = matrices(spec)
+    sources = {name: tensors[_source(name, tensors)] for name in names}
+    kinds = {tensor.quantisation for name, tensor in sources.items() if name != HEAD}
+    if not kinds <= {"Q4_0", "Q4_1", "Q8_0"} or not all(packable(*names[n]) for n in names):
+        return
+    weights = "int8" if kinds == {"Q8_0"} else "int4"
+    write_packed(
+        packed_path(folder, weights),
+        ((name, packed(_quantised(name, source, spec))) for name, source in sources.items()),
+    )
+
+
+def _source(name: str, tensors: Mapping[str, PackedTensor]) -> str:
+    return "model.embed_tokens.weight" if name not in tensors else name
+
+
+def _quantised(name: str, tensor: PackedTensor, spec: ModelSpec) -> Quantised:
+    order = row_order(name, tensor, spec)
+    taken = from_gguf(tensor.quantisation, torch.from_numpy(np.array(tensor.data[order])))
+    # Only a head comes in other kinds: 8 bits lose least of it.
+    return taken or quantise(torch.from_numpy(tensor.unpack()), 8)
 
 
 def _tokenizer_config(file: GgufFile) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from kvkeep.errors import ModelError
 _RECORD = "kvkeep.json"
 _PARTIAL = ".partial"
 # Raised when what is written into a model's folder changes: older ones are then made anew.
-_LAYOUT = 1
+_LAYOUT = 2
 
 
 @dataclass(frozen=True)

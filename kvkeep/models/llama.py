@@ -4,7 +4,7 @@ Projections, norms and MLPs. Positions are not its business: q and k go unrotate
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,6 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvkeep.cache import KVCache, Layout, Rope
+from kvkeep.cache.step import ChunkStep, DecodeStep
+from kvkeep.compiled.decoder import CompiledDecoder, can_decode
+from kvkeep.models.packing import PackedMatrix
 from kvkeep.models.spec import ModelSpec
 
 
@@ -55,6 +58,14 @@ class Layer:
 class Attends(Protocol):
     """What the decoder asks of its memory: a cache, or several that are stepped together."""
 
+    @property
+    def decoding(self) -> Sequence[DecodeStep]:
+        """As `KVCache.decoding`."""
+
+    @property
+    def prefilling(self) -> ChunkStep | None:
+        """As `KVCache.prefilling`."""
+
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """As `KVCache.attend`."""
 
@@ -63,15 +74,29 @@ class Decoder:
     """A decoder whose memory is a cache that it is handed.
 
     tensors: weights under their Hugging Face names, all of one dtype and on one device.
+    packed: matrices that a compiled decode step reads instead; for others they say the same.
     """
 
-    def __init__(self, spec: ModelSpec, tensors: Mapping[str, Tensor]):
+    def __init__(
+        self,
+        spec: ModelSpec,
+        tensors: Mapping[str, Tensor],
+        packed: Mapping[str, PackedMatrix] | None = None,
+    ):
         self.spec = spec
         self.tensors = tensors
         self.embedding = tensors["model.embed_tokens.weight"]
         self.layers = [_layer(spec, tensors, i) for i in range(spec.layers)]
         self.norm = Norm(tensors["model.norm.weight"], spec.norm_eps)
         self.head = Linear(self.embedding if spec.tied_head else tensors["lm_head.weight"], None)
+        self.compiled = self._compiled(packed or {})
+
+    def _compiled(self, packed: Mapping[str, PackedMatrix]) -> CompiledDecoder | None:
+        """The compiled decode step, where there are kernels for this model on this machine."""
+        cache = self.new_cache()
+        if not can_decode(self.spec, cache.layout):
+            return None
+        return CompiledDecoder(self.spec, self.tensors, packed, cache.rope, cache.scale)
 
     def new_cache(self) -> KVCache:
         """An empty cache for this model's cells."""
@@ -82,6 +107,10 @@ class Decoder:
 
     def hidden(self, tokens: Tensor, cache: Attends) -> Tensor:
         """Evaluates `tokens: [n]` into the cache's step. Returns `[n, hidden_size]`, normed."""
+        if self.compiled is not None and cache.decoding:
+            return self.compiled.hidden(tokens.tolist(), cache.decoding)
+        chunk = cache.prefilling if self.compiled else None
+        attend = self.compiled.attention(chunk).attend if self.compiled and chunk else cache.attend
         spec, n = self.spec, tokens.shape[0]
         x = F.embedding(tokens, self.embedding)
         for index, layer in enumerate(self.layers):
@@ -91,13 +120,15 @@ class Decoder:
             v = layer.value(normed).view(n, spec.kv_heads, spec.head_dim)
             if layer.query_norm and layer.key_norm:
                 q, k = layer.query_norm(q), layer.key_norm(k)
-            x = x + layer.output(cache.attend(index, q, k, v))
+            x = x + layer.output(attend(index, q, k, v))
             normed = layer.mlp_norm(x)
             x = x + layer.down(F.silu(layer.gate(normed)) * layer.up(normed))
         return self.norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[n, hidden_size]` to `[n, vocab]`, float32."""
+        if self.compiled is not None:
+            return self.compiled.logits(hidden)
         return self.head(hidden).float()
 
 

@@ -1,0 +1,89 @@
+"""A chunk step's attention by the compiled kernels: one call for each layer."""
+
+import ctypes
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from kvkeep.cache.step import ChunkStep, View
+from kvkeep.compiled import library as c
+
+
+class ChunkAttention:
+    """What a chunk step sees, prepared once and used by every layer."""
+
+    def __init__(self, step: ChunkStep, kernels: ctypes.CDLL):
+        self._step = step
+        self._kernels = kernels
+
+    @cached_property
+    def _angles(self) -> Tensor:
+        """`[rotations, n, head_dim]` float32: cosines and sines of each query's position."""
+        frequencies = self._step.rope.inverse_frequencies
+        positions = torch.tensor(self._step.where)
+        angles = torch.empty(*positions.shape, 2 * frequencies.shape[0])
+        self._kernels.kvkeep_angles(
+            frequencies.data_ptr(),
+            angles.shape[-1],
+            positions.data_ptr(),
+            positions.numel(),
+            angles.data_ptr(),
+        )
+        return angles
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """As `KVCache.attend`."""
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        step, (n, heads, head_dim) = self._step, q.shape
+        keys, values = step.new.keys[layer], step.new.values[layer]
+        own = _part(keys, values, 0, step.own_bias, causal=step.own_bias is None)
+        parts = [own, *(_of_view(view, layer) for view in step.views)]
+        out = torch.empty(n, heads * head_dim, dtype=q.dtype)
+        chunk = c.Chunk(
+            n,
+            heads,
+            k.shape[1],
+            head_dim,
+            len(step.where),
+            len(parts),
+            torch.get_num_threads(),
+            step.scale,
+            q.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
+            ctypes.cast(self._angles.data_ptr(), ctypes.POINTER(ctypes.c_float)),
+            keys.data_ptr(),
+            values.data_ptr(),
+            keys.stride(0),
+            values.stride(0),
+            (c.Part * len(parts))(*parts),
+            out.data_ptr(),
+        )
+        status = self._kernels.kvkeep_attend_chunk(chunk)
+        assert status == 0, "can_decode was asked"
+        return out
+
+
+def _of_view(view: View, layer: int) -> c.Part:
+    return _part(view.keys[layer], view.values[layer], view.rotation, view.bias, causal=False)
+
+
+def _part(keys: Tensor, values: Tensor, rotation: int, bias: Tensor | None, causal: bool) -> c.Part:
+    """keys, values: `[kv_heads, cells, head_dim]`."""
+    return c.Part(
+        keys.data_ptr(),
+        values.data_ptr(),
+        *_strides(keys),
+        *_strides(values),
+        keys.shape[1],
+        rotation,
+        int(causal),
+        0 if bias is None or bias.shape[0] == 1 else bias.stride(0),
+        None if bias is None else bias.data_ptr(),
+    )
+
+
+def _strides(x: Tensor) -> Sequence[int]:
+    return x.stride()[:2]

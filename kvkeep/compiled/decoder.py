@@ -1,0 +1,146 @@
+"""A decode step through all layers by the compiled kernels: one call for each token.
+
+Weights are read as they are packed, activations are bfloat16, sums float32, and so is the residual
+stream. A sequence's results are the same to the last bit whether it decodes alone or in a group.
+"""
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from kvkeep.cache import Layout, Rope
+from kvkeep.cache.step import ChunkStep, DecodeStep
+from kvkeep.compiled.chunk import ChunkAttention
+from kvkeep.compiled.library import BF16, HEAD_DIMS, INT4, INT8, Layer, Matrix, Model, library
+from kvkeep.compiled.step import describe
+from kvkeep.models.packed import HEAD
+from kvkeep.models.packing import GROUP, PackedMatrix
+from kvkeep.models.spec import ModelSpec
+
+_LAYER = {
+    "query": "self_attn.q_proj",
+    "key": "self_attn.k_proj",
+    "value": "self_attn.v_proj",
+    "output": "self_attn.o_proj",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+}
+
+
+def can_decode(spec: ModelSpec, layout: Layout) -> bool:
+    """Whether there are kernels for this model on this machine."""
+    widths = (spec.hidden_size, spec.intermediate_size, spec.heads * spec.head_dim)
+    return (
+        layout.device.type == "cpu"
+        and layout.dtype is torch.bfloat16
+        and spec.head_dim in HEAD_DIMS
+        and spec.head_dim == 2 * len(spec.rope.inverse_frequencies)
+        and all(width % GROUP == 0 for width in widths)
+        and library() is not None
+    )
+
+
+class CompiledDecoder:
+    """The forward of `models.llama.Decoder` for steps of one token.
+
+    tensors: the model's, bfloat16. packed: matrices to read instead, by name; may be empty.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        tensors: Mapping[str, Tensor],
+        packed: Mapping[str, PackedMatrix],
+        rope: Rope,
+        scale: float,
+    ):
+        self.spec = spec
+        self._tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        self._packed = packed
+        self._frequencies = rope.inverse_frequencies.contiguous()
+        self._scale = scale
+        self.seconds: ctypes.Array[ctypes.c_double] | None = None  # by PHASES, where counted
+
+    @cached_property
+    def _kernels(self) -> ctypes.CDLL:
+        kernels = library()
+        assert kernels is not None, "can_decode was asked"
+        return kernels
+
+    @cached_property
+    def _model(self) -> Model:
+        spec = self.spec
+        layers = (Layer * spec.layers)(*(self._layer(i) for i in range(spec.layers)))
+        return Model(
+            spec.layers,
+            spec.hidden_size,
+            spec.intermediate_size,
+            spec.heads,
+            spec.kv_heads,
+            spec.head_dim,
+            spec.norm_eps,
+            self._scale,
+            self._pointer("model.embed_tokens.weight"),
+            self._pointer("model.norm.weight"),
+            ctypes.cast(self._frequencies.data_ptr(), ctypes.POINTER(ctypes.c_double)),
+            layers,
+            self._matrix(HEAD),
+        )
+
+    def _layer(self, index: int) -> Layer:
+        prefix = f"model.layers.{index}."
+        matrices = {role: self._matrix(f"{prefix}{name}.weight") for role, name in _LAYER.items()}
+        norms = {
+            "attention_norm": "input_layernorm",
+            "mlp_norm": "post_attention_layernorm",
+            "query_norm": "self_attn.q_norm",
+            "key_norm": "self_attn.k_norm",
+        }
+        return Layer(
+            **matrices,
+            **{role: self._pointer(f"{prefix}{name}.weight") for role, name in norms.items()},
+        )
+
+    def _matrix(self, name: str) -> Matrix:
+        bias = self._pointer(name.removesuffix("weight") + "bias")
+        matrix = self._packed.get(name)
+        if matrix is not None:
+            kind = INT4 if matrix.bits == 4 else INT8
+            data, scales = matrix.data.data_ptr(), matrix.scales.data_ptr()
+            return Matrix(kind, matrix.rows, matrix.columns, 0, data, scales, bias)
+        tied = name == HEAD and self.spec.tied_head
+        weight = self._tensors["model.embed_tokens.weight" if tied else name]
+        return Matrix(BF16, *weight.shape, 0, weight.data_ptr(), None, bias)
+
+    def _pointer(self, name: str) -> int | None:
+        tensor = self._tensors.get(name)
+        return None if tensor is None else tensor.data_ptr()
+
+    def attention(self, step: ChunkStep) -> ChunkAttention:
+        """What attends in a step of several tokens."""
+        return ChunkAttention(step, self._kernels)
+
+    def hidden(self, tokens: Sequence[int], steps: Sequence[DecodeStep]) -> Tensor:
+        """A token for each step. Returns `[n, hidden_size]`, normed."""
+        hidden = torch.empty(len(tokens), self.spec.hidden_size, dtype=torch.bfloat16)
+        step = describe(tokens, steps, hidden, torch.get_num_threads(), self.seconds)
+        status = self._kernels.kvkeep_decode(self._model, step.structure)
+        assert status == 0, "can_decode was asked"
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`[n, hidden_size]` to `[n, vocab]`, float32."""
+        hidden = hidden.contiguous()
+        out = torch.empty(hidden.shape[0], self._model.head.rows)
+        self._kernels.kvkeep_product(
+            self._model.head,
+            hidden.data_ptr(),
+            hidden.shape[0],
+            out.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return out

@@ -1,0 +1,191 @@
+"""The compiled kernels, where they were built and this CPU can run them.
+
+The structures are those of `src/decode.h` and `src/chunk.h`.
+"""
+
+import ctypes
+import os
+from ctypes import POINTER, Structure, c_double, c_float, c_int, c_int32, c_int64, c_void_p
+from functools import cache
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+BF16, INT8, INT4 = 0, 1, 2  # Matrix.format
+
+
+class Matrix(Structure):
+    _fields_ = (
+        ("format", c_int32),
+        ("rows", c_int32),
+        ("columns", c_int32),
+        ("reserved", c_int32),
+        ("data", c_void_p),
+        ("scales", c_void_p),
+        ("bias", c_void_p),
+    )
+
+
+class Layer(Structure):
+    _fields_ = (
+        ("query", Matrix),
+        ("key", Matrix),
+        ("value", Matrix),
+        ("output", Matrix),
+        ("gate", Matrix),
+        ("up", Matrix),
+        ("down", Matrix),
+        ("attention_norm", c_void_p),
+        ("mlp_norm", c_void_p),
+        ("query_norm", c_void_p),
+        ("key_norm", c_void_p),
+    )
+
+
+class Model(Structure):
+    _fields_ = (
+        ("layers", c_int32),
+        ("hidden", c_int32),
+        ("inner", c_int32),
+        ("heads", c_int32),
+        ("kv_heads", c_int32),
+        ("head_dim", c_int32),
+        ("norm_eps", c_float),
+        ("scale", c_float),
+        ("embedding", c_void_p),
+        ("norm", c_void_p),
+        ("frequencies", POINTER(c_double)),
+        ("layer", POINTER(Layer)),
+        ("head", Matrix),
+    )
+
+
+class Strides(Structure):
+    _fields_ = (("layer", c_int64), ("head", c_int64), ("cell", c_int64))
+
+
+class Sequence(Structure):
+    _fields_ = (
+        ("token", c_int32),
+        ("looks", c_int32),
+        ("position", c_int64),
+        ("key", c_void_p),
+        ("value", c_void_p),
+        ("key_strides", Strides),
+        ("value_strides", Strides),
+    )
+
+
+class Sight(Structure):
+    _fields_ = (
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("key_strides", Strides),
+        ("value_strides", Strides),
+        ("first", c_int32),
+        ("cells", c_int32),
+        ("looks", c_int32),
+        ("reserved", c_int32),
+        ("bias", c_void_p),
+    )
+
+
+class Look(Structure):
+    _fields_ = (("position", c_int64), ("sight", c_int32), ("index", c_int32))
+
+
+class Step(Structure):
+    _fields_ = (
+        ("sequences", c_int32),
+        ("sights", c_int32),
+        ("looks", c_int32),
+        ("threads", c_int32),
+        ("sequence", POINTER(Sequence)),
+        ("sight", POINTER(Sight)),
+        ("look", POINTER(Look)),
+        ("hidden", c_void_p),
+        ("seconds", POINTER(c_double)),
+    )
+
+
+class Part(Structure):
+    _fields_ = (
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("key_head", c_int64),
+        ("key_cell", c_int64),
+        ("value_head", c_int64),
+        ("value_cell", c_int64),
+        ("cells", c_int32),
+        ("rotation", c_int32),
+        ("causal", c_int32),
+        ("bias_row", c_int32),
+        ("bias", c_void_p),
+    )
+
+
+class Chunk(Structure):
+    _fields_ = (
+        ("tokens", c_int32),
+        ("heads", c_int32),
+        ("kv_heads", c_int32),
+        ("head_dim", c_int32),
+        ("rotations", c_int32),
+        ("parts", c_int32),
+        ("threads", c_int32),
+        ("scale", c_float),
+        ("q", c_void_p),
+        ("k", c_void_p),
+        ("v", c_void_p),
+        ("angles", POINTER(c_float)),
+        ("new_keys", c_void_p),
+        ("new_values", c_void_p),
+        ("new_key_head", c_int64),
+        ("new_value_head", c_int64),
+        ("part", POINTER(Part)),
+        ("out", c_void_p),
+    )
+
+
+# What a step's seconds are counted under, in this order.
+PHASES = ("norms", "projections", "cells", "attention", "output", "mlp")
+HEAD_DIMS = (32, 64, 96, 128)
+_DECODE = (Model, Layer, Step, Sequence, Sight, Look)
+_CHUNK = (Part, Chunk)
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The kernels, or None: not built, not for this CPU, or switched off by KVKEEP_COMPILED=0."""
+    if os.environ.get("KVKEEP_COMPILED") == "0":
+        return None
+    cpu, kernels = _load("_cpu"), None
+    if cpu is not None and cpu.kvkeep_cpu_has_avx512():
+        kernels = _load("_avx512")
+    if kernels is None or not _agree(kernels):
+        return None
+    kernels.kvkeep_decode.argtypes = [POINTER(Model), POINTER(Step)]
+    kernels.kvkeep_product.argtypes = [POINTER(Matrix), c_void_p, c_int, c_void_p, c_int]
+    kernels.kvkeep_product.restype = None
+    kernels.kvkeep_attend_chunk.argtypes = [POINTER(Chunk)]
+    kernels.kvkeep_angles.argtypes = [c_void_p, c_int, c_void_p, c_int, c_void_p]
+    kernels.kvkeep_angles.restype = None
+    return kernels
+
+
+def _agree(kernels: ctypes.CDLL) -> bool:
+    """False for a library that was built from an older source than this file."""
+    sizes = (sum(map(ctypes.sizeof, structures)) for structures in (_DECODE, _CHUNK))
+    return (kernels.kvkeep_interface(), kernels.kvkeep_chunk_interface()) == tuple(sizes)
+
+
+def _load(name: str) -> ctypes.CDLL | None:
+    for suffix in EXTENSION_SUFFIXES:
+        path = Path(__file__).with_name(name + suffix)
+        if path.exists():
+            import torch  # noqa: F401 (brings the OpenMP runtime that the kernels' threads are of)
+
+            try:
+                return ctypes.CDLL(str(path))
+            except OSError:
+                return None
+    return None

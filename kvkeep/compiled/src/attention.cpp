@@ -1,0 +1,166 @@
+#include "attention.h"
+
+#include <algorithm>
+
+namespace kvkeep {
+namespace {
+
+constexpr int kVectors = kCells / kLanes;  // registers for the scores of one row
+constexpr int kRows = 6;                   // rows at a time: 24 registers of sums
+
+struct alignas(64) Scores {
+  float of[kRows][kCells];
+};
+
+struct alignas(64) Shares {
+  Bf16 of[kRows][kCells];
+};
+
+__mmask16 lanes_below(int lane) {
+  return static_cast<__mmask16>((1u << std::clamp(lane, 0, kLanes)) - 1);
+}
+
+template <int kDim, int kCount>
+void score(const Packed<kDim>& block, const Row* rows, Scores& scores) {
+  __m512 sum[kCount][kVectors];
+  for (int i = 0; i < kCount; ++i)
+    for (int v = 0; v < kVectors; ++v) sum[i][v] = _mm512_setzero_ps();
+  for (int d = 0; d < kDim / 2; ++d) {
+    __m512i keys[kVectors];
+    for (int v = 0; v < kVectors; ++v) keys[v] = load(block.keys[d] + v * kLanes);
+    for (int i = 0; i < kCount; ++i) {
+      const __m512i query = pair(rows[i].query + 2 * d);
+      for (int v = 0; v < kVectors; ++v) sum[i][v] = dot(sum[i][v], keys[v], query);
+    }
+  }
+  for (int i = 0; i < kCount; ++i)
+    for (int v = 0; v < kVectors; ++v) _mm512_store_ps(scores.of[i] + v * kLanes, sum[i][v]);
+}
+
+// Scores become shares relative to the greatest so far; what was found before is scaled to that.
+template <int kDim>
+void soften(const Row& row, float scale, const float* scores, Bf16* shares) {
+  __m512 score[kVectors];
+  __mmask16 seen[kVectors];
+  __m512 most = _mm512_set1_ps(row.found->most);
+  for (int v = 0; v < kVectors; ++v) {
+    seen[v] = lanes_below(row.end - v * kLanes) & ~lanes_below(row.begin - v * kLanes);
+    score[v] = _mm512_mul_ps(_mm512_load_ps(scores + v * kLanes), _mm512_set1_ps(scale));
+    if (row.bias) {
+      const __m512 bias = _mm512_maskz_loadu_ps(seen[v], row.bias + v * kLanes);
+      score[v] = _mm512_add_ps(score[v], bias);
+      seen[v] = _mm512_mask_cmp_ps_mask(seen[v], score[v], _mm512_set1_ps(kHidden), _CMP_GT_OQ);
+    }
+    most = _mm512_mask_max_ps(most, seen[v], most, score[v]);
+  }
+  const float greatest = _mm512_reduce_max_ps(most);
+  most = _mm512_set1_ps(greatest);
+  __m512 total = _mm512_setzero_ps();
+  for (int v = 0; v < kVectors; ++v) {
+    const __m512 share =
+        _mm512_maskz_mov_ps(seen[v], exp(_mm512_sub_ps(score[v], most)));
+    total = _mm512_add_ps(total, share);
+    store_bf16(shares + v * kLanes, share);
+  }
+  float before = row.found->sum;
+  if (greatest != row.found->most) {
+    const __m512 less = exp(_mm512_sub_ps(_mm512_set1_ps(row.found->most), most));
+    for (int d = 0; d < kDim; d += kLanes)
+      _mm512_storeu_ps(row.out + d, _mm512_mul_ps(_mm512_loadu_ps(row.out + d), less));
+    before *= _mm512_cvtss_f32(less);
+    row.found->most = greatest;
+  }
+  row.found->sum = before + _mm512_reduce_add_ps(total);
+}
+
+template <int kDim, int kCount>
+void gather(const Packed<kDim>& block, const Row* rows, const Shares& shares, int pairs) {
+  constexpr int kWide = kDim % 64 == 0 ? 4 : 2;  // registers of dimensions at a time
+  for (int first = 0; first < kDim; first += kWide * kLanes) {
+    __m512 sum[kCount][kWide];
+    for (int i = 0; i < kCount; ++i)
+      for (int v = 0; v < kWide; ++v)
+        sum[i][v] = _mm512_loadu_ps(rows[i].out + first + v * kLanes);
+    for (int c = 0; c < pairs; ++c) {
+      __m512i values[kWide];
+      for (int v = 0; v < kWide; ++v) values[v] = load(block.values[c] + first + v * kLanes);
+      for (int i = 0; i < kCount; ++i) {
+        const __m512i share = pair(shares.of[i] + 2 * c);
+        for (int v = 0; v < kWide; ++v) sum[i][v] = dot(sum[i][v], values[v], share);
+      }
+    }
+    for (int i = 0; i < kCount; ++i)
+      for (int v = 0; v < kWide; ++v)
+        _mm512_storeu_ps(rows[i].out + first + v * kLanes, sum[i][v]);
+  }
+}
+
+template <int kDim, int kCount>
+void attend_some(const Packed<kDim>& block, float scale, Row* rows) {
+  Scores scores;
+  Shares shares;
+  score<kDim, kCount>(block, rows, scores);
+  int cells = 0;
+  for (int i = 0; i < kCount; ++i) {
+    soften<kDim>(rows[i], scale, scores.of[i], shares.of[i]);
+    cells = std::max(cells, rows[i].end);
+  }
+  gather<kDim, kCount>(block, rows, shares, (std::min(cells, kCells) + 1) / 2);
+}
+
+}  // namespace
+
+template <int kDim>
+void pack(const Bf16* keys, long key_stride, const Bf16* values, long value_stride, int begin,
+          int end, Packed<kDim>& to) {
+  const auto there = [=](int c) { return begin <= c && c < end; };
+  for (int c = 0; c < kCells; c += kLanes) {
+    for (int d = 0; d < kDim; d += 2 * kLanes) {
+      __m512i square[kLanes];
+      for (int i = 0; i < kLanes; ++i)
+        square[i] = there(c + i) ? load(keys + (c + i) * key_stride + d) : _mm512_setzero_si512();
+      transpose(square);
+      for (int i = 0; i < kLanes; ++i) _mm512_store_si512(to.keys[d / 2 + i] + c, square[i]);
+    }
+  }
+  const __m512i nothing = _mm512_setzero_si512();
+  for (int c = 0; c < kCells; c += 2) {
+    for (int d = 0; d < kDim; d += 2 * kLanes) {
+      const __m512i even = there(c) ? load(values + c * value_stride + d) : nothing;
+      const __m512i odd = there(c + 1) ? load(values + (c + 1) * value_stride + d) : nothing;
+      // Halves of each are dimensions d ... d + 15 and d + 16 ... d + 31.
+      const auto widen = [](__m512i x, bool upper) {
+        return _mm512_cvtepu16_epi32(upper ? _mm512_extracti64x4_epi64(x, 1)
+                                           : _mm512_castsi512_si256(x));
+      };
+      for (const bool upper : {false, true})
+        _mm512_store_si512(
+            to.values[c / 2] + d + (upper ? kLanes : 0),
+            _mm512_or_si512(widen(even, upper), _mm512_slli_epi32(widen(odd, upper), 16)));
+    }
+  }
+}
+
+template <int kDim>
+void attend(const Packed<kDim>& block, float scale, Row* rows, int count) {
+  for (; count >= kRows; rows += kRows, count -= kRows) attend_some<kDim, kRows>(block, scale, rows);
+  switch (count) {
+    case 1: return attend_some<kDim, 1>(block, scale, rows);
+    case 2: return attend_some<kDim, 2>(block, scale, rows);
+    case 3: return attend_some<kDim, 3>(block, scale, rows);
+    case 4: return attend_some<kDim, 4>(block, scale, rows);
+    case 5: return attend_some<kDim, 5>(block, scale, rows);
+    default: return;
+  }
+}
+
+#define KVKEEP_FOR(kDim)                                                                     \
+  template void pack<kDim>(const Bf16*, long, const Bf16*, long, int, int, Packed<kDim>&);       \
+  template void attend<kDim>(const Packed<kDim>&, float, Row*, int);
+KVKEEP_FOR(32)
+KVKEEP_FOR(64)
+KVKEEP_FOR(96)
+KVKEEP_FOR(128)
+#undef KVKEEP_FOR
+
+}  // namespace kvkeep

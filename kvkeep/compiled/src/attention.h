@@ -1,0 +1,46 @@
+// Attention of some query rows over blocks of 64 cells of one KV head, with a running softmax
+// (arXiv:1805.02867; by blocks as in flash attention, arXiv:2205.14135).
+#pragma once
+
+#include "simd.h"
+
+namespace kvkeep {
+
+constexpr int kCells = 64;           // cells in a block
+constexpr float kHidden = -1e29f;    // scores below it are of hidden cells
+constexpr float kNothing = -1e30f;   // the greatest score of a row that has seen no cell
+
+// Keys and values of one block, laid out for the products: pairs of dimensions, and pairs of cells,
+// side by side. Cells that are not there are zeros.
+template <int kDim>
+struct Packed {
+  alignas(64) std::uint32_t keys[kDim / 2][kCells];
+  alignas(64) std::uint32_t values[kCells / 2][kDim];
+};
+
+// What a row has found so far: `sum` of exponentials relative to `most`, and values weighted by them.
+struct Found {
+  float most = kNothing;
+  float sum = 0.f;
+};
+
+// One row's part in a call. bias: for the cells of the block, or null. begin, end: the stretch of
+// the block that it sees; other cells do not exist, or are not for it.
+struct Row {
+  const Bf16* query;
+  const float* bias;
+  int begin, end;
+  Found* found;
+  float* out;  // [kDim]
+};
+
+// keys, values: the block's first cell; neighbours lie `..._stride` apart. Of the block, the cells
+// from `begin` up to `end` are there.
+template <int kDim>
+void pack(const Bf16* keys, long key_stride, const Bf16* values, long value_stride, int begin,
+          int end, Packed<kDim>& to);
+
+template <int kDim>
+void attend(const Packed<kDim>& block, float scale, Row* rows, int count);
+
+}  // namespace kvkeep

@@ -1,0 +1,26 @@
+// Memory for one call: aligned, and not filled.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <new>
+
+namespace kvkeep {
+
+template <typename T>
+class Buffer {
+ public:
+  explicit Buffer(std::size_t size)
+      : data_(static_cast<T*>(
+            ::operator new(std::max<std::size_t>(size, 1) * sizeof(T), std::align_val_t(64)))) {}
+  ~Buffer() { ::operator delete(data_, std::align_val_t(64)); }
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+  T* get() const { return data_; }
+  T& operator[](std::size_t i) const { return data_[i]; }
+
+ private:
+  T* data_;
+};
+
+}  // namespace kvkeep

@@ -1,0 +1,169 @@
+#include "chunk.h"
+
+#include <omp.h>
+
+#include <algorithm>
+#include <memory>
+#include <vector>
+
+#include "attention.h"
+#include "buffer.h"
+#include "rotation.h"
+#include "team.h"
+
+namespace kvkeep {
+namespace {
+
+constexpr int kTokens = 16;  // queries that go through the cells together, all heads of a KV head
+
+template <int kDim>
+class ChunkRun {
+ public:
+  explicit ChunkRun(const Chunk& chunk)
+      : chunk_(chunk),
+        team_(chunk.threads),
+        groups_(chunk.heads / chunk.kv_heads),
+        rotated_(std::size_t(chunk.rotations) * chunk.tokens * chunk.heads * kDim) {
+    for (int p = 0; p < chunk.parts; ++p) {
+      first_.push_back(blocks_);
+      blocks_ += (chunk.part[p].cells + kCells - 1) / kCells;
+    }
+    packed_ = std::make_unique<Buffer<Packed<kDim>>>(std::size_t(blocks_) * chunk.kv_heads);
+  }
+
+  void run() {
+    bool alone = false;
+#pragma omp parallel num_threads(chunk_.threads)
+    {
+      if (omp_get_num_threads() == chunk_.threads)
+        work();
+      else if (omp_get_thread_num() == 0)
+        alone = true;
+    }
+    if (alone) {
+      Chunk single = chunk_;
+      single.threads = 1;
+      ChunkRun(single).run();
+    }
+  }
+
+ private:
+  void work() {
+    team_.share_and_meet(chunk_.tokens, 8, [&](int i) { place(i); });
+    team_.share_and_meet(blocks_ * chunk_.kv_heads, 1, [&](int u) {
+      pack_block(u / chunk_.kv_heads, u % chunk_.kv_heads);
+    });
+    const int tiles = (chunk_.tokens + kTokens - 1) / kTokens;
+    // The last tokens see most: they go first, so that no thread is left with them at the end.
+    team_.share_and_meet(tiles * chunk_.kv_heads, 1, [&](int u) {
+      tile((tiles - 1 - u / chunk_.kv_heads) * kTokens, u % chunk_.kv_heads);
+    });
+  }
+
+  const float* angle(int rotation, int token) const {
+    return chunk_.angles + (std::size_t(rotation) * chunk_.tokens + token) * kDim;
+  }
+
+  Bf16* query(int rotation, int token, int head) const {
+    return rotated_.get() +
+           ((std::size_t(rotation) * chunk_.tokens + token) * chunk_.heads + head) * kDim;
+  }
+
+  // A token's new cells, and its queries as they stand in each rotation.
+  void place(int i) {
+    for (int r = 0; r < chunk_.rotations; ++r)
+      for (int head = 0; head < chunk_.heads; ++head)
+        rotate(chunk_.q + (std::size_t(i) * chunk_.heads + head) * kDim, angle(r, i), kDim,
+               query(r, i, head));
+    for (int head = 0; head < chunk_.kv_heads; ++head) {
+      const std::size_t from = (std::size_t(i) * chunk_.kv_heads + head) * kDim;
+      rotate(chunk_.k + from, angle(0, i), kDim,
+             chunk_.new_keys + head * chunk_.new_key_head + std::size_t(i) * kDim);
+      std::copy_n(chunk_.v + from, kDim,
+                  chunk_.new_values + head * chunk_.new_value_head + std::size_t(i) * kDim);
+    }
+  }
+
+  Packed<kDim>& packed(int block, int head) const {
+    return (*packed_)[std::size_t(block) * chunk_.kv_heads + head];
+  }
+
+  void pack_block(int block, int head) {
+    const int p =
+        static_cast<int>(std::upper_bound(first_.begin(), first_.end(), block) - first_.begin()) - 1;
+    const Part& part = chunk_.part[p];
+    const long cell = long(block - first_[p]) * kCells;
+    pack<kDim>(part.keys + head * part.key_head + cell * part.key_cell, part.key_cell,
+               part.values + head * part.value_head + cell * part.value_cell, part.value_cell, 0,
+               std::min<int>(kCells, part.cells - cell), packed(block, head));
+  }
+
+  // The queries of some tokens that share a KV head, over all cells that they see.
+  void tile(int first, int head) {
+    const int tokens = std::min(kTokens, chunk_.tokens - first), count = tokens * groups_;
+    static thread_local std::vector<Row> rows;
+    static thread_local std::vector<Found> found;
+    static thread_local std::vector<float> out;
+    rows.assign(count, Row{});
+    found.assign(count, Found{});
+    out.assign(std::size_t(count) * kDim, 0.f);
+    for (int r = 0; r < count; ++r) {
+      rows[r].found = &found[r];
+      rows[r].out = out.data() + std::size_t(r) * kDim;
+    }
+    for (int p = 0; p < chunk_.parts; ++p) over(chunk_.part[p], first_[p], first, head, rows);
+    for (int r = 0; r < count; ++r) {
+      const int token = first + r / groups_, at = head * groups_ + r % groups_;
+      Bf16* to = chunk_.out + (std::size_t(token) * chunk_.heads + at) * kDim;
+      const __m512 total = _mm512_set1_ps(found[r].sum);
+      for (int d = 0; d < kDim; d += kLanes)
+        store_bf16(to + d, _mm512_div_ps(_mm512_loadu_ps(rows[r].out + d), total));
+    }
+  }
+
+  void over(const Part& part, int first_block, int first, int head, std::vector<Row>& rows) {
+    const int count = static_cast<int>(rows.size());
+    for (int r = 0; r < count; ++r)
+      rows[r].query = query(part.rotation, first + r / groups_, head * groups_ + r % groups_);
+    const int seen = part.causal ? first + count / groups_ : part.cells;
+    for (int cell = 0; cell < std::min<int>(seen, part.cells); cell += kCells) {
+      for (int r = 0; r < count; ++r) {
+        const int token = first + r / groups_;
+        rows[r].begin = 0;
+        rows[r].end = std::min(kCells, (part.causal ? token + 1 : part.cells) - cell);
+        rows[r].bias = part.bias ? part.bias + std::size_t(token) * part.bias_row + cell : nullptr;
+      }
+      attend<kDim>(packed(first_block + cell / kCells, head), chunk_.scale, rows.data(), count);
+    }
+  }
+
+  const Chunk& chunk_;
+  Team team_;
+  const int groups_;
+  Buffer<Bf16> rotated_;
+  std::vector<int> first_;  // block of each part
+  int blocks_ = 0;
+  std::unique_ptr<Buffer<Packed<kDim>>> packed_;
+};
+
+}  // namespace
+}  // namespace kvkeep
+
+int kvkeep_chunk_interface() { return sizeof(kvkeep::Part) + sizeof(kvkeep::Chunk); }
+
+int kvkeep_attend_chunk(const kvkeep::Chunk* chunk) {
+  using namespace kvkeep;
+  switch (chunk->head_dim) {
+    case 32: ChunkRun<32>(*chunk).run(); return 0;
+    case 64: ChunkRun<64>(*chunk).run(); return 0;
+    case 96: ChunkRun<96>(*chunk).run(); return 0;
+    case 128: ChunkRun<128>(*chunk).run(); return 0;
+    default: return 1;
+  }
+}
+
+void kvkeep_angles(const double* frequencies, int head_dim, const std::int64_t* positions,
+                   int count, float* to) {
+  for (int i = 0; i < count; ++i)
+    kvkeep::angles(frequencies, head_dim, positions[i], to + std::size_t(i) * head_dim);
+}

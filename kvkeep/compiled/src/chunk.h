@@ -1,0 +1,51 @@
+// Attention of a chunk of tokens: prefill, one layer at a time. The structures are the interface to
+// Python, as those of decode.h.
+#pragma once
+
+#include "simd.h"
+
+namespace kvkeep {
+
+// Cells of one layer that the chunk's queries see. Neighbouring heads and cells lie `..._head` and
+// `..._cell` elements apart.
+struct Part {
+  const Bf16* keys;
+  const Bf16* values;
+  std::int64_t key_head, key_cell, value_head, value_cell;
+  std::int32_t cells;
+  std::int32_t rotation;  // which of the chunk's the queries take towards these
+  std::int32_t causal;    // 1: query i sees cells 0 ... i
+  std::int32_t bias_row;  // from one token's bias to the next one's; 0 where all have the same
+  const float* bias;      // [tokens or 1, cells], or null
+};
+
+// q: [tokens, heads, head_dim], k and v: [tokens, kv_heads, head_dim], all dense and unrotated.
+// angles: [rotations, tokens, head_dim], cosines and sines; rotation 0 is that of the new cells.
+// new_keys, new_values: [kv_heads, tokens, head_dim], where they go. out: [tokens, heads * head_dim].
+struct Chunk {
+  std::int32_t tokens, heads, kv_heads, head_dim, rotations, parts, threads;
+  float scale;
+  const Bf16* q;
+  const Bf16* k;
+  const Bf16* v;
+  const float* angles;
+  Bf16* new_keys;
+  Bf16* new_values;
+  std::int64_t new_key_head, new_value_head;
+  const Part* part;
+  Bf16* out;
+};
+
+}  // namespace kvkeep
+
+extern "C" {
+// The size of Part and Chunk together: both sides must agree.
+int kvkeep_chunk_interface();
+
+// 0, or 1 where there is no kernel for the head_dim.
+int kvkeep_attend_chunk(const kvkeep::Chunk* chunk);
+
+// to: [rotations, tokens, head_dim] for positions: [rotations, tokens].
+void kvkeep_angles(const double* frequencies, int head_dim, const std::int64_t* positions,
+                   int count, float* to);
+}

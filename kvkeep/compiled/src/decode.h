@@ -1,0 +1,85 @@
+// One token of each of several sequences, through all layers. The structures are the interface to
+// Python: kvkeep/compiled/library.py has the same in ctypes.
+#pragma once
+
+#include "matrix.h"
+
+namespace kvkeep {
+
+struct Layer {
+  Matrix query, key, value, output, gate, up, down;
+  const Bf16* attention_norm;
+  const Bf16* mlp_norm;
+  const Bf16* query_norm;  // [head_dim], or null; as key_norm
+  const Bf16* key_norm;
+};
+
+struct Model {
+  std::int32_t layers, hidden, inner, heads, kv_heads, head_dim;
+  float norm_eps, scale;  // scale: of attention scores
+  const Bf16* embedding;  // [vocab, hidden]
+  const Bf16* norm;
+  const double* frequencies;  // [head_dim / 2], radians per position
+  const Layer* layer;
+  Matrix head;
+};
+
+// A tensor [layers, kv_heads, cells, head_dim]: elements between neighbours along the first three.
+struct Strides {
+  std::int64_t layer, head, cell;
+};
+
+// A sequence of the step. key, value: where its new cell goes, of the first layer and KV head.
+struct Sequence {
+  std::int32_t token;
+  std::int32_t looks;        // how many of the step's looks are its own, in their order
+  std::int64_t position;     // of its new cell
+  Bf16* key;
+  Bf16* value;
+  Strides key_strides, value_strides;
+};
+
+// Stored cells that some queries see. first, cells: the stretch of slots from `keys`, `values` on.
+struct Sight {
+  const Bf16* keys;
+  const Bf16* values;
+  Strides key_strides, value_strides;
+  std::int32_t first, cells;
+  std::int32_t looks;  // how many look here; they are numbered within the sight
+  std::int32_t reserved;
+  const float* bias;   // [looks, cells], or null
+};
+
+// A sequence looking at a sight, from a position of its own. All looks of a sequence follow one
+// another, in the order in which what they found is added up.
+struct Look {
+  std::int64_t position;
+  std::int32_t sight;
+  std::int32_t index;  // among the sight's looks
+};
+
+// What a step's time is counted under.
+enum class Phase { kNorms, kProjections, kCells, kAttention, kOutput, kMlp };
+
+struct Step {
+  std::int32_t sequences, sights, looks, threads;
+  const Sequence* sequence;
+  const Sight* sight;
+  const Look* look;
+  Bf16* hidden;     // out: [sequences, hidden], normed
+  double* seconds;  // out: added up for each Phase; or null
+};
+
+}  // namespace kvkeep
+
+extern "C" {
+// The size of Model, Layer, Step, Sequence, Sight and Look together: both sides must agree.
+int kvkeep_interface();
+
+// 0, or 1 where there is no kernel for the head_dim.
+int kvkeep_decode(const kvkeep::Model* model, const kvkeep::Step* step);
+
+// hidden: [count, hidden]. logits: [count, rows of the matrix].
+void kvkeep_product(const kvkeep::Matrix* matrix, const kvkeep::Bf16* x, int count, float* out,
+                    int threads);
+}

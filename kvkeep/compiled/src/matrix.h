@@ -1,0 +1,55 @@
+// Weight matrices as they lie in memory, and their products with a few rows.
+#pragma once
+
+#include "simd.h"
+
+namespace kvkeep {
+
+constexpr int kGroup = 32;  // weights of a row that share a scale
+constexpr int kBlock = 16;  // rows that are multiplied together, one in each lane
+
+enum Format : std::int32_t { kBf16 = 0, kInt8 = 1, kInt4 = 2 };
+
+// [rows, columns] weights. kBf16: row after row. kInt8 and kInt4: `data` holds for each block of 16
+// rows and each group of 32 columns 512 or 256 bytes, `scales` 16 scales, for kInt4 followed by 16
+// minima, all float16; kvkeep/models/packing.py says in which order.
+struct Matrix {
+  std::int32_t format;
+  std::int32_t rows;
+  std::int32_t columns;
+  std::int32_t reserved;
+  const void* data;
+  const void* scales;
+  const Bf16* bias;  // [rows], or null
+
+  int blocks() const { return (rows + kBlock - 1) / kBlock; }
+};
+
+// The rows that matrices are multiplied with, and the sum of each group of 32, for the minima.
+struct Input {
+  Bf16* x;      // [count, columns]
+  float* sums;  // [count, columns / 32]
+  int columns;
+
+  const Bf16* row(int i) const { return x + static_cast<long>(i) * columns; }
+  Bf16* row(int i) { return x + static_cast<long>(i) * columns; }
+  float* row_sums(int i) const { return sums + static_cast<long>(i) * (columns / kGroup); }
+
+  // To be called for each row once it is written.
+  void sum_up(int i) const {
+    for (int g = 0; g < columns / kGroup; ++g) {
+      const Bf16* from = row(i) + g * kGroup;
+      row_sums(i)[g] =
+          _mm512_reduce_add_ps(_mm512_add_ps(load_bf16(from), load_bf16(from + kLanes)));
+    }
+  }
+};
+
+constexpr int kMostRows = 16;  // multiplied with a block of weights that was unpacked once
+
+// Products of 16 rows of weights, those of `block`, with `count` rows of input from `first` on.
+// out: one register for each of these, its lanes the 16 products, bias added.
+void multiply(const Matrix& matrix, int block, const Input& input, int first, int count,
+              __m512* out);
+
+}  // namespace kvkeep

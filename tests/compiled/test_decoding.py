@@ -1,0 +1,148 @@
+"""Sessions on the compiled path against the same model by torch, and in float32."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from packed_model import packed_model, spec_of
+from torch import Tensor
+
+from kvkeep import SessionGroup, Snapshot
+from kvkeep.compiled.library import library
+from kvkeep.model import Model
+from kvkeep.models.llama import Decoder
+from kvkeep.session import Session
+
+pytestmark = pytest.mark.skipif(library() is None, reason="no compiled kernels here")
+
+PROMPT = [(i * i * 7 + 3 * i) % 250 + 1 for i in range(600)]
+WRITTEN = [(i * 5 + 11) % 250 + 1 for i in range(40)]
+FAMILIES = [("llama", 64), ("llama", 32), ("qwen2", 96), ("qwen3", 128)]
+SETTINGS: list[dict[str, object]] = [
+    {"policy": "full"},
+    {"max_kv_size": 300},
+    {"max_kv_size": 64, "keep": 5, "prefill_step": 50},
+    {"max_kv_size": 100, "policy": "shift", "discard": 30, "prefill_step": 7},
+    {"policy": "self_extend", "group": 2, "window": 64, "prefill_step": 100},
+]
+
+
+def by_torch(model: Model, dtype: torch.dtype) -> Model:
+    """The same model without the compiled kernels."""
+    tensors = {name: tensor.to(dtype) for name, tensor in model.decoder.tensors.items()}
+    decoder = Decoder(model.spec, tensors)
+    decoder.compiled = None
+    return Model(model.name, model.folder, decoder, model.text)
+
+
+def logits_of(model: Model, settings: dict[str, object]) -> Tensor:
+    """After the prompt, and after each of some more tokens: `[n, vocab]`."""
+    session = model.session(**settings)  # type: ignore[arg-type]
+    session.feed(PROMPT)
+    rows = [last(session)]
+    for token in WRITTEN:
+        session.feed([token])
+        rows.append(last(session))
+    return torch.stack(rows)
+
+
+def last(session: Session) -> Tensor:
+    logits = session.logits
+    assert logits is not None
+    return logits
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("bits", [None, 8, 4])
+@pytest.mark.parametrize(("family", "head_dim"), FAMILIES)
+def test_it_is_no_further_from_float32_than_torch_in_bfloat16(
+    family: str, head_dim: int, bits: int | None, settings: dict[str, object]
+) -> None:
+    model = packed_model(spec_of(head_dim, family), bits)  # type: ignore[arg-type]
+    assert model.decoder.compiled is not None
+    exact = logits_of(by_torch(model, torch.float32), settings)
+    reference = (logits_of(by_torch(model, torch.bfloat16), settings) - exact).square().mean()
+    compiled = (logits_of(model, settings) - exact).square().mean()
+    assert exact.abs().max() > 5
+    assert compiled <= 1.2 * reference
+
+
+def test_a_chunk_is_the_same_on_any_number_of_threads() -> None:
+    model = packed_model(spec_of(), 4)
+    threads = torch.get_num_threads()
+    try:
+        found = []
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            found.append(logits_of(model, {"max_kv_size": 300}))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+def edited(session: Session) -> Session:
+    session.delete(120, 140)
+    session.insert(60, PROMPT[:7])
+    return session
+
+
+MADE: list[Callable[[Model], list[Session]]] = [
+    lambda model: [fed(model).fork() for _ in range(3)],
+    lambda model: forked(fed(model), 5),
+    lambda model: forked(edited(fed(model)), 4),
+    lambda model: forked(fed(model, max_kv_size=200), 3),
+    lambda model: [fed(model), fed(model, max_kv_size=100), *forked(fed(model, keep=9), 17)],
+    lambda model: forked(fed(model, policy="self_extend", group=2, window=64), 3),
+]
+
+
+def fed(model: Model, **settings: object) -> Session:
+    session = model.session(**settings)  # type: ignore[arg-type]
+    session.feed(PROMPT[:333])
+    return session
+
+
+def forked(session: Session, count: int) -> list[Session]:
+    """Forks that wrote something different, the first a fork of a fork."""
+    forks = [session.fork() for _ in range(count)]
+    for index, fork in enumerate(forks):
+        fork.feed(WRITTEN[index : 2 * index + 3])
+    return [forks[0].fork(), *forks[1:]]
+
+
+@pytest.mark.parametrize("make", MADE)
+def test_a_group_says_what_each_says_alone_to_the_last_bit(
+    make: Callable[[Model], list[Session]],
+) -> None:
+    model = packed_model(spec_of(), 4)
+    together, alone = make(model), make(model)
+    group = SessionGroup(together)
+    for _ in range(30):
+        tokens = group.next_tokens()
+        assert tokens == [session.next_token() for session in alone]
+        for one, other in zip(together, alone, strict=True):
+            assert torch.equal(last(one), last(other))
+
+
+def test_a_snapshot_goes_on_to_the_last_bit(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    model = packed_model(spec_of(), 4)
+    session = fed(model, max_kv_size=200)
+    path = tmp_path / "one.kvkeep"
+    session.snapshot().save(path)
+    again = model.restore(Snapshot.load(path))
+    assert torch.equal(last(again), last(session))
+    for _ in range(20):
+        assert again.next_token() == session.next_token()
+        assert torch.equal(last(again), last(session))
+
+
+def test_cells_are_those_of_torch_within_bfloat16() -> None:
+    model = packed_model(spec_of(), 4)
+    sessions = [fed(each) for each in (model, by_torch(model, torch.bfloat16))]
+    for session in sessions:
+        session.feed([7])
+    here, there = (s.cache.segments[-1].read(0, s.cache.segments[-1].length) for s in sessions)
+    assert torch.equal(here.positions, there.positions)
+    for x, y in ((here.keys, there.keys), (here.values, there.values)):
+        assert (x.float() - y.float()).square().mean() <= 1e-3 * y.float().square().mean()
