@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import click
 
 import kvkeep
+from kvkeep.cli.bench import bench
 from kvkeep.cli.chat import chat
 from kvkeep.cli.generate import generate
 from kvkeep.cli.models import models
@@ -80,7 +81,7 @@ def main(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-for _command in (generate, chat, sessions, why, perplexity, models, pull):
+for _command in (generate, chat, sessions, why, perplexity, bench, models, pull):
     main.add_command(_command)
 
 

@@ -1,0 +1,1 @@
+"""`kvkeep bench`: kvkeep beside what people would pick instead, in one run."""

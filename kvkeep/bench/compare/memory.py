@@ -1,0 +1,57 @@
+"""A long context evaluated, saved, forked, edited and restored."""
+
+from pathlib import Path
+
+from kvkeep.bench.compare.bench import Bench, Found
+from kvkeep.bench.compare.results import Measure, Reading
+from kvkeep.bench.peers.base import Peer
+from kvkeep.bench.peers.crew import WARMING
+from kvkeep.bench.progress import bar
+
+FORKS = 1  # at once
+
+
+def memory_measures(bench: Bench) -> list[Measure]:
+    context, deleted = f"{bench.plan.remembered:,} tokens", f"{bench.plan.deleted} tokens"
+    titles = {
+        "read": f"evaluate {context}",
+        "restore": f"restore {context}, to first logits",
+        "save": f"save {context}",
+        "fork": f"fork {context}",
+        "fork-token": "fork, and write a token",
+        "delete": f"delete {deleted} in the middle, to next logits",
+    }
+    times = [Measure(f"memory/{key}", title, "ms", more=False) for key, title in titles.items()]
+    return [*times, Measure("memory/file", f"file of {context}", "MB", more=False)]
+
+
+def memory(bench: Bench) -> Found:
+    plan = bench.plan
+    with bench.crew() as crew:
+        crew.warm_up(bench.ids, plan.longest, FORKS)
+        for remote in crew.remotes:
+            path = bench.folder / remote.label.replace(" ", "-")
+            _once(remote, bench.ids[:WARMING], 1, path, plan.longest)
+        with bar(plan.rounds * len(crew.remotes) * plan.remembered, "memory") as shown:
+            for index in range(plan.rounds):
+                for remote in crew.turns(index, plan.remembered):
+                    path = bench.folder / remote.label.replace(" ", "-")
+                    ids = bench.ids[: plan.remembered]
+                    found = _once(remote, ids, plan.deleted, path, plan.longest)
+                    shown(plan.remembered)
+                    for key, value in found.items():
+                        yield Reading(f"memory/{key}", remote.label, index, value)
+
+
+def _once(peer: Peer, ids: list[int], deleted: int, path: Path, most: int) -> dict[str, float]:
+    """Milliseconds, and megabytes of the file, by the last part of the measure's key."""
+    peer.open(most, FORKS)
+    seconds = {"read": peer.read(ids), "save": peer.save(path)}
+    size = sum(each.stat().st_size for each in path.parent.glob(f"{path.name}*"))
+    seconds["fork"], seconds["fork-token"] = peer.fork()
+    middle = (len(ids) - deleted) // 2
+    deleting = peer.delete(middle, middle + deleted)
+    if deleting is not None:
+        seconds["delete"] = deleting
+    seconds["restore"] = peer.restore(path)
+    return {key: each * 1e3 for key, each in seconds.items()} | {"file": size / 1e6}
