@@ -82,6 +82,9 @@ class Peer(Protocol):
     def write(self, count: int) -> list[float]:
         """Seconds of each of `count` tokens: the likeliest one, evaluated."""
 
+    def tokens(self) -> list[int]:
+        """What is in the context, in its order."""
+
     def save(self, path: Path) -> float:
         """Seconds to save the context to a file."""
 

@@ -46,6 +46,7 @@ def requantised(file: Path, weights: str, threads: int) -> Path:
 
     Raises ModelError where llama.cpp cannot, ImportError where it is not there.
     """
+    file = file.resolve()
     status = file.stat()
     state = f"{file}\n{status.st_size}\n{status.st_mtime_ns}"
     digest = hashlib.sha256(state.encode()).hexdigest()[:12]

@@ -44,6 +44,10 @@ class KvkeepPeer:
             seconds.append(perf_counter() - begun)
         return seconds
 
+    def tokens(self) -> list[int]:
+        seen = zip(self._session.tokens, self._session.standing, strict=True)
+        return [token for token, standing in seen if standing != "forgotten"]
+
     def save(self, path: Path) -> float:
         begun = perf_counter()
         self._session.snapshot().save(path)

@@ -114,6 +114,9 @@ class LlamaCppPeer:
         logits = self._library.llama_get_logits_ith(self._context, -1)
         return int(np.ctypeslib.as_array(logits, shape=(self._vocabulary,)).argmax())
 
+    def tokens(self) -> list[int]:
+        return [*self._tokens]
+
     def save(self, path: Path) -> float:
         library, count = self._library, len(self._tokens)
         begun = perf_counter()

@@ -1,6 +1,7 @@
 """mlx-lm: the same folder on Apple's MLX, which has a CPU build for Linux, too."""
 
 import copy
+import json
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -8,13 +9,11 @@ from typing import Any
 from kvkeep.bench.peers.base import About, Forked, Setup
 
 READ_AT_ONCE = 2048  # mlx-lm's own default
+KEPT = 4  # first tokens that its rotating cache keeps
 
 
 class MlxPeer:
-    """Tokens are computed one ahead, as mlx-lm's `generate_step` does it.
-
-    Its rotating cache keeps the first 4 tokens.
-    """
+    """Tokens are computed one ahead, as mlx-lm's `generate_step` does it."""
 
     def __init__(self, setup: Setup):
         import mlx.core
@@ -43,18 +42,19 @@ class MlxPeer:
 
     def _begin(self, budget: int | None) -> None:
         self._cache: Any = self._caches.make_prompt_cache(self._model, max_kv_size=budget)
-        self._last = 0  # the last token evaluated
+        self._tokens: list[int] = []  # all that were evaluated
         self._next: Any = self._mlx.array([0])
+        self._budget = budget
 
     def read(self, ids: list[int]) -> float:
         begun = perf_counter()
-        while len(ids) > READ_AT_ONCE:
-            self._model(self._mlx.array([ids[:READ_AT_ONCE]]), cache=self._cache)
+        *before, last = [ids[at : at + READ_AT_ONCE] for at in range(0, len(ids), READ_AT_ONCE)]
+        for step in before:
+            self._model(self._mlx.array([step]), cache=self._cache)
             self._mlx.eval([each.state for each in self._cache])
-            ids = ids[READ_AT_ONCE:]
-        self._next = self._likeliest(self._mlx.array(ids))
+        self._next = self._likeliest(self._mlx.array(last))
         self._mlx.eval(self._next)
-        self._last = ids[-1]
+        self._tokens += ids
         return perf_counter() - begun
 
     def write(self, count: int) -> list[float]:
@@ -62,7 +62,8 @@ class MlxPeer:
         following = self._likeliest(self._next)
         for left in reversed(range(count)):
             begun = perf_counter()
-            self._last, self._next = self._next.item(), following
+            self._tokens.append(self._next.item())
+            self._next = following
             if left:
                 following = self._likeliest(self._next)
                 self._mlx.async_eval(following)
@@ -74,9 +75,14 @@ class MlxPeer:
         """ids: `[n]`. The likeliest token after them, `[1]`, not computed yet."""
         return self._mlx.argmax(self._model(ids[None], cache=self._cache)[:, -1], axis=-1)
 
+    def tokens(self) -> list[int]:
+        if self._budget is None or len(self._tokens) <= self._budget:
+            return [*self._tokens]
+        return self._tokens[:KEPT] + self._tokens[KEPT - self._budget :]
+
     def save(self, path: Path) -> float:
         begun = perf_counter()
-        metadata = {"last": str(self._last)}
+        metadata = {"tokens": json.dumps(self._tokens)}
         self._caches.save_prompt_cache(str(path.with_suffix(".safetensors")), self._cache, metadata)
         return perf_counter() - begun
 
@@ -87,7 +93,8 @@ class MlxPeer:
         )
         # The file has no logits: the last token is evaluated once more.
         self._caches.trim_prompt_cache(self._cache, 1)
-        self._next = self._likeliest(self._mlx.array([int(metadata["last"])]))
+        self._tokens = json.loads(metadata["tokens"])
+        self._next = self._likeliest(self._mlx.array(self._tokens[-1:]))
         self._mlx.eval(self._next)
         return perf_counter() - begun
 

@@ -62,6 +62,10 @@ class Remote:
         seconds: list[float] = self._ask("write", count)
         return seconds
 
+    def tokens(self) -> list[int]:
+        ids: list[int] = self._ask("tokens")
+        return ids
+
     def save(self, path: Path) -> float:
         seconds: float = self._ask("save", path)
         return seconds

@@ -74,6 +74,9 @@ class TransformersPeer:
             out = self._model(given, past_key_values=self._cache, logits_to_keep=1)
             self._next = int(out.logits[0, -1].argmax())
 
+    def tokens(self) -> list[int]:
+        return [*self._tokens]
+
     def save(self, path: Path) -> float:
         begun = perf_counter()
         torch.save((self._tokens, self._cache), path)
