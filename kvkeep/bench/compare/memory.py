@@ -6,6 +6,7 @@ from kvkeep.bench.compare.bench import Bench, Found
 from kvkeep.bench.compare.results import Measure, Reading
 from kvkeep.bench.peers.base import Peer
 from kvkeep.bench.peers.crew import WARMING
+from kvkeep.bench.peers.remote import Remote
 from kvkeep.bench.progress import bar
 
 FORKS = 1  # at once
@@ -30,24 +31,29 @@ def memory(bench: Bench) -> Found:
     with bench.crew() as crew:
         crew.warm_up(bench.ids, plan.longest, FORKS)
         for remote in crew.remotes:
-            path = bench.folder / remote.label.replace(" ", "-")
-            _once(remote, bench.ids[:WARMING], 1, path, plan.longest)
+            _once(remote, bench.ids[:WARMING], 1, _place(bench, remote), plan.longest)
         with bar(plan.rounds * len(crew.remotes) * plan.remembered, "memory") as shown:
             for index in range(plan.rounds):
                 for remote in crew.turns(index, plan.remembered):
-                    path = bench.folder / remote.label.replace(" ", "-")
-                    ids = bench.ids[: plan.remembered]
+                    ids, path = bench.ids[: plan.remembered], _place(bench, remote)
                     found = _once(remote, ids, plan.deleted, path, plan.longest)
                     shown(plan.remembered)
                     for key, value in found.items():
                         yield Reading(f"memory/{key}", remote.label, index, value)
 
 
+def _place(bench: Bench, remote: Remote) -> Path:
+    """A file in a folder of the variant's own: some peers choose how the name ends."""
+    folder = bench.folder / remote.label
+    folder.mkdir(exist_ok=True)
+    return folder / "context"
+
+
 def _once(peer: Peer, ids: list[int], deleted: int, path: Path, most: int) -> dict[str, float]:
     """Milliseconds, and megabytes of the file, by the last part of the measure's key."""
     peer.open(most, FORKS)
     seconds = {"read": peer.read(ids), "save": peer.save(path)}
-    size = sum(each.stat().st_size for each in path.parent.glob(f"{path.name}*"))
+    size = sum(each.stat().st_size for each in path.parent.iterdir())
     seconds["fork"], seconds["fork-token"] = peer.fork()
     middle = (len(ids) - deleted) // 2
     deleting = peer.delete(middle, middle + deleted)
