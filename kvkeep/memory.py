@@ -288,7 +288,8 @@ class Memory:
 
 def require_finite(x: Tensor) -> None:
     """Raises NonFiniteLogits where hidden states or logits hold NaN or infinity."""
-    if not math.isfinite(float(x.sum())):
+    total = float(x.numpy().sum()) if x.dtype is torch.float32 and x.is_cpu else float(x.sum())
+    if not math.isfinite(total):
         raise NonFiniteLogits(
             "the model produced NaN or infinity: its weights are broken, or need "
             'dtype="float32"; the tokens of this step were not taken in'

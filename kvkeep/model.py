@@ -43,6 +43,13 @@ class Model:
     def spec(self) -> ModelSpec:
         return self.decoder.spec
 
+    @property
+    def weights(self) -> Weights:
+        """What a decode step reads: "int4" where layers are packed in 4 bits, and so on."""
+        compiled = self.decoder.compiled
+        bits = {matrix.bits for matrix in compiled.packed.values()} if compiled else set()
+        return "int4" if 4 in bits else "int8" if bits else "bf16"
+
     @cached_property
     def fingerprint(self) -> Fingerprint:
         """What snapshots of this model's sessions are recognised by. Reads all weights, once."""
@@ -113,7 +120,7 @@ def load_model(
     *,
     dtype: str = "bfloat16",
     device: str = "cpu",
-    weights: Weights | None = None,
+    weights: str | None = None,
     progress: bool = False,
 ) -> Model:
     """Loads a model, pulling or converting it first where that was not done before.
@@ -147,7 +154,7 @@ def load_model(
 def _packed(
     folder: Path,
     spec: ModelSpec,
-    weights: Weights | None,
+    weights: str | None,
     tensors: Mapping[str, Tensor],
     progress: bool,
 ) -> Mapping[str, PackedMatrix]:
@@ -163,7 +170,7 @@ def _packed(
             f'weights="{weights}" is read by compiled kernels, and there are none for this model, '
             'dtype, device and processor: use weights="bf16"'
         )
-    return find_packed(folder, spec, chosen, tensors, progress)
+    return find_packed(folder, spec, "int4" if chosen == "int4" else "int8", tensors, progress)
 
 
 def _device(name: str) -> torch.device:

@@ -168,18 +168,21 @@ def _bias(
 
 
 class DecodeStep(Step):
-    """One token. Its cell is written first, into the slot where it will stay."""
+    """One token. Its cell is written first, into the slot where it will stay.
+
+    slot: of the newest segment. cells: its keys and values, both `[layers, kv_heads, head_dim]`.
+    in_full_ring: the cell takes the place of the oldest one.
+    """
 
     def __init__(
         self, segments: Sequence[Segment], window: Window, time: int, rope: Rope, scale: float
     ):
         newest = segments[-1]
-        self._slot = newest.next_slot()
+        self.slot = newest.next_slot()
         block = newest.block.slots
-        self.cells = [x[:, :, self._slot] for x in (block.keys, block.values)]
-        overwrites = newest.length == newest.capacity
-        self._overwritten = [x.clone() for x in self.cells] if overwrites else None
-        self._key_cells, self._value_cells = (x.unbind(0) for x in self.cells)
+        self.cells = [x[:, :, self.slot] for x in (block.keys, block.values)]
+        self.in_full_ring = newest.length == newest.capacity
+        self._overwritten = [x.clone() for x in self.cells] if self.in_full_ring else None
         super().__init__(segments, window, time, 1, rope, scale)
 
     def _look_at(self, segment: Segment, rank: int) -> View | None:
@@ -193,14 +196,19 @@ class DecodeStep(Step):
         self.write(layer, rotate(k, self.rotations[0])[0], v[0])
         return rows(combine(self._attend_views(layer, self._rotated(q))).out, 1).to(q.dtype)
 
+    @cached_property
+    def _cells_of_layers(self) -> list[tuple[Tensor, ...]]:
+        return [x.unbind(0) for x in self.cells]
+
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Puts the new cell into its slot; key and value: `[kv_heads, head_dim]`, key rotated."""
-        self._key_cells[layer].copy_(key)
-        self._value_cells[layer].copy_(value)
+        keys, values = self._cells_of_layers
+        keys[layer].copy_(key)
+        values[layer].copy_(value)
 
     def commit(self, serial: int) -> None:
         self.window.forget(self.segments, self.outrun[-1])
-        self.newest.occupy(self._slot, self.where[0][0], serial)
+        self.newest.occupy(self.slot, self.where[0][0], serial)
 
     def abort(self) -> None:
         if self._overwritten is not None:

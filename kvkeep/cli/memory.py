@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 # Written out, because the modules that define them import torch, and help must open at once.
 POLICY_NAMES = ("sliding", "shift", "self_extend", "full")
 DTYPE_NAMES = ("bfloat16", "float32")
+WEIGHT_NAMES = ("bf16", "int8", "int4")
 CODEC_NAMES = ("none", "zstd", "int8")
 
 SINKS = 4
@@ -28,6 +29,7 @@ class Memory:
     """Which model, and what of a text it remembers.
 
     keep: None where the command decides. discard, group, window: None for the policy's default.
+    weights: None for the best that the model's file has.
     """
 
     model: str
@@ -40,6 +42,7 @@ class Memory:
     group: int | None
     window: int | None
     prefill_step: int
+    weights: str | None = None
 
     def check(self) -> None:
         """Refuses what can be refused without the model."""
@@ -55,7 +58,9 @@ class Memory:
         if name.lower() not in KNOWN and Path(name).expanduser().exists():
             # What is saved remembers its model by name, and may be continued in another folder.
             name = str(Path(name).expanduser().absolute())
-        return load_model(name, dtype=self.dtype, device=self.device, progress=progress)
+        return load_model(
+            name, dtype=self.dtype, device=self.device, weights=self.weights, progress=progress
+        )
 
     def session(self, model: "Model", keep: int, store: "PrefixStore | None" = None) -> "Session":
         return model.session(
@@ -144,6 +149,12 @@ def memory_options(keep: Decorator) -> Decorator:
                 type=click.Choice(DTYPE_NAMES),
                 default=DTYPE_NAMES[0],
                 help="Of weights and memory.",
+            ),
+            click.option(
+                "--weights",
+                type=click.Choice(WEIGHT_NAMES),
+                show_default="as the file has them",
+                help="What is read of the model for each token written.",
             ),
             click.option("--device", metavar="NAME", default="cpu", help="Torch device."),
         ],

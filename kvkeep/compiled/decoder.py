@@ -60,7 +60,7 @@ class CompiledDecoder:
     ):
         self.spec = spec
         self._tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        self._packed = packed
+        self.packed = packed
         self._frequencies = rope.inverse_frequencies.contiguous()
         self._scale = scale
         self.seconds: ctypes.Array[ctypes.c_double] | None = None  # by PHASES, where counted
@@ -107,7 +107,7 @@ class CompiledDecoder:
 
     def _matrix(self, name: str) -> Matrix:
         bias = self._pointer(name.removesuffix("weight") + "bias")
-        matrix = self._packed.get(name)
+        matrix = self.packed.get(name)
         if matrix is not None:
             kind = INT4 if matrix.bits == 4 else INT8
             data, scales = matrix.data.data_ptr(), matrix.scales.data_ptr()

@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,8 +17,9 @@ from kvkeep.models.gguf_config import config_from_gguf, eos_token_ids
 from kvkeep.models.gguf_file import GgufFile, PackedTensor
 from kvkeep.models.gguf_tokenizer import build_tokenizer, special_token
 from kvkeep.models.packed import HEAD, matrices, packed_path, write_packed
-from kvkeep.models.packing import Quantised, from_gguf, packable, packed, quantise
+from kvkeep.models.packing import Bits, Quantised, from_gguf, packable, packed, quantise
 from kvkeep.models.spec import ModelSpec
+from kvkeep.models.tensor_file import Entry, write_tensors
 from kvkeep.models.weights import check_tensors
 
 _CHUNK_VALUES = 1 << 24  # unpacked at a time: 64 MB of float32
@@ -110,42 +111,35 @@ def _hugging_face_name(name: str) -> str:
 def _write_weights(
     path: Path, tensors: Mapping[str, PackedTensor], spec: ModelSpec, progress: bool
 ) -> None:
-    """A safetensors file, written tensor by tensor behind a header that is known beforehand."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, tensor in tensors.items():
-        start, end = end, end + 2 * int(np.prod(tensor.shape))
-        header[name] = {"dtype": "BF16", "shape": tensor.shape, "data_offsets": [start, end]}
-    encoded = json.dumps(header, separators=(",", ":")).encode()
-    # Kernels read aligned memory faster: 8 bytes of length and the header fill whole cache lines.
-    encoded += b" " * (-(len(encoded) + 8) % 64)
+    """All tensors as bfloat16."""
+    sizes = {name: 2 * int(np.prod(tensor.shape)) for name, tensor in tensors.items()}
     bar = tqdm(
-        total=end,
+        total=sum(sizes.values()),
         desc="converting to bf16",
         unit="B",
         unit_scale=True,
         disable=None if progress else True,
     )
-    with path.open("wb") as out, bar:
-        out.write(len(encoded).to_bytes(8, "little"))
-        out.write(encoded)
+
+    def pieces() -> Iterator[memoryview]:
         for name, tensor in tensors.items():
-            for written in _write_rows(out, tensor, row_order(name, tensor, spec)):
-                bar.update(written)
+            for piece in _as_bf16(tensor, row_order(name, tensor, spec)):
+                yield piece
+                bar.update(piece.nbytes)
+
+    entries = {name: Entry("BF16", t.shape, sizes[name]) for name, t in tensors.items()}
+    with bar:
+        write_tensors(path, entries, pieces(), {"format": "pt"})
 
 
-def _write_rows(
-    out: BinaryIO, tensor: PackedTensor, order: NDArray[np.int64] | slice
-) -> Iterator[int]:
-    """Write the tensor as bf16, in chunks of rows; yields the bytes of each chunk."""
+def _as_bf16(tensor: PackedTensor, order: NDArray[np.int64] | slice) -> Iterator[memoryview]:
+    """The tensor's rows in that order, some at a time."""
     total = tensor.shape[0]
     rows = np.arange(total, dtype=np.int64)[order]
     step = max(1, _CHUNK_VALUES // max(1, int(np.prod(tensor.shape[1:]))))
     for start in range(0, total, step):
         values = torch.from_numpy(tensor.unpack(rows[start : start + step]))
-        packed = values.to(torch.bfloat16).view(torch.int16).numpy()
-        out.write(packed.data)
-        yield packed.nbytes
+        yield values.to(torch.bfloat16).view(torch.int16).numpy().data
 
 
 def _write_packed(folder: Path, tensors: Mapping[str, PackedTensor], spec: ModelSpec) -> None:
@@ -156,10 +150,11 @@ def _write_packed(folder: Path, tensors: Mapping[str, PackedTensor], spec: Model
     if not kinds <= {"Q4_0", "Q4_1", "Q8_0"} or not all(packable(*names[n]) for n in names):
         return
     weights = "int8" if kinds == {"Q8_0"} else "int4"
-    write_packed(
-        packed_path(folder, weights),
-        ((name, packed(_quantised(name, source, spec))) for name, source in sources.items()),
-    )
+    bits: Mapping[str, Bits] = {
+        name: 4 if source.quantisation.startswith("Q4_") else 8 for name, source in sources.items()
+    }
+    each = (packed(_quantised(name, source, spec)) for name, source in sources.items())
+    write_packed(packed_path(folder, weights), names, bits, each)
 
 
 def _source(name: str, tensors: Mapping[str, PackedTensor]) -> str:

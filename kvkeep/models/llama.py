@@ -14,6 +14,7 @@ from torch import Tensor
 from kvkeep.cache import KVCache, Layout, Rope
 from kvkeep.cache.step import ChunkStep, DecodeStep
 from kvkeep.compiled.decoder import CompiledDecoder, can_decode
+from kvkeep.models.graph import DecodeGraphs
 from kvkeep.models.packing import PackedMatrix
 from kvkeep.models.spec import ModelSpec
 
@@ -56,6 +57,13 @@ class Layer:
 
 
 class Attends(Protocol):
+    """What attends in a forward."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """As `KVCache.attend`."""
+
+
+class Remembers(Attends, Protocol):
     """What the decoder asks of its memory: a cache, or several that are stepped together."""
 
     @property
@@ -65,9 +73,6 @@ class Attends(Protocol):
     @property
     def prefilling(self) -> ChunkStep | None:
         """As `KVCache.prefilling`."""
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """As `KVCache.attend`."""
 
 
 class Decoder:
@@ -90,6 +95,8 @@ class Decoder:
         self.norm = Norm(tensors["model.norm.weight"], spec.norm_eps)
         self.head = Linear(self.embedding if spec.tied_head else tensors["lm_head.weight"], None)
         self.compiled = self._compiled(packed or {})
+        on_cuda = self.embedding.device.type == "cuda"
+        self.graphs = DecodeGraphs(self.forward) if on_cuda else None
 
     def _compiled(self, packed: Mapping[str, PackedMatrix]) -> CompiledDecoder | None:
         """The compiled decode step, where there are kernels for this model on this machine."""
@@ -105,12 +112,21 @@ class Decoder:
         rope = Rope(spec.rope.inverse_frequencies, weight.device)
         return KVCache(layout, rope, spec.rope.attention_scaling**2 / math.sqrt(spec.head_dim))
 
-    def hidden(self, tokens: Tensor, cache: Attends) -> Tensor:
+    def hidden(self, tokens: Tensor, cache: Remembers) -> Tensor:
         """Evaluates `tokens: [n]` into the cache's step. Returns `[n, hidden_size]`, normed."""
-        if self.compiled is not None and cache.decoding:
-            return self.compiled.hidden(tokens.tolist(), cache.decoding)
-        chunk = cache.prefilling if self.compiled else None
-        attend = self.compiled.attention(chunk).attend if self.compiled and chunk else cache.attend
+        decoding, prefilling = cache.decoding, cache.prefilling
+        if self.compiled is not None and decoding:
+            return self.compiled.hidden(tokens.tolist(), decoding)
+        if self.compiled is not None and prefilling is not None:
+            return self.forward(tokens, self.compiled.attention(prefilling))
+        if self.graphs is not None and len(decoding) == 1:
+            replayed = self.graphs.hidden(tokens, decoding[0])
+            if replayed is not None:
+                return replayed
+        return self.forward(tokens, cache)
+
+    def forward(self, tokens: Tensor, attends: Attends) -> Tensor:
+        """As `hidden`, layer by layer in torch."""
         spec, n = self.spec, tokens.shape[0]
         x = F.embedding(tokens, self.embedding)
         for index, layer in enumerate(self.layers):
@@ -120,7 +136,7 @@ class Decoder:
             v = layer.value(normed).view(n, spec.kv_heads, spec.head_dim)
             if layer.query_norm and layer.key_norm:
                 q, k = layer.query_norm(q), layer.key_norm(k)
-            x = x + layer.output(attend(index, q, k, v))
+            x = x + layer.output(attends.attend(index, q, k, v))
             normed = layer.mlp_norm(x)
             x = x + layer.down(F.silu(layer.gate(normed)) * layer.up(normed))
         return self.norm(x)

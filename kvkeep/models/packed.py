@@ -1,20 +1,30 @@
 """A model's matrices packed for decoding: made once, then memory-mapped."""
 
 import hashlib
+import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
+import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
 from kvkeep.errors import BadModelFile, InvalidArgument, ModelError
 from kvkeep.models.library import home
-from kvkeep.models.packing import GROUP, Bits, PackedMatrix, packable, packed, quantise
+from kvkeep.models.packing import (
+    GROUP,
+    Bits,
+    PackedMatrix,
+    packable,
+    packed,
+    packed_shapes,
+    quantise,
+)
 from kvkeep.models.spec import ModelSpec
+from kvkeep.models.tensor_file import Entry, write_tensors
 from kvkeep.models.weights import tensor_shapes
 
 Weights = Literal["bf16", "int8", "int4"]
@@ -65,15 +75,17 @@ def find_packed(
     if not path.exists():
         bits: Bits = 4 if weights == "int4" else 8
 
-        def each() -> Iterable[tuple[str, PackedMatrix]]:
-            names = matrices(spec)
-            for name in tqdm(names, f"packing to {weights}", disable=None if progress else True):
-                source = tensors["model.embed_tokens.weight" if _tied(name, spec) else name]
-                yield name, packed(quantise(source, 8 if name == HEAD else bits))
+        shapes = matrices(spec)
+        how: dict[str, Bits] = {name: 8 if name == HEAD else bits for name in shapes}
+
+        def each() -> Iterator[PackedMatrix]:
+            for name in tqdm(shapes, f"packing to {weights}", disable=None if progress else True):
+                source = "model.embed_tokens.weight" if _tied(name, spec) else name
+                yield packed(quantise(tensors[source], how[name]))
 
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            _replace(path, lambda to: write_packed(to, each()))
+            _replace(path, lambda to: write_packed(to, shapes, how, each()))
         except OSError as error:
             raise ModelError(
                 f"cannot write packed weights to {path.parent} ({error}); free some space, set "
@@ -82,12 +94,32 @@ def find_packed(
     return read_packed(path, spec)
 
 
-def write_packed(path: Path, each: Iterable[tuple[str, PackedMatrix]]) -> None:
-    """A safetensors file with two tensors for each matrix: NAME.data and NAME.scales."""
-    tensors = {}
-    for name, matrix in each:
-        tensors[f"{name}.data"], tensors[f"{name}.scales"] = matrix.data, matrix.scales
-    save_file(tensors, path, {"kvkeep": "packed weights", "version": _VERSION})
+def write_packed(
+    path: Path,
+    shapes: Mapping[str, tuple[int, int]],
+    bits: Mapping[str, Bits],
+    each: Iterator[PackedMatrix],
+) -> None:
+    """A safetensors file: NAME.data of each matrix, then NAME.scales of each.
+
+    shapes, bits: of the matrices, in the order in which `each` yields them.
+    """
+    sizes = {name: packed_shapes(bits[name], *shape) for name, shape in shapes.items()}
+    entries = {
+        f"{name}.data": Entry("U8", data, math.prod(data)) for name, (data, _) in sizes.items()
+    } | {
+        f"{name}.scales": Entry("F16", scales, 2 * math.prod(scales))
+        for name, (_, scales) in sizes.items()
+    }
+
+    def pieces() -> Iterator[memoryview]:
+        scales = []
+        for matrix in each:
+            yield matrix.data.numpy().data
+            scales.append(matrix.scales)
+        yield from (x.view(torch.int16).numpy().data for x in scales)
+
+    write_tensors(path, entries, pieces(), {"kvkeep": "packed weights", "version": _VERSION})
 
 
 def read_packed(path: Path, spec: ModelSpec) -> dict[str, PackedMatrix]:
@@ -105,7 +137,7 @@ def _read(file: safe_open, name: str, rows: int, columns: int) -> PackedMatrix:
     data: Tensor = file.get_tensor(f"{name}.data")  # type: ignore[no-untyped-call]
     scales: Tensor = file.get_tensor(f"{name}.scales")  # type: ignore[no-untyped-call]
     matrix = PackedMatrix(4 if data.shape[-1] == 256 else 8, rows, data, scales)
-    if matrix.shapes_of(rows, columns) != (tuple(data.shape), tuple(scales.shape)):
+    if packed_shapes(matrix.bits, rows, columns) != (tuple(data.shape), tuple(scales.shape)):
         raise ValueError(f"{name} has another shape than the model's")
     return matrix
 

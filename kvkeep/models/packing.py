@@ -58,11 +58,6 @@ class PackedMatrix:
     def columns(self) -> int:
         return self.data.shape[1] * GROUP
 
-    def shapes_of(self, rows: int, columns: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The shapes that `data` and `scales` have for a matrix of this size."""
-        blocks, groups = -(-rows // BLOCK), columns // GROUP
-        return (blocks, groups, 64 * self.bits), (blocks, groups, 32 if self.bits == 4 else 16)
-
     def unpacked(self) -> Quantised:
         """The inverse of `packed`."""
         blocks, groups = self.data.shape[:2]
@@ -81,6 +76,12 @@ class PackedMatrix:
 def packable(rows: int, columns: int) -> bool:
     """Whether a matrix of this shape can be packed."""
     return rows > 0 and columns > 0 and columns % GROUP == 0
+
+
+def packed_shapes(bits: Bits, rows: int, columns: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shapes of `data` and `scales` for a matrix of this size."""
+    blocks, groups = -(-rows // BLOCK), columns // GROUP
+    return (blocks, groups, 64 * bits), (blocks, groups, 32 if bits == 4 else 16)
 
 
 def quantise(weights: Tensor, bits: Bits) -> Quantised:

@@ -7,7 +7,7 @@ from gguf import GGMLQuantizationType, dequantize, quantize
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvkeep.models.packing import BLOCK, GROUP, from_gguf, packable, packed, quantise
+from kvkeep.models.packing import BLOCK, GROUP, from_gguf, packable, packed, packed_shapes, quantise
 
 BITS = st.sampled_from((4, 8))
 
@@ -19,7 +19,7 @@ def test_what_is_packed_comes_back(bits, rows, groups, seed):  # type: ignore[no
     there = packed(matrix)
     assert (there.rows, there.columns) == (rows, groups * GROUP)
     shapes = (tuple(there.data.shape), tuple(there.scales.shape))
-    assert shapes == there.shapes_of(rows, groups * GROUP)
+    assert shapes == packed_shapes(bits, rows, groups * GROUP)
     back = there.unpacked()
     assert torch.equal(back.q, matrix.q)
     assert torch.equal(back.scales, matrix.scales)

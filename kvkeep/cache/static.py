@@ -1,0 +1,67 @@
+"""A decode step whose shapes and addresses never change: what a CUDA graph can replay.
+
+Once a window is a full ring, each token writes one of its slots and sees all of them. Which slot,
+and where the queries stand, are then values in buffers; everything else is the same at each token.
+"""
+
+import torch
+from torch import Tensor
+
+from kvkeep.cache.attention import attend_cells, combine, rows
+from kvkeep.cache.rope import Rotation, rotate
+from kvkeep.cache.step import DecodeStep
+
+Geometry = tuple[object, ...]
+
+
+def geometry(step: DecodeStep) -> Geometry | None:
+    """All that a replay takes for granted; None where the next token's step will differ."""
+    if not step.in_full_ring or any(view.bias is not None for view in step.views):
+        return None
+    slots = [step.newest.block.slots, *(view.slots for view in step.views)]
+    places = [(view.span.start, view.span.stop, view.rotation) for view in step.views]
+    return (*((s.keys.data_ptr(), s.values.data_ptr()) for s in slots), *places, len(step.where))
+
+
+class StaticStep:
+    """Stands in for the cache in every forward of one geometry.
+
+    slot: `[1]` int64, where the new cell goes. cosine, sine: `[rotations, 1, head_dim]` float32.
+    """
+
+    def __init__(self, step: DecodeStep):
+        self._written = step.newest.block.slots
+        self._views = list(step.views)
+        self._scale = step.scale
+        device = self._written.keys.device
+        width = self._written.keys.shape[-1]
+        self.slot = torch.zeros(1, dtype=torch.int64, device=device)
+        self.cosine = torch.zeros(len(step.where), 1, width, device=device)
+        self.sine = torch.zeros(len(step.where), 1, width, device=device)
+
+    def take(self, step: DecodeStep) -> None:
+        """Sets the buffers to another step of the same geometry."""
+        rotation = step.rope.at([where[0] for where in step.where])
+        self.slot.fill_(step.slot)
+        self.cosine.copy_(rotation.cosine)
+        self.sine.copy_(rotation.sine)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """As `KVCache.attend`, of one token."""
+        rotations = [Rotation(c, s) for c, s in zip(self.cosine, self.sine, strict=True)]
+        key = rotate(k, rotations[0]).transpose(0, 1)
+        self._written.keys[layer].index_copy_(1, self.slot, key)
+        self._written.values[layer].index_copy_(1, self.slot, v.transpose(0, 1))
+        queries = [rotate(q, rotation) for rotation in rotations]
+        parts = [
+            attend_cells(
+                queries[view.rotation],
+                view.keys[layer],
+                view.values[layer],
+                scale=self._scale,
+                bias=None,
+                causal=False,
+            )
+            for view in self._views
+        ]
+        return rows(combine(parts).out, 1).to(q.dtype)
