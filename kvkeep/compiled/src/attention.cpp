@@ -12,20 +12,36 @@ struct alignas(64) Scores {
   float of[kRows][kCells];
 };
 
+// less: what each row found before is scaled by, now that a greater score has come.
 struct alignas(64) Shares {
   Bf16 of[kRows][kCells];
+  float less[kRows];
 };
 
 __mmask16 lanes_below(int lane) {
   return static_cast<__mmask16>((1u << std::clamp(lane, 0, kLanes)) - 1);
 }
 
+// The `part`-th of `kDim / 2` parts of the keys, or of `kCells / 2` parts of the values.
+template <int kDim>
+inline void ask(const Bf16* x, long stride, int cells, int part, int parts) {
+  constexpr int kLine = 32;
+  const int lines = kCells * (kDim / kLine) / parts;
+  for (int i = part * lines; i < (part + 1) * lines; ++i) {
+    const int cell = i / (kDim / kLine);
+    if (cell < cells)
+      _mm_prefetch(reinterpret_cast<const char*>(x + cell * stride + i % (kDim / kLine) * kLine),
+                   _MM_HINT_T0);
+  }
+}
+
 template <int kDim, int kCount>
-void score(const Packed<kDim>& block, const Row* rows, Scores& scores) {
+void score(const Packed<kDim>& block, const Row* rows, Scores& scores, const Ahead& ahead) {
   __m512 sum[kCount][kVectors];
   for (int i = 0; i < kCount; ++i)
     for (int v = 0; v < kVectors; ++v) sum[i][v] = _mm512_setzero_ps();
   for (int d = 0; d < kDim / 2; ++d) {
+    if (ahead.cells) ask<kDim>(ahead.keys, ahead.key_stride, ahead.cells, d, kDim / 2);
     __m512i keys[kVectors];
     for (int v = 0; v < kVectors; ++v) keys[v] = load(block.keys[d] + v * kLanes);
     for (int i = 0; i < kCount; ++i) {
@@ -37,19 +53,23 @@ void score(const Packed<kDim>& block, const Row* rows, Scores& scores) {
     for (int v = 0; v < kVectors; ++v) _mm512_store_ps(scores.of[i] + v * kLanes, sum[i][v]);
 }
 
-// Scores become shares relative to the greatest so far; what was found before is scaled to that.
-template <int kDim>
-void soften(const Row& row, float scale, const float* scores, Bf16* shares) {
+// Scores become shares relative to the greatest so far. Returns what was found before in units of
+// that: 1 where no greater one has come. kWhole: the row sees all cells, without bias.
+template <bool kWhole>
+inline float soften(const Row& row, float scale, const float* scores, Bf16* shares) {
   __m512 score[kVectors];
   __mmask16 seen[kVectors];
   __m512 most = _mm512_set1_ps(row.found->most);
   for (int v = 0; v < kVectors; ++v) {
-    seen[v] = lanes_below(row.end - v * kLanes) & ~lanes_below(row.begin - v * kLanes);
-    score[v] = _mm512_mul_ps(_mm512_load_ps(scores + v * kLanes), _mm512_set1_ps(scale));
-    if (row.bias) {
-      const __m512 bias = _mm512_maskz_loadu_ps(seen[v], row.bias + v * kLanes);
-      score[v] = _mm512_add_ps(score[v], bias);
-      seen[v] = _mm512_mask_cmp_ps_mask(seen[v], score[v], _mm512_set1_ps(kHidden), _CMP_GT_OQ);
+    score[v] = _mm512_mul_ps(_mm512_load_ps(scores + v * kLanes), _mm512_set1_ps(scale * kLog2E));
+    seen[v] = 0xffff;
+    if constexpr (!kWhole) {
+      seen[v] = lanes_below(row.end - v * kLanes) & ~lanes_below(row.begin - v * kLanes);
+      if (row.bias) {
+        const __m512 bias = _mm512_maskz_loadu_ps(seen[v], row.bias + v * kLanes);
+        score[v] = _mm512_fmadd_ps(bias, _mm512_set1_ps(kLog2E), score[v]);
+        seen[v] = _mm512_mask_cmp_ps_mask(seen[v], score[v], _mm512_set1_ps(kHidden), _CMP_GT_OQ);
+      }
     }
     most = _mm512_mask_max_ps(most, seen[v], most, score[v]);
   }
@@ -57,31 +77,29 @@ void soften(const Row& row, float scale, const float* scores, Bf16* shares) {
   most = _mm512_set1_ps(greatest);
   __m512 total = _mm512_setzero_ps();
   for (int v = 0; v < kVectors; ++v) {
-    const __m512 share =
-        _mm512_maskz_mov_ps(seen[v], exp(_mm512_sub_ps(score[v], most)));
+    const __m512 share = _mm512_maskz_mov_ps(seen[v], exp2(_mm512_sub_ps(score[v], most)));
     total = _mm512_add_ps(total, share);
     store_bf16(shares + v * kLanes, share);
   }
-  float before = row.found->sum;
-  if (greatest != row.found->most) {
-    const __m512 less = exp(_mm512_sub_ps(_mm512_set1_ps(row.found->most), most));
-    for (int d = 0; d < kDim; d += kLanes)
-      _mm512_storeu_ps(row.out + d, _mm512_mul_ps(_mm512_loadu_ps(row.out + d), less));
-    before *= _mm512_cvtss_f32(less);
-    row.found->most = greatest;
-  }
-  row.found->sum = before + _mm512_reduce_add_ps(total);
+  const float less = _mm512_cvtss_f32(exp2(_mm512_set1_ps(row.found->most - greatest)));
+  row.found->most = greatest;
+  row.found->sum = row.found->sum * less + _mm512_reduce_add_ps(total);
+  return less;
 }
 
 template <int kDim, int kCount>
-void gather(const Packed<kDim>& block, const Row* rows, const Shares& shares, int pairs) {
+void gather(const Packed<kDim>& block, const Row* rows, const Shares& shares, int pairs,
+            const Ahead& ahead) {
   constexpr int kWide = kDim % 64 == 0 ? 4 : 2;  // registers of dimensions at a time
   for (int first = 0; first < kDim; first += kWide * kLanes) {
     __m512 sum[kCount][kWide];
     for (int i = 0; i < kCount; ++i)
       for (int v = 0; v < kWide; ++v)
-        sum[i][v] = _mm512_loadu_ps(rows[i].out + first + v * kLanes);
+        sum[i][v] = _mm512_mul_ps(_mm512_loadu_ps(rows[i].out + first + v * kLanes),
+                                  _mm512_set1_ps(shares.less[i]));
     for (int c = 0; c < pairs; ++c) {
+      if (ahead.cells && first == 0)
+        ask<kDim>(ahead.values, ahead.value_stride, ahead.cells, c, kCells / 2);
       __m512i values[kWide];
       for (int v = 0; v < kWide; ++v) values[v] = load(block.values[c] + first + v * kLanes);
       for (int i = 0; i < kCount; ++i) {
@@ -96,16 +114,17 @@ void gather(const Packed<kDim>& block, const Row* rows, const Shares& shares, in
 }
 
 template <int kDim, int kCount>
-void attend_some(const Packed<kDim>& block, float scale, Row* rows) {
+void attend_some(const Packed<kDim>& block, float scale, Row* rows, const Ahead& ahead) {
   Scores scores;
   Shares shares;
-  score<kDim, kCount>(block, rows, scores);
+  score<kDim, kCount>(block, rows, scores, ahead);
   int cells = 0;
   for (int i = 0; i < kCount; ++i) {
-    soften<kDim>(rows[i], scale, scores.of[i], shares.of[i]);
+    const bool whole = rows[i].begin == 0 && rows[i].end == kCells && !rows[i].bias;
+    shares.less[i] = (whole ? soften<true> : soften<false>)(rows[i], scale, scores.of[i], shares.of[i]);
     cells = std::max(cells, rows[i].end);
   }
-  gather<kDim, kCount>(block, rows, shares, (std::min(cells, kCells) + 1) / 2);
+  gather<kDim, kCount>(block, rows, shares, (std::min(cells, kCells) + 1) / 2, ahead);
 }
 
 }  // namespace
@@ -142,21 +161,25 @@ void pack(const Bf16* keys, long key_stride, const Bf16* values, long value_stri
 }
 
 template <int kDim>
-void attend(const Packed<kDim>& block, float scale, Row* rows, int count) {
-  for (; count >= kRows; rows += kRows, count -= kRows) attend_some<kDim, kRows>(block, scale, rows);
+void attend(const Packed<kDim>& block, float scale, Row* rows, int count, const Ahead& ahead) {
+  Ahead once = ahead;
+  for (; count >= kRows; rows += kRows, count -= kRows) {
+    attend_some<kDim, kRows>(block, scale, rows, once);
+    once.cells = 0;
+  }
   switch (count) {
-    case 1: return attend_some<kDim, 1>(block, scale, rows);
-    case 2: return attend_some<kDim, 2>(block, scale, rows);
-    case 3: return attend_some<kDim, 3>(block, scale, rows);
-    case 4: return attend_some<kDim, 4>(block, scale, rows);
-    case 5: return attend_some<kDim, 5>(block, scale, rows);
+    case 1: return attend_some<kDim, 1>(block, scale, rows, once);
+    case 2: return attend_some<kDim, 2>(block, scale, rows, once);
+    case 3: return attend_some<kDim, 3>(block, scale, rows, once);
+    case 4: return attend_some<kDim, 4>(block, scale, rows, once);
+    case 5: return attend_some<kDim, 5>(block, scale, rows, once);
     default: return;
   }
 }
 
 #define KVKEEP_FOR(kDim)                                                                     \
   template void pack<kDim>(const Bf16*, long, const Bf16*, long, int, int, Packed<kDim>&);       \
-  template void attend<kDim>(const Packed<kDim>&, float, Row*, int);
+  template void attend<kDim>(const Packed<kDim>&, float, Row*, int, const Ahead&);
 KVKEEP_FOR(32)
 KVKEEP_FOR(64)
 KVKEEP_FOR(96)

@@ -18,7 +18,8 @@ struct Packed {
   alignas(64) std::uint32_t values[kCells / 2][kDim];
 };
 
-// What a row has found so far: `sum` of exponentials relative to `most`, and values weighted by them.
+// What a row has found so far: `sum` of 2 to the power of its scores less `most`, which are in powers
+// of 2, and values weighted by these.
 struct Found {
   float most = kNothing;
   float sum = 0.f;
@@ -40,7 +41,16 @@ template <int kDim>
 void pack(const Bf16* keys, long key_stride, const Bf16* values, long value_stride, int begin,
           int end, Packed<kDim>& to);
 
+// Cells that will be packed next. Asking for them bit by bit while others are attended to keeps the
+// memory busy, which is what a long context waits for.
+struct Ahead {
+  const Bf16* keys;
+  const Bf16* values;
+  long key_stride, value_stride;
+  int cells;  // 0 where there are none
+};
+
 template <int kDim>
-void attend(const Packed<kDim>& block, float scale, Row* rows, int count);
+void attend(const Packed<kDim>& block, float scale, Row* rows, int count, const Ahead& ahead);
 
 }  // namespace kvkeep

@@ -36,7 +36,7 @@ class ChunkRun {
 #pragma omp parallel num_threads(chunk_.threads)
     {
       if (omp_get_num_threads() == chunk_.threads)
-        work();
+        work(omp_get_thread_num());
       else if (omp_get_thread_num() == 0)
         alone = true;
     }
@@ -48,14 +48,14 @@ class ChunkRun {
   }
 
  private:
-  void work() {
-    team_.share_and_meet(chunk_.tokens, 8, [&](int i) { place(i); });
-    team_.share_and_meet(blocks_ * chunk_.kv_heads, 1, [&](int u) {
+  void work(int me) {
+    team_.share_and_meet(me, chunk_.tokens, 8, [&](int i) { place(i); });
+    team_.share_and_meet(me, blocks_ * chunk_.kv_heads, 1, [&](int u) {
       pack_block(u / chunk_.kv_heads, u % chunk_.kv_heads);
     });
     const int tiles = (chunk_.tokens + kTokens - 1) / kTokens;
     // The last tokens see most: they go first, so that no thread is left with them at the end.
-    team_.share_and_meet(tiles * chunk_.kv_heads, 1, [&](int u) {
+    team_.share_and_meet(me, tiles * chunk_.kv_heads, 1, [&](int u) {
       tile((tiles - 1 - u / chunk_.kv_heads) * kTokens, u % chunk_.kv_heads);
     });
   }
@@ -133,7 +133,8 @@ class ChunkRun {
         rows[r].end = std::min(kCells, (part.causal ? token + 1 : part.cells) - cell);
         rows[r].bias = part.bias ? part.bias + std::size_t(token) * part.bias_row + cell : nullptr;
       }
-      attend<kDim>(packed(first_block + cell / kCells, head), chunk_.scale, rows.data(), count);
+      attend<kDim>(packed(first_block + cell / kCells, head), chunk_.scale, rows.data(), count,
+                   Ahead{});
     }
   }
 

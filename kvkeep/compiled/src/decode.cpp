@@ -74,8 +74,8 @@ class Run {
       const int end = (sight.first + sight.cells + kChunk - 1) / kChunk;
       first_found_.push_back(found_count_);
       chunks_.push_back(end - begin);
-      for (int chunk = begin; chunk < end; ++chunk)
-        for (int head = 0; head < model.kv_heads; ++head) units_.push_back({s, chunk, head});
+      for (int head = 0; head < model.kv_heads; ++head)
+        for (int chunk = begin; chunk < end; ++chunk) units_.push_back({s, chunk, head});
       found_count_ += std::size_t(end - begin) * sight.looks * model.heads;
     }
     found_ = std::make_unique<Buffer<Found>>(found_count_);
@@ -96,7 +96,7 @@ class Run {
 #pragma omp parallel num_threads(threads)
     {
       if (omp_get_num_threads() == threads)
-        work();
+        work(omp_get_thread_num());
       else if (omp_get_thread_num() == 0)
         alone_ = true;
     }
@@ -123,31 +123,31 @@ class Run {
     Buffer<float> sums_;
   };
 
-  void work() {
+  void work(int me) {
     const int count = step_.sequences;
-    Clock clock(omp_get_thread_num() == 0 ? step_.seconds : nullptr);
-    team_.share_and_meet(count + step_.looks, 1, [&](int i) { prepare(i); });
+    Clock clock(me == 0 ? step_.seconds : nullptr);
+    team_.share_and_meet(me, count + step_.looks, 1, [&](int i) { prepare(i); });
     for (int l = 0; l < model_.layers; ++l) {
       const Layer& layer = model_.layer[l];
-      team_.share_and_meet(count, 1, [&](int i) { normalise(i, layer.attention_norm); });
+      team_.share_and_meet(me, count, 1, [&](int i) { normalise(i, layer.attention_norm); });
       clock.ends(Phase::kNorms);
-      project(layer);
+      project(me, layer);
       clock.ends(Phase::kProjections);
-      team_.share_and_meet(count + step_.looks, 1, [&](int i) { place(l, i); });
+      team_.share_and_meet(me, count + step_.looks, 1, [&](int i) { place(l, i); });
       clock.ends(Phase::kCells);
-      team_.share_and_meet(static_cast<int>(units_.size()), 1,
+      team_.share_and_meet(me, static_cast<int>(units_.size()), 1,
                            [&](int u) { look(l, units_[u]); });
-      team_.share_and_meet(count, 1, [&](int i) { add_up(i); });
+      team_.share_and_meet(me, count, 1, [&](int i) { add_up(i); });
       clock.ends(Phase::kAttention);
-      add_product(layer.output, attended_);
+      add_product(me, layer.output, attended_);
       clock.ends(Phase::kOutput);
-      team_.share_and_meet(count, 1, [&](int i) { normalise(i, layer.mlp_norm); });
+      team_.share_and_meet(me, count, 1, [&](int i) { normalise(i, layer.mlp_norm); });
       clock.ends(Phase::kNorms);
-      activate(layer);
-      add_product(layer.down, activated_);
+      activate(me, layer);
+      add_product(me, layer.down, activated_);
       clock.ends(Phase::kMlp);
     }
-    team_.share_and_meet(count, 1, [&](int i) {
+    team_.share_and_meet(me, count, 1, [&](int i) {
       norm(residual(i), model_.norm, model_.norm_eps, model_.hidden, [&](int c, __m512 value) {
         store_bf16(step_.hidden + std::size_t(i) * model_.hidden + c, value);
       });
@@ -192,9 +192,9 @@ class Run {
     }
   }
 
-  void project(const Layer& layer) {
+  void project(int me, const Layer& layer) {
     const int queries = layer.query.blocks(), keys = layer.key.blocks();
-    team_.share_and_meet(queries + keys + layer.value.blocks(), 4, [&](int b) {
+    team_.share_and_meet(me, queries + keys + layer.value.blocks(), 4, [&](int b) {
       const bool is_query = b < queries, is_key = !is_query && b < queries + keys;
       const Matrix& matrix = is_query ? layer.query : is_key ? layer.key : layer.value;
       const int block = is_query ? b : is_key ? b - queries : b - queries - keys;
@@ -204,7 +204,7 @@ class Run {
       });
     });
     if (layer.query_norm)
-      team_.share_and_meet(step_.sequences * (model_.heads + model_.kv_heads), 4, [&](int n) {
+      team_.share_and_meet(me, step_.sequences * (model_.heads + model_.kv_heads), 4, [&](int n) {
         const int head = n % (model_.heads + model_.kv_heads);
         float* x = projected(n / (model_.heads + model_.kv_heads)) + head * kDim;
         const Bf16* weight = head < model_.heads ? layer.query_norm : layer.key_norm;
@@ -271,24 +271,16 @@ class Run {
     // the same to the last bit, whoever else looks.
     for (int slot = first / kCells * kCells; slot < end; slot += kCells) {
       const int from = std::max(first - slot, 0), upto = std::min(kCells, end - slot);
-      if (slot + kCells < end) {
-        const int next = std::min(kCells, end - slot - kCells);
-        for (int c = 0; c < next; ++c) {
-          const Bf16* key = keys + (slot + kCells + c) * k.cell;
-          const Bf16* value = values + (slot + kCells + c) * v.cell;
-          for (int d = 0; d < kDim; d += 32) {
-            _mm_prefetch(reinterpret_cast<const char*>(key + d), _MM_HINT_T0);
-            _mm_prefetch(reinterpret_cast<const char*>(value + d), _MM_HINT_T0);
-          }
-        }
-      }
       pack<kDim>(keys + slot * k.cell, k.cell, values + slot * v.cell, v.cell, from, upto, block);
       for (std::size_t r = 0; r < rows.size(); ++r) {
         rows[r].begin = from, rows[r].end = upto;
         if (sight.bias)
           rows[r].bias = sight.bias + static_cast<long>(r / groups_) * sight.cells + slot - sight.first;
       }
-      attend<kDim>(block, model_.scale, rows.data(), static_cast<int>(rows.size()));
+      const int next = slot + kCells;
+      const Ahead ahead{keys + next * k.cell, values + next * v.cell, k.cell, v.cell,
+                        std::clamp(sight.first + sight.cells - next, 0, kCells)};
+      attend<kDim>(block, model_.scale, rows.data(), static_cast<int>(rows.size()), ahead);
     }
   }
 
@@ -314,7 +306,7 @@ class Run {
       __m512 sum[kDim / kLanes];
       for (auto& lanes : sum) lanes = _mm512_setzero_ps();
       each([&](const Found& found, const float* out) {
-        const float share = std::exp(found.most - most);
+        const float share = std::exp2(found.most - most);
         total += share * found.sum;
         for (int d = 0; d < kDim / kLanes; ++d)
           sum[d] = _mm512_fmadd_ps(_mm512_set1_ps(share), _mm512_loadu_ps(out + d * kLanes), sum[d]);
@@ -326,8 +318,8 @@ class Run {
     attended_.sum_up(i);
   }
 
-  void add_product(const Matrix& matrix, const Input& input) {
-    team_.share_and_meet(matrix.blocks(), 2, [&](int block) {
+  void add_product(int me, const Matrix& matrix, const Input& input) {
+    team_.share_and_meet(me, matrix.blocks(), 6, [&](int block) {
       times(matrix, block, input, [&](int i, int row, __m512 products) {
         float* to = residual(i) + row;
         _mm512_storeu_ps(to, _mm512_add_ps(_mm512_loadu_ps(to), products));
@@ -335,8 +327,8 @@ class Run {
     });
   }
 
-  void activate(const Layer& layer) {
-    team_.share_and_meet(layer.gate.blocks(), 4, [&](int block) {
+  void activate(int me, const Layer& layer) {
+    team_.share_and_meet(me, layer.gate.blocks(), 8, [&](int block) {
       __m512 gates[kMostRows], ups[kMostRows];
       for (int first = 0; first < step_.sequences; first += kMostRows) {
         const int count = std::min(kMostRows, step_.sequences - first);
@@ -346,7 +338,7 @@ class Run {
           store_bf16(activated_.row(first + i) + block * kBlock, sigmoid_times(gates[i], ups[i]));
       }
     });
-    team_.share_and_meet(step_.sequences, 1, [&](int i) { activated_.sum_up(i); });
+    team_.share_and_meet(me, step_.sequences, 1, [&](int i) { activated_.sum_up(i); });
   }
 
   const Model& model_;
@@ -394,7 +386,7 @@ void kvkeep_product(const kvkeep::Matrix* matrix, const kvkeep::Bf16* x, int cou
   for (int i = 0; i < count; ++i) input.sum_up(i);
   Team team(threads);
 #pragma omp parallel num_threads(threads)
-  team.share(matrix->blocks(), 16, [&](int block) {
+  team.share(omp_get_thread_num(), matrix->blocks(), 16, [&](int block) {
     __m512 products[kMostRows];
     const int rows = std::min(kBlock, matrix->rows - block * kBlock);
     const auto mask = static_cast<__mmask16>((1u << rows) - 1);

@@ -11,7 +11,7 @@ alignas(64) constexpr Bf16 kNibbles[32] = {
 
 // Bytes that are asked for before they are needed: what follows lies in other pages, where the
 // processor by itself does not look.
-constexpr int kAhead = 4096;
+constexpr int kAhead = 1024;
 
 void prefetch(const char* x) { _mm_prefetch(x, _MM_HINT_T0); }
 

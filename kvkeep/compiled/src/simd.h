@@ -5,7 +5,6 @@
 
 #include <cstdint>
 #include <cstring>
-#include <initializer_list>
 
 namespace kvkeep {
 
@@ -41,24 +40,25 @@ inline __m512i pair(const Bf16* x) {
   return _mm512_set1_epi32(two);
 }
 
-// e to the x, to about 2e-7 of it; 0 far below.
-inline __m512 exp(__m512 x) {
-  const __m512 scaled = _mm512_mul_ps(_mm512_max_ps(x, _mm512_set1_ps(-200.f)),
-                                      _mm512_set1_ps(1.44269504088896f));
-  const __m512 whole = _mm512_roundscale_ps(scaled, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  const __m512 rest = _mm512_sub_ps(scaled, whole);
-  // The series of 2^rest for |rest| <= 1/2.
-  __m512 sum = _mm512_set1_ps(1.5403530e-4f);
-  for (const float factor : {1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f, 2.4022651e-1f,
-                             6.9314718e-1f, 1.0f})
-    sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(factor));
-  return _mm512_scalef_ps(sum, whole);
+// 2 to the x, to about 2e-7 of it; 0 far below.
+inline __m512 exp2(__m512 x) {
+  // Of x less its floor; the scaling takes the floor by itself.
+  const __m512 rest = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+  __m512 sum = _mm512_set1_ps(0.00186713008f);
+  const auto next = [&](float factor) { sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(factor)); };
+  next(0.0090170303f);
+  next(0.0557999131f);
+  next(0.24016445f);
+  next(0.693151312f);
+  next(1.f);
+  return _mm512_scalef_ps(sum, x);
 }
 
+constexpr float kLog2E = 1.44269504088896f;
+
 inline __m512 sigmoid_times(__m512 x, __m512 y) {  // x * sigmoid(x) * y
-  const __m512 one = _mm512_set1_ps(1.f);
-  const __m512 minus = _mm512_sub_ps(_mm512_setzero_ps(), x);
-  return _mm512_mul_ps(_mm512_div_ps(x, _mm512_add_ps(one, exp(minus))), y);
+  const __m512 minus = exp2(_mm512_mul_ps(x, _mm512_set1_ps(-kLog2E)));
+  return _mm512_mul_ps(_mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1.f), minus)), y);
 }
 
 // Rows of 16 32-bit lanes become columns.

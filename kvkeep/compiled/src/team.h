@@ -5,22 +5,29 @@
 #include <sched.h>
 
 #include <atomic>
+#include <vector>
 
 namespace kvkeep {
 
 class Team {
  public:
-  explicit Team(int threads) : threads_(threads) {}
+  explicit Team(int threads) : threads_(threads), next_(threads) {}
 
-  // Runs `work(i)` for each i below `count` once, `grain` of them at a time, on whichever thread is
-  // free. Nothing after it may use what others computed before `meet`.
+  // Runs `work(i)` for each i below `count` once. Each thread has a stretch of its own, so that it
+  // reads memory in one run, and goes through it `grain` pieces at a time; whoever is done helps
+  // the others. Nothing after it may use what others computed before `meet`.
   template <typename Work>
-  void share(int count, int grain, Work work) {
-    for (;;) {
-      const int first = next_.fetch_add(grain, std::memory_order_relaxed);
-      if (first >= count) return;
-      const int end = first + grain < count ? first + grain : count;
-      for (int i = first; i < end; ++i) work(i);
+  void share(int me, int count, int grain, Work work) {
+    for (int turn = 0; turn < threads_; ++turn) {
+      const int whose = (me + turn) % threads_;
+      const int begin = static_cast<int>(static_cast<long>(count) * whose / threads_);
+      const int end = static_cast<int>(static_cast<long>(count) * (whose + 1) / threads_);
+      for (;;) {
+        const int first =
+            begin + next_[whose].value.fetch_add(grain, std::memory_order_relaxed);
+        if (first >= end) break;
+        for (int i = first; i < first + grain && i < end; ++i) work(i);
+      }
     }
   }
 
@@ -29,7 +36,7 @@ class Team {
     const int now = phase_.load(std::memory_order_relaxed);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads_) {
       arrived_.store(0, std::memory_order_relaxed);
-      next_.store(0, std::memory_order_relaxed);
+      for (auto& next : next_) next.value.store(0, std::memory_order_relaxed);
       phase_.store(now + 1, std::memory_order_release);
       return;
     }
@@ -43,15 +50,19 @@ class Team {
   }
 
   template <typename Work>
-  void share_and_meet(int count, int grain, Work work) {
-    share(count, grain, work);
+  void share_and_meet(int me, int count, int grain, Work work) {
+    share(me, count, grain, work);
     meet();
   }
 
  private:
+  struct alignas(64) Next {
+    std::atomic<int> value{0};
+  };
+
   static constexpr int kSpins = 4000;
   const int threads_;
-  alignas(64) std::atomic<int> next_{0};
+  std::vector<Next> next_;  // of each thread's stretch
   alignas(64) std::atomic<int> arrived_{0};
   alignas(64) std::atomic<int> phase_{0};
 };
