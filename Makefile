@@ -10,7 +10,8 @@ READY := $(VENV)/.ready
 install: $(READY)
 
 # torch first and pinned: a bare requirement may bring gigabytes of CUDA libraries.
-$(READY): pyproject.toml constraints.txt
+# A change of the kernels' sources builds them anew.
+$(READY): pyproject.toml constraints.txt $(wildcard kvkeep/compiled/src/*)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt torch==$$(sed -n 's/^torch==//p' constraints.txt)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
@@ -40,4 +41,4 @@ types: install
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) build *.egg-info kvkeep/compiled/*.so

@@ -21,12 +21,23 @@ from kvkeep.errors import KvkeepError
 
 
 @dataclass(frozen=True)
+class Way:
+    """How a prompt is read. budget: the most cells held; None to hold them all."""
+
+    prefill_step: int
+    budget: int | None = None
+
+
+@dataclass(frozen=True)
 class Prefill:
-    """peak_bytes: the most that the process held above what it held with the weights in memory,
-    keys and values included. kv_bytes: those alone.
+    """One reading, of one way.
+
+    peak_bytes: the most that the process held above what it held with the weights in memory, keys
+    and values included. kv_bytes: those alone.
     """
 
     prefill_step: int
+    budget: int | None
     tokens: int
     seconds: float
     tokens_per_s: float
@@ -34,20 +45,22 @@ class Prefill:
     kv_bytes: int
 
 
-def measure_prefill(name: str, dtype: str, tokens: int, prefill_step: int) -> Prefill:
-    """Reads the first `tokens` of the manual in a new session of policy `full`."""
+def measure_prefill(name: str, dtype: str, tokens: int, way: Way) -> Prefill:
+    """Reads the first `tokens` of the manual: policy `full`, or `sliding` on a budget."""
     model = load_model(name, dtype=dtype)
     ids = model.text.encode(manual_text())[:tokens]
     # A few tokens put the mapped weights into memory and make the kernels, without taking room
     # that the measured prefill could use again.
     model.session(policy="full").feed(ids[:8])
-    session = model.session(policy="full", prefill_step=prefill_step)
+    policy = "full" if way.budget is None else "sliding"
+    session = model.session(way.budget, policy=policy, prefill_step=way.prefill_step)
     gc.collect()
     _forget_peak()
     before = psutil.Process().memory_info().rss
     report = session.feed(ids)
     return Prefill(
-        prefill_step=prefill_step,
+        prefill_step=way.prefill_step,
+        budget=way.budget,
         tokens=report.tokens,
         seconds=round(report.seconds, 4),
         tokens_per_s=round(report.tokens_per_second, 1),
@@ -56,12 +69,12 @@ def measure_prefill(name: str, dtype: str, tokens: int, prefill_step: int) -> Pr
     )
 
 
-def measure_apart(name: str, dtype: str, tokens: int, prefill_step: int) -> Prefill:
+def measure_apart(name: str, dtype: str, tokens: int, way: Way) -> Prefill:
     """As `measure_prefill`, in a process of its own.
 
     Raises KvkeepError if that process fails; what it said went to standard error.
     """
-    asked = [name, dtype, str(tokens), str(prefill_step)]
+    asked = [name, dtype, str(tokens), json.dumps(dataclasses.asdict(way))]
     done = subprocess.run(
         [sys.executable, "-m", "kvkeep.bench.one_prefill", *asked],
         stdout=subprocess.PIPE,
@@ -69,7 +82,7 @@ def measure_apart(name: str, dtype: str, tokens: int, prefill_step: int) -> Pref
         check=False,
     )
     if done.returncode:
-        raise KvkeepError(f"a prefill by steps of {prefill_step} ended with {done.returncode}")
+        raise KvkeepError(f"a prefill by steps of {way.prefill_step} ended with {done.returncode}")
     return Prefill(**json.loads(done.stdout))
 
 
@@ -80,6 +93,7 @@ def _forget_peak() -> None:
 
 
 if __name__ == "__main__":
-    model_name, dtype_name, length, step = sys.argv[1:]
-    measured = measure_prefill(model_name, dtype_name, int(length), int(step))
+    model_name, dtype_name, length, asked_way = sys.argv[1:]
+    way_given = Way(**json.loads(asked_way))
+    measured = measure_prefill(model_name, dtype_name, int(length), way_given)
     print(json.dumps(dataclasses.asdict(measured)))

@@ -1,12 +1,13 @@
 """What evaluating a prompt in steps costs and saves, against evaluating it whole.
 
-Each measurement has a process of its own. Stepped and whole alternate, so that a drifting machine
-meets both alike; medians are reported beside the least and the most.
+In steps it is read twice: with all cells held, and on a budget, which only steps can keep to. Each
+measurement has a process of its own. The ways take turns, so that a drifting machine meets them
+alike; medians are reported beside the least and the most.
 """
 
 import dataclasses
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -15,7 +16,7 @@ import click
 
 from kvkeep.bench.command import INTERRUPTED, Measurement, check_outputs, out_option, write_json
 from kvkeep.bench.machine import describe_machine
-from kvkeep.bench.one_prefill import Prefill, measure_apart
+from kvkeep.bench.one_prefill import Prefill, Way, measure_apart
 from kvkeep.bench.progress import bar
 from kvkeep.cli.memory import DTYPE_NAMES
 from kvkeep.models.source import DEFAULT_MODEL, resolve
@@ -37,15 +38,22 @@ class Summary:
     """One way of prefill over its rounds."""
 
     prefill_step: int
+    budget: int | None
     rounds: int
     tokens_per_s: Spread
     peak_bytes: Spread
 
 
-def summarise(found: list[Prefill], prefill_step: int) -> Summary:
-    mine = [each for each in found if each.prefill_step == prefill_step]
+def ways(tokens: int, prefill_step: int, budget: int) -> tuple[Way, ...]:
+    """Those that are compared; the whole prompt at once comes last."""
+    return Way(prefill_step), Way(prefill_step, budget), Way(tokens)
+
+
+def summarise(found: list[Prefill], way: Way) -> Summary:
+    mine = [each for each in found if Way(each.prefill_step, each.budget) == way]
     return Summary(
-        prefill_step,
+        way.prefill_step,
+        way.budget,
         len(mine),
         Spread.of([each.tokens_per_s for each in mine]),
         Spread.of([each.peak_bytes for each in mine]),
@@ -53,20 +61,22 @@ def summarise(found: list[Prefill], prefill_step: int) -> Summary:
 
 
 def measurements(
-    name: str, dtype: str, tokens: int, steps: tuple[int, int], rounds: int
+    name: str, dtype: str, tokens: int, compared: Sequence[Way], rounds: int
 ) -> Iterator[Prefill]:
-    """Two for each round, each in a fresh process; who goes first changes."""
+    """Each way once a round, each in a fresh process; who goes first changes."""
     for index in range(rounds):
-        for step in steps if index % 2 == 0 else reversed(steps):
-            yield measure_apart(name, dtype, tokens, step)
+        for way in compared if index % 2 == 0 else reversed(compared):
+            yield measure_apart(name, dtype, tokens, way)
 
 
 def table(summaries: list[Summary]) -> str:
-    lines = [f"{'prefill step':>12}  {'tokens/s':>24}  {'peak above weights, MB':>30}"]
+    lines = [
+        f"{'prefill step':>12}  {'budget':>6}  {'tokens/s':>24}  {'peak above weights, MB':>30}"
+    ]
     for each in summaries:
         speed, peak = each.tokens_per_s, each.peak_bytes
         lines.append(
-            f"{each.prefill_step:>12,}  "
+            f"{each.prefill_step:>12,}  {f'{each.budget:,}' if each.budget else '-':>6}  "
             f"{f'{speed.median:,.0f} ({speed.least:,.0f} to {speed.most:,.0f})':>24}  "
             f"{_megabytes(peak):>30}"
         )
@@ -81,12 +91,21 @@ def _megabytes(peak: Spread) -> str:
 @click.command(cls=Measurement, context_settings={"show_default": True})
 @click.option("--tokens", default=4232, type=click.IntRange(2), help="Length of the prompt.")
 @click.option("--prefill-step", default=512, type=click.IntRange(1), help="Tokens at once.")
+@click.option(
+    "--max-kv-size", "budget", default=1024, type=click.IntRange(5), help="Of the budget."
+)
 @click.option("--rounds", default=5, type=click.IntRange(1), help="Measurements of each way.")
 @click.option("--model", "name", default=DEFAULT_MODEL, help="As for `kvkeep generate`.")
 @click.option("--dtype", default=DTYPE_NAMES[0], type=click.Choice(DTYPE_NAMES))
 @out_option
 def prefill(
-    tokens: int, prefill_step: int, rounds: int, name: str, dtype: str, out: Path | None
+    tokens: int,
+    prefill_step: int,
+    budget: int,
+    rounds: int,
+    name: str,
+    dtype: str,
+    out: Path | None,
 ) -> None:
     """Evaluate a prompt in steps and whole: speed, and memory above the weights."""
     if prefill_step >= tokens:
@@ -94,20 +113,20 @@ def prefill(
     check_outputs(out)
     resolve(name, progress=True)  # fetched and converted before anything is measured
     machine, found, interrupted = describe_machine(), list[Prefill](), False
-    steps = (prefill_step, tokens)
+    compared = ways(tokens, prefill_step, budget)
     try:
-        with bar(2 * rounds * tokens, "prefill") as shown:
-            for each in measurements(name, dtype, tokens, steps, rounds):
+        with bar(len(compared) * rounds * tokens, "prefill") as shown:
+            for each in measurements(name, dtype, tokens, compared, rounds):
                 found.append(each)
                 shown(tokens)
     except KeyboardInterrupt:
         interrupted = True
-    if len(found) > 1:
-        summaries = [summarise(found, step) for step in steps]
+    if len(found) >= len(compared):
+        summaries = [summarise(found, way) for way in compared]
         click.echo(table(summaries))
         result = {
             "machine": dataclasses.asdict(machine),
-            "settings": {"model": name, "dtype": dtype, "tokens": tokens, "policy": "full"},
+            "settings": {"model": name, "dtype": dtype, "tokens": tokens},
             "summaries": [dataclasses.asdict(each) for each in summaries],
             "measurements": [dataclasses.asdict(each) for each in found],
         }

@@ -58,6 +58,9 @@ def peer_names(value: str) -> tuple[str, ...]:
     show_default=f"{Plan.endless:,}",
     help="Written in the endless run.",
 )
+@click.option(
+    "--profile", is_flag=True, help="Compare nothing: show where a step's time goes in kvkeep."
+)
 @click.option("--quick", is_flag=True, help="Small sizes: a first look, no figures to quote.")
 @click.option(
     "--out",
@@ -93,6 +96,7 @@ def bench(
     device: str,
     rounds: int | None,
     endless_tokens: int | None,
+    profile: bool,
     quick: bool,
     out: Path | None,
     plots: Path | None,
@@ -105,6 +109,11 @@ def bench(
     that is not installed is named and left out (`pip install 'kvkeep[bench]'`). Threads are those
     of torch: set OMP_NUM_THREADS for another number. Ctrl-C ends it with what was measured.
     """
+    if profile:
+        if parts or out or plots or earlier or page:
+            raise InvalidArgument("--profile writes nothing: leave parts and files out")
+        click.echo(_profile(model, device, QUICK if quick else Plan()))
+        return
     _check_outputs(out, plots, page)
     if earlier is not None:
         if parts or out:
@@ -122,6 +131,18 @@ def bench(
         raise KvkeepError(result.ended)
 
 
+def _profile(name: str, device: str, plan: Plan) -> str:
+    from kvkeep import load_model
+    from kvkeep.bench.manual import manual_text
+    from kvkeep.bench.profile_step import profile_step, table
+    from kvkeep.bench.progress import bar
+
+    model = load_model(name, device=device, progress=True)
+    prompt = model.text.encode(manual_text())
+    with bar(len(plan.contexts) * plan.profiled, "decoding") as done:
+        return table([profile_step(model, prompt, n, plan.profiled, done) for n in plan.contexts])
+
+
 def _plan(quick: bool, rounds: int | None, endless_tokens: int | None) -> Plan:
     plan = QUICK if quick else Plan()
     if rounds is not None:
@@ -136,10 +157,10 @@ def _check_outputs(out: Path | None, plots: Path | None, page: Path | None) -> N
     if out is not None:
         check_writable(out)
     if page is not None:
-        from kvkeep.bench.compare.tables import write_between_markers
+        from kvkeep.bench.compare.tables import filled
 
         check_writable(page)
-        write_between_markers(page, "")
+        filled(page, None)
     if plots is not None:
         from kvkeep.evaluate.plot import check_plottable
 
@@ -184,11 +205,11 @@ def _write(result: "Result", out: Path | None, plots: Path | None, page: Path | 
     from kvkeep.bench.command import write_json
     from kvkeep.bench.compare.plots import draw_plots
     from kvkeep.bench.compare.summary import summarised
-    from kvkeep.bench.compare.tables import markdown, write_between_markers
+    from kvkeep.bench.compare.tables import filled
 
     write_json(out, {**result.as_json(), **summarised(result)})
     if plots is not None:
         for name, content in draw_plots(result).items():
             write_whole(plots / name, content)
     if page is not None:
-        write_whole(page, write_between_markers(page, markdown(result)))
+        write_whole(page, filled(page, result))

@@ -16,7 +16,7 @@ from kvkeep.cache.step import ChunkStep, DecodeStep
 from kvkeep.compiled.chunk import ChunkAttention
 from kvkeep.compiled.library import BF16, HEAD_DIMS, INT4, INT8, Layer, Matrix, Model, library
 from kvkeep.compiled.step import describe
-from kvkeep.models.packed import HEAD
+from kvkeep.models.packed import HEAD, matrices
 from kvkeep.models.packing import GROUP, PackedMatrix
 from kvkeep.models.spec import ModelSpec
 
@@ -119,6 +119,15 @@ class CompiledDecoder:
     def _pointer(self, name: str) -> int | None:
         tensor = self._tensors.get(name)
         return None if tensor is None else tensor.data_ptr()
+
+    def matrix_bytes(self) -> dict[str, int]:
+        """What each matrix takes, by name: all of it is read for a token."""
+        sizes = {}
+        for name, (rows, columns) in matrices(self.spec).items():
+            packed = self.packed.get(name)
+            plain = 2 * rows * columns
+            sizes[name] = packed.data.nbytes + packed.scales.nbytes if packed else plain
+        return sizes
 
     def attention(self, step: ChunkStep) -> ChunkAttention:
         """What attends in a step of several tokens."""

@@ -10,10 +10,12 @@ from kvkeep.bench.compare.results import Measure, Reading, Result, Trace
 from kvkeep.bench.compare.summary import best, peers_of, ratio, summarised
 from kvkeep.bench.compare.tables import (
     BEGIN,
+    BEGIN_SHORT,
     END,
+    END_SHORT,
+    filled,
     markdown,
     text_table,
-    write_between_markers,
 )
 from kvkeep.bench.machine import describe_machine
 from kvkeep.bench.prefill import Spread
@@ -107,14 +109,27 @@ def test_a_quick_or_unfinished_result_is_marked(result: Result) -> None:
         assert "Not all of it was measured: interrupted." in page
 
 
-def test_a_page_is_written_between_its_markers_only(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("begin", "end", "there", "not_there"),
+    [(BEGIN, END, "| fork, ms |", "nothing"), (BEGIN_SHORT, END_SHORT, "| against", "fork")],
+)
+def test_a_page_is_written_between_its_markers_only(
+    tmp_path: Path, result: Result, begin: str, end: str, there: str, not_there: str
+) -> None:
     page = tmp_path / "page.md"
-    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
-    page.write_bytes(write_between_markers(page, "new"))
-    assert page.read_text() == f"before\n{BEGIN}\n\nnew\n\n{END}\nafter\n"
+    page.write_text(f"before\n{begin}\nold\n{end}\nafter\n")
+    page.write_bytes(filled(page, result))
+    content = page.read_text()
+    assert content.startswith(f"before\n{begin}\n\n")
+    assert content.endswith(f"\n\n{end}\nafter\n")
+    assert there in content
+    assert not_there not in content
+    assert "old" not in content
+    assert filled(page, result) == content.encode()
     page.write_text("no markers")
-    with pytest.raises(InvalidArgument, match="has no lines"):
-        write_between_markers(page, "new")
+    for which in (result, None):
+        with pytest.raises(InvalidArgument, match="has no lines"):
+            filled(page, which)
 
 
 def test_pictures_are_drawn_of_what_there_is(result: Result) -> None:

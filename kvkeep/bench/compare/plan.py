@@ -12,9 +12,10 @@ class Plan:
     """Sizes are in tokens.
 
     prefill: prompts. stepped, step: the prompt that kvkeep reads in steps and whole. contexts,
-    written: at which tokens are written, and how many. budget, endless, block: of the endless
-    run, and how many tokens are written before it is another's turn; those that cannot forget
-    write one in `shorter`. remembered, deleted: of the context that is saved, forked and edited.
+    written: at which tokens are written, and how many; profiled: how many, for `--profile`.
+    budget, endless, block: of the endless run, and how many tokens are written before it is
+    another's turn; those that cannot forget write one in `shorter`. remembered, deleted: of the
+    context that is saved, forked and edited.
     patience: the most seconds that one reading may take, and endless_patience all tokens of the
     endless run: slower ones write one in `shorter`, too.
     """
@@ -25,6 +26,7 @@ class Plan:
     step: int = 512
     contexts: tuple[int, ...] = (128, 1024, 4096)
     written: int = 32
+    profiled: int = 100
     budget: int = 1024
     endless: int = 20_000
     block: int = 100
@@ -53,6 +55,7 @@ QUICK = Plan(
     step=64,
     contexts=(32, 128, 256),
     written=8,
+    profiled=20,
     budget=128,
     endless=400,
     block=50,

@@ -2,17 +2,21 @@
 
 from kvkeep.bench.compare.bench import Bench, Found
 from kvkeep.bench.compare.results import Measure, Reading
+from kvkeep.bench.one_prefill import Way
 from kvkeep.bench.peers.base import DTYPE
-from kvkeep.bench.prefill import measurements
+from kvkeep.bench.prefill import measurements, ways
 from kvkeep.bench.progress import bar
+
+_KEYS = ("stepped", "bounded", "whole")  # in the order of `ways`
 
 
 def steps_measures(bench: Bench) -> list[Measure]:
-    length = f"{bench.plan.stepped:,} tokens"
-    ways = {"stepped": f"{length} by {bench.plan.step}", "whole": f"{length} at once"}
+    plan = bench.plan
+    length, cut = f"{plan.stepped:,} tokens", f"by {plan.step:,}"
+    titles = (f"{length} {cut}", f"{length} {cut} on {plan.budget:,} cells", f"{length} at once")
     return [
         measure
-        for key, title in ways.items()
+        for key, title in zip(_KEYS, titles, strict=True)
         for measure in (
             Measure(f"steps/{key}-speed", f"read {title}", "tokens/s", more=True),
             Measure(f"steps/{key}-peak", f"read {title}, peak above weights", "MB", more=False),
@@ -28,11 +32,12 @@ def steps(bench: Bench) -> Found:
     if bench.setup.device != "cpu":
         bench.skipped.append("steps: measured on the CPU only")
         return
-    sizes = (plan.step, plan.stepped)
-    with bar(2 * plan.rounds * plan.stepped, "steps") as shown:
-        found = measurements(bench.setup.model, DTYPE, plan.stepped, sizes, plan.rounds)
+    compared = ways(plan.stepped, plan.step, plan.budget)
+    with bar(len(compared) * plan.rounds * plan.stepped, "steps") as shown:
+        found = measurements(bench.setup.model, DTYPE, plan.stepped, compared, plan.rounds)
         for order, each in enumerate(found):
-            way = "stepped" if each.prefill_step == plan.step else "whole"
+            index = order // len(compared)
+            key = _KEYS[compared.index(Way(each.prefill_step, each.budget))]
             shown(plan.stepped)
-            yield Reading(f"steps/{way}-speed", "kvkeep", order // 2, each.tokens_per_s)
-            yield Reading(f"steps/{way}-peak", "kvkeep", order // 2, each.peak_bytes / 1e6)
+            yield Reading(f"steps/{key}-speed", "kvkeep", index, each.tokens_per_s)
+            yield Reading(f"steps/{key}-peak", "kvkeep", index, each.peak_bytes / 1e6)

@@ -11,6 +11,15 @@ from kvkeep.errors import InvalidArgument
 
 BEGIN = "<!-- kvkeep bench: begin -->"
 END = "<!-- kvkeep bench: end -->"
+BEGIN_SHORT = "<!-- kvkeep bench, in short: begin -->"
+END_SHORT = "<!-- kvkeep bench, in short: end -->"
+SHORT = (
+    "prefill/",
+    "decode/",
+    "endless/speed",
+    "endless/slowest",
+    "startup/",
+)  # keys that begin so
 NAMES = {
     "prefill": "Prefill",
     "steps": "Prefill in steps",
@@ -43,17 +52,28 @@ def markdown(result: Result) -> str:
     return "\n\n".join(each for each in (described, versions, page) if each)
 
 
-def write_between_markers(path: Path, content: str) -> bytes:
-    """The page with `content` in the place of what lies between its markers.
+def short_markdown(result: Result) -> str:
+    """One table of the measures that most readers ask for."""
+    measures = [m for m in result.measures if m.key.startswith(SHORT)]
+    return _piped(_rows(result, measures))
 
-    Raises InvalidArgument where it has no markers.
+
+def filled(path: Path, result: Result | None) -> bytes:
+    """The page with tables in the place of what lies between its markers, of either kind.
+
+    result: None to see only whether it has markers. Raises InvalidArgument where it has none.
     """
     page = path.read_text(encoding="utf-8")
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
+    kinds = ((BEGIN, END, markdown), (BEGIN_SHORT, END_SHORT, short_markdown))
+    present = [kind for kind in kinds if kind[0] in page and kind[1] in page]
+    if not present:
         raise InvalidArgument(f"{path} has no lines {BEGIN} and {END} to write between")
-    return f"{before}{BEGIN}\n\n{content}\n\n{END}{after}".encode()
+    if result is None:
+        return page.encode()
+    for begin, end, draw in present:
+        before, _, rest = page.partition(begin)
+        page = f"{before}{begin}\n\n{draw(result)}\n\n{end}{rest.partition(end)[2]}"
+    return page.encode()
 
 
 def _page(
@@ -65,7 +85,7 @@ def _page(
     if result.ended != "whole":
         sections.append(f"Not all of it was measured: {result.ended}.")
     for part in PARTS:
-        rows = _rows(result, part)
+        rows = _rows(result, [m for m in result.measures if m.part == part])
         if len(rows) > 1:
             sections.append(f"{heading(NAMES[part])}\n{draw(rows)}")
     left_out = "\n".join(f"- {line}" for line in result.skipped)
@@ -74,9 +94,8 @@ def _page(
     return "\n\n".join(sections)
 
 
-def _rows(result: Result, part: str) -> list[list[str]]:
+def _rows(result: Result, measures: list[Measure]) -> list[list[str]]:
     """The head first. A column for each peer, then one for each ratio."""
-    measures = [m for m in result.measures if m.part == part]
     keys = {m.key for m in measures}
     readings = [each for each in result.readings if each.measure in keys]
     peers = [p for p in peers_of(result) if any(e.variant.partition(" ")[0] == p for e in readings)]

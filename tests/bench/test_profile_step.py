@@ -1,0 +1,37 @@
+"""Where a step's time is said to go."""
+
+import pytest
+from packed_model import packed_model, spec_of
+
+from kvkeep.bench.profile_step import profile_step, table
+from kvkeep.compiled.library import PHASES, library
+
+PROMPT = [(i * 7) % 250 + 1 for i in range(300)]
+
+
+@pytest.mark.skipif(library() is None, reason="no compiled kernels here")
+def test_the_kernels_phases_make_up_the_step() -> None:
+    model, told = packed_model(spec_of(), 4), []
+    profile = profile_step(model, PROMPT, 200, 10, told.append)
+    assert sum(told) == 10
+    assert profile.context == 200
+    assert [share.name for share in profile.shares] == [*PHASES, "head", "everything else"]
+    assert all(share.seconds >= 0 for share in profile.shares)
+    inside = sum(share.seconds for share in profile.shares[:-1])
+    assert 0 < inside <= 1.5 * profile.seconds  # phases are means, the step is a median
+    read = {share.name: share.bytes for share in profile.shares}
+    compiled = model.decoder.compiled
+    assert compiled is not None
+    parts = ("projections", "output", "mlp", "head")
+    assert sum(read[name] or 0 for name in parts) == sum(compiled.matrix_bytes().values())
+    assert (read["attention"] or 0) >= 210 * 2 * 3 * 2 * 64 * 2  # cells, layers, heads, dims
+    assert compiled.seconds is None
+    assert "after 200 tokens" in table([profile])
+
+
+def test_without_kernels_the_operators_are_named() -> None:
+    model = packed_model(spec_of(), None)
+    model.decoder.compiled = None
+    profile = profile_step(model, PROMPT, 50, 5, lambda count: None)
+    assert any("mm" in share.name for share in profile.shares)
+    assert "µs" in table([profile])
