@@ -22,6 +22,7 @@ from kvkeep.bench.prefill import Spread
 from kvkeep.bench.progress import bar
 from kvkeep.errors import InvalidArgument
 from kvkeep.model import DTYPES
+from kvkeep.models.packed import WEIGHTS
 from kvkeep.models.source import DEFAULT_MODEL
 
 OWN = 8  # tokens of its own that each branch is fed after the prompt
@@ -149,6 +150,12 @@ def table(summary: Summary) -> str:
 @click.option("--rounds", default=5, type=click.IntRange(1), help="Measurements of each way.")
 @click.option("--model", "name", default=DEFAULT_MODEL, help="As for `kvkeep generate`.")
 @click.option("--dtype", default="bfloat16", type=click.Choice(list(DTYPES)))
+@click.option(
+    "--weights",
+    type=click.Choice(WEIGHTS),
+    show_default="as the file has them",
+    help="What is read of the model for each token.",
+)
 @out_option
 def branches(
     count: int,
@@ -157,11 +164,12 @@ def branches(
     rounds: int,
     name: str,
     dtype: str,
+    weights: str | None,
     out: Path | None,
 ) -> None:
     """Fork one prompt and let the forks write: in a group, and one after another."""
     check_outputs(out)
-    model = load_model(name, dtype=dtype, progress=True)
+    model = load_model(name, dtype=dtype, weights=weights, progress=True)
     ids = model.text.encode(manual_text())
     if prompt_tokens + count * OWN > len(ids):
         raise InvalidArgument(f"the text has {len(ids)} tokens: fewer branches or a shorter prompt")
@@ -185,6 +193,7 @@ def branches(
             "settings": {
                 "model": name,
                 "dtype": dtype,
+                "weights": model.weights,
                 "policy": "sliding",
                 "prompt_tokens": prompt_tokens,
                 "own_tokens": OWN,

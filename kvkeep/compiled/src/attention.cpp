@@ -121,7 +121,8 @@ void attend_some(const Packed<kDim>& block, float scale, Row* rows, const Ahead&
   int cells = 0;
   for (int i = 0; i < kCount; ++i) {
     const bool whole = rows[i].begin == 0 && rows[i].end == kCells && !rows[i].bias;
-    shares.less[i] = (whole ? soften<true> : soften<false>)(rows[i], scale, scores.of[i], shares.of[i]);
+    const auto how = whole ? soften<true> : soften<false>;
+    shares.less[i] = how(rows[i], scale, scores.of[i], shares.of[i]);
     cells = std::max(cells, rows[i].end);
   }
   gather<kDim, kCount>(block, rows, shares, (std::min(cells, kCells) + 1) / 2, ahead);
@@ -162,17 +163,23 @@ void pack(const Bf16* keys, long key_stride, const Bf16* values, long value_stri
 
 template <int kDim>
 void attend(const Packed<kDim>& block, float scale, Row* rows, int count, const Ahead& ahead) {
-  Ahead once = ahead;
-  for (; count >= kRows; rows += kRows, count -= kRows) {
-    attend_some<kDim, kRows>(block, scale, rows, once);
-    once.cells = 0;
+  // Each pass over the block asks for a part of what comes next.
+  const int passes = (count + kRows - 1) / kRows;
+  const int cells = (ahead.cells + passes - 1) / std::max(passes, 1);
+  Ahead some = ahead;
+  some.cells = std::min(cells, ahead.cells);
+  for (int left = ahead.cells; count >= kRows; rows += kRows, count -= kRows) {
+    attend_some<kDim, kRows>(block, scale, rows, some);
+    some.keys += cells * some.key_stride, some.values += cells * some.value_stride;
+    left -= some.cells;
+    some.cells = std::min(cells, left);
   }
   switch (count) {
-    case 1: return attend_some<kDim, 1>(block, scale, rows, once);
-    case 2: return attend_some<kDim, 2>(block, scale, rows, once);
-    case 3: return attend_some<kDim, 3>(block, scale, rows, once);
-    case 4: return attend_some<kDim, 4>(block, scale, rows, once);
-    case 5: return attend_some<kDim, 5>(block, scale, rows, once);
+    case 1: return attend_some<kDim, 1>(block, scale, rows, some);
+    case 2: return attend_some<kDim, 2>(block, scale, rows, some);
+    case 3: return attend_some<kDim, 3>(block, scale, rows, some);
+    case 4: return attend_some<kDim, 4>(block, scale, rows, some);
+    case 5: return attend_some<kDim, 5>(block, scale, rows, some);
     default: return;
   }
 }

@@ -18,8 +18,8 @@ struct Packed {
   alignas(64) std::uint32_t values[kCells / 2][kDim];
 };
 
-// What a row has found so far: `sum` of 2 to the power of its scores less `most`, which are in powers
-// of 2, and values weighted by these.
+// What a row has found so far: `sum` of 2 to the power of its scores less `most`, and values
+// weighted by these powers.
 struct Found {
   float most = kNothing;
   float sum = 0.f;

@@ -89,8 +89,8 @@ class ChunkRun {
   }
 
   void pack_block(int block, int head) {
-    const int p =
-        static_cast<int>(std::upper_bound(first_.begin(), first_.end(), block) - first_.begin()) - 1;
+    const auto after = std::upper_bound(first_.begin(), first_.end(), block);
+    const int p = static_cast<int>(after - first_.begin()) - 1;
     const Part& part = chunk_.part[p];
     const long cell = long(block - first_[p]) * kCells;
     pack<kDim>(part.keys + head * part.key_head + cell * part.key_cell, part.key_cell,

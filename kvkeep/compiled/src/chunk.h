@@ -21,7 +21,8 @@ struct Part {
 
 // q: [tokens, heads, head_dim], k and v: [tokens, kv_heads, head_dim], all dense and unrotated.
 // angles: [rotations, tokens, head_dim], cosines and sines; rotation 0 is that of the new cells.
-// new_keys, new_values: [kv_heads, tokens, head_dim], where they go. out: [tokens, heads * head_dim].
+// new_keys, new_values: [kv_heads, tokens, head_dim], where they go.
+// out: [tokens, heads * head_dim].
 struct Chunk {
   std::int32_t tokens, heads, kv_heads, head_dim, rotations, parts, threads;
   float scale;

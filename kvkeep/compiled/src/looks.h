@@ -1,0 +1,156 @@
+// What the sequences of a step see: attention over all their sights, in pieces that threads share.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <vector>
+
+#include "attention.h"
+#include "buffer.h"
+#include "decode.h"
+
+namespace kvkeep {
+
+constexpr int kChunk = 256;  // cells that one thread takes at a time, counted from slot 0
+
+template <int kDim>
+class Looks {
+ public:
+  Looks(const Model& model, const Step& step)
+      : step_(step),
+        heads_(model.heads),
+        groups_(model.heads / model.kv_heads),
+        scale_(model.scale),
+        rotated_(std::size_t(step.looks) * model.heads * kDim) {
+    for (int s = 0; s < step.sights; ++s) {
+      const Sight& sight = step.sight[s];
+      const int begin = sight.first / kChunk;
+      const int end = (sight.first + sight.cells + kChunk - 1) / kChunk;
+      first_found_.push_back(found_count_);
+      chunks_.push_back(end - begin);
+      for (int head = 0; head < model.kv_heads; ++head)
+        for (int chunk = begin; chunk < end; ++chunk) units_.push_back({s, chunk, head});
+      found_count_ += std::size_t(end - begin) * sight.looks * model.heads;
+    }
+    found_ = std::make_unique<Buffer<Found>>(found_count_);
+    out_ = std::make_unique<Buffer<float>>(found_count_ * kDim);
+    looker_.resize(step.sights);
+    for (int i = 0, look = 0; i < step.sequences; ++i)
+      for (int j = 0; j < step.sequence[i].looks; ++j, ++look) {
+        sequence_of_.push_back(i);
+        auto& lookers = looker_[step.look[look].sight];
+        lookers.resize(step.sight[step.look[look].sight].looks);
+        lookers[step.look[look].index] = look;
+      }
+  }
+
+  int units() const { return static_cast<int>(units_.size()); }
+  int sequence_of(int look) const { return sequence_of_[look]; }
+
+  // Where a look's query of one head goes, rotated.
+  Bf16* query(int look, int head) const {
+    return rotated_.get() + (std::size_t(look) * heads_ + head) * kDim;
+  }
+
+  // All queries that see a chunk of cells of one KV head. unit: which of `units()`.
+  void look(int layer, int u) {
+    const Unit& unit = units_[u];
+    static thread_local Packed<kDim> block;
+    static thread_local std::vector<Row> rows;
+    const Sight& sight = step_.sight[unit.sight];
+    const int first = std::max(sight.first, unit.chunk * kChunk);
+    const int end = std::min(sight.first + sight.cells, (unit.chunk + 1) * kChunk);
+    rows.clear();
+    for (int index = 0; index < sight.looks; ++index)
+      for (int g = 0; g < groups_; ++g) {
+        const int head = unit.head * groups_ + g;
+        const std::size_t at = found_at(unit.sight, index, unit.chunk, head);
+        float* out = out_->get() + at * kDim;
+        (*found_)[at] = Found{};
+        std::fill_n(out, kDim, 0.f);
+        const int look = looker_[unit.sight][index];
+        rows.push_back({query(look, head), nullptr, 0, 0, found_->get() + at, out});
+      }
+    const Strides& k = sight.key_strides;
+    const Strides& v = sight.value_strides;
+    const Bf16* keys = sight.keys + layer * k.layer + unit.head * k.head;
+    const Bf16* values = sight.values + layer * v.layer + unit.head * v.head;
+    // Blocks begin at multiples of their size, whichever cells are looked at: sums then come out
+    // the same to the last bit, whoever else looks.
+    for (int slot = first / kCells * kCells; slot < end; slot += kCells) {
+      const int from = std::max(first - slot, 0), upto = std::min(kCells, end - slot);
+      pack<kDim>(keys + slot * k.cell, k.cell, values + slot * v.cell, v.cell, from, upto, block);
+      for (std::size_t r = 0; r < rows.size(); ++r) {
+        rows[r].begin = from, rows[r].end = upto;
+        if (sight.bias)
+          rows[r].bias =
+              sight.bias + static_cast<long>(r / groups_) * sight.cells + slot - sight.first;
+      }
+      const int next = slot + kCells;
+      const Ahead ahead{keys + next * k.cell, values + next * v.cell, k.cell, v.cell,
+                        std::clamp(sight.first + sight.cells - next, 0, kCells)};
+      attend<kDim>(block, scale_, rows.data(), static_cast<int>(rows.size()), ahead);
+    }
+  }
+
+  // What a sequence's looks found, as one softmax. to: [heads, head_dim].
+  void add_up(int i, Bf16* to) const {
+    int begin = 0;
+    for (int before = 0; before < i; ++before) begin += step_.sequence[before].looks;
+    const int end = begin + step_.sequence[i].looks;
+    for (int head = 0; head < heads_; ++head) {
+      float most = kNothing;
+      const auto each = [&](auto visit) {
+        for (int l = begin; l < end; ++l) {
+          const Look& look = step_.look[l];
+          const int from = step_.sight[look.sight].first / kChunk;
+          for (int chunk = from; chunk < from + chunks_[look.sight]; ++chunk) {
+            const std::size_t at = found_at(look.sight, look.index, chunk, head);
+            if ((*found_)[at].sum > 0.f) visit((*found_)[at], out_->get() + at * kDim);
+          }
+        }
+      };
+      each([&](const Found& found, const float*) { most = std::max(most, found.most); });
+      float total = 0.f;
+      __m512 sum[kDim / kLanes];
+      for (auto& lanes : sum) lanes = _mm512_setzero_ps();
+      each([&](const Found& found, const float* out) {
+        const float share = std::exp2(found.most - most);
+        total += share * found.sum;
+        for (int d = 0; d < kDim / kLanes; ++d)
+          sum[d] =
+              _mm512_fmadd_ps(_mm512_set1_ps(share), _mm512_loadu_ps(out + d * kLanes), sum[d]);
+      });
+      for (int d = 0; d < kDim / kLanes; ++d)
+        store_bf16(to + head * kDim + d * kLanes,
+                   _mm512_div_ps(sum[d], _mm512_set1_ps(total)));
+    }
+  }
+
+ private:
+  struct Unit {
+    int sight, chunk, head;
+  };
+
+  // Where what a look found in a chunk lies.
+  std::size_t found_at(int sight, int index, int chunk, int head) const {
+    const int from = step_.sight[sight].first / kChunk;
+    return first_found_[sight] +
+           (std::size_t(index) * chunks_[sight] + (chunk - from)) * heads_ + head;
+  }
+
+  const Step& step_;
+  const int heads_, groups_;
+  const float scale_;
+  Buffer<Bf16> rotated_;
+  std::vector<Unit> units_;
+  std::vector<std::size_t> first_found_;       // of each sight
+  std::vector<int> chunks_, sequence_of_;      // of each sight, of each look
+  std::vector<std::vector<int>> looker_;       // of each sight, by the index within it
+  std::size_t found_count_ = 0;
+  std::unique_ptr<Buffer<Found>> found_;
+  std::unique_ptr<Buffer<float>> out_;
+};
+
+}  // namespace kvkeep

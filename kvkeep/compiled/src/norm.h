@@ -1,0 +1,24 @@
+#pragma once
+
+#include <cmath>
+
+#include "simd.h"
+
+namespace kvkeep {
+
+// RMSNorm (arXiv:1910.07467) of `size` values, a multiple of 16. `to(i, values)` takes
+// those from i on, 16 at a time.
+template <typename To>
+void norm(const float* x, const Bf16* weight, float eps, int size, To to) {
+  __m512 squares = _mm512_setzero_ps();
+  for (int i = 0; i < size; i += kLanes) {
+    const __m512 value = _mm512_loadu_ps(x + i);
+    squares = _mm512_fmadd_ps(value, value, squares);
+  }
+  const __m512 factor =
+      _mm512_set1_ps(1.f / std::sqrt(_mm512_reduce_add_ps(squares) / size + eps));
+  for (int i = 0; i < size; i += kLanes)
+    to(i, _mm512_mul_ps(_mm512_mul_ps(_mm512_loadu_ps(x + i), factor), load_bf16(weight + i)));
+}
+
+}  // namespace kvkeep
