@@ -1,5 +1,6 @@
 """Fixtures that several packages' tests share."""
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,11 @@ import pytest
 from kvkeep.model import Model, load_model
 from kvkeep.models.known import KNOWN, fetch
 from kvkeep.models.source import DEFAULT_MODEL, pull
+
+# A shell without job control starts background jobs deaf to Ctrl-C, and so would be the processes
+# that tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
