@@ -235,7 +235,7 @@ class DenseMemory:
     def _evaluate(self, token: Token, seen: list[Token]) -> Tensor:
         """The hidden state of a token that is the last of those it sees."""
         self._seen = seen
-        return self.decoder.hidden(torch.tensor([token.id]), self)  # type: ignore[arg-type]
+        return self.decoder.forward(torch.tensor([token.id]), self)  # type: ignore[arg-type]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self._seen[-1].keys.append(k[0])

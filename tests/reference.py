@@ -53,7 +53,7 @@ def streaming_logits(
     """`[last, vocab]`: logits for the last tokens, everything evaluated token by token."""
     cache = NaiveStreamingCache(decoder, max_kv_size, keep)
     hidden = [
-        decoder.hidden(torch.tensor([token]), cache)  # type: ignore[arg-type]
+        decoder.forward(torch.tensor([token]), cache)  # type: ignore[arg-type]
         for token in tokens
     ]
     return decoder.logits(torch.cat(hidden[-last:]))

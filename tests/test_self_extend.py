@@ -59,7 +59,7 @@ class TwoAttentions:
 @torch.inference_mode()
 def expected_logits(decoder: Decoder, tokens: list[int], group: int, window: int) -> Tensor:
     cache = TwoAttentions(decoder.spec, group, window)
-    hidden = [decoder.hidden(torch.tensor([t]), cache) for t in tokens]  # type: ignore[arg-type]
+    hidden = [decoder.forward(torch.tensor([t]), cache) for t in tokens]  # type: ignore[arg-type]
     return decoder.logits(torch.cat(hidden))
 
 
