@@ -11,7 +11,7 @@ from kvkeep.capture import revive
 from kvkeep.compiled.decoder import can_decode
 from kvkeep.errors import InvalidArgument
 from kvkeep.models.config import read_spec
-from kvkeep.models.llama import Decoder
+from kvkeep.models.llama import Decoder, cell_layout
 from kvkeep.models.packed import WEIGHTS, Weights, find_packed, stored
 from kvkeep.models.packing import PackedMatrix
 from kvkeep.models.source import DEFAULT_MODEL, resolve
@@ -163,7 +163,7 @@ def _packed(
         raise InvalidArgument(f"weights must be one of {', '.join(WEIGHTS)}; found {weights!r}")
     if chosen == "bf16":
         return {}
-    if not can_decode(spec, Decoder(spec, tensors).new_cache().layout):
+    if not can_decode(spec, cell_layout(spec, tensors)):
         if weights is None:
             return {}
         raise InvalidArgument(

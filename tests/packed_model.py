@@ -46,12 +46,10 @@ def spec_of(head_dim: int = 64, family: str = "llama") -> ModelSpec:
 def packed_model(spec: ModelSpec, bits: Bits | None, seed: int = 0) -> Model:
     """bits: of all matrices, whose values the bfloat16 tensors have, too; None for bfloat16."""
     random = torch.Generator().manual_seed(seed)
-    tensors = {
-        name: 1 + torch.randn(shape, generator=random) * (0.1 if len(shape) == 1 else 0)
-        if len(shape) == 1
-        else torch.randn(shape, generator=random) * 0.15
-        for name, shape in tensor_shapes(spec).items()
-    }
+    tensors = {}
+    for name, shape in tensor_shapes(spec).items():
+        drawn = torch.randn(shape, generator=random)
+        tensors[name] = 1 + 0.1 * drawn if len(shape) == 1 else 0.15 * drawn
     matrices_packed: dict[str, PackedMatrix] = {}
     if bits is not None:
         for name in matrices(spec):

@@ -107,9 +107,8 @@ class Decoder:
 
     def new_cache(self) -> KVCache:
         """An empty cache for this model's cells."""
-        spec, weight = self.spec, self.embedding
-        layout = Layout(spec.layers, spec.kv_heads, spec.head_dim, weight.dtype, weight.device)
-        rope = Rope(spec.rope.inverse_frequencies, weight.device)
+        spec, layout = self.spec, cell_layout(self.spec, self.tensors)
+        rope = Rope(spec.rope.inverse_frequencies, layout.device)
         return KVCache(layout, rope, spec.rope.attention_scaling**2 / math.sqrt(spec.head_dim))
 
     def hidden(self, tokens: Tensor, cache: Remembers) -> Tensor:
@@ -146,6 +145,12 @@ class Decoder:
         if self.compiled is not None:
             return self.compiled.logits(hidden)
         return self.head(hidden).float()
+
+
+def cell_layout(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> Layout:
+    """Cells are of the weights' dtype, and where the weights are."""
+    weight = tensors["model.embed_tokens.weight"]
+    return Layout(spec.layers, spec.kv_heads, spec.head_dim, weight.dtype, weight.device)
 
 
 def _layer(spec: ModelSpec, tensors: Mapping[str, Tensor], index: int) -> Layer:
