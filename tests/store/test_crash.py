@@ -7,6 +7,7 @@ import resource
 import signal
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -65,14 +66,20 @@ def killed_while_saving(folder: Path, two: list[Snapshot], rounds: int) -> tuple
     path, draw, interrupted, found = folder / "a.kvkeep", random.Random(5), 0, set[int]()
     two[0].save(path)
 
-    def work() -> None:
+    def saving(under_way: int) -> None:
+        two[1].save(path)
+        os.write(under_way, b"!")
         while True:
-            two[1].save(path)
             two[0].save(path)
+            two[1].save(path)
 
     for _ in range(rounds):
-        child = in_a_child(work)
-        time.sleep(draw.uniform(0.002, 0.03))
+        reading, writing = os.pipe()
+        child = in_a_child(partial(saving, writing))
+        os.close(writing)
+        with open(reading, "rb", buffering=0) as pipe:
+            assert pipe.read(1) == b"!"  # a child of a large process takes long to begin
+        time.sleep(draw.uniform(0, 0.03))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         interrupted += bool(strays(folder))
@@ -86,7 +93,7 @@ def test_a_saving_process_killed_30_times_leaves_a_whole_file(
     tmp_path: Path, two: list[Snapshot]
 ) -> None:
     interrupted, _ = killed_while_saving(tmp_path, two, 30)
-    assert interrupted >= 10
+    assert interrupted >= 10, interrupted
 
 
 @pytest.mark.slow
