@@ -1,12 +1,16 @@
-"""A picture of a perplexity measurement: what it knew, and what that took."""
+"""Pictures: which can be drawn, and that of a perplexity measurement."""
 
 import importlib.util
 import io
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvkeep.errors import InvalidArgument
 from kvkeep.evaluate.perplexity import RECENT, PerplexityPoint
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 FORMATS = (".png", ".svg", ".pdf")
 
@@ -23,11 +27,9 @@ def check_plottable(path: Path) -> None:
 
 def draw_perplexity(points: Sequence[PerplexityPoint], title: str, suffix: str) -> bytes:
     """The picture as a file's content: perplexity above, memory below, over tokens."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 6), layout="constrained")
-    FigureCanvasAgg(figure)
     above, below = figure.subplots(2, 1, sharex=True)
     tokens = [point.tokens for point in points]
     figure.suptitle(title)
@@ -49,7 +51,11 @@ def draw_perplexity(points: Sequence[PerplexityPoint], title: str, suffix: str) 
     cells.set_ylabel("cells")
     cells.set_ylim(bottom=0)
     below.legend(handles=[*below.lines, *cells.lines], loc="lower right")
+    return picture(figure, suffix)
 
+
+def picture(figure: "Figure", suffix: str) -> bytes:
+    """A figure as the content of a file with this ending."""
     content = io.BytesIO()
     figure.savefig(content, format=suffix.lstrip(".").lower(), dpi=120)
     return content.getvalue()

@@ -8,6 +8,7 @@ from kvkeep.bench.compare.results import Measure, Result
 from kvkeep.bench.compare.summary import OURS, best, peers_of, ratio
 from kvkeep.bench.prefill import Spread
 from kvkeep.errors import InvalidArgument
+from kvkeep.evaluate.markdown import has_place, piped, put
 
 BEGIN = "<!-- kvkeep bench: begin -->"
 END = "<!-- kvkeep bench: end -->"
@@ -48,14 +49,14 @@ def markdown(result: Result) -> str:
     versions = "\n".join(
         f"- {label}: {about['version']}; {about['how']}" for label, about in result.about.items()
     )
-    page = _page(result, _piped, heading=lambda words: f"### {words}\n")
+    page = _page(result, piped, heading=lambda words: f"### {words}\n")
     return "\n\n".join(each for each in (described, versions, page) if each)
 
 
 def short_markdown(result: Result) -> str:
     """One table of the measures that most readers ask for."""
     measures = [m for m in result.measures if m.key.startswith(SHORT)]
-    return _piped(_rows(result, measures))
+    return piped(_rows(result, measures))
 
 
 def filled(path: Path, result: Result | None) -> bytes:
@@ -65,14 +66,13 @@ def filled(path: Path, result: Result | None) -> bytes:
     """
     page = path.read_text(encoding="utf-8")
     kinds = ((BEGIN, END, markdown), (BEGIN_SHORT, END_SHORT, short_markdown))
-    present = [kind for kind in kinds if kind[0] in page and kind[1] in page]
+    present = [kind for kind in kinds if has_place(page, kind[0], kind[1])]
     if not present:
         raise InvalidArgument(f"{path} has no lines {BEGIN} and {END} to write between")
     if result is None:
         return page.encode()
     for begin, end, draw in present:
-        before, _, rest = page.partition(begin)
-        page = f"{before}{begin}\n\n{draw(result)}\n\n{end}{rest.partition(end)[2]}"
+        page = put(page, begin, end, draw(result))
     return page.encode()
 
 
@@ -152,8 +152,3 @@ def _aligned(rows: list[list[str]]) -> str:
         ).rstrip()
         for row in rows
     )
-
-
-def _piped(rows: list[list[str]]) -> str:
-    head, *body = [f"| {' | '.join(row)} |" for row in rows]
-    return "\n".join([head, f"|---|{'---:|' * (len(rows[0]) - 1)}", *body])

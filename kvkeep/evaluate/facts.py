@@ -1,0 +1,107 @@
+"""Made-up facts hidden in a text, and the questions that ask for them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Protocol
+
+from kvkeep.errors import InvalidArgument
+from kvkeep.evaluate.words import WORDS
+
+KEYS = ("number", "words")
+
+
+@dataclass(frozen=True)
+class Task:
+    """hidden: facts in the text. asked: the first so many of them are asked for."""
+
+    hidden: int
+    asked: int
+
+
+TASKS = {"single": Task(1, 1), "several": Task(4, 1), "second": Task(2, 2)}
+
+
+@dataclass(frozen=True)
+class Fact:
+    """sentence: what is hidden. question: ends where the answer begins. answer: the key."""
+
+    sentence: str
+    question: str
+    answer: str
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A text to read, and what is asked of it afterwards.
+
+    asked: in this order. position: of the first of them, among `places` where it could lie.
+    """
+
+    text: str
+    asked: tuple[Fact, ...]
+    position: int
+    places: int
+
+    @property
+    def depth(self) -> float:
+        """Of the first fact that is asked for, in percent of the text."""
+        return 100 * self.position / max(1, self.places - 1)
+
+
+class Samples(Protocol):
+    """An experiment: as many samples as one likes, the same ones each time."""
+
+    def sample(self, index: int) -> Sample: ...
+
+
+@dataclass(frozen=True)
+class Where:
+    """Where the first fact lies: at one place, at depths in turn (in percent), or anywhere."""
+
+    place: int | None = None
+    depths: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if wrong := [depth for depth in self.depths if not 0 <= depth <= 100]:
+            raise InvalidArgument(f"depths must be 0 to 100 percent; found {wrong[0]:g}")
+
+    def choose(self, index: int, places: int, random: Random) -> int:
+        if self.place is not None:
+            return self.place
+        if self.depths:
+            return round(self.depths[index % len(self.depths)] / 100 * (places - 1))
+        return random.randrange(places)
+
+
+ANYWHERE = Where()
+
+
+def random_of(seed: int, index: int) -> Random:
+    """For one sample, whatever other samples are drawn."""
+    return Random(f"{seed}/{index}")
+
+
+def draw_key(kind: str, random: Random) -> str:
+    """Five digits, or as "Chewy-Tiger-Amazon"."""
+    if kind == "number":
+        return str(random.randrange(10_000, 100_000))
+    return "-".join(random.sample(WORDS, 3))
+
+
+def check_kinds(task: str, keys: str) -> None:
+    """Raises InvalidArgument for a name that is none."""
+    for name, known in ((task, tuple(TASKS)), (keys, KEYS)):
+        if name not in known:
+            raise InvalidArgument(f"expected one of {', '.join(known)}; found {name!r}")
+
+
+def hide(
+    pieces: Sequence[str], facts: Sequence[Fact], asked: int, first: int, random: Random
+) -> Sample:
+    """Puts each fact before a piece of its own: the first before piece `first`."""
+    free = [place for place in range(len(pieces)) if place != first]
+    places = [first, *random.sample(free, len(facts) - 1)]
+    before = {place: fact.sentence for place, fact in zip(places, facts, strict=True)}
+    text = "".join(before.get(place, "") + piece for place, piece in enumerate(pieces))
+    return Sample(text, tuple(facts[:asked]), first, len(pieces))
