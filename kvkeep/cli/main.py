@@ -10,6 +10,10 @@ import click
 import kvkeep
 from kvkeep.cli.bench import bench
 from kvkeep.cli.chat import chat
+from kvkeep.cli.evaluate import evaluate
+from kvkeep.cli.evaluate.grid import grid
+from kvkeep.cli.evaluate.needle import needle
+from kvkeep.cli.evaluate.passkey import passkey
 from kvkeep.cli.generate import generate
 from kvkeep.cli.models import models
 from kvkeep.cli.perplexity import perplexity
@@ -81,7 +85,8 @@ def main(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-for _command in (generate, chat, sessions, why, perplexity, bench, models, pull):
+_EVALUATIONS = (perplexity, passkey, needle, grid)  # also without `evaluate` before them
+for _command in (generate, chat, sessions, why, *_EVALUATIONS, evaluate, bench, models, pull):
     main.add_command(_command)
 
 

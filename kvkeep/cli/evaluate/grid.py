@@ -1,0 +1,249 @@
+"""`kvkeep grid`: every method of compression at every ratio on every task."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvkeep.cli.evaluate.options import (
+    METHOD_NAMES,
+    RATIO,
+    ModelChoice,
+    listed,
+    model_options,
+    one_of,
+)
+from kvkeep.cli.options import collected, whole_number
+from kvkeep.cli.output_file import check_writable, write_whole
+from kvkeep.errors import InvalidArgument
+from kvkeep.evaluate.facts import Samples
+from kvkeep.evaluate.passkey import Passkey
+
+if TYPE_CHECKING:
+    from kvkeep.evaluate.grid import Grid
+
+TASKS = ("passkey-number", "passkey-words", "several", "second", "needle")
+
+
+@dataclass(frozen=True)
+class GridChoice:
+    """What is measured."""
+
+    methods: tuple[str, ...]
+    ratios: tuple[float, ...]
+    tasks: tuple[str, ...]
+    samples: int
+    junk: int
+    tokens: int
+    seed: int
+
+    def passkeys(self) -> dict[str, Samples]:
+        """The tasks that need no model to draw. Raises InvalidArgument for too little text."""
+        kinds = {
+            "passkey-number": ("number", "single"),
+            "passkey-words": ("words", "single"),
+            "several": ("number", "several"),
+            "second": ("number", "second"),
+        }
+        return {
+            name: Passkey(self.junk, *kinds[name], seed=self.seed)
+            for name in self.tasks
+            if name in kinds
+        }
+
+
+@dataclass(frozen=True)
+class GridFiles:
+    """What is read and written."""
+
+    earlier: tuple[Path, ...]
+    out: Path | None
+    resume: bool
+    plot: Path | None
+    page: Path | None
+
+    def check(self) -> None:
+        """Refuses before hours of work what could not be written after them."""
+        if self.earlier and (self.out or self.resume):
+            raise InvalidArgument("--from measures nothing: leave --out and --resume out")
+        if self.resume and self.out is None:
+            raise InvalidArgument("--resume goes on with the file of --out: name it")
+        if self.out is not None:
+            check_writable(self.out)
+            if self.out.is_file() and not self.resume:
+                raise InvalidArgument(
+                    f"{self.out} is there already: add --resume to go on with it, or name another"
+                )
+        if self.plot is not None:
+            from kvkeep.evaluate.plot import check_plottable
+
+            check_plottable(self.plot)
+            check_writable(self.plot)
+        if self.page is not None:
+            from kvkeep.evaluate.grid_table import filled
+
+            check_writable(self.page)
+            filled(self.page, None)
+
+
+_CHOICE = [
+    click.option(
+        "--methods",
+        metavar="NAME,...",
+        type=listed(one_of(*METHOD_NAMES)),
+        default=",".join(METHOD_NAMES),
+        show_default="all",
+        help=f"Of {', '.join(METHOD_NAMES)}.",
+    ),
+    click.option(
+        "--ratios",
+        metavar="X,...",
+        type=listed(RATIO),
+        default="2,4,8",
+        help="To how many times fewer cells.",
+    ),
+    click.option(
+        "--tasks",
+        metavar="NAME,...",
+        type=listed(one_of(*TASKS)),
+        default=",".join(TASKS),
+        show_default="all",
+        help=f"Of {', '.join(TASKS)}.",
+    ),
+    click.option(
+        "--samples", metavar="N", type=whole_number(1), default=40, help="Texts of each task."
+    ),
+    click.option(
+        "--junk",
+        metavar="N",
+        type=whole_number(1),
+        default=250,
+        help="Repetitions of the text that hides pass keys.",
+    ),
+    click.option(
+        "--tokens",
+        metavar="N",
+        type=whole_number(16),
+        default=4000,
+        help="Of the text that hides needles, about.",
+    ),
+    click.option(
+        "--seed", metavar="N", type=whole_number(0), default=0, help="Same seed, same texts."
+    ),
+]
+
+_FILES = [
+    click.option(
+        "--from",
+        "earlier",
+        metavar="FILE.json",
+        type=click.Path(path_type=Path, exists=True, dir_okay=False),
+        multiple=True,
+        help="Measure nothing: show what --out wrote. Repeatable: all of them together.",
+    ),
+    click.option(
+        "--out",
+        metavar="FILE.json",
+        type=click.Path(path_type=Path),
+        help="Write every reading there, after each sample.",
+    ),
+    click.option("--resume", is_flag=True, help="Go on with what is in --out, if it is there."),
+    click.option(
+        "--plot",
+        metavar="FILE.png",
+        type=click.Path(path_type=Path),
+        help="Draw a panel for each task, a line for each method.",
+    ),
+    click.option(
+        "--into",
+        "page",
+        metavar="FILE.md",
+        type=click.Path(path_type=Path, exists=True, dir_okay=False),
+        help="Write the tables between this page's markers.",
+    ),
+]
+
+
+@click.command(short_help="Measure all methods of compression on all tasks.")
+@collected(GridChoice, "plan", _CHOICE)
+@collected(GridFiles, "files", _FILES)
+@model_options()
+@click.option("--no-progress", is_flag=True, help="No progress bars.")
+def grid(plan: GridChoice, files: GridFiles, choice: ModelChoice, no_progress: bool) -> None:
+    """Measure every method of compression at every ratio on every task.
+
+    Each text is read once; every method compresses a copy of that memory and is asked afterwards.
+    The tables give the share found and the log-probability of a token of the key. Ctrl-C ends it
+    with what was measured; --resume goes on.
+    """
+    files.check()
+    if files.earlier:
+        found = _joined(files.earlier)
+        _show(found, files)
+        return
+    passkeys = plan.passkeys()
+
+    from kvkeep.cli.evaluate.gridding import measure_grid
+
+    model = choice.load(not no_progress)
+    about = _about(plan, choice, model.name)
+    found = _opened(files, about)
+    try:
+        measure_grid(model, found, plan, passkeys, choice, files.out, not no_progress)
+    finally:
+        if found.readings:
+            _show(found, files)
+
+
+def _about(plan: GridChoice, choice: ModelChoice, model: str) -> dict[str, Any]:
+    """What all readings of a file have in common."""
+    return {
+        "model": model,
+        "dtype": choice.dtype,
+        "weights": choice.weights,
+        "calibration": choice.calibration.name if choice.calibration else None,
+        "junk": plan.junk,
+        "tokens": plan.tokens,
+    }
+
+
+def _opened(files: GridFiles, about: dict[str, Any]) -> "Grid":
+    from kvkeep.evaluate.grid import Grid
+
+    if files.out is None or not files.out.is_file():
+        return Grid(about)
+    found = _read(files.out)
+    found.require_same(about)
+    return found
+
+
+def _joined(paths: tuple[Path, ...]) -> "Grid":
+    first, *others = [_read(path) for path in paths]
+    for other in others:
+        first.join(other)
+    return first
+
+
+def _read(path: Path) -> "Grid":
+    from kvkeep.evaluate.grid import Grid
+
+    try:
+        return Grid.from_json(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InvalidArgument(f"{path} is not a result of `kvkeep grid --out`") from error
+
+
+def _show(found: "Grid", files: GridFiles) -> None:
+    from kvkeep.evaluate.grid_plot import draw_grid
+    from kvkeep.evaluate.grid_table import filled, grid_markdown
+
+    if not found.readings:
+        raise InvalidArgument("there is nothing in it to show: no reading was made yet")
+    if files.plot is not None:
+        write_whole(files.plot, draw_grid(found, files.plot.suffix))
+    if files.page is not None:
+        write_whole(files.page, filled(files.page, found))
+    else:
+        click.echo(grid_markdown(found))

@@ -1,0 +1,261 @@
+"""Options that the measurements of recall share."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from kvkeep.cli.memory import DTYPE_NAMES, WEIGHT_NAMES, Memory
+from kvkeep.cli.options import Decorator, collected, whole_number
+from kvkeep.cli.output_file import check_writable
+from kvkeep.evaluate.facts import KEYS, TASKS, Where
+from kvkeep.models.source import DEFAULT_MODEL
+
+if TYPE_CHECKING:
+    from kvkeep import Model
+    from kvkeep.calibration import Calibration
+
+# Written out, because the modules that define them import torch, and help must open at once.
+METHOD_NAMES = (
+    "fitted",
+    "random",
+    "knorm",
+    "keydiff",
+    "expected_attention",
+    "snapkv",
+    "h2o",
+    "tova",
+    "average",
+    "sum",
+    "pick_heads",
+)
+BEST = METHOD_NAMES[0]
+
+
+def listed(read: Callable[[str], object]) -> Callable[[str], tuple[object, ...]]:
+    """A type for options: values with commas between them, each once."""
+
+    def read_all(value: str) -> tuple[object, ...]:
+        return tuple(dict.fromkeys(read(part.strip()) for part in value.split(",")))
+
+    return read_all
+
+
+def one_of(*names: str) -> Callable[[str], str]:
+    """A type for the values of a list."""
+
+    def read(value: str) -> str:
+        if value not in names:
+            raise click.BadParameter(f"expected names of {', '.join(names)}; found {value!r}")
+        return value
+
+    return read
+
+
+def number(least: float, most: float = math.inf) -> Callable[[str], float]:
+    """A type for options: a number in a range."""
+
+    def read(value: str) -> float:
+        try:
+            found = float(value)
+        except ValueError:
+            raise click.BadParameter(f"expected a number, found {value!r}") from None
+        if not least <= found <= most or math.isinf(found):
+            end = "or more" if math.isinf(most) else f"to {most:g}"
+            raise click.BadParameter(f"expected {least:g} {end}, found {value}")
+        return found
+
+    return read
+
+
+RATIO = number(1)
+
+
+@dataclass(frozen=True)
+class ModelChoice:
+    """Which model answers. calibration: a file made for it."""
+
+    model: str
+    dtype: str
+    device: str
+    weights: str | None
+    prefill_step: int
+    calibration: Path | None
+
+    def load(self, progress: bool) -> "Model":
+        memory = Memory(
+            *(self.model, self.dtype, self.device),
+            max_kv_size=None,
+            keep=None,
+            policy="full",
+            discard=None,
+            group=None,
+            window=None,
+            prefill_step=self.prefill_step,
+            weights=self.weights,
+        )
+        return memory.load(progress)
+
+    def calibrated(self, model: "Model") -> "Calibration | None":
+        if self.calibration is None:
+            return None
+        from kvkeep.calibration import load_calibration
+
+        return load_calibration(self.calibration, model)
+
+
+@dataclass(frozen=True)
+class RecallChoice:
+    """What is hidden where, and how memory is compressed before it is asked for.
+
+    depths: None for anywhere. samples, ratio: None where the command decides.
+    """
+
+    task: str
+    keys: str
+    depths: tuple[float, ...] | None
+    samples: int | None
+    seed: int
+    method: str
+    ratio: float | None
+    streaming: bool
+    max_kv_size: int | None
+    plot: Path | None
+
+    def check(self) -> None:
+        """Refuses what can be refused without the model."""
+        if self.max_kv_size is not None and not self.streaming:
+            raise click.UsageError(
+                "--max-kv-size bounds a memory that is compressed while it reads: "
+                "add --streaming, or leave it out"
+            )
+        if self.plot is not None:
+            from kvkeep.evaluate.plot import check_plottable
+
+            check_plottable(self.plot)
+            check_writable(self.plot)
+
+    @property
+    def count(self) -> int:
+        """Samples to measure: one for each depth, unless a number was asked for."""
+        return self.samples or len(self.depths or (0,))
+
+    def where(self, place: int | None = None) -> Where:
+        """place: overrides the depths."""
+        return Where(place, self.depths or ())
+
+
+def model_options() -> Decorator:
+    return collected(
+        ModelChoice,
+        "choice",
+        [
+            click.option(
+                "-m", "--model", metavar="NAME", default=DEFAULT_MODEL, help="As for generate."
+            ),
+            click.option(
+                "--dtype",
+                type=click.Choice(DTYPE_NAMES),
+                default=DTYPE_NAMES[0],
+                help="Of weights and memory.",
+            ),
+            click.option("--device", metavar="NAME", default="cpu", help="Torch device."),
+            click.option(
+                "--weights",
+                type=click.Choice(WEIGHT_NAMES),
+                show_default="as the file has them",
+                help="What is read of the model for each token written.",
+            ),
+            click.option(
+                "--prefill-step",
+                metavar="N",
+                type=whole_number(1),
+                default=512,
+                help="Tokens evaluated at once.",
+            ),
+            click.option(
+                "--calibration",
+                metavar="FILE",
+                type=click.Path(path_type=Path, exists=True, dir_okay=False),
+                help="What was learned of this model for compressing.",
+            ),
+        ],
+    )
+
+
+def recall_options() -> Decorator:
+    return collected(
+        RecallChoice,
+        "asked",
+        [
+            click.option(
+                "--task",
+                type=click.Choice(tuple(TASKS)),
+                default="single",
+                help="One fact; several, one asked for; two, both asked of the same memory.",
+            ),
+            click.option(
+                "--keys",
+                type=click.Choice(KEYS),
+                default=KEYS[0],
+                help='Five digits, or words as in "Chewy-Tiger-Amazon".',
+            ),
+            click.option(
+                "--depths",
+                metavar="N,...",
+                type=listed(number(0, 100)),
+                show_default="random",
+                help="Where the fact lies, in percent of the text; samples take turns.",
+            ),
+            click.option(
+                "--samples",
+                metavar="N",
+                type=whole_number(1),
+                show_default="1, or one a depth",
+                help="Texts with other keys.",
+            ),
+            click.option(
+                "--seed", metavar="N", type=whole_number(0), default=0, help="Same seed, same keys."
+            ),
+            *_compression_options(),
+            click.option(
+                "--plot",
+                metavar="FILE.png",
+                type=click.Path(path_type=Path),
+                help="Draw how many are found at each depth.",
+            ),
+        ],
+    )
+
+
+def _compression_options() -> list[Decorator]:
+    return [
+        click.option(
+            "--method",
+            type=click.Choice(METHOD_NAMES),
+            default=BEST,
+            help="How memory is compressed.",
+        ),
+        click.option(
+            "--ratio",
+            metavar="X",
+            type=RATIO,
+            show_default="2",
+            help="To how many times fewer cells.",
+        ),
+        click.option(
+            "--streaming",
+            is_flag=True,
+            help="Compress while reading, rather than once after it.",
+        ),
+        click.option(
+            "--max-kv-size",
+            metavar="N",
+            type=whole_number(1),
+            show_default="length / ratio",
+            help="Of --streaming: most cells held.",
+        ),
+    ]

@@ -1,0 +1,61 @@
+"""`kvkeep passkey`: whether a key in a long text is still known when memory was compressed."""
+
+import click
+
+from kvkeep.cli.evaluate.options import (
+    ModelChoice,
+    RecallChoice,
+    model_options,
+    recall_options,
+)
+from kvkeep.cli.options import Output, output_options, whole_number
+from kvkeep.evaluate.passkey import Passkey
+
+
+@click.command(short_help="Hide a key in a long text, compress, ask for it.")
+@click.option(
+    "--junk",
+    metavar="N",
+    type=whole_number(1),
+    default=250,
+    help="Repetitions of the text that hides it.",
+)
+@click.option(
+    "--pos",
+    metavar="N",
+    type=whole_number(0),
+    show_default="as --depths",
+    help="Repetition that the key comes before.",
+)
+@click.option(
+    "--group",
+    metavar="N",
+    type=whole_number(1),
+    default=2,
+    help="Cells that become one, where --ratio is not given.",
+)
+@recall_options()
+@model_options()
+@output_options()
+def passkey(
+    junk: int,
+    pos: int | None,
+    group: int,
+    asked: RecallChoice,
+    choice: ModelChoice,
+    output: Output,
+) -> None:
+    """Hide a key in a long text, compress what was read, and ask for the key.
+
+    The text is that of llama.cpp's example of this name. The question comes after compression, so
+    that nothing can look ahead to it. The same text is also asked for the key uncompressed.
+    """
+    samples = Passkey(junk, asked.keys, asked.task, asked.where(pos), asked.seed)
+    asked.check()
+    output.check()
+
+    from kvkeep.cli.evaluate.recalling import Experiment, run_recall
+
+    model = choice.load(output.progress)
+    experiment = Experiment("passkey", samples, {"junk": junk, "pos": pos})
+    run_recall(experiment, model, choice, asked, asked.ratio or float(group), output)

@@ -1,0 +1,60 @@
+"""A grid as one picture: a panel for each task, a line for each method."""
+
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+from kvkeep.evaluate.grid import UNCOMPRESSED, Grid
+from kvkeep.evaluate.plot import picture
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Colours that stay apart for every kind of colour vision (Okabe and Ito, 2008).
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#666666")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+STYLES = ("-", "-.", ":")
+
+
+def draw_grid(grid: Grid, suffix: str) -> bytes:
+    """The picture as a file's content: the share found over the ratio; dashed: uncompressed."""
+    from matplotlib.figure import Figure
+
+    tasks = grid.tasks
+    figure = Figure(figsize=(3.2 * len(tasks) + 2, 4), layout="constrained")
+    panels = figure.subplots(1, len(tasks), sharey=True, squeeze=False)[0]
+    for axes, task in zip(panels, tasks, strict=True):
+        _draw_task(axes, grid, task)
+    panels[0].set_ylabel("found")
+    panels[0].set_ylim(-0.03, 1.03)
+    panels[0].yaxis.set_major_formatter("{x:.0%}")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right center", frameon=False)
+    return picture(figure, suffix)
+
+
+def _draw_task(axes: "Axes", grid: Grid, task: str) -> None:
+    for index, method in enumerate(grid.methods):
+        found = {ratio: grid.of(task, method, ratio) for ratio in grid.ratios}
+        ratios = [ratio for ratio, readings in found.items() if readings]
+        shares = [fmean(each.found for each in found[ratio]) for ratio in ratios]
+        again = index // len(COLOURS)  # how often all colours were used before
+        axes.plot(
+            *(ratios, shares),
+            color=COLOURS[index % len(COLOURS)],
+            marker=MARKERS[(index + again) % len(MARKERS)],
+            ls=STYLES[again % len(STYLES)],
+            ms=5,
+            lw=1.5,
+            alpha=0.85,
+            label=method,
+        )
+    whole = [each.found for each in grid.of(task, UNCOMPRESSED, 1)]
+    if whole:
+        axes.axhline(fmean(whole), color="black", ls="--", lw=1, label=UNCOMPRESSED)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(grid.ratios, [f"{ratio:g}" for ratio in grid.ratios])
+    axes.set_xticks([], minor=True)
+    axes.set_title(f"{task}, {len(whole)} samples", loc="left", fontsize="medium")
+    axes.set_xlabel("times fewer cells")
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)

@@ -1,0 +1,97 @@
+"""`kvkeep grid` writes each sample down, goes on where it ended, and shows what was measured."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvkeep.cli.evaluate.grid import TASKS
+from kvkeep.cli.evaluate.options import BEST, METHOD_NAMES
+from kvkeep.methods import BEST as BEST_METHOD
+from kvkeep.methods import METHODS
+
+SMALL = ("--junk", 10, "--tokens", 300, "--methods", "random,keydiff", "--ratios", "2,4")
+PAGE = "Before\n<!-- grid -->\n<!-- /grid -->\n"
+
+
+def test_names_written_out_for_help_are_those_that_exist() -> None:
+    assert sorted(METHOD_NAMES) == sorted(METHODS)
+    assert BEST == BEST_METHOD
+
+
+def test_every_task_is_measured_shown_and_drawn(invoke, tiny, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    out, plot, page = tmp_path / "grid.json", tmp_path / "grid.png", tmp_path / "page.md"
+    page.write_text(PAGE)
+    measured = invoke("grid", *SMALL, "--samples", 1, "--out", out, *tiny)
+    assert measured.exit_code == 0, measured.stderr
+    rows = json.loads(out.read_text())["readings"]
+    assert len(rows) == len(TASKS) * (1 + 2 * 2)
+    for task in TASKS:
+        assert f"| {task} | 2×, " in measured.stdout
+    shown = invoke("grid", "--from", out, "--plot", plot, "--into", page)
+    assert shown.exit_code == 0
+    assert shown.stdout == ""
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert measured.stdout.strip() in page.read_text()
+
+
+def test_it_goes_on_where_it_ended(invoke, tiny, tmp_path: Path) -> None:
+    out = tmp_path / "grid.json"
+    asked = ("grid", *SMALL, "--tasks", "several", *tiny)
+    assert invoke(*asked, "--samples", 1, "--out", out).exit_code == 0
+    first = json.loads(out.read_text())
+    first["readings"] = first["readings"][:3]  # as a crash in the middle of a sample leaves it
+    first["readings"][0]["cells"] = 12345
+    out.write_text(json.dumps(first))
+    refused = invoke(*asked, "--samples", 2, "--out", out)
+    assert refused.exit_code == 2
+    assert "--resume" in refused.stderr
+    assert invoke(*asked, "--samples", 2, "--out", out, "--resume").exit_code == 0
+    rows = json.loads(out.read_text())["readings"]
+    assert rows[:3] == first["readings"]
+    assert len(rows) == 2 * (1 + 2 * 2)
+    whole = tmp_path / "whole.json"
+    assert invoke(*asked, "--samples", 2, "--out", whole, "--resume").exit_code == 0
+    at_once = json.loads(whole.read_text())["readings"]
+    assert sorted(rows[1:], key=str) == sorted(at_once[1:], key=str)
+    other = invoke(*asked, "--samples", 2, "--out", out, "--resume", "--junk", 11)
+    assert other.exit_code == 2
+    assert "junk is 10 in one and 11 in the other" in other.stderr
+
+
+def test_files_of_several_runs_are_shown_together(invoke, tiny, tmp_path: Path) -> None:
+    one, other = tmp_path / "one.json", tmp_path / "other.json"
+    asked = ("grid", *SMALL, "--tasks", "second", "--samples", 1, *tiny)
+    assert invoke(*asked, "--out", one).exit_code == 0
+    assert invoke(*asked, "--out", other, "--seed", 1).exit_code == 0
+    shown = invoke("grid", "--from", one, "--from", other)
+    assert shown.exit_code == 0
+    assert "; 2 samples." in shown.stdout
+    again = invoke("grid", "--from", one, "--from", one)
+    assert "; 1 samples." in again.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--methods", "random,magic"], "found 'magic'"),
+        (["--tasks", "chess"], "found 'chess'"),
+        (["--ratios", "2,zero"], "expected a number, found 'zero'"),
+        (["--ratios", "0.5"], "expected 1 or more"),
+        (["--samples", 0], "expected 1 or more"),
+        (["--junk", 3], "found 3 repetitions"),
+        (["--resume"], "--resume goes on with the file of --out"),
+        (["--out", "/no/such/folder/grid.json"], "cannot be written"),
+        (["--plot", "plot.gif"], "must end in one of .png"),
+        (["--into", Path(__file__).with_name("conftest.py")], "has no lines <!-- grid -->"),
+        (["--from", __file__], "is not a result of `kvkeep grid --out`"),
+        (["--from", __file__, "--out", "x.json"], "--from measures nothing"),
+    ],
+)
+def test_bad_input_is_refused_before_the_model(invoke, arguments, said) -> None:
+    result = invoke("grid", *arguments, "-m", "no-such-model")
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert len(result.stderr.splitlines()) == 1
+    assert said in result.stderr

@@ -1,0 +1,146 @@
+"""`kvkeep passkey` and `needle` say, report and draw what they found."""
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from kvkeep.cli.evaluate import evaluate
+from kvkeep.cli.main import main
+from kvkeep.evaluate.passkey import Passkey
+
+SMALL = {"passkey": ("--junk", 20), "needle": ("--tokens", 500)}
+
+
+def test_one_sample_is_told_in_full(invoke, tiny) -> None:
+    result = invoke("passkey", "--junk", 30, "--group", 2, "--pos", 9, *tiny)
+    assert result.exit_code == 0, result.stderr
+    lines = result.stdout.splitlines()
+    key = Passkey(30).sample(0).asked[0].answer
+    assert lines[0].startswith("n_len = ")
+    assert "n_ctx = 8192, ratio = 2" in lines[0]
+    assert lines[1].startswith(f"passkey = {key}, at token ")
+    assert lines[2] == "position 9 / 30"
+    assert lines[3].startswith("cells ")
+    assert lines[4].startswith("chunk 0: cells ")
+    assert lines[4].endswith(" ms")
+    assert "found, log-probability -" in lines[-1]
+    assert "(uncompressed: " in lines[-1]
+    assert "ratio 2 | " in result.stderr
+
+
+@pytest.mark.parametrize("command", SMALL)
+def test_a_report_has_every_sample(invoke, tiny, tmp_path: Path, command: str) -> None:
+    pytest.importorskip("matplotlib")
+    report, plot = tmp_path / "report.json", tmp_path / "plot.png"
+    result = invoke(
+        *(command, *SMALL[command], "--task", "second", "--keys", "words", "--ratio", 3),
+        *("--depths", "0,50,100", "--method", "keydiff", "--seed", 5),
+        *("--report", report, "--plot", plot, *tiny),
+    )
+    assert result.exit_code == 0, result.stderr
+    assert len(result.stdout.splitlines()) == 4
+    figures = json.loads(report.read_text())
+    expected = {"command": command, "method": "keydiff", "ratio": 3.0, "seed": 5, "samples": 3}
+    assert {name: figures[name] for name in expected} == expected
+    assert figures["rate"] == figures["found"] / 3
+    assert figures["found_uncompressed"] is not None
+    assert figures["log_probability"] < 0 > figures["log_probability_uncompressed"]
+    assert figures["cells_after"] <= figures["cells_before"] / 3 + 1
+    assert figures["bytes_after"] < figures["bytes_before"]
+    assert all(ms > 0 for ms in figures["ms_per_chunk"])
+    assert figures["finish_reason"] == "end"
+    assert len(figures["each"]) == 3
+    for row in figures["each"]:
+        assert len(row["key"]) == len(row["answer"]) == len(row["found_each"]) == 2
+        assert row["cells_after"] < row["cells_before"]
+    depths = [row["depth"] for row in figures["each"]]
+    assert depths == pytest.approx([0, 50, 100], abs=5)
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_same_seed_finds_the_same(invoke, tiny, tmp_path: Path) -> None:
+    rows = []
+    for name in ("one", "other"):
+        report = tmp_path / name
+        arguments = ("--samples", 2, "--method", "random", "--report", report, *tiny)
+        assert invoke("passkey", "--junk", 12, *arguments).exit_code == 0
+        rows.append(json.loads(report.read_text())["each"])
+    assert rows[0] == rows[1]
+
+
+def test_memory_may_be_compressed_while_it_reads(invoke, tiny, tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    result = invoke(
+        *("passkey", "--junk", 60, "--streaming", "--max-kv-size", 1024, "--ratio", 4),
+        *("--report", report, *tiny),
+    )
+    assert result.exit_code == 0, result.stderr
+    figures = json.loads(report.read_text())
+    assert figures["streaming"]
+    assert figures["cells_after"] <= 1024 < figures["cells_before"]
+    assert figures["found_uncompressed"] is not None
+
+
+def test_an_interrupt_leaves_what_was_measured(start, tiny, tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    process = start("passkey", "--junk", 10, "--samples", 5000, "--report", report, *tiny)
+    for _ in range(2):
+        assert process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    figures = json.loads(report.read_text())
+    assert figures["finish_reason"] == "interrupt"
+    assert 2 <= figures["samples"] < 5000
+    assert len(figures["each"]) == figures["samples"]
+    assert out.splitlines()[-1].startswith(b"found ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--junk", 0], "expected 1 or more"),
+        (["--junk", 20, "--pos", 20], "must be 0 to 19"),
+        (["--junk", 2, "--task", "several"], "found 2 repetitions"),
+        (["--depths", "0,101"], "expected 0 to 100, found 101"),
+        (["--depths", "start"], "expected a number, found 'start'"),
+        (["--ratio", 0.5], "expected 1 or more, found 0.5"),
+        (["--ratio", "nan"], "found nan"),
+        (["--ratio", "inf"], "found inf"),
+        (["--method", "magic"], "'magic' is not one of"),
+        (["--keys", "letters"], "'letters' is not one of"),
+        (["--samples", 0], "expected 1 or more"),
+        (["--seed", -1], "expected 0 or more"),
+        (["--max-kv-size", 100], "add --streaming"),
+        (["--calibration", "no-such-file"], "does not exist"),
+        (["--plot", "plot.gif"], "must end in one of .png"),
+        (["--report", "/no/such/folder/report.json"], "cannot be written"),
+    ],
+)
+def test_bad_input_is_refused_before_the_model(invoke, arguments, said) -> None:
+    result = invoke("passkey", *arguments, "-m", "no-such-model")
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert len(result.stderr.splitlines()) == 1
+    assert said in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["passkey", "--junk", 500], "8192"),
+        (["needle", "--tokens", 200_000], "ask for fewer"),
+    ],
+)
+def test_more_text_than_can_be_read_is_refused(invoke, tiny, arguments, said) -> None:
+    result = invoke(*arguments, *tiny, "--quiet")
+    assert result.exit_code == 2
+    assert said in result.stderr.splitlines()[-1]
+
+
+def test_evaluate_has_all_measurements_and_each_is_also_a_command_of_its_own() -> None:
+    assert sorted(evaluate.commands) == ["grid", "needle", "passkey", "perplexity"]
+    for name, command in evaluate.commands.items():
+        assert main.commands[name] is command
