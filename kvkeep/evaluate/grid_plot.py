@@ -54,7 +54,7 @@ def _draw_task(axes: "Axes", grid: Grid, task: str) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks(grid.ratios, [f"{ratio:g}" for ratio in grid.ratios])
     axes.set_xticks([], minor=True)
-    axes.set_title(f"{task}, {len(whole)} samples", loc="left", fontsize="medium")
+    axes.set_title(f"{task}, samples: {len(whole)}", loc="left", fontsize="medium")
     axes.set_xlabel("times fewer cells")
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)

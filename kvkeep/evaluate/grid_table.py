@@ -36,8 +36,8 @@ def _task(grid: Grid, task: str) -> str:
     whole = grid.of(task, UNCOMPRESSED, 1)
     head = [task, *(f"{ratio:g}×, {_size(grid, task, ratio)}" for ratio in grid.ratios)]
     rows = [[m, *(_figure(grid.of(task, m, r)) for r in grid.ratios)] for m in grid.methods]
-    counted = f"Uncompressed: {_figure(whole)}, {_megabytes(whole)}; {len(whole)} samples."
-    return f"{piped([head, *rows])}\n\n{counted}"
+    below = f"Uncompressed: {_figure(whole)}, {_megabytes(whole)}. Samples: {len(whole)}."
+    return f"{piped([head, *rows])}\n\n{below}"
 
 
 def _size(grid: Grid, task: str, ratio: float) -> str:

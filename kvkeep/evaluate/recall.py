@@ -123,6 +123,7 @@ def compress_while_reading(
         prefill_step=prefill_step,
         method=how.method,
         ratio=how.ratio,
+        calibration=how.calibration,
     )
     fed = session.feed(ids)
     whole = model.session(policy="full", prefill_step=prefill_step)

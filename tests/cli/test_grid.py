@@ -1,6 +1,8 @@
 """`kvkeep grid` writes each sample down, goes on where it ended, and shows what was measured."""
 
 import json
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ from kvkeep.cli.evaluate.options import BEST, METHOD_NAMES
 from kvkeep.methods import BEST as BEST_METHOD
 from kvkeep.methods import METHODS
 
-SMALL = ("--junk", 10, "--tokens", 300, "--methods", "random,keydiff", "--ratios", "2,4")
+SMALL = ("--junk", 16, "--tokens", 600, "--methods", "random,keydiff", "--ratios", "2,4")
 PAGE = "Before\n<!-- grid -->\n<!-- /grid -->\n"
 
 
@@ -55,9 +57,23 @@ def test_it_goes_on_where_it_ended(invoke, tiny, tmp_path: Path) -> None:
     assert invoke(*asked, "--samples", 2, "--out", whole, "--resume").exit_code == 0
     at_once = json.loads(whole.read_text())["readings"]
     assert sorted(rows[1:], key=str) == sorted(at_once[1:], key=str)
-    other = invoke(*asked, "--samples", 2, "--out", out, "--resume", "--junk", 11)
+    other = invoke(*asked, "--samples", 2, "--out", out, "--resume", "--junk", 17)
     assert other.exit_code == 2
-    assert "junk is 10 in one and 11 in the other" in other.stderr
+    assert "junk is 16 in one and 17 in the other" in other.stderr
+
+
+def test_an_interrupt_leaves_what_was_measured(start, tiny, tmp_path: Path) -> None:
+    out = tmp_path / "grid.json"
+    asked = ("grid", *SMALL, "--tasks", "second", "--samples", 5000, "--out", out, *tiny)
+    process = start(*asked)
+    until = time.monotonic() + 60
+    while not out.exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    shown, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert json.loads(out.read_text())["readings"]
+    assert b"| second | " in shown
 
 
 def test_files_of_several_runs_are_shown_together(invoke, tiny, tmp_path: Path) -> None:
@@ -67,9 +83,9 @@ def test_files_of_several_runs_are_shown_together(invoke, tiny, tmp_path: Path) 
     assert invoke(*asked, "--out", other, "--seed", 1).exit_code == 0
     shown = invoke("grid", "--from", one, "--from", other)
     assert shown.exit_code == 0
-    assert "; 2 samples." in shown.stdout
+    assert "Samples: 2." in shown.stdout
     again = invoke("grid", "--from", one, "--from", one)
-    assert "; 1 samples." in again.stdout
+    assert "Samples: 1." in again.stdout
 
 
 @pytest.mark.parametrize(

@@ -107,6 +107,8 @@ def test_an_interrupt_leaves_what_was_measured(start, tiny, tmp_path: Path) -> N
         (["--depths", "0,101"], "expected 0 to 100, found 101"),
         (["--depths", "start"], "expected a number, found 'start'"),
         (["--ratio", 0.5], "expected 1 or more, found 0.5"),
+        (["--ratio", 1], "expected more than 1, found 1"),
+        (["--group", 1], "expected 2 or more, found 1"),
         (["--ratio", "nan"], "found nan"),
         (["--ratio", "inf"], "found inf"),
         (["--method", "magic"], "'magic' is not one of"),

@@ -85,7 +85,7 @@ def test_the_table_states_what_was_found_and_on_how_many_bytes() -> None:
     assert "| several | 2×, 25.0 MB | 4×, 12.5 MB |" in text
     assert "| keydiff | 100% (−0.50) | 100% (−0.50) |" in text
     assert "| random | 50% (−0.50) | 50% (−0.50) |" in text
-    assert "Uncompressed: 100% (−0.50), 50.0 MB; 4 samples." in text
+    assert "Uncompressed: 100% (−0.50), 50.0 MB. Samples: 4." in text
 
 
 def test_methods_that_take_unequal_bytes_are_told() -> None:
@@ -103,7 +103,7 @@ def test_a_page_is_filled_between_its_markers(tmp_path: Path) -> None:
     assert filled(page, _grid()) == filled_once
     text = filled_once.decode()
     assert text.startswith("Before\n<!-- grid -->\n\n| several |")
-    assert text.endswith("samples.\n\n<!-- /grid -->\nafter\n")
+    assert text.endswith("Samples: 4.\n\n<!-- /grid -->\nafter\n")
     assert "old" not in text
     page.write_text("<!-- /grid --> the wrong way round <!-- grid -->")
     with pytest.raises(InvalidArgument, match="has no lines <!-- grid -->"):

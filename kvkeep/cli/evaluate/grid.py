@@ -9,11 +9,11 @@ import click
 
 from kvkeep.cli.evaluate.options import (
     METHOD_NAMES,
-    RATIO,
     ModelChoice,
     listed,
     model_options,
     one_of,
+    ratio,
 )
 from kvkeep.cli.options import collected, whole_number
 from kvkeep.cli.output_file import check_writable, write_whole
@@ -100,7 +100,7 @@ _CHOICE = [
     click.option(
         "--ratios",
         metavar="X,...",
-        type=listed(RATIO),
+        type=listed(ratio),
         default="2,4,8",
         help="To how many times fewer cells.",
     ),

@@ -71,7 +71,12 @@ def number(least: float, most: float = math.inf) -> Callable[[str], float]:
     return read
 
 
-RATIO = number(1)
+def ratio(value: str) -> float:
+    """A type for options: by how much to compress."""
+    found = number(1)(value)
+    if found == 1:
+        raise click.BadParameter(f"expected more than 1, found {value}")
+    return found
 
 
 @dataclass(frozen=True)
@@ -191,35 +196,7 @@ def recall_options() -> Decorator:
         RecallChoice,
         "asked",
         [
-            click.option(
-                "--task",
-                type=click.Choice(tuple(TASKS)),
-                default="single",
-                help="One fact; several, one asked for; two, both asked of the same memory.",
-            ),
-            click.option(
-                "--keys",
-                type=click.Choice(KEYS),
-                default=KEYS[0],
-                help='Five digits, or words as in "Chewy-Tiger-Amazon".',
-            ),
-            click.option(
-                "--depths",
-                metavar="N,...",
-                type=listed(number(0, 100)),
-                show_default="random",
-                help="Where the fact lies, in percent of the text; samples take turns.",
-            ),
-            click.option(
-                "--samples",
-                metavar="N",
-                type=whole_number(1),
-                show_default="1, or one a depth",
-                help="Texts with other keys.",
-            ),
-            click.option(
-                "--seed", metavar="N", type=whole_number(0), default=0, help="Same seed, same keys."
-            ),
+            *_text_options(),
             *_compression_options(),
             click.option(
                 "--plot",
@@ -229,6 +206,40 @@ def recall_options() -> Decorator:
             ),
         ],
     )
+
+
+def _text_options() -> list[Decorator]:
+    return [
+        click.option(
+            "--task",
+            type=click.Choice(tuple(TASKS)),
+            default="single",
+            help="One fact; several, one asked for; two, both asked of the same memory.",
+        ),
+        click.option(
+            "--keys",
+            type=click.Choice(KEYS),
+            default=KEYS[0],
+            help='Five digits, or words as in "Chewy-Tiger-Amazon".',
+        ),
+        click.option(
+            "--depths",
+            metavar="N,...",
+            type=listed(number(0, 100)),
+            show_default="random",
+            help="Where the fact lies, in percent of the text; samples take turns.",
+        ),
+        click.option(
+            "--samples",
+            metavar="N",
+            type=whole_number(1),
+            show_default="1, or one a depth",
+            help="Texts with other keys.",
+        ),
+        click.option(
+            "--seed", metavar="N", type=whole_number(0), default=0, help="Same seed, same keys."
+        ),
+    ]
 
 
 def _compression_options() -> list[Decorator]:
@@ -242,7 +253,7 @@ def _compression_options() -> list[Decorator]:
         click.option(
             "--ratio",
             metavar="X",
-            type=RATIO,
+            type=ratio,
             show_default="2",
             help="To how many times fewer cells.",
         ),

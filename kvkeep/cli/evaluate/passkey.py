@@ -30,7 +30,7 @@ from kvkeep.evaluate.passkey import Passkey
 @click.option(
     "--group",
     metavar="N",
-    type=whole_number(1),
+    type=whole_number(2),
     default=2,
     help="Cells that become one, where --ratio is not given.",
 )
