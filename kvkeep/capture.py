@@ -37,6 +37,7 @@ def capture(session: "Session") -> Snapshot:
         logits=memory.logits(),
         sampler=session._sampler.state(),
         layout=cache.layout,
+        observed=cache.observer.queries() if cache.observer else None,
     )
 
 
@@ -58,5 +59,7 @@ def revive(model: "Model", snapshot: Snapshot, store: PrefixStore | None) -> "Se
     memory.pins = set(settings.get("pins", ()))
     cache.time, cache.serial = snapshot.clock, snapshot.serial
     cache.segments = [segment.twin().to(cache.layout.device) for segment in snapshot.segments]
+    if snapshot.observed is not None:
+        cache.observe(snapshot.observed)
     memory.stand_at(snapshot.hidden, snapshot.logits)
     return session

@@ -208,7 +208,7 @@ def _evaluated_between(
     """The segment of tokens that see what is before them and end at time `where`."""
     if not ids:
         return []
-    cache = KVCache(work.cache.layout, work.cache.rope, work.cache.scale)
+    cache = KVCache(work.cache.layout, work.cache.rope, work.cache.scale, work.cache.heads)
     cache.segments = [s for s in before if s.length]
     cache.time, cache.serial = where - len(ids), work.cache.serial
     new = Segment(cache.layout, len(ids))

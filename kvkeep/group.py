@@ -122,3 +122,4 @@ def _evaluate(memories: Sequence[Memory], tokens: Sequence[int]) -> None:
     for row, (memory, token) in enumerate(zip(memories, tokens, strict=True)):
         # Rows of their own: one session's last logits must not hold those of all.
         memory.take_in([token], hidden[row : row + 1].clone(), logits[row].clone())
+        memory.policy.settle(memory.cache)

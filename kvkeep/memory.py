@@ -13,16 +13,22 @@ from torch import Tensor
 from kvkeep.cache import Cells
 from kvkeep.errors import ContextFull, InvalidArgument, NonFiniteLogits
 from kvkeep.interrupts import interrupts_deferred
+from kvkeep.methods import Compression
 from kvkeep.models.llama import Decoder
 from kvkeep.policies import Policy
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """One step that is done. hidden: `[n, hidden_size]` of its tokens; peak_cells: held in it."""
+    """One step that is done.
+
+    hidden: `[n, hidden_size]` of its tokens. peak_cells: held in it. compressions: what its end
+    brought about.
+    """
 
     hidden: Tensor
     peak_cells: int
+    compressions: Sequence[Compression]
 
 
 class Memory:
@@ -101,7 +107,9 @@ class Memory:
                     logits = self.decoder.logits(hidden[-1:])[0] if done == len(ids) else None
                     require_finite(hidden if logits is None else logits)
                 self.take_in(chunk, hidden[-1:], logits)
-            yield Evaluated(hidden, before + count if count > 1 else self.cache.cells)
+                peak = before + count if count > 1 else self.cache.cells
+                compressions = self.policy.settle(self.cache)
+            yield Evaluated(hidden, peak, compressions)
 
     def take_in(self, ids: Sequence[int], hidden: Tensor | None, logits: Tensor | None) -> None:
         """Lists tokens whose cells the cache has just got, and where the last one stands."""
@@ -144,6 +152,7 @@ class Memory:
                 cache.segments[-1].append(cells.to(cache.layout.device))
                 cache.time += upto - done
                 cache.serial += upto - done
+                self.policy.settle(cache)
                 done = upto
             self.take_in(ids, None, None)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from kvkeep.calibration import Calibration
 from kvkeep.capture import revive
 from kvkeep.compiled.decoder import can_decode
 from kvkeep.errors import InvalidArgument
@@ -18,7 +19,7 @@ from kvkeep.models.source import DEFAULT_MODEL, resolve
 from kvkeep.models.spec import ModelSpec
 from kvkeep.models.text import TextCodec
 from kvkeep.models.weights import check_tensors, read_shapes, read_tensors
-from kvkeep.policies import longest, make_policy
+from kvkeep.policies import Archive, Policy, longest, make_policy
 from kvkeep.session import WHOLE_PROMPT, Session
 from kvkeep.store.fingerprint import Fingerprint, fingerprint
 from kvkeep.store.prefix import PrefixStore
@@ -60,12 +61,31 @@ class Model:
             self.decoder.new_cache().layout,
         )
 
-    def restore(self, snapshot: Snapshot, store: PrefixStore | None = None) -> Session:
+    def restore(
+        self,
+        snapshot: Snapshot,
+        store: PrefixStore | None = None,
+        calibration: Calibration | None = None,
+    ) -> Session:
         """A session that goes on exactly where the snapshot was taken.
 
-        Raises FingerprintMismatch, naming what differs, for a snapshot of another model.
+        calibration: the one that the session was begun with, if it was.
+
+        Raises FingerprintMismatch, naming what differs, for a snapshot of another model, and
+        InvalidArgument where it needs a calibration that is not given.
         """
-        return revive(self, snapshot, store)
+        session = revive(self, snapshot, store)
+        policy = session._memory.policy
+        needed = policy.calibrated_by if isinstance(policy, Archive) else ""
+        found = calibration.digest if calibration else ""
+        if needed and found != needed:
+            raise InvalidArgument(
+                f"the snapshot's session compresses by the calibration {needed[:12]}; found "
+                f"{found[:12] or 'none'}: give the one that it was begun with"
+            )
+        if needed:
+            self._calibrate(policy, calibration)
+        return session
 
     def session(
         self,
@@ -77,6 +97,9 @@ class Model:
         discard: int | None = None,
         group: int | None = None,
         window: int | None = None,
+        method: str | None = None,
+        ratio: float | None = None,
+        calibration: Calibration | None = None,
     ) -> Session:
         """A new, empty session.
 
@@ -84,12 +107,15 @@ class Model:
             max_kv_size: the most cells (tokens of context) it holds; None for the trained length,
                 or for as far as self-extend reaches.
             keep: how many of the first tokens stay for ever; -1 for the whole first prompt.
-            policy: what happens when the budget is reached: "sliding", "shift", "self_extend" or
-                "full".
+            policy: what happens when the budget is reached: "sliding", "shift", "archive",
+                "self_extend" or "full".
             prefill_step: tokens evaluated at once; changes speed and memory, not results.
             store: where the first prompt's evaluated beginning is looked up and kept.
             discard: of "shift", how many of the oldest cells go at once; half by default.
-            group, window: of "self_extend", positions per group and the exact neighbourhood.
+            group, window: of "self_extend", positions per group and the exact neighbourhood;
+                the window of "archive" too, half of the budget by default.
+            method, ratio: of "archive", how what leaves the window is compressed, and how much.
+            calibration: of "archive", what is known of the model; see `load_calibration`.
 
         Raises InvalidArgument for a number out of range or an unknown policy.
         """
@@ -108,11 +134,23 @@ class Model:
             discard=discard,
             group=group,
             window=window,
+            method=method,
+            ratio=ratio,
         )
+        self._calibrate(chosen, calibration)
         session = Session(self, chosen, prefill_step, store)
         if whole:
             session.keep = WHOLE_PROMPT
         return session
+
+    def _calibrate(self, policy: Policy, calibration: Calibration | None) -> None:
+        """Hands a policy what is known of the model. Raises InvalidArgument for one without use."""
+        if calibration is None:
+            return
+        calibration.require(self)
+        if not isinstance(policy, Archive):
+            raise InvalidArgument(f'policy "{policy.name}" has no use for a calibration')
+        policy.calibrate(calibration.statistics, calibration.digest)
 
 
 def load_model(

@@ -11,10 +11,14 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from kvkeep.cache import KVCache
+from kvkeep.calibration import Calibration
 from kvkeep.capture import capture
+from kvkeep.compressing import CompressionReport, compress_held
 from kvkeep.edit import EditReport, Recompute, edit
 from kvkeep.errors import InvalidArgument
+from kvkeep.interrupts import interrupts_deferred
 from kvkeep.memory import Memory
+from kvkeep.methods import BEST, Compression, make_method
 from kvkeep.policies import Policy
 from kvkeep.reuse import give_to, take_from
 from kvkeep.sampling import Sampler, Sampling
@@ -37,7 +41,8 @@ class FeedReport:
     tokens: of the prompt. seconds: wall time. peak_cells: the most cells held at any moment,
     those of the step in progress included. reused: tokens that came from a prefix store and were
     not evaluated. differs_at: the first token at which the nearest stored prompt differs; None
-    without a store, or where nothing more could have been reused.
+    without a store, or where nothing more could have been reused. compressions: what policy
+    "archive" compressed meanwhile.
     """
 
     tokens: int
@@ -45,6 +50,7 @@ class FeedReport:
     peak_cells: int
     reused: int = 0
     differs_at: int | None = None
+    compressions: tuple[Compression, ...] = ()
 
     @property
     def tokens_per_second(self) -> float:
@@ -164,14 +170,16 @@ class Session:
         )
         if reused and progress:
             progress(reused)
-        peak, stored = self.cache.cells, reused
+        peak, stored, done = self.cache.cells, reused, list[Compression]()
         for step in self._memory.evaluate(ids[reused:], self.prefill_step):
             peak = max(peak, step.peak_cells)
+            done += step.compressions
             if store:
                 stored = give_to(store, self._model, self._memory, stored)
             if progress:
                 progress(step.hidden.shape[0])
-        return FeedReport(len(ids), time.perf_counter() - begun, peak, reused, differs_at)
+        seconds = time.perf_counter() - begun
+        return FeedReport(len(ids), seconds, peak, reused, differs_at, tuple(done))
 
     def next_token(self, sampling: Sampling = GREEDY) -> int:
         """Samples a token, appends it and evaluates it.
@@ -304,6 +312,33 @@ class Session:
                 "unpin them, or keep more"
             )
         return self._edit(first, end, ids, "none")
+
+    def compress(
+        self,
+        ratio: float = 2.0,
+        method: str = BEST,
+        recent: int = 64,
+        seed: int = 0,
+        calibration: Calibration | None = None,
+        progress: Callable[[int], None] | None = None,
+    ) -> CompressionReport:
+        """Leaves `ratio` times fewer cells, once; each KV head keeps its own.
+
+        The first four, the newest `recent` and pinned cells stay as they are. Of the others each
+        512 become so many fewer. What the method keeps, merges or forgets cannot be edited or
+        named any more. Policy "full" only: "archive" compresses as it goes.
+
+        Args:
+            method: see `kvkeep.methods`. seed: of method "random".
+            calibration: what is known of the model, for methods that decide by it.
+            progress: called after each chunk with the number of cells that were in it.
+
+        Raises InvalidArgument where that cannot be done, before anything is changed.
+        """
+        chosen = make_method(method)
+        statistics = calibration.statistics if calibration else None
+        with interrupts_deferred():
+            return compress_held(self._memory, chosen, ratio, recent, seed, statistics, progress)
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:

@@ -1,18 +1,22 @@
 """The KV cache: segments, position maps, attention over segments. Pure torch."""
 
-from kvkeep.cache.block import Block, Cells, Layout
+from kvkeep.cache.block import NO_TOKEN, Block, Cells, Layout
 from kvkeep.cache.cache import KVCache, joined
+from kvkeep.cache.observer import Observer, Queries
 from kvkeep.cache.position_map import PositionMap
 from kvkeep.cache.rope import Rope
 from kvkeep.cache.segment import Segment
 from kvkeep.cache.window import Window
 
 __all__ = [
+    "NO_TOKEN",
     "Block",
     "Cells",
     "KVCache",
     "Layout",
+    "Observer",
     "PositionMap",
+    "Queries",
     "Rope",
     "Segment",
     "Window",

@@ -28,7 +28,14 @@ class Part(NamedTuple):
 
 
 def attend_cells(
-    q: Tensor, keys: Tensor, values: Tensor, *, scale: float, bias: Tensor | None, causal: bool
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    scale: float,
+    bias: Tensor | None,
+    causal: bool,
+    cell_bias: Tensor | None = None,
 ) -> Part:
     """Queries over one run of cells.
 
@@ -38,6 +45,7 @@ def attend_cells(
         scale: factor on the dot products.
         bias: `[n, cells]` float32, added to the scaled products; `HIDDEN` hides a cell.
         causal: query i sees cells 0..i only (n == cells; not together with a bias).
+        cell_bias: `[kv_heads, cells]` float32, of the cells themselves; added likewise.
 
     Returns:
         out `[groups, kv_heads, n, head_dim]`, log_sum `[groups, kv_heads, n]`. One query alone
@@ -49,6 +57,9 @@ def attend_cells(
     groups = heads // kv_heads
     q = q.view(n, kv_heads, groups, head_dim)
     keys, values = keys.unsqueeze(0), values.unsqueeze(0)
+    if cell_bias is not None:
+        bias = cell_bias.unsqueeze(1) if bias is None else cell_bias.unsqueeze(1) + bias
+        bias = bias.expand(-1, n if n > 1 else bias.shape[1], -1).unsqueeze(0)
     if n > 1:
         q = q.permute(2, 1, 0, 3)
         keys, values = (x.expand(groups, -1, -1, -1) for x in (keys, values))

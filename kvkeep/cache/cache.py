@@ -3,9 +3,11 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 
 from kvkeep.cache.block import Cells, Layout
+from kvkeep.cache.observer import Observer, Queries
 from kvkeep.cache.rope import Rope
 from kvkeep.cache.segment import Segment
 from kvkeep.cache.step import ChunkStep, DecodeStep
@@ -20,10 +22,14 @@ class KVCache:
     window: the bound on cells that are not anchors.
     time: of the next token. The newest segment sees it at that position; every token adds 1.
     serial: the number that the next token gets; never given twice.
+    heads: of the queries.
+    observer: keeps the newest queries, where somebody asked for them.
     """
 
-    def __init__(self, layout: Layout, rope: Rope, scale: float):
+    def __init__(self, layout: Layout, rope: Rope, scale: float, heads: int):
         self.layout = layout
+        self.heads = heads
+        self.observer: Observer | None = None
         self.rope = rope
         self.scale = scale
         self.segments: list[Segment] = []
@@ -36,6 +42,15 @@ class KVCache:
     def cells(self) -> int:
         """Live cells of each KV head in each layer."""
         return sum(segment.length for segment in self.segments)
+
+    @property
+    def reach(self) -> int:
+        """How far back the next token looks: the distance to the oldest cell."""
+        if not self.segments or not self.segments[0].length:
+            return 0
+        oldest = self.segments[0]
+        first = oldest.block.slots.positions[..., oldest.start]
+        return oldest.map(self.time) - int(first.min())
 
     @property
     def nbytes(self) -> int:
@@ -55,6 +70,8 @@ class KVCache:
         """
         try:
             self._step = step = self._begin(count)
+            if self.observer is not None:
+                step.queries = self._room_for_queries(count)
             yield step
         except BaseException:
             if self._step is not None:
@@ -64,6 +81,8 @@ class KVCache:
             raise
         else:
             step.commit(self.serial)
+            if self.observer is not None and step.queries is not None:
+                self.observer.take(self.time, step.queries)
             self.time += count
             self.serial += count
         finally:
@@ -76,6 +95,15 @@ class KVCache:
         if count == 1:
             return DecodeStep(self.segments, self.window, self.time, self.rope, self.scale)
         return ChunkStep(self.segments, self.window, self.time, count, self.rope, self.scale)
+
+    def observe(self, before: Queries | None = None) -> None:
+        """Keeps the newest queries from now on; see `observer`. before: those of earlier tokens."""
+        self.observer = Observer(before)
+
+    def _room_for_queries(self, count: int) -> Tensor:
+        layout = self.layout
+        shape = (layout.layers, count, self.heads, layout.head_dim)
+        return torch.empty(shape, dtype=layout.dtype, device=layout.device)
 
     @property
     def decoding(self) -> Sequence[DecodeStep]:
@@ -110,6 +138,8 @@ class KVCache:
     def drop_newest(self, count: int) -> None:
         """Takes the newest `count` cells and their time back."""
         self.time -= count
+        if self.observer is not None:
+            self.observer.forget_from(self.time)
         while count:
             segment = self.segments[-1]
             taken = min(count, segment.length)
@@ -120,7 +150,8 @@ class KVCache:
 
     def fork(self) -> "KVCache":
         """A cache with the same cells that goes its own way; memory is shared."""
-        fork = KVCache(self.layout, self.rope, self.scale)
+        fork = KVCache(self.layout, self.rope, self.scale, self.heads)
+        fork.observer = self.observer.fork() if self.observer else None
         fork.segments = [s.branch() for s in self.segments]
         fork.window, fork.time, fork.serial = self.window, self.time, self.serial
         return fork
@@ -138,12 +169,15 @@ class KVCache:
         """
         runs = [
             Segment.of(self.layout, segment.read(first, count), segment.map, kind)
-            for segment, kind, first, count in self._kinds(anchored)
+            for segment, kind, first, count in self.runs(anchored)
         ]
         self.segments = joined(runs)
 
-    def _kinds(self, anchored: Callable[[int, int], bool]) -> list[tuple[Segment, bool, int, int]]:
-        """Runs of cells of one kind within one segment: (segment, kind, first, count)."""
+    def runs(self, anchored: Callable[[int, int], bool]) -> list[tuple[Segment, bool, int, int]]:
+        """Runs of cells of one kind within one segment: (segment, kind, first, count).
+
+        anchored: the kind of a cell, by its rank among all cells and its serial.
+        """
         runs: list[tuple[Segment, bool, int, int]] = []
         rank = 0
         for segment in self.segments:
@@ -162,9 +196,15 @@ def joined(segments: list[Segment]) -> list[Segment]:
     result: list[Segment] = []
     for segment in segments:
         last = result[-1] if result else None
-        if last and last.map == segment.map and last.anchor == segment.anchor:
+        if last and _one_kind(last, segment):
             cells = Cells.joined([last.block.slots, segment.block.slots])
             result[-1] = Segment.of(segment.layout, cells, segment.map, segment.anchor)
         else:
             result.append(segment)
     return result
+
+
+def _one_kind(one: Segment, other: Segment) -> bool:
+    return (
+        one.map == other.map and one.anchor == other.anchor and one.compressed == other.compressed
+    )

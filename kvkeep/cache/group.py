@@ -106,7 +106,10 @@ class Plan:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attends to all that each query sees; its cell goes into its slot first."""
         keys = rotate(k, self._key_rotation)
-        for step, key, value in zip(self.steps, keys.unbind(0), v.unbind(0), strict=True):
+        for step, row, key, value in zip(
+            self.steps, q.split(1), keys.unbind(0), v.unbind(0), strict=True
+        ):
+            step.observe(layer, row)
             step.write(layer, key, value)
         queries = rotate(q[self._sources], self._rotation)
         found = [
@@ -117,6 +120,7 @@ class Plan:
                 scale=self.scale,
                 bias=seen.bias,
                 causal=False,
+                cell_bias=seen.cell_bias[layer],
             )
             for seen in self._seen
         ]
@@ -135,13 +139,15 @@ class _Seen:
 
     keys, values: for each layer `[kv_heads, cells, head_dim]`.
 
-    rows: which of the group's queries, n of them. bias: `[n * groups, cells]`, or None.
+    rows: which of the group's queries, n of them. bias: `[n * groups, cells]`, or None. cell_bias:
+    for each layer `[kv_heads, cells]`, or None.
     """
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
     rows: slice | Tensor
     bias: Tensor | None
+    cell_bias: tuple[Tensor | None, ...]
 
     @classmethod
     def of(cls, sight: Sight, groups: int, device: torch.device) -> "_Seen":
@@ -150,6 +156,7 @@ class _Seen:
             sight.slots.values[:, :, sight.span].unbind(0),
             _indices([look.row for look in sight.looks], device),
             None if sight.bias is None else sight.bias.repeat_interleave(groups, 0),
+            sight.slots.biases(sight.span),
         )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Rotation:
-    """Cosines and sines for `n` positions; both `[n, 1, head_dim]`, float32.
+    """Cosines and sines for `n` positions; both `[..., n, 1, head_dim]`, float32.
 
     The sine of the first half is negated, so that rotating is two products and a sum.
     """
@@ -32,20 +32,21 @@ class Rope:
             inverse_frequencies, dtype=torch.float64, device=device
         )
 
-    def at(self, positions: list[int] | range) -> Rotation:
-        """The rotation for the given positions (of either sign), `n` of them."""
-        where = torch.tensor(positions, dtype=torch.float64, device=self.inverse_frequencies.device)
-        angles = where[:, None, None] * self.inverse_frequencies
+    def at(self, positions: list[int] | range | Tensor) -> Rotation:
+        """The rotation for the given positions (of either sign), `[..., n]` of them."""
+        where = torch.as_tensor(positions, dtype=torch.float64)
+        where = where.to(self.inverse_frequencies.device)
+        angles = where[..., None, None] * self.inverse_frequencies
         cosine, sine = angles.cos().float(), angles.sin().float()
         return Rotation(torch.cat((cosine, cosine), -1), torch.cat((-sine, sine), -1))
 
     def moved(self, keys: Tensor, by: Tensor) -> Tensor:
         """Keys rotated on, in float32, by a number of positions each.
 
-        keys: `[layers, kv_heads, n, head_dim]`, by: `[n]`.
+        keys: `[layers, kv_heads, n, head_dim]`, by: `[n]` or `[layers, kv_heads, n]`.
         """
-        rotation = self.at(by.tolist())
-        return rotate(keys.transpose(-2, -3), rotation).transpose(-2, -3)
+        rotation = self.at(by)
+        return rotate(keys.unsqueeze(-2), rotation).squeeze(-2)
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:

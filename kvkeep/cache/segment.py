@@ -33,6 +33,7 @@ class Segment:
         limit: int,
         position_map: PositionMap = PositionMap(),  # noqa: B008 (frozen)
         anchor: bool = False,
+        compressed: bool = False,
     ):
         self.layout = layout
         self.limit = limit
@@ -43,7 +44,7 @@ class Segment:
         self.lent = 0
         self.start = 0
         self.length = 0
-        self.block = Block(Cells.empty(layout, 0))
+        self.block = Block(Cells.empty(layout, 0, compressed))
 
     @classmethod
     def of(cls, layout: Layout, cells: Cells, position_map: PositionMap, anchor: bool) -> "Segment":
@@ -55,6 +56,11 @@ class Segment:
     @property
     def capacity(self) -> int:
         return self.block.capacity
+
+    @property
+    def compressed(self) -> bool:
+        """Whether its cells are; see `Cells`."""
+        return self.block.slots.compressed
 
     @property
     def full(self) -> bool:
@@ -92,7 +98,7 @@ class Segment:
         growth = self.slack if self.crowded else growth
         grown = max(count, self.capacity + growth)
         cells = self.read(0, self.length)
-        self.block = Block(Cells.empty(self.layout, min(grown, self.limit)))
+        self.block = Block(Cells.empty(self.layout, min(grown, self.limit), self.compressed))
         self.start = 0
         self.block.slots.write(slice(0, self.length), cells)
 
@@ -142,6 +148,8 @@ class Segment:
 
     def thaw(self, limit: int) -> bool:
         """Whether it can take new cells, up to a limit; made so, if no one else builds on it."""
+        if self.compressed:
+            return False
         if self.frozen and not self.block.shared and self.map == PositionMap():
             self.frozen = False
         if not self.frozen:

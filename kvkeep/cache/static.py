@@ -16,7 +16,9 @@ Geometry = tuple[object, ...]
 
 def geometry(step: DecodeStep) -> Geometry | None:
     """All that a replay takes for granted; None where the next token's step will differ."""
-    if not step.in_full_ring or any(view.bias is not None for view in step.views):
+    if not step.in_full_ring or step.queries is not None:
+        return None
+    if any(view.bias is not None for view in step.views):
         return None
     slots = [step.newest.block.slots, *(view.slots for view in step.views)]
     places = [(view.span.start, view.span.stop, view.rotation) for view in step.views]
@@ -61,6 +63,7 @@ class StaticStep:
                 scale=self._scale,
                 bias=None,
                 causal=False,
+                cell_bias=view.cell_bias[layer],
             )
             for view in self._views
         ]

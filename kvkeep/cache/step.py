@@ -42,6 +42,11 @@ class View:
         """For each layer `[kv_heads, cells, head_dim]`."""
         return self.slots.values[:, :, self.span].unbind(0)
 
+    @cached_property
+    def cell_bias(self) -> tuple[Tensor | None, ...]:
+        """For each layer `[kv_heads, cells]` float32, or None."""
+        return self.slots.biases(self.span)
+
 
 class Step:
     """What decode and chunk steps share: times, rotations, and views of stored cells.
@@ -72,6 +77,7 @@ class Step:
         # Rotation 0 is that of the new tokens themselves.
         self.where: list[list[int]] = [[self.newest.map(t) for t in self.times]]
         self.views: list[View] = []
+        self.queries: Tensor | None = None  # [layers, n, heads, head_dim], where they are wanted
         rank = 0
         for segment in segments:
             view = self._look_at(segment, rank)
@@ -134,6 +140,11 @@ class Step:
             bias=_bias(segment, span, first, live, seen),
         )
 
+    def observe(self, layer: int, q: Tensor) -> None:
+        """Notes the queries of a layer, `[n, heads, head_dim]`, if they are wanted."""
+        if self.queries is not None:
+            self.queries[layer].copy_(q)
+
     def _rotated(self, q: Tensor) -> list[Tensor]:
         """Queries, as they stand in each of the step's rotations."""
         return [rotate(q, rotation) for rotation in self.rotations]
@@ -147,6 +158,7 @@ class Step:
                 scale=self.scale,
                 bias=view.bias,
                 causal=False,
+                cell_bias=view.cell_bias[layer],
             )
             for view in self.views
         ]
@@ -193,6 +205,7 @@ class DecodeStep(Step):
         return self._view(segment, first, segment.length + 1 - first, self.where[0], None)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self.observe(layer, q)
         self.write(layer, rotate(k, self.rotations[0])[0], v[0])
         return rows(combine(self._attend_views(layer, self._rotated(q))).out, 1).to(q.dtype)
 
@@ -244,6 +257,7 @@ class ChunkStep(Step):
         return torch.where(seen, 0.0, HIDDEN).to(self.new.keys.device)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self.observe(layer, q)
         keys, values = self.new.keys[layer], self.new.values[layer]
         keys.copy_(rotate(k, self.rotations[0]).transpose(0, 1))
         values.copy_(v.transpose(0, 1))

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from kvkeep import Model, PrefixStore, Session
 
 # Written out, because the modules that define them import torch, and help must open at once.
-POLICY_NAMES = ("sliding", "shift", "self_extend", "full")
+POLICY_NAMES = ("sliding", "shift", "archive", "self_extend", "full")
 DTYPE_NAMES = ("bfloat16", "float32")
 WEIGHT_NAMES = ("bf16", "int8", "int4")
 CODEC_NAMES = ("none", "zstd", "int8")
@@ -67,7 +67,7 @@ class Memory:
             self.max_kv_size, keep, self.policy, self.prefill_step, store, **self._settings()
         )
 
-    def _settings(self) -> dict[str, int | None]:
+    def _settings(self) -> dict[str, Any]:
         return {"discard": self.discard, "group": self.group, "window": self.window}
 
 

@@ -38,6 +38,7 @@ class ChunkAttention:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         step, (n, heads, head_dim) = self._step, q.shape
         keys, values = step.new.keys[layer], step.new.values[layer]
+        step.observe(layer, q)
         own = _part(keys, values, 0, step.own_bias, causal=step.own_bias is None)
         parts = [own, *(_of_view(view, layer) for view in step.views)]
         out = torch.empty(n, heads * head_dim, dtype=q.dtype)
@@ -67,10 +68,18 @@ class ChunkAttention:
 
 
 def _of_view(view: View, layer: int) -> c.Part:
-    return _part(view.keys[layer], view.values[layer], view.rotation, view.bias, causal=False)
+    keys, values, cell_bias = view.keys[layer], view.values[layer], view.cell_bias[layer]
+    return _part(keys, values, view.rotation, view.bias, causal=False, cell_bias=cell_bias)
 
 
-def _part(keys: Tensor, values: Tensor, rotation: int, bias: Tensor | None, causal: bool) -> c.Part:
+def _part(
+    keys: Tensor,
+    values: Tensor,
+    rotation: int,
+    bias: Tensor | None,
+    causal: bool,
+    cell_bias: Tensor | None = None,
+) -> c.Part:
     """keys, values: `[kv_heads, cells, head_dim]`."""
     return c.Part(
         keys.data_ptr(),
@@ -82,6 +91,7 @@ def _part(keys: Tensor, values: Tensor, rotation: int, bias: Tensor | None, caus
         int(causal),
         0 if bias is None or bias.shape[0] == 1 else bias.stride(0),
         None if bias is None else bias.data_ptr(),
+        *((None, 0) if cell_bias is None else (cell_bias.data_ptr(), cell_bias.stride(0))),
     )
 
 

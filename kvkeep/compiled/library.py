@@ -72,6 +72,7 @@ class Sequence(Structure):
         ("value", c_void_p),
         ("key_strides", Strides),
         ("value_strides", Strides),
+        ("queries", c_void_p),
     )
 
 
@@ -86,6 +87,9 @@ class Sight(Structure):
         ("looks", c_int32),
         ("reserved", c_int32),
         ("bias", c_void_p),
+        ("cell_bias", c_void_p),
+        ("cell_bias_layer", c_int64),
+        ("cell_bias_head", c_int64),
     )
 
 
@@ -120,6 +124,8 @@ class Part(Structure):
         ("causal", c_int32),
         ("bias_row", c_int32),
         ("bias", c_void_p),
+        ("cell_bias", c_void_p),
+        ("cell_bias_head", c_int64),
     )
 
 

@@ -72,12 +72,13 @@ def _sequence(token: int, step: DecodeStep, looks: int) -> c.Sequence:
         value.data_ptr(),
         c.Strides(*key.stride()[:2], 0),
         c.Strides(*value.stride()[:2], 0),
+        None if step.queries is None else step.queries.data_ptr(),  # [layers, 1, heads, head_dim]
     )
 
 
 def _sight(sight: Any) -> c.Sight:
     keys, values = sight.slots.keys, sight.slots.values
-    bias = sight.bias
+    bias, cell_bias = sight.bias, sight.slots.bias
     return c.Sight(
         keys.data_ptr(),
         values.data_ptr(),
@@ -88,4 +89,5 @@ def _sight(sight: Any) -> c.Sight:
         len(sight.looks),
         0,
         None if bias is None else bias.data_ptr(),
+        *((None, 0, 0) if cell_bias is None else (cell_bias.data_ptr(), *cell_bias.stride()[:2])),
     )

@@ -109,7 +109,8 @@ class Decoder:
         """An empty cache for this model's cells."""
         spec, layout = self.spec, cell_layout(self.spec, self.tensors)
         rope = Rope(spec.rope.inverse_frequencies, layout.device)
-        return KVCache(layout, rope, spec.rope.attention_scaling**2 / math.sqrt(spec.head_dim))
+        scale = spec.rope.attention_scaling**2 / math.sqrt(spec.head_dim)
+        return KVCache(layout, rope, scale, spec.heads)
 
     def hidden(self, tokens: Tensor, cache: Remembers) -> Tensor:
         """Evaluates `tokens: [n]` into the cache's step. Returns `[n, hidden_size]`, normed."""

@@ -5,18 +5,31 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvkeep.errors import InvalidArgument
+from kvkeep.policies.archive import Archive
 from kvkeep.policies.base import Policy
 from kvkeep.policies.full import Full
 from kvkeep.policies.self_extend import SelfExtend
 from kvkeep.policies.shift import Shift
 from kvkeep.policies.sliding import Sliding
 
-__all__ = ["POLICIES", "Full", "Policy", "SelfExtend", "Shift", "Sliding", "longest", "make_policy"]
+__all__ = [
+    "POLICIES",
+    "Archive",
+    "Full",
+    "Policy",
+    "SelfExtend",
+    "Shift",
+    "Sliding",
+    "longest",
+    "make_policy",
+]
 
-POLICIES: dict[str, Any] = {policy.name: policy for policy in (Full, SelfExtend, Shift, Sliding)}
+POLICIES: dict[str, Any] = {
+    policy.name: policy for policy in (Archive, Full, SelfExtend, Shift, Sliding)
+}
 
 
-def make_policy(name: str, max_kv_size: int, **settings: int | None) -> Policy:
+def make_policy(name: str, max_kv_size: int, **settings: int | float | str | None) -> Policy:
     """The policy of that name; a setting that is None is left at its default.
 
     Raises InvalidArgument for an unknown name, a setting that the policy does not have, or a
@@ -39,7 +52,7 @@ def _kind(name: str) -> Any:
     return POLICIES[name]
 
 
-def _given(name: str, settings: Mapping[str, int | None]) -> dict[str, int]:
+def _given(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     given = {key: value for key, value in settings.items() if value is not None}
     for key in given.keys() - set(inspect.signature(POLICIES[name]).parameters):
         raise InvalidArgument(f"policy {name!r} has no setting {key!r}")

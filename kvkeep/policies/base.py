@@ -1,9 +1,10 @@
 """What a policy is: the choice of segments, and what happens when the budget is reached."""
 
-from collections.abc import Set
-from typing import ClassVar, Protocol
+from collections.abc import Sequence, Set
+from typing import Any, ClassVar, Protocol
 
-from kvkeep.cache import KVCache
+from kvkeep.cache import KVCache, Segment
+from kvkeep.methods import Compression
 
 
 class Policy(Protocol):
@@ -29,7 +30,10 @@ class Policy(Protocol):
         many are known to follow, so that storage need not grow for each step.
         """
 
-    def settings(self) -> dict[str, int]:
+    def settle(self, cache: KVCache) -> Sequence[Compression]:
+        """Puts the cache in order once a step is done. Returns what was compressed."""
+
+    def settings(self) -> dict[str, Any]:
         """What `make_policy` needs, beside the name, to make this policy again."""
 
     def check(self, **settings: int) -> None:
@@ -40,3 +44,19 @@ class Policy(Protocol):
 
         Raises InvalidArgument before changing anything.
         """
+
+
+def open_anchors(cache: KVCache, keep: int, wanted: int) -> int:
+    """Makes the last segment the one for the first `keep` cells, until all of them are there.
+
+    Returns how many of the `wanted` tokens go there; 0 once a window may begin.
+    """
+    missing = keep - cache.cells
+    if missing <= 0 or any(not segment.anchor for segment in cache.segments):
+        return 0
+    newest = cache.segments[-1] if cache.segments else None
+    if newest is None or not newest.thaw(newest.length + missing):
+        newest = Segment(cache.layout, missing, anchor=True)
+        cache.segments.append(newest)
+    newest.reserve(newest.limit)
+    return min(wanted, missing)

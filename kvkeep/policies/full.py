@@ -5,6 +5,7 @@ from typing import ClassVar
 
 from kvkeep.cache import KVCache, Segment
 from kvkeep.errors import InvalidArgument
+from kvkeep.methods import Compression
 
 
 class Full:
@@ -18,7 +19,7 @@ class Full:
         self.pinned = 0
 
     def room(self, cache: KVCache) -> int | None:
-        return self.max_kv_size - cache.cells
+        return self.max_kv_size - max(cache.cells, cache.reach)
 
     def open(self, cache: KVCache, wanted: int, ahead: int = 0) -> int:
         newest = cache.segments[-1] if cache.segments else None
@@ -28,6 +29,9 @@ class Full:
             cache.segments.append(newest)
         newest.reserve(newest.length + wanted + ahead)
         return wanted
+
+    def settle(self, cache: KVCache) -> list[Compression]:
+        return []
 
     def settings(self) -> dict[str, int]:
         return {"max_kv_size": self.max_kv_size}

@@ -7,6 +7,7 @@ import torch
 
 from kvkeep.cache import Cells, KVCache, PositionMap, Segment, Window
 from kvkeep.errors import InvalidArgument
+from kvkeep.methods import Compression
 
 GROUP, WINDOW = 4, 1024
 
@@ -57,6 +58,9 @@ class SelfExtend:
         if leaving > 0:
             self._lend(cache, leaving)
         return count
+
+    def settle(self, cache: KVCache) -> list[Compression]:
+        return []
 
     def settings(self) -> dict[str, int]:
         return {"max_kv_size": self.max_kv_size, "group": self.group, "window": self.window}

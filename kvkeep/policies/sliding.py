@@ -5,6 +5,8 @@ from typing import ClassVar
 
 from kvkeep.cache import KVCache, Segment, Window
 from kvkeep.errors import InvalidArgument
+from kvkeep.methods import Compression
+from kvkeep.policies.base import open_anchors
 
 
 class Sliding:
@@ -36,20 +38,19 @@ class Sliding:
     def open(self, cache: KVCache, wanted: int, ahead: int = 0) -> int:
         size = self.max_kv_size - self.keep - self.pinned
         cache.window = Window(size, self.discard)
+        anchored = open_anchors(cache, self.keep, wanted)
+        if anchored:
+            return anchored
         newest = cache.segments[-1] if cache.segments else None
-        missing = self.keep - cache.cells
-        if missing > 0 and not any(not segment.anchor for segment in cache.segments):
-            if newest is None or not newest.thaw(newest.length + missing):
-                newest = Segment(cache.layout, missing, anchor=True)
-                cache.segments.append(newest)
-            newest.reserve(newest.limit)
-            return min(wanted, missing)
         if newest is None or newest.anchor or not newest.thaw(size):
             newest = Segment(cache.layout, size)
             cache.segments.append(newest)
         newest.crowded = any(not (s.anchor or s.block.shared) for s in cache.segments[:-1])
         newest.reserve(newest.length + wanted + (0 if newest.crowded else ahead))
         return wanted
+
+    def settle(self, cache: KVCache) -> list[Compression]:
+        return []
 
     def settings(self) -> dict[str, int]:
         return {"max_kv_size": self.max_kv_size, "keep": self.keep, "pinned": self.pinned}

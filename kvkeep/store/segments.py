@@ -9,6 +9,7 @@ from torch import Tensor
 from kvkeep.cache import Block, Cells, Layout, PositionMap, Segment
 
 _CELLS = ("keys", "values", "positions", "serials")
+_COMPRESSED = (*_CELLS, "bias")
 
 
 def segment_tensors(index: int, segment: Segment) -> dict[str, Tensor]:
@@ -20,7 +21,8 @@ def segment_tensors(index: int, segment: Segment) -> dict[str, Tensor]:
         cells = segment.block.slots.part(slots[0])
     else:
         cells = segment.read(0, segment.length)
-    return {f"segment.{index}.{name}": getattr(cells, name) for name in _CELLS}
+    names = _COMPRESSED if segment.compressed else _CELLS
+    return {f"segment.{index}.{name}": getattr(cells, name) for name in names}
 
 
 def segment_entry(segment: Segment) -> dict[str, Any]:
@@ -34,6 +36,7 @@ def segment_entry(segment: Segment) -> dict[str, Any]:
         "length": segment.length,
         "capacity": segment.capacity,
         "slot_order": _in_slot_order(segment),
+        "compressed": segment.compressed,
     }
 
 
@@ -44,10 +47,14 @@ def read_segment(
 
     Raises KeyError, TypeError or ValueError where they are not of one segment.
     """
-    cells = Cells(*(tensors[f"segment.{index}.{name}"] for name in _CELLS))
+    compressed = entry.get("compressed", False)
+    names = _COMPRESSED if compressed else _CELLS
+    cells = Cells(*(tensors[f"segment.{index}.{name}"] for name in names))
     _check_entry(entry)
     _check_cells(cells, layout, entry["capacity"] if entry["slot_order"] else entry["length"])
-    segment = Segment(layout, entry["limit"], PositionMap(**entry["map"]), entry["anchor"])
+    segment = Segment(
+        layout, entry["limit"], PositionMap(**entry["map"]), entry["anchor"], compressed
+    )
     segment.frozen = entry["frozen"]
     segment.start, segment.length = entry["start"], entry["length"]
     if segment.frozen and not entry["slot_order"]:
@@ -55,7 +62,7 @@ def read_segment(
     if entry["slot_order"] or segment.start == 0:
         segment.block = Block(cells)
         return segment
-    segment.block = Block(Cells.empty(layout, entry["capacity"]))
+    segment.block = Block(Cells.empty(layout, entry["capacity"], compressed))
     done = 0
     for slot in segment.slots(0, segment.length):
         upto = done + slot.stop - slot.start
@@ -95,5 +102,10 @@ def _check_cells(cells: Cells, layout: Layout, count: int) -> None:
     for name in _CELLS[:2]:
         shape = (layout.layers, layout.kv_heads, count, layout.head_dim)
         require_tensor(name, getattr(cells, name), layout.dtype, *shape)
-    for name in _CELLS[2:]:
-        require_tensor(name, getattr(cells, name), torch.int64, count)
+    require_tensor("serials", cells.serials, torch.int64, count)
+    if cells.bias is None:
+        require_tensor("positions", cells.positions, torch.int64, count)
+    else:
+        shape = (layout.layers, layout.kv_heads, count)
+        require_tensor("positions", cells.positions, torch.int64, *shape)
+        require_tensor("bias", cells.bias, torch.float32, *shape)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep.cache import Layout, Segment
+from kvkeep.cache import Layout, Queries, Segment
 from kvkeep.errors import CorruptFile
 from kvkeep.store.codec import Codec, decode, encode
 from kvkeep.store.container import read_container, read_document, write_container
@@ -33,8 +33,9 @@ class Snapshot:
     int32, all of them, the forgotten ones too. serials: `[n]` int64, by which a token's cell is
     found; serial: the next. clock: the time of the next token. hidden: `[1, hidden_size]` and
     logits: `[vocab]` of the last token; None in an empty session. sampler: the seed and the random
-    generator's state. created: seconds since 1970. notes: JSON values of whoever keeps the
-    session, such as what a chat must remember beside it; kvkeep's library reads none of them.
+    generator's state. observed: the newest queries, where the policy decides by them. created:
+    seconds since 1970. notes: JSON values of whoever keeps the session, such as what a chat must
+    remember beside it; kvkeep's library reads none of them.
     """
 
     fingerprint: dict[str, str]
@@ -50,6 +51,7 @@ class Snapshot:
     logits: Tensor | None
     sampler: dict[str, Any]
     layout: Layout
+    observed: Queries | None = None
     created: float = field(default_factory=time.time)
     notes: dict[str, Any] = field(default_factory=dict)
 
@@ -71,6 +73,8 @@ class Snapshot:
         tensors |= {"tokens": self.tokens, "serials": self.serials}
         if self.hidden is not None and self.logits is not None:
             tensors |= {"hidden": self.hidden, "logits": self.logits}
+        if self.observed is not None:
+            tensors |= {"queries": self.observed.values, "query_times": self.observed.times}
         stored, coding = encode(tensors, codec)
         document = {
             "fingerprint": self.fingerprint,
@@ -138,9 +142,20 @@ def _assemble(document: dict[str, Any], tensors: dict[str, Tensor]) -> Snapshot:
         logits=tensors.get("logits"),
         sampler=document["sampler"],
         layout=layout,
+        observed=_observed(tensors, layout),
         created=document["created"],
         notes=document.get("notes", {}),
     )
+
+
+def _observed(tensors: dict[str, Tensor], layout: Layout) -> Queries | None:
+    if "queries" not in tensors:
+        return None
+    queries, times = tensors["queries"], tensors["query_times"]
+    shape = (layout.layers, None, len(times), layout.head_dim)
+    require_tensor("queries", queries, layout.dtype, *shape)
+    require_tensor("query_times", times, torch.int64, None)
+    return Queries(queries, times)
 
 
 def _check(document: dict[str, Any], tensors: dict[str, Tensor]) -> None:

@@ -33,7 +33,7 @@ def feed(cache: KVCache, count: int, seed: int = 0) -> KVCache:
 
 
 def new_cache(window: int | None = None) -> KVCache:
-    cache = KVCache(LAYOUT, ROPE, 0.3)
+    cache = KVCache(LAYOUT, ROPE, 0.3, 2 * LAYOUT.kv_heads)
     if window is not None:
         cache.window = Window(window)
         cache.segments.append(Segment(LAYOUT, window))

@@ -65,8 +65,9 @@ inline float soften(const Row& row, float scale, const float* scores, Bf16* shar
     seen[v] = 0xffff;
     if constexpr (!kWhole) {
       seen[v] = lanes_below(row.end - v * kLanes) & ~lanes_below(row.begin - v * kLanes);
-      if (row.bias) {
-        const __m512 bias = _mm512_maskz_loadu_ps(seen[v], row.bias + v * kLanes);
+      for (const float* from : {row.bias, row.cell_bias}) {
+        if (!from) continue;
+        const __m512 bias = _mm512_maskz_loadu_ps(seen[v], from + v * kLanes);
         score[v] = _mm512_fmadd_ps(bias, _mm512_set1_ps(kLog2E), score[v]);
         seen[v] = _mm512_mask_cmp_ps_mask(seen[v], score[v], _mm512_set1_ps(kHidden), _CMP_GT_OQ);
       }
@@ -120,7 +121,8 @@ void attend_some(const Packed<kDim>& block, float scale, Row* rows, const Ahead&
   score<kDim, kCount>(block, rows, scores, ahead);
   int cells = 0;
   for (int i = 0; i < kCount; ++i) {
-    const bool whole = rows[i].begin == 0 && rows[i].end == kCells && !rows[i].bias;
+    const bool whole =
+        rows[i].begin == 0 && rows[i].end == kCells && !rows[i].bias && !rows[i].cell_bias;
     const auto how = whole ? soften<true> : soften<false>;
     shares.less[i] = how(rows[i], scale, scores.of[i], shares.of[i]);
     cells = std::max(cells, rows[i].end);

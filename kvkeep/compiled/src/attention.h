@@ -25,11 +25,13 @@ struct Found {
   float sum = 0.f;
 };
 
-// One row's part in a call. bias: for the cells of the block, or null. begin, end: the stretch of
+// One row's part in a call. bias: for the cells of the block, or null; cell_bias: likewise, of the
+// cells themselves. begin, end: the stretch of
 // the block that it sees; other cells do not exist, or are not for it.
 struct Row {
   const Bf16* query;
   const float* bias;
+  const float* cell_bias;
   int begin, end;
   Found* found;
   float* out;  // [kDim]

@@ -132,6 +132,8 @@ class ChunkRun {
         rows[r].begin = 0;
         rows[r].end = std::min(kCells, (part.causal ? token + 1 : part.cells) - cell);
         rows[r].bias = part.bias ? part.bias + std::size_t(token) * part.bias_row + cell : nullptr;
+        rows[r].cell_bias =
+            part.cell_bias ? part.cell_bias + head * part.cell_bias_head + cell : nullptr;
       }
       attend<kDim>(packed(first_block + cell / kCells, head), chunk_.scale, rows.data(), count,
                    Ahead{});

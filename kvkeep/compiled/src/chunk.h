@@ -17,6 +17,8 @@ struct Part {
   std::int32_t causal;    // 1: query i sees cells 0 ... i
   std::int32_t bias_row;  // from one token's bias to the next one's; 0 where all have the same
   const float* bias;      // [tokens or 1, cells], or null
+  const float* cell_bias;  // [kv_heads, cells] with heads `cell_bias_head` apart, or null
+  std::int64_t cell_bias_head;
 };
 
 // q: [tokens, heads, head_dim], k and v: [tokens, kv_heads, head_dim], all dense and unrotated.

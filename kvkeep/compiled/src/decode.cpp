@@ -164,6 +164,10 @@ class Run {
       return;
     }
     const Sequence& sequence = step_.sequence[i];
+    if (sequence.queries)
+      for (int c = 0; c < queries_width_; c += kLanes)
+        store_bf16(sequence.queries + std::size_t(layer) * queries_width_ + c,
+                   _mm512_loadu_ps(projected(i) + c));
     const float* keys = projected(i) + queries_width_;
     const float* values = keys + keys_width_;
     for (int head = 0; head < model_.kv_heads; ++head) {

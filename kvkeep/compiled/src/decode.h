@@ -37,6 +37,7 @@ struct Sequence {
   Bf16* key;
   Bf16* value;
   Strides key_strides, value_strides;
+  Bf16* queries;             // out: [layers, heads, head_dim], unrotated; or null
 };
 
 // Stored cells that some queries see. first, cells: the stretch of slots from `keys`, `values` on.
@@ -47,7 +48,9 @@ struct Sight {
   std::int32_t first, cells;
   std::int32_t looks;  // how many look here; they are numbered within the sight
   std::int32_t reserved;
-  const float* bias;   // [looks, cells], or null
+  const float* bias;       // [looks, cells], or null
+  const float* cell_bias;  // of the first slot, layer and KV head; or null
+  std::int64_t cell_bias_layer, cell_bias_head;
 };
 
 // A sequence looking at a sight, from a position of its own. All looks of a sequence follow one

@@ -70,7 +70,7 @@ class Looks {
         (*found_)[at] = Found{};
         std::fill_n(out, kDim, 0.f);
         const int look = looker_[unit.sight][index];
-        rows.push_back({query(look, head), nullptr, 0, 0, found_->get() + at, out});
+        rows.push_back({query(look, head), nullptr, nullptr, 0, 0, found_->get() + at, out});
       }
     const Strides& k = sight.key_strides;
     const Strides& v = sight.value_strides;
@@ -86,6 +86,9 @@ class Looks {
         if (sight.bias)
           rows[r].bias =
               sight.bias + static_cast<long>(r / groups_) * sight.cells + slot - sight.first;
+        if (sight.cell_bias)
+          rows[r].cell_bias = sight.cell_bias + layer * sight.cell_bias_layer +
+                              unit.head * sight.cell_bias_head + slot;
       }
       const int next = slot + kCells;
       const Ahead ahead{keys + next * k.cell, values + next * v.cell, k.cell, v.cell,

@@ -1,0 +1,111 @@
+"""A calibration: what compression decides by, measured once for each model.
+
+As an importance matrix is for weights, it is a file made once from some text, and good for every
+session of that model.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from blake3 import blake3
+from torch import Tensor
+
+from kvkeep.errors import CorruptFile, InvalidArgument
+from kvkeep.methods import Statistics
+from kvkeep.methods.measured import Measured
+from kvkeep.store.container import read_container, write_container
+from kvkeep.store.raw import tensor_bytes
+from kvkeep.store.segments import require, require_tensor
+
+if TYPE_CHECKING:
+    from kvkeep.model import Model
+
+KIND, FORMAT = "calibration", 1
+STEP = 512  # tokens evaluated at once
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """statistics: see there. fingerprint: of the model. tokens: that it was made from."""
+
+    statistics: Statistics
+    fingerprint: dict[str, str]
+    model: str
+    tokens: int
+
+    @property
+    def digest(self) -> str:
+        """Of the statistics: what a session that was begun with them asks for."""
+        hashed = blake3()
+        for tensor in asdict(self.statistics).values():
+            hashed.update(tensor_bytes(tensor))
+        return hashed.hexdigest()
+
+    def require(self, model: "Model") -> None:
+        """Raises FingerprintMismatch, naming what differs, for another model."""
+        model.fingerprint.require(self.fingerprint, "the calibration")
+
+    def save(self, path: str | Path) -> int:
+        """Writes the file, or leaves the one that is there. Returns its bytes."""
+        document = {"fingerprint": self.fingerprint, "model": self.model, "tokens": self.tokens}
+        return write_container(Path(path), KIND, FORMAT, document, asdict(self.statistics))
+
+
+def load_calibration(path: str | Path, model: "Model") -> Calibration:
+    """Reads a calibration and verifies every byte of it, and that it is of this model.
+
+    Raises StoreError and its kinds, and FingerprintMismatch.
+    """
+    container = read_container(Path(path), KIND, FORMAT)
+    try:
+        calibration = _assemble(container.document, container.tensors, model)
+    except (LookupError, ValueError, TypeError) as error:
+        raise CorruptFile(f"{path} is corrupt: {error!r} while it was put together") from error
+    calibration.require(model)
+    return calibration
+
+
+@torch.inference_mode()
+def calibrate(
+    model: "Model", ids: Sequence[int], progress: Callable[[int], None] | None = None
+) -> Calibration:
+    """Runs text through the model and measures what compression decides by.
+
+    Args:
+        ids: at least 1,536 tokens; some ten thousand of the kind of text to come are enough.
+        progress: called after each step with the number of tokens in it.
+
+    Raises InvalidArgument for too few tokens.
+    """
+    if len(ids) < 3 * STEP:
+        raise InvalidArgument(f"a calibration needs {3 * STEP} tokens or more; found {len(ids)}")
+    measured = Measured(model.decoder.new_cache().layout)
+    session = model.session(max_kv_size=min(4 * STEP, model.spec.max_positions), prefill_step=STEP)
+    session.cache.observe()
+    for first in range(0, len(ids), STEP):
+        chunk = ids[first : first + STEP]
+        session.feed(chunk)
+        measured.take(session.cache, STEP)
+        if progress:
+            progress(len(chunk))
+    return Calibration(measured.statistics(), asdict(model.fingerprint), model.name, len(ids))
+
+
+def _assemble(
+    document: Mapping[str, Any], tensors: Mapping[str, Tensor], model: "Model"
+) -> Calibration:
+    spec = model.spec
+    shape = (spec.layers, spec.kv_heads, spec.head_dim)
+    require_tensor("mean", tensors["mean"], torch.float32, *shape)
+    require_tensor("moment", tensors["moment"], torch.float32, *shape, spec.head_dim)
+    require_tensor("tolerance", tensors["tolerance"], torch.float32, *shape[:2])
+    require(type(document["tokens"]) is int, "tokens is not a whole number")
+    return Calibration(
+        Statistics(tensors["mean"], tensors["moment"], tensors["tolerance"]),
+        document["fingerprint"],
+        document["model"],
+        document["tokens"],
+    )

@@ -1,0 +1,53 @@
+"""Compression methods: which cells stay, and what becomes of the others. One file, one method."""
+
+from kvkeep.errors import InvalidArgument
+from kvkeep.methods.average import Average
+from kvkeep.methods.base import Candidates, Compressed, Eviction, Method
+from kvkeep.methods.compression import Compression, compress
+from kvkeep.methods.expected_attention import ExpectedAttention
+from kvkeep.methods.fitted import Fitted
+from kvkeep.methods.h2o import H2O
+from kvkeep.methods.keydiff import KeyDiff
+from kvkeep.methods.knorm import KNorm
+from kvkeep.methods.pick_heads import PickHeads
+from kvkeep.methods.random import Random
+from kvkeep.methods.snapkv import SnapKV
+from kvkeep.methods.statistics import Statistics
+from kvkeep.methods.sum import Sum
+from kvkeep.methods.tova import TOVA
+
+__all__ = [
+    "BEST",
+    "METHODS",
+    "Candidates",
+    "Compressed",
+    "Compression",
+    "Eviction",
+    "Method",
+    "Statistics",
+    "compress",
+    "make_method",
+]
+
+_ALL: tuple[type[Method], ...] = (
+    Random,
+    KNorm,
+    KeyDiff,
+    ExpectedAttention,
+    SnapKV,
+    H2O,
+    TOVA,
+    Average,
+    Sum,
+    PickHeads,
+    Fitted,
+)
+METHODS = {method.name: method for method in _ALL}
+BEST = Fitted.name
+
+
+def make_method(name: str) -> Method:
+    """The method of that name. Raises InvalidArgument where there is none."""
+    if name not in METHODS:
+        raise InvalidArgument(f"method must be one of {', '.join(METHODS)}; found {name!r}")
+    return METHODS[name]()

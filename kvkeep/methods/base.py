@@ -1,0 +1,109 @@
+"""What a compression method is: it leaves fewer cells of some, each KV head its own."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvkeep.cache import NO_TOKEN, Cells, Queries, Rope
+from kvkeep.methods.statistics import Statistics
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Cells to be compressed, and what is known of those who look at them.
+
+    cells: n of them, oldest first. queries: the newest ones, of tokens that came after the cells
+    or are of them; None where nobody observed. statistics: of the model, from a calibration; None
+    without one. seed: for what is drawn.
+    """
+
+    cells: Cells
+    rope: Rope
+    scale: float
+    queries: Queries | None = None
+    statistics: Statistics | None = None
+    seed: int = 0
+
+    def __len__(self) -> int:
+        return len(self.cells)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(layers, kv_heads, n)."""
+        layers, kv_heads, count, _ = self.cells.keys.shape
+        return layers, kv_heads, count
+
+    def part(self, where: slice) -> "Candidates":
+        """Some of them."""
+        return replace(self, cells=self.cells.part(where))
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """`[layers, kv_heads, n]` int64."""
+        return self.cells.positions.expand(self.shape)
+
+    @cached_property
+    def bias(self) -> Tensor:
+        """`[layers, kv_heads, n]` float32."""
+        if self.cells.bias is not None:
+            return self.cells.bias
+        return torch.zeros(self.shape, device=self.cells.keys.device)
+
+    @cached_property
+    def unrotated(self) -> Tensor:
+        """Keys as they were before rotation: what a cell says, wherever it stands; float32."""
+        return self.rope.moved(self.cells.keys.float(), -self.cells.positions)
+
+    def taken(self, which: Tensor) -> Cells:
+        """Some of the cells. which: `[layers, kv_heads, m]` indices, in their order."""
+        rows = which.unsqueeze(-1).expand(-1, -1, -1, self.cells.keys.shape[-1])
+        return Cells(
+            self.cells.keys.gather(2, rows),
+            self.cells.values.gather(2, rows),
+            self.positions.gather(2, which.cpu()),
+            torch.full((which.shape[2],), NO_TOKEN),
+            self.bias.gather(2, which),
+        )
+
+
+@dataclass(frozen=True)
+class Compressed:
+    """cells: what is left. merged: cells that live on in others, a mean over all KV heads."""
+
+    cells: Cells
+    merged: float = 0.0
+
+
+class Method(ABC):
+    """observes: whether it decides by the newest queries."""
+
+    name: ClassVar[str]
+    observes: ClassVar[bool] = False
+
+    def wants_queries(self, statistics: Statistics | None) -> bool:
+        """Whether queries must be there when it compresses."""
+        return self.observes
+
+    @abstractmethod
+    def compress(self, candidates: Candidates, count: int) -> Compressed:
+        """Leaves `count` cells (1 to n) for each layer and KV head."""
+
+
+class Eviction(Method):
+    """Keeps the cells of the highest score as they are; the others are forgotten."""
+
+    @abstractmethod
+    def score(self, candidates: Candidates) -> Tensor:
+        """`[layers, kv_heads, n]`: what each cell is worth."""
+
+    def compress(self, candidates: Candidates, count: int) -> Compressed:
+        return Compressed(candidates.taken(best(self.score(candidates), count)))
+
+
+def best(score: Tensor, count: int) -> Tensor:
+    """`[layers, kv_heads, count]`: which have the highest scores, in their order."""
+    return score.topk(count, sorted=False).indices.sort().values

@@ -1,0 +1,54 @@
+"""Measuring a model's queries, and how alike keys must be to be merged without harm."""
+
+import torch
+
+from kvkeep.cache import Cells, KVCache, Layout, Queries
+from kvkeep.methods.attended import by_kv_head, output_error
+from kvkeep.methods.base import Candidates
+from kvkeep.methods.fitted import Fitted
+from kvkeep.methods.statistics import Statistics
+
+LIKENESSES = (0.7, 0.8, 0.85, 0.9, 0.95, 1.0)  # least cosines that are tried; 1: nothing is merged
+RATIO = 4  # how much is compressed to try them
+QUERIES = 32
+
+
+class Measured:
+    """Sums over a text; `statistics` are their means."""
+
+    def __init__(self, layout: Layout):
+        heads, width = (layout.layers, layout.kv_heads), layout.head_dim
+        self._queries = 0
+        self._sum = torch.zeros(*heads, width)
+        self._outer = torch.zeros(*heads, width, width)
+        self._errors = torch.zeros(len(LIKENESSES), *heads)
+
+    def take(self, cache: KVCache, step: int) -> None:
+        """What a cache that observes has read last: the newest `step` cells and the ones before."""
+        assert cache.observer is not None
+        queries = cache.observer.queries()
+        assert queries is not None
+        samples = by_kv_head(queries.values, cache.layout.kv_heads).cpu()
+        self._queries += samples.shape[2]
+        self._sum += samples.sum(2)
+        self._outer += samples.transpose(-1, -2) @ samples
+        first = cache.cells - 2 * step
+        if first >= 0:
+            parts = [cells for segment, cells in cache.read(first, step) if not segment.anchor]
+            every = max(1, len(queries) // QUERIES)
+            some = Queries(queries.values[:, :, ::every], queries.times[::every])
+            self._try(Candidates(Cells.joined(parts), cache.rope, cache.scale), some)
+
+    def _try(self, candidates: Candidates, queries: Queries) -> None:
+        for errors, likeness in zip(self._errors, LIKENESSES, strict=True):
+            fewer = Fitted(likeness).compress(candidates, len(candidates) // RATIO).cells
+            errors += output_error(candidates, fewer, queries).cpu()
+
+    def statistics(self) -> Statistics:
+        """All that was measured; each KV head's tolerance is what did least harm there."""
+        tried = torch.tensor(LIKENESSES)
+        return Statistics(
+            self._sum / self._queries,
+            self._outer / self._queries,
+            tried[self._errors.argmin(0)],
+        )

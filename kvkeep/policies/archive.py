@@ -1,0 +1,232 @@
+"""Policy `archive`: the bounded memory with a past."""
+
+from collections.abc import Set
+from dataclasses import replace
+from typing import ClassVar
+
+from kvkeep.cache import NO_TOKEN, Block, Cells, KVCache, Segment, Window
+from kvkeep.errors import InvalidArgument
+from kvkeep.methods import BEST, Candidates, Compression, Statistics, compress, make_method
+from kvkeep.policies.base import open_anchors
+
+RATIO = 4.0
+STRETCH = 1024  # cells that one segment of the archive holds
+
+
+class Archive:
+    """Anchors exactly, what is older than a window compressed, and the window exactly.
+
+    The first `keep` cells and the pinned ones are anchors. The window holds at most `window +
+    block` cells. When it is full, its oldest `block` are compressed by `ratio` into the archive;
+    when the archive is full, all of it is compressed once more, to half: what is older is coarser.
+    Text is never cut: blocks end where they would in any prefill step.
+
+    Nothing is seen from further than `span` positions: before that, distances beyond the window
+    are halved, by rotating the archive's keys once more.
+    """
+
+    name: ClassVar[str] = "archive"
+
+    def __init__(
+        self,
+        max_kv_size: int,
+        keep: int,
+        method: str = BEST,
+        ratio: float = RATIO,
+        window: int = 0,
+        block: int = 0,
+        span: int = 0,
+        pinned: int = 0,
+        seed: int = 0,
+        calibrated_by: str = "",
+    ):
+        self.max_kv_size = max_kv_size
+        self.keep = keep
+        self.pinned = pinned
+        self.method = make_method(method)
+        self.ratio = ratio
+        self.block = block or min(512, max(1, max_kv_size // 16))
+        self.window = window or max(1, max_kv_size // 2)
+        self.span = span or max(8192, 2 * max_kv_size)
+        self.seed = seed
+        self.calibrated_by = calibrated_by
+        self.statistics: Statistics | None = None
+        self.check()
+
+    @property
+    def limit(self) -> int:
+        """The most cells of the archive."""
+        return self.max_kv_size - self.keep - self.pinned - self.window - self.block
+
+    def calibrate(self, statistics: Statistics, digest: str) -> None:
+        """Lets the method decide by what is known of the model; digest: of the file."""
+        self.statistics, self.calibrated_by = statistics, digest
+
+    def room(self, cache: KVCache) -> int | None:
+        return None
+
+    def open(self, cache: KVCache, wanted: int, ahead: int = 0) -> int:
+        cache.window = Window(moves=True)
+        if self.method.wants_queries(self.statistics) and cache.observer is None:
+            cache.observe()
+        anchored = open_anchors(cache, self.keep, wanted)
+        if anchored:
+            return anchored
+        size = self.window + self.block
+        newest = cache.segments[-1] if cache.segments else None
+        if newest is None or newest.anchor or not newest.thaw(size):
+            newest = Segment(cache.layout, size)
+            cache.segments.append(newest)
+        count = min(wanted, size - _in_window(cache))
+        newest.reserve(newest.length + count + min(ahead, size - newest.length - count))
+        return count
+
+    def settle(self, cache: KVCache) -> list[Compression]:
+        if _in_window(cache) < self.window + self.block:
+            return []
+        done: list[Compression] = []
+        count = max(1, int(self.block / self.ratio))
+        archived = [segment for segment in cache.segments if segment.compressed]
+        if sum(segment.length for segment in archived) + count > self.limit:
+            archived = self._coarser(cache, archived, (self.limit - count) // 2, done)
+        leaving = Cells.joined([cells for _, cells in _oldest(cache, self.block)])
+        self._append(cache, archived, self._compressed(cache, leaving, count, done))
+        self._replace_archive(cache, archived)
+        cache.window.forget(cache.segments, self.block)
+        cache.segments = [segment for segment in cache.segments if segment.length]
+        self._draw_closer(cache)
+        return done
+
+    def settings(self) -> dict[str, int | float | str]:
+        return {
+            "max_kv_size": self.max_kv_size,
+            "keep": self.keep,
+            "method": self.method.name,
+            "ratio": self.ratio,
+            "window": self.window,
+            "block": self.block,
+            "span": self.span,
+            "pinned": self.pinned,
+            "seed": self.seed,
+            "calibrated_by": self.calibrated_by,
+        }
+
+    def check(self, **settings: int) -> None:
+        found = {"keep": self.keep, "pinned": self.pinned} | settings
+        needed = self.window + self.block + int(self.block / self.ratio) + 1
+        most = self.max_kv_size - found["pinned"] - needed
+        if self.ratio < 1:
+            raise InvalidArgument(f"ratio must be 1 or more; found {self.ratio}")
+        if self.window < 1 or self.block < 1:
+            raise InvalidArgument(
+                f"window and block must be 1 or more; found {self.window} and {self.block}"
+            )
+        if not 0 <= found["keep"] <= most:
+            pins = f" of which {found['pinned']} are pinned" if found["pinned"] else ""
+            raise InvalidArgument(
+                f"a budget of {self.max_kv_size} cells{pins} with a window of {self.window} and "
+                f"blocks of {self.block} takes a keep of 0 to {max(most, 0)}; found "
+                f"{found['keep']}: raise max_kv_size, or make the window smaller"
+            )
+        if self.span < 2 * (self.max_kv_size + self.block):
+            raise InvalidArgument(
+                f"a span of {self.span} positions is too short: a budget of {self.max_kv_size} "
+                f"needs {2 * (self.max_kv_size + self.block)} or more; lower max_kv_size"
+            )
+
+    def change(self, cache: KVCache, pins: Set[int], **settings: int) -> None:
+        """As `Sliding.change`; what is in the archive stays there."""
+        keep = settings.get("keep", self.keep)
+        archived = [segment for segment in cache.segments if segment.compressed]
+        if archived and keep != self.keep:
+            raise InvalidArgument(
+                f"keep was {self.keep} when the first tokens were archived, and stays so; pin "
+                "tokens of the window instead"
+            )
+        outside = sum(serial in pins for serial in cache.serials()[max(keep, 0) :])
+        self.check(**settings | {"pinned": outside})
+        cache.regroup(lambda rank, serial: serial == NO_TOKEN or rank < keep or serial in pins)
+        self.keep, self.pinned = keep, outside
+        archived = [segment for segment in cache.segments if segment.compressed]
+        if sum(segment.length for segment in archived) > self.limit:
+            self._replace_archive(cache, self._coarser(cache, archived, self.limit, []))
+
+    def _candidates(self, cache: KVCache, cells: Cells) -> Candidates:
+        queries = cache.observer.queries() if cache.observer else None
+        seed = self.seed + cache.serial
+        return Candidates(cells, cache.rope, cache.scale, queries, self.statistics, seed)
+
+    def _compressed(
+        self, cache: KVCache, cells: Cells, count: int, done: list[Compression]
+    ) -> list[Cells]:
+        """`count` cells in the place of many, chunk by chunk."""
+        found = list(compress(self.method, self._candidates(cache, cells), count))
+        done += [compression for _, compression in found]
+        return [cells for cells, _ in found]
+
+    def _coarser(
+        self, cache: KVCache, archived: list[Segment], count: int, done: list[Compression]
+    ) -> list[Segment]:
+        """The archive compressed once more, to `count` cells."""
+        cells = Cells.joined([segment.read(0, segment.length) for segment in archived])
+        coarser: list[Segment] = []
+        self._append(cache, coarser, self._compressed(cache, cells, max(1, count), done))
+        return coarser
+
+    def _append(self, cache: KVCache, archived: list[Segment], parts: list[Cells]) -> None:
+        """Adds compressed cells to the last segment that takes them, or to one more."""
+        for cells in parts:
+            last = archived[-1] if archived else None
+            if last is None or last.frozen or last.length + len(cells) > last.limit:
+                limit = max(len(cells), min(STRETCH, self.limit))
+                last = Segment(cache.layout, limit, anchor=True, compressed=True)
+                archived.append(last)
+            last.append(cells)
+
+    def _replace_archive(self, cache: KVCache, archived: list[Segment]) -> None:
+        others = [segment for segment in cache.segments if not segment.compressed]
+        at = next((i for i, segment in enumerate(others) if not segment.anchor), len(others))
+        cache.segments = [*others[:at], *archived, *others[at:]]
+
+    def _draw_closer(self, cache: KVCache) -> None:
+        """Halves distances beyond the window, once the first cell would be seen from too far."""
+        if cache.reach + self.block <= self.span:
+            return
+        near = cache.time - _in_window(cache)
+        for segment in cache.segments:
+            if not segment.anchor:
+                continue
+            slots = segment.block.slots
+            if segment.compressed:
+                segment.block = Block(_closer(cache, slots, near))
+            elif segment.length:
+                last = segment.slots(segment.length - 1, 1)[0].start
+                seen = int(slots.positions[last]) - segment.map.offset
+                if seen < near:
+                    segment.map = segment.map.closer(_halved(seen, near) - seen)
+
+
+def _halved(position: int, near: int) -> int:
+    return near - (near - position + 1) // 2
+
+
+def _closer(cache: KVCache, cells: Cells, near: int) -> Cells:
+    """Compressed cells at half their distance from a position."""
+    positions = near - (near - cells.positions + 1) // 2
+    keys = cache.rope.moved(cells.keys, positions - cells.positions)
+    return replace(cells, keys=keys, positions=positions)
+
+
+def _in_window(cache: KVCache) -> int:
+    return sum(segment.length for segment in cache.segments if not segment.anchor)
+
+
+def _oldest(cache: KVCache, count: int) -> list[tuple[Segment, Cells]]:
+    """The oldest cells of the window, copied."""
+    found = []
+    for segment in cache.segments:
+        inside = 0 if segment.anchor else min(segment.length, count)
+        if inside:
+            found.append((segment, segment.read(0, inside)))
+            count -= inside
+    return found
