@@ -61,11 +61,9 @@ def load_calibration(path: str | Path, model: "Model") -> Calibration:
     """
     container = read_container(Path(path), KIND, FORMAT)
     try:
-        calibration = _assemble(container.document, container.tensors, model)
-    except (LookupError, ValueError, TypeError) as error:
+        return _assemble(container.document, container.tensors, model)
+    except (LookupError, ValueError, TypeError, AttributeError) as error:
         raise CorruptFile(f"{path} is corrupt: {error!r} while it was put together") from error
-    calibration.require(model)
-    return calibration
 
 
 @torch.inference_mode()
@@ -97,6 +95,8 @@ def calibrate(
 def _assemble(
     document: Mapping[str, Any], tensors: Mapping[str, Tensor], model: "Model"
 ) -> Calibration:
+    # First of all: another model's statistics have another shape, and are whole for all that.
+    model.fingerprint.require(document["fingerprint"], "the calibration")
     spec = model.spec
     shape = (spec.layers, spec.kv_heads, spec.head_dim)
     require_tensor("mean", tensors["mean"], torch.float32, *shape)

@@ -46,6 +46,7 @@ def compress_held(
 
     Raises InvalidArgument before anything is changed.
     """
+    _check_asked(memory, ratio, recent)
     cache, before, nbytes = memory.cache, memory.cache.cells, memory.cache.nbytes
     first_recent = before - recent
     runs = cache.runs(
@@ -53,7 +54,12 @@ def compress_held(
     )
     total = sum(count for _, kept, _, count in runs if not kept)
     left = math.ceil(before / ratio) - (before - total)
-    _check(memory, ratio, recent, left, len(runs))
+    if left < len(runs):
+        raise InvalidArgument(
+            f"{before} cells cannot become {ratio:g} times fewer with the first {SINKS}, the "
+            f"newest {recent} and {len(memory.pins)} pinned ones kept as they are: take a smaller "
+            "ratio, or keep fewer"
+        )
     queries = _newest_queries(memory) if method.wants_queries(statistics) else None
     segments, chunks, seen = [], [], 0
     for segment, kept, first, count in runs:
@@ -63,7 +69,8 @@ def compress_held(
             continue
         quota = left * (seen + count) // total - left * seen // total
         seen += count
-        candidates = Candidates(cells, cache.rope, cache.scale, queries, statistics, seed)
+        near = queries.seen_from(segment.map) if queries else None
+        candidates = Candidates(cells, cache.rope, cache.scale, near, statistics, seed)
         for fewer, compression in compress(method, candidates, min(quota, count)):
             segments.append(Segment.of(cache.layout, fewer, segment.map, segment.anchor))
             chunks.append(compression)
@@ -75,7 +82,7 @@ def compress_held(
     )
 
 
-def _check(memory: Memory, ratio: float, recent: int, left: int, runs: int) -> None:
+def _check_asked(memory: Memory, ratio: float, recent: int) -> None:
     if memory.policy.name != "full":
         raise InvalidArgument(
             f'policy "{memory.policy.name}" cannot be compressed at once: policy="archive" '
@@ -85,12 +92,6 @@ def _check(memory: Memory, ratio: float, recent: int, left: int, runs: int) -> N
         raise InvalidArgument(
             f"compressing takes a ratio above 1 and 1 or more recent cells; found {ratio} "
             f"and {recent}"
-        )
-    if left < runs:
-        raise InvalidArgument(
-            f"{memory.cache.cells} cells cannot become {ratio:g} times fewer with the first "
-            f"{SINKS}, the newest {recent} and {len(memory.pins)} pinned ones kept as they are: "
-            "take a smaller ratio, or keep fewer"
         )
 
 

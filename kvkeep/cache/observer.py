@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvkeep.cache.position_map import PositionMap
+
 LIMIT = 128  # queries that an observer keeps
 
 
@@ -24,6 +26,10 @@ class Queries:
     def newest(self, count: int) -> "Queries":
         """The last `count` of them."""
         return Queries(self.values[:, :, -count:], self.times[-count:])
+
+    def seen_from(self, position_map: PositionMap) -> "Queries":
+        """The same standing where queries do that look by a map (of single positions)."""
+        return Queries(self.values, self.times + position_map.offset)
 
 
 class Observer:
@@ -48,8 +54,12 @@ class Observer:
         if excess > 0:
             time, queries = time + excess, queries[:, excess:].clone()
         self._steps.append((time, queries))
-        while len(self) - self._steps[0][1].shape[1] >= LIMIT:
-            self._steps.pop(0)
+        excess = len(self) - LIMIT
+        while excess > 0:
+            first, oldest = self._steps.pop(0)
+            if oldest.shape[1] > excess:
+                self._steps.insert(0, (first + excess, oldest[:, excess:]))
+            excess -= oldest.shape[1]
 
     def forget_from(self, time: int) -> None:
         """Drops the queries of tokens that were taken back."""
@@ -65,7 +75,7 @@ class Observer:
         times = torch.cat(
             [torch.arange(first, first + queries.shape[1]) for first, queries in self._steps]
         )
-        return Queries(values, times).newest(LIMIT)
+        return Queries(values, times)
 
     def fork(self) -> "Observer":
         fork = Observer()
