@@ -70,7 +70,8 @@ def compress_held(
         quota = left * (seen + count) // total - left * seen // total
         seen += count
         near = queries.seen_from(segment.map) if queries else None
-        candidates = Candidates(cells, cache.rope, cache.scale, near, statistics, seed)
+        plain = cells.restored(cache.layout.dtype)
+        candidates = Candidates(plain, cache.rope, cache.scale, near, statistics, seed)
         for fewer, compression in compress(method, candidates, min(quota, count)):
             segments.append(Segment.of(cache.layout, fewer, segment.map, segment.anchor))
             chunks.append(compression)

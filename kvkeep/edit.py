@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 import torch
 
-from kvkeep.cache import KVCache, Segment, joined
+from kvkeep.cache import Segment, joined
 from kvkeep.errors import ContextFull, InvalidArgument
 from kvkeep.memory import Memory, require_finite
 
@@ -136,14 +136,14 @@ def _put_in_place(memory: Memory, change: _Change, prefill_step: int) -> tuple[i
     rank = _rank(memory, change.start, change.end)
     sooner, later = _overflow(memory, change, rank)
     work = memory.fork()
-    cache, layout = work.cache, work.cache.layout
+    cache = work.cache
     before = [
-        Segment.of(layout, cells, segment.map.closer(-change.growth), segment.anchor)
+        Segment.of(segment.layout, cells, segment.map.closer(-change.growth), segment.anchor)
         for segment, cells in cache.read(0, rank)
     ]
     first = rank + change.removed
     after = [
-        Segment.of(layout, cells, segment.map, segment.anchor)
+        Segment.of(segment.layout, cells, segment.map, segment.anchor)
         for segment, cells in cache.read(first, cache.cells - first)
     ]
     cache.window.forget(before, sooner)
@@ -208,7 +208,7 @@ def _evaluated_between(
     """The segment of tokens that see what is before them and end at time `where`."""
     if not ids:
         return []
-    cache = KVCache(work.cache.layout, work.cache.rope, work.cache.scale, work.cache.heads)
+    cache = work.cache.empty()
     cache.segments = [s for s in before if s.length]
     cache.time, cache.serial = where - len(ids), work.cache.serial
     new = Segment(cache.layout, len(ids))

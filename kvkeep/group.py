@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache.group import GroupStep
+from kvkeep.cache.quantised import tensors
 from kvkeep.cache.step import DecodeStep
 from kvkeep.errors import InvalidArgument
 from kvkeep.interrupts import interrupts_deferred
@@ -47,8 +48,8 @@ class SessionGroup:
             storage.data_ptr(): storage.nbytes()
             for session in self.sessions
             for segment in session.cache.segments
-            for cells in (segment.block.slots.keys, segment.block.slots.values)
-            for storage in (cells.untyped_storage(),)
+            for cells in (segment.block.slots.stored_keys, segment.block.slots.stored_values)
+            for storage in (tensor.untyped_storage() for tensor in tensors(cells))
         }
         return sum(storages.values())
 

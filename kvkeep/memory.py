@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvkeep.cache import Cells
+from kvkeep.cache import Bits, Cells
 from kvkeep.errors import ContextFull, InvalidArgument, NonFiniteLogits
 from kvkeep.interrupts import interrupts_deferred
 from kvkeep.methods import Compression
@@ -35,14 +35,15 @@ class Memory:
     """Token ids in, logits out.
 
     tokens: all ids so far, forgotten ones too. serials: the number that each got when it was
-    evaluated, by which its cell is found. pins: serials of pinned tokens. hidden:
-    `[1, hidden_size]` of the last one.
+    evaluated, by which its cell is found. bits: of its cells. pins: serials of pinned tokens.
+    hidden: `[1, hidden_size]` of the last one.
     """
 
-    def __init__(self, decoder: Decoder, policy: Policy):
+    def __init__(self, decoder: Decoder, policy: Policy, bits: Bits = Bits()):  # noqa: B008
         self.decoder = decoder
         self.policy = policy
-        self.cache = decoder.new_cache()
+        self.bits = bits
+        self.cache = decoder.new_cache(bits)
         self.tokens = array("i")
         self.serials = array("q")
         self.pins: set[int] = set()

@@ -19,7 +19,7 @@ from kvkeep.models.source import DEFAULT_MODEL, resolve
 from kvkeep.models.spec import ModelSpec
 from kvkeep.models.text import TextCodec
 from kvkeep.models.weights import check_tensors, read_shapes, read_tensors
-from kvkeep.policies import Archive, Policy, longest, make_policy
+from kvkeep.policies import Archive, Policy, checked_bits, longest, make_policy
 from kvkeep.session import WHOLE_PROMPT, Session
 from kvkeep.store.fingerprint import Fingerprint, fingerprint
 from kvkeep.store.prefix import PrefixStore
@@ -100,6 +100,8 @@ class Model:
         method: str | None = None,
         ratio: float | None = None,
         calibration: Calibration | None = None,
+        kv_bits: str | None = None,
+        far_bits: str | None = None,
     ) -> Session:
         """A new, empty session.
 
@@ -116,6 +118,9 @@ class Model:
                 the window of "archive" too, half of the budget by default.
             method, ratio: of "archive", how what leaves the window is compressed, and how much.
             calibration: of "archive", what is known of the model; see `load_calibration`.
+            kv_bits: "8", "4" or "8/4" (keys and values) to keep cells quantised.
+            far_bits: the same, but not of the window: of the kept, pinned and compressed cells,
+                and of those that self-extend has grouped.
 
         Raises InvalidArgument for a number out of range or an unknown policy.
         """
@@ -138,7 +143,8 @@ class Model:
             ratio=ratio,
         )
         self._calibrate(chosen, calibration)
-        session = Session(self, chosen, prefill_step, store)
+        bits = checked_bits(policy, kv_bits, far_bits)
+        session = Session(self, chosen, prefill_step, store, bits)
         if whole:
             session.keep = WHOLE_PROMPT
         return session

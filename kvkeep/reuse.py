@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvkeep.cache import Cells
+from kvkeep.cache import Bits, Cells
 from kvkeep.memory import Memory
 from kvkeep.store.prefix import BLOCK, PrefixStore
 
@@ -31,11 +31,11 @@ def take_from(
 def give_to(store: PrefixStore, model: "Model", memory: Memory, stored: int) -> int:
     """Gives a store the whole blocks that came after the first `stored` tokens.
 
-    Only while nothing was forgotten: after that, cells are no longer what their tokens alone
-    would give. Returns how many tokens are stored now.
+    Only while nothing was forgotten or quantised: after that, cells are no longer what their
+    tokens alone would give. Returns how many tokens are stored now.
     """
     tokens, cache = memory.tokens, memory.cache
-    if len(tokens) != cache.cells:
+    if len(tokens) != cache.cells or memory.bits != Bits():
         return stored
     while stored + BLOCK <= len(tokens):
         cells = Cells.joined([part for _, part in cache.read(stored, BLOCK)])

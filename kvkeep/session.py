@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from kvkeep.cache import KVCache
+from kvkeep.cache import Bits, KVCache
 from kvkeep.calibration import Calibration
 from kvkeep.capture import capture
 from kvkeep.compressing import CompressionReport, compress_held
@@ -66,7 +66,12 @@ class Session:
     """
 
     def __init__(
-        self, model: "Model", policy: Policy, prefill_step: int, store: PrefixStore | None = None
+        self,
+        model: "Model",
+        policy: Policy,
+        prefill_step: int,
+        store: PrefixStore | None = None,
+        bits: Bits = Bits(),  # noqa: B008 (frozen)
     ):
         if prefill_step < 1:
             raise InvalidArgument(f"prefill_step must be 1 or more; found {prefill_step}")
@@ -74,7 +79,7 @@ class Session:
         self.finish_reason: str | None = None
         self._model = model
         self._text = model.text
-        self._memory = Memory(model.decoder, policy)
+        self._memory = Memory(model.decoder, policy, bits)
         self._sampler = Sampler()
         self._store = store
         self._keep_whole_prompt = False
@@ -105,6 +110,11 @@ class Session:
     @property
     def max_kv_size(self) -> int:
         return self._memory.policy.max_kv_size
+
+    @property
+    def bits(self) -> Bits:
+        """In how many bits its cells are kept."""
+        return self._memory.bits
 
     @property
     def room(self) -> int | None:

@@ -1,5 +1,6 @@
 """The KV cache: segments, position maps, attention over segments. Pure torch."""
 
+from kvkeep.cache.bits import BITS, Bits
 from kvkeep.cache.block import NO_TOKEN, Block, Cells, Layout
 from kvkeep.cache.cache import KVCache, joined
 from kvkeep.cache.observer import Observer, Queries
@@ -9,7 +10,9 @@ from kvkeep.cache.segment import Segment
 from kvkeep.cache.window import Window
 
 __all__ = [
+    "BITS",
     "NO_TOKEN",
+    "Bits",
     "Block",
     "Cells",
     "KVCache",

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvkeep.cache.quantised import Quantised, Stored, mixed
+
 # Hides a cell. Finite, so that a query that sees nothing of a segment gets a part of weight zero
 # instead of NaN.
 HIDDEN = -1e30
@@ -29,8 +31,8 @@ class Part(NamedTuple):
 
 def attend_cells(
     q: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    keys: Stored,
+    values: Stored,
     *,
     scale: float,
     bias: Tensor | None,
@@ -42,6 +44,8 @@ def attend_cells(
     Args:
         q: `[n, heads, head_dim]`, rotated; heads of one KV head lie together.
         keys, values: `[kv_heads, cells, head_dim]`, any strides with a dense last dimension.
+            Quantised ones are not mixed back: the queries are mixed as the keys are, and what
+            they find of the values is mixed back.
         scale: factor on the dot products.
         bias: `[n, cells]` float32, added to the scaled products; `HIDDEN` hides a cell.
         causal: query i sees cells 0..i only (n == cells; not together with a bias).
@@ -52,7 +56,12 @@ def attend_cells(
         comes back as `[1, kv_heads, groups, ...]`: the heads that share a KV head are then the
         rows of one block, so that each key is read once.
     """
-    n, heads, head_dim = q.shape
+    was_mixed = isinstance(values, Quantised)
+    dtype, (n, heads, head_dim) = q.dtype, q.shape
+    if isinstance(keys, Quantised):
+        q, keys = mixed(q).to(dtype), keys.dequantised(dtype)
+    if isinstance(values, Quantised):
+        values = values.dequantised(dtype)
     kv_heads = keys.shape[0]
     groups = heads // kv_heads
     q = q.view(n, kv_heads, groups, head_dim)
@@ -64,12 +73,12 @@ def attend_cells(
         q = q.permute(2, 1, 0, 3)
         keys, values = (x.expand(groups, -1, -1, -1) for x in (keys, values))
     if q.device.type == "cpu":
-        return Part(
-            *torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                q, keys, values, is_causal=causal, attn_mask=bias, scale=scale
-            )
+        out, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, keys, values, is_causal=causal, attn_mask=bias, scale=scale
         )
-    return _attend_densely(q, keys, values, scale=scale, bias=bias, causal=causal)
+    else:
+        out, log_sum = _attend_densely(q, keys, values, scale=scale, bias=bias, causal=causal)
+    return Part(mixed(out) if was_mixed else out, log_sum)
 
 
 def _attend_densely(

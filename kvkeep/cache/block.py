@@ -1,34 +1,74 @@
 """Storage for cells, which segments of several sessions may look at together."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+from kvkeep.cache.quantised import (
+    SCALE,
+    Quantised,
+    Stored,
+    joined_along,
+    put,
+    quantise,
+    restored,
+    scales,
+)
+from kvkeep.cache.rope import Rope
 
 NO_TOKEN = -1  # serial of compressed cells
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The shape and kind of every cell in a cache."""
+    """The shape and kind of cells.
+
+    key_bits, value_bits: 8 or 4 where they are quantised; 16 where they are plain, in `dtype`.
+    """
 
     layers: int
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
     device: torch.device
+    key_bits: int = 16
+    value_bits: int = 16
+
+    @property
+    def plain(self) -> "Layout":
+        """The same of cells as they are evaluated."""
+        return replace(self, key_bits=16, value_bits=16)
+
+    @property
+    def quantised(self) -> bool:
+        return min(self.key_bits, self.value_bits) < 16
 
     @property
     def cell_bytes(self) -> int:
         """Bytes of one cell's key and value over all layers and KV heads."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
+        both = self._vector_bytes(self.key_bits) + self._vector_bytes(self.value_bits)
+        return both * self.layers * self.kv_heads
+
+    def _vector_bytes(self, bits: int) -> int:
+        if bits == 16:
+            return self.head_dim * self.dtype.itemsize
+        return self.head_dim * bits // 8 + scales(self.head_dim, bits) * SCALE.itemsize
+
+    def slots(self, count: int, bits: int) -> Stored:
+        """Zeros for `count` keys or values, `[layers, kv_heads, count, head_dim]`."""
+        shape = (self.layers, self.kv_heads, count, self.head_dim)
+        if bits == 16:
+            return torch.zeros(shape, dtype=self.dtype, device=self.device)
+        return Quantised.empty(shape, bits, self.device)
 
 
 @dataclass(frozen=True)
 class Cells:
     """Some cells, or slots for them.
 
-    keys, values: `[layers, kv_heads, n, head_dim]`; keys are rotated to their positions.
+    stored_keys, stored_values: `[layers, kv_heads, n, head_dim]`, plain or quantised; keys are
+        rotated to their positions.
     positions: int64 on the CPU, `[n]`; of compressed cells `[layers, kv_heads, n]`, since each KV
         head keeps other ones.
     serials: `[n]` int64 on the CPU: which tokens they are of. Each token that is evaluated has a
@@ -37,8 +77,8 @@ class Cells:
         log of how many cells one stands for, or so. None: 0 for all.
     """
 
-    keys: Tensor
-    values: Tensor
+    stored_keys: Stored
+    stored_values: Stored
     positions: Tensor
     serials: Tensor
     bias: Tensor | None = None
@@ -46,22 +86,22 @@ class Cells:
     @classmethod
     def empty(cls, layout: Layout, count: int, compressed: bool = False) -> "Cells":
         """Slots with nothing in them but zeros."""
-        shape = (layout.layers, layout.kv_heads, count, layout.head_dim)
+        shape = (layout.layers, layout.kv_heads, count)
         return cls(
-            torch.zeros(shape, dtype=layout.dtype, device=layout.device),
-            torch.zeros(shape, dtype=layout.dtype, device=layout.device),
-            torch.zeros(shape[:3] if compressed else (count,), dtype=torch.int64),
+            layout.slots(count, layout.key_bits),
+            layout.slots(count, layout.value_bits),
+            torch.zeros(shape if compressed else (count,), dtype=torch.int64),
             torch.full((count,), NO_TOKEN) if compressed else torch.zeros(count, dtype=torch.int64),
-            torch.zeros(shape[:3], device=layout.device) if compressed else None,
+            torch.zeros(shape, device=layout.device) if compressed else None,
         )
 
     @classmethod
     def joined(cls, parts: list["Cells"]) -> "Cells":
-        """The cells of all parts, copied; all are compressed, or none is."""
+        """The cells of all parts, copied; all are compressed, or none is, and all kept alike."""
         biases = [p.bias for p in parts if p.bias is not None]
         return cls(
-            torch.cat([p.keys for p in parts], 2),
-            torch.cat([p.values for p in parts], 2),
+            joined_along([p.stored_keys for p in parts], 2),
+            joined_along([p.stored_values for p in parts], 2),
             torch.cat([p.positions for p in parts], -1),
             torch.cat([p.serials for p in parts]),
             torch.cat(biases, -1) if biases else None,
@@ -69,6 +109,52 @@ class Cells:
 
     def __len__(self) -> int:
         return self.serials.shape[0]
+
+    @property
+    def keys(self) -> Tensor:
+        """Of plain cells."""
+        assert isinstance(self.stored_keys, Tensor), "quantised cells are to be restored first"
+        return self.stored_keys
+
+    @property
+    def values(self) -> Tensor:
+        """Of plain cells."""
+        assert isinstance(self.stored_values, Tensor), "quantised cells are to be restored first"
+        return self.stored_values
+
+    @property
+    def quantised(self) -> bool:
+        """Whether keys or values are kept in fewer bits than they were evaluated in."""
+        return isinstance(self.stored_keys, Quantised) or isinstance(self.stored_values, Quantised)
+
+    def restored(self, dtype: torch.dtype) -> "Cells":
+        """Plain cells; themselves, if they are that."""
+        if not self.quantised:
+            return self
+        keys, values = restored(self.stored_keys, dtype), restored(self.stored_values, dtype)
+        return replace(self, stored_keys=keys, stored_values=values)
+
+    def moved(self, rope: Rope, by: Tensor) -> "Cells":
+        """The same cells, rotated on by a number of positions each and kept as they are.
+
+        by: of the shape of `positions`, or `[1]`.
+        """
+        keys = self.stored_keys
+        if isinstance(keys, Quantised):
+            exact = rope.moved(restored(keys, torch.float32), by)
+            keys = quantise(exact, keys.bits)
+        else:
+            keys = rope.moved(keys, by)
+        return replace(self, stored_keys=keys, positions=self.positions + by)
+
+    def kept_as(self, layout: Layout) -> "Cells":
+        """The same cells as a layout keeps them; themselves, if they are kept so."""
+        kept = Cells.empty(layout, 0)
+        if _bits(kept) == _bits(self):
+            return self
+        kept = Cells.empty(layout, len(self), self.compressed)
+        kept.write(slice(None), self)
+        return kept
 
     @property
     def compressed(self) -> bool:
@@ -79,13 +165,13 @@ class Cells:
     def nbytes(self) -> int:
         """Bytes of keys, values and what they are seen with."""
         extra = 0 if self.bias is None else self.bias.nbytes + self.positions.nbytes
-        return self.keys.nbytes + self.values.nbytes + extra
+        return self.stored_keys.nbytes + self.stored_values.nbytes + extra
 
     def part(self, where: slice) -> "Cells":
         """Some of these cells, not copied."""
         return Cells(
-            self.keys[:, :, where],
-            self.values[:, :, where],
+            self.stored_keys[:, :, where],
+            self.stored_values[:, :, where],
             self.positions[..., where],
             self.serials[where],
             None if self.bias is None else self.bias[..., where],
@@ -94,13 +180,13 @@ class Cells:
     def biases(self, where: slice) -> tuple[Tensor | None, ...]:
         """The bias of some of these cells: for each layer `[kv_heads, n]`, or None."""
         if self.bias is None:
-            return (None,) * self.keys.shape[0]
+            return (None,) * self.stored_keys.shape[0]
         return self.bias[..., where].unbind(0)
 
     def write(self, where: slice, cells: "Cells") -> None:
-        """Puts cells into the slots of a slice."""
-        self.keys[:, :, where] = cells.keys
-        self.values[:, :, where] = cells.values
+        """Puts cells into the slots of a slice, and keeps them as these slots do."""
+        put(self.stored_keys[:, :, where], cells.stored_keys)
+        put(self.stored_values[:, :, where], cells.stored_values)
         self.positions[..., where] = cells.positions
         self.serials[where] = cells.serials
         if self.bias is not None:
@@ -108,10 +194,10 @@ class Cells:
 
     def to(self, device: torch.device) -> "Cells":
         """The same cells with all that queries read on a device; themselves, if they are there."""
-        if self.keys.device == device:
+        if self.stored_keys.device == device:
             return self
         bias = None if self.bias is None else self.bias.to(device)
-        keys, values = self.keys.to(device), self.values.to(device)
+        keys, values = self.stored_keys.to(device), self.stored_values.to(device)
         return Cells(keys, values, self.positions, self.serials, bias)
 
 
@@ -137,3 +223,11 @@ class Block:
     def copy(self) -> "Block":
         """The same slots in storage of its own."""
         return Block(Cells.joined([self.slots]))
+
+
+def _bits(cells: Cells) -> tuple[int, int]:
+    keys, values = cells.stored_keys, cells.stored_values
+    return (
+        keys.bits if isinstance(keys, Quantised) else 16,
+        values.bits if isinstance(values, Quantised) else 16,
+    )

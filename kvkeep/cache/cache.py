@@ -24,10 +24,19 @@ class KVCache:
     serial: the number that the next token gets; never given twice.
     heads: of the queries.
     observer: keeps the newest queries, where somebody asked for them.
+    layout: of the cells of windows, far_layout: of anchors; they differ in bits alone.
     """
 
-    def __init__(self, layout: Layout, rope: Rope, scale: float, heads: int):
+    def __init__(
+        self,
+        layout: Layout,
+        rope: Rope,
+        scale: float,
+        heads: int,
+        far_layout: Layout | None = None,
+    ):
         self.layout = layout
+        self.far_layout = far_layout or layout
         self.heads = heads
         self.observer: Observer | None = None
         self.rope = rope
@@ -148,9 +157,17 @@ class KVCache:
             if not segment.length:
                 self.segments.pop()
 
+    def empty(self) -> "KVCache":
+        """A cache for the same kind of cells that holds none."""
+        return KVCache(self.layout, self.rope, self.scale, self.heads, self.far_layout)
+
+    def layout_of(self, anchor: bool) -> Layout:
+        """How a segment keeps its cells."""
+        return self.far_layout if anchor else self.layout
+
     def fork(self) -> "KVCache":
         """A cache with the same cells that goes its own way; memory is shared."""
-        fork = KVCache(self.layout, self.rope, self.scale, self.heads)
+        fork = self.empty()
         fork.observer = self.observer.fork() if self.observer else None
         fork.segments = [s.branch() for s in self.segments]
         fork.window, fork.time, fork.serial = self.window, self.time, self.serial
@@ -164,11 +181,11 @@ class KVCache:
     def regroup(self, anchored: Callable[[int, int], bool]) -> None:
         """Decides anew which cells are anchors, by their rank among all cells and their serial.
 
-        Cells are copied into segments of their kind; no key changes, and none is seen from
-        elsewhere than before.
+        Cells are copied into segments of their kind. None is seen from elsewhere than before, and
+        no key changes, but where anchors are kept in other bits.
         """
         runs = [
-            Segment.of(self.layout, segment.read(first, count), segment.map, kind)
+            Segment.of(self.layout_of(kind), segment.read(first, count), segment.map, kind)
             for segment, kind, first, count in self.runs(anchored)
         ]
         self.segments = joined(runs)

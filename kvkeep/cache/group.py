@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvkeep.cache.attention import HIDDEN, attend_cells
 from kvkeep.cache.block import Cells
+from kvkeep.cache.quantised import Stored, tensors
 from kvkeep.cache.rope import Rotation, rotate
 from kvkeep.cache.step import DecodeStep, View
 
@@ -107,7 +108,7 @@ class Plan:
         """Attends to all that each query sees; its cell goes into its slot first."""
         keys = rotate(k, self._key_rotation)
         for step, row, key, value in zip(
-            self.steps, q.split(1), keys.unbind(0), v.unbind(0), strict=True
+            self.steps, torch.split(q, 1), keys.unbind(0), v.unbind(0), strict=True
         ):
             step.observe(layer, row)
             step.write(layer, key, value)
@@ -126,10 +127,10 @@ class Plan:
         ]
         # All parts, in the order of their sights: [kv_heads, parts, groups, ...].
         shape = (self.kv_heads, -1, self.groups)
-        outs = torch.cat([part.out[0] for part in found], 1).view(*shape, q.shape[2])
+        outs = torch.cat([part.out[0].float() for part in found], 1).view(*shape, q.shape[2])
         log_sums = torch.cat([part.log_sum[0] for part in found], 1).view(shape)
         shares = (log_sums[:, self._parts] + self._absent).softmax(2)
-        out = (outs.float()[:, self._parts] * shares.unsqueeze(-1)).sum(2)
+        out = (outs[:, self._parts] * shares.unsqueeze(-1)).sum(2)
         return out.transpose(0, 1).flatten(1).to(q.dtype)
 
 
@@ -143,8 +144,8 @@ class _Seen:
     for each layer `[kv_heads, cells]`, or None.
     """
 
-    keys: tuple[Tensor, ...]
-    values: tuple[Tensor, ...]
+    keys: tuple[Stored, ...]
+    values: tuple[Stored, ...]
     rows: slice | Tensor
     bias: Tensor | None
     cell_bias: tuple[Tensor | None, ...]
@@ -152,8 +153,8 @@ class _Seen:
     @classmethod
     def of(cls, sight: Sight, groups: int, device: torch.device) -> "_Seen":
         return cls(
-            sight.slots.keys[:, :, sight.span].unbind(0),
-            sight.slots.values[:, :, sight.span].unbind(0),
+            sight.slots.stored_keys[:, :, sight.span].unbind(),
+            sight.slots.stored_values[:, :, sight.span].unbind(),
             _indices([look.row for look in sight.looks], device),
             None if sight.bias is None else sight.bias.repeat_interleave(groups, 0),
             sight.slots.biases(sight.span),
@@ -175,8 +176,9 @@ def _by_storage(looks: list[Look]) -> list[list[Look]]:
     """Looks at the same storage together, whichever part of it each is at."""
     together: dict[tuple[int, ...], list[Look]] = {}
     for look in looks:
-        keys, values = look.view.slots.keys, look.view.slots.values
-        same = (keys.data_ptr(), values.data_ptr(), *keys.stride(), *values.stride())
+        slots = look.view.slots
+        lies_in = (*tensors(slots.stored_keys), *tensors(slots.stored_values))
+        same = tuple(n for x in lies_in for n in (x.data_ptr(), *x.stride()))
         together.setdefault(same, []).append(look)
     return list(together.values())
 
@@ -189,7 +191,7 @@ def _sight(looks: list[Look]) -> Sight:
     spans = [look.view.span for look in looks]
     start, stop = min(s.start for s in spans), max(s.stop for s in spans)
     slots: Cells = max((look.view.slots for look in looks), key=len)
-    bias = _bias([look.view for look in looks], start, stop, slots.keys.device)
+    bias = _bias([look.view for look in looks], start, stop, slots.stored_keys.device)
     return Sight(slots, slice(start, stop), looks, bias)
 
 

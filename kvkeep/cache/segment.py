@@ -48,9 +48,10 @@ class Segment:
 
     @classmethod
     def of(cls, layout: Layout, cells: Cells, position_map: PositionMap, anchor: bool) -> "Segment":
-        """A frozen segment of exactly these cells, not copied."""
+        """A frozen segment of exactly these cells, not copied where the layout keeps them so."""
         segment = cls(layout, len(cells), position_map, anchor)
-        segment.block, segment.length, segment.frozen = Block(cells), len(cells), True
+        block = Block(cells.kept_as(layout))
+        segment.block, segment.length, segment.frozen = block, len(cells), True
         return segment
 
     @property

@@ -16,7 +16,7 @@ Geometry = tuple[object, ...]
 
 def geometry(step: DecodeStep) -> Geometry | None:
     """All that a replay takes for granted; None where the next token's step will differ."""
-    if not step.in_full_ring or step.queries is not None:
+    if not step.in_full_ring or step.queries is not None or step.quantised:
         return None
     if any(view.bias is not None for view in step.views):
         return None

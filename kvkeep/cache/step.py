@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvkeep.cache.attention import HIDDEN, Part, attend_cells, combine, rows
 from kvkeep.cache.block import Cells
+from kvkeep.cache.quantised import Stored, put
 from kvkeep.cache.rope import Rope, Rotation, rotate
 from kvkeep.cache.segment import Segment
 from kvkeep.cache.window import Window
@@ -33,14 +34,14 @@ class View:
     bias: Tensor | None
 
     @cached_property
-    def keys(self) -> tuple[Tensor, ...]:
+    def keys(self) -> tuple[Stored, ...]:
         """For each layer `[kv_heads, cells, head_dim]`."""
-        return self.slots.keys[:, :, self.span].unbind(0)
+        return self.slots.stored_keys[:, :, self.span].unbind()
 
     @cached_property
-    def values(self) -> tuple[Tensor, ...]:
+    def values(self) -> tuple[Stored, ...]:
         """For each layer `[kv_heads, cells, head_dim]`."""
-        return self.slots.values[:, :, self.span].unbind(0)
+        return self.slots.stored_values[:, :, self.span].unbind()
 
     @cached_property
     def cell_bias(self) -> tuple[Tensor | None, ...]:
@@ -84,6 +85,12 @@ class Step:
             if view is not None:
                 self.views.append(view)
             rank += 0 if segment.anchor else segment.length
+
+    @property
+    def quantised(self) -> bool:
+        """Whether any cells are, of those that are looked at or those that will be written."""
+        seen = (view.slots.quantised for view in self.views)
+        return self.newest.layout.quantised or any(seen)
 
     @cached_property
     def rotations(self) -> list[Rotation]:
@@ -182,7 +189,7 @@ def _bias(
 class DecodeStep(Step):
     """One token. Its cell is written first, into the slot where it will stay.
 
-    slot: of the newest segment. cells: its keys and values, both `[layers, kv_heads, head_dim]`.
+    slot: of the newest segment. cells: its key and value, both `[layers, kv_heads, head_dim]`.
     in_full_ring: the cell takes the place of the oldest one.
     """
 
@@ -192,7 +199,7 @@ class DecodeStep(Step):
         newest = segments[-1]
         self.slot = newest.next_slot()
         block = newest.block.slots
-        self.cells = [x[:, :, self.slot] for x in (block.keys, block.values)]
+        self.cells = [x[:, :, self.slot] for x in (block.stored_keys, block.stored_values)]
         self.in_full_ring = newest.length == newest.capacity
         self._overwritten = [x.clone() for x in self.cells] if self.in_full_ring else None
         super().__init__(segments, window, time, 1, rope, scale)
@@ -210,14 +217,14 @@ class DecodeStep(Step):
         return rows(combine(self._attend_views(layer, self._rotated(q))).out, 1).to(q.dtype)
 
     @cached_property
-    def _cells_of_layers(self) -> list[tuple[Tensor, ...]]:
-        return [x.unbind(0) for x in self.cells]
+    def _cells_of_layers(self) -> list[tuple[Stored, ...]]:
+        return [x.unbind() for x in self.cells]
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Puts the new cell into its slot; key and value: `[kv_heads, head_dim]`, key rotated."""
         keys, values = self._cells_of_layers
-        keys[layer].copy_(key)
-        values[layer].copy_(value)
+        put(keys[layer], key)
+        put(values[layer], value)
 
     def commit(self, serial: int) -> None:
         self.window.forget(self.segments, self.outrun[-1])
@@ -226,7 +233,7 @@ class DecodeStep(Step):
     def abort(self) -> None:
         if self._overwritten is not None:
             for cells, before in zip(self.cells, self._overwritten, strict=True):
-                cells.copy_(before)
+                put(cells, before)
 
 
 class ChunkStep(Step):
@@ -246,7 +253,7 @@ class ChunkStep(Step):
     ):
         super().__init__(segments, window, time, count, rope, scale)
         self._held = sum(s.length for s in segments if not s.anchor)
-        self.new = Cells.empty(self.newest.layout, count)
+        self.new = Cells.empty(self.newest.layout.plain, count)
         self.own_bias = self._band() if self.outrun[-1] > self._held else None
 
     def _band(self) -> Tensor:

@@ -69,6 +69,8 @@ class ChunkAttention:
 
 def _of_view(view: View, layer: int) -> c.Part:
     keys, values, cell_bias = view.keys[layer], view.values[layer], view.cell_bias[layer]
+    assert isinstance(keys, Tensor), "reads was asked"
+    assert isinstance(values, Tensor), "reads was asked"
     return _part(keys, values, view.rotation, view.bias, causal=False, cell_bias=cell_bias)
 
 

@@ -64,6 +64,8 @@ def describe(
 
 def _sequence(token: int, step: DecodeStep, looks: int) -> c.Sequence:
     key, value = step.cells
+    assert isinstance(key, Tensor), "reads was asked"
+    assert isinstance(value, Tensor), "reads was asked"
     return c.Sequence(
         token,
         looks,

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvkeep.cache import KVCache, Layout, Rope
+from kvkeep.cache import Bits, KVCache, Layout, Rope
 from kvkeep.cache.step import ChunkStep, DecodeStep
 from kvkeep.compiled.decoder import CompiledDecoder, can_decode
 from kvkeep.models.graph import DecodeGraphs
@@ -105,19 +105,20 @@ class Decoder:
             return None
         return CompiledDecoder(self.spec, self.tensors, packed, cache.rope, cache.scale)
 
-    def new_cache(self) -> KVCache:
+    def new_cache(self, bits: Bits = Bits()) -> KVCache:  # noqa: B008 (frozen)
         """An empty cache for this model's cells."""
         spec, layout = self.spec, cell_layout(self.spec, self.tensors)
         rope = Rope(spec.rope.inverse_frequencies, layout.device)
         scale = spec.rope.attention_scaling**2 / math.sqrt(spec.head_dim)
-        return KVCache(layout, rope, scale, spec.heads)
+        near, far = bits.layouts(layout)
+        return KVCache(near, rope, scale, spec.heads, far)
 
     def hidden(self, tokens: Tensor, cache: Remembers) -> Tensor:
         """Evaluates `tokens: [n]` into the cache's step. Returns `[n, hidden_size]`, normed."""
         decoding, prefilling = cache.decoding, cache.prefilling
-        if self.compiled is not None and decoding:
+        if self.compiled is not None and decoding and self.compiled.reads(decoding):
             return self.compiled.hidden(tokens.tolist(), decoding)
-        if self.compiled is not None and prefilling is not None:
+        if self.compiled is not None and prefilling and self.compiled.reads([prefilling]):
             return self.forward(tokens, self.compiled.attention(prefilling))
         if self.graphs is not None and len(decoding) == 1:
             replayed = self.graphs.hidden(tokens, decoding[0])

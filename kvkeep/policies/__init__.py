@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+from kvkeep.cache import BITS, Bits
 from kvkeep.errors import InvalidArgument
 from kvkeep.policies.archive import Archive
 from kvkeep.policies.base import Policy
@@ -20,6 +21,7 @@ __all__ = [
     "SelfExtend",
     "Shift",
     "Sliding",
+    "checked_bits",
     "longest",
     "make_policy",
 ]
@@ -37,6 +39,26 @@ def make_policy(name: str, max_kv_size: int, **settings: int | float | str | Non
     """
     policy: Policy = _kind(name)(max_kv_size, **_given(name, settings))
     return policy
+
+
+def checked_bits(name: str, kv_bits: str | None, far_bits: str | None) -> Bits:
+    """In how many bits a session of that policy keeps its cells.
+
+    Raises InvalidArgument for unknown bits, for both at once, and where nothing is far.
+    """
+    for option, bits in (("kv_bits", kv_bits), ("far_bits", far_bits)):
+        if bits is not None and bits not in BITS:
+            known = ", ".join(f'"{each}"' for each in BITS)
+            raise InvalidArgument(f"{option} must be one of {known}; found {bits!r}")
+    if kv_bits and far_bits:
+        raise InvalidArgument(
+            "kv_bits is of all cells and far_bits of all but the window's: give one of them"
+        )
+    if far_bits and _kind(name) is Full:
+        raise InvalidArgument(
+            f'far_bits is of cells beyond a window, and policy "{name}" has none: use kv_bits'
+        )
+    return Bits(kv_bits, far_bits)
 
 
 def longest(name: str, trained: int, **settings: int | None) -> int:

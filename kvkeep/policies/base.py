@@ -56,7 +56,7 @@ def open_anchors(cache: KVCache, keep: int, wanted: int) -> int:
         return 0
     newest = cache.segments[-1] if cache.segments else None
     if newest is None or not newest.thaw(newest.length + missing):
-        newest = Segment(cache.layout, missing, anchor=True)
+        newest = Segment(cache.far_layout, missing, anchor=True)
         cache.segments.append(newest)
     newest.reserve(newest.limit)
     return min(wanted, missing)

@@ -81,7 +81,7 @@ class SelfExtend:
         far = next((s for s in cache.segments if s.anchor and not s.frozen), None)
         if far is None:
             far = Segment(
-                cache.layout, self.max_kv_size, PositionMap(offset, self.group), anchor=True
+                cache.far_layout, self.max_kv_size, PositionMap(offset, self.group), anchor=True
             )
             at = sum(segment.anchor for segment in cache.segments)
             cache.segments.insert(at, far)
@@ -90,7 +90,5 @@ class SelfExtend:
         cells = Cells.joined([cells for _, cells in leaving])
         # An edit may have brought some closer: where they are seen counts, not where they were put.
         seen = torch.cat([cells.positions - segment.map.offset for segment, cells in leaving])
-        positions = seen // self.group
-        keys = cache.rope.moved(cells.keys, positions - cells.positions)
-        far.append(Cells(keys, cells.values, positions, cells.serials))
+        far.append(cells.moved(cache.rope, seen // self.group - cells.positions))
         far.lent = count
