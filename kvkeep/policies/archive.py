@@ -1,9 +1,14 @@
 """Policy `archive`: the bounded memory with a past."""
 
+import itertools
+import math
 from collections.abc import Set
 from typing import ClassVar
 
-from kvkeep.cache import NO_TOKEN, Block, Cells, KVCache, Segment, Window
+import torch
+from torch import Tensor
+
+from kvkeep.cache import NO_TOKEN, Block, Cells, KVCache, PositionMap, Segment, Window
 from kvkeep.errors import InvalidArgument
 from kvkeep.methods import BEST, Candidates, Compression, Statistics, compress, make_method
 from kvkeep.policies.base import open_anchors
@@ -46,7 +51,7 @@ class Archive:
         self.ratio = ratio
         self.block = block or min(512, max(1, max_kv_size // 16))
         self.window = window or max(1, max_kv_size // 2)
-        self.span = span or max(8192, 2 * max_kv_size)
+        self.span = span or max(8192, 2 * (max_kv_size + self.block))
         self.seed = seed
         self.calibrated_by = calibrated_by
         self.statistics: Statistics | None = None
@@ -81,20 +86,24 @@ class Archive:
         return count
 
     def settle(self, cache: KVCache) -> list[Compression]:
-        if _in_window(cache) < self.window + self.block:
-            return []
         done: list[Compression] = []
+        while _in_window(cache) >= self.window + self.block:
+            self._archive(cache, done)
+        if done:
+            self._draw_closer(cache)
+        return done
+
+    def _archive(self, cache: KVCache, done: list[Compression]) -> None:
+        """Compresses the oldest block of the window into the archive."""
         count = max(1, int(self.block / self.ratio))
         archived = [segment for segment in cache.segments if segment.compressed]
         if sum(segment.length for segment in archived) + count > self.limit:
             archived = self._coarser(cache, archived, (self.limit - count) // 2, done)
-        leaving = Cells.joined([cells for _, cells in _oldest(cache, self.block)])
+        leaving = _as_seen(cache, _oldest(cache, self.block))
         self._append(cache, archived, self._compressed(cache, leaving, count, done))
         self._replace_archive(cache, archived)
-        cache.window.forget(cache.segments, self.block)
+        Window(moves=True).forget(cache.segments, self.block)
         cache.segments = [segment for segment in cache.segments if segment.length]
-        self._draw_closer(cache)
-        return done
 
     def settings(self) -> dict[str, int | float | str]:
         return {
@@ -111,11 +120,11 @@ class Archive:
         }
 
     def check(self, **settings: int) -> None:
+        if not 1 <= self.ratio < math.inf:
+            raise InvalidArgument(f"ratio must be 1 or more; found {self.ratio}")
         found = {"keep": self.keep, "pinned": self.pinned} | settings
         needed = self.window + self.block + int(self.block / self.ratio) + 1
         most = self.max_kv_size - found["pinned"] - needed
-        if self.ratio < 1:
-            raise InvalidArgument(f"ratio must be 1 or more; found {self.ratio}")
         if self.window < 1 or self.block < 1:
             raise InvalidArgument(
                 f"window and block must be 1 or more; found {self.window} and {self.block}"
@@ -146,9 +155,11 @@ class Archive:
         self.check(**settings | {"pinned": outside})
         cache.regroup(lambda rank, serial: serial == NO_TOKEN or rank < keep or serial in pins)
         self.keep, self.pinned = keep, outside
+        self.settle(cache)  # what is no longer kept or pinned may be too much for the window
         archived = [segment for segment in cache.segments if segment.compressed]
         if sum(segment.length for segment in archived) > self.limit:
             self._replace_archive(cache, self._coarser(cache, archived, self.limit, []))
+        self._draw_closer(cache)
 
     def _candidates(self, cache: KVCache, cells: Cells) -> Candidates:
         queries = cache.observer.queries() if cache.observer else None
@@ -168,7 +179,7 @@ class Archive:
         self, cache: KVCache, archived: list[Segment], count: int, done: list[Compression]
     ) -> list[Segment]:
         """The archive compressed once more, to `count` cells."""
-        cells = Cells.joined([segment.read(0, segment.length) for segment in archived])
+        cells = _as_seen(cache, [(each, each.read(0, each.length)) for each in archived])
         coarser: list[Segment] = []
         self._append(cache, coarser, self._compressed(cache, cells, max(1, count), done))
         return coarser
@@ -177,7 +188,7 @@ class Archive:
         """Adds compressed cells to the last segment that takes them, or to one more."""
         for cells in parts:
             last = archived[-1] if archived else None
-            if last is None or last.frozen or last.length + len(cells) > last.limit:
+            if last is None or not _takes(last, len(cells)):
                 limit = max(len(cells), min(STRETCH, self.limit))
                 last = Segment(cache.far_layout, limit, anchor=True, compressed=True)
                 archived.append(last)
@@ -189,31 +200,65 @@ class Archive:
         cache.segments = [*others[:at], *archived, *others[at:]]
 
     def _draw_closer(self, cache: KVCache) -> None:
-        """Halves distances beyond the window, once the first cell would be seen from too far."""
-        if cache.reach + self.block <= self.span:
-            return
-        near = cache.time - _in_window(cache)
-        for segment in cache.segments:
-            if not segment.anchor:
-                continue
-            slots = segment.block.slots
-            if segment.compressed:
-                segment.block = Block(_closer(cache, slots, near))
-            elif segment.length:
-                last = segment.slots(segment.length - 1, 1)[0].start
-                seen = int(slots.positions[last]) - segment.map.offset
-                if seen < near:
-                    segment.map = segment.map.closer(_halved(seen, near) - seen)
+        """Halves distances beyond the window, before the first cell is seen from too far.
+
+        That is, before the next block is full.
+        """
+        ahead = self.window + self.block - _in_window(cache)
+        while _reach(cache) + ahead > self.span:
+            cache.segments = [run for segment in cache.segments for run in _runs(segment)]
+            # Pinned cells may lie among those of the window, which are the newest but for them.
+            near = cache.time - _in_window(cache) - self.pinned
+            for segment in cache.segments:
+                _halve(cache, segment, near)
 
 
-def _halved(position: int, near: int) -> int:
-    return near - (near - position + 1) // 2
+def _halve(cache: KVCache, segment: Segment, near: int) -> None:
+    """Halves the distance of a segment's cells from a position, as far as they lie before it."""
+    if segment.compressed:
+        cells = segment.block.slots
+        seen = cells.positions - segment.map.offset
+        positions = torch.where(seen < near, near - (near - seen + 1) // 2, seen)
+        segment.block = Block(_moved(cache, cells, positions))
+        segment.map = PositionMap()
+        return
+    last = int(_positions(segment)[-1]) - segment.map.offset
+    if last < near:
+        segment.map = segment.map.closer((near - last) // 2)
 
 
-def _closer(cache: KVCache, cells: Cells, near: int) -> Cells:
-    """Compressed cells at half their distance from a position."""
-    positions = near - (near - cells.positions + 1) // 2
-    return cells.moved(cache.rope, positions - cells.positions)
+def _runs(segment: Segment) -> list[Segment]:
+    """A segment cut where positions are missing: each run then has a map of its own."""
+    if segment.compressed:
+        return [segment]
+    gaps = torch.nonzero(_positions(segment).diff() != 1).flatten() + 1
+    bounds = [0, *gaps.tolist(), segment.length]
+    if len(bounds) == 2:
+        return [segment]
+    return [
+        Segment.of(segment.layout, segment.read(first, end - first), segment.map, segment.anchor)
+        for first, end in itertools.pairwise(bounds)
+    ]
+
+
+def _positions(segment: Segment) -> Tensor:
+    """`[..., n]`: those of the live cells, oldest first."""
+    positions = segment.block.slots.positions
+    return torch.cat([positions[..., slot] for slot in segment.slots(0, segment.length)], -1)
+
+
+def _reach(cache: KVCache) -> int:
+    """The distance of the next token to the cell that is seen from furthest."""
+    return max(
+        (segment.map(cache.time) - int(_positions(segment).min()) for segment in cache.segments),
+        default=0,
+    )
+
+
+def _takes(segment: Segment, count: int) -> bool:
+    """Whether a segment of the archive has room for more cells, and is seen from where they are."""
+    fits = segment.length + count <= segment.limit
+    return fits and not segment.frozen and segment.map == PositionMap()
 
 
 def _in_window(cache: KVCache) -> int:
@@ -229,3 +274,23 @@ def _oldest(cache: KVCache, count: int) -> list[tuple[Segment, Cells]]:
             found.append((segment, segment.read(0, inside)))
             count -= inside
     return found
+
+
+def _as_seen(cache: KVCache, found: list[tuple[Segment, Cells]]) -> Cells:
+    """Cells of several segments at the positions where they are seen.
+
+    After an edit that is not where they were put.
+    """
+    return Cells.joined(
+        [
+            _moved(cache, cells, cells.positions - offset)
+            if (offset := segment.map.offset)
+            else cells
+            for segment, cells in found
+        ]
+    )
+
+
+def _moved(cache: KVCache, cells: Cells, positions: Tensor) -> Cells:
+    """Cells at other positions, their keys rotated once more."""
+    return cells.moved(cache.rope, positions - cells.positions)
