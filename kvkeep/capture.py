@@ -36,7 +36,8 @@ def capture(session: "Session") -> Snapshot:
         hidden=memory.hidden,
         logits=memory.logits(),
         sampler=session._sampler.state(),
-        layout=cache.layout,
+        layout=cache.layout.plain,
+        bits=memory.bits,
         observed=cache.observer.queries() if cache.observer else None,
     )
 
@@ -47,7 +48,8 @@ def revive(model: "Model", snapshot: Snapshot, store: PrefixStore | None) -> "Se
 
     model.fingerprint.require(snapshot.fingerprint, "the snapshot")
     settings = snapshot.settings
-    session = Session(model, make_policy(**snapshot.policy), settings["prefill_step"], store)
+    policy = make_policy(**snapshot.policy)
+    session = Session(model, policy, settings["prefill_step"], store, snapshot.bits)
     session._keep_whole_prompt = settings["keep_whole_prompt"]
     session._spans = {
         name: (start, end) for name, (start, end) in settings.get("spans", {}).items()

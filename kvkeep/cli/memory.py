@@ -18,6 +18,7 @@ POLICY_NAMES = ("sliding", "shift", "archive", "self_extend", "full")
 DTYPE_NAMES = ("bfloat16", "float32")
 WEIGHT_NAMES = ("bf16", "int8", "int4")
 CODEC_NAMES = ("none", "zstd", "int8")
+BIT_NAMES = ("8", "8/4", "4")
 
 SINKS = 4
 WHOLE_PROMPT = -1
@@ -29,7 +30,7 @@ class Memory:
     """Which model, and what of a text it remembers.
 
     keep: None where the command decides. discard, group, window: None for the policy's default.
-    weights: None for the best that the model's file has.
+    weights: None for the best that the model's file has. kv_bits, far_bits: None for none.
     """
 
     model: str
@@ -43,9 +44,15 @@ class Memory:
     window: int | None
     prefill_step: int
     weights: str | None = None
+    kv_bits: str | None = None
+    far_bits: str | None = None
 
     def check(self) -> None:
         """Refuses what can be refused without the model."""
+        if self.kv_bits is not None or self.far_bits is not None:
+            from kvkeep.policies import checked_bits
+
+            checked_bits(self.policy, self.kv_bits, self.far_bits)
         if self.max_kv_size is not None and self.keep is not None:
             from kvkeep.policies import make_policy
 
@@ -64,7 +71,14 @@ class Memory:
 
     def session(self, model: "Model", keep: int, store: "PrefixStore | None" = None) -> "Session":
         return model.session(
-            self.max_kv_size, keep, self.policy, self.prefill_step, store, **self._settings()
+            self.max_kv_size,
+            keep,
+            self.policy,
+            self.prefill_step,
+            store,
+            kv_bits=self.kv_bits,
+            far_bits=self.far_bits,
+            **self._settings(),
         )
 
     def _settings(self) -> dict[str, Any]:
@@ -136,6 +150,18 @@ def memory_options(keep: Decorator) -> Decorator:
                 type=whole_number(1),
                 show_default="1024",
                 help="Of self_extend: near tokens that do not.",
+            ),
+            click.option(
+                "--kv-bits",
+                type=click.Choice(BIT_NAMES),
+                show_default="not quantised",
+                help="Keep keys and values in so many bits (8/4: keys in 8, values in 4).",
+            ),
+            click.option(
+                "--far-bits",
+                type=click.Choice(BIT_NAMES),
+                show_default="not quantised",
+                help="The same of all that is not in the window.",
             ),
             click.option(
                 "--prefill-step",

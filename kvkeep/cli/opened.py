@@ -77,9 +77,10 @@ def apply_keep(opened: Opened, keep: int | None) -> None:
 
 
 def _require_agreement(file: Path, snapshot: "Snapshot", memory: Memory) -> None:
-    for option in ("policy", "max_kv_size", "discard", "group", "window"):
-        asked = getattr(memory, option)
-        saved = snapshot.policy.get("name" if option == "policy" else option)
+    found = {**snapshot.policy, "policy": snapshot.policy.get("name")}
+    found |= {"kv_bits": snapshot.bits.kv, "far_bits": snapshot.bits.far}
+    for option in ("policy", "max_kv_size", "discard", "group", "window", "kv_bits", "far_bits"):
+        asked, saved = getattr(memory, option), found.get(option)
         if given(option) and asked != saved:
             flag = f"--{option.replace('_', '-')}"
             raise InvalidArgument(

@@ -15,10 +15,10 @@ class Report:
     prompt_tokens: of prompts, evaluated in this run. reused_tokens: those that came evaluated from
     a file or the prefix cache. prefix_differs_at: the first token at which the nearest prompt in
     the prefix cache differs, where more of it could have been reused. saved_bytes: of the file to
-    which the session was saved last. keep, kv_cells: tokens. kv_bytes: memory that keys and values
-    take at the end. seed: the one that was used. finish_reason: "length", "eos", "stop", "end" (of
-    the text or the chat), "interrupt" (Ctrl-C), "closed" (the reader of standard output went away)
-    or "error".
+    which the session was saved last. kv_bits, far_bits: in which cells are kept, "8", "8/4" or "4".
+    keep, kv_cells: tokens. kv_bytes: memory that keys and values take at the end. seed: the one
+    that was used. finish_reason: "length", "eos", "stop", "end" (of the text or the chat),
+    "interrupt" (Ctrl-C), "closed" (the reader of standard output went away) or "error".
     """
 
     command: str
@@ -26,6 +26,8 @@ class Report:
     policy: str
     max_kv_size: int
     keep: int
+    kv_bits: str | None
+    far_bits: str | None
     seed: int | None
     prompt_tokens: int
     prefill_tokens_per_s: float | None

@@ -144,6 +144,8 @@ class Run:
             policy=session.policy,
             max_kv_size=session.max_kv_size,
             keep=session.keep,
+            kv_bits=session.bits.kv,
+            far_bits=session.bits.far,
             seed=self._seed,
             prompt_tokens=self.prefill.tokens,
             prefill_tokens_per_s=self.prefill.rate,

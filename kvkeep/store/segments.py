@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache import Block, Cells, Layout, PositionMap, Segment
+from kvkeep.cache.quantised import SCALE, Quantised, Stored, scales
 
-_CELLS = ("keys", "values", "positions", "serials")
-_COMPRESSED = (*_CELLS, "bias")
+_PLACES = ("positions", "serials")
+_COMPRESSED = (*_PLACES, "bias")
 
 
 def segment_tensors(index: int, segment: Segment) -> dict[str, Tensor]:
@@ -21,8 +22,10 @@ def segment_tensors(index: int, segment: Segment) -> dict[str, Tensor]:
         cells = segment.block.slots.part(slots[0])
     else:
         cells = segment.read(0, segment.length)
-    names = _COMPRESSED if segment.compressed else _CELLS
-    return {f"segment.{index}.{name}": getattr(cells, name) for name in names}
+    names = _COMPRESSED if segment.compressed else _PLACES
+    tensors = _named(f"segment.{index}.keys", cells.stored_keys)
+    tensors |= _named(f"segment.{index}.values", cells.stored_values)
+    return tensors | {f"segment.{index}.{name}": getattr(cells, name) for name in names}
 
 
 def segment_entry(segment: Segment) -> dict[str, Any]:
@@ -41,15 +44,22 @@ def segment_entry(segment: Segment) -> dict[str, Any]:
 
 
 def read_segment(
-    index: int, layout: Layout, entry: dict[str, Any], tensors: dict[str, Tensor]
+    index: int, layouts: tuple[Layout, Layout], entry: dict[str, Any], tensors: dict[str, Tensor]
 ) -> Segment:
     """The segment of that tensors and an entry were made, without a copy where that can be.
+
+    layouts: of the cells of windows, and of anchors.
 
     Raises KeyError, TypeError or ValueError where they are not of one segment.
     """
     compressed = entry.get("compressed", False)
-    names = _COMPRESSED if compressed else _CELLS
-    cells = Cells(*(tensors[f"segment.{index}.{name}"] for name in names))
+    layout = layouts[1 if entry["anchor"] else 0]
+    names = _COMPRESSED if compressed else _PLACES
+    cells = Cells(
+        _stored(f"segment.{index}.keys", layout.key_bits, tensors),
+        _stored(f"segment.{index}.values", layout.value_bits, tensors),
+        *(tensors[f"segment.{index}.{name}"] for name in names),
+    )
     _check_entry(entry)
     _check_cells(cells, layout, entry["capacity"] if entry["slot_order"] else entry["length"])
     segment = Segment(
@@ -84,6 +94,18 @@ def require_tensor(name: str, tensor: Tensor, dtype: torch.dtype, *shape: int | 
     require(fits and tensor.dtype == dtype, f"{name} has another shape or dtype")
 
 
+def _named(name: str, stored: Stored) -> dict[str, Tensor]:
+    if isinstance(stored, Tensor):
+        return {name: stored}
+    return {f"{name}.int{stored.bits}": stored.data, f"{name}.scale": stored.scale}
+
+
+def _stored(name: str, bits: int, tensors: dict[str, Tensor]) -> Stored:
+    if bits == 16:
+        return tensors[name]
+    return Quantised(tensors[f"{name}.int{bits}"], tensors[f"{name}.scale"])
+
+
 def _in_slot_order(segment: Segment) -> bool:
     """A full ring is saved as it lies: in another order, sums would be rounded otherwise."""
     return segment.length == segment.capacity
@@ -99,13 +121,22 @@ def _check_entry(entry: dict[str, Any]) -> None:
 
 
 def _check_cells(cells: Cells, layout: Layout, count: int) -> None:
-    for name in _CELLS[:2]:
-        shape = (layout.layers, layout.kv_heads, count, layout.head_dim)
-        require_tensor(name, getattr(cells, name), layout.dtype, *shape)
+    _check_stored("keys", cells.stored_keys, layout, layout.key_bits, count)
+    _check_stored("values", cells.stored_values, layout, layout.value_bits, count)
     require_tensor("serials", cells.serials, torch.int64, count)
     if cells.bias is None:
         require_tensor("positions", cells.positions, torch.int64, count)
     else:
-        shape = (layout.layers, layout.kv_heads, count)
-        require_tensor("positions", cells.positions, torch.int64, *shape)
-        require_tensor("bias", cells.bias, torch.float32, *shape)
+        heads = (layout.layers, layout.kv_heads)
+        require_tensor("positions", cells.positions, torch.int64, *heads, count)
+        require_tensor("bias", cells.bias, torch.float32, *heads, count)
+
+
+def _check_stored(name: str, stored: Stored, layout: Layout, bits: int, count: int) -> None:
+    shape, width = (layout.layers, layout.kv_heads, count), layout.head_dim
+    if isinstance(stored, Tensor):
+        require_tensor(name, stored, layout.dtype, *shape, width)
+        return
+    kind = torch.int8 if bits == 8 else torch.uint8
+    require_tensor(f"{name}.int{bits}", stored.data, kind, *shape, width * bits // 8)
+    require_tensor(f"{name}.scale", stored.scale, SCALE, *shape, scales(width, bits))

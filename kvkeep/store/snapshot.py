@@ -1,14 +1,14 @@
 """A snapshot: all that a session is at one moment, in memory or in a file."""
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvkeep.cache import Layout, Queries, Segment
+from kvkeep.cache import Bits, Layout, Queries, Segment
 from kvkeep.errors import CorruptFile
 from kvkeep.store.codec import Codec, decode, encode
 from kvkeep.store.container import read_container, read_document, write_container
@@ -20,7 +20,8 @@ from kvkeep.store.segments import (
     segment_tensors,
 )
 
-KIND, FORMAT = "snapshot", 1
+KIND, FORMAT = "snapshot", 2
+_OF_PLAIN_CELLS = 1  # the format of a file that says nothing of what came after it
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,10 @@ class Snapshot:
     int32, all of them, the forgotten ones too. serials: `[n]` int64, by which a token's cell is
     found; serial: the next. clock: the time of the next token. hidden: `[1, hidden_size]` and
     logits: `[vocab]` of the last token; None in an empty session. sampler: the seed and the random
-    generator's state. observed: the newest queries, where the policy decides by them. created:
-    seconds since 1970. notes: JSON values of whoever keeps the session, such as what a chat must
-    remember beside it; kvkeep's library reads none of them.
+    generator's state. layout: of plain cells. bits: in how many cells are kept. observed: the
+    newest queries, where the policy decides by them. created: seconds since 1970. notes: JSON
+    values of whoever keeps the session, such as what a chat must remember beside it; kvkeep's
+    library reads none of them.
     """
 
     fingerprint: dict[str, str]
@@ -52,6 +54,7 @@ class Snapshot:
     sampler: dict[str, Any]
     layout: Layout
     observed: Queries | None = None
+    bits: Bits = field(default_factory=Bits)
     created: float = field(default_factory=time.time)
     notes: dict[str, Any] = field(default_factory=dict)
 
@@ -91,13 +94,15 @@ class Snapshot:
                 "head_dim": self.layout.head_dim,
                 "dtype": str(self.layout.dtype).removeprefix("torch."),
             },
+            "bits": asdict(self.bits),
             "segments": [segment_entry(segment) for segment in self.segments],
             "codec": codec,
             "coding": coding,
             "created": self.created,
             "notes": self.notes,
         }
-        return write_container(Path(path), KIND, FORMAT, document, stored)
+        version = _OF_PLAIN_CELLS if self.bits == Bits() else FORMAT
+        return write_container(Path(path), KIND, version, document, stored)
 
     @classmethod
     def load(cls, path: str | Path) -> "Snapshot":
@@ -123,8 +128,10 @@ def _assemble(document: dict[str, Any], tensors: dict[str, Tensor]) -> Snapshot:
         **document["layout"] | {"dtype": getattr(torch, document["layout"]["dtype"])},
         device=torch.device("cpu"),
     )
+    bits = Bits(**document.get("bits", {}))
+    layouts = bits.layouts(layout)
     segments = tuple(
-        read_segment(index, layout, entry, tensors)
+        read_segment(index, layouts, entry, tensors)
         for index, entry in enumerate(document["segments"])
     )
     _check(document, tensors)
@@ -143,6 +150,7 @@ def _assemble(document: dict[str, Any], tensors: dict[str, Tensor]) -> Snapshot:
         sampler=document["sampler"],
         layout=layout,
         observed=_observed(tensors, layout),
+        bits=bits,
         created=document["created"],
         notes=document.get("notes", {}),
     )

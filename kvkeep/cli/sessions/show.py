@@ -60,6 +60,8 @@ def _facts(file: Path, snapshot: "Snapshot") -> Iterator[tuple[str, str]]:
     yield "saved", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(snapshot.created))
     yield "model", f"{snapshot.model}, {dtype}"
     yield "policy", f"{policy['name']}: {settings}"
+    if bits := snapshot.bits.kv or snapshot.bits.far:
+        yield "cells", f"in {bits} bits" + ("" if snapshot.bits.kv else ", but for the window's")
     yield "tokens", f"{total:,}, of which {snapshot.cells:,} are remembered"
     if unread := snapshot.notes.get(UNREAD):
         yield "unread", f"{counted(len(unread), 'token')} of a prompt that was interrupted"
