@@ -15,6 +15,7 @@ from torch import Tensor
 from kvkeep import Sampling
 from kvkeep.errors import ContextFull
 from kvkeep.model import Model, load_model
+from kvkeep.policies import make_policy
 from kvkeep.session import Session
 from kvkeep.store.snapshot import Snapshot
 
@@ -100,7 +101,33 @@ def self_extend(model: Model) -> dict[str, Callable[[Sampling], Session]]:
     }
 
 
+def archive(model: Model) -> dict[str, Callable[[Sampling], Session]]:
+    """Sessions of policy `archive`, by moment."""
+
+    def new(method: str = "fitted") -> Session:
+        policy = make_policy("archive", 48, keep=4, window=16, block=8, span=200, method=method)
+        return Session(model, policy, prefill_step=32)
+
+    def fed(tokens: list[int], how: Sampling, method: str = "fitted") -> Session:
+        return drawn(new(method), tokens, how)
+
+    return {
+        "empty": lambda how: new(),
+        "before-the-first-block": lambda how: fed(TEXT[:5], how),
+        "half-full": lambda how: fed(TEXT[:40], how),
+        "after-coarsening": lambda how: fed(TEXT * 2, how),
+        "after-drawing-closer": lambda how: fed(TEXT * 4, how),
+        "observing": lambda how: fed(TEXT * 2, how, "snapkv"),
+        "observing-rewound": lambda how: rewound(fed(TEXT, how, "h2o"), 9),
+        "at-random": lambda how: fed(TEXT, how, "random"),
+        "fork-went-on": lambda how: drawn(fed(TEXT, how).fork(), TEXT, how),
+        "pinned-went-on": lambda how: drawn(pinning(fed(TEXT, how)), TEXT, how),
+        "edited-went-on": lambda how: drawn(edited(fed(TEXT, how), len(TEXT)), TEXT, how),
+    }
+
+
 POLICIES = {
+    "archive": archive,
     "full": full,
     "self_extend": self_extend,
     "sliding": partial(bounded, policy="sliding"),

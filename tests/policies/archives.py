@@ -1,0 +1,88 @@
+"""Sessions of policy `archive` so small that everything happens within a few tokens."""
+
+from dataclasses import dataclass
+
+import torch
+from hypothesis import strategies as st
+from small import small_model
+
+from kvkeep.cache import KVCache
+from kvkeep.policies import make_policy
+from kvkeep.session import Session
+
+MODEL = small_model()
+TEXT = [(i * i * 7 + 3 * i) % 255 + 1 for i in range(3000)]
+
+
+@dataclass(frozen=True)
+class Setting:
+    max_kv_size: int = 48
+    keep: int = 4
+    window: int = 16
+    block: int = 8
+    ratio: float = 4.0
+    span: int = 200
+    method: str = "keydiff"
+    prefill_step: int = 512
+
+    def session(self) -> Session:
+        numbers = {k: v for k, v in vars(self).items() if k not in ("max_kv_size", "prefill_step")}
+        policy = make_policy("archive", self.max_kv_size, **numbers)
+        return Session(MODEL, policy, self.prefill_step)
+
+    def fed(self, count: int) -> Session:
+        session = self.session()
+        session.feed(TEXT[:count])
+        return session
+
+
+@st.composite
+def archives(draw: st.DrawFn) -> Setting:
+    """Any that the policy takes, of a budget up to 40 cells."""
+    window, block = draw(st.integers(1, 12)), draw(st.integers(1, 9))
+    keep, ratio = draw(st.integers(0, 6)), draw(st.sampled_from([1.0, 1.5, 2.0, 4.0, 20.0]))
+    least = keep + window + block + int(block / ratio) + 1
+    size = least + draw(st.integers(0, 12))
+    return Setting(
+        max_kv_size=size,
+        keep=keep,
+        window=window,
+        block=block,
+        ratio=ratio,
+        span=2 * (size + block) + draw(st.integers(0, 60)),
+        method=draw(st.sampled_from(["fitted", "keydiff", "random", "average", "snapkv"])),
+        prefill_step=draw(st.sampled_from([1, 2, 7, 64])),
+    )
+
+
+def distances(cache: KVCache) -> torch.Tensor:
+    """How far from the newest token each cell is that it sees, of every layer and KV head."""
+    found = []
+    for segment in cache.segments:
+        positions = segment.read(0, segment.length).positions
+        found.append((segment.map(cache.time - 1) - positions).expand(2, 2, -1))
+    return torch.cat(found, -1)
+
+
+def archived(session: Session) -> int:
+    return sum(segment.length for segment in session.cache.segments if segment.compressed)
+
+
+def state(session: Session) -> list[object]:
+    """All that a session is, to the bit."""
+    cache = session.cache
+    observed = cache.observer.queries() if cache.observer else None
+    found: list[object] = [session.tokens, cache.time, session.keep, session.logits]
+    found += [] if observed is None else [observed.values, observed.times]
+    for segment in cache.segments:
+        cells = segment.read(0, segment.length)
+        found += [cells.keys, cells.values, cells.positions, cells.serials, cells.bias]
+        found += [segment.map, segment.anchor]
+    return found
+
+
+def same(found: list[object], other: list[object]) -> bool:
+    return len(found) == len(other) and all(
+        torch.equal(a, b) if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) else a == b
+        for a, b in zip(found, other, strict=True)
+    )

@@ -1,0 +1,68 @@
+"""Policy `archive`: the bound, distances and order, whatever is done to a session."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from policies.archives import TEXT, Setting, archives, distances
+
+from kvkeep.errors import KvkeepError
+from kvkeep.session import Session
+
+ACTIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("feed"), st.integers(1, 60), st.just(0)),
+        st.tuples(st.just("feed"), st.integers(1, 60), st.just(0)),
+        st.tuples(st.just("rewind"), st.integers(0, 8), st.just(0)),
+        st.tuples(st.just("keep"), st.integers(0, 9), st.just(0)),
+        st.tuples(st.just("pin"), st.integers(1, 20), st.integers(1, 4)),
+        st.tuples(st.just("unpin"), st.integers(0, 99), st.just(0)),
+        st.tuples(st.just("delete"), st.integers(1, 15), st.integers(1, 4)),
+        st.tuples(st.just("insert"), st.integers(0, 15), st.integers(1, 12)),
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+def act(session: Session, action: tuple[str, int, int]) -> None:
+    """What a user does: near the end of what was said, since the rest is in the archive."""
+    kind, amount, more = action
+    start = len(session.tokens) - amount
+    if kind == "feed":
+        session.feed(TEXT[len(session.tokens) :][:amount])
+    elif kind == "rewind":
+        session.rewind(amount)
+    elif kind == "keep":
+        session.keep = amount
+    elif kind == "pin":
+        session.pin(start, start + more)
+    elif kind == "unpin":
+        pins = sorted(session._memory.pins)
+        if pins:
+            at = session._memory.serials.index(pins[amount % len(pins)])
+            session.unpin(at, at + 3)
+    elif kind == "delete":
+        session.delete(start, start + more)
+    else:
+        session.insert(start, TEXT[:more])
+
+
+@settings(max_examples=30, deadline=None)
+@given(archives(), ACTIONS)
+def test_whatever_is_done_the_budget_binds_and_nothing_is_seen_from_beyond_the_span(
+    setting: Setting, actions: list[tuple[str, int, int]]
+) -> None:
+    session = setting.session()
+    for action in [*actions, ("feed", 60, 0), ("feed", 60, 0)]:
+        held = session.cache.serials()
+        try:
+            if action[0] == "feed":
+                report = session.feed(TEXT[len(session.tokens) :][: action[1]])
+                assert report.peak_cells <= setting.max_kv_size + setting.prefill_step
+            else:
+                act(session, action)
+        except KvkeepError:
+            assert session.cache.serials() == held
+        if session.cache.cells:
+            assert session.cache.cells <= setting.max_kv_size
+            assert int(distances(session.cache).max()) < setting.span
+            assert int(distances(session.cache).min()) >= 0

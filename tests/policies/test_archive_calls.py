@@ -1,0 +1,159 @@
+"""Policy `archive`: failures, forks, pins, groups, and what is refused."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from policies.archives import MODEL, TEXT, Setting, archived, archives, same, state
+
+from kvkeep import Sampling, SessionGroup
+from kvkeep.errors import InvalidArgument, NonFiniteLogits
+from kvkeep.session import Session
+
+WARM = Sampling(temperature=1.2, seed=7)
+METHODS = ["fitted", "keydiff", "snapkv", "random", "expected_attention"]
+
+
+class Thrown(Exception):
+    """Out of a forward in its middle."""
+
+
+@settings(max_examples=15, deadline=None)
+@given(archives(), st.integers(1, 120), st.integers(0, 1), st.integers(1, 7))
+def test_a_step_that_fails_inside_the_model_changes_nothing(
+    setting: Setting, fed: int, layer: int, more: int
+) -> None:
+    session, untouched = setting.fed(fed), setting.fed(fed)
+    before, attend = state(session), session.cache.attend
+
+    def failing(index: int, *args: torch.Tensor) -> torch.Tensor:
+        found = attend(index, *args)
+        if index == layer:
+            raise Thrown
+        return found
+
+    session.cache.attend = failing  # type: ignore[method-assign]
+    with pytest.raises(Thrown):
+        session.feed(TEXT[:more])
+    del session.cache.attend
+    assert same(state(session), before)
+    for each in (session, untouched):
+        each.feed(TEXT[:60])
+    assert same(state(session), state(untouched))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("more", [1, 5])
+def test_logits_that_are_not_numbers_change_nothing(method: str, more: int) -> None:
+    session = Setting(method=method).fed(100)
+    before, weight = state(session), MODEL.decoder.layers[1].down.weight
+    sound = weight.clone()
+    try:
+        weight[0, 0] = torch.nan
+        with pytest.raises(NonFiniteLogits):
+            session.feed(TEXT[:more])
+    finally:
+        weight.copy_(sound)
+    assert same(state(session), before)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("fed", [10, 60, 150])
+def test_a_fork_and_its_parent_do_not_know_of_each_other(method: str, fed: int) -> None:
+    setting = Setting(method=method)
+    session, alone = setting.fed(fed), setting.fed(fed)
+    fork = session.fork()
+    before = state(fork)
+    for index in range(70):
+        assert session.next_token(WARM) == alone.next_token(WARM)
+        if index == 40:
+            assert same(state(fork), before)
+            fork.feed(TEXT[500:590])
+    assert (session.logits - alone.logits).abs().max() <= 1e-4
+    other = setting.fed(fed)
+    other.feed(TEXT[500:590])
+    assert (fork.logits - other.logits).abs().max() <= 1e-4
+
+
+def test_pinned_tokens_stay_until_they_are_unpinned() -> None:
+    session = Setting(max_kv_size=60).fed(100)
+    session.pin(90, 94)
+    pins = sorted(session._memory.pins)
+    for _ in range(5):
+        session.feed(TEXT[:60])
+        assert set(pins) <= set(session.cache.serials())
+        assert session.standing[90:94] == ["pinned"] * 4
+    session.unpin(90, 94)
+    session.feed(TEXT[:60])
+    assert not set(pins) & set(session.cache.serials())
+
+
+def test_what_was_archived_cannot_be_pinned_rewound_to_or_edited() -> None:
+    session = Setting().fed(100)
+    before = state(session)
+    for refused in (
+        lambda: session.pin(30, 34),
+        lambda: session.rewind(60),
+        lambda: session.delete(30, 34),
+        lambda: session.insert(30, TEXT[:3]),
+    ):
+        with pytest.raises(InvalidArgument):
+            refused()
+        assert same(state(session), before)
+
+
+def test_keep_is_changed_before_the_first_token_is_archived_or_never() -> None:
+    session = Setting().fed(20)
+    session.keep = 9
+    session.keep = 6
+    session.feed(TEXT[20:100])
+    assert archived(session)
+    assert session.cache.serials()[:6] == list(range(6))
+    before = state(session)
+    with pytest.raises(InvalidArgument, match="keep was 6 when the first tokens were archived"):
+        session.keep = 7
+    assert same(state(session), before)
+
+
+def test_a_pin_that_would_leave_no_room_for_the_window_is_refused() -> None:
+    session = Setting(max_kv_size=34).fed(100)
+    before = state(session)
+    with pytest.raises(InvalidArgument, match="raise max_kv_size, or make the window smaller"):
+        session.pin(90, 96)
+    assert same(state(session), before)
+
+
+def unlike() -> list[Session]:
+    parent = Setting(method="snapkv").fed(100)
+    forks = [parent.fork() for _ in range(3)]
+    forks[1].feed(TEXT[200:203])
+    full = MODEL.session(policy="full")
+    full.feed(TEXT[:50])
+    others = [Setting(method=method).fed(40 + 9 * i) for i, method in enumerate(METHODS)]
+    return [parent, *forks, full, *others]
+
+
+def test_a_group_says_what_each_says_alone() -> None:
+    group, alone = SessionGroup(unlike()), unlike()
+    for _ in range(40):
+        assert group.next_tokens(WARM) == [session.next_token(WARM) for session in alone]
+    for session, other in zip(group.sessions, alone, strict=True):
+        assert session.cache.serials() == other.cache.serials()
+        assert (session.logits - other.logits).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"ratio": 0.5}, {"window": -1}, {"window": 41}, {"method": "best"}, {"keep": 30}],
+)
+def test_settings_that_do_not_fit_are_refused(wrong: dict) -> None:
+    settings = {"max_kv_size": 48, "policy": "archive", "window": 16} | wrong
+    with pytest.raises(InvalidArgument, match="found"):
+        MODEL.session(**settings)
+
+
+@pytest.mark.parametrize("size", [24, 48, 1000, 4096])
+def test_defaults_fit_any_budget(size: int) -> None:
+    session = MODEL.session(size, policy="archive")
+    session.feed(TEXT[:100])
+    assert session.cache.cells <= size
