@@ -1,0 +1,124 @@
+"""Compressed cells on the compiled path: decode, chunks, groups, and the queries it observes."""
+
+import pytest
+import torch
+from compiled.test_decoding import by_torch, last
+from listed_cells import biased
+from packed_model import packed_model, spec_of
+
+from kvkeep import SessionGroup
+from kvkeep.cache import Cells, Segment
+from kvkeep.compiled.library import library
+from kvkeep.model import Model
+from kvkeep.session import Session
+
+pytestmark = pytest.mark.skipif(library() is None, reason="no compiled kernels here")
+
+PROMPT = [(i * i * 7 + 3 * i) % 250 + 1 for i in range(600)]
+FAMILIES = [("llama", 64), ("llama", 32), ("qwen2", 96), ("qwen3", 128)]
+
+
+def compressed(model: Model, count: int = 600, ratio: float = 3.0) -> Session:
+    session = model.session(policy="full")
+    session.feed(PROMPT[:count])
+    session.compress(ratio, "keydiff", recent=30)
+    return biased(session)
+
+
+def transplanted(session: Session, model: Model) -> Session:
+    """A session of the same model in another dtype with the same cells."""
+    other, cache = model.session(policy="full"), session.cache
+    there = other.cache
+    for segment in cache.segments:
+        cells = segment.read(0, segment.length)
+        keys, values = (x.to(there.layout.dtype) for x in (cells.keys, cells.values))
+        cells = Cells(keys, values, cells.positions, cells.serials, cells.bias)
+        there.segments.append(Segment.of(there.layout, cells, segment.map, segment.anchor))
+    there.time, there.serial = cache.time, cache.serial
+    other._memory.tokens.extend(session._memory.tokens)
+    other._memory.serials.extend(session._memory.serials)
+    return other
+
+
+@pytest.mark.parametrize("step", [1, 50])
+@pytest.mark.parametrize(("family", "head_dim"), FAMILIES)
+def test_it_is_no_further_from_float32_than_torch_in_bfloat16(
+    family: str, head_dim: int, step: int
+) -> None:
+    model = packed_model(spec_of(head_dim, family), None)
+    assert model.decoder.compiled is not None
+    session = compressed(model)
+    sessions = [session]
+    for dtype in (torch.bfloat16, torch.float32):
+        sessions.append(transplanted(session, by_torch(model, dtype)))
+    rows: list[list[torch.Tensor]] = [[], [], []]
+    for first in range(0, 6 * step, step):
+        for each, found in zip(sessions, rows, strict=True):
+            each.feed(PROMPT[first : first + step])
+            found.append(last(each))
+    here, there, exact = (torch.stack(found) for found in rows)
+    assert exact.abs().max() > 5
+    assert (here - exact).square().mean() <= 1.2 * (there - exact).square().mean()
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+def test_a_group_of_forks_says_what_each_says_alone_to_the_last_bit(bits: int | None) -> None:
+    model = packed_model(spec_of(), bits)  # type: ignore[arg-type]
+    parent = compressed(model)
+    together, alone = ([parent.fork() for _ in range(4)] for _ in range(2))
+    for forks in (together, alone):
+        for index, fork in enumerate(forks):
+            fork.feed(PROMPT[index : 2 * index + 1])
+    group = SessionGroup(together)
+    for _ in range(20):
+        assert group.next_tokens() == [session.next_token() for session in alone]
+        for one, other in zip(together, alone, strict=True):
+            assert torch.equal(last(one), last(other))
+
+
+def test_archives_in_a_group_say_what_each_says_alone_to_the_last_bit() -> None:
+    model = packed_model(spec_of(), 4)
+
+    def sessions() -> list[Session]:
+        parent = model.session(96, policy="archive", method="snapkv", window=40)
+        parent.feed(PROMPT[:300])
+        return [parent, parent.fork(), compressed(model, 200)]
+
+    group, alone = SessionGroup(sessions()), sessions()
+    for _ in range(30):
+        assert group.next_tokens() == [session.next_token() for session in alone]
+        for one, other in zip(group.sessions, alone, strict=True):
+            assert torch.equal(last(one), last(other))
+
+
+@pytest.mark.parametrize(("family", "head_dim"), FAMILIES)
+def test_observed_queries_are_those_of_torch_within_bfloat16(family: str, head_dim: int) -> None:
+    model = packed_model(spec_of(head_dim, family), None)
+    found = []
+    for each in (model, by_torch(model, torch.bfloat16)):
+        session = each.session()
+        session.cache.observe()
+        session.feed(PROMPT[:40])  # in a chunk
+        for token in PROMPT[40:50]:
+            session.feed([token])
+        fork = session.fork()
+        group = SessionGroup([session, fork])
+        for token in PROMPT[50:55]:
+            for one in group.sessions:
+                one._memory.stand_at(one._memory.hidden, forced(one, token))
+            group.next_tokens()
+        for one in group.sessions:
+            assert one.cache.observer is not None
+            queries = one.cache.observer.queries()
+            assert queries is not None
+            assert queries.times.tolist() == list(range(55))
+            found.append(queries.values.float())
+    for here, there in zip(found[:2], found[2:], strict=True):
+        assert (here - there).square().mean() <= 1e-3 * there.square().mean()
+
+
+def forced(session: Session, token: int) -> torch.Tensor:
+    """Logits of which that token is chosen."""
+    logits = torch.zeros_like(last(session))
+    logits[token] = 1.0
+    return logits

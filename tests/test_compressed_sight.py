@@ -1,0 +1,75 @@
+"""Attention over compressed cells equals a dense reference: every KV head its own, with biases."""
+
+from collections.abc import Callable
+
+import pytest
+from listed_cells import ListedCells, biased
+from policies.archives import Setting
+from small import small_model
+
+from kvkeep import SessionGroup
+from kvkeep.session import Session
+
+MODEL = small_model()
+TEXT = [(i * i * 7 + 3 * i) % 255 + 1 for i in range(400)]
+
+
+def compressed(method: str = "keydiff", ratio: float = 3.0) -> Session:
+    session = MODEL.session(policy="full")
+    session.feed(TEXT[:300])
+    session.compress(ratio, method, recent=20)
+    return biased(session)
+
+
+def edited() -> Session:
+    session = compressed()
+    session.delete(285, 289)
+    session.insert(295, TEXT[:7])
+    return session
+
+
+def twice() -> Session:
+    session = compressed("fitted", 2.0)
+    session.feed(TEXT[:60])
+    session.compress(2.0, "fitted", recent=20)
+    return session
+
+
+def archive() -> Session:
+    """One token after a block was archived: none follows soon."""
+    return biased(Setting().fed(245))
+
+
+def archive_edited() -> Session:
+    session = Setting().fed(245)
+    session.delete(235, 238)
+    return biased(session)
+
+
+MADE = [compressed, edited, twice, archive, archive_edited]
+
+
+@pytest.mark.parametrize("step", [1, 5, 64])
+@pytest.mark.parametrize("make", MADE)
+def test_logits_equal_the_dense_reference(make: Callable[[], Session], step: int) -> None:
+    session = make()
+    session.prefill_step = step
+    listed = ListedCells(session)
+    assert listed.bias[0, 0].abs().max() > 0.5
+    for first in (0, 3):
+        expected = listed.feed(TEXT[first : first + 3])
+        session.feed(TEXT[first : first + 3])
+        assert (session.logits - expected).abs().max() <= 1e-3
+
+
+@pytest.mark.parametrize("make", MADE)
+def test_a_group_of_forks_says_what_the_reference_says(make: Callable[[], Session]) -> None:
+    parent = make()
+    group = SessionGroup([parent.fork() for _ in range(3)])
+    for index, fork in enumerate(group.sessions):
+        fork.feed([index + 1])
+    listed = [ListedCells(fork) for fork in group.sessions]
+    for _ in range(2):
+        tokens = group.next_tokens()
+        for fork, each, token in zip(group.sessions, listed, tokens, strict=True):
+            assert (fork.logits - each.feed([token])).abs().max() <= 1e-3
