@@ -1,0 +1,120 @@
+"""An observer holds the newest queries as they were before rotation, however they came."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small import small_model
+from torch import Tensor
+
+from kvkeep import SessionGroup
+from kvkeep.cache import Queries
+from kvkeep.cache.observer import LIMIT
+from kvkeep.errors import NonFiniteLogits
+from kvkeep.session import Session
+
+MODEL = small_model()
+TEXT = [(i * i * 7 + 3 * i) % 255 + 1 for i in range(400)]
+
+
+def observing(step: int = 512, tokens: int = 0, budget: int = 48) -> Session:
+    session = MODEL.session(budget, prefill_step=step)
+    session.cache.observe()
+    if tokens:
+        session.feed(TEXT[:tokens])
+    return session
+
+
+def queries(session: Session) -> Queries:
+    assert session.cache.observer is not None
+    found = session.cache.observer.queries()
+    assert found is not None
+    return found
+
+
+def told(tokens: int) -> Tensor:
+    """What the model hands to attention, of every token: `[layers, heads, n, head_dim]`."""
+    session, found = MODEL.session(48), list[list[Tensor]]([[] for _ in range(2)])
+    attend = session.cache.attend
+
+    def listening(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        found[layer].append(q.clone())
+        return attend(layer, q, k, v)
+
+    session.cache.attend = listening  # type: ignore[method-assign]
+    session.feed(TEXT[:tokens])
+    return torch.stack([torch.cat(each) for each in found]).transpose(1, 2)
+
+
+@pytest.mark.parametrize("tokens", [1, 40, LIMIT, LIMIT + 1, 390])
+@pytest.mark.parametrize("step", [1, 7, LIMIT, 512])
+def test_they_are_those_of_the_newest_tokens_before_rotation(step: int, tokens: int) -> None:
+    found, expected = queries(observing(step, tokens)), told(tokens)[:, :, -LIMIT:]
+    assert found.times.tolist() == list(range(max(0, tokens - LIMIT), tokens))
+    torch.testing.assert_close(found.values, expected, rtol=1e-4, atol=1e-4)
+
+
+ACTIONS = st.lists(
+    st.tuples(st.sampled_from(["feed", "feed", "rewind", "fail", "fork"]), st.integers(1, 150)),
+    max_size=8,
+)
+
+
+@settings(max_examples=20, deadline=None)
+@given(ACTIONS, st.sampled_from([1, 50, 512]))
+def test_they_follow_what_happens_to_the_tokens(actions: list[tuple[str, int]], step: int) -> None:
+    session, known = observing(step, 9, budget=2000), list(range(9))
+    for kind, amount in actions:
+        total = len(session.tokens)
+        if kind == "feed":
+            session.feed(TEXT[:amount])
+            known = [*known, *range(total, total + amount)][-LIMIT:]
+        elif kind == "rewind" and amount < total:
+            session.rewind(amount)  # the token before is evaluated anew
+            known = [t for t in known if t < total - amount - 1] + [total - amount - 1]
+        elif kind == "fail":
+            weight = MODEL.decoder.layers[1].down.weight
+            sound = weight.clone()
+            weight[0, 0] = torch.nan
+            with pytest.raises(NonFiniteLogits):
+                session.feed(TEXT[:3])
+            weight.copy_(sound)
+        elif kind == "fork":
+            session.fork().feed(TEXT[:amount])
+        assert queries(session).times.tolist() == known
+        assert queries(session).values.shape[2] == len(known)
+
+
+def test_forks_go_on_each_with_their_own() -> None:
+    session = observing(tokens=60)
+    fork, before = session.fork(), queries(session)
+    fork.feed(TEXT[200:210])
+    assert torch.equal(queries(session).values, before.values)
+    session.feed(TEXT[60:70])
+    alone = observing(tokens=60)
+    alone.feed(TEXT[60:70])
+    torch.testing.assert_close(queries(session).values, queries(alone).values)
+    assert not torch.equal(queries(fork).values[:, :, -1], queries(session).values[:, :, -1])
+
+
+def test_those_of_a_group_are_each_sessions_own() -> None:
+    sessions, alone = ([observing(tokens=n) for n in (20, 60, 45)] for _ in range(2))
+    group = SessionGroup(sessions)
+    for _ in range(5):
+        assert group.next_tokens() == [session.next_token() for session in alone]
+    for session, other in zip(sessions, alone, strict=True):
+        assert torch.equal(queries(session).times, queries(other).times)
+        torch.testing.assert_close(
+            queries(session).values, queries(other).values, rtol=1e-4, atol=1e-4
+        )
+
+
+def test_a_restored_one_goes_on_as_if_it_had_never_stopped() -> None:
+    session = MODEL.session(300, policy="archive", method="snapkv", prefill_step=100)
+    session.feed(TEXT[:200])
+    restored = MODEL.restore(session.snapshot())
+    for each in (session, restored):
+        each.rewind(60)
+        each.feed(TEXT[300:310])
+    assert torch.equal(queries(session).times, queries(restored).times)
+    assert torch.equal(queries(session).values, queries(restored).values)

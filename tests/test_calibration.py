@@ -1,0 +1,179 @@
+"""Calibrations: what is measured, and files that fit one model alone."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from packed_model import packed_model, spec_of
+from small import small_model
+from torch import Tensor
+
+from kvkeep import Snapshot
+from kvkeep.calibration import Calibration, calibrate, load_calibration
+from kvkeep.errors import (
+    CorruptFile,
+    FingerprintMismatch,
+    ForeignFile,
+    InvalidArgument,
+    StoreError,
+    TruncatedFile,
+)
+from kvkeep.methods.measured import LIKENESSES
+from kvkeep.session import Session
+
+MODEL = small_model()
+TEXT = [(i * i * 7 + 3 * i) % 255 + 1 for i in range(1536)]
+NEAR = {"rtol": 1e-3, "atol": 1e-3}
+
+
+@pytest.fixture(scope="module")
+def calibration() -> Calibration:
+    return calibrate(MODEL, TEXT)
+
+
+@pytest.fixture
+def path(calibration: Calibration, tmp_path: Path) -> Path:
+    assert calibration.save(tmp_path / "a.calibration") > 0
+    return tmp_path / "a.calibration"
+
+
+def told() -> Tensor:
+    """The queries that the model hands to attention: `[layers, kv_heads, n, groups, head_dim]`."""
+    session, found = MODEL.session(2048), list[list[Tensor]]([[], []])
+    attend = session.cache.attend
+
+    def listening(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        found[layer].append(q.clone())
+        return attend(layer, q, k, v)
+
+    session.cache.attend = listening  # type: ignore[method-assign]
+    session.feed(TEXT)
+    queries = torch.stack([torch.cat(each) for each in found])
+    return queries.unflatten(2, (2, 2)).transpose(1, 2)
+
+
+def test_mean_and_moment_are_those_of_the_newest_queries_of_each_step(
+    calibration: Calibration,
+) -> None:
+    queries, statistics = told(), calibration.statistics
+    newest = [step * 512 + place for step in range(3) for place in range(384, 512)]
+    for layer in range(2):
+        for head in range(2):
+            samples = queries[layer, head, newest].flatten(0, 1).double()
+            mean = sum(samples) / len(samples)
+            moment = sum(torch.outer(q, q) for q in samples) / len(samples)
+            torch.testing.assert_close(statistics.mean[layer, head].double(), mean, **NEAR)
+            torch.testing.assert_close(statistics.moment[layer, head].double(), moment, **NEAR)
+
+
+def test_each_kv_head_tolerates_a_likeness_that_was_tried(calibration: Calibration) -> None:
+    tolerance = calibration.statistics.tolerance
+    assert tolerance.shape == (2, 2)
+    assert set(tolerance.flatten().tolist()) <= set(torch.tensor(LIKENESSES).tolist())
+
+
+def test_a_text_gives_the_same_calibration_again(calibration: Calibration) -> None:
+    again = calibrate(MODEL, TEXT)
+    assert again.digest == calibration.digest
+    assert again.tokens == len(TEXT)
+    assert calibrate(MODEL, TEXT[::-1]).digest != calibration.digest
+
+
+def test_progress_counts_every_token() -> None:
+    steps: list[int] = []
+    calibrate(MODEL, TEXT + TEXT[:100], steps.append)
+    assert steps == [512, 512, 512, 100]
+
+
+def test_too_few_tokens_are_refused() -> None:
+    with pytest.raises(InvalidArgument, match="needs 1536 tokens or more; found 1535"):
+        calibrate(MODEL, TEXT[:-1])
+
+
+def test_a_file_holds_all_of_it(calibration: Calibration, path: Path) -> None:
+    loaded = load_calibration(path, MODEL)
+    assert loaded.digest == calibration.digest
+    assert loaded.fingerprint == calibration.fingerprint
+    assert (loaded.model, loaded.tokens) == (MODEL.name, len(TEXT))
+    for name, tensor in vars(calibration.statistics).items():
+        assert torch.equal(getattr(loaded.statistics, name), tensor)
+
+
+@pytest.mark.parametrize("other", [small_model(seed=1), packed_model(spec_of(), None)])
+def test_another_model_is_refused(path: Path, calibration: Calibration, other) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(FingerprintMismatch, match="the calibration belongs to another model"):
+        load_calibration(path, other)
+    with pytest.raises(FingerprintMismatch, match="the calibration belongs to another model"):
+        other.session(400, policy="archive", calibration=calibration)
+
+
+def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
+    session = MODEL.session(48)
+    session.feed(TEXT[:9])
+    session.snapshot().save(tmp_path / "a.kvkeep")
+    with pytest.raises(ForeignFile):
+        load_calibration(tmp_path / "a.kvkeep", MODEL)
+
+
+def test_a_flipped_bit_is_refused(path: Path) -> None:
+    data, draw = path.read_bytes(), random.Random(0)
+    for where in [*range(64), *(draw.randrange(64, len(data)) for _ in range(200))]:
+        flipped = bytearray(data)
+        flipped[where] ^= 1 << draw.randrange(8)
+        path.write_bytes(flipped)
+        with pytest.raises((CorruptFile, ForeignFile, TruncatedFile)):
+            load_calibration(path, MODEL)
+
+
+def test_a_file_cut_short_is_refused(path: Path) -> None:
+    data = path.read_bytes()
+    for size in [0, 1, 7, 8, 100, len(data) // 2, len(data) - 1]:
+        path.write_bytes(data[:size])
+        with pytest.raises(StoreError):
+            load_calibration(path, MODEL)
+
+
+def compressing(method: str, calibration: Calibration | None) -> Session:
+    session = MODEL.session(64, policy="archive", method=method, calibration=calibration)
+    session.feed(TEXT[:200])
+    return session
+
+
+@pytest.mark.parametrize("method", ["fitted", "expected_attention"])
+def test_a_session_is_restored_with_the_calibration_that_it_was_begun_with(
+    calibration: Calibration, path: Path, tmp_path: Path, method: str
+) -> None:
+    session = compressing(method, calibration)
+    session.snapshot().save(tmp_path / "a.kvkeep")
+    snapshot = Snapshot.load(tmp_path / "a.kvkeep")
+    other = calibrate(MODEL, TEXT[::-1])
+    for wrong in (None, other):
+        with pytest.raises(InvalidArgument, match="give the one that it was begun with"):
+            MODEL.restore(snapshot, calibration=wrong)
+    restored = MODEL.restore(snapshot, calibration=load_calibration(path, MODEL))
+    for each in (session, restored):
+        each.feed(TEXT[200:300])
+    assert torch.equal(session.logits, restored.logits)
+
+
+def test_what_is_known_of_the_model_decides(calibration: Calibration) -> None:
+    found = [compressing("expected_attention", each) for each in (calibration, None)]
+    assert found[0].cache.observer is None  # nobody asked for queries
+    assert found[1].cache.observer is not None
+    assert not torch.equal(found[0].logits, found[1].logits)
+
+
+@pytest.mark.parametrize("policy", ["full", "sliding"])
+def test_a_policy_without_use_for_it_says_so(calibration: Calibration, policy: str) -> None:
+    with pytest.raises(InvalidArgument, match="has no use for a calibration"):
+        MODEL.session(64, policy=policy, calibration=calibration)
+
+
+def test_a_session_compressed_at_once_takes_one(calibration: Calibration) -> None:
+    with_it, without = (MODEL.session(policy="full") for _ in range(2))
+    for session, known in ((with_it, calibration), (without, None)):
+        session.feed(TEXT[:300])
+        session.compress(3.0, "expected_attention", calibration=known)
+    chosen = [s.cache.segments[1].block.slots.positions for s in (with_it, without)]
+    assert not torch.equal(*chosen)
