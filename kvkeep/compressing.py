@@ -60,7 +60,7 @@ def compress_held(
             f"newest {recent} and {len(memory.pins)} pinned ones kept as they are: take a smaller "
             "ratio, or keep fewer"
         )
-    queries = _newest_queries(memory) if method.wants_queries(statistics) else None
+    queries = _newest_queries(memory) if method.needs_queries(statistics) else None
     segments, chunks, seen = [], [], 0
     for segment, kept, first, count in runs:
         cells = segment.read(first, count)

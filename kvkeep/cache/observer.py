@@ -27,6 +27,11 @@ class Queries:
         """The last `count` of them."""
         return Queries(self.values[:, :, -count:], self.times[-count:])
 
+    def every(self, stride: int) -> "Queries":
+        """One of each `stride`, the newest included."""
+        first = (len(self) - 1) % stride
+        return Queries(self.values[:, :, first::stride], self.times[first::stride])
+
     def seen_from(self, position_map: PositionMap) -> "Queries":
         """The same standing where queries do that look by a map (of single positions)."""
         return Queries(self.values, self.times + position_map.offset)

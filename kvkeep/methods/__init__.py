@@ -2,7 +2,7 @@
 
 from kvkeep.errors import InvalidArgument
 from kvkeep.methods.average import Average
-from kvkeep.methods.base import Candidates, Compressed, Eviction, Method
+from kvkeep.methods.base import Candidates, Compressed, Eviction, Method, as_compressed
 from kvkeep.methods.compression import Compression, compress
 from kvkeep.methods.expected_attention import ExpectedAttention
 from kvkeep.methods.fitted import Fitted
@@ -25,6 +25,7 @@ __all__ = [
     "Eviction",
     "Method",
     "Statistics",
+    "as_compressed",
     "compress",
     "make_method",
 ]

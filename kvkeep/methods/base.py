@@ -44,14 +44,14 @@ class Candidates:
     @cached_property
     def positions(self) -> Tensor:
         """`[layers, kv_heads, n]` int64."""
-        return self.cells.positions.expand(self.shape)
+        return as_compressed(self.cells).positions
 
     @cached_property
     def bias(self) -> Tensor:
         """`[layers, kv_heads, n]` float32."""
-        if self.cells.bias is not None:
-            return self.cells.bias
-        return torch.zeros(self.shape, device=self.cells.keys.device)
+        bias = as_compressed(self.cells).bias
+        assert bias is not None
+        return bias
 
     @cached_property
     def unrotated(self) -> Tensor:
@@ -79,13 +79,13 @@ class Compressed:
 
 
 class Method(ABC):
-    """observes: whether it decides by the newest queries."""
+    """observes: whether it decides by the newest queries, where somebody observes them."""
 
     name: ClassVar[str]
     observes: ClassVar[bool] = False
 
-    def wants_queries(self, statistics: Statistics | None) -> bool:
-        """Whether queries must be there when it compresses."""
+    def needs_queries(self, statistics: Statistics | None) -> bool:
+        """Whether it cannot do without them."""
         return self.observes
 
     @abstractmethod
@@ -107,3 +107,17 @@ class Eviction(Method):
 def best(score: Tensor, count: int) -> Tensor:
     """`[layers, kv_heads, count]`: which have the highest scores, in their order."""
     return score.topk(count, sorted=False).indices.sort().values
+
+
+def as_compressed(cells: Cells) -> Cells:
+    """The same cells, each KV head's its own; themselves, if they are so already."""
+    if cells.bias is not None:
+        return cells
+    heads = cells.keys.shape[:3]
+    return Cells(
+        cells.keys,
+        cells.values,
+        cells.positions.expand(heads),
+        torch.full_like(cells.serials, NO_TOKEN),
+        torch.zeros(heads, device=cells.keys.device),
+    )

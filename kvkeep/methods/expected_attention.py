@@ -26,7 +26,7 @@ class ExpectedAttention(Eviction):
     name: ClassVar[str] = "expected_attention"
     observes: ClassVar[bool] = True
 
-    def wants_queries(self, statistics: Statistics | None) -> bool:
+    def needs_queries(self, statistics: Statistics | None) -> bool:
         return statistics is None
 
     def score(self, candidates: Candidates) -> Tensor:

@@ -10,7 +10,7 @@ from kvkeep.methods.statistics import Statistics
 
 LIKENESSES = (0.7, 0.8, 0.85, 0.9, 0.95, 1.0)  # least cosines that are tried; 1: nothing is merged
 RATIO = 4  # how much is compressed to try them
-QUERIES = 32
+EVERY = 4  # one query of so many is asked
 
 
 class Measured:
@@ -35,8 +35,7 @@ class Measured:
         first = cache.cells - 2 * step
         if first >= 0:
             parts = [cells for segment, cells in cache.read(first, step) if not segment.anchor]
-            every = max(1, len(queries) // QUERIES)
-            some = Queries(queries.values[:, :, ::every], queries.times[::every])
+            some = queries.every(EVERY)
             self._try(Candidates(Cells.joined(parts), cache.rope, cache.scale), some)
 
     def _try(self, candidates: Candidates, queries: Queries) -> None:

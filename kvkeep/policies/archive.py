@@ -10,10 +10,19 @@ from torch import Tensor
 
 from kvkeep.cache import NO_TOKEN, Block, Cells, KVCache, PositionMap, Segment, Window
 from kvkeep.errors import InvalidArgument
-from kvkeep.methods import BEST, Candidates, Compression, Statistics, compress, make_method
+from kvkeep.methods import (
+    BEST,
+    Candidates,
+    Compression,
+    Statistics,
+    as_compressed,
+    compress,
+    make_method,
+)
 from kvkeep.policies.base import open_anchors
 
-RATIO = 4.0
+RATIO = 2.0
+SLACK = 8  # a full archive gives up one of so many cells, and is then not full for a while
 STRETCH = 1024  # cells that one segment of the archive holds
 
 
@@ -21,9 +30,9 @@ class Archive:
     """Anchors exactly, what is older than a window compressed, and the window exactly.
 
     The first `keep` cells and the pinned ones are anchors. The window holds at most `window +
-    block` cells. When it is full, its oldest `block` are compressed by `ratio` into the archive;
-    when the archive is full, all of it is compressed once more, to half: what is older is coarser.
-    Text is never cut: blocks end where they would in any prefill step.
+    block` cells. When it is full, its oldest `block` are compressed by `ratio` into the archive.
+    When the archive is full, all of it and the block are compressed together: what is older has
+    been through that more often, and is coarser. Blocks end where they would in any prefill step.
 
     Nothing is seen from further than `span` positions: before that, distances beyond the window
     are halved, by rotating the archive's keys once more.
@@ -50,7 +59,7 @@ class Archive:
         self.method = make_method(method)
         self.ratio = ratio
         self.block = block or min(512, max(1, max_kv_size // 16))
-        self.window = window or max(1, max_kv_size // 2)
+        self.window = window or max(1, max_kv_size * 5 // 8)
         self.span = span or max(8192, 2 * (max_kv_size + self.block))
         self.seed = seed
         self.calibrated_by = calibrated_by
@@ -71,7 +80,7 @@ class Archive:
 
     def open(self, cache: KVCache, wanted: int, ahead: int = 0) -> int:
         cache.window = Window(moves=True)
-        if self.method.wants_queries(self.statistics) and cache.observer is None:
+        if self.method.observes and cache.observer is None:
             cache.observe()
         anchored = open_anchors(cache, self.keep, wanted)
         if anchored:
@@ -97,9 +106,10 @@ class Archive:
         """Compresses the oldest block of the window into the archive."""
         count = max(1, int(self.block / self.ratio))
         archived = [segment for segment in cache.segments if segment.compressed]
-        if sum(segment.length for segment in archived) + count > self.limit:
-            archived = self._coarser(cache, archived, (self.limit - count) // 2, done)
         leaving = _as_seen(cache, _oldest(cache, self.block))
+        if sum(segment.length for segment in archived) + count > self.limit:
+            leaving = Cells.joined([*_compressed_cells(cache, archived), as_compressed(leaving)])
+            archived, count = [], self.limit - self.limit // SLACK
         self._append(cache, archived, self._compressed(cache, leaving, count, done))
         self._replace_archive(cache, archived)
         Window(moves=True).forget(cache.segments, self.block)
@@ -158,14 +168,16 @@ class Archive:
         self.settle(cache)  # what is no longer kept or pinned may be too much for the window
         archived = [segment for segment in cache.segments if segment.compressed]
         if sum(segment.length for segment in archived) > self.limit:
-            self._replace_archive(cache, self._coarser(cache, archived, self.limit, []))
+            cells = Cells.joined(_compressed_cells(cache, archived))
+            coarser: list[Segment] = []
+            self._append(cache, coarser, self._compressed(cache, cells, self.limit, []))
+            self._replace_archive(cache, coarser)
         self._draw_closer(cache)
 
     def _candidates(self, cache: KVCache, cells: Cells) -> Candidates:
         queries = cache.observer.queries() if cache.observer else None
         seed = self.seed + cache.serial
-        plain = cells.restored(cache.layout.dtype)
-        return Candidates(plain, cache.rope, cache.scale, queries, self.statistics, seed)
+        return Candidates(cells, cache.rope, cache.scale, queries, self.statistics, seed)
 
     def _compressed(
         self, cache: KVCache, cells: Cells, count: int, done: list[Compression]
@@ -174,15 +186,6 @@ class Archive:
         found = list(compress(self.method, self._candidates(cache, cells), count))
         done += [compression for _, compression in found]
         return [cells for cells, _ in found]
-
-    def _coarser(
-        self, cache: KVCache, archived: list[Segment], count: int, done: list[Compression]
-    ) -> list[Segment]:
-        """The archive compressed once more, to `count` cells."""
-        cells = _as_seen(cache, [(each, each.read(0, each.length)) for each in archived])
-        coarser: list[Segment] = []
-        self._append(cache, coarser, self._compressed(cache, cells, max(1, count), done))
-        return coarser
 
     def _append(self, cache: KVCache, archived: list[Segment], parts: list[Cells]) -> None:
         """Adds compressed cells to the last segment that takes them, or to one more."""
@@ -261,6 +264,10 @@ def _takes(segment: Segment, count: int) -> bool:
     return fits and not segment.frozen and segment.map == PositionMap()
 
 
+def _compressed_cells(cache: KVCache, archived: list[Segment]) -> list[Cells]:
+    return [_as_seen(cache, [(each, each.read(0, each.length))]) for each in archived]
+
+
 def _in_window(cache: KVCache) -> int:
     return sum(segment.length for segment in cache.segments if not segment.anchor)
 
@@ -277,15 +284,16 @@ def _oldest(cache: KVCache, count: int) -> list[tuple[Segment, Cells]]:
 
 
 def _as_seen(cache: KVCache, found: list[tuple[Segment, Cells]]) -> Cells:
-    """Cells of several segments at the positions where they are seen.
+    """Plain cells of several segments at the positions where they are seen.
 
     After an edit that is not where they were put.
     """
+    dtype = cache.layout.dtype
     return Cells.joined(
         [
-            _moved(cache, cells, cells.positions - offset)
+            _moved(cache, cells.restored(dtype), cells.positions - offset)
             if (offset := segment.map.offset)
-            else cells
+            else cells.restored(dtype)
             for segment, cells in found
         ]
     )
