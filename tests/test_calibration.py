@@ -159,8 +159,6 @@ def test_a_session_is_restored_with_the_calibration_that_it_was_begun_with(
 
 def test_what_is_known_of_the_model_decides(calibration: Calibration) -> None:
     found = [compressing("expected_attention", each) for each in (calibration, None)]
-    assert found[0].cache.observer is None  # nobody asked for queries
-    assert found[1].cache.observer is not None
     assert not torch.equal(found[0].logits, found[1].logits)
 
 

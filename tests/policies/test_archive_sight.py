@@ -50,7 +50,7 @@ def decoded(found: torch.Tensor) -> set[int]:
     return {index * BITS + bit for index, bit in bits if sums[index] >> bit & 1}
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(archives(), st.integers(1, 240))
 def test_each_token_sees_the_kept_ones_the_window_and_what_is_archived(
     setting: Setting, count: int
