@@ -112,15 +112,11 @@ def archive(model: Model) -> dict[str, Callable[[Sampling], Session]]:
         return drawn(new(method), tokens, how)
 
     return {
-        "empty": lambda how: new(),
         "before-the-first-block": lambda how: fed(TEXT[:5], how),
         "half-full": lambda how: fed(TEXT[:40], how),
         "after-coarsening": lambda how: fed(TEXT * 2, how),
         "after-drawing-closer": lambda how: fed(TEXT * 4, how),
         "observing": lambda how: fed(TEXT * 2, how, "snapkv"),
-        "observing-rewound": lambda how: rewound(fed(TEXT, how, "h2o"), 9),
-        "at-random": lambda how: fed(TEXT, how, "random"),
-        "fork-went-on": lambda how: drawn(fed(TEXT, how).fork(), TEXT, how),
         "pinned-went-on": lambda how: drawn(pinning(fed(TEXT, how)), TEXT, how),
         "edited-went-on": lambda how: drawn(edited(fed(TEXT, how), len(TEXT)), TEXT, how),
     }
