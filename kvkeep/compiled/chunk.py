@@ -1,14 +1,15 @@
 """A chunk step's attention by the compiled kernels: one call for each layer."""
 
 import ctypes
-from collections.abc import Sequence
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from kvkeep.cache.quantised import Stored
 from kvkeep.cache.step import ChunkStep, View
 from kvkeep.compiled import library as c
+from kvkeep.compiled.cells import kept
 
 
 class ChunkAttention:
@@ -69,14 +70,12 @@ class ChunkAttention:
 
 def _of_view(view: View, layer: int) -> c.Part:
     keys, values, cell_bias = view.keys[layer], view.values[layer], view.cell_bias[layer]
-    assert isinstance(keys, Tensor), "reads was asked"
-    assert isinstance(values, Tensor), "reads was asked"
     return _part(keys, values, view.rotation, view.bias, causal=False, cell_bias=cell_bias)
 
 
 def _part(
-    keys: Tensor,
-    values: Tensor,
+    keys: Stored,
+    values: Stored,
     rotation: int,
     bias: Tensor | None,
     causal: bool,
@@ -84,10 +83,8 @@ def _part(
 ) -> c.Part:
     """keys, values: `[kv_heads, cells, head_dim]`."""
     return c.Part(
-        keys.data_ptr(),
-        values.data_ptr(),
-        *_strides(keys),
-        *_strides(values),
+        kept(keys, "head", "cell"),
+        kept(values, "head", "cell"),
         keys.shape[1],
         rotation,
         int(causal),
@@ -95,7 +92,3 @@ def _part(
         None if bias is None else bias.data_ptr(),
         *((None, 0) if cell_bias is None else (cell_bias.data_ptr(), cell_bias.stride(0))),
     )
-
-
-def _strides(x: Tensor) -> Sequence[int]:
-    return x.stride()[:2]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache import Layout, Rope
-from kvkeep.cache.step import ChunkStep, DecodeStep, Step
+from kvkeep.cache.step import ChunkStep, DecodeStep
 from kvkeep.compiled.chunk import ChunkAttention
 from kvkeep.compiled.library import BF16, HEAD_DIMS, INT4, INT8, Layer, Matrix, Model, library
 from kvkeep.compiled.step import describe
@@ -128,10 +128,6 @@ class CompiledDecoder:
             plain = 2 * rows * columns
             sizes[name] = packed.data.nbytes + packed.scales.nbytes if packed else plain
         return sizes
-
-    def reads(self, steps: Sequence[Step]) -> bool:
-        """Whether the kernels can read all cells of these steps: those that are plain."""
-        return not any(step.quantised for step in steps)
 
     def attention(self, step: ChunkStep) -> ChunkAttention:
         """What attends in a step of several tokens."""

@@ -63,25 +63,32 @@ class Strides(Structure):
     _fields_ = (("layer", c_int64), ("head", c_int64), ("cell", c_int64))
 
 
+class Kept(Structure):
+    _fields_ = (
+        ("data", c_void_p),
+        ("scale", c_void_p),
+        ("strides", Strides),
+        ("scale_strides", Strides),
+        ("bits", c_int32),
+        ("reserved", c_int32),
+    )
+
+
 class Sequence(Structure):
     _fields_ = (
         ("token", c_int32),
         ("looks", c_int32),
         ("position", c_int64),
-        ("key", c_void_p),
-        ("value", c_void_p),
-        ("key_strides", Strides),
-        ("value_strides", Strides),
+        ("key", Kept),
+        ("value", Kept),
         ("queries", c_void_p),
     )
 
 
 class Sight(Structure):
     _fields_ = (
-        ("keys", c_void_p),
-        ("values", c_void_p),
-        ("key_strides", Strides),
-        ("value_strides", Strides),
+        ("keys", Kept),
+        ("values", Kept),
         ("first", c_int32),
         ("cells", c_int32),
         ("looks", c_int32),
@@ -113,12 +120,8 @@ class Step(Structure):
 
 class Part(Structure):
     _fields_ = (
-        ("keys", c_void_p),
-        ("values", c_void_p),
-        ("key_head", c_int64),
-        ("key_cell", c_int64),
-        ("value_head", c_int64),
-        ("value_cell", c_int64),
+        ("keys", Kept),
+        ("values", Kept),
         ("cells", c_int32),
         ("rotation", c_int32),
         ("causal", c_int32),

@@ -9,6 +9,7 @@ from torch import Tensor
 from kvkeep.cache.group import sights
 from kvkeep.cache.step import DecodeStep
 from kvkeep.compiled import library as c
+from kvkeep.compiled.cells import kept
 
 
 @dataclass(frozen=True)
@@ -64,28 +65,21 @@ def describe(
 
 def _sequence(token: int, step: DecodeStep, looks: int) -> c.Sequence:
     key, value = step.cells
-    assert isinstance(key, Tensor), "reads was asked"
-    assert isinstance(value, Tensor), "reads was asked"
     return c.Sequence(
         token,
         looks,
         step.where[0][0],
-        key.data_ptr(),
-        value.data_ptr(),
-        c.Strides(*key.stride()[:2], 0),
-        c.Strides(*value.stride()[:2], 0),
+        kept(key, "layer", "head"),
+        kept(value, "layer", "head"),
         None if step.queries is None else step.queries.data_ptr(),  # [layers, 1, heads, head_dim]
     )
 
 
 def _sight(sight: Any) -> c.Sight:
-    keys, values = sight.slots.keys, sight.slots.values
     bias, cell_bias = sight.bias, sight.slots.bias
     return c.Sight(
-        keys.data_ptr(),
-        values.data_ptr(),
-        c.Strides(*keys.stride()[:3]),
-        c.Strides(*values.stride()[:3]),
+        kept(sight.slots.stored_keys, "layer", "head", "cell"),
+        kept(sight.slots.stored_values, "layer", "head", "cell"),
         sight.span.start,
         sight.span.stop - sight.span.start,
         len(sight.looks),

@@ -116,9 +116,9 @@ class Decoder:
     def hidden(self, tokens: Tensor, cache: Remembers) -> Tensor:
         """Evaluates `tokens: [n]` into the cache's step. Returns `[n, hidden_size]`, normed."""
         decoding, prefilling = cache.decoding, cache.prefilling
-        if self.compiled is not None and decoding and self.compiled.reads(decoding):
+        if self.compiled is not None and decoding:
             return self.compiled.hidden(tokens.tolist(), decoding)
-        if self.compiled is not None and prefilling and self.compiled.reads([prefilling]):
+        if self.compiled is not None and prefilling is not None:
             return self.forward(tokens, self.compiled.attention(prefilling))
         if self.graphs is not None and len(decoding) == 1:
             replayed = self.graphs.hidden(tokens, decoding[0])

@@ -130,7 +130,24 @@ void attend_some(const Packed<kDim>& block, float scale, Row* rows, const Ahead&
   gather<kDim, kCount>(block, rows, shares, (std::min(cells, kCells) + 1) / 2, ahead);
 }
 
-}  // namespace
+// Cells of a block in bf16.
+template <int kDim>
+struct Plain {
+  const Bf16* cells;
+  long stride;
+
+  Plain(const Stretch& from, int begin, int end, Mixed mixed, Bf16* room)
+      : cells(from.plain()), stride(from.plain_stride()) {
+    if (!from.quantised()) return;
+    cells = room, stride = kDim;
+    for (int c = begin; c < end; ++c) {
+      Vector<kDim> x;
+      dequantise<kDim>(from.from(c), x);
+      if (mixed == Mixed::kRestored) mix<kDim>(x);
+      store<kDim>(room + c * kDim, x);
+    }
+  }
+};
 
 template <int kDim>
 void pack(const Bf16* keys, long key_stride, const Bf16* values, long value_stride, int begin,
@@ -163,6 +180,16 @@ void pack(const Bf16* keys, long key_stride, const Bf16* values, long value_stri
   }
 }
 
+}  // namespace
+
+template <int kDim>
+void pack(const Stretch& keys, const Stretch& values, int begin, int end, Mixed mixed,
+          Packed<kDim>& to) {
+  static thread_local Bf16 room[2][kCells * kDim];
+  const Plain<kDim> k(keys, begin, end, mixed, room[0]), v(values, begin, end, mixed, room[1]);
+  pack<kDim>(k.cells, k.stride, v.cells, v.stride, begin, end, to);
+}
+
 template <int kDim>
 void attend(const Packed<kDim>& block, float scale, Row* rows, int count, const Ahead& ahead) {
   // Each pass over the block asks for a part of what comes next.
@@ -187,7 +214,7 @@ void attend(const Packed<kDim>& block, float scale, Row* rows, int count, const 
 }
 
 #define KVKEEP_FOR(kDim)                                                                     \
-  template void pack<kDim>(const Bf16*, long, const Bf16*, long, int, int, Packed<kDim>&);       \
+  template void pack<kDim>(const Stretch&, const Stretch&, int, int, Mixed, Packed<kDim>&);  \
   template void attend<kDim>(const Packed<kDim>&, float, Row*, int, const Ahead&);
 KVKEEP_FOR(32)
 KVKEEP_FOR(64)

@@ -2,7 +2,7 @@
 // (arXiv:1805.02867; by blocks as in flash attention, arXiv:2205.14135).
 #pragma once
 
-#include "simd.h"
+#include "cells.h"
 
 namespace kvkeep {
 
@@ -37,11 +37,14 @@ struct Row {
   float* out;  // [kDim]
 };
 
-// keys, values: the block's first cell; neighbours lie `..._stride` apart. Of the block, the cells
-// from `begin` up to `end` are there.
+// What becomes of quantised cells: they stay mixed, or they are what they were before.
+enum class Mixed { kStay, kRestored };
+
+// keys, values: from the block's first cell on. Of the block, the cells from `begin` up to `end`
+// are there.
 template <int kDim>
-void pack(const Bf16* keys, long key_stride, const Bf16* values, long value_stride, int begin,
-          int end, Packed<kDim>& to);
+void pack(const Stretch& keys, const Stretch& values, int begin, int end, Mixed mixed,
+          Packed<kDim>& to);
 
 // Cells that will be packed next. Asking for them bit by bit while others are attended to keeps the
 // memory busy, which is what a long context waits for.

@@ -93,9 +93,9 @@ class ChunkRun {
     const int p = static_cast<int>(after - first_.begin()) - 1;
     const Part& part = chunk_.part[p];
     const long cell = long(block - first_[p]) * kCells;
-    pack<kDim>(part.keys + head * part.key_head + cell * part.key_cell, part.key_cell,
-               part.values + head * part.value_head + cell * part.value_cell, part.value_cell, 0,
-               std::min<int>(kCells, part.cells - cell), packed(block, head));
+    // Many queries will read them: mixing the cells back is less than mixing the queries.
+    pack<kDim>(Stretch(part.keys, 0, head).from(cell), Stretch(part.values, 0, head).from(cell), 0,
+               std::min<int>(kCells, part.cells - cell), Mixed::kRestored, packed(block, head));
   }
 
   // The queries of some tokens that share a KV head, over all cells that they see.

@@ -2,16 +2,13 @@
 // Python, as those of decode.h.
 #pragma once
 
-#include "simd.h"
+#include "cells.h"
 
 namespace kvkeep {
 
-// Cells of one layer that the chunk's queries see. Neighbouring heads and cells lie `..._head` and
-// `..._cell` elements apart.
+// Cells of one layer that the chunk's queries see.
 struct Part {
-  const Bf16* keys;
-  const Bf16* values;
-  std::int64_t key_head, key_cell, value_head, value_cell;
+  Kept keys, values;
   std::int32_t cells;
   std::int32_t rotation;  // which of the chunk's the queries take towards these
   std::int32_t causal;    // 1: query i sees cells 0 ... i

@@ -159,8 +159,11 @@ class Run {
     if (i >= step_.sequences) {
       const int look = i - step_.sequences;
       const float* from = projected(looks_.sequence_of(look));
-      for (int head = 0; head < model_.heads; ++head)
-        rotate(from + head * kDim, angle, kDim, looks_.query(look, head));
+      for (int head = 0; head < model_.heads; ++head) {
+        Bf16* query = looks_.query(look, head);
+        rotate(from + head * kDim, angle, kDim, query);
+        if (looks_.mixes(look)) mix_in_place(query);
+      }
       return;
     }
     const Sequence& sequence = step_.sequence[i];
@@ -171,13 +174,28 @@ class Run {
     const float* keys = projected(i) + queries_width_;
     const float* values = keys + keys_width_;
     for (int head = 0; head < model_.kv_heads; ++head) {
-      const Strides& k = sequence.key_strides;
-      const Strides& v = sequence.value_strides;
-      rotate(keys + head * kDim, angle, kDim, sequence.key + layer * k.layer + head * k.head);
-      Bf16* to = sequence.value + layer * v.layer + head * v.head;
-      for (int d = 0; d < kDim; d += kLanes)
-        store_bf16(to + d, _mm512_loadu_ps(values + head * kDim + d));
+      Bf16 key[kDim];
+      rotate(keys + head * kDim, angle, kDim, key);
+      keep(key, Stretch(sequence.key, layer, head));
+      keep(values + head * kDim, Stretch(sequence.value, layer, head));
     }
+  }
+
+  void mix_in_place(Bf16* query) const {
+    Vector<kDim> x;
+    load<kDim>(query, x);
+    mix<kDim>(x);
+    store<kDim>(query, x);
+  }
+
+  // Into the first cell of a stretch.
+  template <typename Number>
+  void keep(const Number* numbers, const Stretch& to) const {
+    Vector<kDim> x;
+    load<kDim>(numbers, x);
+    if (!to.quantised()) return store<kDim>(to.plain(), x);
+    mix<kDim>(x);
+    quantise<kDim>(x, to);
   }
 
   void add_product(int me, const Matrix& matrix, const Input& input) {

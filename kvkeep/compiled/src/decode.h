@@ -2,6 +2,7 @@
 // Python: kvkeep/compiled/library.py has the same in ctypes.
 #pragma once
 
+#include "cells.h"
 #include "matrix.h"
 
 namespace kvkeep {
@@ -24,27 +25,18 @@ struct Model {
   Matrix head;
 };
 
-// A tensor [layers, kv_heads, cells, head_dim]: elements between neighbours along the first three.
-struct Strides {
-  std::int64_t layer, head, cell;
-};
-
 // A sequence of the step. key, value: where its new cell goes, of the first layer and KV head.
 struct Sequence {
   std::int32_t token;
   std::int32_t looks;        // how many of the step's looks are its own, in their order
   std::int64_t position;     // of its new cell
-  Bf16* key;
-  Bf16* value;
-  Strides key_strides, value_strides;
+  Kept key, value;
   Bf16* queries;             // out: [layers, heads, head_dim], unrotated; or null
 };
 
 // Stored cells that some queries see. first, cells: the stretch of slots from `keys`, `values` on.
 struct Sight {
-  const Bf16* keys;
-  const Bf16* values;
-  Strides key_strides, value_strides;
+  Kept keys, values;
   std::int32_t first, cells;
   std::int32_t looks;  // how many look here; they are numbered within the sight
   std::int32_t reserved;

@@ -48,6 +48,9 @@ class Looks {
   int units() const { return static_cast<int>(units_.size()); }
   int sequence_of(int look) const { return sequence_of_[look]; }
 
+  // Whether a look's queries are mixed, as the keys are that they look at.
+  bool mixes(int look) const { return step_.sight[step_.look[look].sight].keys.quantised(); }
+
   // Where a look's query of one head goes, rotated.
   Bf16* query(int look, int head) const {
     return rotated_.get() + (std::size_t(look) * heads_ + head) * kDim;
@@ -72,15 +75,13 @@ class Looks {
         const int look = looker_[unit.sight][index];
         rows.push_back({query(look, head), nullptr, nullptr, 0, 0, found_->get() + at, out});
       }
-    const Strides& k = sight.key_strides;
-    const Strides& v = sight.value_strides;
-    const Bf16* keys = sight.keys + layer * k.layer + unit.head * k.head;
-    const Bf16* values = sight.values + layer * v.layer + unit.head * v.head;
+    const Stretch keys(sight.keys, layer, unit.head), values(sight.values, layer, unit.head);
+    const bool plain = !keys.quantised() && !values.quantised();
     // Blocks begin at multiples of their size, whichever cells are looked at: sums then come out
     // the same to the last bit, whoever else looks.
     for (int slot = first / kCells * kCells; slot < end; slot += kCells) {
       const int from = std::max(first - slot, 0), upto = std::min(kCells, end - slot);
-      pack<kDim>(keys + slot * k.cell, k.cell, values + slot * v.cell, v.cell, from, upto, block);
+      pack<kDim>(keys.from(slot), values.from(slot), from, upto, Mixed::kStay, block);
       for (std::size_t r = 0; r < rows.size(); ++r) {
         rows[r].begin = from, rows[r].end = upto;
         if (sight.bias)
@@ -91,8 +92,10 @@ class Looks {
                               unit.head * sight.cell_bias_head + slot;
       }
       const int next = slot + kCells;
-      const Ahead ahead{keys + next * k.cell, values + next * v.cell, k.cell, v.cell,
-                        std::clamp(sight.first + sight.cells - next, 0, kCells)};
+      Ahead ahead{};
+      if (plain)
+        ahead = {keys.from(next).plain(), values.from(next).plain(), keys.plain_stride(),
+                 values.plain_stride(), std::clamp(sight.first + sight.cells - next, 0, kCells)};
       attend<kDim>(block, scale_, rows.data(), static_cast<int>(rows.size()), ahead);
     }
   }
@@ -110,24 +113,34 @@ class Looks {
           const int from = step_.sight[look.sight].first / kChunk;
           for (int chunk = from; chunk < from + chunks_[look.sight]; ++chunk) {
             const std::size_t at = found_at(look.sight, look.index, chunk, head);
-            if ((*found_)[at].sum > 0.f) visit((*found_)[at], out_->get() + at * kDim);
+            if ((*found_)[at].sum > 0.f)
+              visit((*found_)[at], out_->get() + at * kDim,
+                    step_.sight[look.sight].values.quantised());
           }
         }
       };
-      each([&](const Found& found, const float*) { most = std::max(most, found.most); });
+      each([&](const Found& found, const float*, bool) { most = std::max(most, found.most); });
       float total = 0.f;
-      __m512 sum[kDim / kLanes];
-      for (auto& lanes : sum) lanes = _mm512_setzero_ps();
-      each([&](const Found& found, const float* out) {
+      bool some_mixed = false;
+      Vector<kDim> plain, mixed;  // what was found of plain values, and of quantised ones
+      for (auto& lanes : plain) lanes = _mm512_setzero_ps();
+      for (auto& lanes : mixed) lanes = _mm512_setzero_ps();
+      each([&](const Found& found, const float* out, bool is_mixed) {
         const float share = std::exp2(found.most - most);
         total += share * found.sum;
+        some_mixed |= is_mixed;
+        auto& sum = is_mixed ? mixed : plain;
         for (int d = 0; d < kDim / kLanes; ++d)
           sum[d] =
               _mm512_fmadd_ps(_mm512_set1_ps(share), _mm512_loadu_ps(out + d * kLanes), sum[d]);
       });
+      if (some_mixed) {
+        mix<kDim>(mixed);
+        for (int d = 0; d < kDim / kLanes; ++d) plain[d] = _mm512_add_ps(plain[d], mixed[d]);
+      }
       for (int d = 0; d < kDim / kLanes; ++d)
         store_bf16(to + head * kDim + d * kLanes,
-                   _mm512_div_ps(sum[d], _mm512_set1_ps(total)));
+                   _mm512_div_ps(plain[d], _mm512_set1_ps(total)));
     }
   }
 
