@@ -246,7 +246,7 @@ def test_bits_without_meaning_are_refused(options: dict[str, str], message: str)
 
 
 def test_the_real_model_reads_on_as_well_in_few_bits(smollm2: Model) -> None:
-    """Measured over 3,000 tokens in steps of 128: 8 -0.1 %, 8/4 -0.3 %, 4 +0.5 % of perplexity."""
+    """Measured in steps of 128 and token by token: docs/command-line.md, "Fewer bits"."""
     from topics import topic_ids
 
     ids = topic_ids(smollm2)[:500]

@@ -2,8 +2,8 @@
 
 A vector of head_dim numbers is first multiplied by a Hadamard matrix, which spreads over all of
 them what a few stand out by (QuaRot, arXiv:2404.00456; llama.cpp does so, too). What comes of that
-is rounded to multiples of a scale. In 8 bits a vector has one scale, in 4 bits each 32 numbers have
-one.
+is rounded: in 8 bits to multiples of a scale, which each vector has; in 4 bits to multiples above
+the least number, scale and least of each 32 numbers.
 
 The matrix is symmetric and its own inverse, so that a query that was multiplied by it as well has
 the same product with a key as before: cells are looked at without being mixed back.
@@ -18,7 +18,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-GROUP = 32  # numbers that share a scale in 4 bits
+GROUP = 32  # numbers that share a scale and a least one in 4 bits
 SCALE = torch.bfloat16  # exact in every dtype that cells are restored to
 _Index: TypeAlias = int | slice | tuple[int | slice, ...]
 
@@ -29,8 +29,8 @@ class Quantised:
 
     data: in 8 bits int8 `[..., head_dim]`. In 4 bits uint8 `[..., head_dim / 2]`: number i in the
         lower half of byte i, number i + head_dim / 2 in the upper half.
-    scale: `[..., scales]`, of runs of equal length. A number is `data x scale` in 8 bits, and
-        `(data - 7.5) x scale` in 4.
+    scale: in 8 bits `[..., 1]`: a number is `data x scale`. In 4 bits `[..., 2 x groups]`, scales
+        and then least numbers of runs of equal length: a number is `data x scale + least`.
     """
 
     data: Tensor
@@ -89,24 +89,34 @@ class Quantised:
         if self.bits == 8:
             return self.data.to(dtype).mul_(self.scale)
         halves = torch.cat((self.data & 15, self.data >> 4), -1)
-        numbers = halves.to(dtype).sub_(7.5).view(*self.scale.shape, -1)
-        return numbers.mul_(self.scale.unsqueeze(-1)).view(halves.shape)
+        scale, least = self.scale.to(dtype).unsqueeze(-1).chunk(2, -2)
+        numbers = halves.to(dtype).view(*scale.shape[:-1], -1)
+        return torch.addcmul(least, numbers, scale).view(halves.shape)
 
 
 Stored: TypeAlias = Tensor | Quantised
 
 
 def quantise(x: Tensor, bits: int) -> Quantised:
-    """`x: [..., head_dim]` in 8 or 4 bits. No mixed number is off by more than half its scale."""
-    *before, head_dim = x.shape
-    numbers = mixed(x).view(*before, scales(head_dim, bits), -1)
-    most = 127 if bits == 8 else 7.5
-    scale = (numbers.abs().amax(-1) / most).to(SCALE)
-    units = numbers / scale.masked_fill(scale == 0, 1).unsqueeze(-1)
+    """`x: [..., head_dim]` in 8 or 4 bits. No mixed number is off by more than half its scale.
+
+    (But for what bfloat16 rounds of the scale and of the least number.)
+    """
+    numbers = mixed(x)
     if bits == 8:
-        return Quantised(units.round_().clamp_(-127, 127).to(torch.int8).flatten(-2), scale)
-    low, high = units.add_(8).floor_().clamp_(0, 15).to(torch.uint8).flatten(-2).chunk(2, -1)
-    return Quantised(low | high << 4, scale)
+        scale = (numbers.abs().amax(-1, keepdim=True) / 127).to(SCALE)
+        units = numbers / _divisor(scale)
+        return Quantised(units.round_().clamp_(-127, 127).to(torch.int8), scale)
+    groups = numbers.view(*x.shape[:-1], scales(x.shape[-1], bits) // 2, -1)
+    least = groups.amin(-1, keepdim=True).to(SCALE)
+    scale = ((groups.amax(-1, keepdim=True) - least).clamp_min_(0) / 15).to(SCALE)
+    units = (groups - least) / _divisor(scale)
+    low, high = units.round_().clamp_(0, 15).to(torch.uint8).flatten(-2).chunk(2, -1)
+    return Quantised(low | high << 4, torch.cat((scale, least), -2).squeeze(-1))
+
+
+def _divisor(scale: Tensor) -> Tensor:
+    return scale.masked_fill(scale == 0, 1)
 
 
 def restored(stored: Stored, dtype: torch.dtype) -> Tensor:
@@ -141,8 +151,8 @@ def tensors(stored: Stored) -> tuple[Tensor, ...]:
 
 
 def scales(head_dim: int, bits: int) -> int:
-    """How many scales a vector has."""
-    return 1 if bits == 8 else head_dim // math.gcd(head_dim, GROUP)
+    """How many scales a vector has, least numbers included."""
+    return 1 if bits == 8 else 2 * (head_dim // math.gcd(head_dim, GROUP))
 
 
 def mixed(x: Tensor) -> Tensor:

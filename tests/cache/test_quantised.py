@@ -11,7 +11,7 @@ from torch import Tensor
 from kvkeep.cache import BITS, Bits, Cells, KVCache, Layout, Rope, Segment, Window
 from kvkeep.cache.attention import HIDDEN, _attend_densely, attend_cells
 from kvkeep.cache.group import GroupStep
-from kvkeep.cache.quantised import Quantised, mixed, put, quantise, restored, scales
+from kvkeep.cache.quantised import Quantised, mixed, put, quantise, restored
 
 CPU = torch.device("cpu")
 PLAIN = Layout(layers=2, kv_heads=2, head_dim=16, dtype=torch.float32, device=CPU)
@@ -89,13 +89,13 @@ def test_no_mixed_number_is_off_by_more_than_half_its_scale(
         x[0, seed % head_dim] *= 1000
     x[2] = 0
     found = quantise(x, bits)
-    runs = (3, scales(head_dim, bits), -1)
-    scale = found.scale.float().unsqueeze(-1)
+    scale, least = found.scale.float(), torch.zeros(())
+    if bits == 4:
+        scale, least = scale.chunk(2, -1)
+    runs = (*scale.shape, -1)
     off = (found.dequantised(torch.float32) - mixed(x)).view(runs).abs()
-    assert (off <= 0.505 * scale).all()
-    assert (
-        scale <= mixed(x).view(runs).abs().amax(-1, True) / (127 if bits == 8 else 7.5) * 1.01
-    ).all()
+    rounded = least.abs() / 256  # by bfloat16
+    assert (off <= (0.505 * scale + rounded).unsqueeze(-1) * 1.05).all()
     assert torch.equal(restored(found, torch.float32)[2], torch.zeros(head_dim))
 
 
@@ -107,7 +107,7 @@ def test_of_normal_numbers_little_is_lost_whatever_stands_out(bits: int, most: f
     assert float(lost.norm() / x.norm()) < most
 
 
-@pytest.mark.parametrize(("bits", "size"), [("8", 132), ("8/4", 102), ("4", 72)])
+@pytest.mark.parametrize(("bits", "size"), [("8", 132), ("8/4", 106), ("4", 80)])
 def test_cells_take_what_the_layout_says(bits: str, size: int) -> None:
     plain = replace(PLAIN, head_dim=64, dtype=torch.bfloat16)
     kind = Bits(kv=bits).layouts(plain)[0]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 
-@pytest.mark.parametrize(("bits", "size"), [("8", 18), ("8/4", 14), ("4", 10)])
+@pytest.mark.parametrize(("bits", "size"), [("8", 18), ("8/4", 15), ("4", 12)])
 def test_cells_take_so_many_bits(invoke, tiny, tmp_path: Path, bits: str, size: int) -> None:
     file = tmp_path / "report.json"
     asked = ("generate", "-p", "one two three four five", "-n", 20, "--max-kv-size", 12)

@@ -34,7 +34,7 @@ def test_the_file_says_in_which_bits_its_cells_are(path: Path) -> None:
         "segment.1.keys.int8": (torch.int8, (2, 2, 20, 16)),
         "segment.1.keys.scale": (torch.bfloat16, (2, 2, 20, 1)),
         "segment.1.values.int4": (torch.uint8, (2, 2, 20, 8)),
-        "segment.1.values.scale": (torch.bfloat16, (2, 2, 20, 1)),
+        "segment.1.values.scale": (torch.bfloat16, (2, 2, 20, 2)),
         "segment.1.positions": (torch.int64, (20,)),
         "segment.1.serials": (torch.int64, (20,)),
     }
@@ -74,8 +74,8 @@ def test_codecs_leave_quantised_cells_as_they_are(path: Path, codec: Any) -> Non
         ({}, {"segment.1.values.int4": torch.ones(2, 2, 20, 8, dtype=torch.int8)}),
         ({}, {"segment.1.values.int4": torch.ones(2, 2, 20, 16, dtype=torch.uint8)}),
         ({}, {"segment.1.keys.scale": torch.ones(2, 2, 20, 1, dtype=torch.float16)}),
-        ({}, {"segment.1.values.scale": torch.ones(2, 2, 20, 2, dtype=torch.bfloat16)}),
-        ({}, {"segment.1.values.scale": torch.ones(2, 2, 3, 1, dtype=torch.bfloat16)}),
+        ({}, {"segment.1.values.scale": torch.ones(2, 2, 20, 1, dtype=torch.bfloat16)}),
+        ({}, {"segment.1.values.scale": torch.ones(2, 2, 3, 2, dtype=torch.bfloat16)}),
     ],
 )
 def test_wrong_entries_are_refused(

@@ -14,7 +14,7 @@ struct Strides {
 };
 
 // Keys or values. data: bf16 in 16 bits, int8 in 8, two numbers in a byte in 4. scale: where they
-// are quantised, bf16 [..., 1] in 8 bits and [..., head_dim / 32] in 4.
+// are quantised, bf16 [..., 1] in 8 bits; in 4 [..., head_dim / 16], scales and least numbers.
 struct Kept {
   void* data;
   Bf16* scale;
@@ -130,9 +130,10 @@ inline void dequantise(const Stretch& from, Vector<kDim>& x) {
     return;
   }
   constexpr int kHalf = kDim / kLanes / 2;  // registers whose numbers are in the lower halves
+  const Bf16* least = from.scale + kHalf;
   const auto number = [&](int i, __m512i whole) {
-    const __m512 scale = _mm512_set1_ps(single(from.scale[i / 2]));
-    x[i] = _mm512_mul_ps(_mm512_sub_ps(_mm512_cvtepi32_ps(whole), _mm512_set1_ps(7.5f)), scale);
+    x[i] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(whole), _mm512_set1_ps(single(from.scale[i / 2])),
+                           _mm512_set1_ps(single(least[i / 2])));
   };
   for (int i = 0; i < kHalf; ++i) {
     const __m512i both = _mm512_cvtepu8_epi32(load_16_bytes(from.data + i * kLanes));
@@ -141,9 +142,9 @@ inline void dequantise(const Stretch& from, Vector<kDim>& x) {
   }
 }
 
-// What numbers are divided by, whose greatest magnitude is `greatest`.
+// What numbers are divided by, of which the greatest is to become `most`.
 inline __m512 units_of(float greatest, float most, Bf16* scale) {
-  *scale = rounded(greatest / most);
+  *scale = rounded(std::max(greatest, 0.f) / most);
   const float unit = single(*scale);
   return _mm512_set1_ps(unit == 0.f ? 1.f : unit);
 }
@@ -165,12 +166,14 @@ inline void quantise(const Vector<kDim>& x, const Stretch& to) {
   }
   __m512i whole[kAll];
   for (int i = 0; i < kAll; i += 2) {
-    const __m512 most = _mm512_max_ps(_mm512_abs_ps(x[i]), _mm512_abs_ps(x[i + 1]));
-    const __m512 unit = units_of(_mm512_reduce_max_ps(most), 7.5f, to.scale + i / 2);
+    const float greatest = _mm512_reduce_max_ps(_mm512_max_ps(x[i], x[i + 1]));
+    Bf16& least = to.scale[kHalf + i / 2];
+    least = rounded(_mm512_reduce_min_ps(_mm512_min_ps(x[i], x[i + 1])));
+    const __m512 unit = units_of(greatest - single(least), 15.f, to.scale + i / 2);
     for (int j = i; j < i + 2; ++j) {
-      const __m512 place = _mm512_add_ps(_mm512_div_ps(x[j], unit), _mm512_set1_ps(8.f));
-      const __m512i floor = _mm512_cvt_roundps_epi32(place, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-      whole[j] = _mm512_min_epi32(_mm512_max_epi32(floor, _mm512_setzero_si512()),
+      const __m512 above = _mm512_sub_ps(x[j], _mm512_set1_ps(single(least)));
+      const __m512i near = _mm512_cvtps_epi32(_mm512_div_ps(above, unit));
+      whole[j] = _mm512_min_epi32(_mm512_max_epi32(near, _mm512_setzero_si512()),
                                   _mm512_set1_epi32(15));
     }
   }
