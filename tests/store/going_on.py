@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -122,12 +123,31 @@ def archive(model: Model) -> dict[str, Callable[[Sampling], Session]]:
     }
 
 
+def quantised(model: Model) -> dict[str, Callable[[Sampling], Session]]:
+    """Sessions whose cells are kept in fewer bits, by moment."""
+
+    def fed(how: Sampling, tokens: list[int] = TEXT, **kind: Any) -> Session:
+        return drawn(model.session(prefill_step=32, **kind), tokens, how)
+
+    return {
+        "full-4-forked": lambda how: drawn(
+            fed(how, policy="full", kv_bits="4").fork(), TEXT[:9], how
+        ),
+        "wrapped-8-4": lambda how: fed(how, max_kv_size=48, kv_bits="8/4"),
+        "wrapped-far-4-pinned": lambda how: pinning(fed(how, max_kv_size=48, far_bits="4")),
+        "archive-far-8-4": lambda how: fed(
+            how, TEXT * 2, max_kv_size=100, policy="archive", method="knorm", far_bits="8/4"
+        ),
+    }
+
+
 POLICIES = {
     "archive": archive,
     "full": full,
     "self_extend": self_extend,
     "sliding": partial(bounded, policy="sliding"),
     "shift": partial(bounded, policy="shift"),
+    "quantised": quantised,
 }
 
 
