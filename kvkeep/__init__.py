@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Any
 from kvkeep.errors import KvkeepError
 
 if TYPE_CHECKING:
+    from kvkeep.calibration import Calibration, calibrate, load_calibration
+    from kvkeep.compressing import CompressionReport
     from kvkeep.group import SessionGroup
     from kvkeep.model import Model, load_model
     from kvkeep.sampling import Sampling
@@ -13,6 +15,8 @@ if TYPE_CHECKING:
     from kvkeep.store.snapshot import Snapshot
 
 __all__ = [
+    "Calibration",
+    "CompressionReport",
     "FeedReport",
     "KvkeepError",
     "Model",
@@ -21,11 +25,15 @@ __all__ = [
     "Session",
     "SessionGroup",
     "Snapshot",
+    "calibrate",
+    "load_calibration",
     "load_model",
 ]
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Calibration": "kvkeep.calibration",
+    "CompressionReport": "kvkeep.compressing",
     "FeedReport": "kvkeep.session",
     "Model": "kvkeep.model",
     "PrefixStore": "kvkeep.store.prefix",
@@ -33,6 +41,8 @@ _HOMES = {
     "Session": "kvkeep.session",
     "SessionGroup": "kvkeep.group",
     "Snapshot": "kvkeep.store.snapshot",
+    "calibrate": "kvkeep.calibration",
+    "load_calibration": "kvkeep.calibration",
     "load_model": "kvkeep.model",
 }
 

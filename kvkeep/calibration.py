@@ -73,20 +73,21 @@ def calibrate(
     """Runs text through the model and measures what compression decides by.
 
     Args:
-        ids: at least 1,536 tokens; some ten thousand of the kind of text to come are enough.
+        ids: some ten thousand tokens of the kind of text to come.
         progress: called after each step with the number of tokens in it.
 
     Raises InvalidArgument for too few tokens.
     """
-    if len(ids) < 3 * STEP:
-        raise InvalidArgument(f"a calibration needs {3 * STEP} tokens or more; found {len(ids)}")
+    step = min(STEP, model.spec.max_positions // 4)
+    if len(ids) < 3 * step:
+        raise InvalidArgument(f"a calibration needs {3 * step} tokens or more; found {len(ids)}")
     measured = Measured(model.decoder.new_cache().layout)
-    session = model.session(max_kv_size=min(4 * STEP, model.spec.max_positions), prefill_step=STEP)
+    session = model.session(max_kv_size=4 * step, prefill_step=step)
     session.cache.observe()
-    for first in range(0, len(ids), STEP):
-        chunk = ids[first : first + STEP]
+    for first in range(0, len(ids), step):
+        chunk = ids[first : first + step]
         session.feed(chunk)
-        measured.take(session.cache, STEP)
+        measured.take(session.cache, step)
         if progress:
             progress(len(chunk))
     return Calibration(measured.statistics(), asdict(model.fingerprint), model.name, len(ids))

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvkeep.cache import Window
 from kvkeep.policies import make_policy
 from kvkeep.sampling import Sampler
 from kvkeep.store.prefix import PrefixStore
@@ -27,6 +28,7 @@ def capture(session: "Session") -> Snapshot:
             "keep_whole_prompt": session._keep_whole_prompt,
             "pins": sorted(memory.pins),
             "spans": session._spans,
+            "window": asdict(cache.window),
         },
         tokens=torch.tensor(memory.tokens, dtype=torch.int32),
         serials=torch.tensor(memory.serials, dtype=torch.int64),
@@ -59,6 +61,7 @@ def revive(model: "Model", snapshot: Snapshot, store: PrefixStore | None) -> "Se
     memory.tokens.extend(snapshot.tokens.tolist())
     memory.serials.extend(snapshot.serials.tolist())
     memory.pins = set(settings.get("pins", ()))
+    cache.window = Window(**settings.get("window", {}))
     cache.time, cache.serial = snapshot.clock, snapshot.serial
     cache.segments = [segment.twin().to(cache.layout.device) for segment in snapshot.segments]
     if snapshot.observed is not None:

@@ -134,7 +134,7 @@ def _put_in_place(memory: Memory, change: _Change, prefill_step: int) -> tuple[i
             f'"{memory.policy.name}" needs recompute="suffix"'
         )
     rank = _rank(memory, change.start, change.end)
-    sooner, later = _overflow(memory, change, rank)
+    sooner = _overflow(memory, change, rank)
     work = memory.fork()
     cache = work.cache
     before = [
@@ -154,7 +154,8 @@ def _put_in_place(memory: Memory, change: _Change, prefill_step: int) -> tuple[i
     work.replace(change.start, change.end, change.ids, change.pinned)
     if _bounded(work):
         work.change(keep=change.keep)
-        cache.window.forget(cache.segments, later)
+        # A policy that puts itself in order has forgotten what is too much already.
+        cache.window.forget(cache.segments, max(0, cache.cells - work.policy.max_kv_size))
         cache.segments = [s for s in cache.segments if s.length]
     work.evaluate_last()
     memory.become(work)
@@ -175,8 +176,8 @@ def _rank(memory: Memory, start: int, end: int) -> int:
     return held[memory.serials[start]]
 
 
-def _overflow(memory: Memory, change: _Change, rank: int) -> tuple[int, int]:
-    """How many of the oldest window cells must go, of those before the edit and of those after.
+def _overflow(memory: Memory, change: _Change, rank: int) -> int:
+    """How many of the oldest window cells before the edit must go; others may have to go after it.
 
     What is put in among window cells cannot outlive those after it, so that only those before it
     may go. Raises where that is not enough.
@@ -193,8 +194,7 @@ def _overflow(memory: Memory, change: _Change, rank: int) -> tuple[int, int]:
             f"{added} tokens do not fit in the place of {change.removed}: {cache.cells} of "
             f"{policy.max_kv_size} cells are held, and {sooner} before the edit may be forgotten"
         )
-    sooner = min(sooner, excess)
-    return sooner, excess - sooner
+    return min(sooner, excess)
 
 
 def _bounded(memory: Memory) -> bool:

@@ -20,7 +20,7 @@ def take_from(
     One token is left to evaluate, for its logits. Returns how many tokens were taken, and the
     first at which the nearest stored prompt differs.
     """
-    most = min(len(ids) - 1, memory.policy.max_kv_size)  # more than that would be forgotten again
+    most = min(len(ids) - 1, memory.policy.exact)  # more would be forgotten or compressed again
     found = store.find(model.fingerprint, ids[:most])
     if found.tokens:
         keys, values = torch.cat(found.keys, 2), torch.cat(found.values, 2)
@@ -35,7 +35,8 @@ def give_to(store: PrefixStore, model: "Model", memory: Memory, stored: int) -> 
     tokens alone would give. Returns how many tokens are stored now.
     """
     tokens, cache = memory.tokens, memory.cache
-    if len(tokens) != cache.cells or memory.bits != Bits():
+    compressed = any(segment.compressed for segment in cache.segments)
+    if len(tokens) != cache.cells or compressed or memory.bits != Bits():
         return stored
     while stored + BLOCK <= len(tokens):
         cells = Cells.joined([part for _, part in cache.read(stored, BLOCK)])

@@ -346,6 +346,8 @@ class Session:
         Raises InvalidArgument where that cannot be done, before anything is changed.
         """
         chosen = make_method(method)
+        if calibration:
+            calibration.require(self._model)
         statistics = calibration.statistics if calibration else None
         with interrupts_deferred():
             return compress_held(self._memory, chosen, ratio, recent, seed, statistics, progress)

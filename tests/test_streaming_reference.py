@@ -10,7 +10,14 @@ from kvkeep.model import Model
 LAST = 4
 
 
-@pytest.mark.parametrize(("max_kv_size", "keep"), [(64, 4), (16, 8), (130, 0)])
+@pytest.mark.parametrize(
+    ("max_kv_size", "keep"),
+    [
+        (64, 4),
+        pytest.param(16, 8, marks=pytest.mark.slow),
+        pytest.param(130, 0, marks=pytest.mark.slow),
+    ],
+)
 def test_bounded_logits_equal_the_naive_reference(
     smollm2_fp32: Model, max_kv_size: int, keep: int
 ) -> None:

@@ -9,6 +9,7 @@ import click
 
 import kvkeep
 from kvkeep.cli.bench import bench
+from kvkeep.cli.calibrate import calibrate
 from kvkeep.cli.chat import chat
 from kvkeep.cli.evaluate import evaluate
 from kvkeep.cli.evaluate.grid import grid
@@ -86,7 +87,12 @@ def main(context: click.Context) -> None:
 
 
 _EVALUATIONS = (perplexity, passkey, needle, grid)  # also without `evaluate` before them
-for _command in (generate, chat, sessions, why, *_EVALUATIONS, evaluate, bench, models, pull):
+_COMMANDS = (
+    *(generate, chat, sessions, why),
+    *(*_EVALUATIONS, evaluate, calibrate, bench),
+    *(models, pull),
+)
+for _command in _COMMANDS:
     main.add_command(_command)
 
 

@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvkeep.cli.compression import BEST, METHOD_NAMES, ratio
 from kvkeep.cli.options import Decorator, collected, whole_number
 from kvkeep.models.known import KNOWN
 from kvkeep.models.source import DEFAULT_MODEL, home
 
 if TYPE_CHECKING:
-    from kvkeep import Model, PrefixStore, Session
+    from kvkeep import Calibration, Model, PrefixStore, Session
 
 # Written out, because the modules that define them import torch, and help must open at once.
 POLICY_NAMES = ("sliding", "shift", "archive", "self_extend", "full")
@@ -29,7 +30,8 @@ PREFIX_BYTES = 2_000_000_000
 class Memory:
     """Which model, and what of a text it remembers.
 
-    keep: None where the command decides. discard, group, window: None for the policy's default.
+    keep: None where the command decides. discard, group, window, method, ratio: None for the
+    policy's default. calibration: None for none.
     weights: None for the best that the model's file has. kv_bits, far_bits: None for none.
     """
 
@@ -46,6 +48,9 @@ class Memory:
     weights: str | None = None
     kv_bits: str | None = None
     far_bits: str | None = None
+    method: str | None = None
+    ratio: float | None = None
+    calibration: Path | None = None
 
     def check(self) -> None:
         """Refuses what can be refused without the model."""
@@ -78,11 +83,26 @@ class Memory:
             store,
             kv_bits=self.kv_bits,
             far_bits=self.far_bits,
+            calibration=self.calibrated(model),
             **self._settings(),
         )
 
+    def calibrated(self, model: "Model") -> "Calibration | None":
+        """What the file says that compression goes by, if one was given."""
+        if self.calibration is None:
+            return None
+        from kvkeep.calibration import load_calibration
+
+        return load_calibration(self.calibration, model)
+
     def _settings(self) -> dict[str, Any]:
-        return {"discard": self.discard, "group": self.group, "window": self.window}
+        return {
+            "discard": self.discard,
+            "group": self.group,
+            "window": self.window,
+            "method": self.method,
+            "ratio": self.ratio,
+        }
 
 
 @dataclass(frozen=True)
@@ -128,7 +148,8 @@ def memory_options(keep: Decorator) -> Decorator:
                 "--policy",
                 type=click.Choice(POLICY_NAMES),
                 default=POLICY_NAMES[0],
-                help="At --max-kv-size: forget (sliding, shift) or end (self_extend, full).",
+                help="At --max-kv-size: forget (sliding, shift), compress (archive) or end "
+                "(self_extend, full).",
             ),
             click.option(
                 "--discard",
@@ -148,8 +169,27 @@ def memory_options(keep: Decorator) -> Decorator:
                 "--window",
                 metavar="N",
                 type=whole_number(1),
-                show_default="1024",
-                help="Of self_extend: near tokens that do not.",
+                show_default="1024; of archive five eighths of the budget",
+                help="Of self_extend: near tokens that do not. Of archive: tokens held exactly.",
+            ),
+            click.option(
+                "--method",
+                type=click.Choice(METHOD_NAMES),
+                show_default=BEST,
+                help="Of archive: how older tokens are compressed.",
+            ),
+            click.option(
+                "--ratio",
+                metavar="X",
+                type=ratio,
+                show_default="2",
+                help="Of archive: how many times fewer cells they become, at first.",
+            ),
+            click.option(
+                "--calibration",
+                metavar="FILE",
+                type=click.Path(path_type=Path, exists=True, dir_okay=False),
+                help="Of archive: what `kvkeep calibrate` measured of the model.",
             ),
             click.option(
                 "--kv-bits",

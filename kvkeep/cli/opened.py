@@ -15,6 +15,12 @@ FIRST_PROMPT = "first_prompt"  # note: tokens of a session's first prompt
 UNREAD = "unread"  # note: tokens of a prompt that an interrupt left to be evaluated
 CHAT = "chat"  # note: what a chat needs beside its tokens; see Conversation.notes
 
+# Options that a file has been saved with, for good.
+_FIXED = (
+    *("policy", "max_kv_size", "discard", "group", "window", "method", "ratio"),
+    *("kv_bits", "far_bits"),
+)
+
 
 @dataclass
 class Opened:
@@ -40,7 +46,7 @@ def resume(file: Path, memory: Memory, progress: bool) -> Opened:
     snapshot = Snapshot.load(file)
     _require_agreement(file, snapshot, memory)
     model = saved_on(memory, snapshot).load(progress)
-    session = model.restore(snapshot)
+    session = model.restore(snapshot, calibration=memory.calibrated(model))
     if given("prefill_step"):
         session.prefill_step = memory.prefill_step
     return Opened(
@@ -79,7 +85,7 @@ def apply_keep(opened: Opened, keep: int | None) -> None:
 def _require_agreement(file: Path, snapshot: "Snapshot", memory: Memory) -> None:
     found = {**snapshot.policy, "policy": snapshot.policy.get("name")}
     found |= {"kv_bits": snapshot.bits.kv, "far_bits": snapshot.bits.far}
-    for option in ("policy", "max_kv_size", "discard", "group", "window", "kv_bits", "far_bits"):
+    for option in _FIXED:
         asked, saved = getattr(memory, option), found.get(option)
         if given(option) and asked != saved:
             flag = f"--{option.replace('_', '-')}"

@@ -7,39 +7,29 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvkeep.cache import Cells
-from kvkeep.methods.attended import attention
 from kvkeep.methods.base import Candidates, Compressed, Method, best
 from kvkeep.methods.keydiff import unlikeness
-from kvkeep.methods.statistics import Statistics
 
 ALIKE = 0.9  # the least cosine of keys that are taken for one
-EMPHASIS = 0.25  # power of the queries' second moment; 0 does without, 0.5 is their own measure
-EVERY = 4  # one query of so many is asked
 MASS = 0.5  # how much of the log of a count goes into the bias
+REPEATED = 4.0  # what a repeat is worth less; distinctness lies within -2 and 2
 
 
 class Fitted(Method):
     """Dominant keys, with the mass and the values of what resembles them.
 
     Keys are compared before rotation, so that the same word said again is the same, wherever it
-    stands. The keys least like the mean direction, before rotation and after it, are dominant and
-    stay as they are: no average blurs a key that stands out. Another cell joins the dominant that
-    it is most like if it is alike enough: its value goes into a mean there, and its mass into a
-    bias on the logit. What is like none of them is forgotten.
-
-    Where queries are observed, as in an archive, what they attend to most stays as well: what a
-    text comes back to it goes on with. A question not yet asked is no such query, and is answered
-    from what is distinct.
+    stands. Of cells that say the same, the first counts; of these, the ones least like the mean
+    direction, before rotation and after it, are dominant and stay as they are: no average blurs a
+    key that stands out. Another cell joins the dominant that it is most like if it is alike enough:
+    its value goes into a mean there, and its mass into a bias on the logit. What is like none of
+    them is forgotten.
 
     With statistics, keys are compared as queries see them (differences are weighted by a power of
     the queries' second moment), and each KV head has the likeness that its merges tolerate.
     """
 
     name: ClassVar[str] = "fitted"
-    observes: ClassVar[bool] = True
-
-    def needs_queries(self, statistics: Statistics | None) -> bool:
-        return False
 
     def __init__(self, alike: float | None = None):
         """alike: the least cosine of keys to be merged, whatever statistics say."""
@@ -47,9 +37,10 @@ class Fitted(Method):
 
     def compress(self, candidates: Candidates, count: int) -> Compressed:
         seen = _as_seen(candidates)
-        kept = best(_worth(candidates, seen), count)
+        least = self._least_likeness(candidates)
+        kept = best(_worth(candidates, seen, least), count)
         cells = candidates.taken(kept)
-        into, joins = _joining(seen, kept, self._least_likeness(candidates))
+        into, joins = _joining(seen, kept, least)
         mass = (candidates.bias / MASS).exp()
         own, masses = mass.gather(2, kept), joins * mass
         gained = torch.zeros_like(own).scatter_add_(2, into, masses)
@@ -70,18 +61,13 @@ class Fitted(Method):
         return candidates.statistics.tolerance.unsqueeze(-1)
 
 
-def _worth(candidates: Candidates, seen: Tensor) -> Tensor:
-    """`[layers, kv_heads, n]`: the greater of how distinct and how much attended a cell is."""
+def _worth(candidates: Candidates, seen: Tensor, least: float | Tensor) -> Tensor:
+    """`[layers, kv_heads, n]`: how distinct a cell is; less than that of any if it is a repeat."""
     distinct = unlikeness(seen) + unlikeness(candidates.cells.keys.float())
-    if candidates.queries is None:
-        return distinct
-    some = candidates.queries.every(EVERY)
-    attended = attention(candidates, some).mean(2)
-    return torch.maximum(_standardised(distinct), _standardised(attended))
-
-
-def _standardised(x: Tensor) -> Tensor:
-    return (x - x.mean(-1, keepdim=True)) / x.std(-1, keepdim=True).clamp(min=1e-6)
+    directions = F.normalize(seen, dim=-1).bfloat16()
+    likeness = directions @ directions.transpose(-1, -2)
+    repeated = likeness.tril_(-1).amax(-1).float() > least
+    return distinct - REPEATED * repeated
 
 
 def _as_seen(candidates: Candidates) -> Tensor:
@@ -89,9 +75,7 @@ def _as_seen(candidates: Candidates) -> Tensor:
     known = candidates.statistics
     if known is None:
         return candidates.unrotated
-    values, vectors = torch.linalg.eigh(known.moment)
-    root = vectors * values.clamp(min=0).pow(EMPHASIS).unsqueeze(-2)
-    seen: Tensor = candidates.unrotated @ root
+    seen: Tensor = candidates.unrotated @ known.emphasis
     return seen
 
 

@@ -8,7 +8,8 @@ from kvkeep.methods.base import Candidates
 from kvkeep.methods.fitted import Fitted
 from kvkeep.methods.statistics import Statistics
 
-LIKENESSES = (0.7, 0.8, 0.85, 0.9, 0.95, 1.0)  # least cosines that are tried; 1: nothing is merged
+# Least cosines that are tried; above 1 nothing is merged.
+LIKENESSES = (0.7, 0.8, 0.85, 0.9, 0.95, 1.1)
 RATIO = 4  # how much is compressed to try them
 EVERY = 4  # one query of so many is asked
 

@@ -60,7 +60,7 @@ class Archive:
         self.ratio = ratio
         self.block = block or min(512, max(1, max_kv_size // 16))
         self.window = window or max(1, max_kv_size * 5 // 8)
-        self.span = span or max(8192, 2 * (max_kv_size + self.block))
+        self.span = span or 2 * max_kv_size
         self.seed = seed
         self.calibrated_by = calibrated_by
         self.statistics: Statistics | None = None
@@ -74,6 +74,10 @@ class Archive:
     def calibrate(self, statistics: Statistics, digest: str) -> None:
         """Lets the method decide by what is known of the model; digest: of the file."""
         self.statistics, self.calibrated_by = statistics, digest
+
+    @property
+    def exact(self) -> int:
+        return self.keep + self.window + self.block - 1
 
     def room(self, cache: KVCache) -> int | None:
         return None
@@ -146,10 +150,11 @@ class Archive:
                 f"blocks of {self.block} takes a keep of 0 to {max(most, 0)}; found "
                 f"{found['keep']}: raise max_kv_size, or make the window smaller"
             )
-        if self.span < 2 * (self.max_kv_size + self.block):
+        if self.span < self.keep + self.window + 2 * self.block:
             raise InvalidArgument(
                 f"a span of {self.span} positions is too short: a budget of {self.max_kv_size} "
-                f"needs {2 * (self.max_kv_size + self.block)} or more; lower max_kv_size"
+                f"with a window of {self.window} and blocks of {self.block} needs "
+                f"{self.keep + self.window + 2 * self.block} or more; lower max_kv_size"
             )
 
     def change(self, cache: KVCache, pins: Set[int], **settings: int) -> None:

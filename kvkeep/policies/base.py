@@ -13,12 +13,16 @@ class Policy(Protocol):
     max_kv_size: the most cells held after any call.
     keep: how many of the first cells stay for ever.
     pinned: how many cells beyond those are pinned.
+    exact: how many first tokens are held before any is forgotten or compressed.
     """
 
     name: ClassVar[str]
     max_kv_size: int
     keep: int
     pinned: int
+
+    @property
+    def exact(self) -> int: ...
 
     def room(self, cache: KVCache) -> int | None:
         """How many more tokens the cache can take; None if there is no end."""

@@ -18,6 +18,10 @@ class Full:
         self.keep = max_kv_size
         self.pinned = 0
 
+    @property
+    def exact(self) -> int:
+        return self.max_kv_size
+
     def room(self, cache: KVCache) -> int | None:
         return self.max_kv_size - max(cache.cells, cache.reach)
 

@@ -42,6 +42,10 @@ class SelfExtend:
         """How many tokens it can take before a distance exceeds the trained length."""
         return max(trained, group * (trained - window) + window)
 
+    @property
+    def exact(self) -> int:
+        return self.max_kv_size
+
     def room(self, cache: KVCache) -> int | None:
         return self.max_kv_size - cache.cells
 

@@ -32,6 +32,10 @@ class Sliding:
         """How many of the oldest cells of the window go at once."""
         return 1
 
+    @property
+    def exact(self) -> int:
+        return self.max_kv_size
+
     def room(self, cache: KVCache) -> int | None:
         return None
 

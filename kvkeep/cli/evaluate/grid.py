@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvkeep.cli.compression import METHOD_NAMES, ratio
 from kvkeep.cli.evaluate.options import (
-    METHOD_NAMES,
     ModelChoice,
     listed,
     model_options,
     one_of,
-    ratio,
 )
 from kvkeep.cli.options import collected, whole_number
 from kvkeep.cli.output_file import check_writable, write_whole

@@ -1,6 +1,5 @@
 """Options that the measurements of recall share."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvkeep.cli.compression import BEST, METHOD_NAMES, number, ratio
 from kvkeep.cli.memory import DTYPE_NAMES, WEIGHT_NAMES, Memory
 from kvkeep.cli.options import Decorator, collected, whole_number
 from kvkeep.cli.output_file import check_writable
@@ -17,22 +17,6 @@ from kvkeep.models.source import DEFAULT_MODEL
 if TYPE_CHECKING:
     from kvkeep import Model
     from kvkeep.calibration import Calibration
-
-# Written out, because the modules that define them import torch, and help must open at once.
-METHOD_NAMES = (
-    "fitted",
-    "random",
-    "knorm",
-    "keydiff",
-    "expected_attention",
-    "snapkv",
-    "h2o",
-    "tova",
-    "average",
-    "sum",
-    "pick_heads",
-)
-BEST = METHOD_NAMES[0]
 
 
 def listed(read: Callable[[str], object]) -> Callable[[str], tuple[object, ...]]:
@@ -53,30 +37,6 @@ def one_of(*names: str) -> Callable[[str], str]:
         return value
 
     return read
-
-
-def number(least: float, most: float = math.inf) -> Callable[[str], float]:
-    """A type for options: a number in a range."""
-
-    def read(value: str) -> float:
-        try:
-            found = float(value)
-        except ValueError:
-            raise click.BadParameter(f"expected a number, found {value!r}") from None
-        if not least <= found <= most or math.isinf(found):
-            end = "or more" if math.isinf(most) else f"to {most:g}"
-            raise click.BadParameter(f"expected {least:g} {end}, found {value}")
-        return found
-
-    return read
-
-
-def ratio(value: str) -> float:
-    """A type for options: by how much to compress."""
-    found = number(1)(value)
-    if found == 1:
-        raise click.BadParameter(f"expected more than 1, found {value}")
-    return found
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,59 @@
+"""`kvkeep calibrate`: measures, once for a model, what compression decides by."""
+
+from pathlib import Path
+
+import click
+
+from kvkeep.cli.memory import DTYPE_NAMES
+from kvkeep.cli.output_file import check_writable
+from kvkeep.cli.text_input import read_text
+from kvkeep.errors import InvalidArgument
+from kvkeep.models.source import DEFAULT_MODEL
+
+
+@click.command()
+@click.argument("text", metavar="TEXT", type=click.Path())
+@click.option(
+    "-o",
+    "--output",
+    metavar="FILE.kvcal",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="Where it is kept.",
+)
+@click.option("-m", "--model", metavar="NAME", default=DEFAULT_MODEL, help="As for generate.")
+@click.option(
+    "--dtype",
+    type=click.Choice(DTYPE_NAMES),
+    default=DTYPE_NAMES[0],
+    help="Of weights and memory.",
+)
+@click.option("--device", metavar="NAME", default="cpu", help="Torch device.")
+@click.option("-q", "--quiet", is_flag=True, help="No progress bars, no closing line.")
+def calibrate(text: str, output: Path, model: str, dtype: str, device: str, quiet: bool) -> None:
+    """Measure a model on the file TEXT ("-": standard input), for compressing its memory.
+
+    Some ten thousand tokens of the kind of text to come are enough. Give the result as
+    --calibration to commands that compress; it is of use to methods expected_attention and fitted.
+    """
+    written = read_text(text)
+    if not written:
+        raise InvalidArgument(f"{text} is empty: expected some text")
+    check_writable(output)
+
+    from tqdm import tqdm
+
+    from kvkeep import load_model
+    from kvkeep.calibration import calibrate as measure
+
+    loaded = load_model(model, dtype=dtype, device=device, progress=not quiet)
+    ids = loaded.text.encode(written)
+    with tqdm(total=len(ids), desc="measuring", unit="tok", disable=quiet, leave=False) as bar:
+
+        def progress(tokens: int) -> None:
+            bar.update(tokens)
+
+        calibration = measure(loaded, ids, progress)
+    size = calibration.save(output)
+    if not quiet:
+        click.echo(f"{output}: {size / 1e6:.1f} MB, from {len(ids)} tokens", err=True)
