@@ -54,16 +54,20 @@ class Candidates:
         return bias
 
     @cached_property
+    def keys(self) -> Tensor:
+        """As they are stored; float32."""
+        return self.cells.keys.float()
+
+    @cached_property
     def unrotated(self) -> Tensor:
         """Keys as they were before rotation: what a cell says, wherever it stands; float32."""
-        return self.rope.moved(self.cells.keys.float(), -self.cells.positions)
+        return self.rope.moved(self.keys, -self.cells.positions)
 
     def taken(self, which: Tensor) -> Cells:
         """Some of the cells. which: `[layers, kv_heads, m]` indices, in their order."""
-        rows = which.unsqueeze(-1).expand(-1, -1, -1, self.cells.keys.shape[-1])
         return Cells(
-            self.cells.keys.gather(2, rows),
-            self.cells.values.gather(2, rows),
+            rows(self.cells.keys, which),
+            rows(self.cells.values, which),
             self.positions.gather(2, which.cpu()),
             torch.full((which.shape[2],), NO_TOKEN),
             self.bias.gather(2, which),
@@ -107,6 +111,15 @@ class Eviction(Method):
 def best(score: Tensor, count: int) -> Tensor:
     """`[layers, kv_heads, count]`: which have the highest scores, in their order."""
     return score.topk(count, sorted=False).indices.sort().values
+
+
+def rows(x: Tensor, which: Tensor) -> Tensor:
+    """x: `[layers, kv_heads, n, width]`, which: `[layers, kv_heads, m]`: m of the n, copied."""
+    layers, kv_heads, count, width = x.shape
+    first = torch.arange(0, layers * kv_heads * count, count, device=x.device)
+    flat = (which + first.view(layers, kv_heads, 1)).flatten()
+    # Ten times as fast as `gather`, which takes an index for each number.
+    return x.reshape(-1, width).index_select(0, flat).view(*which.shape, width)
 
 
 def as_compressed(cells: Cells) -> Cells:

@@ -1,16 +1,18 @@
 """Method `fitted`: what is distinct stays as it is; what is alike lives on in it."""
 
+from collections.abc import Callable
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kvkeep.cache import Cells
-from kvkeep.methods.base import Candidates, Compressed, Method, best
-from kvkeep.methods.keydiff import unlikeness
+from kvkeep.methods.base import Candidates, Compressed, Method, rows
+from kvkeep.methods.keydiff import inverse_lengths, unlikeness
 
 ALIKE = 0.9  # the least cosine of keys that are taken for one
+BLOCK = 256  # cells compared with all older ones at a time
+LAYERS = 10  # whose pairs of cells are compared at a time
 MASS = 0.5  # how much of the log of a count goes into the bias
 REPEATED = 4.0  # what a repeat is worth less; distinctness lies within -2 and 2
 
@@ -36,65 +38,77 @@ class Fitted(Method):
         self._alike = alike
 
     def compress(self, candidates: Candidates, count: int) -> Compressed:
-        seen = _as_seen(candidates)
         least = self._least_likeness(candidates)
-        kept = best(_worth(candidates, seen, least), count)
-        cells = candidates.taken(kept)
-        into, joins = _joining(seen, kept, least)
-        mass = (candidates.bias / MASS).exp()
-        own, masses = mass.gather(2, kept), joins * mass
-        gained = torch.zeros_like(own).scatter_add_(2, into, masses)
-        return Compressed(
-            Cells(
-                cells.keys,
-                _mixed(candidates, cells, into, masses, own),
-                cells.positions,
-                cells.serials,
-                MASS * (own + gained).log(),
-            ),
-            merged=float(joins.sum(-1).mean()),
-        )
+        lengths = inverse_lengths(candidates.keys)  # rotation does not change them
+        seen, shortened = _as_seen(candidates, lengths)
+        directions = (seen * shortened.unsqueeze(-1)).bfloat16()
+        distinct = unlikeness(seen, shortened) + unlikeness(candidates.keys, lengths)
+        worth = distinct - REPEATED * _by_layers(_repeats, directions, least)[0]
+        order = worth.argsort(-1, descending=True)
+        kept, left = order[..., :count].sort(-1).values, order[..., count:]
+        into, joins = _by_layers(_joining, directions, least, kept, left)
+        return _merged(candidates, kept, left, into, joins)
 
-    def _least_likeness(self, candidates: Candidates) -> float | Tensor:
-        if candidates.statistics is None or self._alike is not None:
-            return self._alike or ALIKE
-        return candidates.statistics.tolerance.unsqueeze(-1)
+    def _least_likeness(self, candidates: Candidates) -> Tensor:
+        """`[layers, kv_heads, 1]`."""
+        if candidates.statistics is not None and self._alike is None:
+            return candidates.statistics.tolerance.unsqueeze(-1)
+        return torch.full((*candidates.shape[:2], 1), self._alike or ALIKE)
 
 
-def _worth(candidates: Candidates, seen: Tensor, least: float | Tensor) -> Tensor:
-    """`[layers, kv_heads, n]`: how distinct a cell is; less than that of any if it is a repeat."""
-    distinct = unlikeness(seen) + unlikeness(candidates.cells.keys.float())
-    directions = F.normalize(seen, dim=-1).bfloat16()
-    likeness = directions @ directions.transpose(-1, -2)
-    repeated = likeness.tril_(-1).amax(-1).float() > least
-    return distinct - REPEATED * repeated
-
-
-def _as_seen(candidates: Candidates) -> Tensor:
-    """`[layers, kv_heads, n, head_dim]`: unrotated keys whose distance is what queries see."""
+def _as_seen(candidates: Candidates, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Unrotated keys, whose distance is what queries see, and their inverse lengths."""
     known = candidates.statistics
     if known is None:
-        return candidates.unrotated
+        return candidates.unrotated, lengths
     seen: Tensor = candidates.unrotated @ known.emphasis
-    return seen
+    return seen, inverse_lengths(seen)
 
 
-def _joining(seen: Tensor, kept: Tensor, least: float | Tensor) -> tuple[Tensor, Tensor]:
-    """For each cell: which of the kept it is most like, and 1 if it joins it, else 0."""
-    directions = F.normalize(seen, dim=-1).bfloat16()
-    rows = kept.unsqueeze(-1).expand(-1, -1, -1, seen.shape[-1])
-    likeness, into = (directions @ directions.gather(2, rows).transpose(-1, -2)).max(-1)
-    joins = (likeness.float() > least).float()
-    return into, joins.scatter_(2, kept, 0.0)
+def _by_layers(work: Callable[..., tuple[Tensor, ...]], *given: Tensor) -> list[Tensor]:
+    """Work on a few layers at a time: matrices of all pairs of cells then stay in the caches."""
+    parts = [
+        work(*(tensor[first : first + LAYERS] for tensor in given))
+        for first in range(0, given[0].shape[0], LAYERS)
+    ]
+    return [torch.cat(found) for found in zip(*parts, strict=True)]
 
 
-def _mixed(
-    candidates: Candidates, cells: Cells, into: Tensor, masses: Tensor, own: Tensor
-) -> Tensor:
-    """Values as the means of all that each cell stands for."""
-    values = candidates.cells.values.float()
-    rows = into.unsqueeze(-1).expand_as(values)
-    total = cells.values.float() * own.unsqueeze(-1)
-    total.scatter_add_(2, rows, values * masses.unsqueeze(-1))
-    weight = own.scatter_add(2, into, masses)
-    return (total / weight.unsqueeze(-1)).to(cells.values.dtype)
+def _repeats(directions: Tensor, least: Tensor) -> tuple[Tensor]:
+    """1 for each cell that says what an older one says, else 0."""
+    found, count = [], directions.shape[2]
+    for first in range(0, count, BLOCK):  # what is younger need not be looked at
+        upto = min(first + BLOCK, count)
+        likeness = directions[:, :, first:upto] @ directions[:, :, :upto].transpose(-1, -2)
+        found.append(likeness.tril_(first - 1).amax(-1))
+    return ((torch.cat(found, -1) > least).float(),)
+
+
+def _joining(
+    directions: Tensor, least: Tensor, kept: Tensor, left: Tensor
+) -> tuple[Tensor, Tensor]:
+    """For each cell that is left over: which of the kept it is most like, and 1 if it joins it."""
+    if not left.shape[-1]:
+        return left, left.float()
+    likeness, into = (rows(directions, left) @ rows(directions, kept).transpose(-1, -2)).max(-1)
+    return into, (likeness > least).float()
+
+
+def _merged(
+    candidates: Candidates, kept: Tensor, left: Tensor, into: Tensor, joins: Tensor
+) -> Compressed:
+    """The kept cells, with the mass and the mean value of all that joined them."""
+    cells = candidates.taken(kept)
+    mass = (candidates.bias / MASS).exp()
+    own, masses = mass.gather(2, kept), joins * mass.gather(2, left)
+    total = own.scatter_add(2, into, masses)
+    values = rows(candidates.cells.values, left).float() * masses.unsqueeze(-1)
+    mixed = cells.values.float() * own.unsqueeze(-1)
+    mixed.scatter_add_(2, into.unsqueeze(-1).expand_as(values), values)
+    mixed /= total.unsqueeze(-1)
+    bias = MASS * total.log()
+    values = mixed.to(cells.values.dtype)
+    return Compressed(
+        Cells(cells.keys, values, cells.positions, cells.serials, bias),
+        merged=float(joins.sum(-1).mean()),
+    )

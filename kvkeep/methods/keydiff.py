@@ -7,6 +7,8 @@ from torch import Tensor
 
 from kvkeep.methods.base import Candidates, Eviction
 
+EPSILON = 1e-12  # length below which a key has no direction
+
 
 class KeyDiff(Eviction):
     """Keeps the cells whose keys, as they are stored, are least like the mean of all directions."""
@@ -14,11 +16,20 @@ class KeyDiff(Eviction):
     name: ClassVar[str] = "keydiff"
 
     def score(self, candidates: Candidates) -> Tensor:
-        return unlikeness(candidates.cells.keys.float())
+        return unlikeness(candidates.keys, inverse_lengths(candidates.keys))
 
 
-def unlikeness(x: Tensor) -> Tensor:
-    """x: `[..., n, width]` to `[..., n]`: minus the cosine with the mean direction."""
-    directions = F.normalize(x, dim=-1)
-    anchor = F.normalize(directions.mean(-2, keepdim=True), dim=-1)
-    return -(directions @ anchor.transpose(-1, -2)).squeeze(-1)
+def inverse_lengths(x: Tensor) -> Tensor:
+    """x: `[..., n, width]` to `[..., n]`."""
+    lengths: Tensor = x.norm(dim=-1)
+    return 1 / lengths.clamp(min=EPSILON)
+
+
+def unlikeness(x: Tensor, shortened: Tensor) -> Tensor:
+    """x: `[..., n, width]` to `[..., n]`: minus the cosine with the mean direction.
+
+    shortened: the inverse lengths of x.
+    """
+    anchor = F.normalize(shortened.unsqueeze(-2) @ x, dim=-1)
+    likeness: Tensor = (x @ anchor.transpose(-1, -2)).squeeze(-1) * shortened
+    return -likeness
