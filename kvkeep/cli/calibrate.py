@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from kvkeep.cli.memory import DTYPE_NAMES
-from kvkeep.cli.output_file import check_writable
+from kvkeep.cli.output_file import check_store_place
 from kvkeep.cli.text_input import read_text
 from kvkeep.errors import InvalidArgument
 from kvkeep.models.source import DEFAULT_MODEL
@@ -39,7 +39,7 @@ def calibrate(text: str, output: Path, model: str, dtype: str, device: str, quie
     written = read_text(text)
     if not written:
         raise InvalidArgument(f"{text} is empty: expected some text")
-    check_writable(output)
+    check_store_place(output, "calibration")
 
     from tqdm import tqdm
 
@@ -48,7 +48,8 @@ def calibrate(text: str, output: Path, model: str, dtype: str, device: str, quie
 
     loaded = load_model(model, dtype=dtype, device=device, progress=not quiet)
     ids = loaded.text.encode(written)
-    with tqdm(total=len(ids), desc="measuring", unit="tok", disable=quiet, leave=False) as bar:
+    hidden = True if quiet else None  # None: unless it is a terminal
+    with tqdm(total=len(ids), desc="measuring", unit="tok", disable=hidden, leave=False) as bar:
 
         def progress(tokens: int) -> None:
             bar.update(tokens)

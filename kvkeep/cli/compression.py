@@ -2,8 +2,16 @@
 
 import math
 from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
+
+from kvkeep.cli.options import Decorator
+from kvkeep.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from kvkeep import Calibration, Model, Snapshot
 
 # Written out, because the modules that define them import torch, and help must open at once.
 METHOD_NAMES = (
@@ -44,3 +52,39 @@ def ratio(value: str) -> float:
     if found == 1:
         raise click.BadParameter(f"expected more than 1, found {value}")
     return found
+
+
+def calibration_option(meaning: str) -> Decorator:
+    return click.option(
+        "--calibration",
+        metavar="FILE",
+        type=click.Path(path_type=Path, exists=True, dir_okay=False),
+        help=meaning,
+    )
+
+
+def calibrated(file: Path | None, model: "Model") -> "Calibration | None":
+    """What a file says that compression goes by, if one was given."""
+    if file is None:
+        return None
+    from kvkeep.calibration import load_calibration
+
+    return load_calibration(file, model)
+
+
+def require_calibration(saved: object, snapshot: "Snapshot", calibration: Path | None) -> None:
+    """Refuses to go on without the calibration that a session was begun with, or with one more.
+
+    saved: what the snapshot is of. Whether it is the same one shows once the model is there.
+    """
+    needed = bool(snapshot.policy.get("calibrated_by"))
+    if needed and calibration is None:
+        raise InvalidArgument(
+            f"{saved} compresses by a calibration: give the file that it was begun with as "
+            "--calibration"
+        )
+    if calibration is not None and not needed:
+        raise InvalidArgument(
+            f"{saved} was begun without a calibration, and goes on without; leave --calibration "
+            "out, or begin anew"
+        )

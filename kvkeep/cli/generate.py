@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvkeep.cli.keeper import Keeper, check_snapshot_place, session_folder
+from kvkeep.cli.keeper import Keeper, session_folder
 from kvkeep.cli.memory import (
     CODEC_NAMES,
     SINKS,
@@ -25,6 +25,7 @@ from kvkeep.cli.options import (
     sampling_options,
     whole_number,
 )
+from kvkeep.cli.output_file import check_store_place
 from kvkeep.cli.text_input import read_prompt
 from kvkeep.errors import InvalidArgument
 
@@ -112,7 +113,7 @@ def generate(
     if given("codec") and cache_prompt is None:
         raise InvalidArgument("--codec says how --cache-prompt writes its file; give both")
     if cache_prompt is not None:
-        check_snapshot_place(cache_prompt)
+        check_store_place(cache_prompt, "snapshot")
     with session_folder().lock(session) if session is not None else nullcontext() as kept:
         source = kept if kept is not None and kept.exists() else restore_prompt
         continues = source is not None and prompt is None and file is None

@@ -5,9 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvkeep.cli.output_file import check_writable
 from kvkeep.cli.report import megabytes
-from kvkeep.errors import ForeignFile, InvalidArgument, StoreError
 from kvkeep.interrupts import interrupts_deferred
 from kvkeep.models.library import home
 from kvkeep.store.sessions import SessionFolder
@@ -79,27 +77,3 @@ class Keeper:
         """Differs where the session does."""
         session, pinned = self._session, hash(tuple(self._session.standing))
         return id(session), session.cache.time, session.cache.serial, session.keep, pinned
-
-
-def check_snapshot_place(file: Path) -> None:
-    """Refuses, before any work, a place where a snapshot cannot or should not be written.
-
-    Raises InvalidArgument; also where that would replace a file that is no snapshot.
-    """
-    check_writable(file)
-    if not file.exists():
-        return
-    if not file.is_file():
-        raise InvalidArgument(f"{file} is a device or a pipe; expected a file to write to")
-    from kvkeep.store.snapshot import describe
-
-    try:
-        if file.stat().st_size:
-            describe(file)
-    except ForeignFile as error:
-        raise InvalidArgument(
-            f"{file} exists and is no snapshot, so it was left as it is; give another name, or "
-            "remove it first"
-        ) from error
-    except StoreError:
-        pass  # a snapshot, if a damaged one: to be replaced

@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvkeep.cli.compression import BEST, METHOD_NAMES, ratio
-from kvkeep.cli.options import Decorator, collected, whole_number
+from kvkeep.cli.compression import BEST, METHOD_NAMES, calibrated, calibration_option, ratio
+from kvkeep.cli.options import Decorator, collected, given, whole_number
+from kvkeep.errors import InvalidArgument
 from kvkeep.models.known import KNOWN
 from kvkeep.models.source import DEFAULT_MODEL, home
 
 if TYPE_CHECKING:
-    from kvkeep import Calibration, Model, PrefixStore, Session
+    from kvkeep import Model, PrefixStore, Session
 
 # Written out, because the modules that define them import torch, and help must open at once.
 POLICY_NAMES = ("sliding", "shift", "archive", "self_extend", "full")
@@ -58,6 +59,9 @@ class Memory:
             from kvkeep.policies import checked_bits
 
             checked_bits(self.policy, self.kv_bits, self.far_bits)
+        # What goes on from a file has the policy of that file, where none is named.
+        if self.calibration is not None and given("policy") and self.policy != "archive":
+            raise InvalidArgument(f'policy "{self.policy}" has no use for a calibration')
         if self.max_kv_size is not None and self.keep is not None:
             from kvkeep.policies import make_policy
 
@@ -83,17 +87,9 @@ class Memory:
             store,
             kv_bits=self.kv_bits,
             far_bits=self.far_bits,
-            calibration=self.calibrated(model),
+            calibration=calibrated(self.calibration, model),
             **self._settings(),
         )
-
-    def calibrated(self, model: "Model") -> "Calibration | None":
-        """What the file says that compression goes by, if one was given."""
-        if self.calibration is None:
-            return None
-        from kvkeep.calibration import load_calibration
-
-        return load_calibration(self.calibration, model)
 
     def _settings(self) -> dict[str, Any]:
         return {
@@ -185,12 +181,7 @@ def memory_options(keep: Decorator) -> Decorator:
                 show_default="2",
                 help="Of archive: how many times fewer cells they become, at first.",
             ),
-            click.option(
-                "--calibration",
-                metavar="FILE",
-                type=click.Path(path_type=Path, exists=True, dir_okay=False),
-                help="Of archive: what `kvkeep calibrate` measured of the model.",
-            ),
+            calibration_option("Of archive: what `kvkeep calibrate` measured of the model."),
             click.option(
                 "--kv-bits",
                 type=click.Choice(BIT_NAMES),

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvkeep.cli.compression import calibrated, require_calibration
 from kvkeep.cli.memory import WHOLE_PROMPT, Memory
 from kvkeep.cli.options import given
 from kvkeep.errors import InvalidArgument
@@ -45,8 +46,9 @@ def resume(file: Path, memory: Memory, progress: bool) -> Opened:
 
     snapshot = Snapshot.load(file)
     _require_agreement(file, snapshot, memory)
+    require_calibration(file, snapshot, memory.calibration)
     model = saved_on(memory, snapshot).load(progress)
-    session = model.restore(snapshot, calibration=memory.calibrated(model))
+    session = model.restore(snapshot, calibration=calibrated(memory.calibration, model))
     if given("prefill_step"):
         session.prefill_step = memory.prefill_step
     return Opened(

@@ -4,7 +4,7 @@ import os
 import shutil
 from pathlib import Path
 
-from kvkeep.errors import InvalidArgument
+from kvkeep.errors import ForeignFile, InvalidArgument, StoreError
 
 
 def check_writable(path: Path) -> None:
@@ -22,6 +22,31 @@ def check_writable(path: Path) -> None:
             f"{path} cannot be written ({error.strerror}); expected a file in a folder that exists "
             "and takes new files"
         ) from error
+
+
+def check_store_place(path: Path, kind: str) -> None:
+    """Refuses, before any work, a place where a store's file cannot or should not be written.
+
+    kind: of file, "snapshot" or "calibration". Raises InvalidArgument; also where that would
+    replace a file that is none.
+    """
+    check_writable(path)
+    if not path.exists():
+        return
+    if not path.is_file():
+        raise InvalidArgument(f"{path} is a device or a pipe; expected a file to write to")
+    from kvkeep.store.container import read_document
+
+    try:
+        if path.stat().st_size:
+            read_document(path, kind, newest=1)
+    except ForeignFile as error:
+        raise InvalidArgument(
+            f"{path} exists and is no {kind}, so it was left as it is; give another name, or "
+            "remove it first"
+        ) from error
+    except StoreError:
+        pass  # one that is newer or damaged: to be replaced
 
 
 def write_whole(path: Path, content: bytes) -> None:

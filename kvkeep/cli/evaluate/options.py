@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvkeep.cli.compression import BEST, METHOD_NAMES, number, ratio
+from kvkeep.cli.compression import (
+    BEST,
+    METHOD_NAMES,
+    calibrated,
+    calibration_option,
+    number,
+    ratio,
+)
 from kvkeep.cli.memory import DTYPE_NAMES, WEIGHT_NAMES, Memory
 from kvkeep.cli.options import Decorator, collected, whole_number
 from kvkeep.cli.output_file import check_writable
@@ -65,11 +72,7 @@ class ModelChoice:
         return memory.load(progress)
 
     def calibrated(self, model: "Model") -> "Calibration | None":
-        if self.calibration is None:
-            return None
-        from kvkeep.calibration import load_calibration
-
-        return load_calibration(self.calibration, model)
+        return calibrated(self.calibration, model)
 
 
 @dataclass(frozen=True)
@@ -141,12 +144,7 @@ def model_options() -> Decorator:
                 default=512,
                 help="Tokens evaluated at once.",
             ),
-            click.option(
-                "--calibration",
-                metavar="FILE",
-                type=click.Path(path_type=Path, exists=True, dir_okay=False),
-                help="What was learned of this model for compressing.",
-            ),
+            calibration_option("What was learned of this model for compressing."),
         ],
     )
 

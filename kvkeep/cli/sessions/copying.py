@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvkeep.cli.keeper import check_snapshot_place, session_folder
+from kvkeep.cli.compression import calibrated, calibration_option, require_calibration
+from kvkeep.cli.keeper import session_folder
 from kvkeep.cli.memory import CODEC_NAMES
 from kvkeep.cli.opened import FIRST_PROMPT, UNREAD
 from kvkeep.cli.options import whole_number
+from kvkeep.cli.output_file import check_store_place
 from kvkeep.cli.report import counted, megabytes
 from kvkeep.errors import InvalidArgument, StoreError
 from kvkeep.store.atomic import replacing
@@ -26,7 +28,8 @@ if TYPE_CHECKING:
 @click.option(
     "--at", metavar="N", type=whole_number(0), help="As it was after N tokens, if still held."
 )
-def fork(source: str, target: str, at: int | None) -> None:
+@calibration_option("With --at, of a session that was begun with one.")
+def fork(source: str, target: str, at: int | None, calibration: Path | None) -> None:
     """Begin a session where another one is; each then goes its own way."""
     from kvkeep import Snapshot
 
@@ -41,17 +44,18 @@ def fork(source: str, target: str, at: int | None) -> None:
         if at is None or at == total:
             copy(file, place)
         else:
-            _at(snapshot, at).save(place)
+            require_calibration(source, snapshot, calibration)
+            _at(snapshot, at, calibration).save(place)
         tokens = counted(total if at is None else at, "token")
         click.echo(f"{target} begins with {tokens} of {source}, {_size(place)}")
 
 
-def _at(snapshot: "Snapshot", count: int) -> "Snapshot":
+def _at(snapshot: "Snapshot", count: int, calibration: Path | None) -> "Snapshot":
     """The snapshot of a session as it was after `count` tokens."""
     from kvkeep import load_model
 
     model = load_model(snapshot.model, dtype=str(snapshot.layout.dtype).removeprefix("torch."))
-    session = model.restore(snapshot)
+    session = model.restore(snapshot, calibration=calibrated(calibration, model))
     session.rewind(len(snapshot.tokens) - count)
     notes = dict(snapshot.notes)
     notes.pop(UNREAD, None)
@@ -72,7 +76,7 @@ def _at(snapshot: "Snapshot", count: int) -> "Snapshot":
 def export(name: str, file: Path, codec: "Codec | None") -> None:
     """Write a session to a file, for another place or machine."""
     source = session_folder().existing(name)
-    check_snapshot_place(file)
+    check_store_place(file, "snapshot")
     from kvkeep import Snapshot
 
     snapshot, file = Snapshot.load(source), file.resolve()
