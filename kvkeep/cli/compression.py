@@ -1,4 +1,4 @@
-"""Values of options that say how memory is compressed."""
+"""How memory is compressed, as options say it, and what they stand for."""
 
 import math
 from collections.abc import Callable
