@@ -1,0 +1,123 @@
+"""`kvkeep calibrate` writes a file that compresses what its model remembers, or none."""
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from kvkeep import load_model
+from kvkeep.calibration import load_calibration
+
+TEXT = "The sea is wide and the night is long; nobody knows how long. " * 110  # 1,651 tokens
+
+
+@pytest.fixture
+def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("KVKEEP_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def file(invoke, tiny, tmp_path: Path) -> Path:
+    path = tmp_path / "a.kvcal"
+    assert invoke("calibrate", "-", "-o", path, "-q", *tiny, input=TEXT).exit_code == 0
+    return path
+
+
+def _refused(result, *said: str) -> None:
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    lines = result.stderr.splitlines()
+    assert len(lines) == 1, result.stderr
+    for text in said:
+        assert text in lines[0]
+
+
+def test_the_file_is_what_the_library_reads(invoke, tiny, tiny_folder, tmp_path: Path) -> None:
+    text, output = tmp_path / "text", tmp_path / "a.kvcal"
+    text.write_text(TEXT)
+    result = invoke("calibrate", text, "-o", output, *tiny)
+    assert result.exit_code == 0
+    assert result.stdout == ""
+    model = load_model(str(tiny_folder), dtype="float32")
+    tokens = len(model.text.encode(TEXT))
+    assert result.stderr == f"{output}: 0.0 MB, from {tokens} tokens\n"
+    assert load_calibration(output, model).tokens == tokens
+    first = output.read_bytes()
+    assert invoke("calibrate", text, "-o", output, "-q", *tiny).stderr == ""
+    assert output.read_bytes() == first
+
+
+@pytest.mark.parametrize(
+    ("output", "text", "said"),
+    [
+        ("a", "", "- is empty"),
+        ("no-such-folder/a", "x", "cannot be written"),
+        ("/dev/null", "x", "device or a pipe"),
+        (".", "x", "is a folder"),
+        ("text", "x", "exists and is no calibration"),
+    ],
+)
+def test_cheap_checks_come_before_the_model(
+    invoke, tmp_path: Path, monkeypatch, output: str, text: str, said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("text").write_text(TEXT)
+    asked = ("calibrate", "-", "-o", output, "-m", "no-such-model")
+    _refused(invoke(*asked, input=text), said)
+    assert [path.name for path in tmp_path.iterdir()] == ["text"]
+    assert Path("text").read_text() == TEXT
+
+
+def test_too_little_text_leaves_the_file_as_it_was(invoke, tiny, file: Path) -> None:
+    before = file.read_bytes()
+    _refused(invoke("calibrate", "-", "-o", file, *tiny, input="Too short."), "1536 tokens")
+    assert file.read_bytes() == before
+
+
+def test_ctrl_c_leaves_no_file(invoke, tiny, tmp_path: Path) -> None:
+    usual = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.8)
+        result = invoke("calibrate", "-", "-o", tmp_path / "a.kvcal", *tiny, input=TEXT * 60)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, usual)
+    assert result.exit_code == 130
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_session_goes_on_with_the_calibration_that_it_was_begun_with(
+    invoke, tiny, file: Path, home: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other.kvcal"
+    invoke("calibrate", "-", "-o", other, "-q", *tiny, input=TEXT[::-1])
+    asked = ("generate", "--session", "s", "-n", 4, "--ignore-eos", "--temperature", 0)
+    archive = ("--policy", "archive", "--max-kv-size", 48)
+    begun = invoke(*asked, *archive, "--calibration", file, "-p", TEXT[:600], *tiny)
+    assert begun.exit_code == 0, begun.stderr
+    saved = home / "sessions" / "s.kvkeep"
+    before = saved.read_bytes()
+    _refused(invoke(*asked, "-m", "no-such-model"), str(saved), "as --calibration")
+    _refused(invoke(*asked, "--calibration", other), "begun with")
+    fork = ("sessions", "fork", "s", "s2", "--at", 130)
+    _refused(invoke(*fork), "as --calibration")
+    assert saved.read_bytes() == before
+    assert invoke(*fork, "--calibration", file).exit_code == 0
+    assert invoke(*asked, "--calibration", file).exit_code == 0
+
+
+def test_a_calibration_without_use_is_refused(invoke, tiny, file: Path, home: Path) -> None:
+    asked = ("generate", "-p", "One two", "-n", 0, "--calibration", file)
+    _refused(invoke(*asked, *tiny), 'policy "sliding" has no use for a calibration')
+    _refused(invoke(*asked, "--policy", "full", "-m", "no-such-model"), 'policy "full" has no use')
+    invoke("generate", "-p", "One two", "-n", 0, "--session", "s", *tiny)
+    _refused(invoke(*asked, "--session", "s"), "begun without a calibration")
+
+
+def test_a_file_that_is_no_calibration_is_named(invoke, tiny, tmp_path: Path) -> None:
+    file = tmp_path / "text"
+    file.write_text(TEXT)
+    asked = ("perplexity", file, "--policy", "archive", "--calibration")
+    _refused(invoke(*asked, file, *tiny), "is not a kvkeep calibration", str(file))
+    _refused(invoke(*asked, tmp_path / "none", *tiny), "none", "does not exist")
