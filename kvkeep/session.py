@@ -387,11 +387,15 @@ class Session:
     def standing(self) -> list[Standing]:
         """What became of each token, in order; see `Standing`."""
         held: dict[int, Standing] = {}
+        gone: Standing = "forgotten"
         for segment in self.cache.segments:
+            if segment.compressed:
+                gone = "compressed"
+                continue
             for serial in segment.serials():
                 kept, pinned = len(held) < self.keep, serial in self._memory.pins
                 held[serial] = standing_in(segment, kept, pinned)
-        return [held.get(serial, "forgotten") for serial in self._memory.serials]
+        return [held.get(serial, gone) for serial in self._memory.serials]
 
     def pin(self, start: int | str, end: int | None = None) -> None:
         """Never forgets a range or a named span, wherever it lies, until it is unpinned.

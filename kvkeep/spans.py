@@ -6,8 +6,10 @@ from typing import Literal
 from kvkeep.cache import Segment
 
 # A token is "kept" with the first ones or "pinned" for ever, "grouped" with others at one position
-# for as long, in the "window" until newer ones push it out, or "forgotten".
-Standing = Literal["kept", "pinned", "grouped", "window", "forgotten"]
+# for as long, or in the "window" until newer ones push it out. Then it is "forgotten", or in a
+# session with compressed cells "compressed": it may live on in cells that it shares with others.
+Standing = Literal["kept", "pinned", "grouped", "window", "compressed", "forgotten"]
+GONE: frozenset[Standing] = frozenset(("compressed", "forgotten"))  # no cell of its own
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ KINDS: dict["Standing", tuple[str, str]] = {
     "pinned": ("▓", "P"),
     "grouped": ("▒", "="),
     "window": ("░", "-"),
+    "compressed": ("▚", ":"),
     "forgotten": ("·", "."),
 }
 
@@ -31,17 +32,17 @@ def memory_map(session: "Session", width: int | None = None, plain: bool | None 
     standing = session.standing
     style = int(_needs_ascii() if plain is None else plain)
     counts = Counter(standing)
-    cell = session.cache.layout.cell_bytes
+    sizes = _sizes(session, counts)
     lines = [bar(standing, width or min(100, shutil.get_terminal_size().columns - 1), style)]
     for kind, characters in KINDS.items():
         if counts[kind]:
-            size = f"  {megabytes(counts[kind] * cell):>9}" if kind != "forgotten" else ""
+            size = f"  {megabytes(sizes[kind]):>9}" if kind != "forgotten" else ""
             tokens = counted(counts[kind], "token")
             name = "held" if kind == "window" and session.policy == "full" else kind
-            lines.append(f"{characters[style]} {name:<9}  {tokens:>13}{size}")
+            lines.append(f"{characters[style]} {name:<10}  {tokens:>13}{size}")
     cache = session.cache
     lines.append(
-        f"{cache.cells} of {session.max_kv_size} cells, {megabytes(cache.cells * cell)} "
+        f"{cache.cells} of {session.max_kv_size} cells, {megabytes(sum(sizes.values()))} "
         f"({megabytes(cache.nbytes)} set aside); policy {session.policy}"
     )
     return "\n".join(line for line in lines if line)
@@ -56,6 +57,15 @@ def bar(standing: Sequence["Standing"], width: int, style: int) -> str:
     for kind in set(standing) - set(chosen):
         chosen[max(range(width), key=lambda n: parts[n][kind])] = kind
     return "".join(KINDS[kind][style] for kind in chosen)
+
+
+def _sizes(session: "Session", counts: Counter["Standing"]) -> dict["Standing", int]:
+    """The bytes of what is held of each kind. Compressed cells are fewer than their tokens."""
+    cache = session.cache
+    near, far = cache.layout.cell_bytes, cache.far_layout.cell_bytes
+    compressed = sum(each.length for each in cache.segments if each.compressed)
+    cells: dict[Standing, int] = {**counts, "compressed": compressed, "forgotten": 0}
+    return {kind: n * (near if kind == "window" else far) for kind, n in cells.items()}
 
 
 def _needs_ascii() -> bool:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from kvkeep.cli.conversation import Conversation
 from kvkeep.errors import InvalidArgument
+from kvkeep.spans import GONE
 
 _QUOTED = re.compile(r'"([^"]+)"|“([^”]+)”')
 _TURN = re.compile(r"(\d+|last)(?:\.(question|answer|q|a))?")
@@ -61,7 +62,7 @@ def _find(conversation: Conversation, what: str, text_alone: bool) -> Part:
     quoted = _QUOTED.fullmatch(what)
     named = _words(conversation, quoted[1] or quoted[2]) if quoted else None
     part = named or _named(conversation, what, text_alone)
-    if "forgotten" in conversation.session.standing[part.start : part.end]:
+    if GONE.intersection(conversation.session.standing[part.start : part.end]):
         raise InvalidArgument(f"{part.what} is not remembered any more, or not whole")
     return part
 

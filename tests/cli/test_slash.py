@@ -226,6 +226,26 @@ def test_the_picture_counts_every_token(model: Model) -> None:
     assert memory_map(session, width=40, plain=False).startswith("█")
 
 
+def test_the_picture_shows_what_is_compressed_and_what_that_takes(model: Model) -> None:
+    session = model.session(48, policy="archive", method="keydiff", far_bits="8")
+    session.feed("The sea is wide and the night is long. " * 12)
+    session.pin(len(session.tokens) - 5, len(session.tokens) - 2)
+    picture = memory_map(session, width=40, plain=True).splitlines()
+    assert set(picture[0]) == set("#P-:")
+    kinds = {line[2:].split()[0]: line.split()[2:] for line in picture[1:-1]}
+    assert set(kinds) == {"kept", "pinned", "window", "compressed"}
+    assert sum(int(words[0]) for words in kinds.values()) == len(session.tokens)
+    assert all(words[-1] == "MB" for words in kinds.values())
+    assert "▚" in memory_map(session, width=40, plain=False)
+
+
+def test_a_turn_that_was_compressed_cannot_be_edited_or_pinned(model: Model) -> None:
+    branches = _begun(model, budget=32, policy="archive", method="keydiff")
+    for line in ("/edit 1 Why?", "/forget 1", "/pin 1"):
+        with pytest.raises(InvalidArgument, match="turn 1 is not remembered any more"):
+            run_command(line, branches)
+
+
 def test_no_kind_is_too_few_to_be_seen() -> None:
     assert bar(["kept"] + ["window"] * 999, 10, 1) == "#---------"
     assert bar(["window"] * 500 + ["pinned"] + ["window"] * 499, 10, 1) == "-----P----"

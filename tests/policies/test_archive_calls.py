@@ -88,6 +88,16 @@ def test_pinned_tokens_stay_until_they_are_unpinned() -> None:
     assert not set(pins) & set(session.cache.serials())
 
 
+def test_tokens_that_were_archived_stand_as_compressed() -> None:
+    session = Setting().fed(100)
+    held = session.cache.serials()
+    standing = session.standing
+    assert standing[:4] == ["kept"] * 4
+    assert set(standing[4:]) == {"compressed", "window"}
+    assert [each != "compressed" for each in standing] == [n in held for n in range(100)]
+    assert "compressed" not in Setting().fed(20).standing
+
+
 def test_what_was_archived_cannot_be_pinned_rewound_to_or_edited() -> None:
     session = Setting().fed(100)
     before = state(session)

@@ -7,6 +7,7 @@ import torch
 
 import kvkeep
 from kvkeep.bench.peers.base import DTYPE, About, Forked, Setup
+from kvkeep.spans import GONE
 
 
 class KvkeepPeer:
@@ -46,7 +47,7 @@ class KvkeepPeer:
 
     def tokens(self) -> list[int]:
         seen = zip(self._session.tokens, self._session.standing, strict=True)
-        return [token for token, standing in seen if standing != "forgotten"]
+        return [token for token, standing in seen if standing not in GONE]
 
     def save(self, path: Path) -> float:
         begun = perf_counter()

@@ -21,11 +21,13 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("name", metavar="NAME|FILE")
-@click.option("--forgotten", is_flag=True, help="Show the text that is forgotten, too.")
+@click.option(
+    "--forgotten", is_flag=True, help="Show the text that is forgotten or compressed, too."
+)
 def show(name: str, forgotten: bool) -> None:
     """Show what a session holds, and its text.
 
-    Where tokens are forgotten, a mark in brackets says how many.
+    Where tokens are forgotten or compressed, a mark in brackets says how many.
     """
     from kvkeep import Snapshot
 
@@ -35,20 +37,25 @@ def show(name: str, forgotten: bool) -> None:
         click.echo(f"{what:<8} {value}")
     click.echo()
     text = _tokenizer(file, snapshot)
+    gone = "compressed" if compressed_cells(snapshot) else "forgotten"
     for remembered, ids in runs(snapshot):
         if remembered:
             sys.stdout.write(text.decode(ids))
         else:
-            sys.stdout.write(_mark(len(ids), text.decode(ids) if forgotten else None))
+            sys.stdout.write(_mark(len(ids), gone, text.decode(ids) if forgotten else None))
     click.echo()
 
 
 def runs(snapshot: "Snapshot") -> Iterator[tuple[bool, list[int]]]:
-    """All token ids in order, in runs that are remembered (True) or forgotten (False)."""
+    """All token ids in order, in runs that are remembered (True) or not (False)."""
     live = {serial for segment in snapshot.segments for serial in segment.serials()}
     tokens = zip(snapshot.serials.tolist(), snapshot.tokens.tolist(), strict=True)
     for remembered, run in groupby(tokens, lambda token: token[0] in live):
         yield remembered, [index for _, index in run]
+
+
+def compressed_cells(snapshot: "Snapshot") -> int:
+    return sum(segment.length for segment in snapshot.segments if segment.compressed)
 
 
 def _facts(file: Path, snapshot: "Snapshot") -> Iterator[tuple[str, str]]:
@@ -62,7 +69,9 @@ def _facts(file: Path, snapshot: "Snapshot") -> Iterator[tuple[str, str]]:
     yield "policy", f"{policy['name']}: {settings}"
     if bits := snapshot.bits.kv or snapshot.bits.far:
         yield "cells", f"in {bits} bits" + ("" if snapshot.bits.kv else ", but for the window's")
-    yield "tokens", f"{total:,}, of which {snapshot.cells:,} are remembered"
+    compressed = compressed_cells(snapshot)
+    others = f", the others compressed to {counted(compressed, 'cell')}" if compressed else ""
+    yield "tokens", f"{total:,}, of which {snapshot.cells - compressed:,} are remembered{others}"
     if unread := snapshot.notes.get(UNREAD):
         yield "unread", f"{counted(len(unread), 'token')} of a prompt that was interrupted"
 
@@ -82,7 +91,7 @@ def _tokenizer(file: Path, snapshot: "Snapshot") -> "TextCodec":
     return text
 
 
-def _mark(count: int, text: str | None) -> str:
-    what = f"{count:,} forgotten {'token' if count == 1 else 'tokens'}"
+def _mark(count: int, gone: str, text: str | None) -> str:
+    what = f"{count:,} {gone} {'token' if count == 1 else 'tokens'}"
     mark = f"[... {what} ...]" if text is None else f"[{what}: {text}]"
     return click.style(mark, dim=True) if sys.stdout.isatty() else mark
