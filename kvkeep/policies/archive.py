@@ -1,14 +1,10 @@
 """Policy `archive`: the bounded memory with a past."""
 
-import itertools
 import math
 from collections.abc import Set
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
-from kvkeep.cache import NO_TOKEN, Block, Cells, KVCache, PositionMap, Segment, Window
+from kvkeep.cache import NO_TOKEN, Cells, KVCache, PositionMap, Segment, Window
 from kvkeep.errors import InvalidArgument
 from kvkeep.methods import (
     BEST,
@@ -20,6 +16,7 @@ from kvkeep.methods import (
     make_method,
 )
 from kvkeep.policies.base import open_anchors
+from kvkeep.policies.distance import draw_closer, moved
 
 RATIO = 2.0
 SLACK = 8  # a full archive gives up one of so many cells, and is then not full for a while
@@ -208,59 +205,11 @@ class Archive:
         cache.segments = [*others[:at], *archived, *others[at:]]
 
     def _draw_closer(self, cache: KVCache) -> None:
-        """Halves distances beyond the window, before the first cell is seen from too far.
-
-        That is, before the next block is full.
-        """
-        ahead = self.window + self.block - _in_window(cache)
-        while _reach(cache) + ahead > self.span:
-            cache.segments = [run for segment in cache.segments for run in _runs(segment)]
-            # Pinned cells may lie among those of the window, which are the newest but for them.
-            near = cache.time - _in_window(cache) - self.pinned
-            for segment in cache.segments:
-                _halve(cache, segment, near)
-
-
-def _halve(cache: KVCache, segment: Segment, near: int) -> None:
-    """Halves the distance of a segment's cells from a position, as far as they lie before it."""
-    if segment.compressed:
-        cells = segment.block.slots
-        seen = cells.positions - segment.map.offset
-        positions = torch.where(seen < near, near - (near - seen + 1) // 2, seen)
-        segment.block = Block(_moved(cache, cells, positions))
-        segment.map = PositionMap()
-        return
-    last = int(_positions(segment)[-1]) - segment.map.offset
-    if last < near:
-        segment.map = segment.map.closer((near - last) // 2)
-
-
-def _runs(segment: Segment) -> list[Segment]:
-    """A segment cut where positions are missing: each run then has a map of its own."""
-    if segment.compressed:
-        return [segment]
-    gaps = torch.nonzero(_positions(segment).diff() != 1).flatten() + 1
-    bounds = [0, *gaps.tolist(), segment.length]
-    if len(bounds) == 2:
-        return [segment]
-    return [
-        Segment.of(segment.layout, segment.read(first, end - first), segment.map, segment.anchor)
-        for first, end in itertools.pairwise(bounds)
-    ]
-
-
-def _positions(segment: Segment) -> Tensor:
-    """`[..., n]`: those of the live cells, oldest first."""
-    positions = segment.block.slots.positions
-    return torch.cat([positions[..., slot] for slot in segment.slots(0, segment.length)], -1)
-
-
-def _reach(cache: KVCache) -> int:
-    """The distance of the next token to the cell that is seen from furthest."""
-    return max(
-        (segment.map(cache.time) - int(_positions(segment).min()) for segment in cache.segments),
-        default=0,
-    )
+        """Before the first cell is seen from too far; that is, before the next block is full."""
+        inside = _in_window(cache)
+        # Pinned cells may lie among those of the window, which are the newest but for them.
+        near = cache.time - inside - self.pinned
+        draw_closer(cache, near, self.span - (self.window + self.block - inside))
 
 
 def _takes(segment: Segment, count: int) -> bool:
@@ -296,14 +245,9 @@ def _as_seen(cache: KVCache, found: list[tuple[Segment, Cells]]) -> Cells:
     dtype = cache.layout.dtype
     return Cells.joined(
         [
-            _moved(cache, cells.restored(dtype), cells.positions - offset)
+            moved(cache, cells.restored(dtype), cells.positions - offset)
             if (offset := segment.map.offset)
             else cells.restored(dtype)
             for segment, cells in found
         ]
     )
-
-
-def _moved(cache: KVCache, cells: Cells, positions: Tensor) -> Cells:
-    """Cells at other positions, their keys rotated once more."""
-    return cells.moved(cache.rope, positions - cells.positions)
