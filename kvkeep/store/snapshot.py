@@ -21,7 +21,7 @@ from kvkeep.store.segments import (
 )
 
 KIND, FORMAT = "snapshot", 2
-_OF_PLAIN_CELLS = 1  # the format of a file that says nothing of what came after it
+_OF_PLAIN_CELLS = 1  # the format of a file that holds nothing which its readers cannot ignore
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,14 @@ class Snapshot:
             "created": self.created,
             "notes": self.notes,
         }
-        version = _OF_PLAIN_CELLS if self.bits == Bits() else FORMAT
+        version = _OF_PLAIN_CELLS if self._plain else FORMAT
         return write_container(Path(path), KIND, version, document, stored)
+
+    @property
+    def _plain(self) -> bool:
+        """Whether nothing is quantised or compressed, nor is to be."""
+        compressed = any(segment.compressed for segment in self.segments)
+        return self.bits == Bits() and self.observed is None and not compressed
 
     @classmethod
     def load(cls, path: str | Path) -> "Snapshot":
