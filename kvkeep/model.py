@@ -115,7 +115,7 @@ class Model:
             store: where the first prompt's evaluated beginning is looked up and kept.
             discard: of "shift", how many of the oldest cells go at once; half by default.
             group, window: of "self_extend", positions per group and the exact neighbourhood;
-                the window of "archive" too, five eighths of the budget by default.
+                the window of "archive" too, eleven sixteenths of the budget by default.
             method, ratio: of "archive", how what leaves the window is compressed, and how much.
             calibration: of "archive", what is known of the model; see `load_calibration`.
             kv_bits: "8", "4" or "8/4" (keys and values) to keep cells quantised.

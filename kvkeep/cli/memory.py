@@ -165,7 +165,7 @@ def memory_options(keep: Decorator) -> Decorator:
                 "--window",
                 metavar="N",
                 type=whole_number(1),
-                show_default="1024; of archive five eighths of the budget",
+                show_default="1024; of archive 11/16 of the budget",
                 help="Of self_extend: near tokens that do not. Of archive: tokens held exactly.",
             ),
             click.option(
@@ -178,8 +178,8 @@ def memory_options(keep: Decorator) -> Decorator:
                 "--ratio",
                 metavar="X",
                 type=ratio,
-                show_default="2",
-                help="Of archive: how many times fewer cells they become, at first.",
+                show_default="1, until the archive is full",
+                help="Of archive: how many times fewer cells they become at once.",
             ),
             calibration_option("Of archive: what `kvkeep calibrate` measured of the model."),
             click.option(

@@ -18,7 +18,8 @@ class Candidates:
 
     cells: n of them, oldest first. queries: the newest ones, of tokens that came after the cells
     or are of them; None where nobody observed. statistics: of the model, from a calibration; None
-    without one. seed: for what is drawn.
+    without one. seed: for what is drawn. ageing: whether they compete with cells still to come, for
+    ever: what is older may then be worth less.
     """
 
     cells: Cells
@@ -27,6 +28,7 @@ class Candidates:
     queries: Queries | None = None
     statistics: Statistics | None = None
     seed: int = 0
+    ageing: bool = False
 
     def __len__(self) -> int:
         return len(self.cells)
@@ -57,6 +59,12 @@ class Candidates:
     def keys(self) -> Tensor:
         """As they are stored; float32."""
         return self.cells.keys.float()
+
+    @cached_property
+    def age(self) -> Tensor:
+        """`[layers, kv_heads, n]` float32: how many positions before the newest."""
+        age = self.positions.max() - self.positions
+        return age.to(self.cells.keys.device, torch.float32)
 
     @cached_property
     def unrotated(self) -> Tensor:

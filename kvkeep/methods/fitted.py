@@ -11,10 +11,12 @@ from kvkeep.methods.base import Candidates, Compressed, Method, rows
 from kvkeep.methods.keydiff import inverse_lengths, unlikeness
 
 ALIKE = 0.9  # the least cosine of keys that are taken for one
+AGE = 0.6  # what a cell is worth less for each doubling of its age, where cells age
 BLOCK = 256  # cells compared with all older ones at a time
 LAYERS = 10  # whose pairs of cells are compared at a time
 MASS = 0.5  # how much of the log of a count goes into the bias
 REPEATED = 4.0  # what a repeat is worth less; distinctness lies within -2 and 2
+YOUNG = 32  # positions
 
 
 class Fitted(Method):
@@ -26,6 +28,9 @@ class Fitted(Method):
     key that stands out. Another cell joins the dominant that it is most like if it is alike enough:
     its value goes into a mean there, and its mass into a bias on the logit. What is like none of
     them is forgotten.
+
+    In an archive, cells are worth less the older they are: otherwise it fills up with what was
+    distinct long ago, and what was read of late has no place in it.
 
     With statistics, keys are compared as queries see them (differences are weighted by a power of
     the queries' second moment), and each KV head has the likeness that its merges tolerate.
@@ -43,6 +48,8 @@ class Fitted(Method):
         seen, shortened = _as_seen(candidates, lengths)
         directions = (seen * shortened.unsqueeze(-1)).bfloat16()
         distinct = unlikeness(seen, shortened) + unlikeness(candidates.keys, lengths)
+        if candidates.ageing:
+            distinct -= AGE * torch.log2(candidates.age / YOUNG + 1)
         worth = distinct - REPEATED * _by_layers(_repeats, directions, least)[0]
         order = worth.argsort(-1, descending=True)
         kept, left = order[..., :count].sort(-1).values, order[..., count:]

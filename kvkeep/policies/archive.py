@@ -18,7 +18,7 @@ from kvkeep.methods import (
 from kvkeep.policies.base import open_anchors
 from kvkeep.policies.distance import draw_closer, moved
 
-RATIO = 2.0
+RATIO = 1.0
 SLACK = 8  # a full archive gives up one of so many cells, and is then not full for a while
 STRETCH = 1024  # cells that one segment of the archive holds
 
@@ -27,7 +27,7 @@ class Archive:
     """Anchors exactly, what is older than a window compressed, and the window exactly.
 
     The first `keep` cells and the pinned ones are anchors. The window holds at most `window +
-    block` cells. When it is full, its oldest `block` are compressed by `ratio` into the archive.
+    block` cells. When it is full, its oldest `block` go into the archive, compressed by `ratio`.
     When the archive is full, all of it and the block are compressed together: what is older has
     been through that more often, and is coarser. Blocks end where they would in any prefill step.
 
@@ -56,7 +56,7 @@ class Archive:
         self.method = make_method(method)
         self.ratio = ratio
         self.block = block or min(512, max(1, max_kv_size // 16))
-        self.window = window or max(1, max_kv_size * 5 // 8)
+        self.window = window or max(1, max_kv_size * 11 // 16)
         self.span = span or 2 * max_kv_size
         self.seed = seed
         self.calibrated_by = calibrated_by
@@ -179,7 +179,9 @@ class Archive:
     def _candidates(self, cache: KVCache, cells: Cells) -> Candidates:
         queries = cache.observer.queries() if cache.observer else None
         seed = self.seed + cache.serial
-        return Candidates(cells, cache.rope, cache.scale, queries, self.statistics, seed)
+        return Candidates(
+            cells, cache.rope, cache.scale, queries, self.statistics, seed, ageing=True
+        )
 
     def _compressed(
         self, cache: KVCache, cells: Cells, count: int, done: list[Compression]
