@@ -388,6 +388,7 @@ def test_an_edit_that_fails_inside_the_model_changes_nothing(call, policy: str) 
     session.feed(TEXT)
 
 
+@pytest.mark.slow
 def test_the_real_model_equals_the_naive_memory_through_edits(smollm2_fp32: Model) -> None:
     ids = smollm2_fp32.text.encode(topic_text()[:4000])[:420]
     session = smollm2_fp32.session(96, keep=4)

@@ -63,6 +63,7 @@ def test_every_measure_is_read_in_every_round_of_every_peer(asking: Asking) -> N
     assert order == ["kvkeep", "transformers", "transformers", "kvkeep"]
 
 
+@pytest.mark.slow
 def test_an_endless_run_is_compared_at_its_beginning_and_its_end(asking: Asking) -> None:
     result = run_benchmark(asking("endless"))
     ours, theirs = result.traces

@@ -19,6 +19,7 @@ def setup(small_folder: Path) -> Setup:
     return Setup(str(small_folder), small_folder, "cpu", 1)
 
 
+@pytest.mark.slow
 def test_turns_rotate_and_the_impatient_leave_slow_ones_out(setup: Setup) -> None:
     skipped, about = list[str](), dict[str, About]()
     with Crew(setup, VARIANTS, skipped, about, patience=100.0) as crew:

@@ -71,7 +71,7 @@ def test_a_saved_session_keeps_how_it_is_compressed(invoke, tiny, home: Path) ->
     assert invoke(*asked).exit_code == 0
     before = _saved(home, "s").tokens.tolist()
     for option, value, saved in (
-        *(("--method", "knorm", "keydiff"), ("--ratio", 2, "4.0"), ("--window", 20, "30")),
+        *(("--method", "knorm", "keydiff"), ("--ratio", 2, "4.0"), ("--window", 20, "33")),
         *(("--policy", "sliding", "archive"), ("--max-kv-size", 64, "48")),
     ):
         _refused(invoke(*asked, option, value), f"{option} is", f"saved with {saved}")
