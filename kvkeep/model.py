@@ -141,7 +141,7 @@ class Model:
             window=window,
             method=method,
             ratio=ratio,
-            span=self.spec.max_positions if policy == Archive.name else None,
+            span=min(2 * budget, self.spec.max_positions) if policy == Archive.name else None,
         )
         self._calibrate(chosen, calibration)
         bits = checked_bits(policy, kv_bits, far_bits)
