@@ -13,6 +13,7 @@ from kvkeep.methods.keydiff import inverse_lengths, unlikeness
 ALIKE = 0.9  # the least cosine of keys that are taken for one
 AGE = 0.6  # what a cell is worth less for each doubling of its age, where cells age
 BLOCK = 256  # cells compared with all older ones at a time
+FADING = 0.9  # what is left of a bias each time, where cells age
 LAYERS = 10  # whose pairs of cells are compared at a time
 MASS = 0.5  # how much of the log of a count goes into the bias
 REPEATED = 4.0  # what a repeat is worth less; distinctness lies within -2 and 2
@@ -29,8 +30,8 @@ class Fitted(Method):
     its value goes into a mean there, and its mass into a bias on the logit. What is like none of
     them is forgotten.
 
-    In an archive, cells are worth less the older they are: otherwise it fills up with what was
-    distinct long ago, and what was read of late has no place in it.
+    In an archive, cells are worth less the older they are, and their mass fades: otherwise it fills
+    up with what was distinct long ago, and what has been said a thousand times drowns the rest.
 
     With statistics, keys are compared as queries see them (differences are weighted by a power of
     the queries' second moment), and each KV head has the likeness that its merges tolerate.
@@ -113,7 +114,7 @@ def _merged(
     mixed = cells.values.float() * own.unsqueeze(-1)
     mixed.scatter_add_(2, into.unsqueeze(-1).expand_as(values), values)
     mixed /= total.unsqueeze(-1)
-    bias = MASS * total.log()
+    bias = MASS * total.log() * (FADING if candidates.ageing else 1)
     values = mixed.to(cells.values.dtype)
     return Compressed(
         Cells(cells.keys, values, cells.positions, cells.serials, bias),
