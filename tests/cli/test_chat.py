@@ -1,6 +1,7 @@
 """A chat feeds each turn what memory lacks, forgets only what it must, and can be taken back."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -121,7 +122,7 @@ def test_commands_work_from_a_pipe(invoke, tiny) -> None:
         assert f"\n  {command}" in f"\n{said}"
     assert "there is no turn to take back" in said
     assert "there is no command /dance" in said
-    assert "# kept            4 tokens" in said
+    assert re.search(r"# kept +4 tokens", said)
     assert "the first 9 tokens are never forgotten" in said
     assert "/keep takes a number of tokens; found ''" in said
     assert "back; 0 turns before this" in said
