@@ -158,7 +158,7 @@ def test_chat_in_a_terminal(start, tiny, terminal, tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         _read_until(ours, "> ")
     os.write(ours, b"/memory\n")
-    assert "kept            4 tokens" in _read_until(ours, "> ")
+    assert "kept             4 tokens" in _read_until(ours, "> ")
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=30) == 0
     assert "cells 64 of 64" in _read_until(ours, "peak RAM")

@@ -82,8 +82,8 @@ def test_show_marks_what_is_compressed(invoke, tiny) -> None:
     asked = ("generate", "--session", "c", "-p", "One two three. " * 12, "-n", 0)
     assert invoke(*asked, *archive, *tiny).exit_code == 0
     shown = invoke("sessions", "show", "c").stdout
-    assert "tokens   49, of which 19 are remembered, the others compressed to 4 cells" in shown
-    assert "\n\nOne two three.[... 30 compressed tokens ...]" in shown
+    assert "tokens   49, of which 20 are remembered, the others compressed to 3 cells" in shown
+    assert "\n\nOne two three.[... 29 compressed tokens ...]" in shown
 
 
 def test_show_refuses_another_tokenizer(invoke, tiny_folder, tmp_path: Path) -> None:
