@@ -135,7 +135,7 @@ class Segment:
     @property
     def slack(self) -> int:
         """Cells of storage that may lie idle in each segment of an edited window."""
-        return max(1, self.limit // 16)
+        return self.limit // 16
 
     def drop_oldest(self, count: int) -> None:
         self.length -= count
