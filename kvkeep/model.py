@@ -10,6 +10,7 @@ from torch import Tensor
 from kvkeep.calibration import Calibration
 from kvkeep.capture import revive
 from kvkeep.compiled.decoder import can_decode
+from kvkeep.context import WHOLE_PROMPT
 from kvkeep.errors import InvalidArgument
 from kvkeep.models.config import read_spec
 from kvkeep.models.llama import Decoder, cell_layout
@@ -20,7 +21,7 @@ from kvkeep.models.spec import ModelSpec
 from kvkeep.models.text import TextCodec
 from kvkeep.models.weights import check_tensors, read_shapes, read_tensors
 from kvkeep.policies import Archive, Policy, checked_bits, longest, make_policy
-from kvkeep.session import WHOLE_PROMPT, Session
+from kvkeep.session import Session
 from kvkeep.store.fingerprint import Fingerprint, fingerprint
 from kvkeep.store.prefix import PrefixStore
 from kvkeep.store.snapshot import Snapshot

@@ -21,8 +21,8 @@ from kvkeep.bench.endless_run import WRITING, Endless, Plan, measure_endless
 from kvkeep.bench.machine import Machine, describe_machine
 from kvkeep.bench.manual import manual_text
 from kvkeep.bench.progress import bar
-from kvkeep.cli.memory import DTYPE_NAMES
 from kvkeep.cli.output_file import write_whole
+from kvkeep.cli.which_model import DTYPE_NAMES
 from kvkeep.evaluate.plot import check_plottable
 from kvkeep.models.source import DEFAULT_MODEL
 

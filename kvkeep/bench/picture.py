@@ -19,8 +19,8 @@ from kvkeep.bench.machine import Machine, describe_machine
 from kvkeep.bench.manual import manual_text
 from kvkeep.bench.picture_plot import draw_picture
 from kvkeep.bench.progress import bar
-from kvkeep.cli.memory import DTYPE_NAMES
 from kvkeep.cli.output_file import write_whole
+from kvkeep.cli.which_model import DTYPE_NAMES
 from kvkeep.errors import ContextFull
 from kvkeep.evaluate.perplexity import PerplexityPoint, perplexity_points
 from kvkeep.evaluate.plot import check_plottable

@@ -18,7 +18,7 @@ from kvkeep.bench.command import INTERRUPTED, Measurement, check_outputs, out_op
 from kvkeep.bench.machine import describe_machine
 from kvkeep.bench.one_prefill import Prefill, Way, measure_apart
 from kvkeep.bench.progress import bar
-from kvkeep.cli.memory import DTYPE_NAMES
+from kvkeep.cli.which_model import DTYPE_NAMES
 from kvkeep.models.source import DEFAULT_MODEL, resolve
 
 

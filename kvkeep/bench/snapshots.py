@@ -28,7 +28,7 @@ from kvkeep.bench.snapshots_run import (
     measure_drift,
     peers,
 )
-from kvkeep.cli.memory import DTYPE_NAMES
+from kvkeep.cli.which_model import DTYPE_NAMES
 from kvkeep.model import Model
 from kvkeep.models.source import DEFAULT_MODEL
 from kvkeep.store.snapshot import Snapshot

@@ -10,8 +10,8 @@ import click
 from kvkeep.bench.compare.plan import PARTS, PEERS, QUICK, Plan
 from kvkeep.cli.options import whole_number
 from kvkeep.cli.output_file import check_writable, write_whole
+from kvkeep.cli.which_model import MODEL
 from kvkeep.errors import InvalidArgument, KvkeepError
-from kvkeep.models.source import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from kvkeep.bench.compare.results import Result
@@ -33,9 +33,7 @@ def peer_names(value: str) -> tuple[str, ...]:
 @click.option(
     "--peers", metavar="NAME,...", type=peer_names, default=",".join(PEERS), help="Who is measured."
 )
-@click.option(
-    "-m", "--model", metavar="NAME", default=DEFAULT_MODEL, help="As for `kvkeep generate`."
-)
+@MODEL
 @click.option(
     "--gguf",
     metavar="FILE.gguf",

@@ -4,11 +4,10 @@ from pathlib import Path
 
 import click
 
-from kvkeep.cli.memory import DTYPE_NAMES
 from kvkeep.cli.output_file import check_store_place
 from kvkeep.cli.text_input import read_text
+from kvkeep.cli.which_model import DEVICE, DTYPE, MODEL, load_named
 from kvkeep.errors import InvalidArgument
-from kvkeep.models.source import DEFAULT_MODEL
 
 
 @click.command()
@@ -21,14 +20,9 @@ from kvkeep.models.source import DEFAULT_MODEL
     required=True,
     help="Where it is kept.",
 )
-@click.option("-m", "--model", metavar="NAME", default=DEFAULT_MODEL, help="As for generate.")
-@click.option(
-    "--dtype",
-    type=click.Choice(DTYPE_NAMES),
-    default=DTYPE_NAMES[0],
-    help="Of weights and memory.",
-)
-@click.option("--device", metavar="NAME", default="cpu", help="Torch device.")
+@MODEL
+@DTYPE
+@DEVICE
 @click.option("-q", "--quiet", is_flag=True, help="No progress bars, no closing line.")
 def calibrate(text: str, output: Path, model: str, dtype: str, device: str, quiet: bool) -> None:
     """Measure a model on the file TEXT ("-": standard input), for compressing its memory.
@@ -43,10 +37,9 @@ def calibrate(text: str, output: Path, model: str, dtype: str, device: str, quie
 
     from tqdm import tqdm
 
-    from kvkeep import load_model
     from kvkeep.calibration import calibrate as measure
 
-    loaded = load_model(model, dtype=dtype, device=device, progress=not quiet)
+    loaded = load_named(model, dtype, device, weights=None, progress=not quiet)
     ids = loaded.text.encode(written)
     hidden = True if quiet else None  # None: unless it is a terminal
     with tqdm(total=len(ids), desc="measuring", unit="tok", disable=hidden, leave=False) as bar:

@@ -8,17 +8,15 @@ import click
 
 from kvkeep.cli.compression import BEST, METHOD_NAMES, calibrated, calibration_option, ratio
 from kvkeep.cli.options import Decorator, collected, given, whole_number
+from kvkeep.cli.which_model import DEVICE, DTYPE, MODEL, PREFILL_STEP, WEIGHTS, load_named
 from kvkeep.errors import InvalidArgument
-from kvkeep.models.known import KNOWN
-from kvkeep.models.source import DEFAULT_MODEL, home
+from kvkeep.models.source import home
 
 if TYPE_CHECKING:
     from kvkeep import Model, PrefixStore, Session
 
 # Written out, because the modules that define them import torch, and help must open at once.
 POLICY_NAMES = ("sliding", "shift", "archive", "self_extend", "full")
-DTYPE_NAMES = ("bfloat16", "float32")
-WEIGHT_NAMES = ("bf16", "int8", "int4")
 CODEC_NAMES = ("none", "zstd", "int8")
 BIT_NAMES = ("8", "8/4", "4")
 
@@ -60,23 +58,16 @@ class Memory:
 
             checked_bits(self.policy, self.kv_bits, self.far_bits)
         # What goes on from a file has the policy of that file, where none is named.
+        settings = self._settings() if given("policy") else {}
         if self.calibration is not None and given("policy") and self.policy != "archive":
             raise InvalidArgument(f'policy "{self.policy}" has no use for a calibration')
         if self.max_kv_size is not None and self.keep is not None:
             from kvkeep.policies import make_policy
 
-            make_policy(self.policy, self.max_kv_size, keep=max(self.keep, 0), **self._settings())
+            make_policy(self.policy, self.max_kv_size, keep=max(self.keep, 0), **settings)
 
     def load(self, progress: bool) -> "Model":
-        from kvkeep import load_model
-
-        name = self.model
-        if name.lower() not in KNOWN and Path(name).expanduser().exists():
-            # What is saved remembers its model by name, and may be continued in another folder.
-            name = str(Path(name).expanduser().absolute())
-        return load_model(
-            name, dtype=self.dtype, device=self.device, weights=self.weights, progress=progress
-        )
+        return load_named(self.model, self.dtype, self.device, self.weights, progress)
 
     def session(self, model: "Model", keep: int, store: "PrefixStore | None" = None) -> "Session":
         return model.session(
@@ -125,13 +116,7 @@ def memory_options(keep: Decorator) -> Decorator:
         Memory,
         "memory",
         [
-            click.option(
-                "-m",
-                "--model",
-                metavar="NAME",
-                default=DEFAULT_MODEL,
-                help="Known name, GGUF file, model folder or hub id.",
-            ),
+            MODEL,
             click.option(
                 "--max-kv-size",
                 metavar="N",
@@ -194,26 +179,10 @@ def memory_options(keep: Decorator) -> Decorator:
                 show_default="not quantised",
                 help="The same of all that is not in the window.",
             ),
-            click.option(
-                "--prefill-step",
-                metavar="N",
-                type=whole_number(1),
-                default=512,
-                help="Tokens evaluated at once.",
-            ),
-            click.option(
-                "--dtype",
-                type=click.Choice(DTYPE_NAMES),
-                default=DTYPE_NAMES[0],
-                help="Of weights and memory.",
-            ),
-            click.option(
-                "--weights",
-                type=click.Choice(WEIGHT_NAMES),
-                show_default="as the file has them",
-                help="What is read of the model for each token written.",
-            ),
-            click.option("--device", metavar="NAME", default="cpu", help="Torch device."),
+            PREFILL_STEP,
+            DTYPE,
+            WEIGHTS,
+            DEVICE,
         ],
     )
 

@@ -16,6 +16,7 @@ class Report:
     a file or the prefix cache. prefix_differs_at: the first token at which the nearest prompt in
     the prefix cache differs, where more of it could have been reused. saved_bytes: of the file to
     which the session was saved last. kv_bits, far_bits: in which cells are kept, "8", "8/4" or "4".
+    settings: of the policy, such as an archive's method and ratio.
     keep, kv_cells: tokens. kv_bytes: memory that keys and values take at the end. seed: the one
     that was used. finish_reason: "length", "eos", "stop", "end" (of the text or the chat),
     "interrupt" (Ctrl-C), "closed" (the reader of standard output went away) or "error".
@@ -26,6 +27,7 @@ class Report:
     policy: str
     max_kv_size: int
     keep: int
+    settings: dict[str, int | float | str]
     kv_bits: str | None
     far_bits: str | None
     seed: int | None

@@ -144,6 +144,7 @@ class Run:
             policy=session.policy,
             max_kv_size=session.max_kv_size,
             keep=session.keep,
+            settings=session.settings,
             kv_bits=session.bits.kv,
             far_bits=session.bits.far,
             seed=self._seed,

@@ -4,9 +4,9 @@ import json
 
 import click
 
-from kvkeep.cli.memory import DTYPE_NAMES, open_prefix_store
+from kvkeep.cli.memory import open_prefix_store
 from kvkeep.cli.text_input import read_prompt
-from kvkeep.models.source import DEFAULT_MODEL
+from kvkeep.cli.which_model import DTYPE, MODEL
 
 AROUND = 12  # tokens shown on each side
 
@@ -14,10 +14,8 @@ AROUND = 12  # tokens shown on each side
 @click.command(short_help="Say why a prompt is not taken from the prefix cache.")
 @click.option("-p", "--prompt", metavar="TEXT", help="The prompt.")
 @click.option("-f", "--file", metavar="FILE", help='File with the prompt; "-": standard input.')
-@click.option("-m", "--model", metavar="NAME", default=DEFAULT_MODEL, help="As for generate.")
-@click.option(
-    "--dtype", type=click.Choice(DTYPE_NAMES), default=DTYPE_NAMES[0], help="As for generate."
-)
+@MODEL
+@DTYPE
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
 @click.option("--no-progress", is_flag=True, help="No progress bars.")
 def why(

@@ -75,6 +75,8 @@ def test_a_saved_session_keeps_how_it_is_compressed(invoke, tiny, home: Path) ->
         *(("--policy", "sliding", "archive"), ("--max-kv-size", 64, "48")),
     ):
         _refused(invoke(*asked, option, value), f"{option} is", f"saved with {saved}")
+    agreeing = ("--max-kv-size", 48, "--method", "keydiff", "--ratio", 4)
+    assert invoke(*asked, *agreeing, "-n", 0).exit_code == 0
     assert _saved(home, "s").tokens.tolist() == before
 
 

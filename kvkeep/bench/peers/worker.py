@@ -1,10 +1,8 @@
 """A peer's own process: it answers one question after another until its connection is closed."""
 
-import ctypes
 import gc
 import signal
 import threading
-from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -12,6 +10,7 @@ import psutil
 from tqdm import tqdm
 
 from kvkeep.bench.peers.base import Peer, Setup, Variant
+from kvkeep.released import release_freed
 
 
 def serve(connection: Connection, setup: Setup, variant: Variant) -> None:
@@ -85,8 +84,7 @@ def _held(device: str) -> int:
 def _settle() -> None:
     """Gives back what is kept for later: a context made in it would seem to take no memory."""
     gc.collect()
-    with suppress(OSError, AttributeError):  # only glibc can be asked
-        ctypes.CDLL(None).malloc_trim(0)
+    release_freed()
 
 
 def _words(error: Exception) -> str:

@@ -15,11 +15,10 @@ from kvkeep.cli.compression import (
     number,
     ratio,
 )
-from kvkeep.cli.memory import DTYPE_NAMES, WEIGHT_NAMES, Memory
 from kvkeep.cli.options import Decorator, collected, whole_number
 from kvkeep.cli.output_file import check_writable
+from kvkeep.cli.which_model import DEVICE, DTYPE, MODEL, PREFILL_STEP, WEIGHTS, load_named
 from kvkeep.evaluate.facts import KEYS, TASKS, Where
-from kvkeep.models.source import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from kvkeep import Model
@@ -58,18 +57,7 @@ class ModelChoice:
     calibration: Path | None
 
     def load(self, progress: bool) -> "Model":
-        memory = Memory(
-            *(self.model, self.dtype, self.device),
-            max_kv_size=None,
-            keep=None,
-            policy="full",
-            discard=None,
-            group=None,
-            window=None,
-            prefill_step=self.prefill_step,
-            weights=self.weights,
-        )
-        return memory.load(progress)
+        return load_named(self.model, self.dtype, self.device, self.weights, progress)
 
     def calibrated(self, model: "Model") -> "Calibration | None":
         return calibrated(self.calibration, model)
@@ -121,29 +109,11 @@ def model_options() -> Decorator:
         ModelChoice,
         "choice",
         [
-            click.option(
-                "-m", "--model", metavar="NAME", default=DEFAULT_MODEL, help="As for generate."
-            ),
-            click.option(
-                "--dtype",
-                type=click.Choice(DTYPE_NAMES),
-                default=DTYPE_NAMES[0],
-                help="Of weights and memory.",
-            ),
-            click.option("--device", metavar="NAME", default="cpu", help="Torch device."),
-            click.option(
-                "--weights",
-                type=click.Choice(WEIGHT_NAMES),
-                show_default="as the file has them",
-                help="What is read of the model for each token written.",
-            ),
-            click.option(
-                "--prefill-step",
-                metavar="N",
-                type=whole_number(1),
-                default=512,
-                help="Tokens evaluated at once.",
-            ),
+            MODEL,
+            DTYPE,
+            DEVICE,
+            WEIGHTS,
+            PREFILL_STEP,
             calibration_option("What was learned of this model for compressing."),
         ],
     )

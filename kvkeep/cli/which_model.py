@@ -1,0 +1,52 @@
+"""Options that say which model runs and how, and the model that they stand for."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from kvkeep.cli.options import whole_number
+from kvkeep.models.known import KNOWN
+from kvkeep.models.source import DEFAULT_MODEL
+
+if TYPE_CHECKING:
+    from kvkeep import Model
+
+# Written out, because the modules that define them import torch, and help must open at once.
+DTYPE_NAMES = ("bfloat16", "float32")
+WEIGHT_NAMES = ("bf16", "int8", "int4")
+
+MODEL = click.option(
+    "-m",
+    "--model",
+    metavar="NAME",
+    default=DEFAULT_MODEL,
+    help="Known name, GGUF file, model folder or hub id.",
+)
+DTYPE = click.option(
+    "--dtype", type=click.Choice(DTYPE_NAMES), default=DTYPE_NAMES[0], help="Of weights and memory."
+)
+WEIGHTS = click.option(
+    "--weights",
+    type=click.Choice(WEIGHT_NAMES),
+    show_default="as the file has them",
+    help="What is read of the model for each token written.",
+)
+DEVICE = click.option("--device", metavar="NAME", default="cpu", help="Torch device.")
+PREFILL_STEP = click.option(
+    "--prefill-step",
+    metavar="N",
+    type=whole_number(1),
+    default=512,
+    help="Tokens evaluated at once.",
+)
+
+
+def load_named(name: str, dtype: str, device: str, weights: str | None, progress: bool) -> "Model":
+    """The model of that name. Raises ModelError where it cannot be had."""
+    from kvkeep import load_model
+
+    if name.lower() not in KNOWN and Path(name).expanduser().exists():
+        # What is saved remembers its model by name, and may be continued in another folder.
+        name = str(Path(name).expanduser().absolute())
+    return load_model(name, dtype=dtype, device=device, weights=weights, progress=progress)

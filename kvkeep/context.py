@@ -1,0 +1,315 @@
+"""The context that a session holds: looked at, named, pinned, edited and compressed."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from kvkeep.cache import Bits, KVCache
+from kvkeep.calibration import Calibration
+from kvkeep.compressing import CompressionReport, compress_held
+from kvkeep.edit import EditReport, Recompute, edit
+from kvkeep.errors import InvalidArgument
+from kvkeep.interrupts import interrupts_deferred
+from kvkeep.memory import Memory
+from kvkeep.methods import BEST, make_method
+from kvkeep.policies import Policy
+from kvkeep.released import release_freed
+from kvkeep.spans import Span, Standing, after_edit, standing_in
+
+if TYPE_CHECKING:
+    from kvkeep.model import Model
+
+WHOLE_PROMPT = -1  # keep: all of the first prompt
+
+
+class Context:
+    """What a session holds of its tokens, and every way to change it but by adding to its end.
+
+    A call that is refused changes nothing.
+    """
+
+    def __init__(
+        self,
+        model: "Model",
+        policy: Policy,
+        prefill_step: int,
+        bits: Bits = Bits(),  # noqa: B008 (frozen)
+    ):
+        if prefill_step < 1:
+            raise InvalidArgument(f"prefill_step must be 1 or more; found {prefill_step}")
+        self.prefill_step = prefill_step
+        self._model = model
+        self._text = model.text
+        self._memory = Memory(model.decoder, policy, bits)
+        self._keep_whole_prompt = False
+        self._spans: dict[str, tuple[int, int]] = {}
+
+    # What it holds
+
+    @property
+    def cache(self) -> KVCache:
+        """The cells; `cache.cells` counts them and `cache.nbytes` says what they take."""
+        return self._memory.cache
+
+    @property
+    def tokens(self) -> list[int]:
+        """Every token id so far, also those that the policy has forgotten."""
+        return self._memory.tokens.tolist()
+
+    @property
+    def logits(self) -> Tensor | None:
+        """`[vocab]` float32 for the last token evaluated (a copy); None before the first."""
+        current = self._memory.logits()
+        return None if current is None else current.clone()
+
+    @property
+    def policy(self) -> str:
+        return self._memory.policy.name
+
+    @property
+    def max_kv_size(self) -> int:
+        return self._memory.policy.max_kv_size
+
+    @property
+    def settings(self) -> dict[str, int | float | str]:
+        """What its policy was made with, its budget included, as far as it has settings."""
+        return dict(self._memory.policy.settings())
+
+    @property
+    def bits(self) -> Bits:
+        """In how many bits its cells are kept."""
+        return self._memory.bits
+
+    @property
+    def room(self) -> int | None:
+        """How many more tokens it can take; None if there is no end."""
+        return self._memory.policy.room(self.cache)
+
+    @property
+    def keep(self) -> int:
+        """How many of the first tokens stay for ever; -1 until the first prompt is known.
+
+        Setting a larger number pins the oldest cells still held; a smaller one lets them go.
+        """
+        return WHOLE_PROMPT if self._keep_whole_prompt else self._memory.policy.keep
+
+    @keep.setter
+    def keep(self, keep: int) -> None:
+        if keep == WHOLE_PROMPT and not self._memory.tokens:
+            self._keep_whole_prompt = True
+            return
+        self._memory.change(keep=keep)
+        self._keep_whole_prompt = False
+
+    @property
+    def discard(self) -> int:
+        """How many of the oldest cells go at once at the budget; 0 where none ever goes.
+
+        Policy "shift" lets it be set, to 0 for half of what is neither kept nor pinned.
+        """
+        return int(getattr(self._memory.policy, "discard", 0))
+
+    @discard.setter
+    def discard(self, discard: int) -> None:
+        if "discard" not in self._memory.policy.settings():
+            raise InvalidArgument(
+                f'policy "{self.policy}" has no discard to set; policy="shift" has'
+            )
+        self._memory.change(discard=discard)
+
+    def text(self) -> str:
+        """All tokens as text, special tokens included."""
+        return self._text.decode(self.tokens)
+
+    # Changing what is in it
+
+    def delete(
+        self, start: int | str, end: int | None = None, recompute: Recompute = "none"
+    ) -> EditReport:
+        """Takes out tokens `start ... end - 1`, or a named span.
+
+        Args:
+            recompute: "none" leaves later cells as they were computed, so that the edit costs
+                little; "suffix" evaluates everything after it anew, which is exact.
+
+        Raises:
+            InvalidArgument: no such range or span, or it is no longer remembered.
+        """
+        return self._edit(*self._range(start, end), [], recompute)
+
+    def insert(
+        self, at: int, text: str | Sequence[int], recompute: Recompute = "none"
+    ) -> EditReport:
+        """Puts text or token ids in before token `at`. Otherwise as `delete`.
+
+        Raises ContextFull where it does not fit.
+        """
+        return self._edit(at, at, self._ids(text), recompute)
+
+    def replace(
+        self,
+        start: int | str,
+        end: int | None,
+        text: str | Sequence[int],
+        recompute: Recompute = "none",
+    ) -> EditReport:
+        """Puts text or token ids in the place of a range, or of a named span (`end` None).
+
+        Otherwise as `delete` and `insert`. A pinned or kept range stays pinned or kept.
+        """
+        return self._edit(*self._range(start, end), self._ids(text), recompute)
+
+    def make_room(self, count: int, bridge: str = " (...) ", keep: int | None = None) -> EditReport:
+        """Takes out old tokens so that `count` more fit, and bridges the gap.
+
+        The first `keep` tokens stay (by default those that the policy keeps, or 4), then comes the
+        bridge, then what is left. So a session whose context is full goes on.
+        """
+        kept = min(self.keep, 4) if self.policy == "full" else self.keep
+        first, ids = kept if keep is None else keep, self._text.encode(bridge)
+        free = len(self._memory.tokens) - first - len(ids) - 1
+        if not 1 <= count <= free or first < 0:
+            raise InvalidArgument(
+                f"make_room takes 1 to {free} tokens here, with the first {first} kept and a "
+                f"bridge of {len(ids)}; found {count}"
+            )
+        end = first + count + len(ids)
+        if self._memory.pins & set(self._memory.serials[first:end]):
+            raise InvalidArgument(
+                f"make_room would take out tokens {first} to {end}, and some of them are pinned: "
+                "unpin them, or keep more"
+            )
+        return self._edit(first, end, ids, "none")
+
+    def compress(
+        self,
+        ratio: float = 2.0,
+        method: str = BEST,
+        recent: int = 64,
+        seed: int = 0,
+        calibration: Calibration | None = None,
+        progress: Callable[[int], None] | None = None,
+    ) -> CompressionReport:
+        """Leaves `ratio` times fewer cells, once; each KV head keeps its own.
+
+        The first four, the newest `recent` and pinned cells stay as they are. Of the others each
+        512 become so many fewer. What the method keeps, merges or forgets cannot be edited or
+        named any more. Policy "full" only: "archive" compresses as it goes.
+
+        Args:
+            method: see `kvkeep.methods`. seed: of method "random".
+            calibration: what is known of the model, for methods that decide by it.
+            progress: called after each chunk with the number of cells that were in it.
+
+        Raises InvalidArgument where that cannot be done, before anything is changed.
+        """
+        chosen = make_method(method)
+        if calibration:
+            calibration.require(self._model)
+        statistics = calibration.statistics if calibration else None
+        with interrupts_deferred():
+            report = compress_held(self._memory, chosen, ratio, recent, seed, statistics, progress)
+        release_freed()
+        return report
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Names the tokens that come within the block; see `spans`.
+
+        An exception leaves the name free; the tokens that came before it stay.
+        """
+        if name in self._spans:
+            raise InvalidArgument(f"there is a span {name!r} already")
+        first = len(self._memory.tokens)
+        self._spans[name] = (first, first)
+        try:
+            yield
+        except BaseException:
+            self._spans.pop(name, None)
+            raise
+        first, _ = self._spans.get(name, (len(self._memory.tokens), 0))
+        self._spans[name] = (first, len(self._memory.tokens))
+
+    @property
+    def spans(self) -> dict[str, Span]:
+        """Named spans, where they are now, and how much of each is still remembered."""
+        held, serials = set(self.cache.serials()), self._memory.serials
+        return {
+            name: Span(name, start, end, sum(s in held for s in serials[start:end]))
+            for name, (start, end) in self._spans.items()
+        }
+
+    def name(self, name: str, start: int, end: int) -> None:
+        """Names a range of tokens that are there already; a name in use moves to it."""
+        self._spans[name] = self._range(start, end)
+
+    @property
+    def standing(self) -> list[Standing]:
+        """What became of each token, in order; see `Standing`."""
+        held: dict[int, Standing] = {}
+        gone: Standing = "forgotten"
+        for segment in self.cache.segments:
+            if segment.compressed:
+                gone = "compressed"
+                continue
+            for serial in segment.serials():
+                kept, pinned = len(held) < self.keep, serial in self._memory.pins
+                held[serial] = standing_in(segment, kept, pinned)
+        return [held.get(serial, gone) for serial in self._memory.serials]
+
+    def pin(self, start: int | str, end: int | None = None) -> None:
+        """Never forgets a range or a named span, wherever it lies, until it is unpinned.
+
+        Raises InvalidArgument where it is not all remembered, overlaps another pin, or would
+        leave no room for a window.
+        """
+        self._memory.pin(*self._range(start, end))
+
+    def unpin(self, start: int | str, end: int | None = None) -> None:
+        """Lets a pinned range go: it is forgotten as the window moves on."""
+        self._memory.unpin(*self._range(start, end))
+
+    def _range(self, start: int | str, end: int | None) -> tuple[int, int]:
+        if isinstance(start, str):
+            if end is not None:
+                raise InvalidArgument(f"a span's name takes no end; found {start!r} to {end}")
+            if start not in self._spans:
+                known = ", ".join(self._spans) or "none"
+                raise InvalidArgument(f"there is no span {start!r}; there are: {known}")
+            return self._spans[start]
+        total = len(self._memory.tokens)
+        if end is None or not 0 <= start < end <= total:
+            raise InvalidArgument(
+                f"a range needs 0 <= start < end <= {total}; found {start} to {end}"
+            )
+        return start, end
+
+    def _edit(self, start: int, end: int, ids: list[int], recompute: Recompute) -> EditReport:
+        if whole := self._keep_whole_prompt:
+            self._memory.policy.check(keep=len(ids))
+        report = edit(self._memory, start, end, ids, recompute, self.prefill_step)
+        if whole:
+            self.keep = len(ids)
+        self._move_spans(lambda span: after_edit(span, start, end, len(ids)))
+        return report
+
+    def _move_spans(self, moved: Callable[[tuple[int, int]], tuple[int, int]]) -> None:
+        """A span that loses its last token is gone."""
+        spans = {name: (span, moved(span)) for name, span in self._spans.items()}
+        self._spans = {
+            name: new for name, (old, new) in spans.items() if new[0] < new[1] or old[0] == old[1]
+        }
+
+    # How
+
+    def _ids(self, prompt: str | Sequence[int]) -> list[int]:
+        ids = self._text.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        vocabulary = self._model.spec.vocab_size
+        for index, token in enumerate(ids):
+            if not 0 <= token < vocabulary:
+                raise InvalidArgument(
+                    f"token ids must be 0 to {vocabulary - 1}; found {token} at index {index}"
+                )
+        return ids
