@@ -43,6 +43,18 @@ class Candidates:
         """Some of them."""
         return replace(self, cells=self.cells.part(where))
 
+    def layers(self, where: slice) -> "Candidates":
+        """All of them in some layers, of which neither queries nor statistics are known."""
+        cells, own = self.cells, self.cells.bias is not None
+        part = Cells(
+            cells.keys[where],
+            cells.values[where],
+            cells.positions[where] if own else cells.positions,
+            cells.serials,
+            cells.bias[where] if cells.bias is not None else None,
+        )
+        return replace(self, cells=part, queries=None, statistics=None)
+
     @cached_property
     def positions(self) -> Tensor:
         """`[layers, kv_heads, n]` int64."""

@@ -1,6 +1,5 @@
 """Method `fitted`: what is distinct stays as it is; what is alike lives on in it."""
 
-from collections.abc import Callable
 from typing import ClassVar
 
 import torch
@@ -14,7 +13,7 @@ ALIKE = 0.9  # the least cosine of keys that are taken for one
 AGE = 0.6  # what a cell is worth less for each doubling of its age, where cells age
 BLOCK = 256  # cells compared with all older ones at a time
 FADING = 0.9  # what is left of a bias each time, where cells age
-LAYERS = 10  # whose pairs of cells are compared at a time
+LAYERS = 5  # compressed at a time: what is in work then stays in the processor's caches
 MASS = 0.5  # how much of the log of a count goes into the bias
 REPEATED = 4.0  # what a repeat is worth less; distinctness lies within -2 and 2
 YOUNG = 32  # positions
@@ -44,18 +43,18 @@ class Fitted(Method):
         self._alike = alike
 
     def compress(self, candidates: Candidates, count: int) -> Compressed:
-        least = self._least_likeness(candidates)
-        lengths = inverse_lengths(candidates.keys)  # rotation does not change them
-        seen, shortened = _as_seen(candidates, lengths)
-        directions = (seen * shortened.unsqueeze(-1)).bfloat16()
-        distinct = unlikeness(seen, shortened) + unlikeness(candidates.keys, lengths)
+        least, emphasis = self._least_likeness(candidates), None
+        if candidates.statistics is not None:
+            emphasis = candidates.statistics.emphasis
+        worn = torch.zeros_like(candidates.bias)
         if candidates.ageing:
-            distinct -= AGE * torch.log2(candidates.age / YOUNG + 1)
-        worth = distinct - REPEATED * _by_layers(_repeats, directions, least)[0]
-        order = worth.argsort(-1, descending=True)
-        kept, left = order[..., :count].sort(-1).values, order[..., count:]
-        into, joins = _by_layers(_joining, directions, least, kept, left)
-        return _merged(candidates, kept, left, into, joins)
+            worn += AGE * torch.log2(candidates.age / YOUNG + 1)
+        parts = []
+        for first in range(0, candidates.shape[0], LAYERS):
+            some = slice(first, first + LAYERS)
+            seen_by = None if emphasis is None else emphasis[some]
+            parts.append(_fitted(candidates.layers(some), count, least[some], worn[some], seen_by))
+        return _stacked(parts)
 
     def _least_likeness(self, candidates: Candidates) -> Tensor:
         """`[layers, kv_heads, 1]`."""
@@ -64,32 +63,48 @@ class Fitted(Method):
         return torch.full((*candidates.shape[:2], 1), self._alike or ALIKE)
 
 
-def _as_seen(candidates: Candidates, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """Unrotated keys, whose distance is what queries see, and their inverse lengths."""
-    known = candidates.statistics
-    if known is None:
-        return candidates.unrotated, lengths
-    seen: Tensor = candidates.unrotated @ known.emphasis
-    return seen, inverse_lengths(seen)
+def _fitted(
+    candidates: Candidates, count: int, least: Tensor, worn: Tensor, emphasis: Tensor | None
+) -> Compressed:
+    """worn: what each cell is worth less. emphasis: the metric of queries, where it is known."""
+    lengths = inverse_lengths(candidates.keys)  # rotation does not change them
+    seen, shortened = candidates.unrotated, lengths
+    if emphasis is not None:
+        seen = seen @ emphasis
+        shortened = inverse_lengths(seen)
+    directions = (seen * shortened.unsqueeze(-1)).bfloat16()
+    distinct = unlikeness(seen, shortened) + unlikeness(candidates.keys, lengths)
+    worth = distinct - worn - REPEATED * _repeats(directions, least)
+    order = worth.argsort(-1, descending=True)
+    kept, left = order[..., :count].sort(-1).values, order[..., count:]
+    into, joins = _joining(directions, least, kept, left)
+    return _merged(candidates, kept, left, into, joins)
 
 
-def _by_layers(work: Callable[..., tuple[Tensor, ...]], *given: Tensor) -> list[Tensor]:
-    """Work on a few layers at a time: matrices of all pairs of cells then stay in the caches."""
-    parts = [
-        work(*(tensor[first : first + LAYERS] for tensor in given))
-        for first in range(0, given[0].shape[0], LAYERS)
-    ]
-    return [torch.cat(found) for found in zip(*parts, strict=True)]
+def _stacked(parts: list[Compressed]) -> Compressed:
+    """What became of the cells in some layers after what became of them in those before."""
+    cells = [part.cells for part in parts]
+    return Compressed(
+        Cells(
+            torch.cat([each.keys for each in cells]),
+            torch.cat([each.values for each in cells]),
+            torch.cat([each.positions for each in cells]),
+            cells[0].serials,
+            torch.cat([each.bias for each in cells if each.bias is not None]),
+        ),
+        merged=sum(part.merged * len(part.cells.keys) for part in parts)
+        / sum(len(part.cells.keys) for part in parts),
+    )
 
 
-def _repeats(directions: Tensor, least: Tensor) -> tuple[Tensor]:
+def _repeats(directions: Tensor, least: Tensor) -> Tensor:
     """1 for each cell that says what an older one says, else 0."""
     found, count = [], directions.shape[2]
     for first in range(0, count, BLOCK):  # what is younger need not be looked at
         upto = min(first + BLOCK, count)
         likeness = directions[:, :, first:upto] @ directions[:, :, :upto].transpose(-1, -2)
         found.append(likeness.tril_(first - 1).amax(-1))
-    return ((torch.cat(found, -1) > least).float(),)
+    return (torch.cat(found, -1) > least).float()
 
 
 def _joining(

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from kvkeep.cli import memory
+from kvkeep.cli import memory, which_model
 from kvkeep.cli.main import main
 from kvkeep.cli.sessions import sessions
 from kvkeep.model import DTYPES
@@ -64,5 +64,5 @@ def test_every_option_with_a_default_shows_it(invoke) -> None:
 
 def test_names_written_out_for_help_are_those_that_exist() -> None:
     assert sorted(memory.POLICY_NAMES) == sorted(POLICIES)
-    assert sorted(memory.DTYPE_NAMES) == sorted(DTYPES)
+    assert sorted(which_model.DTYPE_NAMES) == sorted(DTYPES)
     assert sorted(memory.CODEC_NAMES) == sorted(CODECS)
