@@ -21,6 +21,7 @@ from kvkeep import Snapshot, load_model
 from kvkeep.bench.machine import describe_machine
 from kvkeep.bench.manual import manual_text
 from kvkeep.errors import KvkeepError
+from kvkeep.released import release_freed
 
 
 @dataclass(frozen=True)
@@ -47,14 +48,12 @@ def measure(name: str, tokens: int, ratio: float, method: str) -> Freed:
     ids = model.text.encode(manual_text())[:tokens]
     model.session(policy="full").feed(ids[:600])
     model.fingerprint  # noqa: B018 (reads all weights, once)
-    gc.collect()
-    start = process.memory_info().rss
+    start = _resident(process)
     session = model.session(policy="full")
     session.feed(ids)
-    gc.collect()
-    rss, before = process.memory_info().rss - start, _file_bytes(session.snapshot())
+    rss, before = _resident(process) - start, _file_bytes(session.snapshot())
     report = session.compress(ratio, method)
-    gc.collect()
+    rss_after = process.memory_info().rss - start
     times = sorted(chunk.seconds for chunk in report.chunks)
     return Freed(
         ratio=ratio,
@@ -65,11 +64,19 @@ def measure(name: str, tokens: int, ratio: float, method: str) -> Freed:
         kv_bytes_before=report.bytes_before,
         kv_bytes_after=report.bytes_after,
         rss_before=rss,
-        rss_after=process.memory_info().rss - start,
+        rss_after=rss_after,
         file_before=before,
         file_after=_file_bytes(session.snapshot()),
         ms_per_chunk=round(1000 * times[len(times) // 2], 1),
     )
+
+
+def _resident(process: psutil.Process) -> int:
+    """Without what the process has freed already: that would hide what it takes next."""
+    gc.collect()
+    release_freed()
+    resident: int = process.memory_info().rss
+    return resident
 
 
 def _file_bytes(snapshot: Snapshot) -> int:

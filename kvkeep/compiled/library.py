@@ -1,6 +1,6 @@
 """The compiled kernels, where they were built and this CPU can run them.
 
-The structures are those of `src/decode.h` and `src/chunk.h`.
+The structures are those of `src/decode.h`, `src/chunk.h` and `src/alike.h`.
 """
 
 import ctypes
@@ -155,6 +155,21 @@ class Chunk(Structure):
     )
 
 
+class Alike(Structure):
+    _fields_ = (
+        ("heads", c_int32),
+        ("rows", c_int32),
+        ("columns", c_int32),
+        ("width", c_int32),
+        ("older", c_int32),
+        ("threads", c_int32),
+        ("row", c_void_p),
+        ("column", c_void_p),
+        ("most", c_void_p),
+        ("which", c_void_p),
+    )
+
+
 # What a step's seconds are counted under, in this order.
 PHASES = ("norms", "projections", "cells", "attention", "output", "mlp")
 HEAD_DIMS = (32, 64, 96, 128)
@@ -178,13 +193,22 @@ def library() -> ctypes.CDLL | None:
     kernels.kvkeep_attend_chunk.argtypes = [POINTER(Chunk)]
     kernels.kvkeep_angles.argtypes = [c_void_p, c_int, c_void_p, c_int, c_void_p]
     kernels.kvkeep_angles.restype = None
+    kernels.kvkeep_most_alike.argtypes = [POINTER(Alike)]
+    kernels.kvkeep_most_alike.restype = None
     return kernels
 
 
 def _agree(kernels: ctypes.CDLL) -> bool:
     """False for a library that was built from an older source than this file."""
-    sizes = (sum(map(ctypes.sizeof, structures)) for structures in (_DECODE, _CHUNK))
-    return (kernels.kvkeep_interface(), kernels.kvkeep_chunk_interface()) == tuple(sizes)
+    found = {
+        "kvkeep_interface": _DECODE,
+        "kvkeep_chunk_interface": _CHUNK,
+        "kvkeep_alike_interface": (Alike,),
+    }
+    return all(
+        hasattr(kernels, name) and getattr(kernels, name)() == sum(map(ctypes.sizeof, structures))
+        for name, structures in found.items()
+    )
 
 
 def _load(name: str) -> ctypes.CDLL | None:

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache import Cells
+from kvkeep.methods.alike import most_alike, most_alike_older
 from kvkeep.methods.base import Candidates, Compressed, Method, rows
 from kvkeep.methods.keydiff import inverse_lengths, unlikeness
 
 ALIKE = 0.9  # the least cosine of keys that are taken for one
 AGE = 0.6  # what a cell is worth less for each doubling of its age, where cells age
-BLOCK = 256  # cells compared with all older ones at a time
 FADING = 0.9  # what is left of a bias each time, where cells age
 LAYERS = 5  # compressed at a time: what is in work then stays in the processor's caches
 MASS = 0.5  # how much of the log of a count goes into the bias
@@ -74,9 +74,9 @@ def _fitted(
         shortened = inverse_lengths(seen)
     directions = (seen * shortened.unsqueeze(-1)).bfloat16()
     distinct = unlikeness(seen, shortened) + unlikeness(candidates.keys, lengths)
-    worth = distinct - worn - REPEATED * _repeats(directions, least)
-    order = worth.argsort(-1, descending=True)
-    kept, left = order[..., :count].sort(-1).values, order[..., count:]
+    repeats = most_alike_older(directions) > least
+    worth = distinct - worn - REPEATED * repeats.float()
+    kept, left = _divided(worth, count)
     into, joins = _joining(directions, least, kept, left)
     return _merged(candidates, kept, left, into, joins)
 
@@ -97,14 +97,13 @@ def _stacked(parts: list[Compressed]) -> Compressed:
     )
 
 
-def _repeats(directions: Tensor, least: Tensor) -> Tensor:
-    """1 for each cell that says what an older one says, else 0."""
-    found, count = [], directions.shape[2]
-    for first in range(0, count, BLOCK):  # what is younger need not be looked at
-        upto = min(first + BLOCK, count)
-        likeness = directions[:, :, first:upto] @ directions[:, :, :upto].transpose(-1, -2)
-        found.append(likeness.tril_(first - 1).amax(-1))
-    return (torch.cat(found, -1) > least).float()
+def _divided(worth: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Which cells have the highest worth, and which are left over, both in their order."""
+    stays = torch.zeros_like(worth, dtype=torch.bool)
+    stays.scatter_(-1, worth.topk(count, sorted=False).indices, True)
+    layers, kv_heads, total = worth.shape
+    kept = stays.nonzero()[:, -1].view(layers, kv_heads, count)
+    return kept, (~stays).nonzero()[:, -1].view(layers, kv_heads, total - count)
 
 
 def _joining(
@@ -113,7 +112,7 @@ def _joining(
     """For each cell that is left over: which of the kept it is most like, and 1 if it joins it."""
     if not left.shape[-1]:
         return left, left.float()
-    likeness, into = (rows(directions, left) @ rows(directions, kept).transpose(-1, -2)).max(-1)
+    likeness, into = most_alike(rows(directions, left), rows(directions, kept))
     return into, (likeness > least).float()
 
 

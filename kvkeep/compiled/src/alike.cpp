@@ -1,0 +1,130 @@
+#include "alike.h"
+
+#include <omp.h>
+
+#include <algorithm>
+#include <limits>
+
+#include "buffer.h"
+
+namespace kvkeep {
+namespace {
+
+constexpr int kRows = 6;   // that meet columns together: their sums stay in registers
+constexpr int kGroups = 2;  // of 16 columns each, at a time
+constexpr int kWide = kGroups * kLanes;
+
+template <bool kWhich>
+class AlikeRun {
+ public:
+  explicit AlikeRun(const Alike& alike)
+      : alike_(alike),
+        pairs_(alike.width / 2),
+        groups_((alike.columns + kWide - 1) / kWide * kGroups) {}
+
+  void run() {
+#pragma omp parallel num_threads(alike_.threads)
+    {
+      Buffer<__m512i> packed(std::size_t(groups_) * pairs_);
+#pragma omp for schedule(dynamic)
+      for (int head = 0; head < alike_.heads; ++head) {
+        pack(head, packed.get());
+        for (int first = 0; first < alike_.rows; first += kRows) block(head, first, packed.get());
+      }
+    }
+  }
+
+ private:
+  struct Best {
+    __m512 most[kRows];
+    __m512i which[kRows];
+  };
+
+  // Columns side by side: for each group of 16 a register for each pair of numbers.
+  void pack(int head, __m512i* to) const {
+    const Bf16* from = alike_.column + std::size_t(head) * alike_.columns * alike_.width;
+    for (int group = 0; group < groups_; ++group)
+      for (int pair = 0; pair < pairs_; pair += kLanes) {
+        const int some = std::min(kLanes, pairs_ - pair);
+        const __mmask16 there = static_cast<__mmask16>((1u << some) - 1);
+        __m512i lanes[kLanes];
+        for (int i = 0; i < kLanes; ++i) {
+          const int column = group * kLanes + i;
+          lanes[i] = column < alike_.columns
+                         ? _mm512_maskz_loadu_epi32(
+                               there, from + std::size_t(column) * alike_.width + 2 * pair)
+                         : _mm512_setzero_si512();
+        }
+        transpose(lanes);
+        std::copy_n(lanes, some, to + std::size_t(group) * pairs_ + pair);
+      }
+  }
+
+  int limit(int row) const { return alike_.older ? std::min(row, alike_.columns) : alike_.columns; }
+
+  void block(int head, int first, const __m512i* packed) const {
+    const int count = std::min(kRows, alike_.rows - first);
+    const Bf16* rows[kRows];
+    Best best;
+    for (int r = 0; r < kRows; ++r) {
+      const int row = first + std::min(r, count - 1);
+      rows[r] = alike_.row + (std::size_t(head) * alike_.rows + row) * alike_.width;
+      best.most[r] = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
+      best.which[r] = _mm512_setzero_si512();
+    }
+    for (int column = 0; column < limit(first + count - 1); column += kWide)
+      meet(rows, packed + std::size_t(column / kLanes) * pairs_, first, column, best);
+    for (int r = 0; r < count; ++r) note(head, first + r, best.most[r], best.which[r]);
+  }
+
+  void meet(const Bf16* const (&rows)[kRows], const __m512i* packed, int first, int column,
+            Best& best) const {
+    __m512 sum[kRows][kGroups];
+    for (auto& each : sum)
+      for (auto& lanes : each) lanes = _mm512_setzero_ps();
+    for (int p = 0; p < pairs_; ++p)
+      for (int g = 0; g < kGroups; ++g) {
+        const __m512i columns = packed[g * pairs_ + p];
+#pragma GCC unroll 6
+        for (int r = 0; r < kRows; ++r) sum[r][g] = dot(sum[r][g], columns, pair(rows[r] + 2 * p));
+      }
+    for (int r = 0; r < kRows; ++r)
+      for (int g = 0; g < kGroups; ++g) {
+        const int begin = column + g * kLanes, seen = limit(first + r) - begin;
+        const __mmask16 met = seen >= kLanes ? 0xffff
+                              : seen > 0     ? static_cast<__mmask16>((1u << seen) - 1)
+                                             : 0;
+        const __mmask16 more = _mm512_mask_cmp_ps_mask(met, sum[r][g], best.most[r], _CMP_GT_OQ);
+        best.most[r] = _mm512_mask_mov_ps(best.most[r], more, sum[r][g]);
+        if (kWhich)
+          best.which[r] = _mm512_mask_mov_epi32(best.which[r], more, _mm512_set1_epi32(begin));
+      }
+  }
+
+  void note(int head, int row, __m512 most, __m512i which) const {
+    const std::size_t at = std::size_t(head) * alike_.rows + row;
+    const float largest = _mm512_reduce_max_ps(most);
+    alike_.most[at] = largest;
+    if (!kWhich) return;
+    const __m512i lane =
+        _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __mmask16 equal = _mm512_cmp_ps_mask(most, _mm512_set1_ps(largest), _CMP_EQ_OQ);
+    alike_.which[at] = _mm512_mask_reduce_min_epi32(equal, _mm512_add_epi32(which, lane));
+  }
+
+  const Alike& alike_;
+  const int pairs_, groups_;
+};
+
+}  // namespace
+}  // namespace kvkeep
+
+int kvkeep_alike_interface() { return sizeof(kvkeep::Alike); }
+
+void kvkeep_most_alike(const kvkeep::Alike* alike) {
+  using namespace kvkeep;
+  if (alike->which)
+    AlikeRun<true>(*alike).run();
+  else
+    AlikeRun<false>(*alike).run();
+}

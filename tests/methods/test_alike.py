@@ -1,0 +1,72 @@
+"""Which vector is most like which: by the kernels and without them, against plain products."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvkeep.compiled.library import library
+from kvkeep.methods import alike
+from kvkeep.methods.alike import most_alike, most_alike_older
+
+SHAPES = {
+    "layers": st.integers(1, 2),
+    "kv_heads": st.integers(1, 3),
+    "rows": st.integers(1, 70),
+    "columns": st.integers(1, 70),
+    "width": st.sampled_from([2, 16, 32, 34, 64, 96]),
+    "seed": st.integers(0, 2**31),
+}
+
+
+@pytest.fixture(params=["kernels", "torch"], scope="module")
+def way(request):
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "torch":
+            patch.setattr(alike, "library", lambda: None)
+            patch.setattr(alike, "BLOCK", 16)
+        elif library() is None:
+            pytest.skip("no kernels here")
+        yield request.param
+
+
+@given(**SHAPES)
+@settings(max_examples=60, deadline=None)
+def test_the_most_alike_is_found(way, layers, kv_heads, rows, columns, width, seed) -> None:
+    x, among = _directions(seed, (layers, kv_heads), width, rows, columns)
+    most, which = most_alike(x, among)
+    products = x.double() @ among.double().transpose(-1, -2)
+    torch.testing.assert_close(most.double(), products.amax(-1), rtol=0, atol=4e-3)
+    named = products.gather(-1, which.unsqueeze(-1)).squeeze(-1)
+    torch.testing.assert_close(named, products.amax(-1), rtol=0, atol=8e-3)
+
+
+@given(**SHAPES)
+@settings(max_examples=60, deadline=None)
+def test_only_older_ones_are_met(way, layers, kv_heads, rows, columns, width, seed) -> None:
+    x, _ = _directions(seed, (layers, kv_heads), width, rows, columns)
+    products = x.double() @ x.double().transpose(-1, -2)
+    older = torch.ones(rows, rows, dtype=torch.bool).tril(-1)
+    expected = products.masked_fill(~older, -math.inf).amax(-1)
+    torch.testing.assert_close(most_alike_older(x).double(), expected, rtol=0, atol=4e-3)
+
+
+def test_a_slice_of_other_cells_is_read_as_it_lies(way) -> None:
+    x, _ = _directions(3, (4, 3), 64, 40, 1)
+    some = x[1:3, :, 5:30]
+    assert torch.equal(most_alike_older(some), most_alike_older(some.clone()))
+
+
+def test_the_first_of_equals_is_named() -> None:
+    if library() is None:
+        pytest.skip("torch does not say which")
+    same = torch.nn.functional.normalize(torch.ones(1, 1, 50, 32), dim=-1).bfloat16()
+    assert most_alike(same, same)[1].eq(0).all()
+
+
+def _directions(seed: int, heads: tuple[int, int], width: int, *counts: int):
+    generator = torch.Generator().manual_seed(seed)
+    drawn = (torch.randn(*heads, count, width, generator=generator) for count in counts)
+    return [torch.nn.functional.normalize(x, dim=-1).bfloat16() for x in drawn]
