@@ -49,8 +49,10 @@ def measure_prefill(name: str, dtype: str, tokens: int, way: Way) -> Prefill:
     """Reads the first `tokens` of the manual: policy `full`, or `sliding` on a budget."""
     model = load_model(name, dtype=dtype)
     ids = model.text.encode(manual_text())[:tokens]
-    # A few tokens put the mapped weights into memory and make the kernels, without taking room
-    # that the measured prefill could use again.
+    # All weights are in memory before: they are mapped, and a row of the embedding would come with
+    # the first token that needs it. A few tokens make the kernels, without taking room that the
+    # measured prefill could use again.
+    model.fingerprint  # noqa: B018 (reads all weights)
     model.session(policy="full").feed(ids[:8])
     policy = "full" if way.budget is None else "sliding"
     session = model.session(way.budget, policy=policy, prefill_step=way.prefill_step)

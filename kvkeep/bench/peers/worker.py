@@ -72,8 +72,12 @@ def _answer(peer: Peer, setup: Setup, method: str, arguments: tuple[Any, ...]) -
 
 
 def _held(device: str) -> int:
-    """Bytes in memory: of this process, and what it has set aside on another device."""
-    held: int = psutil.Process().memory_info().rss
+    """Bytes in memory: of this process, and what it has set aside on another device.
+
+    Without pages of files, where they are told apart: a mapped weight is read when it is needed.
+    """
+    info = psutil.Process().memory_info()
+    held: int = info.rss - getattr(info, "shared", 0)
     if device != "cpu":
         import torch
 
