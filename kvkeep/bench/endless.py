@@ -32,6 +32,12 @@ from kvkeep.models.source import DEFAULT_MODEL
 @click.option("--prompt-tokens", default=4096, type=click.IntRange(1), help="Tokens to read first.")
 @click.option("--max-kv-size", default=512, type=click.IntRange(1), help="Most tokens held.")
 @click.option("--keep", default=4, type=click.IntRange(0), help="First tokens never forgotten.")
+@click.option(
+    "--rounds",
+    default=Plan.rounds,
+    type=click.IntRange(1),
+    help="How often the same tokens are written: what is slow each time is slow by itself.",
+)
 @click.option("--model", "name", default=DEFAULT_MODEL, help="As for `kvkeep generate`.")
 @click.option("--dtype", default=DTYPE_NAMES[0], type=click.Choice(DTYPE_NAMES))
 @click.option(
@@ -43,6 +49,7 @@ def endless(
     prompt_tokens: int,
     max_kv_size: int,
     keep: int,
+    rounds: int,
     name: str,
     dtype: str,
     plot: Path | None,
@@ -54,9 +61,8 @@ def endless(
         check_plottable(plot)
     model = load_model(name, dtype=dtype, progress=True)
     prompt = model.text.encode(manual_text())[:prompt_tokens]
-    plan, machine = Plan(tokens), describe_machine()
-    steps = tokens + (2 * plan.pairs if plan.paired else 0)
-    with bar(steps, "writing") as shown:
+    plan, machine = Plan(tokens, rounds=rounds), describe_machine()
+    with bar(plan.steps, "writing") as shown:
         result = measure_endless(model, prompt, plan, max_kv_size, keep, shown)
     click.echo(table(result))
     write_json(out, _as_json(result, machine, name, dtype, keep))
@@ -77,6 +83,7 @@ def table(result: Endless) -> str:
             f"{result.slowest_ms:.2f} ms, {result.slowest_to_median:.1f} medians, "
             f"after {result.slowest_at:,}",
         ),
+        *_recurring(result),
         (f"last {plan.group:,} / second", _or_dash(result.ratio)),
         ("old / young, in turn", _or_dash(result.paired.ratio if result.paired else None)),
         ("most cells", f"{result.max_cells} of {result.max_kv_size}"),
@@ -86,6 +93,13 @@ def table(result: Endless) -> str:
         rows.append((f"process after {plan.young:,}", f"{result.rss_young_bytes / 1e6:.1f} MB"))
     rows.append(("process at the end", f"{result.rss_end_bytes / 1e6:.1f} MB"))
     return "\n".join(f"{name:<24}{value}" for name, value in rows)
+
+
+def _recurring(result: Endless) -> list[tuple[str, str]]:
+    if result.recurring_ms is None:
+        return []
+    medians = f"{result.recurring_to_median:.1f} medians, after {result.recurring_at:,}"
+    return [(f"slowest in {result.plan.rounds} rounds", f"{result.recurring_ms:.2f} ms, {medians}")]
 
 
 def _or_dash(ratio: float | None) -> str:

@@ -17,7 +17,8 @@ WRITING = Sampling(temperature=0.8, top_k=40, repetition_penalty=1.1, seed=1)
 class Plan:
     """tokens: to write. group: tokens that a median is taken of. trace: tokens between two looks
     at the process's memory. young: tokens that the young session has written; pairs: tokens that
-    it and the old one then write in turn, if the old one has written more.
+    it and the old one then write in turn, if the old one has written more. rounds: how often the
+    same tokens are written, each time from the prompt on.
     """
 
     tokens: int = 20_000
@@ -25,6 +26,12 @@ class Plan:
     trace: int = 100
     young: int = 2000
     pairs: int = 1000
+    rounds: int = 1
+
+    @property
+    def steps(self) -> int:
+        """Tokens written in all."""
+        return self.tokens * self.rounds + (2 * self.pairs if self.paired else 0)
 
     @property
     def paired(self) -> bool:
@@ -63,6 +70,8 @@ class Endless:
     median_ms: of all tokens; group_median_ms: of each whole group. ratio: the last whole
     group's median over the second's (the first may include warming up). slowest_at: how many
     tokens had been written before the slowest. kv_bytes: of keys and values at the end.
+    recurring_ms: the slowest token, if of each the least time of all rounds counts: what a machine
+    stops at random goes, what takes long by itself stays; null for one round.
     rss_young_bytes: after `plan.young` tokens; rss_end_bytes: after the last.
     """
 
@@ -77,6 +86,9 @@ class Endless:
     slowest_ms: float
     slowest_at: int
     slowest_to_median: float
+    recurring_ms: float | None
+    recurring_at: int | None
+    recurring_to_median: float | None
     max_kv_size: int
     max_cells: int
     kv_bytes: int
@@ -102,6 +114,7 @@ def measure_endless(
     session = model.session(max_kv_size, keep)
     session.feed(prompt)
     record, paired, interrupted = _Record(plan), None, False
+    least: array[float] | None = None
     try:
         for _ in range(plan.tokens):
             record.add(_timed(session), session.cache.cells)
@@ -111,11 +124,16 @@ def measure_endless(
             young = model.session(max_kv_size, keep)
             young.feed(session.tokens[: len(prompt) + plan.young])
             paired = _pair(young, session, plan, progress)
+            del young
+        for _ in range(plan.rounds - 1):
+            again = model.session(max_kv_size, keep)
+            again.feed(prompt)
+            least = _least(least or record.seconds, again, progress)
     except KeyboardInterrupt:
         if not record.seconds:
             raise
         interrupted = True
-    return _result(plan, record, session, len(prompt), paired, interrupted)
+    return _result(plan, record, session, len(prompt), paired, least, interrupted)
 
 
 class _Record:
@@ -145,6 +163,17 @@ def _timed(session: Session) -> float:
     return perf_counter() - begun
 
 
+def _least(
+    seconds: "array[float]", session: Session, progress: Callable[[int], None]
+) -> "array[float]":
+    """The least of each token's time so far and that of its being written once more."""
+    least = array("d")
+    for before in seconds:
+        least.append(min(before, _timed(session)))
+        progress(1)
+    return least
+
+
 def _pair(young: Session, old: Session, plan: Plan, progress: Callable[[int], None]) -> Paired:
     """Who goes first changes each time, since the first finds the caches as the other left them."""
     seconds: tuple[list[float], list[float]] = [], []
@@ -163,6 +192,7 @@ def _result(
     session: Session,
     prompt_tokens: int,
     paired: Paired | None,
+    least: "array[float] | None",
     interrupted: bool,
 ) -> Endless:
     seconds, total, middle = record.seconds, sum(record.seconds), median(record.seconds)
@@ -170,7 +200,7 @@ def _result(
         _milliseconds(median(seconds[end - plan.group : end]))
         for end in range(plan.group, len(seconds) + 1, plan.group)
     )
-    slowest = max(seconds)
+    slowest, recurring = max(seconds), max(least) if least else None
     return Endless(
         plan=plan,
         prompt_tokens=prompt_tokens,
@@ -183,6 +213,9 @@ def _result(
         slowest_ms=_milliseconds(slowest),
         slowest_at=seconds.index(slowest),
         slowest_to_median=round(slowest / middle, 2),
+        recurring_ms=None if recurring is None else _milliseconds(recurring),
+        recurring_at=least.index(recurring) if least and recurring else None,
+        recurring_to_median=None if recurring is None else round(recurring / middle, 2),
         max_kv_size=session.max_kv_size,
         max_cells=max(record.cells),
         kv_bytes=session.cache.nbytes,

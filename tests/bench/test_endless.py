@@ -83,3 +83,21 @@ def test_an_output_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> 
     done = CliRunner().invoke(endless.endless, ["--out", str(tmp_path / "none" / "x.json")])
     assert done.exit_code == 2
     assert "cannot be written" in done.output
+
+
+def test_what_is_slow_in_one_round_only_does_not_recur() -> None:
+    counted: list[int] = []
+    plan = replace(PLAN, rounds=3)
+    found = measure_endless(MODEL, PROMPT, plan, 32, 4, counted.append)
+    assert sum(counted) == plan.steps == 65 * 3 + 40
+    assert found.recurring_ms is not None
+    assert 0 < found.recurring_ms <= found.slowest_ms
+    assert found.recurring_to_median == pytest.approx(
+        found.recurring_ms / found.median_ms, abs=0.01
+    )
+    assert "slowest in 3 rounds" in endless.table(found)
+
+
+def test_one_round_says_nothing_of_what_recurs(long_run: Endless) -> None:
+    assert long_run.recurring_ms is None
+    assert "rounds" not in endless.table(long_run)
