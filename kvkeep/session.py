@@ -15,6 +15,7 @@ from kvkeep.context import Context
 from kvkeep.errors import InvalidArgument
 from kvkeep.methods import Compression
 from kvkeep.policies import Policy
+from kvkeep.released import release_freed
 from kvkeep.reuse import give_to, take_from
 from kvkeep.sampling import Sampler, Sampling
 from kvkeep.spans import after_rewind
@@ -103,6 +104,8 @@ class Session(Context):
                 stored = give_to(store, self._model, self._memory, stored)
             if progress:
                 progress(step.hidden.shape[0])
+        if len(ids) - reused > self.prefill_step:
+            release_freed()
         seconds = time.perf_counter() - begun
         return FeedReport(len(ids), seconds, peak, reused, differs_at, tuple(done))
 
