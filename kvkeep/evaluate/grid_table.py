@@ -1,6 +1,6 @@
 """A grid as Markdown tables, one for each task."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from pathlib import Path
 from statistics import fmean
 
@@ -14,7 +14,8 @@ NOTHING = "–"
 
 
 def grid_markdown(grid: Grid) -> str:
-    """For each task the share found and, in brackets, the log-probability of a token of the key.
+    """For each task the share found, of all samples and of those that the uncompressed model finds,
+    and, in brackets, the log-probability of a token of the key.
 
     The head says what keys and values take at each ratio: all methods get as much.
     """
@@ -35,7 +36,8 @@ def filled(path: Path, grid: Grid | None) -> bytes:
 def _task(grid: Grid, task: str) -> str:
     whole = grid.of(task, UNCOMPRESSED, 1)
     head = [task, *(f"{ratio:g}×, {_size(grid, task, ratio)}" for ratio in grid.ratios)]
-    rows = [[m, *(_figure(grid.of(task, m, r)) for r in grid.ratios)] for m in grid.methods]
+    known = {(each.of.seed, each.of.sample) for each in whole if each.found}
+    rows = [[m, *(_figure(grid.of(task, m, r), known) for r in grid.ratios)] for m in grid.methods]
     below = f"Uncompressed: {_figure(whole)}, {_megabytes(whole)}. Samples: {len(whole)}."
     return f"{piped([head, *rows])}\n\n{below}"
 
@@ -57,9 +59,12 @@ def _megabytes(readings: Sequence[Reading]) -> str:
     return f"{fmean(sizes):.1f} MB"
 
 
-def _figure(readings: Sequence[Reading]) -> str:
+def _figure(readings: Sequence[Reading], known: Set[tuple[int, int]] = frozenset()) -> str:
+    """known: seeds and samples whose key the uncompressed model finds."""
     if not readings:
         return NOTHING
     share = fmean(each.found for each in readings)
     likely = fmean(each.log_probability for each in readings)
-    return f"{share:.0%} ({likely:.2f})".replace("-", "−")
+    again = [each.found for each in readings if (each.of.seed, each.of.sample) in known]
+    of_known = f" / {fmean(again):.0%}" if again else ""
+    return f"{share:.0%}{of_known} ({likely:.2f})".replace("-", "−")

@@ -83,9 +83,17 @@ def test_grids_made_alike_are_joined() -> None:
 def test_the_table_states_what_was_found_and_on_how_many_bytes() -> None:
     text = grid_markdown(_grid())
     assert "| several | 2×, 25.0 MB | 4×, 12.5 MB |" in text
-    assert "| keydiff | 100% (−0.50) | 100% (−0.50) |" in text
-    assert "| random | 50% (−0.50) | 50% (−0.50) |" in text
+    assert "| keydiff | 100% / 100% (−0.50) | 100% / 100% (−0.50) |" in text
+    assert "| random | 50% / 50% (−0.50) | 50% / 50% (−0.50) |" in text
     assert "Uncompressed: 100% (−0.50), 50.0 MB. Samples: 4." in text
+
+
+def test_what_the_uncompressed_model_finds_is_counted_apart() -> None:
+    grid = Grid(ABOUT)
+    for sample, whole, compressed in ((0, True, True), (1, False, True), (2, True, False)):
+        grid.add(_reading("several", UNCOMPRESSED, 1.0, sample, whole))
+        grid.add(_reading("several", "keydiff", 2.0, sample, compressed))
+    assert "| keydiff | 67% / 50% (−0.50) |" in grid_markdown(grid)
 
 
 def test_methods_that_take_unequal_bytes_are_told() -> None:

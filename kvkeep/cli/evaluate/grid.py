@@ -174,8 +174,9 @@ def grid(plan: GridChoice, files: GridFiles, choice: ModelChoice, no_progress: b
     """Measure every method of compression at every ratio on every task.
 
     Each text is read once; every method compresses a copy of that memory and is asked afterwards.
-    The tables give the share found and the log-probability of a token of the key. Ctrl-C ends it
-    with what was measured; --resume goes on.
+    The tables give the share found, of all samples / of those that the uncompressed model finds,
+    and the log-probability of a token of the key. Ctrl-C ends it with what was measured; --resume
+    goes on.
     """
     files.check()
     if files.earlier:
