@@ -27,6 +27,8 @@ THINGS = {
     "number": ("lucky number", "locker code", "badge number", "phone extension"),
     "words": ("secret password", "call sign", "code name", "magic phrase"),
 }
+DRAWS = 100  # of a stretch, at most
+ENOUGH = 0.75  # of the tokens asked for
 TEMPLATES = (
     ("The {thing} of {name} is {key}.", "What is the {thing} of {name}? The {thing} of {name} is"),
     (
@@ -60,6 +62,8 @@ class Haystack:
     def stretch(self, tokens: int, least: int, random: Random) -> list[str]:
         """Sentences that follow each other from anywhere on, of about `tokens` tokens in all.
 
+        Where what comes next is a table or a program that is too long, it is drawn again.
+
         least: how many sentences there are to be, even if that takes more tokens.
         Raises InvalidArgument if the whole text is shorter.
         """
@@ -69,9 +73,12 @@ class Haystack:
             raise InvalidArgument(
                 f"the text has {ends[-1]:,} tokens; found {tokens:,}: ask for fewer"
             )
-        start = random.randrange(latest + 1)
-        begun = ends[start] - self.tokens[start]
-        end = max(bisect_right(ends, begun + tokens), start + least)
+        for _ in range(DRAWS):
+            start = random.randrange(latest + 1)
+            begun = ends[start] - self.tokens[start]
+            end = max(bisect_right(ends, begun + tokens), start + least)
+            if ends[end - 1] - begun >= ENOUGH * tokens:
+                break
         return list(self.sentences[start:end])
 
 
