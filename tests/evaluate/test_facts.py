@@ -91,7 +91,7 @@ def test_a_stretch_is_of_the_text_and_of_the_length_asked_for() -> None:
 
 def test_no_stretch_ends_before_what_is_too_long_for_it() -> None:
     short, table = "A short one here.", "A table of " + 400 * "many rows and " + "an end."
-    haystack = Haystack.of(" ".join([*[short] * 40, table] * 5), count)
+    haystack = Haystack.of(" ".join([*[*[short] * 40, table] * 5, *[short] * 40]), count)
     for index in range(40):
         sample = Needle(haystack, tokens=100).sample(index)
         assert count(sample.text) >= 75
