@@ -33,7 +33,7 @@ def test_reports_what_was_done(invoke, tiny, tiny_folder, tmp_path: Path) -> Non
     )
     report = json.loads(file.read_text())
     assert list(report) == [
-        *("command", "model", "policy", "max_kv_size", "keep"),
+        *("command", "model", "policy", "max_kv_size", "keep", "settings"),
         *("kv_bits", "far_bits", "seed"),
         *("prompt_tokens", "prefill_tokens_per_s", "generated_tokens", "decode_tokens_per_s"),
         *("peak_rss_bytes", "kv_cells", "kv_bytes", "reused_tokens"),
