@@ -289,7 +289,7 @@ class Context:
     def _edit(self, start: int, end: int, ids: list[int], recompute: Recompute) -> EditReport:
         if whole := self._keep_whole_prompt:
             self._memory.policy.check(keep=len(ids))
-        report = edit(self._memory, start, end, ids, recompute, self.prefill_step)
+        self._memory, report = edit(self._memory, start, end, ids, recompute, self.prefill_step)
         if whole:
             self.keep = len(ids)
         self._move_spans(lambda span: after_edit(span, start, end, len(ids)))

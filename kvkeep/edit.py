@@ -37,8 +37,8 @@ def edit(
     ids: Sequence[int],
     recompute: Recompute,
     prefill_step: int,
-) -> EditReport:
-    """Puts `ids` in the place of tokens `start ... end - 1`, whole or not at all.
+) -> tuple[Memory, EditReport]:
+    """The memory with `ids` in the place of tokens `start ... end - 1`; the given one stays.
 
     recompute: "none" leaves later cells as they were computed and changes only the distances at
         which earlier ones are seen; its cost is that of the edit. "suffix" evaluates everything
@@ -59,10 +59,12 @@ def edit(
         raise InvalidArgument(f"nothing to do: no token between {start} and {end}, none to put in")
     change = _change(memory, start, end, ids)
     if end == total or recompute == "suffix":
-        moved, evaluated = 0, _evaluate_anew(memory, change, prefill_step)
+        edited, moved = _evaluated_anew(memory, change, prefill_step), 0
+        evaluated = len(ids) + total - end + (1 if 0 < start < total else 0)
     else:
-        moved, evaluated = _put_in_place(memory, change, prefill_step)
-    return EditReport(moved, evaluated, time.perf_counter() - begun, recompute)
+        edited, moved = _put_in_place(memory, change, prefill_step)
+        evaluated = len(ids) + 1
+    return edited, EditReport(moved, evaluated, time.perf_counter() - begun, recompute)
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ def _change(memory: Memory, start: int, end: int, ids: Sequence[int]) -> _Change
     return _Change(start, end, ids, keep, pinned)
 
 
-def _evaluate_anew(memory: Memory, change: _Change, prefill_step: int) -> int:
+def _evaluated_anew(memory: Memory, change: _Change, prefill_step: int) -> Memory:
     start, end, ids = change.start, change.end, change.ids
     taken = len(memory.tokens) - start
     following = [*ids, *memory.tokens[end:]]
@@ -123,11 +125,11 @@ def _evaluate_anew(memory: Memory, change: _Change, prefill_step: int) -> int:
         if pin:
             work.pin(len(work.tokens) - count, len(work.tokens))
         done += count
-    memory.become(work)
-    return len(following) + (1 if start and taken else 0)
+    return work
 
 
-def _put_in_place(memory: Memory, change: _Change, prefill_step: int) -> tuple[int, int]:
+def _put_in_place(memory: Memory, change: _Change, prefill_step: int) -> tuple[Memory, int]:
+    """The memory with the change in it, and how many cells are seen from another distance."""
     if any(segment.map.group > 1 for segment in memory.cache.segments):
         raise InvalidArgument(
             "grouped cells cannot be edited in place: policy "
@@ -158,9 +160,7 @@ def _put_in_place(memory: Memory, change: _Change, prefill_step: int) -> tuple[i
         cache.window.forget(cache.segments, max(0, cache.cells - work.policy.max_kv_size))
         cache.segments = [s for s in cache.segments if s.length]
     work.evaluate_last()
-    memory.become(work)
-    moved = sum(segment.length for segment in before) if change.growth else 0
-    return moved, len(change.ids) + 1
+    return work, sum(segment.length for segment in before) if change.growth else 0
 
 
 def _rank(memory: Memory, start: int, end: int) -> int:

@@ -65,10 +65,6 @@ class Memory:
         copied.cache.regroup(self.cache.anchored_as_now())
         return copied
 
-    def become(self, other: "Memory") -> None:
-        """Takes over all that another memory is, which is not to be used after that."""
-        self.__dict__.update(other.__dict__)
-
     @torch.inference_mode()
     def logits(self) -> Tensor | None:
         """`[vocab]` float32 for the last token; None before the first."""
@@ -191,23 +187,29 @@ class Memory:
 
         overwriting: which one, counted from the newest; it need not be there.
         """
-        cache, before = self.cache, copy.copy(self)
-        before.policy, before.pins = copy.copy(self.policy), set(self.pins)
-        before.tokens, before.serials = self.tokens[:], self.serials[:]
-        segments = [(segment, copy.copy(segment)) for segment in cache.segments]
-        time, rank = cache.time, max(0, cache.cells - overwriting)
-        overwritten = cache.read(rank, 1)
+        cache, policy, pins = self.cache, copy.copy(self.policy), set(self.pins)
+        tokens, serials, stood = self.tokens[:], self.serials[:], (self.hidden, self._logits)
+        segments, time = [copy.copy(segment) for segment in cache.segments], cache.time
+        rank = max(0, cache.cells - overwriting)
+        overwritten = [
+            (segment, rank - sum(s.length for s in cache.segments[:index]))
+            for index, segment in enumerate(segments)
+        ]
+        cells = [
+            (segment.block, slot, segment.read(first, 1))
+            for segment, first in overwritten
+            if 0 <= first < segment.length
+            for slot in segment.slots(first, 1)
+        ]
         try:
             yield
         except BaseException:
-            for segment, was in segments:
-                segment.__dict__.update(was.__dict__)
-            cache.segments, cache.time = [segment for segment, _ in segments], time
-            for segment, cell in overwritten:
-                first = sum(s.length for s in cache.segments[: cache.segments.index(segment)])
+            for block, slot, cell in cells:
                 with torch.inference_mode():
-                    segment.block.slots.write(segment.slots(rank - first, 1)[0], cell)
-            self.become(before)
+                    block.slots.write(slot, cell)
+            cache.segments, cache.time = segments, time
+            self.policy, self.pins, self.tokens, self.serials = policy, pins, tokens, serials
+            self.hidden, self._logits = stood
             raise
 
     def evaluate_last(self) -> None:

@@ -13,6 +13,7 @@ from test_invariants import same, state
 from topics import topic_text
 
 from kvkeep import Snapshot
+from kvkeep.edit import edit
 from kvkeep.errors import ContextFull, InvalidArgument, KvkeepError, NonFiniteLogits
 from kvkeep.model import Model
 from kvkeep.session import Session
@@ -196,6 +197,20 @@ def test_a_long_insertion_does_not_depend_on_the_prefill_step(prefill_step: int)
     session.insert(7, TEXT[:40])
     dense.edit(7, 7, TEXT[:40], False)
     assert (session.logits - dense.logits()).abs().max() <= 1e-3
+
+
+@pytest.mark.parametrize("recompute", ["none", "suffix"])
+def test_an_edit_gives_a_memory_of_its_own_and_leaves_the_one_before(recompute) -> None:
+    session = edited("sliding", 64)
+    before = state(session)
+    memory, report = edit(session._memory, 9, 16, TEXT[:4], recompute, 512)
+    assert same(state(session), before)
+    assert memory.tokens.tolist() == TEXT[:9] + TEXT[:4] + TEXT[16:]
+    done = edited("sliding", 64)
+    assert done.replace(9, 16, TEXT[:4], recompute).tokens_evaluated == report.tokens_evaluated
+    assert torch.equal(memory.logits(), done.logits)
+    session.feed(TEXT * 2)
+    assert torch.equal(memory.logits(), done.logits)
 
 
 WRONG = {
