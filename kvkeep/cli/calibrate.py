@@ -4,10 +4,10 @@ from pathlib import Path
 
 import click
 
-from kvkeep.cli.output_file import check_store_place
 from kvkeep.cli.text_input import read_text
 from kvkeep.cli.which_model import DEVICE, DTYPE, MODEL, load_named
 from kvkeep.errors import InvalidArgument
+from kvkeep.store.output_file import check_store_place
 
 
 @click.command()

@@ -25,9 +25,9 @@ from kvkeep.cli.options import (
     sampling_options,
     whole_number,
 )
-from kvkeep.cli.output_file import check_store_place
 from kvkeep.cli.text_input import read_prompt
 from kvkeep.errors import InvalidArgument
+from kvkeep.store.output_file import check_store_place
 
 if TYPE_CHECKING:
     from kvkeep.cli.run import Run

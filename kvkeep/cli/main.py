@@ -8,7 +8,6 @@ from typing import Any, NoReturn
 import click
 
 import kvkeep
-from kvkeep.cli.bench import bench
 from kvkeep.cli.calibrate import calibrate
 from kvkeep.cli.chat import chat
 from kvkeep.cli.evaluate import evaluate
@@ -89,7 +88,7 @@ def main(context: click.Context) -> None:
 _EVALUATIONS = (perplexity, passkey, needle, grid)  # also without `evaluate` before them
 _COMMANDS = (
     *(generate, chat, sessions, why),
-    *(*_EVALUATIONS, evaluate, calibrate, bench),
+    *(*_EVALUATIONS, evaluate, calibrate),
     *(models, pull),
 )
 for _command in _COMMANDS:

@@ -1,11 +1,10 @@
 """What a run did, in numbers: the closing line, and the file that `--report` asks for."""
 
 import json
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from kvkeep.cli.output_file import write_whole
+from kvkeep.store.output_file import write_whole
 
 
 @dataclass(frozen=True)
@@ -73,27 +72,6 @@ def counted(count: int, noun: str) -> str:
 def megabytes(count: int) -> str:
     size = count / 1e6
     return f"{size:,.0f} MB" if size >= 100 else f"{size:.1f} MB"
-
-
-def peak_rss() -> int:
-    """The most memory that this process has had in RAM, in bytes."""
-    try:
-        # Where there is one, since getrusage also counts the process that started this one.
-        status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
-        return int(status.partition("VmHWM:")[2].split()[0]) * 1024
-    except (OSError, ValueError, IndexError):
-        return _peak_rss_elsewhere()
-
-
-def _peak_rss_elsewhere() -> int:
-    if sys.platform == "win32":
-        import psutil
-
-        return int(psutil.Process().memory_info().peak_wset)
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _at(rate: float | None) -> str:

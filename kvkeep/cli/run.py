@@ -14,8 +14,9 @@ from kvkeep import Sampling
 from kvkeep.cli.keeper import Keeper
 from kvkeep.cli.opened import Opened
 from kvkeep.cli.options import Output
-from kvkeep.cli.report import Report, peak_rss
+from kvkeep.cli.report import Report
 from kvkeep.errors import KvkeepError
+from kvkeep.resident import peak_rss
 
 
 @dataclass

@@ -3,7 +3,7 @@
 import pytest
 from small import small_model
 
-from kvkeep.bench.branches import Round, measure_branches, summarise, table
+from benchmarks.branches import Round, measure_branches, summarise, table
 
 MODEL = small_model()
 

@@ -1,4 +1,4 @@
-"""`kvkeep bench` as a command, at sizes of seconds."""
+"""`python -m benchmarks.compare` as a command, at sizes of seconds."""
 
 import json
 from collections.abc import Callable
@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from kvkeep.bench.compare.plan import PARTS, PEERS, Plan
-from kvkeep.bench.compare.run import MEASURING, Asked, run_benchmark
-from kvkeep.bench.compare.tables import BEGIN, END
-from kvkeep.bench.peers.available import PACKAGES, find_variants
-from kvkeep.bench.peers.base import Setup
-from kvkeep.bench.peers.gguf_files import requantised, weights_of
-from kvkeep.cli.main import main
+from benchmarks.compare.__main__ import compare
+from benchmarks.compare.plan import PARTS, PEERS, Plan
+from benchmarks.compare.run import MEASURING, Asked, run_benchmark
+from benchmarks.compare.tables import BEGIN, END
+from benchmarks.peers.available import PACKAGES, find_variants
+from benchmarks.peers.base import Setup
+from benchmarks.peers.gguf_files import requantised, weights_of
 
 TINY = Plan(
     rounds=2,
@@ -41,8 +41,8 @@ def asking(small_folder: Path) -> Asking:
     return make
 
 
-def kvkeep(*arguments: object) -> Result:
-    return CliRunner().invoke(main, ["bench", *map(str, arguments)])
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(compare, [*map(str, arguments)])
 
 
 def test_every_measure_is_read_in_every_round_of_every_peer(asking: Asking) -> None:
@@ -102,7 +102,7 @@ def test_an_interrupt_keeps_the_parts_that_are_complete(asking: Asking) -> None:
 def test_the_command_writes_what_it_found(small_folder: Path, tmp_path: Path) -> None:
     page, out, plots = tmp_path / "page.md", tmp_path / "out.json", tmp_path / "plots"
     page.write_text(f"# Speed\n{BEGIN}\n{END}\n")
-    done = kvkeep(
+    done = run(
         *("decode", "--quick", "--rounds", 1, "--peers", "kvkeep,llama.cpp"),
         *("--model", small_folder, "--out", out, "--plots", plots, "--into", page),
     )
@@ -114,7 +114,7 @@ def test_the_command_writes_what_it_found(small_folder: Path, tmp_path: Path) ->
     assert found["skipped"][0] in done.output
     assert [path.name for path in plots.iterdir()] == ["decode.png"]
     assert "| write after 256 tokens, tokens/s |" in page.read_text()
-    again = kvkeep("--table", out)
+    again = run("--table", out)
     assert again.exit_code == 0
     assert again.stdout.strip() in page.read_text()
 
@@ -124,8 +124,8 @@ def test_the_command_writes_what_it_found(small_folder: Path, tmp_path: Path) ->
     [
         (["sprint"], "'sprint' is not one of"),
         (["--peers", "kvkeep,vllm"], "found 'vllm'"),
-        (["--rounds", "0"], "expected 1 or more"),
-        (["--endless-tokens", "10"], "expected 200 or more"),
+        (["--rounds", "0"], "not in the range x>=1"),
+        (["--endless-tokens", "10"], "not in the range x>=200"),
         (["--gguf", "nowhere.gguf"], "does not exist"),
         (["--out", "nowhere/out.json"], "cannot be written"),
         (["--into", "page.md"], "has no lines"),
@@ -139,13 +139,13 @@ def test_what_cannot_be_done_is_refused_at_once(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "page.md").write_text("nothing")
-    done = kvkeep(*arguments)
+    done = run(*arguments)
     assert done.exit_code != 0
     assert said in str(done.exception) + done.output
 
 
 def test_contexts_longer_than_the_model_was_trained_for_are_refused(small_folder: Path) -> None:
-    done = kvkeep("--model", small_folder)
+    done = run("--model", small_folder)
     assert done.exit_code != 0
     assert "contexts of 4,232 tokens" in str(done.exception) + done.output
 

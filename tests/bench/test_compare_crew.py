@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from kvkeep.bench.peers.base import About, Setup, Variant
-from kvkeep.bench.peers.crew import Crew
-from kvkeep.bench.peers.remote import PeerFailed
+from benchmarks.peers.base import About, Setup, Variant
+from benchmarks.peers.crew import Crew
+from benchmarks.peers.remote import PeerFailed
 
 IDS = [(i * i * 7 + 3 * i) % 251 + 1 for i in range(200)]
 # Two of the same peer, so that no other library has to be loaded.

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from kvkeep.bench.peers.base import Peer, Setup, Variant
-from kvkeep.bench.peers.worker import make_peer
+from benchmarks.peers.base import Peer, Setup, Variant
+from benchmarks.peers.worker import make_peer
 
 IDS = [(i * i * 7 + 3 * i) % 251 + 1 for i in range(100)]
 Make = Callable[[], Peer]

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from kvkeep.bench.compare.plots import draw_plots
-from kvkeep.bench.compare.results import Measure, Reading, Result, Trace
-from kvkeep.bench.compare.summary import best, peers_of, ratio, summarised
-from kvkeep.bench.compare.tables import (
+from benchmarks.compare.plots import draw_plots
+from benchmarks.compare.results import Measure, Reading, Result, Trace
+from benchmarks.compare.summary import best, peers_of, ratio, summarised
+from benchmarks.compare.tables import (
     BEGIN,
     BEGIN_SHORT,
     END,
@@ -17,8 +17,8 @@ from kvkeep.bench.compare.tables import (
     markdown,
     text_table,
 )
-from kvkeep.bench.machine import describe_machine
-from kvkeep.bench.prefill import Spread
+from benchmarks.machine import describe_machine
+from benchmarks.prefill import Spread
 from kvkeep.errors import InvalidArgument
 
 SPEED = Measure("decode/128", "write after 128 tokens", "tokens/s", more=True)

@@ -8,8 +8,8 @@ import pytest
 from click.testing import CliRunner
 from small import small_model
 
-from kvkeep.bench import edits
-from kvkeep.bench.edits import Edits, Plan, measure_edits, scattered
+from benchmarks import edits
+from benchmarks.edits import Edits, Plan, measure_edits, scattered
 from kvkeep.errors import InvalidArgument
 
 MODEL = small_model()

@@ -9,9 +9,9 @@ import pytest
 from click.testing import CliRunner
 from small import small_model
 
-from kvkeep.bench import endless
-from kvkeep.bench.endless_plot import draw_endless
-from kvkeep.bench.endless_run import Endless, Plan, measure_endless
+from benchmarks import endless
+from benchmarks.endless_plot import draw_endless
+from benchmarks.endless_run import Endless, Plan, measure_endless
 
 MODEL = small_model()
 PROMPT = list(range(1, 101))

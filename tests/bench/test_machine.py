@@ -3,7 +3,7 @@
 import dataclasses
 import json
 
-from kvkeep.bench.machine import describe_machine
+from benchmarks.machine import describe_machine
 
 
 def test_a_machine_is_described_in_full() -> None:

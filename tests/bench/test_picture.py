@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 from small import small_model
 
-from kvkeep.bench.picture import Curve, measure_curves
-from kvkeep.bench.picture_plot import draw_picture
+from benchmarks.picture import Curve, measure_curves
+from benchmarks.picture_plot import draw_picture
 
 MODEL = small_model(max_positions=1280)
 

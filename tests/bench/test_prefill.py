@@ -1,7 +1,7 @@
 """Stepped against whole prefill: what is made of the measurements."""
 
-from kvkeep.bench.one_prefill import Prefill
-from kvkeep.bench.prefill import Spread, summarise, table, ways
+from benchmarks.one_prefill import Prefill
+from benchmarks.prefill import Spread, summarise, table, ways
 
 
 def test_measurements_are_summarised_by_prefill_step() -> None:

@@ -3,7 +3,7 @@
 import pytest
 from packed_model import packed_model, spec_of
 
-from kvkeep.bench.profile_step import profile_step, table
+from benchmarks.profile_step import profile_step, table
 from kvkeep.compiled.library import PHASES, library
 
 PROMPT = [(i * 7) % 250 + 1 for i in range(300)]

@@ -2,7 +2,7 @@
 
 import torch
 
-from kvkeep.bench.rerotation import rotation_error
+from benchmarks.rerotation import rotation_error
 from kvkeep.cache.rope import Rope
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from small import small_model
 
-from kvkeep.bench.snapshots import measure_snapshots, table
+from benchmarks.snapshots import measure_snapshots, table
 
 
 def test_every_way_is_measured_in_every_repetition(tmp_path: Path) -> None:

@@ -15,10 +15,10 @@ from kvkeep.cli.evaluate.options import (
     one_of,
 )
 from kvkeep.cli.options import collected, whole_number
-from kvkeep.cli.output_file import check_writable, write_whole
 from kvkeep.errors import InvalidArgument
 from kvkeep.evaluate.facts import Samples
 from kvkeep.evaluate.passkey import Passkey
+from kvkeep.store.output_file import check_writable, write_whole
 
 if TYPE_CHECKING:
     from kvkeep.evaluate.grid import Grid

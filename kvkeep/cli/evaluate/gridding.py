@@ -7,13 +7,13 @@ from typing import Never
 from tqdm import tqdm
 
 from kvkeep import Model
-from kvkeep.bench.command import write_json
-from kvkeep.bench.manual import manual_text
 from kvkeep.cli.evaluate.grid import GridChoice
 from kvkeep.cli.evaluate.options import ModelChoice
 from kvkeep.evaluate.facts import Samples
 from kvkeep.evaluate.grid import Grid, GridPlan, read_sample
+from kvkeep.evaluate.manual import manual_text
 from kvkeep.evaluate.needle import Haystack, Needle
+from kvkeep.store.output_file import write_json
 
 
 def measure_grid(

@@ -34,8 +34,8 @@ def needle(tokens: int, asked: RecallChoice, choice: ModelChoice, output: Output
     asked.check()
     output.check()
 
-    from kvkeep.bench.manual import manual_text
     from kvkeep.cli.evaluate.recalling import Experiment, run_recall
+    from kvkeep.evaluate.manual import manual_text
 
     model = choice.load(output.progress)
     haystack = Haystack.of(manual_text(), lambda text: len(model.text.encode(text)))

@@ -11,11 +11,9 @@ from typing import Any, Never
 from tqdm import tqdm
 
 from kvkeep import Model
-from kvkeep.bench.command import write_json
 from kvkeep.cli.evaluate.options import ModelChoice, RecallChoice
 from kvkeep.cli.options import Output
-from kvkeep.cli.output_file import write_whole
-from kvkeep.cli.report import megabytes, peak_rss
+from kvkeep.cli.report import megabytes
 from kvkeep.errors import KvkeepError
 from kvkeep.evaluate.facts import Sample, Samples
 from kvkeep.evaluate.recall import (
@@ -26,6 +24,8 @@ from kvkeep.evaluate.recall import (
     compress_while_reading,
 )
 from kvkeep.evaluate.recall_summary import Summary, summarise
+from kvkeep.resident import peak_rss
+from kvkeep.store.output_file import write_json, write_whole
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from kvkeep.cli.keeper import session_folder
 from kvkeep.cli.memory import CODEC_NAMES
 from kvkeep.cli.opened import FIRST_PROMPT, UNREAD
 from kvkeep.cli.options import whole_number
-from kvkeep.cli.output_file import check_store_place
 from kvkeep.cli.report import counted, megabytes
 from kvkeep.errors import InvalidArgument, StoreError
 from kvkeep.store.atomic import replacing
+from kvkeep.store.output_file import check_store_place
 
 if TYPE_CHECKING:
     from kvkeep import Snapshot

@@ -1,0 +1,1 @@
+"""Measurements that anyone can repeat, from a clone: `python -m benchmarks.<name>`."""

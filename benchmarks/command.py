@@ -1,0 +1,41 @@
+"""What the measurements have in common as commands: options, how they fail, what they write."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvkeep.errors import KvkeepError
+from kvkeep.model import DTYPES
+from kvkeep.models.source import DEFAULT_MODEL
+from kvkeep.store.output_file import check_writable
+
+INTERRUPTED = 128 + 2  # SIGINT, as shells report it
+
+model_option = click.option(
+    "--model", "name", default=DEFAULT_MODEL, help="As for `kvkeep generate`."
+)
+dtype_option = click.option("--dtype", default="bfloat16", type=click.Choice(list(DTYPES)))
+out_option = click.option(
+    "--out",
+    metavar="FILE.json",
+    type=click.Path(path_type=Path),
+    help="Write the result there, as JSON.",
+)
+
+
+class Measurement(click.Command):
+    """Says what is wrong with the input in one line, without a traceback."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KvkeepError as error:
+            raise click.UsageError(str(error)) from None
+
+
+def check_outputs(*paths: Path | None) -> None:
+    """Refuses before minutes of work what could not be written after them."""
+    for path in paths:
+        if path is not None:
+            check_writable(path)

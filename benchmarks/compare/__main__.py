@@ -1,0 +1,216 @@
+"""`python -m benchmarks.compare`: kvkeep beside llama.cpp, transformers and mlx-lm, in one run."""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from benchmarks.command import INTERRUPTED, Measurement, model_option
+from benchmarks.compare.plan import PARTS, PEERS, QUICK, Plan
+from kvkeep.errors import InvalidArgument, KvkeepError
+from kvkeep.store.output_file import check_writable, write_json, write_whole
+
+if TYPE_CHECKING:
+    from benchmarks.compare.results import Result
+
+ENDLESS = 200  # fewest tokens that say anything of an endless run
+
+
+def peer_names(value: str) -> tuple[str, ...]:
+    """A type for options: names of peers, with commas between them."""
+    names = tuple(dict.fromkeys(name.strip().lower() for name in value.split(",")))
+    for name in names:
+        if name not in PEERS:
+            raise click.BadParameter(f"expected names of {', '.join(PEERS)}; found {name!r}")
+    return names
+
+
+@click.command(cls=Measurement, context_settings={"show_default": True})
+@click.argument("parts", nargs=-1, type=click.Choice(PARTS), metavar="[PART]...")
+@click.option(
+    "--peers", metavar="NAME,...", type=peer_names, default=",".join(PEERS), help="Who is measured."
+)
+@model_option
+@click.option(
+    "--gguf",
+    metavar="FILE.gguf",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    show_default="that of a known model",
+    help="The same model for llama.cpp.",
+)
+@click.option("--device", metavar="NAME", default="cpu", help="Of kvkeep and transformers.")
+@click.option(
+    "--rounds",
+    metavar="N",
+    type=click.IntRange(1),
+    show_default=f"{Plan.rounds}",
+    help="Measurements of each figure.",
+)
+@click.option(
+    "--endless-tokens",
+    metavar="N",
+    type=click.IntRange(ENDLESS),
+    show_default=f"{Plan.endless:,}",
+    help="Written in the endless run.",
+)
+@click.option(
+    "--profile", is_flag=True, help="Compare nothing: show where a step's time goes in kvkeep."
+)
+@click.option("--quick", is_flag=True, help="Small sizes: a first look, no figures to quote.")
+@click.option(
+    "--out",
+    metavar="FILE.json",
+    type=click.Path(path_type=Path),
+    help="Write every reading there, as JSON.",
+)
+@click.option(
+    "--plots",
+    metavar="FOLDER",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Draw PNG pictures there.",
+)
+@click.option(
+    "--table",
+    "earlier",
+    metavar="FILE.json",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="Measure nothing: show what --out wrote, as Markdown.",
+)
+@click.option(
+    "--into",
+    "page",
+    metavar="FILE.md",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="Write the Markdown between this page's markers.",
+)
+def compare(
+    parts: tuple[str, ...],
+    peers: tuple[str, ...],
+    name: str,
+    gguf: Path | None,
+    device: str,
+    rounds: int | None,
+    endless_tokens: int | None,
+    profile: bool,
+    quick: bool,
+    out: Path | None,
+    plots: Path | None,
+    earlier: Path | None,
+    page: Path | None,
+) -> None:
+    """Measure kvkeep and its peers in turn, at the same weights on the same threads.
+
+    PART: prefill, steps, decode, endless, memory, startup; all of them if none is named. A peer
+    that is not installed is named and left out (`pip install -e '.[bench]'`). Threads are those
+    of torch: set OMP_NUM_THREADS for another number. Ctrl-C ends it with what was measured.
+    """
+    if profile:
+        if parts or out or plots or earlier or page:
+            raise InvalidArgument("--profile writes nothing: leave parts and files out")
+        click.echo(_profile(name, device, QUICK if quick else Plan()))
+        return
+    _check_outputs(out, plots, page)
+    if earlier is not None:
+        if parts or out:
+            raise InvalidArgument("--table measures nothing: leave parts and --out out")
+        result = _read_result(earlier)
+    else:
+        plan = _plan(quick, rounds, endless_tokens)
+        result = _measure(parts or PARTS, peers, name, device, gguf, plan, quick)
+    _show(result, as_markdown=earlier is not None and page is None)
+    if result.readings:
+        _write(result, out, plots, page)
+    if earlier is None and result.ended == "interrupted":
+        sys.exit(INTERRUPTED)
+    if earlier is None and result.ended != "whole":
+        raise KvkeepError(result.ended)
+
+
+def _profile(name: str, device: str, plan: Plan) -> str:
+    from benchmarks.profile_step import profile_step, table
+    from benchmarks.progress import bar
+    from kvkeep import load_model
+    from kvkeep.evaluate.manual import manual_text
+
+    model = load_model(name, device=device, progress=True)
+    prompt = model.text.encode(manual_text())
+    with bar(len(plan.contexts) * plan.profiled, "decoding") as done:
+        return table([profile_step(model, prompt, n, plan.profiled, done) for n in plan.contexts])
+
+
+def _plan(quick: bool, rounds: int | None, endless_tokens: int | None) -> Plan:
+    plan = QUICK if quick else Plan()
+    if rounds is not None:
+        plan = dataclasses.replace(plan, rounds=rounds)
+    if endless_tokens is not None:
+        plan = dataclasses.replace(plan, endless=endless_tokens)
+    return plan
+
+
+def _check_outputs(out: Path | None, plots: Path | None, page: Path | None) -> None:
+    """Refuses before an hour of work what could not be written after it."""
+    if out is not None:
+        check_writable(out)
+    if page is not None:
+        from benchmarks.compare.tables import filled
+
+        check_writable(page)
+        filled(page, None)
+    if plots is not None:
+        from kvkeep.evaluate.plot import check_plottable
+
+        plots.mkdir(parents=True, exist_ok=True)
+        check_plottable(plots / "decode.png")
+        check_writable(plots / "decode.png")
+
+
+def _measure(
+    parts: tuple[str, ...],
+    peers: tuple[str, ...],
+    model: str,
+    device: str,
+    gguf: Path | None,
+    plan: Plan,
+    quick: bool,
+) -> "Result":
+    from benchmarks.compare.run import Asked, run_benchmark
+
+    def starting(part: str) -> None:
+        click.echo(f"measuring: {part}", err=True)
+
+    return run_benchmark(Asked(parts, peers, model, device, gguf, plan, quick), starting)
+
+
+def _read_result(path: Path) -> "Result":
+    from benchmarks.compare.results import Result
+
+    try:
+        return Result.from_json(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, KeyError, TypeError) as error:
+        raise InvalidArgument(f"{path} is not a result of `--out`") from error
+
+
+def _show(result: "Result", as_markdown: bool) -> None:
+    from benchmarks.compare.tables import markdown, text_table
+
+    click.echo(markdown(result) if as_markdown else text_table(result))
+
+
+def _write(result: "Result", out: Path | None, plots: Path | None, page: Path | None) -> None:
+    from benchmarks.compare.plots import draw_plots
+    from benchmarks.compare.summary import summarised
+    from benchmarks.compare.tables import filled
+
+    write_json(out, {**result.as_json(), **summarised(result)})
+    if plots is not None:
+        for name, content in draw_plots(result).items():
+            write_whole(plots / name, content)
+    if page is not None:
+        write_whole(page, filled(page, result))
+
+
+if __name__ == "__main__":
+    compare()

@@ -1,0 +1,43 @@
+"""kvkeep alone: a prompt evaluated in steps against the same prompt evaluated whole."""
+
+from benchmarks.compare.bench import Bench, Found
+from benchmarks.compare.results import Measure, Reading
+from benchmarks.one_prefill import Way
+from benchmarks.peers.base import DTYPE
+from benchmarks.prefill import measurements, ways
+from benchmarks.progress import bar
+
+_KEYS = ("stepped", "bounded", "whole")  # in the order of `ways`
+
+
+def steps_measures(bench: Bench) -> list[Measure]:
+    plan = bench.plan
+    length, cut = f"{plan.stepped:,} tokens", f"by {plan.step:,}"
+    titles = (f"{length} {cut}", f"{length} {cut} on {plan.budget:,} cells", f"{length} at once")
+    return [
+        measure
+        for key, title in zip(_KEYS, titles, strict=True)
+        for measure in (
+            Measure(f"steps/{key}-speed", f"read {title}", "tokens/s", more=True),
+            Measure(f"steps/{key}-peak", f"read {title}, peak above weights", "MB", more=False),
+        )
+    ]
+
+
+def steps(bench: Bench) -> Found:
+    """Each reading has a process of its own; see `benchmarks.one_prefill`."""
+    plan = bench.plan
+    if not any(each.peer == "kvkeep" for each in bench.variants):
+        return
+    if bench.setup.device != "cpu":
+        bench.skipped.append("steps: measured on the CPU only")
+        return
+    compared = ways(plan.stepped, plan.step, plan.budget)
+    with bar(len(compared) * plan.rounds * plan.stepped, "steps") as shown:
+        found = measurements(bench.setup.model, DTYPE, plan.stepped, compared, plan.rounds)
+        for order, each in enumerate(found):
+            index = order // len(compared)
+            key = _KEYS[compared.index(Way(each.prefill_step, each.budget))]
+            shown(plan.stepped)
+            yield Reading(f"steps/{key}-speed", "kvkeep", index, each.tokens_per_s)
+            yield Reading(f"steps/{key}-peak", "kvkeep", index, each.peak_bytes / 1e6)

@@ -1,0 +1,154 @@
+"""A result for reading: on a terminal, and as Markdown between the markers of a page."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.compare.plan import PARTS
+from benchmarks.compare.results import Measure, Result
+from benchmarks.compare.summary import OURS, best, peers_of, ratio
+from benchmarks.prefill import Spread
+from kvkeep.errors import InvalidArgument
+from kvkeep.evaluate.markdown import has_place, piped, put
+
+BEGIN = "<!-- benchmarks: begin -->"
+END = "<!-- benchmarks: end -->"
+BEGIN_SHORT = "<!-- benchmarks, in short: begin -->"
+END_SHORT = "<!-- benchmarks, in short: end -->"
+SHORT = (
+    "prefill/",
+    "decode/",
+    "endless/speed",
+    "endless/slowest",
+    "startup/",
+)  # keys that begin so
+NAMES = {
+    "prefill": "Prefill",
+    "steps": "Prefill in steps",
+    "decode": "Decode",
+    "endless": "Endless decode",
+    "memory": "Restore, fork, edit",
+    "startup": "Start-up",
+}
+NOTHING = "–"
+
+
+def text_table(result: Result) -> str:
+    """Medians, with the least and the most in brackets; a peer's best variant is named."""
+    return _page(result, _aligned, heading=lambda words: words)
+
+
+def markdown(result: Result) -> str:
+    """As `text_table`, with the machine and the versions, for a page."""
+    machine = result.machine
+    flags = ", ".join(machine["cpu_flags"])
+    described = (
+        f"{machine['cpu']} ({flags}), {machine['threads']} threads of {machine['cores']} cores, "
+        f"{machine['memory_bytes'] / 1e9:.0f} GB; {machine['system']}; Python "
+        f"{machine['python']}; {machine['date'][:10]}."
+    )
+    versions = "\n".join(
+        f"- {label}: {about['version']}; {about['how']}" for label, about in result.about.items()
+    )
+    page = _page(result, piped, heading=lambda words: f"### {words}\n")
+    return "\n\n".join(each for each in (described, versions, page) if each)
+
+
+def short_markdown(result: Result) -> str:
+    """One table of the measures that most readers ask for."""
+    measures = [m for m in result.measures if m.key.startswith(SHORT)]
+    return piped(_rows(result, measures))
+
+
+def filled(path: Path, result: Result | None) -> bytes:
+    """The page with tables in the place of what lies between its markers, of either kind.
+
+    result: None to see only whether it has markers. Raises InvalidArgument where it has none.
+    """
+    page = path.read_text(encoding="utf-8")
+    kinds = ((BEGIN, END, markdown), (BEGIN_SHORT, END_SHORT, short_markdown))
+    present = [kind for kind in kinds if has_place(page, kind[0], kind[1])]
+    if not present:
+        raise InvalidArgument(f"{path} has no lines {BEGIN} and {END} to write between")
+    if result is None:
+        return page.encode()
+    for begin, end, draw in present:
+        page = put(page, begin, end, draw(result))
+    return page.encode()
+
+
+def _page(
+    result: Result, draw: Callable[[list[list[str]]], str], heading: Callable[[str], str]
+) -> str:
+    sections = []
+    if result.quick:
+        sections.append("A first look at small sizes (--quick): no figures to quote.")
+    if result.ended != "whole":
+        sections.append(f"Not all of it was measured: {result.ended}.")
+    for part in PARTS:
+        rows = _rows(result, [m for m in result.measures if m.part == part])
+        if len(rows) > 1:
+            sections.append(f"{heading(NAMES[part])}\n{draw(rows)}")
+    left_out = "\n".join(f"- {line}" for line in result.skipped)
+    if left_out:
+        sections.append(f"Left out:\n\n{left_out}")
+    return "\n\n".join(sections)
+
+
+def _rows(result: Result, measures: list[Measure]) -> list[list[str]]:
+    """The head first. A column for each peer, then one for each ratio."""
+    keys = {m.key for m in measures}
+    readings = [each for each in result.readings if each.measure in keys]
+    peers = [p for p in peers_of(result) if any(e.variant.partition(" ")[0] == p for e in readings)]
+    others = [peer for peer in peers if peer != OURS] if OURS in peers else []
+    head = ["", *peers, *(f"against {peer}" for peer in others)]
+    rows = [head]
+    for measure in measures:
+        cells = [_figure(result, measure, peer) for peer in peers]
+        if any(cell != NOTHING for cell in cells):
+            ratios = [_ratio(result, measure, peer) for peer in others]
+            rows.append([_title(measure), *cells, *ratios])
+    return rows
+
+
+def _title(measure: Measure) -> str:
+    return measure.title if measure.unit == "x" else f"{measure.title}, {measure.unit}"
+
+
+def _figure(result: Result, measure: Measure, peer: str) -> str:
+    found = best(result, measure, peer)
+    if found is None:
+        return NOTHING
+    weights = found.variant.partition(" ")[2]
+    return f"{_spread(found.spread, found.rounds)}{f' {weights}' if weights else ''}"
+
+
+def _ratio(result: Result, measure: Measure, peer: str) -> str:
+    found = ratio(result, measure, peer)
+    return NOTHING if found is None else f"{_spread(found.spread, found.rounds)}×"
+
+
+def _spread(spread: Spread, rounds: int) -> str:
+    middle = _number(spread.median)
+    if rounds == 1:
+        return middle
+    return f"{middle} ({_number(spread.least)}–{_number(spread.most)})"
+
+
+def _number(value: float) -> str:
+    """Three digits, or all before the point."""
+    if value >= 100:
+        return f"{value:,.0f}"
+    if value >= 10:
+        return f"{value:.1f}"
+    return f"{value:.2f}" if value >= 1 else f"{value:.3f}"
+
+
+def _aligned(rows: list[list[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if index == 0 else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )

@@ -1,1 +1,0 @@
-"""`kvkeep bench`: kvkeep beside what people would pick instead, in one run."""
