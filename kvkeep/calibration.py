@@ -13,6 +13,7 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
+from kvkeep import arguments
 from kvkeep.errors import CorruptFile, InvalidArgument
 from kvkeep.methods import Statistics
 from kvkeep.methods.measured import Measured
@@ -78,6 +79,8 @@ def calibrate(
 
     Raises InvalidArgument for too few tokens.
     """
+    ids = arguments.token_ids("ids", ids, model.spec.vocab_size)
+    progress = arguments.progress(progress)
     step = min(STEP, model.spec.max_positions // 4)
     if len(ids) < 3 * step:
         raise InvalidArgument(f"a calibration needs {3 * step} tokens or more; found {len(ids)}")

@@ -73,7 +73,8 @@ def compress_held(
         plain = cells.restored(cache.layout.dtype)
         candidates = Candidates(plain, cache.rope, cache.scale, near, statistics, seed)
         for fewer, compression in compress(method, candidates, min(quota, count)):
-            segments.append(Segment.of(cache.layout, fewer, segment.map, segment.anchor))
+            if len(fewer):
+                segments.append(Segment.of(cache.layout, fewer, segment.map, segment.anchor))
             chunks.append(compression)
             if progress:
                 progress(compression.cells_before)

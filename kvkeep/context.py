@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from kvkeep import arguments
 from kvkeep.cache import Bits, KVCache
 from kvkeep.calibration import Calibration
 from kvkeep.compressing import CompressionReport, compress_held
@@ -37,9 +38,7 @@ class Context:
         prefill_step: int,
         bits: Bits = Bits(),  # noqa: B008 (frozen)
     ):
-        if prefill_step < 1:
-            raise InvalidArgument(f"prefill_step must be 1 or more; found {prefill_step}")
-        self.prefill_step = prefill_step
+        self.prefill_step = arguments.whole("prefill_step", prefill_step, 1)
         self._model = model
         self._text = model.text
         self._memory = Memory(model.decoder, policy, bits)
@@ -97,6 +96,7 @@ class Context:
 
     @keep.setter
     def keep(self, keep: int) -> None:
+        keep = arguments.whole("keep", keep)
         if keep == WHOLE_PROMPT and not self._memory.tokens:
             self._keep_whole_prompt = True
             return
@@ -117,7 +117,7 @@ class Context:
             raise InvalidArgument(
                 f'policy "{self.policy}" has no discard to set; policy="shift" has'
             )
-        self._memory.change(discard=discard)
+        self._memory.change(discard=arguments.whole("discard", discard))
 
     def text(self) -> str:
         """All tokens as text, special tokens included."""
@@ -146,6 +146,7 @@ class Context:
 
         Raises ContextFull where it does not fit.
         """
+        at = arguments.whole("at", at)
         return self._edit(at, at, self._ids(text), recompute)
 
     def replace(
@@ -167,8 +168,9 @@ class Context:
         The first `keep` tokens stay (by default those that the policy keeps, or 4), then comes the
         bridge, then what is left. So a session whose context is full goes on.
         """
+        count, keep = arguments.whole("count", count), arguments.optional_whole("keep", keep)
         kept = min(self.keep, 4) if self.policy == "full" else self.keep
-        first, ids = kept if keep is None else keep, self._text.encode(bridge)
+        first, ids = kept if keep is None else keep, self._ids(bridge)
         free = len(self._memory.tokens) - first - len(ids) - 1
         if not 1 <= count <= free or first < 0:
             raise InvalidArgument(
@@ -205,9 +207,11 @@ class Context:
 
         Raises InvalidArgument where that cannot be done, before anything is changed.
         """
-        chosen = make_method(method)
-        if calibration:
-            calibration.require(self._model)
+        chosen, ratio = make_method(method), arguments.number("ratio", ratio)
+        recent, seed = arguments.whole("recent", recent), arguments.whole("seed", seed, 0)
+        progress = arguments.progress(progress)
+        if calibration is not None:
+            arguments.instance("calibration", calibration, Calibration).require(self._model)
         statistics = calibration.statistics if calibration else None
         with interrupts_deferred():
             report = compress_held(self._memory, chosen, ratio, recent, seed, statistics, progress)
@@ -220,6 +224,7 @@ class Context:
 
         An exception leaves the name free; the tokens that came before it stay.
         """
+        name = arguments.text("name", name)
         if name in self._spans:
             raise InvalidArgument(f"there is a span {name!r} already")
         first = len(self._memory.tokens)
@@ -243,7 +248,7 @@ class Context:
 
     def name(self, name: str, start: int, end: int) -> None:
         """Names a range of tokens that are there already; a name in use moves to it."""
-        self._spans[name] = self._range(start, end)
+        self._spans[arguments.text("name", name)] = self._range(start, end)
 
     @property
     def standing(self) -> list[Standing]:
@@ -279,6 +284,7 @@ class Context:
                 known = ", ".join(self._spans) or "none"
                 raise InvalidArgument(f"there is no span {start!r}; there are: {known}")
             return self._spans[start]
+        start, end = arguments.whole("start", start), arguments.optional_whole("end", end)
         total = len(self._memory.tokens)
         if end is None or not 0 <= start < end <= total:
             raise InvalidArgument(
@@ -305,11 +311,6 @@ class Context:
     # How
 
     def _ids(self, prompt: str | Sequence[int]) -> list[int]:
-        ids = self._text.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        vocabulary = self._model.spec.vocab_size
-        for index, token in enumerate(ids):
-            if not 0 <= token < vocabulary:
-                raise InvalidArgument(
-                    f"token ids must be 0 to {vocabulary - 1}; found {token} at index {index}"
-                )
-        return ids
+        if isinstance(prompt, str):
+            return self._text.encode(arguments.text("text", prompt))
+        return arguments.token_ids("tokens", prompt, self._model.spec.vocab_size)

@@ -6,8 +6,8 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor
 
+from kvkeep import arguments
 from kvkeep.cache.group import GroupStep
-from kvkeep.cache.quantised import tensors
 from kvkeep.cache.step import DecodeStep
 from kvkeep.errors import InvalidArgument
 from kvkeep.interrupts import interrupts_deferred
@@ -26,7 +26,7 @@ class SessionGroup:
 
     def __init__(self, sessions: Sequence[Session]):
         """Raises InvalidArgument for no session, one that is there twice, or several models."""
-        self.sessions = tuple(sessions)
+        self.sessions = tuple(arguments.instance("a session", s, Session) for s in sessions)
         if not self.sessions:
             raise InvalidArgument("a group needs at least one session; found none")
         for index, session in enumerate(self.sessions):
@@ -43,13 +43,15 @@ class SessionGroup:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of storage that all sessions' cells take, what they share counted once."""
+        """Bytes of storage that all sessions' cells take, what they share counted once.
+
+        As `KVCache.nbytes`: of compressed cells their positions and their bias, too.
+        """
         storages = {
             storage.data_ptr(): storage.nbytes()
             for session in self.sessions
             for segment in session.cache.segments
-            for cells in (segment.block.slots.stored_keys, segment.block.slots.stored_values)
-            for storage in (tensor.untyped_storage() for tensor in tensors(cells))
+            for storage in (tensor.untyped_storage() for tensor in segment.block.slots.tensors())
         }
         return sum(storages.values())
 
@@ -85,6 +87,7 @@ class SessionGroup:
     def _each(self, sampling: Sampling | Sequence[Sampling]) -> Sequence[Sampling]:
         if isinstance(sampling, Sampling):
             return [sampling] * len(self.sessions)
+        sampling = [arguments.instance("sampling", each, Sampling) for each in sampling]
         if len(sampling) != len(self.sessions):
             raise InvalidArgument(
                 f"one sampling for all, or one for each of {len(self.sessions)} sessions; "

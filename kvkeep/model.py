@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from kvkeep import arguments
 from kvkeep.calibration import Calibration
 from kvkeep.capture import revive
 from kvkeep.compiled.decoder import can_decode
@@ -75,6 +76,7 @@ class Model:
         Raises FingerprintMismatch, naming what differs, for a snapshot of another model, and
         InvalidArgument where it needs a calibration that is not given.
         """
+        arguments.instance("snapshot", snapshot, Snapshot)
         session = revive(self, snapshot, store)
         policy = session._memory.policy
         needed = policy.calibrated_by if isinstance(policy, Archive) else ""
@@ -125,8 +127,11 @@ class Model:
 
         Raises InvalidArgument for a number out of range or an unknown policy.
         """
+        keep = arguments.whole("keep", keep, WHOLE_PROMPT)
+        group = arguments.optional_whole("group", group)
+        window = arguments.optional_whole("window", window)
         most = longest(policy, self.spec.max_positions, group=group, window=window)
-        budget = most if max_kv_size is None else max_kv_size
+        budget = most if max_kv_size is None else arguments.whole("max_kv_size", max_kv_size)
         if not 1 <= budget <= most:
             raise InvalidArgument(
                 f"max_kv_size must be 1 to {most}, what policy {policy!r} can do with a model "
@@ -137,11 +142,11 @@ class Model:
             policy,
             budget,
             keep=0 if whole else keep,
-            discard=discard,
+            discard=arguments.optional_whole("discard", discard),
             group=group,
             window=window,
             method=method,
-            ratio=ratio,
+            ratio=None if ratio is None else arguments.number("ratio", ratio),
             span=min(2 * budget, self.spec.max_positions) if policy == Archive.name else None,
         )
         self._calibrate(chosen, calibration)
@@ -155,6 +160,7 @@ class Model:
         """Hands a policy what is known of the model. Raises InvalidArgument for one without use."""
         if calibration is None:
             return
+        arguments.instance("calibration", calibration, Calibration)
         calibration.require(self)
         if not isinstance(policy, Archive):
             raise InvalidArgument(f'policy "{policy.name}" has no use for a calibration')
@@ -185,9 +191,8 @@ def load_model(
         InvalidArgument: an unknown dtype, a device that is not there, packed weights where there
             are no compiled kernels for them.
     """
-    if dtype not in DTYPES:
-        raise InvalidArgument(f"dtype must be one of {', '.join(DTYPES)}; found {dtype!r}")
-    where = _device(device)
+    model, dtype = str(arguments.path("model", model)), arguments.one_of("dtype", dtype, DTYPES)
+    where, progress = _device(device), arguments.flag("progress", progress)
     folder = resolve(model, progress)
     spec = read_spec(folder)
     check_tensors(spec, read_shapes(folder), folder)
@@ -204,9 +209,7 @@ def _packed(
     tensors: Mapping[str, Tensor],
     progress: bool,
 ) -> Mapping[str, PackedMatrix]:
-    chosen = stored(folder) if weights is None else weights
-    if chosen not in WEIGHTS:
-        raise InvalidArgument(f"weights must be one of {', '.join(WEIGHTS)}; found {weights!r}")
+    chosen = stored(folder) if weights is None else arguments.one_of("weights", weights, WEIGHTS)
     if chosen == "bf16":
         return {}
     if not can_decode(spec, cell_layout(spec, tensors)):
@@ -223,7 +226,7 @@ def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
         torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
+    except (RuntimeError, AssertionError, TypeError) as error:
         reason = str(error).splitlines()[0]
         raise InvalidArgument(f"device {name!r} cannot be used: {reason}") from error
     return device

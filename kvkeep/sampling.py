@@ -1,14 +1,14 @@
 """Choosing the next token from logits."""
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from kvkeep import arguments
 from kvkeep.errors import InvalidArgument
 
 
@@ -38,26 +38,28 @@ class Sampling:
     stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        _require(0 <= self.temperature < math.inf, "temperature", "0 or more", self.temperature)
-        _require(self.top_k >= 0, "top_k", "0 (off) or more", self.top_k)
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+            self._set(name, arguments.number(name, getattr(self, name)))
+        for name in ("top_k", "repetition_window"):
+            self._set(name, arguments.whole(name, getattr(self, name), 0))
+        self._set("seed", arguments.optional_whole("seed", self.seed, 0))
+        self._set("stop", _stop_strings(self.stop))
+        _require(self.temperature >= 0, "temperature", "0 or more", self.temperature)
         _require(0 < self.top_p <= 1, "top_p", "above 0, at most 1", self.top_p)
         _require(0 <= self.min_p <= 1, "min_p", "0 to 1", self.min_p)
-        _require(
-            0 < self.repetition_penalty < math.inf,
-            "repetition_penalty",
-            "above 0",
-            self.repetition_penalty,
-        )
-        _require(
-            self.repetition_window >= 0, "repetition_window", "0 or more", self.repetition_window
-        )
-        _require(self.seed is None or self.seed >= 0, "seed", "0 or more, or none", self.seed)
-        _require(
-            not isinstance(self.stop, str) and all(self.stop),
-            "stop",
-            "a tuple of strings, none empty",
-            self.stop,
-        )
+        penalty = self.repetition_penalty
+        _require(penalty > 0, "repetition_penalty", "above 0", penalty)
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+
+def _stop_strings(given: object) -> tuple[str, ...]:
+    wanted = isinstance(given, Iterable) and not isinstance(given, (str, bytes))
+    _require(wanted, "stop", "a tuple of strings, none empty", given)
+    strings = tuple(arguments.text("stop", each) for each in cast(Iterable[object], given))
+    _require(all(strings), "stop", "a tuple of strings, none empty", given)
+    return strings
 
 
 def _require(holds: bool, name: str, expected: str, found: object) -> None:

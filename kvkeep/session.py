@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from kvkeep import arguments
 from kvkeep.cache import Bits
 from kvkeep.capture import capture
 from kvkeep.context import Context
@@ -71,7 +72,7 @@ class Session(Context):
         super().__init__(model, policy, prefill_step, bits)
         self.finish_reason: str | None = None
         self._sampler = Sampler()
-        self._store = store
+        self._store = None if store is None else arguments.instance("store", store, PrefixStore)
 
     # What it does
 
@@ -89,6 +90,7 @@ class Session(Context):
             ContextFull: the policy cannot take as many tokens.
             NonFiniteLogits: the model produced NaN or infinity.
         """
+        progress = arguments.progress(progress)
         begun, ids = time.perf_counter(), self._checked_ids(prompt)
         store = None if self._memory.tokens else self._store
         reused, differs_at = (
@@ -116,6 +118,7 @@ class Session(Context):
         say. Raises ContextFull and NonFiniteLogits as `feed` does, and InvalidArgument where
         nothing was fed yet.
         """
+        arguments.instance("sampling", sampling, Sampling)
         logits = self._memory.logits()
         if logits is None:
             raise InvalidArgument("nothing to continue: feed a prompt before asking for tokens")
@@ -137,9 +140,9 @@ class Session(Context):
         stop string; `finish_reason` then says "length", "eos" or "stop". The tokens stay in the
         session, those of a stop string too.
         """
-        if max_tokens is not None and max_tokens < 0:
-            raise InvalidArgument(f"max_tokens must be 0 or more; found {max_tokens}")
-        ends = () if ignore_eos else self._model.spec.eos_token_ids
+        max_tokens = arguments.optional_whole("max_tokens", max_tokens, 0)
+        arguments.instance("sampling", sampling, Sampling)
+        ends = () if arguments.flag("ignore_eos", ignore_eos) else self._model.spec.eos_token_ids
         return self._written(max_tokens, sampling, ends)
 
     def _written(
@@ -166,6 +169,7 @@ class Session(Context):
         Returns `[n]` float64: the natural log of each token's probability given what the session
         remembered before it. The first token of a session was predicted by nothing: NaN.
         """
+        progress = arguments.progress(progress)
         return self._memory.score(self._checked_ids(prompt), self.prefill_step, progress)
 
     def rewind(self, count: int) -> list[int]:
@@ -177,7 +181,7 @@ class Session(Context):
         Raises InvalidArgument for a negative count, and where the token to stand on is no longer
         held.
         """
-        taken = self._memory.take_back(count)
+        taken = self._memory.take_back(arguments.whole("count", count))
         self._move_spans(lambda span: after_rewind(span, len(self._memory.tokens)))
         return taken
 
@@ -195,6 +199,7 @@ class Session(Context):
         tokens up to `at` are no longer held.
         """
         total = len(self._memory.tokens)
+        at = arguments.optional_whole("at", at)
         if at is not None and not 0 <= at <= total:
             raise InvalidArgument(f"fork at 0 to {total} tokens; found {at}")
         fork = copy.copy(self)

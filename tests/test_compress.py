@@ -175,3 +175,14 @@ def test_observing_methods_look_from_where_an_edit_has_put_them() -> None:
     chosen = session.cache.segments[1].block.slots
     expected = make_method("snapkv").compress(candidates, len(chosen)).cells
     assert torch.equal(chosen.positions + 30, expected.positions)
+
+
+def test_the_report_tells_of_every_chunk_also_of_those_that_vanish() -> None:
+    session = MODEL.session(policy="full")
+    session.feed(TEXT * 3)
+    told: list[int] = []
+    report = session.compress(35, "knorm", recent=70, progress=told.append)
+    compressible = 3 * len(TEXT) - 4 - 70
+    assert min(chunk.cells_after for chunk in report.chunks) == 0
+    assert sum(chunk.cells_before for chunk in report.chunks) == sum(told) == compressible
+    assert sum(chunk.cells_after for chunk in report.chunks) == report.cells_after - 74

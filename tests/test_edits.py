@@ -157,8 +157,8 @@ def test_tokens_and_text_follow_each_edit() -> None:
 @pytest.mark.parametrize("policy", ["full", "sliding", "shift"])
 def test_a_suffix_edit_is_a_session_that_was_fed_the_edited_text(policy: str) -> None:
     session, fresh = edited(policy), MODEL.session(128, policy=policy)
-    session.replace(9, 16, b"carved", "suffix")
-    session.insert(4, b" (all)", "suffix")
+    session.replace(9, 16, list(b"carved"), "suffix")
+    session.insert(4, list(b" (all)"), "suffix")
     session.delete(20, 25, "suffix")
     fresh.feed(session.tokens)
     assert (session.logits - fresh.logits).abs().max() <= 1e-3
@@ -168,7 +168,7 @@ def test_an_edit_in_place_leaves_later_cells_as_they_were_computed() -> None:
     session = edited()
     values = torch.cat([c.values for _, c in session.cache.read(20, 30)], 2)
     keys = torch.cat([c.keys for _, c in session.cache.read(20, 30)], 2)
-    report = session.replace(9, 16, b"carved in stone")
+    report = session.replace(9, 16, list(b"carved in stone"))
     assert torch.equal(torch.cat([c.values for _, c in session.cache.read(28, 30)], 2), values)
     assert torch.equal(torch.cat([c.keys for _, c in session.cache.read(28, 30)], 2), keys)
     assert (report.cells_moved, report.tokens_evaluated) == (9, 16)

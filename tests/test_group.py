@@ -169,6 +169,12 @@ def test_memory_grows_by_the_branches_own_tokens_only() -> None:
     assert SessionGroup([parent, *group.sessions]).nbytes == group.nbytes
 
 
+def test_compressed_cells_take_what_they_are_seen_with_too() -> None:
+    session = fed(list(range(1, 120)), policy="full")
+    session.compress(3, recent=8)
+    assert SessionGroup([session]).nbytes == session.cache.nbytes
+
+
 def test_a_branch_survives_a_snapshot(tmp_path: Path) -> None:
     group = SessionGroup(branches(fed(PROMPT[:60], 64), 3))
     for _ in range(10):

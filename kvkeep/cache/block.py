@@ -14,6 +14,7 @@ from kvkeep.cache.quantised import (
     quantise,
     restored,
     scales,
+    tensors,
 )
 from kvkeep.cache.rope import Rope
 
@@ -161,11 +162,15 @@ class Cells:
         """Whether each KV head has cells of its own choice, of no one token."""
         return self.bias is not None
 
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Keys, values, and of compressed cells what they are seen with."""
+        own = () if self.bias is None else (self.bias, self.positions)
+        return (*tensors(self.stored_keys), *tensors(self.stored_values), *own)
+
     @property
     def nbytes(self) -> int:
         """Bytes of keys, values and what they are seen with."""
-        extra = 0 if self.bias is None else self.bias.nbytes + self.positions.nbytes
-        return self.stored_keys.nbytes + self.stored_values.nbytes + extra
+        return sum(tensor.nbytes for tensor in self.tensors())
 
     def part(self, where: slice) -> "Cells":
         """Some of these cells, not copied."""

@@ -189,7 +189,7 @@ class Archive:
         """`count` cells in the place of many, chunk by chunk."""
         found = list(compress(self.method, self._candidates(cache, cells), count))
         done += [compression for _, compression in found]
-        return [cells for cells, _ in found]
+        return [cells for cells, _ in found if len(cells)]
 
     def _append(self, cache: KVCache, archived: list[Segment], parts: list[Cells]) -> None:
         """Adds compressed cells to the last segment that takes them, or to one more."""

@@ -18,7 +18,8 @@ from blake3 import blake3
 from filelock import FileLock
 from torch import Tensor
 
-from kvkeep.errors import InvalidArgument, StoreError
+from kvkeep import arguments
+from kvkeep.errors import StoreError
 from kvkeep.store.atomic import sweep
 from kvkeep.store.container import Container, read_container, write_container
 from kvkeep.store.fingerprint import Fingerprint
@@ -57,10 +58,8 @@ class PrefixStore:
 
     def __init__(self, path: str | Path, max_bytes: int = 2_000_000_000):
         """Raises InvalidArgument for a quota below 1, StoreError for an unusable folder."""
-        if max_bytes < 1:
-            raise InvalidArgument(f"max_bytes must be 1 or more; found {max_bytes}")
-        self.path = Path(path)
-        self.max_bytes = max_bytes
+        self.path = arguments.path("path", path)
+        self.max_bytes = arguments.whole("max_bytes", max_bytes, 1)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:

@@ -1,0 +1,136 @@
+"""What callers give, as plain Python values: every public argument comes through here.
+
+Numbers from numpy and torch compute and compare like Python's, and are not: they overflow, cannot
+be written into a file, and make other types of what they meet. So they are converted where they
+come in, or refused, before anything is changed.
+"""
+
+import math
+import operator
+import os
+from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from kvkeep.errors import InvalidArgument
+
+T = TypeVar("T")
+
+
+def whole(name: str, value: Any, least: int | None = None, most: int | None = None) -> int:
+    """A whole number, of Python or of numpy or torch; no bool, and no float.
+
+    least, most: the range, both ends included; None for no end. Raises InvalidArgument.
+    """
+    expected = f"a whole number{_range(least, most)}"
+    if isinstance(value, bool):
+        raise _refused(name, expected, value)
+    try:
+        found = operator.index(value)
+    except TypeError:
+        raise _refused(name, expected, value) from None
+    if (least is not None and found < least) or (most is not None and found > most):
+        raise _refused(name, expected, found)
+    return found
+
+
+def optional_whole(name: str, value: Any, least: int | None = None) -> int | None:
+    """As `whole`; None stays None."""
+    return None if value is None else whole(name, value, least)
+
+
+def number(name: str, value: Any) -> float:
+    """A finite number as a float; no bool and no text. Raises InvalidArgument."""
+    if isinstance(value, (bool, str, bytes)) or type(value).__name__ in ("bool", "bool_"):
+        raise _refused(name, "a number", value)
+    try:
+        found = float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        raise _refused(name, "a number", value) from None
+    if not math.isfinite(found):
+        raise _refused(name, "a finite number", value)
+    return found
+
+
+def flag(name: str, value: Any) -> bool:
+    """True or False, numpy's too. Raises InvalidArgument."""
+    if isinstance(value, bool) or type(value).__name__ == "bool":  # numpy's is not Python's
+        return bool(value)
+    raise _refused(name, "True or False", value)
+
+
+def text(name: str, value: Any) -> str:
+    """Text that can be encoded. Raises InvalidArgument, also for lone surrogates."""
+    if not isinstance(value, str):
+        raise _refused(name, "text", value)
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgument(
+            f"{name} holds half of a character, {value[error.start]!r} at index {error.start}, "
+            'which no encoding has: decode the bytes that it came from with errors="replace"'
+        ) from None
+    return str(value)
+
+
+def one_of(name: str, value: Any, choices: Collection[str]) -> str:
+    """One of a few words. Raises InvalidArgument, naming all of them."""
+    if not isinstance(value, str) or value not in choices:
+        raise InvalidArgument(f"{name} must be one of {', '.join(choices)}; found {value!r}")
+    return str(value)
+
+
+def path(name: str, value: Any) -> Path:
+    """A place in the file system. Raises InvalidArgument for what is none."""
+    if not isinstance(value, (str, os.PathLike)) or "\0" in str(value):
+        raise _refused(name, "a path", value)
+    return Path(value)
+
+
+def instance(name: str, value: Any, kind: type[T]) -> T:
+    """An object of that kind. Raises InvalidArgument."""
+    if not isinstance(value, kind):
+        raise _refused(name, f"a {kind.__name__}", value)
+    return value
+
+
+def progress(value: Any) -> Callable[[int], None] | None:
+    """What is called as work goes on, or None. Raises InvalidArgument."""
+    if value is not None and not callable(value):
+        raise _refused("progress", "something to call with a number, or None", value)
+    return value  # type: ignore[no-any-return]
+
+
+def token_ids(name: str, value: Any, vocabulary: int) -> list[int]:
+    """Token ids: a list, an array or a tensor of whole numbers below `vocabulary`.
+
+    Raises InvalidArgument, naming the first that is none.
+    """
+    if isinstance(value, (str, bytes, bytearray, dict, set, frozenset)) or not (
+        isinstance(value, Iterable) or hasattr(value, "tolist")
+    ):
+        raise _refused(name, "text or a sequence of token ids", value)
+    # Arrays and tensors give Python's numbers all at once; one of no dimension gives a number.
+    found = value.tolist() if hasattr(value, "tolist") else list(value)
+    if not isinstance(found, list):
+        raise _refused(name, "a sequence of token ids", value)
+    for index, token in enumerate(found):
+        if type(token) is not int:
+            token = found[index] = whole(f"{name}[{index}]", token)
+        if not 0 <= token < vocabulary:
+            raise InvalidArgument(
+                f"token ids must be 0 to {vocabulary - 1}; found {token} at index {index}"
+            )
+    return found
+
+
+def _range(least: int | None, most: int | None) -> str:
+    if least is None and most is None:
+        return ""
+    if most is None:
+        return f", {least} or more"
+    return f" up to {most}" if least is None else f", {least} to {most}"
+
+
+def _refused(name: str, expected: str, found: object) -> InvalidArgument:
+    return InvalidArgument(f"{name} must be {expected}; found {found!r}")
