@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvkeep.cli.compression import BEST, METHOD_NAMES
-from kvkeep.cli.evaluate.grid import TASKS
+from kvkeep.cli.evaluate.grid_choice import TASKS
 from kvkeep.methods import BEST as BEST_METHOD
 from kvkeep.methods import METHODS
 

@@ -1,13 +1,13 @@
 """`kvkeep grid`: every method of compression at every ratio on every task."""
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from kvkeep.cli.compression import METHOD_NAMES, ratio
+from kvkeep.cli.evaluate.grid_choice import TASKS, GridChoice, GridFiles
 from kvkeep.cli.evaluate.options import (
     ModelChoice,
     listed,
@@ -16,76 +16,10 @@ from kvkeep.cli.evaluate.options import (
 )
 from kvkeep.cli.options import collected, whole_number
 from kvkeep.errors import InvalidArgument
-from kvkeep.evaluate.facts import Samples
-from kvkeep.evaluate.passkey import Passkey
-from kvkeep.store.output_file import check_writable, write_whole
+from kvkeep.store.output_file import write_whole
 
 if TYPE_CHECKING:
     from kvkeep.evaluate.grid import Grid
-
-TASKS = ("passkey-number", "passkey-words", "several", "second", "needle")
-
-
-@dataclass(frozen=True)
-class GridChoice:
-    """What is measured."""
-
-    methods: tuple[str, ...]
-    ratios: tuple[float, ...]
-    tasks: tuple[str, ...]
-    samples: int
-    junk: int
-    tokens: int
-    seed: int
-
-    def passkeys(self) -> dict[str, Samples]:
-        """The tasks that need no model to draw. Raises InvalidArgument for too little text."""
-        kinds = {
-            "passkey-number": ("number", "single"),
-            "passkey-words": ("words", "single"),
-            "several": ("number", "several"),
-            "second": ("number", "second"),
-        }
-        return {
-            name: Passkey(self.junk, *kinds[name], seed=self.seed)
-            for name in self.tasks
-            if name in kinds
-        }
-
-
-@dataclass(frozen=True)
-class GridFiles:
-    """What is read and written."""
-
-    earlier: tuple[Path, ...]
-    out: Path | None
-    resume: bool
-    plot: Path | None
-    page: Path | None
-
-    def check(self) -> None:
-        """Refuses before hours of work what could not be written after them."""
-        if self.earlier and (self.out or self.resume):
-            raise InvalidArgument("--from measures nothing: leave --out and --resume out")
-        if self.resume and self.out is None:
-            raise InvalidArgument("--resume goes on with the file of --out: name it")
-        if self.out is not None:
-            check_writable(self.out)
-            if self.out.is_file() and not self.resume:
-                raise InvalidArgument(
-                    f"{self.out} is there already: add --resume to go on with it, or name another"
-                )
-        if self.plot is not None:
-            from kvkeep.evaluate.plot import check_plottable
-
-            check_plottable(self.plot)
-            check_writable(self.plot)
-        if self.page is not None:
-            from kvkeep.evaluate.grid_table import filled
-
-            check_writable(self.page)
-            filled(self.page, None)
-
 
 _CHOICE = [
     click.option(

@@ -7,7 +7,7 @@ from typing import Never
 from tqdm import tqdm
 
 from kvkeep import Model
-from kvkeep.cli.evaluate.grid import GridChoice
+from kvkeep.cli.evaluate.grid_choice import GridChoice
 from kvkeep.cli.evaluate.options import ModelChoice
 from kvkeep.evaluate.facts import Samples
 from kvkeep.evaluate.grid import Grid, GridPlan, read_sample
