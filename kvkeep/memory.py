@@ -130,7 +130,7 @@ class Memory:
             held += 1
         return held
 
-    def adopt(self, ids: Sequence[int], keys: Tensor, values: Tensor) -> None:
+    def append_evaluated(self, ids: Sequence[int], keys: Tensor, values: Tensor) -> None:
         """Takes in cells that were evaluated elsewhere, as if these ids had been just now.
 
         keys, values: `[layers, kv_heads, n, head_dim]` at the positions that come next. Logits are

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvkeep.cache import Bits, Cells
+from kvkeep.cache import Bits, Cells, KVCache, PositionMap
 from kvkeep.memory import Memory
 from kvkeep.store.prefix import BLOCK, PrefixStore
 
@@ -12,34 +12,46 @@ if TYPE_CHECKING:
     from kvkeep.model import Model
 
 
-def take_from(
+def load_prefix(
     store: PrefixStore, model: "Model", memory: Memory, ids: list[int]
 ) -> tuple[int, int | None]:
     """Takes what a store holds of a first prompt into an empty memory.
 
-    One token is left to evaluate, for its logits. Returns how many tokens were taken, and the
-    first at which the nearest stored prompt differs.
+    No more than the policy keeps exact, and one token is left to evaluate, for its logits.
+    Returns how many tokens were taken, and the first at which the nearest stored prompt differs.
     """
-    most = min(len(ids) - 1, memory.policy.exact)  # more would be forgotten or compressed again
+    most = min(len(ids) - 1, memory.policy.exact)
     found = store.find(model.fingerprint, ids[:most])
     if found.tokens:
         keys, values = torch.cat(found.keys, 2), torch.cat(found.values, 2)
-        memory.adopt(ids[: found.tokens], keys, values)
+        memory.append_evaluated(ids[: found.tokens], keys, values)
     return found.tokens, found.differs_at
 
 
-def give_to(store: PrefixStore, model: "Model", memory: Memory, stored: int) -> int:
-    """Gives a store the whole blocks that came after the first `stored` tokens.
+def store_prefix(store: PrefixStore, model: "Model", memory: Memory, stored: int) -> int:
+    """Gives a store the whole blocks that came after the first `stored` tokens of a first prompt.
 
-    Only while nothing was forgotten or quantised: after that, cells are no longer what their
-    tokens alone would give. Returns how many tokens are stored now.
+    Only cells that are what their tokens alone give. Returns how many tokens are stored now.
     """
-    tokens, cache = memory.tokens, memory.cache
-    compressed = any(segment.compressed for segment in cache.segments)
-    if len(tokens) != cache.cells or compressed or memory.bits != Bits():
+    if memory.bits != Bits():
         return stored
-    while stored + BLOCK <= len(tokens):
-        cells = Cells.joined([part for _, part in cache.read(stored, BLOCK)])
+    exact = min(_plain(memory.cache), memory.policy.exact)
+    while stored + BLOCK <= exact:
+        cells = Cells.joined([part for _, part in memory.cache.read(stored, BLOCK)])
         stored += BLOCK
-        store.add(model.fingerprint, tokens[:stored], cells.keys, cells.values)
+        store.add(model.fingerprint, memory.tokens[:stored], cells.keys, cells.values)
     return stored
+
+
+def _plain(cache: KVCache) -> int:
+    """How many of the oldest cells are at positions 0, 1, 2 ..., and are seen from there."""
+    count = 0
+    for segment in cache.segments:
+        if segment.compressed or segment.map != PositionMap():
+            break
+        slots = segment.slots(0, segment.length)
+        positions = torch.cat([segment.block.slots.positions[where] for where in slots])
+        if not torch.equal(positions, torch.arange(count, count + segment.length, device="cpu")):
+            break
+        count += segment.length
+    return count

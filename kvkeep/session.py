@@ -17,7 +17,7 @@ from kvkeep.errors import InvalidArgument
 from kvkeep.methods import Compression
 from kvkeep.policies import Policy
 from kvkeep.released import release_freed
-from kvkeep.reuse import give_to, take_from
+from kvkeep.reuse import load_prefix, store_prefix
 from kvkeep.sampling import Sampler, Sampling
 from kvkeep.spans import after_rewind
 from kvkeep.store.prefix import PrefixStore
@@ -94,7 +94,7 @@ class Session(Context):
         begun, ids = time.perf_counter(), self._checked_ids(prompt)
         store = None if self._memory.tokens else self._store
         reused, differs_at = (
-            take_from(store, self._model, self._memory, ids) if store else (0, None)
+            load_prefix(store, self._model, self._memory, ids) if store else (0, None)
         )
         if reused and progress:
             progress(reused)
@@ -103,7 +103,7 @@ class Session(Context):
             peak = max(peak, step.peak_cells)
             done += step.compressions
             if store:
-                stored = give_to(store, self._model, self._memory, stored)
+                stored = store_prefix(store, self._model, self._memory, stored)
             if progress:
                 progress(step.hidden.shape[0])
         if len(ids) - reused > self.prefill_step:

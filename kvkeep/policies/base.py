@@ -13,7 +13,8 @@ class Policy(Protocol):
     max_kv_size: the most cells held after any call.
     keep: how many of the first cells stay for ever.
     pinned: how many cells beyond those are pinned.
-    exact: how many first tokens are held before any is forgotten or compressed.
+    exact: how many first tokens are held, and see each other, as if every token were: before any
+        is forgotten, compressed or grouped.
     """
 
     name: ClassVar[str]

@@ -44,7 +44,7 @@ class SelfExtend:
 
     @property
     def exact(self) -> int:
-        return self.max_kv_size
+        return min(self.window, self.max_kv_size)
 
     def room(self, cache: KVCache) -> int | None:
         return self.max_kv_size - cache.cells
