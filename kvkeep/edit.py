@@ -214,7 +214,8 @@ def _evaluated_between(
     new = Segment(cache.layout, len(ids))
     with torch.inference_mode():
         for first in range(0, len(ids), prefill_step):
-            chunk = torch.tensor(ids[first : first + prefill_step], device=cache.layout.device)
+            some, device = ids[first : first + prefill_step], cache.layout.device
+            chunk = torch.tensor(some, dtype=torch.int64, device=device)
             if not first:
                 cache.segments.append(new)
             with cache.step(len(chunk)):

@@ -118,9 +118,8 @@ def _evaluate(memories: Sequence[Memory], tokens: Sequence[int]) -> None:
             step = steps.enter_context(memory.cache.step(1))
             assert isinstance(step, DecodeStep)
             opened.append(step)
-        hidden = decoder.hidden(
-            torch.tensor(tokens, device=device), GroupStep(opened, decoder.spec.heads)
-        )
+        taken = torch.tensor(tokens, dtype=torch.int64, device=device)
+        hidden = decoder.hidden(taken, GroupStep(opened, decoder.spec.heads))
         logits = decoder.logits(hidden)
         require_finite(logits)
     for row, (memory, token) in enumerate(zip(memories, tokens, strict=True)):

@@ -100,7 +100,8 @@ class Memory:
                 chunk = ids[done : done + count]
                 done += count
                 with self.cache.step(count):
-                    hidden = self.decoder.hidden(torch.tensor(chunk, device=where), self.cache)
+                    taken = torch.tensor(chunk, dtype=torch.int64, device=where)
+                    hidden = self.decoder.hidden(taken, self.cache)
                     logits = self.decoder.logits(hidden[-1:])[0] if done == len(ids) else None
                     require_finite(hidden if logits is None else logits)
                 self.take_in(chunk, hidden[-1:], logits)
@@ -140,11 +141,12 @@ class Memory:
         with interrupts_deferred():
             while done < len(ids):
                 upto = done + self.policy.open(cache, len(ids) - done)
+                new = torch.arange(upto - done, dtype=torch.int64, device="cpu")
                 cells = Cells(
                     keys[:, :, done:upto],
                     values[:, :, done:upto],
-                    torch.arange(cache.time, cache.time + upto - done),
-                    torch.arange(cache.serial, cache.serial + upto - done),
+                    new + cache.time,
+                    new + cache.serial,
                 )
                 cache.segments[-1].append(cells.to(cache.layout.device))
                 cache.time += upto - done
@@ -278,7 +280,7 @@ class Memory:
             before = step.hidden if last is None else torch.cat((last, step.hidden))
             targets = self.tokens[-count:]
             if last is None:
-                scores.append(torch.full((1,), math.nan, dtype=torch.float64))
+                scores.append(torch.full((1,), math.nan, dtype=torch.float64, device="cpu"))
                 targets = targets[1:]
             scores.append(self._log_probabilities(before[: len(targets)], targets))
             last = step.hidden[-1:]
@@ -289,12 +291,16 @@ class Memory:
     @torch.inference_mode()
     def _log_probabilities(self, hidden: Tensor, targets: Sequence[int]) -> Tensor:
         """`[n]` float64: the natural log of each target's probability after each hidden state."""
-        wanted, rows = torch.tensor(targets, device=hidden.device), 64  # all logits would not fit
-        parts = [torch.empty(0, dtype=torch.float64)]
+        wanted = torch.tensor(targets, dtype=torch.int64, device=hidden.device)
+        parts, rows = (
+            [torch.empty(0, dtype=torch.float64, device="cpu")],
+            64,
+        )  # all logits would not fit
         for first in range(0, len(targets), rows):
             logits = self.decoder.logits(hidden[first : first + rows])
             chosen = logits.gather(1, wanted[first : first + rows, None])[:, 0]
-            parts.append((chosen.double() - logits.logsumexp(-1).double()).cpu())
+            # float64 is not on every device.
+            parts.append(chosen.cpu().double() - logits.logsumexp(-1).cpu().double())
         return torch.cat(parts)
 
 

@@ -225,7 +225,7 @@ def _packed(
 def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
-        torch.empty(1, device=device)
+        torch.empty(1, dtype=torch.float32, device=device)
     except (RuntimeError, AssertionError, TypeError) as error:
         reason = str(error).splitlines()[0]
         raise InvalidArgument(f"device {name!r} cannot be used: {reason}") from error

@@ -91,10 +91,10 @@ class Sampler:
 
     def choose(self, logits: Tensor, tokens: Sequence[int], how: Sampling) -> int:
         """A token id. logits: `[vocab]` float32, finite; tokens: all so far, for the penalty."""
-        logits = _penalised(logits, tokens, how)
+        logits = _penalised(logits.cpu(), tokens, how)  # float64 is not on every device
         if how.temperature == 0:
             # By numpy: for a vector, waking torch's threads takes longer than the search.
-            return int(logits.cpu().numpy().argmax())
+            return int(logits.numpy().argmax())
         probabilities = ((logits - logits.max()) / how.temperature).softmax(-1)
         ids, weights = _candidates(probabilities, how)
         cumulative = weights.double().cumsum(-1)
@@ -111,7 +111,8 @@ class Sampler:
 def _penalised(logits: Tensor, tokens: Sequence[int], how: Sampling) -> Tensor:
     if how.repetition_penalty == 1 or how.repetition_window == 0:
         return logits
-    recent = torch.tensor(sorted(set(tokens[-how.repetition_window :])), device=logits.device)
+    seen = sorted(set(tokens[-how.repetition_window :]))
+    recent = torch.tensor(seen, dtype=torch.int64, device=logits.device)
     if not recent.numel():
         return logits
     scores = logits[recent]
@@ -122,7 +123,8 @@ def _penalised(logits: Tensor, tokens: Sequence[int], how: Sampling) -> Tensor:
 def _candidates(probabilities: Tensor, how: Sampling) -> tuple[Tensor, Tensor]:
     """Token ids and weights (not normalised) that pass the filters."""
     if how.top_k == 0 and how.top_p == 1 and how.min_p == 0:
-        return torch.arange(probabilities.shape[0], device=probabilities.device), probabilities
+        count, device = probabilities.shape[0], probabilities.device
+        return torch.arange(count, dtype=torch.int64, device=device), probabilities
     if 0 < how.top_k < probabilities.shape[0]:
         weights, ids = probabilities.topk(how.top_k)
     else:

@@ -81,6 +81,12 @@ def attend_cells(
     return Part(mixed(out) if was_mixed else out, log_sum)
 
 
+def hiding(hidden: Tensor) -> Tensor:
+    """The bias that hides cells: `HIDDEN` where `hidden` is true, else 0; float32."""
+    bias = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
+    return bias.masked_fill_(hidden, HIDDEN)
+
+
 def _attend_densely(
     q: Tensor, keys: Tensor, values: Tensor, *, scale: float, bias: Tensor | None, causal: bool
 ) -> Part:

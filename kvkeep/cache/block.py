@@ -91,9 +91,9 @@ class Cells:
         return cls(
             layout.slots(count, layout.key_bits),
             layout.slots(count, layout.value_bits),
-            torch.zeros(shape if compressed else (count,), dtype=torch.int64),
-            torch.full((count,), NO_TOKEN) if compressed else torch.zeros(count, dtype=torch.int64),
-            torch.zeros(shape, device=layout.device) if compressed else None,
+            torch.zeros(shape if compressed else (count,), dtype=torch.int64, device="cpu"),
+            torch.full((count,), NO_TOKEN if compressed else 0, dtype=torch.int64, device="cpu"),
+            torch.zeros(shape, dtype=torch.float32, device=layout.device) if compressed else None,
         )
 
     @classmethod

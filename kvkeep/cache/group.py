@@ -94,7 +94,7 @@ class Plan:
         for index, step in enumerate(steps):
             sources += [index] * (len(step.where) - 1)
             places += [where[0] for where in step.where[1:]]
-        self._sources = torch.tensor(sources, device=device)
+        self._sources = torch.tensor(sources, dtype=torch.int64, device=device)
         self._rotation = steps[0].rope.at(places)
         self._key_rotation = Rotation(
             self._rotation.cosine[: len(steps)], self._rotation.sine[: len(steps)]
@@ -200,7 +200,7 @@ def _bias(views: list[View], start: int, stop: int, device: torch.device) -> Ten
     whole = slice(start, stop)
     if all(view.span == whole and view.bias is None for view in views):
         return None
-    bias = torch.full((len(views), stop - start), HIDDEN, device=device)
+    bias = torch.full((len(views), stop - start), HIDDEN, dtype=torch.float32, device=device)
     for row, view in zip(bias, views, strict=True):
         row[view.span.start - start : view.span.stop - start] = (
             0.0 if view.bias is None else view.bias[0]
@@ -212,7 +212,7 @@ def _indices(rows: list[int], device: torch.device) -> slice | Tensor:
     """A slice where rows follow one another: it copies nothing."""
     if rows == list(range(rows[0], rows[0] + len(rows))):
         return slice(rows[0], rows[0] + len(rows))
-    return torch.tensor(rows, device=device)
+    return torch.tensor(rows, dtype=torch.int64, device=device)
 
 
 def _parts_of(order: list[int], caches: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -225,8 +225,9 @@ def _parts_of(order: list[int], caches: int, device: torch.device) -> tuple[Tens
     for part, cache in enumerate(order):
         mine[cache].append(part)
     most = max(map(len, mine))
-    parts = torch.tensor([each + [0] * (most - len(each)) for each in mine], device=device)
-    absent = torch.tensor(
-        [[0.0] * len(each) + [HIDDEN] * (most - len(each)) for each in mine], device=device
+    parts = [each + [0] * (most - len(each)) for each in mine]
+    absent = [[0.0] * len(each) + [HIDDEN] * (most - len(each)) for each in mine]
+    return (
+        torch.tensor(parts, dtype=torch.int64, device=device),
+        torch.tensor(absent, dtype=torch.float32, device=device).unsqueeze(-1),
     )
-    return parts, absent.unsqueeze(-1)

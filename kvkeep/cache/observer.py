@@ -78,7 +78,10 @@ class Observer:
             return None
         values = torch.cat([queries for _, queries in self._steps], 1).transpose(1, 2)
         times = torch.cat(
-            [torch.arange(first, first + queries.shape[1]) for first, queries in self._steps]
+            [
+                torch.arange(first, first + queries.shape[1], dtype=torch.int64, device="cpu")
+                for first, queries in self._steps
+            ]
         )
         return Queries(values, times)
 

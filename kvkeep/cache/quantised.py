@@ -163,8 +163,9 @@ def mixed(x: Tensor) -> Tensor:
 @cache
 def _hadamard(size: int, device: torch.device) -> Tensor:
     """Sylvester's, orthonormal, as large as the powers of two in `size` allow, along a diagonal."""
-    block = torch.ones(1, 1)
+    block = torch.ones(1, 1, dtype=torch.float32, device="cpu")
     while size % (2 * block.shape[0]) == 0:
         block = torch.cat((torch.cat((block, block), 1), torch.cat((block, -block), 1)))
     block = block / math.sqrt(block.shape[0])
-    return torch.kron(torch.eye(size // block.shape[0]), block).to(device)
+    diagonal = torch.eye(size // block.shape[0], dtype=torch.float32, device="cpu")
+    return torch.kron(diagonal, block).to(device)

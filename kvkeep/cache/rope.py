@@ -24,21 +24,25 @@ class Rotation:
 class Rope:
     """A fixed frequency table in the half layout: element i is paired with i + head_dim / 2.
 
-    inverse_frequencies: radians per position for each pair, `[head_dim / 2]`.
+    inverse_frequencies: radians per position for each pair, `[head_dim / 2]` float64 on the CPU,
+        which every device has float64 beside. device: where rotations are wanted.
     """
 
     def __init__(self, inverse_frequencies: tuple[float, ...], device: torch.device):
         self.inverse_frequencies = torch.tensor(
-            inverse_frequencies, dtype=torch.float64, device=device
+            inverse_frequencies, dtype=torch.float64, device="cpu"
         )
+        self._device = device
 
     def at(self, positions: list[int] | range | Tensor) -> Rotation:
         """The rotation for the given positions (of either sign), `[..., n]` of them."""
-        where = torch.as_tensor(positions, dtype=torch.float64)
-        where = where.to(self.inverse_frequencies.device)
+        where = torch.as_tensor(positions, dtype=torch.float64, device="cpu")
         angles = where[..., None, None] * self.inverse_frequencies
         cosine, sine = angles.cos().float(), angles.sin().float()
-        return Rotation(torch.cat((cosine, cosine), -1), torch.cat((-sine, sine), -1))
+        return Rotation(
+            torch.cat((cosine, cosine), -1).to(self._device),
+            torch.cat((-sine, sine), -1).to(self._device),
+        )
 
     def moved(self, keys: Tensor, by: Tensor) -> Tensor:
         """Keys rotated on, in float32, by a number of positions each.

@@ -36,10 +36,10 @@ class StaticStep:
         self._views = list(step.views)
         self._scale = step.scale
         device = self._written.keys.device
-        width = self._written.keys.shape[-1]
+        shape = (len(step.where), 1, self._written.keys.shape[-1])
         self.slot = torch.zeros(1, dtype=torch.int64, device=device)
-        self.cosine = torch.zeros(len(step.where), 1, width, device=device)
-        self.sine = torch.zeros(len(step.where), 1, width, device=device)
+        self.cosine = torch.zeros(shape, dtype=torch.float32, device=device)
+        self.sine = torch.zeros(shape, dtype=torch.float32, device=device)
 
     def take(self, step: DecodeStep) -> None:
         """Sets the buffers to another step of the same geometry."""

@@ -11,7 +11,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from kvkeep.cache.attention import HIDDEN, Part, attend_cells, combine, rows
+from kvkeep.cache.attention import Part, attend_cells, combine, hiding, rows
 from kvkeep.cache.block import Cells
 from kvkeep.cache.quantised import Stored, put
 from kvkeep.cache.rope import Rope, Rotation, rotate
@@ -177,13 +177,13 @@ def _bias(
     """`[n, cells]` for the slots of `span`; None where every query sees every cell."""
     if seen is None and live == span.stop - span.start:
         return None
-    slots = torch.arange(span.start, span.stop)
+    slots = torch.arange(span.start, span.stop, dtype=torch.int64, device="cpu")
     # 0 for the oldest cell; the one being written comes last, in the slot of an outrun one or not.
     order = (slots - segment.start - first) % segment.capacity + first
-    bounds = torch.tensor(seen or [(first, first + live)])
+    bounds = torch.tensor(seen or [(first, first + live)], dtype=torch.int64, device="cpu")
     visible = (order >= bounds[:, :1]) & (order < bounds[:, 1:])
     visible &= (order >= first) & (order < first + live)
-    return torch.where(visible, 0.0, HIDDEN).to(segment.layout.device)
+    return hiding(~visible).to(segment.layout.device)
 
 
 class DecodeStep(Step):
@@ -258,10 +258,10 @@ class ChunkStep(Step):
 
     def _band(self) -> Tensor:
         """`[n, n]`: a chunk longer than the window hides its own oldest cells from its newest."""
-        order = torch.arange(self.count)
-        floors = torch.tensor(self.outrun) - self._held
+        order = torch.arange(self.count, dtype=torch.int64, device="cpu")
+        floors = torch.tensor(self.outrun, dtype=torch.int64, device="cpu") - self._held
         seen = (order <= order[:, None]) & (order >= floors[:, None])
-        return torch.where(seen, 0.0, HIDDEN).to(self.new.keys.device)
+        return hiding(~seen).to(self.new.keys.device)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.observe(layer, q)
@@ -281,8 +281,8 @@ class ChunkStep(Step):
         return rows(combine(parts).out, self.count).to(q.dtype)
 
     def commit(self, serial: int) -> None:
-        positions = torch.tensor(self.where[0])
-        serials = torch.arange(serial, serial + self.count)
+        positions = torch.tensor(self.where[0], dtype=torch.int64, device="cpu")
+        serials = torch.arange(serial, serial + self.count, dtype=torch.int64, device="cpu")
         gone = self.outrun[-1]
         self.window.forget(self.segments, min(gone, self._held))
         unseen = max(0, gone - self._held)  # of the new cells themselves

@@ -23,8 +23,9 @@ class ChunkAttention:
     def _angles(self) -> Tensor:
         """`[rotations, n, head_dim]` float32: cosines and sines of each query's position."""
         frequencies = self._step.rope.inverse_frequencies
-        positions = torch.tensor(self._step.where)
-        angles = torch.empty(*positions.shape, 2 * frequencies.shape[0])
+        positions = torch.tensor(self._step.where, dtype=torch.int64, device="cpu")
+        shape = (*positions.shape, 2 * frequencies.shape[0])
+        angles = torch.empty(shape, dtype=torch.float32, device="cpu")
         self._kernels.kvkeep_angles(
             frequencies.data_ptr(),
             angles.shape[-1],
@@ -42,7 +43,7 @@ class ChunkAttention:
         step.observe(layer, q)
         own = _part(keys, values, 0, step.own_bias, causal=step.own_bias is None)
         parts = [own, *(_of_view(view, layer) for view in step.views)]
-        out = torch.empty(n, heads * head_dim, dtype=q.dtype)
+        out = torch.empty(n, heads * head_dim, dtype=q.dtype, device="cpu")
         chunk = c.Chunk(
             n,
             heads,

@@ -135,7 +135,8 @@ class CompiledDecoder:
 
     def hidden(self, tokens: Sequence[int], steps: Sequence[DecodeStep]) -> Tensor:
         """A token for each step. Returns `[n, hidden_size]`, normed."""
-        hidden = torch.empty(len(tokens), self.spec.hidden_size, dtype=torch.bfloat16)
+        shape = (len(tokens), self.spec.hidden_size)
+        hidden = torch.empty(shape, dtype=torch.bfloat16, device="cpu")
         step = describe(tokens, steps, hidden, torch.get_num_threads(), self.seconds)
         status = self._kernels.kvkeep_decode(self._model, step.structure)
         assert status == 0, "can_decode was asked"
@@ -144,7 +145,8 @@ class CompiledDecoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """`[n, hidden_size]` to `[n, vocab]`, float32."""
         hidden = hidden.contiguous()
-        out = torch.empty(hidden.shape[0], self._model.head.rows)
+        shape = (hidden.shape[0], self._model.head.rows)
+        out = torch.empty(shape, dtype=torch.float32, device="cpu")
         self._kernels.kvkeep_product(
             self._model.head,
             hidden.data_ptr(),

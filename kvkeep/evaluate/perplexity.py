@@ -94,7 +94,7 @@ def perplexity_points(
 
 def _points(session: Session, ids: Sequence[int], first: int) -> Iterator[PerplexityPoint]:
     process, total, scored = psutil.Process(), 0.0, 0
-    latest = torch.empty(0, dtype=torch.float64)  # scores, at most RECENT
+    latest = torch.empty(0, dtype=torch.float64, device="cpu")  # scores, at most RECENT
     for begin in range(0, len(ids), session.prefill_step):
         chunk = ids[begin : begin + session.prefill_step]
         scores = session.score(chunk)[max(0, first - begin) :]

@@ -49,7 +49,7 @@ def _by_kernels(x: Tensor, among: Tensor, which: Tensor | None) -> Tensor | None
     if kernels is None or x.device.type != "cpu" or x.dtype != torch.bfloat16 or x.shape[-1] % 2:
         return None
     x, among = x.contiguous(), among.contiguous()
-    most = torch.empty(x.shape[:3])
+    most = torch.empty(x.shape[:3], dtype=torch.float32, device="cpu")
     kernels.kvkeep_most_alike(
         Alike(
             x.shape[0] * x.shape[1],

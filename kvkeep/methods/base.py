@@ -89,7 +89,7 @@ class Candidates:
             rows(self.cells.keys, which),
             rows(self.cells.values, which),
             self.positions.gather(2, which.cpu()),
-            torch.full((which.shape[2],), NO_TOKEN),
+            torch.full((which.shape[2],), NO_TOKEN, dtype=torch.int64, device="cpu"),
             self.bias.gather(2, which),
         )
 
@@ -136,7 +136,8 @@ def best(score: Tensor, count: int) -> Tensor:
 def rows(x: Tensor, which: Tensor) -> Tensor:
     """x: `[layers, kv_heads, n, width]`, which: `[layers, kv_heads, m]`: m of the n, copied."""
     layers, kv_heads, count, width = x.shape
-    first = torch.arange(0, layers * kv_heads * count, count, device=x.device)
+    total = layers * kv_heads * count
+    first = torch.arange(0, total, count, dtype=torch.int64, device=x.device)
     flat = (which + first.view(layers, kv_heads, 1)).flatten()
     # Ten times as fast as `gather`, which takes an index for each number.
     return x.reshape(-1, width).index_select(0, flat).view(*which.shape, width)
@@ -152,5 +153,5 @@ def as_compressed(cells: Cells) -> Cells:
         cells.values,
         cells.positions.expand(heads),
         torch.full_like(cells.serials, NO_TOKEN),
-        torch.zeros(heads, device=cells.keys.device),
+        torch.zeros(heads, dtype=torch.float32, device=cells.keys.device),
     )

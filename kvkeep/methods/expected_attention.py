@@ -59,5 +59,5 @@ def _mean_rotation(candidates: Candidates) -> Tensor:
     rotation = candidates.rope.at(range(first, first + AHEAD))
     width = rotation.cosine.shape[-1]
     matrix = torch.diag(rotation.cosine.mean((0, 1)))
-    swap = torch.eye(width, device=matrix.device).roll(width // 2, 1)
+    swap = torch.eye(width, dtype=torch.float32, device=matrix.device).roll(width // 2, 1)
     return matrix + rotation.sine.mean((0, 1)).unsqueeze(-1) * swap

@@ -60,7 +60,8 @@ class Fitted(Method):
         """`[layers, kv_heads, 1]`."""
         if candidates.statistics is not None and self._alike is None:
             return candidates.statistics.tolerance.unsqueeze(-1)
-        return torch.full((*candidates.shape[:2], 1), self._alike or ALIKE)
+        least, shape = self._alike or ALIKE, (*candidates.shape[:2], 1)
+        return torch.full(shape, least, dtype=torch.float32, device=candidates.cells.keys.device)
 
 
 def _fitted(

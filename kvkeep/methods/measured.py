@@ -1,6 +1,7 @@
 """Measuring a model's queries, and how alike keys must be to be merged without harm."""
 
 import torch
+from torch import Tensor
 
 from kvkeep.cache import Cells, KVCache, Layout, Queries
 from kvkeep.methods.attended import by_kv_head, output_error
@@ -20,9 +21,13 @@ class Measured:
     def __init__(self, layout: Layout):
         heads, width = (layout.layers, layout.kv_heads), layout.head_dim
         self._queries = 0
-        self._sum = torch.zeros(*heads, width)
-        self._outer = torch.zeros(*heads, width, width)
-        self._errors = torch.zeros(len(LIKENESSES), *heads)
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.float32, device="cpu")
+
+        self._sum = zeros(*heads, width)
+        self._outer = zeros(*heads, width, width)
+        self._errors = zeros(len(LIKENESSES), *heads)
 
     def take(self, cache: KVCache, step: int) -> None:
         """What a cache that observes has read last: the newest `step` cells and the ones before."""
@@ -46,7 +51,7 @@ class Measured:
 
     def statistics(self) -> Statistics:
         """All that was measured; each KV head's tolerance is what did least harm there."""
-        tried = torch.tensor(LIKENESSES)
+        tried = torch.tensor(LIKENESSES, dtype=torch.float32, device="cpu")
         return Statistics(
             self._sum / self._queries,
             self._outer / self._queries,

@@ -17,6 +17,6 @@ class PickHeads(RunMerging):
     def weights(self, candidates: Candidates, run: Tensor, sizes: Tensor) -> Tensor:
         kv_heads, count = candidates.shape[1:]
         first = sizes.cumsum(0) - sizes
-        place = torch.arange(count) - first[run]
-        heads = torch.arange(kv_heads).unsqueeze(-1)
+        place = torch.arange(count, dtype=torch.int64, device="cpu") - first[run]
+        heads = torch.arange(kv_heads, dtype=torch.int64, device="cpu").unsqueeze(-1)
         return (place == heads % sizes[run]).float()

@@ -14,6 +14,6 @@ class Random(Eviction):
     name: ClassVar[str] = "random"
 
     def score(self, candidates: Candidates) -> Tensor:
-        generator = torch.Generator().manual_seed(candidates.seed)
-        score = torch.rand(candidates.shape, generator=generator)
+        generator = torch.Generator("cpu").manual_seed(candidates.seed)
+        score = torch.rand(candidates.shape, generator=generator, dtype=torch.float32, device="cpu")
         return score.to(candidates.cells.keys.device)

@@ -24,7 +24,7 @@ class RunMerging(Method):
 
     def compress(self, candidates: Candidates, count: int) -> Compressed:
         layers, kv_heads, total = candidates.shape
-        run = torch.arange(total) * count // total
+        run = torch.arange(total, dtype=torch.int64, device="cpu") * count // total
         sizes = torch.bincount(run, minlength=count)
         last = sizes.cumsum(0) - 1
         positions = candidates.positions[..., last]
@@ -43,8 +43,8 @@ class RunMerging(Method):
                 merged(keys).to(candidates.cells.keys.dtype),
                 merged(candidates.cells.values.float()).to(candidates.cells.values.dtype),
                 positions,
-                torch.full((count,), NO_TOKEN),
-                torch.zeros(layers, kv_heads, count, device=device),
+                torch.full((count,), NO_TOKEN, dtype=torch.int64, device="cpu"),
+                torch.zeros(layers, kv_heads, count, dtype=torch.float32, device=device),
             ),
             merged=float(total - count),
         )

@@ -15,4 +15,4 @@ class Sum(RunMerging):
     name: ClassVar[str] = "sum"
 
     def weights(self, candidates: Candidates, run: Tensor, sizes: Tensor) -> Tensor:
-        return torch.ones(candidates.shape[1:])
+        return torch.ones(candidates.shape[1:], dtype=torch.float32, device="cpu")

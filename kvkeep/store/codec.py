@@ -73,7 +73,7 @@ def _compressed(tensor: Tensor) -> Tensor:
 def _decompressed(data: Tensor, dtype: torch.dtype, shape: list[int]) -> Tensor:
     size = math.prod(shape) * dtype.itemsize
     if not size:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     frame = tensor_bytes(data)
     if zstandard.frame_content_size(frame) != size:
         raise ValueError(f"compressed data does not hold the {size} bytes of {shape}")
@@ -82,7 +82,8 @@ def _decompressed(data: Tensor, dtype: torch.dtype, shape: list[int]) -> Tensor:
     except zstandard.ZstdError as error:
         raise ValueError(f"compressed data cannot be read: {error}") from error
     planes = np.frombuffer(plain, np.uint8).reshape(dtype.itemsize, -1)
-    tensor = torch.empty(shape, dtype=dtype)  # aligned to 64 bytes, which numpy's arrays are not
+    # Aligned to 64 bytes, which numpy's arrays are not.
+    tensor = torch.empty(shape, dtype=dtype, device="cpu")
     rows = tensor.view(-1).view(torch.uint8).view(-1, dtype.itemsize).numpy()
     for index, plane in enumerate(planes):
         rows[:, index] = plane

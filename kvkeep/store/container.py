@@ -137,7 +137,7 @@ def _padded(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in tensors.items():
         yield name, tensor
         if missing := -tensor.nbytes % ALIGNMENT:
-            yield f"{PADDING}{name}", torch.zeros(missing, dtype=torch.uint8)
+            yield f"{PADDING}{name}", torch.zeros(missing, dtype=torch.uint8, device="cpu")
 
 
 def _pieces(tensor: Tensor) -> Iterator[bytes]:
@@ -284,6 +284,6 @@ def _digest(file: BinaryIO, entry: _Entry) -> str:
 def _mapped(mapping: mmap.mmap, entry: _Entry) -> Tensor:
     count = math.prod(entry.shape)
     if not count:
-        return torch.empty(entry.shape, dtype=entry.dtype)
+        return torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
     flat = torch.frombuffer(mapping, dtype=entry.dtype, count=count, offset=entry.begin)
     return flat.reshape(entry.shape)

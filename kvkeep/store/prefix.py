@@ -139,7 +139,7 @@ class PrefixStore:
     def _write(
         self, path: Path, block: Sequence[int], keys: Tensor, values: Tensor, start: int
     ) -> None:
-        numbers = torch.tensor(block, dtype=torch.int32)
+        numbers = torch.tensor(block, dtype=torch.int32, device="cpu")
         tensors = {"keys": keys, "values": values, "tokens": numbers}
         write_container(path, KIND, FORMAT, {"start": start}, tensors)
 
@@ -197,7 +197,8 @@ def _root(fingerprint: Fingerprint) -> str:
 
 
 def _key(parent: str, block: Sequence[int]) -> str:
-    data = parent.encode() + torch.tensor(block, dtype=torch.int32).numpy().tobytes()
+    numbers = torch.tensor(block, dtype=torch.int32, device="cpu")
+    data = parent.encode() + numbers.numpy().tobytes()
     return blake3(data).hexdigest()[:32]
 
 

@@ -1,0 +1,215 @@
+"""A caller who sets torch's default dtype or device gets the same numbers as one who does not."""
+
+import ast
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from packed_model import packed_model, spec_of
+from small import small_model, write_small_folder
+from torch import Tensor
+
+import kvkeep
+from kvkeep import PrefixStore, Sampling, SessionGroup, Snapshot
+from kvkeep.calibration import calibrate
+from kvkeep.methods import METHODS
+from kvkeep.model import Model
+from kvkeep.session import Session
+
+IDS = [(i * i * 7 + 3 * i) % 250 + 1 for i in range(200)]
+DRAWN = Sampling(0.9, top_k=40, top_p=0.9, min_p=0.01, repetition_penalty=1.2, seed=3)
+DTYPES = [torch.bfloat16, torch.float16, torch.float64]
+
+
+@contextmanager
+def default(what: torch.dtype | str) -> Iterator[None]:
+    """A device on which nothing can be computed shows whatever lands there by default."""
+    before = torch.get_default_dtype()
+    try:
+        if isinstance(what, torch.dtype):
+            torch.set_default_dtype(what)
+        else:
+            torch.set_default_device(what)
+        yield
+    finally:
+        torch.set_default_dtype(before)
+        torch.set_default_device(None)
+
+
+def wrapping(model: Model, path: Path) -> list[Tensor]:
+    """Chunks and single tokens into a ring that goes around."""
+    session = model.session(max_kv_size=40, prefill_step=24)
+    return [*fed(session), session.score(IDS[:30])]
+
+
+def in_few_bits(model: Model, path: Path) -> list[Tensor]:
+    return [
+        row
+        for bits in ({"kv_bits": "8/4"}, {"kv_bits": "4"}, {"far_bits": "8"})
+        for row in fed(model.session(max_kv_size=40, keep=12, prefill_step=24, **bits))
+    ]
+
+
+def by_other_policies(model: Model, path: Path) -> list[Tensor]:
+    sessions = [
+        model.session(max_kv_size=40, policy="shift", discard=7, prefill_step=24),
+        model.session(max_kv_size=60, policy="self_extend", group=4, window=16, prefill_step=24),
+        model.session(max_kv_size=40, policy="archive", window=16, prefill_step=24),
+    ]
+    return [row for session in sessions for row in fed(session, 50)]
+
+
+def in_a_group(model: Model, path: Path) -> list[Tensor]:
+    parent = model.session(max_kv_size=40, prefill_step=24)
+    parent.feed(IDS[:60])
+    sessions = [parent.fork(), parent.fork(), model.session(kv_bits="8")]
+    sessions[1].feed(IDS[3:9])
+    sessions[2].feed(IDS[:30])
+    group = SessionGroup(sessions)
+    for _ in range(5):
+        group.next_tokens(DRAWN)
+    return [last(session) for session in sessions]
+
+
+def edited(model: Model, path: Path) -> list[Tensor]:
+    session = model.session(max_kv_size=80, prefill_step=24)
+    session.feed(IDS[:60])
+    session.pin(20, 25)
+    session.delete(30, 36)
+    session.insert(10, IDS[:5])
+    session.replace(45, 50, IDS[60:63])
+    session.feed(IDS[:40])
+    session.rewind(3)
+    session.keep = 9
+    return fed(session, 30)
+
+
+def compressed(model: Model, path: Path) -> list[Tensor]:
+    statistics = calibrate(model, [IDS[i % 200] for i in range(3 * 512)])
+    rows = []
+    for method in METHODS:
+        session = model.session(policy="full")
+        session.cache.observe()
+        session.feed(IDS[:60])
+        session.compress(3.0, method, recent=8)
+        rows += fed(session, 5)
+    session = model.session(policy="full")
+    session.feed(IDS[:60])
+    session.compress(3.0, "fitted", recent=8, calibration=statistics)
+    return [*rows, *fed(session, 5)]
+
+
+def kept_in_files(model: Model, path: Path) -> list[Tensor]:
+    store = PrefixStore(path / "store")
+    rows = []
+    for codec in ("none", "zstd", "int8"):
+        session = model.session(max_kv_size=140, store=store)
+        session.feed(IDS)
+        session.snapshot().save(path / f"{codec}.kvkeep", codec=codec)
+        restored = model.restore(Snapshot.load(path / f"{codec}.kvkeep"))
+        rows += fed(restored, 5)
+    return rows
+
+
+def fed(session: Session, count: int = 60) -> list[Tensor]:
+    """Logits after a prompt in chunks, after tokens one by one, and after some that were drawn."""
+    session.feed(IDS[:count])
+    rows = [last(session)]
+    for token in IDS[:4]:
+        session.feed([token])
+        rows.append(last(session))
+    for how in (Sampling(), DRAWN, DRAWN):
+        session.next_token(how)
+        rows.append(last(session))
+    return rows
+
+
+def last(session: Session) -> Tensor:
+    logits = session.logits
+    assert logits is not None
+    assert logits.dtype is torch.float32
+    return logits
+
+
+OF_KERNELS = [wrapping, in_few_bits, in_a_group]
+WAYS = [*OF_KERNELS, by_other_policies, edited, compressed, kept_in_files]
+SMALL = {"small": lambda: packed_model(spec_of(), 4), "small, by torch": small_model}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("model", SMALL.values(), ids=SMALL)
+def test_sessions_say_the_same_to_the_bit(
+    way: Callable[[Model, Path], list[Tensor]], model: Callable[[], Model], tmp_path: Path
+) -> None:
+    wanted = way(model(), tmp_path / "none")
+    for what in (*DTYPES, "meta"):
+        same_under(what, way, model(), wanted, tmp_path)
+
+
+@pytest.mark.parametrize("way", OF_KERNELS)
+def test_sessions_of_the_default_model_say_the_same_to_the_bit(
+    way: Callable[[Model, Path], list[Tensor]], smollm2: Model, tmp_path: Path
+) -> None:
+    wanted = way(smollm2, tmp_path)
+    for what in (torch.bfloat16, torch.float64, "meta"):
+        same_under(what, way, smollm2, wanted, tmp_path)
+
+
+def same_under(
+    what: torch.dtype | str,
+    way: Callable[[Model, Path], list[Tensor]],
+    model: Model,
+    wanted: list[Tensor],
+    path: Path,
+) -> None:
+    with default(what):
+        found = way(model, path / str(what))
+    assert len(found) == len(wanted)
+    assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True)), what
+
+
+@pytest.mark.parametrize("what", [*DTYPES, "meta"], ids=str)
+def test_a_model_is_the_same_however_it_was_loaded(what: torch.dtype | str, tmp_path: Path) -> None:
+    folder = str(write_small_folder(tmp_path / "model"))
+    wanted = fed(kvkeep.load_model(folder, dtype="float32").session(40))
+    with default(what):
+        loaded = kvkeep.load_model(folder, dtype="float32")
+    for found in (
+        fed(loaded.session(40)),
+        fed(kvkeep.load_model(folder, dtype="float32").session(40)),
+    ):
+        assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
+
+
+# What makes a tensor of nothing but numbers, and so of the default dtype on the default device.
+FACTORIES = {
+    "arange", "as_tensor", "asarray", "empty", "eye", "full", "linspace", "ones", "rand", "randint",
+    "randn", "randperm", "scalar_tensor", "tensor", "zeros",
+}  # fmt: skip
+
+
+def factory_calls() -> Iterator[tuple[str, ast.Call]]:
+    root = Path(kvkeep.__file__).parent
+    for path in sorted(root.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and isinstance(node.func.value, ast.Name)
+                and node.func.value.id == "torch"
+                and node.func.attr in FACTORIES
+            ):
+                yield f"{path.relative_to(root)}:{node.lineno} torch.{node.func.attr}", node
+
+
+def test_every_tensor_that_is_made_says_its_dtype_and_device() -> None:
+    calls = list(factory_calls())
+    assert len(calls) > 20
+    vague = [
+        place
+        for place, call in calls
+        if not {"dtype", "device"} <= {keyword.arg for keyword in call.keywords}
+    ]
+    assert vague == []
