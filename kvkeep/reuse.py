@@ -17,11 +17,14 @@ def load_prefix(
 ) -> tuple[int, int | None]:
     """Takes what a store holds of a first prompt into an empty memory.
 
-    No more than the policy keeps exact, and one token is left to evaluate, for its logits.
-    Returns how many tokens were taken, and the first at which the nearest stored prompt differs.
+    No more than the policy keeps exact. Some tokens are left to evaluate before the prompt ends,
+    or the policy first decides what stays: one for its logits, and as many as it observes, so that
+    it decides by the same queries as without a store. Returns how many tokens were taken, and the
+    first at which the nearest stored prompt differs.
     """
-    most = min(len(ids) - 1, memory.policy.exact)
-    found = store.find(model.fingerprint, ids[:most])
+    policy = memory.policy
+    most = min(len(ids), policy.exact + 1) - max(1, policy.observed)
+    found = store.find(model.fingerprint, ids[: max(0, most)])
     if found.tokens:
         keys, values = torch.cat(found.keys, 2), torch.cat(found.values, 2)
         memory.append_evaluated(ids[: found.tokens], keys, values)

@@ -5,6 +5,7 @@ from collections.abc import Set
 from typing import ClassVar
 
 from kvkeep.cache import NO_TOKEN, Cells, KVCache, PositionMap, Segment, Window
+from kvkeep.cache.observer import LIMIT
 from kvkeep.errors import InvalidArgument
 from kvkeep.methods import (
     BEST,
@@ -75,6 +76,10 @@ class Archive:
     @property
     def exact(self) -> int:
         return self.keep + self.window + self.block - 1
+
+    @property
+    def observed(self) -> int:
+        return LIMIT if self.method.observes else 0
 
     def room(self, cache: KVCache) -> int | None:
         return None

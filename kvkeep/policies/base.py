@@ -15,6 +15,7 @@ class Policy(Protocol):
     pinned: how many cells beyond those are pinned.
     exact: how many first tokens are held, and see each other, as if every token were: before any
         is forgotten, compressed or grouped.
+    observed: how many of the newest tokens' queries it decides by: they are to be evaluated here.
     """
 
     name: ClassVar[str]
@@ -24,6 +25,9 @@ class Policy(Protocol):
 
     @property
     def exact(self) -> int: ...
+
+    @property
+    def observed(self) -> int: ...
 
     def room(self, cache: KVCache) -> int | None:
         """How many more tokens the cache can take; None if there is no end."""

@@ -12,6 +12,7 @@ class Full:
     """Remembers everything, and takes no more tokens than `max_kv_size`."""
 
     name: ClassVar[str] = "full"
+    observed: ClassVar[int] = 0
 
     def __init__(self, max_kv_size: int, keep: int = 0, pinned: int = 0):
         self.max_kv_size = max_kv_size

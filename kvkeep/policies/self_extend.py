@@ -24,6 +24,7 @@ class SelfExtend:
     """
 
     name: ClassVar[str] = "self_extend"
+    observed: ClassVar[int] = 0
 
     def __init__(self, max_kv_size: int, keep: int = 0, group: int = GROUP, window: int = WINDOW):
         if group < 1 or window < 1 or window % group:

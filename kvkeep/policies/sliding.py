@@ -20,6 +20,7 @@ class Sliding:
     """
 
     name: ClassVar[str] = "sliding"
+    observed: ClassVar[int] = 0
 
     def __init__(self, max_kv_size: int, keep: int, pinned: int = 0):
         self.max_kv_size = max_kv_size

@@ -8,6 +8,7 @@ from small import small_model
 from store.prefill import prompt
 from topics import topic_ids
 
+from kvkeep.methods import METHODS
 from kvkeep.model import Model
 from kvkeep.session import Session
 from kvkeep.store.prefix import BLOCK, PrefixStore
@@ -108,3 +109,61 @@ def test_self_extend_on_the_real_model(smollm2: Model, tmp_path: Path) -> None:
     assert whole.feed(ids).reused == 256
     expected.feed(ids)
     assert torch.equal(whole.logits, expected.logits)
+
+
+def archives(model: Model, method: str, store: PrefixStore) -> list[Session]:
+    """One with a store and one without; both evaluate from where blocks of a store begin."""
+    return [
+        model.session(
+            700, keep=0, policy="archive", method=method, ratio=4, store=each, prefill_step=256
+        )
+        for each in (store, None)
+    ]
+
+
+def require_same_archives(found: Session, alone: Session) -> None:
+    """To the bit: the queries that decided, and every cell that was left."""
+    assert found.cache.cells == alone.cache.cells
+    for a, b in zip(found.cache.segments, alone.cache.segments, strict=True):
+        one, other = a.read(0, a.length), b.read(0, b.length)
+        assert torch.equal(one.positions, other.positions)
+        assert torch.equal(one.keys, other.keys)
+        assert torch.equal(one.values, other.values)
+    assert torch.equal(found.logits, alone.logits)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_archive_decides_the_same_with_a_store(tmp_path: Path, method: str) -> None:
+    """Methods that look at queries must have seen those of the newest tokens."""
+    store, ids = PrefixStore(tmp_path), prompt(7, 900)
+    MODEL.session(policy="full", store=store, prefill_step=256).feed(ids)
+    found, alone = archives(MODEL, method, store)
+    assert found.feed(ids).reused == (BLOCK if METHODS[method].observes else 2 * BLOCK)
+    alone.feed(ids)
+    require_same_archives(found, alone)
+
+
+def test_an_archive_decides_the_same_on_the_real_model(smollm2: Model, tmp_path: Path) -> None:
+    store, ids = PrefixStore(tmp_path), topic_ids(smollm2)[:600]
+    smollm2.session(policy="full", store=store, prefill_step=256).feed(ids)
+    found, alone = archives(smollm2, "snapkv", store)
+    assert found.feed(ids).reused == BLOCK
+    alone.feed(ids)
+    require_same_archives(found, alone)
+
+
+@pytest.mark.parametrize("method", ["h2o", "expected_attention"])
+def test_an_archive_decides_the_same_after_a_prompt_that_is_stored_nearly_whole(
+    tmp_path: Path, method: str
+) -> None:
+    """Tokens that an edit puts in fill the window, too, and nobody observes their queries."""
+    store, ids = PrefixStore(tmp_path), prompt(7, 900)
+    MODEL.session(policy="full", store=store, prefill_step=256).feed(ids)
+    for length in (260, 390, 514):
+        found, alone = archives(MODEL, method, store)
+        for each in (found, alone):
+            each.feed(ids[:length])
+            each.rewind(2)
+            each.insert(100, ids[300:400])
+            each.feed(ids[length:])
+        assert (found.logits - alone.logits).abs().max() <= 1e-4
