@@ -10,7 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from kvkeep import Model, Session
-from kvkeep.compiled.decoder import CompiledDecoder
+from kvkeep.compiled.decoder import CompiledExecutor
 from kvkeep.compiled.library import PHASES
 
 _WARM, _OPERATORS = 5, 8
@@ -42,10 +42,10 @@ def profile_step(
     session.feed(prompt[:context])
     for _ in range(_WARM):
         session.next_token()
-    compiled = model.decoder.compiled
-    if compiled is None:
-        return Profile(context, *_by_torch(session, tokens, done))
-    return Profile(context, *_by_phases(session, compiled, tokens, done))
+    executor = model.decoder.executor
+    if isinstance(executor, CompiledExecutor):
+        return Profile(context, *_by_phases(session, executor, tokens, done))
+    return Profile(context, *_by_torch(session, tokens, done))
 
 
 def _timed(session: Session, tokens: int, done: Callable[[int], None]) -> float:
@@ -59,7 +59,7 @@ def _timed(session: Session, tokens: int, done: Callable[[int], None]) -> float:
 
 
 def _by_phases(
-    session: Session, compiled: CompiledDecoder, tokens: int, done: Callable[[int], None]
+    session: Session, compiled: CompiledExecutor, tokens: int, done: Callable[[int], None]
 ) -> tuple[float, tuple[Share, ...]]:
     """The kernels count their own phases; the head is timed by itself."""
     counted = (ctypes.c_double * len(PHASES))()
@@ -79,7 +79,7 @@ def _by_phases(
     return total, (*shares, Share("everything else", max(0.0, rest)))
 
 
-def _head_seconds(session: Session, compiled: CompiledDecoder, tokens: int) -> float:
+def _head_seconds(session: Session, compiled: CompiledExecutor, tokens: int) -> float:
     hidden, seconds = session._memory.hidden, []
     assert hidden is not None
     for _ in range(tokens):
@@ -89,7 +89,7 @@ def _head_seconds(session: Session, compiled: CompiledDecoder, tokens: int) -> f
     return median(seconds)
 
 
-def _bytes_read(session: Session, compiled: CompiledDecoder) -> dict[str, int]:
+def _bytes_read(session: Session, compiled: CompiledExecutor) -> dict[str, int]:
     """By phase, what must come from memory for one token."""
     roles = {"q_proj": "projections", "k_proj": "projections", "v_proj": "projections"}
     roles |= {"o_proj": "output", "gate_proj": "mlp", "up_proj": "mlp", "down_proj": "mlp"}

@@ -218,8 +218,8 @@ def _evaluated_between(
             chunk = torch.tensor(some, dtype=torch.int64, device=device)
             if not first:
                 cache.segments.append(new)
-            with cache.step(len(chunk)):
-                require_finite(work.decoder.hidden(chunk, cache))
+            with cache.step(len(chunk)) as step:
+                require_finite(work.decoder.hidden(chunk, step))
     new.frozen = True
     work.cache.serial = cache.serial
     return [new]

@@ -99,9 +99,9 @@ class Memory:
                 count = self.policy.open(self.cache, wanted, len(ids) - done - wanted)
                 chunk = ids[done : done + count]
                 done += count
-                with self.cache.step(count):
+                with self.cache.step(count) as step:
                     taken = torch.tensor(chunk, dtype=torch.int64, device=where)
-                    hidden = self.decoder.hidden(taken, self.cache)
+                    hidden = self.decoder.hidden(taken, step)
                     logits = self.decoder.logits(hidden[-1:])[0] if done == len(ids) else None
                     require_finite(hidden if logits is None else logits)
                 self.take_in(chunk, hidden[-1:], logits)

@@ -13,6 +13,7 @@ from kvkeep.capture import revive
 from kvkeep.compiled.decoder import can_decode
 from kvkeep.context import WHOLE_PROMPT
 from kvkeep.errors import InvalidArgument
+from kvkeep.executors import new_decoder
 from kvkeep.models.config import read_spec
 from kvkeep.models.llama import Decoder, cell_layout
 from kvkeep.models.packed import WEIGHTS, Weights, find_packed, stored
@@ -49,8 +50,7 @@ class Model:
     @property
     def weights(self) -> Weights:
         """What a decode step reads: "int4" where layers are packed in 4 bits, and so on."""
-        compiled = self.decoder.compiled
-        bits = {matrix.bits for matrix in compiled.packed.values()} if compiled else set()
+        bits = {matrix.bits for matrix in self.decoder.packed.values()}
         return "int4" if 4 in bits else "int8" if bits else "bf16"
 
     @cached_property
@@ -199,7 +199,7 @@ def load_model(
     text = TextCodec.open(folder)
     tensors = read_tensors(folder, DTYPES[dtype], where, progress)
     packed = _packed(folder, spec, weights, tensors, progress)
-    return Model(model, folder, Decoder(spec, tensors, packed), text)
+    return Model(model, folder, new_decoder(spec, tensors, packed), text)
 
 
 def _packed(

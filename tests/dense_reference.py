@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from kvkeep.models.llama import Decoder
+from kvkeep.models.llama import Decoder, Llama
 
 
 @dataclass(eq=False)
@@ -39,6 +39,7 @@ class DenseMemory:
         self, decoder: Decoder, max_kv_size: int, keep: int = 0, discard: int = 1, bounded=True
     ):
         self.decoder, self.spec = decoder, decoder.spec
+        self.network = Llama(decoder.spec, decoder.tensors)
         self.max_kv_size, self.keep, self.discard, self.bounded = (
             max_kv_size,
             keep,
@@ -235,7 +236,7 @@ class DenseMemory:
     def _evaluate(self, token: Token, seen: list[Token]) -> Tensor:
         """The hidden state of a token that is the last of those it sees."""
         self._seen = seen
-        return self.decoder.forward(torch.tensor([token.id]), self)  # type: ignore[arg-type]
+        return self.network.forward(torch.tensor([token.id]), self)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self._seen[-1].keys.append(k[0])

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from kvkeep.models.llama import Decoder
+from kvkeep.models.llama import Decoder, Llama
 from kvkeep.session import Session
 
 
@@ -19,6 +19,7 @@ class ListedCells:
     def __init__(self, session: Session):
         cache = session.cache
         self.decoder: Decoder = session._model.decoder
+        self.network = Llama(self.decoder.spec, self.decoder.tensors)
         self.spec, self.time, self.times = self.decoder.spec, cache.time, [cache.time]
         self.frequencies = torch.tensor(self.spec.rope.inverse_frequencies, dtype=torch.float64)
         self.keys: dict[tuple[int, int], Tensor] = {}
@@ -44,7 +45,7 @@ class ListedCells:
     def feed(self, tokens: list[int]) -> Tensor:
         """The logits after the last of them."""
         for token in tokens:
-            hidden = self.decoder.forward(torch.tensor([token]), self)
+            hidden = self.network.forward(torch.tensor([token]), self)
             self.time += 1
             self.offsets = torch.cat((self.offsets, torch.zeros(1, dtype=torch.int64)))
         return self.decoder.logits(hidden)[0]

@@ -5,8 +5,8 @@ from pathlib import Path
 import torch
 from small import small_tokenizer
 
+from kvkeep.executors import new_decoder
 from kvkeep.model import Model
-from kvkeep.models.llama import Decoder
 from kvkeep.models.packed import HEAD, matrices
 from kvkeep.models.packing import Bits, PackedMatrix, packed, quantise
 from kvkeep.models.spec import ModelSpec, RopeSpec
@@ -59,4 +59,4 @@ def packed_model(spec: ModelSpec, bits: Bits | None, seed: int = 0) -> Model:
             matrices_packed[name] = packed(rounded)
     halves = {name: tensor.bfloat16() for name, tensor in tensors.items()}
     text = TextCodec(Path(), small_tokenizer())
-    return Model("packed", Path("packed"), Decoder(spec, halves, matrices_packed), text)
+    return Model("packed", Path("packed"), new_decoder(spec, halves, matrices_packed), text)

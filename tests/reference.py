@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from kvkeep.models.llama import Decoder
+from kvkeep.models.llama import Decoder, Llama
 
 
 class NaiveStreamingCache:
@@ -52,8 +52,6 @@ def streaming_logits(
 ) -> Tensor:
     """`[last, vocab]`: logits for the last tokens, everything evaluated token by token."""
     cache = NaiveStreamingCache(decoder, max_kv_size, keep)
-    hidden = [
-        decoder.forward(torch.tensor([token]), cache)  # type: ignore[arg-type]
-        for token in tokens
-    ]
+    network = Llama(decoder.spec, decoder.tensors)
+    hidden = [network.forward(torch.tensor([token]), cache) for token in tokens]
     return decoder.logits(torch.cat(hidden[-last:]))

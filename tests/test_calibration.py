@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from listening import attending
 from packed_model import packed_model, spec_of
 from small import small_model
 from torch import Tensor
@@ -20,6 +21,7 @@ from kvkeep.errors import (
     TruncatedFile,
 )
 from kvkeep.methods.measured import LIKENESSES
+from kvkeep.models.executor import AnyStep
 from kvkeep.session import Session
 
 MODEL = small_model()
@@ -41,14 +43,13 @@ def path(calibration: Calibration, tmp_path: Path) -> Path:
 def told() -> Tensor:
     """The queries that the model hands to attention: `[layers, kv_heads, n, groups, head_dim]`."""
     session, found = MODEL.session(2048), list[list[Tensor]]([[], []])
-    attend = session.cache.attend
 
-    def listening(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def listening(step: AnyStep, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         found[layer].append(q.clone())
-        return attend(layer, q, k, v)
+        return step.attend(layer, q, k, v)
 
-    session.cache.attend = listening  # type: ignore[method-assign]
-    session.feed(TEXT)
+    with attending(MODEL.decoder, listening):
+        session.feed(TEXT)
     queries = torch.stack([torch.cat(each) for each in found])
     return queries.unflatten(2, (2, 2)).transpose(1, 2)
 

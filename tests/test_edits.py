@@ -391,7 +391,7 @@ def test_an_edit_that_fails_inside_the_model_changes_nothing(call, policy: str) 
     if policy != "full":
         session.pin(51, 53)
     before, spans = state(session), session.spans
-    broken = model.decoder.layers[1].down.weight
+    broken = model.decoder.tensors["model.layers.1.mlp.down_proj.weight"]
     sound = broken.clone()
     broken[3, 3] = torch.nan
     with pytest.raises(NonFiniteLogits):

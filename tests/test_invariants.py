@@ -6,10 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from listening import attending
 from small import small_model
 
 from kvkeep.cache import KVCache
 from kvkeep.errors import KvkeepError
+from kvkeep.models.executor import AnyStep
 from kvkeep.session import Session
 
 MODEL = small_model()
@@ -117,19 +119,17 @@ def test_a_step_that_fails_inside_the_model_changes_nothing(
     session, untouched = setting.session(), setting.session()
     session.feed(tokens)
     untouched.feed(tokens)
-    before, attend = state(session), session.cache.attend
+    before = state(session)
 
-    def failing(index: int, *args: torch.Tensor) -> torch.Tensor:
-        found = attend(index, *args)
+    def failing(step: AnyStep, index: int, *args: torch.Tensor) -> torch.Tensor:
+        found = step.attend(index, *args)
         if index == layer:
             raise Seen
         return found
 
     more = more[: setting.prefill_step]
-    session.cache.attend = failing  # type: ignore[method-assign]
-    with pytest.raises(Seen):
+    with attending(MODEL.decoder, failing), pytest.raises(Seen):
         session.feed(more)
-    del session.cache.attend
     assert same(state(session), before)
     session.feed(more)
     untouched.feed(more)
@@ -173,10 +173,10 @@ class Watched:
             codes[:, :, 0] = (times == 0)[:, None]
             codes[:, :, 1] = times[:, None]
             nothing = torch.zeros(n, layout.kv_heads, layout.head_dim)
-            with self.cache.step(n):
+            with self.cache.step(n) as now:
                 for layer in range(layout.layers):
                     q = torch.zeros(n, 4, layout.head_dim)
-                    out = self.cache.attend(layer, q, nothing, codes).view(n, 4, -1)
+                    out = now.attend(layer, q, nothing, codes).view(n, 4, -1)
             self.found += [(float(row[0, 0]), float(row[0, 1])) for row in out]
             done += n
 

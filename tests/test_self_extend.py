@@ -11,7 +11,7 @@ from torch import Tensor
 from kvkeep import Snapshot
 from kvkeep.errors import ContextFull, InvalidArgument
 from kvkeep.model import Model
-from kvkeep.models.llama import Decoder
+from kvkeep.models.llama import Decoder, Llama
 from kvkeep.models.spec import ModelSpec
 
 MODEL = small_model(sharpness=0.2)
@@ -59,7 +59,8 @@ class TwoAttentions:
 @torch.inference_mode()
 def expected_logits(decoder: Decoder, tokens: list[int], group: int, window: int) -> Tensor:
     cache = TwoAttentions(decoder.spec, group, window)
-    hidden = [decoder.forward(torch.tensor([t]), cache) for t in tokens]  # type: ignore[arg-type]
+    network = Llama(decoder.spec, decoder.tensors)
+    hidden = [network.forward(torch.tensor([t]), cache) for t in tokens]
     return decoder.logits(torch.cat(hidden))
 
 
@@ -95,7 +96,7 @@ def test_a_failed_step_leaves_no_cell_in_two_places() -> None:
     session, other = (MODEL.session(policy="self_extend", group=4, window=16) for _ in range(2))
     for each in (session, other):
         each.feed(TEXT[:60])
-    weight = MODEL.decoder.layers[1].down.weight
+    weight = MODEL.decoder.tensors["model.layers.1.mlp.down_proj.weight"]
     sound = weight.clone()
     for more in ([5], [5, 6, 7]):
         weight[0, 0] = torch.nan

@@ -206,7 +206,7 @@ def test_broken_weights_are_told_and_change_nothing() -> None:
     session = model.session()
     session.feed(TEXT)
     before = session.logits
-    broken = model.decoder.layers[1].down.weight
+    broken = model.decoder.tensors["model.layers.1.mlp.down_proj.weight"]
     sound = broken.clone()
     broken[3, 3] = torch.nan
     with pytest.raises(NonFiniteLogits, match="NaN"):

@@ -1,6 +1,6 @@
 """The KV cache: segments, the clock, and one step at a time."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -45,7 +45,6 @@ class KVCache:
         self.window = Window()
         self.time = 0
         self.serial = 0
-        self._step: DecodeStep | ChunkStep | None = None
 
     @property
     def cells(self) -> int:
@@ -74,17 +73,18 @@ class KVCache:
     def step(self, count: int) -> Iterator[DecodeStep | ChunkStep]:
         """A forward of `count` tokens into the last segment: all of it, or nothing.
 
-        Inside, each layer calls `attend` once. On leaving, the new cells are kept; on an
-        exception the cache is as it was before.
+        Inside, each layer calls the step's `attend` once. On leaving, the new cells are kept; on
+        an exception the cache is as it was before.
         """
+        step = None
         try:
-            self._step = step = self._begin(count)
+            step = self._begin(count)
             if self.observer is not None:
                 step.queries = self._room_for_queries(count)
             yield step
         except BaseException:
-            if self._step is not None:
-                self._step.abort()
+            if step is not None:
+                step.abort()
             for segment in self.segments:
                 segment.drop_newest(segment.lent)
             raise
@@ -95,7 +95,6 @@ class KVCache:
             self.time += count
             self.serial += count
         finally:
-            self._step = None
             for segment in self.segments:
                 segment.lent = 0
             self.segments = [s for s in self.segments if s.length]
@@ -113,25 +112,6 @@ class KVCache:
         layout = self.layout
         shape = (layout.layers, count, self.heads, layout.head_dim)
         return torch.empty(shape, dtype=layout.dtype, device=layout.device)
-
-    @property
-    def decoding(self) -> Sequence[DecodeStep]:
-        """The step in progress, if it is of one token; else nothing."""
-        return [self._step] if isinstance(self._step, DecodeStep) else []
-
-    @property
-    def prefilling(self) -> ChunkStep | None:
-        """The step in progress, if it is of several tokens."""
-        return self._step if isinstance(self._step, ChunkStep) else None
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Stores the new cells of a layer and attends to all that its queries see.
-
-        q: `[n, heads, head_dim]`; k, v: `[n, kv_heads, head_dim]`; unrotated: positions are the
-        cache's business. Returns `[n, heads * head_dim]`.
-        """
-        assert self._step is not None, "attend belongs inside a step"
-        return self._step.attend(layer, q, k, v)
 
     def read(self, first: int, count: int) -> list[tuple[Segment, Cells]]:
         """The `count` cells from the `first`-oldest on, copied, by the segments they lie in."""

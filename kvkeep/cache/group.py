@@ -54,7 +54,7 @@ def sights(steps: Sequence[DecodeStep]) -> list[Sight]:
 
 
 class GroupStep:
-    """Stands in for a cache in a forward whose i-th token goes to the i-th of several caches.
+    """A step of several caches at once: the i-th token of the forward goes to the i-th of them.
 
     steps: one that each cache has opened, and will keep or take back. heads: of the queries.
     """
@@ -63,21 +63,12 @@ class GroupStep:
         self.steps = steps
         self._heads = heads
 
-    @property
-    def decoding(self) -> Sequence[DecodeStep]:
-        """As `KVCache.decoding`."""
-        return self.steps
-
-    @property
-    def prefilling(self) -> None:
-        """As `KVCache.prefilling`: a group takes one token each."""
-
     @cached_property
     def _plan(self) -> "Plan":
         return Plan(self.steps, self._heads)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """As `KVCache.attend`, with one row for each cache."""
+        """As `Step.attend`, with one row for each cache."""
         return self._plan.attend(layer, q, k, v)
 
 

@@ -26,7 +26,7 @@ def geometry(step: DecodeStep) -> Geometry | None:
 
 
 class StaticStep:
-    """Stands in for the cache in every forward of one geometry.
+    """Stands in for the step in every forward of one geometry.
 
     slot: `[1]` int64, where the new cell goes. cosine, sine: `[rotations, 1, head_dim]` float32.
     """
@@ -49,7 +49,7 @@ class StaticStep:
         self.sine.copy_(rotation.sine)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """As `KVCache.attend`, of one token."""
+        """As `Step.attend`, of one token."""
         rotations = [Rotation(c, s) for c, s in zip(self.cosine, self.sine, strict=True)]
         key = rotate(k, rotations[0]).transpose(0, 1)
         self._written.keys[layer].index_copy_(1, self.slot, key)

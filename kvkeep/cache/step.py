@@ -147,6 +147,14 @@ class Step:
             bias=_bias(segment, span, first, live, seen),
         )
 
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Stores the new cells of a layer and attends to all that its queries see.
+
+        q: `[n, heads, head_dim]`; k, v: `[n, kv_heads, head_dim]`; unrotated: positions are the
+        step's business. Returns `[n, heads * head_dim]`.
+        """
+        raise NotImplementedError
+
     def observe(self, layer: int, q: Tensor) -> None:
         """Notes the queries of a layer, `[n, heads, head_dim]`, if they are wanted."""
         if self.queries is not None:

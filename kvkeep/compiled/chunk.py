@@ -36,7 +36,7 @@ class ChunkAttention:
         return angles
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """As `KVCache.attend`."""
+        """As `Step.attend`."""
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         step, (n, heads, head_dim) = self._step, q.shape
         keys, values = step.new.keys[layer], step.new.values[layer]

@@ -16,6 +16,7 @@ from kvkeep.cache.step import ChunkStep, DecodeStep
 from kvkeep.compiled.chunk import ChunkAttention
 from kvkeep.compiled.library import BF16, HEAD_DIMS, INT4, INT8, Layer, Matrix, Model, library
 from kvkeep.compiled.step import describe
+from kvkeep.models.executor import AnyStep, Network
 from kvkeep.models.packed import HEAD, matrices
 from kvkeep.models.packing import GROUP, PackedMatrix
 from kvkeep.models.spec import ModelSpec
@@ -44,25 +45,26 @@ def can_decode(spec: ModelSpec, layout: Layout) -> bool:
     )
 
 
-class CompiledDecoder:
-    """The forward of `models.llama.Decoder` for steps of one token.
+class CompiledExecutor:
+    """Steps of one token, alone or in a group, by the kernels; chunks by torch, but attention.
 
-    tensors: the model's, bfloat16. packed: matrices to read instead, by name; may be empty.
+    network: for the chunks. tensors: the model's, bfloat16. packed: matrices to read instead in
+    steps of one token, by name; may be empty.
     """
 
     def __init__(
         self,
+        network: Network,
         spec: ModelSpec,
         tensors: Mapping[str, Tensor],
         packed: Mapping[str, PackedMatrix],
-        rope: Rope,
-        scale: float,
     ):
         self.spec = spec
+        self._network = network
         self._tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        self.packed = packed
+        self._packed = packed
+        rope = Rope(spec.rope.inverse_frequencies, torch.device("cpu"))
         self._frequencies = rope.inverse_frequencies.contiguous()
-        self._scale = scale
         self.seconds: ctypes.Array[ctypes.c_double] | None = None  # by PHASES, where counted
 
     @cached_property
@@ -83,7 +85,7 @@ class CompiledDecoder:
             spec.kv_heads,
             spec.head_dim,
             spec.norm_eps,
-            self._scale,
+            spec.softmax_scale,
             self._pointer("model.embed_tokens.weight"),
             self._pointer("model.norm.weight"),
             ctypes.cast(self._frequencies.data_ptr(), ctypes.POINTER(ctypes.c_double)),
@@ -107,7 +109,7 @@ class CompiledDecoder:
 
     def _matrix(self, name: str) -> Matrix:
         bias = self._pointer(name.removesuffix("weight") + "bias")
-        matrix = self.packed.get(name)
+        matrix = self._packed.get(name)
         if matrix is not None:
             kind = INT4 if matrix.bits == 4 else INT8
             data, scales = matrix.data.data_ptr(), matrix.scales.data_ptr()
@@ -124,17 +126,19 @@ class CompiledDecoder:
         """What each matrix takes, by name: all of it is read for a token."""
         sizes = {}
         for name, (rows, columns) in matrices(self.spec).items():
-            packed = self.packed.get(name)
+            packed = self._packed.get(name)
             plain = 2 * rows * columns
             sizes[name] = packed.data.nbytes + packed.scales.nbytes if packed else plain
         return sizes
 
-    def attention(self, step: ChunkStep) -> ChunkAttention:
-        """What attends in a step of several tokens."""
-        return ChunkAttention(step, self._kernels)
+    def hidden(self, tokens: Tensor, step: AnyStep) -> Tensor:
+        if isinstance(step, ChunkStep):
+            return self._network.forward(tokens, ChunkAttention(step, self._kernels))
+        return self._of_one_token_each(
+            tokens.tolist(), [step] if isinstance(step, DecodeStep) else step.steps
+        )
 
-    def hidden(self, tokens: Sequence[int], steps: Sequence[DecodeStep]) -> Tensor:
-        """A token for each step. Returns `[n, hidden_size]`, normed."""
+    def _of_one_token_each(self, tokens: Sequence[int], steps: Sequence[DecodeStep]) -> Tensor:
         shape = (len(tokens), self.spec.hidden_size)
         hidden = torch.empty(shape, dtype=torch.bfloat16, device="cpu")
         step = describe(tokens, steps, hidden, torch.get_num_threads(), self.seconds)
@@ -143,7 +147,6 @@ class CompiledDecoder:
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """`[n, hidden_size]` to `[n, vocab]`, float32."""
         hidden = hidden.contiguous()
         shape = (hidden.shape[0], self._model.head.rows)
         out = torch.empty(shape, dtype=torch.float32, device="cpu")

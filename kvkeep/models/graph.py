@@ -11,8 +11,27 @@ from torch import Tensor
 
 from kvkeep.cache.static import Geometry, StaticStep, geometry
 from kvkeep.cache.step import DecodeStep
+from kvkeep.models.executor import AnyStep, Network
 
 Forward = Callable[[Tensor, StaticStep], Tensor]
+
+
+class GraphExecutor:
+    """By torch, but for decode steps of a full ring, which are replayed."""
+
+    def __init__(self, network: Network):
+        self._network = network
+        self.graphs = DecodeGraphs(network.forward)
+
+    def hidden(self, tokens: Tensor, step: AnyStep) -> Tensor:
+        if isinstance(step, DecodeStep):
+            replayed = self.graphs.hidden(tokens, step)
+            if replayed is not None:
+                return replayed
+        return self._network.forward(tokens, step)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._network.logits(hidden)
 
 
 class DecodeGraph:
@@ -67,7 +86,7 @@ class DecodeGraphs:
     """
 
     def __init__(self, forward: Forward):
-        self._forward = forward
+        self.forward = forward
         self._last: DecodeGraph | None = None
         self._seen: Geometry | None = None
 
@@ -79,5 +98,5 @@ class DecodeGraphs:
             self._last = None
             return None
         if self._last is None or self._last.geometry != known:
-            self._last = DecodeGraph(self._forward, step, known)
+            self._last = DecodeGraph(self.forward, step, known)
         return self._last.hidden(tokens, step)

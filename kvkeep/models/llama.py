@@ -1,20 +1,16 @@
 """The forward of the Llama family: Llama, Mistral, Qwen2, Qwen3.
 
-Projections, norms and MLPs. Positions are not its business: q and k go unrotated to the cache.
+Projections, norms and MLPs. Positions are not its business: q and k go unrotated to the step.
 """
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from kvkeep.cache import Bits, KVCache, Layout, Rope
-from kvkeep.cache.step import ChunkStep, DecodeStep
-from kvkeep.compiled.decoder import CompiledDecoder, can_decode
-from kvkeep.models.graph import DecodeGraphs
+from kvkeep.models.executor import AnyStep, Attends, Executor, TorchExecutor
 from kvkeep.models.packing import PackedMatrix
 from kvkeep.models.spec import ModelSpec
 
@@ -56,78 +52,21 @@ class Layer:
     down: Linear
 
 
-class Attends(Protocol):
-    """What attends in a forward."""
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """As `KVCache.attend`."""
-
-
-class Remembers(Attends, Protocol):
-    """What the decoder asks of its memory: a cache, or several that are stepped together."""
-
-    @property
-    def decoding(self) -> Sequence[DecodeStep]:
-        """As `KVCache.decoding`."""
-
-    @property
-    def prefilling(self) -> ChunkStep | None:
-        """As `KVCache.prefilling`."""
-
-
-class Decoder:
-    """A decoder whose memory is a cache that it is handed.
+class Llama:
+    """The layers and their forward in torch.
 
     tensors: weights under their Hugging Face names, all of one dtype and on one device.
-    packed: matrices that a compiled decode step reads instead; for others they say the same.
     """
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        tensors: Mapping[str, Tensor],
-        packed: Mapping[str, PackedMatrix] | None = None,
-    ):
+    def __init__(self, spec: ModelSpec, tensors: Mapping[str, Tensor]):
         self.spec = spec
-        self.tensors = tensors
         self.embedding = tensors["model.embed_tokens.weight"]
         self.layers = [_layer(spec, tensors, i) for i in range(spec.layers)]
         self.norm = Norm(tensors["model.norm.weight"], spec.norm_eps)
         self.head = Linear(self.embedding if spec.tied_head else tensors["lm_head.weight"], None)
-        self.compiled = self._compiled(packed or {})
-        on_cuda = self.embedding.device.type == "cuda"
-        self.graphs = DecodeGraphs(self.forward) if on_cuda else None
 
-    def _compiled(self, packed: Mapping[str, PackedMatrix]) -> CompiledDecoder | None:
-        """The compiled decode step, where there are kernels for this model on this machine."""
-        cache = self.new_cache()
-        if not can_decode(self.spec, cache.layout):
-            return None
-        return CompiledDecoder(self.spec, self.tensors, packed, cache.rope, cache.scale)
-
-    def new_cache(self, bits: Bits = Bits()) -> KVCache:  # noqa: B008 (frozen)
-        """An empty cache for this model's cells."""
-        spec, layout = self.spec, cell_layout(self.spec, self.tensors)
-        rope = Rope(spec.rope.inverse_frequencies, layout.device)
-        scale = spec.rope.attention_scaling**2 / math.sqrt(spec.head_dim)
-        near, far = bits.layouts(layout)
-        return KVCache(near, rope, scale, spec.heads, far)
-
-    def hidden(self, tokens: Tensor, cache: Remembers) -> Tensor:
-        """Evaluates `tokens: [n]` into the cache's step. Returns `[n, hidden_size]`, normed."""
-        decoding, prefilling = cache.decoding, cache.prefilling
-        if self.compiled is not None and decoding:
-            return self.compiled.hidden(tokens.tolist(), decoding)
-        if self.compiled is not None and prefilling is not None:
-            return self.forward(tokens, self.compiled.attention(prefilling))
-        if self.graphs is not None and len(decoding) == 1:
-            replayed = self.graphs.hidden(tokens, decoding[0])
-            if replayed is not None:
-                return replayed
-        return self.forward(tokens, cache)
-
-    def forward(self, tokens: Tensor, attends: Attends) -> Tensor:
-        """As `hidden`, layer by layer in torch."""
+    def forward(self, tokens: Tensor, step: Attends) -> Tensor:
+        """Evaluates `tokens: [n]` into a step. Returns `[n, hidden_size]`, normed."""
         spec, n = self.spec, tokens.shape[0]
         x = F.embedding(tokens, self.embedding)
         for index, layer in enumerate(self.layers):
@@ -137,16 +76,50 @@ class Decoder:
             v = layer.value(normed).view(n, spec.kv_heads, spec.head_dim)
             if layer.query_norm and layer.key_norm:
                 q, k = layer.query_norm(q), layer.key_norm(k)
-            x = x + layer.output(attends.attend(index, q, k, v))
+            x = x + layer.output(step.attend(index, q, k, v))
             normed = layer.mlp_norm(x)
             x = x + layer.down(F.silu(layer.gate(normed)) * layer.up(normed))
         return self.norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[n, hidden_size]` to `[n, vocab]`, float32."""
-        if self.compiled is not None:
-            return self.compiled.logits(hidden)
         return self.head(hidden).float()
+
+
+class Decoder:
+    """A model's weights, and who computes with them.
+
+    tensors: weights under their Hugging Face names, all of one dtype and on one device.
+    packed: matrices that a compiled decode step reads instead of tensors; may be empty.
+    executor: chosen when the model is loaded (`kvkeep.executors`); by torch where none is given.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        tensors: Mapping[str, Tensor],
+        packed: Mapping[str, PackedMatrix] | None = None,
+        executor: Executor | None = None,
+    ):
+        self.spec = spec
+        self.tensors = tensors
+        self.packed = packed or {}
+        self.executor = executor or TorchExecutor(Llama(spec, tensors))
+
+    def hidden(self, tokens: Tensor, step: AnyStep) -> Tensor:
+        """Evaluates `tokens: [n]` into a cache's step. Returns `[n, hidden_size]`, normed."""
+        return self.executor.hidden(tokens, step)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`[n, hidden_size]` to `[n, vocab]`, float32."""
+        return self.executor.logits(hidden)
+
+    def new_cache(self, bits: Bits = Bits()) -> KVCache:  # noqa: B008 (frozen)
+        """An empty cache for this model's cells."""
+        layout = cell_layout(self.spec, self.tensors)
+        near, far = bits.layouts(layout)
+        rope = Rope(self.spec.rope.inverse_frequencies, layout.device)
+        return KVCache(near, rope, self.spec.softmax_scale, self.spec.heads, far)
 
 
 def cell_layout(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> Layout:

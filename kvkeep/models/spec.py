@@ -1,5 +1,6 @@
 """What a model is, in numbers: everything that the forward and the cache need to know of it."""
 
+import math
 from dataclasses import dataclass
 
 
@@ -44,3 +45,8 @@ class ModelSpec:
     qk_norm: bool
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+
+    @property
+    def softmax_scale(self) -> float:
+        """The factor on the products of queries and keys."""
+        return self.rope.attention_scaling**2 / math.sqrt(self.head_dim)

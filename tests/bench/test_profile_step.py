@@ -4,7 +4,9 @@ import pytest
 from packed_model import packed_model, spec_of
 
 from benchmarks.profile_step import profile_step, table
+from kvkeep.compiled.decoder import CompiledExecutor
 from kvkeep.compiled.library import PHASES, library
+from kvkeep.models.llama import Decoder
 
 PROMPT = [(i * 7) % 250 + 1 for i in range(300)]
 
@@ -20,8 +22,8 @@ def test_the_kernels_phases_make_up_the_step() -> None:
     inside = sum(share.seconds for share in profile.shares[:-1])
     assert 0 < inside <= 1.5 * profile.seconds  # phases are means, the step is a median
     read = {share.name: share.bytes for share in profile.shares}
-    compiled = model.decoder.compiled
-    assert compiled is not None
+    compiled = model.decoder.executor
+    assert isinstance(compiled, CompiledExecutor)
     parts = ("projections", "output", "mlp", "head")
     assert sum(read[name] or 0 for name in parts) == sum(compiled.matrix_bytes().values())
     assert (read["attention"] or 0) >= 210 * 2 * 3 * 2 * 64 * 2  # cells, layers, heads, dims
@@ -31,7 +33,7 @@ def test_the_kernels_phases_make_up_the_step() -> None:
 
 def test_without_kernels_the_operators_are_named() -> None:
     model = packed_model(spec_of(), None)
-    model.decoder.compiled = None
+    model.decoder = Decoder(model.spec, model.decoder.tensors)
     profile = profile_step(model, PROMPT, 50, 5, lambda count: None)
     assert any("mm" in share.name for share in profile.shares)
     assert "µs" in table([profile])

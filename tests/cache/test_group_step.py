@@ -26,9 +26,9 @@ def feed(cache: KVCache, count: int, seed: int = 0) -> KVCache:
     newest = cache.segments[-1] if cache.segments else None
     if newest is None or newest.frozen:
         cache.segments.append(Segment(LAYOUT, 100))
-    with cache.step(count):
+    with cache.step(count) as step:
         for layer in range(LAYOUT.layers):
-            cache.attend(layer, *random_qkv(count, seed * 10 + layer))
+            step.attend(layer, *random_qkv(count, seed * 10 + layer))
     return cache
 
 
@@ -76,10 +76,10 @@ def decode_together(caches: list[KVCache], seed: int) -> tuple[list[Tensor], Gro
 def decode_alone(caches: list[KVCache], seed: int) -> list[Tensor]:
     outs: list[list[Tensor]] = [[] for _ in range(LAYOUT.layers)]
     for index, cache in enumerate(caches):
-        with cache.step(1):
+        with cache.step(1) as step:
             for layer in range(LAYOUT.layers):
                 q, k, v = (x[index : index + 1] for x in random_qkv(len(caches), seed + layer))
-                outs[layer].append(cache.attend(layer, q, k, v))
+                outs[layer].append(step.attend(layer, q, k, v))
     return [torch.cat(each) for each in outs]
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from listening import attending
 from small import small_model
 from torch import Tensor
 
@@ -11,6 +12,7 @@ from kvkeep import SessionGroup
 from kvkeep.cache import Queries
 from kvkeep.cache.observer import LIMIT
 from kvkeep.errors import NonFiniteLogits
+from kvkeep.models.executor import AnyStep
 from kvkeep.session import Session
 
 MODEL = small_model()
@@ -35,14 +37,13 @@ def queries(session: Session) -> Queries:
 def told(tokens: int) -> Tensor:
     """What the model hands to attention, of every token: `[layers, heads, n, head_dim]`."""
     session, found = MODEL.session(48), list[list[Tensor]]([[] for _ in range(2)])
-    attend = session.cache.attend
 
-    def listening(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def listening(step: AnyStep, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         found[layer].append(q.clone())
-        return attend(layer, q, k, v)
+        return step.attend(layer, q, k, v)
 
-    session.cache.attend = listening  # type: ignore[method-assign]
-    session.feed(TEXT[:tokens])
+    with attending(MODEL.decoder, listening):
+        session.feed(TEXT[:tokens])
     return torch.stack([torch.cat(each) for each in found]).transpose(1, 2)
 
 
@@ -73,7 +74,7 @@ def test_they_follow_what_happens_to_the_tokens(actions: list[tuple[str, int]], 
             session.rewind(amount)  # the token before is evaluated anew
             known = [t for t in known if t < total - amount - 1] + [total - amount - 1]
         elif kind == "fail":
-            weight = MODEL.decoder.layers[1].down.weight
+            weight = MODEL.decoder.tensors["model.layers.1.mlp.down_proj.weight"]
             sound = weight.clone()
             weight[0, 0] = torch.nan
             with pytest.raises(NonFiniteLogits):

@@ -37,10 +37,10 @@ def some_cells(count: int, seed: int = 0, kind: Layout = PLAIN) -> Cells:
 def feed(cache: KVCache, count: int, seed: int = 0) -> Tensor:
     """`[layers, count, heads * head_dim]`: what the new tokens found in each layer."""
     found = []
-    with cache.step(count):
+    with cache.step(count) as step:
         for layer in range(PLAIN.layers):
             q, k, v = (random(count, n, 16, seed=seed + layer * 9 + n) for n in (HEADS, 2, 2))
-            found.append(cache.attend(layer, q, k, v))
+            found.append(step.attend(layer, q, k, v))
     return torch.stack(found)
 
 
@@ -270,9 +270,9 @@ def test_a_step_that_fails_leaves_every_byte_as_it_was(bits: str, count: int) ->
     q, k, v = (random(count, n, 16, seed=n) for n in (HEADS, 2, 2))
 
     def forward() -> None:
-        with cache.step(count):
+        with cache.step(count) as step:
             for layer in range(PLAIN.layers + 1):  # one more than there are
-                cache.attend(layer, q, k, v)
+                step.attend(layer, q, k, v)
 
     with pytest.raises(IndexError):
         forward()

@@ -8,6 +8,7 @@ from packed_model import packed_model, spec_of
 from torch import Tensor
 
 from kvkeep import SessionGroup, Snapshot
+from kvkeep.compiled.decoder import CompiledExecutor
 from kvkeep.compiled.library import library
 from kvkeep.model import Model
 from kvkeep.models.llama import Decoder
@@ -30,9 +31,7 @@ SETTINGS: list[dict[str, object]] = [
 def by_torch(model: Model, dtype: torch.dtype) -> Model:
     """The same model without the compiled kernels."""
     tensors = {name: tensor.to(dtype) for name, tensor in model.decoder.tensors.items()}
-    decoder = Decoder(model.spec, tensors)
-    decoder.compiled = None
-    return Model(model.name, model.folder, decoder, model.text)
+    return Model(model.name, model.folder, Decoder(model.spec, tensors), model.text)
 
 
 def logits_of(model: Model, settings: dict[str, object]) -> Tensor:
@@ -59,7 +58,7 @@ def test_it_is_no_further_from_float32_than_torch_in_bfloat16(
     family: str, head_dim: int, bits: int | None, settings: dict[str, object]
 ) -> None:
     model = packed_model(spec_of(head_dim, family), bits)  # type: ignore[arg-type]
-    assert model.decoder.compiled is not None
+    assert isinstance(model.decoder.executor, CompiledExecutor)
     exact = logits_of(by_torch(model, torch.float32), settings)
     reference = (logits_of(by_torch(model, torch.bfloat16), settings) - exact).square().mean()
     compiled = (logits_of(model, settings) - exact).square().mean()

@@ -17,7 +17,6 @@ READ, SCORED = 1024, 1536
 def by_torch(model: Model) -> Model:
     """The same tensors without the compiled kernels."""
     decoder = Decoder(model.spec, model.decoder.tensors)
-    decoder.compiled = None
     return Model(model.name, model.folder, decoder, model.text)
 
 

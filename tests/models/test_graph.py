@@ -5,8 +5,10 @@ import torch
 from small import small_model
 
 from kvkeep.cache.static import geometry
+from kvkeep.cache.step import DecodeStep
 from kvkeep.model import Model
-from kvkeep.models.graph import DecodeGraphs
+from kvkeep.models.graph import DecodeGraphs, GraphExecutor
+from kvkeep.models.llama import Decoder, Llama
 from kvkeep.session import Session
 
 PROMPT = [(i * i * 7 + 3 * i) % 255 + 1 for i in range(300)]
@@ -35,8 +37,9 @@ class Counting(DecodeGraphs):
 
 def graphed() -> tuple[Model, Counting]:
     model = small_model()
-    counting = Counting(model.decoder.forward)
-    model.decoder.graphs = counting
+    executor = GraphExecutor(Llama(model.spec, model.decoder.tensors))
+    executor.graphs = counting = Counting(executor.graphs.forward)
+    model.decoder = Decoder(model.spec, model.decoder.tensors, executor=executor)
     return model, counting
 
 
@@ -111,7 +114,8 @@ def test_a_ring_that_hides_cells_has_no_lasting_geometry() -> None:
     session.feed(PROMPT[:200])
     found = []
     for _ in range(12):
-        with session.cache.step(1):
-            found.append(geometry(session.cache.decoding[0]))
-            session._model.decoder.forward(torch.tensor([5]), session.cache)
+        with session.cache.step(1) as step:
+            assert isinstance(step, DecodeStep)
+            found.append(geometry(step))
+            session._model.decoder.hidden(torch.tensor([5]), step)
     assert None in found

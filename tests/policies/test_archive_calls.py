@@ -4,10 +4,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from listening import attending
 from policies.archives import MODEL, TEXT, Setting, archived, archives, same, state
 
 from kvkeep import Sampling, SessionGroup
 from kvkeep.errors import InvalidArgument, NonFiniteLogits
+from kvkeep.models.executor import AnyStep
 from kvkeep.session import Session
 
 WARM = Sampling(temperature=1.2, seed=7)
@@ -24,18 +26,16 @@ def test_a_step_that_fails_inside_the_model_changes_nothing(
     setting: Setting, fed: int, layer: int, more: int
 ) -> None:
     session, untouched = setting.fed(fed), setting.fed(fed)
-    before, attend = state(session), session.cache.attend
+    before = state(session)
 
-    def failing(index: int, *args: torch.Tensor) -> torch.Tensor:
-        found = attend(index, *args)
+    def failing(step: AnyStep, index: int, *args: torch.Tensor) -> torch.Tensor:
+        found = step.attend(index, *args)
         if index == layer:
             raise Thrown
         return found
 
-    session.cache.attend = failing  # type: ignore[method-assign]
-    with pytest.raises(Thrown):
+    with attending(MODEL.decoder, failing), pytest.raises(Thrown):
         session.feed(TEXT[:more])
-    del session.cache.attend
     assert same(state(session), before)
     for each in (session, untouched):
         each.feed(TEXT[:60])
@@ -46,7 +46,7 @@ def test_a_step_that_fails_inside_the_model_changes_nothing(
 @pytest.mark.parametrize("more", [1, 5])
 def test_logits_that_are_not_numbers_change_nothing(method: str, more: int) -> None:
     session = Setting(method=method).fed(100)
-    before, weight = state(session), MODEL.decoder.layers[1].down.weight
+    before, weight = state(session), MODEL.decoder.tensors["model.layers.1.mlp.down_proj.weight"]
     sound = weight.clone()
     try:
         weight[0, 0] = torch.nan

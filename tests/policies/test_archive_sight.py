@@ -35,10 +35,10 @@ class Watched:
                 codes[row, :, 0] = float(time == 0)
                 codes[row, :, 1 + time // BITS] = 2.0 ** (time % BITS)
             nothing = torch.zeros(n, layout.kv_heads, layout.head_dim)
-            with cache.step(n):
+            with cache.step(n) as step:
                 for layer in range(layout.layers):
                     q = torch.zeros(n, cache.heads, layout.head_dim)
-                    out = cache.attend(layer, q, nothing, codes).view(n, cache.heads, -1)
+                    out = step.attend(layer, q, nothing, codes).view(n, cache.heads, -1)
             policy.settle(cache)
             self.seen += [decoded(row[0].double()) for row in out]
             done += n

@@ -25,7 +25,7 @@ def other_weights() -> Model:
 
 def one_weight_changed() -> Model:
     model = small_model()
-    model.decoder.layers[1].up.weight[3, 5] += 1e-3
+    model.decoder.tensors["model.layers.1.mlp.up_proj.weight"][3, 5] += 1e-3
     return model
 
 

@@ -1,0 +1,50 @@
+"""Who computes a step: chosen once, when a model is loaded."""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from kvkeep.cache.group import GroupStep
+from kvkeep.cache.step import ChunkStep, DecodeStep
+
+AnyStep = DecodeStep | ChunkStep | GroupStep
+
+
+class Executor(Protocol):
+    """Runs a model's forward over the step that a cache, or a group of them, has opened."""
+
+    def hidden(self, tokens: Tensor, step: AnyStep) -> Tensor:
+        """Evaluates `tokens: [n]` into the step. Returns `[n, hidden_size]`, normed."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`[n, hidden_size]` to `[n, vocab]`, float32."""
+
+
+class Attends(Protocol):
+    """What a forward asks of a step."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """As `Step.attend`."""
+
+
+class Network(Protocol):
+    """A family's layers in torch."""
+
+    def forward(self, tokens: Tensor, step: Attends) -> Tensor:
+        """As `Executor.hidden`, layer by layer: each calls the step's `attend` once."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """As `Executor.logits`."""
+
+
+class TorchExecutor:
+    """Every step by torch, on any device: the reference for the others."""
+
+    def __init__(self, network: Network):
+        self._network = network
+
+    def hidden(self, tokens: Tensor, step: AnyStep) -> Tensor:
+        return self._network.forward(tokens, step)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._network.logits(hidden)
