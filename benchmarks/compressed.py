@@ -17,6 +17,7 @@ import psutil
 
 from benchmarks.apart import run_apart
 from benchmarks.command import Measurement, check_outputs, model_option, out_option
+from benchmarks.figures import rounded
 from benchmarks.machine import describe_machine
 from kvkeep import Snapshot, load_model
 from kvkeep.evaluate.manual import manual_text
@@ -67,7 +68,7 @@ def measure(name: str, tokens: int, ratio: float, method: str) -> Freed:
         rss_after=rss_after,
         file_before=before,
         file_after=_file_bytes(session.snapshot()),
-        ms_per_chunk=round(1000 * times[len(times) // 2], 1),
+        ms_per_chunk=rounded(1000 * times[len(times) // 2]),
     )
 
 

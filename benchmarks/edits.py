@@ -16,6 +16,7 @@ from statistics import mean, median
 import click
 
 from benchmarks.command import Measurement, check_outputs, model_option, out_option
+from benchmarks.figures import rounded
 from benchmarks.machine import describe_machine
 from benchmarks.progress import bar
 from kvkeep import load_model
@@ -143,7 +144,7 @@ def measure_costs(session: Session, ids: list[int], plan: Plan, context_s: float
             evaluated = do(fork)
             times.append(time.perf_counter() - begun)
         seconds = median(times)
-        costs.append(Cost(what, round(seconds, 5), round(seconds / context_s, 5), evaluated))
+        costs.append(Cost(what, rounded(seconds), rounded(seconds / context_s), evaluated))
     return costs
 
 
@@ -161,7 +162,7 @@ def measure_decode(session: Session, ids: list[int], plan: Plan) -> list[Decode]
             if index >= 4:  # the first ones make kernels and storage
                 mine.append((time.perf_counter() - begun) * 1e3)
     return [
-        Decode(edits, len(each.cache.segments), round(median(mine), 3))
+        Decode(edits, len(each.cache.segments), rounded(median(mine)))
         for edits, each, mine in zip((0, plan.edits), sessions, times, strict=True)
     ]
 
@@ -188,7 +189,7 @@ def measure_edits(
         times.append(session.feed(ids[: plan.context], shown).seconds)
     context_s = median(times)
     return Edits(
-        round(context_s, 4),
+        rounded(context_s),
         drift,
         measure_costs(session, ids, plan, context_s),
         measure_decode(session, ids, plan),

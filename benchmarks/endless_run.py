@@ -8,6 +8,7 @@ from time import perf_counter
 
 import psutil
 
+from benchmarks.figures import rounded
 from kvkeep import Model, Sampling, Session
 
 WRITING = Sampling(temperature=0.8, top_k=40, repetition_penalty=1.1, seed=1)
@@ -182,7 +183,7 @@ def _pair(young: Session, old: Session, plan: Plan, progress: Callable[[int], No
             seconds[which].append(_timed((young, old)[which]))
         progress(2)
     young_ms, old_ms = (_milliseconds(median(each)) for each in seconds)
-    ratio = round(old_ms / young_ms, 4)
+    ratio = rounded(old_ms / young_ms)
     return Paired(plan.pairs, plan.young, plan.tokens, young_ms, old_ms, ratio)
 
 
@@ -205,17 +206,17 @@ def _result(
         plan=plan,
         prompt_tokens=prompt_tokens,
         tokens=len(seconds),
-        seconds=round(total, 3),
-        tokens_per_s=round(len(seconds) / total, 2),
+        seconds=rounded(total),
+        tokens_per_s=rounded(len(seconds) / total),
         median_ms=_milliseconds(middle),
         group_median_ms=groups,
-        ratio=round(groups[-1] / groups[1], 4) if len(groups) > 2 else None,
+        ratio=rounded(groups[-1] / groups[1]) if len(groups) > 2 else None,
         slowest_ms=_milliseconds(slowest),
         slowest_at=seconds.index(slowest),
-        slowest_to_median=round(slowest / middle, 2),
+        slowest_to_median=rounded(slowest / middle),
         recurring_ms=None if recurring is None else _milliseconds(recurring),
         recurring_at=least.index(recurring) if least and recurring else None,
-        recurring_to_median=None if recurring is None else round(recurring / middle, 2),
+        recurring_to_median=None if recurring is None else rounded(recurring / middle),
         max_kv_size=session.max_kv_size,
         max_cells=max(record.cells),
         kv_bytes=session.cache.nbytes,
@@ -242,4 +243,4 @@ def _trace(width: int, record: _Record) -> tuple[Moment, ...]:
 
 
 def _milliseconds(seconds: float) -> float:
-    return round(seconds * 1e3, 4)
+    return rounded(seconds * 1e3)

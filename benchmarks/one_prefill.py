@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.apart import run_apart
+from benchmarks.figures import rounded
 from kvkeep import load_model
 from kvkeep.evaluate.manual import manual_text
 from kvkeep.resident import peak_rss
@@ -63,8 +64,8 @@ def measure_prefill(name: str, dtype: str, tokens: int, way: Way) -> Prefill:
         prefill_step=way.prefill_step,
         budget=way.budget,
         tokens=report.tokens,
-        seconds=round(report.seconds, 4),
-        tokens_per_s=round(report.tokens_per_second, 1),
+        seconds=rounded(report.seconds),
+        tokens_per_s=rounded(report.tokens_per_second),
         peak_bytes=peak_rss() - before,
         kv_bytes=session.cache.nbytes,
     )

@@ -3,7 +3,7 @@
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import mean
 from time import perf_counter
 
 import torch
@@ -27,7 +27,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Profile:
-    """One step after `context` tokens. seconds: median of a token. shares: parts of it."""
+    """One step after `context` tokens. seconds: mean of a token. shares: parts of it, means too."""
 
     context: int
     seconds: float
@@ -55,7 +55,7 @@ def _timed(session: Session, tokens: int, done: Callable[[int], None]) -> float:
         session.next_token()
         seconds.append(perf_counter() - begun)
         done(1)
-    return median(seconds)
+    return mean(seconds)
 
 
 def _by_phases(
@@ -86,7 +86,7 @@ def _head_seconds(session: Session, compiled: CompiledExecutor, tokens: int) -> 
         begun = perf_counter()
         compiled.logits(hidden)
         seconds.append(perf_counter() - begun)
-    return median(seconds)
+    return mean(seconds)
 
 
 def _bytes_read(session: Session, compiled: CompiledExecutor) -> dict[str, int]:

@@ -10,6 +10,7 @@ from statistics import median
 from benchmarks.compare.bench import Bench, Found
 from benchmarks.compare.plan import KEEP
 from benchmarks.compare.results import Measure, Reading, Trace
+from benchmarks.figures import rounded
 from benchmarks.peers.base import Variant
 from benchmarks.peers.crew import Crew
 from benchmarks.peers.remote import Remote
@@ -122,7 +123,7 @@ class _Run:
         new = self.remote.write(min(block, self.left))
         self.seconds += new
         held = self.remote.held() - self._empty
-        milliseconds = (round(median(new) * 1e3, 4), round(max(new) * 1e3, 4))
+        milliseconds = (rounded(median(new) * 1e3), rounded(max(new) * 1e3))
         self._blocks.append((len(self.seconds), *milliseconds, held))
         return len(new)
 

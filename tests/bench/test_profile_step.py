@@ -19,8 +19,7 @@ def test_the_kernels_phases_make_up_the_step() -> None:
     assert profile.context == 200
     assert [share.name for share in profile.shares] == [*PHASES, "head", "everything else"]
     assert all(share.seconds >= 0 for share in profile.shares)
-    inside = sum(share.seconds for share in profile.shares[:-1])
-    assert 0 < inside <= 1.5 * profile.seconds  # phases are means, the step is a median
+    assert 0 < sum(share.seconds for share in profile.shares[: len(PHASES)]) <= profile.seconds
     read = {share.name: share.bytes for share in profile.shares}
     compiled = model.decoder.executor
     assert isinstance(compiled, CompiledExecutor)

@@ -5,9 +5,7 @@ import os
 import random
 import resource
 import signal
-import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -61,48 +59,71 @@ def in_a_child(work: Callable[[], None]) -> int:
         os._exit(1)
 
 
-def killed_while_saving(folder: Path, two: list[Snapshot], rounds: int) -> tuple[int, set[int]]:
-    """How many kills left a half-written file, and which snapshots were found afterwards."""
-    path, draw, interrupted, found = folder / "a.kvkeep", random.Random(5), 0, set[int]()
-    two[0].save(path)
+class KillsItself:
+    """A file that takes so many bytes to the disk; with the next one its process is killed."""
 
-    def saving(under_way: int) -> None:
-        two[1].save(path)
-        os.write(under_way, b"!")
-        while True:
-            two[0].save(path)
-            two[1].save(path)
+    def __init__(self, file: BinaryIO, left: int):
+        self._file, self._left = file, left
 
-    for _ in range(rounds):
-        reading, writing = os.pipe()
-        child = in_a_child(partial(saving, writing))
-        os.close(writing)
-        with open(reading, "rb", buffering=0) as pipe:
-            assert pipe.read(1) == b"!"  # a child of a large process takes long to begin
-        time.sleep(draw.uniform(0, 0.03))
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        interrupted += bool(strays(folder))
-        found.add(which(path, two))
-    two[0].save(path)
-    assert os.listdir(folder) == ["a.kvkeep"]
-    return interrupted, found
+    def write(self, data: bytes) -> int:
+        piece = memoryview(data).cast("B")
+        if len(piece) > self._left:
+            self._file.write(piece[: self._left])
+            self._file.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+        self._left -= len(piece)
+        return self._file.write(piece)
+
+    def __enter__(self) -> "KillsItself":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._file, name)
 
 
-def test_a_saving_process_killed_30_times_leaves_a_whole_file(
-    tmp_path: Path, two: list[Snapshot]
+def killed_while_saving(snapshot: Snapshot, path: Path, after: int) -> None:
+    """after: bytes of what the process writes; it is killed before the next one."""
+
+    def work() -> None:
+        make = atomic._temporary
+
+        def failing(place: Path) -> tuple[BinaryIO, Path]:
+            file, temporary = make(place)
+            return KillsItself(file, after), temporary  # type: ignore[return-value]
+
+        atomic._temporary = failing
+        snapshot.save(path)
+
+    _, status = os.waitpid(in_a_child(work), 0)
+    assert os.WIFSIGNALED(status)
+    assert os.WTERMSIG(status) == signal.SIGKILL
+
+
+def bytes_written(snapshot: Snapshot, path: Path) -> int:
+    """By saving it: the file, and its header once more when the checksums are known."""
+    size = snapshot.save(path)
+    return size + 8 + int.from_bytes(path.read_bytes()[:8], "little")
+
+
+@pytest.mark.parametrize("kills", [12, pytest.param(300, marks=pytest.mark.slow)])
+def test_a_saving_process_killed_anywhere_leaves_the_file_that_was_there(
+    tmp_path: Path, two: list[Snapshot], kills: int
 ) -> None:
-    interrupted, _ = killed_while_saving(tmp_path, two, 30)
-    assert interrupted >= 10, interrupted
-
-
-@pytest.mark.slow
-def test_a_saving_process_killed_300_times_leaves_a_whole_file(
-    tmp_path: Path, two: list[Snapshot]
-) -> None:
-    interrupted, found = killed_while_saving(tmp_path, two, 300)
-    assert interrupted >= 100
-    assert found == {0, 1}
+    """Before its first byte, before its last one, and everywhere between."""
+    path = tmp_path / "a.kvkeep"
+    written = [bytes_written(each, path) for each in two]
+    for index in range(kills):
+        old, new = index % 2, 1 - index % 2
+        two[old].save(path)
+        assert os.listdir(tmp_path) == ["a.kvkeep"], "what the last one left is swept away"
+        killed_while_saving(two[new], path, after=index * (written[new] - 1) // (kills - 1))
+        assert len(strays(tmp_path)) == 1, "it was killed in the middle of a file"
+        assert which(path, two) == old
+    with pytest.raises(AssertionError):  # as many bytes as it writes: it was not killed
+        killed_while_saving(two[0], path, after=written[0])
 
 
 def raising(number: int) -> Callable[..., None]:
@@ -251,22 +272,24 @@ def test_what_another_process_is_writing_is_not_swept_away(
     tmp_path: Path, two: list[Snapshot]
 ) -> None:
     path, other = tmp_path / "a.kvkeep", tmp_path / "b.kvkeep"
-    reading, writing = os.pipe()
+    writing, saved = os.pipe(), os.pipe()
 
     def work() -> None:
-        os.close(reading)
         with atomic.replacing(other) as file:
             file.write(b"of the other")
-            os.write(writing, b"!")
-            time.sleep(0.3)
+            os.write(writing[1], b"!")
+            os.read(saved[0], 1)
         os._exit(0)
 
     child = in_a_child(work)
-    os.close(writing)
-    assert os.read(reading, 1) == b"!"
+    os.close(writing[1])
+    assert os.read(writing[0], 1) == b"!"
     two[0].save(path)
     assert len(strays(tmp_path)) == 1
+    os.write(saved[1], b"!")
     assert os.waitpid(child, 0)[1] == 0
+    for end in (writing[0], *saved):
+        os.close(end)
     assert other.read_bytes() == b"of the other"
     assert sorted(os.listdir(tmp_path)) == ["a.kvkeep", "b.kvkeep"]
 
