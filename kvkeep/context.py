@@ -140,14 +140,18 @@ class Context:
         return self._edit(*self._range(start, end), [], recompute)
 
     def insert(
-        self, at: int, text: str | Sequence[int], recompute: Recompute = "none"
+        self,
+        at: int,
+        text: str | Sequence[int],
+        recompute: Recompute = "none",
+        special: bool = False,
     ) -> EditReport:
         """Puts text or token ids in before token `at`. Otherwise as `delete`.
 
-        Raises ContextFull where it does not fit.
+        special: as of `Session.feed`. Raises ContextFull where it does not fit.
         """
         at = arguments.whole("at", at)
-        return self._edit(at, at, self._ids(text), recompute)
+        return self._edit(at, at, self._ids(text, special), recompute)
 
     def replace(
         self,
@@ -155,12 +159,13 @@ class Context:
         end: int | None,
         text: str | Sequence[int],
         recompute: Recompute = "none",
+        special: bool = False,
     ) -> EditReport:
         """Puts text or token ids in the place of a range, or of a named span (`end` None).
 
         Otherwise as `delete` and `insert`. A pinned or kept range stays pinned or kept.
         """
-        return self._edit(*self._range(start, end), self._ids(text), recompute)
+        return self._edit(*self._range(start, end), self._ids(text, special), recompute)
 
     def make_room(self, count: int, bridge: str = " (...) ", keep: int | None = None) -> EditReport:
         """Takes out old tokens so that `count` more fit, and bridges the gap.
@@ -170,7 +175,7 @@ class Context:
         """
         count, keep = arguments.whole("count", count), arguments.optional_whole("keep", keep)
         kept = min(self.keep, 4) if self.policy == "full" else self.keep
-        first, ids = kept if keep is None else keep, self._ids(bridge)
+        first, ids = kept if keep is None else keep, self._ids(bridge, special=False)
         free = len(self._memory.tokens) - first - len(ids) - 1
         if not 1 <= count <= free or first < 0:
             raise InvalidArgument(
@@ -310,7 +315,7 @@ class Context:
 
     # How
 
-    def _ids(self, prompt: str | Sequence[int]) -> list[int]:
+    def _ids(self, prompt: str | Sequence[int], special: bool) -> list[int]:
         if isinstance(prompt, str):
-            return self._text.encode(arguments.text("text", prompt))
+            return self._text.encode(prompt, arguments.flag("special", special))
         return arguments.token_ids("tokens", prompt, self._model.spec.vocab_size)

@@ -77,13 +77,19 @@ class Session(Context):
     # What it does
 
     def feed(
-        self, prompt: str | Sequence[int], progress: Callable[[int], None] | None = None
+        self,
+        prompt: str | Sequence[int],
+        progress: Callable[[int], None] | None = None,
+        special: bool = False,
     ) -> FeedReport:
         """Evaluates a prompt, of any length where the policy is bounded.
 
         Args:
             prompt: text, or token ids; no special token is added.
             progress: called after each step with the number of tokens in it.
+            special: the text of a special token, such as <|im_end|>, becomes that token. By
+                default it stays text, as anybody may have written it. What `model.text.chat` gives
+                needs no `special`.
 
         Raises:
             InvalidArgument: the prompt is empty or holds an id outside the vocabulary.
@@ -91,7 +97,7 @@ class Session(Context):
             NonFiniteLogits: the model produced NaN or infinity.
         """
         progress = arguments.progress(progress)
-        begun, ids = time.perf_counter(), self._checked_ids(prompt)
+        begun, ids = time.perf_counter(), self._checked_ids(prompt, special)
         store = None if self._memory.tokens else self._store
         reused, differs_at = (
             load_prefix(store, self._model, self._memory, ids) if store else (0, None)
@@ -162,7 +168,10 @@ class Session(Context):
         yield from text.flush()
 
     def score(
-        self, prompt: str | Sequence[int], progress: Callable[[int], None] | None = None
+        self,
+        prompt: str | Sequence[int],
+        progress: Callable[[int], None] | None = None,
+        special: bool = False,
     ) -> Tensor:
         """Evaluates a prompt as `feed` does and says how likely each of its tokens was.
 
@@ -170,7 +179,8 @@ class Session(Context):
         remembered before it. The first token of a session was predicted by nothing: NaN.
         """
         progress = arguments.progress(progress)
-        return self._memory.score(self._checked_ids(prompt), self.prefill_step, progress)
+        ids = self._checked_ids(prompt, special)
+        return self._memory.score(ids, self.prefill_step, progress)
 
     def rewind(self, count: int) -> list[int]:
         """Takes the last `count` tokens back and returns them.
@@ -212,8 +222,8 @@ class Session(Context):
 
     # How
 
-    def _checked_ids(self, prompt: str | Sequence[int]) -> list[int]:
-        ids = self._ids(prompt)
+    def _checked_ids(self, prompt: str | Sequence[int], special: bool) -> list[int]:
+        ids = self._ids(prompt, special)
         if not ids:
             raise InvalidArgument("the prompt is empty: expected at least one token")
         self._memory.require_room(len(ids))

@@ -17,23 +17,24 @@ def system_tokens(codec: TextCodec, system: str) -> int:
     template.
     """
     prompt = {"role": "system", "content": system}
-    whole = codec.chat([prompt, {"role": "user", "content": _MARK}])
+    whole = codec.chat([prompt, {"role": "user", "content": _MARK}]).sealed
     try:
-        part = codec.chat([prompt], add_generation_prompt=False)
+        part = codec.chat([prompt], add_generation_prompt=False).sealed
     except KvkeepError:
         part = ""
     if not part or not whole.startswith(part):
         # Some templates put it inside the first user's turn: then up to the user's own words.
         part = whole.partition(_MARK)[0]
     # Where the part ends inside a word, its last token is another one than the whole's.
-    return _common(codec.encode(whole), codec.encode(part))
+    return _common(codec.encode_sealed(whole), codec.encode_sealed(part))
 
 
 class Conversation:
     """Says what to feed for a turn, and knows where each turn is.
 
     The text in the session is what the template would render of the whole conversation, but only
-    its newest turn is ever rendered, so that an endless chat costs the same at each turn.
+    its newest turn is ever rendered, so that an endless chat costs the same at each turn. Texts of
+    the template are sealed (see `ControlTokens`): nothing that is said can be a control token.
 
     Where things are is kept in spans of the session, which follow every edit: "system" and
     "turn 3" with the template's tokens around them ("opening" where the template writes something
@@ -77,12 +78,12 @@ class Conversation:
         token in memory already.
         """
         if not self.session.tokens:
-            return self.codec.encode(self._render_first(words))
+            return self.codec.encode_sealed(self._render_first(words))
         head = self._head
         if head is not None and head.end == len(self.session.tokens):
-            return self.codec.encode(self._opening(words))
-        closing = self.codec.encode(self._closing())
-        ids = self.codec.encode(self._closing() + self._opening(words))
+            return self.codec.encode_sealed(self._opening(words))
+        closing = self.codec.encode_sealed(self._closing())
+        ids = self.codec.encode_sealed(self._closing() + self._opening(words))
         last = self.session.tokens[-1]
         if last in self._eos and last != ids[0]:
             # Another end token than the template's: after it the model never saw a next turn.
@@ -92,7 +93,7 @@ class Conversation:
     def name_turn(self, words: str, fed: int) -> None:
         """Names what the last `fed` tokens are, those that `begin_turn` said."""
         total, turns = len(self.session.tokens), self.turns
-        opening = self.codec.encode(self._opening(words))
+        opening = self.codec.encode_sealed(self._opening(words))
         ids = self.session.tokens[total - fed :]
         own = len(opening) if ids[-len(opening) :] == opening else fed
         first, turn = total - own, f"turn {turns[-1] + 1 if turns else 1}"
@@ -145,21 +146,21 @@ class Conversation:
         if self.system is None:
             return
         marked = [{"role": "system", "content": _MARK}, {"role": "user", "content": words}]
-        before, _, after = self.codec.chat(marked).partition(_MARK)
+        before, _, after = self.codec.chat(marked).sealed.partition(_MARK)
         start, end = self._inside(ids, before, after)
         if start < end:
             self.session.name("system text", start, end)
 
     def _inside(self, ids: list[int], before: str, after: str) -> tuple[int, int]:
         """Which of the tokens come wholly between two texts of the template."""
-        start = _common(ids, self.codec.encode(before))
+        start = _common(ids, self.codec.encode_sealed(before))
         rest = ids[start:][::-1]
-        return start, len(ids) - _common(rest, self.codec.encode(after)[::-1])
+        return start, len(ids) - _common(rest, self.codec.encode_sealed(after)[::-1])
 
     def _closing(self) -> str:
         """What the template writes after an answer."""
         turn = [{"role": "user", "content": "-"}, {"role": "assistant", "content": _MARK}]
-        closing = self.codec.chat(turn, add_generation_prompt=False).partition(_MARK)[2]
+        closing = self.codec.chat(turn, add_generation_prompt=False).sealed.partition(_MARK)[2]
         return closing if self._after("-").startswith(closing) else ""
 
     def _opening(self, words: str) -> str:
@@ -167,17 +168,16 @@ class Conversation:
         return self._after(words)[len(self._closing()) :]
 
     def _after(self, words: str) -> str:
-        return self.codec.chat(
-            [
-                {"role": "user", "content": "-"},
-                {"role": "assistant", "content": _MARK},
-                {"role": "user", "content": words},
-            ]
-        ).partition(_MARK)[2]
+        turns = [
+            {"role": "user", "content": "-"},
+            {"role": "assistant", "content": _MARK},
+            {"role": "user", "content": words},
+        ]
+        return self.codec.chat(turns).sealed.partition(_MARK)[2]
 
     def _render_first(self, words: str) -> str:
         opening = [] if self.system is None else [{"role": "system", "content": self.system}]
-        return self.codec.chat([*opening, {"role": "user", "content": words}])
+        return self.codec.chat([*opening, {"role": "user", "content": words}]).sealed
 
 
 def turns_in(spans: Iterable[str]) -> list[int]:

@@ -25,7 +25,7 @@ from kvkeep.cli.options import (
     sampling_options,
     whole_number,
 )
-from kvkeep.cli.text_input import read_prompt
+from kvkeep.cli.text_input import SPECIAL, read_prompt
 from kvkeep.errors import InvalidArgument
 from kvkeep.store.output_file import check_store_place
 
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 @click.command()
 @click.option("-p", "--prompt", metavar="TEXT", help="Text to continue, as it is.")
 @click.option("-f", "--file", metavar="FILE", help='File with the text; "-": standard input.')
+@SPECIAL
 @click.option(
     "-n",
     "--max-tokens",
@@ -82,6 +83,7 @@ if TYPE_CHECKING:
 def generate(
     prompt: str | None,
     file: str | None,
+    special: bool,
     max_tokens: int,
     ignore_eos: bool,
     session: str | None,
@@ -96,7 +98,8 @@ def generate(
     """Continue a text.
 
     The text comes from --file, then --prompt, or else from standard input. It goes to the model
-    as it is: no special token and no chat template is added. What the model writes streams to
+    as it is: no special token and no chat template is added, and what reads like a special token
+    is text, unless --special says that it is one. What the model writes streams to
     standard output; progress and the closing line go to standard error. Ctrl-C ends it.
 
     With --session or --restore-prompt, the text follows on what was saved, and without a text the
@@ -129,7 +132,7 @@ def generate(
         if source is not None:
             apply_keep(opened, memory.keep)
         with run.reported():
-            _read(run, opened, opened.model.text.encode(text))
+            _read(run, opened, opened.model.text.encode(text, special))
             if cache_prompt is not None:
                 run.keeper = Keeper(
                     opened.session, cache_prompt, str(cache_prompt), opened.notes, codec

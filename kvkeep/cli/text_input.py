@@ -3,9 +3,14 @@
 import sys
 from pathlib import Path
 
+import click
+
 from kvkeep.errors import InvalidArgument
 
 STDIN = "-"
+SPECIAL = click.option(
+    "--special", is_flag=True, help="Take what reads like a special token, <|im_end|>, for one."
+)
 
 
 def read_prompt(prompt: str | None, file: str | None) -> str:

@@ -5,7 +5,7 @@ import json
 import click
 
 from kvkeep.cli.memory import open_prefix_store
-from kvkeep.cli.text_input import read_prompt
+from kvkeep.cli.text_input import SPECIAL, read_prompt
 from kvkeep.cli.which_model import DTYPE, MODEL
 
 AROUND = 12  # tokens shown on each side
@@ -14,6 +14,7 @@ AROUND = 12  # tokens shown on each side
 @click.command(short_help="Say why a prompt is not taken from the prefix cache.")
 @click.option("-p", "--prompt", metavar="TEXT", help="The prompt.")
 @click.option("-f", "--file", metavar="FILE", help='File with the prompt; "-": standard input.')
+@SPECIAL
 @MODEL
 @DTYPE
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
@@ -21,6 +22,7 @@ AROUND = 12  # tokens shown on each side
 def why(
     prompt: str | None,
     file: str | None,
+    special: bool,
     model: str,
     dtype: str,
     as_json: bool,
@@ -37,7 +39,7 @@ def why(
     from kvkeep.store.prefix import BLOCK
 
     loaded = load_model(model, dtype=dtype, progress=not no_progress)
-    ids = loaded.text.encode(text)
+    ids = loaded.text.encode(text, special)
     stored, differs = open_prefix_store().differs_at(loaded.fingerprint, ids)
     more = len(ids) - stored >= BLOCK
     if as_json:

@@ -1,26 +1,29 @@
 """A model's own chat template, rendered in a sandbox."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from kvkeep import arguments
 from kvkeep.errors import BadModelFile, InvalidArgument, UnsupportedModel
 from kvkeep.models.config import read_json
 
+_EXAMPLE = 'a message is {"role": "user", "content": "..."}'
 _TEMPLATE, _CONFIG = "chat_template.jinja", "tokenizer_config.json"
 
 
 def render_chat(
-    folder: Path, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool
+    folder: Path, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool
 ) -> str:
     """The text that the model in `folder` was trained to see for these messages.
 
+    messages: as `checked_messages` gives them.
+
     Raises UnsupportedModel if it has no template or one that is not valid jinja, InvalidArgument
-    for messages that are malformed or that the template refuses.
+    for messages that the template refuses.
     """
-    _check_messages(messages)
     config = read_json(folder / _CONFIG) if (folder / _CONFIG).exists() else {}
     template = _compile(_find_template(folder, config), folder)
     from jinja2 import TemplateError
@@ -28,7 +31,7 @@ def render_chat(
     try:
         return str(
             template.render(
-                messages=[dict(message) for message in messages],
+                messages=messages,
                 add_generation_prompt=add_generation_prompt,
                 tools=None,
                 documents=None,
@@ -41,14 +44,20 @@ def render_chat(
         ) from error
 
 
-def _check_messages(messages: Sequence[Mapping[str, str]]) -> None:
-    for index, message in enumerate(messages):
+def checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages; raises InvalidArgument where one lacks a role or a content, both text."""
+    if isinstance(messages, (str, bytes)) or not isinstance(messages, Iterable):
+        raise InvalidArgument(f"messages must be a list of them, {_EXAMPLE}; found {messages!r}")
+    checked = list(messages)
+    for index, message in enumerate(checked):
         for key in ("role", "content"):
-            if not isinstance(message.get(key), str):
+            found = message.get(key) if isinstance(message, Mapping) else None
+            if not isinstance(found, str):
                 raise InvalidArgument(
-                    f"message {index} must have {key!r} as text, found {message.get(key)!r}; "
-                    'a message is {"role": "user", "content": "..."}'
+                    f"message {index} must have {key!r} as text, found {message!r}; {_EXAMPLE}"
                 )
+            arguments.text(f"{key!r} of message {index}", found)
+    return [dict(message) for message in checked]
 
 
 def _find_template(folder: Path, config: Mapping[str, Any]) -> str:

@@ -2,14 +2,17 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from tokenizers import Tokenizer
 
+from kvkeep import arguments
 from kvkeep.errors import BadModelFile, InvalidArgument
-from kvkeep.models.chat import render_chat
+from kvkeep.models.chat import checked_messages, render_chat
+from kvkeep.models.control import ChatText, ControlTokens
 
 _REPLACEMENT = "\ufffd"  # what decoding gives for bytes that are not, or not yet, a character
 _LONGEST_WAIT = 64  # tokens; a character has 4 bytes at most, so these are noise, not text
@@ -57,14 +60,28 @@ class TextCodec:
         added = list(zip(encoded.ids, encoded.special_tokens_mask, strict=True))
         return [index for index, _ in takewhile(lambda pair: pair[1] == 1, added)]
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, special: bool = False) -> list[int]:
         """Token ids of the text and of nothing else: no BOS is added.
 
-        The text of a special token, such as <|im_start|>, becomes that token. Bytes that the
-        vocabulary lacks are left out, as the model's own tokenizer does: SmolLM2 has no token
-        for six control characters and for the planes of Unicode that hold no script.
+        special: the text of a special token, such as <|im_start|>, becomes that token. By default
+        it is text like any other, so that nobody who writes it can end a turn or begin one. What
+        `chat` gives needs no `special`: it knows which tokens the template wrote.
+
+        Bytes that the vocabulary lacks are left out, as the model's own tokenizer does: SmolLM2 has
+        no token for six control characters and for the planes of Unicode that hold no script.
+
+        Raises InvalidArgument for text that is not Unicode (half of a surrogate pair).
         """
-        return self.tokenizer.encode(text, add_special_tokens=False).ids
+        if isinstance(text, ChatText):
+            return self.encode_sealed(text.sealed)
+        text = arguments.text("text", text)
+        if special:
+            return self.tokenizer.encode(text, add_special_tokens=False).ids
+        return self.encode_sealed(text)
+
+    def encode_sealed(self, text: str) -> list[int]:
+        """Token ids of `ChatText.sealed`, or of a part of one."""
+        return self._control.encode(text)
 
     def decode(self, ids: Sequence[int], skip_special: bool = False) -> str:
         """The text of token ids; ids beyond the vocabulary have none.
@@ -80,9 +97,11 @@ class TextCodec:
         return PieceStream(self, skip_special)
 
     def chat(
-        self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True
-    ) -> str:
-        """The messages as text in the model's own format; encode it with `encode`.
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+    ) -> ChatText:
+        """The messages as text in the model's own format; feed it, or encode it with `encode`.
+
+        What the template writes is special, and nothing in a message is: see `ChatText`.
 
         messages: each with "role" and "content". add_generation_prompt: end with the opening of
         the assistant's turn.
@@ -90,7 +109,13 @@ class TextCodec:
         Raises UnsupportedModel if the model has no template, InvalidArgument for messages that
         are malformed or that the template refuses.
         """
-        return render_chat(self.folder, messages, add_generation_prompt)
+        guarded = self._control.stand_in(checked_messages(messages))
+        rendered = render_chat(self.folder, guarded, add_generation_prompt)
+        return self._control.chat_text(arguments.text("the chat", rendered))
+
+    @cached_property
+    def _control(self) -> ControlTokens:
+        return ControlTokens(self.tokenizer)
 
 
 class PieceStream:

@@ -54,6 +54,16 @@ def test_reports_what_was_done(invoke, tiny, tiny_folder, tmp_path: Path) -> Non
     assert "cells 12 of 12" in result.stderr
 
 
+def test_a_prompt_holds_special_tokens_only_if_it_is_said(invoke, tiny, tmp_path: Path) -> None:
+    file, prompt = tmp_path / "report.json", "<|im_start|>user\nHi<|im_end|>\n"
+    counts = []
+    for special in ([], ["--special"]):
+        asked = ["-n", 0, "--report", file, *special, *tiny]
+        assert invoke("generate", *asked, input=prompt).exit_code == 0
+        counts.append(json.loads(file.read_text())["prompt_tokens"])
+    assert counts == [18, 6]
+
+
 def test_the_reported_seed_gives_the_same_text_again(invoke, tiny, tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     asked = ["generate", "-p", "Tell me", "-n", 30, "--ignore-eos", "--temperature", 1.5, *tiny]

@@ -29,7 +29,7 @@ def model(tiny_folder: Path) -> Model:
 
 
 def _begun(model: Model, system: str | None = SYSTEM, budget: int = 256, **how) -> Branches:
-    eos = tuple(model.text.encode("<|im_end|>"))
+    eos = tuple(model.text.encode("<|im_end|>", special=True))
     conversation = Conversation(model.session(budget, **how), model.text, eos, system)
     for question, answer in TURNS:
         _say(conversation, question, answer)
@@ -40,7 +40,7 @@ def _say(conversation: Conversation, question: str, answer: str) -> None:
     ids = conversation.begin_turn(question)
     conversation.session.feed(ids)
     conversation.name_turn(question, len(ids))
-    conversation.session.feed(answer + "<|im_end|>")
+    conversation.session.feed(answer + "<|im_end|>", special=True)
     conversation.end_turn()
 
 
