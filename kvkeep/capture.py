@@ -7,6 +7,7 @@ import torch
 
 from kvkeep.cache import Window
 from kvkeep.policies import make_policy
+from kvkeep.policies.base import pinned_cells
 from kvkeep.sampling import Sampler
 from kvkeep.store.prefix import PrefixStore
 from kvkeep.store.snapshot import Snapshot
@@ -22,7 +23,11 @@ def capture(session: "Session") -> Snapshot:
     return Snapshot(
         fingerprint=asdict(session._model.fingerprint),
         model=session._model.name,
-        policy={"name": memory.policy.name, **memory.policy.settings()},
+        policy={
+            "name": memory.policy.name,
+            **memory.policy.settings(),
+            "pinned": pinned_cells(cache, memory.policy.keep),  # what earlier releases go by
+        },
         settings={
             "prefill_step": session.prefill_step,
             "keep_whole_prompt": session._keep_whole_prompt,
@@ -50,7 +55,8 @@ def revive(model: "Model", snapshot: Snapshot, store: PrefixStore | None) -> "Se
 
     model.fingerprint.require(snapshot.fingerprint, "the snapshot")
     settings = snapshot.settings
-    policy = make_policy(**snapshot.policy)
+    chosen = {key: value for key, value in snapshot.policy.items() if key != "pinned"}
+    policy = make_policy(**chosen).for_model(model.spec.max_positions)
     session = Session(model, policy, settings["prefill_step"], store, snapshot.bits)
     session._keep_whole_prompt = settings["keep_whole_prompt"]
     session._spans = {

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -72,9 +72,9 @@ class Context:
         return self._memory.policy.max_kv_size
 
     @property
-    def settings(self) -> dict[str, int | float | str]:
+    def settings(self) -> dict[str, Any]:
         """What its policy was made with, its budget included, as far as it has settings."""
-        return dict(self._memory.policy.settings())
+        return self._memory.policy.settings()
 
     @property
     def bits(self) -> Bits:
@@ -109,7 +109,7 @@ class Context:
 
         Policy "shift" lets it be set, to 0 for half of what is neither kept nor pinned.
         """
-        return int(getattr(self._memory.policy, "discard", 0))
+        return self._memory.policy.discards(self.cache)
 
     @discard.setter
     def discard(self, discard: int) -> None:
@@ -299,7 +299,7 @@ class Context:
 
     def _edit(self, start: int, end: int, ids: list[int], recompute: Recompute) -> EditReport:
         if whole := self._keep_whole_prompt:
-            self._memory.policy.check(keep=len(ids))
+            self._memory.policy.with_settings(keep=len(ids))
         self._memory, report = edit(self._memory, start, end, ids, recompute, self.prefill_step)
         if whole:
             self.keep = len(ids)
