@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvkeep.cache import Window
+from kvkeep.loaded import LoadedModel
 from kvkeep.policies import make_policy
 from kvkeep.policies.base import pinned_cells
 from kvkeep.sampling import Sampler
@@ -13,7 +14,6 @@ from kvkeep.store.prefix import PrefixStore
 from kvkeep.store.snapshot import Snapshot
 
 if TYPE_CHECKING:
-    from kvkeep.model import Model
     from kvkeep.session import Session
 
 
@@ -49,7 +49,7 @@ def capture(session: "Session") -> Snapshot:
     )
 
 
-def revive(model: "Model", snapshot: Snapshot, store: PrefixStore | None) -> "Session":
+def revive(model: LoadedModel, snapshot: Snapshot, store: PrefixStore | None) -> "Session":
     """The session that a snapshot was taken of. Raises FingerprintMismatch for another model."""
     from kvkeep.session import Session
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -13,14 +13,12 @@ from kvkeep.compressing import CompressionReport, compress_held
 from kvkeep.edit import EditReport, Recompute, edit
 from kvkeep.errors import InvalidArgument
 from kvkeep.interrupts import interrupts_deferred
+from kvkeep.loaded import LoadedModel
 from kvkeep.memory import Memory
 from kvkeep.methods import BEST, make_method
 from kvkeep.policies import Policy
 from kvkeep.released import release_freed
 from kvkeep.spans import Span, Standing, after_edit, standing_in
-
-if TYPE_CHECKING:
-    from kvkeep.model import Model
 
 WHOLE_PROMPT = -1  # keep: all of the first prompt
 
@@ -33,7 +31,7 @@ class Context:
 
     def __init__(
         self,
-        model: "Model",
+        model: LoadedModel,
         policy: Policy,
         prefill_step: int,
         bits: Bits = Bits(),  # noqa: B008 (frozen)

@@ -1,7 +1,6 @@
 """A loaded model, and the sessions that it makes."""
 
 from collections.abc import Mapping
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -16,9 +15,10 @@ from kvkeep.compiled.decoder import can_decode
 from kvkeep.context import WHOLE_PROMPT
 from kvkeep.errors import InvalidArgument
 from kvkeep.executors import new_decoder
+from kvkeep.loaded import LoadedModel
 from kvkeep.models.config import read_spec
-from kvkeep.models.llama import Decoder, cell_layout
-from kvkeep.models.packed import WEIGHTS, Weights, find_packed, stored
+from kvkeep.models.llama import cell_layout
+from kvkeep.models.packed import WEIGHTS, find_packed, stored
 from kvkeep.models.packing import PackedMatrix
 from kvkeep.models.source import DEFAULT_MODEL, resolve
 from kvkeep.models.spec import ModelSpec
@@ -26,44 +26,14 @@ from kvkeep.models.text import TextCodec
 from kvkeep.models.weights import check_tensors, read_shapes, read_tensors
 from kvkeep.policies import Policy, Settings, checked_bits, longest, make_policy
 from kvkeep.session import Session
-from kvkeep.store.fingerprint import Fingerprint, fingerprint
 from kvkeep.store.prefix import PrefixStore
 from kvkeep.store.snapshot import Snapshot
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
-class Model:
-    """Weights and text of one model; any number of sessions share it.
-
-    name: as it was asked for. folder: where its files are.
-    """
-
-    def __init__(self, name: str, folder: Path, decoder: Decoder, text: TextCodec):
-        self.name = name
-        self.folder = folder
-        self.decoder = decoder
-        self.text = text
-
-    @property
-    def spec(self) -> ModelSpec:
-        return self.decoder.spec
-
-    @property
-    def weights(self) -> Weights:
-        """What a decode step reads: "int4" where layers are packed in 4 bits, and so on."""
-        bits = {matrix.bits for matrix in self.decoder.packed.values()}
-        return "int4" if 4 in bits else "int8" if bits else "bf16"
-
-    @cached_property
-    def fingerprint(self) -> Fingerprint:
-        """What snapshots of this model's sessions are recognised by. Reads all weights, once."""
-        return fingerprint(
-            self.spec,
-            self.decoder.tensors,
-            self.text.tokenizer.to_str(),
-            self.decoder.new_cache().layout,
-        )
+class Model(LoadedModel):
+    """A loaded model, and the sessions that it makes; any number of them share it."""
 
     def restore(
         self,
