@@ -161,7 +161,10 @@ class Archive(Policy):
     def changed(self, cache: KVCache, pins: Set[int], **settings: Any) -> Self:
         """As `Sliding.changed`; what is in the archive stays there."""
         changed = self.with_settings(**settings)
-        if changed.keep != self.keep and any(segment.compressed for segment in cache.segments):
+        if (
+            changed.keep != self.keep
+            and NO_TOKEN in cache.serials()[: max(changed.keep, self.keep)]
+        ):
             raise InvalidArgument(
                 f"keep was {self.keep} when the first tokens were archived, and stays so; pin "
                 "tokens of the window instead"
