@@ -13,6 +13,14 @@ class InvalidArgument(KvkeepError, ValueError):
     """A number, text or name from outside is not usable."""
 
 
+class KernelMismatch(KvkeepError):
+    """A tensor is not of the dtype, shape or layout that a compiled kernel reads."""
+
+
+class OutOfMemory(KvkeepError, MemoryError):
+    """A compiled kernel could not have the memory that it works in; nothing was changed."""
+
+
 class ContextFull(KvkeepError):
     """The policy cannot hold another token; the message names one that can."""
 

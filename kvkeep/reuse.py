@@ -1,15 +1,19 @@
 """Between a memory and a prefix store: what a prompt can take, and what it leaves there."""
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from kvkeep.cache import Bits, Cells, KVCache, PositionMap
-from kvkeep.loaded import LoadedModel
 from kvkeep.memory import Memory
 from kvkeep.store.prefix import BLOCK, PrefixStore
 
+if TYPE_CHECKING:
+    from kvkeep.model import Model
+
 
 def load_prefix(
-    store: PrefixStore, model: LoadedModel, memory: Memory, ids: list[int]
+    store: PrefixStore, model: "Model", memory: Memory, ids: list[int]
 ) -> tuple[int, int | None]:
     """Takes what a store holds of a first prompt into an empty memory.
 
@@ -27,7 +31,7 @@ def load_prefix(
     return found.tokens, found.differs_at
 
 
-def store_prefix(store: PrefixStore, model: LoadedModel, memory: Memory, stored: int) -> int:
+def store_prefix(store: PrefixStore, model: "Model", memory: Memory, stored: int) -> int:
     """Gives a store the whole blocks that came after the first `stored` tokens of a first prompt.
 
     Only cells that are what their tokens alone give. Returns how many tokens are stored now.

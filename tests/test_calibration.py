@@ -11,8 +11,7 @@ from small import small_model
 from torch import Tensor
 
 from kvkeep import Snapshot
-from kvkeep.calibrating import calibrate
-from kvkeep.calibration import Calibration, load_calibration
+from kvkeep.calibration import Calibration, calibrate, load_calibration
 from kvkeep.errors import (
     CorruptFile,
     FingerprintMismatch,

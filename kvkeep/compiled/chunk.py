@@ -9,13 +9,17 @@ from torch import Tensor
 from kvkeep.cache.quantised import Stored
 from kvkeep.cache.step import ChunkStep, View
 from kvkeep.compiled import library as c
-from kvkeep.compiled.cells import kept
+from kvkeep.compiled.library import require_done
+from kvkeep.compiled.operands import address, biases, kept, require
 
 
 class ChunkAttention:
     """What a chunk step sees, prepared once and used by every layer."""
 
     def __init__(self, step: ChunkStep, kernels: ctypes.CDLL):
+        layers = step.new.keys.shape[0]
+        for view in step.views:
+            require(len(view.keys) == layers, f"cells of {layers} layers", len(view.keys))
         self._step = step
         self._kernels = kernels
 
@@ -36,60 +40,71 @@ class ChunkAttention:
         return angles
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """As `Step.attend`."""
-        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        """As `Step.attend`. Raises KernelMismatch, OutOfMemory."""
         step, (n, heads, head_dim) = self._step, q.shape
         keys, values = step.new.keys[layer], step.new.values[layer]
-        step.observe(layer, q)
-        own = _part(keys, values, 0, step.own_bias, causal=step.own_bias is None)
-        parts = [own, *(_of_view(view, layer) for view in step.views)]
-        out = torch.empty(n, heads * head_dim, dtype=q.dtype, device="cpu")
+        kv_heads = keys.shape[0]
+        places = (kv_heads, n, head_dim)
+        require(n == step.count, f"queries of {step.count} tokens", n)
+        require(heads % kv_heads == 0, f"a multiple of {kv_heads} heads", heads)
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        own = _part(keys, values, places, n, 0, step.own_bias, causal=step.own_bias is None)
+        parts = [own, *(_of_view(view, layer, places) for view in step.views)]
+        out = torch.empty(n, heads * head_dim, dtype=torch.bfloat16, device="cpu")
+        angles = address(self._angles, "angles", torch.float32, (len(step.where), n, head_dim))
         chunk = c.Chunk(
             n,
             heads,
-            k.shape[1],
+            kv_heads,
             head_dim,
             len(step.where),
             len(parts),
             torch.get_num_threads(),
             step.scale,
-            q.data_ptr(),
-            k.data_ptr(),
-            v.data_ptr(),
-            ctypes.cast(self._angles.data_ptr(), ctypes.POINTER(ctypes.c_float)),
-            keys.data_ptr(),
-            values.data_ptr(),
+            address(q, "queries", torch.bfloat16, (n, heads, head_dim)),
+            address(k, "keys", torch.bfloat16, (n, kv_heads, head_dim)),
+            address(v, "values", torch.bfloat16, (n, kv_heads, head_dim)),
+            ctypes.cast(angles, ctypes.POINTER(ctypes.c_float)),
+            address(keys, "new keys", torch.bfloat16, places),
+            address(values, "new values", torch.bfloat16, places),
             keys.stride(0),
             values.stride(0),
             (c.Part * len(parts))(*parts),
             out.data_ptr(),
         )
-        status = self._kernels.kvkeep_attend_chunk(chunk)
-        assert status == 0, "can_decode was asked"
+        step.observe(layer, q)
+        require_done(self._kernels.kvkeep_attend_chunk(chunk))
         return out
 
 
-def _of_view(view: View, layer: int) -> c.Part:
+def _of_view(view: View, layer: int, places: tuple[int, int, int]) -> c.Part:
+    kv_heads, n, head_dim = places
     keys, values, cell_bias = view.keys[layer], view.values[layer], view.cell_bias[layer]
-    return _part(keys, values, view.rotation, view.bias, causal=False, cell_bias=cell_bias)
+    seen = (kv_heads, keys.shape[1], head_dim)
+    return _part(keys, values, seen, n, view.rotation, view.bias, False, cell_bias)
 
 
 def _part(
     keys: Stored,
     values: Stored,
+    shape: tuple[int, int, int],
+    n: int,
     rotation: int,
     bias: Tensor | None,
     causal: bool,
     cell_bias: Tensor | None = None,
 ) -> c.Part:
-    """keys, values: `[kv_heads, cells, head_dim]`."""
+    """shape: `[kv_heads, cells, head_dim]`, of keys and values. n: queries."""
+    kv_heads, cells, _ = shape
+    rows = 1 if bias is None or bias.shape[0] == 1 else n
     return c.Part(
-        kept(keys, "head", "cell"),
-        kept(values, "head", "cell"),
-        keys.shape[1],
+        kept(keys, shape, 0),
+        kept(values, shape, 0),
+        cells,
         rotation,
         int(causal),
-        0 if bias is None or bias.shape[0] == 1 else bias.stride(0),
-        None if bias is None else bias.data_ptr(),
-        *((None, 0) if cell_bias is None else (cell_bias.data_ptr(), cell_bias.stride(0))),
+        0 if rows == 1 else cells,
+        None if bias is None else address(bias, "a bias", torch.float32, (rows, cells)),
+        None if cell_bias is None else biases(cell_bias, (kv_heads, cells)),
+        0 if cell_bias is None else cell_bias.stride(0),
     )

@@ -6,7 +6,6 @@ stream. A sequence's results are the same to the last bit whether it decodes alo
 
 import ctypes
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -14,12 +13,25 @@ from torch import Tensor
 from kvkeep.cache import Layout, Rope
 from kvkeep.cache.step import ChunkStep, DecodeStep
 from kvkeep.compiled.chunk import ChunkAttention
-from kvkeep.compiled.library import BF16, HEAD_DIMS, INT4, INT8, Layer, Matrix, Model, library
+from kvkeep.compiled.library import (
+    BF16,
+    HEAD_DIMS,
+    INT4,
+    INT8,
+    Layer,
+    Matrix,
+    Model,
+    library,
+    require_done,
+)
+from kvkeep.compiled.operands import address, require
 from kvkeep.compiled.step import describe
+from kvkeep.errors import KernelMismatch
 from kvkeep.models.executor import AnyStep, Network
 from kvkeep.models.packed import HEAD, matrices
-from kvkeep.models.packing import GROUP, PackedMatrix
+from kvkeep.models.packing import GROUP, PackedMatrix, packed_shapes
 from kvkeep.models.spec import ModelSpec
+from kvkeep.models.weights import tensor_shapes
 
 _LAYER = {
     "query": "self_attn.q_proj",
@@ -41,6 +53,7 @@ def can_decode(spec: ModelSpec, layout: Layout) -> bool:
         and spec.head_dim in HEAD_DIMS
         and spec.head_dim == 2 * len(spec.rope.inverse_frequencies)
         and all(width % GROUP == 0 for width in widths)
+        and spec.heads % spec.kv_heads == 0
         and library() is not None
     )
 
@@ -50,6 +63,9 @@ class CompiledExecutor:
 
     network: for the chunks. tensors: the model's, bfloat16. packed: matrices to read instead in
     steps of one token, by name; may be empty.
+
+    Raises KernelMismatch for weights that are not those of `spec`: what the kernels read without
+    looking is looked at here, once.
     """
 
     def __init__(
@@ -61,20 +77,20 @@ class CompiledExecutor:
     ):
         self.spec = spec
         self._network = network
-        self._tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        self._shapes = tensor_shapes(spec)
+        # Whatever else there is by these names, no kernel knows of it.
+        self._tensors = {name: tensors[name].contiguous() for name in self._shapes}
         self._packed = packed
+        self._vectors = (spec.layers, spec.kv_heads, spec.head_dim)
         rope = Rope(spec.rope.inverse_frequencies, torch.device("cpu"))
         self._frequencies = rope.inverse_frequencies.contiguous()
-        self.seconds: ctypes.Array[ctypes.c_double] | None = None  # by PHASES, where counted
-
-    @cached_property
-    def _kernels(self) -> ctypes.CDLL:
         kernels = library()
         assert kernels is not None, "can_decode was asked"
-        return kernels
+        self._kernels = kernels
+        self._model = self._described()
+        self.seconds: ctypes.Array[ctypes.c_double] | None = None  # by PHASES, where counted
 
-    @cached_property
-    def _model(self) -> Model:
+    def _described(self) -> Model:
         spec = self.spec
         layers = (Layer * spec.layers)(*(self._layer(i) for i in range(spec.layers)))
         return Model(
@@ -109,18 +125,23 @@ class CompiledExecutor:
 
     def _matrix(self, name: str) -> Matrix:
         bias = self._pointer(name.removesuffix("weight") + "bias")
-        matrix = self._packed.get(name)
-        if matrix is not None:
-            kind = INT4 if matrix.bits == 4 else INT8
-            data, scales = matrix.data.data_ptr(), matrix.scales.data_ptr()
-            return Matrix(kind, matrix.rows, matrix.columns, 0, data, scales, bias)
         tied = name == HEAD and self.spec.tied_head
-        weight = self._tensors["model.embed_tokens.weight" if tied else name]
-        return Matrix(BF16, *weight.shape, 0, weight.data_ptr(), None, bias)
+        source = "model.embed_tokens.weight" if tied else name
+        rows, columns = self._shapes[source]
+        matrix = self._packed.get(name)
+        if matrix is None:
+            return Matrix(BF16, rows, columns, 0, self._pointer(source), None, bias)
+        require(matrix.rows == rows, f"{name} packed with {rows} rows", matrix.rows)
+        kind, shapes = INT4 if matrix.bits == 4 else INT8, packed_shapes(matrix.bits, rows, columns)
+        data = address(matrix.data, name, torch.uint8, shapes[0])
+        scales = address(matrix.scales, f"the scales of {name}", torch.float16, shapes[1])
+        return Matrix(kind, rows, columns, 0, data, scales, bias)
 
     def _pointer(self, name: str) -> int | None:
-        tensor = self._tensors.get(name)
-        return None if tensor is None else tensor.data_ptr()
+        """None where the model's kind has no such tensor."""
+        if name not in self._shapes:
+            return None
+        return address(self._tensors[name], name, torch.bfloat16, self._shapes[name])
 
     def matrix_bytes(self) -> dict[str, int]:
         """What each matrix takes, by name: all of it is read for a token."""
@@ -139,22 +160,24 @@ class CompiledExecutor:
         )
 
     def _of_one_token_each(self, tokens: Sequence[int], steps: Sequence[DecodeStep]) -> Tensor:
-        shape = (len(tokens), self.spec.hidden_size)
+        spec = self.spec
+        if len(tokens) != len(steps) or not 0 <= min(tokens) <= max(tokens) < spec.vocab_size:
+            raise KernelMismatch(
+                f"{len(steps)} tokens of 0 to {spec.vocab_size - 1} were to be decoded; found "
+                f"{list(tokens)}"
+            )
+        shape = (len(tokens), spec.hidden_size)
         hidden = torch.empty(shape, dtype=torch.bfloat16, device="cpu")
-        step = describe(tokens, steps, hidden, torch.get_num_threads(), self.seconds)
-        status = self._kernels.kvkeep_decode(self._model, step.structure)
-        assert status == 0, "can_decode was asked"
+        threads = torch.get_num_threads()
+        step = describe(tokens, steps, self._vectors, spec.heads, hidden, threads, self.seconds)
+        require_done(self._kernels.kvkeep_decode(self._model, step.structure))
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        hidden = hidden.contiguous()
-        shape = (hidden.shape[0], self._model.head.rows)
-        out = torch.empty(shape, dtype=torch.float32, device="cpu")
-        self._kernels.kvkeep_product(
-            self._model.head,
-            hidden.data_ptr(),
-            hidden.shape[0],
-            out.data_ptr(),
-            torch.get_num_threads(),
-        )
+        hidden, count = hidden.contiguous(), hidden.shape[0]
+        read = address(hidden, "hidden states", torch.bfloat16, (count, self.spec.hidden_size))
+        out = torch.empty(count, self.spec.vocab_size, dtype=torch.float32, device="cpu")
+        threads = torch.get_num_threads()
+        head, written = self._model.head, out.data_ptr()
+        require_done(self._kernels.kvkeep_product(head, read, count, written, threads))
         return out

@@ -5,10 +5,13 @@ The structures are those of `src/decode.h`, `src/chunk.h` and `src/alike.h`.
 
 import ctypes
 import os
+import warnings
 from ctypes import POINTER, Structure, c_double, c_float, c_int, c_int32, c_int64, c_void_p
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+
+from kvkeep.errors import KernelMismatch, OutOfMemory
 
 BF16, INT8, INT4 = 0, 1, 2  # Matrix.format
 
@@ -175,6 +178,8 @@ PHASES = ("norms", "projections", "cells", "attention", "output", "mlp")
 HEAD_DIMS = (32, 64, 96, 128)
 _DECODE = (Model, Layer, Step, Sequence, Sight, Look)
 _CHUNK = (Part, Chunk)
+_REVISION = 2  # of the calls; `kRevision` in src/decode.h
+_NO_MEMORY = 2  # as in src/guard.h
 
 
 @cache
@@ -185,30 +190,54 @@ def library() -> ctypes.CDLL | None:
     cpu, kernels = _load("_cpu"), None
     if cpu is not None and cpu.kvkeep_cpu_has_avx512():
         kernels = _load("_avx512")
-    if kernels is None or not _agree(kernels):
+    if kernels is None:
+        return None
+    if not _agree(kernels):
+        warnings.warn(
+            "the compiled kernels were built from other sources than this kvkeep's and are not "
+            "used: install it again to build them",
+            RuntimeWarning,
+            stacklevel=2,
+        )
         return None
     kernels.kvkeep_decode.argtypes = [POINTER(Model), POINTER(Step)]
     kernels.kvkeep_product.argtypes = [POINTER(Matrix), c_void_p, c_int, c_void_p, c_int]
-    kernels.kvkeep_product.restype = None
     kernels.kvkeep_attend_chunk.argtypes = [POINTER(Chunk)]
     kernels.kvkeep_angles.argtypes = [c_void_p, c_int, c_void_p, c_int, c_void_p]
     kernels.kvkeep_angles.restype = None
     kernels.kvkeep_most_alike.argtypes = [POINTER(Alike)]
-    kernels.kvkeep_most_alike.restype = None
     return kernels
+
+
+def require_done(status: int) -> None:
+    """Raises what a kernel could not: OutOfMemory, or KernelMismatch where there is none."""
+    if status == _NO_MEMORY:
+        raise OutOfMemory(
+            "there was not enough memory for this step, and nothing was changed; free some, or "
+            "take a smaller prefill_step or max_kv_size"
+        )
+    if status:
+        raise KernelMismatch(
+            f"no compiled kernel takes this model (status {status}); KVKEEP_COMPILED=0 goes by "
+            "torch alone"
+        )
 
 
 def _agree(kernels: ctypes.CDLL) -> bool:
     """False for a library that was built from an older source than this file."""
     found = {
-        "kvkeep_interface": _DECODE,
-        "kvkeep_chunk_interface": _CHUNK,
-        "kvkeep_alike_interface": (Alike,),
+        "kvkeep_interface": _size(*_DECODE),
+        "kvkeep_revision": _REVISION,
+        "kvkeep_chunk_interface": _size(*_CHUNK),
+        "kvkeep_alike_interface": _size(Alike),
     }
     return all(
-        hasattr(kernels, name) and getattr(kernels, name)() == sum(map(ctypes.sizeof, structures))
-        for name, structures in found.items()
+        hasattr(kernels, name) and getattr(kernels, name)() == size for name, size in found.items()
     )
+
+
+def _size(*structures: type[Structure]) -> int:
+    return sum(map(ctypes.sizeof, structures))
 
 
 def _load(name: str) -> ctypes.CDLL | None:

@@ -4,12 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from kvkeep.cache.group import sights
+from kvkeep.cache.group import Sight, sights
 from kvkeep.cache.step import DecodeStep
 from kvkeep.compiled import library as c
-from kvkeep.compiled.cells import kept
+from kvkeep.compiled.operands import address, biases, kept
+from kvkeep.errors import KernelMismatch
 
 
 @dataclass(frozen=True)
@@ -23,11 +25,17 @@ class Described:
 def describe(
     tokens: Sequence[int],
     steps: Sequence[DecodeStep],
+    vectors: tuple[int, int, int],
+    heads: int,
     hidden: Tensor,
     threads: int,
     seconds: Any = None,
 ) -> Described:
-    """One token for each step; `hidden` takes the result."""
+    """One token for each step; `hidden` takes the result.
+
+    vectors: the model's `(layers, kv_heads, head_dim)`. heads: of the queries. Raises
+    KernelMismatch for cells of any other shape.
+    """
     seen = sights(steps)
     looks: list[list[c.Look]] = [[] for _ in steps]
     # A cache's looks in the order of its own views, whoever else looks at the same cells: so what
@@ -42,11 +50,11 @@ def describe(
             own.append(c.Look(step.where[view.rotation][0], *places[id(view)]))
     sequences = (c.Sequence * len(steps))(
         *(
-            _sequence(token, step, len(own))
+            _sequence(token, step, len(own), vectors, heads)
             for token, step, own in zip(tokens, steps, looks, strict=True)
         )
     )
-    sight_array = (c.Sight * len(seen))(*(_sight(sight) for sight in seen))
+    sight_array = (c.Sight * len(seen))(*(_sight(sight, vectors) for sight in seen))
     every = [look for own in looks for look in own]
     look_array = (c.Look * len(every))(*every)
     structure = c.Step(
@@ -63,27 +71,39 @@ def describe(
     return Described(structure, [seen, sequences, sight_array, look_array])
 
 
-def _sequence(token: int, step: DecodeStep, looks: int) -> c.Sequence:
+def _sequence(
+    token: int, step: DecodeStep, looks: int, vectors: tuple[int, int, int], heads: int
+) -> c.Sequence:
     key, value = step.cells
+    layers, _, head_dim = vectors
+    observed = (layers, 1, heads, head_dim)
     return c.Sequence(
         token,
         looks,
         step.where[0][0],
-        kept(key, "layer", "head"),
-        kept(value, "layer", "head"),
-        None if step.queries is None else step.queries.data_ptr(),  # [layers, 1, heads, head_dim]
+        kept(key, vectors),
+        kept(value, vectors),
+        None
+        if step.queries is None
+        else address(step.queries, "queries", torch.bfloat16, observed),
     )
 
 
-def _sight(sight: Any) -> c.Sight:
-    bias, cell_bias = sight.bias, sight.slots.bias
+def _sight(sight: Sight, vectors: tuple[int, int, int]) -> c.Sight:
+    bias, cell_bias, slots = sight.bias, sight.slots.bias, len(sight.slots)
+    first, end, looks = sight.span.start, sight.span.stop, len(sight.looks)
+    if not 0 <= first < end <= slots:
+        raise KernelMismatch(f"cells {first} to {end} were to be looked at, of {slots}")
+    layers, kv_heads, head_dim = vectors
+    shape = (layers, kv_heads, slots)
     return c.Sight(
-        kept(sight.slots.stored_keys, "layer", "head", "cell"),
-        kept(sight.slots.stored_values, "layer", "head", "cell"),
-        sight.span.start,
-        sight.span.stop - sight.span.start,
-        len(sight.looks),
+        kept(sight.slots.stored_keys, (*shape, head_dim)),
+        kept(sight.slots.stored_values, (*shape, head_dim)),
+        first,
+        end - first,
+        looks,
         0,
-        None if bias is None else bias.data_ptr(),
-        *((None, 0, 0) if cell_bias is None else (cell_bias.data_ptr(), *cell_bias.stride()[:2])),
+        None if bias is None else address(bias, "a bias", torch.float32, (looks, end - first)),
+        None if cell_bias is None else biases(cell_bias, shape),
+        *((0, 0) if cell_bias is None else cell_bias.stride()[:2]),
     )

@@ -5,7 +5,8 @@ import math
 import torch
 from torch import Tensor
 
-from kvkeep.compiled.library import Alike, library
+from kvkeep.compiled.library import Alike, library, require_done
+from kvkeep.compiled.operands import address
 
 BLOCK = 256  # rows compared with all older ones at a time
 
@@ -49,19 +50,19 @@ def _by_kernels(x: Tensor, among: Tensor, which: Tensor | None) -> Tensor | None
     if kernels is None or x.device.type != "cpu" or x.dtype != torch.bfloat16 or x.shape[-1] % 2:
         return None
     x, among = x.contiguous(), among.contiguous()
-    most = torch.empty(x.shape[:3], dtype=torch.float32, device="cpu")
-    kernels.kvkeep_most_alike(
-        Alike(
-            x.shape[0] * x.shape[1],
-            x.shape[2],
-            among.shape[2],
-            x.shape[3],
-            int(which is None),
-            torch.get_num_threads(),
-            x.data_ptr(),
-            among.data_ptr(),
-            most.data_ptr(),
-            None if which is None else which.data_ptr(),
-        )
+    (layers, kv_heads, rows, width), columns = x.shape, among.shape[2]
+    most = torch.empty(layers, kv_heads, rows, dtype=torch.float32, device="cpu")
+    alike = Alike(
+        layers * kv_heads,
+        rows,
+        columns,
+        width,
+        int(which is None),
+        torch.get_num_threads(),
+        address(x, "vectors", torch.bfloat16, (layers, kv_heads, rows, width)),
+        address(among, "others", torch.bfloat16, (layers, kv_heads, columns, width)),
+        most.data_ptr(),
+        None if which is None else address(which, "indices", torch.int64, most.shape),
     )
+    require_done(kernels.kvkeep_most_alike(alike))
     return most

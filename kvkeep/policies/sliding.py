@@ -1,16 +1,15 @@
 """Policy `sliding`: attention sinks and a rotating window (StreamingLLM, arXiv:2309.17453)."""
 
 from collections.abc import Set
-from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import ClassVar
 
 from kvkeep.cache import KVCache, Segment, Window
 from kvkeep.errors import InvalidArgument
-from kvkeep.policies.base import Policy, open_anchors, pinned_beyond, pinned_cells
+from kvkeep.methods import Compression
+from kvkeep.policies.base import open_anchors
 
 
-@dataclass(frozen=True)
-class Sliding(Policy):
+class Sliding:
     """The first `keep` cells and the pinned ones are anchors; a window holds the newest.
 
     Every query sees exactly the cells that StreamingLLM would, at the same distances: those of
@@ -21,22 +20,29 @@ class Sliding(Policy):
     """
 
     name: ClassVar[str] = "sliding"
+    observed: ClassVar[int] = 0
 
-    keep: int = 4
+    def __init__(self, max_kv_size: int, keep: int, pinned: int = 0):
+        self.max_kv_size = max_kv_size
+        self.keep = keep
+        self.pinned = pinned
+        self.check()
+
+    @property
+    def discard(self) -> int:
+        """How many of the oldest cells of the window go at once."""
+        return 1
 
     @property
     def exact(self) -> int:
         return self.max_kv_size
 
-    def discards(self, cache: KVCache) -> int:
-        return 1
-
     def room(self, cache: KVCache) -> int | None:
         return None
 
     def open(self, cache: KVCache, wanted: int, ahead: int = 0) -> int:
-        size = self.window_size(cache)
-        cache.window = Window(size, self.discards(cache))
+        size = self.max_kv_size - self.keep - self.pinned
+        cache.window = Window(size, self.discard)
         anchored = open_anchors(cache, self.keep, wanted)
         if anchored:
             return anchored
@@ -48,23 +54,27 @@ class Sliding(Policy):
         newest.reserve(newest.length + wanted + (0 if newest.crowded else ahead))
         return wanted
 
-    def window_size(self, cache: KVCache) -> int:
-        """The most cells that are neither kept nor pinned."""
-        return self.max_kv_size - self.keep - pinned_cells(cache, self.keep)
+    def settle(self, cache: KVCache) -> list[Compression]:
+        return []
 
-    def check(self, pinned: int = 0) -> None:
-        super().check(pinned)
-        if not 0 <= self.keep < self.max_kv_size - pinned:
+    def settings(self) -> dict[str, int]:
+        return {"max_kv_size": self.max_kv_size, "keep": self.keep, "pinned": self.pinned}
+
+    def check(self, **settings: int) -> None:
+        found = {"keep": self.keep, "pinned": self.pinned} | settings
+        keep, pinned = found["keep"], found["pinned"]
+        if not 0 <= keep < self.max_kv_size - pinned:
             pins = f" of which {pinned} are pinned" if pinned else ""
             raise InvalidArgument(
                 "keep must leave room for a window: expected 0 to "
                 f"{self.max_kv_size - pinned - 1} for a budget of {self.max_kv_size} cells{pins}, "
-                f"found {self.keep}; keep or pin fewer tokens, or raise max_kv_size"
+                f"found {keep}; keep or pin fewer tokens, or raise max_kv_size"
             )
 
-    def changed(self, cache: KVCache, pins: Set[int], **settings: Any) -> Self:
+    def change(self, cache: KVCache, pins: Set[int], **settings: int) -> None:
         """More `keep` or pins make anchors of cells as they lie; fewer give them to the window."""
-        changed = self.with_settings(**settings)
-        changed.check(pinned_beyond(cache, changed.keep, pins))
-        cache.regroup(lambda rank, serial: rank < changed.keep or serial in pins)
-        return changed
+        keep = settings.get("keep", self.keep)
+        outside = sum(serial in pins for serial in cache.serials()[max(keep, 0) :])
+        self.check(**settings | {"pinned": outside})
+        cache.regroup(lambda rank, serial: rank < keep or serial in pins)
+        self.keep, self.pinned = keep, outside

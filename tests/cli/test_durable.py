@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from patience import PATIENCE
 from safetensors.torch import load_file, save_file
 
 from kvkeep import Snapshot
@@ -80,7 +79,7 @@ def test_a_new_process_goes_on_with_what_was_saved(start, invoke, tiny, home) ->
     invoke("generate", "--session", "whole", "-n", 40, *asked)
     invoke("generate", "--session", "s", "-n", 20, *asked)
     process = start("generate", "--session", "s", "-n", 20, "--temperature", 1, *QUIET)
-    _, said = process.communicate(timeout=PATIENCE)
+    _, said = process.communicate(timeout=60)
     assert process.returncode == 0, said
     _require_same(_saved(home, "s"), _saved(home, "whole"))
 
@@ -152,7 +151,7 @@ def _interrupted_session(start, asked: list[object], home: Path) -> str:
     process = start("generate", "--session", "s", "-p", TEXT, "-n", -1, *asked)
     process.stdout.read(30)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=PATIENCE)
+    _, said = process.communicate(timeout=30)
     assert process.returncode == 130
     return said.decode().splitlines()[-1]
 
@@ -168,7 +167,7 @@ def test_ctrl_c_saves_what_was_written(start, invoke, tiny, home) -> None:
 
 
 def _wait_for(happened) -> None:
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + 30
     while not happened():
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -178,7 +177,7 @@ def test_a_reader_that_leaves_loses_nothing(start, tiny, home) -> None:
     process = start("generate", "--session", "s", "-p", TEXT, "-n", -1, *QUIET, *tiny)
     process.stdout.read(5)
     process.stdout.close()
-    assert process.wait(timeout=PATIENCE) == 141
+    assert process.wait(timeout=30) == 141
     assert len(_saved(home, "s").tokens) > 13
 
 
@@ -197,7 +196,7 @@ def test_a_session_in_use_is_refused(start, invoke, tiny, home) -> None:
     for command in (["generate", "-p", "x"], ["chat"]):
         result = invoke(*command, "--session", "s", "-m", "no-such-model")
         _refused(result, "another process is using session 's'")
-    _, said = process.communicate(b"", timeout=PATIENCE)
+    _, said = process.communicate(b"", timeout=30)
     assert process.returncode == 0, said
     assert not (home / "sessions" / "s.kvkeep").exists(), "nothing was said, nothing is kept"
 
@@ -254,7 +253,7 @@ def test_a_save_that_fails_leaves_the_file_as_it_was(start, invoke, tiny, home) 
         *("generate", "--session", "s", "-n", 40, *QUIET),
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000)),
     )
-    text, said = process.communicate(timeout=PATIENCE)
+    text, said = process.communicate(timeout=30)
     assert process.returncode == 2
     assert text.strip()
     assert "could not be written (File too large)" in said.decode().splitlines()[-1]
@@ -386,7 +385,7 @@ def test_each_turn_is_safe_as_soon_as_it_is_answered(start, invoke, tiny, home) 
     process.stdin.flush()
     _wait_for(file.exists)
     process.send_signal(signal.SIGKILL)
-    process.wait(timeout=PATIENCE)
+    process.wait(timeout=30)
     assert turns_in(_saved(home, "s").settings["spans"]) == [1]
     assert "session s saved" in invoke(*CHAT, "-c", input="Two?\n").stderr
 
@@ -397,7 +396,7 @@ def test_ctrl_c_in_a_piped_chat_saves_the_answer_so_far(start, tiny, home) -> No
     process.stdin.flush()
     process.stdout.read(100)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=PATIENCE)
+    _, said = process.communicate(timeout=30)
     assert process.returncode == 130
     assert "session s saved" in said.decode().splitlines()[-1]
     assert len(_saved(home, "s").tokens) > 20
@@ -411,7 +410,7 @@ def test_sigterm_saves_as_ctrl_c_does(start, tiny, home, command) -> None:
     process.stdin.flush()
     process.stdout.read(100)
     process.send_signal(signal.SIGTERM)
-    _, said = process.communicate(timeout=PATIENCE)
+    _, said = process.communicate(timeout=30)
     assert process.returncode == 143
     assert "session s saved" in said.decode().splitlines()[-1]
     assert len(_saved(home, "s").tokens) > 20
@@ -439,7 +438,7 @@ def test_a_full_disk_does_not_end_a_chat(start, invoke, tiny, home) -> None:
         stdout=subprocess.PIPE,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000)),
     )
-    text, said = process.communicate(b"Two?\nThree?\n", timeout=PATIENCE)
+    text, said = process.communicate(b"Two?\nThree?\n", timeout=30)
     assert process.returncode == 2, "what was said is not on disk"
     assert text.count(b"\n") >= 2
     assert said.decode().count("could not be written") == 3

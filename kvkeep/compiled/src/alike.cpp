@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "buffer.h"
+#include "guard.h"
 
 namespace kvkeep {
 namespace {
@@ -20,16 +21,17 @@ class AlikeRun {
   explicit AlikeRun(const Alike& alike)
       : alike_(alike),
         pairs_(alike.width / 2),
-        groups_((alike.columns + kWide - 1) / kWide * kGroups) {}
+        groups_((alike.columns + kWide - 1) / kWide * kGroups),
+        packed_(std::size_t(alike.threads) * groups_ * pairs_) {}
 
   void run() {
 #pragma omp parallel num_threads(alike_.threads)
     {
-      Buffer<__m512i> packed(std::size_t(groups_) * pairs_);
+      __m512i* packed = packed_.get() + std::size_t(omp_get_thread_num()) * groups_ * pairs_;
 #pragma omp for schedule(dynamic)
       for (int head = 0; head < alike_.heads; ++head) {
-        pack(head, packed.get());
-        for (int first = 0; first < alike_.rows; first += kRows) block(head, first, packed.get());
+        pack(head, packed);
+        for (int first = 0; first < alike_.rows; first += kRows) block(head, first, packed);
       }
     }
   }
@@ -114,6 +116,7 @@ class AlikeRun {
 
   const Alike& alike_;
   const int pairs_, groups_;
+  Buffer<__m512i> packed_;  // of each thread, the columns of one head
 };
 
 }  // namespace
@@ -121,10 +124,13 @@ class AlikeRun {
 
 int kvkeep_alike_interface() { return sizeof(kvkeep::Alike); }
 
-void kvkeep_most_alike(const kvkeep::Alike* alike) {
+int kvkeep_most_alike(const kvkeep::Alike* alike) {
   using namespace kvkeep;
-  if (alike->which)
-    AlikeRun<true>(*alike).run();
-  else
-    AlikeRun<false>(*alike).run();
+  return guarded([=] {
+    if (alike->which)
+      AlikeRun<true>(*alike).run();
+    else
+      AlikeRun<false>(*alike).run();
+    return kDone;
+  });
 }

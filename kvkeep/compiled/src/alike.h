@@ -27,5 +27,6 @@ extern "C" {
 // The size of Alike: both sides must agree.
 int kvkeep_alike_interface();
 
-void kvkeep_most_alike(const kvkeep::Alike* alike);
+// A status; see guard.h.
+int kvkeep_most_alike(const kvkeep::Alike* alike);
 }

@@ -185,7 +185,7 @@ void pack(const Bf16* keys, long key_stride, const Bf16* values, long value_stri
 template <int kDim>
 void pack(const Stretch& keys, const Stretch& values, int begin, int end, Mixed mixed,
           Packed<kDim>& to) {
-  static thread_local Bf16 room[2][kCells * kDim];
+  Bf16 room[2][kCells * kDim];
   const Plain<kDim> k(keys, begin, end, mixed, room[0]), v(values, begin, end, mixed, room[1]);
   pack<kDim>(k.cells, k.stride, v.cells, v.stride, begin, end, to);
 }

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <limits>
 #include <new>
 
 namespace kvkeep {
@@ -11,8 +12,7 @@ template <typename T>
 class Buffer {
  public:
   explicit Buffer(std::size_t size)
-      : data_(static_cast<T*>(
-            ::operator new(std::max<std::size_t>(size, 1) * sizeof(T), std::align_val_t(64)))) {}
+      : data_(static_cast<T*>(::operator new(bytes(size), std::align_val_t(64)))) {}
   ~Buffer() { ::operator delete(data_, std::align_val_t(64)); }
   Buffer(const Buffer&) = delete;
   Buffer& operator=(const Buffer&) = delete;
@@ -20,6 +20,11 @@ class Buffer {
   T& operator[](std::size_t i) const { return data_[i]; }
 
  private:
+  static std::size_t bytes(std::size_t size) {
+    if (size > std::numeric_limits<std::size_t>::max() / 2 / sizeof(T)) throw std::bad_alloc();
+    return std::max<std::size_t>(size, 1) * sizeof(T);
+  }
+
   T* data_;
 };
 

@@ -8,6 +8,7 @@
 
 #include "attention.h"
 #include "buffer.h"
+#include "guard.h"
 #include "rotation.h"
 #include "team.h"
 
@@ -23,7 +24,10 @@ class ChunkRun {
       : chunk_(chunk),
         team_(chunk.threads),
         groups_(chunk.heads / chunk.kv_heads),
-        rotated_(std::size_t(chunk.rotations) * chunk.tokens * chunk.heads * kDim) {
+        rotated_(std::size_t(chunk.rotations) * chunk.tokens * chunk.heads * kDim),
+        rows_(std::size_t(chunk.threads) * most_rows()),
+        found_(std::size_t(chunk.threads) * most_rows()),
+        outs_(std::size_t(chunk.threads) * most_rows() * kDim) {
     for (int p = 0; p < chunk.parts; ++p) {
       first_.push_back(blocks_);
       blocks_ += (chunk.part[p].cells + kCells - 1) / kCells;
@@ -56,7 +60,7 @@ class ChunkRun {
     const int tiles = (chunk_.tokens + kTokens - 1) / kTokens;
     // The last tokens see most: they go first, so that no thread is left with them at the end.
     team_.share_and_meet(me, tiles * chunk_.kv_heads, 1, [&](int u) {
-      tile((tiles - 1 - u / chunk_.kv_heads) * kTokens, u % chunk_.kv_heads);
+      tile(me, (tiles - 1 - u / chunk_.kv_heads) * kTokens, u % chunk_.kv_heads);
     });
   }
 
@@ -99,19 +103,20 @@ class ChunkRun {
   }
 
   // The queries of some tokens that share a KV head, over all cells that they see.
-  void tile(int first, int head) {
+  void tile(int me, int first, int head) {
     const int tokens = std::min(kTokens, chunk_.tokens - first), count = tokens * groups_;
-    static thread_local std::vector<Row> rows;
-    static thread_local std::vector<Found> found;
-    static thread_local std::vector<float> out;
-    rows.assign(count, Row{});
-    found.assign(count, Found{});
-    out.assign(std::size_t(count) * kDim, 0.f);
+    Row* rows = rows_.get() + std::size_t(me) * most_rows();
+    Found* found = found_.get() + std::size_t(me) * most_rows();
+    float* out = outs_.get() + std::size_t(me) * most_rows() * kDim;
+    std::fill_n(found, count, Found{});
+    std::fill_n(out, std::size_t(count) * kDim, 0.f);
     for (int r = 0; r < count; ++r) {
+      rows[r] = Row{};
       rows[r].found = &found[r];
-      rows[r].out = out.data() + std::size_t(r) * kDim;
+      rows[r].out = out + std::size_t(r) * kDim;
     }
-    for (int p = 0; p < chunk_.parts; ++p) over(chunk_.part[p], first_[p], first, head, rows);
+    for (int p = 0; p < chunk_.parts; ++p)
+      over(chunk_.part[p], first_[p], first, head, rows, count);
     for (int r = 0; r < count; ++r) {
       const int token = first + r / groups_, at = head * groups_ + r % groups_;
       Bf16* to = chunk_.out + (std::size_t(token) * chunk_.heads + at) * kDim;
@@ -121,8 +126,7 @@ class ChunkRun {
     }
   }
 
-  void over(const Part& part, int first_block, int first, int head, std::vector<Row>& rows) {
-    const int count = static_cast<int>(rows.size());
+  void over(const Part& part, int first_block, int first, int head, Row* rows, int count) {
     for (int r = 0; r < count; ++r)
       rows[r].query = query(part.rotation, first + r / groups_, head * groups_ + r % groups_);
     const int seen = part.causal ? first + count / groups_ : part.cells;
@@ -135,15 +139,20 @@ class ChunkRun {
         rows[r].cell_bias =
             part.cell_bias ? part.cell_bias + head * part.cell_bias_head + cell : nullptr;
       }
-      attend<kDim>(packed(first_block + cell / kCells, head), chunk_.scale, rows.data(), count,
-                   Ahead{});
+      attend<kDim>(packed(first_block + cell / kCells, head), chunk_.scale, rows, count, Ahead{});
     }
   }
+
+  // Of a tile.
+  std::size_t most_rows() const { return std::size_t(kTokens) * groups_; }
 
   const Chunk& chunk_;
   Team team_;
   const int groups_;
   Buffer<Bf16> rotated_;
+  Buffer<Row> rows_;  // of each thread, as found_ and outs_
+  Buffer<Found> found_;
+  Buffer<float> outs_;
   std::vector<int> first_;  // block of each part
   int blocks_ = 0;
   std::unique_ptr<Buffer<Packed<kDim>>> packed_;
@@ -156,13 +165,15 @@ int kvkeep_chunk_interface() { return sizeof(kvkeep::Part) + sizeof(kvkeep::Chun
 
 int kvkeep_attend_chunk(const kvkeep::Chunk* chunk) {
   using namespace kvkeep;
-  switch (chunk->head_dim) {
-    case 32: ChunkRun<32>(*chunk).run(); return 0;
-    case 64: ChunkRun<64>(*chunk).run(); return 0;
-    case 96: ChunkRun<96>(*chunk).run(); return 0;
-    case 128: ChunkRun<128>(*chunk).run(); return 0;
-    default: return 1;
-  }
+  return guarded([=] {
+    switch (chunk->head_dim) {
+      case 32: ChunkRun<32>(*chunk).run(); return kDone;
+      case 64: ChunkRun<64>(*chunk).run(); return kDone;
+      case 96: ChunkRun<96>(*chunk).run(); return kDone;
+      case 128: ChunkRun<128>(*chunk).run(); return kDone;
+      default: return kNoKernel;
+    }
+  });
 }
 
 void kvkeep_angles(const double* frequencies, int head_dim, const std::int64_t* positions,

@@ -42,7 +42,7 @@ extern "C" {
 // The size of Part and Chunk together: both sides must agree.
 int kvkeep_chunk_interface();
 
-// 0, or 1 where there is no kernel for the head_dim.
+// A status; see guard.h.
 int kvkeep_attend_chunk(const kvkeep::Chunk* chunk);
 
 // to: [rotations, tokens, head_dim] for positions: [rotations, tokens].

@@ -7,6 +7,7 @@
 
 #include "buffer.h"
 #include "clock.h"
+#include "guard.h"
 #include "looks.h"
 #include "norm.h"
 #include "rotation.h"
@@ -73,7 +74,7 @@ class Run {
       clock.ends(Phase::kProjections);
       team_.share_and_meet(me, count + step_.looks, 1, [&](int i) { place(l, i); });
       clock.ends(Phase::kCells);
-      team_.share_and_meet(me, looks_.units(), 1, [&](int u) { looks_.look(l, u); });
+      team_.share_and_meet(me, looks_.units(), 1, [&](int u) { looks_.look(me, l, u); });
       team_.share_and_meet(me, count, 1, [&](int i) {
         looks_.add_up(i, attended_.row(i));
         attended_.sum_up(i);
@@ -240,35 +241,41 @@ int kvkeep_interface() {
          sizeof(Look);
 }
 
+int kvkeep_revision() { return kvkeep::kRevision; }
+
 int kvkeep_decode(const kvkeep::Model* model, const kvkeep::Step* step) {
   using namespace kvkeep;
-  switch (model->head_dim) {
-    case 32: Run<32>(*model, *step).run(); return 0;
-    case 64: Run<64>(*model, *step).run(); return 0;
-    case 96: Run<96>(*model, *step).run(); return 0;
-    case 128: Run<128>(*model, *step).run(); return 0;
-    default: return 1;
-  }
+  return guarded([=] {
+    switch (model->head_dim) {
+      case 32: Run<32>(*model, *step).run(); return kDone;
+      case 64: Run<64>(*model, *step).run(); return kDone;
+      case 96: Run<96>(*model, *step).run(); return kDone;
+      case 128: Run<128>(*model, *step).run(); return kDone;
+      default: return kNoKernel;
+    }
+  });
 }
 
-void kvkeep_product(const kvkeep::Matrix* matrix, const kvkeep::Bf16* x, int count, float* out,
-                    int threads) {
+int kvkeep_product(const kvkeep::Matrix* matrix, const kvkeep::Bf16* x, int count, float* out,
+                   int threads) {
   using namespace kvkeep;
-  std::vector<float> sums(std::size_t(count) * (matrix->columns / kGroup));
-  const Input input{const_cast<Bf16*>(x), sums.data(), matrix->columns};
-  for (int i = 0; i < count; ++i) input.sum_up(i);
-  Team team(threads);
+  return guarded([=] {
+    Buffer<float> sums(std::size_t(count) * (matrix->columns / kGroup));
+    const Input input{const_cast<Bf16*>(x), sums.get(), matrix->columns};
+    for (int i = 0; i < count; ++i) input.sum_up(i);
+    Team team(threads);
 #pragma omp parallel num_threads(threads)
-  team.share(omp_get_thread_num(), matrix->blocks(), 16, [&](int block) {
-    __m512 products[kMostRows];
-    const int rows = std::min(kBlock, matrix->rows - block * kBlock);
-    const auto mask = static_cast<__mmask16>((1u << rows) - 1);
-    for (int first = 0; first < count; first += kMostRows) {
-      const int some = std::min(kMostRows, count - first);
-      multiply(*matrix, block, input, first, some, products);
-      for (int i = 0; i < some; ++i)
-        _mm512_mask_storeu_ps(
-            out + std::size_t(first + i) * matrix->rows + block * kBlock, mask, products[i]);
-    }
+    team.share(omp_get_thread_num(), matrix->blocks(), 16, [&](int block) {
+      __m512 products[kMostRows];
+      const __mmask16 mask = rows_of(*matrix, block);
+      for (int first = 0; first < count; first += kMostRows) {
+        const int some = std::min(kMostRows, count - first);
+        multiply(*matrix, block, input, first, some, products);
+        for (int i = 0; i < some; ++i)
+          _mm512_mask_storeu_ps(
+              out + std::size_t(first + i) * matrix->rows + block * kBlock, mask, products[i]);
+      }
+    });
+    return kDone;
   });
 }

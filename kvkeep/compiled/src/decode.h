@@ -7,6 +7,8 @@
 
 namespace kvkeep {
 
+constexpr int kRevision = 2;  // raised where what a call does changes, and no structure
+
 struct Layer {
   Matrix query, key, value, output, gate, up, down;
   const Bf16* attention_norm;
@@ -68,13 +70,15 @@ struct Step {
 }  // namespace kvkeep
 
 extern "C" {
-// The size of Model, Layer, Step, Sequence, Sight and Look together: both sides must agree.
+// The size of Model, Layer, Step, Sequence, Sight and Look together; kRevision. Both sides must
+// agree.
 int kvkeep_interface();
+int kvkeep_revision();
 
-// 0, or 1 where there is no kernel for the head_dim.
+// A status; see guard.h.
 int kvkeep_decode(const kvkeep::Model* model, const kvkeep::Step* step);
 
-// hidden: [count, hidden]. logits: [count, rows of the matrix].
-void kvkeep_product(const kvkeep::Matrix* matrix, const kvkeep::Bf16* x, int count, float* out,
-                    int threads);
+// x: [count, columns of the matrix]. out: [count, rows of the matrix]. A status.
+int kvkeep_product(const kvkeep::Matrix* matrix, const kvkeep::Bf16* x, int count, float* out,
+                   int threads);
 }

@@ -35,6 +35,11 @@ class Looks {
     }
     found_ = std::make_unique<Buffer<Found>>(found_count_);
     out_ = std::make_unique<Buffer<float>>(found_count_ * kDim);
+    std::size_t most = 0;
+    for (int s = 0; s < step.sights; ++s)
+      most = std::max(most, std::size_t(step.sight[s].looks) * groups_);
+    rows_.resize(step.threads);
+    for (auto& rows : rows_) rows.reserve(most);
     looker_.resize(step.sights);
     for (int i = 0, look = 0; i < step.sequences; ++i)
       for (int j = 0; j < step.sequence[i].looks; ++j, ++look) {
@@ -56,11 +61,11 @@ class Looks {
     return rotated_.get() + (std::size_t(look) * heads_ + head) * kDim;
   }
 
-  // All queries that see a chunk of cells of one KV head. unit: which of `units()`.
-  void look(int layer, int u) {
+  // All queries that see a chunk of cells of one KV head. me: the thread. unit: which of `units()`.
+  void look(int me, int layer, int u) {
     const Unit& unit = units_[u];
-    static thread_local Packed<kDim> block;
-    static thread_local std::vector<Row> rows;
+    Packed<kDim> block;
+    std::vector<Row>& rows = rows_[me];  // with room for all
     const Sight& sight = step_.sight[unit.sight];
     const int first = std::max(sight.first, unit.chunk * kChunk);
     const int end = std::min(sight.first + sight.cells, (unit.chunk + 1) * kChunk);
@@ -163,6 +168,7 @@ class Looks {
   std::vector<Unit> units_;
   std::vector<std::size_t> first_found_;       // of each sight
   std::vector<int> chunks_, sequence_of_;      // of each sight, of each look
+  std::vector<std::vector<Row>> rows_;         // of each thread
   std::vector<std::vector<int>> looker_;       // of each sight, by the index within it
   std::size_t found_count_ = 0;
   std::unique_ptr<Buffer<Found>> found_;

@@ -112,9 +112,10 @@ void multiply_some(const Matrix& matrix, int block, const Input& input, int firs
     packed<kCount, false>(matrix, block, input, first, out);
   else
     for (int i = 0; i < kCount; ++i) out[i] = plain(matrix, block, input.row(first + i));
-  if (matrix.bias)
-    for (int i = 0; i < kCount; ++i)
-      out[i] = _mm512_add_ps(out[i], load_bf16(matrix.bias + block * kBlock));
+  if (!matrix.bias) return;
+  const __m512 bias = to_float(
+      _mm256_maskz_loadu_epi16(rows_of(matrix, block), matrix.bias + block * kBlock));
+  for (int i = 0; i < kCount; ++i) out[i] = _mm512_add_ps(out[i], bias);
 }
 
 }  // namespace

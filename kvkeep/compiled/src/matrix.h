@@ -25,6 +25,12 @@ struct Matrix {
   int blocks() const { return (rows + kBlock - 1) / kBlock; }
 };
 
+// Which of the 16 rows of a block there are.
+inline __mmask16 rows_of(const Matrix& matrix, int block) {
+  const int rows = matrix.rows - block * kBlock;
+  return static_cast<__mmask16>((1u << (rows < kBlock ? rows : kBlock)) - 1);
+}
+
 // The rows that matrices are multiplied with, and the sum of each group of 32, for the minima.
 struct Input {
   Bf16* x;      // [count, columns]

@@ -1,0 +1,240 @@
+"""Kernels are handed only what they were written for: anything else is refused unread."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from packed_model import packed_model, spec_of
+from torch import Tensor
+
+import kvkeep
+from kvkeep.cache.quantised import Quantised
+from kvkeep.compiled.decoder import CompiledExecutor
+from kvkeep.compiled.library import (
+    BF16,
+    Alike,
+    Chunk,
+    Matrix,
+    Model,
+    Step,
+    library,
+    require_done,
+)
+from kvkeep.errors import KernelMismatch, OutOfMemory
+from kvkeep.methods.alike import most_alike
+from kvkeep.models.llama import Llama
+from kvkeep.models.packing import packed, quantise
+
+pytestmark = pytest.mark.skipif(library() is None, reason="no compiled kernels here")
+
+PROMPT = [(i * i * 7 + 3 * i) % 250 + 1 for i in range(40)]
+SPEC = spec_of()
+
+
+def weights() -> dict[str, Tensor]:
+    return dict(packed_model(SPEC, None).decoder.tensors)
+
+
+def executor(tensors: dict[str, Tensor], **packed_ones: object) -> CompiledExecutor:
+    network = Llama(SPEC, weights())
+    return CompiledExecutor(network, SPEC, tensors, packed_ones)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "damaged"),
+    [
+        ("model.norm.weight", lambda x: x.float()),
+        ("model.norm.weight", lambda x: x[:-32]),
+        ("model.embed_tokens.weight", lambda x: x[:-1]),
+        ("model.layers.1.mlp.down_proj.weight", lambda x: x.T),
+        ("model.layers.2.self_attn.q_proj.weight", lambda x: x.to("meta")),
+    ],
+)
+def test_weights_of_another_shape_dtype_or_device_are_refused_when_a_model_is_made(
+    name: str, damaged: Callable[[Tensor], Tensor]
+) -> None:
+    tensors = weights()
+    tensors[name] = damaged(tensors[name])
+    with pytest.raises(KernelMismatch, match=name):
+        executor(tensors)
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        lambda m: replace(m, data=m.data[:-1]),
+        lambda m: replace(m, scales=m.scales[:, :-1]),
+        lambda m: replace(m, scales=m.scales.float()),
+        lambda m: replace(m, rows=m.rows + 16),
+        lambda m: replace(m, bits=8),
+    ],
+)
+def test_packed_matrices_of_another_shape_or_dtype_are_refused(damaged) -> None:  # type: ignore[no-untyped-def]
+    tensors, name = weights(), "model.layers.0.mlp.up_proj.weight"
+    good = packed(quantise(tensors[name].float(), 4))
+    executor(tensors, **{name: good})
+    with pytest.raises(KernelMismatch, match="up_proj"):
+        executor(tensors, **{name: damaged(good)})
+
+
+def test_a_tensor_that_the_model_has_no_use_for_is_not_read() -> None:
+    tensors = weights()
+    tensors["lm_head.bias"] = torch.full((3,), torch.nan, dtype=torch.bfloat16)
+    tensors["model.layers.0.self_attn.q_norm.weight"] = torch.full((1,), torch.nan)
+    hidden = torch.randn(2, SPEC.hidden_size).bfloat16()
+    assert torch.equal(executor(tensors).logits(hidden), executor(weights()).logits(hidden))
+
+
+@pytest.mark.parametrize(
+    "hidden",
+    [
+        torch.zeros(1, SPEC.hidden_size),
+        torch.zeros(1, SPEC.hidden_size - 32, dtype=torch.bfloat16),
+        torch.zeros(1, SPEC.hidden_size, dtype=torch.bfloat16, device="meta"),
+    ],
+    ids=["float32", "short", "meta"],
+)
+def test_hidden_states_of_another_kind_are_refused(hidden: Tensor) -> None:
+    with pytest.raises(KernelMismatch, match="hidden states"):
+        executor(weights()).logits(hidden)
+
+
+def scales_halved(stored: Quantised) -> Quantised:
+    return Quantised(stored.data, stored.scale[..., :1])
+
+
+CELLS = {
+    "float32": (None, lambda x: x.float()),
+    "a layer less": (None, lambda x: x[:-1]),
+    "a KV head less": (None, lambda x: x[:, :-1]),
+    "strided numbers": (None, lambda x: torch.stack((x, x), -1)[..., 0]),
+    "half as wide": (None, lambda x: x[..., :32]),
+    "elsewhere": (None, lambda x: x.to("meta")),
+    "scales of another dtype": ("8", lambda x: Quantised(x.data, x.scale.float())),
+    "too few scales": ("4", scales_halved),
+    "half as wide in 4 bits": ("4", lambda x: Quantised(x.data[..., :16], x.scale)),
+    "strided in 8 bits": ("8", lambda x: Quantised(x.data.repeat(1, 1, 1, 2)[..., ::2], x.scale)),
+}
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize(("kv_bits", "damaged"), CELLS.values(), ids=CELLS)
+def test_cells_of_another_kind_are_refused_and_nothing_is_taken_in(  # type: ignore[no-untyped-def]
+    kv_bits: str | None, damaged, count: int
+) -> None:
+    # The prompt's cells lie in one segment, and a fork builds on them in another.
+    parent = packed_model(SPEC, None).session(policy="full", kv_bits=kv_bits)
+    parent.feed(PROMPT)
+    session = parent.fork()
+    segment = session.cache.segments[0]
+    segment.block.slots = replace(
+        segment.block.slots, stored_keys=damaged(segment.block.slots.stored_keys)
+    )
+    with pytest.raises(KernelMismatch, match=r"cells|scales"):
+        session.feed(PROMPT[:count])
+    assert (session.tokens, session.cache.cells) == (PROMPT, len(PROMPT))
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_bias_of_another_dtype_is_refused(count: int) -> None:
+    session = packed_model(SPEC, None).session(policy="full")
+    session.feed(PROMPT)
+    session.compress(2.0, "keydiff", recent=4)
+    (segment,) = (segment for segment in session.cache.segments if segment.compressed)
+    slots = segment.block.slots
+    assert slots.bias is not None
+    segment.block.slots = replace(slots, bias=slots.bias.double())
+    with pytest.raises(KernelMismatch, match="bias"):
+        session.feed(PROMPT[:count])
+
+
+@pytest.mark.parametrize("token", [-1, SPEC.vocab_size, 2**40])
+def test_a_token_that_the_model_does_not_have_is_refused(token: int) -> None:
+    session = packed_model(SPEC, None).session()
+    session.feed(PROMPT)
+    memory = session._memory
+    memory.policy.open(memory.cache, 1)
+    with pytest.raises(KernelMismatch, match="tokens of 0 to 263"), memory.cache.step(1) as step:
+        memory.decoder.hidden(torch.tensor([token]), step)
+
+
+def test_vectors_of_another_width_are_not_compared() -> None:
+    x = torch.zeros(1, 2, 5, 64, dtype=torch.bfloat16)
+    for among in (x[..., :32], x[:, :1], x.float()):
+        with pytest.raises(KernelMismatch):
+            most_alike(x, among)
+
+
+# No machine has as much memory as these ask for.
+MANY = 2**31 - 64
+
+
+def test_a_call_that_finds_no_memory_says_so() -> None:
+    kernels = library()
+    assert kernels is not None
+    one = torch.zeros(64, dtype=torch.bfloat16).data_ptr()
+    matrix = Matrix(BF16, 16, MANY, 0, one, None, None)
+    assert kernels.kvkeep_product(matrix, one, MANY, one, 1) == 2
+    chunk = Chunk(tokens=MANY, heads=MANY, kv_heads=1, head_dim=64, rotations=MANY, threads=1)
+    assert kernels.kvkeep_attend_chunk(chunk) == 2
+    model = Model(layers=1, hidden=MANY, inner=MANY, heads=1, kv_heads=1, head_dim=64)
+    assert kernels.kvkeep_decode(model, Step(sequences=MANY, threads=1)) == 2
+    alike = Alike(heads=1, rows=1, columns=MANY, width=MANY, threads=MANY)
+    assert kernels.kvkeep_most_alike(alike) == 2
+
+
+def test_a_head_without_a_kernel_is_told_apart_from_that() -> None:
+    kernels = library()
+    assert kernels is not None
+    assert kernels.kvkeep_attend_chunk(Chunk(head_dim=48, kv_heads=1, threads=1)) == 1
+    require_done(0)
+    with pytest.raises(KernelMismatch):
+        require_done(1)
+    with pytest.raises(OutOfMemory):
+        require_done(2)
+
+
+SHORT_OF_MEMORY = """
+import resource, torch
+from packed_model import packed_model, spec_of
+from kvkeep.errors import OutOfMemory
+
+model = packed_model(spec_of(128), None)
+session = model.session(policy="full", max_kv_size=2000)
+session.feed([i % 250 + 1 for i in range(1600)])
+session.feed([5, 6])  # whatever is made once is there now
+before = session.tokens, session.cache.cells, session.logits
+taken = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+resource.setrlimit(resource.RLIMIT_AS, (taken + 1_000_000, hard))  # the cells, packed, take 1.6 MB
+try:
+    session.feed([7, 8])
+    raise SystemExit("it fitted")
+except OutOfMemory as error:
+    assert isinstance(error, MemoryError)
+resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
+assert (session.tokens, session.cache.cells) == before[:2]
+assert torch.equal(session.logits, before[2])
+session.feed([7, 8])
+print("went on with", len(session.tokens))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="how much a process may take is set by Linux")
+def test_a_session_that_runs_out_of_memory_is_unchanged_and_goes_on() -> None:
+    found = subprocess.run(
+        [sys.executable, "-c", SHORT_OF_MEMORY],
+        env={
+            "PYTHONPATH": f"{Path(__file__).parents[1]}:{Path(kvkeep.__file__).parents[1]}",
+            "OMP_NUM_THREADS": "1",
+            "MALLOC_MMAP_THRESHOLD_": "65536",  # nothing large is left over from before
+        },
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (found.returncode, found.stdout) == (0, "went on with 1604\n"), found.stderr[-2000:]
