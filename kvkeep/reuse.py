@@ -1,49 +1,97 @@
 """Between a memory and a prefix store: what a prompt can take, and what it leaves there."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from kvkeep.cache import Bits, Cells, KVCache, PositionMap
+from kvkeep.errors import StoreError
 from kvkeep.memory import Memory
-from kvkeep.store.prefix import BLOCK, PrefixStore
+from kvkeep.store.fingerprint import Fingerprint
+from kvkeep.store.prefix import PrefixStore
+from kvkeep.store.prefix_block import BLOCK
 
-if TYPE_CHECKING:
-    from kvkeep.model import Model
+
+@dataclass
+class PromptPrefix:
+    """The beginning of a session's first prompt, as far as a store knows it.
+
+    A store saves work, and nothing depends on it: one that fails is asked no more.
+
+    store: None where there is none, or nothing more is to be stored there.
+    reused: tokens that came from it. stored: tokens that it holds now. differs_at: the first token
+    at which the nearest stored prompt differs. error: what it failed with.
+    """
+
+    store: PrefixStore | None
+    fingerprint: Fingerprint
+    reused: int = 0
+    stored: int = 0
+    differs_at: int | None = None
+    error: str | None = None
+
+    def fail(self, error: StoreError) -> None:
+        self.error, self.store = str(error), None
 
 
 def load_prefix(
-    store: PrefixStore, model: "Model", memory: Memory, ids: list[int]
-) -> tuple[int, int | None]:
+    store: PrefixStore, fingerprint: Fingerprint, memory: Memory, ids: Sequence[int]
+) -> PromptPrefix:
     """Takes what a store holds of a first prompt into an empty memory.
 
     No more than the policy keeps exact. Some tokens are left to evaluate before the prompt ends,
     or the policy first decides what stays: one for its logits, and as many as it observes, so that
-    it decides by the same queries as without a store. Returns how many tokens were taken, and the
-    first at which the nearest stored prompt differs.
+    it decides by the same queries as without a store.
     """
-    policy = memory.policy
+    prefix, policy = PromptPrefix(store, fingerprint), memory.policy
     most = min(len(ids), policy.exact + 1) - max(1, policy.observed)
-    found = store.find(model.fingerprint, ids[: max(0, most)])
+    try:
+        found = store.find(fingerprint, ids[: max(0, most)])
+    except StoreError as error:
+        prefix.fail(error)
+        return prefix
     if found.tokens:
         keys, values = torch.cat(found.keys, 2), torch.cat(found.values, 2)
         memory.append_evaluated(ids[: found.tokens], keys, values)
-    return found.tokens, found.differs_at
+    prefix.reused = prefix.stored = found.tokens
+    prefix.differs_at = found.differs_at
+    return prefix
 
 
-def store_prefix(store: PrefixStore, model: "Model", memory: Memory, stored: int) -> int:
-    """Gives a store the whole blocks that came after the first `stored` tokens of a first prompt.
+def store_prefix(prefix: PromptPrefix, memory: Memory, upcoming: int) -> None:
+    """Gives a store the whole blocks of a first prompt that it has not got yet.
 
-    Only cells that are what their tokens alone give. Returns how many tokens are stored now.
+    Only cells that are what their tokens alone give. They are given when there are as many as it
+    holds, so that finding its place among the blocks before costs each block the same; but before
+    the policy touches them, and at the prompt's end, whatever there is.
+
+    upcoming: how many tokens the next step may evaluate; 0 at the prompt's end.
     """
-    if memory.bits != Bits():
-        return stored
-    exact = min(_plain(memory.cache), memory.policy.exact)
-    while stored + BLOCK <= exact:
-        cells = Cells.joined([part for _, part in memory.cache.read(stored, BLOCK)])
-        stored += BLOCK
-        store.add(model.fingerprint, memory.tokens[:stored], cells.keys, cells.values)
-    return stored
+    count, exact = len(memory.tokens), memory.policy.exact
+    pending = min(count, exact) - prefix.stored
+    if prefix.store is None or pending < BLOCK or memory.bits != Bits():
+        return
+    if upcoming and count + upcoming <= exact and pending < prefix.stored:
+        return
+    end = min(_plain(memory.cache), exact) // BLOCK * BLOCK
+    if end <= prefix.stored:
+        return
+    tokens, blocks = memory.tokens[:end], _cells(memory.cache, prefix.stored, end)
+    try:
+        prefix.stored = prefix.store.add(prefix.fingerprint, tokens, prefix.stored, blocks)
+    except StoreError as error:
+        prefix.fail(error)
+    if prefix.stored < end:
+        prefix.store = None
+
+
+def _cells(cache: KVCache, start: int, end: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Keys and values, block by block, each copied when it is asked for."""
+    for first in range(start, end, BLOCK):
+        cells = Cells.joined([part for _, part in cache.read(first, BLOCK)])
+        yield cells.keys, cells.values
 
 
 def _plain(cache: KVCache) -> int:
@@ -54,8 +102,7 @@ def _plain(cache: KVCache) -> int:
             break
         slots = segment.slots(0, segment.length)
         positions = torch.cat([segment.block.slots.positions[where] for where in slots])
-        wanted = torch.arange(count, count + segment.length, dtype=torch.int64, device="cpu")
-        if not torch.equal(positions, wanted):
+        if not torch.equal(positions, torch.arange(count, count + segment.length, device="cpu")):
             break
         count += segment.length
     return count

@@ -38,7 +38,8 @@ class FeedReport:
     those of the step in progress included. reused: tokens that came from a prefix store and were
     not evaluated. differs_at: the first token at which the nearest stored prompt differs; None
     without a store, or where nothing more could have been reused. compressions: what policy
-    "archive" compressed meanwhile.
+    "archive" compressed meanwhile. store_error: why the prefix store could not be read or written,
+    if so; the prompt was evaluated all the same.
     """
 
     tokens: int
@@ -47,6 +48,7 @@ class FeedReport:
     reused: int = 0
     differs_at: int | None = None
     compressions: tuple[Compression, ...] = ()
+    store_error: str | None = None
 
     @property
     def tokens_per_second(self) -> float:
@@ -98,24 +100,32 @@ class Session(Context):
         """
         progress = arguments.progress(progress)
         begun, ids = time.perf_counter(), self._checked_ids(prompt, special)
-        store = None if self._memory.tokens else self._store
-        reused, differs_at = (
-            load_prefix(store, self._model, self._memory, ids) if store else (0, None)
-        )
+        prefix = None
+        if self._store and not self._memory.tokens:
+            prefix = load_prefix(self._store, self._model.fingerprint, self._memory, ids)
+        reused = prefix.reused if prefix else 0
         if reused and progress:
             progress(reused)
-        peak, stored, done = self.cache.cells, reused, list[Compression]()
+        peak, done = self.cache.cells, list[Compression]()
         for step in self._memory.evaluate(ids[reused:], self.prefill_step):
             peak = max(peak, step.peak_cells)
             done += step.compressions
-            if store:
-                stored = store_prefix(store, self._model, self._memory, stored)
+            if prefix:
+                left = len(ids) - len(self._memory.tokens)
+                store_prefix(prefix, self._memory, upcoming=min(left, self.prefill_step))
             if progress:
                 progress(step.hidden.shape[0])
         if len(ids) - reused > self.prefill_step:
             release_freed()
-        seconds = time.perf_counter() - begun
-        return FeedReport(len(ids), seconds, peak, reused, differs_at, tuple(done))
+        return FeedReport(
+            len(ids),
+            time.perf_counter() - begun,
+            peak,
+            reused,
+            prefix.differs_at if prefix else None,
+            tuple(done),
+            prefix.error if prefix else None,
+        )
 
     def next_token(self, sampling: Sampling = GREEDY) -> int:
         """Samples a token, appends it and evaluates it.

@@ -9,7 +9,7 @@ import click
 from kvkeep.cli.compression import BEST, METHOD_NAMES, calibrated, calibration_option, ratio
 from kvkeep.cli.options import Decorator, collected, given, whole_number
 from kvkeep.cli.which_model import DEVICE, DTYPE, MODEL, PREFILL_STEP, WEIGHTS, load_named
-from kvkeep.errors import InvalidArgument
+from kvkeep.errors import InvalidArgument, StoreError
 from kvkeep.models.source import home
 
 if TYPE_CHECKING:
@@ -100,7 +100,18 @@ class Prefixes:
     prefix_cache_bytes: int
 
     def store(self) -> "PrefixStore | None":
-        return open_prefix_store(self.prefix_cache_bytes) if self.prefix_cache else None
+        """None where it was not asked for, or cannot be used, which is said: it only saves work."""
+        if not self.prefix_cache:
+            return None
+        try:
+            return open_prefix_store(self.prefix_cache_bytes)
+        except StoreError as error:
+            say_without_prefixes(str(error))
+            return None
+
+
+def say_without_prefixes(error: str) -> None:
+    click.echo(f"going on without the prefix cache: {error}", err=True)
 
 
 def open_prefix_store(max_bytes: int = PREFIX_BYTES) -> "PrefixStore":

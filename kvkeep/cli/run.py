@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from kvkeep import Sampling
 from kvkeep.cli.keeper import Keeper
+from kvkeep.cli.memory import say_without_prefixes
 from kvkeep.cli.opened import Opened
 from kvkeep.cli.options import Output
 from kvkeep.cli.report import Report
@@ -62,6 +63,8 @@ class Run:
         self.reused += fed.reused
         if fed.differs_at is not None:
             self.differs_at = fed.differs_at
+        if fed.store_error is not None:
+            say_without_prefixes(fed.store_error)
 
     def write(self, max_tokens: int | None, how: Sampling, ignore_eos: bool = False) -> str:
         """Streams text to standard output, ends it with a new line and returns why it ended."""

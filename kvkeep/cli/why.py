@@ -36,7 +36,7 @@ def why(
     text = read_prompt(prompt, file)
 
     from kvkeep import load_model
-    from kvkeep.store.prefix import BLOCK
+    from kvkeep.store.prefix_block import BLOCK
 
     loaded = load_model(model, dtype=dtype, progress=not no_progress)
     ids = loaded.text.encode(text, special)

@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 
+import torch
 from blake3 import blake3
 from torch import Tensor
 
@@ -32,6 +33,14 @@ class Fingerprint:
     def digest(self) -> str:
         """One hex string for all of it."""
         return _digest(asdict(self))
+
+    def describes(self, cells: Tensor) -> bool:
+        """Whether keys or values are `[layers, kv_heads, n, head_dim]` of this dtype and layout."""
+        if cells.dim() != 4:
+            return False
+        layers, kv_heads, _, head_dim = cells.shape
+        found = _dtype_name(cells.dtype), _layout_name(layers, kv_heads, head_dim)
+        return found == (self.dtype, self.layout)
 
     def require(self, saved: Mapping[str, str], source: str) -> None:
         """Raises FingerprintMismatch, naming each field in which a saved one differs."""
@@ -65,9 +74,17 @@ def fingerprint(
         config=_digest(config),
         rope=_digest(rope),
         tokenizer=blake3(tokenizer.encode()).hexdigest(),
-        dtype=str(layout.dtype).removeprefix("torch."),
-        layout=f"{layout.layers} layers x {layout.kv_heads} KV heads x {layout.head_dim}",
+        dtype=_dtype_name(layout.dtype),
+        layout=_layout_name(layout.layers, layout.kv_heads, layout.head_dim),
     )
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _layout_name(layers: int, kv_heads: int, head_dim: int) -> str:
+    return f"{layers} layers x {kv_heads} KV heads x {head_dim}"
 
 
 def _digest(value: object) -> str:

@@ -8,26 +8,29 @@ index to lose.
 
 import os
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from blake3 import blake3
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from torch import Tensor
 
 from kvkeep import arguments
-from kvkeep.errors import StoreError
+from kvkeep.errors import InvalidArgument, Locked, StoreError
 from kvkeep.store.atomic import sweep
-from kvkeep.store.container import Container, read_container, write_container
 from kvkeep.store.fingerprint import Fingerprint
+from kvkeep.store.prefix_block import (
+    BLOCK,
+    ENDING,
+    OVERHEAD,
+    PrefixBlock,
+    blocks_of,
+    tokens_in,
+)
 
-BLOCK = 256  # tokens
-KIND, FORMAT = "prefix-block", 1
-_ENDING = ".kvblock"
-_OVERHEAD = 8192  # bytes that a block's file may need beside its cells
+PATIENCE = 5.0  # seconds for which another process may hold the lock
 
 
 @dataclass(frozen=True)
@@ -67,170 +70,198 @@ class PrefixStore:
         self._lock = FileLock(self.path / "lock")
 
     def find(self, fingerprint: Fingerprint, tokens: Sequence[int]) -> Found:
-        """The longest stored beginning of a prompt, in whole blocks."""
+        """The longest stored beginning of a prompt, in whole blocks.
+
+        Raises StoreError where the folder cannot be read.
+        """
         keys, values, differs_at = list[Tensor](), list[Tensor](), None
-        chain = self._chain(fingerprint, tokens)
-        for index, (path, block) in enumerate(chain):
-            container = _verified(path, block)
-            if container is None:
-                start = index * BLOCK
-                differs_at = start + self._common(_parent(path), tokens[start:])
+        blocks, parents = blocks_of(self.path, fingerprint, tokens)
+        for block in blocks:
+            cells = block.read(fingerprint)
+            if cells is None:
+                rest = tokens[block.start :]
+                differs_at = block.start + self._common(parents[len(keys)], rest)
                 break
-            keys.append(container.tensors["keys"])
-            values.append(container.tensors["values"])
-        _touch([path for path, _ in chain[: len(keys)]])
+            keys.append(cells[0])
+            values.append(cells[1])
+        _touch(blocks[: len(keys)])
         return Found(keys, values, differs_at)
 
     def differs_at(self, fingerprint: Fingerprint, tokens: Sequence[int]) -> tuple[int, int]:
-        """How many tokens are stored, and the first at which the nearest stored prompt differs."""
-        parent, stored = _root(fingerprint), 0
-        for path, _ in self._chain(fingerprint, tokens):
-            if not path.exists():
-                break
-            parent, stored = _key_of(path), stored + BLOCK
-        return stored, stored + self._common(parent, tokens[stored:])
+        """How many tokens are stored, and the first at which the nearest stored prompt differs.
+
+        Cells are not looked at. Raises StoreError where the folder cannot be read.
+        """
+        blocks, parents = blocks_of(self.path, fingerprint, tokens)
+        here = [tokens_in(block.path) == list(block.tokens) for block in blocks]
+        count = here.index(False) if False in here else len(here)
+        stored = count * BLOCK
+        return stored, stored + self._common(parents[count], tokens[stored:])
 
     def add(
-        self, fingerprint: Fingerprint, tokens: Sequence[int], keys: Tensor, values: Tensor
-    ) -> bool:
-        """Stores the cells of the last 256 of `tokens`, a whole number of blocks.
+        self,
+        fingerprint: Fingerprint,
+        tokens: Sequence[int],
+        start: int,
+        blocks: Iterable[tuple[Tensor, Tensor]],
+    ) -> int:
+        """Stores the blocks of a prompt from token `start` on, in one go.
 
-        keys, values: `[layers, kv_heads, 256, head_dim]`, at the positions of those tokens.
-        Returns whether the block is there now. It is not taken where those before it are not all
-        there, or where it would not fit beside them.
+        blocks: keys and values `[layers, kv_heads, 256, head_dim]` of one after another, at the
+        positions of their tokens; each is asked for when it is its turn.
 
-        Raises StoreError where the folder cannot be written.
+        Returns how many tokens of the prompt are there now. Blocks are taken only where all before
+        them are there, and until one would not fit beside those.
+
+        Raises InvalidArgument for a start within a block, StoreError where the folder cannot be
+        written, Locked where another process has not let go of it for some seconds.
         """
-        *before, (path, block) = self._chain(fingerprint, tokens)
-        earlier = {each for each, _ in before}
+        if arguments.whole("start", start, 0) % BLOCK:
+            raise InvalidArgument(f"start must be a multiple of {BLOCK}; found {start}")
+        all_blocks, _ = blocks_of(self.path, fingerprint, tokens)
+        done = all_blocks[: start // BLOCK]
         with self._locked():
-            if not all(each.exists() for each in earlier):
-                return False
-            if _verified(path, block) is None:
-                path.unlink(missing_ok=True)
-                if not self._make_room(keys.nbytes + values.nbytes + _OVERHEAD, spared=earlier):
-                    return False
-                self._write(path, block, keys, values, start=len(tokens) - BLOCK)
-            _touch([each for each, _ in before] + [path])
-        return True
+            if not all(block.path.exists() for block in done):
+                return 0
+            sweep(self.path)
+            room = _Room(self._files(), self.max_bytes, {block.path for block in done})
+            for block, cells in zip(all_blocks[len(done) :], blocks, strict=False):
+                if not _put(block, fingerprint, *cells, room):
+                    break
+                done.append(block)
+            _touch(done)
+        return BLOCK * len(done)
 
     def gc(self, max_bytes: int | None = None) -> int:
-        """Removes blocks, least recently used first, down to a quota; returns the bytes freed."""
+        """Removes blocks, least recently used first, down to a quota; returns the bytes freed.
+
+        Raises InvalidArgument for a quota below 0, StoreError and Locked as `add`.
+        """
+        asked = arguments.optional_whole("max_bytes", max_bytes, 0)
         with self._locked():
             before = self.nbytes
-            self._make_room(0, quota=max_bytes)
+            sweep(self.path)
+            _Room(self._files(), self.max_bytes if asked is None else asked).make(0)
             return before - self.nbytes
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files in the store."""
-        return sum(size for _, size, _ in self._files())
+        """Bytes of all blocks in the store. Raises StoreError where the folder cannot be read."""
+        try:
+            return sum(size for _, size, _ in self._files())
+        except OSError as error:
+            raise self._failed("read", error) from error
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
         """Only one process at a time changes the folder; finding needs no lock."""
         try:
-            with self._lock:
-                yield
+            self._lock.acquire(timeout=PATIENCE)
+        except Timeout:
+            raise Locked(
+                f"another process has been using the prefix store {self.path} for more than "
+                f"{PATIENCE:g} seconds"
+            ) from None
         except OSError as error:
-            reason = error.strerror or error
-            raise StoreError(f"the prefix store {self.path} cannot be written: {reason}") from error
+            raise self._failed("written", error) from error
+        try:
+            yield
+        except OSError as error:
+            raise self._failed("written", error) from error
+        finally:
+            self._lock.release()
 
-    def _write(
-        self, path: Path, block: Sequence[int], keys: Tensor, values: Tensor, start: int
-    ) -> None:
-        numbers = torch.tensor(block, dtype=torch.int32, device="cpu")
-        tensors = {"keys": keys, "values": values, "tokens": numbers}
-        write_container(path, KIND, FORMAT, {"start": start}, tensors)
-
-    def _make_room(
-        self, size: int, spared: Collection[Path] = (), quota: int | None = None
-    ) -> bool:
-        """Removes blocks until `size` more bytes fit, if that can be. Call it under the lock."""
-        sweep(self.path)
-        files = sorted(each for each in self._files() if each[2] not in spared)
-        most = self.max_bytes if quota is None else quota
-        excess = self.nbytes + size - most
-        if excess > sum(length for _, length, _ in files):
-            return False
-        for _, length, path in files:
-            if excess <= 0:
-                break
-            path.unlink(missing_ok=True)
-            excess -= length
-        return True
+    def _failed(self, verb: str, error: OSError) -> StoreError:
+        reason = error.strerror or error
+        return StoreError(f"the prefix store {self.path} cannot be {verb}: {reason}")
 
     def _files(self) -> Iterator[tuple[int, int, Path]]:
         """(time of last use, bytes, path) of each block, those being written included."""
         with os.scandir(self.path) as entries:
             for entry in entries:
                 with suppress(FileNotFoundError):
-                    if entry.name.endswith(_ENDING):
+                    if entry.name.endswith(ENDING) and entry.is_file():
                         status = entry.stat()
                         yield status.st_mtime_ns, status.st_size, self.path / entry.name
 
-    def _chain(
-        self, fingerprint: Fingerprint, tokens: Sequence[int]
-    ) -> list[tuple[Path, Sequence[int]]]:
-        """The file and the tokens of each whole block of a prompt."""
-        parent, chain = _root(fingerprint), []
-        for end in range(BLOCK, len(tokens) + 1, BLOCK):
-            block = tokens[end - BLOCK : end]
-            key = _key(parent, block)
-            chain.append((self.path / f"{parent}-{key}{_ENDING}", block))
-            parent = key
-        return chain
-
     def _common(self, parent: str, tokens: Sequence[int]) -> int:
         """How many of the tokens agree with a block that follows on `parent`, at best."""
+        try:
+            names = os.listdir(self.path)
+        except FileNotFoundError:
+            return 0  # whoever removed the folder emptied the store; the next block makes it anew
+        except OSError as error:
+            raise self._failed("read", error) from error
         best = 0
-        for path in self.path.glob(f"{parent}-*{_ENDING}"):
-            stored = _stored_tokens(path)
-            pairs = enumerate(zip(stored, tokens, strict=False))
-            agreed = next((i for i, (a, b) in pairs if a != b), min(len(stored), len(tokens)))
-            best = max(best, agreed)
+        for name in names:
+            if name.startswith(f"{parent}-") and name.endswith(ENDING):
+                stored = tokens_in(self.path / name)
+                pairs = enumerate(zip(stored, tokens, strict=False))
+                agreed = next((i for i, (a, b) in pairs if a != b), min(len(stored), len(tokens)))
+                best = max(best, agreed)
         return best
 
 
-def _root(fingerprint: Fingerprint) -> str:
-    return fingerprint.digest()[:32]
+class _Room:
+    """Bytes under a quota; what was used longest ago makes room for more. For use under the lock.
+
+    files: (time of last use, bytes, path) of all that are there. spared: those that stay.
+    """
+
+    def __init__(
+        self, files: Iterable[tuple[int, int, Path]], quota: int, spared: Collection[Path] = ()
+    ):
+        oldest_first = sorted(files)
+        self._free = quota - sum(size for _, size, _ in oldest_first)
+        self._may_go = {path: size for _, size, path in oldest_first if path not in spared}
+        self._oldest = deque(self._may_go)
+        self._most = self._free + sum(self._may_go.values())
+
+    def make(self, size: int) -> bool:
+        """Removes blocks until `size` more bytes fit, if that can be."""
+        if size > self._most:
+            return False
+        while self._free < size:
+            path = self._oldest.popleft()
+            if path in self._may_go:
+                path.unlink(missing_ok=True)
+                self._free += self._may_go.pop(path)
+        return True
+
+    def spare(self, path: Path) -> None:
+        """From now on a file stays, if it is there."""
+        self._most -= self._may_go.pop(path, 0)
+
+    def remove(self, path: Path) -> None:
+        """Removes a file that is in the way, if there is one."""
+        path.unlink(missing_ok=True)
+        self._free += self._may_go.pop(path, 0)
+
+    def take(self, size: int) -> None:
+        """Counts bytes that were written, and stay."""
+        self._free -= size
+        self._most -= size
 
 
-def _key(parent: str, block: Sequence[int]) -> str:
-    numbers = torch.tensor(block, dtype=torch.int32, device="cpu")
-    data = parent.encode() + numbers.numpy().tobytes()
-    return blake3(data).hexdigest()[:32]
+def _put(
+    block: PrefixBlock, fingerprint: Fingerprint, keys: Tensor, values: Tensor, room: _Room
+) -> bool:
+    """Writes a block where it is not there yet; whether it is there now."""
+    if block.read(fingerprint) is not None:
+        room.spare(block.path)
+        return True
+    if block.path.exists() and not block.path.is_file():
+        return False  # a folder of that name, say: nothing of ours
+    room.remove(block.path)
+    if not room.make(keys.nbytes + values.nbytes + OVERHEAD):
+        return False
+    room.take(block.write(keys, values))
+    return True
 
 
-def _parent(path: Path) -> str:
-    return path.stem.split("-")[0]
-
-
-def _key_of(path: Path) -> str:
-    return path.stem.split("-")[1]
-
-
-def _verified(path: Path, tokens: Sequence[int]) -> Container | None:
-    """The block in a file, if every byte is as it was written and the tokens are those asked."""
-    try:
-        container = read_container(path, KIND, FORMAT)
-    except StoreError:
-        return None
-    return container if container.tensors["tokens"].tolist() == list(tokens) else None
-
-
-def _stored_tokens(path: Path) -> list[int]:
-    """The tokens of a block, without a look at its cells; none if they do not verify."""
-    try:
-        container = read_container(path, KIND, FORMAT, only=("tokens",))
-    except StoreError:
-        return []
-    return list[int](container.tensors["tokens"].tolist())
-
-
-def _touch(chain: Sequence[Path]) -> None:
+def _touch(blocks: Sequence[PrefixBlock]) -> None:
     """Marks blocks as used now. A block is of use only with those before it, so it goes first."""
     now = time.time_ns()
-    for age, path in enumerate(chain):
+    for age, block in enumerate(blocks):
         with suppress(OSError):  # removed meanwhile, or a store that may only be read
-            os.utime(path, ns=(now - age, now - age))
+            os.utime(block.path, ns=(now - age, now - age))

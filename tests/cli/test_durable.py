@@ -443,3 +443,20 @@ def test_a_full_disk_does_not_end_a_chat(start, invoke, tiny, home) -> None:
     assert text.count(b"\n") >= 2
     assert said.decode().count("could not be written") == 3
     assert (home / "sessions" / "s.kvkeep").read_bytes() == before
+
+
+def test_a_prefix_cache_that_fails_is_said_once_and_costs_no_answer(
+    invoke, tiny, tmp_path: Path, monkeypatch
+) -> None:
+    text = " ".join(f"word{n}" for n in range(300))
+    asked = ["generate", "-n", 8, "-p", text, *GREEDY, *tiny]
+    plain = invoke(*asked)
+    monkeypatch.setenv("KVKEEP_HOME", str(tmp_path))
+    (tmp_path / "prefixes").write_text("in the way")
+    unusable = invoke(*asked, "--prefix-cache")
+    (tmp_path / "prefixes").unlink()
+    (tmp_path / "prefixes" / "lock").mkdir(parents=True)
+    unwritable = invoke(*asked, "--prefix-cache")
+    for result in (unusable, unwritable):
+        assert (result.exit_code, result.stdout) == (0, plain.stdout)
+        assert result.stderr.count("going on without the prefix cache") == 1

@@ -6,6 +6,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,10 +19,11 @@ from topics import topic_ids
 
 from kvkeep.errors import InvalidArgument, StoreError
 from kvkeep.model import Model, load_model
-from kvkeep.store import prefix
+from kvkeep.store import prefix_block
 from kvkeep.store.atomic import TEMPORARY
-from kvkeep.store.container import write_container
-from kvkeep.store.prefix import BLOCK, PrefixStore
+from kvkeep.store.container import read_container, write_container
+from kvkeep.store.prefix import PrefixStore
+from kvkeep.store.prefix_block import BLOCK, FORMAT, KIND
 
 MODEL = small_model()
 SCRIPT = Path(__file__).with_name("prefill.py")
@@ -37,7 +41,13 @@ def cells(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
 def fill(store: PrefixStore, tokens: list[int]) -> list[bool]:
     """Adds every whole block of a prompt, with some cells; whether each was taken."""
     ends = range(BLOCK, len(tokens) + 1, BLOCK)
-    return [store.add(MODEL.fingerprint, tokens[:end], *cells(end)) for end in ends]
+    return [add(store, tokens[:end]) for end in ends]
+
+
+def add(store: PrefixStore, tokens: list[int]) -> bool:
+    """Adds the last block of a prompt, with some cells; whether it was taken."""
+    stored = store.add(MODEL.fingerprint, tokens, len(tokens) - BLOCK, [cells(len(tokens))])
+    return stored == len(tokens)
 
 
 def process(*arguments: object) -> "subprocess.Popen[bytes]":
@@ -170,12 +180,100 @@ def test_tokens_are_compared_beside_the_key(tmp_path: Path) -> None:
     """As if two prompts had the same hash."""
     store, ids = PrefixStore(tmp_path), prompt(5, 256)
     fill(store, ids)
-    (file,) = tmp_path.glob("*.kvblock")
-    keys, values = cells()
     others = torch.tensor(prompt(6, 256), dtype=torch.int32)
-    tensors = {"keys": keys, "values": values, "tokens": others}
-    write_container(file, prefix.KIND, prefix.FORMAT, {"start": 0}, tensors)
+    rewrite(only_block(tmp_path), tokens=others)
     assert store.find(MODEL.fingerprint, ids).tokens == 0
+
+
+def only_block(folder: Path) -> Path:
+    (file,) = (path for path in folder.glob("*.kvblock") if path.is_file())
+    return file
+
+
+def rewrite(file: Path, document: dict[str, object] | None = None, **tensors: torch.Tensor) -> None:
+    """A valid file with another document, or with some tensors in the place of its own."""
+    was = read_container(file, KIND, FORMAT)
+    write_container(file, KIND, FORMAT, document or was.document, {**was.tensors, **tensors})
+
+
+def test_a_block_that_followed_on_other_tokens_is_not_found(tmp_path: Path) -> None:
+    """Its own tokens are those that were asked for; its cells saw others."""
+    store, same = PrefixStore(tmp_path), prompt(5, BLOCK)
+    one, other = prompt(6, BLOCK) + same, prompt(7, BLOCK) + same
+    for ids in (one, other):
+        fill(store, ids)
+    first, second = (
+        sorted(tmp_path.glob("*.kvblock"), key=lambda path: -path.stat().st_mtime_ns)[index]
+        for index in (1, 3)
+    )
+    swapped = first.read_bytes(), second.read_bytes()
+    for ids in (one, other):
+        assert store.find(MODEL.fingerprint, ids).tokens == 2 * BLOCK
+    second.write_bytes(swapped[0])
+    first.write_bytes(swapped[1])
+    for ids in (one, other):
+        assert store.find(MODEL.fingerprint, ids).tokens == BLOCK
+        assert store.differs_at(MODEL.fingerprint, ids) == (BLOCK, BLOCK)
+
+
+def test_a_block_that_does_not_say_what_it_followed_on_is_replaced(tmp_path: Path) -> None:
+    """As earlier versions wrote them."""
+    store, ids = PrefixStore(tmp_path), prompt(5, BLOCK)
+    fill(store, ids)
+    rewrite(only_block(tmp_path), {"start": 0})
+    assert store.find(MODEL.fingerprint, ids).tokens == 0
+    assert fill(store, ids) == [True]
+    assert store.find(MODEL.fingerprint, ids).tokens == BLOCK
+
+
+@pytest.mark.parametrize("missing", ["keys", "values", "tokens"])
+def test_a_block_without_one_of_its_tensors_is_not_there(tmp_path: Path, missing: str) -> None:
+    store, ids = PrefixStore(tmp_path), prompt(5, 300)
+    fill(store, ids)
+    file = only_block(tmp_path)
+    was = read_container(file, KIND, FORMAT)
+    del was.tensors[missing]
+    write_container(file, KIND, FORMAT, was.document, was.tensors)
+    assert MODEL.session(store=store).feed(ids).reused == 0
+    assert MODEL.session(store=store).feed(ids).reused == BLOCK
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"keys": torch.zeros(LAYOUT.layers, LAYOUT.kv_heads, BLOCK, 2 * LAYOUT.head_dim)},
+        {"values": torch.zeros(LAYOUT.layers, LAYOUT.kv_heads, BLOCK - 1, LAYOUT.head_dim)},
+        {"values": torch.zeros(BLOCK)},
+        {"keys": cells()[0].bfloat16()},
+        {"tokens": torch.zeros(BLOCK, dtype=torch.int64)},
+        {"tokens": torch.zeros(2, BLOCK // 2, dtype=torch.int32)},
+        {"tokens": torch.zeros(0, dtype=torch.int32)},
+    ],
+    ids=lambda other: "-".join(f"{name}{list(x.shape)}" for name, x in other.items()),
+)
+def test_a_block_with_other_tensors_is_not_there(
+    tmp_path: Path, other: dict[str, torch.Tensor]
+) -> None:
+    store, ids = PrefixStore(tmp_path), prompt(5, 300)
+    fill(store, ids)
+    rewrite(only_block(tmp_path), **other)
+    store.differs_at(MODEL.fingerprint, ids)
+    assert MODEL.session(store=store).feed(ids).reused == 0
+    assert MODEL.session(store=store).feed(ids).reused == BLOCK
+
+
+def test_a_folder_that_is_named_like_a_block_is_left_alone(tmp_path: Path) -> None:
+    store, ids = PrefixStore(tmp_path), prompt(5, 2 * BLOCK + 10)
+    (tmp_path / "some.kvblock").mkdir()
+    assert fill(store, ids) == [True, True]
+    assert store.gc(0) > 0
+    fill(store, ids[:BLOCK])
+    file = only_block(tmp_path)
+    file.unlink()
+    file.mkdir()
+    report = MODEL.session(store=store).feed(ids)
+    assert (report.reused, report.store_error) == (0, None)
+    assert sorted(tmp_path.glob("*.kvblock")) == sorted([file, tmp_path / "some.kvblock"])
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "empty", "foreign"])
@@ -218,7 +316,7 @@ def test_the_quota_holds_at_every_moment(tmp_path: Path) -> None:
     for seed in range(25):
         ids = prompt(seed, 2 * BLOCK)
         for end in (BLOCK, 2 * BLOCK):
-            assert store.add(MODEL.fingerprint, ids[:end], *cells(seed))
+            assert add(store, ids[:end])
             assert store.nbytes <= size(tmp_path) <= store.max_bytes
     watcher.stop = True
     watcher.join()
@@ -278,7 +376,7 @@ def test_a_block_larger_than_the_quota_is_not_taken(tmp_path: Path) -> None:
 
 def test_a_block_without_those_before_it_is_not_taken(tmp_path: Path) -> None:
     store = PrefixStore(tmp_path)
-    assert not store.add(MODEL.fingerprint, prompt(0, 2 * BLOCK), *cells())
+    assert not add(store, prompt(0, 2 * BLOCK))
     assert store.nbytes == 0
 
 
@@ -296,6 +394,10 @@ def test_gc_frees_what_is_asked_and_what_killed_writers_left(tmp_path: Path) -> 
 def test_unusable_settings_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="max_bytes"):
         PrefixStore(tmp_path, 0)
+    with pytest.raises(InvalidArgument, match="max_bytes"):
+        PrefixStore(tmp_path).gc(-1)
+    with pytest.raises(InvalidArgument, match="start"):
+        PrefixStore(tmp_path).add(MODEL.fingerprint, prompt(0, 600), 100, [cells()])
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(StoreError, match="cannot be a prefix store"):
         PrefixStore(tmp_path / "file")
@@ -364,3 +466,43 @@ def test_keep_minus_one_works_with_a_store(tmp_path: Path) -> None:
     for each in (session, alone):
         each.feed(prompt(10, 600))
     assert (session.logits - alone.logits).abs().max() <= 1e-4
+
+
+# What adding costs
+
+
+@contextmanager
+def counted_work(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """Keys that are computed, files that are opened, marked as used or looked at in a folder."""
+    work, counting = Counter[str](), True
+
+    def note(event: str, arguments: tuple[object, ...]) -> None:
+        if counting and event in ("open", "os.utime", "os.scandir", "os.listdir"):
+            work[event] += 1
+
+    def key(parent: str, tokens: Sequence[int]) -> str:
+        work["keys"] += 1
+        return compute(parent, tokens)
+
+    compute = prefix_block.block_key
+    monkeypatch.setattr(prefix_block, "block_key", key)
+    sys.addaudithook(note)
+    yield work
+    counting = False  # a hook stays for ever
+
+
+def test_storing_a_prompt_costs_each_of_its_blocks_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for blocks in (4, 16):
+        store = PrefixStore(tmp_path / str(blocks))
+        with counted_work(monkeypatch) as work:
+            MODEL.session(policy="full", store=store).feed(prompt(5, blocks * BLOCK))
+        assert store.find(MODEL.fingerprint, prompt(5, blocks * BLOCK)).tokens == blocks * BLOCK
+        found.append(work)
+    few, many = found
+    assert few["keys"] >= 4
+    assert few["open"] >= 4
+    for kind, count in many.items():
+        assert count / 16 <= 1.5 * few[kind] / 4, kind

@@ -1,17 +1,25 @@
 """What a session gives a prefix store, and takes from it, is what its policy keeps exact."""
 
+import os
+import resource
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 from small import small_model
 from store.prefill import prompt
 from topics import topic_ids
 
+from kvkeep.errors import Locked
 from kvkeep.methods import METHODS
 from kvkeep.model import Model
 from kvkeep.session import Session
-from kvkeep.store.prefix import BLOCK, PrefixStore
+from kvkeep.store import prefix
+from kvkeep.store.prefix import PrefixStore
+from kvkeep.store.prefix_block import BLOCK
 
 MODEL = small_model()
 WINDOW = 300  # of tokens that come one after another, before self-extend begins to group
@@ -167,3 +175,92 @@ def test_an_archive_decides_the_same_after_a_prompt_that_is_stored_nearly_whole(
             each.insert(100, ids[300:400])
             each.feed(ids[length:])
         assert (found.logits - alone.logits).abs().max() <= 1e-4
+
+
+# A store that fails
+
+
+def require_answered(store: PrefixStore, error: str, model: Model = MODEL) -> None:
+    """A session that has such a store answers as one without, and says why."""
+    ids = prompt(7, 900)
+    session, alone = (model.session(policy="full", store=each) for each in (store, None))
+    report = session.feed(ids)
+    assert (report.tokens, report.reused) == (len(ids), 0)
+    assert report.store_error is not None
+    assert error in report.store_error
+    alone.feed(ids)
+    require_same(session, alone)
+    assert session.feed(ids[:20]).store_error is None  # only a first prompt asks a store
+
+
+@pytest.fixture
+def file_limit() -> Iterator[None]:
+    """No file may grow beyond 20 kB: what a full disk is to whoever writes."""
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, usual[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+
+
+@pytest.mark.usefixtures("file_limit")
+def test_a_full_disk_costs_no_answer(tmp_path: Path) -> None:
+    require_answered(PrefixStore(tmp_path), "File too large")
+    assert os.listdir(tmp_path) == ["lock"]
+
+
+def test_a_folder_that_vanished_is_made_anew(tmp_path: Path) -> None:
+    store, ids = PrefixStore(tmp_path / "store"), prompt(7, 900)
+    for reused in (0, 768):
+        report = MODEL.session(store=store).feed(ids)
+        assert (report.reused, report.store_error) == (reused, None)
+        if not reused:
+            shutil.rmtree(tmp_path / "store")
+            report = MODEL.session(store=store).feed(ids)
+            assert (report.reused, report.store_error) == (0, None)
+
+
+def test_a_file_in_the_place_of_the_folder_costs_no_answer(tmp_path: Path) -> None:
+    store = PrefixStore(tmp_path / "store")
+    (tmp_path / "store").rmdir()
+    (tmp_path / "store").write_text("in the way")
+    require_answered(store, "Not a directory")
+
+
+def test_a_folder_that_takes_no_new_files_costs_no_answer(tmp_path: Path) -> None:
+    store = PrefixStore(tmp_path)
+    (tmp_path / "lock").mkdir()  # permissions would not stop the superuser
+    require_answered(store, "cannot be written")
+
+
+def test_a_store_that_another_process_does_not_let_go_of_costs_no_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = PrefixStore(tmp_path)
+    monkeypatch.setattr(prefix, "PATIENCE", 0.1)
+    with FileLock(tmp_path / "lock"):
+        require_answered(store, "another process")
+        with pytest.raises(Locked, match="another process"):
+            store.gc(0)
+    assert MODEL.session(store=store).feed(prompt(7, 900)).store_error is None
+
+
+def test_a_store_that_fails_is_asked_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Waiting for it at each step would cost more than it saves."""
+    store, lock = PrefixStore(tmp_path), FileLock(tmp_path / "lock")
+    monkeypatch.setattr(prefix, "PATIENCE", 0.1)
+    steps = []
+
+    def advance(count: int) -> None:
+        steps.append(count)
+        if len(steps) == 3:  # the first block is whole, and was refused
+            lock.release()
+
+    lock.acquire()
+    report = MODEL.session(policy="full", store=store, prefill_step=100).feed(
+        prompt(7, 900), advance
+    )
+    assert len(steps) > 3
+    assert report.store_error is not None
+    assert store.nbytes == 0
