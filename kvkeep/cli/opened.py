@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from kvkeep.cli.compression import calibrated, require_calibration
 from kvkeep.cli.memory import WHOLE_PROMPT, Memory
 from kvkeep.cli.options import given
+from kvkeep.cli.which_model import require_here
 from kvkeep.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -40,14 +41,15 @@ def resume(file: Path, memory: Memory, progress: bool) -> Opened:
     What the user gave no option for is as it was saved.
 
     Raises InvalidArgument for an option that contradicts the file, StoreError and its kinds for a
-    file that is not sound, FingerprintMismatch for another model.
+    file that is not sound, FingerprintMismatch for another model, ModelNotFound for one that is not
+    here and that nobody named.
     """
     from kvkeep import Snapshot
 
     snapshot = Snapshot.load(file)
     _require_agreement(file, snapshot, memory)
     require_calibration(file, snapshot, memory.calibration)
-    model = saved_on(memory, snapshot).load(progress)
+    model = saved_on(file, memory, snapshot).load(progress)
     session = model.restore(snapshot, calibration=calibrated(memory.calibration, model))
     if given("prefill_step"):
         session.prefill_step = memory.prefill_step
@@ -56,8 +58,13 @@ def resume(file: Path, memory: Memory, progress: bool) -> Opened:
     )
 
 
-def saved_on(memory: Memory, snapshot: "Snapshot") -> Memory:
-    """The memory asked for, on the model and dtype of a snapshot where none were."""
+def saved_on(file: Path, memory: Memory, snapshot: "Snapshot") -> Memory:
+    """The memory asked for, on the model and dtype of a snapshot where none were.
+
+    Raises ModelNotFound for a model that nobody named and that is not here.
+    """
+    if not given("model"):
+        require_here(snapshot.model, file)
     return replace(
         memory,
         model=memory.model if given("model") else snapshot.model,

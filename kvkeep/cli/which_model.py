@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvkeep.cli.options import whole_number
+from kvkeep.errors import ModelNotFound
 from kvkeep.models.known import KNOWN
 from kvkeep.models.source import DEFAULT_MODEL
 
@@ -22,6 +23,9 @@ MODEL = click.option(
     metavar="NAME",
     default=DEFAULT_MODEL,
     help="Known name, GGUF file, model folder or hub id.",
+)
+SAVED_MODEL = click.option(
+    "-m", "--model", metavar="NAME", show_default="as it was saved", help="The model it belongs to."
 )
 DTYPE = click.option(
     "--dtype", type=click.Choice(DTYPE_NAMES), default=DTYPE_NAMES[0], help="Of weights and memory."
@@ -50,3 +54,18 @@ def load_named(name: str, dtype: str, device: str, weights: str | None, progress
         # What is saved remembers its model by name, and may be continued in another folder.
         name = str(Path(name).expanduser().absolute())
     return load_model(name, dtype=dtype, device=device, weights=weights, progress=progress)
+
+
+def require_here(name: str, file: object) -> None:
+    """Refuses a model that a file names and that this machine has not: files come from anywhere.
+
+    What a person names is fetched or converted; what a file names is only used. Raises
+    ModelNotFound.
+    """
+    from kvkeep.models.source import here
+
+    if here(name) is None:
+        raise ModelNotFound(
+            f"{file} was saved with the model {name!r}, which is not on this machine, and a file "
+            f"alone has none fetched: name it with --model, or fetch it with `kvkeep pull`"
+        )

@@ -8,7 +8,7 @@ from kvkeep.errors import BadModelFile, ModelNotFound
 from kvkeep.models.known import KNOWN, fetch
 from kvkeep.models.library import PulledModel, find, home, keep, pulled
 
-__all__ = ["DEFAULT_MODEL", "PulledModel", "home", "pull", "pulled", "resolve"]
+__all__ = ["DEFAULT_MODEL", "PulledModel", "here", "home", "pull", "pulled", "resolve"]
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -24,6 +24,24 @@ def resolve(model: str, progress: bool) -> Path:
     return _obtain(model, progress, anew=False)
 
 
+def here(model: str) -> Path | None:
+    """The folder of a model that is on this machine; None where it were to be fetched or converted.
+
+    Nothing is written, and no network asked. Raises BadModelFile for a folder that is no model's.
+    """
+    path = _path(model)
+    if model.lower() in KNOWN:
+        slug = model.lower()
+    elif path.is_file():
+        slug = _slug(path.resolve())
+    elif path.is_dir():
+        return _own_folder(path.resolve())
+    else:
+        slug = model.replace("/", "--") if _is_hub_id(model) else ""
+    found = find(slug) if slug else None
+    return found.folder if found else None
+
+
 def pull(name: str, progress: bool) -> Path:
     """Fetch a model by known name or hub id (or convert a .gguf file) now; its folder.
 
@@ -34,7 +52,7 @@ def pull(name: str, progress: bool) -> Path:
 
 
 def _obtain(model: str, progress: bool, anew: bool) -> Path:
-    path = Path(model).expanduser()
+    path = _path(model)
     if model.lower() in KNOWN:
         return _known(model.lower(), progress)
     if path.is_file():
@@ -48,6 +66,13 @@ def _obtain(model: str, progress: bool, anew: bool) -> Path:
         "existing .gguf file, the path of a folder with config.json and model.safetensors, or a "
         "Hugging Face hub id such as owner/name"
     )
+
+
+def _path(model: str) -> Path:
+    try:
+        return Path(model).expanduser()
+    except RuntimeError as error:  # "~nobody/model"
+        raise ModelNotFound(f"no model {model!r}: {error}") from error
 
 
 def _is_hub_id(model: str) -> bool:
@@ -70,12 +95,17 @@ def _known(name: str, progress: bool) -> Path:
     return keep(name, name, known.requirement, fill, progress)
 
 
-def _converted(gguf: Path, progress: bool) -> Path:
-    """Converted once for each state of the file, as its path, size and time of change tell it."""
+def _slug(gguf: Path) -> str:
+    """What a converted file is kept under: its path, size and time of change tell its state."""
     status = gguf.stat()
     state = f"{gguf}\n{status.st_size}\n{status.st_mtime_ns}"
     digest = hashlib.sha256(state.encode()).hexdigest()[:12]
-    slug = f"{re.sub(r'[^A-Za-z0-9._-]+', '-', gguf.stem)}-{digest}"
+    return f"{re.sub(r'[^A-Za-z0-9._-]+', '-', gguf.stem)}-{digest}"
+
+
+def _converted(gguf: Path, progress: bool) -> Path:
+    """Converted once for each state of the file."""
+    slug = _slug(gguf)
     present = find(slug)
     if present is not None:
         return present.folder

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from kvkeep import Snapshot
 from kvkeep.cli.conversation import turns_in
 from kvkeep.cli.memory import CODEC_NAMES
+from kvkeep.models.source import DEFAULT_MODEL
 
 GREEDY = ["--temperature", "0", "--repetition-penalty", "1"]
 TEXT = "One two three four five six seven eight nine ten eleven twelve."
@@ -105,6 +107,38 @@ def test_the_model_is_found_from_another_folder(invoke, tiny, tiny_folder, monke
     invoke("generate", "--session", "s", "-p", TEXT, "-n", 1, "-m", tiny_folder.name)
     monkeypatch.chdir("/")
     assert invoke("generate", "--session", "s", "-n", 1).exit_code == 0
+
+
+@pytest.mark.parametrize("name", [DEFAULT_MODEL, "owner/other", "{home}/m.gguf", "~no-one/m"])
+def test_a_file_has_no_model_fetched_or_converted(invoke, tiny, home, tmp_path, name) -> None:
+    """Whoever made the file chose its name; only a person's own choice goes that far."""
+    invoke("chat", "--session", "s", "-n", 2, *tiny, input="Hi\n")
+    (home / "m.gguf").write_bytes(b"GGUF")
+    name, file = name.format(home=home), tmp_path / "theirs.kvkeep"
+    replace(_saved(home, "s"), model=name).save(file)
+    assert invoke("sessions", "import", file, "t").exit_code == 0
+    assert invoke("sessions", "verify", "t").exit_code == 0
+    for command in (
+        *(["generate", "--restore-prompt", file], ["generate", "--session", "t"]),
+        *(["chat", "--session", "t"], ["chat", "-c"], ["sessions", "fork", "t", "u", "--at", 9]),
+    ):
+        _refused(invoke(*command), repr(name), *([] if "~" in name else ["name it with --model"]))
+    assert repr(name) in invoke("sessions", "show", "t").stderr
+    assert not (home / "models").exists()
+    named = ["-m", tiny[1]]
+    assert invoke("generate", "--restore-prompt", file, "-n", 1, *named).exit_code == 0
+    assert invoke("chat", "--session", "t", *named, input="").exit_code == 0
+    assert invoke("sessions", "fork", "t", "u", "--at", 9, *named).exit_code == 0
+    assert "Hi" in invoke("sessions", "show", "t", *named).stdout
+
+
+def test_a_model_that_is_here_needs_no_name(invoke, smollm2_folder, monkeypatch, tmp_path) -> None:
+    home = tmp_path / "home"
+    (home / "models").mkdir(parents=True)
+    (home / "models" / DEFAULT_MODEL).symlink_to(smollm2_folder)
+    file = tmp_path / "saved.kvkeep"
+    assert invoke("generate", "-p", "Hi", "--cache-prompt", file).exit_code == 0
+    assert invoke("generate", "--restore-prompt", file, "-n", 1).exit_code == 0
 
 
 def test_keep_can_be_changed_and_the_rest_cannot(invoke, tiny, home) -> None:

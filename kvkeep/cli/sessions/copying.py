@@ -13,6 +13,7 @@ from kvkeep.cli.memory import CODEC_NAMES
 from kvkeep.cli.opened import FIRST_PROMPT, UNREAD
 from kvkeep.cli.options import whole_number
 from kvkeep.cli.report import counted, megabytes
+from kvkeep.cli.which_model import SAVED_MODEL, load_named, require_here
 from kvkeep.errors import InvalidArgument, StoreError
 from kvkeep.store.atomic import replacing
 from kvkeep.store.output_file import check_store_place
@@ -29,7 +30,10 @@ if TYPE_CHECKING:
     "--at", metavar="N", type=whole_number(0), help="As it was after N tokens, if still held."
 )
 @calibration_option("With --at, of a session that was begun with one.")
-def fork(source: str, target: str, at: int | None, calibration: Path | None) -> None:
+@SAVED_MODEL
+def fork(
+    source: str, target: str, at: int | None, calibration: Path | None, model: str | None
+) -> None:
     """Begin a session where another one is; each then goes its own way."""
     from kvkeep import Snapshot
 
@@ -45,16 +49,17 @@ def fork(source: str, target: str, at: int | None, calibration: Path | None) -> 
             copy(file, place)
         else:
             require_calibration(source, snapshot, calibration)
-            _at(snapshot, at, calibration).save(place)
+            if model is None:
+                require_here(snapshot.model, file)
+            _at(snapshot, at, calibration, model or snapshot.model).save(place)
         tokens = counted(total if at is None else at, "token")
         click.echo(f"{target} begins with {tokens} of {source}, {_size(place)}")
 
 
-def _at(snapshot: "Snapshot", count: int, calibration: Path | None) -> "Snapshot":
+def _at(snapshot: "Snapshot", count: int, calibration: Path | None, name: str) -> "Snapshot":
     """The snapshot of a session as it was after `count` tokens."""
-    from kvkeep import load_model
-
-    model = load_model(snapshot.model, dtype=str(snapshot.layout.dtype).removeprefix("torch."))
+    dtype = str(snapshot.layout.dtype).removeprefix("torch.")
+    model = load_named(name, dtype, "cpu", weights=None, progress=False)
     session = model.restore(snapshot, calibration=calibrated(calibration, model))
     session.rewind(len(snapshot.tokens) - count)
     notes = dict(snapshot.notes)

@@ -12,6 +12,7 @@ import click
 from kvkeep.cli.opened import UNREAD
 from kvkeep.cli.report import counted, megabytes
 from kvkeep.cli.sessions.verify import session_or_file
+from kvkeep.cli.which_model import SAVED_MODEL, require_here
 from kvkeep.errors import FingerprintMismatch
 
 if TYPE_CHECKING:
@@ -21,10 +22,11 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("name", metavar="NAME|FILE")
+@SAVED_MODEL
 @click.option(
     "--forgotten", is_flag=True, help="Show the text that is forgotten or compressed, too."
 )
-def show(name: str, forgotten: bool) -> None:
+def show(name: str, model: str | None, forgotten: bool) -> None:
     """Show what a session holds, and its text.
 
     Where tokens are forgotten or compressed, a mark in brackets says how many.
@@ -36,7 +38,7 @@ def show(name: str, forgotten: bool) -> None:
     for what, value in _facts(file, snapshot):
         click.echo(f"{what:<8} {value}")
     click.echo()
-    text = _tokenizer(file, snapshot)
+    text = _tokenizer(file, snapshot, model)
     gone = "compressed" if compressed_cells(snapshot) else "forgotten"
     for remembered, ids in runs(snapshot):
         if remembered:
@@ -76,17 +78,20 @@ def _facts(file: Path, snapshot: "Snapshot") -> Iterator[tuple[str, str]]:
         yield "unread", f"{counted(len(unread), 'token')} of a prompt that was interrupted"
 
 
-def _tokenizer(file: Path, snapshot: "Snapshot") -> "TextCodec":
+def _tokenizer(file: Path, snapshot: "Snapshot", named: str | None) -> "TextCodec":
     from blake3 import blake3
 
     from kvkeep.models.source import resolve
     from kvkeep.models.text import TextCodec
 
-    text = TextCodec.open(resolve(snapshot.model, progress=True))
+    if named is None:
+        require_here(snapshot.model, file)
+    name = named or snapshot.model
+    text = TextCodec.open(resolve(name, progress=True))
     if blake3(text.tokenizer.to_str().encode()).hexdigest() != snapshot.fingerprint["tokenizer"]:
         raise FingerprintMismatch(
-            f"the text of {file} cannot be shown: the tokenizer of {snapshot.model} is another one "
-            "than when it was saved"
+            f"the text of {file} cannot be shown: the tokenizer of {name} is another one than when "
+            "it was saved"
         )
     return text
 
