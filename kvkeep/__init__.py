@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Any
 from kvkeep.errors import KvkeepError
 
 if TYPE_CHECKING:
-    from kvkeep.calibration import Calibration, calibrate, load_calibration
+    from kvkeep.calibrating import calibrate
+    from kvkeep.calibration import Calibration, load_calibration
     from kvkeep.compressing import CompressionReport
     from kvkeep.group import SessionGroup
     from kvkeep.model import Model, load_model
@@ -41,7 +42,7 @@ _HOMES = {
     "Session": "kvkeep.session",
     "SessionGroup": "kvkeep.group",
     "Snapshot": "kvkeep.store.snapshot",
-    "calibrate": "kvkeep.calibration",
+    "calibrate": "kvkeep.calibrating",
     "load_calibration": "kvkeep.calibration",
     "load_model": "kvkeep.model",
 }

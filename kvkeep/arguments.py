@@ -22,15 +22,14 @@ def whole(name: str, value: Any, least: int | None = None, most: int | None = No
 
     least, most: the range, both ends included; None for no end. Raises InvalidArgument.
     """
-    expected = f"a whole number{_range(least, most)}"
     if isinstance(value, bool):
-        raise _refused(name, expected, value)
+        raise _refused(name, "a whole number", value)
     try:
         found = operator.index(value)
     except TypeError:
-        raise _refused(name, expected, value) from None
+        raise _refused(name, "a whole number", value) from None
     if (least is not None and found < least) or (most is not None and found > most):
-        raise _refused(name, expected, found)
+        raise _refused(name, _range(least, most), found)
     return found
 
 
@@ -125,11 +124,9 @@ def token_ids(name: str, value: Any, vocabulary: int) -> list[int]:
 
 
 def _range(least: int | None, most: int | None) -> str:
-    if least is None and most is None:
-        return ""
     if most is None:
-        return f", {least} or more"
-    return f" up to {most}" if least is None else f", {least} to {most}"
+        return f"{least} or more"
+    return f"up to {most}" if least is None else f"{least} to {most}"
 
 
 def _refused(name: str, expected: str, found: object) -> InvalidArgument:

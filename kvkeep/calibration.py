@@ -4,28 +4,23 @@ As an importance matrix is for weights, it is a file made once from some text, a
 session of that model.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from blake3 import blake3
 from torch import Tensor
 
-from kvkeep import arguments
-from kvkeep.errors import CorruptFile, InvalidArgument
+from kvkeep.errors import CorruptFile
+from kvkeep.loaded import LoadedModel
 from kvkeep.methods import Statistics
-from kvkeep.methods.measured import Measured
 from kvkeep.store.container import read_container, write_container
 from kvkeep.store.raw import tensor_bytes
 from kvkeep.store.segments import require, require_tensor
 
-if TYPE_CHECKING:
-    from kvkeep.model import Model
-
 KIND, FORMAT = "calibration", 1
-STEP = 512  # tokens evaluated at once
 
 
 @dataclass(frozen=True)
@@ -45,7 +40,7 @@ class Calibration:
             hashed.update(tensor_bytes(tensor))
         return hashed.hexdigest()
 
-    def require(self, model: "Model") -> None:
+    def require(self, model: LoadedModel) -> None:
         """Raises FingerprintMismatch, naming what differs, for another model."""
         model.fingerprint.require(self.fingerprint, "the calibration")
 
@@ -55,7 +50,7 @@ class Calibration:
         return write_container(Path(path), KIND, FORMAT, document, asdict(self.statistics))
 
 
-def load_calibration(path: str | Path, model: "Model") -> Calibration:
+def load_calibration(path: str | Path, model: LoadedModel) -> Calibration:
     """Reads a calibration and verifies every byte of it, and that it is of this model.
 
     Raises StoreError and its kinds, and FingerprintMismatch.
@@ -67,37 +62,8 @@ def load_calibration(path: str | Path, model: "Model") -> Calibration:
         raise CorruptFile(f"{path} is corrupt: {error!r} while it was put together") from error
 
 
-@torch.inference_mode()
-def calibrate(
-    model: "Model", ids: Sequence[int], progress: Callable[[int], None] | None = None
-) -> Calibration:
-    """Runs text through the model and measures what compression decides by.
-
-    Args:
-        ids: some ten thousand tokens of the kind of text to come.
-        progress: called after each step with the number of tokens in it.
-
-    Raises InvalidArgument for too few tokens.
-    """
-    ids = arguments.token_ids("ids", ids, model.spec.vocab_size)
-    progress = arguments.progress(progress)
-    step = min(STEP, model.spec.max_positions // 4)
-    if len(ids) < 3 * step:
-        raise InvalidArgument(f"a calibration needs {3 * step} tokens or more; found {len(ids)}")
-    measured = Measured(model.decoder.new_cache().layout)
-    session = model.session(max_kv_size=4 * step, prefill_step=step)
-    session.cache.observe()
-    for first in range(0, len(ids), step):
-        chunk = ids[first : first + step]
-        session.feed(chunk)
-        measured.take(session.cache, step)
-        if progress:
-            progress(len(chunk))
-    return Calibration(measured.statistics(), asdict(model.fingerprint), model.name, len(ids))
-
-
 def _assemble(
-    document: Mapping[str, Any], tensors: Mapping[str, Tensor], model: "Model"
+    document: Mapping[str, Any], tensors: Mapping[str, Tensor], model: LoadedModel
 ) -> Calibration:
     # First of all: another model's statistics have another shape, and are whole for all that.
     model.fingerprint.require(document["fingerprint"], "the calibration")

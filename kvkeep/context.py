@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import Any
 
 from torch import Tensor
 
@@ -13,14 +13,12 @@ from kvkeep.compressing import CompressionReport, compress_held
 from kvkeep.edit import EditReport, Recompute, edit
 from kvkeep.errors import InvalidArgument
 from kvkeep.interrupts import interrupts_deferred
+from kvkeep.loaded import LoadedModel
 from kvkeep.memory import Memory
 from kvkeep.methods import BEST, make_method
 from kvkeep.policies import Policy
 from kvkeep.released import release_freed
 from kvkeep.spans import Span, Standing, after_edit, standing_in
-
-if TYPE_CHECKING:
-    from kvkeep.model import Model
 
 WHOLE_PROMPT = -1  # keep: all of the first prompt
 
@@ -33,7 +31,7 @@ class Context:
 
     def __init__(
         self,
-        model: "Model",
+        model: LoadedModel,
         policy: Policy,
         prefill_step: int,
         bits: Bits = Bits(),  # noqa: B008 (frozen)
@@ -72,9 +70,9 @@ class Context:
         return self._memory.policy.max_kv_size
 
     @property
-    def settings(self) -> dict[str, int | float | str]:
+    def settings(self) -> dict[str, Any]:
         """What its policy was made with, its budget included, as far as it has settings."""
-        return dict(self._memory.policy.settings())
+        return self._memory.policy.settings()
 
     @property
     def bits(self) -> Bits:
@@ -109,7 +107,7 @@ class Context:
 
         Policy "shift" lets it be set, to 0 for half of what is neither kept nor pinned.
         """
-        return int(getattr(self._memory.policy, "discard", 0))
+        return self._memory.policy.discards(self.cache)
 
     @discard.setter
     def discard(self, discard: int) -> None:
@@ -299,7 +297,7 @@ class Context:
 
     def _edit(self, start: int, end: int, ids: list[int], recompute: Recompute) -> EditReport:
         if whole := self._keep_whole_prompt:
-            self._memory.policy.check(keep=len(ids))
+            self._memory.policy.with_settings(keep=len(ids))
         self._memory, report = edit(self._memory, start, end, ids, recompute, self.prefill_step)
         if whole:
             self.keep = len(ids)

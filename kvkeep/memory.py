@@ -54,7 +54,6 @@ class Memory:
         """The same memory, going its own way; cells are shared."""
         fork = copy.copy(self)
         fork.cache = self.cache.fork()
-        fork.policy = copy.copy(self.policy)
         fork.tokens, fork.serials = self.tokens[:], self.serials[:]
         fork.pins = set(self.pins)
         return fork
@@ -189,7 +188,7 @@ class Memory:
 
         overwriting: which one, counted from the newest; it need not be there.
         """
-        cache, policy, pins = self.cache, copy.copy(self.policy), set(self.pins)
+        cache, policy, pins = self.cache, self.policy, set(self.pins)
         tokens, serials, stood = self.tokens[:], self.serials[:], (self.hidden, self._logits)
         segments, time = [copy.copy(segment) for segment in cache.segments], cache.time
         rank = max(0, cache.cells - overwriting)
@@ -235,7 +234,7 @@ class Memory:
 
     def change(self, **settings: int) -> None:
         """Changes settings of the policy. Raises InvalidArgument before changing anything."""
-        self.policy.change(self.cache, self.pins, **settings)
+        self.policy = self.policy.changed(self.cache, self.pins, **settings)
 
     def pin(self, start: int, end: int) -> None:
         """Makes anchors of tokens `start ... end - 1`, all of them held, wherever they lie.
@@ -247,7 +246,7 @@ class Memory:
             raise InvalidArgument(f"tokens {start} to {end} are not all remembered")
         if wanted & self.pins:
             raise InvalidArgument(f"some of tokens {start} to {end} are pinned already")
-        self.policy.change(self.cache, self.pins | wanted)
+        self.policy = self.policy.changed(self.cache, self.pins | wanted)
         self.pins |= wanted
 
     def unpin(self, start: int, end: int) -> None:
@@ -255,7 +254,7 @@ class Memory:
         wanted = self.pins & set(self.serials[start:end])
         if not wanted:
             raise InvalidArgument(f"no token from {start} to {end} is pinned")
-        self.policy.change(self.cache, self.pins - wanted)
+        self.policy = self.policy.changed(self.cache, self.pins - wanted)
         self.pins -= wanted
 
     def replace(self, start: int, end: int, ids: Sequence[int], pinned: bool) -> None:

@@ -1,67 +1,39 @@
 """A loaded model, and the sessions that it makes."""
 
 from collections.abc import Mapping
-from functools import cached_property
 from pathlib import Path
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
 from kvkeep import arguments
+from kvkeep.cache import Bits
 from kvkeep.calibration import Calibration
 from kvkeep.capture import revive
 from kvkeep.compiled.decoder import can_decode
 from kvkeep.context import WHOLE_PROMPT
 from kvkeep.errors import InvalidArgument
 from kvkeep.executors import new_decoder
+from kvkeep.loaded import LoadedModel
 from kvkeep.models.config import read_spec
-from kvkeep.models.llama import Decoder, cell_layout
-from kvkeep.models.packed import WEIGHTS, Weights, find_packed, stored
+from kvkeep.models.llama import cell_layout
+from kvkeep.models.packed import WEIGHTS, find_packed, stored
 from kvkeep.models.packing import PackedMatrix
 from kvkeep.models.source import DEFAULT_MODEL, resolve
 from kvkeep.models.spec import ModelSpec
 from kvkeep.models.text import TextCodec
 from kvkeep.models.weights import check_tensors, read_shapes, read_tensors
-from kvkeep.policies import Archive, Policy, checked_bits, longest, make_policy
+from kvkeep.policies import Policy, Settings, checked_bits, longest, make_policy
 from kvkeep.session import Session
-from kvkeep.store.fingerprint import Fingerprint, fingerprint
 from kvkeep.store.prefix import PrefixStore
 from kvkeep.store.snapshot import Snapshot
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
-class Model:
-    """Weights and text of one model; any number of sessions share it.
-
-    name: as it was asked for. folder: where its files are.
-    """
-
-    def __init__(self, name: str, folder: Path, decoder: Decoder, text: TextCodec):
-        self.name = name
-        self.folder = folder
-        self.decoder = decoder
-        self.text = text
-
-    @property
-    def spec(self) -> ModelSpec:
-        return self.decoder.spec
-
-    @property
-    def weights(self) -> Weights:
-        """What a decode step reads: "int4" where layers are packed in 4 bits, and so on."""
-        bits = {matrix.bits for matrix in self.decoder.packed.values()}
-        return "int4" if 4 in bits else "int8" if bits else "bf16"
-
-    @cached_property
-    def fingerprint(self) -> Fingerprint:
-        """What snapshots of this model's sessions are recognised by. Reads all weights, once."""
-        return fingerprint(
-            self.spec,
-            self.decoder.tensors,
-            self.text.tokenizer.to_str(),
-            self.decoder.new_cache().layout,
-        )
+class Model(LoadedModel):
+    """A loaded model, and the sessions that it makes; any number of them share it."""
 
     def restore(
         self,
@@ -79,92 +51,88 @@ class Model:
         arguments.instance("snapshot", snapshot, Snapshot)
         session = revive(self, snapshot, store)
         policy = session._memory.policy
-        needed = policy.calibrated_by if isinstance(policy, Archive) else ""
         found = calibration.digest if calibration else ""
-        if needed and found != needed:
+        if (needed := policy.calibrated_by) and found != needed:
             raise InvalidArgument(
                 f"the snapshot's session compresses by the calibration {needed[:12]}; found "
                 f"{found[:12] or 'none'}: give the one that it was begun with"
             )
         if needed:
-            self._calibrate(policy, calibration)
+            session._memory.policy = self._calibrated(policy, calibration)
         return session
 
     def session(
         self,
         max_kv_size: int | None = None,
-        keep: int = 4,
-        policy: str = "sliding",
+        keep: int | None = None,
+        policy: str | Policy = "sliding",
         prefill_step: int = 512,
         store: PrefixStore | None = None,
-        discard: int | None = None,
-        group: int | None = None,
-        window: int | None = None,
-        method: str | None = None,
-        ratio: float | None = None,
-        calibration: Calibration | None = None,
+        *,
+        bits: Bits | None = None,
         kv_bits: str | None = None,
         far_bits: str | None = None,
+        calibration: Calibration | None = None,
+        **settings: Unpack[Settings],
     ) -> Session:
         """A new, empty session.
 
         Args:
+            policy: what happens when the budget is reached: `Sliding(512)`, `Shift`, `Archive`,
+                `SelfExtend` or `Full` with their settings, or the name of one of these, whose
+                settings are then given here.
             max_kv_size: the most cells (tokens of context) it holds; None for the trained length,
                 or for as far as self-extend reaches.
-            keep: how many of the first tokens stay for ever; -1 for the whole first prompt.
-            policy: what happens when the budget is reached: "sliding", "shift", "archive",
-                "self_extend" or "full".
+            keep: how many of the first tokens stay for ever, 4 by default; -1 for the whole first
+                prompt. A setting of "sliding", "shift" and "archive".
+            settings: `discard` of "shift", how many of the oldest cells go at once (half by
+                default); `group` and `window` of "self_extend", positions per group and the exact
+                neighbourhood; `window`, `method` and `ratio` of "archive", how many of the newest
+                are kept exactly (eleven sixteenths of the budget by default), and how what leaves
+                them is compressed.
             prefill_step: tokens evaluated at once; changes speed and memory, not results.
             store: where the first prompt's evaluated beginning is looked up and kept.
-            discard: of "shift", how many of the oldest cells go at once; half by default.
-            group, window: of "self_extend", positions per group and the exact neighbourhood;
-                the window of "archive" too, eleven sixteenths of the budget by default.
-            method, ratio: of "archive", how what leaves the window is compressed, and how much.
-            calibration: of "archive", what is known of the model; see `load_calibration`.
+            bits: in how many bits cells are kept: `Bits(kv="8")`, or by the next two.
             kv_bits: "8", "4" or "8/4" (keys and values) to keep cells quantised.
             far_bits: the same, but not of the window: of the kept, pinned and compressed cells,
                 and of those that self-extend has grouped.
+            calibration: of "archive", what is known of the model; see `load_calibration`.
 
-        Raises InvalidArgument for a number out of range or an unknown policy.
+        Raises InvalidArgument for a number out of range, an unknown policy, and a setting that has
+        no meaning for the policy.
         """
-        keep = arguments.whole("keep", keep, WHOLE_PROMPT)
-        group = arguments.optional_whole("group", group)
-        window = arguments.optional_whole("window", window)
-        most = longest(policy, self.spec.max_positions, group=group, window=window)
-        budget = most if max_kv_size is None else arguments.whole("max_kv_size", max_kv_size)
-        if not 1 <= budget <= most:
-            raise InvalidArgument(
-                f"max_kv_size must be 1 to {most}, what policy {policy!r} can do with a model "
-                f"trained for {self.spec.max_positions} positions; found {budget}"
-            )
-        whole = keep == WHOLE_PROMPT
-        chosen = make_policy(
-            policy,
-            budget,
-            keep=0 if whole else keep,
-            discard=arguments.optional_whole("discard", discard),
-            group=group,
-            window=window,
-            method=method,
-            ratio=None if ratio is None else arguments.number("ratio", ratio),
-            span=min(2 * budget, self.spec.max_positions) if policy == Archive.name else None,
-        )
-        self._calibrate(chosen, calibration)
-        bits = checked_bits(policy, kv_bits, far_bits)
-        session = Session(self, chosen, prefill_step, store, bits)
+        whole = keep is not None and arguments.whole("keep", keep, WHOLE_PROMPT) == WHOLE_PROMPT
+        if isinstance(policy, Policy):
+            if given := _given(max_kv_size=max_kv_size, keep=keep, **settings):
+                raise InvalidArgument(
+                    f"{', '.join(given)} cannot be given beside {policy}, which says it already"
+                )
+            chosen = policy
+        else:
+            named: dict[str, Any] = {**settings, "keep": 0 if whole else keep}
+            if max_kv_size is None:
+                max_kv_size = longest(policy, self.spec.max_positions, **named)
+            chosen = make_policy(policy, max_kv_size, **named)
+        chosen = chosen.for_model(self.spec.max_positions)
+        if calibration is not None:
+            chosen = self._calibrated(chosen, calibration)
+        if bits is not None and _given(kv_bits=kv_bits, far_bits=far_bits):
+            raise InvalidArgument("give bits, or kv_bits or far_bits")
+        bits = bits or Bits(kv_bits, far_bits)
+        session = Session(self, chosen, prefill_step, store, checked_bits(chosen, bits))
         if whole:
             session.keep = WHOLE_PROMPT
         return session
 
-    def _calibrate(self, policy: Policy, calibration: Calibration | None) -> None:
-        """Hands a policy what is known of the model. Raises InvalidArgument for one without use."""
-        if calibration is None:
-            return
-        arguments.instance("calibration", calibration, Calibration)
-        calibration.require(self)
-        if not isinstance(policy, Archive):
-            raise InvalidArgument(f'policy "{policy.name}" has no use for a calibration')
-        policy.calibrate(calibration.statistics, calibration.digest)
+    def _calibrated(self, policy: Policy, calibration: Calibration | None) -> Policy:
+        """The policy with what is known of the model. Raises for one without use for it."""
+        known = arguments.instance("calibration", calibration, Calibration)
+        known.require(self)
+        return policy.calibrated(known.statistics, known.digest)
+
+
+def _given(**settings: object) -> list[str]:
+    return [name for name, value in settings.items() if value is not None]
 
 
 def load_model(

@@ -11,15 +11,20 @@ from torch import Tensor
 from kvkeep import arguments
 from kvkeep.errors import InvalidArgument
 
+_COLDEST = float(np.finfo(np.float32).tiny)  # below it a division by the temperature overflows
+_LARGEST = float(np.finfo(np.float32).max)
+
 
 @dataclass(frozen=True)
 class Sampling:
     """How a token is chosen. The default is greedy.
 
-    Filters apply in the order: repetition penalty, temperature, top_k, top_p, min_p.
+    Filters apply in the order: repetition penalty, temperature, top_k, top_p, min_p, as in
+    transformers.
 
-    temperature: divides the logits; 0 takes the likeliest token.
-    top_k: only the k likeliest; 0 for all.
+    temperature: divides the logits; 0 takes the likeliest token, and so does what float32 cannot
+        divide by (below 1.2e-38).
+    top_k: only the k likeliest, and those as likely as the last of them; 0 for all.
     top_p: the smallest set with at least this probability (nucleus, arXiv:1904.09751).
     min_p: only tokens at least this fraction of the likeliest (arXiv:2407.01082).
     repetition_penalty: divides positive and multiplies negative logits of tokens that occur in
@@ -49,6 +54,11 @@ class Sampling:
         _require(0 <= self.min_p <= 1, "min_p", "0 to 1", self.min_p)
         penalty = self.repetition_penalty
         _require(penalty > 0, "repetition_penalty", "above 0", penalty)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is taken, and nothing drawn."""
+        return self.temperature < _COLDEST
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
@@ -91,12 +101,9 @@ class Sampler:
 
     def choose(self, logits: Tensor, tokens: Sequence[int], how: Sampling) -> int:
         """A token id. logits: `[vocab]` float32, finite; tokens: all so far, for the penalty."""
-        logits = _penalised(logits.cpu(), tokens, how)  # float64 is not on every device
-        if how.temperature == 0:
-            # By numpy: for a vector, waking torch's threads takes longer than the search.
-            return int(logits.numpy().argmax())
-        probabilities = ((logits - logits.max()) / how.temperature).softmax(-1)
-        ids, weights = _candidates(probabilities, how)
+        ids, weights = distribution(logits, tokens, how)
+        if how.greedy:
+            return int(ids[0])
         cumulative = weights.double().cumsum(-1)
         mark = self._uniform(how.seed) * float(cumulative[-1])
         index = int(torch.searchsorted(cumulative, mark, right=True))
@@ -108,6 +115,20 @@ class Sampler:
         return float(self._random.random())
 
 
+def distribution(logits: Tensor, tokens: Sequence[int], how: Sampling) -> tuple[Tensor, Tensor]:
+    """What a token is drawn from: ids `[n]`, and their weights, which need not add up to 1.
+
+    logits: `[vocab]` float32, finite; tokens: all so far, for the penalty.
+    """
+    scores = _penalised(logits.cpu(), tokens, how)  # float64 is not on every device
+    if how.greedy:
+        # By numpy: for a vector, waking torch's threads takes longer than the search.
+        likeliest = int(scores.numpy().argmax())
+        return torch.tensor([likeliest], dtype=torch.int64), torch.ones(1)
+    scores = (scores - scores.max()) / how.temperature
+    return _filtered(scores.softmax(-1), _likeliest(scores, how.top_k), how)
+
+
 def _penalised(logits: Tensor, tokens: Sequence[int], how: Sampling) -> Tensor:
     if how.repetition_penalty == 1 or how.repetition_window == 0:
         return logits
@@ -115,27 +136,38 @@ def _penalised(logits: Tensor, tokens: Sequence[int], how: Sampling) -> Tensor:
     recent = torch.tensor(seen, dtype=torch.int64, device=logits.device)
     if not recent.numel():
         return logits
-    scores = logits[recent]
-    factor = how.repetition_penalty
-    return logits.index_put((recent,), torch.where(scores > 0, scores / factor, scores * factor))
+    scores, factor = logits[recent].double(), how.repetition_penalty
+    scores = torch.where(scores > 0, scores / factor, scores * factor)
+    # As far as float32 goes: infinity less infinity would be no number.
+    return logits.index_put((recent,), scores.clamp(-_LARGEST, _LARGEST).float())
 
 
-def _candidates(probabilities: Tensor, how: Sampling) -> tuple[Tensor, Tensor]:
-    """Token ids and weights (not normalised) that pass the filters."""
-    if how.top_k == 0 and how.top_p == 1 and how.min_p == 0:
-        count, device = probabilities.shape[0], probabilities.device
-        return torch.arange(count, dtype=torch.int64, device=device), probabilities
-    if 0 < how.top_k < probabilities.shape[0]:
-        weights, ids = probabilities.topk(how.top_k)
-    else:
+def _likeliest(scores: Tensor, count: int) -> Tensor | None:
+    """The ids of the `count` greatest scores, and of those equal to the last; None for all."""
+    if not 0 < count < scores.shape[0]:
+        return None
+    # By scores: probabilities of unequal ones may both be 0.
+    greatest, ids = scores.topk(count + 1)
+    if greatest[-1] < greatest[-2]:
+        return ids[:-1]
+    return (scores >= greatest[-2]).nonzero().squeeze(-1)
+
+
+def _filtered(probabilities: Tensor, ids: Tensor | None, how: Sampling) -> tuple[Tensor, Tensor]:
+    """Of these ids (None: all) those in the nucleus and above `min_p`, with their weights."""
+    if ids is None and how.top_p == 1 and how.min_p == 0:
+        return torch.arange(probabilities.shape[0], dtype=torch.int64), probabilities
+    mass = 1.0
+    if ids is None:
         # Tokens below (1 - top_p) / vocab have less than 1 - top_p together, so none of them is
         # in the nucleus: only the rest, mostly a handful, needs sorting.
-        floor = max((1 - how.top_p) / probabilities.shape[0], 0.0)
+        floor = (1 - how.top_p) / probabilities.shape[0]
         ids = (probabilities >= floor).nonzero().squeeze(-1)
-        weights, order = probabilities[ids].sort(descending=True, stable=True)
-        ids = ids[order]
-    before = weights.double().cumsum(-1) - weights
-    inside = before < how.top_p * (weights.double().sum() if how.top_k else 1.0)
-    inside &= weights >= how.min_p * weights[0]
+    else:
+        mass = float(probabilities[ids].double().sum())
+    weights, order = probabilities[ids].sort(descending=True, stable=True)
+    inside = weights >= how.min_p * weights[0]
+    if how.top_p < 1:
+        inside &= weights.double().cumsum(-1) - weights < how.top_p * mass
     inside[0] = True
-    return ids[inside], weights[inside]
+    return ids[order][inside], weights[inside]

@@ -5,7 +5,6 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -14,6 +13,7 @@ from kvkeep.cache import Bits
 from kvkeep.capture import capture
 from kvkeep.context import Context
 from kvkeep.errors import InvalidArgument
+from kvkeep.loaded import LoadedModel
 from kvkeep.methods import Compression
 from kvkeep.policies import Policy
 from kvkeep.released import release_freed
@@ -23,9 +23,6 @@ from kvkeep.spans import after_rewind
 from kvkeep.store.prefix import PrefixStore
 from kvkeep.store.snapshot import Snapshot
 from kvkeep.streaming import TextStream
-
-if TYPE_CHECKING:
-    from kvkeep.model import Model
 
 GREEDY = Sampling()
 
@@ -65,7 +62,7 @@ class Session(Context):
 
     def __init__(
         self,
-        model: "Model",
+        model: LoadedModel,
         policy: Policy,
         prefill_step: int,
         store: PrefixStore | None = None,

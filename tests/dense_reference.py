@@ -167,11 +167,12 @@ class DenseMemory:
                 run = []
 
     def _edit_in_place(self, start: int, end: int, ids: list[int], keep: int, pinned: bool) -> None:
-        # What is removed must be held, with what follows it; an insertion with both neighbours.
-        touched = self.tokens[max(0, start - (start == end)) : end + 1]
-        if not all(t.held for t in touched):
+        # What is removed must be held; of an insertion's neighbours one.
+        removed = self.tokens[start:end]
+        around = self.tokens[max(0, start - 1) : start + 1]
+        if not (all(t.held for t in removed) if removed else any(t.held for t in around)):
             raise Refused
-        held, removed = self.held, self.tokens[start:end]
+        held = self.held
         rank = sum(t.held for t in self.tokens[:start])
         new = [Token(each, pinned) for each in ids]
         after = [*held[:rank], *new, *held[rank + len(removed) :]]

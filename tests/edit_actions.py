@@ -61,7 +61,7 @@ class Setting:
         bounded = self.policy != "full"
         session = MODEL.session(
             self.max_kv_size,
-            self.keep,
+            self.keep if bounded else None,
             self.policy,
             self.prefill_step,
             discard=self.discard if self.policy == "shift" else None,

@@ -38,7 +38,6 @@ def fed() -> Session:
 
 
 WHOLE_NUMBERS: dict[str, Callable[[Any], object]] = {
-    "keep": lambda x: MODEL.session(64, keep=x),
     "prefill_step": lambda x: MODEL.session(64, prefill_step=x),
     "set keep": lambda x: setattr(fed(), "keep", x),
     "set discard": lambda x: setattr(MODEL.session(64, policy="shift"), "discard", x),
@@ -60,6 +59,7 @@ WHOLE_NUMBERS: dict[str, Callable[[Any], object]] = {
 }
 NONE_ALLOWED: dict[str, Callable[[Any], object]] = {
     "max_kv_size": lambda x: MODEL.session(x),
+    "keep": lambda x: MODEL.session(64, keep=x),
     "discard": lambda x: MODEL.session(64, policy="shift", discard=x),
     "group": lambda x: MODEL.session(64, policy="self_extend", group=x, window=16),
     "window": lambda x: MODEL.session(64, policy="archive", window=x),

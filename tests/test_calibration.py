@@ -11,7 +11,8 @@ from small import small_model
 from torch import Tensor
 
 from kvkeep import Snapshot
-from kvkeep.calibration import Calibration, calibrate, load_calibration
+from kvkeep.calibrating import calibrate
+from kvkeep.calibration import Calibration, load_calibration
 from kvkeep.errors import (
     CorruptFile,
     FingerprintMismatch,

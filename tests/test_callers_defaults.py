@@ -13,7 +13,7 @@ from torch import Tensor
 
 import kvkeep
 from kvkeep import PrefixStore, Sampling, SessionGroup, Snapshot
-from kvkeep.calibration import calibrate
+from kvkeep.calibrating import calibrate
 from kvkeep.methods import METHODS
 from kvkeep.model import Model
 from kvkeep.session import Session

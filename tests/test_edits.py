@@ -1,5 +1,6 @@
 """Whatever is done to a session, in whatever order: its logits are those of the naive memory."""
 
+import random
 from contextlib import suppress
 from dataclasses import replace
 
@@ -308,6 +309,28 @@ def test_self_extend_groups_cells_by_where_an_edit_has_put_them() -> None:
         session.delete(len(session.tokens) - 9, len(session.tokens) - 5)
     assert same(state(session), before)
     session.delete(len(session.tokens) - 9, len(session.tokens) - 5, "suffix")
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_self_extend_without_groups_is_a_full_memory(seed: int) -> None:
+    """Cells that left the window are seen as before; edits must keep them in their order."""
+    draw, window = random.Random(seed), 4 + 3 * seed
+    session = MODEL.session(160, policy="self_extend", group=1, window=window)
+    dense = DenseMemory(MODEL.decoder, 160, 160, bounded=False)
+    for each in (session, dense):
+        each.feed(TEXT[:32])
+    for _ in range(8):
+        start = draw.randrange(len(session.tokens) - 4)
+        end, new = start + draw.randrange(4), TEXT[: draw.randrange(1, 9)]
+        session.replace(start, end, new) if end > start else session.insert(start, new)
+        dense.edit(start, end, new, False)
+        more, back = TEXT[: draw.randrange(1, 7)], draw.randrange(3)
+        for each in (session, dense):
+            each.feed(more)
+            each.rewind(back)
+        assert held(session) == list(range(len(session.tokens)))
+        assert distances(session) == list(range(session.cache.cells - 1, -1, -1))
+        assert (session.logits - dense.logits()).abs().max() <= 1e-3
 
 
 @pytest.mark.parametrize("policy", ["sliding", "shift"])

@@ -5,11 +5,20 @@ from collections import Counter
 
 import pytest
 import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 from small import small_model
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from kvkeep import Sampling
 from kvkeep.errors import InvalidArgument
-from kvkeep.sampling import Sampler
+from kvkeep.sampling import Sampler, distribution
 
 PROBABILITIES = [0.4, 0.3, 0.15, 0.1, 0.05]
 LOGITS = torch.tensor(PROBABILITIES).log()
@@ -54,6 +63,77 @@ def test_temperature_sharpens() -> None:
 def test_filters_pass_the_likeliest_in_proportion(how: Sampling, passing: int) -> None:
     kept = PROBABILITIES[:passing]
     assert drawn(how) == pytest.approx({i: p / sum(kept) for i, p in enumerate(kept)}, abs=0.03)
+
+
+LOGIT = st.integers(-2000, 2000).map(lambda n: n / 64)  # unequal ones stay unequal in float32
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    logits=st.lists(LOGIT, min_size=1, max_size=40),
+    temperature=st.sampled_from([0.05, 0.7, 1.0, 2.0, 30.0]),
+    top_k=st.sampled_from([0, 1, 2, 5, 39, 40, 1000]),
+    top_p=st.sampled_from([0.0001, 0.3, 0.5, 0.9, 0.95, 0.999, 1.0]),
+    min_p=st.sampled_from([0.0, 0.05, 0.5, 1.0]),
+    penalty=st.sampled_from([1.0, 1.3, 0.5]),
+)
+def test_the_distribution_is_that_of_transformers(
+    logits, temperature, top_k, top_p, min_p, penalty
+) -> None:
+    assume(top_p == 1 or len(set(logits)) == len(logits))  # which of two equal ones is open
+    scores, seen = torch.tensor(logits, dtype=torch.float32), [0, len(logits) // 2]
+    how = Sampling(temperature, top_k, top_p, min_p, penalty)
+    theirs = scores[None].double()  # their order, without the rounding of float32
+    for processor in (
+        RepetitionPenaltyLogitsProcessor(penalty),
+        TemperatureLogitsWarper(temperature),
+        *([TopKLogitsWarper(top_k)] if top_k else []),
+        *([TopPLogitsWarper(top_p)] if top_p < 1 else []),
+        *([MinPLogitsWarper(min_p)] if min_p else []),
+    ):
+        before, theirs = theirs, processor(torch.tensor([seen]), theirs)
+        if isinstance(processor, TopPLogitsWarper):
+            sums = before.softmax(-1).sort().values.cumsum(-1)
+            assume((sums - (1 - top_p)).abs().min() > 1e-5)  # no token on the very edge
+        if isinstance(processor, MinPLogitsWarper):
+            probabilities = before.softmax(-1)
+            share = probabilities / probabilities.max()
+            assume(min_p == 1 or (share - min_p).abs().min() > 1e-5)
+    expected = theirs.softmax(-1)[0]
+    ids, weights = distribution(scores, seen, how)
+    ours = torch.zeros(len(logits), dtype=torch.float64)
+    ours[ids] = weights.double() / weights.double().sum()
+    assert len(set(ids.tolist())) == len(ids)
+    assert (ours - expected).abs().max() < 1e-5
+    assert set(ids.tolist()) >= set((expected > 1e-30).nonzero().squeeze(-1).tolist())
+    assert not set(ids.tolist()) & set(theirs[0].isneginf().nonzero().squeeze(-1).tolist())
+
+
+def test_a_top_k_that_cuts_nothing_changes_nothing() -> None:
+    random = torch.Generator().manual_seed(0)
+    logits = torch.randn(1000, generator=random)
+    every, none = (
+        distribution(logits, [], Sampling(temperature=1, top_k=top_k, top_p=0.6))
+        for top_k in (1000, 0)
+    )
+    assert torch.equal(every[0], none[0])
+    assert torch.equal(every[1], none[1])
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-46, 1e-45, 1e-40, 1e-38, 1e-30])
+@pytest.mark.parametrize("filters", [{}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.1}])
+def test_the_lowest_temperatures_take_the_likeliest(temperature: float, filters: dict) -> None:
+    assert drawn(Sampling(temperature=temperature, seed=1, **filters), n=20) == {0: 1.0}
+
+
+@pytest.mark.parametrize("penalty", [1e-300, 1e-45, 1e45, 1e300])
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_the_strongest_penalties_are_still_numbers(penalty: float, temperature: float) -> None:
+    how = Sampling(temperature=temperature, seed=1, repetition_penalty=penalty)
+    logits = torch.tensor([2.0, 1.0, 0.0, -1.0])
+    ids, weights = distribution(logits, [0, 2], how)
+    assert weights.isfinite().all()
+    assert int(ids[weights.argmax()]) == (0 if penalty < 1 else 1)
 
 
 def test_repetition_penalty_acts_on_recent_tokens_only() -> None:

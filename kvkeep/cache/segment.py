@@ -4,6 +4,7 @@ import copy
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from kvkeep.cache.block import Block, Cells, Layout
 from kvkeep.cache.position_map import PositionMap
@@ -83,6 +84,11 @@ class Segment:
         """Which tokens the live cells are of, oldest first."""
         parts = [self.block.slots.serials[s] for s in self.slots(0, self.length)]
         return [serial for part in parts for serial in part.tolist()]
+
+    def positions(self) -> Tensor:
+        """Where the live cells are, oldest first: `[n]`; of compressed ones for each KV head."""
+        positions = self.block.slots.positions
+        return torch.cat([positions[..., slot] for slot in self.slots(0, self.length)], -1)
 
     def reserve(self, count: int) -> None:
         """Makes storage for `count` live cells in all, or for as many as the limit allows.

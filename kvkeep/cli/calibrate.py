@@ -37,7 +37,7 @@ def calibrate(text: str, output: Path, model: str, dtype: str, device: str, quie
 
     from tqdm import tqdm
 
-    from kvkeep.calibration import calibrate as measure
+    from kvkeep.calibrating import calibrate as measure
 
     loaded = load_named(model, dtype, device, weights=None, progress=not quiet)
     ids = loaded.text.encode(written)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kvkeep import Model, PrefixStore, Session
 
 # Written out, because the modules that define them import torch, and help must open at once.
+KEEPING = ("sliding", "shift", "archive")  # policies that forget, but not the first tokens
 POLICY_NAMES = ("sliding", "shift", "archive", "self_extend", "full")
 CODEC_NAMES = ("none", "zstd", "int8")
 BIT_NAMES = ("8", "8/4", "4")
@@ -54,9 +55,10 @@ class Memory:
     def check(self) -> None:
         """Refuses what can be refused without the model."""
         if self.kv_bits is not None or self.far_bits is not None:
+            from kvkeep.cache import Bits
             from kvkeep.policies import checked_bits
 
-            checked_bits(self.policy, self.kv_bits, self.far_bits)
+            checked_bits(self.policy, Bits(self.kv_bits, self.far_bits))
         # What goes on from a file has the policy of that file, where none is named.
         settings = self._settings() if given("policy") else {}
         if self.calibration is not None and given("policy") and self.policy != "archive":
@@ -64,18 +66,19 @@ class Memory:
         if self.max_kv_size is not None and self.keep is not None:
             from kvkeep.policies import make_policy
 
-            make_policy(self.policy, self.max_kv_size, keep=max(self.keep, 0), **settings)
+            make_policy(self.policy, self.max_kv_size, **settings | {"keep": max(self.keep, 0)})
 
     def load(self, progress: bool) -> "Model":
         return load_named(self.model, self.dtype, self.device, self.weights, progress)
 
     def session(self, model: "Model", keep: int, store: "PrefixStore | None" = None) -> "Session":
+        """keep: for a policy that forgets; another one refuses it, if somebody asked for it."""
         return model.session(
             self.max_kv_size,
-            keep,
+            keep if self.policy in KEEPING or given("keep") else None,
             self.policy,
-            self.prefill_step,
-            store,
+            prefill_step=self.prefill_step,
+            store=store,
             kv_bits=self.kv_bits,
             far_bits=self.far_bits,
             calibration=calibrated(self.calibration, model),

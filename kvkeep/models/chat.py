@@ -1,14 +1,15 @@
 """A model's own chat template, rendered in a sandbox."""
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvkeep import arguments
 from kvkeep.errors import BadModelFile, InvalidArgument, UnsupportedModel
 from kvkeep.models.config import read_json
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 _EXAMPLE = 'a message is {"role": "user", "content": "..."}'
 _TEMPLATE, _CONFIG = "chat_template.jinja", "tokenizer_config.json"
@@ -21,26 +22,29 @@ def render_chat(
 
     messages: as `checked_messages` gives them.
 
-    Raises UnsupportedModel if it has no template or one that is not valid jinja, InvalidArgument
-    for messages that the template refuses.
+    Raises UnsupportedModel if it has no template or one that is not valid jinja, BadModelFile if
+    that cannot be read, InvalidArgument where the template refuses the messages, or fails on them.
     """
     config = read_json(folder / _CONFIG) if (folder / _CONFIG).exists() else {}
     template = _compile(_find_template(folder, config), folder)
     from jinja2 import TemplateError
 
     try:
-        return str(
-            template.render(
-                messages=messages,
-                add_generation_prompt=add_generation_prompt,
-                tools=None,
-                documents=None,
-                **_special_tokens(config),
-            )
+        return template.render(
+            messages=messages,
+            add_generation_prompt=add_generation_prompt,
+            tools=None,
+            documents=None,
+            **_special_tokens(config),
         )
     except TemplateError as error:
         raise InvalidArgument(
             f"the model's chat template refuses these messages: {error.message}"
+        ) from error
+    except Exception as error:  # a template is a program of somebody else's
+        raise InvalidArgument(
+            f"the model's chat template fails on these messages ({_named(error)}); put another in "
+            f"{folder / _TEMPLATE}, or leave out what it does not take"
         ) from error
 
 
@@ -62,11 +66,16 @@ def checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, An
 
 def _find_template(folder: Path, config: Mapping[str, Any]) -> str:
     if (folder / _TEMPLATE).exists():
-        return (folder / _TEMPLATE).read_text(encoding="utf-8")
+        try:
+            return (folder / _TEMPLATE).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise BadModelFile(
+                f"{folder / _TEMPLATE} cannot be read ({error}); fetch the model again"
+            ) from error
     inline = config.get("chat_template")
     if isinstance(inline, list):
-        named = {entry.get("name"): entry.get("template") for entry in inline}
-        inline = named.get("default")
+        named = [e for e in inline if isinstance(e, dict) and e.get("name") == "default"]
+        inline = named[-1].get("template") if named else None
     if not isinstance(inline, str):
         raise UnsupportedModel(
             f"the model in {folder} has no chat template ({_TEMPLATE}, or chat_template in "
@@ -76,35 +85,21 @@ def _find_template(folder: Path, config: Mapping[str, Any]) -> str:
     return inline
 
 
-def _compile(source: str, folder: Path) -> Any:
-    from jinja2 import TemplateSyntaxError, nodes
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.parser import Parser
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+def _compile(source: str, folder: Path) -> "Template":
+    from jinja2 import TemplateSyntaxError
 
-    class GenerationBlock(Extension):
-        """`{% generation %}` marks what to train on; to render it is just what is in it."""
+    from kvkeep.models.sandbox import compiled
 
-        tags = {"generation"}  # noqa: RUF012 (as jinja declares it)
-
-        def parse(self, parser: Parser) -> list[nodes.Node]:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    # Block trimming is what templates for transformers are written for.
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, GenerationBlock]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     try:
-        return environment.from_string(source)
+        return compiled(source)
     except TemplateSyntaxError as error:
-        raise UnsupportedModel(
-            f"the chat template in {folder} is not one that kvkeep can render (line "
-            f"{error.lineno}: {error.message}); put another in {folder / _TEMPLATE}"
-        ) from error
+        why = f"line {error.lineno}: {error.message}"
+    except Exception as error:  # what Python says of the code that it was turned into
+        why = _named(error)
+    raise UnsupportedModel(
+        f"the chat template in {folder} is not one that kvkeep can render ({why}); put another in "
+        f"{folder / _TEMPLATE}"
+    )
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
@@ -121,12 +116,5 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     return tokens
 
 
-def _to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False) -> str:
-    """Plain JSON: jinja's own filter escapes it for HTML."""
-    return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii)
-
-
-def _refuse(message: str) -> None:
-    from jinja2 import TemplateError
-
-    raise TemplateError(message)
+def _named(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -1,9 +1,9 @@
 """Policies: what a session remembers when its budget is reached. One file, one policy."""
 
-import inspect
-from collections.abc import Mapping
-from typing import Any
+from dataclasses import fields
+from typing import Any, TypedDict
 
+from kvkeep import arguments
 from kvkeep.cache import BITS, Bits
 from kvkeep.errors import InvalidArgument
 from kvkeep.policies.archive import Archive
@@ -19,6 +19,7 @@ __all__ = [
     "Full",
     "Policy",
     "SelfExtend",
+    "Settings",
     "Shift",
     "Sliding",
     "checked_bits",
@@ -26,9 +27,19 @@ __all__ = [
     "make_policy",
 ]
 
-POLICIES: dict[str, Any] = {
+POLICIES: dict[str, type[Policy]] = {
     policy.name: policy for policy in (Archive, Full, SelfExtend, Shift, Sliding)
 }
+
+
+class Settings(TypedDict, total=False):
+    """Settings of policies by name, for `Model.session`; None for the policy's default."""
+
+    discard: int | None
+    group: int | None
+    window: int | None
+    method: str | None
+    ratio: float | None
 
 
 def make_policy(name: str, max_kv_size: int, **settings: int | float | str | None) -> Policy:
@@ -37,45 +48,47 @@ def make_policy(name: str, max_kv_size: int, **settings: int | float | str | Non
     Raises InvalidArgument for an unknown name, a setting that the policy does not have, or a
     number out of range.
     """
-    policy: Policy = _kind(name)(max_kv_size, **_given(name, settings))
+    given = {key: value for key, value in settings.items() if value is not None}
+    kind: Any = POLICIES[arguments.one_of("policy", name, sorted(POLICIES))]
+    for key in given:
+        if key not in _settings(kind):
+            having = [each.name for each in POLICIES.values() if key in _settings(each)]
+            raise InvalidArgument(
+                f'policy "{name}" has no setting {key!r}'
+                + (f"; it is one of {', '.join(having)}" if having else "")
+            )
+    policy: Policy = kind(max_kv_size, **given)
     return policy
 
 
-def checked_bits(name: str, kv_bits: str | None, far_bits: str | None) -> Bits:
-    """In how many bits a session of that policy keeps its cells.
+def longest(name: str, trained: int, **settings: int | float | str | None) -> int:
+    """The largest budget that a policy can have for a model trained to `trained` positions.
+
+    Raises as `make_policy`.
+    """
+    return make_policy(name, trained, **settings).longest(trained)
+
+
+def _settings(kind: type[Policy]) -> list[str]:
+    return [field.name for field in fields(kind)]
+
+
+def checked_bits(policy: Policy | str, bits: Bits) -> Bits:
+    """In how many bits a session of that policy, or of a policy of that name, keeps its cells.
 
     Raises InvalidArgument for unknown bits, for both at once, and where nothing is far.
     """
-    for option, bits in (("kv_bits", kv_bits), ("far_bits", far_bits)):
-        if bits is not None and bits not in BITS:
+    name = policy if isinstance(policy, str) else policy.name
+    for option, found in (("kv_bits", bits.kv), ("far_bits", bits.far)):
+        if found is not None and found not in BITS:
             known = ", ".join(f'"{each}"' for each in BITS)
-            raise InvalidArgument(f"{option} must be one of {known}; found {bits!r}")
-    if kv_bits and far_bits:
+            raise InvalidArgument(f"{option} must be one of {known}; found {found!r}")
+    if bits.kv and bits.far:
         raise InvalidArgument(
             "kv_bits is of all cells and far_bits of all but the window's: give one of them"
         )
-    if far_bits and _kind(name) is Full:
+    if bits.far and name == Full.name:
         raise InvalidArgument(
             f'far_bits is of cells beyond a window, and policy "{name}" has none: use kv_bits'
         )
-    return Bits(kv_bits, far_bits)
-
-
-def longest(name: str, trained: int, **settings: int | None) -> int:
-    """The largest budget that a policy can have for a model trained to `trained` positions."""
-    reach = getattr(_kind(name), "longest", None)
-    return trained if reach is None else int(reach(trained, **_given(name, settings)))
-
-
-def _kind(name: str) -> Any:
-    if name not in POLICIES:
-        known = ", ".join(sorted(POLICIES))
-        raise InvalidArgument(f"policy must be one of {known}; found {name!r}")
-    return POLICIES[name]
-
-
-def _given(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    given = {key: value for key, value in settings.items() if value is not None}
-    for key in given.keys() - set(inspect.signature(POLICIES[name]).parameters):
-        raise InvalidArgument(f"policy {name!r} has no setting {key!r}")
-    return given
+    return bits

@@ -1,9 +1,10 @@
 """Policy `archive`: the bounded memory with a past."""
 
-import math
 from collections.abc import Set
-from typing import ClassVar
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Self
 
+from kvkeep import arguments
 from kvkeep.cache import NO_TOKEN, Cells, KVCache, PositionMap, Segment, Window
 from kvkeep.cache.observer import LIMIT
 from kvkeep.errors import InvalidArgument
@@ -16,15 +17,15 @@ from kvkeep.methods import (
     compress,
     make_method,
 )
-from kvkeep.policies.base import open_anchors
+from kvkeep.policies.base import Policy, open_anchors, pinned_beyond, pinned_cells
 from kvkeep.policies.distance import draw_closer, moved
 
-RATIO = 1.0
 SLACK = 8  # a full archive gives up one of so many cells, and is then not full for a while
 STRETCH = 1024  # cells that one segment of the archive holds
 
 
-class Archive:
+@dataclass(frozen=True)
+class Archive(Policy):
     """Anchors exactly, what is older than a window compressed, and the window exactly.
 
     The first `keep` cells and the pinned ones are anchors. The window holds at most `window +
@@ -34,44 +35,54 @@ class Archive:
 
     Nothing is seen from further than `span` positions: before that, distances beyond the window
     are halved, by rotating the archive's keys once more.
+
+    method, ratio: how what leaves the window is compressed, and how much. window, block, span: 0
+    for what fits the budget. seed: of method "random". statistics: what is known of the model, by
+    the calibration with the digest `calibrated_by`.
     """
 
     name: ClassVar[str] = "archive"
 
-    def __init__(
-        self,
-        max_kv_size: int,
-        keep: int,
-        method: str = BEST,
-        ratio: float = RATIO,
-        window: int = 0,
-        block: int = 0,
-        span: int = 0,
-        pinned: int = 0,
-        seed: int = 0,
-        calibrated_by: str = "",
-    ):
-        self.max_kv_size = max_kv_size
-        self.keep = keep
-        self.pinned = pinned
-        self.method = make_method(method)
-        self.ratio = ratio
-        self.block = block or min(512, max(1, max_kv_size // 16))
-        self.window = window or max(1, max_kv_size * 11 // 16)
-        self.span = span or 2 * max_kv_size
-        self.seed = seed
-        self.calibrated_by = calibrated_by
-        self.statistics: Statistics | None = None
-        self.check()
+    keep: int = 4
+    method: str = BEST
+    ratio: float = 1.0
+    window: int = 0
+    block: int = 0
+    span: int = 0
+    seed: int = 0
+    calibrated_by: str = ""
+    statistics: Statistics | None = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self._set("ratio", arguments.number("ratio", self.ratio))
+        size = arguments.whole("max_kv_size", self.max_kv_size, 1)
+        block, window = (arguments.whole(n, getattr(self, n)) for n in ("block", "window"))
+        self._set("block", block or min(512, max(1, size // 16)))
+        self._set("window", window or max(1, size * 11 // 16))
+        super().__post_init__()
+
+    def for_model(self, trained: int) -> Self:
+        """What is seen furthest is no further than the model was trained for."""
+        fitting = super().for_model(trained)
+        span = self.span or min(2 * self.max_kv_size, trained)
+        if span > trained:
+            raise InvalidArgument(
+                f"span must be up to {trained}, the positions that the model was trained for; "
+                f"found {span}"
+            )
+        return replace(fitting, span=span)
 
     @property
-    def limit(self) -> int:
-        """The most cells of the archive."""
-        return self.max_kv_size - self.keep - self.pinned - self.window - self.block
+    def reach(self) -> int:
+        """The furthest that anything is seen from."""
+        return self.span or 2 * self.max_kv_size
 
-    def calibrate(self, statistics: Statistics, digest: str) -> None:
-        """Lets the method decide by what is known of the model; digest: of the file."""
-        self.statistics, self.calibrated_by = statistics, digest
+    def limit(self, pinned: int) -> int:
+        """The most cells of the archive, where so many are pinned beyond the kept ones."""
+        return self.max_kv_size - self.keep - pinned - self.window - self.block
+
+    def calibrated(self, statistics: Statistics, digest: str) -> Self:
+        return replace(self, statistics=statistics, calibrated_by=digest)
 
     @property
     def exact(self) -> int:
@@ -79,14 +90,14 @@ class Archive:
 
     @property
     def observed(self) -> int:
-        return LIMIT if self.method.observes else 0
+        return LIMIT if make_method(self.method).observes else 0
 
     def room(self, cache: KVCache) -> int | None:
         return None
 
     def open(self, cache: KVCache, wanted: int, ahead: int = 0) -> int:
         cache.window = Window(moves=True)
-        if self.method.observes and cache.observer is None:
+        if make_method(self.method).observes and cache.observer is None:
             cache.observe()
         anchored = open_anchors(cache, self.keep, wanted)
         if anchored:
@@ -113,71 +124,64 @@ class Archive:
         count = max(1, int(self.block / self.ratio))
         archived = [segment for segment in cache.segments if segment.compressed]
         leaving = _as_seen(cache, _oldest(cache, self.block))
-        if sum(segment.length for segment in archived) + count > self.limit:
+        limit = self.limit(pinned_cells(cache, self.keep))
+        if sum(segment.length for segment in archived) + count > limit:
             leaving = Cells.joined([*_compressed_cells(cache, archived), as_compressed(leaving)])
-            archived, count = [], self.limit - self.limit // SLACK
+            archived, count = [], limit - limit // SLACK
         self._append(cache, archived, self._compressed(cache, leaving, count, done))
         self._replace_archive(cache, archived)
         Window(moves=True).forget(cache.segments, self.block)
         cache.segments = [segment for segment in cache.segments if segment.length]
 
-    def settings(self) -> dict[str, int | float | str]:
-        return {
-            "max_kv_size": self.max_kv_size,
-            "keep": self.keep,
-            "method": self.method.name,
-            "ratio": self.ratio,
-            "window": self.window,
-            "block": self.block,
-            "span": self.span,
-            "pinned": self.pinned,
-            "seed": self.seed,
-            "calibrated_by": self.calibrated_by,
-        }
-
-    def check(self, **settings: int) -> None:
-        if not 1 <= self.ratio < math.inf:
+    def check(self, pinned: int = 0) -> None:
+        super().check(pinned)
+        make_method(self.method)
+        if self.ratio < 1:
             raise InvalidArgument(f"ratio must be 1 or more; found {self.ratio}")
-        found = {"keep": self.keep, "pinned": self.pinned} | settings
         needed = self.window + self.block + int(self.block / self.ratio) + 1
-        most = self.max_kv_size - found["pinned"] - needed
+        most = self.max_kv_size - pinned - needed
         if self.window < 1 or self.block < 1:
             raise InvalidArgument(
                 f"window and block must be 1 or more; found {self.window} and {self.block}"
             )
-        if not 0 <= found["keep"] <= most:
-            pins = f" of which {found['pinned']} are pinned" if found["pinned"] else ""
+        if not 0 <= self.keep <= most:
+            pins = f" of which {pinned} are pinned" if pinned else ""
             raise InvalidArgument(
                 f"a budget of {self.max_kv_size} cells{pins} with a window of {self.window} and "
                 f"blocks of {self.block} takes a keep of 0 to {max(most, 0)}; found "
-                f"{found['keep']}: raise max_kv_size, or make the window smaller"
+                f"{self.keep}: raise max_kv_size, or make the window smaller"
             )
-        if self.span < self.keep + self.window + 2 * self.block:
+        if self.reach < (needed := self.keep + self.window + 2 * self.block):
             raise InvalidArgument(
-                f"a span of {self.span} positions is too short: a budget of {self.max_kv_size} "
-                f"with a window of {self.window} and blocks of {self.block} needs "
-                f"{self.keep + self.window + 2 * self.block} or more; lower max_kv_size"
+                f"a span of {self.reach} positions is too short: a budget of {self.max_kv_size} "
+                f"with a window of {self.window} and blocks of {self.block} needs {needed} or "
+                "more; lower max_kv_size"
             )
 
-    def change(self, cache: KVCache, pins: Set[int], **settings: int) -> None:
-        """As `Sliding.change`; what is in the archive stays there."""
-        keep = settings.get("keep", self.keep)
-        archived = [segment for segment in cache.segments if segment.compressed]
-        if archived and keep != self.keep:
+    def changed(self, cache: KVCache, pins: Set[int], **settings: Any) -> Self:
+        """As `Sliding.changed`; what is in the archive stays there."""
+        changed = self.with_settings(**settings)
+        if (
+            changed.keep != self.keep
+            and NO_TOKEN in cache.serials()[: max(changed.keep, self.keep)]
+        ):
             raise InvalidArgument(
                 f"keep was {self.keep} when the first tokens were archived, and stays so; pin "
                 "tokens of the window instead"
             )
-        outside = sum(serial in pins for serial in cache.serials()[max(keep, 0) :])
-        self.check(**settings | {"pinned": outside})
-        cache.regroup(lambda rank, serial: serial == NO_TOKEN or rank < keep or serial in pins)
-        self.keep, self.pinned = keep, outside
+        changed.check(pinned_beyond(cache, changed.keep, pins))
+        changed._regroup(cache, pins)
+        return changed
+
+    def _regroup(self, cache: KVCache, pins: Set[int]) -> None:
+        cache.regroup(lambda rank, serial: serial == NO_TOKEN or rank < self.keep or serial in pins)
         self.settle(cache)  # what is no longer kept or pinned may be too much for the window
         archived = [segment for segment in cache.segments if segment.compressed]
-        if sum(segment.length for segment in archived) > self.limit:
+        limit = self.limit(pinned_cells(cache, self.keep))
+        if sum(segment.length for segment in archived) > limit:
             cells = Cells.joined(_compressed_cells(cache, archived))
             coarser: list[Segment] = []
-            self._append(cache, coarser, self._compressed(cache, cells, self.limit, []))
+            self._append(cache, coarser, self._compressed(cache, cells, limit, []))
             self._replace_archive(cache, coarser)
         self._draw_closer(cache)
 
@@ -192,7 +196,7 @@ class Archive:
         self, cache: KVCache, cells: Cells, count: int, done: list[Compression]
     ) -> list[Cells]:
         """`count` cells in the place of many, chunk by chunk."""
-        found = list(compress(self.method, self._candidates(cache, cells), count))
+        found = list(compress(make_method(self.method), self._candidates(cache, cells), count))
         done += [compression for _, compression in found]
         return [cells for cells, _ in found if len(cells)]
 
@@ -201,7 +205,8 @@ class Archive:
         for cells in parts:
             last = archived[-1] if archived else None
             if last is None or not _takes(last, len(cells)):
-                limit = max(len(cells), min(STRETCH, self.limit))
+                most = self.limit(pinned_cells(cache, self.keep))
+                limit = max(len(cells), min(STRETCH, most))
                 last = Segment(cache.far_layout, limit, anchor=True, compressed=True)
                 archived.append(last)
             last.append(cells)
@@ -215,8 +220,8 @@ class Archive:
         """Before the first cell is seen from too far; that is, before the next block is full."""
         inside = _in_window(cache)
         # Pinned cells may lie among those of the window, which are the newest but for them.
-        near = cache.time - inside - self.pinned
-        draw_closer(cache, near, self.span - (self.window + self.block - inside))
+        near = cache.time - inside - pinned_cells(cache, self.keep)
+        draw_closer(cache, near, self.reach - (self.window + self.block - inside))
 
 
 def _takes(segment: Segment, count: int) -> bool:

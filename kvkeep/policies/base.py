@@ -1,37 +1,115 @@
 """What a policy is: the choice of segments, and what happens when the budget is reached."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence, Set
-from typing import Any, ClassVar, Protocol
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, Self
 
+from kvkeep import arguments
 from kvkeep.cache import KVCache, Segment
-from kvkeep.methods import Compression
+from kvkeep.errors import InvalidArgument
+from kvkeep.methods import Compression, Statistics
 
 
-class Policy(Protocol):
-    """Decides where new cells go and which ones stay. The cells themselves are in the cache.
+@dataclass(frozen=True)
+class Policy(ABC):
+    """Decides where new cells go and which ones stay; a value that many sessions may share.
+
+    The cells are in the cache, and which tokens are pinned is the session's business: a policy is
+    handed both. Numbers that are out of range or do not go together raise InvalidArgument when it
+    is made.
 
     max_kv_size: the most cells held after any call.
-    keep: how many of the first cells stay for ever.
-    pinned: how many cells beyond those are pinned.
-    exact: how many first tokens are held, and see each other, as if every token were: before any
-        is forgotten, compressed or grouped.
-    observed: how many of the newest tokens' queries it decides by: they are to be evaluated here.
     """
 
     name: ClassVar[str]
     max_kv_size: int
-    keep: int
-    pinned: int
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if field.type is int:
+                self._set(field.name, arguments.whole(field.name, getattr(self, field.name)))
+        self.check()
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
 
     @property
-    def exact(self) -> int: ...
+    @abstractmethod
+    def keep(self) -> int:
+        """How many of the first cells stay for ever."""
 
     @property
-    def observed(self) -> int: ...
+    @abstractmethod
+    def exact(self) -> int:
+        """How many first tokens are held, and see each other, as if every token were.
 
+        That is, before any is forgotten, compressed or grouped.
+        """
+
+    @property
+    def observed(self) -> int:
+        """How many of the newest tokens' queries it decides by: they are to be evaluated here."""
+        return 0
+
+    def longest(self, trained: int) -> int:
+        """The largest budget that it can have for a model trained to `trained` positions."""
+        return trained
+
+    def for_model(self, trained: int) -> Self:
+        """The same policy for a model trained to `trained` positions.
+
+        Raises InvalidArgument where that model cannot look as far as the policy would need.
+        """
+        if self.max_kv_size > (most := self.longest(trained)):
+            raise InvalidArgument(
+                f"max_kv_size must be 1 to {most}, what policy {self.name!r} can do with a model "
+                f"trained for {trained} positions; found {self.max_kv_size}"
+            )
+        return self
+
+    def check(self, pinned: int = 0) -> None:
+        """Raises InvalidArgument where its numbers do not go together.
+
+        pinned: cells that are pinned beyond the first `keep`.
+        """
+        arguments.whole("max_kv_size", self.max_kv_size, 1)
+
+    def settings(self) -> dict[str, Any]:
+        """What `make_policy` needs, beside the name, to make this policy again; JSON values."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.repr}
+
+    def with_settings(self, **settings: Any) -> Self:
+        """The same with other settings. Raises InvalidArgument for one that it does not have."""
+        for key in settings:
+            if key not in self.settings():
+                raise InvalidArgument(
+                    f'{key} has no meaning for policy "{self.name}"; its settings are '
+                    f"{', '.join(self.settings())}"
+                )
+        return replace(self, **settings)
+
+    @property
+    def calibrated_by(self) -> str:
+        """The digest of the calibration that it decides by; empty without one."""
+        return ""
+
+    def calibrated(self, statistics: Statistics, digest: str) -> Self:
+        """The same, deciding by what is known of the model; digest: of that.
+
+        Raises InvalidArgument for a policy that has no use for it.
+        """
+        raise InvalidArgument(f'policy "{self.name}" has no use for a calibration')
+
+    def discards(self, cache: KVCache) -> int:
+        """How many of the oldest cells go at once at the budget; 0 where they do not."""
+        return 0
+
+    @abstractmethod
     def room(self, cache: KVCache) -> int | None:
         """How many more tokens the cache can take; None if there is no end."""
 
+    @abstractmethod
     def open(self, cache: KVCache, wanted: int, ahead: int = 0) -> int:
         """Makes the last segment the one for the next tokens, right before they come.
 
@@ -41,18 +119,26 @@ class Policy(Protocol):
 
     def settle(self, cache: KVCache) -> Sequence[Compression]:
         """Puts the cache in order once a step is done. Returns what was compressed."""
+        return ()
 
-    def settings(self) -> dict[str, Any]:
-        """What `make_policy` needs, beside the name, to make this policy again."""
+    def changed(self, cache: KVCache, pins: Set[int], **settings: Any) -> Self:
+        """The same with other settings, for a cache in use, which is put in order.
 
-    def check(self, **settings: int) -> None:
-        """Raises InvalidArgument where settings could not be changed to these."""
-
-    def change(self, cache: KVCache, pins: Set[int], **settings: int) -> None:
-        """Changes settings on a cache in use, in which the tokens with serials `pins` are pinned.
-
-        Raises InvalidArgument before changing anything.
+        pins: serials of the pinned tokens from now on. Raises InvalidArgument before changing
+        anything.
         """
+        return self.with_settings(**settings)
+
+
+def pinned_cells(cache: KVCache, keep: int) -> int:
+    """How many cells are anchors beyond the first `keep`: the pinned ones."""
+    anchors = (s for s in cache.segments if s.anchor and not s.compressed)
+    return max(0, sum(segment.length for segment in anchors) - keep)
+
+
+def pinned_beyond(cache: KVCache, keep: int, pins: Set[int]) -> int:
+    """How many cells would be, if the tokens with serials `pins` were pinned."""
+    return sum(serial in pins for serial in cache.serials()[keep:])
 
 
 def open_anchors(cache: KVCache, keep: int, wanted: int) -> int:

@@ -27,7 +27,7 @@ def moved(cache: KVCache, cells: Cells, positions: Tensor) -> Cells:
 def _reach(cache: KVCache) -> int:
     """The distance of the next token to the cell that is seen from furthest."""
     return max(
-        (segment.map(cache.time) - int(_positions(segment).min()) for segment in cache.segments),
+        (segment.map(cache.time) - int(segment.positions().min()) for segment in cache.segments),
         default=0,
     )
 
@@ -41,7 +41,7 @@ def _halve(cache: KVCache, segment: Segment, near: int) -> None:
         segment.block = Block(moved(cache, cells, positions))
         segment.map = PositionMap()
         return
-    last = int(_positions(segment)[-1]) - segment.map.offset
+    last = int(segment.positions()[-1]) - segment.map.offset
     if last < near:
         segment.map = segment.map.closer((near - last) // 2)
 
@@ -50,7 +50,7 @@ def _runs(segment: Segment) -> list[Segment]:
     """A segment cut where positions are missing: each run then has a map of its own."""
     if segment.compressed:
         return [segment]
-    gaps = torch.nonzero(_positions(segment).diff() != 1).flatten() + 1
+    gaps = torch.nonzero(segment.positions().diff() != 1).flatten() + 1
     bounds = [0, *gaps.tolist(), segment.length]
     if len(bounds) == 2:
         return [segment]
@@ -58,9 +58,3 @@ def _runs(segment: Segment) -> list[Segment]:
         Segment.of(segment.layout, segment.read(first, end - first), segment.map, segment.anchor)
         for first, end in itertools.pairwise(bounds)
     ]
-
-
-def _positions(segment: Segment) -> Tensor:
-    """`[..., n]`: those of the live cells, oldest first."""
-    positions = segment.block.slots.positions
-    return torch.cat([positions[..., slot] for slot in segment.slots(0, segment.length)], -1)

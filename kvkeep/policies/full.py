@@ -1,23 +1,21 @@
 """Policy `full`: every cell is kept, up to the length that the model was trained for."""
 
-from collections.abc import Set
+from dataclasses import dataclass
 from typing import ClassVar
 
 from kvkeep.cache import KVCache, Segment
-from kvkeep.errors import InvalidArgument
-from kvkeep.methods import Compression
+from kvkeep.policies.base import Policy
 
 
-class Full:
+@dataclass(frozen=True)
+class Full(Policy):
     """Remembers everything, and takes no more tokens than `max_kv_size`."""
 
     name: ClassVar[str] = "full"
-    observed: ClassVar[int] = 0
 
-    def __init__(self, max_kv_size: int, keep: int = 0, pinned: int = 0):
-        self.max_kv_size = max_kv_size
-        self.keep = max_kv_size
-        self.pinned = 0
+    @property
+    def keep(self) -> int:
+        return self.max_kv_size
 
     @property
     def exact(self) -> int:
@@ -34,19 +32,3 @@ class Full:
             cache.segments.append(newest)
         newest.reserve(newest.length + wanted + ahead)
         return wanted
-
-    def settle(self, cache: KVCache) -> list[Compression]:
-        return []
-
-    def settings(self) -> dict[str, int]:
-        return {"max_kv_size": self.max_kv_size}
-
-    def check(self, **settings: int) -> None:
-        if "keep" in settings:
-            raise InvalidArgument(
-                'keep has no meaning for policy "full", which keeps every token; '
-                'use policy="sliding" to keep the first tokens and a window'
-            )
-
-    def change(self, cache: KVCache, pins: Set[int], **settings: int) -> None:
-        self.check(**settings)

@@ -1,18 +1,17 @@
 """Policy `self_extend`: longer than trained, without training (LongLM, arXiv:2401.01325)."""
 
-from collections.abc import Set
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
 from kvkeep.cache import Cells, KVCache, PositionMap, Segment, Window
 from kvkeep.errors import InvalidArgument
-from kvkeep.methods import Compression
-
-GROUP, WINDOW = 4, 1024
+from kvkeep.policies.base import Policy
 
 
-class SelfExtend:
+@dataclass(frozen=True)
+class SelfExtend(Policy):
     """Remembers everything: the newest `window` tokens exactly, older ones in groups of positions.
 
     A query at time t sees a cell at position p as it is while t - p < window. From then on the
@@ -24,24 +23,25 @@ class SelfExtend:
     """
 
     name: ClassVar[str] = "self_extend"
-    observed: ClassVar[int] = 0
 
-    def __init__(self, max_kv_size: int, keep: int = 0, group: int = GROUP, window: int = WINDOW):
-        if group < 1 or window < 1 or window % group:
+    group: int = 4
+    window: int = 1024
+
+    def check(self, pinned: int = 0) -> None:
+        super().check(pinned)
+        if self.group < 1 or self.window < 1 or self.window % self.group:
             raise InvalidArgument(
                 "self_extend needs a group of 1 or more that divides its window; "
-                f"found group {group} and window {window}"
+                f"found group {self.group} and window {self.window}"
             )
-        self.max_kv_size = max_kv_size
-        self.keep = max_kv_size
-        self.pinned = 0
-        self.group = group
-        self.window = window
 
-    @classmethod
-    def longest(cls, trained: int, group: int = GROUP, window: int = WINDOW) -> int:
+    @property
+    def keep(self) -> int:
+        return self.max_kv_size
+
+    def longest(self, trained: int) -> int:
         """How many tokens it can take before a distance exceeds the trained length."""
-        return max(trained, group * (trained - window) + window)
+        return max(trained, self.group * (trained - self.window) + self.window)
 
     @property
     def exact(self) -> int:
@@ -63,22 +63,6 @@ class SelfExtend:
         if leaving > 0:
             self._lend(cache, leaving)
         return count
-
-    def settle(self, cache: KVCache) -> list[Compression]:
-        return []
-
-    def settings(self) -> dict[str, int]:
-        return {"max_kv_size": self.max_kv_size, "group": self.group, "window": self.window}
-
-    def check(self, **settings: int) -> None:
-        if "keep" in settings:
-            raise InvalidArgument(
-                'keep has no meaning for policy "self_extend", which keeps every token; '
-                'use policy="sliding" to keep the first tokens and a window'
-            )
-
-    def change(self, cache: KVCache, pins: Set[int], **settings: int) -> None:
-        self.check(**settings)
 
     def _lend(self, cache: KVCache, count: int) -> None:
         """Shows the far segment the oldest window cells, which leave the window in this step."""

@@ -1,15 +1,16 @@
 """Policy `sliding`: attention sinks and a rotating window (StreamingLLM, arXiv:2309.17453)."""
 
 from collections.abc import Set
-from typing import ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
 
 from kvkeep.cache import KVCache, Segment, Window
 from kvkeep.errors import InvalidArgument
-from kvkeep.methods import Compression
-from kvkeep.policies.base import open_anchors
+from kvkeep.policies.base import Policy, open_anchors, pinned_beyond, pinned_cells
 
 
-class Sliding:
+@dataclass(frozen=True)
+class Sliding(Policy):
     """The first `keep` cells and the pinned ones are anchors; a window holds the newest.
 
     Every query sees exactly the cells that StreamingLLM would, at the same distances: those of
@@ -20,29 +21,22 @@ class Sliding:
     """
 
     name: ClassVar[str] = "sliding"
-    observed: ClassVar[int] = 0
 
-    def __init__(self, max_kv_size: int, keep: int, pinned: int = 0):
-        self.max_kv_size = max_kv_size
-        self.keep = keep
-        self.pinned = pinned
-        self.check()
-
-    @property
-    def discard(self) -> int:
-        """How many of the oldest cells of the window go at once."""
-        return 1
+    keep: int = 4
 
     @property
     def exact(self) -> int:
         return self.max_kv_size
 
+    def discards(self, cache: KVCache) -> int:
+        return 1
+
     def room(self, cache: KVCache) -> int | None:
         return None
 
     def open(self, cache: KVCache, wanted: int, ahead: int = 0) -> int:
-        size = self.max_kv_size - self.keep - self.pinned
-        cache.window = Window(size, self.discard)
+        size = self.window_size(cache)
+        cache.window = Window(size, self.discards(cache))
         anchored = open_anchors(cache, self.keep, wanted)
         if anchored:
             return anchored
@@ -54,27 +48,23 @@ class Sliding:
         newest.reserve(newest.length + wanted + (0 if newest.crowded else ahead))
         return wanted
 
-    def settle(self, cache: KVCache) -> list[Compression]:
-        return []
+    def window_size(self, cache: KVCache) -> int:
+        """The most cells that are neither kept nor pinned."""
+        return self.max_kv_size - self.keep - pinned_cells(cache, self.keep)
 
-    def settings(self) -> dict[str, int]:
-        return {"max_kv_size": self.max_kv_size, "keep": self.keep, "pinned": self.pinned}
-
-    def check(self, **settings: int) -> None:
-        found = {"keep": self.keep, "pinned": self.pinned} | settings
-        keep, pinned = found["keep"], found["pinned"]
-        if not 0 <= keep < self.max_kv_size - pinned:
+    def check(self, pinned: int = 0) -> None:
+        super().check(pinned)
+        if not 0 <= self.keep < self.max_kv_size - pinned:
             pins = f" of which {pinned} are pinned" if pinned else ""
             raise InvalidArgument(
                 "keep must leave room for a window: expected 0 to "
                 f"{self.max_kv_size - pinned - 1} for a budget of {self.max_kv_size} cells{pins}, "
-                f"found {keep}; keep or pin fewer tokens, or raise max_kv_size"
+                f"found {self.keep}; keep or pin fewer tokens, or raise max_kv_size"
             )
 
-    def change(self, cache: KVCache, pins: Set[int], **settings: int) -> None:
+    def changed(self, cache: KVCache, pins: Set[int], **settings: Any) -> Self:
         """More `keep` or pins make anchors of cells as they lie; fewer give them to the window."""
-        keep = settings.get("keep", self.keep)
-        outside = sum(serial in pins for serial in cache.serials()[max(keep, 0) :])
-        self.check(**settings | {"pinned": outside})
-        cache.regroup(lambda rank, serial: rank < keep or serial in pins)
-        self.keep, self.pinned = keep, outside
+        changed = self.with_settings(**settings)
+        changed.check(pinned_beyond(cache, changed.keep, pins))
+        cache.regroup(lambda rank, serial: rank < changed.keep or serial in pins)
+        return changed

@@ -8,8 +8,10 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import ctrl_c
 import pytest
 import torch
+import torch.nn.functional as F
 from click.testing import CliRunner, Result
 from safetensors.torch import save_file
 
@@ -64,6 +66,12 @@ def invoke() -> Invoke:
 
 
 @pytest.fixture
+def ctrl_c_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Lets Ctrl-C come with the n-th step that a model evaluates from now on."""
+    return lambda step: monkeypatch.setattr(F, "embedding", ctrl_c.interrupting(step))
+
+
+@pytest.fixture
 def tiny(tiny_folder: Path) -> list[str]:
     """Options that make any command fast and exactly repeatable."""
     return ["-m", str(tiny_folder), "--dtype", "float32"]
@@ -71,11 +79,17 @@ def tiny(tiny_folder: Path) -> list[str]:
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Starts `python -m kvkeep` with these arguments; whatever still runs at the end is killed."""
+    """Starts `python -m kvkeep` with these arguments; whatever still runs at the end is killed.
+
+    ctrl_c_at: the step of the model with which Ctrl-C comes.
+    """
     running: list[subprocess.Popen[bytes]] = []
 
-    def call(*arguments: object, **options: object) -> "subprocess.Popen[bytes]":
-        command = [sys.executable, "-m", "kvkeep", *map(str, arguments)]
+    def call(
+        *arguments: object, ctrl_c_at: int | None = None, **options: object
+    ) -> "subprocess.Popen[bytes]":
+        program = ["-m", "kvkeep"] if ctrl_c_at is None else [ctrl_c.__file__, str(ctrl_c_at)]
+        command = [sys.executable, *program, *map(str, arguments)]
         pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         process = subprocess.Popen(command, env=environment, **(pipes | options))  # type: ignore[call-overload]

@@ -30,7 +30,7 @@ def _refused(result, *said: str) -> None:
         (["--prefill-step", 0], "expected 1 or more, found 0"),
         (["-n", -2], "expected -1 or more, found -2"),
         (["--temperature", -1], "temperature must be 0 or more"),
-        (["--temperature", "nan"], "temperature must be 0 or more"),
+        (["--temperature", "nan"], "temperature must be a finite number"),
         (["--top-p", 0], "top_p must be above 0"),
         (["--top-k", -1], "top_k must be 0"),
         (["--min-p", 2], "min_p must be 0 to 1"),

@@ -1,6 +1,5 @@
 """`kvkeep calibrate` writes a file that compresses what its model remembers, or none."""
 
-import signal
 from pathlib import Path
 
 import pytest
@@ -75,14 +74,9 @@ def test_too_little_text_leaves_the_file_as_it_was(invoke, tiny, file: Path) -> 
     assert file.read_bytes() == before
 
 
-def test_ctrl_c_leaves_no_file(invoke, tiny, tmp_path: Path) -> None:
-    usual = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 0.8)
-        result = invoke("calibrate", "-", "-o", tmp_path / "a.kvcal", *tiny, input=TEXT * 60)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, usual)
+def test_ctrl_c_leaves_no_file(invoke, tiny, ctrl_c_at, tmp_path: Path) -> None:
+    ctrl_c_at(2)
+    result = invoke("calibrate", "-", "-o", tmp_path / "a.kvcal", *tiny, input=TEXT)
     assert result.exit_code == 130
     assert not list(tmp_path.iterdir())
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from patience import PATIENCE
 from safetensors.torch import load_file, save_file
 
 from kvkeep import Snapshot
@@ -81,7 +82,7 @@ def test_a_new_process_goes_on_with_what_was_saved(start, invoke, tiny, home) ->
     invoke("generate", "--session", "whole", "-n", 40, *asked)
     invoke("generate", "--session", "s", "-n", 20, *asked)
     process = start("generate", "--session", "s", "-n", 20, "--temperature", 1, *QUIET)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, said
     _require_same(_saved(home, "s"), _saved(home, "whole"))
 
@@ -185,7 +186,7 @@ def _interrupted_session(start, asked: list[object], home: Path) -> str:
     process = start("generate", "--session", "s", "-p", TEXT, "-n", -1, *asked)
     process.stdout.read(30)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=30)
+    _, said = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130
     return said.decode().splitlines()[-1]
 
@@ -201,7 +202,7 @@ def test_ctrl_c_saves_what_was_written(start, invoke, tiny, home) -> None:
 
 
 def _wait_for(happened) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE
     while not happened():
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -211,7 +212,7 @@ def test_a_reader_that_leaves_loses_nothing(start, tiny, home) -> None:
     process = start("generate", "--session", "s", "-p", TEXT, "-n", -1, *QUIET, *tiny)
     process.stdout.read(5)
     process.stdout.close()
-    assert process.wait(timeout=30) == 141
+    assert process.wait(timeout=PATIENCE) == 141
     assert len(_saved(home, "s").tokens) > 13
 
 
@@ -230,7 +231,7 @@ def test_a_session_in_use_is_refused(start, invoke, tiny, home) -> None:
     for command in (["generate", "-p", "x"], ["chat"]):
         result = invoke(*command, "--session", "s", "-m", "no-such-model")
         _refused(result, "another process is using session 's'")
-    _, said = process.communicate(b"", timeout=30)
+    _, said = process.communicate(b"", timeout=PATIENCE)
     assert process.returncode == 0, said
     assert not (home / "sessions" / "s.kvkeep").exists(), "nothing was said, nothing is kept"
 
@@ -287,7 +288,7 @@ def test_a_save_that_fails_leaves_the_file_as_it_was(start, invoke, tiny, home) 
         *("generate", "--session", "s", "-n", 40, *QUIET),
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000)),
     )
-    text, said = process.communicate(timeout=30)
+    text, said = process.communicate(timeout=PATIENCE)
     assert process.returncode == 2
     assert text.strip()
     assert "could not be written (File too large)" in said.decode().splitlines()[-1]
@@ -419,7 +420,7 @@ def test_each_turn_is_safe_as_soon_as_it_is_answered(start, invoke, tiny, home) 
     process.stdin.flush()
     _wait_for(file.exists)
     process.send_signal(signal.SIGKILL)
-    process.wait(timeout=30)
+    process.wait(timeout=PATIENCE)
     assert turns_in(_saved(home, "s").settings["spans"]) == [1]
     assert "session s saved" in invoke(*CHAT, "-c", input="Two?\n").stderr
 
@@ -430,7 +431,7 @@ def test_ctrl_c_in_a_piped_chat_saves_the_answer_so_far(start, tiny, home) -> No
     process.stdin.flush()
     process.stdout.read(100)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=30)
+    _, said = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130
     assert "session s saved" in said.decode().splitlines()[-1]
     assert len(_saved(home, "s").tokens) > 20
@@ -444,7 +445,7 @@ def test_sigterm_saves_as_ctrl_c_does(start, tiny, home, command) -> None:
     process.stdin.flush()
     process.stdout.read(100)
     process.send_signal(signal.SIGTERM)
-    _, said = process.communicate(timeout=30)
+    _, said = process.communicate(timeout=PATIENCE)
     assert process.returncode == 143
     assert "session s saved" in said.decode().splitlines()[-1]
     assert len(_saved(home, "s").tokens) > 20
@@ -472,7 +473,7 @@ def test_a_full_disk_does_not_end_a_chat(start, invoke, tiny, home) -> None:
         stdout=subprocess.PIPE,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000)),
     )
-    text, said = process.communicate(b"Two?\nThree?\n", timeout=30)
+    text, said = process.communicate(b"Two?\nThree?\n", timeout=PATIENCE)
     assert process.returncode == 2, "what was said is not on disk"
     assert text.count(b"\n") >= 2
     assert said.decode().count("could not be written") == 3

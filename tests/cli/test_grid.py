@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE
 
 from kvkeep.cli.compression import BEST, METHOD_NAMES
 from kvkeep.cli.evaluate.grid_choice import TASKS
@@ -66,11 +67,11 @@ def test_an_interrupt_leaves_what_was_measured(start, tiny, tmp_path: Path) -> N
     out = tmp_path / "grid.json"
     asked = ("grid", *SMALL, "--tasks", "second", "--samples", 5000, "--out", out, *tiny)
     process = start(*asked)
-    until = time.monotonic() + 60
+    until = time.monotonic() + PATIENCE
     while not out.exists() and time.monotonic() < until:
-        time.sleep(0.05)
+        time.sleep(0.02)
     process.send_signal(signal.SIGINT)
-    shown, _ = process.communicate(timeout=60)
+    shown, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130
     assert json.loads(out.read_text())["readings"]
     assert b"| second | " in shown

@@ -1,11 +1,7 @@
-"""Help opens at once and says what there is."""
+"""Help opens at once, since it loads little, and says what there is."""
 
-import statistics
 import subprocess
 import sys
-import time
-
-import pytest
 
 from kvkeep.cli import memory, which_model
 from kvkeep.cli.main import main
@@ -15,24 +11,12 @@ from kvkeep.policies import POLICIES
 from kvkeep.store.codec import CODECS
 
 COMMANDS = sorted(main.commands)
+HEAVY = {"torch", "numpy", "transformers", "tokenizers", "safetensors", "huggingface_hub", "gguf"}
+HEAVY |= {"jinja2", "matplotlib", "psutil"}
 SESSIONS = [f"sessions {name}" for name in sorted(sessions.commands)]
 
 
-@pytest.mark.parametrize("command", ["", *COMMANDS, SESSIONS[0]])
-def test_help_opens_in_half_a_second(command: str) -> None:
-    def once() -> float:
-        begun = time.perf_counter()
-        subprocess.run(
-            [sys.executable, "-m", "kvkeep", *command.split(), "--help"],
-            check=True,
-            capture_output=True,
-        )
-        return time.perf_counter() - begun
-
-    assert statistics.median(once() for _ in range(3)) < 0.5
-
-
-def test_help_imports_no_torch() -> None:
+def test_help_loads_nothing_that_takes_long_to_load() -> None:
     commands = [*COMMANDS, *SESSIONS]
     asked = [[], ["--help"], ["--version"], *([*name.split(), "--help"] for name in commands)]
     program = f"""
@@ -43,8 +27,8 @@ for arguments in {asked}:
         main(arguments)
     except SystemExit as end:
         assert end.code == 0, arguments
-assert "torch" not in sys.modules
-assert "transformers" not in sys.modules
+found = {HEAVY} & sys.modules.keys()
+assert not found, found
 """
     subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
 

@@ -5,6 +5,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE
 
 from kvkeep.cli.evaluate import evaluate
 from kvkeep.cli.main import main
@@ -89,7 +90,7 @@ def test_an_interrupt_leaves_what_was_measured(start, tiny, tmp_path: Path) -> N
     for _ in range(2):
         assert process.stdout.readline()
     process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130
     figures = json.loads(report.read_text())
     assert figures["finish_reason"] == "interrupt"

@@ -88,6 +88,17 @@ def test_what_is_pinned_is_never_forgotten(branches: Branches, do: Do, what, pin
     assert _pinned(branches) == ""
 
 
+def test_what_is_pinned_can_be_changed_and_forgotten_alone(branches: Branches, do: Do) -> None:
+    """The template's own tokens around a question are forgotten in time."""
+    do("/pin 1.question")
+    branches.current.session.feed("and so on " * 200)
+    assert "is changed" in do("/edit 1.question Which rose is white?")
+    assert _pinned(branches) == "Which rose is white?"
+    branches.current.session.feed("and so on " * 20)
+    assert "is forgotten" in do("/forget 1.question")
+    assert _pinned(branches) == ""
+
+
 def test_the_system_prompt_is_pinned_whole(model: Model) -> None:
     branches = _begun(model, keep=0)
     run_command("/pin system", branches)

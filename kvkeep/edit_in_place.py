@@ -1,0 +1,188 @@
+"""An edit that leaves what follows as it was computed, and sees what is before from elsewhere."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from kvkeep.cache import KVCache, Segment, joined
+from kvkeep.cache.attention import HIDDEN
+from kvkeep.change import Change, bounded
+from kvkeep.errors import ContextFull, InvalidArgument
+from kvkeep.memory import Memory, require_finite
+
+
+def put_in_place(
+    memory: Memory, start: int, end: int, ids: Sequence[int], prefill_step: int
+) -> tuple[Memory, int]:
+    """The memory with the change in it, and how many cells are seen from another distance."""
+    if any(segment.map.group > 1 for segment in memory.cache.segments):
+        raise InvalidArgument(
+            "grouped cells cannot be edited in place: policy "
+            f'"{memory.policy.name}" needs recompute="suffix"'
+        )
+    rank, where = _place(memory, start, end)
+    change = Change.of(memory, start, end, ids, rank)
+    sooner = _overflow(memory, change)
+    work = memory.fork()
+    cache = work.cache
+    before, after = _parted(cache, change, where)
+    cache.window.forget(before, sooner)
+    # Bounded policies say below what is an anchor; where all is remembered, cells leave the window
+    # in their order, so that no other may lie among those that have left it.
+    anchor = change.stays if bounded(work) else after[0].anchor
+    inside = _evaluated_between(work, before, where, ids, anchor, prefill_step)
+    cache.segments = [s for s in joined([*before, *inside, *after]) if s.length]
+    work.replace(start, end, ids, change.pinned)
+    if bounded(work):
+        work.change(keep=change.keep)
+        # A policy that puts itself in order has forgotten what is too much already.
+        cache.window.forget(cache.segments, max(0, cache.cells - work.policy.max_kv_size))
+        cache.segments = [s for s in cache.segments if s.length]
+    work.evaluate_last()
+    return work, sum(segment.length for segment in before) if change.growth else 0
+
+
+def _place(memory: Memory, start: int, end: int) -> tuple[int, int]:
+    """Where an edit is: how many held cells lie before it, and at which position it ends.
+
+    Compressed cells are not counted. The position is as the newest tokens see it: that of the token
+    after the edit, had none been forgotten. What is taken out must be held; what is put in needs a
+    held token on one side, and goes right beside it. Raises InvalidArgument otherwise.
+
+    Of tokens 0 ... 6, let 0, 1 and 4, 5, 6 be held (two kept, a window of three). The newest see
+    the kept ones at positions 2 and 3. Taking out 0 and 1 has rank 0 and ends at 4; what is put in
+    after 1 or before 4 has rank 2 and ends at 4, too.
+    """
+    held: dict[int, tuple[int, int]] = {}
+    for segment in memory.cache.segments:
+        if not segment.compressed:
+            seen = _seen(segment).tolist()
+            first = len(held)
+            held.update(
+                (serial, (first + index, position))
+                for index, (serial, position) in enumerate(
+                    zip(segment.serials(), seen, strict=True)
+                )
+            )
+    if end > start:
+        touched = [held.get(serial) for serial in memory.serials[start:end]]
+        if touched[0] is not None and touched[-1] is not None and None not in touched:
+            return touched[0][0], touched[-1][1] + 1
+    else:
+        following, previous = held.get(memory.serials[start]), None
+        if following is not None:
+            return following
+        if start and (previous := held.get(memory.serials[start - 1])) is not None:
+            return previous[0] + 1, previous[1] + 1
+    raise InvalidArgument(
+        f"tokens {start} to {end} are not all remembered: edit what is held, or begin anew "
+        "with the edited text"
+    )
+
+
+def _overflow(memory: Memory, change: Change) -> int:
+    """How many of the oldest window cells before the edit must go; others may have to go after it.
+
+    What is put in among window cells cannot outlive those after it, so that only those before it
+    may go. Raises ContextFull where that is not enough.
+    """
+    cache, policy, added = memory.cache, memory.policy, len(change.ids)
+    if bounded(memory) and cache.window.moves:
+        return 0  # what is too much is not forgotten: the policy compresses it
+    excess = max(0, cache.cells + change.growth - policy.max_kv_size)
+    sooner = later = 0
+    if bounded(memory):
+        sooner = sum(
+            len(cells) for segment, cells in cache.read(0, change.rank) if not segment.anchor
+        )
+        later = excess if change.stays else 0
+    if excess > sooner + later:
+        raise ContextFull(
+            f"{added} tokens do not fit in the place of {change.removed}: {cache.cells} of "
+            f"{policy.max_kv_size} cells are held, and {sooner} before the edit may be forgotten"
+        )
+    return min(sooner, excess)
+
+
+def _parted(cache: KVCache, change: Change, where: int) -> tuple[list[Segment], list[Segment]]:
+    """What lies before the edit, seen from as much further as the edit makes it; and what after."""
+    before: list[Segment] = []
+    after: list[Segment] = []
+    rank, end = 0, change.rank + change.removed
+    for segment in cache.segments:
+        if segment.compressed:
+            older = int(_seen(segment).min()) < where
+            moved = _moved_before(cache, segment, where, change.growth)
+            (before if older else after).append(moved)
+            continue
+        left = min(max(change.rank - rank, 0), segment.length)
+        right = min(max(end - rank, 0), segment.length)
+        if left:
+            before.append(_part(segment, 0, left, -change.growth))
+        if right < segment.length:
+            after.append(_part(segment, right, segment.length - right, 0))
+        rank += segment.length
+    return before, after
+
+
+def _part(segment: Segment, first: int, count: int, closer: int) -> Segment:
+    cells = segment.read(first, count)
+    return Segment.of(segment.layout, cells, segment.map.closer(closer), segment.anchor)
+
+
+def _seen(segment: Segment) -> Tensor:
+    """Where the newest tokens see its cells: `[n]`, or of compressed ones for each KV head."""
+    return segment.positions() - segment.map.offset
+
+
+def _moved_before(cache: KVCache, segment: Segment, where: int, growth: int) -> Segment:
+    """A compressed segment; its cells before a position are seen from `growth` further away.
+
+    Each KV head has cells of its own. If some lie behind the position, the others are rotated.
+    """
+    seen, cells, position_map = _seen(segment), segment.read(0, segment.length), segment.map
+    if int(seen.max()) < where:
+        position_map = position_map.closer(-growth)
+    elif growth and int(seen.min()) < where:
+        cells = cells.moved(cache.rope, torch.where(seen < where, -growth, 0))
+    return Segment.of(segment.layout, cells, position_map, segment.anchor)
+
+
+def _as_seen_before(segment: Segment, where: int) -> Segment:
+    """The segment without its compressed cells that lie behind a position."""
+    cells = segment.block.slots
+    if cells.bias is None or int(_seen(segment).max()) < where:
+        return segment
+    later = (_seen(segment) >= where).to(cells.bias.device)
+    shown = replace(cells, bias=cells.bias.masked_fill(later, HIDDEN))
+    return Segment.of(segment.layout, shown, segment.map, segment.anchor)
+
+
+def _evaluated_between(
+    work: Memory,
+    before: list[Segment],
+    where: int,
+    ids: Sequence[int],
+    anchor: bool,
+    prefill_step: int,
+) -> list[Segment]:
+    """The segment of tokens that see what is before them and end at time `where`."""
+    if not ids:
+        return []
+    cache = work.cache.empty()
+    cache.segments = [_as_seen_before(s, where) for s in before if s.length]
+    cache.time, cache.serial = where - len(ids), work.cache.serial
+    new = Segment(cache.layout_of(anchor), len(ids), anchor=anchor)
+    with torch.inference_mode():
+        for first in range(0, len(ids), prefill_step):
+            some, device = ids[first : first + prefill_step], cache.layout.device
+            chunk = torch.tensor(some, dtype=torch.int64, device=device)
+            if not first:
+                cache.segments.append(new)
+            with cache.step(len(chunk)) as step:
+                require_finite(work.decoder.hidden(chunk, step))
+    new.frozen = True
+    work.cache.serial = cache.serial
+    return [new]

@@ -1,0 +1,43 @@
+"""What is loaded of a model: all that sessions of it share."""
+
+from functools import cached_property
+from pathlib import Path
+
+from kvkeep.models.llama import Decoder
+from kvkeep.models.packed import Weights
+from kvkeep.models.spec import ModelSpec
+from kvkeep.models.text import TextCodec
+from kvkeep.store.fingerprint import Fingerprint, fingerprint
+
+
+class LoadedModel:
+    """Weights and text of one model; any number of sessions share it.
+
+    name: as it was asked for. folder: where its files are.
+    """
+
+    def __init__(self, name: str, folder: Path, decoder: Decoder, text: TextCodec):
+        self.name = name
+        self.folder = folder
+        self.decoder = decoder
+        self.text = text
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.decoder.spec
+
+    @property
+    def weights(self) -> Weights:
+        """What a decode step reads: "int4" where layers are packed in 4 bits, and so on."""
+        bits = {matrix.bits for matrix in self.decoder.packed.values()}
+        return "int4" if 4 in bits else "int8" if bits else "bf16"
+
+    @cached_property
+    def fingerprint(self) -> Fingerprint:
+        """What snapshots of this model's sessions are recognised by. Reads all weights, once."""
+        return fingerprint(
+            self.spec,
+            self.decoder.tensors,
+            self.text.tokenizer.to_str(),
+            self.decoder.new_cache().layout,
+        )

@@ -1,0 +1,100 @@
+"""A policy is a value: it can be made, compared and shared, and refuses what has no meaning."""
+
+from dataclasses import FrozenInstanceError
+from typing import Any
+
+import numpy as np
+import pytest
+from small import small_model
+
+from kvkeep.cache import Bits
+from kvkeep.errors import InvalidArgument
+from kvkeep.policies import Archive, Full, Policy, SelfExtend, Shift, Sliding, make_policy
+
+MODEL = small_model(max_positions=512)
+PROMPT = list(range(1, 120))
+VALUES: list[tuple[Policy, dict[str, Any]]] = [
+    (Sliding(48, keep=3), {"policy": "sliding", "keep": 3}),
+    (Shift(48, discard=9), {"policy": "shift", "discard": 9}),
+    (
+        Archive(48, window=20, ratio=2.0, method="keydiff"),
+        {"policy": "archive", "window": 20, "ratio": 2.0, "method": "keydiff"},
+    ),
+    (SelfExtend(48, group=2, window=16), {"policy": "self_extend", "group": 2, "window": 16}),
+    (Full(48), {"policy": "full"}),
+]
+
+
+@pytest.mark.parametrize(("policy", "named"), VALUES, ids=lambda x: getattr(x, "name", ""))
+def test_a_value_and_its_name_with_settings_are_the_same(
+    policy: Policy, named: dict[str, Any]
+) -> None:
+    by_value, by_name = MODEL.session(policy=policy), MODEL.session(48, **named)
+    assert by_value.settings == by_name.settings
+    for session in (by_value, by_name):
+        session.feed(PROMPT[: session.room])
+    assert by_value.logits.equal(by_name.logits)
+    assert by_value.cache.cells == by_name.cache.cells
+
+
+@pytest.mark.parametrize("policy", [policy for policy, _ in VALUES], ids=lambda x: x.name)
+def test_its_settings_make_it_again(policy: Policy) -> None:
+    assert make_policy(policy.name, **policy.settings()) == policy
+    assert hash(policy) == hash(make_policy(policy.name, **policy.settings()))
+
+
+@pytest.mark.parametrize("policy", [policy for policy, _ in VALUES], ids=lambda x: x.name)
+def test_nothing_that_a_session_does_changes_it(policy: Policy) -> None:
+    before = repr(policy)
+    one, other = MODEL.session(policy=policy), MODEL.session(policy=policy)
+    for session in (one, other):
+        session.feed(PROMPT[:40])
+    if isinstance(policy, (Sliding, Archive)):
+        one.pin(30, 33)
+        one.keep = 5 if isinstance(policy, Sliding) else policy.keep
+    assert repr(policy) == before
+    other.feed(PROMPT[: other.room])
+    assert other.settings == MODEL.session(policy=policy).settings
+    with pytest.raises(FrozenInstanceError):
+        policy.max_kv_size = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({"policy": "full", "keep": 8}, "keep"),
+        ({"policy": "full", "keep": -1}, "keep"),
+        ({"policy": "self_extend", "keep": 8}, "keep"),
+        ({"policy": "sliding", "discard": 8}, "discard"),
+        ({"policy": "sliding", "window": 8}, "window"),
+        ({"policy": "shift", "ratio": 2.0}, "ratio"),
+        ({"policy": "full", "far_bits": "8"}, "far_bits"),
+        ({"policy": Sliding(32), "keep": 8}, "keep"),
+        ({"policy": Sliding(32), "max_kv_size": 8}, "max_kv_size"),
+        ({"policy": Archive(64), "method": "sum"}, "method"),
+        ({"policy": Sliding(513)}, "max_kv_size"),
+        ({"policy": Archive(64, span=600)}, "span"),
+        ({"policy": Sliding(32), "bits": Bits("8"), "kv_bits": "4"}, "bits"),
+        ({"policy": Sliding(32), "bits": Bits("5")}, "kv_bits"),
+        ({"policy": 5}, "policy"),
+    ],
+)
+def test_what_has_no_meaning_is_refused(given: dict[str, Any], found: str) -> None:
+    with pytest.raises(InvalidArgument, match=found):
+        MODEL.session(**given)
+
+
+@pytest.mark.parametrize("kind", [Sliding, Shift, Archive, SelfExtend, Full])
+@pytest.mark.parametrize("size", [0, -1, 8.0, "8", None, True])
+def test_a_budget_is_a_whole_number_of_cells(kind: Any, size: Any) -> None:
+    with pytest.raises(InvalidArgument):
+        kind(size)
+
+
+def test_numbers_of_numpy_are_pythons() -> None:
+    settings = Archive(np.int64(64), np.int32(2), ratio=np.float32(2)).settings()
+    assert {type(value) for value in settings.values()} == {int, float, str}
+
+
+def test_bits_are_given_as_a_value_too() -> None:
+    assert MODEL.session(policy=Sliding(32), bits=Bits(kv="8")).bits == Bits("8", None)
