@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvkeep.errors import ModelError
+from kvkeep.errors import Locked, ModelError
 
+PATIENCE = 3600.0  # seconds; of a large model, a download takes long
 _RECORD = "kvkeep.json"
 _PARTIAL = ".partial"
 # Raised when what is written into a model's folder changes: older ones are then made anew.
@@ -78,7 +79,8 @@ def keep(
     that could be taken for the whole; what a crash leaves is swept by the next call. A model made
     earlier from the same source, under another slug, gives way.
 
-    Raises ModelError if the folder cannot be written, and what `fill` raises.
+    Raises ModelError if the folder cannot be written, Locked if another process has been making a
+    model for an hour, and what `fill` raises.
     """
     try:
         models = _models()
@@ -146,7 +148,10 @@ def _read_record(folder: Path) -> dict[str, Any] | None:
 
 
 def _only_one(path: Path, progress: bool) -> Any:
-    """The lock that whoever makes a model holds. The system frees it when a process dies."""
+    """The lock that whoever makes a model holds. The system frees it when a process dies.
+
+    Raises Locked where its holder neither ends nor dies: it may be stopped.
+    """
     from filelock import FileLock, Timeout
 
     lock = FileLock(path)
@@ -154,8 +159,19 @@ def _only_one(path: Path, progress: bool) -> Any:
         return lock.acquire(timeout=0)
     except Timeout:
         if progress:
-            print("waiting for another kvkeep that is fetching a model", file=sys.stderr)
-        return lock.acquire()
+            print(
+                "waiting for another kvkeep that is fetching a model, "
+                f"for {PATIENCE / 60:.0f} minutes at most",
+                file=sys.stderr,
+            )
+    try:
+        return lock.acquire(timeout=PATIENCE)
+    except Timeout:
+        raise Locked(
+            f"another kvkeep has been fetching or converting a model for more than "
+            f"{PATIENCE / 60:.0f} minutes, and one does so at a time: try again when it is done, "
+            "or end it if it hangs"
+        ) from None
 
 
 def _sweep(models: Path) -> None:

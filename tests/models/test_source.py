@@ -16,7 +16,8 @@ from patience import PATIENCE
 from tiny_gguf import tiny_llama, write_gguf
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvkeep.errors import BadModelFile, ModelError, ModelNotFound, UnsupportedModel
+from kvkeep.errors import BadModelFile, Locked, ModelError, ModelNotFound, UnsupportedModel
+from kvkeep.models import library
 from kvkeep.models.config import read_spec
 from kvkeep.models.known import KNOWN, KnownModel, fetch
 from kvkeep.models.library import keep
@@ -255,3 +256,14 @@ def test_every_known_model_is_pinned() -> None:
 
 def _refuse(folder: Path) -> None:
     raise UnsupportedModel("not this one")
+
+
+def test_who_waits_too_long_for_another_pull_is_told(
+    own_home: Path, tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that was stopped, by Ctrl-Z say, holds the lock for ever."""
+    monkeypatch.setattr(library, "PATIENCE", 0.1)
+    own_home.mkdir(exist_ok=True)
+    with FileLock(own_home / "pull.lock"), pytest.raises(Locked, match="another kvkeep"):
+        resolve(str(tiny_gguf), progress=False)
+    assert resolve(str(tiny_gguf), progress=False).is_dir()
