@@ -86,24 +86,22 @@ def _overflow(memory: Memory, change: Change) -> int:
     """How many of the oldest window cells before the edit must go; others may have to go after it.
 
     What is put in among window cells cannot outlive those after it, so that only those before it
-    may go. Raises ContextFull where that is not enough.
+    may be forgotten. An archive forgets none: it compresses the oldest of the window once the edit
+    is done. Raises ContextFull where that is not enough.
     """
     cache, policy, added = memory.cache, memory.policy, len(change.ids)
-    if bounded(memory) and cache.window.moves:
-        return 0  # what is too much is not forgotten: the policy compresses it
     excess = max(0, cache.cells + change.growth - policy.max_kv_size)
-    sooner = later = 0
-    if bounded(memory):
-        sooner = sum(
-            len(cells) for segment, cells in cache.read(0, change.rank) if not segment.anchor
-        )
-        later = excess if change.stays else 0
+    window = [not s.anchor for s in cache.segments if not s.compressed for _ in range(s.length)]
+    archives = bounded(memory) and cache.window.moves
+    sooner = sum(window if archives else window[: change.rank]) if bounded(memory) else 0
+    later = excess if bounded(memory) and change.stays else 0
     if excess > sooner + later:
         raise ContextFull(
             f"{added} tokens do not fit in the place of {change.removed}: {cache.cells} of "
-            f"{policy.max_kv_size} cells are held, and {sooner} before the edit may be forgotten"
+            f"{policy.max_kv_size} cells are held, and {sooner} of them can make room for what is "
+            "put in there"
         )
-    return min(sooner, excess)
+    return 0 if archives else min(sooner, excess)
 
 
 def _parted(cache: KVCache, change: Change, where: int) -> tuple[list[Segment], list[Segment]]:

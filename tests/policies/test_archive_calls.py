@@ -8,7 +8,7 @@ from listening import attending
 from policies.archives import MODEL, TEXT, Setting, archived, archives, same, state
 
 from kvkeep import Sampling, SessionGroup
-from kvkeep.errors import InvalidArgument, NonFiniteLogits
+from kvkeep.errors import ContextFull, InvalidArgument, NonFiniteLogits
 from kvkeep.models.executor import AnyStep
 from kvkeep.session import Session
 
@@ -167,3 +167,14 @@ def test_defaults_fit_any_budget(size: int) -> None:
     session = MODEL.session(size, policy="archive")
     session.feed(TEXT[:100])
     assert session.cache.cells <= size
+
+
+def test_what_is_put_in_among_the_window_makes_it_archive_more() -> None:
+    session = Setting().fed(100)
+    at = len(session.tokens) - 3
+    session.insert(at - 12, TEXT[:22])
+    assert session.tokens[at - 12 : at + 10] == TEXT[:22]
+    assert session.cache.cells <= 48
+    assert archived(session) > 8
+    with pytest.raises(ContextFull, match="can make room"):
+        session.insert(at, TEXT[:90])
