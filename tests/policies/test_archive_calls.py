@@ -171,10 +171,11 @@ def test_defaults_fit_any_budget(size: int) -> None:
 
 def test_what_is_put_in_among_the_window_makes_it_archive_more() -> None:
     session = Setting().fed(100)
-    at = len(session.tokens) - 3
-    session.insert(at - 12, TEXT[:22])
-    assert session.tokens[at - 12 : at + 10] == TEXT[:22]
-    assert session.cache.cells <= 48
-    assert archived(session) > 8
+    before, at = state(session), len(session.tokens) - 15
     with pytest.raises(ContextFull, match="can make room"):
         session.insert(at, TEXT[:90])
+    assert same(state(session), before)
+    session.insert(at, TEXT[:22])
+    assert session.tokens[at : at + 22] == TEXT[:22]
+    assert session.cache.cells <= 48
+    assert archived(session) > 8
