@@ -66,16 +66,17 @@ class Memory:
         if self.max_kv_size is not None and self.keep is not None:
             from kvkeep.policies import make_policy
 
-            make_policy(self.policy, self.max_kv_size, **settings | {"keep": max(self.keep, 0)})
+            if self._keeps:
+                settings |= {"keep": max(self.keep, 0)}
+            make_policy(self.policy, self.max_kv_size, **settings)
 
     def load(self, progress: bool) -> "Model":
         return load_named(self.model, self.dtype, self.device, self.weights, progress)
 
     def session(self, model: "Model", keep: int, store: "PrefixStore | None" = None) -> "Session":
-        """keep: for a policy that forgets; another one refuses it, if somebody asked for it."""
         return model.session(
             self.max_kv_size,
-            keep if self.policy in KEEPING or given("keep") else None,
+            keep if self._keeps else None,
             self.policy,
             prefill_step=self.prefill_step,
             store=store,
@@ -84,6 +85,11 @@ class Memory:
             calibration=calibrated(self.calibration, model),
             **self._settings(),
         )
+
+    @property
+    def _keeps(self) -> bool:
+        """Whether `keep` counts: a policy that forgets nothing refuses it, if somebody asked."""
+        return self.policy in KEEPING or given("keep")
 
     def _settings(self) -> dict[str, Any]:
         return {
