@@ -115,7 +115,7 @@ def _evaluate(memories: Sequence[Memory], tokens: Sequence[int]) -> None:
         opened = []
         for memory in memories:
             memory.policy.open(memory.cache, 1)
-            step = steps.enter_context(memory.cache.step(1))
+            step = steps.enter_context(memory.cache.step(1, sampled=True))
             assert isinstance(step, DecodeStep)
             opened.append(step)
         taken = torch.tensor(tokens, dtype=torch.int64, device=device)

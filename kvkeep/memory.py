@@ -88,8 +88,13 @@ class Memory:
             )
 
     @torch.inference_mode()
-    def evaluate(self, ids: Sequence[int], prefill_step: int) -> Iterator[Evaluated]:
-        """Evaluates ids step by step; each step is in memory whole when it is yielded."""
+    def evaluate(
+        self, ids: Sequence[int], prefill_step: int, sampled: bool = False
+    ) -> Iterator[Evaluated]:
+        """Evaluates ids step by step; each step is in memory whole when it is yielded.
+
+        sampled: the model itself has chosen them; `prefill_step` must be 1 then.
+        """
         done, where = 0, self.cache.layout.device
         while done < len(ids):
             before = self.cache.cells
@@ -98,7 +103,7 @@ class Memory:
                 count = self.policy.open(self.cache, wanted, len(ids) - done - wanted)
                 chunk = ids[done : done + count]
                 done += count
-                with self.cache.step(count) as step:
+                with self.cache.step(count, sampled) as step:
                     taken = torch.tensor(chunk, dtype=torch.int64, device=where)
                     hidden = self.decoder.hidden(taken, step)
                     logits = self.decoder.logits(hidden[-1:])[0] if done == len(ids) else None
@@ -214,7 +219,11 @@ class Memory:
             raise
 
     def evaluate_last(self) -> None:
-        """Evaluates the last token anew, over the cells that are there now."""
+        """Evaluates the last token anew, over the cells that are there now.
+
+        As a prompt's, whoever chose it: what is evaluated anew comes out as in a session that was
+        fed these tokens.
+        """
         again, pinned = self.tokens[-1:].tolist(), bool(self.pins & set(self.serials[-1:]))
         if pinned:  # it comes back under another serial
             self.unpin(len(self.tokens) - 1, len(self.tokens))
@@ -267,14 +276,18 @@ class Memory:
         self.serials[start:end] = array("q", fresh)
 
     def score(
-        self, ids: Sequence[int], prefill_step: int, progress: Callable[[int], None] | None
+        self,
+        ids: Sequence[int],
+        prefill_step: int,
+        progress: Callable[[int], None] | None,
+        sampled: bool = False,
     ) -> Tensor:
         """Evaluates ids; `[n]` float64: the natural log of each one's probability before it came.
 
-        NaN for the first token of all, which nothing predicted.
+        NaN for the first token of all, which nothing predicted. sampled: as in `evaluate`.
         """
         last, scores = self.hidden, []
-        for step in self.evaluate(ids, prefill_step):
+        for step in self.evaluate(ids, prefill_step, sampled):
             count = step.hidden.shape[0]
             before = step.hidden if last is None else torch.cat((last, step.hidden))
             targets = self.tokens[-count:]

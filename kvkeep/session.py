@@ -137,7 +137,7 @@ class Session(Context):
             raise InvalidArgument("nothing to continue: feed a prompt before asking for tokens")
         self._memory.require_room(1)
         token = self._sampler.choose(logits, self._memory.tokens, sampling)
-        for _ in self._memory.evaluate([token], 1):
+        for _ in self._memory.evaluate([token], 1, sampled=True):
             pass
         return token
 
@@ -179,21 +179,27 @@ class Session(Context):
         prompt: str | Sequence[int],
         progress: Callable[[int], None] | None = None,
         special: bool = False,
+        written: bool = False,
     ) -> Tensor:
         """Evaluates a prompt as `feed` does and says how likely each of its tokens was.
+
+        written: evaluates each token by itself, as if the model had just chosen it: with packed
+            weights, where it has them.
 
         Returns `[n]` float64: the natural log of each token's probability given what the session
         remembered before it. The first token of a session was predicted by nothing: NaN.
         """
         progress = arguments.progress(progress)
         ids = self._checked_ids(prompt, special)
-        return self._memory.score(ids, self.prefill_step, progress)
+        written = arguments.flag("written", written)
+        step = 1 if written else self.prefill_step
+        return self._memory.score(ids, step, progress, sampled=written)
 
     def rewind(self, count: int) -> list[int]:
         """Takes the last `count` tokens back and returns them.
 
-        `logits` are then those of the token before, evaluated anew over the cells still held. Cells
-        that a window forgot do not come back: it is shorter until it fills again.
+        `logits` are then those of the token before, evaluated anew, as a prompt's, over the cells
+        still held. Cells that a window forgot do not come back: it is shorter until it fills again.
 
         Raises InvalidArgument for a negative count, and where the token to stand on is no longer
         held.

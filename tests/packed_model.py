@@ -43,8 +43,8 @@ def spec_of(head_dim: int = 64, family: str = "llama") -> ModelSpec:
     )
 
 
-def packed_model(spec: ModelSpec, bits: Bits | None, seed: int = 0) -> Model:
-    """bits: of all matrices, whose values the bfloat16 tensors have, too; None for bfloat16."""
+def packed_model(spec: ModelSpec, bits: Bits | None, seed: int = 0, lossless: bool = True) -> Model:
+    """bits: of all matrices; None for bfloat16. lossless: the tensors have the packed values."""
     random = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, shape in tensor_shapes(spec).items():
@@ -55,7 +55,8 @@ def packed_model(spec: ModelSpec, bits: Bits | None, seed: int = 0) -> Model:
         for name in matrices(spec):
             source = "model.embed_tokens.weight" if name == HEAD and spec.tied_head else name
             rounded = quantise(tensors[source], bits)
-            tensors[source] = rounded.values()
+            if lossless:
+                tensors[source] = rounded.values()
             matrices_packed[name] = packed(rounded)
     halves = {name: tensor.bfloat16() for name, tensor in tensors.items()}
     text = TextCodec(Path(), small_tokenizer())

@@ -70,8 +70,10 @@ class KVCache:
         return [serial for segment in self.segments for serial in segment.serials()]
 
     @contextmanager
-    def step(self, count: int) -> Iterator[DecodeStep | ChunkStep]:
+    def step(self, count: int, sampled: bool = False) -> Iterator[DecodeStep | ChunkStep]:
         """A forward of `count` tokens into the last segment: all of it, or nothing.
+
+        sampled: of one token that the model itself has chosen; see `Step`.
 
         Inside, each layer calls the step's `attend` once. On leaving, the new cells are kept; on
         an exception the cache is as it was before.
@@ -79,6 +81,7 @@ class KVCache:
         step = None
         try:
             step = self._begin(count)
+            step.sampled = sampled
             if self.observer is not None:
                 step.queries = self._room_for_queries(count)
             yield step

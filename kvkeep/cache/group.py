@@ -57,10 +57,12 @@ class GroupStep:
     """A step of several caches at once: the i-th token of the forward goes to the i-th of them.
 
     steps: one that each cache has opened, and will keep or take back. heads: of the queries.
+    sampled: as `Step.sampled`, of all of them.
     """
 
     def __init__(self, steps: Sequence[DecodeStep], heads: int):
         self.steps = steps
+        self.sampled = all(step.sampled for step in steps)
         self._heads = heads
 
     @cached_property

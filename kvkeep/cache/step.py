@@ -54,7 +54,12 @@ class Step:
 
     Window cells are seen by rank, 0 for the oldest held. The i-th new token outruns the first
     `outrun[i]` of them; those are hidden from it, and what lies before them is that much closer.
+
+    sampled: whether the model has just chosen the token, or else it was given from outside, as a
+        prompt is. Nothing in a cache depends on it, but which weights are read may.
     """
+
+    sampled = False
 
     def __init__(
         self,

@@ -45,6 +45,11 @@ if TYPE_CHECKING:
     )
 )
 @click.option(
+    "--written",
+    is_flag=True,
+    help="Evaluate each token by itself, as what the model writes: with packed weights.",
+)
+@click.option(
     "--plot",
     metavar="FILE.png",
     type=click.Path(path_type=Path),
@@ -55,6 +60,7 @@ def perplexity(
     file: str,
     first: int,
     end: int | None,
+    written: bool,
     plot: Path | None,
     memory: Memory,
     output: Output,
@@ -89,19 +95,21 @@ def perplexity(
     points: list[PerplexityPoint] = []
     with run.reported():
         try:
-            _measure(run, ids[:end], first, points)
+            _measure(run, ids[:end], first, written, points)
         finally:
             if points:
                 _show(run, points, plot)
     run.close("end")
 
 
-def _measure(run: "Run", ids: list[int], first: int, points: list["PerplexityPoint"]) -> None:
+def _measure(
+    run: "Run", ids: list[int], first: int, written: bool, points: list["PerplexityPoint"]
+) -> None:
     """Adds to `points` as it goes, so that what was measured outlives an interrupt."""
     from kvkeep.evaluate.perplexity import perplexity_points
 
     with run.bar(len(ids), "scoring") as bar, run.counting(run.prefill):
-        for point in perplexity_points(run.session, ids, first):
+        for point in perplexity_points(run.session, ids, first, written):
             bar.update(point.tokens - bar.n)
             points.append(point)
             if not math.isnan(point.perplexity):

@@ -61,8 +61,10 @@ def can_decode(spec: ModelSpec, layout: Layout) -> bool:
 class CompiledExecutor:
     """Steps of one token, alone or in a group, by the kernels; chunks by torch, but attention.
 
-    network: for the chunks. tensors: the model's, bfloat16. packed: matrices to read instead in
-    steps of one token, by name; may be empty.
+    network: for the chunks. tensors: the model's, bfloat16. packed: matrices to read instead, by
+    name, for tokens that were sampled; may be empty. A prompt's never read them, so that its cells
+    are the same to rounding however it is cut into steps. The head is of what is chosen next, and
+    is read as it is packed for all.
 
     Raises KernelMismatch for weights that are not those of `spec`: what the kernels read without
     looking is looked at here, once.
@@ -87,12 +89,13 @@ class CompiledExecutor:
         kernels = library()
         assert kernels is not None, "can_decode was asked"
         self._kernels = kernels
-        self._model = self._described()
+        self._decoding = self._described(packed)
+        self._prefilling = self._described({})
         self.seconds: ctypes.Array[ctypes.c_double] | None = None  # by PHASES, where counted
 
-    def _described(self) -> Model:
+    def _described(self, packed: Mapping[str, PackedMatrix]) -> Model:
         spec = self.spec
-        layers = (Layer * spec.layers)(*(self._layer(i) for i in range(spec.layers)))
+        layers = (Layer * spec.layers)(*(self._layer(i, packed) for i in range(spec.layers)))
         return Model(
             spec.layers,
             spec.hidden_size,
@@ -106,12 +109,14 @@ class CompiledExecutor:
             self._pointer("model.norm.weight"),
             ctypes.cast(self._frequencies.data_ptr(), ctypes.POINTER(ctypes.c_double)),
             layers,
-            self._matrix(HEAD),
+            self._matrix(HEAD, packed),
         )
 
-    def _layer(self, index: int) -> Layer:
+    def _layer(self, index: int, packed: Mapping[str, PackedMatrix]) -> Layer:
         prefix = f"model.layers.{index}."
-        matrices = {role: self._matrix(f"{prefix}{name}.weight") for role, name in _LAYER.items()}
+        matrices = {
+            role: self._matrix(f"{prefix}{name}.weight", packed) for role, name in _LAYER.items()
+        }
         norms = {
             "attention_norm": "input_layernorm",
             "mlp_norm": "post_attention_layernorm",
@@ -123,12 +128,12 @@ class CompiledExecutor:
             **{role: self._pointer(f"{prefix}{name}.weight") for role, name in norms.items()},
         )
 
-    def _matrix(self, name: str) -> Matrix:
+    def _matrix(self, name: str, packed: Mapping[str, PackedMatrix]) -> Matrix:
         bias = self._pointer(name.removesuffix("weight") + "bias")
         tied = name == HEAD and self.spec.tied_head
         source = "model.embed_tokens.weight" if tied else name
         rows, columns = self._shapes[source]
-        matrix = self._packed.get(name)
+        matrix = packed.get(name)
         if matrix is None:
             return Matrix(BF16, rows, columns, 0, self._pointer(source), None, bias)
         require(matrix.rows == rows, f"{name} packed with {rows} rows", matrix.rows)
@@ -144,7 +149,7 @@ class CompiledExecutor:
         return address(self._tensors[name], name, torch.bfloat16, self._shapes[name])
 
     def matrix_bytes(self) -> dict[str, int]:
-        """What each matrix takes, by name: all of it is read for a token."""
+        """What each matrix takes, by name: all of it is read for a token that was sampled."""
         sizes = {}
         for name, (rows, columns) in matrices(self.spec).items():
             packed = self._packed.get(name)
@@ -155,11 +160,13 @@ class CompiledExecutor:
     def hidden(self, tokens: Tensor, step: AnyStep) -> Tensor:
         if isinstance(step, ChunkStep):
             return self._network.forward(tokens, ChunkAttention(step, self._kernels))
-        return self._of_one_token_each(
-            tokens.tolist(), [step] if isinstance(step, DecodeStep) else step.steps
-        )
+        model = self._decoding if step.sampled else self._prefilling
+        steps = [step] if isinstance(step, DecodeStep) else step.steps
+        return self._of_one_token_each(tokens.tolist(), steps, model)
 
-    def _of_one_token_each(self, tokens: Sequence[int], steps: Sequence[DecodeStep]) -> Tensor:
+    def _of_one_token_each(
+        self, tokens: Sequence[int], steps: Sequence[DecodeStep], model: Model
+    ) -> Tensor:
         spec = self.spec
         if len(tokens) != len(steps) or not 0 <= min(tokens) <= max(tokens) < spec.vocab_size:
             raise KernelMismatch(
@@ -170,7 +177,7 @@ class CompiledExecutor:
         hidden = torch.empty(shape, dtype=torch.bfloat16, device="cpu")
         threads = torch.get_num_threads()
         step = describe(tokens, steps, self._vectors, spec.heads, hidden, threads, self.seconds)
-        require_done(self._kernels.kvkeep_decode(self._model, step.structure))
+        require_done(self._kernels.kvkeep_decode(model, step.structure))
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -178,6 +185,6 @@ class CompiledExecutor:
         read = address(hidden, "hidden states", torch.bfloat16, (count, self.spec.hidden_size))
         out = torch.empty(count, self.spec.vocab_size, dtype=torch.float32, device="cpu")
         threads = torch.get_num_threads()
-        head, written = self._model.head, out.data_ptr()
+        head, written = self._decoding.head, out.data_ptr()
         require_done(self._kernels.kvkeep_product(head, read, count, written, threads))
         return out

@@ -46,19 +46,21 @@ def measure_perplexity(
     ids: Sequence[int],
     first: int = 1,
     progress: Callable[[int], None] | None = None,
+    written: bool = False,
 ) -> Perplexity:
     """How well a new session foresees a text, each token from what it then remembers.
 
     Args:
         ids: the text's tokens. first: tokens before this index are read but not scored.
         progress: called after each step with the number of tokens in it.
+        written: each token is evaluated by itself, as what a model writes; see `Session.score`.
 
     Raises:
         InvalidArgument: `first` is not an index above 0 of `ids`, or the session is not new.
         ContextFull: the policy cannot take the whole text.
     """
     points, done = [], 0
-    for point in perplexity_points(session, ids, first):
+    for point in perplexity_points(session, ids, first, written):
         points.append(point)
         if progress:
             progress(point.tokens - done)
@@ -67,7 +69,7 @@ def measure_perplexity(
 
 
 def perplexity_points(
-    session: Session, ids: Sequence[int], first: int = 1
+    session: Session, ids: Sequence[int], first: int = 1, written: bool = False
 ) -> Iterator[PerplexityPoint]:
     """As `measure_perplexity`, point by point, so that one can stop in between.
 
@@ -89,15 +91,17 @@ def perplexity_points(
             f'policy "{session.policy}" holds at most {room} tokens and the text has {len(ids)}; '
             'measure fewer of them, or take policy "sliding"'
         )
-    return _points(session, ids, first)
+    return _points(session, ids, first, written)
 
 
-def _points(session: Session, ids: Sequence[int], first: int) -> Iterator[PerplexityPoint]:
+def _points(
+    session: Session, ids: Sequence[int], first: int, written: bool
+) -> Iterator[PerplexityPoint]:
     process, total, scored = psutil.Process(), 0.0, 0
     latest = torch.empty(0, dtype=torch.float64, device="cpu")  # scores, at most RECENT
     for begin in range(0, len(ids), session.prefill_step):
         chunk = ids[begin : begin + session.prefill_step]
-        scores = session.score(chunk)[max(0, first - begin) :]
+        scores = session.score(chunk, written=written)[max(0, first - begin) :]
         scored += len(scores)
         total += float(scores.sum())
         latest = torch.cat((latest, scores))[-RECENT:]

@@ -52,3 +52,13 @@ def test_a_range_or_place_that_cannot_be_is_refused(invoke, tiny, arguments, sai
     assert result.stdout == ""
     assert len(result.stderr.splitlines()) == 1
     assert said in result.stderr
+
+
+def test_a_text_can_be_read_as_if_it_were_written(invoke, tiny, tiny_folder: Path) -> None:
+    model = load_model(str(tiny_folder), dtype="float32")
+    ids = model.text.encode(TEXT)[:60]
+    session = model.session(max_kv_size=32)
+    expected = measure_perplexity(session, ids, written=True).perplexity
+    given = ("perplexity", "-", "--to", 60, "--max-kv-size", 32, "--written", *tiny)
+    result = invoke(*given, input=TEXT)
+    assert result.stdout == f"perplexity {expected:.4f} of 59 tokens\n"

@@ -40,7 +40,7 @@ def logits_of(model: Model, settings: dict[str, object]) -> Tensor:
     session.feed(PROMPT)
     rows = [last(session)]
     for token in WRITTEN:
-        session.feed([token])
+        session.score([token], written=True)
         rows.append(last(session))
     return torch.stack(rows)
 
@@ -144,7 +144,7 @@ def test_cells_are_those_of_torch_within_bfloat16() -> None:
     model = packed_model(spec_of(), 4)
     sessions = [fed(each) for each in (model, by_torch(model, torch.bfloat16))]
     for session in sessions:
-        session.feed([7])
+        session.score([7], written=True)
     here, there = (s.cache.segments[-1].read(0, s.cache.segments[-1].length) for s in sessions)
     assert torch.equal(here.positions, there.positions)
     for x, y in ((here.keys, there.keys), (here.values, there.values)):

@@ -1,0 +1,177 @@
+"""Only tokens that the model has chosen itself are multiplied by packed weights."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from packed_model import packed_model, spec_of
+from torch import Tensor
+
+import kvkeep
+from kvkeep import PrefixStore, Sampling, SessionGroup
+from kvkeep.compiled.library import library
+from kvkeep.evaluate.perplexity import measure_perplexity
+from kvkeep.executors import new_decoder
+from kvkeep.model import Model
+from kvkeep.session import Session
+from kvkeep.store.prefix import BLOCK
+
+pytestmark = pytest.mark.skipif(library() is None, reason="no compiled kernels here")
+
+PROMPT = [(i * i * 7 + 3 * i) % 250 + 1 for i in range(65)]
+# Packing to 4 bits loses so much of these weights that no rounding could be taken for it.
+PACKED = packed_model(spec_of(), 4, lossless=False)
+ROUNDED = 0.1  # bfloat16 alone makes up to 0.03, packing 0.4 and more
+
+
+def plain(model: Model) -> Model:
+    """The same model without packed layers. The head, which chooses tokens, is read as it was."""
+    packed = {k: v for k, v in model.decoder.packed.items() if k == "lm_head.weight"}
+    decoder = new_decoder(model.spec, model.decoder.tensors, packed)
+    return Model(model.name, model.folder, decoder, model.text)
+
+
+def fed_in_steps_of(model: Model, step: int, **settings: object) -> Session:
+    session = model.session(prefill_step=step, **settings)  # type: ignore[arg-type]
+    session.feed(PROMPT)
+    return session
+
+
+def fed_token_by_token(model: Model) -> Session:
+    session = model.session()
+    for token in PROMPT:
+        session.feed([token])
+    return session
+
+
+def scored(model: Model) -> Session:
+    session = model.session(prefill_step=1)
+    session.score(PROMPT)
+    return session
+
+
+def rewound(model: Model) -> Session:
+    session = model.session()
+    session.feed(PROMPT)
+    for _ in range(5):
+        session.next_token()
+    session.rewind(5)
+    return session
+
+
+def edited(model: Model, recompute: str) -> Session:
+    session = model.session()
+    session.feed([*PROMPT[:30], 9, 8, *PROMPT[31:]])
+    session.replace(30, 32, PROMPT[30:31], recompute=recompute)  # type: ignore[arg-type]
+    return session
+
+
+MADE: dict[str, Callable[[Model], Session]] = {
+    "one by one": lambda model: fed_in_steps_of(model, 1),
+    "a rest of one": lambda model: fed_in_steps_of(model, 64, keep=0),
+    "one kept": lambda model: fed_in_steps_of(model, 64, keep=1),
+    "one a call": fed_token_by_token,
+    "scored": scored,
+    "rewound": rewound,
+    "edited": lambda model: edited(model, "none"),
+    "edited, with its suffix": lambda model: edited(model, "suffix"),
+    "quantised cells": lambda model: fed_in_steps_of(model, 1, kv_bits="8"),
+    "a full window": lambda model: fed_in_steps_of(model, 1, max_kv_size=40),
+}
+
+
+def cells(session: Session) -> list[Tensor]:
+    found = []
+    for segment in session.cache.segments:
+        read = segment.read(0, segment.length).restored(torch.float32)
+        found += [read.keys, read.values, read.positions]
+    return found
+
+
+def apart(found: Tensor, wanted: Tensor) -> float:
+    return float((found - wanted).norm() / wanted.norm())
+
+
+def last(session: Session) -> Tensor:
+    assert session.logits is not None
+    return session.logits
+
+
+@pytest.mark.parametrize("make", MADE.values(), ids=MADE)
+def test_what_is_given_is_evaluated_as_by_a_model_without_packed_weights(
+    make: Callable[[Model], Session],
+) -> None:
+    session, wanted = make(PACKED), make(plain(PACKED))
+    assert session.tokens == wanted.tokens == PROMPT
+    assert all(torch.equal(*pair) for pair in zip(cells(session), cells(wanted), strict=True))
+    assert torch.equal(last(session), last(wanted))
+
+
+@pytest.mark.parametrize("step", [1, 64, 7])
+def test_the_prefill_step_changes_logits_by_no_more_than_rounding(step: int) -> None:
+    whole = last(fed_in_steps_of(PACKED, 512, keep=0))
+    found = last(fed_in_steps_of(PACKED, step, keep=0))
+    assert apart(found, whole) <= ROUNDED
+
+
+def test_what_the_model_chooses_is_read_from_packed_weights() -> None:
+    session, other = fed_in_steps_of(PACKED, 512), fed_in_steps_of(plain(PACKED), 512)
+    assert torch.equal(last(session), last(other))
+    assert session.next_token() == other.next_token()
+    assert apart(last(session), last(other)) > 4 * ROUNDED
+
+
+def test_a_group_reads_packed_weights_as_each_alone() -> None:
+    parent = fed_in_steps_of(PACKED, 512)
+    together, alone = [parent.fork() for _ in range(3)], [parent.fork() for _ in range(3)]
+    how = [Sampling(temperature=1, seed=seed) for seed in range(3)]
+    for _ in range(4):
+        SessionGroup(together).next_tokens(how)
+        for session, each in zip(alone, how, strict=True):
+            session.next_token(each)
+    assert all(torch.equal(last(a), last(b)) for a, b in zip(together, alone, strict=True))
+
+
+def test_score_as_written_reads_packed_weights() -> None:
+    prompt, written = (PACKED.session() for _ in range(2))
+    first, second = prompt.score(PROMPT), written.score(PROMPT, written=True)
+    assert prompt.tokens == written.tokens
+    assert (first[1:] - second[1:]).abs().max() > 0.1
+    # As the model itself would: sampled one by one, the same tokens leave the same cells.
+    session = PACKED.session()
+    session.feed(PROMPT[:1])
+    chosen = [session.next_token() for _ in range(10)]
+    other = PACKED.session()
+    other.feed(PROMPT[:1])
+    other.score(chosen, written=True)
+    assert all(torch.equal(*pair) for pair in zip(cells(session), cells(other), strict=True))
+
+
+def test_cells_in_a_prefix_store_do_not_depend_on_the_step(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    store, prompt = PrefixStore(tmp_path), (PROMPT * 4)[: BLOCK + 4]
+    PACKED.session(prefill_step=1, store=store).feed(prompt)
+    session, wanted = PACKED.session(store=store), PACKED.session()
+    assert session.feed(prompt).reused == BLOCK
+    wanted.feed(prompt)
+    assert apart(last(session), last(wanted)) <= ROUNDED
+
+
+def test_the_default_model_evaluates_a_prompt_alike_with_any_weights(smollm2: Model) -> None:
+    assert smollm2.weights == "int4"
+    ids = smollm2.text.encode("The cells of a prompt are those of its own weights.")[:9]
+    found = []
+    for model in (smollm2, kvkeep.load_model(weights="bf16")):
+        session = model.session(keep=0, prefill_step=8)  # a chunk and a rest of one
+        session.feed(ids)
+        found.append(cells(session))
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+def test_perplexity_of_a_written_text_reads_packed_weights() -> None:
+    prompt, written, other, by_one = (
+        measure_perplexity(model.session(), PROMPT, written=written).perplexity
+        for model in (PACKED, plain(PACKED))
+        for written in (False, True)
+    )
+    assert prompt == other
+    assert abs(by_one - other) < 0.02 * other < abs(written - other)
