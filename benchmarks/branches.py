@@ -28,8 +28,8 @@ from benchmarks.progress import bar
 from kvkeep import Model, Session, SessionGroup, load_model
 from kvkeep.errors import InvalidArgument
 from kvkeep.evaluate.manual import manual_text
+from kvkeep.files.whole import write_json
 from kvkeep.models.packed import WEIGHTS
-from kvkeep.store.output_file import write_json
 
 OWN = 8  # tokens of its own that each branch is fed after the prompt
 

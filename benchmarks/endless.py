@@ -29,7 +29,7 @@ from benchmarks.progress import bar
 from kvkeep import load_model
 from kvkeep.evaluate.manual import manual_text
 from kvkeep.evaluate.plot import check_plottable
-from kvkeep.store.output_file import write_json, write_whole
+from kvkeep.files.whole import write_json, write_whole
 
 
 @click.command(cls=Measurement, context_settings={"show_default": True})

@@ -22,7 +22,7 @@ from kvkeep.errors import ContextFull
 from kvkeep.evaluate.manual import manual_text
 from kvkeep.evaluate.perplexity import PerplexityPoint, perplexity_points
 from kvkeep.evaluate.plot import check_plottable
-from kvkeep.store.output_file import write_json, write_whole
+from kvkeep.files.whole import write_json, write_whole
 
 FIRST = 1024  # tokens read before any is scored
 COMPARED = 4096  # end of the stretch that all three are compared on

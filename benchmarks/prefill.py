@@ -25,8 +25,8 @@ from benchmarks.command import (
 from benchmarks.machine import describe_machine
 from benchmarks.one_prefill import Prefill, Way, measure_apart
 from benchmarks.progress import bar
+from kvkeep.files.whole import write_json
 from kvkeep.models.source import resolve
-from kvkeep.store.output_file import write_json
 
 
 @dataclass(frozen=True)

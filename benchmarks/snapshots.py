@@ -28,8 +28,8 @@ from benchmarks.snapshots_run import (
 )
 from kvkeep import load_model
 from kvkeep.evaluate.manual import manual_text
+from kvkeep.files.whole import write_json
 from kvkeep.model import Model
-from kvkeep.store.output_file import write_json
 from kvkeep.store.snapshot import Snapshot
 
 PARTS = ("save", "load", "next_token")

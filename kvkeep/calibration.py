@@ -14,10 +14,10 @@ from blake3 import blake3
 from torch import Tensor
 
 from kvkeep.errors import CorruptFile
+from kvkeep.files.tensors import tensor_bytes
 from kvkeep.loaded import LoadedModel
 from kvkeep.methods import Statistics
 from kvkeep.store.container import read_container, write_container
-from kvkeep.store.raw import tensor_bytes
 from kvkeep.store.segments import require, require_tensor
 
 KIND, FORMAT = "calibration", 1

@@ -82,6 +82,19 @@ def test_the_cache_is_torch_and_nothing_else_of_ours(graph: Graph) -> None:
     assert wrong == []
 
 
+def test_files_know_of_errors_alone(graph: Graph) -> None:
+    wrong = [
+        (name, imported)
+        for name, all_imported in graph.items()
+        for imported in all_imported
+        if within(name, "kvkeep.files")
+        and is_ours(imported)
+        and not within(imported, "kvkeep.files")
+        and imported != "kvkeep.errors"
+    ]
+    assert wrong == []
+
+
 def test_nothing_installed_needs_a_benchmark_or_a_test(graph: Graph) -> None:
     outside = {"benchmarks", "tests"}
     wrong = [(name, i) for name, each in graph.items() for i in each if i.split(".")[0] in outside]

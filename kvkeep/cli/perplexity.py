@@ -10,7 +10,7 @@ from kvkeep.cli.memory import SINKS, Memory, memory_options
 from kvkeep.cli.options import Output, output_options, whole_number
 from kvkeep.cli.text_input import read_text
 from kvkeep.errors import InvalidArgument
-from kvkeep.store.output_file import check_writable, write_whole
+from kvkeep.files.whole import check_writable, write_whole
 
 if TYPE_CHECKING:
     from kvkeep.cli.run import Run

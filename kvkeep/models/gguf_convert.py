@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from kvkeep.errors import UnsupportedModel
+from kvkeep.files.tensors import Entry, write_tensors
+from kvkeep.files.whole import write_whole
 from kvkeep.models.config import spec_from_config
 from kvkeep.models.gguf_config import config_from_gguf, eos_token_ids
 from kvkeep.models.gguf_file import GgufFile, PackedTensor
@@ -19,7 +21,6 @@ from kvkeep.models.gguf_tokenizer import build_tokenizer, special_token
 from kvkeep.models.packed import HEAD, matrices, packed_path, write_packed
 from kvkeep.models.packing import Bits, Quantised, from_gguf, packable, packed, quantise
 from kvkeep.models.spec import ModelSpec
-from kvkeep.models.tensor_file import Entry, write_tensors
 from kvkeep.models.weights import check_tensors
 
 _CHUNK_VALUES = 1 << 24  # unpacked at a time: 64 MB of float32
@@ -50,7 +51,7 @@ def convert(gguf: Path, folder: Path, progress: bool) -> None:
         _write_json(folder / "generation_config.json", {"eos_token_id": eos})
     template = file.metadata.get("tokenizer.chat_template")
     if template:
-        (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+        write_whole(folder / "chat_template.jinja", template.encode())
     _write_json(folder / "config.json", config)
 
 
@@ -179,4 +180,4 @@ def _tokenizer_config(file: GgufFile) -> dict[str, Any]:
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_whole(path, f"{json.dumps(value, indent=2, ensure_ascii=False)}\n".encode())

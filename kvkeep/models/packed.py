@@ -2,8 +2,7 @@
 
 import hashlib
 import math
-import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -12,7 +11,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm import tqdm
 
-from kvkeep.errors import BadModelFile, InvalidArgument, ModelError
+from kvkeep.errors import BadModelFile, InvalidArgument, ModelError, StoreError
+from kvkeep.files.tensors import Entry, write_tensors
 from kvkeep.models.library import home
 from kvkeep.models.packing import (
     GROUP,
@@ -24,7 +24,6 @@ from kvkeep.models.packing import (
     quantise,
 )
 from kvkeep.models.spec import ModelSpec
-from kvkeep.models.tensor_file import Entry, write_tensors
 from kvkeep.models.weights import tensor_shapes
 
 Weights = Literal["bf16", "int8", "int4"]
@@ -85,8 +84,8 @@ def find_packed(
 
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            _replace(path, lambda to: write_packed(to, shapes, how, each()))
-        except OSError as error:
+            write_packed(path, shapes, how, each())
+        except (OSError, StoreError) as error:
             raise ModelError(
                 f"cannot write packed weights to {path.parent} ({error}); free some space, set "
                 'KVKEEP_HOME to a folder that can be written, or use weights="bf16"'
@@ -163,13 +162,3 @@ def _elsewhere(folder: Path, weights: str) -> Path:
     ]
     digest = hashlib.sha256("\n".join(state).encode()).hexdigest()[:16]
     return home() / "packed" / f"{folder.name}-{digest}" / _file_name(weights)
-
-
-def _replace(path: Path, write: Callable[[Path], None]) -> None:
-    """Whole or not there at all, whoever else packs the same model now."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
-        write(partial)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)

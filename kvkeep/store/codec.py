@@ -10,7 +10,7 @@ import zstandard
 from torch import Tensor
 
 from kvkeep.errors import InvalidArgument
-from kvkeep.store.raw import tensor_bytes
+from kvkeep.files.tensors import tensor_bytes
 
 Codec = Literal["none", "zstd", "int8"]
 CODECS: tuple[str, ...] = get_args(Codec)

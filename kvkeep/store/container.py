@@ -22,25 +22,15 @@ from blake3 import blake3
 from torch import Tensor
 
 from kvkeep.errors import CorruptFile, ForeignFile, NewerFormat, StoreError, TruncatedFile
-from kvkeep.store.atomic import replacing
-from kvkeep.store.raw import tensor_bytes
+from kvkeep.files.tensors import ALIGNMENT, DTYPE_NAMES, Entry, dense_pieces, header_bytes
+from kvkeep.files.whole import replacing
 
-ALIGNMENT = 64
 NO_CHECKSUM = "0" * 64  # what stands for the header's checksum while it is computed
 PADDING = "padding."  # begins the names of tensors that only fill up
 MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors format
 _MAGIC, _CHECKSUM = b'{"__metadata__":{"kvkeep":', b'"checksum":"'
 _PIECE = 1 << 22  # bytes read at once
-_NAMES = {
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-}
-_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 @dataclass(frozen=True)
@@ -67,7 +57,7 @@ def write_container(
             digests = {name: hashing.submit(_digest_of, t) for name, t in header.laid_out.items()}
             file.write(bytes(header.size))
             for tensor in header.laid_out.values():
-                for piece in _pieces(tensor):
+                for piece in dense_pieces(tensor):
                     file.write(piece)
             header.checksums = {name: digest.result() for name, digest in digests.items()}
             size = file.tell()
@@ -84,7 +74,7 @@ def write_container(
 
 def _digest_of(tensor: Tensor) -> str:
     digest = blake3()
-    for piece in _pieces(tensor):
+    for piece in dense_pieces(tensor):
         digest.update(piece)
     return digest.hexdigest()
 
@@ -109,27 +99,18 @@ class _Header:
         return self._bytes(blake3(self._bytes(NO_CHECKSUM)).hexdigest())
 
     def _bytes(self, checksum: str) -> bytes:
-        entries: dict[str, Any] = {
-            "__metadata__": {
-                "kvkeep": self.kind,
-                "version": str(self.version),
-                "checksum": checksum,
-                "checksums": json.dumps(self.checksums),
-                "document": json.dumps(self.document),
-            }
+        metadata = {
+            "kvkeep": self.kind,
+            "version": str(self.version),
+            "checksum": checksum,
+            "checksums": json.dumps(self.checksums),
+            "document": json.dumps(self.document),
         }
-        offset = 0
-        for name, tensor in self.laid_out.items():
-            end = offset + tensor.nbytes
-            entries[name] = {
-                "dtype": _NAMES[tensor.dtype],
-                "shape": list(tensor.shape),
-                "data_offsets": [offset, end],
-            }
-            offset = end
-        text = json.dumps(entries, separators=(",", ":")).encode()
-        text += b" " * (-(8 + len(text)) % ALIGNMENT)
-        return struct.pack("<Q", len(text)) + text
+        entries = {
+            name: Entry(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), tensor.nbytes)
+            for name, tensor in self.laid_out.items()
+        }
+        return header_bytes(entries, metadata)
 
 
 def _padded(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -138,17 +119,6 @@ def _padded(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         yield name, tensor
         if missing := -tensor.nbytes % ALIGNMENT:
             yield f"{PADDING}{name}", torch.zeros(missing, dtype=torch.uint8, device="cpu")
-
-
-def _pieces(tensor: Tensor) -> Iterator[bytes]:
-    """A tensor's bytes in order, in dense pieces as large as its strides allow."""
-    if tensor.is_contiguous():
-        flat = tensor.reshape(-1)
-        if flat.numel():
-            yield tensor_bytes(flat)
-        return
-    for part in tensor:
-        yield from _pieces(part)
 
 
 def read_container(

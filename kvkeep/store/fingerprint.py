@@ -10,8 +10,8 @@ from torch import Tensor
 
 from kvkeep.cache import Layout
 from kvkeep.errors import FingerprintMismatch
+from kvkeep.files.tensors import tensor_bytes
 from kvkeep.models.spec import ModelSpec
-from kvkeep.store.raw import tensor_bytes
 
 
 @dataclass(frozen=True)

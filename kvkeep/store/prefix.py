@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvkeep import arguments
 from kvkeep.errors import InvalidArgument, Locked, StoreError
-from kvkeep.store.atomic import sweep
+from kvkeep.files.whole import sweep
 from kvkeep.store.fingerprint import Fingerprint
 from kvkeep.store.prefix_block import (
     BLOCK,

@@ -8,7 +8,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from kvkeep.errors import InvalidArgument, Locked, StoreError
-from kvkeep.store.atomic import fsync_folder, sweep
+from kvkeep.files.whole import fsync_folder, sweep
 
 ENDING = ".kvkeep"
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")

@@ -14,8 +14,9 @@ import torch
 from small import small_model
 
 from kvkeep.errors import StoreError
-from kvkeep.store import atomic, container
-from kvkeep.store.atomic import TEMPORARY
+from kvkeep.files import whole
+from kvkeep.files.whole import TEMPORARY
+from kvkeep.store import container
 from kvkeep.store.snapshot import Snapshot
 
 MODEL = small_model()
@@ -88,13 +89,13 @@ def killed_while_saving(snapshot: Snapshot, path: Path, after: int) -> None:
     """after: bytes of what the process writes; it is killed before the next one."""
 
     def work() -> None:
-        make = atomic._temporary
+        make = whole._temporary
 
         def failing(place: Path) -> tuple[BinaryIO, Path]:
             file, temporary = make(place)
             return KillsItself(file, after), temporary  # type: ignore[return-value]
 
-        atomic._temporary = failing
+        whole._temporary = failing
         snapshot.save(path)
 
     _, status = os.waitpid(in_a_child(work), 0)
@@ -160,9 +161,9 @@ def failure(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(os, "replace", raising(errno.EACCES))
         return os.strerror(errno.EACCES)
     if request.param == "open":
-        monkeypatch.setattr(atomic, "_temporary", raising(errno.EROFS))
+        monkeypatch.setattr(whole, "_temporary", raising(errno.EROFS))
         return os.strerror(errno.EROFS)
-    make, left = atomic._temporary, room[request.param]
+    make, left = whole._temporary, room[request.param]
 
     def full(path: Path) -> tuple[BinaryIO, Path]:
         file, temporary = make(path)
@@ -170,7 +171,7 @@ def failure(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
     FullDisk.__enter__ = lambda self: self  # type: ignore[attr-defined]
     FullDisk.__exit__ = lambda self, *_: self._file.close()  # type: ignore[attr-defined]
-    monkeypatch.setattr(atomic, "_temporary", full)
+    monkeypatch.setattr(whole, "_temporary", full)
     return os.strerror(errno.ENOSPC)
 
 
@@ -180,7 +181,7 @@ def test_a_save_that_fails_leaves_the_old_file_and_nothing_else(
     path = tmp_path / "a.kvkeep"
     path.write_bytes(b"")
     with pytest.MonkeyPatch.context() as unbroken:
-        for module, name in ((os, "fsync"), (os, "replace"), (atomic, "_temporary")):
+        for module, name in ((os, "fsync"), (os, "replace"), (whole, "_temporary")):
             unbroken.setattr(module, name, ORIGINALS[name])
         two[0].save(path)
     with pytest.raises(StoreError, match=f"{failure}.*unchanged"):
@@ -189,7 +190,7 @@ def test_a_save_that_fails_leaves_the_old_file_and_nothing_else(
     assert os.listdir(tmp_path) == ["a.kvkeep"]
 
 
-ORIGINALS = {"fsync": os.fsync, "replace": os.replace, "_temporary": atomic._temporary}
+ORIGINALS = {"fsync": os.fsync, "replace": os.replace, "_temporary": whole._temporary}
 
 
 @pytest.fixture
@@ -221,7 +222,7 @@ def test_a_folder_that_cannot_be_put_on_disk_is_told(
     tmp_path: Path, two: list[Snapshot], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     two[0].save(tmp_path / "a.kvkeep")
-    monkeypatch.setattr(atomic, "fsync_folder", raising(errno.EIO))
+    monkeypatch.setattr(whole, "fsync_folder", raising(errno.EIO))
     with pytest.raises(StoreError, match="was written, but may be the old one again"):
         two[1].save(tmp_path / "a.kvkeep")
     assert which(tmp_path / "a.kvkeep", two) == 1
@@ -275,7 +276,7 @@ def test_what_another_process_is_writing_is_not_swept_away(
     writing, saved = os.pipe(), os.pipe()
 
     def work() -> None:
-        with atomic.replacing(other) as file:
+        with whole.replacing(other) as file:
             file.write(b"of the other")
             os.write(writing[1], b"!")
             os.read(saved[0], 1)

@@ -18,9 +18,9 @@ from store.prefill import prompt
 from topics import topic_ids
 
 from kvkeep.errors import InvalidArgument, StoreError
+from kvkeep.files.whole import TEMPORARY
 from kvkeep.model import Model, load_model
 from kvkeep.store import prefix_block
-from kvkeep.store.atomic import TEMPORARY
 from kvkeep.store.container import read_container, write_container
 from kvkeep.store.prefix import PrefixStore
 from kvkeep.store.prefix_block import BLOCK, FORMAT, KIND

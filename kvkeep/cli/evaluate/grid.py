@@ -16,7 +16,7 @@ from kvkeep.cli.evaluate.options import (
 )
 from kvkeep.cli.options import collected, whole_number
 from kvkeep.errors import InvalidArgument
-from kvkeep.store.output_file import write_whole
+from kvkeep.files.whole import write_whole
 
 if TYPE_CHECKING:
     from kvkeep.evaluate.grid import Grid

@@ -6,7 +6,7 @@ from pathlib import Path
 from kvkeep.errors import InvalidArgument
 from kvkeep.evaluate.facts import Samples
 from kvkeep.evaluate.passkey import Passkey
-from kvkeep.store.output_file import check_writable
+from kvkeep.files.whole import check_writable
 
 TASKS = ("passkey-number", "passkey-words", "several", "second", "needle")
 

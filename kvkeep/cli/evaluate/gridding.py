@@ -13,7 +13,7 @@ from kvkeep.evaluate.facts import Samples
 from kvkeep.evaluate.grid import Grid, GridPlan, read_sample
 from kvkeep.evaluate.manual import manual_text
 from kvkeep.evaluate.needle import Haystack, Needle
-from kvkeep.store.output_file import write_json
+from kvkeep.files.whole import write_json
 
 
 def measure_grid(

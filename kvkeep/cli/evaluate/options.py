@@ -18,7 +18,7 @@ from kvkeep.cli.compression import (
 from kvkeep.cli.options import Decorator, collected, whole_number
 from kvkeep.cli.which_model import DEVICE, DTYPE, MODEL, PREFILL_STEP, WEIGHTS, load_named
 from kvkeep.evaluate.facts import KEYS, TASKS, Where
-from kvkeep.store.output_file import check_writable
+from kvkeep.files.whole import check_writable
 
 if TYPE_CHECKING:
     from kvkeep import Model

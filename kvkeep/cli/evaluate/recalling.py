@@ -24,8 +24,8 @@ from kvkeep.evaluate.recall import (
     compress_while_reading,
 )
 from kvkeep.evaluate.recall_summary import Summary, summarise
+from kvkeep.files.whole import write_json, write_whole
 from kvkeep.resident import peak_rss
-from kvkeep.store.output_file import write_json, write_whole
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from kvkeep.cli.options import whole_number
 from kvkeep.cli.report import counted, megabytes
 from kvkeep.cli.which_model import SAVED_MODEL, load_named, require_here
 from kvkeep.errors import InvalidArgument, StoreError
-from kvkeep.store.atomic import replacing
+from kvkeep.files.whole import replacing
 from kvkeep.store.output_file import check_store_place
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@ import click
 
 from kvkeep.cli.keeper import session_folder
 from kvkeep.cli.report import counted, megabytes
+from kvkeep.files.whole import sweep
 from kvkeep.models.library import home
-from kvkeep.store.atomic import sweep
 
 
 @click.command()

@@ -2,15 +2,16 @@
 
 import errno
 import fcntl
+import json
 import os
 import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-from kvkeep.errors import StoreError
+from kvkeep.errors import InvalidArgument, StoreError
 
 TEMPORARY = ".kvkeep-writing-"
 
@@ -48,6 +49,42 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         raise StoreError(
             f"{path} was written, but may be the old one again after a power cut: its folder "
             f"could not be put on disk ({error.strerror or error}). Save again"
+        ) from error
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """The file holds all of `content`, or what it held before: never a part.
+
+    A pipe or a device is written into. Raises as `replacing`.
+    """
+    if _is_special(path):
+        path.write_bytes(content)
+        return
+    with replacing(path) as file:
+        file.write(content)
+
+
+def write_json(path: Path | None, result: dict[str, Any]) -> None:
+    """Where a place was asked for: None writes nothing."""
+    if path is not None:
+        text = json.dumps(result, indent=1, ensure_ascii=False, allow_nan=False)
+        write_whole(path, f"{text}\n".encode())
+
+
+def check_writable(path: Path) -> None:
+    """Raises InvalidArgument if `write_whole` could not write there. Changes nothing."""
+    if path.is_dir():
+        raise InvalidArgument(f"{path} is a folder; expected a file to write to")
+    if _is_special(path):
+        return
+    try:
+        trial, temporary = _temporary(path.resolve())
+        temporary.unlink()
+        trial.close()
+    except OSError as error:
+        raise InvalidArgument(
+            f"{path} cannot be written ({error.strerror}); expected a file in a folder that exists "
+            "and takes new files"
         ) from error
 
 
@@ -104,6 +141,11 @@ def _temporary(path: Path) -> tuple[BinaryIO, Path]:
             temporary.unlink(missing_ok=True)
             raise
         os.close(descriptor)
+
+
+def _is_special(path: Path) -> bool:
+    """A pipe or a device such as /dev/stderr, which is written into and must not be replaced."""
+    return path.exists() and not path.is_file()
 
 
 def _status(path: Path) -> os.stat_result | None:

@@ -1,0 +1,89 @@
+"""Files that commands write are whole, and refused before the work if they cannot be written."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from kvkeep.errors import InvalidArgument
+from kvkeep.files.whole import TEMPORARY, check_writable, replacing, sweep, write_json, write_whole
+
+
+def test_a_written_file_replaces_the_old_one_and_nothing_else(tmp_path: Path) -> None:
+    file, link = tmp_path / "report.json", tmp_path / "link.json"
+    file.write_text("old")
+    file.chmod(0o640)
+    link.symlink_to(file)
+    check_writable(link)
+    assert file.read_text() == "old"
+    write_whole(link, b"new")
+    assert file.read_text() == "new"
+    assert file.stat().st_mode & 0o777 == 0o640
+    assert link.is_symlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link.json", "report.json"]
+
+
+@pytest.mark.parametrize("name", ["missing/report.json", ".", "file/report.json"])
+def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(InvalidArgument):
+        check_writable(tmp_path / name)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_pipe_is_written_into_and_stays(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    check_writable(pipe)
+    write_whole(pipe, b"numbers")
+    assert os.read(reader, 100) == b"numbers"
+    assert pipe.is_fifo()
+    os.close(reader)
+
+
+def test_a_writer_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    file.write_text("old")
+    with pytest.raises(ZeroDivisionError), replacing(file) as out:
+        out.writelines(b"%d" % (1 // left) for left in (2, 1, 0))
+    assert file.read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
+
+
+def test_nothing_is_seen_of_a_file_before_it_is_whole(tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    with replacing(file) as out:
+        out.write(b"half")
+        out.flush()
+        assert not file.exists()
+    assert file.read_bytes() == b"half"
+
+
+def test_what_the_dead_left_is_swept_and_what_is_being_written_is_not(tmp_path: Path) -> None:
+    left = tmp_path / f"{TEMPORARY}0123456789abcdef.json"
+    left.write_text("half")
+    with replacing(tmp_path / "report.json") as out:
+        assert not left.exists()
+        left.write_text("half")
+        assert sweep(tmp_path) == [left]
+        out.write(b"whole")
+    assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
+
+
+@pytest.mark.parametrize("place", ["folder", "pipe"])
+def test_what_is_no_file_is_never_replaced(tmp_path: Path, place: str) -> None:
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="not a regular file"), replacing(tmp_path / place):
+        raise AssertionError("nothing is to be written")
+
+
+def test_json_that_no_other_reader_would_take_is_not_written(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="JSON"):
+        write_json(tmp_path / "report.json", {"rate": float("nan")})
+    write_json(tmp_path / "report.json", {"rate": 1.5})
+    write_json(None, {"rate": 1.5})
+    assert json.loads((tmp_path / "report.json").read_text()) == {"rate": 1.5}
+    assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
