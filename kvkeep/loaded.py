@@ -3,6 +3,7 @@
 from functools import cached_property
 from pathlib import Path
 
+from kvkeep.models.checksum import checksum_of
 from kvkeep.models.llama import Decoder
 from kvkeep.models.packed import Weights
 from kvkeep.models.spec import ModelSpec
@@ -31,6 +32,11 @@ class LoadedModel:
         """What a decode step reads: "int4" where layers are packed in 4 bits, and so on."""
         bits = {matrix.bits for matrix in self.decoder.packed.values()}
         return "int4" if 4 in bits else "int8" if bits else "bf16"
+
+    @cached_property
+    def packed_digest(self) -> str:
+        """Of the matrices that a decode step reads instead of tensors; "" where there are none."""
+        return checksum_of(self.decoder.packed) if self.decoder.packed else ""
 
     @cached_property
     def fingerprint(self) -> Fingerprint:

@@ -23,7 +23,7 @@ from kvkeep.models.packing import PackedMatrix
 from kvkeep.models.source import DEFAULT_MODEL, resolve
 from kvkeep.models.spec import ModelSpec
 from kvkeep.models.text import TextCodec
-from kvkeep.models.weights import check_tensors, read_shapes, read_tensors
+from kvkeep.models.weights import check_tensors, check_tied, read_shapes, read_tensors
 from kvkeep.policies import Policy, Settings, checked_bits, longest, make_policy
 from kvkeep.session import Session
 from kvkeep.store.prefix import PrefixStore
@@ -166,6 +166,7 @@ def load_model(
     check_tensors(spec, read_shapes(folder), folder)
     text = TextCodec.open(folder)
     tensors = read_tensors(folder, DTYPES[dtype], where, progress)
+    check_tied(spec, tensors, folder)
     packed = _packed(folder, spec, weights, tensors, progress)
     return Model(model, folder, new_decoder(spec, tensors, packed), text)
 

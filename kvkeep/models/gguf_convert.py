@@ -14,6 +14,7 @@ from tqdm import tqdm
 from kvkeep.errors import UnsupportedModel
 from kvkeep.files.tensors import Entry, write_tensors
 from kvkeep.files.whole import write_whole
+from kvkeep.models.checksum import write_checksum
 from kvkeep.models.config import spec_from_config
 from kvkeep.models.gguf_config import config_from_gguf, eos_token_ids
 from kvkeep.models.gguf_file import GgufFile, PackedTensor
@@ -155,7 +156,8 @@ def _write_packed(folder: Path, tensors: Mapping[str, PackedTensor], spec: Model
         name: 4 if source.quantisation.startswith("Q4_") else 8 for name, source in sources.items()
     }
     each = (packed(_quantised(name, source, spec)) for name, source in sources.items())
-    write_packed(packed_path(folder, weights), names, bits, each)
+    path = packed_path(folder, weights)
+    write_checksum(path, write_packed(path, names, bits, each))
 
 
 def _source(name: str, tensors: Mapping[str, PackedTensor]) -> str:

@@ -13,6 +13,7 @@ from kvkeep.interrupts import interrupts_deferred
 from kvkeep.models.config import read_json
 from kvkeep.models.spec import ModelSpec
 
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -55,10 +56,12 @@ def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 def check_tensors(spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]], source: Path) -> None:
     """That the tensors are those of the model that `spec` describes. source: for messages.
 
-    Raises BadModelFile if one is missing or has another shape, and UnsupportedModel if a layer has
-    one that the forward pass would not use.
+    Raises BadModelFile if one is missing or has another shape, and UnsupportedModel for one that
+    the forward pass would not use: results would be those of another model.
     """
     wanted = tensor_shapes(spec)
+    if spec.tied_head and HEAD in shapes:  # told to be the embedding once more: see `check_tied`
+        wanted[HEAD] = wanted[EMBEDDING]
     missing = [name for name in wanted if name not in shapes]
     if missing:
         raise BadModelFile(
@@ -71,11 +74,8 @@ def check_tensors(spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]], source
                 f"{source}: {name} has shape {list(shapes[name])} where config.json asks for "
                 f"{list(shape)}; weights and config are of different models: fetch it again"
             )
-    unused = [
-        name
-        for name in shapes
-        if name.startswith("model.layers.") and name not in wanted and "rotary_emb" not in name
-    ]
+    # Tables of frequencies say what the config says.
+    unused = [name for name in shapes if name not in wanted and "rotary_emb" not in name]
     if unused:
         raise UnsupportedModel(
             f"{source} has {len(unused)} tensors that kvkeep would not use as a "
@@ -83,16 +83,28 @@ def check_tensors(spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]], source
         )
 
 
+def check_tied(spec: ModelSpec, tensors: Mapping[str, Tensor], source: Path) -> None:
+    """That a head which is said to be the embedding is no other one. source: for messages.
+
+    Raises UnsupportedModel.
+    """
+    if spec.tied_head and HEAD in tensors and not torch.equal(tensors[HEAD], tensors[EMBEDDING]):
+        raise UnsupportedModel(
+            f"{source} has a {HEAD} of its own, and its config.json says that the head is the "
+            'embedding: if the head is the right one, set "tie_word_embeddings" to false there'
+        )
+
+
 def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor that the forward pass needs."""
     shapes: dict[str, tuple[int, ...]] = {}
-    shapes["model.embed_tokens.weight"] = (spec.vocab_size, spec.hidden_size)
+    shapes[EMBEDDING] = (spec.vocab_size, spec.hidden_size)
     for layer in range(spec.layers):
         for name, shape in _layer_shapes(spec).items():
             shapes[f"model.layers.{layer}.{name}"] = shape
     shapes["model.norm.weight"] = (spec.hidden_size,)
     if not spec.tied_head:
-        shapes["lm_head.weight"] = (spec.vocab_size, spec.hidden_size)
+        shapes[HEAD] = (spec.vocab_size, spec.hidden_size)
     return shapes
 
 

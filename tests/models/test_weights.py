@@ -8,7 +8,8 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from small import write_small_folder
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -20,6 +21,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+import kvkeep
 from kvkeep.errors import BadModelFile, UnsupportedModel
 from kvkeep.models.config import read_spec
 from kvkeep.models.weights import check_tensors, read_shapes, read_tensors
@@ -129,6 +131,33 @@ def test_a_folder_without_safetensors_says_what_is_wanted(tmp_path: Path) -> Non
         read_tensors(tmp_path, torch.float32, CPU, progress=False)
 
 
+def test_a_head_that_is_said_to_be_the_embedding_is_no_other_one(tmp_path: Path) -> None:
+    folder = write_small_folder(tmp_path / "model")
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    embedding = tensors["model.embed_tokens.weight"]
+    tensors["lm_head.weight"] = embedding.clone()
+    save_file(tensors, file)
+    kvkeep.load_model(str(folder), dtype="float32")
+    tensors["lm_head.weight"][7, 3] += 1
+    save_file(tensors, file)
+    with pytest.raises(UnsupportedModel, match="tie_word_embeddings"):
+        kvkeep.load_model(str(folder), dtype="float32")
+    tensors["lm_head.weight"] = embedding[:-1].clone()
+    save_file(tensors, file)
+    with pytest.raises(BadModelFile, match=r"lm_head\.weight"):
+        kvkeep.load_model(str(folder), dtype="float32")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_head_with_a_bias_is_refused(tmp_path: Path, dtype: str) -> None:
+    folder = write_small_folder(tmp_path / "model")
+    file = folder / "model.safetensors"
+    save_file({**load_file(file), "lm_head.bias": torch.zeros(256)}, file)
+    with pytest.raises(UnsupportedModel, match=r"lm_head\.bias"):
+        kvkeep.load_model(str(folder), dtype=dtype)
+
+
 def test_missing_misshapen_and_unused_tensors_are_named(llama: Path) -> None:
     spec, shapes = read_spec(llama), read_shapes(llama)
     for name in shapes:
@@ -137,8 +166,15 @@ def test_missing_misshapen_and_unused_tensors_are_named(llama: Path) -> None:
             check_tensors(spec, without, llama)
         with pytest.raises(BadModelFile, match=name):
             check_tensors(spec, {**shapes, name: (3, *shapes[name])}, llama)
-    extra = "model.layers.1.self_attn.q_proj.bias"
-    with pytest.raises(UnsupportedModel, match=extra):
-        check_tensors(spec, {**shapes, extra: (48,)}, llama)
+    for extra in (
+        "model.layers.1.self_attn.q_proj.bias",
+        "model.layers.0.self_attn.q_norm.weight",
+        "model.norm.bias",
+        "lm_head.bias",
+        "score.weight",
+    ):
+        with pytest.raises(UnsupportedModel, match=extra):
+            check_tensors(spec, {**shapes, extra: (48,)}, llama)
+    check_tensors(spec, {**shapes, "model.rotary_emb.inv_freq": (4,)}, llama)
     with pytest.raises(BadModelFile, match="q_norm"):
         check_tensors(replace(spec, qk_norm=True), shapes, llama)
