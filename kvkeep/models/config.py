@@ -1,6 +1,7 @@
 """A Hugging Face `config.json`, of transformers 4 or 5, read into a `ModelSpec`."""
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ ARCHITECTURES = (
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
 )
+
+_LARGEST = 1 << 40  # of any size or length in a config
+_WIDEST_HEAD = 1 << 16
 
 
 def read_spec(folder: Path) -> ModelSpec:
@@ -53,6 +57,8 @@ def spec_from_config(
     # Qwen 3 is the one family whose head_dim does not follow from the others.
     usual_head_dim = 128 if architecture == "Qwen3ForCausalLM" else hidden_size // heads
     head_dim = _count(config, "head_dim", path, default=usual_head_dim)
+    if head_dim > _WIDEST_HEAD:
+        raise BadModelFile(f"{path}: heads of {head_dim} dimensions; fetch the model again")
     rope, trained = _positions(config, head_dim, path)
     return ModelSpec(
         architecture=architecture,
@@ -84,7 +90,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise BadModelFile(f"{path} is empty; fetch the model again")
     try:
         value = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # a number of 5,000 digits is a ValueError
         raise BadModelFile(f"{path} is not valid JSON ({error}); fetch the model again") from error
     if not isinstance(value, dict):
         raise BadModelFile(
@@ -100,7 +106,7 @@ def _architecture(config: Mapping[str, Any], path: Path) -> str:
             f"{path} does not say which architecture the model is (field architectures); "
             f"supported: {', '.join(ARCHITECTURES)}"
         )
-    if named[0] not in ARCHITECTURES:
+    if not isinstance(named[0], str) or named[0] not in ARCHITECTURES:
         raise UnsupportedModel(
             f"architecture {named[0]} is not supported; supported: {', '.join(ARCHITECTURES)}"
         )
@@ -176,7 +182,7 @@ def _extended_length(rope_settings: Mapping[str, Any], stated: int) -> int:
     original = rope_settings.get("original_max_position_embeddings")
     factor = rope_settings.get("factor")
     if kind == "yarn" and original and factor:
-        return max(stated, int(original * factor))
+        return max(stated, int(min(original * factor, _LARGEST)))  # rope_spec has seen both
     return stated
 
 
@@ -189,7 +195,9 @@ def _sliding_window(
     if architecture != "MistralForCausalLM":
         kinds = config.get("layer_types")
         slides = bool(config.get("use_sliding_window", False)) and (
-            "sliding_attention" in kinds if kinds else config.get("max_window_layers", 28) < layers
+            "sliding_attention" in kinds
+            if isinstance(kinds, list) and kinds
+            else _whole(config, "max_window_layers", path, default=28) < layers
         )
         if not slides:
             return None
@@ -208,7 +216,7 @@ def _token_ids(
     if value is None:
         return ()
     ids = value if isinstance(value, list) else [value]
-    if not all(isinstance(index, int) and not isinstance(index, bool) for index in ids):
+    if not all(type(index) is int and 0 <= index <= _LARGEST for index in ids):
         raise BadModelFile(f"{path}: {key} must be a number or a list of them, found {value!r}")
     return tuple(ids)
 
@@ -219,19 +227,24 @@ def _count(config: Mapping[str, Any], key: str, path: Path, default: int | None 
         value = default
     if value is None:
         raise BadModelFile(f"{path} lacks the field {key}; fetch the model again")
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _LARGEST:
         raise BadModelFile(
-            f"{path}: {key} must be a whole number of at least 1, found {value!r}; "
-            "fetch the model again"
+            f"{path}: {key} must be a whole number of at least 1 and at most {_LARGEST}, found "
+            f"{value!r}; fetch the model again"
         )
     return value
+
+
+def _whole(config: Mapping[str, Any], key: str, path: Path, default: int) -> int:
+    """As `_count`, from 0 up."""
+    return 0 if config.get(key) == 0 else _count(config, key, path, default)
 
 
 def _positive(config: Mapping[str, Any], key: str, path: Path, default: float) -> float:
     value = config.get(key)
     if value is None:
         return default
-    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise BadModelFile(
             f"{path}: {key} must be a positive number, found {value!r}; fetch the model again"
         )

@@ -22,26 +22,46 @@ def rope_spec(
     for unknown ones, BadModelFile if a field is missing.
     """
     kind = settings.get("rope_type") or settings.get("type") or "default"
+    if kind not in SUPPORTED:
+        raise UnsupportedModel(
+            f"RoPE kind {kind!r} is not supported; supported: {', '.join(SUPPORTED)}. "
+            "Kinds whose frequencies change with the length (dynamic, longrope) cannot work with "
+            "keys that are written once: choose a model with one of the supported kinds"
+        )
+    try:
+        spec = _table(kind, settings, theta, rotary_dim, max_positions)
+    except (ArithmeticError, ValueError) as error:
+        raise BadModelFile(_no_table(kind, f"{error}")) from error
+    numbers = (*spec.inverse_frequencies, spec.attention_scaling)
+    if not all(math.isfinite(number) and number > 0 for number in numbers):
+        raise BadModelFile(_no_table(kind, "its frequencies are no positive numbers"))
+    return spec
+
+
+def _no_table(kind: str, why: str) -> str:
+    return (
+        f"RoPE kind {kind!r} has settings that give no table ({why}); repair the model's "
+        "config.json or fetch it again"
+    )
+
+
+def _table(
+    kind: str, settings: Mapping[str, Any], theta: float, rotary_dim: int, max_positions: int
+) -> RopeSpec:
     plain = [theta ** (-pair / rotary_dim) for pair in range(0, rotary_dim, 2)]
     if kind == "default":
         return RopeSpec(kind, tuple(plain))
     if kind == "linear":
         factor = _number(settings, "factor", kind)
         return RopeSpec(kind, tuple(frequency / factor for frequency in plain))
-    original = settings.get("original_max_position_embeddings") or max_positions
+    original = _number(settings, "original_max_position_embeddings", kind, max_positions)
     if kind == "llama3":
         return RopeSpec(kind, tuple(_llama3(settings, plain, original)))
-    if kind == "yarn":
-        factor = _yarn_factor(settings, original, max_positions)
-        return RopeSpec(
-            kind,
-            tuple(_yarn(settings, plain, theta, factor, original)),
-            _yarn_attention_scaling(settings, factor),
-        )
-    raise UnsupportedModel(
-        f"RoPE kind {kind!r} is not supported; supported: {', '.join(SUPPORTED)}. "
-        "Kinds whose frequencies change with the length (dynamic, longrope) cannot work with keys "
-        "that are written once: choose a model with one of the supported kinds"
+    factor = _number(settings, "factor", kind, max_positions / original)
+    return RopeSpec(
+        kind,
+        tuple(_yarn(settings, plain, theta, factor, original)),
+        _yarn_attention_scaling(settings, factor),
     )
 
 
@@ -67,8 +87,8 @@ def _yarn(
     def dimension_turning(turns: float) -> float:
         return rotary_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    first = dimension_turning(settings.get("beta_fast") or 32)
-    last = dimension_turning(settings.get("beta_slow") or 1)
+    first = dimension_turning(_number(settings, "beta_fast", "yarn", 32))
+    last = dimension_turning(_number(settings, "beta_slow", "yarn", 1))
     if settings.get("truncate", True):
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, rotary_dim - 1)
@@ -81,29 +101,27 @@ def _yarn(
     return scaled
 
 
-def _yarn_factor(settings: Mapping[str, Any], original: float, max_positions: int) -> float:
-    if settings.get("factor") is None:
-        return max_positions / original
-    return _number(settings, "factor", "yarn")
-
-
 def _yarn_attention_scaling(settings: Mapping[str, Any], factor: float) -> float:
-    stated = settings.get("attention_factor")
-    if stated is not None:
-        return float(stated)
+    if settings.get("attention_factor") is not None:
+        return _number(settings, "attention_factor", "yarn")
 
     def magnitude(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
-    mscale, mscale_all_dim = settings.get("mscale"), settings.get("mscale_all_dim")
-    if mscale and mscale_all_dim:
-        return magnitude(mscale) / magnitude(mscale_all_dim)
+    if settings.get("mscale") and settings.get("mscale_all_dim"):
+        whole = magnitude(_number(settings, "mscale_all_dim", "yarn"))
+        return magnitude(_number(settings, "mscale", "yarn")) / whole
     return magnitude(1.0)
 
 
-def _number(settings: Mapping[str, Any], key: str, kind: str) -> float:
+def _number(
+    settings: Mapping[str, Any], key: str, kind: str, default: float | None = None
+) -> float:
+    """default: for a field that is missing, null or 0; None where it must be there."""
     value = settings.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+    if default is not None and (value is None or value == 0):
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise BadModelFile(
             f"RoPE kind {kind!r} needs a positive number as {key!r}, found {value!r}; "
             "repair the model's config.json or fetch it again"

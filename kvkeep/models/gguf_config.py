@@ -29,21 +29,21 @@ def config_from_gguf(file: GgufFile) -> dict[str, Any]:
         architecture, model_type = "MistralForCausalLM", "mistral"
     heads = file.count(f"{family}.attention.head_count")
     hidden_size = file.count(f"{family}.embedding_length")
-    head_dim = file.metadata.get(f"{family}.attention.key_length", hidden_size // heads)
+    head_dim = file.count(f"{family}.attention.key_length", max(1, hidden_size // heads))
     config = {
         "architectures": [architecture],
         "model_type": model_type,
         "vocab_size": _vocab_size(file),
         "hidden_size": hidden_size,
-        "intermediate_size": file.required(f"{family}.feed_forward_length"),
-        "num_hidden_layers": file.required(f"{family}.block_count"),
+        "intermediate_size": file.count(f"{family}.feed_forward_length"),
+        "num_hidden_layers": file.count(f"{family}.block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": file.metadata.get(f"{family}.attention.head_count_kv", heads),
+        "num_key_value_heads": file.count(f"{family}.attention.head_count_kv", heads),
         "head_dim": head_dim,
         "hidden_act": "silu",
-        "max_position_embeddings": file.required(f"{family}.context_length"),
-        "rms_norm_eps": _shortest(file.required(f"{family}.attention.layer_norm_rms_epsilon")),
-        "rope_theta": _shortest(file.metadata.get(f"{family}.rope.freq_base", 10_000.0)),
+        "max_position_embeddings": file.count(f"{family}.context_length"),
+        "rms_norm_eps": _shortest(file.number(f"{family}.attention.layer_norm_rms_epsilon")),
+        "rope_theta": _shortest(file.number(f"{family}.rope.freq_base", 10_000.0)),
         "rope_scaling": _rope_scaling(file, family, head_dim),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": family != "qwen2" and "blk.0.attn_q.bias" in file.tensors,
@@ -66,20 +66,20 @@ def eos_token_ids(file: GgufFile) -> list[int]:
 
 
 def _family(file: GgufFile) -> str:
-    family = file.required("general.architecture")
+    family = file.text("general.architecture")
     if family not in _FAMILIES:
         raise UnsupportedModel(
             f"the GGUF architecture {family!r} is not supported; supported: "
             f"{', '.join(sorted(_FAMILIES))}"
         )
-    return str(family)
+    return family
 
 
 def _vocab_size(file: GgufFile) -> int:
     """Rows of the embedding: some models have more of them than tokens, as padding."""
     if "token_embd.weight" in file.tensors:
         return file.tensors["token_embd.weight"].shape[0]
-    return len(file.required("tokenizer.ggml.tokens"))
+    return len(file.texts("tokenizer.ggml.tokens"))
 
 
 def _refuse_unsupported(file: GgufFile, family: str) -> None:
@@ -91,9 +91,8 @@ def _refuse_unsupported(file: GgufFile, family: str) -> None:
                 f"{file.path} has another {key} in each layer, which is not supported"
             )
     heads = file.count(f"{family}.attention.head_count")
-    head_dim = file.metadata.get(
-        f"{family}.attention.key_length", file.count(f"{family}.embedding_length") // heads
-    )
+    usual = max(1, file.count(f"{family}.embedding_length") // heads)
+    head_dim = file.count(f"{family}.attention.key_length", usual)
     for key in ("attention.value_length", "rope.dimension_count"):
         size = file.metadata.get(f"{family}.{key}", head_dim)
         if size != head_dim:
@@ -104,9 +103,9 @@ def _refuse_unsupported(file: GgufFile, family: str) -> None:
 
 
 def _rope_scaling(file: GgufFile, family: str, head_dim: int) -> dict[str, Any] | None:
-    kind = file.metadata.get(f"{family}.rope.scaling.type", "none")
-    factor = file.metadata.get(
-        f"{family}.rope.scaling.factor", file.metadata.get(f"{family}.rope.scale_linear", 1.0)
+    kind = file.text(f"{family}.rope.scaling.type", "none")
+    factor = file.number(
+        f"{family}.rope.scaling.factor", file.number(f"{family}.rope.scale_linear", 1.0)
     )
     if "rope_freqs.weight" in file.tensors:
         return _llama3_scaling(file, family, head_dim)
@@ -119,14 +118,14 @@ def _rope_scaling(file: GgufFile, family: str, head_dim: int) -> dict[str, Any] 
             f"the GGUF RoPE scaling {kind!r} is not supported; supported: none, linear, yarn, and "
             "Llama 3's rope_freqs.weight"
         )
-    scaling = {"rope_type": "yarn", "factor": factor}
+    scaling: dict[str, Any] = {"rope_type": "yarn", "factor": factor}
     for key, name in (
         ("original_context_length", "original_max_position_embeddings"),
         ("yarn_beta_fast", "beta_fast"),
         ("yarn_beta_slow", "beta_slow"),
     ):
         if f"{family}.rope.scaling.{key}" in file.metadata:
-            scaling[name] = file.metadata[f"{family}.rope.scaling.{key}"]
+            scaling[name] = file.number(f"{family}.rope.scaling.{key}")
     for key in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor", "yarn_log_multiplier"):
         if file.metadata.get(f"{family}.rope.scaling.{key}", 1.0) not in (0.0, 1.0):
             raise UnsupportedModel(
@@ -152,7 +151,7 @@ def _llama3_scaling(file: GgufFile, family: str, head_dim: int) -> dict[str, Any
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
-    theta = file.metadata.get(f"{family}.rope.freq_base", 10_000.0)
+    theta = file.number(f"{family}.rope.freq_base", 10_000.0)
     plain = rope_spec({}, theta, head_dim, 8192).inverse_frequencies
     scaled = rope_spec(settings, theta, head_dim, 8192).inverse_frequencies
     divisors = [before / after for before, after in zip(plain, scaled, strict=True)]

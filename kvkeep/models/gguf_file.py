@@ -1,5 +1,6 @@
 """A GGUF file, opened and checked: its metadata, and its tensors, packed as they were stored."""
 
+import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvkeep.errors import BadModelFile, UnsupportedModel
+from kvkeep.models.gguf_header import check_header
 
 
 @dataclass(frozen=True)
@@ -57,13 +59,15 @@ class GgufFile:
     def open(cls, path: Path) -> Self:
         """Map the file and check that all it promises is there.
 
-        Raises BadModelFile if it is missing, empty, truncated, corrupt, or not GGUF.
+        Raises BadModelFile if it is missing, empty, truncated, corrupt, or not GGUF, and
+        UnsupportedModel if it is newer than the reader.
         """
         _check_magic(path)
+        check_header(path)
         from gguf import GGUFReader
 
-        # The reader indexes into a map of the file: where bytes are missing or wrong it trips over
-        # whatever comes of that, an IndexError, a ValueError, a KeyError, an OverflowError.
+        # The reader indexes into a map of the file: where bytes are wrong it trips over whatever
+        # comes of that, an IndexError, a ValueError, a KeyError, an OverflowError.
         try:
             reader = GGUFReader(path)
             metadata = {key: field.contents() for key, field in reader.fields.items()}
@@ -92,15 +96,54 @@ class GgufFile:
             )
         return self.metadata[key]
 
-    def count(self, key: str) -> int:
-        """As `required`, where only a whole number from 1 up makes sense."""
-        value = self.required(key)
+    def count(self, key: str, default: int | None = None) -> int:
+        """A whole number from 1 up, where nothing else makes sense. Raises BadModelFile."""
+        value = self.required(key) if default is None else self.metadata.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise BadModelFile(
-                f"{self.path}: metadata field {key} must be a whole number of at least 1, found "
-                f"{value!r}; fetch it again"
-            )
+            raise self._wrong(key, "a whole number of at least 1", value)
         return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A finite number. Raises BadModelFile for anything else."""
+        value = self.required(key) if default is None else self.metadata.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise self._wrong(key, "a number", value)
+        if not math.isfinite(value):
+            raise self._wrong(key, "a finite number", value)
+        return value
+
+    def text(self, key: str, default: str | None = None) -> str:
+        """Raises BadModelFile for anything else."""
+        value = self.required(key) if default is None else self.metadata.get(key, default)
+        if not isinstance(value, str):
+            raise self._wrong(key, "text", value)
+        return value
+
+    def texts(self, key: str) -> list[str]:
+        """A list of texts. Raises BadModelFile for anything else."""
+        value = self.required(key)
+        if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+            raise self._wrong(key, "a list of texts", value)
+        return value
+
+    def numbers(self, key: str) -> list[int]:
+        """A list of whole numbers. Raises BadModelFile for anything else."""
+        value = self.required(key)
+        if not isinstance(value, list) or not all(type(each) is int for each in value):
+            raise self._wrong(key, "a list of whole numbers", value)
+        return value
+
+    def _wrong(self, key: str, expected: str, found: object) -> BadModelFile:
+        return BadModelFile(
+            f"{self.path}: metadata field {key} must be {expected}, found {shown(found)}; fetch "
+            "it again"
+        )
+
+
+def shown(value: object) -> str:
+    """A value from a file for a message: a list of 100,000 tokens would be no help."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _check_magic(path: Path) -> None:

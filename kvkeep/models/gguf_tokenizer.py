@@ -11,7 +11,7 @@ from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
 from tokenizers.processors import TemplateProcessing
 
 from kvkeep.errors import BadModelFile, UnsupportedModel
-from kvkeep.models.gguf_file import GgufFile
+from kvkeep.models.gguf_file import GgufFile, shown
 
 _CONTROL, _USER_DEFINED = 3, 4
 
@@ -22,20 +22,20 @@ def build_tokenizer(file: GgufFile) -> Tokenizer:
     Raises UnsupportedModel for another kind of tokenizer or an unknown way to split text into
     words, BadModelFile if the vocabulary is incomplete.
     """
-    kind = file.required("tokenizer.ggml.model")
+    kind = file.text("tokenizer.ggml.model")
     if kind != "gpt2":
         raise UnsupportedModel(
             f"the GGUF tokenizer kind {kind!r} is not supported, only 'gpt2' (byte-level BPE); "
             "use the model's safetensors folder, which has a tokenizer.json"
         )
-    words = file.metadata.get("tokenizer.ggml.pre", "(none)")
+    words = file.text("tokenizer.ggml.pre", "(none)")
     if words not in _WORD_SPLITTERS:
         raise UnsupportedModel(
             f"the GGUF pre-tokenizer {words!r} is not supported; supported: "
             f"{', '.join(sorted(_WORD_SPLITTERS))}. "
             "Use the model's safetensors folder, which has a tokenizer.json"
         )
-    tokens: list[str] = file.required("tokenizer.ggml.tokens")
+    tokens = file.texts("tokenizer.ggml.tokens")
     tokenizer = Tokenizer(_byte_pairs(file, tokens, whole_words=words in _LLAMA3))
     if words in _QWEN2:
         tokenizer.normalizer = NFC()
@@ -52,13 +52,13 @@ def special_token(file: GgufFile, role: str) -> str | None:
     index = file.metadata.get(f"tokenizer.ggml.{role}_token_id")
     if index is None:
         return None
-    tokens: list[str] = file.required("tokenizer.ggml.tokens")
-    if not 0 <= index < len(tokens):
+    tokens = file.texts("tokenizer.ggml.tokens")
+    if type(index) is not int or not 0 <= index < len(tokens):
         raise BadModelFile(
-            f"{file.path} names {index} as its {role} token, outside its {len(tokens)} tokens; "
-            "fetch the file again"
+            f"{file.path} names {shown(index)} as its {role} token, outside its {len(tokens)} "
+            "tokens; fetch the file again"
         )
-    return str(tokens[index])
+    return tokens[index]
 
 
 def _byte_pairs(file: GgufFile, tokens: list[str], whole_words: bool) -> BPE:
@@ -75,7 +75,7 @@ def _byte_pairs(file: GgufFile, tokens: list[str], whole_words: bool) -> BPE:
 
 
 def _merges(file: GgufFile) -> Iterator[tuple[str, str]]:
-    for merge in file.required("tokenizer.ggml.merges"):
+    for merge in file.texts("tokenizer.ggml.merges"):
         left, space, right = merge.partition(" ")
         if not space:
             raise BadModelFile(f"{file.path} has a malformed merge {merge!r}; fetch it again")
@@ -83,7 +83,7 @@ def _merges(file: GgufFile) -> Iterator[tuple[str, str]]:
 
 
 def _add_special_tokens(tokenizer: Tokenizer, file: GgufFile, tokens: list[str]) -> None:
-    types: list[int] = file.required("tokenizer.ggml.token_type")
+    types = file.numbers("tokenizer.ggml.token_type")
     if len(types) != len(tokens):
         raise BadModelFile(
             f"{file.path} has {len(tokens)} tokens and {len(types)} token types; fetch it again"

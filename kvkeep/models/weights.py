@@ -59,6 +59,11 @@ def check_tensors(spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]], source
     Raises BadModelFile if one is missing or has another shape, and UnsupportedModel for one that
     the forward pass would not use: results would be those of another model.
     """
+    if spec.layers > len(shapes):  # before as many names are made up
+        raise BadModelFile(
+            f"{source} lacks tensors: it has {len(shapes)} in all where config.json asks for "
+            f"{spec.layers} layers; fetch the model again"
+        )
     wanted = tensor_shapes(spec)
     if spec.tied_head and HEAD in shapes:  # told to be the embedding once more: see `check_tied`
         wanted[HEAD] = wanted[EMBEDDING]

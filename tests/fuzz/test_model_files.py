@@ -1,0 +1,157 @@
+"""GGUF files, config.json, generation_config.json, safetensors headers: damaged at random."""
+
+import json
+import struct
+from pathlib import Path
+from random import Random
+
+import pytest
+from fuzz.fuzzing import fuzz
+from fuzz.mutations import as_json, bytes_changed, json_changed
+from small import write_small_folder
+from tiny_gguf import tiny_llama, write_gguf
+
+from kvkeep.models.config import read_spec
+from kvkeep.models.gguf_config import config_from_gguf
+from kvkeep.models.gguf_convert import _weights
+from kvkeep.models.gguf_file import GgufFile
+from kvkeep.models.gguf_tokenizer import build_tokenizer
+from kvkeep.models.config import spec_from_config
+from kvkeep.models.text import TextCodec
+from kvkeep.models.weights import check_tensors, read_shapes
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 4096,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "use_sliding_window": True,
+    "sliding_window": 1024,
+    "max_window_layers": 1,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "hidden_act": "silu",
+    "partial_rotary_factor": 1.0,
+    "eos_token_id": [0, 2],
+    "bos_token_id": 1,
+}
+ROPE = (
+    {"rope_type": "linear", "factor": 2.0},
+    {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 2048,
+    },
+    {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.5,
+        "attention_factor": None,
+        "original_max_position_embeddings": 1024,
+    },
+)
+
+
+@pytest.fixture(scope="module")
+def gguf(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    model = tiny_llama(**sizes, num_attention_heads=2, num_key_value_heads=1)
+    return write_gguf(tmp_path_factory.mktemp("gguf") / "m.gguf", model).read_bytes()
+
+
+def test_a_damaged_gguf_is_refused_or_means_what_it_says(gguf: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+
+    def read(random: Random) -> None:
+        path.write_bytes(bytes_changed(gguf, random))
+        file = GgufFile.open(path)
+        config = config_from_gguf(file)
+        spec = spec_from_config(config, {}, path)
+        tensors = _weights(file)
+        check_tensors(spec, {name: tensor.shape for name, tensor in tensors.items()}, path)
+        build_tokenizer(file)
+
+    found = fuzz(read, seed=1)
+    assert found["BadModelFile"]
+
+
+@pytest.mark.parametrize("rope", range(len(ROPE)))
+def test_a_config_of_other_values_is_refused_or_means_what_it_says(
+    rope: int, tmp_path: Path
+) -> None:
+    architectures = ("Llama", "Mistral", "Qwen2", "Qwen3")
+
+    def read(random: Random) -> None:
+        config = {**CONFIG, "architectures": [f"{random.choice(architectures)}ForCausalLM"]}
+        config[random.choice(("rope_scaling", "rope_parameters"))] = ROPE[rope]
+        both = json_changed({"config": config, "generation": {"eos_token_id": 2}}, random)
+        for name in ("config", "generation"):
+            file = tmp_path / ("config.json" if name == "config" else "generation_config.json")
+            file.write_bytes(as_json(both.get(name)))
+        spec = read_spec(tmp_path)
+        check_tensors(spec, {"model.norm.weight": (64,)}, tmp_path)
+
+    found = fuzz(read, seed=2 + rope, share=2 * len(ROPE))
+    assert found["BadModelFile"]
+
+
+def test_a_config_of_other_bytes_is_refused_or_means_what_it_says(tmp_path: Path) -> None:
+    plain = as_json({**CONFIG, "rope_scaling": ROPE[2]})
+
+    def read(random: Random) -> None:
+        (tmp_path / "config.json").write_bytes(bytes_changed(plain, random))
+        read_spec(tmp_path)
+
+    assert fuzz(read, seed=6, share=2)["BadModelFile"]
+
+
+def test_weights_of_other_bytes_are_refused_or_what_was_asked_for(tmp_path: Path) -> None:
+    folder = write_small_folder(tmp_path / "model")
+    spec = read_spec(folder)
+    file = folder / "model.safetensors"
+    plain = file.read_bytes()
+    (length,) = struct.unpack("<Q", plain[:8])
+    header = json.loads(plain[8 : 8 + length])
+
+    def read(random: Random) -> None:
+        if random.random() < 0.5:
+            file.write_bytes(bytes_changed(plain, random))
+        else:
+            text = as_json(json_changed(header, random))
+            file.write_bytes(struct.pack("<Q", len(text)) + text + plain[8 + length :])
+        check_tensors(spec, read_shapes(folder), folder)
+
+    assert fuzz(read, seed=7)["BadModelFile"]
+
+
+def test_a_tokenizer_of_other_bytes_is_refused_or_encodes(tmp_path: Path) -> None:
+    folder = write_small_folder(tmp_path / "model")
+    plain = json.loads((folder / "tokenizer.json").read_text())
+    plain["model"]["vocab"] = dict(list(plain["model"]["vocab"].items())[:40])
+
+    def read(random: Random) -> None:
+        text = as_json(plain)
+        changed = (
+            bytes_changed(text, random)
+            if random.random() < 0.5
+            else as_json(json_changed(plain, random))
+        )
+        (folder / "tokenizer.json").write_bytes(changed)
+        codec = TextCodec.open(folder)
+        codec.decode(codec.encode("abc !"))
+
+    assert fuzz(read, seed=8)["BadModelFile"]
