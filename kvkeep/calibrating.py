@@ -1,7 +1,6 @@
 """Making a calibration: text is run through the model, and what its sessions see is measured."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 
 import torch
 
@@ -42,4 +41,4 @@ def calibrate(
         measured.take(session.cache, step)
         if progress:
             progress(len(chunk))
-    return Calibration(measured.statistics(), asdict(model.fingerprint), model.name, len(ids))
+    return Calibration(measured.statistics(), model.fingerprint.saved(), model.name, len(ids))

@@ -21,7 +21,7 @@ def capture(session: "Session") -> Snapshot:
     """All that a session is now."""
     memory, cache = session._memory, session.cache
     return Snapshot(
-        fingerprint=asdict(session._model.fingerprint),
+        fingerprint=session._model.fingerprint.saved(),
         model=session._model.name,
         policy={
             "name": memory.policy.name,

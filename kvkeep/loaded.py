@@ -44,6 +44,6 @@ class LoadedModel:
         return fingerprint(
             self.spec,
             self.decoder.tensors,
-            self.text.tokenizer.to_str(),
+            self.text.tokenizer,
             self.decoder.new_cache().layout,
         )

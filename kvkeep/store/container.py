@@ -8,7 +8,6 @@ header. `docs/snapshot-format.md` describes it for other readers.
 
 import json
 import math
-import mmap
 import struct
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -124,7 +123,11 @@ def _padded(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
 def read_container(
     path: Path, kind: str, newest: int, only: Collection[str] | None = None
 ) -> Container:
-    """Opens a file and checks every byte of it. Tensors are memory-mapped, privately.
+    """Reads a file and checks every byte of it.
+
+    Tensors are copies of what was checked, and nothing that happens to the file reaches them. A
+    mapping, private or not, would follow a writer that changes the file in its place, and end the
+    process where one cuts it short.
 
     only: the tensors to check and to return, where they are; the others are not looked at.
 
@@ -138,18 +141,14 @@ def read_container(
         header = _read_header(file, path, kind, newest)
         entries = header.entries.items()
         wanted = {name: entry for name, entry in entries if only is None or name in only}
-        for name, entry in wanted.items():
-            if _digest(file, entry) != header.checksums[name]:
-                raise CorruptFile(
-                    f"{path} is corrupt: tensor {name!r} is not what was saved. The file was left "
-                    "as it is; restore it from a copy, or evaluate the text again"
-                )
-        mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    tensors = {
-        name: _mapped(mapping, entry)
-        for name, entry in wanted.items()
-        if not name.startswith(PADDING)
-    }
+        read = {name: _read_tensor(file, entry) for name, entry in wanted.items()}
+    for name, (_, digest) in read.items():
+        if digest != header.checksums[name]:
+            raise CorruptFile(
+                f"{path} is corrupt: tensor {name!r} is not what was saved. The file was left "
+                "as it is; restore it from a copy, or evaluate the text again"
+            )
+    tensors = {name: tensor for name, (tensor, _) in read.items() if not name.startswith(PADDING)}
     return Container(header.document, tensors)
 
 
@@ -205,7 +204,7 @@ def _read_header(file: BinaryIO, path: Path, kind: str, newest: int) -> _Read:
     if blake3(start + blank).hexdigest().encode() != recorded:
         raise CorruptFile(f"{path} is corrupt: its header is not what was saved")
     try:
-        entries = json.loads(text)
+        entries = json.loads(text, object_pairs_hook=_each_once)
         metadata = entries.pop("__metadata__")
         holds, version = metadata["kvkeep"], int(metadata["version"])
         if holds == kind and version <= newest:
@@ -219,6 +218,13 @@ def _read_header(file: BinaryIO, path: Path, kind: str, newest: int) -> _Read:
     )
 
 
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a name occurs twice")
+    return found
+
+
 def _checked(
     path: Path, size: int, begin: int, metadata: dict[str, str], entries: dict[str, Any]
 ) -> _Read:
@@ -227,6 +233,8 @@ def _checked(
     for name, entry in entries.items():
         dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
         first, last = (begin + offset for offset in entry["data_offsets"])
+        if not all(type(number) is int and number >= 0 for number in (*shape, first, last)):
+            raise ValueError(f"tensor {name!r} has sizes that are no whole numbers")
         if (first, last) != (end, end + math.prod(shape) * dtype.itemsize) or last < first:
             raise ValueError(f"tensor {name!r} has another size or place than its shape asks for")
         found[name], end = _Entry(dtype, shape, first, last), last
@@ -240,20 +248,18 @@ def _checked(
     return _Read(document, checksums, found)
 
 
-def _digest(file: BinaryIO, entry: _Entry) -> str:
-    """Read, not mapped: what is mapped and touched would be counted as memory of this process."""
-    digest, piece = blake3(max_threads=blake3.AUTO), memoryview(bytearray(_PIECE))
+def _read_tensor(file: BinaryIO, entry: _Entry) -> tuple[Tensor, str]:
+    """A tensor, and the checksum of just the bytes that it was given."""
+    digest, tensor = blake3(max_threads=blake3.AUTO), _storage(entry)
+    into = memoryview(tensor_bytes(tensor))
     file.seek(entry.begin)
-    left = entry.end - entry.begin
-    while left and (count := file.readinto(piece[: min(left, _PIECE)])):  # type: ignore[attr-defined]
-        digest.update(piece[:count])
-        left -= count
-    return digest.hexdigest()
+    done = 0
+    while count := file.readinto(into[done : done + _PIECE]):  # type: ignore[attr-defined]
+        digest.update(into[done : done + count])  # while it is in the processor's caches
+        done += count
+    return tensor, digest.hexdigest()
 
 
-def _mapped(mapping: mmap.mmap, entry: _Entry) -> Tensor:
-    count = math.prod(entry.shape)
-    if not count:
-        return torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
-    flat = torch.frombuffer(mapping, dtype=entry.dtype, count=count, offset=entry.begin)
-    return flat.reshape(entry.shape)
+def _storage(entry: _Entry) -> Tensor:
+    """Room for a tensor, aligned as `ALIGNMENT` says: all of torch's memory is."""
+    return torch.empty(entry.shape, dtype=entry.dtype, device="cpu")

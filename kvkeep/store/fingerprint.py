@@ -2,10 +2,11 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, field
 
 import torch
 from blake3 import blake3
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from kvkeep.cache import Layout
@@ -13,14 +14,42 @@ from kvkeep.errors import FingerprintMismatch
 from kvkeep.files.tensors import tensor_bytes
 from kvkeep.models.spec import ModelSpec
 
+_FIELDS = ("weights", "config", "rope", "tokenizer", "dtype", "layout")
+# Of a ModelSpec and a RopeSpec, what decides what a cell means. A new field of theirs comes in here
+# only with a default that leaves it out: whatever is added changes the digest of every model.
+_CONFIG = (
+    "architecture",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "layers",
+    "heads",
+    "kv_heads",
+    "head_dim",
+    "norm_eps",
+    "max_positions",
+    "tied_head",
+    "qkv_bias",
+    "output_bias",
+    "mlp_bias",
+    "qk_norm",
+    "bos_token_id",
+    "eos_token_ids",
+)
+_ROPE = ("kind", "inverse_frequencies", "attention_scaling")
+
 
 @dataclass(frozen=True)
 class Fingerprint:
     """Digests of all that decides what a cell means.
 
     weights: of every tensor's name, shape and bytes, as loaded. config: of the architecture's
-    numbers without RoPE. rope: of the frequency table and scaling. tokenizer: of its definition.
+    numbers without RoPE. rope: of the frequency table and scaling. tokenizer: of its vocabulary.
     dtype, layout: of the cells.
+
+    Each is made of what is listed below and nothing else, so that neither a new field of ours nor
+    another release of a library makes a file's model another one. earlier_tokenizer: as files of
+    0.1 may have it, of the tokenizer in the form in which its library writes it.
     """
 
     weights: str
@@ -29,10 +58,15 @@ class Fingerprint:
     tokenizer: str
     dtype: str
     layout: str
+    earlier_tokenizer: str = field(default="", repr=False, compare=False)
+
+    def saved(self) -> dict[str, str]:
+        """As it stands in a file."""
+        return {name: getattr(self, name) for name in _FIELDS}
 
     def digest(self) -> str:
         """One hex string for all of it."""
-        return _digest(asdict(self))
+        return _digest(self.saved())
 
     def describes(self, cells: Tensor) -> bool:
         """Whether keys or values are `[layers, kv_heads, n, head_dim]` of this dtype and layout."""
@@ -44,7 +78,9 @@ class Fingerprint:
 
     def require(self, saved: Mapping[str, str], source: str) -> None:
         """Raises FingerprintMismatch, naming each field in which a saved one differs."""
-        differing = [f.name for f in fields(self) if saved.get(f.name) != getattr(self, f.name)]
+        differing = [name for name, found in self.saved().items() if saved.get(name) != found]
+        if "tokenizer" in differing and saved.get("tokenizer") == self.earlier_tokenizer:
+            differing.remove("tokenizer")
         if "dtype" in differing and "weights" in differing:
             differing.remove("weights")  # converted weights have other bytes in any case
         if differing:
@@ -64,18 +100,17 @@ def _explain(name: str, saved: Mapping[str, str], here: Fingerprint) -> str:
 
 
 def fingerprint(
-    spec: ModelSpec, tensors: Mapping[str, Tensor], tokenizer: str, layout: Layout
+    spec: ModelSpec, tensors: Mapping[str, Tensor], tokenizer: Tokenizer, layout: Layout
 ) -> Fingerprint:
-    """tokenizer: its JSON definition."""
-    config = asdict(spec)
-    rope = config.pop("rope")
+    """Reads all weights."""
     return Fingerprint(
         weights=_weights_digest(tensors),
-        config=_digest(config),
-        rope=_digest(rope),
-        tokenizer=blake3(tokenizer.encode()).hexdigest(),
+        config=_digest({name: getattr(spec, name) for name in _CONFIG}),
+        rope=_digest({name: getattr(spec.rope, name) for name in _ROPE}),
+        tokenizer=_vocabulary_digest(tokenizer),
         dtype=_dtype_name(layout.dtype),
         layout=_layout_name(layout.layers, layout.kv_heads, layout.head_dim),
+        earlier_tokenizer=blake3(tokenizer.to_str().encode()).hexdigest(),
     )
 
 
@@ -85,6 +120,13 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 def _layout_name(layers: int, kv_heads: int, head_dim: int) -> str:
     return f"{layers} layers x {kv_heads} KV heads x {head_dim}"
+
+
+def _vocabulary_digest(tokenizer: Tokenizer) -> str:
+    """Which text each id stands for, and which ids are control tokens."""
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    control = [n for n, added in tokenizer.get_added_tokens_decoder().items() if added.special]
+    return _digest([sorted(vocabulary.items(), key=lambda pair: pair[::-1]), sorted(control)])
 
 
 def _digest(value: object) -> str:

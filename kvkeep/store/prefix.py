@@ -37,7 +37,7 @@ PATIENCE = 5.0  # seconds for which another process may hold the lock
 class Found:
     """What a store holds of a prompt.
 
-    keys, values: for each block `[layers, kv_heads, 256, head_dim]`, memory-mapped and verified.
+    keys, values: for each block `[layers, kv_heads, 256, head_dim]`, verified.
     differs_at: the first token at which the nearest stored prompt goes another way, or ends; None
     where all that could be asked for was found.
     """

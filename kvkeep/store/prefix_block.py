@@ -32,7 +32,7 @@ class PrefixBlock:
     tokens: Sequence[int]
 
     def read(self, fingerprint: Fingerprint) -> tuple[Tensor, Tensor] | None:
-        """Its keys and values, memory-mapped; None unless the file verifies as this very block.
+        """Its keys and values; None unless the file verifies as this very block.
 
         That is: every byte is as it was written, it was written under this key, and its tensors
         are of these tokens and of this kind of cells.

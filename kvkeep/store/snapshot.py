@@ -65,7 +65,7 @@ class Snapshot:
     def save(self, path: str | Path, codec: Codec = "none") -> int:
         """Writes the snapshot, or leaves the file that is there as it is. Returns its bytes.
 
-        codec: "none" maps straight into memory on load; "zstd" is smaller, slower and still
+        codec: "none" is read straight into memory; "zstd" is smaller, slower and still
         exact; "int8" keeps keys and values in 8 bits and is not exact.
 
         Raises StoreError where the file cannot be written.

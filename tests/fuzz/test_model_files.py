@@ -11,12 +11,11 @@ from fuzz.mutations import as_json, bytes_changed, json_changed
 from small import write_small_folder
 from tiny_gguf import tiny_llama, write_gguf
 
-from kvkeep.models.config import read_spec
+from kvkeep.models.config import read_spec, spec_from_config
 from kvkeep.models.gguf_config import config_from_gguf
 from kvkeep.models.gguf_convert import _weights
 from kvkeep.models.gguf_file import GgufFile
 from kvkeep.models.gguf_tokenizer import build_tokenizer
-from kvkeep.models.config import spec_from_config
 from kvkeep.models.text import TextCodec
 from kvkeep.models.weights import check_tensors, read_shapes
 

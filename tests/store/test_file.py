@@ -1,10 +1,11 @@
-"""The file itself: as docs/snapshot-format.md says, aligned, mapped, no larger than its cells."""
+"""The file itself: as docs/snapshot-format.md says, aligned, its own, no larger than its cells."""
 
 import hashlib
 import json
 import struct
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -130,7 +131,27 @@ def test_the_description_is_read_from_the_header_alone(tmp_path: Path) -> None:
     assert sum(entry["length"] for entry in found["segments"]) == 48
 
 
-def test_loading_maps_the_file_instead_of_reading_it_into_memory(tmp_path: Path) -> None:
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+def test_what_happens_to_a_file_that_was_read_reaches_no_session(
+    codec: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.kvkeep"
+    SESSIONS["wrapped"].snapshot().save(path, codec)
+    unread, loaded = Snapshot.load(path), MODEL.restore(Snapshot.load(path))
+    with path.open("r+b") as file:  # the same file, not another in its place
+        file.write(bytes(path.stat().st_size))
+        file.flush()
+        one = MODEL.restore(unread)
+        file.truncate(0)
+    other = SESSIONS["wrapped"].fork()
+    for session in (loaded, one):
+        session.feed(TEXT)
+    other.feed(TEXT)
+    assert torch.equal(one.logits, other.logits)
+    assert torch.equal(loaded.logits, other.logits)
+
+
+def test_loading_takes_no_more_memory_than_the_cells_and_keeps_them_aligned(tmp_path: Path) -> None:
     layout = Layout(8, 8, 64, torch.float32, torch.device("cpu"))
     cells = Cells.empty(layout, 4096)
     segment = Segment.of(layout, cells, PositionMap(), anchor=False)
@@ -141,12 +162,10 @@ def test_loading_maps_the_file_instead_of_reading_it_into_memory(tmp_path: Path)
     process = psutil.Process()
     before = process.memory_info().rss
     loaded = Snapshot.load(tmp_path / "large.kvkeep")
-    jump = process.memory_info().rss - before
-    assert jump < size / 8
+    assert process.memory_info().rss - before < 1.1 * size
     keys = loaded.segments[0].block.slots.keys
     assert keys.data_ptr() % 64 == 0
     assert float(keys.sum()) == 0
-    assert process.memory_info().rss - before > size / 3
 
 
 def _with_segment(snapshot: Snapshot, segment: Segment, layout: Layout) -> Snapshot:

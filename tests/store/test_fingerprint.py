@@ -1,7 +1,9 @@
 """A snapshot belongs to one model; another is refused by name of what differs."""
 
+import dataclasses
+import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from tokenizers import Tokenizer
 from kvkeep.errors import FingerprintMismatch
 from kvkeep.model import Model
 from kvkeep.models.llama import Decoder
-from kvkeep.models.spec import RopeSpec
+from kvkeep.models.spec import ModelSpec, RopeSpec
 from kvkeep.models.text import TextCodec
 
 MODEL = small_model()
@@ -99,3 +101,24 @@ def test_a_refusal_changes_nothing_in_live_sessions() -> None:
 def test_the_fingerprint_is_that_of_the_bytes_not_of_the_name() -> None:
     renamed = Model("another name", Path("/elsewhere"), small_model().decoder, MODEL.text)
     assert renamed.fingerprint == MODEL.fingerprint
+
+
+def test_a_new_field_of_ours_or_another_form_of_a_tokenizer_makes_no_other_model() -> None:
+    @dataclass(frozen=True)
+    class LaterSpec(ModelSpec):
+        softcap: float | None = None
+
+    fields = {
+        field.name: getattr(MODEL.spec, field.name) for field in dataclasses.fields(ModelSpec)
+    }
+    written = json.loads(MODEL.text.tokenizer.to_str())
+    written["truncation"] = {"max_length": 9, "strategy": "LongestFirst", "stride": 0} | {
+        "direction": "Right"
+    }
+    text = TextCodec(Path(), Tokenizer.from_str(json.dumps(written)))
+    later = Model("small", Path(), Decoder(LaterSpec(**fields), MODEL.decoder.tensors), text)
+    assert text.tokenizer.to_str() != MODEL.text.tokenizer.to_str()
+    assert later.fingerprint == MODEL.fingerprint
+    session = MODEL.session(64)
+    session.feed(TEXT)
+    assert later.restore(session.snapshot()).tokens == TEXT

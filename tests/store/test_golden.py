@@ -1,19 +1,25 @@
-"""A file of format 1, kept since then, still gives the tokens that followed."""
+"""Files of earlier releases, kept since then, still give the tokens that followed."""
 
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
+import pytest
 from store.golden import PATH, TEXT, golden_model
 
+from kvkeep import PrefixStore, Sampling, load_calibration
+from kvkeep.model import Model
+from kvkeep.session import Session
+from kvkeep.store.container import read_container
+from kvkeep.store.prefix_block import BLOCK, blocks_of
 from kvkeep.store.snapshot import Snapshot, describe
 
+PROMPT = [(i * i * 7 + 3 * i) % 255 + 1 for i in range(300)]
 NEXT = [35, 8, 146, 15, 23, 77, 160, 166, 58, 194, 133, 60, 133, 77, 54, 74]
 
 
 def test_a_file_of_format_1_goes_on_as_it_did() -> None:
-    model, snapshot = golden_model(), Snapshot.load(PATH)
-    # How the tokenizers library writes a tokenizer down is for its next version to change.
-    same_text = {"tokenizer": model.fingerprint.tokenizer}
-    session = model.restore(replace(snapshot, fingerprint=snapshot.fingerprint | same_text))
+    session = restored(PATH)
     assert session.tokens[: len(TEXT)] == TEXT
     assert (session.policy, session.max_kv_size, session.keep) == ("sliding", 40, 4)
     assert session.cache.cells == 40
@@ -25,3 +31,59 @@ def test_it_is_a_wrapped_window_of_less_than_60_kb() -> None:
     ring = describe(PATH)["segments"][-1]
     assert ring["slot_order"]
     assert ring["start"] > 0
+
+
+# What each file's session wrote next, restored by release 0.1 with temperature 0.8 and seed 5.
+WROTE = {
+    "archive": [243, 216, 142, 35, 24, 72, 161, 7, 65, 251, 191, 115],
+    "observed": [142, 159, 83, 103, 31, 130, 87, 8, 35, 254, 218, 47],
+    "quantised": [197, 196, 110, 167, 30, 70, 87, 25, 60, 247, 112, 46],
+    "compressed": [142, 183, 184, 87, 18, 145, 84, 0, 26, 255, 184, 55],
+    "pinned": [173, 251, 147, 110, 2, 66, 143, 12, 7, 255, 179, 72],
+    "self-extend": [207, 188, 120, 34, 15, 106, 180, 31, 11, 252, 221, 82],
+}
+
+
+def model_of(saved: dict[str, str]) -> Model:
+    """The model, with the tokenizers library of the day on which the file was written.
+
+    Files of 0.1 tell a tokenizer by what that library writes: for it to change, not for us.
+    """
+    model = golden_model()
+    then = replace(model.fingerprint, earlier_tokenizer=saved["tokenizer"])
+    model.__dict__["fingerprint"] = then
+    return model
+
+
+def restored(path: Path) -> Session:
+    snapshot = Snapshot.load(path)
+    return model_of(snapshot.fingerprint).restore(snapshot)
+
+
+@pytest.mark.parametrize("name", WROTE)
+def test_a_file_of_each_kind_of_session_goes_on_as_it_did(name: str) -> None:
+    session = restored(PATH.with_name(f"golden-{name}.kvkeep"))
+    how = Sampling(0.8, seed=5)
+    assert [session.next_token(how) for _ in WROTE[name]] == WROTE[name]
+
+
+def test_what_was_pinned_and_named_is_so_again() -> None:
+    session = restored(PATH.with_name("golden-pinned.kvkeep"))
+    assert session.standing[60:64] == ["pinned"] * 4
+    assert (session.spans["said"].start, session.spans["said"].end) == (65, 70)
+    assert session.discard == (60 - 4 - 4) // 2
+
+
+def test_a_calibration_of_an_earlier_release_is_of_this_model() -> None:
+    path = PATH.with_name("golden-calibration.kvkeep")
+    model = model_of(read_container(path, "calibration", 1).document["fingerprint"])
+    assert load_calibration(path, model).tokens == 3100
+
+
+def test_a_prefix_block_that_does_not_say_what_it_follows_on_is_not_there(tmp_path: Path) -> None:
+    store, model = PrefixStore(tmp_path), golden_model()
+    block, _ = blocks_of(tmp_path, model.fingerprint, PROMPT)
+    shutil.copy(PATH.with_name("golden-prefix-block.kvblock"), block[0].path)
+    session = model.session(512, store=store)
+    assert session.feed(PROMPT).reused == 0
+    assert model.session(512, store=store).feed(PROMPT).reused == BLOCK
