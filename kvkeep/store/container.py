@@ -21,7 +21,14 @@ from blake3 import blake3
 from torch import Tensor
 
 from kvkeep.errors import CorruptFile, ForeignFile, NewerFormat, StoreError, TruncatedFile
-from kvkeep.files.tensors import ALIGNMENT, DTYPE_NAMES, Entry, dense_pieces, header_bytes
+from kvkeep.files.tensors import (
+    ALIGNMENT,
+    DTYPE_NAMES,
+    Entry,
+    dense_pieces,
+    header_bytes,
+    tensor_bytes,
+)
 from kvkeep.files.whole import replacing
 
 NO_CHECKSUM = "0" * 64  # what stands for the header's checksum while it is computed
