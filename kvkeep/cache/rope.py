@@ -24,8 +24,8 @@ class Rotation:
 class Rope:
     """A fixed frequency table in the half layout: element i is paired with i + head_dim / 2.
 
-    inverse_frequencies: radians per position for each pair, `[head_dim / 2]` float64 on the CPU,
-        which every device has float64 beside. device: where rotations are wanted.
+    inverse_frequencies: radians per position for each pair, `[head_dim / 2]`; float64 on the CPU,
+        since not every device has it. device: where rotations are wanted.
     """
 
     def __init__(self, inverse_frequencies: tuple[float, ...], device: torch.device):
