@@ -211,10 +211,12 @@ class Block:
     """Slots for cells.
 
     shared: slots below this one are seen by others too, and are never written here again.
+    origin: the place of slot 0; see `Segment`.
     """
 
     slots: Cells
     shared: int = 0
+    origin: int = 0
 
     @property
     def capacity(self) -> int:
@@ -223,11 +225,11 @@ class Block:
     def share(self, extent: int) -> "Block":
         """The first `extent` slots, for another to look at: neither side writes them again."""
         self.shared = max(self.shared, extent)
-        return Block(self.slots.part(slice(0, extent)), extent)
+        return Block(self.slots.part(slice(0, extent)), extent, self.origin)
 
     def copy(self) -> "Block":
         """The same slots in storage of its own."""
-        return Block(Cells.joined([self.slots]))
+        return Block(Cells.joined([self.slots]), origin=self.origin)
 
 
 def _bits(cells: Cells) -> tuple[int, int]:

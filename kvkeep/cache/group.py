@@ -32,7 +32,7 @@ class Look(NamedTuple):
 class Sight:
     """A stretch of stored cells, and who looks at some of them.
 
-    slots, span: the storage that they lie in, and where in it.
+    slots, span: the storage that they lie in, and where in it. origin: the place of its slot 0.
     bias: `[looks, cells]` float32, or None where each look is at every cell.
     """
 
@@ -40,6 +40,7 @@ class Sight:
     span: slice
     looks: Sequence[Look]
     bias: Tensor | None
+    origin: int
 
 
 def sights(steps: Sequence[DecodeStep]) -> list[Sight]:
@@ -172,7 +173,7 @@ def _by_storage(looks: list[Look]) -> list[list[Look]]:
         slots = look.view.slots
         lies_in = (*tensors(slots.stored_keys), *tensors(slots.stored_values))
         same = tuple(n for x in lies_in for n in (x.data_ptr(), *x.stride()))
-        together.setdefault(same, []).append(look)
+        together.setdefault((look.view.origin, *same), []).append(look)
     return list(together.values())
 
 
@@ -180,12 +181,12 @@ def _sight(looks: list[Look]) -> Sight:
     """One sight of the stretch of storage from the first to the last cell that any looks at."""
     if len(looks) == 1:
         view = looks[0].view
-        return Sight(view.slots, view.span, looks, view.bias)
+        return Sight(view.slots, view.span, looks, view.bias, view.origin)
     spans = [look.view.span for look in looks]
     start, stop = min(s.start for s in spans), max(s.stop for s in spans)
     slots: Cells = max((look.view.slots for look in looks), key=len)
     bias = _bias([look.view for look in looks], start, stop, slots.stored_keys.device)
-    return Sight(slots, slice(start, stop), looks, bias)
+    return Sight(slots, slice(start, stop), looks, bias, looks[0].view.origin)
 
 
 def _bias(views: list[View], start: int, stop: int, device: torch.device) -> Tensor | None:

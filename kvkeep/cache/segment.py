@@ -19,13 +19,22 @@ class Segment:
         first.
     limit: the most cells it may hold; storage grows up to it.
     anchor: its cells stay. Those of other segments go, oldest first, when the window is full.
-    frozen: takes no new cells; others build on it.
+    frozen: takes no new cells; see `thaw`.
+    sealed: will never take any again: others build on it.
     crowded: other segments of its window hold cells yet, so that storage is only made as it fills.
     lent: its newest cells that are still counted in the window, too: they leave it in the step
         that is about to run.
 
-    A segment of the window that reaches its limit is a ring from then on: the newest cell takes
-    the slot of the oldest, and order in storage means nothing.
+    Each cell has a *place*, the number of its slot plus the block's origin, and keeps it. Sums are
+    made over blocks of places, so that the last bit of a sum depends on places and on nothing
+    else: not on how much storage there is, nor on who shares it. Storage is moved and cut freely.
+
+    Places begin at 0, and none is beyond the limit: there a segment becomes a ring, in which a new
+    cell takes the place of the oldest. With a limit of 6:
+
+        five cells, places 0 1 2 3 4
+        two go              2 3 4        (cut to three slots: origin 2)
+        four come           2 3 4 5 0 1  (a ring of six slots: origin 0, start 2)
     """
 
     def __init__(
@@ -41,6 +50,7 @@ class Segment:
         self.map = position_map
         self.anchor = anchor
         self.frozen = False
+        self.sealed = False
         self.crowded = False
         self.lent = 0
         self.start = 0
@@ -58,6 +68,16 @@ class Segment:
     @property
     def capacity(self) -> int:
         return self.block.capacity
+
+    @property
+    def place(self) -> int:
+        """That of the oldest cell."""
+        return self.block.origin + self.start
+
+    @property
+    def wrapped(self) -> bool:
+        """Whether its cells lie in two runs of slots."""
+        return self.start + self.length > self.capacity
 
     @property
     def compressed(self) -> bool:
@@ -96,18 +116,29 @@ class Segment:
         The first storage is as asked for; later growth is generous, so that cells which come one
         by one are rarely copied.
         """
-        # Only what can grow no more wraps around: where each cell lies, and so the last bit of a
-        # sum, then never depends on how much storage there happened to be.
-        wraps = self.start + count > self.capacity
-        if min(count, self.limit) <= self.capacity and not (wraps and self.capacity < self.limit):
-            return
-        growth = max(GROWTH, self.capacity // 8) if self.capacity else 0
-        growth = self.slack if self.crowded else growth
-        grown = max(count, self.capacity + growth)
-        cells = self.read(0, self.length)
-        self.block = Block(Cells.empty(self.layout, min(grown, self.limit), self.compressed))
-        self.start = 0
-        self.block.slots.write(slice(0, self.length), cells)
+        if self.place + count > self.limit:
+            if not self._is_ring:
+                self._lie_in(self.limit, self.place % self.limit, origin=0)
+        elif self.start + count > self.capacity:
+            growth = max(GROWTH, self.capacity // 8) if self.capacity else 0
+            growth = self.slack if self.crowded else growth
+            grown = max(count, self.capacity - self.start + growth)
+            self._lie_in(min(grown, self.limit - self.place), 0, origin=self.place)
+
+    @property
+    def _is_ring(self) -> bool:
+        """Whether its storage is all that it can have, so that places are slots."""
+        return self.capacity == self.limit and not self.block.origin
+
+    def _lie_in(self, capacity: int, start: int, origin: int) -> None:
+        """Moves the live cells to other storage, from slot `start` on."""
+        cells, done = self.read(0, self.length), 0
+        self.block = Block(Cells.empty(self.layout, capacity, self.compressed), origin=origin)
+        self.start = start
+        for slot in self.slots(0, self.length):
+            upto = done + slot.stop - slot.start
+            self.block.slots.write(slot, cells.part(slice(done, upto)))
+            done = upto
 
     def next_slot(self) -> int:
         """The slot for one more cell, ready to be written: in a full ring that of the oldest."""
@@ -145,39 +176,43 @@ class Segment:
 
     def drop_oldest(self, count: int) -> None:
         self.length -= count
-        self.start = (self.start + count) % self.capacity
+        self.start += count
+        if self._is_ring:
+            self.start %= self.capacity
         idle = self.capacity - self.length
-        if self.frozen and not self.block.shared and idle > self.slack:
-            self.block, self.start = Block(self.read(0, self.length)), 0
+        if self.frozen and not (self.block.shared or self.wrapped) and idle > self.slack:
+            self._lie_in(self.length, 0, origin=self.place)
 
     def drop_newest(self, count: int) -> None:
         self.length -= count
 
     def thaw(self, limit: int) -> bool:
-        """Whether it can take new cells, up to a limit; made so, if no one else builds on it."""
-        if self.compressed:
+        """Whether it can take new cells, up to a limit; made so, if nothing is built on it."""
+        if self.compressed or self.sealed or self.length > limit:
             return False
-        if self.frozen and not self.block.shared and self.map == PositionMap():
-            self.frozen = False
-        if not self.frozen:
-            self.limit = limit
-        return not self.frozen
+        if self.frozen and self.map != PositionMap():
+            return False
+        if limit != self.limit and self.wrapped:
+            self._lie_in(self.length, 0, origin=0)
+        self.frozen, self.limit = False, limit
+        return True
 
     def twin(self) -> "Segment":
         """The same cells for another owner. Storage is shared until one side must write to it."""
         twin = copy.copy(self)
-        # A run from slot 0 goes on behind its last cell wherever it is; a ring needs all its slots.
-        twin.block = self.block.share(self.length if self.start == 0 else self.capacity)
+        # A run goes on behind its last cell wherever it is; a ring needs all its slots.
+        twin.block = self.block.share(self.capacity if self.wrapped else self.start + self.length)
         return twin
 
     def branch(self) -> "Segment":
         """A twin for a fork: where the run can still grow, the fork builds on it elsewhere."""
         twin = self.twin()
-        twin.frozen = self.frozen or (self.start == 0 and not self.full)
+        if self.frozen or (self.place == 0 and not self.full):
+            twin.frozen = twin.sealed = True
         return twin
 
     def to(self, device: torch.device) -> "Segment":
         """Itself, with its storage moved to a device."""
-        self.block = Block(self.block.slots.to(device), self.block.shared)
+        self.block = replace(self.block, slots=self.block.slots.to(device))
         self.layout = replace(self.layout, device=device)
         return self

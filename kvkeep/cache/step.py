@@ -23,7 +23,7 @@ from kvkeep.cache.window import Window
 class View:
     """Stored cells as the queries of this step see them.
 
-    slots, span: the storage that they lie in, and where in it.
+    slots, span: the storage that they lie in, and where in it. origin: the place of its slot 0.
     rotation: which of the step's rotations the queries take towards these cells.
     bias: `[n, cells]` float32, or None where every query sees every cell.
     """
@@ -32,6 +32,7 @@ class View:
     span: slice
     rotation: int
     bias: Tensor | None
+    origin: int = 0
 
     @cached_property
     def keys(self) -> tuple[Stored, ...]:
@@ -150,6 +151,7 @@ class Step:
             span=span,
             rotation=self.where.index(where),
             bias=_bias(segment, span, first, live, seen),
+            origin=segment.block.origin,
         )
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -95,7 +95,7 @@ class Sight(Structure):
         ("first", c_int32),
         ("cells", c_int32),
         ("looks", c_int32),
-        ("reserved", c_int32),
+        ("origin", c_int32),
         ("bias", c_void_p),
         ("cell_bias", c_void_p),
         ("cell_bias_layer", c_int64),

@@ -102,7 +102,7 @@ def _sight(sight: Sight, vectors: tuple[int, int, int]) -> c.Sight:
         first,
         end - first,
         looks,
-        0,
+        sight.origin,
         None if bias is None else address(bias, "a bias", torch.float32, (looks, end - first)),
         None if cell_bias is None else biases(cell_bias, shape),
         *((0, 0) if cell_bias is None else cell_bias.stride()[:2]),

@@ -38,7 +38,7 @@ def _halve(cache: KVCache, segment: Segment, near: int) -> None:
         cells = segment.block.slots
         seen = cells.positions - segment.map.offset
         positions = torch.where(seen < near, near - (near - seen + 1) // 2, seen)
-        segment.block = Block(moved(cache, cells, positions))
+        segment.block = Block(moved(cache, cells, positions), origin=segment.block.origin)
         segment.map = PositionMap()
         return
     last = int(segment.positions()[-1]) - segment.map.offset

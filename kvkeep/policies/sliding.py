@@ -44,7 +44,7 @@ class Sliding(Policy):
         if newest is None or newest.anchor or not newest.thaw(size):
             newest = Segment(cache.layout, size)
             cache.segments.append(newest)
-        newest.crowded = any(not (s.anchor or s.block.shared) for s in cache.segments[:-1])
+        newest.crowded = any(not s.anchor for s in cache.segments[:-1])
         newest.reserve(newest.length + wanted + (0 if newest.crowded else ahead))
         return wanted
 

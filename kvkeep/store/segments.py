@@ -29,15 +29,16 @@ def segment_tensors(index: int, segment: Segment) -> dict[str, Tensor]:
 
 
 def segment_entry(segment: Segment) -> dict[str, Any]:
-    """All of a segment that is not in its tensors."""
+    """All of a segment that is not in its tensors. Of the storage only what decides places."""
     return {
         "map": asdict(segment.map),
         "limit": segment.limit,
         "anchor": segment.anchor,
         "frozen": segment.frozen,
-        "start": segment.start,
+        "sealed": segment.sealed,
+        "start": segment.place,
         "length": segment.length,
-        "capacity": segment.capacity,
+        "capacity": segment.capacity if segment.wrapped else segment.place + segment.length,
         "slot_order": _in_slot_order(segment),
         "compressed": segment.compressed,
     }
@@ -65,20 +66,24 @@ def read_segment(
     segment = Segment(
         layout, entry["limit"], PositionMap(**entry["map"]), entry["anchor"], compressed
     )
-    segment.frozen = entry["frozen"]
-    segment.start, segment.length = entry["start"], entry["length"]
-    if segment.frozen and not entry["slot_order"]:
-        segment.start = 0  # a frozen run needs no room for more
-    if entry["slot_order"] or segment.start == 0:
-        segment.block = Block(cells)
-        return segment
-    segment.block = Block(Cells.empty(layout, entry["capacity"], compressed))
-    done = 0
-    for slot in segment.slots(0, segment.length):
-        upto = done + slot.stop - slot.start
-        segment.block.slots.write(slot, cells.part(slice(done, upto)))
-        done = upto
+    segment.frozen, segment.sealed = entry["frozen"], entry.get("sealed", False)
+    segment.length = entry["length"]
+    segment.block, segment.start = _storage(cells, layout, entry)
     return segment
+
+
+def _storage(cells: Cells, layout: Layout, entry: dict[str, Any]) -> tuple[Block, int]:
+    """A block with the cells in their places, and the slot of the oldest."""
+    start, capacity = entry["start"], entry["capacity"]
+    if start + len(cells) <= capacity or (entry["slot_order"] and not start):
+        return Block(cells, origin=start), 0
+    if entry["slot_order"]:
+        return Block(cells), start
+    first = capacity - start  # cells before the storage's end; the others begin anew at slot 0
+    block = Block(Cells.empty(layout, capacity, cells.compressed))
+    block.slots.write(slice(start, capacity), cells.part(slice(0, first)))
+    block.slots.write(slice(0, len(cells) - first), cells.part(slice(first, None)))
+    return block, start
 
 
 def require(holds: bool, what: str) -> None:
@@ -108,7 +113,7 @@ def _stored(name: str, bits: int, tensors: dict[str, Tensor]) -> Stored:
 
 def _in_slot_order(segment: Segment) -> bool:
     """A full ring is saved as it lies: in another order, sums would be rounded otherwise."""
-    return segment.length == segment.capacity
+    return segment.length == segment.capacity and (segment.wrapped or not segment.place)
 
 
 def _check_entry(entry: dict[str, Any]) -> None:

@@ -40,8 +40,8 @@ struct Sequence {
 struct Sight {
   Kept keys, values;
   std::int32_t first, cells;
-  std::int32_t looks;  // how many look here; they are numbered within the sight
-  std::int32_t reserved;
+  std::int32_t looks;   // how many look here; they are numbered within the sight
+  std::int32_t origin;  // the place of slot 0: blocks are counted from place 0
   const float* bias;       // [looks, cells], or null
   const float* cell_bias;  // of the first slot, layer and KV head; or null
   std::int64_t cell_bias_layer, cell_bias_head;

@@ -12,7 +12,7 @@
 
 namespace kvkeep {
 
-constexpr int kChunk = 256;  // cells that one thread takes at a time, counted from slot 0
+constexpr int kChunk = 256;  // cells that one thread takes at a time, counted from place 0
 
 template <int kDim>
 class Looks {
@@ -25,8 +25,8 @@ class Looks {
         rotated_(std::size_t(step.looks) * model.heads * kDim) {
     for (int s = 0; s < step.sights; ++s) {
       const Sight& sight = step.sight[s];
-      const int begin = sight.first / kChunk;
-      const int end = (sight.first + sight.cells + kChunk - 1) / kChunk;
+      const int begin = (sight.origin + sight.first) / kChunk;
+      const int end = (sight.origin + sight.first + sight.cells + kChunk - 1) / kChunk;
       first_found_.push_back(found_count_);
       chunks_.push_back(end - begin);
       for (int head = 0; head < model.kv_heads; ++head)
@@ -67,8 +67,8 @@ class Looks {
     Packed<kDim> block;
     std::vector<Row>& rows = rows_[me];  // with room for all
     const Sight& sight = step_.sight[unit.sight];
-    const int first = std::max(sight.first, unit.chunk * kChunk);
-    const int end = std::min(sight.first + sight.cells, (unit.chunk + 1) * kChunk);
+    const int first = std::max(sight.first, unit.chunk * kChunk - sight.origin);
+    const int end = std::min(sight.first + sight.cells, (unit.chunk + 1) * kChunk - sight.origin);
     rows.clear();
     for (int index = 0; index < sight.looks; ++index)
       for (int g = 0; g < groups_; ++g) {
@@ -82,9 +82,11 @@ class Looks {
       }
     const Stretch keys(sight.keys, layer, unit.head), values(sight.values, layer, unit.head);
     const bool plain = !keys.quantised() && !values.quantised();
-    // Blocks begin at multiples of their size, whichever cells are looked at: sums then come out
-    // the same to the last bit, whoever else looks.
-    for (int slot = first / kCells * kCells; slot < end; slot += kCells) {
+    // Blocks begin at places that are multiples of their size, whichever cells are looked at and
+    // wherever they are stored: sums then come out the same to the last bit, whoever else looks.
+    // With origin 70, slots 0 to 57 are the end of the second block, which begins at slot -6.
+    const int begin = (sight.origin + first) / kCells * kCells - sight.origin;
+    for (int slot = begin; slot < end; slot += kCells) {
       const int from = std::max(first - slot, 0), upto = std::min(kCells, end - slot);
       pack<kDim>(keys.from(slot), values.from(slot), from, upto, Mixed::kStay, block);
       for (std::size_t r = 0; r < rows.size(); ++r) {
@@ -115,7 +117,7 @@ class Looks {
       const auto each = [&](auto visit) {
         for (int l = begin; l < end; ++l) {
           const Look& look = step_.look[l];
-          const int from = step_.sight[look.sight].first / kChunk;
+          const int from = first_chunk(look.sight);
           for (int chunk = from; chunk < from + chunks_[look.sight]; ++chunk) {
             const std::size_t at = found_at(look.sight, look.index, chunk, head);
             if ((*found_)[at].sum > 0.f)
@@ -154,9 +156,13 @@ class Looks {
     int sight, chunk, head;
   };
 
+  int first_chunk(int sight) const {
+    return (step_.sight[sight].origin + step_.sight[sight].first) / kChunk;
+  }
+
   // Where what a look found in a chunk lies.
   std::size_t found_at(int sight, int index, int chunk, int head) const {
-    const int from = step_.sight[sight].first / kChunk;
+    const int from = first_chunk(sight);
     return first_found_[sight] +
            (std::size_t(index) * chunks_[sight] + (chunk - from)) * heads_ + head;
   }

@@ -1,0 +1,119 @@
+"""Random histories of sessions: everything that a user may do to one, drawn by hypothesis.
+
+A history is a setting and a list of actions. Doing it twice gives the same session to the bit.
+"""
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from kvkeep import Sampling
+from kvkeep.errors import KvkeepError
+from kvkeep.model import Model
+from kvkeep.session import Session
+
+HOW = Sampling(temperature=1.0, top_k=40, seed=7)
+TEXT = [(i * i * 7 + 3 * i) % 250 + 1 for i in range(2000)]
+
+BUDGETS = st.sampled_from([260, 300, 520])
+SETTINGS = st.one_of(
+    st.builds(dict, policy=st.just("full"), max_kv_size=st.just(1500), kv_bits=st.just(None)),
+    st.builds(
+        dict,
+        policy=st.sampled_from(["sliding", "shift"]),
+        max_kv_size=BUDGETS,
+        keep=st.sampled_from([0, 4, 40]),
+        kv_bits=st.sampled_from([None, None, "8", "8/4"]),
+    ),
+    st.builds(
+        dict,
+        policy=st.just("archive"),
+        max_kv_size=BUDGETS,
+        method=st.sampled_from(["fitted", "snapkv"]),
+        far_bits=st.sampled_from([None, "4"]),
+    ),
+    st.builds(
+        dict, policy=st.just("self_extend"), group=st.just(2), window=st.sampled_from([64, 256])
+    ),
+)
+_PLACES = st.floats(0, 1)  # where among the tokens held, from the oldest to the newest
+ACTIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("feed"), st.integers(1, 400)),
+        st.tuples(st.just("next"), st.integers(1, 12)),
+        st.tuples(st.just("rewind"), st.integers(1, 100)),
+        st.tuples(st.just("delete"), _PLACES, st.integers(1, 60)),
+        st.tuples(st.just("insert"), _PLACES, st.integers(1, 60)),
+        st.tuples(st.just("replace"), _PLACES, st.integers(1, 60)),
+        st.tuples(st.just("pin"), _PLACES, st.integers(1, 30)),
+        st.tuples(st.just("unpin")),
+        st.tuples(st.just("keep"), st.integers(0, 60)),
+        st.tuples(st.just("compress")),
+        st.tuples(st.just("fork"), st.integers(0, 60)),
+    ),
+    min_size=1,
+    max_size=7,
+)
+
+
+def new(model: Model, setting: dict[str, Any]) -> Session:
+    session = model.session(prefill_step=128, **setting)
+    session.feed(TEXT[:200])
+    return session
+
+
+def act(session: Session, action: tuple[Any, ...]) -> Session:
+    """Does it, if it can be done; the session to go on with."""
+    try:
+        return _ACTS[action[0]](session, *action[1:]) or session
+    except KvkeepError:
+        return session
+
+
+def _next(session: Session, count: int) -> None:
+    for _ in range(count):
+        session.next_token(HOW)
+
+
+def _range(session: Session, place: float, count: int) -> tuple[int, int]:
+    """A range that is held, as far as it goes."""
+    total = len(session.tokens)
+    oldest = max(0, total - session.cache.cells + session.keep % 1000)
+    start = oldest + int(place * max(0, total - oldest - count - 1))
+    return start, min(total, start + count)
+
+
+def _unpin(session: Session) -> None:
+    pinned = [i for i, how in enumerate(session.standing) if how == "pinned"]
+    session.unpin(pinned[0], pinned[len(pinned) // 2] + 1) if pinned else None
+
+
+def _keep(session: Session, keep: int) -> None:
+    session.keep = keep
+
+
+def _replace(session: Session, place: float, count: int) -> None:
+    session.replace(*_range(session, place, count), TEXT[count : count + 30])
+
+
+def _insert(session: Session, place: float, count: int) -> None:
+    session.insert(_range(session, place, count)[0], TEXT[count : 2 * count])
+
+
+def _compress(session: Session) -> None:
+    session.compress(2.0, recent=16)
+
+
+_ACTS: dict[str, Any] = {
+    "feed": lambda s, n: (s.feed(TEXT[len(s.tokens) % 900 :][:n]), None)[1],
+    "next": _next,
+    "rewind": lambda s, n: (s.rewind(n), None)[1],
+    "delete": lambda s, place, n: (s.delete(*_range(s, place, n)), None)[1],
+    "insert": _insert,
+    "replace": _replace,
+    "pin": lambda s, place, n: s.pin(*_range(s, place, n)),
+    "unpin": _unpin,
+    "keep": _keep,
+    "compress": _compress,
+    "fork": lambda s, n: s.fork(max(0, len(s.tokens) - n)),
+}
