@@ -1,5 +1,5 @@
 """`python -m kvkeep`."""
 
-from kvkeep.cli.main import main
+from kvkeep.cli.start import run
 
-main(prog_name="kvkeep")
+run()

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import click
 
+from kvkeep.cli.saying import say
 from kvkeep.cli.text_input import read_text
 from kvkeep.cli.which_model import DEVICE, DTYPE, MODEL, load_named
 from kvkeep.errors import InvalidArgument
@@ -50,4 +51,4 @@ def calibrate(text: str, output: Path, model: str, dtype: str, device: str, quie
         calibration = measure(loaded, ids, progress)
     size = calibration.save(output)
     if not quiet:
-        click.echo(f"{output}: {size / 1e6:.1f} MB, from {len(ids)} tokens", err=True)
+        say(f"{output}: {size / 1e6:.1f} MB, from {len(ids)} tokens")

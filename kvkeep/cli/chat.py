@@ -18,6 +18,7 @@ from kvkeep.cli.options import (
     whole_number,
 )
 from kvkeep.cli.report import counted
+from kvkeep.cli.saying import say
 from kvkeep.cli.slash import run_command
 from kvkeep.cli.terminated import terminated
 from kvkeep.cli.text_input import decode, require_utf8
@@ -174,13 +175,13 @@ class _Chat:
         if self._interactive:
             kept = f", {self.run.keeper.what}" if self.run.keeper else ""
             past = f", {counted(self.run.reused, 'token')} so far" if self.run.reused else ""
-            _say(f"{self.run.model.name}{kept}{past}: /help lists commands, Ctrl-D ends")
+            say(f"{self.run.model.name}{kept}{past}: /help lists commands, Ctrl-D ends")
         try:
             self._talk()
         finally:
             if self.run.keeper and self.branches.others:
                 others = ", ".join(self.branches.others)
-                _say(f"branch {self.branches.name} is what is saved; not saved: {others}")
+                say(f"branch {self.branches.name} is what is saved; not saved: {others}")
 
     def _talk(self) -> None:
         while (line := self._read()) is not None:
@@ -202,7 +203,7 @@ class _Chat:
         except ContextFull as error:
             if not self._interactive:
                 raise
-            _say(f"{error}; /undo takes the last turn back")
+            say(f"{error}; /undo takes the last turn back")
 
     def _turn(self, words: str) -> None:
         conversation = self.branches.current
@@ -229,17 +230,17 @@ class _Chat:
             self.run.keeper.save()
         except StoreError as error:
             # The talk is worth more than an end here; at its end, saving is tried once more.
-            _say(str(error))
+            say(str(error))
 
     def _command(self, line: str) -> None:
         try:
-            _say(run_command(line, self.branches))
+            say(run_command(line, self.branches))
         except KvkeepError as error:
-            _say(str(error))
+            say(str(error))
         except KeyboardInterrupt:
             if not self._interactive or terminated():
                 raise
-            _say("stopped")
+            say("stopped")
         self.run.session = self.branches.current.session
         if self.run.keeper:
             self.run.keeper.follow(self.run.session, {CHAT: self.branches.current.notes})
@@ -249,13 +250,18 @@ class _Chat:
         if not self._interactive:
             content = sys.stdin.buffer.readline()
             return decode(content, "standard input").rstrip("\r\n") if content else None
-        try:
-            return _ask("> ")
-        except (EOFError, KeyboardInterrupt):
-            _say("")
-            if terminated():
-                raise
-            return None
+        while True:
+            try:
+                return _ask("> ")
+            except InvalidArgument as error:
+                say(str(error))
+            except (EOFError, KeyboardInterrupt):
+                say("")
+                if terminated():
+                    raise
+                return None
+            except OSError:  # the terminal is gone
+                return None
 
 
 def _ask(prompt: str) -> str:
@@ -265,13 +271,9 @@ def _ask(prompt: str) -> str:
         line = input(prompt)
     else:
         # Standard output belongs to the answers.
-        print(prompt, end="", file=sys.stderr, flush=True)
+        say(prompt, end="")
         line = sys.stdin.readline()
         if not line:
             raise EOFError
     require_utf8(line, "the line")
     return line.rstrip("\n")
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -59,9 +59,21 @@ class Keeper:
         self._session = session
         self.notes.update(notes)
 
+    @property
+    def unsaved(self) -> bool:
+        """Whether the session changed since it was opened or saved."""
+        return self._now() != self._state
+
+    @property
+    def outcome(self) -> str:
+        """What became of the session, for the closing line; "" where nothing was to be saved."""
+        if self.unsaved:
+            return f"{self.what} not saved"
+        return str(self.saved or "")
+
     def save(self) -> None:
         """Writes the file if the session changed since it was opened or saved."""
-        if self._now() != self._state:
+        if self.unsaved:
             self.write()
 
     def write(self) -> None:

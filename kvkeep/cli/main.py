@@ -1,7 +1,7 @@
 """The `kvkeep` command: its subcommands, and how every failure ends."""
 
 import io
-import os
+import signal
 import sys
 from typing import Any, NoReturn
 
@@ -18,14 +18,14 @@ from kvkeep.cli.generate import generate
 from kvkeep.cli.models import models
 from kvkeep.cli.perplexity import perplexity
 from kvkeep.cli.pull import pull
+from kvkeep.cli.saying import discard, say
 from kvkeep.cli.sessions import sessions
-from kvkeep.cli.terminated import sigterm_interrupts, terminated
+from kvkeep.cli.terminated import signals_interrupt, terminated
 from kvkeep.cli.why import why
 from kvkeep.errors import KvkeepError
 
 BAD_INPUT = 2
-INTERRUPTED = 128 + 2  # SIGINT, as shells report it
-TERMINATED = 128 + 15  # SIGTERM
+INTERRUPTED = 128 + signal.SIGINT  # as shells report it
 PIPE_CLOSED = 128 + 13  # SIGPIPE
 
 
@@ -37,9 +37,12 @@ class Commands(click.Group):
             # A terminal that lacks a character shows a substitute: no reason to stop writing.
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="replace")
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(errors="surrogateescape")  # refused later, in words
         kwargs["standalone_mode"] = False
         try:
             status = super().main(*args, **kwargs)
+            sys.stdout.flush()
         except click.UsageError as error:
             where = f" (see {error.ctx.command_path} --help)" if error.ctx else ""
             _refuse(f"{error.format_message()}{where}")
@@ -47,23 +50,34 @@ class Commands(click.Group):
             _refuse(error.format_message())
         except KvkeepError as error:
             _refuse(str(error))
+        except BrokenPipeError:
+            discard(sys.stdout)
+            sys.exit(PIPE_CLOSED)
         except OSError as error:
             named = f"{error.filename}: " if error.filename else ""
             _refuse(f"{named}{error.strerror or error}")
+        except UnicodeEncodeError as error:
+            _refuse(f"what was given is not UTF-8 text ({error}); expected text in UTF-8")
         except click.Abort:
             sys.exit(INTERRUPTED)
         sys.exit(status if isinstance(status, int) else 0)
 
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        try:
+            return super().make_context(*args, **kwargs)
+        except BrokenPipeError:  # of help; click's own main would end with status 1
+            discard(sys.stdout)
+            raise click.exceptions.Exit(PIPE_CLOSED) from None
+
     def invoke(self, ctx: click.Context) -> Any:
         # Caught here, since click's own main gives both of them status 1.
         try:
-            with sigterm_interrupts():
+            with signals_interrupt():
                 return super().invoke(ctx)
         except KeyboardInterrupt:
-            status = TERMINATED if terminated() else INTERRUPTED
-            raise click.exceptions.Exit(status) from None
+            raise click.exceptions.Exit(128 + (terminated() or signal.SIGINT)) from None
         except BrokenPipeError:
-            _discard_output()
+            discard(sys.stdout)
             raise click.exceptions.Exit(PIPE_CLOSED) from None
 
 
@@ -96,12 +110,9 @@ for _command in _COMMANDS:
 
 
 def _refuse(message: str) -> NoReturn:
-    one_line = " ".join(message.split("\n"))
-    print(f"kvkeep: error: {one_line}", file=sys.stderr)
+    try:
+        sys.stdout.flush()
+    except OSError:
+        discard(sys.stdout)
+    say("kvkeep: error: " + " ".join(message.split("\n")))
     sys.exit(BAD_INPUT)
-
-
-def _discard_output() -> None:
-    """What is still buffered goes nowhere, or Python would complain of the pipe as it exits."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())

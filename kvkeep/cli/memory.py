@@ -8,6 +8,7 @@ import click
 
 from kvkeep.cli.compression import BEST, METHOD_NAMES, calibrated, calibration_option, ratio
 from kvkeep.cli.options import Decorator, collected, given, whole_number
+from kvkeep.cli.saying import say
 from kvkeep.cli.which_model import DEVICE, DTYPE, MODEL, PREFILL_STEP, WEIGHTS, load_named
 from kvkeep.errors import InvalidArgument, StoreError
 from kvkeep.models.source import home
@@ -120,7 +121,7 @@ class Prefixes:
 
 
 def say_without_prefixes(error: str) -> None:
-    click.echo(f"going on without the prefix cache: {error}", err=True)
+    say(f"going on without the prefix cache: {error}")
 
 
 def open_prefix_store(max_bytes: int = PREFIX_BYTES) -> "PrefixStore":

@@ -16,6 +16,7 @@ from kvkeep.cli.memory import say_without_prefixes
 from kvkeep.cli.opened import Opened
 from kvkeep.cli.options import Output
 from kvkeep.cli.report import Report
+from kvkeep.cli.saying import say
 from kvkeep.errors import KvkeepError
 from kvkeep.resident import peak_rss
 
@@ -78,12 +79,14 @@ class Run:
                 # The last token is in memory; its text must not be missing on the screen.
                 written = self.model.text.decode(self.session.tokens[first:], skip_special=True)
                 if rest := written[shown:]:
-                    _show(rest)
-                    last = rest
+                    with suppress(OSError):
+                        _show(rest)
+                        last = rest
                 raise
             finally:
-                if not last.endswith("\n") and not isinstance(sys.exception(), BrokenPipeError):
-                    _show("\n")
+                if not last.endswith("\n") and not isinstance(sys.exception(), OSError):
+                    with suppress(OSError):
+                        _show("\n")
         return self.session.finish_reason or "length"
 
     def bar(self, total: int, what: str) -> "tqdm[Never]":
@@ -133,15 +136,14 @@ class Run:
 
     def _say(self, report: Report) -> None:
         if not self.output.quiet:
-            with suppress(BrokenPipeError):
-                saved = f" | {self.keeper.saved}" if self.keeper and self.keeper.saved else ""
-                print(report.line() + saved, file=sys.stderr, flush=True)
+            outcome = self.keeper.outcome if self.keeper else ""
+            say(report.line() + (f" | {outcome}" if outcome else ""))
         if self.output.report is not None:
             report.write(self.output.report)
 
     def _report(self, finish_reason: str) -> Report:
         session, perplexity = self.session, self.perplexity
-        saved = self.keeper.saved if self.keeper else None
+        saved = self.keeper.saved if self.keeper and not self.keeper.unsaved else None
         return Report(
             command=self._command,
             model=self.model.name,

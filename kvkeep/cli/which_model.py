@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvkeep.cli.options import whole_number
+from kvkeep.cli.text_input import require_utf8
 from kvkeep.errors import ModelNotFound
 from kvkeep.models.known import KNOWN
 from kvkeep.models.source import DEFAULT_MODEL
@@ -48,6 +49,7 @@ PREFILL_STEP = click.option(
 
 def load_named(name: str, dtype: str, device: str, weights: str | None, progress: bool) -> "Model":
     """The model of that name. Raises ModelError where it cannot be had."""
+    require_utf8(name, "the model's name")  # it is written into files, reports and sessions
     from kvkeep import load_model
 
     if name.lower() not in KNOWN and Path(name).expanduser().exists():

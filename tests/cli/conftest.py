@@ -81,18 +81,21 @@ def tiny(tiny_folder: Path) -> list[str]:
 def start() -> Iterator[Start]:
     """Starts `python -m kvkeep` with these arguments; whatever still runs at the end is killed.
 
-    ctrl_c_at: the step of the model with which Ctrl-C comes.
+    ctrl_c_at: the step of the model with which Ctrl-C comes. environment: variables besides.
     """
     running: list[subprocess.Popen[bytes]] = []
 
     def call(
-        *arguments: object, ctrl_c_at: int | None = None, **options: object
+        *arguments: object,
+        ctrl_c_at: int | None = None,
+        environment: dict[str, str] | None = None,
+        **options: object,
     ) -> "subprocess.Popen[bytes]":
         program = ["-m", "kvkeep"] if ctrl_c_at is None else [ctrl_c.__file__, str(ctrl_c_at)]
         command = [sys.executable, *program, *map(str, arguments)]
         pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        process = subprocess.Popen(command, env=environment, **(pipes | options))  # type: ignore[call-overload]
+        variables = os.environ | {"OMP_NUM_THREADS": "1"} | (environment or {})
+        process = subprocess.Popen(command, env=variables, **(pipes | options))  # type: ignore[call-overload]
         running.append(process)
         return process
 

@@ -1,10 +1,14 @@
 """Sessions and prompts in files: what goes on from one is what never stopped."""
 
+import fcntl
 import json
+import os
+import pty
 import resource
 import shutil
 import signal
 import subprocess
+import termios
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -437,18 +441,54 @@ def test_ctrl_c_in_a_piped_chat_saves_the_answer_so_far(start, tiny, home) -> No
     assert len(_saved(home, "s").tokens) > 20
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("command", [["chat"], ["generate", "-p", TEXT, "--ignore-eos"]])
-def test_sigterm_saves_as_ctrl_c_does(start, tiny, home, command) -> None:
+def test_other_signals_save_as_ctrl_c_does(start, tiny, home, command, number) -> None:
     asked = ["--session", "s", "-n", -1, "--temperature", 3, "--top-k", 0, "--max-kv-size", 64]
     process = start(*command, *asked, *tiny)
     process.stdin.write(b"Tell me a story.\n")
     process.stdin.flush()
     process.stdout.read(100)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(number)
     _, said = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 143
+    assert process.returncode == 128 + number
     assert "session s saved" in said.decode().splitlines()[-1]
     assert len(_saved(home, "s").tokens) > 20
+
+
+def _in_a_terminal() -> None:
+    """Makes standard input the terminal that the process belongs to."""
+    os.setsid()
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+@pytest.mark.parametrize("in_an_answer", [True, False])
+def test_a_terminal_that_is_closed_loses_nothing(start, tiny, home, in_an_answer: bool) -> None:
+    ours, theirs = pty.openpty()
+
+    def read_until(wanted: bytes, least: int = 0) -> None:
+        seen = b""
+        while wanted not in seen or len(seen) < least:
+            seen += os.read(ours, 1000)
+
+    asked = ["chat", "--session", "s", "--temperature", 3, "--top-k", 0, "--max-kv-size", 64, *tiny]
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
+    count = -1 if in_an_answer else 4
+    process = start(*asked, "-n", count, "-q", **streams, preexec_fn=_in_a_terminal)
+    os.close(theirs)
+    read_until(b"> ")
+    os.write(ours, b"Tell me a story.\n")
+    if in_an_answer:
+        read_until(b"story", 400)
+    else:
+        read_until(b"> ")
+        os.write(ours, b"/pin last.question\n")
+        read_until(b"never forgotten")
+    os.close(ours)
+    # What the closed terminal says first, an error, its end or the signal, is up to the system.
+    assert process.wait(timeout=PATIENCE) in (129, 0, 2)
+    assert len(_saved(home, "s").tokens) > 12
+    assert in_an_answer or _saved(home, "s").settings["pins"]
 
 
 def test_what_was_done_at_the_prompt_of_a_chat_is_saved(invoke, tiny, home) -> None:
@@ -477,7 +517,44 @@ def test_a_full_disk_does_not_end_a_chat(start, invoke, tiny, home) -> None:
     assert process.returncode == 2, "what was said is not on disk"
     assert text.count(b"\n") >= 2
     assert said.decode().count("could not be written") == 3
+    assert said.decode().splitlines()[-2].endswith(" | session s not saved")
     assert (home / "sessions" / "s.kvkeep").read_bytes() == before
+
+
+def test_a_save_that_failed_is_made_up_for_at_the_end(start, tiny, home, tmp_path: Path) -> None:
+    def allow(size: int, process: int = 0) -> None:
+        resource.prlimit(process, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+    report = tmp_path / "report.json"
+    process = start(
+        *(*CHAT, "--session", "s", "--report", report, *tiny), preexec_fn=lambda: allow(9000)
+    )
+    process.stdin.write(b"One?\n")
+    process.stdin.flush()
+    assert b"could not be written" in process.stderr.readline()
+    allow(resource.RLIM_INFINITY, process.pid)
+    _, said = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0
+    assert "session s saved" in said.decode().splitlines()[-1]
+    assert turns_in(_saved(home, "s").settings["spans"]) == [1]
+    size = (home / "sessions" / "s.kvkeep").stat().st_size
+    assert json.loads(report.read_text())["saved_bytes"] == size
+
+
+def test_a_last_save_that_fails_is_not_called_saved(start, tiny, home, tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    process = start(*CHAT, "--session", "s", "--report", report, *tiny)
+    process.stdin.write(b"One?\n")
+    process.stdin.flush()
+    _wait_for((home / "sessions" / "s.kvkeep").exists)
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (9000, resource.RLIM_INFINITY))
+    _, said = process.communicate(b"Two?\n", timeout=PATIENCE)
+    assert process.returncode == 2
+    lines = said.decode().splitlines()
+    assert lines[-2].endswith(" | session s not saved")
+    assert "could not be written" in lines[-1]
+    assert json.loads(report.read_text())["saved_bytes"] is None
+    assert turns_in(_saved(home, "s").settings["spans"]) == [1]
 
 
 def test_a_prefix_cache_that_fails_is_said_once_and_costs_no_answer(

@@ -14,6 +14,7 @@ from kvkeep import Model
 from kvkeep.cli.evaluate.options import ModelChoice, RecallChoice
 from kvkeep.cli.options import Output
 from kvkeep.cli.report import megabytes
+from kvkeep.cli.saying import say
 from kvkeep.errors import KvkeepError
 from kvkeep.evaluate.facts import Sample, Samples
 from kvkeep.evaluate.recall import (
@@ -149,7 +150,7 @@ class Recalling:
             if self._asked.count > 1:
                 _say(_closing(summary))
             if not self._output.quiet:
-                print(self._costs(summary), file=sys.stderr, flush=True)
+                say(self._costs(summary))
         if self._asked.plot is not None:
             self._draw()
         write_json(

@@ -10,6 +10,7 @@ import click
 from kvkeep.cli.keeper import session_folder
 from kvkeep.cli.opened import CHAT
 from kvkeep.cli.report import megabytes
+from kvkeep.cli.saying import say
 from kvkeep.errors import StoreError
 
 
@@ -25,7 +26,7 @@ def list_(as_json: bool) -> None:
         click.echo(json.dumps([asdict(row) for row in rows], indent=2, ensure_ascii=False))
         return
     if not rows:
-        click.echo("no sessions; --session NAME of generate and chat begins one", err=True)
+        say("no sessions; --session NAME of generate and chat begins one")
         return
     table = [("NAME", "SAVED", "SIZE", "TOKENS", "CELLS", "POLICY", "MODEL"), *map(_shown, rows)]
     widths = [max(len(row[column]) for row in table) for column in range(6)]
