@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: run test test-slow lint types install clean
+.PHONY: run test test-slow fuzz lint types install clean
 
 install: $(READY)
 
@@ -32,6 +32,10 @@ test: install
 
 test-slow: install
 	$(BIN)/python -m pytest -m slow
+
+# 100,000 damaged inputs for each format of a file; an hour or two.
+fuzz: install
+	KVKEEP_FUZZ=100000 $(BIN)/python -m pytest tests/fuzz
 
 lint: install
 	$(BIN)/ruff check .

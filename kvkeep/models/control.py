@@ -9,7 +9,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from kvkeep.errors import InvalidArgument, UnsupportedModel
+from kvkeep.errors import BadModelFile, InvalidArgument, UnsupportedModel
 
 
 class ChatText(str):
@@ -67,11 +67,11 @@ class ControlTokens:
     def encode(self, sealed: str) -> list[int]:
         """Token ids of a sealed text; any text that people wrote is one."""
         text, own = self._unseal(sealed), len(self._find_names.findall(sealed))
-        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        ids = _encoded(self._tokenizer, text)
         found = sum(index in self._control for index in ids)
         if found == own and (not own or len(self._find_texts.findall(text)) == own):
             return ids  # there are no others than the template's
-        return self._sealed_tokenizer.encode(sealed, add_special_tokens=False).ids
+        return _encoded(self._sealed_tokenizer, sealed)
 
     def stand_in(self, value: Any) -> Any:
         """A message, or a part of one, with stand-ins in the place of what reads like a token."""
@@ -145,3 +145,14 @@ def _replacing(others: Mapping[str, str]) -> Callable[[str], str]:
     """Puts other texts in the place of texts."""
     found = _any_of(others)
     return lambda text: found.sub(lambda match: others[match[0]], text)
+
+
+def _encoded(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Raises BadModelFile for a tokenizer that names a token which it does not have."""
+    # The library raises bare Exception for all that can be wrong with a tokenizer.
+    try:
+        return list(tokenizer.encode(text, add_special_tokens=False).ids)
+    except Exception as error:
+        raise BadModelFile(
+            f"the model's tokenizer cannot encode a text ({error}); fetch the model again"
+        ) from error
