@@ -64,10 +64,10 @@ class Memory:
         settings = self._settings() if given("policy") else {}
         if self.calibration is not None and given("policy") and self.policy != "archive":
             raise InvalidArgument(f'policy "{self.policy}" has no use for a calibration')
-        if self.max_kv_size is not None and self.keep is not None:
+        if self.max_kv_size is not None and (self.keep is not None or not self._keeps):
             from kvkeep.policies import make_policy
 
-            if self._keeps:
+            if self._keeps and self.keep is not None:
                 settings |= {"keep": max(self.keep, 0)}
             make_policy(self.policy, self.max_kv_size, **settings)
 
