@@ -13,7 +13,8 @@ LAST = 4
 @pytest.mark.parametrize(
     ("max_kv_size", "keep"),
     [
-        (64, 4),
+        (24, 4),
+        pytest.param(64, 4, marks=pytest.mark.slow),
         pytest.param(16, 8, marks=pytest.mark.slow),
         pytest.param(130, 0, marks=pytest.mark.slow),
     ],
@@ -21,10 +22,10 @@ LAST = 4
 def test_bounded_logits_equal_the_naive_reference(
     smollm2_fp32: Model, max_kv_size: int, keep: int
 ) -> None:
-    tokens = topic_ids(smollm2_fp32)[:150]
+    tokens = topic_ids(smollm2_fp32)[: max_kv_size + 36]
     expected = streaming_logits(smollm2_fp32.decoder, tokens, max_kv_size, keep, LAST)
     assert expected.abs().max() > 15  # a scale at which 1e-3 means something
-    for prefill_step in (1, 7, 100, 512):
+    for prefill_step in (1, 7, 512):
         session = smollm2_fp32.session(max_kv_size, keep, prefill_step=prefill_step)
         session.feed(tokens[: 1 - LAST])
         found = [session.logits]
