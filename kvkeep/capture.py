@@ -10,6 +10,7 @@ from kvkeep.loaded import LoadedModel
 from kvkeep.policies import make_policy
 from kvkeep.policies.base import pinned_cells
 from kvkeep.sampling import Sampler
+from kvkeep.state import State
 from kvkeep.store.prefix import PrefixStore
 from kvkeep.store.snapshot import Snapshot
 
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 
 def capture(session: "Session") -> Snapshot:
     """All that a session is now."""
-    memory, cache = session._memory, session.cache
+    state = session._state
+    memory, cache = state.memory, state.memory.cache
     return Snapshot(
         fingerprint=session._model.fingerprint.saved(),
         model=session._model.name,
@@ -30,19 +32,19 @@ def capture(session: "Session") -> Snapshot:
         },
         settings={
             "prefill_step": session.prefill_step,
-            "keep_whole_prompt": session._keep_whole_prompt,
+            "keep_whole_prompt": state.keep_whole_prompt,
             "pins": sorted(memory.pins),
-            "spans": session._spans,
+            "spans": dict(state.spans),
             "window": asdict(cache.window),
         },
-        tokens=torch.tensor(memory.tokens, dtype=torch.int32, device="cpu"),
-        serials=torch.tensor(memory.serials, dtype=torch.int64, device="cpu"),
+        tokens=torch.tensor(memory.tokens.array(), dtype=torch.int32, device="cpu"),
+        serials=torch.tensor(memory.serials.array(), dtype=torch.int64, device="cpu"),
         clock=cache.time,
         serial=cache.serial,
         segments=tuple(segment.twin() for segment in cache.segments),
         hidden=memory.hidden,
         logits=memory.logits(),
-        sampler=session._sampler.state(),
+        sampler=state.sampler.state(),
         layout=cache.layout.plain,
         bits=memory.bits,
         observed=cache.observer.queries() if cache.observer else None,
@@ -58,15 +60,14 @@ def revive(model: LoadedModel, snapshot: Snapshot, store: PrefixStore | None) ->
     chosen = {key: value for key, value in snapshot.policy.items() if key != "pinned"}
     policy = make_policy(**chosen).for_model(model.spec.max_positions)
     session = Session(model, policy, settings["prefill_step"], store, snapshot.bits)
-    session._keep_whole_prompt = settings["keep_whole_prompt"]
-    session._spans = {
-        name: (start, end) for name, (start, end) in settings.get("spans", {}).items()
-    }
-    session._sampler = Sampler.at(snapshot.sampler)
     memory, cache = session._memory, session.cache
-    memory.tokens.extend(snapshot.tokens.tolist())
-    memory.serials.extend(snapshot.serials.tolist())
-    memory.pins = set(settings.get("pins", ()))
+    spans = {name: (start, end) for name, (start, end) in settings.get("spans", {}).items()}
+    session._state = State(
+        memory, Sampler.at(snapshot.sampler), spans, settings["keep_whole_prompt"]
+    )
+    memory.tokens = memory.tokens.extended(snapshot.tokens.tolist())
+    memory.serials = memory.serials.extended(snapshot.serials.tolist())
+    memory.pins = frozenset(settings.get("pins", ()))
     cache.window = Window(**settings.get("window", {}))
     cache.time, cache.serial = snapshot.clock, snapshot.serial
     cache.segments = [segment.twin().to(cache.layout.device) for segment in snapshot.segments]

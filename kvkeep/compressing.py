@@ -41,10 +41,10 @@ def compress_held(
     seed: int = 0,
     statistics: Statistics | None = None,
     progress: Callable[[int], None] | None = None,
-) -> CompressionReport:
-    """Compresses all cells but the first four, the newest `recent` and the pinned ones.
+) -> tuple[Memory, CompressionReport]:
+    """The memory with all cells compressed but the first four, the newest `recent`, the pinned.
 
-    Raises InvalidArgument before anything is changed.
+    The given one stays as it is. Raises InvalidArgument before anything is evaluated.
     """
     _check_asked(memory, ratio, recent)
     cache, before, nbytes = memory.cache, memory.cache.cells, memory.cache.nbytes
@@ -78,9 +78,11 @@ def compress_held(
             chunks.append(compression)
             if progress:
                 progress(compression.cells_before)
-    cache.segments = joined(segments)
-    return CompressionReport(
-        method.name, ratio, before, cache.cells, nbytes, cache.nbytes, tuple(chunks)
+    compressed = memory.successor()
+    compressed.cache.segments = joined(segments)
+    after = compressed.cache
+    return compressed, CompressionReport(
+        method.name, ratio, before, after.cells, nbytes, after.nbytes, tuple(chunks)
     )
 
 
@@ -102,7 +104,7 @@ def _newest_queries(memory: Memory) -> Queries | None:
     count = min(LIMIT, memory.rewindable - 1)
     if count < 1:
         raise InvalidArgument("a method that decides by queries needs recent tokens that are held")
-    again, beside = memory.tokens[-count:].tolist(), memory.fork()
+    again, beside = memory.tokens[-count:], memory.fork()
     beside.take_back(count)
     beside.cache.observe()
     for _ in beside.evaluate(again, count):

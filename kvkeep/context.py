@@ -1,7 +1,8 @@
 """The context that a session holds: looked at, named, pinned, edited and compressed."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -12,13 +13,15 @@ from kvkeep.calibration import Calibration
 from kvkeep.compressing import CompressionReport, compress_held
 from kvkeep.edit import EditReport, Recompute, edit
 from kvkeep.errors import InvalidArgument
+from kvkeep.history import History
 from kvkeep.interrupts import interrupts_deferred
 from kvkeep.loaded import LoadedModel
 from kvkeep.memory import Memory
 from kvkeep.methods import BEST, make_method
 from kvkeep.policies import Policy
 from kvkeep.released import release_freed
-from kvkeep.spans import Span, Standing, after_edit, standing_in
+from kvkeep.spans import Place, Span, Standing, after_edit, standing_in
+from kvkeep.state import State
 
 WHOLE_PROMPT = -1  # keep: all of the first prompt
 
@@ -39,21 +42,45 @@ class Context:
         self.prefill_step = arguments.whole("prefill_step", prefill_step, 1)
         self._model = model
         self._text = model.text
-        self._memory = Memory(model.decoder, policy, bits)
-        self._keep_whole_prompt = False
-        self._spans: dict[str, tuple[int, int]] = {}
+        self._state = State(Memory(model.decoder, policy, bits))
+
+    @property
+    def _memory(self) -> Memory:
+        return self._state.memory
+
+    @contextmanager
+    def _changing(self) -> Iterator[State]:
+        """What the session is to be: it is so once the block is through, and else as it was.
+
+        Every Ctrl-C waits for that, so that the block should do no more than a step.
+        """
+        with interrupts_deferred():
+            work = self._state.successor()
+            try:
+                yield work
+                self._state = work
+            except BaseException:
+                work.memory.cache.put_back()
+                raise
+            work.memory.cache.confirm()
 
     # What it holds
 
     @property
     def cache(self) -> KVCache:
-        """The cells; `cache.cells` counts them and `cache.nbytes` says what they take."""
+        """The cells as they are now; each call that changes the session brings others.
+
+        `cache.cells` counts them and `cache.nbytes` says what they take.
+        """
         return self._memory.cache
 
     @property
-    def tokens(self) -> list[int]:
-        """Every token id so far, also those that the policy has forgotten."""
-        return self._memory.tokens.tolist()
+    def tokens(self) -> History:
+        """Every token id so far, also those that the policy has forgotten.
+
+        It equals a list of them, costs nothing to look at and never changes.
+        """
+        return self._memory.tokens
 
     @property
     def logits(self) -> Tensor | None:
@@ -90,16 +117,15 @@ class Context:
 
         Setting a larger number pins the oldest cells still held; a smaller one lets them go.
         """
-        return WHOLE_PROMPT if self._keep_whole_prompt else self._memory.policy.keep
+        return WHOLE_PROMPT if self._state.keep_whole_prompt else self._memory.policy.keep
 
     @keep.setter
     def keep(self, keep: int) -> None:
         keep = arguments.whole("keep", keep)
-        if keep == WHOLE_PROMPT and not self._memory.tokens:
-            self._keep_whole_prompt = True
-            return
-        self._memory.change(keep=keep)
-        self._keep_whole_prompt = False
+        with self._changing() as work:
+            work.keep_whole_prompt = keep == WHOLE_PROMPT and not work.memory.tokens
+            if not work.keep_whole_prompt:
+                work.memory.change(keep=keep)
 
     @property
     def discard(self) -> int:
@@ -115,7 +141,8 @@ class Context:
             raise InvalidArgument(
                 f'policy "{self.policy}" has no discard to set; policy="shift" has'
             )
-        self._memory.change(discard=arguments.whole("discard", discard))
+        with self._changing() as work:
+            work.memory.change(discard=arguments.whole("discard", discard))
 
     def text(self) -> str:
         """All tokens as text, special tokens included."""
@@ -216,8 +243,10 @@ class Context:
         if calibration is not None:
             arguments.instance("calibration", calibration, Calibration).require(self._model)
         statistics = calibration.statistics if calibration else None
-        with interrupts_deferred():
-            report = compress_held(self._memory, chosen, ratio, recent, seed, statistics, progress)
+        memory, report = compress_held(
+            self._memory, chosen, ratio, recent, seed, statistics, progress
+        )
+        self._state = replace(self._state, memory=memory)
         release_freed()
         return report
 
@@ -228,17 +257,24 @@ class Context:
         An exception leaves the name free; the tokens that came before it stay.
         """
         name = arguments.text("name", name)
-        if name in self._spans:
+        if name in self._state.spans:
             raise InvalidArgument(f"there is a span {name!r} already")
-        first = len(self._memory.tokens)
-        self._spans[name] = (first, first)
         try:
+            first = len(self._memory.tokens)
+            self._rename({name: (first, first)})
             yield
+            total = len(self._memory.tokens)
+            first, _ = self._state.spans.get(name, (total, total))
+            self._rename({name: (first, total)})
         except BaseException:
-            self._spans.pop(name, None)
+            self._rename({}, without=name)
             raise
-        first, _ = self._spans.get(name, (len(self._memory.tokens), 0))
-        self._spans[name] = (first, len(self._memory.tokens))
+
+    def _rename(self, places: Mapping[str, Place], without: str | None = None) -> None:
+        """Gives names to places, and takes one away."""
+        with self._changing() as work:
+            spans = {**work.spans, **places}
+            work.spans = {name: place for name, place in spans.items() if name != without}
 
     @property
     def spans(self) -> dict[str, Span]:
@@ -246,12 +282,12 @@ class Context:
         held, serials = set(self.cache.serials()), self._memory.serials
         return {
             name: Span(name, start, end, sum(s in held for s in serials[start:end]))
-            for name, (start, end) in self._spans.items()
+            for name, (start, end) in self._state.spans.items()
         }
 
     def name(self, name: str, start: int, end: int) -> None:
         """Names a range of tokens that are there already; a name in use moves to it."""
-        self._spans[arguments.text("name", name)] = self._range(start, end)
+        self._rename({arguments.text("name", name): self._range(start, end)})
 
     @property
     def standing(self) -> list[Standing]:
@@ -273,20 +309,23 @@ class Context:
         Raises InvalidArgument where it is not all remembered, overlaps another pin, or would
         leave no room for a window.
         """
-        self._memory.pin(*self._range(start, end))
+        with self._changing() as work:
+            work.memory.pin(*self._range(start, end))
 
     def unpin(self, start: int | str, end: int | None = None) -> None:
         """Lets a pinned range go: it is forgotten as the window moves on."""
-        self._memory.unpin(*self._range(start, end))
+        with self._changing() as work:
+            work.memory.unpin(*self._range(start, end))
 
-    def _range(self, start: int | str, end: int | None) -> tuple[int, int]:
+    def _range(self, start: int | str, end: int | None) -> Place:
         if isinstance(start, str):
             if end is not None:
                 raise InvalidArgument(f"a span's name takes no end; found {start!r} to {end}")
-            if start not in self._spans:
-                known = ", ".join(self._spans) or "none"
+            spans = self._state.spans
+            if start not in spans:
+                known = ", ".join(spans) or "none"
                 raise InvalidArgument(f"there is no span {start!r}; there are: {known}")
-            return self._spans[start]
+            return spans[start]
         start, end = arguments.whole("start", start), arguments.optional_whole("end", end)
         total = len(self._memory.tokens)
         if end is None or not 0 <= start < end <= total:
@@ -296,20 +335,13 @@ class Context:
         return start, end
 
     def _edit(self, start: int, end: int, ids: list[int], recompute: Recompute) -> EditReport:
-        if whole := self._keep_whole_prompt:
-            self._memory.policy.with_settings(keep=len(ids))
-        self._memory, report = edit(self._memory, start, end, ids, recompute, self.prefill_step)
-        if whole:
-            self.keep = len(ids)
-        self._move_spans(lambda span: after_edit(span, start, end, len(ids)))
+        self._state.check_prompt(len(ids))
+        memory, report = edit(self._memory, start, end, ids, recompute, self.prefill_step)
+        work = replace(self._state, memory=memory)
+        work.keep_prompt(len(ids))
+        work.move_spans(lambda span: after_edit(span, start, end, len(ids)))
+        self._state = work
         return report
-
-    def _move_spans(self, moved: Callable[[tuple[int, int]], tuple[int, int]]) -> None:
-        """A span that loses its last token is gone."""
-        spans = {name: (span, moved(span)) for name, span in self._spans.items()}
-        self._spans = {
-            name: new for name, (old, new) in spans.items() if new[0] < new[1] or old[0] == old[1]
-        }
 
     # How
 

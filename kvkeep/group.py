@@ -12,8 +12,9 @@ from kvkeep.cache.step import DecodeStep
 from kvkeep.errors import InvalidArgument
 from kvkeep.interrupts import interrupts_deferred
 from kvkeep.memory import Memory, require_finite
-from kvkeep.sampling import Sampler, Sampling
+from kvkeep.sampling import Sampling
 from kvkeep.session import GREEDY, Session
+from kvkeep.state import State
 
 
 class SessionGroup:
@@ -70,19 +71,27 @@ class SessionGroup:
             NonFiniteLogits: the model produced NaN or infinity for one of them.
         """
         how = self._each(sampling)
-        memories = [session._memory for session in self.sessions]
-        logits = [_ready(index, memory) for index, memory in enumerate(memories)]
-        # Drawn by copies: if anything fails from here on, the sessions' own have drawn nothing.
-        samplers = [Sampler.at(session._sampler.state()) for session in self.sessions]
-        tokens = [
-            sampler.choose(known, memory.tokens, each)
-            for sampler, known, memory, each in zip(samplers, logits, memories, how, strict=True)
-        ]
+        logits = [_ready(index, session._memory) for index, session in enumerate(self.sessions)]
+        before = [session._state for session in self.sessions]
         with interrupts_deferred():
-            _evaluate(memories, tokens)
-            for session, sampler in zip(self.sessions, samplers, strict=True):
-                session._sampler = sampler
+            works = [state.successor() for state in before]
+            try:
+                each = zip(works, logits, how, strict=True)
+                tokens = [work.choose(known, sampling) for work, known, sampling in each]
+                _evaluate([work.memory for work in works], tokens)
+                self._become(works)
+            except BaseException:
+                self._become(before)
+                for work in works:
+                    work.memory.cache.put_back()
+                raise
+            for work in works:
+                work.memory.cache.confirm()
         return tokens
+
+    def _become(self, states: Sequence[State]) -> None:
+        for session, state in zip(self.sessions, states, strict=True):
+            session._state = state
 
     def _each(self, sampling: Sampling | Sequence[Sampling]) -> Sequence[Sampling]:
         if isinstance(sampling, Sampling):
@@ -109,7 +118,7 @@ def _ready(index: int, memory: Memory) -> Tensor:
 
 @torch.inference_mode()
 def _evaluate(memories: Sequence[Memory], tokens: Sequence[int]) -> None:
-    """A token into each memory by one forward: into all, or where anything fails into none."""
+    """A token into each memory by one forward."""
     decoder, device = memories[0].decoder, memories[0].cache.layout.device
     with ExitStack() as steps:
         opened = []

@@ -2,9 +2,7 @@
 
 import copy
 import math
-from array import array
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +10,7 @@ from torch import Tensor
 
 from kvkeep.cache import Bits, Cells
 from kvkeep.errors import ContextFull, InvalidArgument, NonFiniteLogits
-from kvkeep.interrupts import interrupts_deferred
+from kvkeep.history import History
 from kvkeep.methods import Compression
 from kvkeep.models.llama import Decoder
 from kvkeep.policies import Policy
@@ -34,6 +32,9 @@ class Evaluated:
 class Memory:
     """Token ids in, logits out.
 
+    A call that fails may leave half of its work behind. Whoever must not lose what is there changes
+    a `successor` or a `fork` of it, and takes that in its place once the call is through.
+
     tokens: all ids so far, forgotten ones too. serials: the number that each got when it was
     evaluated, by which its cell is found. bits: of its cells. pins: serials of pinned tokens.
     hidden: `[1, hidden_size]` of the last one.
@@ -44,9 +45,9 @@ class Memory:
         self.policy = policy
         self.bits = bits
         self.cache = decoder.new_cache(bits)
-        self.tokens = array("i")
-        self.serials = array("q")
-        self.pins: set[int] = set()
+        self.tokens = History("i")
+        self.serials = History("q")
+        self.pins: frozenset[int] = frozenset()
         self.hidden: Tensor | None = None
         self._logits: Tensor | None = None  # made from hidden when first asked for
 
@@ -54,9 +55,13 @@ class Memory:
         """The same memory, going its own way; cells are shared."""
         fork = copy.copy(self)
         fork.cache = self.cache.fork()
-        fork.tokens, fork.serials = self.tokens[:], self.serials[:]
-        fork.pins = set(self.pins)
         return fork
+
+    def successor(self) -> "Memory":
+        """The same memory, to be changed in place of this one; see `KVCache.successor`."""
+        successor = copy.copy(self)
+        successor.cache = self.cache.successor()
+        return successor
 
     def copy(self) -> "Memory":
         """The same memory in storage of its own."""
@@ -87,36 +92,41 @@ class Memory:
                 'policy="sliding" goes on for ever on a fixed budget'
             )
 
+    def evaluate(self, ids: Sequence[int], prefill_step: int) -> Iterator[Evaluated]:
+        """Evaluates ids step by step."""
+        done = 0
+        while done < len(ids):
+            step = self.step(ids, done, prefill_step)
+            done += step.hidden.shape[0]
+            yield step
+
     @torch.inference_mode()
-    def evaluate(
-        self, ids: Sequence[int], prefill_step: int, sampled: bool = False
-    ) -> Iterator[Evaluated]:
-        """Evaluates ids step by step; each step is in memory whole when it is yielded.
+    def step(
+        self, ids: Sequence[int], done: int, prefill_step: int, sampled: bool = False
+    ) -> Evaluated:
+        """Evaluates at most `prefill_step` of the ids, of which the first `done` are in memory.
 
         sampled: the model itself has chosen them; `prefill_step` must be 1 then.
         """
-        done, where = 0, self.cache.layout.device
-        while done < len(ids):
-            before = self.cache.cells
-            with interrupts_deferred():
-                wanted = min(len(ids) - done, prefill_step)
-                count = self.policy.open(self.cache, wanted, len(ids) - done - wanted)
-                chunk = ids[done : done + count]
-                done += count
-                with self.cache.step(count, sampled) as step:
-                    taken = torch.tensor(chunk, dtype=torch.int64, device=where)
-                    hidden = self.decoder.hidden(taken, step)
-                    logits = self.decoder.logits(hidden[-1:])[0] if done == len(ids) else None
-                    require_finite(hidden if logits is None else logits)
-                self.take_in(chunk, hidden[-1:], logits)
-                peak = before + count if count > 1 else self.cache.cells
-                compressions = self.policy.settle(self.cache)
-            yield Evaluated(hidden, peak, compressions)
+        before, where = self.cache.cells, self.cache.layout.device
+        wanted = min(len(ids) - done, prefill_step)
+        count = self.policy.open(self.cache, wanted, len(ids) - done - wanted)
+        chunk = ids[done : done + count]
+        with self.cache.step(count, sampled) as step:
+            taken = torch.tensor(chunk, dtype=torch.int64, device=where)
+            hidden = self.decoder.hidden(taken, step)
+            last = done + count == len(ids)
+            logits = self.decoder.logits(hidden[-1:])[0] if last else None
+            require_finite(hidden if logits is None else logits)
+        self.take_in(chunk, hidden[-1:], logits)
+        peak = before + count if count > 1 else self.cache.cells
+        return Evaluated(hidden, peak, self.policy.settle(self.cache))
 
     def take_in(self, ids: Sequence[int], hidden: Tensor | None, logits: Tensor | None) -> None:
         """Lists tokens whose cells the cache has just got, and where the last one stands."""
-        self.tokens.extend(ids)
-        self.serials.extend(range(self.cache.serial - len(ids), self.cache.serial))
+        self.tokens = self.tokens.extended(ids)
+        fresh = range(self.cache.serial - len(ids), self.cache.serial)
+        self.serials = self.serials.extended(fresh)
         self.hidden, self._logits = hidden, logits
 
     @property
@@ -142,22 +152,21 @@ class Memory:
         not known until another token is evaluated.
         """
         done, cache = 0, self.cache
-        with interrupts_deferred():
-            while done < len(ids):
-                upto = done + self.policy.open(cache, len(ids) - done)
-                new = torch.arange(upto - done, dtype=torch.int64, device="cpu")
-                cells = Cells(
-                    keys[:, :, done:upto],
-                    values[:, :, done:upto],
-                    new + cache.time,
-                    new + cache.serial,
-                )
-                cache.segments[-1].append(cells.to(cache.layout.device))
-                cache.time += upto - done
-                cache.serial += upto - done
-                self.policy.settle(cache)
-                done = upto
-            self.take_in(ids, None, None)
+        while done < len(ids):
+            upto = done + self.policy.open(cache, len(ids) - done)
+            new = torch.arange(upto - done, dtype=torch.int64, device="cpu")
+            cells = Cells(
+                keys[:, :, done:upto],
+                values[:, :, done:upto],
+                new + cache.time,
+                new + cache.serial,
+            )
+            cache.segments[-1].append(cells.to(cache.layout.device))
+            cache.time += upto - done
+            cache.serial += upto - done
+            self.policy.settle(cache)
+            done = upto
+        self.take_in(ids, None, None)
 
     def require_rewind(self, count: int) -> None:
         """Raises InvalidArgument where the last `count` tokens cannot be taken back."""
@@ -177,46 +186,13 @@ class Memory:
         self.require_rewind(count)
         if count == 0:
             return []
-        total = len(self.tokens)
-        taken = self.tokens[total - count :].tolist()
-        with interrupts_deferred(), self._or_as_before(overwriting=count + 1):
-            self._drop_newest(count)
-            if self.pins - set(self.serials):
-                self.pins &= set(self.serials)
-                self.change()
-            self.evaluate_last()
+        taken = self.tokens[len(self.tokens) - count :]
+        self._drop_newest(count)
+        if self.pins - set(self.serials):
+            self.pins &= set(self.serials)
+            self.change()
+        self.evaluate_last()
         return taken
-
-    @contextmanager
-    def _or_as_before(self, overwriting: int) -> Iterator[None]:
-        """Puts everything back if the block fails; of stored cells it may only overwrite one.
-
-        overwriting: which one, counted from the newest; it need not be there.
-        """
-        cache, policy, pins = self.cache, self.policy, set(self.pins)
-        tokens, serials, stood = self.tokens[:], self.serials[:], (self.hidden, self._logits)
-        segments, time = [copy.copy(segment) for segment in cache.segments], cache.time
-        rank = max(0, cache.cells - overwriting)
-        overwritten = [
-            (segment, rank - sum(s.length for s in cache.segments[:index]))
-            for index, segment in enumerate(segments)
-        ]
-        cells = [
-            (segment.block, slot, segment.read(first, 1))
-            for segment, first in overwritten
-            if 0 <= first < segment.length
-            for slot in segment.slots(first, 1)
-        ]
-        try:
-            yield
-        except BaseException:
-            for block, slot, cell in cells:
-                with torch.inference_mode():
-                    block.slots.write(slot, cell)
-            cache.segments, cache.time = segments, time
-            self.policy, self.pins, self.tokens, self.serials = policy, pins, tokens, serials
-            self.hidden, self._logits = stood
-            raise
 
     def evaluate_last(self) -> None:
         """Evaluates the last token anew, over the cells that are there now.
@@ -224,7 +200,7 @@ class Memory:
         As a prompt's, whoever chose it: what is evaluated anew comes out as in a session that was
         fed these tokens.
         """
-        again, pinned = self.tokens[-1:].tolist(), bool(self.pins & set(self.serials[-1:]))
+        again, pinned = self.tokens[-1:], bool(self.pins & set(self.serials[-1:]))
         if pinned:  # it comes back under another serial
             self.unpin(len(self.tokens) - 1, len(self.tokens))
         self._drop_newest(len(again))
@@ -238,7 +214,7 @@ class Memory:
         left = len(self.tokens) - count
         if not left:
             self.cache.time = 0
-        del self.tokens[left:], self.serials[left:]
+        self.tokens, self.serials = self.tokens.first(left), self.serials.first(left)
         self.hidden = self._logits = None
 
     def change(self, **settings: int) -> None:
@@ -272,42 +248,14 @@ class Memory:
         self.pins -= set(self.serials[start:end])
         if pinned:
             self.pins |= set(fresh)
-        self.tokens[start:end] = array("i", ids)
-        self.serials[start:end] = array("q", fresh)
-
-    def score(
-        self,
-        ids: Sequence[int],
-        prefill_step: int,
-        progress: Callable[[int], None] | None,
-        sampled: bool = False,
-    ) -> Tensor:
-        """Evaluates ids; `[n]` float64: the natural log of each one's probability before it came.
-
-        NaN for the first token of all, which nothing predicted. sampled: as in `evaluate`.
-        """
-        last, scores = self.hidden, []
-        for step in self.evaluate(ids, prefill_step, sampled):
-            count = step.hidden.shape[0]
-            before = step.hidden if last is None else torch.cat((last, step.hidden))
-            targets = self.tokens[-count:]
-            if last is None:
-                scores.append(torch.full((1,), math.nan, dtype=torch.float64, device="cpu"))
-                targets = targets[1:]
-            scores.append(self._log_probabilities(before[: len(targets)], targets))
-            last = step.hidden[-1:]
-            if progress:
-                progress(count)
-        return torch.cat(scores)
+        self.tokens = self.tokens.replaced(start, end, ids)
+        self.serials = self.serials.replaced(start, end, fresh)
 
     @torch.inference_mode()
-    def _log_probabilities(self, hidden: Tensor, targets: Sequence[int]) -> Tensor:
+    def log_probabilities(self, hidden: Tensor, targets: Sequence[int]) -> Tensor:
         """`[n]` float64: the natural log of each target's probability after each hidden state."""
         wanted = torch.tensor(targets, dtype=torch.int64, device=hidden.device)
-        parts, rows = (
-            [torch.empty(0, dtype=torch.float64, device="cpu")],
-            64,
-        )  # all logits would not fit
+        parts, rows = [torch.empty(0, dtype=torch.float64, device="cpu")], 64  # all would not fit
         for first in range(0, len(targets), rows):
             logits = self.decoder.logits(hidden[first : first + rows])
             chosen = logits.gather(1, wanted[first : first + rows, None])[:, 0]

@@ -2,10 +2,12 @@
 
 import copy
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from kvkeep import arguments
@@ -14,11 +16,12 @@ from kvkeep.capture import capture
 from kvkeep.context import Context
 from kvkeep.errors import InvalidArgument
 from kvkeep.loaded import LoadedModel
+from kvkeep.memory import Evaluated
 from kvkeep.methods import Compression
 from kvkeep.policies import Policy
 from kvkeep.released import release_freed
-from kvkeep.reuse import load_prefix, store_prefix
-from kvkeep.sampling import Sampler, Sampling
+from kvkeep.reuse import PromptPrefix, load_prefix, store_prefix
+from kvkeep.sampling import Sampling
 from kvkeep.spans import after_rewind
 from kvkeep.store.prefix import PrefixStore
 from kvkeep.store.snapshot import Snapshot
@@ -70,7 +73,6 @@ class Session(Context):
     ):
         super().__init__(model, policy, prefill_step, bits)
         self.finish_reason: str | None = None
-        self._sampler = Sampler()
         self._store = None if store is None else arguments.instance("store", store, PrefixStore)
 
     # What it does
@@ -97,14 +99,12 @@ class Session(Context):
         """
         progress = arguments.progress(progress)
         begun, ids = time.perf_counter(), self._checked_ids(prompt, special)
-        prefix = None
-        if self._store and not self._memory.tokens:
-            prefix = load_prefix(self._store, self._model.fingerprint, self._memory, ids)
+        prefix = self._load_prefix(ids)
         reused = prefix.reused if prefix else 0
         if reused and progress:
             progress(reused)
         peak, done = self.cache.cells, list[Compression]()
-        for step in self._memory.evaluate(ids[reused:], self.prefill_step):
+        for step in self._evaluated(ids, reused):
             peak = max(peak, step.peak_cells)
             done += step.compressions
             if prefix:
@@ -136,9 +136,9 @@ class Session(Context):
         if logits is None:
             raise InvalidArgument("nothing to continue: feed a prompt before asking for tokens")
         self._memory.require_room(1)
-        token = self._sampler.choose(logits, self._memory.tokens, sampling)
-        for _ in self._memory.evaluate([token], 1, sampled=True):
-            pass
+        with self._changing() as work:
+            token = work.choose(logits, sampling)
+            work.memory.step([token], 0, 1, sampled=True)
         return token
 
     def stream(
@@ -189,11 +189,22 @@ class Session(Context):
         Returns `[n]` float64: the natural log of each token's probability given what the session
         remembered before it. The first token of a session was predicted by nothing: NaN.
         """
-        progress = arguments.progress(progress)
-        ids = self._checked_ids(prompt, special)
+        progress, ids = arguments.progress(progress), self._checked_ids(prompt, special)
         written = arguments.flag("written", written)
-        step = 1 if written else self.prefill_step
-        return self._memory.score(ids, step, progress, sampled=written)
+        last, done, scores = self._memory.hidden, 0, list[Tensor]()
+        for step in self._evaluated(ids, 0, written):
+            count = step.hidden.shape[0]
+            before, targets = step.hidden, ids[done : done + count]
+            if last is None:
+                scores.append(torch.full((1,), math.nan, dtype=torch.float64, device="cpu"))
+                targets = targets[1:]
+            else:
+                before = torch.cat((last, step.hidden))
+            scores.append(self._memory.log_probabilities(before[: len(targets)], targets))
+            last, done = step.hidden[-1:], done + count
+            if progress:
+                progress(count)
+        return torch.cat(scores)
 
     def rewind(self, count: int) -> list[int]:
         """Takes the last `count` tokens back and returns them.
@@ -204,8 +215,10 @@ class Session(Context):
         Raises InvalidArgument for a negative count, and where the token to stand on is no longer
         held.
         """
-        taken = self._memory.take_back(arguments.whole("count", count))
-        self._move_spans(lambda span: after_rewind(span, len(self._memory.tokens)))
+        with self._changing() as work:
+            taken = work.memory.take_back(arguments.whole("count", count))
+            left = len(work.memory.tokens)
+            work.move_spans(lambda span: after_rewind(span, left))
         return taken
 
     # Going on elsewhere
@@ -226,9 +239,7 @@ class Session(Context):
         if at is not None and not 0 <= at <= total:
             raise InvalidArgument(f"fork at 0 to {total} tokens; found {at}")
         fork = copy.copy(self)
-        fork._memory = self._memory.fork()
-        fork._sampler = Sampler.at(self._sampler.state())
-        fork._spans = dict(self._spans)
+        fork._state = self._state.fork()
         if at is not None:
             fork.rewind(total - at)
         return fork
@@ -240,6 +251,29 @@ class Session(Context):
         if not ids:
             raise InvalidArgument("the prompt is empty: expected at least one token")
         self._memory.require_room(len(ids))
-        if self._keep_whole_prompt:
-            self.keep = len(ids)
+        self._state.check_prompt(len(ids))
         return ids
+
+    def _evaluated(self, ids: list[int], done: int, sampled: bool = False) -> Iterator[Evaluated]:
+        """Evaluates what comes after the first `done` ids, and stands after each step whole."""
+        most = 1 if sampled else self.prefill_step
+        while done < len(ids):
+            with self._changing() as work:
+                work.keep_prompt(len(ids))
+                step = work.memory.step(ids, done, most, sampled)
+            done += step.hidden.shape[0]
+            yield step
+
+    def _load_prefix(self, ids: list[int]) -> PromptPrefix | None:
+        """What a store holds of a first prompt is the session's; None where nothing is looked up.
+
+        Nothing that is here is overwritten for it, so that Ctrl-C need not wait.
+        """
+        if self._store is None or self._memory.tokens:
+            return None
+        work = self._state.successor()
+        work.keep_prompt(len(ids))
+        prefix = load_prefix(self._store, self._model.fingerprint, work.memory, ids)
+        if prefix.reused:
+            self._state = work
+        return prefix

@@ -9,6 +9,7 @@ from kvkeep.cache import Segment
 # for as long, or in the "window" until newer ones push it out. Then it is "forgotten", or in a
 # session with compressed cells "compressed": it may live on in cells that it shares with others.
 Standing = Literal["kept", "pinned", "grouped", "window", "compressed", "forgotten"]
+Place = tuple[int, int]  # a span's first token, and the one behind its last
 GONE: frozenset[Standing] = frozenset(("compressed", "forgotten"))  # no cell of its own
 
 
@@ -29,7 +30,7 @@ class Span:
         return self.remembered < self.end - self.start
 
 
-def after_edit(span: tuple[int, int], start: int, end: int, added: int) -> tuple[int, int]:
+def after_edit(span: Place, start: int, end: int, added: int) -> Place:
     """Where a span lies once tokens `start ... end - 1` were replaced by `added` others.
 
     What is put in the place of tokens of a span belongs to it; what is put in at its border does
@@ -48,7 +49,7 @@ def after_edit(span: tuple[int, int], start: int, end: int, added: int) -> tuple
     return first, max(first, last)
 
 
-def after_rewind(span: tuple[int, int], tokens: int) -> tuple[int, int]:
+def after_rewind(span: Place, tokens: int) -> Place:
     """Where a span lies once only the first `tokens` are left."""
     return min(span[0], tokens), min(span[1], tokens)
 

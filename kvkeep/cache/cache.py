@@ -1,5 +1,6 @@
 """The KV cache: segments, the clock, and one step at a time."""
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from kvkeep.cache.block import Cells, Layout
 from kvkeep.cache.observer import Observer, Queries
+from kvkeep.cache.overwritten import Overwritten
 from kvkeep.cache.rope import Rope
 from kvkeep.cache.segment import Segment
 from kvkeep.cache.step import ChunkStep, DecodeStep
@@ -45,6 +47,7 @@ class KVCache:
         self.window = Window()
         self.time = 0
         self.serial = 0
+        self._overwritten: list[Overwritten] = []
 
     @property
     def cells(self) -> int:
@@ -71,36 +74,26 @@ class KVCache:
 
     @contextmanager
     def step(self, count: int, sampled: bool = False) -> Iterator[DecodeStep | ChunkStep]:
-        """A forward of `count` tokens into the last segment: all of it, or nothing.
+        """A forward of `count` tokens into the last segment.
 
         sampled: of one token that the model itself has chosen; see `Step`.
 
-        Inside, each layer calls the step's `attend` once. On leaving, the new cells are kept; on
-        an exception the cache is as it was before.
+        Inside, each layer calls the step's `attend` once. On leaving, the new cells are kept. After
+        an exception the cache is of no use: who needs it as it was steps a `successor` of it.
         """
-        step = None
-        try:
-            step = self._begin(count)
-            step.sampled = sampled
-            if self.observer is not None:
-                step.queries = self._room_for_queries(count)
-            yield step
-        except BaseException:
-            if step is not None:
-                step.abort()
-            for segment in self.segments:
-                segment.drop_newest(segment.lent)
-            raise
-        else:
-            step.commit(self.serial)
-            if self.observer is not None and step.queries is not None:
-                self.observer.take(self.time, step.queries)
-            self.time += count
-            self.serial += count
-        finally:
-            for segment in self.segments:
-                segment.lent = 0
-            self.segments = [s for s in self.segments if s.length]
+        step = self._begin(count)
+        step.sampled = sampled
+        if self.observer is not None:
+            step.queries = self._room_for_queries(count)
+        yield step
+        step.commit(self.serial)
+        if self.observer is not None and step.queries is not None:
+            self.observer.take(self.time, step.queries)
+        self.time += count
+        self.serial += count
+        for segment in self.segments:
+            segment.lent = 0
+        self.segments = [s for s in self.segments if s.length]
 
     def _begin(self, count: int) -> DecodeStep | ChunkStep:
         if count == 1:
@@ -140,6 +133,30 @@ class KVCache:
             if not segment.length:
                 self.segments.pop()
 
+    def successor(self) -> "KVCache":
+        """This cache, to be changed; storage stays where it is, and only one of the two goes on.
+
+        Either the successor is taken in the place of this one and `confirm`ed, or it is told to
+        `put_back` what it overwrote, and this one is as it was.
+        """
+        successor = copy.copy(self)
+        successor._overwritten = overwritten = list[Overwritten]()
+        successor.segments = [segment.successor(overwritten) for segment in self.segments]
+        successor.observer = None if self.observer is None else self.observer.fork()
+        return successor
+
+    def confirm(self) -> None:
+        """Lets go of what the cache before this one would need to go on."""
+        self._overwritten.clear()
+        for segment in self.segments:
+            segment.guarded = None
+
+    @torch.inference_mode()
+    def put_back(self) -> None:
+        """Puts every cell back where the cache before this one has it. Can be repeated."""
+        for overwritten in reversed(self._overwritten):
+            overwritten.put_back()
+
     def empty(self) -> "KVCache":
         """A cache for the same kind of cells that holds none."""
         return KVCache(self.layout, self.rope, self.scale, self.heads, self.far_layout)
@@ -151,7 +168,7 @@ class KVCache:
     def fork(self) -> "KVCache":
         """A cache with the same cells that goes its own way; memory is shared."""
         fork = self.empty()
-        fork.observer = self.observer.fork() if self.observer else None
+        fork.observer = None if self.observer is None else self.observer.fork()
         fork.segments = [s.branch() for s in self.segments]
         fork.window, fork.time, fork.serial = self.window, self.time, self.serial
         return fork

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache.block import Block, Cells, Layout
+from kvkeep.cache.overwritten import Guarded, Overwritten
 from kvkeep.cache.position_map import PositionMap
 
 GROWTH = 256  # cells added at least when a segment outgrows its storage
@@ -24,6 +25,7 @@ class Segment:
     crowded: other segments of its window hold cells yet, so that storage is only made as it fills.
     lent: its newest cells that are still counted in the window, too: they leave it in the step
         that is about to run.
+    guarded: of a successor, the cells that must be there again if what comes next fails.
 
     Each cell has a *place*, the number of its slot plus the block's origin, and keeps it. Sums are
     made over blocks of places, so that the last bit of a sum depends on places and on nothing
@@ -53,6 +55,7 @@ class Segment:
         self.sealed = False
         self.crowded = False
         self.lent = 0
+        self.guarded: Guarded | None = None
         self.start = 0
         self.length = 0
         self.block = Block(Cells.empty(layout, 0, compressed))
@@ -144,7 +147,7 @@ class Segment:
         """The slot for one more cell, ready to be written: in a full ring that of the oldest."""
         self.reserve(self.length + 1)
         slots = self.slots(self.length, 1)
-        self._unshare(slots)
+        self._claim(slots)
         return int(slots[0].start)
 
     def occupy(self, slot: int, position: int, serial: int) -> None:
@@ -157,17 +160,19 @@ class Segment:
         """Adds cells as the newest; the limit must leave room for them."""
         self.reserve(self.length + len(cells))
         slots, done = self.slots(self.length, len(cells)), 0
-        self._unshare(slots)
+        self._claim(slots)
         for slot in slots:
             upto = done + slot.stop - slot.start
             self.block.slots.write(slot, cells.part(slice(done, upto)))
             done = upto
         self.length += len(cells)
 
-    def _unshare(self, slots: list[slice]) -> None:
-        """Copies the storage before cells that others see would be overwritten."""
+    def _claim(self, slots: list[slice]) -> None:
+        """Copies the storage, or what is in these slots, before others' cells are overwritten."""
         if any(slot.start < self.block.shared for slot in slots):
             self.block = self.block.copy()
+        elif self.guarded is not None and self.guarded.block is self.block:
+            self.guarded.keep(slots)
 
     @property
     def slack(self) -> int:
@@ -197,9 +202,16 @@ class Segment:
         self.frozen, self.limit = False, limit
         return True
 
+    def successor(self, overwritten: list[Overwritten]) -> "Segment":
+        """The same cells in the same storage, to be changed; see `KVCache.successor`."""
+        successor = copy.copy(self)
+        successor.guarded = Guarded(self.block, self.start, self.length, overwritten)
+        return successor
+
     def twin(self) -> "Segment":
         """The same cells for another owner. Storage is shared until one side must write to it."""
         twin = copy.copy(self)
+        twin.guarded = None
         # A run goes on behind its last cell wherever it is; a ring needs all its slots.
         twin.block = self.block.share(self.capacity if self.wrapped else self.start + self.length)
         return twin
@@ -210,6 +222,11 @@ class Segment:
         if self.frozen or (self.place == 0 and not self.full):
             twin.frozen = twin.sealed = True
         return twin
+
+    def __copy__(self) -> "Segment":
+        copied = Segment.__new__(Segment)  # as copy.copy would do it, but at once
+        copied.__dict__ = self.__dict__.copy()
+        return copied
 
     def to(self, device: torch.device) -> "Segment":
         """Itself, with its storage moved to a device."""

@@ -1,7 +1,7 @@
 """One forward's view of a cache: what each query sees, prepared once and used by every layer.
 
 A step adds `count` tokens at times `time ... time + count - 1` to the newest segment. Nothing of
-it counts until `commit`; `abort` leaves the cache as it was.
+it counts until `commit`.
 """
 
 from collections.abc import Sequence
@@ -216,7 +216,6 @@ class DecodeStep(Step):
         block = newest.block.slots
         self.cells = [x[:, :, self.slot] for x in (block.stored_keys, block.stored_values)]
         self.in_full_ring = newest.length == newest.capacity
-        self._overwritten = [x.clone() for x in self.cells] if self.in_full_ring else None
         super().__init__(segments, window, time, 1, rope, scale)
 
     def _look_at(self, segment: Segment, rank: int) -> View | None:
@@ -244,11 +243,6 @@ class DecodeStep(Step):
     def commit(self, serial: int) -> None:
         self.window.forget(self.segments, self.outrun[-1])
         self.newest.occupy(self.slot, self.where[0][0], serial)
-
-    def abort(self) -> None:
-        if self._overwritten is not None:
-            for cells, before in zip(self.cells, self._overwritten, strict=True):
-                put(cells, before)
 
 
 class ChunkStep(Step):
@@ -306,6 +300,3 @@ class ChunkStep(Step):
         for segment in self.segments:
             if segment.anchor:
                 segment.map = segment.map.closer(unseen)
-
-    def abort(self) -> None:
-        """Nothing was written where the cache could see it."""

@@ -194,7 +194,7 @@ def _common(ids: Sequence[int], others: Sequence[int]) -> int:
     )
 
 
-def _overlap(tokens: list[int], ids: list[int]) -> int:
+def _overlap(tokens: Sequence[int], ids: list[int]) -> int:
     """How many of the first ids are there already, as the last tokens."""
     lengths = range(min(len(tokens), len(ids)), 0, -1)
     return next((n for n in lengths if tokens[-n:] == ids[:n]), 0)

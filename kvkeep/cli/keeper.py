@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvkeep.cli.report import megabytes
-from kvkeep.interrupts import interrupts_deferred
+from kvkeep.interrupts import first_interrupt_deferred
 from kvkeep.models.library import home
 from kvkeep.store.sessions import SessionFolder
 
@@ -79,7 +79,7 @@ class Keeper:
     def write(self) -> None:
         """Writes the file. Ctrl-C waits until that is done; a second one leaves the old file."""
         begun = time.perf_counter()
-        with interrupts_deferred():
+        with first_interrupt_deferred():
             snapshot = replace(self._session.snapshot(), notes=self.notes)
             size = snapshot.save(self._file.resolve(), self._codec)
             self._state = self._now()

@@ -36,8 +36,7 @@ def transplanted(session: Session, model: Model) -> Session:
         cells = Cells(keys, values, cells.positions, cells.serials, cells.bias)
         there.segments.append(Segment.of(there.layout, cells, segment.map, segment.anchor))
     there.time, there.serial = cache.time, cache.serial
-    other._memory.tokens.extend(session._memory.tokens)
-    other._memory.serials.extend(session._memory.serials)
+    other._memory.tokens, other._memory.serials = session.tokens, session._memory.serials
     return other
 
 

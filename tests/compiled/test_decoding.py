@@ -157,7 +157,7 @@ def over_the_same_cells(model: Model, session: Session, kv_bits: str | None) -> 
     memory, found = other._memory, session._memory.fork()
     found.decoder, found.cache.layout = memory.decoder, memory.cache.layout
     found.cache.far_layout = memory.cache.far_layout
-    other._memory = found
+    other._state.memory = found
     return other
 
 

@@ -1,0 +1,99 @@
+"""A number for each token of a session, in order: its id, or its serial."""
+
+import threading
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from typing import overload
+
+
+class History(Sequence[int]):
+    """Numbers that never change: what comes after them makes another history.
+
+    It equals any sequence of the same numbers; a slice of it is a list. A longer history and a
+    shorter one share storage with it, so that a token more costs the same at any length.
+    """
+
+    __hash__ = None  # type: ignore[assignment]
+    __slots__ = ("_length", "_storage")
+
+    def __init__(self, typecode: str, numbers: Iterable[int] = ()):
+        """typecode: of `array`, such as "i" for 32 bits."""
+        self._storage = _Storage(array(typecode, numbers))
+        self._length = len(self._storage.numbers)
+
+    def extended(self, numbers: Sequence[int]) -> "History":
+        """With more numbers at its end."""
+        return History._of(self._storage.extended(self._length, numbers), self._length, numbers)
+
+    def first(self, count: int) -> "History":
+        """Its first `count` numbers."""
+        return History._of(self._storage, min(count, self._length))
+
+    def replaced(self, start: int, end: int, numbers: Sequence[int]) -> "History":
+        """With others in the place of numbers `start ... end - 1`. Costs a copy."""
+        copied = self.array()
+        copied[start:end] = array(copied.typecode, numbers)
+        return History._of(_Storage(copied), len(copied))
+
+    def array(self) -> "array[int]":
+        """A copy."""
+        return self._storage.numbers[: self._length]
+
+    def tolist(self) -> list[int]:
+        """A copy."""
+        return self.array().tolist()
+
+    @classmethod
+    def _of(cls, storage: "_Storage", length: int, more: Sequence[int] = ()) -> "History":
+        history = cls.__new__(cls)
+        history._storage, history._length = storage, length + len(more)
+        return history
+
+    def __len__(self) -> int:
+        return self._length
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        if isinstance(index, slice):
+            start, stop, step = index.indices(self._length)
+            if step < 0:
+                return self.array()[index].tolist()
+            return self._storage.numbers[start:stop:step].tolist()
+        if not -self._length <= index < self._length:
+            raise IndexError(f"expected an index below {self._length}; found {index}")
+        return self._storage.numbers[index % self._length]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.array())
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, History):
+            return self.array() == other.array()
+        if isinstance(other, Sequence) and not isinstance(other, str | bytes):
+            return len(other) == self._length and self.tolist() == list(other)
+        return NotImplemented
+
+    def __repr__(self) -> str:
+        return repr(self.tolist())
+
+
+class _Storage:
+    """Numbers that histories share. Only the one that reaches to their end adds more in place."""
+
+    __slots__ = ("_lock", "numbers")
+
+    def __init__(self, numbers: "array[int]"):
+        self.numbers = numbers
+        self._lock = threading.Lock()
+
+    def extended(self, length: int, numbers: Sequence[int]) -> "_Storage":
+        """Storage that holds the first `length` numbers and then those."""
+        more = array(self.numbers.typecode, numbers)  # whatever is no number fails here
+        with self._lock:
+            if len(self.numbers) == length:
+                self.numbers.extend(more)
+                return self
+        return _Storage(self.numbers[:length] + more)
