@@ -22,7 +22,7 @@ from benchmarks.machine import describe_machine
 from kvkeep import Snapshot, load_model
 from kvkeep.evaluate.manual import manual_text
 from kvkeep.files.whole import write_json
-from kvkeep.released import release_freed
+from kvkeep.trim_heap import trim_heap
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def measure(name: str, tokens: int, ratio: float, method: str) -> Freed:
 def _resident(process: psutil.Process) -> int:
     """Without what the process has freed already: that would hide what it takes next."""
     gc.collect()
-    release_freed()
+    trim_heap()
     resident: int = process.memory_info().rss
     return resident
 

@@ -24,7 +24,7 @@ from kvkeep.errors import InvalidArgument
 from kvkeep.evaluate.manual import manual_text
 from kvkeep.files.whole import write_json
 from kvkeep.model import Model
-from kvkeep.session import Session
+from kvkeep.session.session import Session
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from kvkeep.model import Model
-from kvkeep.session import Session
+from kvkeep.session.session import Session
 from kvkeep.store.codec import Codec
 from kvkeep.store.snapshot import Snapshot
 

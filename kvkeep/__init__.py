@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING, Any
 from kvkeep.errors import KvkeepError
 
 if TYPE_CHECKING:
-    from kvkeep.calibrating import calibrate
-    from kvkeep.calibration import Calibration, load_calibration
-    from kvkeep.compressing import CompressionReport
-    from kvkeep.group import SessionGroup
     from kvkeep.model import Model, load_model
-    from kvkeep.sampling import Sampling
-    from kvkeep.session import FeedReport, Session
+    from kvkeep.session.calibrating import calibrate
+    from kvkeep.session.calibration import Calibration, load_calibration
+    from kvkeep.session.compressing import CompressionReport
+    from kvkeep.session.group import SessionGroup
+    from kvkeep.session.sampling import Sampling
+    from kvkeep.session.session import FeedReport, Session
     from kvkeep.store.prefix import PrefixStore
     from kvkeep.store.snapshot import Snapshot
 
@@ -33,17 +33,17 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Calibration": "kvkeep.calibration",
-    "CompressionReport": "kvkeep.compressing",
-    "FeedReport": "kvkeep.session",
+    "Calibration": "kvkeep.session.calibration",
+    "CompressionReport": "kvkeep.session.compressing",
+    "FeedReport": "kvkeep.session.session",
     "Model": "kvkeep.model",
     "PrefixStore": "kvkeep.store.prefix",
-    "Sampling": "kvkeep.sampling",
-    "Session": "kvkeep.session",
-    "SessionGroup": "kvkeep.group",
+    "Sampling": "kvkeep.session.sampling",
+    "Session": "kvkeep.session.session",
+    "SessionGroup": "kvkeep.session.group",
     "Snapshot": "kvkeep.store.snapshot",
-    "calibrate": "kvkeep.calibrating",
-    "load_calibration": "kvkeep.calibration",
+    "calibrate": "kvkeep.session.calibrating",
+    "load_calibration": "kvkeep.session.calibration",
     "load_model": "kvkeep.model",
 }
 

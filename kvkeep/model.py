@@ -9,10 +9,7 @@ from torch import Tensor
 
 from kvkeep import arguments
 from kvkeep.cache import Bits
-from kvkeep.calibration import Calibration
-from kvkeep.capture import revive
 from kvkeep.compiled.decoder import can_decode
-from kvkeep.context import WHOLE_PROMPT
 from kvkeep.errors import InvalidArgument
 from kvkeep.executors import new_decoder
 from kvkeep.loaded import LoadedModel
@@ -25,7 +22,10 @@ from kvkeep.models.spec import ModelSpec
 from kvkeep.models.text import TextCodec
 from kvkeep.models.weights import check_tensors, check_tied, read_shapes, read_tensors
 from kvkeep.policies import Policy, Settings, checked_bits, longest, make_policy
-from kvkeep.session import Session
+from kvkeep.session.calibration import Calibration
+from kvkeep.session.capture import revive
+from kvkeep.session.context import WHOLE_PROMPT
+from kvkeep.session.session import Session
 from kvkeep.store.prefix import PrefixStore
 from kvkeep.store.snapshot import Snapshot
 

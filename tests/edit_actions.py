@@ -12,7 +12,7 @@ from kvkeep import Snapshot
 from kvkeep.errors import KvkeepError
 from kvkeep.model import Model
 from kvkeep.models.llama import Decoder
-from kvkeep.session import Session
+from kvkeep.session.session import Session
 
 Action = tuple[str, tuple]
 TOKENS = st.lists(st.integers(1, 255), min_size=1, max_size=30)

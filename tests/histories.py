@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvkeep import Sampling
 from kvkeep.errors import KvkeepError
 from kvkeep.model import Model
-from kvkeep.session import Session
+from kvkeep.session.session import Session
 
 HOW = Sampling(temperature=1.0, top_k=40, seed=7)
 TEXT = [(i * i * 7 + 3 * i) % 250 + 1 for i in range(2000)]

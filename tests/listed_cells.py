@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.models.llama import Decoder, Llama
-from kvkeep.session import Session
+from kvkeep.session.session import Session
 
 
 class ListedCells:

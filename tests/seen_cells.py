@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kvkeep.model import Model
 from kvkeep.models.llama import Llama
-from kvkeep.session import Session
+from kvkeep.session.session import Session
 
 
 class SeenCells:

@@ -11,8 +11,6 @@ from small import small_model
 from torch import Tensor
 
 from kvkeep import Snapshot
-from kvkeep.calibrating import calibrate
-from kvkeep.calibration import Calibration, load_calibration
 from kvkeep.errors import (
     CorruptFile,
     FingerprintMismatch,
@@ -23,7 +21,9 @@ from kvkeep.errors import (
 )
 from kvkeep.methods.measured import LIKENESSES
 from kvkeep.models.executor import AnyStep
-from kvkeep.session import Session
+from kvkeep.session.calibrating import calibrate
+from kvkeep.session.calibration import Calibration, load_calibration
+from kvkeep.session.session import Session
 
 MODEL = small_model()
 TEXT = [(i * i * 7 + 3 * i) % 255 + 1 for i in range(1536)]

@@ -13,10 +13,10 @@ from torch import Tensor
 
 import kvkeep
 from kvkeep import PrefixStore, Sampling, SessionGroup, Snapshot
-from kvkeep.calibrating import calibrate
 from kvkeep.methods import METHODS
 from kvkeep.model import Model
-from kvkeep.session import Session
+from kvkeep.session.calibrating import calibrate
+from kvkeep.session.session import Session
 
 IDS = [(i * i * 7 + 3 * i) % 250 + 1 for i in range(200)]
 DRAWN = Sampling(0.9, top_k=40, top_p=0.9, min_p=0.01, repetition_penalty=1.2, seed=3)

@@ -10,10 +10,10 @@ from policies.archives import same, state
 from small import small_model
 
 from kvkeep.cache import Cells
-from kvkeep.compressing import _newest_queries as newest_queries
 from kvkeep.errors import ContextFull, InvalidArgument
 from kvkeep.methods import METHODS, Candidates, make_method
-from kvkeep.session import Session
+from kvkeep.session.compressing import _newest_queries as newest_queries
+from kvkeep.session.session import Session
 
 MODEL = small_model()
 TEXT = [(i * i * 7 + 3 * i) % 255 + 1 for i in range(900)]

@@ -8,7 +8,7 @@ from policies.archives import Setting
 from small import small_model
 
 from kvkeep import SessionGroup
-from kvkeep.session import Session
+from kvkeep.session.session import Session
 
 MODEL = small_model()
 TEXT = [(i * i * 7 + 3 * i) % 255 + 1 for i in range(400)]

@@ -11,7 +11,7 @@ from topics import topic_ids
 
 from kvkeep.errors import ContextFull, InvalidArgument
 from kvkeep.model import Model
-from kvkeep.session import Session
+from kvkeep.session.session import Session
 
 BUDGET = 64
 

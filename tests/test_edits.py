@@ -14,10 +14,10 @@ from test_invariants import same, state
 from topics import topic_text
 
 from kvkeep import Snapshot
-from kvkeep.edit import edit
 from kvkeep.errors import ContextFull, InvalidArgument, KvkeepError, NonFiniteLogits
 from kvkeep.model import Model
-from kvkeep.session import Session
+from kvkeep.session.edit import edit
+from kvkeep.session.session import Session
 from kvkeep.store.prefix import PrefixStore
 
 TEXT = MODEL.text.encode("keys are written once; queries choose where they stand")

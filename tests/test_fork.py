@@ -8,7 +8,7 @@ from small import small_model
 
 from kvkeep import Sampling
 from kvkeep.errors import InvalidArgument, KvkeepError
-from kvkeep.session import Session
+from kvkeep.session.session import Session
 
 MODEL = small_model()
 TEXT = list(b"one prompt, and several ways to go on from it, none of which knows the others")

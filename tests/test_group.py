@@ -12,7 +12,7 @@ from kvkeep import Sampling, SessionGroup, Snapshot
 from kvkeep.cache.segment import GROWTH
 from kvkeep.errors import ContextFull, InvalidArgument, NonFiniteLogits
 from kvkeep.model import Model
-from kvkeep.session import Session
+from kvkeep.session.session import Session
 
 MODEL = small_model()
 PROMPT = [(i * i * 7 + 3 * i) % 255 + 1 for i in range(2000)]

@@ -12,7 +12,7 @@ from small import small_model
 from kvkeep.cache import KVCache
 from kvkeep.errors import KvkeepError
 from kvkeep.models.executor import AnyStep
-from kvkeep.session import Session
+from kvkeep.session.session import Session
 
 MODEL = small_model()
 TOKENS = st.lists(st.integers(1, 255), min_size=1, max_size=60)

@@ -11,7 +11,7 @@ from test_invariants import same, state
 
 from kvkeep import Snapshot
 from kvkeep.errors import InvalidArgument
-from kvkeep.session import Session
+from kvkeep.session.session import Session
 
 TEXT = list(b"a pinned stretch stays where it is while the window moves on without end")
 PASS = range(20, 26)

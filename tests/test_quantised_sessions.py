@@ -14,7 +14,7 @@ from kvkeep.cache import Bits
 from kvkeep.cache.quantised import tensors
 from kvkeep.errors import InvalidArgument
 from kvkeep.model import Model
-from kvkeep.session import Session
+from kvkeep.session.session import Session
 from kvkeep.store.prefix import PrefixStore
 from kvkeep.store.snapshot import Snapshot
 

@@ -17,7 +17,7 @@ from topics import topic_ids
 from kvkeep import Snapshot
 from kvkeep.errors import KvkeepError
 from kvkeep.model import Model
-from kvkeep.session import Session
+from kvkeep.session.session import Session
 
 BUDGET = 32
 SETTINGS = {

@@ -18,7 +18,7 @@ from transformers.generation.logits_process import (
 
 from kvkeep import Sampling
 from kvkeep.errors import InvalidArgument
-from kvkeep.sampling import Sampler, distribution
+from kvkeep.session.sampling import Sampler, distribution
 
 PROBABILITIES = [0.4, 0.3, 0.15, 0.1, 0.05]
 LOGITS = torch.tensor(PROBABILITIES).log()

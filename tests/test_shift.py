@@ -8,7 +8,7 @@ from test_edits import distances, held
 from test_invariants import same, state
 
 from kvkeep.errors import InvalidArgument
-from kvkeep.session import Session
+from kvkeep.session.session import Session
 
 TEXT = list(b"at the bound the oldest cells go together, and then there is room again for a while")
 

@@ -8,7 +8,7 @@ from test_invariants import same, state
 
 from kvkeep import Snapshot
 from kvkeep.errors import InvalidArgument, KvkeepError
-from kvkeep.session import Session
+from kvkeep.session.session import Session
 
 
 def template(**options) -> Session:

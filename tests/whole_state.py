@@ -7,7 +7,7 @@ import torch
 
 from kvkeep.cache import Segment
 from kvkeep.cache.quantised import tensors
-from kvkeep.session import Session
+from kvkeep.session.session import Session
 
 Whole = dict[str, Any]
 

@@ -7,7 +7,7 @@ import torch
 
 import kvkeep
 from benchmarks.peers.base import DTYPE, About, Forked, Setup
-from kvkeep.spans import GONE
+from kvkeep.session.spans import GONE
 
 
 class KvkeepPeer:

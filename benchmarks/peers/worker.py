@@ -10,7 +10,7 @@ import psutil
 from tqdm import tqdm
 
 from benchmarks.peers.base import Peer, Setup, Variant
-from kvkeep.released import release_freed
+from kvkeep.trim_heap import trim_heap
 
 
 def serve(connection: Connection, setup: Setup, variant: Variant) -> None:
@@ -88,7 +88,7 @@ def _held(device: str) -> int:
 def _settle() -> None:
     """Gives back what is kept for later: a context made in it would seem to take no memory."""
     gc.collect()
-    release_freed()
+    trim_heap()
 
 
 def _words(error: Exception) -> str:

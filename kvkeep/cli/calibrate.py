@@ -38,7 +38,7 @@ def calibrate(text: str, output: Path, model: str, dtype: str, device: str, quie
 
     from tqdm import tqdm
 
-    from kvkeep.calibrating import calibrate as measure
+    from kvkeep.session.calibrating import calibrate as measure
 
     loaded = load_named(model, dtype, device, weights=None, progress=not quiet)
     ids = loaded.text.encode(written)

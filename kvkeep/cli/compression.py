@@ -67,7 +67,7 @@ def calibrated(file: Path | None, model: "Model") -> "Calibration | None":
     """What a file says that compression goes by, if one was given."""
     if file is None:
         return None
-    from kvkeep.calibration import load_calibration
+    from kvkeep.session.calibration import load_calibration
 
     return load_calibration(file, model)
 

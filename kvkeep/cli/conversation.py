@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from kvkeep import Session
 from kvkeep.errors import InvalidArgument, KvkeepError
 from kvkeep.models.text import TextCodec
-from kvkeep.spans import Span
+from kvkeep.session.spans import Span
 
 _MARK = "kvkeepanswer"  # stands for an answer in a rendering; letters only, so nothing trims it
 

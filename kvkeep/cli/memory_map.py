@@ -11,7 +11,7 @@ from kvkeep.cli.report import counted, megabytes
 
 if TYPE_CHECKING:
     from kvkeep import Session
-    from kvkeep.spans import Standing
+    from kvkeep.session.spans import Standing
 
 # Each with its two characters: for terminals that can, and for all.
 KINDS: dict["Standing", tuple[str, str]] = {

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvkeep.cli.conversation import Conversation
 from kvkeep.errors import InvalidArgument
-from kvkeep.spans import GONE
+from kvkeep.session.spans import GONE
 
 _QUOTED = re.compile(r'"([^"]+)"|“([^”]+)”')
 _TURN = re.compile(r"(\d+|last)(?:\.(question|answer|q|a))?")

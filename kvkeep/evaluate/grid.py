@@ -10,8 +10,8 @@ from kvkeep.evaluate.facts import Sample, Samples
 from kvkeep.evaluate.recall import Recall, recall
 
 if TYPE_CHECKING:
-    from kvkeep.calibration import Calibration
     from kvkeep.model import Model
+    from kvkeep.session.calibration import Calibration
 
 UNCOMPRESSED = "uncompressed"  # in the place of a method, at ratio 1
 

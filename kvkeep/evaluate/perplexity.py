@@ -8,7 +8,7 @@ import psutil
 import torch
 
 from kvkeep.errors import ContextFull, InvalidArgument
-from kvkeep.session import Session
+from kvkeep.session.session import Session
 
 RECENT = 512  # tokens that `recent` looks back on
 

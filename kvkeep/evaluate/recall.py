@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvkeep.evaluate.facts import Fact, Sample
-from kvkeep.session import Session
+from kvkeep.session.session import Session
 
 if TYPE_CHECKING:
-    from kvkeep.calibration import Calibration
     from kvkeep.methods import Compression
     from kvkeep.model import Model
+    from kvkeep.session.calibration import Calibration
 
 SPARE = 3  # tokens written beyond those of the key: the model may put a space or a quote before it
 ROOM_TO_ASK = 128  # tokens, more than any question and its answer take

@@ -13,7 +13,7 @@ from kvkeep.cache import Queries
 from kvkeep.cache.observer import LIMIT
 from kvkeep.errors import NonFiniteLogits
 from kvkeep.models.executor import AnyStep
-from kvkeep.session import Session
+from kvkeep.session.session import Session
 
 MODEL = small_model()
 TEXT = [(i * i * 7 + 3 * i) % 255 + 1 for i in range(400)]

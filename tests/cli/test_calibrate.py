@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from kvkeep import load_model
-from kvkeep.calibration import load_calibration
+from kvkeep.session.calibration import load_calibration
 
 TEXT = "The sea is wide and the night is long; nobody knows how long. " * 110  # 1,651 tokens
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvkeep import Sampling, load_model
-from kvkeep.streaming import TextStream
+from kvkeep.session.streaming import TextStream
 
 GREEDY = ["--temperature", "0", "--repetition-penalty", "1"]
 

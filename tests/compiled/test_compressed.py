@@ -11,7 +11,7 @@ from kvkeep.cache import Cells, Segment
 from kvkeep.compiled.decoder import CompiledExecutor
 from kvkeep.compiled.library import library
 from kvkeep.model import Model
-from kvkeep.session import Session
+from kvkeep.session.session import Session
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no compiled kernels here")
 

@@ -12,7 +12,7 @@ from kvkeep.compiled.decoder import CompiledExecutor
 from kvkeep.compiled.library import library
 from kvkeep.model import Model
 from kvkeep.models.llama import Decoder
-from kvkeep.session import Session
+from kvkeep.session.session import Session
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no compiled kernels here")
 

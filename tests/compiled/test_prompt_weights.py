@@ -13,7 +13,7 @@ from kvkeep.compiled.library import library
 from kvkeep.evaluate.perplexity import measure_perplexity
 from kvkeep.executors import new_decoder
 from kvkeep.model import Model
-from kvkeep.session import Session
+from kvkeep.session.session import Session
 from kvkeep.store.prefix import BLOCK
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no compiled kernels here")

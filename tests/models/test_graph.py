@@ -9,7 +9,7 @@ from kvkeep.cache.step import DecodeStep
 from kvkeep.model import Model
 from kvkeep.models.graph import DecodeGraphs, GraphExecutor
 from kvkeep.models.llama import Decoder, Llama
-from kvkeep.session import Session
+from kvkeep.session.session import Session
 
 PROMPT = [(i * i * 7 + 3 * i) % 255 + 1 for i in range(300)]
 SETTINGS: list[dict[str, object]] = [

@@ -8,7 +8,7 @@ from small import small_model
 
 from kvkeep.cache import KVCache
 from kvkeep.policies import make_policy
-from kvkeep.session import Session
+from kvkeep.session.session import Session
 
 MODEL = small_model()
 TEXT = [(i * i * 7 + 3 * i) % 255 + 1 for i in range(3000)]

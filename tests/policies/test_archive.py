@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from policies.archives import TEXT, Setting, archives, distances
 
 from kvkeep.errors import KvkeepError
-from kvkeep.session import Session
+from kvkeep.session.session import Session
 
 ACTIONS = st.lists(
     st.one_of(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from policies.archives import MODEL, TEXT, Setting, archived, archives, distances
 
 from kvkeep.errors import KvkeepError
-from kvkeep.session import Session
+from kvkeep.session.session import Session
 
 BITS = 16  # tokens told by one element of a value
 

@@ -17,7 +17,7 @@ from kvkeep import Sampling
 from kvkeep.errors import ContextFull
 from kvkeep.model import Model, load_model
 from kvkeep.policies import make_policy
-from kvkeep.session import Session
+from kvkeep.session.session import Session
 from kvkeep.store.snapshot import Snapshot
 
 NEXT = 64  # tokens

@@ -10,7 +10,7 @@ from small import small_model
 
 from kvkeep.errors import CorruptFile
 from kvkeep.policies import make_policy
-from kvkeep.session import Session
+from kvkeep.session.session import Session
 from kvkeep.store.container import read_container, write_container
 from kvkeep.store.snapshot import Snapshot
 

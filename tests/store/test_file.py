@@ -17,7 +17,7 @@ from topics import topic_ids
 
 from kvkeep.cache import Cells, Layout, PositionMap, Segment
 from kvkeep.model import Model
-from kvkeep.session import Session
+from kvkeep.session.session import Session
 from kvkeep.store.snapshot import Snapshot, describe
 
 MODEL = small_model()

@@ -18,7 +18,7 @@ from torch import Tensor
 from kvkeep import Snapshot
 from kvkeep.compiled.library import library
 from kvkeep.model import Model
-from kvkeep.session import Session
+from kvkeep.session.session import Session
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no compiled kernels here")
 MODEL = packed_model(spec_of(), None)

@@ -9,7 +9,7 @@ from store.golden import PATH, TEXT, golden_model
 
 from kvkeep import PrefixStore, Sampling, load_calibration
 from kvkeep.model import Model
-from kvkeep.session import Session
+from kvkeep.session.session import Session
 from kvkeep.store.container import read_container
 from kvkeep.store.prefix_block import BLOCK, blocks_of
 from kvkeep.store.snapshot import Snapshot, describe

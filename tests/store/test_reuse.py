@@ -16,7 +16,7 @@ from topics import topic_ids
 from kvkeep.errors import Locked
 from kvkeep.methods import METHODS
 from kvkeep.model import Model
-from kvkeep.session import Session
+from kvkeep.session.session import Session
 from kvkeep.store import prefix
 from kvkeep.store.prefix import PrefixStore
 from kvkeep.store.prefix_block import BLOCK

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvkeep.model import Model, load_model
 from kvkeep.models.source import DEFAULT_MODEL
-from kvkeep.session import Session
+from kvkeep.session.session import Session
 from kvkeep.store.snapshot import Snapshot
 
 MODEL = small_model()

@@ -22,7 +22,7 @@ from kvkeep.files.whole import check_writable
 
 if TYPE_CHECKING:
     from kvkeep import Model
-    from kvkeep.calibration import Calibration
+    from kvkeep.session.calibration import Calibration
 
 
 def listed(read: Callable[[str], object]) -> Callable[[str], tuple[object, ...]]:

@@ -5,12 +5,12 @@ from collections.abc import Callable, Sequence
 import torch
 
 from kvkeep import arguments
-from kvkeep.calibration import Calibration
 from kvkeep.errors import InvalidArgument
 from kvkeep.loaded import LoadedModel
 from kvkeep.methods.measured import Measured
 from kvkeep.policies import Sliding
-from kvkeep.session import Session
+from kvkeep.session.calibration import Calibration
+from kvkeep.session.session import Session
 
 STEP = 512  # tokens evaluated at once
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from kvkeep.memory import Memory
-from kvkeep.sampling import Sampler, Sampling
-from kvkeep.spans import Place
+from kvkeep.session.memory import Memory
+from kvkeep.session.sampling import Sampler, Sampling
+from kvkeep.session.spans import Place
 
 
 @dataclass

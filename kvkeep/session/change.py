@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvkeep.memory import Memory
+from kvkeep.session.memory import Memory
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from kvkeep.cache import KVCache, Segment, joined
 from kvkeep.cache.attention import HIDDEN
-from kvkeep.change import Change, bounded
 from kvkeep.errors import ContextFull, InvalidArgument
-from kvkeep.memory import Memory, require_finite
+from kvkeep.session.change import Change, bounded
+from kvkeep.session.memory import Memory, require_finite
 
 
 def put_in_place(

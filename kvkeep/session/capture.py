@@ -9,13 +9,13 @@ from kvkeep.cache import Window
 from kvkeep.loaded import LoadedModel
 from kvkeep.policies import make_policy
 from kvkeep.policies.base import pinned_cells
-from kvkeep.sampling import Sampler
-from kvkeep.state import State
+from kvkeep.session.sampling import Sampler
+from kvkeep.session.state import State
 from kvkeep.store.prefix import PrefixStore
 from kvkeep.store.snapshot import Snapshot
 
 if TYPE_CHECKING:
-    from kvkeep.session import Session
+    from kvkeep.session.session import Session
 
 
 def capture(session: "Session") -> Snapshot:
@@ -53,7 +53,7 @@ def capture(session: "Session") -> Snapshot:
 
 def revive(model: LoadedModel, snapshot: Snapshot, store: PrefixStore | None) -> "Session":
     """The session that a snapshot was taken of. Raises FingerprintMismatch for another model."""
-    from kvkeep.session import Session
+    from kvkeep.session.session import Session
 
     model.fingerprint.require(snapshot.fingerprint, "the snapshot")
     settings = snapshot.settings

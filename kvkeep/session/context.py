@@ -9,19 +9,19 @@ from torch import Tensor
 
 from kvkeep import arguments
 from kvkeep.cache import Bits, KVCache
-from kvkeep.calibration import Calibration
-from kvkeep.compressing import CompressionReport, compress_held
-from kvkeep.edit import EditReport, Recompute, edit
 from kvkeep.errors import InvalidArgument
-from kvkeep.history import History
 from kvkeep.interrupts import interrupts_deferred
 from kvkeep.loaded import LoadedModel
-from kvkeep.memory import Memory
 from kvkeep.methods import BEST, make_method
 from kvkeep.policies import Policy
-from kvkeep.released import release_freed
-from kvkeep.spans import Place, Span, Standing, after_edit, standing_in
-from kvkeep.state import State
+from kvkeep.session.calibration import Calibration
+from kvkeep.session.compressing import CompressionReport, compress_held
+from kvkeep.session.edit import EditReport, Recompute, edit
+from kvkeep.session.history import History
+from kvkeep.session.memory import Memory
+from kvkeep.session.spans import Place, Span, Standing, after_edit, standing_in
+from kvkeep.session.state import State
+from kvkeep.trim_heap import trim_heap
 
 WHOLE_PROMPT = -1  # keep: all of the first prompt
 
@@ -247,7 +247,7 @@ class Context:
             self._memory, chosen, ratio, recent, seed, statistics, progress
         )
         self._state = replace(self._state, memory=memory)
-        release_freed()
+        trim_heap()
         return report
 
     @contextmanager

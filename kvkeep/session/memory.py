@@ -10,10 +10,10 @@ from torch import Tensor
 
 from kvkeep.cache import Bits, Cells
 from kvkeep.errors import ContextFull, InvalidArgument, NonFiniteLogits
-from kvkeep.history import History
 from kvkeep.methods import Compression
 from kvkeep.models.llama import Decoder
 from kvkeep.policies import Policy
+from kvkeep.session.history import History
 
 
 @dataclass(frozen=True)

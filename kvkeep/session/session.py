@@ -12,20 +12,20 @@ from torch import Tensor
 
 from kvkeep import arguments
 from kvkeep.cache import Bits
-from kvkeep.capture import capture
-from kvkeep.context import Context
 from kvkeep.errors import InvalidArgument
 from kvkeep.loaded import LoadedModel
-from kvkeep.memory import Evaluated
 from kvkeep.methods import Compression
 from kvkeep.policies import Policy
-from kvkeep.released import release_freed
-from kvkeep.reuse import PromptPrefix, load_prefix, store_prefix
-from kvkeep.sampling import Sampling
-from kvkeep.spans import after_rewind
+from kvkeep.session.capture import capture
+from kvkeep.session.context import Context
+from kvkeep.session.memory import Evaluated
+from kvkeep.session.prefixes import PromptPrefix, load_prefix, store_prefix
+from kvkeep.session.sampling import Sampling
+from kvkeep.session.spans import after_rewind
+from kvkeep.session.streaming import TextStream
 from kvkeep.store.prefix import PrefixStore
 from kvkeep.store.snapshot import Snapshot
-from kvkeep.streaming import TextStream
+from kvkeep.trim_heap import trim_heap
 
 GREEDY = Sampling()
 
@@ -113,7 +113,7 @@ class Session(Context):
             if progress:
                 progress(step.hidden.shape[0])
         if len(ids) - reused > self.prefill_step:
-            release_freed()
+            trim_heap()
         return FeedReport(
             len(ids),
             time.perf_counter() - begun,

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from kvkeep.change import Change, bounded
-from kvkeep.edit_in_place import put_in_place
 from kvkeep.errors import InvalidArgument
-from kvkeep.memory import Memory
+from kvkeep.session.change import Change, bounded
+from kvkeep.session.edit_in_place import put_in_place
+from kvkeep.session.memory import Memory
 
 Recompute = Literal["none", "suffix"]
 

@@ -9,8 +9,8 @@ import torch
 from kvkeep.cache import Queries, Segment, joined
 from kvkeep.cache.observer import LIMIT
 from kvkeep.errors import InvalidArgument
-from kvkeep.memory import Memory
 from kvkeep.methods import Candidates, Compression, Method, Statistics, compress
+from kvkeep.session.memory import Memory
 
 SINKS = 4
 

@@ -11,10 +11,10 @@ from kvkeep.cache.group import GroupStep
 from kvkeep.cache.step import DecodeStep
 from kvkeep.errors import InvalidArgument
 from kvkeep.interrupts import interrupts_deferred
-from kvkeep.memory import Memory, require_finite
-from kvkeep.sampling import Sampling
-from kvkeep.session import GREEDY, Session
-from kvkeep.state import State
+from kvkeep.session.memory import Memory, require_finite
+from kvkeep.session.sampling import Sampling
+from kvkeep.session.session import GREEDY, Session
+from kvkeep.session.state import State
 
 
 class SessionGroup:

@@ -4,7 +4,7 @@ import ctypes
 import sys
 
 
-def release_freed() -> None:
+def trim_heap() -> None:
     """Lets resident memory fall to what is in use, where the C library knows how (glibc's).
 
     Its allocator otherwise keeps much of what was freed, in case it is needed again.

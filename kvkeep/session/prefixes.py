@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvkeep.cache import Bits, Cells, KVCache, PositionMap
 from kvkeep.errors import StoreError
-from kvkeep.memory import Memory
+from kvkeep.session.memory import Memory
 from kvkeep.store.fingerprint import Fingerprint
 from kvkeep.store.prefix import PrefixStore
 from kvkeep.store.prefix_block import BLOCK

@@ -1,0 +1,1 @@
+"""A model's live memory: fed, asked for tokens, edited, forked and saved."""
