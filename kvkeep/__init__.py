@@ -5,7 +5,9 @@ from typing import TYPE_CHECKING, Any
 from kvkeep.errors import KvkeepError
 
 if TYPE_CHECKING:
+    from kvkeep.cache import Bits
     from kvkeep.model import Model, load_model
+    from kvkeep.policies import Archive, Full, SelfExtend, Shift, Sliding
     from kvkeep.session.calibrating import calibrate
     from kvkeep.session.calibration import Calibration, load_calibration
     from kvkeep.session.compressing import CompressionReport
@@ -16,15 +18,21 @@ if TYPE_CHECKING:
     from kvkeep.store.snapshot import Snapshot
 
 __all__ = [
+    "Archive",
+    "Bits",
     "Calibration",
     "CompressionReport",
     "FeedReport",
+    "Full",
     "KvkeepError",
     "Model",
     "PrefixStore",
     "Sampling",
+    "SelfExtend",
     "Session",
     "SessionGroup",
+    "Shift",
+    "Sliding",
     "Snapshot",
     "calibrate",
     "load_calibration",
@@ -33,14 +41,20 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Archive": "kvkeep.policies",
+    "Bits": "kvkeep.cache",
     "Calibration": "kvkeep.session.calibration",
     "CompressionReport": "kvkeep.session.compressing",
     "FeedReport": "kvkeep.session.session",
+    "Full": "kvkeep.policies",
     "Model": "kvkeep.model",
     "PrefixStore": "kvkeep.store.prefix",
     "Sampling": "kvkeep.session.sampling",
+    "SelfExtend": "kvkeep.policies",
     "Session": "kvkeep.session.session",
     "SessionGroup": "kvkeep.session.group",
+    "Shift": "kvkeep.policies",
+    "Sliding": "kvkeep.policies",
     "Snapshot": "kvkeep.store.snapshot",
     "calibrate": "kvkeep.session.calibrating",
     "load_calibration": "kvkeep.session.calibration",

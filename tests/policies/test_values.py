@@ -98,3 +98,10 @@ def test_numbers_of_numpy_are_pythons() -> None:
 
 def test_bits_are_given_as_a_value_too() -> None:
     assert MODEL.session(policy=Sliding(32), bits=Bits(kv="8")).bits == Bits("8", None)
+
+
+def test_all_that_a_session_is_made_of_comes_from_one_place() -> None:
+    import kvkeep
+
+    for name in kvkeep.__all__:
+        assert getattr(kvkeep, name).__name__ == name
