@@ -106,8 +106,13 @@ def _latest(session: str | None) -> str:
     from kvkeep.store.snapshot import describe
 
     for path in session_folder().newest():
-        if CHAT in describe(path).get("notes", {}):
-            return path.stem
+        try:
+            if CHAT in describe(path).get("notes", {}):
+                return path.stem
+        except StoreError:
+            if path.exists():
+                raise
+            continue  # somebody removed it meanwhile
     raise InvalidArgument(
         "there is no chat to continue: those begun with `kvkeep chat --session NAME` are kept"
     )

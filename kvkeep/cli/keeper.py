@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvkeep.cli.report import megabytes
 from kvkeep.interrupts import first_interrupt_deferred
-from kvkeep.models.library import home
+from kvkeep.models.library import home, is_given
 from kvkeep.store.sessions import SessionFolder
 
 if TYPE_CHECKING:
@@ -16,8 +16,15 @@ if TYPE_CHECKING:
 
 
 def session_folder() -> SessionFolder:
-    """The user's own sessions."""
-    return SessionFolder(home() / "sessions")
+    """The user's own sessions: in $KVKEEP_HOME, or where the system keeps what must not be lost.
+
+    They were kept in the cache folder once, which any cleaner may empty, and are still found there.
+    """
+    if is_given():
+        return SessionFolder(home() / "sessions")
+    from platformdirs import user_data_path
+
+    return SessionFolder(user_data_path("kvkeep") / "sessions", older=home() / "sessions")
 
 
 @dataclass(frozen=True)

@@ -30,12 +30,16 @@ class PulledModel:
 
 def home() -> Path:
     """Where kvkeep keeps models: $KVKEEP_HOME, or the user's cache folder."""
-    from_environment = os.environ.get("KVKEEP_HOME")
-    if from_environment:
-        return Path(from_environment).expanduser().absolute()
+    if is_given():
+        return Path(os.environ["KVKEEP_HOME"]).expanduser().absolute()
     from platformdirs import user_cache_path
 
     return user_cache_path("kvkeep")
+
+
+def is_given() -> bool:
+    """Whether $KVKEEP_HOME says where everything is kept."""
+    return bool(os.environ.get("KVKEEP_HOME"))
 
 
 def pulled() -> list[PulledModel]:

@@ -110,8 +110,13 @@ def fingerprint(
         tokenizer=_vocabulary_digest(tokenizer),
         dtype=_dtype_name(layout.dtype),
         layout=_layout_name(layout.layers, layout.kv_heads, layout.head_dim),
-        earlier_tokenizer=blake3(tokenizer.to_str().encode()).hexdigest(),
+        earlier_tokenizer=_earlier_digest(tokenizer),
     )
+
+
+def is_tokenizer_of(saved: Mapping[str, str], tokenizer: Tokenizer) -> bool:
+    """Whether a saved fingerprint is of a model with this tokenizer. Needs no weights."""
+    return saved.get("tokenizer") in (_vocabulary_digest(tokenizer), _earlier_digest(tokenizer))
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
@@ -127,6 +132,10 @@ def _vocabulary_digest(tokenizer: Tokenizer) -> str:
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     control = [n for n, added in tokenizer.get_added_tokens_decoder().items() if added.special]
     return _digest([sorted(vocabulary.items(), key=lambda pair: pair[::-1]), sorted(control)])
+
+
+def _earlier_digest(tokenizer: Tokenizer) -> str:
+    return blake3(tokenizer.to_str().encode()).hexdigest()
 
 
 def _digest(value: object) -> str:

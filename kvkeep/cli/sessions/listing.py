@@ -21,7 +21,7 @@ def list_(as_json: bool) -> None:
 
     Only the beginning of each file is read; `kvkeep sessions verify` reads them whole.
     """
-    rows = [_row(path) for path in session_folder().newest()]
+    rows = [row for path in session_folder().newest() if (row := _row(path)) is not None]
     if as_json:
         click.echo(json.dumps([asdict(row) for row in rows], indent=2, ensure_ascii=False))
         return
@@ -51,10 +51,14 @@ class _Row:
     error: str | None = None
 
 
-def _row(path: Path) -> _Row:
+def _row(path: Path) -> _Row | None:
+    """None for a session that somebody removes meanwhile."""
     from kvkeep.store.snapshot import describe
 
-    status = path.stat()
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
     try:
         found = describe(path)
         return _Row(
@@ -69,6 +73,8 @@ def _row(path: Path) -> _Row:
             sum(segment["length"] for segment in found["segments"]),
         )
     except StoreError as error:
+        if not path.exists():
+            return None
         why = str(error)
     except KeyError as error:
         why = f"{path} does not say its {error}: another version of kvkeep made it"

@@ -79,16 +79,15 @@ def _facts(file: Path, snapshot: "Snapshot") -> Iterator[tuple[str, str]]:
 
 
 def _tokenizer(file: Path, snapshot: "Snapshot", named: str | None) -> "TextCodec":
-    from blake3 import blake3
-
     from kvkeep.models.source import resolve
     from kvkeep.models.text import TextCodec
+    from kvkeep.store.fingerprint import is_tokenizer_of
 
     if named is None:
         require_here(snapshot.model, file)
     name = named or snapshot.model
     text = TextCodec.open(resolve(name, progress=True))
-    if blake3(text.tokenizer.to_str().encode()).hexdigest() != snapshot.fingerprint["tokenizer"]:
+    if not is_tokenizer_of(snapshot.fingerprint, text.tokenizer):
         raise FingerprintMismatch(
             f"the text of {file} cannot be shown: the tokenizer of {name} is another one than when "
             "it was saved"

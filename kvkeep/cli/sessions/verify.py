@@ -20,17 +20,20 @@ def verify(names: tuple[str, ...]) -> None:
     """
     from kvkeep import Snapshot
 
+    every = sorted((path.stem, path) for path in session_folder().newest())
     bad = 0
-    for name in names or session_folder().names():
-        file = session_or_file(name)
+    for name, file in [(name, session_or_file(name)) for name in names] or every:
         try:
             snapshot = Snapshot.load(file)
-        except StoreError as error:
+            size = file.stat().st_size
+        except (StoreError, FileNotFoundError) as error:
+            if not names and not file.exists():
+                continue  # somebody removed it meanwhile
             bad += 1
             click.echo(f"BAD  {name}: {error}")
         else:
             tokens = counted(len(snapshot.tokens), "token")
-            click.echo(f"OK   {name}: {tokens}, {megabytes(file.stat().st_size)}")
+            click.echo(f"OK   {name}: {tokens}, {megabytes(size)}")
     if bad:
         raise click.exceptions.Exit(DAMAGED)
 
