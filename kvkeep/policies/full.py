@@ -1,7 +1,7 @@
 """Policy `full`: every cell is kept, up to the length that the model was trained for."""
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Self
 
 from kvkeep.cache import KVCache, Segment
 from kvkeep.policies.base import Policy
@@ -13,6 +13,11 @@ class Full(Policy):
 
     name: ClassVar[str] = "full"
 
+    trained: int = field(default=0, repr=False)  # positions; no more than the budget where not said
+
+    def for_model(self, trained: int) -> Self:
+        return replace(super().for_model(trained), trained=trained)
+
     @property
     def keep(self) -> int:
         return self.max_kv_size
@@ -22,7 +27,14 @@ class Full(Policy):
         return self.max_kv_size
 
     def room(self, cache: KVCache) -> int | None:
-        return self.max_kv_size - max(cache.cells, cache.reach)
+        """As many as the budget has cells left for, and as the model can look past.
+
+        The n-th new token sees the oldest cell from `reach + n - 1` positions away, which the model
+        was trained for up to `trained - 1`. The two bounds differ once cells were compressed: they
+        are fewer then, and lie as far apart as before.
+        """
+        trained = max(self.trained, self.max_kv_size)
+        return min(self.max_kv_size - cache.cells, trained - cache.reach)
 
     def open(self, cache: KVCache, wanted: int, ahead: int = 0) -> int:
         newest = cache.segments[-1] if cache.segments else None

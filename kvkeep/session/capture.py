@@ -61,10 +61,10 @@ def revive(model: LoadedModel, snapshot: Snapshot, store: PrefixStore | None) ->
     policy = make_policy(**chosen).for_model(model.spec.max_positions)
     session = Session(model, policy, settings["prefill_step"], store, snapshot.bits)
     memory, cache = session._memory, session.cache
+    # Files of earlier releases may ask for it where all is kept.
+    keep_whole_prompt = settings["keep_whole_prompt"] and "keep" in policy.settings()
     spans = {name: (start, end) for name, (start, end) in settings.get("spans", {}).items()}
-    session._state = State(
-        memory, Sampler.at(snapshot.sampler), spans, settings["keep_whole_prompt"]
-    )
+    session._state = State(memory, Sampler.at(snapshot.sampler), spans, keep_whole_prompt)
     memory.tokens = memory.tokens.extended(snapshot.tokens.tolist())
     memory.serials = memory.serials.extended(snapshot.serials.tolist())
     memory.pins = frozenset(settings.get("pins", ()))

@@ -122,6 +122,8 @@ class Context:
     @keep.setter
     def keep(self, keep: int) -> None:
         keep = arguments.whole("keep", keep)
+        if keep == WHOLE_PROMPT:
+            self._memory.policy.with_settings(keep=0)  # refused where nothing is kept apart
         with self._changing() as work:
             work.keep_whole_prompt = keep == WHOLE_PROMPT and not work.memory.tokens
             if not work.keep_whole_prompt:
@@ -159,10 +161,19 @@ class Context:
             recompute: "none" leaves later cells as they were computed, so that the edit costs
                 little; "suffix" evaluates everything after it anew, which is exact.
 
+        What is forgotten altogether, every token of it, has no cell that could go: with "none" it
+        goes from `tokens`. An empty span goes, too. In either case nothing is evaluated.
+
         Raises:
-            InvalidArgument: no such range or span, or it is no longer remembered.
+            InvalidArgument: no such range or span, or some of it is no longer remembered.
         """
-        return self._edit(*self._range(start, end), [], recompute)
+        place = self._range(start, end)
+        if recompute == "none" and place[0] == place[1]:
+            self._rename({}, without=str(start))
+            return EditReport(0, 0, 0.0, recompute)
+        if recompute == "none" and self._is_forgotten(place):
+            return self._strike(*place)
+        return self._edit(*place, [], recompute)
 
     def insert(
         self,
@@ -188,9 +199,11 @@ class Context:
     ) -> EditReport:
         """Puts text or token ids in the place of a range, or of a named span (`end` None).
 
-        Otherwise as `delete` and `insert`. A pinned or kept range stays pinned or kept.
+        Otherwise as `delete` and `insert`. A pinned or kept range stays pinned or kept, and a span
+        that is replaced by its name is what was put there, also if it was empty.
         """
-        return self._edit(*self._range(start, end), self._ids(text, special), recompute)
+        place, ids = self._range(start, end), self._ids(text, special)
+        return self._edit(*place, ids, recompute, start if isinstance(start, str) else None)
 
     def make_room(self, count: int, bridge: str = " (...) ", keep: int | None = None) -> EditReport:
         """Takes out old tokens so that `count` more fit, and bridges the gap.
@@ -254,10 +267,11 @@ class Context:
     def span(self, name: str) -> Iterator[None]:
         """Names the tokens that come within the block; see `spans`.
 
-        An exception leaves the name free; the tokens that came before it stay.
+        A name is free again once all tokens of its span are forgotten or compressed. An exception
+        leaves it free, too; the tokens that came before it stay.
         """
         name = arguments.text("name", name)
-        if name in self._state.spans:
+        if name in self._state.spans and not self._is_forgotten(self._state.spans[name]):
             raise InvalidArgument(f"there is a span {name!r} already")
         try:
             first = len(self._memory.tokens)
@@ -334,12 +348,34 @@ class Context:
             )
         return start, end
 
-    def _edit(self, start: int, end: int, ids: list[int], recompute: Recompute) -> EditReport:
+    def _is_forgotten(self, place: Place) -> bool:
+        """Whether there are tokens in that place, of which none has a cell of its own any more."""
+        start, end = place
+        return start < end and set(self._memory.serials[start:end]).isdisjoint(self.cache.serials())
+
+    def _strike(self, start: int, end: int) -> EditReport:
+        """Takes forgotten tokens off the list."""
+        if any(segment.compressed for segment in self.cache.segments):
+            raise InvalidArgument(
+                f"tokens {start} to {end} are not remembered, but may live on in compressed "
+                "cells, which they share with others: what was compressed cannot be taken out"
+            )
+        with self._changing() as work:
+            work.memory.strike(start, end)
+            work.move_spans(lambda span: after_edit(span, start, end, 0))
+        return EditReport(0, 0, 0.0, "none")
+
+    def _edit(
+        self, start: int, end: int, ids: list[int], recompute: Recompute, name: str | None = None
+    ) -> EditReport:
+        """name: of the span that is replaced."""
         self._state.check_prompt(len(ids))
         memory, report = edit(self._memory, start, end, ids, recompute, self.prefill_step)
         work = replace(self._state, memory=memory)
         work.keep_prompt(len(ids))
         work.move_spans(lambda span: after_edit(span, start, end, len(ids)))
+        if name is not None and ids:
+            work.spans = {**work.spans, name: (start, start + len(ids))}
         self._state = work
         return report
 

@@ -88,7 +88,8 @@ class Memory:
         if room is not None and count > room:
             raise ContextFull(
                 f'policy "{self.policy.name}" holds at most {self.policy.max_kv_size} tokens: '
-                f"{self.cache.cells} are held and {count} more do not fit; "
+                f"{self.cache.cells} are held, seen from up to {self.cache.reach} positions away, "
+                f"and {count} more do not fit; "
                 'policy="sliding" goes on for ever on a fixed budget'
             )
 
@@ -227,6 +228,8 @@ class Memory:
         Raises InvalidArgument where they are not held, are pinned already, or would not fit.
         """
         wanted = set(self.serials[start:end])
+        if not wanted:
+            raise InvalidArgument(f"there is no token between {start} and {end} to pin")
         if not wanted <= set(self.cache.serials()):
             raise InvalidArgument(f"tokens {start} to {end} are not all remembered")
         if wanted & self.pins:
@@ -250,6 +253,11 @@ class Memory:
             self.pins |= set(fresh)
         self.tokens = self.tokens.replaced(start, end, ids)
         self.serials = self.serials.replaced(start, end, fresh)
+
+    def strike(self, start: int, end: int) -> None:
+        """Takes tokens of which no cell is held off the list."""
+        self.tokens = self.tokens.replaced(start, end, ())
+        self.serials = self.serials.replaced(start, end, ())
 
     @torch.inference_mode()
     def log_probabilities(self, hidden: Tensor, targets: Sequence[int]) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvkeep import arguments
 from kvkeep.cache import Bits
-from kvkeep.errors import InvalidArgument
+from kvkeep.errors import ContextFull, InvalidArgument
 from kvkeep.loaded import LoadedModel
 from kvkeep.methods import Compression
 from kvkeep.policies import Policy
@@ -152,6 +152,9 @@ class Session(Context):
         Ends after `max_tokens` (None: never), at end-of-text unless `ignore_eos`, or before a
         stop string; `finish_reason` then says "length", "eos" or "stop". The tokens stay in the
         session, those of a stop string too.
+
+        An error comes once all text of the tokens that the session has taken in was given;
+        `finish_reason` is "full" for ContextFull, "interrupt" for Ctrl-C, "error" for any other.
         """
         max_tokens = arguments.optional_whole("max_tokens", max_tokens, 0)
         arguments.instance("sampling", sampling, Sampling)
@@ -161,7 +164,28 @@ class Session(Context):
     def _written(
         self, max_tokens: int | None, sampling: Sampling, ends: tuple[int, ...]
     ) -> Iterator[str]:
-        text, self.finish_reason = TextStream(self._text, sampling.stop, self._memory.tokens), None
+        before, self.finish_reason, shown = self.tokens, None, 0
+        try:
+            for piece in self._pieces(max_tokens, sampling, ends):
+                shown += len(piece)
+                yield piece
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            self.finish_reason = _reason(error)
+            whole = TextStream(self._text, sampling.stop, before)
+            if rest := whole.all_of(self.tokens[len(before) :])[shown:]:
+                try:
+                    yield rest
+                except GeneratorExit:
+                    if isinstance(error, Exception):
+                        raise  # nobody asks for more, but an interrupt must not get lost
+            raise
+
+    def _pieces(
+        self, max_tokens: int | None, sampling: Sampling, ends: tuple[int, ...]
+    ) -> Iterator[str]:
+        text = TextStream(self._text, sampling.stop, self.tokens)
         for _ in itertools.count() if max_tokens is None else range(max_tokens):
             token = self.next_token(sampling)
             if token in ends:
@@ -277,3 +301,10 @@ class Session(Context):
         if prefix.reused:
             self._state = work
         return prefix
+
+
+def _reason(error: BaseException) -> str:
+    """Why a stream ended that could not go on."""
+    if isinstance(error, ContextFull):
+        return "full"
+    return "interrupt" if isinstance(error, KeyboardInterrupt) else "error"

@@ -33,6 +33,12 @@ class TextStream:
         if certain := certain if self.stopped else certain + rest:
             yield certain
 
+    def all_of(self, tokens: Sequence[int]) -> str:
+        """What these tokens say, if no more come."""
+        return "".join(piece for token in tokens for piece in self.push(token)) + "".join(
+            self.flush()
+        )
+
     def _release(self, piece: str) -> str:
         if self.stopped:
             return ""

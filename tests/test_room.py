@@ -1,0 +1,105 @@
+"""How much room there is, and what becomes of `keep=-1` until a first prompt is there."""
+
+import pytest
+import torch
+from small import small_model
+from whole_state import same, whole_state
+
+from kvkeep.errors import ContextFull, InvalidArgument, NonFiniteLogits
+
+MODEL = small_model(max_positions=400)
+TEXT = [1 + i * 7 % 250 for i in range(400)]
+
+
+def fails_on(text: list[int], error: type[BaseException]):
+    """A session that keeps its whole first prompt, and whose first feed has failed."""
+    session = MODEL.session(64, keep=-1, prefill_step=16)
+    before = whole_state(session)
+    with pytest.raises(error):
+        session.feed(text)
+    assert same(whole_state(session), before)
+    return session
+
+
+def test_keep_minus_one_waits_for_a_prompt_that_is_taken_in() -> None:
+    weight = MODEL.decoder.tensors["model.layers.1.mlp.down_proj.weight"]
+    sound = weight.clone()
+    weight[0, 0] = torch.nan
+    try:
+        session = fails_on(TEXT[:20], NonFiniteLogits)
+    finally:
+        weight.copy_(sound)
+    assert session.keep == -1
+    session.feed(TEXT[:20])
+    session.feed(TEXT[20:200])
+    assert session.keep == 20
+    assert session._memory.serials[:20] == session.cache.serials()[:20]
+
+
+def test_keep_minus_one_waits_after_a_prompt_that_could_not_be_kept() -> None:
+    session = fails_on(TEXT[:64], InvalidArgument)
+    assert session.keep == -1
+    session.feed(TEXT[:63])
+    assert session.keep == 63
+
+
+def test_keep_minus_one_holds_once_a_part_of_the_first_prompt_is_there() -> None:
+    session = MODEL.session(64, keep=-1, prefill_step=16)
+
+    def stop(count: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        session.feed(TEXT[:40], progress=stop)
+    assert session.tokens == TEXT[:16]
+    assert session.keep == 40
+    session.feed(TEXT[16:40])
+    session.feed(TEXT[40:200])
+    assert session._memory.serials[:40] == session.cache.serials()[:40]
+
+
+@pytest.mark.parametrize("policy", ["full", "self_extend"])
+def test_keep_minus_one_is_refused_at_once_where_every_token_is_kept(policy: str) -> None:
+    with pytest.raises(InvalidArgument, match="keep"):
+        MODEL.session(policy=policy, keep=-1, window=64 if policy == "self_extend" else None)
+    session = MODEL.session(policy=policy, window=64 if policy == "self_extend" else None)
+    before = whole_state(session)
+    with pytest.raises(InvalidArgument, match="keep has no meaning"):
+        session.keep = -1
+    assert same(whole_state(session), before)
+    session.feed(TEXT[:10])
+    assert session.tokens == TEXT[:10]
+
+
+def test_what_compressing_freed_is_room_again() -> None:
+    session = MODEL.session(100, policy="full")
+    session.feed(TEXT[:100])
+    assert session.room == 0
+    session.compress(4, recent=10)
+    assert session.cache.cells == 25
+    assert session.room == 75
+    session.feed(TEXT[100:175])
+    assert (session.cache.cells, session.room) == (100, 0)
+    with pytest.raises(ContextFull, match="100 are held"):
+        session.feed(TEXT[:1])
+
+
+def test_room_ends_where_the_model_was_trained_to_look() -> None:
+    session = MODEL.session(policy="full")
+    session.feed(TEXT[:380])
+    session.compress(4, recent=10)
+    assert session.room == 20  # cells are few, but the first stands 380 positions back of 400
+    session.feed(TEXT[:20])
+    assert session.cache.reach == 400
+    with pytest.raises(ContextFull, match="400 positions away"):
+        session.feed(TEXT[:1])
+
+
+def test_room_is_the_same_in_a_session_from_a_file(tmp_path) -> None:
+    from kvkeep import Snapshot
+
+    session = MODEL.session(100, policy="full")
+    session.feed(TEXT[:100])
+    session.compress(4, recent=10)
+    session.snapshot().save(tmp_path / "a.kvkeep")
+    assert MODEL.restore(Snapshot.load(tmp_path / "a.kvkeep")).room == session.room == 75
