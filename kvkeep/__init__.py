@@ -11,9 +11,10 @@ if TYPE_CHECKING:
     from kvkeep.session.calibrating import calibrate
     from kvkeep.session.calibration import Calibration, load_calibration
     from kvkeep.session.compressing import CompressionReport
+    from kvkeep.session.feeding import Feeding, FeedReport, FeedStep
     from kvkeep.session.group import SessionGroup
     from kvkeep.session.sampling import Sampling
-    from kvkeep.session.session import FeedReport, Session
+    from kvkeep.session.session import Session
     from kvkeep.store.prefix import PrefixStore
     from kvkeep.store.snapshot import Snapshot
 
@@ -23,6 +24,8 @@ __all__ = [
     "Calibration",
     "CompressionReport",
     "FeedReport",
+    "FeedStep",
+    "Feeding",
     "Full",
     "KvkeepError",
     "Model",
@@ -45,7 +48,9 @@ _HOMES = {
     "Bits": "kvkeep.cache",
     "Calibration": "kvkeep.session.calibration",
     "CompressionReport": "kvkeep.session.compressing",
-    "FeedReport": "kvkeep.session.session",
+    "FeedReport": "kvkeep.session.feeding",
+    "FeedStep": "kvkeep.session.feeding",
+    "Feeding": "kvkeep.session.feeding",
     "Full": "kvkeep.policies",
     "Model": "kvkeep.model",
     "PrefixStore": "kvkeep.store.prefix",

@@ -23,6 +23,17 @@ class LoadedModel:
         self.decoder = decoder
         self.text = text
 
+    def __repr__(self) -> str:
+        spec, tensors = self.spec, self.decoder.tensors
+        layout = self.decoder.new_cache().layout
+        numbers = sum(tensor.numel() for tensor in tensors.values())
+        packed = f", decoding from {self.weights}" if self.decoder.packed else ""
+        return (
+            f"<{type(self).__name__} {self.name}: {spec.architecture}, {spec.layers} layers, "
+            f"{numbers / 1e6:,.1f} million weights in {str(layout.dtype).removeprefix('torch.')} "
+            f"on {layout.device}{packed}>"
+        )
+
     @property
     def spec(self) -> ModelSpec:
         return self.decoder.spec

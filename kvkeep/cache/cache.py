@@ -49,6 +49,12 @@ class KVCache:
         self.serial = 0
         self._overwritten: list[Overwritten] = []
 
+    def __repr__(self) -> str:
+        return (
+            f"<KVCache: {self.cells:,} cells in {len(self.segments)} segments, "
+            f"{self.nbytes / 1e6:,.1f} MB>"
+        )
+
     @property
     def cells(self) -> int:
         """Live cells of each KV head in each layer."""

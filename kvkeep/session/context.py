@@ -3,113 +3,25 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
-
-from torch import Tensor
 
 from kvkeep import arguments
-from kvkeep.cache import Bits, KVCache
 from kvkeep.errors import InvalidArgument
-from kvkeep.interrupts import interrupts_deferred
-from kvkeep.loaded import LoadedModel
 from kvkeep.methods import BEST, make_method
-from kvkeep.policies import Policy
 from kvkeep.session.calibration import Calibration
 from kvkeep.session.compressing import CompressionReport, compress_held
 from kvkeep.session.edit import EditReport, Recompute, edit
-from kvkeep.session.history import History
-from kvkeep.session.memory import Memory
-from kvkeep.session.spans import Place, Span, Standing, after_edit, standing_in
-from kvkeep.session.state import State
+from kvkeep.session.held import Held
+from kvkeep.session.spans import Place, after_edit
 from kvkeep.trim_heap import trim_heap
 
 WHOLE_PROMPT = -1  # keep: all of the first prompt
 
 
-class Context:
+class Context(Held):
     """What a session holds of its tokens, and every way to change it but by adding to its end.
 
     A call that is refused changes nothing.
     """
-
-    def __init__(
-        self,
-        model: LoadedModel,
-        policy: Policy,
-        prefill_step: int,
-        bits: Bits = Bits(),  # noqa: B008 (frozen)
-    ):
-        self.prefill_step = arguments.whole("prefill_step", prefill_step, 1)
-        self._model = model
-        self._text = model.text
-        self._state = State(Memory(model.decoder, policy, bits))
-
-    @property
-    def _memory(self) -> Memory:
-        return self._state.memory
-
-    @contextmanager
-    def _changing(self) -> Iterator[State]:
-        """What the session is to be: it is so once the block is through, and else as it was.
-
-        Every Ctrl-C waits for that, so that the block should do no more than a step.
-        """
-        with interrupts_deferred():
-            work = self._state.successor()
-            try:
-                yield work
-                self._state = work
-            except BaseException:
-                work.memory.cache.put_back()
-                raise
-            work.memory.cache.confirm()
-
-    # What it holds
-
-    @property
-    def cache(self) -> KVCache:
-        """The cells as they are now; each call that changes the session brings others.
-
-        `cache.cells` counts them and `cache.nbytes` says what they take.
-        """
-        return self._memory.cache
-
-    @property
-    def tokens(self) -> History:
-        """Every token id so far, also those that the policy has forgotten.
-
-        It equals a list of them, costs nothing to look at and never changes.
-        """
-        return self._memory.tokens
-
-    @property
-    def logits(self) -> Tensor | None:
-        """`[vocab]` float32 for the last token evaluated (a copy); None before the first."""
-        current = self._memory.logits()
-        return None if current is None else current.clone()
-
-    @property
-    def policy(self) -> str:
-        return self._memory.policy.name
-
-    @property
-    def max_kv_size(self) -> int:
-        return self._memory.policy.max_kv_size
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """What its policy was made with, its budget included, as far as it has settings."""
-        return self._memory.policy.settings()
-
-    @property
-    def bits(self) -> Bits:
-        """In how many bits its cells are kept."""
-        return self._memory.bits
-
-    @property
-    def room(self) -> int | None:
-        """How many more tokens it can take; None if there is no end."""
-        return self._memory.policy.room(self.cache)
 
     @property
     def keep(self) -> int:
@@ -145,10 +57,6 @@ class Context:
             )
         with self._changing() as work:
             work.memory.change(discard=arguments.whole("discard", discard))
-
-    def text(self) -> str:
-        """All tokens as text, special tokens included."""
-        return self._text.decode(self.tokens)
 
     # Changing what is in it
 
@@ -290,32 +198,9 @@ class Context:
             spans = {**work.spans, **places}
             work.spans = {name: place for name, place in spans.items() if name != without}
 
-    @property
-    def spans(self) -> dict[str, Span]:
-        """Named spans, where they are now, and how much of each is still remembered."""
-        held, serials = set(self.cache.serials()), self._memory.serials
-        return {
-            name: Span(name, start, end, sum(s in held for s in serials[start:end]))
-            for name, (start, end) in self._state.spans.items()
-        }
-
     def name(self, name: str, start: int, end: int) -> None:
         """Names a range of tokens that are there already; a name in use moves to it."""
         self._rename({arguments.text("name", name): self._range(start, end)})
-
-    @property
-    def standing(self) -> list[Standing]:
-        """What became of each token, in order; see `Standing`."""
-        held: dict[int, Standing] = {}
-        gone: Standing = "forgotten"
-        for segment in self.cache.segments:
-            if segment.compressed:
-                gone = "compressed"
-                continue
-            for serial in segment.serials():
-                kept, pinned = len(held) < self.keep, serial in self._memory.pins
-                held[serial] = standing_in(segment, kept, pinned)
-        return [held.get(serial, gone) for serial in self._memory.serials]
 
     def pin(self, start: int | str, end: int | None = None) -> None:
         """Never forgets a range or a named span, wherever it lies, until it is unpinned.

@@ -42,6 +42,13 @@ class SessionGroup:
                     "a group is of sessions of one loaded model"
                 )
 
+    def __repr__(self) -> str:
+        cells = sum(session.cache.cells for session in self.sessions)
+        return (
+            f"<SessionGroup of {len(self.sessions)} sessions of {self.sessions[0]._model.name}: "
+            f"{cells:,} cells, {self.nbytes / 1e6:,.1f} MB>"
+        )
+
     @property
     def nbytes(self) -> int:
         """Bytes of storage that all sessions' cells take, what they share counted once.

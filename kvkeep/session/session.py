@@ -5,7 +5,6 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,45 +13,20 @@ from kvkeep import arguments
 from kvkeep.cache import Bits
 from kvkeep.errors import ContextFull, InvalidArgument
 from kvkeep.loaded import LoadedModel
-from kvkeep.methods import Compression
 from kvkeep.policies import Policy
 from kvkeep.session.capture import capture
 from kvkeep.session.context import Context
+from kvkeep.session.feeding import Feeding, FeedReport
 from kvkeep.session.memory import Evaluated
-from kvkeep.session.prefixes import PromptPrefix, load_prefix, store_prefix
+from kvkeep.session.prefixes import PromptPrefix, load_prefix
 from kvkeep.session.sampling import Sampling
 from kvkeep.session.spans import after_rewind
+from kvkeep.session.state import State
 from kvkeep.session.streaming import TextStream
 from kvkeep.store.prefix import PrefixStore
 from kvkeep.store.snapshot import Snapshot
-from kvkeep.trim_heap import trim_heap
 
 GREEDY = Sampling()
-
-
-@dataclass(frozen=True)
-class FeedReport:
-    """What a feed did.
-
-    tokens: of the prompt. seconds: wall time. peak_cells: the most cells held at any moment,
-    those of the step in progress included. reused: tokens that came from a prefix store and were
-    not evaluated. differs_at: the first token at which the nearest stored prompt differs; None
-    without a store, or where nothing more could have been reused. compressions: what policy
-    "archive" compressed meanwhile. store_error: why the prefix store could not be read or written,
-    if so; the prompt was evaluated all the same.
-    """
-
-    tokens: int
-    seconds: float
-    peak_cells: int
-    reused: int = 0
-    differs_at: int | None = None
-    compressions: tuple[Compression, ...] = ()
-    store_error: str | None = None
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.tokens / self.seconds if self.seconds else 0.0
 
 
 class Session(Context):
@@ -98,31 +72,23 @@ class Session(Context):
             NonFiniteLogits: the model produced NaN or infinity.
         """
         progress = arguments.progress(progress)
-        begun, ids = time.perf_counter(), self._checked_ids(prompt, special)
-        prefix = self._load_prefix(ids)
-        reused = prefix.reused if prefix else 0
-        if reused and progress:
-            progress(reused)
-        peak, done = self.cache.cells, list[Compression]()
-        for step in self._evaluated(ids, reused):
-            peak = max(peak, step.peak_cells)
-            done += step.compressions
-            if prefix:
-                left = len(ids) - len(self._memory.tokens)
-                store_prefix(prefix, self._memory, upcoming=min(left, self.prefill_step))
+        feeding = self.feeding(prompt, special)
+        for step in feeding:
             if progress:
-                progress(step.hidden.shape[0])
-        if len(ids) - reused > self.prefill_step:
-            trim_heap()
-        return FeedReport(
-            len(ids),
-            time.perf_counter() - begun,
-            peak,
-            reused,
-            prefix.differs_at if prefix else None,
-            tuple(done),
-            prefix.error if prefix else None,
-        )
+                progress(step.tokens)
+        return feeding.report
+
+    def feeding(self, prompt: str | Sequence[int], special: bool = False) -> Feeding:
+        """As `feed`, a step each time that the next one is asked for.
+
+            for step in session.feeding(prompt):
+                print(step.done, "of", step.total)
+
+        A prompt that `feed` would refuse is refused at once. Between two steps the session is whole
+        and stands after the last one; it stays there if no more steps are asked for.
+        """
+        begun, ids = time.perf_counter(), self._checked_ids(prompt, special)
+        return Feeding(self, ids, time.perf_counter() - begun)
 
     def next_token(self, sampling: Sampling = GREEDY) -> int:
         """Samples a token, appends it and evaluates it.
@@ -216,7 +182,8 @@ class Session(Context):
         progress, ids = arguments.progress(progress), self._checked_ids(prompt, special)
         written = arguments.flag("written", written)
         last, done, scores = self._memory.hidden, 0, list[Tensor]()
-        for step in self._evaluated(ids, 0, written):
+        while done < len(ids):
+            step = self._step(ids, done, written)
             count = step.hidden.shape[0]
             before, targets = step.hidden, ids[done : done + count]
             if last is None:
@@ -278,29 +245,23 @@ class Session(Context):
         self._state.check_prompt(len(ids))
         return ids
 
-    def _evaluated(self, ids: list[int], done: int, sampled: bool = False) -> Iterator[Evaluated]:
-        """Evaluates what comes after the first `done` ids, and stands after each step whole."""
-        most = 1 if sampled else self.prefill_step
-        while done < len(ids):
-            with self._changing() as work:
-                work.keep_prompt(len(ids))
-                step = work.memory.step(ids, done, most, sampled)
-            done += step.hidden.shape[0]
-            yield step
+    def _step(self, ids: list[int], done: int, sampled: bool = False) -> Evaluated:
+        """Evaluates the next step of what comes after the first `done` ids of a prompt."""
+        with self._changing() as work:
+            work.keep_prompt(len(ids))
+            return work.memory.step(ids, done, 1 if sampled else self.prefill_step, sampled)
 
-    def _load_prefix(self, ids: list[int]) -> PromptPrefix | None:
-        """What a store holds of a first prompt is the session's; None where nothing is looked up.
-
-        Nothing that is here is overwritten for it, so that Ctrl-C need not wait.
-        """
+    def _found_prefix(self, ids: list[int]) -> tuple[State, PromptPrefix] | None:
+        """The session with what a store holds of a first prompt; None where none is asked."""
         if self._store is None or self._memory.tokens:
             return None
         work = self._state.successor()
         work.keep_prompt(len(ids))
-        prefix = load_prefix(self._store, self._model.fingerprint, work.memory, ids)
-        if prefix.reused:
-            self._state = work
-        return prefix
+        return work, load_prefix(self._store, self._model.fingerprint, work.memory, ids)
+
+    def _take(self, work: State) -> None:
+        """Is from now on what a successor of its state has become."""
+        self._state = work
 
 
 def _reason(error: BaseException) -> str:

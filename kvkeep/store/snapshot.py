@@ -58,6 +58,15 @@ class Snapshot:
     created: float = field(default_factory=time.time)
     notes: dict[str, Any] = field(default_factory=dict)
 
+    def __repr__(self) -> str:
+        spans = self.settings.get("spans", {})
+        named = f", {len(spans)} spans" if spans else ""
+        nbytes = sum(segment.block.slots.nbytes for segment in self.segments)
+        return (
+            f"<Snapshot of {self.model}: {self.policy['name']}, {self.cells:,} cells "
+            f"({nbytes / 1e6:,.1f} MB), {len(self.tokens):,} tokens{named}>"
+        )
+
     @property
     def cells(self) -> int:
         return sum(segment.length for segment in self.segments)

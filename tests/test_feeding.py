@@ -1,0 +1,143 @@
+"""A prompt that is read step by step: each step is whole, and it comes to what feed gives."""
+
+import pytest
+import torch
+from interrupting import interrupted_from, lines_of
+from small import small_model
+from whole_state import differences, whole_state
+
+from kvkeep import Feeding, FeedStep, PrefixStore, Session
+from kvkeep.errors import ContextFull, InvalidArgument, NonFiniteLogits
+
+MODEL = small_model()
+TEXT = [1 + i * 7 % 250 for i in range(700)]
+
+
+def session(**options) -> Session:
+    return MODEL.session(**{"max_kv_size": 48, "prefill_step": 16, **options})
+
+
+def test_it_ends_where_feed_does_and_reports_the_same() -> None:
+    one, other = session(), session()
+    feeding = one.feeding(TEXT[:100])
+    steps = list(feeding)
+    report = other.feed(TEXT[:100])
+    assert list(differences(whole_state(one), whole_state(other))) == []
+    assert [(step.tokens, step.done) for step in steps[:2]] == [(4, 4), (16, 20)]
+    assert steps[-1] == FeedStep(100 - steps[-2].done, 100, 100)
+    assert sum(step.tokens for step in steps) == feeding.done == feeding.total == 100
+    assert (feeding.report.tokens, feeding.report.peak_cells) == (100, report.peak_cells)
+
+
+def test_between_two_steps_the_session_stands_after_the_last_one() -> None:
+    one = session()
+    for step in one.feeding(TEXT[:100]):
+        assert one.tokens == TEXT[: step.done]
+        alone = session()
+        alone.feed(TEXT[: step.done])
+        if step.done == step.total:
+            assert torch.equal(one.logits, alone.logits)
+        assert one.fork().next_token() == alone.next_token()
+
+
+def test_closed_early_it_leaves_the_session_there() -> None:
+    one, other = session(), session()
+    feeding = one.feeding(TEXT[:100])
+    done = next(feeding).done + next(feeding).tokens
+    feeding.close()
+    assert list(feeding) == []
+    assert feeding.report.tokens == done
+    other.feed(TEXT[:done])
+    assert one.tokens == other.tokens
+    assert one.next_token() == other.next_token()
+
+
+def test_sessions_take_turns() -> None:
+    several, alone = [session() for _ in "abc"], [session() for _ in "abc"]
+    feedings = [one.feeding(TEXT[i : i + 80]) for i, one in enumerate(several)]
+    while {next(feeding, None) for feeding in feedings} != {None}:
+        pass
+    for i, (one, other) in enumerate(zip(several, alone, strict=True)):
+        other.feed(TEXT[i : i + 80])
+        assert torch.equal(one.logits, other.logits)
+
+
+def test_a_prompt_that_feed_refuses_is_refused_at_once() -> None:
+    one = session(policy="full")
+    before = whole_state(one)
+    for prompt, error in (
+        ([], InvalidArgument),
+        ([256], InvalidArgument),
+        (TEXT[:49], ContextFull),
+    ):
+        with pytest.raises(error):
+            one.feeding(prompt)
+    assert list(differences(whole_state(one), before)) == []
+
+
+def test_a_step_that_failed_can_be_asked_for_again() -> None:
+    one, other = session(), session()
+    feeding = one.feeding(TEXT[:60])
+    first = next(feeding).done
+    weight = MODEL.decoder.tensors["model.layers.1.mlp.down_proj.weight"]
+    sound = weight.clone()
+    weight[0, 0] = torch.nan
+    try:
+        with pytest.raises(NonFiniteLogits):
+            next(feeding)
+    finally:
+        weight.copy_(sound)
+    assert feeding.done == first == len(one.tokens)
+    for _ in feeding:
+        pass
+    other.feed(TEXT[:60])
+    assert torch.equal(one.logits, other.logits)
+
+
+def read_on(feeding: Feeding) -> None:
+    """Reads what is left."""
+    while feeding.done < feeding.total:
+        next(feeding)
+
+
+def test_interrupted_at_any_line_it_reads_each_token_once() -> None:
+    expected = session()
+    expected.feed(TEXT[:60])
+    total = lines_of(lambda: read_on(session().feeding(TEXT[:60])))
+    for line in range(0, total, total // 20):
+        one = session()
+        feeding = one.feeding(TEXT[:60])
+        interrupted_from(line, lambda feeding=feeding: read_on(feeding))
+        assert one.tokens == TEXT[: feeding.done]
+        read_on(feeding)
+        assert list(differences(whole_state(one), whole_state(expected))) == []
+
+
+def test_a_store_gives_its_step_first_and_gets_what_is_read(tmp_path) -> None:
+    store = PrefixStore(tmp_path)
+    wide = {"max_kv_size": 1024, "prefill_step": 128}
+    first = session(**wide, store=store).feeding(TEXT[:600])
+    assert not any(step.reused for step in first)
+    second = session(**wide, store=store)
+    feeding = second.feeding(TEXT[:600])
+    steps = list(feeding)
+    assert steps[0] == FeedStep(512, 512, 600, reused=True)
+    assert [step.reused for step in steps[1:]] == [False]
+    assert (feeding.report.reused, feeding.report.tokens) == (512, 600)
+    plain = session(**wide)
+    plain.feed(TEXT[:600])
+    assert (second.logits - plain.logits).abs().max() < 1e-4
+
+
+def test_a_session_that_went_another_way_in_between_gives_a_store_nothing(tmp_path) -> None:
+    store = PrefixStore(tmp_path)
+    one = session(max_kv_size=1024, prefill_step=200, store=store)
+    feeding = one.feeding(TEXT[:600])
+    while one.tokens != TEXT[:204]:
+        next(feeding)
+    one.delete(50, 60)
+    for _ in feeding:
+        pass
+    assert one.tokens == TEXT[:50] + TEXT[60:600]
+    assert store.find(MODEL.fingerprint, one.tokens[:512]).tokens == 0
+    assert store.find(MODEL.fingerprint, TEXT[:512]).tokens == 0
