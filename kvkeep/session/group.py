@@ -10,11 +10,10 @@ from kvkeep import arguments
 from kvkeep.cache.group import GroupStep
 from kvkeep.cache.step import DecodeStep
 from kvkeep.errors import InvalidArgument
-from kvkeep.interrupts import interrupts_deferred
+from kvkeep.session.held import changing
 from kvkeep.session.memory import Memory, require_finite
 from kvkeep.session.sampling import Sampling
 from kvkeep.session.session import GREEDY, Session
-from kvkeep.session.state import State
 
 
 class SessionGroup:
@@ -79,26 +78,11 @@ class SessionGroup:
         """
         how = self._each(sampling)
         logits = [_ready(index, session._memory) for index, session in enumerate(self.sessions)]
-        before = [session._state for session in self.sessions]
-        with interrupts_deferred():
-            works = [state.successor() for state in before]
-            try:
-                each = zip(works, logits, how, strict=True)
-                tokens = [work.choose(known, sampling) for work, known, sampling in each]
-                _evaluate([work.memory for work in works], tokens)
-                self._become(works)
-            except BaseException:
-                self._become(before)
-                for work in works:
-                    work.memory.cache.put_back()
-                raise
-            for work in works:
-                work.memory.cache.confirm()
+        with changing(self.sessions) as works:
+            each = zip(works, logits, how, strict=True)
+            tokens = [work.choose(known, sampling) for work, known, sampling in each]
+            _evaluate([work.memory for work in works], tokens)
         return tokens
-
-    def _become(self, states: Sequence[State]) -> None:
-        for session, state in zip(self.sessions, states, strict=True):
-            session._state = state
 
     def _each(self, sampling: Sampling | Sequence[Sampling]) -> Sequence[Sampling]:
         if isinstance(sampling, Sampling):

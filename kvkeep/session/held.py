@@ -1,6 +1,6 @@
 """What a session holds, to look at."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,15 +42,8 @@ class Held:
 
         Every Ctrl-C waits for that, so that the block should do no more than a step.
         """
-        with interrupts_deferred():
-            work = self._state.successor()
-            try:
-                yield work
-                self._state = work
-            except BaseException:
-                work.memory.cache.put_back()
-                raise
-            work.memory.cache.confirm()
+        with changing([self]) as (work,):
+            yield work
 
     def __repr__(self) -> str:
         spans, pins = self._state.spans, self._memory.pins
@@ -133,3 +126,25 @@ class Held:
                 kept, pinned = len(held) < self._memory.policy.keep, serial in self._memory.pins
                 held[serial] = standing_in(segment, kept, pinned)
         return [held.get(serial, gone) for serial in self._memory.serials]
+
+
+@contextmanager
+def changing(sessions: Sequence[Held]) -> Iterator[list[State]]:
+    """What several are to be: all of them are so once the block is through, or none is.
+
+    Every Ctrl-C waits for that.
+    """
+    before = [session._state for session in sessions]
+    with interrupts_deferred():
+        works = [state.successor() for state in before]
+        try:
+            yield works
+            for session, work in zip(sessions, works, strict=True):
+                session._state = work
+        except BaseException:
+            for session, state, work in zip(sessions, before, works, strict=True):
+                session._state = state
+                work.memory.cache.put_back()
+            raise
+        for work in works:
+            work.memory.cache.confirm()
