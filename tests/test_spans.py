@@ -210,3 +210,45 @@ def test_a_span_holds_what_took_the_place_of_its_own_tokens(edits: list) -> None
             assert mine == [span.start <= i < span.end for i in range(len(mine))]
         else:
             assert not any(mine)
+
+
+def test_places_and_what_is_remembered_are_those_of_the_spans() -> None:
+    session = MODEL.session(32)
+    session.feed("a first part that is long enough to be forgotten")
+    for name, (start, end) in {"old": (8, 12), "half": (10, 25), "new": (40, 45)}.items():
+        session.name(name, start, end)
+    assert dict(session.places) == {s.name: (s.start, s.end) for s in session.spans.values()}
+    for span in session.spans.values():
+        assert session.remembered(span.name) == span.remembered
+        assert session.remembered(span.start, span.end) == span.remembered
+    assert session.remembered("old") == 0 < session.remembered("half") < 15
+    assert session.remembered("new") == 5
+    with pytest.raises(InvalidArgument):
+        session.remembered(40, 400)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda session: session.feed("x"),
+        lambda session: session.next_token(),
+        lambda session: session.rewind(1),
+        lambda session: session.pin("task"),
+        lambda session: session.delete("task"),
+        lambda session: session.name("task", 1, 2),
+        lambda session: setattr(session, "keep", 7),
+    ],
+)
+def test_a_watch_says_whether_the_session_changed(change) -> None:
+    session = template()
+    changed = session.watch()
+    session.snapshot()
+    session.fork().feed("x")
+    assert session.logits is not None
+    assert len(session.spans) < len(session.standing) <= len(session.text())
+    with pytest.raises(InvalidArgument):
+        session.delete("nothing")
+    assert not changed()
+    change(session)
+    assert changed()
+    assert not session.watch()()

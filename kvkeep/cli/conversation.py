@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from kvkeep import Session
 from kvkeep.errors import InvalidArgument, KvkeepError
 from kvkeep.models.text import TextCodec
-from kvkeep.session.spans import Span
+from kvkeep.session.spans import Place
 
 _MARK = "kvkeepanswer"  # stands for an answer in a rendering; letters only, so nothing trims it
 
@@ -52,6 +52,7 @@ class Conversation:
         self.codec = codec
         self._eos = eos_token_ids
         self.notes: dict[str, str | None] = {"system": system}  # tokens and spans say the rest
+        self._last = max(self.turns, default=0)
         self._render_first("")
 
     def fork(self) -> "Conversation":
@@ -69,7 +70,14 @@ class Conversation:
     @property
     def turns(self) -> list[int]:
         """The numbers of the turns; one that was taken out leaves a gap."""
-        return turns_in(self.session.spans)
+        return turns_in(self.session.places)
+
+    @property
+    def last_turn(self) -> int:
+        """The number of the newest turn; 0 where there is none. Asked at every turn."""
+        while self._last and f"turn {self._last}" not in self.session.places:
+            self._last -= 1
+        return self._last
 
     def begin_turn(self, words: str) -> list[int]:
         """The tokens to feed so that the model answers `words`: those that memory lacks.
@@ -80,7 +88,7 @@ class Conversation:
         if not self.session.tokens:
             return self.codec.encode_sealed(self._render_first(words))
         head = self._head
-        if head is not None and head.end == len(self.session.tokens):
+        if head is not None and head[1] == len(self.session.tokens):
             return self.codec.encode_sealed(self._opening(words))
         closing = self.codec.encode_sealed(self._closing())
         ids = self.codec.encode_sealed(self._closing() + self._opening(words))
@@ -92,18 +100,19 @@ class Conversation:
 
     def name_turn(self, words: str, fed: int) -> None:
         """Names what the last `fed` tokens are, those that `begin_turn` said."""
-        total, turns = len(self.session.tokens), self.turns
+        total, newest = len(self.session.tokens), self.last_turn
         opening = self.codec.encode_sealed(self._opening(words))
         ids = self.session.tokens[total - fed :]
         own = len(opening) if ids[-len(opening) :] == opening else fed
-        first, turn = total - own, f"turn {turns[-1] + 1 if turns else 1}"
-        if turns:
+        first, turn = total - own, f"turn {newest + 1}"
+        if newest:
             # What closes an answer belongs to it, so that a turn can be taken out whole.
-            last = f"turn {turns[-1]}"
-            self.session.name(last, self.session.spans[last].start, first)
+            last = f"turn {newest}"
+            self.session.name(last, self.session.places[last][0], first)
         elif fed == total and first:
             self._name_head(words, ids, first)
         self.session.name(turn, first, total)
+        self._last = newest + 1
         odd = own == fed == total and ids != opening  # the first turn is written in its own way
         template = self._render_first(_MARK) if odd else self._opening(_MARK)
         before, _, after = template.partition(_MARK)
@@ -113,11 +122,12 @@ class Conversation:
 
     def end_turn(self) -> None:
         """Names the answer, once all of it is there."""
-        if not self.turns:
+        if not self.last_turn:
             return
-        turn, tokens = f"turn {self.turns[-1]}", self.session.tokens
-        first, end = self.session.spans[turn].end, len(tokens)
-        self.session.name(turn, self.session.spans[turn].start, end)
+        turn, tokens = f"turn {self.last_turn}", self.session.tokens
+        start, first = self.session.places[turn]
+        end = len(tokens)
+        self.session.name(turn, start, end)
         if end > first and tokens[-1] in self._eos:
             end -= 1
         if end > first:
@@ -128,18 +138,17 @@ class Conversation:
 
         Raises InvalidArgument if there is none, or if memory no longer holds all of it.
         """
-        turns = self.turns
-        if not turns:
+        if not self.last_turn:
             raise InvalidArgument("there is no turn to take back")
-        count = len(self.session.tokens) - self.session.spans[f"turn {turns[-1]}"].start
+        count = len(self.session.tokens) - self.session.places[f"turn {self.last_turn}"][0]
         self.session.rewind(count)
         return count
 
     @property
-    def _head(self) -> Span | None:
+    def _head(self) -> Place | None:
         """What comes before the first turn."""
-        spans = self.session.spans
-        return spans.get("system", spans.get("opening"))
+        places = self.session.places
+        return places.get("system", places.get("opening"))
 
     def _name_head(self, words: str, ids: list[int], end: int) -> None:
         self.session.name("opening" if self.system is None else "system", 0, end)

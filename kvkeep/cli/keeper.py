@@ -59,17 +59,18 @@ class Keeper:
         self.saved: Saved | None = None
         self.what = what
         self._session, self._file, self._codec = session, file, codec
-        self._state = self._now()
+        self._changed = session.watch()
 
     def follow(self, session: "Session", notes: dict[str, Any]) -> None:
         """Saves another session from now on; notes replace those of the same name."""
-        self._session = session
+        if session is not self._session:
+            self._session, self._changed = session, lambda: True  # the file holds another
         self.notes.update(notes)
 
     @property
     def unsaved(self) -> bool:
         """Whether the session changed since it was opened or saved."""
-        return self._now() != self._state
+        return self._changed()
 
     @property
     def outcome(self) -> str:
@@ -89,10 +90,5 @@ class Keeper:
         with first_interrupt_deferred():
             snapshot = replace(self._session.snapshot(), notes=self.notes)
             size = snapshot.save(self._file.resolve(), self._codec)
-            self._state = self._now()
+            self._changed = self._session.watch()
             self.saved = Saved(self.what, size, time.perf_counter() - begun)
-
-    def _now(self) -> tuple[object, ...]:
-        """Differs where the session does."""
-        session, pinned = self._session, hash(tuple(self._session.standing))
-        return id(session), session.cache.time, session.cache.serial, session.keep, pinned

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from kvkeep.cli.conversation import Conversation
 from kvkeep.errors import InvalidArgument
-from kvkeep.session.spans import GONE
 
 _QUOTED = re.compile(r'"([^"]+)"|“([^”]+)”')
 _TURN = re.compile(r"(\d+|last)(?:\.(question|answer|q|a))?")
@@ -62,18 +61,18 @@ def _find(conversation: Conversation, what: str, text_alone: bool) -> Part:
     quoted = _QUOTED.fullmatch(what)
     named = _words(conversation, quoted[1] or quoted[2]) if quoted else None
     part = named or _named(conversation, what, text_alone)
-    if GONE.intersection(conversation.session.standing[part.start : part.end]):
+    if conversation.session.remembered(part.start, part.end) < part.tokens:
         raise InvalidArgument(f"{part.what} is not remembered any more, or not whole")
     return part
 
 
 def _named(conversation: Conversation, what: str, text_alone: bool) -> Part:
     name = _span_name(conversation, what, text_alone)
-    spans = conversation.session.spans
-    if name not in spans:
+    places = conversation.session.places
+    if name not in places:
         missing = f"there is no {what} here" if what else "what is missing"
         raise InvalidArgument(f"{missing}; there is: {_known(conversation)}")
-    return Part(_shown(name), spans[name].start, spans[name].end)
+    return Part(_shown(name), *places[name])
 
 
 def _span_name(conversation: Conversation, what: str, text_alone: bool) -> str:
@@ -92,17 +91,20 @@ def _span_name(conversation: Conversation, what: str, text_alone: bool) -> str:
 def _words(conversation: Conversation, words: str) -> Part:
     """The newest question, answer or system prompt with these words in it, and where they are."""
     session, codec = conversation.session, conversation.codec
-    spans = [s for s in session.spans.values() if s.name.endswith((" text", "question", "answer"))]
-    tokens = session.tokens
-    for span in sorted(spans, key=lambda span: -span.start):
-        ids = tokens[span.start : span.end]
+    places = {
+        name: place
+        for name, place in session.places.items()
+        if name.endswith((" text", "question", "answer"))
+    }
+    for name, (start, stop) in sorted(places.items(), key=lambda item: -item[1][0]):
+        ids = session.tokens[start:stop]
         if words not in codec.decode(ids):
             continue
         end = bisect_left(range(len(ids) + 1), True, key=lambda n: words in codec.decode(ids[:n]))
         tail = bisect_left(range(end), True, key=lambda n: words not in codec.decode(ids[n:end]))
         first = tail - 1
-        what, text = f'"{words}" in {_shown(span.name)}', codec.decode(ids[first:end])
-        return Part(what, span.start + first, span.start + end, text, words)
+        what, text = f'"{words}" in {_shown(name)}', codec.decode(ids[first:end])
+        return Part(what, start + first, start + end, text, words)
     raise InvalidArgument(f'no question, answer or system prompt has "{words}" in it')
 
 
@@ -117,6 +119,6 @@ def _known(conversation: Conversation) -> str:
     turns = [str(number) for number in conversation.turns]
     if len(turns) > 8:
         turns = [*turns[:3], "...", *turns[-3:]]
-    system = ["system"] if "system" in conversation.session.spans else []
+    system = ["system"] if "system" in conversation.session.places else []
     last = ["last"] if turns else []
     return ", ".join([*system, *turns, *last, 'or "quoted words"']) if turns else "nothing yet"

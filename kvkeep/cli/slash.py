@@ -90,8 +90,8 @@ def _note_system(branches: "Branches", part: "Part") -> None:
     conversation = branches.current
     if not part.what.endswith("the system prompt"):
         return
-    span = conversation.session.spans.get("system text")
-    ids = conversation.session.tokens[span.start : span.end] if span else []
+    start, end = conversation.session.places.get("system text", (0, 0))
+    ids = conversation.session.tokens[start:end]
     conversation.system = conversation.codec.decode(ids) or None
 
 

@@ -198,6 +198,12 @@ class Context(Held):
             spans = {**work.spans, **places}
             work.spans = {name: place for name, place in spans.items() if name != without}
 
+    def remembered(self, start: int | str, end: int | None = None) -> int:
+        """How many tokens of a range or a named span are still held."""
+        first, last = self._range(start, end)
+        held = set(self.cache.serials())
+        return sum(serial in held for serial in self._memory.serials[first:last])
+
     def name(self, name: str, start: int, end: int) -> None:
         """Names a range of tokens that are there already; a name in use moves to it."""
         self._rename({arguments.text("name", name): self._range(start, end)})

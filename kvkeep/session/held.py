@@ -1,7 +1,9 @@
 """What a session holds, to look at."""
 
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -13,7 +15,7 @@ from kvkeep.loaded import LoadedModel
 from kvkeep.policies import Policy
 from kvkeep.session.history import History
 from kvkeep.session.memory import Memory
-from kvkeep.session.spans import Span, Standing, standing_in
+from kvkeep.session.spans import Place, Span, Standing, standing_in
 from kvkeep.session.state import State
 
 
@@ -112,6 +114,19 @@ class Held:
             name: Span(name, start, end, sum(s in held for s in serials[start:end]))
             for name, (start, end) in self._state.spans.items()
         }
+
+    @property
+    def places(self) -> Mapping[str, Place]:
+        """Where each span is: its first token, and the one behind its last.
+
+        Costs nothing to look at, where `spans` looks at each token of every span.
+        """
+        return MappingProxyType(self._state.spans)
+
+    def watch(self) -> Callable[[], bool]:
+        """Something to ask, at any time, whether the session has changed since now."""
+        before = weakref.ref(self._state)
+        return lambda: before() is not self._state
 
     @property
     def standing(self) -> list[Standing]:

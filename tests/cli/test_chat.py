@@ -2,6 +2,7 @@
 
 import json
 import re
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ import pytest
 from kvkeep import Session, load_model
 from kvkeep.cli.branches import Branches
 from kvkeep.cli.conversation import Conversation, system_tokens
+from kvkeep.cli.keeper import Keeper
+from kvkeep.cli.parts import content as find_content
 from kvkeep.cli.slash import run_command
 from kvkeep.errors import InvalidArgument
 from kvkeep.model import Model
@@ -104,6 +107,36 @@ def test_undo_leaves_what_the_template_writes_without_the_turn(model: Model, end
     say(conversation, "One?", "")
     assert conversation.session.text() == model.text.chat(messages[:2])
     assert conversation.turns == [1]
+
+
+def test_the_bookkeeping_of_a_turn_is_as_small_after_a_long_talk(model: Model, tmp_path: Path):
+    """What comes around a turn's evaluation: no copy of what was said before is made for it."""
+
+    def most_memory(said_before: int) -> int:
+        session = model.session(max_kv_size=64, prefill_step=2048)
+        conversation = Conversation(session, model.text, (2,), SYSTEM)
+        say(conversation, "Well?", "")
+        session.feed([token % 1000 + 20 for token in range(said_before)])
+        conversation.end_turn()
+        keeper = Keeper(session, tmp_path / "file", "it", {})
+        say(conversation, "And?", "Oh.")  # what is made once is made now
+        tracemalloc.start()
+        ids = conversation.begin_turn("So?")
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        session.feed(ids)
+        tracemalloc.start()
+        conversation.name_turn("So?", len(ids))
+        conversation.end_turn()
+        assert keeper.unsaved
+        assert conversation.turns == [1, 2, 3]
+        find_content(conversation, "last")
+        most = max(most, tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        return most
+
+    short, long = most_memory(100), most_memory(30_000)
+    assert long < short + 50_000  # bytes; a copy of all tokens would be five times that
 
 
 def test_after_an_undo_the_next_turn_reads_as_if_the_last_had_not_been(model: Model) -> None:
