@@ -1,0 +1,69 @@
+"""The speed of whatever kvkeep can be imported, in one process: a JSON line on standard output.
+
+It uses what every release has, and is run by its path, so that `PYTHONPATH` says which kvkeep it
+measures.
+"""
+
+import json
+import sys
+import tempfile
+import time
+
+BEGUN = time.perf_counter()
+
+from pathlib import Path  # noqa: E402
+from pydoc_data.topics import topics  # noqa: E402
+from statistics import median  # noqa: E402
+
+from kvkeep import Snapshot, load_model  # noqa: E402
+
+PROMPT, BUDGET = 2048, 512
+
+
+def seconds(call: "object", times: int) -> float:
+    """The median of several calls."""
+    found = []
+    for _ in range(times):
+        begun = time.perf_counter()
+        call()  # type: ignore[operator]
+        found.append(time.perf_counter() - begun)
+    return median(found)
+
+
+def main() -> None:
+    model = load_model()
+    ids = model.text.encode(str(topics["typesseq"]))[:PROMPT]
+    begun = time.perf_counter()
+    model.session(BUDGET).feed(ids[:8])
+    first = time.perf_counter() - begun + begun - BEGUN
+    whole = model.session(policy="full")
+    begun = time.perf_counter()
+    whole.feed(ids)
+    prefill = time.perf_counter() - begun
+    bounded = model.session(BUDGET)
+    bounded.feed(ids[: 2 * BUDGET])
+    figures = {
+        "start_up_s": first,
+        "prefill_tok_s": len(ids) / prefill,
+        "decode_at_2048_tok_s": 1 / seconds(whole.next_token, 200),
+        "endless_at_512_tok_s": 1 / seconds(bounded.next_token, 200),
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "a.kvkeep"
+        snapshot = whole.snapshot()
+        figures["save_s"] = seconds(lambda: snapshot.save(path), 5)
+        to_logits, to_token = [], []
+        for _ in range(5):
+            begun = time.perf_counter()
+            session = model.restore(Snapshot.load(path))
+            assert session.logits is not None
+            to_logits.append(time.perf_counter() - begun)
+            session.next_token()  # the first that looks at the cells
+            to_token.append(time.perf_counter() - begun)
+        figures["load_to_logits_s"] = median(to_logits)
+        figures["load_to_next_token_s"] = median(to_token)
+    json.dump(figures, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,22 @@
+"""Two checkouts in turn: what is made of their figures, and what cannot be measured."""
+
+from pathlib import Path
+
+from click.testing import CliRunner
+
+from benchmarks.against import HERE, Figure, compared, main, table
+
+
+def test_figures_are_compared_by_their_medians_and_more_is_better_where_it_is() -> None:
+    here = [{"save_s": s, "decode_tok_s": 100.0} for s in (1.0, 9.0, 2.0)]
+    there = [{"save_s": 4.0, "decode_tok_s": 50.0}] * 3
+    figures = compared(here, there)
+    assert figures == [Figure("save_s", 2.0, 4.0), Figure("decode_tok_s", 100.0, 50.0)]
+    assert [figure.better for figure in figures] == [2.0, 2.0]
+    assert "2.00x" in table(figures)
+
+
+def test_what_is_no_other_checkout_is_refused(tmp_path: Path) -> None:
+    again = CliRunner().invoke(main, [str(HERE)])
+    assert again.exit_code == 2
+    assert "is this checkout" in again.output
