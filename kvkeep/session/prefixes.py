@@ -102,7 +102,8 @@ def _plain(cache: KVCache) -> int:
             break
         slots = segment.slots(0, segment.length)
         positions = torch.cat([segment.block.slots.positions[where] for where in slots])
-        if not torch.equal(positions, torch.arange(count, count + segment.length, device="cpu")):
+        wanted = torch.arange(count, count + segment.length, dtype=torch.int64, device="cpu")
+        if not torch.equal(positions, wanted):
             break
         count += segment.length
     return count

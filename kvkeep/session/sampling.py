@@ -123,8 +123,9 @@ def distribution(logits: Tensor, tokens: Sequence[int], how: Sampling) -> tuple[
     scores = _penalised(logits.cpu(), tokens, how)  # float64 is not on every device
     if how.greedy:
         # By numpy: for a vector, waking torch's threads takes longer than the search.
-        likeliest = int(scores.numpy().argmax())
-        return torch.tensor([likeliest], dtype=torch.int64), torch.ones(1)
+        likeliest = [int(scores.numpy().argmax())]
+        ids = torch.tensor(likeliest, dtype=torch.int64, device="cpu")
+        return ids, torch.ones(1, dtype=torch.float32, device="cpu")
     scores = (scores - scores.max()) / how.temperature
     return _filtered(scores.softmax(-1), _likeliest(scores, how.top_k), how)
 
@@ -156,7 +157,8 @@ def _likeliest(scores: Tensor, count: int) -> Tensor | None:
 def _filtered(probabilities: Tensor, ids: Tensor | None, how: Sampling) -> tuple[Tensor, Tensor]:
     """Of these ids (None: all) those in the nucleus and above `min_p`, with their weights."""
     if ids is None and how.top_p == 1 and how.min_p == 0:
-        return torch.arange(probabilities.shape[0], dtype=torch.int64), probabilities
+        every = torch.arange(probabilities.shape[0], dtype=torch.int64, device="cpu")
+        return every, probabilities
     mass = 1.0
     if ids is None:
         # Tokens below (1 - top_p) / vocab have less than 1 - top_p together, so none of them is
