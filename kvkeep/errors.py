@@ -65,6 +65,13 @@ class CorruptFile(StoreError):
     """Bytes are not what was saved; the message says where."""
 
 
+class InvalidSnapshot(StoreError):
+    """A snapshot is not one that any session of the model could have been in; says what is wrong.
+
+    Whoever made it took no care, or means harm: what kvkeep saves comes out of a session.
+    """
+
+
 class FingerprintMismatch(StoreError):
     """Saved with another model, dtype or tokenizer; the message lists the fields that differ."""
 

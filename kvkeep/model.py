@@ -23,7 +23,6 @@ from kvkeep.models.text import TextCodec
 from kvkeep.models.weights import check_tensors, check_tied, read_shapes, read_tensors
 from kvkeep.policies import Policy, Settings, checked_bits, longest, make_policy
 from kvkeep.session.calibration import Calibration
-from kvkeep.session.capture import revive
 from kvkeep.session.context import WHOLE_PROMPT
 from kvkeep.session.session import Session
 from kvkeep.store.prefix import PrefixStore
@@ -45,11 +44,12 @@ class Model(LoadedModel):
 
         calibration: the one that the session was begun with, if it was.
 
-        Raises FingerprintMismatch, naming what differs, for a snapshot of another model, and
-        InvalidArgument where it needs a calibration that is not given.
+        Raises FingerprintMismatch, naming what differs, for a snapshot of another model,
+        InvalidSnapshot for one that no session of this model could have given, and InvalidArgument
+        where it needs a calibration that is not given.
         """
         arguments.instance("snapshot", snapshot, Snapshot)
-        session = revive(self, snapshot, store)
+        session = Session.restored(self, snapshot, store)
         policy = session._memory.policy
         found = calibration.digest if calibration else ""
         if (needed := policy.calibrated_by) and found != needed:

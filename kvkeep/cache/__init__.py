@@ -7,6 +7,7 @@ from kvkeep.cache.observer import Observer, Queries
 from kvkeep.cache.position_map import PositionMap
 from kvkeep.cache.rope import Rope
 from kvkeep.cache.segment import Segment
+from kvkeep.cache.state import CacheState
 from kvkeep.cache.window import Window
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "NO_TOKEN",
     "Bits",
     "Block",
+    "CacheState",
     "Cells",
     "KVCache",
     "Layout",

@@ -12,6 +12,7 @@ from kvkeep.cache.observer import Observer, Queries
 from kvkeep.cache.overwritten import Overwritten
 from kvkeep.cache.rope import Rope
 from kvkeep.cache.segment import Segment
+from kvkeep.cache.state import CacheState
 from kvkeep.cache.step import ChunkStep, DecodeStep
 from kvkeep.cache.window import Window
 
@@ -170,6 +171,26 @@ class KVCache:
     def layout_of(self, anchor: bool) -> Layout:
         """How a segment keeps its cells."""
         return self.far_layout if anchor else self.layout
+
+    def state(self) -> CacheState:
+        """All that it holds. Cells are shared until one side must write to their storage."""
+        observed = None if self.observer is None else self.observer.queries()
+        segments = tuple(segment.twin() for segment in self.segments)
+        return CacheState(segments, self.window, self.time, self.serial, observed)
+
+    def holding(self, state: CacheState) -> "KVCache":
+        """A cache for the same kind of cells that holds what another did.
+
+        Raises ValueError, saying what is wrong, where none of this kind can hold it.
+        """
+        state.check(self.layout, self.far_layout, self.heads)
+        cache, device = self.empty(), self.layout.device
+        cache.segments = [segment.twin().settled().to(device) for segment in state.segments]
+        cache.window, cache.time, cache.serial = state.window, state.time, state.serial
+        if state.observed is not None:
+            queries = state.observed.values.to(device)
+            cache.observe(Queries(queries, state.observed.times))
+        return cache
 
     def fork(self) -> "KVCache":
         """A cache with the same cells that goes its own way; memory is shared."""

@@ -228,6 +228,20 @@ class Segment:
         copied.__dict__ = self.__dict__.copy()
         return copied
 
+    def settled(self) -> "Segment":
+        """Itself, in a ring if its places are those of one, and else in line."""
+        if not self._is_ring:
+            if self.rings:
+                self._lie_in(self.limit, self.place % self.limit, origin=0)
+            elif self.wrapped:
+                self._lie_in(self.length, 0, origin=0)
+        return self
+
+    @property
+    def rings(self) -> bool:
+        """Whether its newest cells have begun anew at place 0, wherever they lie."""
+        return not self.frozen and self.place + self.length > self.limit
+
     def to(self, device: torch.device) -> "Segment":
         """Itself, with its storage moved to a device."""
         self.block = replace(self.block, slots=self.block.slots.to(device))

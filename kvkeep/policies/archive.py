@@ -92,6 +92,23 @@ class Archive(Policy):
     def observed(self) -> int:
         return LIMIT if make_method(self.method).observes else 0
 
+    @property
+    def compresses(self) -> bool:
+        return True
+
+    def most_in_window(self, cache: KVCache) -> int:
+        return self.window + self.block - 1
+
+    def check_held(self, cache: KVCache) -> None:
+        super().check_held(cache)
+        archived = [segment for segment in cache.segments if segment.compressed]
+        cells, limit = sum(s.length for s in archived), self.limit(pinned_cells(cache, self.keep))
+        if cells > limit or not all(segment.anchor for segment in archived):
+            raise InvalidArgument(
+                f"no cache of this policy could be so: found {cells} archived cells of {limit}, "
+                f"in {sum(not segment.anchor for segment in archived)} segments that are no anchors"
+            )
+
     def room(self, cache: KVCache) -> int | None:
         return None
 

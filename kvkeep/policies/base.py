@@ -105,6 +105,35 @@ class Policy(ABC):
         """How many of the oldest cells go at once at the budget; 0 where they do not."""
         return 0
 
+    def check_held(self, cache: KVCache) -> None:
+        """Raises InvalidArgument where under this policy no cache could be as this one is."""
+        self.check(pinned_cells(cache, self.keep))
+        _require(cache.cells <= self.max_kv_size, f"{cache.cells} cells of {self.max_kv_size}")
+        for segment in cache.segments:
+            bounded = segment.anchor or segment.wrapped
+            _require(
+                not bounded or segment.limit <= self.max_kv_size,
+                f"room for {segment.limit} cells, of {self.max_kv_size}",
+            )
+            _require(segment.map.group == self.group_of(segment), "cells grouped in another way")
+            _require(self.compresses or not segment.compressed, "compressed cells")
+        window = self.most_in_window(cache)
+        inside = sum(segment.length for segment in cache.segments if not segment.anchor)
+        _require(inside <= window, f"{inside} cells in a window of {window}")
+
+    @abstractmethod
+    def most_in_window(self, cache: KVCache) -> int:
+        """The most cells that are no anchors, between two steps."""
+
+    def group_of(self, segment: Segment) -> int:
+        """How many positions are one in the segment's map."""
+        return 1
+
+    @property
+    def compresses(self) -> bool:
+        """Whether there may be compressed cells."""
+        return False
+
     @abstractmethod
     def room(self, cache: KVCache) -> int | None:
         """How many more tokens the cache can take; None if there is no end."""
@@ -128,6 +157,11 @@ class Policy(ABC):
         anything.
         """
         return self.with_settings(**settings)
+
+
+def _require(holds: bool, found: str) -> None:
+    if not holds:
+        raise InvalidArgument(f"no cache of this policy could be so: found {found}")
 
 
 def pinned_cells(cache: KVCache, keep: int) -> int:

@@ -26,6 +26,13 @@ class Full(Policy):
     def exact(self) -> int:
         return self.max_kv_size
 
+    @property
+    def compresses(self) -> bool:
+        return True  # when it is asked to
+
+    def most_in_window(self, cache: KVCache) -> int:
+        return self.max_kv_size
+
     def room(self, cache: KVCache) -> int | None:
         """As many as the budget has cells left for, and as the model can look past.
 

@@ -47,6 +47,18 @@ class SelfExtend(Policy):
     def exact(self) -> int:
         return min(self.window, self.max_kv_size)
 
+    def group_of(self, segment: Segment) -> int:
+        return self.group if segment.anchor else 1
+
+    def most_in_window(self, cache: KVCache) -> int:
+        return self.window
+
+    def check_held(self, cache: KVCache) -> None:
+        super().check_held(cache)
+        anchors = [segment.anchor for segment in cache.segments]
+        if anchors != sorted(anchors, reverse=True):
+            raise InvalidArgument("no cache of this policy could be so: found the far cells nearer")
+
     def room(self, cache: KVCache) -> int | None:
         return self.max_kv_size - cache.cells
 

@@ -52,6 +52,9 @@ class Sliding(Policy):
         """The most cells that are neither kept nor pinned."""
         return self.max_kv_size - self.keep - pinned_cells(cache, self.keep)
 
+    def most_in_window(self, cache: KVCache) -> int:
+        return self.window_size(cache)
+
     def check(self, pinned: int = 0) -> None:
         super().check(pinned)
         if not 0 <= self.keep < self.max_kv_size - pinned:

@@ -13,12 +13,13 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
+from kvkeep.cache.checks import require, require_finite, require_tensor, require_whole
+from kvkeep.cache.state import MOST
 from kvkeep.errors import CorruptFile
 from kvkeep.files.tensors import tensor_bytes
 from kvkeep.loaded import LoadedModel
 from kvkeep.methods import Statistics
 from kvkeep.store.container import read_container, write_container
-from kvkeep.store.segments import require, require_tensor
 
 KIND, FORMAT = "calibration", 1
 
@@ -72,7 +73,10 @@ def _assemble(
     require_tensor("mean", tensors["mean"], torch.float32, *shape)
     require_tensor("moment", tensors["moment"], torch.float32, *shape, spec.head_dim)
     require_tensor("tolerance", tensors["tolerance"], torch.float32, *shape[:2])
-    require(type(document["tokens"]) is int, "tokens is not a whole number")
+    for name in ("mean", "moment", "tolerance"):
+        require_finite(name, tensors[name])
+    require_whole("tokens", document["tokens"], 1, MOST)
+    require(isinstance(document["model"], str), "the model must be a name")
     return Calibration(
         Statistics(tensors["mean"], tensors["moment"], tensors["tolerance"]),
         document["fingerprint"],

@@ -14,6 +14,7 @@ from kvkeep.methods import Compression
 from kvkeep.models.llama import Decoder
 from kvkeep.policies import Policy
 from kvkeep.session.history import History
+from kvkeep.store.memory_state import MemoryState
 
 
 @dataclass(frozen=True)
@@ -76,11 +77,39 @@ class Memory:
             self._logits = self.decoder.logits(self.hidden)[0]
         return self._logits
 
-    def stand_at(self, hidden: Tensor | None, logits: Tensor | None) -> None:
-        """Takes the last token's hidden state and logits from elsewhere."""
-        device = self.cache.layout.device
-        self.hidden = None if hidden is None else hidden.to(device)
-        self._logits = None if logits is None else logits.to(device)
+    def state(self) -> MemoryState:
+        """All that it is. Cells are shared until one side must write to their storage."""
+        logits = self.logits()
+        return MemoryState(
+            tokens=torch.tensor(self.tokens.array(), dtype=torch.int32, device="cpu"),
+            serials=torch.tensor(self.serials.array(), dtype=torch.int64, device="cpu"),
+            pins=sorted(self.pins),
+            hidden=None if self.hidden is None else self.hidden.clone(),
+            logits=None if logits is None else logits.clone(),
+            cache=self.cache.state(),
+        )
+
+    @classmethod
+    def from_state(
+        cls, decoder: Decoder, policy: Policy, bits: Bits, state: MemoryState
+    ) -> "Memory":
+        """The memory that was in that state.
+
+        Raises ValueError, saying what is wrong, where none of this model under this policy could be
+        in it.
+        """
+        memory = cls(decoder, policy, bits)
+        layout, device = memory.cache.layout.plain, memory.cache.layout.device
+        memory.cache = memory.cache.holding(state.cache)
+        state.check(decoder.spec, layout)
+        policy.check_held(memory.cache)
+        memory.tokens = memory.tokens.extended(state.tokens.tolist())
+        memory.serials = memory.serials.extended(state.serials.tolist())
+        memory.pins = frozenset(state.pins)
+        if state.hidden is not None and state.logits is not None:
+            memory.hidden = state.hidden.to(device, copy=True)
+            memory._logits = state.logits.to(device, copy=True)
+        return memory
 
     def require_room(self, count: int) -> None:
         """Raises ContextFull where the policy cannot take `count` more tokens."""

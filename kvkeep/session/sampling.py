@@ -92,11 +92,18 @@ class Sampler:
 
     @classmethod
     def at(cls, state: Mapping[str, Any]) -> "Sampler":
-        """The sampler whose `state()` that was."""
+        """The sampler whose `state()` that was. Raises InvalidArgument for what was none."""
         sampler = cls()
-        if state:
-            sampler._seed, sampler._random = state["seed"], np.random.Generator(np.random.PCG64(0))
+        if not state:
+            return sampler
+        try:
+            sampler._seed = arguments.optional_whole("seed", state["seed"], 0)
+            sampler._random = np.random.Generator(np.random.PCG64(0))
             sampler._random.bit_generator.state = state["generator"]
+        except (LookupError, TypeError, ValueError, OverflowError) as error:
+            raise InvalidArgument(
+                f"a sampler must have a seed and a state of NumPy's PCG64; found {error!r}"
+            ) from error
         return sampler
 
     def choose(self, logits: Tensor, tokens: Sequence[int], how: Sampling) -> int:

@@ -14,12 +14,12 @@ from kvkeep.cache import Bits
 from kvkeep.errors import ContextFull, InvalidArgument
 from kvkeep.loaded import LoadedModel
 from kvkeep.policies import Policy
-from kvkeep.session.capture import capture
 from kvkeep.session.context import Context
 from kvkeep.session.feeding import Feeding, FeedReport
 from kvkeep.session.memory import Evaluated
 from kvkeep.session.prefixes import PromptPrefix, load_prefix
 from kvkeep.session.sampling import Sampling
+from kvkeep.session.snapshots import restored_state, snapshot_of
 from kvkeep.session.spans import after_rewind
 from kvkeep.session.state import State
 from kvkeep.session.streaming import TextStream
@@ -216,7 +216,22 @@ class Session(Context):
 
     def snapshot(self) -> Snapshot:
         """All that this session is now. Cheap: cells are shared until they would be overwritten."""
-        return capture(self)
+        return snapshot_of(self._model, self._state, self.prefill_step)
+
+    @classmethod
+    def restored(
+        cls, model: LoadedModel, snapshot: Snapshot, store: PrefixStore | None = None
+    ) -> "Session":
+        """The session that a snapshot was taken of.
+
+        Raises FingerprintMismatch for another model, and InvalidSnapshot, saying what is wrong,
+        where no session of this model could have been so.
+        """
+        state = restored_state(model, snapshot)
+        memory, step = state.memory, snapshot.settings["prefill_step"]
+        session = cls(model, memory.policy, step, store, memory.bits)
+        session._state = state
+        return session
 
     def fork(self, at: int | None = None) -> "Session":
         """A session that starts as this one is, or as it was after its first `at` tokens.

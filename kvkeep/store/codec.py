@@ -9,12 +9,15 @@ import torch
 import zstandard
 from torch import Tensor
 
+from kvkeep.cache.checks import require_tensor
 from kvkeep.errors import InvalidArgument
 from kvkeep.files.tensors import tensor_bytes
 
 Codec = Literal["none", "zstd", "int8"]
 CODECS: tuple[str, ...] = get_args(Codec)
 _LEVEL = 1  # of keys and values, level 3 makes more bytes in twice the time
+# Keys and values become half as large: what says that it was far larger is there to fill memory.
+_MOST_TIMES, _MOST_UNSEEN = 4096, 1 << 20
 _LEAST_SCALE, _MOST_SCALE = 1e-7, 65504.0  # what float16 can hold
 
 
@@ -45,7 +48,10 @@ def encode(
 def decode(
     stored: Mapping[str, Tensor], coding: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Tensor]:
-    """The tensors that `encode` was given: equal, but for int8."""
+    """The tensors that `encode` was given: equal, but for int8.
+
+    Raises KeyError or ValueError where they are not of that coding.
+    """
     tensors = dict(stored)
     for name, how in coding.items():
         dtype = getattr(torch, how["dtype"])
@@ -53,6 +59,8 @@ def decode(
             tensors[name] = _decompressed(tensors.pop(f"{name}.zstd"), dtype, how["shape"])
         else:
             small, scale = tensors.pop(f"{name}.int8"), tensors.pop(f"{name}.scale")
+            require_tensor(f"{name}.int8", small, torch.int8, *how["shape"])
+            require_tensor(f"{name}.scale", scale, torch.float16, *how["shape"][:-1], 1)
             tensors[name] = (small * scale.float()).to(dtype)
     return tensors
 
@@ -75,6 +83,8 @@ def _decompressed(data: Tensor, dtype: torch.dtype, shape: list[int]) -> Tensor:
     if not size:
         return torch.empty(shape, dtype=dtype, device="cpu")
     frame = tensor_bytes(data)
+    if size > _MOST_UNSEEN + _MOST_TIMES * len(frame):
+        raise ValueError(f"{len(frame)} bytes of compressed data are not of {size}")
     if zstandard.frame_content_size(frame) != size:
         raise ValueError(f"compressed data does not hold the {size} bytes of {shape}")
     try:

@@ -8,17 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep.cache import Bits, Layout, Queries, Segment
+from kvkeep.cache import Bits, CacheState, Layout, Queries, Segment, Window
+from kvkeep.cache.checks import require, require_tensor
 from kvkeep.errors import CorruptFile
 from kvkeep.store.codec import Codec, decode, encode
 from kvkeep.store.container import read_container, read_document, write_container
-from kvkeep.store.segments import (
-    read_segment,
-    require,
-    require_tensor,
-    segment_entry,
-    segment_tensors,
-)
+from kvkeep.store.document import check_document, layout_of
+from kvkeep.store.memory_state import MemoryState
+from kvkeep.store.segments import read_segment, segment_entry, segment_tensors
 
 KIND, FORMAT = "snapshot", 2
 _OF_PLAIN_CELLS = 1  # the format of a file that holds nothing which its readers cannot ignore
@@ -128,29 +125,59 @@ class Snapshot:
         container = read_container(Path(path), KIND, FORMAT)
         document = container.document
         try:
-            return _assemble(document, decode(container.tensors, document["coding"]))
+            check_document(document)
+            return _assemble(document, _decoded(document, container.tensors))
         except (LookupError, ValueError, TypeError, AttributeError, RuntimeError) as error:
-            raise CorruptFile(f"{path} is corrupt: {error!r} while it was put together") from error
+            raise _corrupt(path, error) from error
+
+    def memory(self) -> MemoryState:
+        """What the session's memory was."""
+        window = Window(**self.settings.get("window", {}))
+        held = CacheState(self.segments, window, self.clock, self.serial, self.observed)
+        pins = self.settings.get("pins", [])
+        return MemoryState(self.tokens, self.serials, pins, self.hidden, self.logits, held)
 
 
 def describe(path: str | Path) -> dict[str, Any]:
-    """What a snapshot file says of itself, from its checked header alone."""
-    return read_document(Path(path), KIND, FORMAT)
+    """What a snapshot file says of itself, from its checked header alone. Raises as `load`."""
+    document = read_document(Path(path), KIND, FORMAT)
+    try:
+        check_document(document)
+    except (LookupError, ValueError, TypeError, AttributeError) as error:
+        raise _corrupt(path, error) from error
+    return document
+
+
+def _corrupt(path: str | Path, error: Exception) -> CorruptFile:
+    return CorruptFile(
+        f"{path} is corrupt: no session could be so, though each byte is as it was written "
+        f"({error!r}). Restore it from a copy, or evaluate the text again"
+    )
+
+
+def _decoded(document: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """All tensors as they were before they were coded, each as large as its segment is."""
+    coding, layout = document["coding"], layout_of(document)
+    sizes: dict[str, list[int]] = {}
+    for index, entry in enumerate(document["segments"]):
+        shape = [layout.layers, layout.kv_heads, entry["length"], layout.head_dim]
+        # Whatever is coded is as long as what is not.
+        require_tensor("serials", tensors[f"segment.{index}.serials"], torch.int64, shape[2])
+        sizes |= {f"segment.{index}.{name}": shape for name in ("keys", "values")}
+    for name, how in coding.items():
+        require(how["shape"] == sizes[name], f"{name} is coded as of another shape")
+    return decode(tensors, coding)
 
 
 def _assemble(document: dict[str, Any], tensors: dict[str, Tensor]) -> Snapshot:
-    layout = Layout(
-        **document["layout"] | {"dtype": getattr(torch, document["layout"]["dtype"])},
-        device=torch.device("cpu"),
-    )
-    bits = Bits(**document.get("bits", {}))
+    layout, bits = layout_of(document), Bits(**document.get("bits", {}))
     layouts = bits.layouts(layout)
     segments = tuple(
         read_segment(index, layouts, entry, tensors)
         for index, entry in enumerate(document["segments"])
     )
-    _check(document, tensors)
-    return Snapshot(
+    require(len(tensors["tokens"]) == document["tokens"], "another number of tokens")
+    snapshot = Snapshot(
         fingerprint=document["fingerprint"],
         model=document["model"],
         policy=document["policy"],
@@ -164,31 +191,18 @@ def _assemble(document: dict[str, Any], tensors: dict[str, Tensor]) -> Snapshot:
         logits=tensors.get("logits"),
         sampler=document["sampler"],
         layout=layout,
-        observed=_observed(tensors, layout),
+        observed=_observed(tensors),
         bits=bits,
         created=document["created"],
         notes=document.get("notes", {}),
     )
+    memory, observed = snapshot.memory(), snapshot.observed
+    memory.cache.check(*layouts, heads=observed.values.shape[1] if observed else 0)
+    memory.check_itself()
+    return snapshot
 
 
-def _observed(tensors: dict[str, Tensor], layout: Layout) -> Queries | None:
+def _observed(tensors: dict[str, Tensor]) -> Queries | None:
     if "queries" not in tensors:
         return None
-    queries, times = tensors["queries"], tensors["query_times"]
-    shape = (layout.layers, None, len(times), layout.head_dim)
-    require_tensor("queries", queries, layout.dtype, *shape)
-    require_tensor("query_times", times, torch.int64, None)
-    return Queries(queries, times)
-
-
-def _check(document: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """What the checksums cannot tell: that whoever wrote the file knew the format."""
-    count = len(tensors["tokens"])
-    require_tensor("tokens", tensors["tokens"], torch.int32, count)
-    require_tensor("serials", tensors["serials"], torch.int64, count)
-    require(("hidden" in tensors) == ("logits" in tensors), "hidden without logits, or the reverse")
-    if "hidden" in tensors:
-        require_tensor("hidden", tensors["hidden"], tensors["hidden"].dtype, 1, None)
-        require_tensor("logits", tensors["logits"], torch.float32, None)
-    require(type(document["clock"]) is int, "clock is not a whole number")
-    require(type(document["serial"]) is int, "serial is not a whole number")
+    return Queries(tensors["queries"], tensors["query_times"])

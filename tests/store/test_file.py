@@ -153,12 +153,8 @@ def test_what_happens_to_a_file_that_was_read_reaches_no_session(
 
 def test_loading_takes_no_more_memory_than_the_cells_and_keeps_them_aligned(tmp_path: Path) -> None:
     layout = Layout(8, 8, 64, torch.float32, torch.device("cpu"))
-    cells = Cells.empty(layout, 4096)
-    segment = Segment.of(layout, cells, PositionMap(), anchor=False)
-    snapshot = SESSIONS["empty"].snapshot()
-    size = _with_segment(snapshot, segment, layout).save(tmp_path / "large.kvkeep")
+    size = _of_empty_cells(layout, 4096).save(tmp_path / "large.kvkeep")
     assert size > 130_000_000
-    del segment, cells
     process = psutil.Process()
     before = process.memory_info().rss
     loaded = Snapshot.load(tmp_path / "large.kvkeep")
@@ -168,8 +164,19 @@ def test_loading_takes_no_more_memory_than_the_cells_and_keeps_them_aligned(tmp_
     assert float(keys.sum()) == 0
 
 
-def _with_segment(snapshot: Snapshot, segment: Segment, layout: Layout) -> Snapshot:
-    return replace(snapshot, segments=(segment,), layout=layout)
+def _of_empty_cells(layout: Layout, count: int) -> Snapshot:
+    cells, numbers = Cells.empty(layout, count), torch.arange(count)
+    cells.serials.copy_(numbers)
+    cells.positions.copy_(numbers)
+    return replace(
+        SESSIONS["empty"].snapshot(),
+        segments=(Segment.of(layout, cells, PositionMap(), anchor=False),),
+        tokens=numbers.int(),
+        serials=numbers,
+        clock=count,
+        serial=count,
+        layout=layout,
+    )
 
 
 @pytest.mark.parametrize("policy", ["full", "sliding", "shift"])

@@ -1,0 +1,50 @@
+"""Whether what comes from outside is what it is taken for: each check raises ValueError."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def require(holds: bool, what: str) -> None:
+    if not holds:
+        raise ValueError(what)
+
+
+def require_whole(name: str, value: Any, least: int, most: int) -> None:
+    """A whole number of Python's, `least` and `most` included."""
+    require(
+        type(value) is int and least <= value <= most,
+        f"{name} must be a whole number from {least} to {most}; found {value!r}",
+    )
+
+
+def require_flag(name: str, value: Any) -> None:
+    require(type(value) is bool, f"{name} must be true or false; found {value!r}")
+
+
+def require_tensor(name: str, tensor: Any, dtype: torch.dtype, *shape: int | None) -> None:
+    """None in a shape stands for any length."""
+    require(isinstance(tensor, Tensor), f"{name} must be a tensor; found {tensor!r}")
+    fits = len(shape) == tensor.ndim and all(
+        wanted in (None, found) for wanted, found in zip(shape, tensor.shape, strict=True)
+    )
+    require(
+        fits and tensor.dtype == dtype,
+        f"{name} must be {dtype} {['any' if n is None else n for n in shape]}; "
+        f"found {tensor.dtype} {list(tensor.shape)}",
+    )
+
+
+def require_finite(name: str, tensor: Tensor) -> None:
+    require(bool(torch.isfinite(tensor).all()), f"{name} must be finite; found NaN or infinity")
+
+
+def require_within(name: str, tensor: Tensor, least: int, most: int) -> None:
+    """Whole numbers, `least` and `most` included; any number of them."""
+    if tensor.numel():
+        low, high = (int(x) for x in tensor.aminmax())
+        require(
+            least <= low and high <= most,
+            f"{name} must be {least} to {most}; found {low} to {high}",
+        )

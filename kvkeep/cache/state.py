@@ -1,0 +1,129 @@
+"""All that a cache holds, at rest: taken out of one, and checked before another takes it in."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvkeep.cache.block import NO_TOKEN, Cells, Layout
+from kvkeep.cache.checks import (
+    require,
+    require_finite,
+    require_flag,
+    require_tensor,
+    require_whole,
+    require_within,
+)
+from kvkeep.cache.observer import LIMIT, Queries
+from kvkeep.cache.position_map import PositionMap
+from kvkeep.cache.quantised import SCALE, Quantised, Stored, scales
+from kvkeep.cache.segment import Segment
+from kvkeep.cache.window import Window
+
+MOST = 2**53  # of times, positions and serials: up to here float64 has every whole number
+MOST_CELLS = 2**30  # of a segment: kernels count its places in 32 bits
+
+
+@dataclass(frozen=True)
+class CacheState:
+    """What a cache holds; see `KVCache`. observed: the newest queries, where they are wanted."""
+
+    segments: tuple[Segment, ...]
+    window: Window
+    time: int
+    serial: int
+    observed: Queries | None
+
+    def check(self, layout: Layout, far_layout: Layout, heads: int) -> None:
+        """Raises ValueError, saying what is wrong, where no cache of such cells can hold this.
+
+        layout, far_layout: as those of a `KVCache`. heads: of the queries.
+        """
+        require_whole("the serial", self.serial, 0, MOST)
+        require_whole("the clock", self.time, 0, self.serial)
+        _check_window(self.window)
+        for index, segment in enumerate(self.segments):
+            try:
+                require(isinstance(segment, Segment), f"found {segment!r}")
+                self._check_segment(segment, far_layout if segment.anchor else layout)
+            except ValueError as error:
+                raise ValueError(f"segment {index}: {error}") from None
+        if self.observed is not None:
+            _check_queries(self.observed, layout, heads, self.time)
+
+    def serials(self) -> Tensor:
+        """`[n]` int64: which tokens the live cells are of, the oldest first; no compressed ones."""
+        parts = [_live(s, s.block.slots.serials) for s in self.segments if not s.compressed]
+        return torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *parts])
+
+    def _check_segment(self, segment: Segment, layout: Layout) -> None:
+        for name in ("anchor", "frozen", "sealed"):
+            require_flag(name, getattr(segment, name))
+        require(not segment.lent, "cells of a step that is not done")
+        check_map(segment.map)
+        require_whole("the limit", segment.limit, 1, MOST_CELLS)
+        require_whole("the length", segment.length, 1, min(segment.limit, segment.capacity))
+        require_whole("the first slot", segment.start, 0, segment.capacity - 1)
+        require_whole("the first place", segment.place, 0, MOST_CELLS)
+        cells = segment.block.slots
+        check_cells(cells, layout, segment.capacity)
+        serials = _live(segment, cells.serials)
+        if cells.bias is not None:
+            require(bool((serials == NO_TOKEN).all()), "compressed cells that are of tokens")
+            require_finite("the bias", _live(segment, cells.bias))
+        else:
+            require_within("serials", serials, 0, self.serial - 1)
+        now = segment.map(self.time)
+        require_within("positions", segment.positions(), -MOST, now)
+
+
+def check_map(position_map: PositionMap) -> None:
+    """Raises ValueError for a position map that none is."""
+    require_whole("a map's group", position_map.group, 1, MOST_CELLS)
+    require_whole("a map's offset", position_map.offset, -MOST, MOST)
+
+
+def check_cells(cells: Cells, layout: Layout, count: int) -> None:
+    """Raises ValueError where these are not so many cells of a layout."""
+    _check_stored("keys", cells.stored_keys, layout, layout.key_bits, count)
+    _check_stored("values", cells.stored_values, layout, layout.value_bits, count)
+    require_tensor("serials", cells.serials, torch.int64, count)
+    heads = () if cells.bias is None else (layout.layers, layout.kv_heads)
+    require_tensor("positions", cells.positions, torch.int64, *heads, count)
+    if cells.bias is not None:
+        require_tensor("bias", cells.bias, torch.float32, *heads, count)
+
+
+def _check_stored(name: str, stored: Stored, layout: Layout, bits: int, count: int) -> None:
+    shape, width = (layout.layers, layout.kv_heads, count), layout.head_dim
+    if bits == 16:
+        require_tensor(name, stored, layout.dtype, *shape, width)
+        return
+    require(isinstance(stored, Quantised), f"{name} must be quantised to {bits} bits")
+    assert isinstance(stored, Quantised)
+    kind = torch.int8 if bits == 8 else torch.uint8
+    require_tensor(f"{name}.int{bits}", stored.data, kind, *shape, width * bits // 8)
+    require_tensor(f"{name}.scale", stored.scale, SCALE, *shape, scales(width, bits))
+
+
+def _check_window(window: Window) -> None:
+    if window.size is not None:
+        require_whole("the window's size", window.size, 0, MOST_CELLS)
+    require_whole("the window's discard", window.discard, 1, MOST_CELLS)
+    require_flag("the window's moves", window.moves)
+
+
+def _check_queries(observed: Queries, layout: Layout, heads: int, time: int) -> None:
+    require(isinstance(observed, Queries), f"queries must be Queries; found {observed!r}")
+    require_tensor("query times", observed.times, torch.int64, None)
+    require_whole("the number of queries", len(observed), 1, LIMIT)
+    shape = (layout.layers, heads, len(observed), layout.head_dim)
+    require_tensor("queries", observed.values, layout.dtype, *shape)
+    require_finite("queries", observed.values)
+    require_within("query times", observed.times, 0, time - 1)
+    require(bool((observed.times.diff() > 0).all()), "queries must be of one time after another")
+
+
+def _live(segment: Segment, numbers: Tensor) -> Tensor:
+    """`[..., length]` of `[..., slots]`: those of the live cells, the oldest first."""
+    return torch.cat([numbers[..., slot] for slot in segment.slots(0, segment.length)], -1)
