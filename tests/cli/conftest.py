@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -66,9 +67,15 @@ def invoke() -> Invoke:
 
 
 @pytest.fixture
-def ctrl_c_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Lets Ctrl-C come with the n-th step that a model evaluates from now on."""
-    return lambda step: monkeypatch.setattr(F, "embedding", ctrl_c.interrupting(step))
+def ctrl_c_at(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Lets Ctrl-C, or another signal, come with the n-th step that a model evaluates from here."""
+    real = F.embedding
+
+    def arm(step: int, number: int = signal.SIGINT) -> None:
+        monkeypatch.setattr(F, "embedding", real)
+        monkeypatch.setattr(F, "embedding", ctrl_c.interrupting(step, number))
+
+    return arm
 
 
 @pytest.fixture

@@ -7,9 +7,10 @@ import pty
 import resource
 import shutil
 import signal
-import subprocess
 import termios
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -186,18 +187,12 @@ def test_what_cannot_be_is_refused_before_the_model(invoke, home, arguments, sai
 # Interrupted
 
 
-def _interrupted_session(start, asked: list[object], home: Path) -> str:
-    process = start("generate", "--session", "s", "-p", TEXT, "-n", -1, *asked)
-    process.stdout.read(30)
-    process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 130
-    return said.decode().splitlines()[-1]
-
-
-def test_ctrl_c_saves_what_was_written(start, invoke, tiny, home) -> None:
+def test_ctrl_c_saves_what_was_written(invoke, tiny, home, ctrl_c_at) -> None:
     asked = [*QUIET, "--max-kv-size", 24, "--temperature", 1, "--seed", 3, *tiny]
-    assert "session s saved" in _interrupted_session(start, asked, home)
+    ctrl_c_at(30)
+    interrupted = invoke("generate", "--session", "s", "-p", TEXT, "-n", -1, *asked)
+    assert interrupted.exit_code == 130
+    assert "session s saved" in interrupted.stderr.splitlines()[-1]
     count = len(_saved(home, "s").tokens) - 13
     assert count > 0
     invoke("generate", "--session", "s", "-n", 5, *asked)
@@ -284,19 +279,27 @@ def test_another_model_is_refused(invoke, tiny, tiny_folder, tmp_path: Path, hom
     assert (home / "sessions" / "s.kvkeep").read_bytes() == before
 
 
-def test_a_save_that_fails_leaves_the_file_as_it_was(start, invoke, tiny, home) -> None:
+@contextmanager
+def _small_files_only() -> Iterator[None]:
+    """As on a disk that is full: the system lets no file grow beyond 9,000 bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (9000, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_save_that_fails_leaves_the_file_as_it_was(invoke, tiny, home) -> None:
     invoke("generate", "--session", "s", "-p", TEXT, "-n", 2, *tiny)
     file = home / "sessions" / "s.kvkeep"
     before = file.read_bytes()
-    process = start(
-        *("generate", "--session", "s", "-n", 40, *QUIET),
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000)),
-    )
-    text, said = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 2
-    assert text.strip()
-    assert "could not be written (File too large)" in said.decode().splitlines()[-1]
-    assert "Traceback" not in said.decode()
+    with _small_files_only():
+        failed = invoke("generate", "--session", "s", "-n", 40, *QUIET)
+    assert failed.exit_code == 2
+    assert failed.stdout.strip()
+    assert "could not be written (File too large)" in failed.stderr.splitlines()[-1]
+    assert "Traceback" not in failed.stderr
     assert file.read_bytes() == before
     assert sorted(path.name for path in file.parent.iterdir()) == [".s.lock", "s.kvkeep"]
 
@@ -429,31 +432,17 @@ def test_each_turn_is_safe_as_soon_as_it_is_answered(start, invoke, tiny, home) 
     assert "session s saved" in invoke(*CHAT, "-c", input="Two?\n").stderr
 
 
-def test_ctrl_c_in_a_piped_chat_saves_the_answer_so_far(start, tiny, home) -> None:
-    process = start("chat", "--session", "s", "-n", -1, "--temperature", 3, "--top-k", 0, *tiny)
-    process.stdin.write(b"Tell me a story.\n")
-    process.stdin.flush()
-    process.stdout.read(100)
-    process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 130
-    assert "session s saved" in said.decode().splitlines()[-1]
-    assert len(_saved(home, "s").tokens) > 20
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("command", [["chat"], ["generate", "-p", TEXT, "--ignore-eos"]])
-def test_other_signals_save_as_ctrl_c_does(start, tiny, home, command, number) -> None:
+def test_a_signal_in_an_answer_saves_it_so_far(
+    invoke, tiny, home, command, number, ctrl_c_at
+) -> None:
     asked = ["--session", "s", "-n", -1, "--temperature", 3, "--top-k", 0, "--max-kv-size", 64]
-    process = start(*command, *asked, *tiny)
-    process.stdin.write(b"Tell me a story.\n")
-    process.stdin.flush()
-    process.stdout.read(100)
-    process.send_signal(number)
-    _, said = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 128 + number
-    assert "session s saved" in said.decode().splitlines()[-1]
-    assert len(_saved(home, "s").tokens) > 20
+    ctrl_c_at(30, number)
+    interrupted = invoke(*command, *asked, "--seed", 1, *tiny, input="Tell me a story.\n")
+    assert interrupted.exit_code == 128 + number
+    assert "session s saved" in interrupted.stderr.splitlines()[-1]
+    assert len(_saved(home, "s").tokens) > 30
 
 
 def _in_a_terminal() -> None:
@@ -505,19 +494,15 @@ def test_what_was_done_at_the_prompt_of_a_chat_is_saved(invoke, tiny, home) -> N
     assert not _saved(home, "s").settings["pins"]
 
 
-def test_a_full_disk_does_not_end_a_chat(start, invoke, tiny, home) -> None:
+def test_a_full_disk_does_not_end_a_chat(invoke, tiny, home) -> None:
     invoke(*CHAT, "--session", "s", *tiny, input="One?\n")
     before = (home / "sessions" / "s.kvkeep").read_bytes()
-    process = start(
-        *(*CHAT, "-c"),
-        stdout=subprocess.PIPE,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000)),
-    )
-    text, said = process.communicate(b"Two?\nThree?\n", timeout=PATIENCE)
-    assert process.returncode == 2, "what was said is not on disk"
-    assert text.count(b"\n") >= 2
-    assert said.decode().count("could not be written") == 3
-    assert said.decode().splitlines()[-2].endswith(" | session s not saved")
+    with _small_files_only():
+        talked = invoke(*CHAT, "-c", input="Two?\nThree?\n")
+    assert talked.exit_code == 2, "what was said is not on disk"
+    assert talked.stdout.count("\n") >= 2
+    assert talked.stderr.count("could not be written") == 3
+    assert talked.stderr.splitlines()[-2].endswith(" | session s not saved")
     assert (home / "sessions" / "s.kvkeep").read_bytes() == before
 
 

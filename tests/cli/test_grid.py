@@ -1,12 +1,9 @@
 """`kvkeep grid` writes each sample down, goes on where it ended, and shows what was measured."""
 
 import json
-import signal
-import time
 from pathlib import Path
 
 import pytest
-from patience import PATIENCE
 
 from kvkeep.cli.compression import BEST, METHOD_NAMES
 from kvkeep.cli.evaluate.grid_choice import TASKS
@@ -63,18 +60,14 @@ def test_it_goes_on_where_it_ended(invoke, tiny, tmp_path: Path) -> None:
     assert "junk is 16 in one and 17 in the other" in other.stderr
 
 
-def test_an_interrupt_leaves_what_was_measured(start, tiny, tmp_path: Path) -> None:
+def test_an_interrupt_leaves_what_was_measured(invoke, tiny, tmp_path: Path, ctrl_c_at) -> None:
     out = tmp_path / "grid.json"
     asked = ("grid", *SMALL, "--tasks", "second", "--samples", 5000, "--out", out, *tiny)
-    process = start(*asked)
-    until = time.monotonic() + PATIENCE
-    while not out.exists() and time.monotonic() < until:
-        time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
-    shown, _ = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 130
+    ctrl_c_at(100)
+    interrupted = invoke(*asked)
+    assert interrupted.exit_code == 130
     assert json.loads(out.read_text())["readings"]
-    assert b"| second | " in shown
+    assert "| second | " in interrupted.stdout
 
 
 def test_files_of_several_runs_are_shown_together(invoke, tiny, tmp_path: Path) -> None:
