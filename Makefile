@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: run test test-slow fuzz lint types install clean
+.PHONY: run test test-slow test-new fuzz lint types install clean
 
 install: $(READY)
 
@@ -31,7 +31,11 @@ test: install
 	$(BIN)/python -m pytest
 
 test-slow: install
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow --hypothesis-profile=new
+
+# The properties of `make test`, on examples that were never tried before.
+test-new: install
+	$(BIN)/python -m pytest -m '(hypothesis and not slow)' --hypothesis-profile=new
 
 # 100,000 damaged inputs for each format of a file; an hour or two.
 fuzz: install

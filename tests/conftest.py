@@ -4,6 +4,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from kvkeep.model import Model, load_model
 from kvkeep.models.known import KNOWN, fetch
@@ -13,6 +14,13 @@ from kvkeep.models.source import DEFAULT_MODEL, pull
 # that tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Examples are the same in each run: what passes on one machine passes on another. Each run of
+# `--hypothesis-profile=new` draws others. How long an example takes is not looked at.
+SLOW = [HealthCheck.too_slow]
+settings.register_profile("same", deadline=None, derandomize=True, suppress_health_check=SLOW)
+settings.register_profile("new", deadline=None, print_blob=True, suppress_health_check=SLOW)
+settings.load_profile("same")
 
 
 @pytest.fixture(scope="session")

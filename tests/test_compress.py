@@ -44,7 +44,7 @@ def require_untouched(before: dict[int, Cell], after: dict[int, Cell], serials: 
             assert one == other if isinstance(one, int) else torch.equal(one, other)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.sampled_from(list(METHODS)),
     st.integers(20, 700),

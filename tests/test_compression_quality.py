@@ -11,16 +11,15 @@ from kvkeep.model import Model
 
 
 def test_a_key_is_found_in_a_quarter_of_the_cells_and_never_in_averages(smollm2: Model) -> None:
-    for index in range(2):
-        sample = Passkey(junk=60, where=Where(depths=(50.0,)), seed=3).sample(index)
-        fitted = compress_after_reading(smollm2, sample, Compressing("fitted", 4.0))
-        assert fitted.uncompressed is not None
-        assert fitted.uncompressed.found
-        assert fitted.compressed.found
-        assert fitted.compressed.cells * 4 <= fitted.uncompressed.cells + 3
-        for failing in ("average", "sum"):
-            lost = compress_after_reading(smollm2, sample, Compressing(failing, 2.0))
-            assert not lost.compressed.found
+    sample = Passkey(junk=40, where=Where(depths=(50.0,)), seed=3).sample(0)
+    fitted = compress_after_reading(smollm2, sample, Compressing("fitted", 4.0))
+    assert fitted.uncompressed is not None
+    assert fitted.uncompressed.found
+    assert fitted.compressed.found
+    assert fitted.compressed.cells * 4 <= fitted.uncompressed.cells + 3
+    for failing in ("average", "sum"):
+        lost = compress_after_reading(smollm2, sample, Compressing(failing, 2.0))
+        assert not lost.compressed.found
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from kvkeep.store.prefix import PrefixStore
 TEXT = MODEL.text.encode("keys are written once; queries choose where they stand")
 NOT_HELD = r"remembered|held"
 POLICIES = ("full", "sliding", "shift")
-TMP = [HealthCheck.function_scoped_fixture]
+TMP = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 
 
 def check(setting: Setting, actions: list[Action], folder) -> None:
@@ -58,20 +58,20 @@ def distances(session: Session) -> list[int]:
     return found
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=TMP)
+@settings(max_examples=150, suppress_health_check=TMP)
 @given(setting=settings_of(("sliding", "shift")), actions=ACTIONS)
 def test_a_bounded_session_equals_the_naive_memory(setting, actions, tmp_path) -> None:
     check(setting, actions, tmp_path)
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=TMP)
+@settings(max_examples=50, suppress_health_check=TMP)
 @given(setting=settings_of(("full",)), actions=ACTIONS)
 def test_a_full_session_equals_the_naive_memory(setting, actions, tmp_path) -> None:
     check(setting, actions, tmp_path)
 
 
 @pytest.mark.slow
-@settings(max_examples=3000, deadline=None, suppress_health_check=TMP)
+@settings(max_examples=3000, suppress_health_check=TMP)
 @given(setting=settings_of(("full", "sliding", "shift")), actions=ACTIONS)
 def test_many_sequences_equal_the_naive_memory(setting, actions, tmp_path) -> None:
     check(setting, actions, tmp_path)
@@ -95,7 +95,7 @@ def assert_bit_equal(a: Session, b: Session, actions: list[Action]) -> None:
         assert same(state(a), state(b)), f"after {action}"
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=TMP)
+@settings(max_examples=60, suppress_health_check=TMP)
 @given(setting=settings_of(POLICIES), actions=ACTIONS, more=ACTIONS, forked=st.booleans())
 def test_a_restored_session_goes_on_bit_equal(setting, actions, more, forked, tmp_path) -> None:
     session = setting.pair().session
@@ -108,7 +108,7 @@ def test_a_restored_session_goes_on_bit_equal(setting, actions, more, forked, tm
     assert_bit_equal(session, restored, more)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(settings_of(("sliding",)), ACTIONS)
 def test_shift_by_one_is_sliding_bit_for_bit(setting: Setting, actions: list[Action]) -> None:
     sliding = setting.pair().session
@@ -117,7 +117,7 @@ def test_shift_by_one_is_sliding_bit_for_bit(setting: Setting, actions: list[Act
     assert_bit_equal(sliding, shift, actions)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(settings_of(POLICIES), ACTIONS, ACTIONS)
 def test_what_a_fork_does_the_other_does_not_see(
     setting: Setting, actions: list[Action], more: list[Action]

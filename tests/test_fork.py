@@ -46,7 +46,7 @@ def act(session: Session, kind: str, value: object) -> None:
         pass
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.sampled_from(["full", "sliding", "shift"]), st.sampled_from([16, 24, 64]), ACTIONS)
 def test_forks_equal_sessions_that_were_never_forked(
     policy: str, budget: int, actions: list

@@ -85,7 +85,7 @@ def test_sessions_of_all_policies_write_what_each_writes_alone(sampling: Samplin
             require_same(session, other)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.sampled_from(["full", "sliding", "shift"]),
     st.lists(

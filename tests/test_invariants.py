@@ -74,7 +74,7 @@ def same(a: object, b: object) -> bool:
     return a == b
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(bounded(), ACTIONS)
 def test_the_budget_binds_after_every_call(setting: Setting, actions: list) -> None:
     session = setting.session()
@@ -92,7 +92,7 @@ def test_the_budget_binds_after_every_call(setting: Setting, actions: list) -> N
         assert session.cache.nbytes <= setting.max_kv_size * cell_bytes
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(bounded(), ACTIONS)
 def test_a_refused_call_changes_nothing(setting: Setting, actions: list) -> None:
     session = setting.session()
@@ -111,7 +111,7 @@ class Seen(Exception):
     """Thrown out of a forward in its middle."""
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(bounded(), TOKENS, st.integers(0, 1), st.lists(st.integers(1, 255), min_size=1, max_size=7))
 def test_a_step_that_fails_inside_the_model_changes_nothing(
     setting: Setting, tokens: list[int], layer: int, more: list[int]
@@ -136,7 +136,7 @@ def test_a_step_that_fails_inside_the_model_changes_nothing(
     assert torch.equal(session.logits, untouched.logits)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(bounded(), st.lists(TOKENS, min_size=1, max_size=4), st.sampled_from([1, 5, 64]))
 def test_the_prefill_step_does_not_change_logits(
     setting: Setting, prompts: list[list[int]], other_step: int
@@ -181,7 +181,7 @@ class Watched:
             done += n
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(bounded(), st.integers(1, 70))
 def test_each_token_sees_the_kept_ones_and_the_whole_window(setting: Setting, count: int) -> None:
     watched = Watched(setting)
@@ -195,7 +195,7 @@ def test_each_token_sees_the_kept_ones_and_the_whole_window(setting: Setting, co
         assert first_seen == pytest.approx((0 in seen) / len(seen), abs=1e-4)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(bounded(), ACTIONS)
 def test_no_query_stands_further_away_than_the_budget(setting: Setting, actions: list) -> None:
     session = setting.session()

@@ -240,7 +240,7 @@ def test_a_budget_cannot_be_pinned_whole() -> None:
     assert held(session) == [*range(7), len(session.tokens) - 1]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 19), st.integers(1, 12), st.sampled_from([1, 3, 64]))
 def test_any_stretch_can_be_pinned(start: int, count: int, prefill_step: int) -> None:
     session, dense = (

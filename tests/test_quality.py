@@ -8,7 +8,9 @@ from topics import topic_ids
 from kvkeep.model import Model
 
 
-def perplexity(model: Model, budget: int | None, keep: int, policy: str, first: int, end: int):
+def perplexity(
+    model: Model, budget: int | None, keep: int | None, policy: str, first: int, end: int
+):
     """Over tokens `first ... end - 1`, everything before them evaluated as context."""
     session = model.session(budget, keep, policy)
     scores = session.score(topic_ids(model)[:end])[first:]
@@ -17,14 +19,22 @@ def perplexity(model: Model, budget: int | None, keep: int, policy: str, first: 
 
 @pytest.mark.parametrize(
     ("budget", "keep", "policy", "expected"),
-    [
-        (None, 4, "full", 10.30),
-        (512, 4, "sliding", 11.61),
-        pytest.param(512, 0, "sliding", 20.31, marks=pytest.mark.slow),
-    ],
+    [(None, None, "full", 9.62), (512, 4, "sliding", 10.05), (512, 0, "sliding", 17.77)],
+)
+def test_perplexity_of_tokens_1024_to_1535(
+    smollm2: Model, budget: int | None, keep: int | None, policy: str, expected: float
+) -> None:
+    found = perplexity(smollm2, budget, keep, policy, 1024, 1536)
+    assert found == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("budget", "keep", "policy", "expected"),
+    [(None, None, "full", 10.30), (512, 4, "sliding", 11.61), (512, 0, "sliding", 20.31)],
 )
 def test_perplexity_of_tokens_1024_to_4095(
-    smollm2: Model, budget: int | None, keep: int, policy: str, expected: float
+    smollm2: Model, budget: int | None, keep: int | None, policy: str, expected: float
 ) -> None:
     found = perplexity(smollm2, budget, keep, policy, 1024, 4096)
     assert found == pytest.approx(expected, rel=0.02)

@@ -46,7 +46,7 @@ def run(*arguments: object) -> Result:
 
 
 def test_every_measure_is_read_in_every_round_of_every_peer(asking: Asking) -> None:
-    result = run_benchmark(asking("prefill", "memory"))
+    result = run_benchmark(asking("memory"))
     assert result.ended == "whole"
     read = {(each.measure, each.variant, each.round) for each in result.readings}
     expected = {
@@ -59,7 +59,7 @@ def test_every_measure_is_read_in_every_round_of_every_peer(asking: Asking) -> N
     assert all(each.value > 0 for each in result.readings)
     assert set(result.about) == {"kvkeep", "transformers"}
     # Who goes first changes from round to round.
-    order = [each.variant for each in result.readings if each.measure == "prefill/64"]
+    order = [each.variant for each in result.readings if each.measure == "memory/read"]
     assert order == ["kvkeep", "transformers", "transformers", "kvkeep"]
 
 
@@ -80,8 +80,9 @@ def test_an_endless_run_is_compared_at_its_beginning_and_its_end(asking: Asking)
     assert of["kvkeep", "endless/held"] < 100
 
 
-def test_steps_and_startup_have_processes_of_their_own(asking: Asking) -> None:
-    asked = asking("steps", "startup", peers=("kvkeep",))
+@pytest.mark.parametrize("part", ["startup", pytest.param("steps", marks=pytest.mark.slow)])
+def test_steps_and_startup_have_processes_of_their_own(asking: Asking, part: str) -> None:
+    asked = asking(part, peers=("kvkeep",))
     result = run_benchmark(replace(asked, plan=replace(asked.plan, rounds=1)))
     assert result.ended == "whole"
     found = {each.measure: each.value for each in result.readings}

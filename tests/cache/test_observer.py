@@ -61,7 +61,7 @@ ACTIONS = st.lists(
 )
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(ACTIONS, st.sampled_from([1, 50, 512]))
 def test_they_follow_what_happens_to_the_tokens(actions: list[tuple[str, int]], step: int) -> None:
     session, known = observing(step, 9, budget=2000), list(range(9))

@@ -33,7 +33,7 @@ def way(request):
 
 
 @given(**SHAPES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_most_alike_is_found(way, layers, kv_heads, rows, columns, width, seed) -> None:
     x, among = _directions(seed, (layers, kv_heads), width, rows, columns)
     most, which = most_alike(x, among)
@@ -44,7 +44,7 @@ def test_the_most_alike_is_found(way, layers, kv_heads, rows, columns, width, se
 
 
 @given(**SHAPES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_only_older_ones_are_met(way, layers, kv_heads, rows, columns, width, seed) -> None:
     x, _ = _directions(seed, (layers, kv_heads), width, rows, columns)
     products = x.double() @ x.double().transpose(-1, -2)

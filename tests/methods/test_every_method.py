@@ -27,7 +27,7 @@ def asked(draw: st.DrawFn) -> tuple[Candidates, int]:
 
 
 @pytest.mark.parametrize("name", METHODS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(asked())
 def test_it_leaves_as_many_cells_as_asked_for_in_every_layer_and_kv_head(
     name: str, asked: tuple[Candidates, int]
@@ -51,7 +51,7 @@ def test_it_leaves_as_many_cells_as_asked_for_in_every_layer_and_kv_head(
 
 
 @pytest.mark.parametrize("name", EVICTIONS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(asked())
 def test_what_evictions_leave_was_there_to_the_bit(
     name: str, asked: tuple[Candidates, int]
@@ -87,7 +87,7 @@ def test_bfloat16_stays_bfloat16(name: str) -> None:
     assert cells.keys.dtype == cells.values.dtype == torch.bfloat16
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(1, 1700), st.data())
 def test_a_long_run_is_thinned_evenly_chunk_by_chunk(total: int, data: st.DataObject) -> None:
     count = data.draw(st.integers(1, total))

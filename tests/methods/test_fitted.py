@@ -42,7 +42,7 @@ def masses(cells: Cells) -> Tensor:
     return (cells.bias / MASS).exp()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(1, 40), st.booleans(), st.booleans(), st.data())
 def test_keys_that_stay_are_the_same_to_the_bit(
     total: int, compressed: bool, statistics: bool, data: st.DataObject
@@ -79,7 +79,7 @@ def test_what_is_like_nothing_that_stays_is_forgotten() -> None:
             torch.testing.assert_close(value, candidates.cells.values[place][index])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=40), st.data())
 def test_mass_and_values_of_a_word_live_on_where_it_is_kept(
     words: list[int], data: st.DataObject

@@ -54,7 +54,7 @@ def test_ordinary_text_has_the_ids_that_it_always_had(codec: TextCodec) -> None:
     assert codec.encode(rendered) == expected
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.lists(
         st.sampled_from(

@@ -43,7 +43,7 @@ def test_negative_ids_are_refused(codec: TextCodec) -> None:
         codec.decode([1, -3])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(ids=st.lists(st.integers(0, 49151), max_size=30), skip=st.booleans())
 def test_a_stream_gives_the_whole_text(codec: TextCodec, ids: list[int], skip: bool) -> None:
     whole = codec.decode(ids, skip_special=skip)
@@ -55,7 +55,7 @@ def test_a_stream_gives_the_whole_text(codec: TextCodec, ids: list[int], skip: b
     assert given_so_far + stream.flush() == whole
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(text=st.text(max_size=30))
 def test_a_stream_never_gives_half_a_character(codec: TextCodec, text: str) -> None:
     ids = codec.encode(text)

@@ -46,7 +46,7 @@ def act(session: Session, action: tuple[str, int, int]) -> None:
         session.insert(start, TEXT[:more])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(archives(), ACTIONS)
 def test_whatever_is_done_the_budget_binds_and_nothing_is_seen_from_beyond_the_span(
     setting: Setting, actions: list[tuple[str, int, int]]

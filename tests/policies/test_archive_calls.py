@@ -20,7 +20,7 @@ class Thrown(Exception):
     """Out of a forward in its middle."""
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(archives(), st.integers(1, 120), st.integers(0, 1), st.integers(1, 7))
 def test_a_step_that_fails_inside_the_model_changes_nothing(
     setting: Setting, fed: int, layer: int, more: int

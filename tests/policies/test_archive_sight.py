@@ -52,7 +52,7 @@ def decoded(found: torch.Tensor) -> set[int]:
     return {index * BITS + bit for index, bit in bits if sums[index] >> bit & 1}
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(archives(), st.integers(1, 240))
 def test_each_token_sees_the_kept_ones_the_window_and_what_is_archived(
     setting: Setting, count: int
@@ -106,7 +106,7 @@ def act(session: Session, kind: str, amount: int, more: int) -> None:
         session.pin(start, start + more)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(EDITS)
 @example([("rewind", 1, 5)] * 6)  # all tokens
 def test_an_archive_that_loses_nothing_says_what_full_attention_says(

@@ -43,7 +43,7 @@ def same(one: Tensor | None, other: Tensor | None) -> bool:
     return one is other if one is None or other is None else torch.equal(one, other)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(SETTINGS, ACTIONS)
 def test_any_saved_session_goes_on_to_the_bit(
     tmp_path_factory: pytest.TempPathFactory, setting: dict[str, Any], actions: list[Any]
@@ -79,7 +79,7 @@ def test_a_fork_that_was_fed_past_its_window_goes_on_to_the_bit(tmp_path: Path) 
 LOOKS = st.lists(st.sampled_from(["no", "snapshot", "fork", "both"]), min_size=8, max_size=8)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(SETTINGS, ACTIONS, LOOKS)
 def test_looking_changes_nothing(
     setting: dict[str, Any], actions: list[Any], looks: list[str]
