@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from kvkeep.errors import KvkeepError
+from kvkeep.version import __version__
 
 if TYPE_CHECKING:
     from kvkeep.cache import Bits
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from kvkeep.session.group import SessionGroup
     from kvkeep.session.sampling import Sampling
     from kvkeep.session.session import Session
+    from kvkeep.store.exactness import Exactness
     from kvkeep.store.prefix import PrefixStore
     from kvkeep.store.snapshot import Snapshot
 
@@ -23,6 +25,7 @@ __all__ = [
     "Bits",
     "Calibration",
     "CompressionReport",
+    "Exactness",
     "FeedReport",
     "FeedStep",
     "Feeding",
@@ -37,17 +40,18 @@ __all__ = [
     "Shift",
     "Sliding",
     "Snapshot",
+    "__version__",
     "calibrate",
     "load_calibration",
     "load_model",
 ]
-__version__ = "0.1.0"
 
 _HOMES = {
     "Archive": "kvkeep.policies",
     "Bits": "kvkeep.cache",
     "Calibration": "kvkeep.session.calibration",
     "CompressionReport": "kvkeep.session.compressing",
+    "Exactness": "kvkeep.store.exactness",
     "FeedReport": "kvkeep.session.feeding",
     "FeedStep": "kvkeep.session.feeding",
     "Feeding": "kvkeep.session.feeding",

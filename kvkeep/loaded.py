@@ -3,12 +3,15 @@
 from functools import cached_property
 from pathlib import Path
 
+import torch
+
 from kvkeep.models.checksum import checksum_of
 from kvkeep.models.llama import Decoder
 from kvkeep.models.packed import Weights
 from kvkeep.models.spec import ModelSpec
 from kvkeep.models.text import TextCodec
 from kvkeep.store.fingerprint import Fingerprint, fingerprint
+from kvkeep.version import __version__
 
 
 class LoadedModel:
@@ -48,6 +51,25 @@ class LoadedModel:
     def packed_digest(self) -> str:
         """Of the matrices that a decode step reads instead of tensors; "" where there are none."""
         return checksum_of(self.decoder.packed) if self.decoder.packed else ""
+
+    @property
+    def arithmetic(self) -> dict[str, str]:
+        """What the last bit of the next logits depends on, beside the model and the session.
+
+        The compiled kernels give the same on any number of threads; torch does not.
+        """
+        device, kernels = self.decoder.new_cache().layout.device, self.decoder.executor.name
+        on_cpu = device.type == "cpu"
+        capability = torch.backends.cpu.get_cpu_capability
+        return {
+            "weights": self.weights,
+            "packed weights": self.packed_digest,
+            "kernels": kernels,
+            "processor": capability() if on_cpu else torch.cuda.get_device_name(device),
+            "threads": str(torch.get_num_threads()) if on_cpu and kernels == "torch" else "any",
+            "torch": torch.__version__,
+            "kvkeep": __version__,
+        }
 
     @cached_property
     def fingerprint(self) -> Fingerprint:

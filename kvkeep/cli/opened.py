@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from kvkeep.cli.compression import calibrated, require_calibration
 from kvkeep.cli.memory import WHOLE_PROMPT, Memory
 from kvkeep.cli.options import given
+from kvkeep.cli.saying import say
 from kvkeep.cli.which_model import require_here
 from kvkeep.errors import InvalidArgument
 
@@ -51,6 +52,11 @@ def resume(file: Path, memory: Memory, progress: bool) -> Opened:
     require_calibration(file, snapshot, memory.calibration)
     model = saved_on(file, memory, snapshot).load(progress)
     session = model.restore(snapshot, calibration=calibrated(memory.calibration, model))
+    if not session.exactness.bit_exact:
+        say(
+            f"{file} does not go on to the bit here ({'; '.join(session.exactness.differs)}): what "
+            "follows agrees as far as rounding does"
+        )
     if given("prefill_step"):
         session.prefill_step = memory.prefill_step
     return Opened(

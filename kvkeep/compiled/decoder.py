@@ -70,6 +70,8 @@ class CompiledExecutor:
     looking is looked at here, once.
     """
 
+    name = "compiled"
+
     def __init__(
         self,
         network: Network,

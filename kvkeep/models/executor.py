@@ -11,7 +11,12 @@ AnyStep = DecodeStep | ChunkStep | GroupStep
 
 
 class Executor(Protocol):
-    """Runs a model's forward over the step that a cache, or a group of them, has opened."""
+    """Runs a model's forward over the step that a cache, or a group of them, has opened.
+
+    name: of the way in which it computes; others round in other places.
+    """
+
+    name: str
 
     def hidden(self, tokens: Tensor, step: AnyStep) -> Tensor:
         """Evaluates `tokens: [n]` into the step. Returns `[n, hidden_size]`, normed."""
@@ -39,6 +44,8 @@ class Network(Protocol):
 
 class TorchExecutor:
     """Every step by torch, on any device: the reference for the others."""
+
+    name = "torch"
 
     def __init__(self, network: Network):
         self._network = network

@@ -19,6 +19,8 @@ Forward = Callable[[Tensor, StaticStep], Tensor]
 class GraphExecutor:
     """By torch, but for decode steps of a full ring, which are replayed."""
 
+    name = "CUDA graphs"
+
     def __init__(self, network: Network):
         self._network = network
         self.graphs = DecodeGraphs(network.forward)

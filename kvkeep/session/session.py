@@ -23,6 +23,7 @@ from kvkeep.session.snapshots import restored_state, snapshot_of
 from kvkeep.session.spans import after_rewind
 from kvkeep.session.state import State
 from kvkeep.session.streaming import TextStream
+from kvkeep.store.exactness import Exactness
 from kvkeep.store.prefix import PrefixStore
 from kvkeep.store.snapshot import Snapshot
 
@@ -35,6 +36,9 @@ class Session(Context):
     A call that is refused changes nothing. Evaluation goes in steps, and a step counts whole or
     not at all: if a long feed is interrupted or fails in its middle, the session stands after
     the last whole step, and `tokens` says where that is.
+
+    finish_reason: why the last stream ended. exactness: of a restored session, whether it goes on
+    to the bit as the one that was saved.
     """
 
     def __init__(
@@ -47,6 +51,7 @@ class Session(Context):
     ):
         super().__init__(model, policy, prefill_step, bits)
         self.finish_reason: str | None = None
+        self.exactness = Exactness()
         self._store = None if store is None else arguments.instance("store", store, PrefixStore)
 
     # What it does
@@ -231,6 +236,7 @@ class Session(Context):
         memory, step = state.memory, snapshot.settings["prefill_step"]
         session = cls(model, memory.policy, step, store, memory.bits)
         session._state = state
+        session.exactness = Exactness.of(snapshot.arithmetic, model.arithmetic, snapshot.codec)
         return session
 
     def fork(self, at: int | None = None) -> "Session":

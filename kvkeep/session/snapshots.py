@@ -42,6 +42,7 @@ def snapshot_of(model: LoadedModel, state: State, prefill_step: int) -> Snapshot
         layout=cache.layout.plain,
         bits=state.memory.bits,
         observed=memory.cache.observed,
+        arithmetic=model.arithmetic,
     )
 
 

@@ -23,7 +23,7 @@ def check_document(document: Mapping[str, Any]) -> None:
         _require_kind(name, document[name], kind)
     for name in ("fingerprint", "policy", "settings", "sampler", "layout", "coding"):
         _require_kind(name, document[name], dict)
-    for name in ("bits", "notes", "computed"):
+    for name in ("bits", "notes", "arithmetic"):
         _require_kind(name, document.get(name, {}), dict)
     for name in ("tokens", "clock", "serial"):
         require_whole(name, document[name], 0, MOST)
@@ -33,7 +33,7 @@ def check_document(document: Mapping[str, Any]) -> None:
         f"created must be seconds since 1970; found {created!r}",
     )
     _check_texts("fingerprint", document["fingerprint"])
-    _check_texts("computed", document.get("computed", {}))
+    _check_texts("arithmetic", document.get("arithmetic", {}))
     _require_kind("the policy's name", document["policy"]["name"], str)
     require_whole("max_kv_size", document["policy"]["max_kv_size"], 1, MOST_CELLS)
     check_settings(document["settings"], document["tokens"])

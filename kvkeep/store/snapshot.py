@@ -32,9 +32,10 @@ class Snapshot:
     found; serial: the next. clock: the time of the next token. hidden: `[1, hidden_size]` and
     logits: `[vocab]` of the last token; None in an empty session. sampler: the seed and the random
     generator's state. layout: of plain cells. bits: in how many cells are kept. observed: the
-    newest queries, where the policy decides by them. created: seconds since 1970. notes: JSON
-    values of whoever keeps the session, such as what a chat must remember beside it; kvkeep's
-    library reads none of them.
+    newest queries, where the policy decides by them. arithmetic: what it was computed with; see
+    `LoadedModel`; empty in files of earlier releases. codec: of the file that it was in. created:
+    seconds since 1970. notes: JSON values of whoever keeps the session, such as what a chat must
+    remember beside it; kvkeep's library reads none of them.
     """
 
     fingerprint: dict[str, str]
@@ -52,6 +53,8 @@ class Snapshot:
     layout: Layout
     observed: Queries | None = None
     bits: Bits = field(default_factory=Bits)
+    arithmetic: dict[str, str] = field(default_factory=dict)
+    codec: str = "none"
     created: float = field(default_factory=time.time)
     notes: dict[str, Any] = field(default_factory=dict)
 
@@ -103,6 +106,7 @@ class Snapshot:
             "bits": asdict(self.bits),
             "segments": [segment_entry(segment) for segment in self.segments],
             "codec": codec,
+            "arithmetic": self.arithmetic,
             "coding": coding,
             "created": self.created,
             "notes": self.notes,
@@ -193,6 +197,8 @@ def _assemble(document: dict[str, Any], tensors: dict[str, Tensor]) -> Snapshot:
         layout=layout,
         observed=_observed(tensors),
         bits=bits,
+        arithmetic=document.get("arithmetic", {}),
+        codec=document["codec"],
         created=document["created"],
         notes=document.get("notes", {}),
     )

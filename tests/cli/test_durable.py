@@ -59,6 +59,17 @@ def _refused(result, *said: str) -> None:
 # Going on
 
 
+def test_a_session_that_does_not_go_on_to_the_bit_here_says_so_in_one_line(invoke, tiny) -> None:
+    first = ["generate", *tiny, *QUIET, "--session", "one", "-n", "3", "--max-kv-size", "24"]
+    assert "to the bit" not in invoke(*first, "-p", TEXT).stderr
+    again = ["generate", *QUIET, "--session", "one", "-n", "3", "-p", " So"]
+    assert "to the bit" not in invoke(*again).stderr
+    torch.set_num_threads(2)
+    said = [line for line in invoke(*again).stderr.splitlines() if "to the bit" in line]
+    assert len(said) == 1
+    assert "threads: 1 there, 2 here" in said[0]
+
+
 @pytest.mark.parametrize("sampling", [GREEDY, ["--temperature", "1.5", "--seed", "7"]])
 @pytest.mark.parametrize(
     "policy",
