@@ -20,7 +20,7 @@ from kvkeep.cache.rope import Rotation, rotate
 from kvkeep.cache.step import DecodeStep, View
 
 
-class Look(NamedTuple):
+class Run(NamedTuple):
     """One cache's view of stored cells. row: which of the group's queries takes it."""
 
     cache: int
@@ -33,25 +33,25 @@ class Sight:
     """A stretch of stored cells, and who looks at some of them.
 
     slots, span: the storage that they lie in, and where in it. origin: the place of its slot 0.
-    bias: `[looks, cells]` float32, or None where each look is at every cell.
+    bias: `[runs, cells]` float32, or None where each run is of every cell.
     """
 
     slots: Cells
     span: slice
-    looks: Sequence[Look]
+    runs: Sequence[Run]
     bias: Tensor | None
     origin: int
 
 
 def sights(steps: Sequence[DecodeStep]) -> list[Sight]:
     """All that the caches' new tokens see; what several look at is there once."""
-    looks: list[Look] = []
+    runs: list[Run] = []
     rows = len(steps)  # the first ones stand where the new tokens do
     for index, step in enumerate(steps):
         own = [index, *range(rows, rows + len(step.where) - 1)]
         rows += len(own) - 1
-        looks += [Look(index, own[view.rotation], view) for view in step.views]
-    return [_sight(each) for each in _by_storage(looks)]
+        runs += [Run(index, own[view.rotation], view) for view in step.views]
+    return [_sight(each) for each in _by_storage(runs)]
 
 
 class GroupStep:
@@ -95,7 +95,7 @@ class Plan:
         )
         found = sights(steps)
         self._seen = [_Seen.of(sight, self.groups, device) for sight in found]
-        order = [look.cache for sight in found for look in sight.looks]
+        order = [run.cache for sight in found for run in sight.runs]
         self._parts, self._absent = _parts_of(order, len(steps), device)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -149,7 +149,7 @@ class _Seen:
         return cls(
             sight.slots.stored_keys[:, :, sight.span].unbind(),
             sight.slots.stored_values[:, :, sight.span].unbind(),
-            _indices([look.row for look in sight.looks], device),
+            _indices([run.row for run in sight.runs], device),
             None if sight.bias is None else sight.bias.repeat_interleave(groups, 0),
             sight.slots.biases(sight.span),
         )
@@ -166,27 +166,27 @@ def _as_one(queries: Tensor, kv_heads: int) -> Tensor:
     return queries.view(n, kv_heads, -1, head_dim).transpose(0, 1).reshape(1, -1, head_dim)
 
 
-def _by_storage(looks: list[Look]) -> list[list[Look]]:
+def _by_storage(runs: list[Run]) -> list[list[Run]]:
     """Looks at the same storage together, whichever part of it each is at."""
-    together: dict[tuple[int, ...], list[Look]] = {}
-    for look in looks:
-        slots = look.view.slots
+    together: dict[tuple[int, ...], list[Run]] = {}
+    for run in runs:
+        slots = run.view.slots
         lies_in = (*tensors(slots.stored_keys), *tensors(slots.stored_values))
         same = tuple(n for x in lies_in for n in (x.data_ptr(), *x.stride()))
-        together.setdefault((look.view.origin, *same), []).append(look)
+        together.setdefault((run.view.origin, *same), []).append(run)
     return list(together.values())
 
 
-def _sight(looks: list[Look]) -> Sight:
+def _sight(runs: list[Run]) -> Sight:
     """One sight of the stretch of storage from the first to the last cell that any looks at."""
-    if len(looks) == 1:
-        view = looks[0].view
-        return Sight(view.slots, view.span, looks, view.bias, view.origin)
-    spans = [look.view.span for look in looks]
+    if len(runs) == 1:
+        view = runs[0].view
+        return Sight(view.slots, view.span, runs, view.bias, view.origin)
+    spans = [run.view.span for run in runs]
     start, stop = min(s.start for s in spans), max(s.stop for s in spans)
-    slots: Cells = max((look.view.slots for look in looks), key=len)
-    bias = _bias([look.view for look in looks], start, stop, slots.stored_keys.device)
-    return Sight(slots, slice(start, stop), looks, bias, looks[0].view.origin)
+    slots: Cells = max((run.view.slots for run in runs), key=len)
+    bias = _bias([run.view for run in runs], start, stop, slots.stored_keys.device)
+    return Sight(slots, slice(start, stop), runs, bias, runs[0].view.origin)
 
 
 def _bias(views: list[View], start: int, stop: int, device: torch.device) -> Tensor | None:

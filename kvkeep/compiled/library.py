@@ -1,6 +1,6 @@
 """The compiled kernels, where they were built and this CPU can run them.
 
-The structures are those of `src/decode.h`, `src/chunk.h` and `src/alike.h`.
+The structures are those of `src/decode.h`, `src/chunk.h` and `src/similarity.h`.
 """
 
 import ctypes
@@ -80,7 +80,7 @@ class Kept(Structure):
 class Sequence(Structure):
     _fields_ = (
         ("token", c_int32),
-        ("looks", c_int32),
+        ("runs", c_int32),
         ("position", c_int64),
         ("key", Kept),
         ("value", Kept),
@@ -94,7 +94,7 @@ class Sight(Structure):
         ("values", Kept),
         ("first", c_int32),
         ("cells", c_int32),
-        ("looks", c_int32),
+        ("runs", c_int32),
         ("origin", c_int32),
         ("bias", c_void_p),
         ("cell_bias", c_void_p),
@@ -103,7 +103,7 @@ class Sight(Structure):
     )
 
 
-class Look(Structure):
+class Run(Structure):
     _fields_ = (("position", c_int64), ("sight", c_int32), ("index", c_int32))
 
 
@@ -111,11 +111,11 @@ class Step(Structure):
     _fields_ = (
         ("sequences", c_int32),
         ("sights", c_int32),
-        ("looks", c_int32),
+        ("runs", c_int32),
         ("threads", c_int32),
         ("sequence", POINTER(Sequence)),
         ("sight", POINTER(Sight)),
-        ("look", POINTER(Look)),
+        ("run", POINTER(Run)),
         ("hidden", c_void_p),
         ("seconds", POINTER(c_double)),
     )
@@ -158,7 +158,7 @@ class Chunk(Structure):
     )
 
 
-class Alike(Structure):
+class Similarity(Structure):
     _fields_ = (
         ("heads", c_int32),
         ("rows", c_int32),
@@ -176,7 +176,7 @@ class Alike(Structure):
 # What a step's seconds are counted under, in this order.
 PHASES = ("norms", "projections", "cells", "attention", "output", "mlp")
 HEAD_DIMS = (32, 64, 96, 128)
-_DECODE = (Model, Layer, Step, Sequence, Sight, Look)
+_DECODE = (Model, Layer, Step, Sequence, Sight, Run)
 _CHUNK = (Part, Chunk)
 _REVISION = 2  # of the calls; `kRevision` in src/decode.h
 _NO_MEMORY = 2  # as in src/guard.h
@@ -205,7 +205,7 @@ def library() -> ctypes.CDLL | None:
     kernels.kvkeep_attend_chunk.argtypes = [POINTER(Chunk)]
     kernels.kvkeep_angles.argtypes = [c_void_p, c_int, c_void_p, c_int, c_void_p]
     kernels.kvkeep_angles.restype = None
-    kernels.kvkeep_most_alike.argtypes = [POINTER(Alike)]
+    kernels.kvkeep_most_similar.argtypes = [POINTER(Similarity)]
     return kernels
 
 
@@ -229,7 +229,7 @@ def _agree(kernels: ctypes.CDLL) -> bool:
         "kvkeep_interface": _size(*_DECODE),
         "kvkeep_revision": _REVISION,
         "kvkeep_chunk_interface": _size(*_CHUNK),
-        "kvkeep_alike_interface": _size(Alike),
+        "kvkeep_similarity_interface": _size(Similarity),
     }
     return all(
         hasattr(kernels, name) and getattr(kernels, name)() == size for name, size in found.items()

@@ -37,26 +37,26 @@ def describe(
     KernelMismatch for cells of any other shape.
     """
     seen = sights(steps)
-    looks: list[list[c.Look]] = [[] for _ in steps]
-    # A cache's looks in the order of its own views, whoever else looks at the same cells: so what
+    runs: list[list[c.Run]] = [[] for _ in steps]
+    # A cache's runs in the order of its own views, whoever else looks at the same cells: so what
     # they find is added up in the same order as when it is alone.
     places = {
-        id(look.view): (s, index)
+        id(run.view): (s, index)
         for s, sight in enumerate(seen)
-        for index, look in enumerate(sight.looks)
+        for index, run in enumerate(sight.runs)
     }
-    for own, step in zip(looks, steps, strict=True):
+    for own, step in zip(runs, steps, strict=True):
         for view in step.views:
-            own.append(c.Look(step.where[view.rotation][0], *places[id(view)]))
+            own.append(c.Run(step.where[view.rotation][0], *places[id(view)]))
     sequences = (c.Sequence * len(steps))(
         *(
             _sequence(token, step, len(own), vectors, heads)
-            for token, step, own in zip(tokens, steps, looks, strict=True)
+            for token, step, own in zip(tokens, steps, runs, strict=True)
         )
     )
     sight_array = (c.Sight * len(seen))(*(_sight(sight, vectors) for sight in seen))
-    every = [look for own in looks for look in own]
-    look_array = (c.Look * len(every))(*every)
+    every = [run for own in runs for run in own]
+    run_array = (c.Run * len(every))(*every)
     structure = c.Step(
         len(steps),
         len(seen),
@@ -64,22 +64,22 @@ def describe(
         threads,
         sequences,
         sight_array,
-        look_array,
+        run_array,
         hidden.data_ptr(),
         seconds,
     )
-    return Described(structure, [seen, sequences, sight_array, look_array])
+    return Described(structure, [seen, sequences, sight_array, run_array])
 
 
 def _sequence(
-    token: int, step: DecodeStep, looks: int, vectors: tuple[int, int, int], heads: int
+    token: int, step: DecodeStep, runs: int, vectors: tuple[int, int, int], heads: int
 ) -> c.Sequence:
     key, value = step.cells
     layers, _, head_dim = vectors
     observed = (layers, 1, heads, head_dim)
     return c.Sequence(
         token,
-        looks,
+        runs,
         step.where[0][0],
         kept(key, vectors),
         kept(value, vectors),
@@ -91,7 +91,7 @@ def _sequence(
 
 def _sight(sight: Sight, vectors: tuple[int, int, int]) -> c.Sight:
     bias, cell_bias, slots = sight.bias, sight.slots.bias, len(sight.slots)
-    first, end, looks = sight.span.start, sight.span.stop, len(sight.looks)
+    first, end, runs = sight.span.start, sight.span.stop, len(sight.runs)
     if not 0 <= first < end <= slots:
         raise KernelMismatch(f"cells {first} to {end} were to be looked at, of {slots}")
     layers, kv_heads, head_dim = vectors
@@ -101,9 +101,9 @@ def _sight(sight: Sight, vectors: tuple[int, int, int]) -> c.Sight:
         kept(sight.slots.stored_values, (*shape, head_dim)),
         first,
         end - first,
-        looks,
+        runs,
         sight.origin,
-        None if bias is None else address(bias, "a bias", torch.float32, (looks, end - first)),
+        None if bias is None else address(bias, "a bias", torch.float32, (runs, end - first)),
         None if cell_bias is None else biases(cell_bias, shape),
         *((0, 0) if cell_bias is None else cell_bias.stride()[:2]),
     )

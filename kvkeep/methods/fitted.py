@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache import Cells
-from kvkeep.methods.alike import most_alike, most_alike_older
 from kvkeep.methods.base import Candidates, Compressed, Method, rows
 from kvkeep.methods.keydiff import inverse_lengths, unlikeness
+from kvkeep.methods.similarity import most_similar, most_similar_older
 
-ALIKE = 0.9  # the least cosine of keys that are taken for one
+SIMILAR = 0.9  # the least cosine of keys that are taken for one
 AGE = 0.6  # what a cell is worth less for each doubling of its age, where cells age
 FADING = 0.9  # what is left of a bias each time, where cells age
 LAYERS = 5  # compressed at a time: what is in work then stays in the processor's caches
@@ -38,9 +38,9 @@ class Fitted(Method):
 
     name: ClassVar[str] = "fitted"
 
-    def __init__(self, alike: float | None = None):
-        """alike: the least cosine of keys to be merged, whatever statistics say."""
-        self._alike = alike
+    def __init__(self, similar: float | None = None):
+        """similar: the least cosine of keys to be merged, whatever statistics say."""
+        self._similar = similar
 
     def compress(self, candidates: Candidates, count: int) -> Compressed:
         least, emphasis = self._least_likeness(candidates), None
@@ -58,9 +58,9 @@ class Fitted(Method):
 
     def _least_likeness(self, candidates: Candidates) -> Tensor:
         """`[layers, kv_heads, 1]`."""
-        if candidates.statistics is not None and self._alike is None:
+        if candidates.statistics is not None and self._similar is None:
             return candidates.statistics.tolerance.unsqueeze(-1)
-        least, shape = self._alike or ALIKE, (*candidates.shape[:2], 1)
+        least, shape = self._similar or SIMILAR, (*candidates.shape[:2], 1)
         return torch.full(shape, least, dtype=torch.float32, device=candidates.cells.keys.device)
 
 
@@ -75,7 +75,7 @@ def _fitted(
         shortened = inverse_lengths(seen)
     directions = (seen * shortened.unsqueeze(-1)).bfloat16()
     distinct = unlikeness(seen, shortened) + unlikeness(candidates.keys, lengths)
-    repeats = most_alike_older(directions) > least
+    repeats = most_similar_older(directions) > least
     worth = distinct - worn - REPEATED * repeats.float()
     kept, left = _divided(worth, count)
     into, joins = _joining(directions, least, kept, left)
@@ -113,7 +113,7 @@ def _joining(
     """For each cell that is left over: which of the kept it is most like, and 1 if it joins it."""
     if not left.shape[-1]:
         return left, left.float()
-    likeness, into = most_alike(rows(directions, left), rows(directions, kept))
+    likeness, into = most_similar(rows(directions, left), rows(directions, kept))
     return into, (likeness > least).float()
 
 

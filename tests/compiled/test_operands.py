@@ -16,16 +16,16 @@ from kvkeep.cache.quantised import Quantised
 from kvkeep.compiled.decoder import CompiledExecutor
 from kvkeep.compiled.library import (
     BF16,
-    Alike,
     Chunk,
     Matrix,
     Model,
+    Similarity,
     Step,
     library,
     require_done,
 )
 from kvkeep.errors import KernelMismatch, OutOfMemory
-from kvkeep.methods.alike import most_alike
+from kvkeep.methods.similarity import most_similar
 from kvkeep.models.llama import Llama
 from kvkeep.models.packing import packed, quantise
 
@@ -166,7 +166,7 @@ def test_vectors_of_another_width_are_not_compared() -> None:
     x = torch.zeros(1, 2, 5, 64, dtype=torch.bfloat16)
     for among in (x[..., :32], x[:, :1], x.float()):
         with pytest.raises(KernelMismatch):
-            most_alike(x, among)
+            most_similar(x, among)
 
 
 # No machine has as much memory as these ask for.
@@ -183,8 +183,8 @@ def test_a_call_that_finds_no_memory_says_so() -> None:
     assert kernels.kvkeep_attend_chunk(chunk) == 2
     model = Model(layers=1, hidden=MANY, inner=MANY, heads=1, kv_heads=1, head_dim=64)
     assert kernels.kvkeep_decode(model, Step(sequences=MANY, threads=1)) == 2
-    alike = Alike(heads=1, rows=1, columns=MANY, width=MANY, threads=MANY)
-    assert kernels.kvkeep_most_alike(alike) == 2
+    alike = Similarity(heads=1, rows=1, columns=MANY, width=MANY, threads=MANY)
+    assert kernels.kvkeep_most_similar(alike) == 2
 
 
 def test_a_head_without_a_kernel_is_told_apart_from_that() -> None:

@@ -49,7 +49,7 @@ def test_keys_that_stay_are_the_same_to_the_bit(
 ) -> None:
     candidates = some_cells(total, compressed=compressed, statistics=statistics)
     count = data.draw(st.integers(1, total))
-    cells = Fitted(alike=0.3).compress(candidates, count).cells
+    cells = Fitted(similar=0.3).compress(candidates, count).cells
     for place in PLACES:
         positions = candidates.positions[place].tolist()
         which = [positions.index(p) for p in cells.positions[place].tolist()]
@@ -116,7 +116,7 @@ def test_compressed_twice_is_compressed_once() -> None:
 @pytest.mark.parametrize("compressed", [False, True], ids=["as-fed", "compressed"])
 def test_as_many_as_there_are_stay_what_they_are(compressed: bool) -> None:
     candidates = some_cells(17, compressed=compressed)
-    found = Fitted(alike=-2.0).compress(candidates, 17)
+    found = Fitted(similar=-2.0).compress(candidates, 17)
     assert found.merged == 0
     assert torch.equal(found.cells.keys, candidates.cells.keys)
     torch.testing.assert_close(found.cells.values, candidates.cells.values)

@@ -56,7 +56,7 @@ void score(const Packed<kDim>& block, const Row* rows, Scores& scores, const Ahe
 // Scores become shares relative to the greatest so far. Returns what was found before in units of
 // that: 1 where no greater one has come. kWhole: the row sees all cells, without bias.
 template <bool kWhole>
-inline float soften(const Row& row, float scale, const float* scores, Bf16* shares) {
+inline float online_softmax(const Row& row, float scale, const float* scores, Bf16* shares) {
   __m512 score[kVectors];
   __mmask16 seen[kVectors];
   __m512 most = _mm512_set1_ps(row.found->most);
@@ -89,7 +89,7 @@ inline float soften(const Row& row, float scale, const float* scores, Bf16* shar
 }
 
 template <int kDim, int kCount>
-void gather(const Packed<kDim>& block, const Row* rows, const Shares& shares, int pairs,
+void weigh_values(const Packed<kDim>& block, const Row* rows, const Shares& shares, int pairs,
             const Ahead& ahead) {
   constexpr int kWide = kDim % 64 == 0 ? 4 : 2;  // registers of dimensions at a time
   for (int first = 0; first < kDim; first += kWide * kLanes) {
@@ -123,11 +123,11 @@ void attend_some(const Packed<kDim>& block, float scale, Row* rows, const Ahead&
   for (int i = 0; i < kCount; ++i) {
     const bool whole =
         rows[i].begin == 0 && rows[i].end == kCells && !rows[i].bias && !rows[i].cell_bias;
-    const auto how = whole ? soften<true> : soften<false>;
+    const auto how = whole ? online_softmax<true> : online_softmax<false>;
     shares.less[i] = how(rows[i], scale, scores.of[i], shares.of[i]);
     cells = std::max(cells, rows[i].end);
   }
-  gather<kDim, kCount>(block, rows, shares, (std::min(cells, kCells) + 1) / 2, ahead);
+  weigh_values<kDim, kCount>(block, rows, shares, (std::min(cells, kCells) + 1) / 2, ahead);
 }
 
 // Cells of a block in bf16.
@@ -136,14 +136,14 @@ struct Plain {
   const Bf16* cells;
   long stride;
 
-  Plain(const Stretch& from, int begin, int end, Mixed mixed, Bf16* room)
+  Plain(const Stretch& from, int begin, int end, Hadamard how, Bf16* room)
       : cells(from.plain()), stride(from.plain_stride()) {
     if (!from.quantised()) return;
     cells = room, stride = kDim;
     for (int c = begin; c < end; ++c) {
       Vector<kDim> x;
       dequantise<kDim>(from.from(c), x);
-      if (mixed == Mixed::kRestored) mix<kDim>(x);
+      if (how == Hadamard::kUndone) hadamard<kDim>(x);
       store<kDim>(room + c * kDim, x);
     }
   }
@@ -183,10 +183,10 @@ void pack(const Bf16* keys, long key_stride, const Bf16* values, long value_stri
 }  // namespace
 
 template <int kDim>
-void pack(const Stretch& keys, const Stretch& values, int begin, int end, Mixed mixed,
+void pack(const Stretch& keys, const Stretch& values, int begin, int end, Hadamard how,
           Packed<kDim>& to) {
   Bf16 room[2][kCells * kDim];
-  const Plain<kDim> k(keys, begin, end, mixed, room[0]), v(values, begin, end, mixed, room[1]);
+  const Plain<kDim> k(keys, begin, end, how, room[0]), v(values, begin, end, how, room[1]);
   pack<kDim>(k.cells, k.stride, v.cells, v.stride, begin, end, to);
 }
 
@@ -214,7 +214,7 @@ void attend(const Packed<kDim>& block, float scale, Row* rows, int count, const 
 }
 
 #define KVKEEP_FOR(kDim)                                                                     \
-  template void pack<kDim>(const Stretch&, const Stretch&, int, int, Mixed, Packed<kDim>&);  \
+  template void pack<kDim>(const Stretch&, const Stretch&, int, int, Hadamard, Packed<kDim>&);  \
   template void attend<kDim>(const Packed<kDim>&, float, Row*, int, const Ahead&);
 KVKEEP_FOR(32)
 KVKEEP_FOR(64)

@@ -37,13 +37,13 @@ struct Row {
   float* out;  // [kDim]
 };
 
-// What becomes of quantised cells: they stay mixed, or they are what they were before.
-enum class Mixed { kStay, kRestored };
+// What becomes of quantised cells: they stay transformed, or they are what they were before.
+enum class Hadamard { kKept, kUndone };
 
 // keys, values: from the block's first cell on. Of the block, the cells from `begin` up to `end`
 // are there.
 template <int kDim>
-void pack(const Stretch& keys, const Stretch& values, int begin, int end, Mixed mixed,
+void pack(const Stretch& keys, const Stretch& values, int begin, int end, Hadamard how,
           Packed<kDim>& to);
 
 // Cells that will be packed next. Asking for them bit by bit while others are attended to keeps the

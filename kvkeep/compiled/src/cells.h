@@ -81,7 +81,7 @@ inline __m512 butterfly(__m512 x) {
 
 // Times the Hadamard matrix of the largest power of two in kDim, block by block. Its own inverse.
 template <int kDim>
-inline void mix(Vector<kDim>& x) {
+inline void hadamard(Vector<kDim>& x) {
   constexpr int kBlock = kDim & -kDim;
   const __m512 norm = _mm512_set1_ps(1.f / std::sqrt(static_cast<float>(kBlock)));
   for (__m512& lanes : x)
@@ -118,7 +118,7 @@ inline void store_16_bytes(std::uint8_t* to, __m512i x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(x));
 }
 
-// The numbers of the first cell of a quantised stretch, still mixed.
+// The numbers of the first cell of a quantised stretch, still transformed.
 template <int kDim>
 inline void dequantise(const Stretch& from, Vector<kDim>& x) {
   if (from.bits == 8) {

@@ -10,7 +10,7 @@
 #include "buffer.h"
 #include "guard.h"
 #include "rotation.h"
-#include "team.h"
+#include "workers.h"
 
 namespace kvkeep {
 namespace {
@@ -22,7 +22,7 @@ class ChunkRun {
  public:
   explicit ChunkRun(const Chunk& chunk)
       : chunk_(chunk),
-        team_(chunk.threads),
+        workers_(chunk.threads),
         groups_(chunk.heads / chunk.kv_heads),
         rotated_(std::size_t(chunk.rotations) * chunk.tokens * chunk.heads * kDim),
         rows_(std::size_t(chunk.threads) * most_rows()),
@@ -53,13 +53,13 @@ class ChunkRun {
 
  private:
   void work(int me) {
-    team_.share_and_meet(me, chunk_.tokens, 8, [&](int i) { place(i); });
-    team_.share_and_meet(me, blocks_ * chunk_.kv_heads, 1, [&](int u) {
+    workers_.share_then_barrier(me, chunk_.tokens, 8, [&](int i) { place(i); });
+    workers_.share_then_barrier(me, blocks_ * chunk_.kv_heads, 1, [&](int u) {
       pack_block(u / chunk_.kv_heads, u % chunk_.kv_heads);
     });
     const int tiles = (chunk_.tokens + kTokens - 1) / kTokens;
     // The last tokens see most: they go first, so that no thread is left with them at the end.
-    team_.share_and_meet(me, tiles * chunk_.kv_heads, 1, [&](int u) {
+    workers_.share_then_barrier(me, tiles * chunk_.kv_heads, 1, [&](int u) {
       tile(me, (tiles - 1 - u / chunk_.kv_heads) * kTokens, u % chunk_.kv_heads);
     });
   }
@@ -97,9 +97,9 @@ class ChunkRun {
     const int p = static_cast<int>(after - first_.begin()) - 1;
     const Part& part = chunk_.part[p];
     const long cell = long(block - first_[p]) * kCells;
-    // Many queries will read them: mixing the cells back is less than mixing the queries.
+    // Many queries will read them: transforming the cells back is less than the queries.
     pack<kDim>(Stretch(part.keys, 0, head).from(cell), Stretch(part.values, 0, head).from(cell), 0,
-               std::min<int>(kCells, part.cells - cell), Mixed::kRestored, packed(block, head));
+               std::min<int>(kCells, part.cells - cell), Hadamard::kUndone, packed(block, head));
   }
 
   // The queries of some tokens that share a KV head, over all cells that they see.
@@ -147,7 +147,7 @@ class ChunkRun {
   std::size_t most_rows() const { return std::size_t(kTokens) * groups_; }
 
   const Chunk& chunk_;
-  Team team_;
+  Workers workers_;
   const int groups_;
   Buffer<Bf16> rotated_;
   Buffer<Row> rows_;  // of each thread, as found_ and outs_

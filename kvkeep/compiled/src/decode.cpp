@@ -8,28 +8,28 @@
 #include "buffer.h"
 #include "clock.h"
 #include "guard.h"
-#include "looks.h"
+#include "runs.h"
 #include "norm.h"
 #include "rotation.h"
-#include "team.h"
+#include "workers.h"
 
 namespace kvkeep {
 namespace {
 
 // Everything that the threads of a step share.
 template <int kDim>
-class Run {
+class DecodeRun {
  public:
-  Run(const Model& model, const Step& step)
+  DecodeRun(const Model& model, const Step& step)
       : model_(model),
         step_(step),
-        team_(step.threads),
+        workers_(step.threads),
         queries_width_(model.heads * kDim),
         keys_width_(model.kv_heads * kDim),
         residual_(std::size_t(step.sequences) * model.hidden),
         projected_(std::size_t(step.sequences) * (queries_width_ + 2 * keys_width_)),
-        angles_(std::size_t(step.sequences + step.looks) * kDim),
-        looks_(model, step),
+        angles_(std::size_t(step.sequences + step.runs) * kDim),
+        runs_(model, step),
         normed_(step.sequences, model.hidden),
         attended_(step.sequences, queries_width_),
         activated_(step.sequences, model.inner) {}
@@ -46,7 +46,7 @@ class Run {
     if (alone_) {
       Step single = step_;
       single.threads = 1;
-      Run(model_, single).run();
+      DecodeRun(model_, single).run();
     }
   }
 
@@ -65,30 +65,30 @@ class Run {
   void work(int me) {
     const int count = step_.sequences;
     Clock clock(me == 0 ? step_.seconds : nullptr);
-    team_.share_and_meet(me, count + step_.looks, 1, [&](int i) { prepare(i); });
+    workers_.share_then_barrier(me, count + step_.runs, 1, [&](int i) { prepare(i); });
     for (int l = 0; l < model_.layers; ++l) {
       const Layer& layer = model_.layer[l];
-      team_.share_and_meet(me, count, 1, [&](int i) { normalise(i, layer.attention_norm); });
+      workers_.share_then_barrier(me, count, 1, [&](int i) { normalise(i, layer.attention_norm); });
       clock.ends(Phase::kNorms);
       project(me, layer);
       clock.ends(Phase::kProjections);
-      team_.share_and_meet(me, count + step_.looks, 1, [&](int i) { place(l, i); });
+      workers_.share_then_barrier(me, count + step_.runs, 1, [&](int i) { place(l, i); });
       clock.ends(Phase::kCells);
-      team_.share_and_meet(me, looks_.units(), 1, [&](int u) { looks_.look(me, l, u); });
-      team_.share_and_meet(me, count, 1, [&](int i) {
-        looks_.add_up(i, attended_.row(i));
+      workers_.share_then_barrier(me, runs_.units(), 1, [&](int u) { runs_.attend_unit(me, l, u); });
+      workers_.share_then_barrier(me, count, 1, [&](int i) {
+        runs_.merge(i, attended_.row(i));
         attended_.sum_up(i);
       });
       clock.ends(Phase::kAttention);
       add_product(me, layer.output, attended_);
       clock.ends(Phase::kOutput);
-      team_.share_and_meet(me, count, 1, [&](int i) { normalise(i, layer.mlp_norm); });
+      workers_.share_then_barrier(me, count, 1, [&](int i) { normalise(i, layer.mlp_norm); });
       clock.ends(Phase::kNorms);
       activate(me, layer);
       add_product(me, layer.down, activated_);
       clock.ends(Phase::kMlp);
     }
-    team_.share_and_meet(me, count, 1, [&](int i) {
+    workers_.share_then_barrier(me, count, 1, [&](int i) {
       norm(residual(i), model_.norm, model_.norm_eps, model_.hidden, [&](int c, __m512 value) {
         store_bf16(step_.hidden + std::size_t(i) * model_.hidden + c, value);
       });
@@ -111,8 +111,8 @@ class Run {
         _mm512_storeu_ps(residual(i) + c, load_bf16(from + c));
       angles(model_.frequencies, kDim, sequence.position, angles_.get() + std::size_t(i) * kDim);
     } else {
-      const Look& look = step_.look[i - step_.sequences];
-      angles(model_.frequencies, kDim, look.position, angles_.get() + std::size_t(i) * kDim);
+      const Run& run = step_.run[i - step_.sequences];
+      angles(model_.frequencies, kDim, run.position, angles_.get() + std::size_t(i) * kDim);
     }
   }
 
@@ -124,7 +124,7 @@ class Run {
 
   // Calls `each(i, row, products)` for all sequences and blocks of 16 rows of a matrix.
   template <typename Each>
-  void times(const Matrix& matrix, int block, const Input& input, Each each) {
+  void multiply_all(const Matrix& matrix, int block, const Input& input, Each each) {
     __m512 products[kMostRows];
     for (int first = 0; first < step_.sequences; first += kMostRows) {
       const int count = std::min(kMostRows, step_.sequences - first);
@@ -135,17 +135,17 @@ class Run {
 
   void project(int me, const Layer& layer) {
     const int queries = layer.query.blocks(), keys = layer.key.blocks();
-    team_.share_and_meet(me, queries + keys + layer.value.blocks(), 4, [&](int b) {
+    workers_.share_then_barrier(me, queries + keys + layer.value.blocks(), 4, [&](int b) {
       const bool is_query = b < queries, is_key = !is_query && b < queries + keys;
       const Matrix& matrix = is_query ? layer.query : is_key ? layer.key : layer.value;
       const int block = is_query ? b : is_key ? b - queries : b - queries - keys;
       const int from = is_query ? 0 : is_key ? queries_width_ : queries_width_ + keys_width_;
-      times(matrix, block, normed_, [&](int i, int row, __m512 products) {
+      multiply_all(matrix, block, normed_, [&](int i, int row, __m512 products) {
         _mm512_storeu_ps(projected(i) + from + row, products);
       });
     });
     if (layer.query_norm)
-      team_.share_and_meet(me, step_.sequences * (model_.heads + model_.kv_heads), 4, [&](int n) {
+      workers_.share_then_barrier(me, step_.sequences * (model_.heads + model_.kv_heads), 4, [&](int n) {
         const int head = n % (model_.heads + model_.kv_heads);
         float* x = projected(n / (model_.heads + model_.kv_heads)) + head * kDim;
         const Bf16* weight = head < model_.heads ? layer.query_norm : layer.key_norm;
@@ -154,16 +154,16 @@ class Run {
       });
   }
 
-  // A sequence's new cell into its slot, or the queries of one look as they stand there.
+  // A sequence's new cell into its slot, or the queries of one run as they stand there.
   void place(int layer, int i) {
     const float* angle = angles_.get() + std::size_t(i) * kDim;
     if (i >= step_.sequences) {
-      const int look = i - step_.sequences;
-      const float* from = projected(looks_.sequence_of(look));
+      const int run = i - step_.sequences;
+      const float* from = projected(runs_.sequence_of(run));
       for (int head = 0; head < model_.heads; ++head) {
-        Bf16* query = looks_.query(look, head);
+        Bf16* query = runs_.query(run, head);
         rotate(from + head * kDim, angle, kDim, query);
-        if (looks_.mixes(look)) mix_in_place(query);
+        if (runs_.transformed(run)) hadamard_in_place(query);
       }
       return;
     }
@@ -182,10 +182,10 @@ class Run {
     }
   }
 
-  void mix_in_place(Bf16* query) const {
+  void hadamard_in_place(Bf16* query) const {
     Vector<kDim> x;
     load<kDim>(query, x);
-    mix<kDim>(x);
+    hadamard<kDim>(x);
     store<kDim>(query, x);
   }
 
@@ -195,13 +195,13 @@ class Run {
     Vector<kDim> x;
     load<kDim>(numbers, x);
     if (!to.quantised()) return store<kDim>(to.plain(), x);
-    mix<kDim>(x);
+    hadamard<kDim>(x);
     quantise<kDim>(x, to);
   }
 
   void add_product(int me, const Matrix& matrix, const Input& input) {
-    team_.share_and_meet(me, matrix.blocks(), 6, [&](int block) {
-      times(matrix, block, input, [&](int i, int row, __m512 products) {
+    workers_.share_then_barrier(me, matrix.blocks(), 6, [&](int block) {
+      multiply_all(matrix, block, input, [&](int i, int row, __m512 products) {
         float* to = residual(i) + row;
         _mm512_storeu_ps(to, _mm512_add_ps(_mm512_loadu_ps(to), products));
       });
@@ -209,7 +209,7 @@ class Run {
   }
 
   void activate(int me, const Layer& layer) {
-    team_.share_and_meet(me, layer.gate.blocks(), 8, [&](int block) {
+    workers_.share_then_barrier(me, layer.gate.blocks(), 8, [&](int block) {
       __m512 gates[kMostRows], ups[kMostRows];
       for (int first = 0; first < step_.sequences; first += kMostRows) {
         const int count = std::min(kMostRows, step_.sequences - first);
@@ -219,15 +219,15 @@ class Run {
           store_bf16(activated_.row(first + i) + block * kBlock, sigmoid_times(gates[i], ups[i]));
       }
     });
-    team_.share_and_meet(me, step_.sequences, 1, [&](int i) { activated_.sum_up(i); });
+    workers_.share_then_barrier(me, step_.sequences, 1, [&](int i) { activated_.sum_up(i); });
   }
 
   const Model& model_;
   const Step& step_;
-  Team team_;
+  Workers workers_;
   const int queries_width_, keys_width_;
   Buffer<float> residual_, projected_, angles_;
-  Looks<kDim> looks_;
+  AttentionRuns<kDim> runs_;
   Rows normed_, attended_, activated_;
   bool alone_ = false;
 };
@@ -238,7 +238,7 @@ class Run {
 int kvkeep_interface() {
   using namespace kvkeep;
   return sizeof(Model) + sizeof(Layer) + sizeof(Step) + sizeof(Sequence) + sizeof(Sight) +
-         sizeof(Look);
+         sizeof(Run);
 }
 
 int kvkeep_revision() { return kvkeep::kRevision; }
@@ -247,10 +247,10 @@ int kvkeep_decode(const kvkeep::Model* model, const kvkeep::Step* step) {
   using namespace kvkeep;
   return guarded([=] {
     switch (model->head_dim) {
-      case 32: Run<32>(*model, *step).run(); return kDone;
-      case 64: Run<64>(*model, *step).run(); return kDone;
-      case 96: Run<96>(*model, *step).run(); return kDone;
-      case 128: Run<128>(*model, *step).run(); return kDone;
+      case 32: DecodeRun<32>(*model, *step).run(); return kDone;
+      case 64: DecodeRun<64>(*model, *step).run(); return kDone;
+      case 96: DecodeRun<96>(*model, *step).run(); return kDone;
+      case 128: DecodeRun<128>(*model, *step).run(); return kDone;
       default: return kNoKernel;
     }
   });
@@ -263,9 +263,9 @@ int kvkeep_product(const kvkeep::Matrix* matrix, const kvkeep::Bf16* x, int coun
     Buffer<float> sums(std::size_t(count) * (matrix->columns / kGroup));
     const Input input{const_cast<Bf16*>(x), sums.get(), matrix->columns};
     for (int i = 0; i < count; ++i) input.sum_up(i);
-    Team team(threads);
+    Workers workers(threads);
 #pragma omp parallel num_threads(threads)
-    team.share(omp_get_thread_num(), matrix->blocks(), 16, [&](int block) {
+    workers.share(omp_get_thread_num(), matrix->blocks(), 16, [&](int block) {
       __m512 products[kMostRows];
       const __mmask16 mask = rows_of(*matrix, block);
       for (int first = 0; first < count; first += kMostRows) {

@@ -30,7 +30,7 @@ struct Model {
 // A sequence of the step. key, value: where its new cell goes, of the first layer and KV head.
 struct Sequence {
   std::int32_t token;
-  std::int32_t looks;        // how many of the step's looks are its own, in their order
+  std::int32_t runs;        // how many of the step's runs are its own, in their order
   std::int64_t position;     // of its new cell
   Kept key, value;
   Bf16* queries;             // out: [layers, heads, head_dim], unrotated; or null
@@ -40,29 +40,29 @@ struct Sequence {
 struct Sight {
   Kept keys, values;
   std::int32_t first, cells;
-  std::int32_t looks;   // how many look here; they are numbered within the sight
+  std::int32_t runs;   // how many sequences look here; they are numbered within the sight
   std::int32_t origin;  // the place of slot 0: blocks are counted from place 0
-  const float* bias;       // [looks, cells], or null
+  const float* bias;       // [runs, cells], or null
   const float* cell_bias;  // of the first slot, layer and KV head; or null
   std::int64_t cell_bias_layer, cell_bias_head;
 };
 
-// A sequence looking at a sight, from a position of its own. All looks of a sequence follow one
+// A sequence looking at a sight, from a position of its own. All runs of a sequence follow one
 // another, in the order in which what they found is added up.
-struct Look {
+struct Run {
   std::int64_t position;
   std::int32_t sight;
-  std::int32_t index;  // among the sight's looks
+  std::int32_t index;  // among the sight's runs
 };
 
 // What a step's time is counted under.
 enum class Phase { kNorms, kProjections, kCells, kAttention, kOutput, kMlp };
 
 struct Step {
-  std::int32_t sequences, sights, looks, threads;
+  std::int32_t sequences, sights, runs, threads;
   const Sequence* sequence;
   const Sight* sight;
-  const Look* look;
+  const Run* run;
   Bf16* hidden;     // out: [sequences, hidden], normed
   double* seconds;  // out: added up for each Phase; or null
 };
@@ -70,7 +70,7 @@ struct Step {
 }  // namespace kvkeep
 
 extern "C" {
-// The size of Model, Layer, Step, Sequence, Sight and Look together; kRevision. Both sides must
+// The size of Model, Layer, Step, Sequence, Sight and Run together; kRevision. Both sides must
 // agree.
 int kvkeep_interface();
 int kvkeep_revision();

@@ -1,4 +1,4 @@
-// The threads of one call, which share out the pieces of a phase and meet at its end.
+// The threads of one call, which share out the pieces of a phase and wait for each other at its end.
 #pragma once
 
 #include <immintrin.h>
@@ -9,13 +9,13 @@
 
 namespace kvkeep {
 
-class Team {
+class Workers {
  public:
-  explicit Team(int threads) : threads_(threads), next_(threads) {}
+  explicit Workers(int threads) : threads_(threads), next_(threads) {}
 
   // Runs `work(i)` for each i below `count` once. Each thread has a stretch of its own, so that it
   // reads memory in one run, and goes through it `grain` pieces at a time; whoever is done helps
-  // the others. Nothing after it may use what others computed before `meet`.
+  // the others. Nothing after it may use what others computed before `barrier`.
   template <typename Work>
   void share(int me, int count, int grain, Work work) {
     for (int turn = 0; turn < threads_; ++turn) {
@@ -32,7 +32,7 @@ class Team {
   }
 
   // Waits until all threads are here.
-  void meet() {
+  void barrier() {
     const int now = phase_.load(std::memory_order_relaxed);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads_) {
       arrived_.store(0, std::memory_order_relaxed);
@@ -50,9 +50,9 @@ class Team {
   }
 
   template <typename Work>
-  void share_and_meet(int me, int count, int grain, Work work) {
+  void share_then_barrier(int me, int count, int grain, Work work) {
     share(me, count, grain, work);
-    meet();
+    barrier();
   }
 
  private:

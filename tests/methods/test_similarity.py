@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvkeep.compiled.library import library
-from kvkeep.methods import alike
-from kvkeep.methods.alike import most_alike, most_alike_older
+from kvkeep.methods import similarity
+from kvkeep.methods.similarity import most_similar, most_similar_older
 
 SHAPES = {
     "layers": st.integers(1, 2),
@@ -25,8 +25,8 @@ SHAPES = {
 def way(request):
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "torch":
-            patch.setattr(alike, "library", lambda: None)
-            patch.setattr(alike, "BLOCK", 16)
+            patch.setattr(similarity, "library", lambda: None)
+            patch.setattr(similarity, "BLOCK", 16)
         elif library() is None:
             pytest.skip("no kernels here")
         yield request.param
@@ -34,9 +34,9 @@ def way(request):
 
 @given(**SHAPES)
 @settings(max_examples=60)
-def test_the_most_alike_is_found(way, layers, kv_heads, rows, columns, width, seed) -> None:
+def test_the_most_similar_is_found(way, layers, kv_heads, rows, columns, width, seed) -> None:
     x, among = _directions(seed, (layers, kv_heads), width, rows, columns)
-    most, which = most_alike(x, among)
+    most, which = most_similar(x, among)
     products = x.double() @ among.double().transpose(-1, -2)
     torch.testing.assert_close(most.double(), products.amax(-1), rtol=0, atol=4e-3)
     named = products.gather(-1, which.unsqueeze(-1)).squeeze(-1)
@@ -50,20 +50,20 @@ def test_only_older_ones_are_met(way, layers, kv_heads, rows, columns, width, se
     products = x.double() @ x.double().transpose(-1, -2)
     older = torch.ones(rows, rows, dtype=torch.bool).tril(-1)
     expected = products.masked_fill(~older, -math.inf).amax(-1)
-    torch.testing.assert_close(most_alike_older(x).double(), expected, rtol=0, atol=4e-3)
+    torch.testing.assert_close(most_similar_older(x).double(), expected, rtol=0, atol=4e-3)
 
 
 def test_a_slice_of_other_cells_is_read_as_it_lies(way) -> None:
     x, _ = _directions(3, (4, 3), 64, 40, 1)
     some = x[1:3, :, 5:30]
-    assert torch.equal(most_alike_older(some), most_alike_older(some.clone()))
+    assert torch.equal(most_similar_older(some), most_similar_older(some.clone()))
 
 
 def test_the_first_of_equals_is_named() -> None:
     if library() is None:
         pytest.skip("torch does not say which")
     same = torch.nn.functional.normalize(torch.ones(1, 1, 50, 32), dim=-1).bfloat16()
-    assert most_alike(same, same)[1].eq(0).all()
+    assert most_similar(same, same)[1].eq(0).all()
 
 
 def _directions(seed: int, heads: tuple[int, int], width: int, *counts: int):

@@ -11,7 +11,7 @@ namespace kvkeep {
 // row: [heads, rows, width], column: [heads, columns, width], both dense; width is even.
 // most: [heads, rows], the largest product of each row with a column; minus infinity without any.
 // which: [heads, rows], the first column that has it; may be null.
-struct Alike {
+struct Similarity {
   std::int32_t heads, rows, columns, width;
   std::int32_t older;  // 1: row i meets columns 0 ... i - 1 only
   std::int32_t threads;
@@ -24,9 +24,9 @@ struct Alike {
 }  // namespace kvkeep
 
 extern "C" {
-// The size of Alike: both sides must agree.
-int kvkeep_alike_interface();
+// The size of Similarity: both sides must agree.
+int kvkeep_similarity_interface();
 
 // A status; see guard.h.
-int kvkeep_most_alike(const kvkeep::Alike* alike);
+int kvkeep_most_similar(const kvkeep::Similarity* asked);
 }

@@ -5,13 +5,13 @@ import math
 import torch
 from torch import Tensor
 
-from kvkeep.compiled.library import Alike, library, require_done
+from kvkeep.compiled.library import Similarity, library, require_done
 from kvkeep.compiled.operands import address
 
 BLOCK = 256  # rows compared with all older ones at a time
 
 
-def most_alike(x: Tensor, among: Tensor) -> tuple[Tensor, Tensor]:
+def most_similar(x: Tensor, among: Tensor) -> tuple[Tensor, Tensor]:
     """The largest product of each vector with one of others, and with which.
 
     x: `[layers, kv_heads, n, width]` bfloat16, among: `[layers, kv_heads, m, width]`, m above 0.
@@ -25,7 +25,7 @@ def most_alike(x: Tensor, among: Tensor) -> tuple[Tensor, Tensor]:
     return most, which
 
 
-def most_alike_older(x: Tensor) -> Tensor:
+def most_similar_older(x: Tensor) -> Tensor:
     """The largest product of each vector with one before it; minus infinity for the first.
 
     x: `[layers, kv_heads, n, width]` bfloat16. Returns `[layers, kv_heads, n]` float32.
@@ -52,7 +52,7 @@ def _by_kernels(x: Tensor, among: Tensor, which: Tensor | None) -> Tensor | None
     x, among = x.contiguous(), among.contiguous()
     (layers, kv_heads, rows, width), columns = x.shape, among.shape[2]
     most = torch.empty(layers, kv_heads, rows, dtype=torch.float32, device="cpu")
-    alike = Alike(
+    asked = Similarity(
         layers * kv_heads,
         rows,
         columns,
@@ -64,5 +64,5 @@ def _by_kernels(x: Tensor, among: Tensor, which: Tensor | None) -> Tensor | None
         most.data_ptr(),
         None if which is None else address(which, "indices", torch.int64, most.shape),
     )
-    require_done(kernels.kvkeep_most_alike(alike))
+    require_done(kernels.kvkeep_most_similar(asked))
     return most

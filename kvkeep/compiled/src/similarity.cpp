@@ -1,4 +1,4 @@
-#include "alike.h"
+#include "similarity.h"
 
 #include <omp.h>
 
@@ -11,27 +11,27 @@
 namespace kvkeep {
 namespace {
 
-constexpr int kRows = 6;   // that meet columns together: their sums stay in registers
+constexpr int kRows = 6;   // that are compared with columns together: their sums stay in registers
 constexpr int kGroups = 2;  // of 16 columns each, at a time
 constexpr int kWide = kGroups * kLanes;
 
 template <bool kWhich>
-class AlikeRun {
+class SimilarityRun {
  public:
-  explicit AlikeRun(const Alike& alike)
-      : alike_(alike),
-        pairs_(alike.width / 2),
-        groups_((alike.columns + kWide - 1) / kWide * kGroups),
-        packed_(std::size_t(alike.threads) * groups_ * pairs_) {}
+  explicit SimilarityRun(const Similarity& asked)
+      : asked_(asked),
+        pairs_(asked.width / 2),
+        groups_((asked.columns + kWide - 1) / kWide * kGroups),
+        packed_(std::size_t(asked.threads) * groups_ * pairs_) {}
 
   void run() {
-#pragma omp parallel num_threads(alike_.threads)
+#pragma omp parallel num_threads(asked_.threads)
     {
       __m512i* packed = packed_.get() + std::size_t(omp_get_thread_num()) * groups_ * pairs_;
 #pragma omp for schedule(dynamic)
-      for (int head = 0; head < alike_.heads; ++head) {
+      for (int head = 0; head < asked_.heads; ++head) {
         pack(head, packed);
-        for (int first = 0; first < alike_.rows; first += kRows) block(head, first, packed);
+        for (int first = 0; first < asked_.rows; first += kRows) block(head, first, packed);
       }
     }
   }
@@ -44,7 +44,7 @@ class AlikeRun {
 
   // Columns side by side: for each group of 16 a register for each pair of numbers.
   void pack(int head, __m512i* to) const {
-    const Bf16* from = alike_.column + std::size_t(head) * alike_.columns * alike_.width;
+    const Bf16* from = asked_.column + std::size_t(head) * asked_.columns * asked_.width;
     for (int group = 0; group < groups_; ++group)
       for (int pair = 0; pair < pairs_; pair += kLanes) {
         const int some = std::min(kLanes, pairs_ - pair);
@@ -52,9 +52,9 @@ class AlikeRun {
         __m512i lanes[kLanes];
         for (int i = 0; i < kLanes; ++i) {
           const int column = group * kLanes + i;
-          lanes[i] = column < alike_.columns
+          lanes[i] = column < asked_.columns
                          ? _mm512_maskz_loadu_epi32(
-                               there, from + std::size_t(column) * alike_.width + 2 * pair)
+                               there, from + std::size_t(column) * asked_.width + 2 * pair)
                          : _mm512_setzero_si512();
         }
         transpose(lanes);
@@ -62,24 +62,24 @@ class AlikeRun {
       }
   }
 
-  int limit(int row) const { return alike_.older ? std::min(row, alike_.columns) : alike_.columns; }
+  int limit(int row) const { return asked_.older ? std::min(row, asked_.columns) : asked_.columns; }
 
   void block(int head, int first, const __m512i* packed) const {
-    const int count = std::min(kRows, alike_.rows - first);
+    const int count = std::min(kRows, asked_.rows - first);
     const Bf16* rows[kRows];
     Best best;
     for (int r = 0; r < kRows; ++r) {
       const int row = first + std::min(r, count - 1);
-      rows[r] = alike_.row + (std::size_t(head) * alike_.rows + row) * alike_.width;
+      rows[r] = asked_.row + (std::size_t(head) * asked_.rows + row) * asked_.width;
       best.most[r] = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
       best.which[r] = _mm512_setzero_si512();
     }
     for (int column = 0; column < limit(first + count - 1); column += kWide)
-      meet(rows, packed + std::size_t(column / kLanes) * pairs_, first, column, best);
+      compare(rows, packed + std::size_t(column / kLanes) * pairs_, first, column, best);
     for (int r = 0; r < count; ++r) note(head, first + r, best.most[r], best.which[r]);
   }
 
-  void meet(const Bf16* const (&rows)[kRows], const __m512i* packed, int first, int column,
+  void compare(const Bf16* const (&rows)[kRows], const __m512i* packed, int first, int column,
             Best& best) const {
     __m512 sum[kRows][kGroups];
     for (auto& each : sum)
@@ -104,17 +104,17 @@ class AlikeRun {
   }
 
   void note(int head, int row, __m512 most, __m512i which) const {
-    const std::size_t at = std::size_t(head) * alike_.rows + row;
+    const std::size_t at = std::size_t(head) * asked_.rows + row;
     const float largest = _mm512_reduce_max_ps(most);
-    alike_.most[at] = largest;
+    asked_.most[at] = largest;
     if (!kWhich) return;
     const __m512i lane =
         _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     const __mmask16 equal = _mm512_cmp_ps_mask(most, _mm512_set1_ps(largest), _CMP_EQ_OQ);
-    alike_.which[at] = _mm512_mask_reduce_min_epi32(equal, _mm512_add_epi32(which, lane));
+    asked_.which[at] = _mm512_mask_reduce_min_epi32(equal, _mm512_add_epi32(which, lane));
   }
 
-  const Alike& alike_;
+  const Similarity& asked_;
   const int pairs_, groups_;
   Buffer<__m512i> packed_;  // of each thread, the columns of one head
 };
@@ -122,15 +122,15 @@ class AlikeRun {
 }  // namespace
 }  // namespace kvkeep
 
-int kvkeep_alike_interface() { return sizeof(kvkeep::Alike); }
+int kvkeep_similarity_interface() { return sizeof(kvkeep::Similarity); }
 
-int kvkeep_most_alike(const kvkeep::Alike* alike) {
+int kvkeep_most_similar(const kvkeep::Similarity* asked) {
   using namespace kvkeep;
   return guarded([=] {
-    if (alike->which)
-      AlikeRun<true>(*alike).run();
+    if (asked->which)
+      SimilarityRun<true>(*asked).run();
     else
-      AlikeRun<false>(*alike).run();
+      SimilarityRun<false>(*asked).run();
     return kDone;
   });
 }

@@ -15,14 +15,14 @@ namespace kvkeep {
 constexpr int kChunk = 256;  // cells that one thread takes at a time, counted from place 0
 
 template <int kDim>
-class Looks {
+class AttentionRuns {
  public:
-  Looks(const Model& model, const Step& step)
+  AttentionRuns(const Model& model, const Step& step)
       : step_(step),
         heads_(model.heads),
         groups_(model.heads / model.kv_heads),
         scale_(model.scale),
-        rotated_(std::size_t(step.looks) * model.heads * kDim) {
+        rotated_(std::size_t(step.runs) * model.heads * kDim) {
     for (int s = 0; s < step.sights; ++s) {
       const Sight& sight = step.sight[s];
       const int begin = (sight.origin + sight.first) / kChunk;
@@ -31,38 +31,38 @@ class Looks {
       chunks_.push_back(end - begin);
       for (int head = 0; head < model.kv_heads; ++head)
         for (int chunk = begin; chunk < end; ++chunk) units_.push_back({s, chunk, head});
-      found_count_ += std::size_t(end - begin) * sight.looks * model.heads;
+      found_count_ += std::size_t(end - begin) * sight.runs * model.heads;
     }
     found_ = std::make_unique<Buffer<Found>>(found_count_);
     out_ = std::make_unique<Buffer<float>>(found_count_ * kDim);
     std::size_t most = 0;
     for (int s = 0; s < step.sights; ++s)
-      most = std::max(most, std::size_t(step.sight[s].looks) * groups_);
+      most = std::max(most, std::size_t(step.sight[s].runs) * groups_);
     rows_.resize(step.threads);
     for (auto& rows : rows_) rows.reserve(most);
-    looker_.resize(step.sights);
-    for (int i = 0, look = 0; i < step.sequences; ++i)
-      for (int j = 0; j < step.sequence[i].looks; ++j, ++look) {
+    runs_of_.resize(step.sights);
+    for (int i = 0, run = 0; i < step.sequences; ++i)
+      for (int j = 0; j < step.sequence[i].runs; ++j, ++run) {
         sequence_of_.push_back(i);
-        auto& lookers = looker_[step.look[look].sight];
-        lookers.resize(step.sight[step.look[look].sight].looks);
-        lookers[step.look[look].index] = look;
+        auto& own = runs_of_[step.run[run].sight];
+        own.resize(step.sight[step.run[run].sight].runs);
+        own[step.run[run].index] = run;
       }
   }
 
   int units() const { return static_cast<int>(units_.size()); }
-  int sequence_of(int look) const { return sequence_of_[look]; }
+  int sequence_of(int run) const { return sequence_of_[run]; }
 
-  // Whether a look's queries are mixed, as the keys are that they look at.
-  bool mixes(int look) const { return step_.sight[step_.look[look].sight].keys.quantised(); }
+  // Whether a run's queries are transformed, as the keys are that they look at.
+  bool transformed(int run) const { return step_.sight[step_.run[run].sight].keys.quantised(); }
 
-  // Where a look's query of one head goes, rotated.
-  Bf16* query(int look, int head) const {
-    return rotated_.get() + (std::size_t(look) * heads_ + head) * kDim;
+  // Where a run's query of one head goes, rotated.
+  Bf16* query(int run, int head) const {
+    return rotated_.get() + (std::size_t(run) * heads_ + head) * kDim;
   }
 
   // All queries that see a chunk of cells of one KV head. me: the thread. unit: which of `units()`.
-  void look(int me, int layer, int u) {
+  void attend_unit(int me, int layer, int u) {
     const Unit& unit = units_[u];
     Packed<kDim> block;
     std::vector<Row>& rows = rows_[me];  // with room for all
@@ -70,25 +70,25 @@ class Looks {
     const int first = std::max(sight.first, unit.chunk * kChunk - sight.origin);
     const int end = std::min(sight.first + sight.cells, (unit.chunk + 1) * kChunk - sight.origin);
     rows.clear();
-    for (int index = 0; index < sight.looks; ++index)
+    for (int index = 0; index < sight.runs; ++index)
       for (int g = 0; g < groups_; ++g) {
         const int head = unit.head * groups_ + g;
         const std::size_t at = found_at(unit.sight, index, unit.chunk, head);
         float* out = out_->get() + at * kDim;
         (*found_)[at] = Found{};
         std::fill_n(out, kDim, 0.f);
-        const int look = looker_[unit.sight][index];
-        rows.push_back({query(look, head), nullptr, nullptr, 0, 0, found_->get() + at, out});
+        const int run = runs_of_[unit.sight][index];
+        rows.push_back({query(run, head), nullptr, nullptr, 0, 0, found_->get() + at, out});
       }
     const Stretch keys(sight.keys, layer, unit.head), values(sight.values, layer, unit.head);
     const bool plain = !keys.quantised() && !values.quantised();
     // Blocks begin at places that are multiples of their size, whichever cells are looked at and
-    // wherever they are stored: sums then come out the same to the last bit, whoever else looks.
+    // wherever they are stored: sums then come out the same to the last bit, whoever else runs.
     // With origin 70, slots 0 to 57 are the end of the second block, which begins at slot -6.
     const int begin = (sight.origin + first) / kCells * kCells - sight.origin;
     for (int slot = begin; slot < end; slot += kCells) {
       const int from = std::max(first - slot, 0), upto = std::min(kCells, end - slot);
-      pack<kDim>(keys.from(slot), values.from(slot), from, upto, Mixed::kStay, block);
+      pack<kDim>(keys.from(slot), values.from(slot), from, upto, Hadamard::kKept, block);
       for (std::size_t r = 0; r < rows.size(); ++r) {
         rows[r].begin = from, rows[r].end = upto;
         if (sight.bias)
@@ -107,43 +107,43 @@ class Looks {
     }
   }
 
-  // What a sequence's looks found, as one softmax. to: [heads, head_dim].
-  void add_up(int i, Bf16* to) const {
+  // What a sequence's runs found, as one softmax. to: [heads, head_dim].
+  void merge(int i, Bf16* to) const {
     int begin = 0;
-    for (int before = 0; before < i; ++before) begin += step_.sequence[before].looks;
-    const int end = begin + step_.sequence[i].looks;
+    for (int before = 0; before < i; ++before) begin += step_.sequence[before].runs;
+    const int end = begin + step_.sequence[i].runs;
     for (int head = 0; head < heads_; ++head) {
       float most = kNothing;
       const auto each = [&](auto visit) {
         for (int l = begin; l < end; ++l) {
-          const Look& look = step_.look[l];
-          const int from = first_chunk(look.sight);
-          for (int chunk = from; chunk < from + chunks_[look.sight]; ++chunk) {
-            const std::size_t at = found_at(look.sight, look.index, chunk, head);
+          const Run& run = step_.run[l];
+          const int from = first_chunk(run.sight);
+          for (int chunk = from; chunk < from + chunks_[run.sight]; ++chunk) {
+            const std::size_t at = found_at(run.sight, run.index, chunk, head);
             if ((*found_)[at].sum > 0.f)
               visit((*found_)[at], out_->get() + at * kDim,
-                    step_.sight[look.sight].values.quantised());
+                    step_.sight[run.sight].values.quantised());
           }
         }
       };
       each([&](const Found& found, const float*, bool) { most = std::max(most, found.most); });
       float total = 0.f;
-      bool some_mixed = false;
-      Vector<kDim> plain, mixed;  // what was found of plain values, and of quantised ones
+      bool some_transformed = false;
+      Vector<kDim> plain, transformed;  // what was found of plain values, and of quantised ones
       for (auto& lanes : plain) lanes = _mm512_setzero_ps();
-      for (auto& lanes : mixed) lanes = _mm512_setzero_ps();
-      each([&](const Found& found, const float* out, bool is_mixed) {
+      for (auto& lanes : transformed) lanes = _mm512_setzero_ps();
+      each([&](const Found& found, const float* out, bool is_transformed) {
         const float share = std::exp2(found.most - most);
         total += share * found.sum;
-        some_mixed |= is_mixed;
-        auto& sum = is_mixed ? mixed : plain;
+        some_transformed |= is_transformed;
+        auto& sum = is_transformed ? transformed : plain;
         for (int d = 0; d < kDim / kLanes; ++d)
           sum[d] =
               _mm512_fmadd_ps(_mm512_set1_ps(share), _mm512_loadu_ps(out + d * kLanes), sum[d]);
       });
-      if (some_mixed) {
-        mix<kDim>(mixed);
-        for (int d = 0; d < kDim / kLanes; ++d) plain[d] = _mm512_add_ps(plain[d], mixed[d]);
+      if (some_transformed) {
+        hadamard<kDim>(transformed);
+        for (int d = 0; d < kDim / kLanes; ++d) plain[d] = _mm512_add_ps(plain[d], transformed[d]);
       }
       for (int d = 0; d < kDim / kLanes; ++d)
         store_bf16(to + head * kDim + d * kLanes,
@@ -160,7 +160,7 @@ class Looks {
     return (step_.sight[sight].origin + step_.sight[sight].first) / kChunk;
   }
 
-  // Where what a look found in a chunk lies.
+  // Where what a run found in a chunk lies.
   std::size_t found_at(int sight, int index, int chunk, int head) const {
     const int from = first_chunk(sight);
     return first_found_[sight] +
@@ -173,9 +173,9 @@ class Looks {
   Buffer<Bf16> rotated_;
   std::vector<Unit> units_;
   std::vector<std::size_t> first_found_;       // of each sight
-  std::vector<int> chunks_, sequence_of_;      // of each sight, of each look
+  std::vector<int> chunks_, sequence_of_;      // of each sight, of each run
   std::vector<std::vector<Row>> rows_;         // of each thread
-  std::vector<std::vector<int>> looker_;       // of each sight, by the index within it
+  std::vector<std::vector<int>> runs_of_;       // of each sight, by the index within it
   std::size_t found_count_ = 0;
   std::unique_ptr<Buffer<Found>> found_;
   std::unique_ptr<Buffer<float>> out_;
