@@ -215,6 +215,8 @@ def _read_header(file: BinaryIO, path: Path, kind: str, newest: int) -> _Read:
         entries = json.loads(text, object_pairs_hook=_each_once)
         metadata = entries.pop("__metadata__")
         holds, version = metadata["kvkeep"], int(metadata["version"])
+        if version < 1:
+            raise ValueError(f"there is no format {version}")
         if holds == kind and version <= newest:
             return _checked(path, size, 8 + length, metadata, entries)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
