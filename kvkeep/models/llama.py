@@ -11,19 +11,9 @@ from torch import Tensor
 
 from kvkeep.cache import Bits, KVCache, Layout, Rope
 from kvkeep.models.executor import AnyStep, Attends, Executor, TorchExecutor
+from kvkeep.models.linear import Linear
 from kvkeep.models.packing import PackedMatrix
 from kvkeep.models.spec import ModelSpec
-
-
-@dataclass(frozen=True)
-class Linear:
-    """weight: `[out, in]`, bias: `[out]` or None."""
-
-    weight: Tensor
-    bias: Tensor | None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
 
 
 @dataclass(frozen=True)
