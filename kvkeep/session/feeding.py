@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvkeep.computing import computing
 from kvkeep.interrupts import interrupts_deferred
 from kvkeep.methods import Compression
 from kvkeep.session.prefixes import PromptPrefix, store_prefix
@@ -72,6 +73,7 @@ class Feeding(Iterator[FeedStep]):
         self._compressions: list[Compression] = []
         self._peak, self._tokens = session.cache.cells, session.tokens
 
+    @computing()
     def __next__(self) -> FeedStep:
         """Raises ContextFull and NonFiniteLogits as `Session.feed` does."""
         if self._closed or self.done == self.total:

@@ -9,6 +9,7 @@ from torch import Tensor
 from kvkeep import arguments
 from kvkeep.cache.group import GroupStep
 from kvkeep.cache.step import DecodeStep
+from kvkeep.computing import computing
 from kvkeep.errors import InvalidArgument
 from kvkeep.session.held import changing
 from kvkeep.session.memory import Memory, require_finite
@@ -62,6 +63,7 @@ class SessionGroup:
         }
         return sum(storages.values())
 
+    @computing()
     def next_tokens(self, sampling: Sampling | Sequence[Sampling] = GREEDY) -> list[int]:
         """Samples a token for each session, appends it and evaluates all of them at once.
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvkeep import arguments
 from kvkeep.cache import Bits, KVCache
+from kvkeep.computing import computing
 from kvkeep.interrupts import interrupts_deferred
 from kvkeep.loaded import LoadedModel
 from kvkeep.policies import Policy
@@ -74,6 +75,7 @@ class Held:
         return self._memory.tokens
 
     @property
+    @computing()
     def logits(self) -> Tensor | None:
         """`[vocab]` float32 for the last token evaluated (a copy); None before the first."""
         current = self._memory.logits()
@@ -147,10 +149,10 @@ class Held:
 def changing(sessions: Sequence[Held]) -> Iterator[list[State]]:
     """What several are to be: all of them are so once the block is through, or none is.
 
-    Every Ctrl-C waits for that.
+    Every Ctrl-C waits for that, and so does every other thread.
     """
-    before = [session._state for session in sessions]
-    with interrupts_deferred():
+    with computing(), interrupts_deferred():
+        before = [session._state for session in sessions]
         works = [state.successor() for state in before]
         try:
             yield works

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvkeep import arguments
 from kvkeep.cache import Bits
+from kvkeep.computing import computing
 from kvkeep.errors import ContextFull, InvalidArgument
 from kvkeep.loaded import LoadedModel
 from kvkeep.policies import Policy
@@ -36,6 +37,10 @@ class Session(Context):
     A call that is refused changes nothing. Evaluation goes in steps, and a step counts whole or
     not at all: if a long feed is interrupted or fails in its middle, the session stands after
     the last whole step, and `tokens` says where that is.
+
+    Sessions may be used from any thread; one computes at a time (`kvkeep.computing`). Two threads
+    that use one session take turns in it, step by step: it stays whole, and holds what each added
+    in the order in which they came.
 
     finish_reason: why the last stream ended. exactness: of a restored session, whether it goes on
     to the bit as the one that was saved.
@@ -95,6 +100,7 @@ class Session(Context):
         begun, ids = time.perf_counter(), self._checked_ids(prompt, special)
         return Feeding(self, ids, time.perf_counter() - begun)
 
+    @computing()
     def next_token(self, sampling: Sampling = GREEDY) -> int:
         """Samples a token, appends it and evaluates it.
 
@@ -188,15 +194,16 @@ class Session(Context):
         written = arguments.flag("written", written)
         last, done, scores = self._memory.hidden, 0, list[Tensor]()
         while done < len(ids):
-            step = self._step(ids, done, written)
-            count = step.hidden.shape[0]
-            before, targets = step.hidden, ids[done : done + count]
-            if last is None:
-                scores.append(torch.full((1,), math.nan, dtype=torch.float64, device="cpu"))
-                targets = targets[1:]
-            else:
-                before = torch.cat((last, step.hidden))
-            scores.append(self._memory.log_probabilities(before[: len(targets)], targets))
+            with computing():
+                step = self._step(ids, done, written)
+                count = step.hidden.shape[0]
+                before, targets = step.hidden, ids[done : done + count]
+                if last is None:
+                    scores.append(torch.full((1,), math.nan, dtype=torch.float64, device="cpu"))
+                    targets = targets[1:]
+                else:
+                    before = torch.cat((last, step.hidden))
+                scores.append(self._memory.log_probabilities(before[: len(targets)], targets))
             last, done = step.hidden[-1:], done + count
             if progress:
                 progress(count)
@@ -219,6 +226,7 @@ class Session(Context):
 
     # Going on elsewhere
 
+    @computing()
     def snapshot(self) -> Snapshot:
         """All that this session is now. Cheap: cells are shared until they would be overwritten."""
         return snapshot_of(self._model, self._state, self.prefill_step)
@@ -239,6 +247,7 @@ class Session(Context):
         session.exactness = Exactness.of(snapshot.arithmetic, model.arithmetic, snapshot.codec)
         return session
 
+    @computing()
     def fork(self, at: int | None = None) -> "Session":
         """A session that starts as this one is, or as it was after its first `at` tokens.
 
