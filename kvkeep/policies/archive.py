@@ -55,6 +55,7 @@ class Archive(Policy):
 
     def __post_init__(self) -> None:
         self._set("ratio", arguments.number("ratio", self.ratio))
+        self._set("calibrated_by", arguments.text("calibrated_by", self.calibrated_by))
         size = arguments.whole("max_kv_size", self.max_kv_size, 1)
         block, window = (arguments.whole(n, getattr(self, n)) for n in ("block", "window"))
         self._set("block", block or min(512, max(1, size // 16)))

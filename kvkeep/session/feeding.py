@@ -3,16 +3,20 @@
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from kvkeep import arguments
+from kvkeep.cache import Bits
 from kvkeep.computing import computing
 from kvkeep.interrupts import interrupts_deferred
+from kvkeep.loaded import LoadedModel
 from kvkeep.methods import Compression
-from kvkeep.session.prefixes import PromptPrefix, store_prefix
+from kvkeep.policies import Policy
+from kvkeep.session.context import Context
+from kvkeep.session.memory import Evaluated
+from kvkeep.session.prefixes import PromptPrefix, load_prefix, store_prefix
+from kvkeep.session.state import State
+from kvkeep.store.prefix import PrefixStore
 from kvkeep.trim_heap import trim_heap
-
-if TYPE_CHECKING:
-    from kvkeep.session.session import Session
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,38 @@ class FeedReport:
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
+class Reader(Context):
+    """A context that takes prompts in, step by step, and the beginning of the first from a store.
+
+    store: where evaluated beginnings of prompts are looked up and kept; None for none.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        policy: Policy,
+        prefill_step: int,
+        store: PrefixStore | None = None,
+        bits: Bits = Bits(),  # noqa: B008 (frozen)
+    ):
+        super().__init__(model, policy, prefill_step, bits)
+        self._store = None if store is None else arguments.instance("store", store, PrefixStore)
+
+    def _step(self, ids: list[int], done: int, sampled: bool = False) -> Evaluated:
+        """Evaluates the next step of what comes after the first `done` ids of a prompt."""
+        with self._changing() as work:
+            work.keep_prompt(len(ids))
+            return work.memory.step(ids, done, 1 if sampled else self.prefill_step, sampled)
+
+    def _found_prefix(self, ids: list[int]) -> tuple[State, PromptPrefix] | None:
+        """The session with what a store holds of a first prompt; None where none is asked."""
+        if self._store is None or self._memory.tokens:
+            return None
+        work = self._state.successor()
+        work.keep_prompt(len(ids))
+        return work, load_prefix(self._store, self._model.fingerprint, work.memory, ids)
+
+
 class Feeding(Iterator[FeedStep]):
     """Reads a prompt: each `next` takes one more step of it, and the session stands behind that.
 
@@ -64,7 +100,7 @@ class Feeding(Iterator[FeedStep]):
     total: tokens of the prompt. done: how many of them the session has taken in.
     """
 
-    def __init__(self, session: "Session", ids: list[int], seconds: float = 0.0):
+    def __init__(self, session: Reader, ids: list[int], seconds: float = 0.0):
         """seconds: spent on the prompt before its first step."""
         self.total, self.done = len(ids), 0
         self._session, self._ids = session, ids

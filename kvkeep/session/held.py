@@ -48,6 +48,10 @@ class Held:
         with changing([self]) as (work,):
             yield work
 
+    def _take(self, state: State) -> None:
+        """Is from now on what a successor or a fork of a state, or a restored one, has become."""
+        self._state = state
+
     def __repr__(self) -> str:
         spans, pins = self._state.spans, self._memory.pins
         named = f", {len(spans)} spans" if spans else ""
@@ -157,10 +161,10 @@ def changing(sessions: Sequence[Held]) -> Iterator[list[State]]:
         try:
             yield works
             for session, work in zip(sessions, works, strict=True):
-                session._state = work
+                session._take(work)
         except BaseException:
             for session, state, work in zip(sessions, before, works, strict=True):
-                session._state = state
+                session._take(state)
                 work.memory.cache.put_back()
             raise
         for work in works:

@@ -15,14 +15,10 @@ from kvkeep.computing import computing
 from kvkeep.errors import ContextFull, InvalidArgument
 from kvkeep.loaded import LoadedModel
 from kvkeep.policies import Policy
-from kvkeep.session.context import Context
-from kvkeep.session.feeding import Feeding, FeedReport
-from kvkeep.session.memory import Evaluated
-from kvkeep.session.prefixes import PromptPrefix, load_prefix
+from kvkeep.session.feeding import Feeding, FeedReport, Reader
 from kvkeep.session.sampling import Sampling
 from kvkeep.session.snapshots import restored_state, snapshot_of
 from kvkeep.session.spans import after_rewind
-from kvkeep.session.state import State
 from kvkeep.session.streaming import TextStream
 from kvkeep.store.exactness import Exactness
 from kvkeep.store.prefix import PrefixStore
@@ -31,7 +27,7 @@ from kvkeep.store.snapshot import Snapshot
 GREEDY = Sampling()
 
 
-class Session(Context):
+class Session(Reader):
     """Feed it text, ask it for tokens; it remembers what its policy keeps.
 
     A call that is refused changes nothing. Evaluation goes in steps, and a step counts whole or
@@ -54,10 +50,9 @@ class Session(Context):
         store: PrefixStore | None = None,
         bits: Bits = Bits(),  # noqa: B008 (frozen)
     ):
-        super().__init__(model, policy, prefill_step, bits)
+        super().__init__(model, policy, prefill_step, store, bits)
         self.finish_reason: str | None = None
         self.exactness = Exactness()
-        self._store = None if store is None else arguments.instance("store", store, PrefixStore)
 
     # What it does
 
@@ -243,7 +238,7 @@ class Session(Context):
         state = restored_state(model, snapshot)
         memory, step = state.memory, snapshot.settings["prefill_step"]
         session = cls(model, memory.policy, step, store, memory.bits)
-        session._state = state
+        session._take(state)
         session.exactness = Exactness.of(snapshot.arithmetic, model.arithmetic, snapshot.codec)
         return session
 
@@ -260,7 +255,7 @@ class Session(Context):
         if at is not None and not 0 <= at <= total:
             raise InvalidArgument(f"fork at 0 to {total} tokens; found {at}")
         fork = copy.copy(self)
-        fork._state = self._state.fork()
+        fork._take(self._state.fork())
         if at is not None:
             fork.rewind(total - at)
         return fork
@@ -274,24 +269,6 @@ class Session(Context):
         self._memory.require_room(len(ids))
         self._state.check_prompt(len(ids))
         return ids
-
-    def _step(self, ids: list[int], done: int, sampled: bool = False) -> Evaluated:
-        """Evaluates the next step of what comes after the first `done` ids of a prompt."""
-        with self._changing() as work:
-            work.keep_prompt(len(ids))
-            return work.memory.step(ids, done, 1 if sampled else self.prefill_step, sampled)
-
-    def _found_prefix(self, ids: list[int]) -> tuple[State, PromptPrefix] | None:
-        """The session with what a store holds of a first prompt; None where none is asked."""
-        if self._store is None or self._memory.tokens:
-            return None
-        work = self._state.successor()
-        work.keep_prompt(len(ids))
-        return work, load_prefix(self._store, self._model.fingerprint, work.memory, ids)
-
-    def _take(self, work: State) -> None:
-        """Is from now on what a successor of its state has become."""
-        self._state = work
 
 
 def _reason(error: BaseException) -> str:

@@ -1,0 +1,78 @@
+"""Snapshots: damaged, and made by somebody who seals them well."""
+
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+import pytest
+from fuzz.fuzzing import fuzz
+from fuzz.sealed import changed, opened, sealed
+from small import small_model
+
+from kvkeep import Session, Snapshot
+
+MODEL = small_model()
+TEXT = [(i * i * 7 + 3 * i) % 255 + 1 for i in range(300)]
+
+
+def wrapped() -> Session:
+    session = MODEL.session(24)
+    session.feed(TEXT[:40])
+    session.pin(30, 33)
+    session.name("said", 34, 37)
+    session.next_token()
+    return session
+
+
+def edited() -> Session:
+    session = MODEL.session(policy="full", kv_bits="8/4")
+    session.feed(TEXT[:40])
+    session.delete(5, 9)
+    session.insert(12, TEXT[:4])
+    return session
+
+
+def archived() -> Session:
+    session = MODEL.session(40, 4, "archive", method="snapkv", window=12)
+    session.feed(TEXT[:80])
+    return session
+
+
+def compressed() -> Session:
+    session = MODEL.session(policy="full")
+    session.feed(TEXT[:60])
+    session.compress(3, recent=8)
+    return session
+
+
+def grouped() -> Session:
+    session = MODEL.session(policy="self_extend", group=2, window=8)
+    session.feed(TEXT[:30])
+    return session
+
+
+SESSIONS: dict[str, Callable[[], Session]] = {
+    each.__name__: each for each in (wrapped, edited, archived, compressed, grouped)
+}
+
+
+@pytest.mark.parametrize("name", SESSIONS)
+def test_a_snapshot_goes_on_or_is_refused(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.kvkeep"
+    SESSIONS[name]().snapshot().save(path)
+    plain = path.read_bytes()
+    assert opened(sealed(opened(plain))) == opened(plain)
+    path.write_bytes(sealed(opened(plain)))
+    MODEL.restore(Snapshot.load(path))  # the seal is right: what is refused is what was changed
+
+    def read(random: Random) -> None:
+        path.write_bytes(changed(plain, random))
+        session = MODEL.restore(Snapshot.load(path))
+        session.feed(TEXT[:3])
+        session.rewind(1)
+        session.next_token()
+        session.snapshot().save(tmp_path / "b.kvkeep")
+        MODEL.restore(Snapshot.load(tmp_path / "b.kvkeep"))
+
+    found = fuzz(read, 20 + list(SESSIONS).index(name), share=len(SESSIONS))
+    assert found["CorruptFile"]
