@@ -52,7 +52,8 @@ def test_forks_equal_sessions_that_were_never_forked(
     policy: str, budget: int, actions: list
 ) -> None:
     def new() -> Session:
-        return MODEL.session(budget, keep=3, policy=policy, prefill_step=16)
+        keep = None if policy == "full" else 3
+        return MODEL.session(budget, keep=keep, policy=policy, prefill_step=16)
 
     def check() -> None:
         for session, alone in zip(family, loners, strict=True):

@@ -4,6 +4,7 @@ import random
 import threading
 
 import pytest
+from interrupting import broken_off_at, lines_of
 from small import small_model
 
 from kvkeep.session.history import History
@@ -72,6 +73,15 @@ def test_threads_that_extend_one_history_do_not_meet() -> None:
         thread.join()
     for thread, history in found.items():
         assert history == [0] + [thread] * 2000
+
+
+def test_broken_off_at_any_line_it_neither_changes_nor_keeps_others_waiting() -> None:
+    start = History("i", [1])
+    for line in range(lines_of(lambda: start.extended([2]))):
+        history = History("i", [1])
+        assert broken_off_at(line, lambda history=history: history.extended([2]))
+        assert history.extended([3]).extended([4]) == [1, 3, 4]
+        assert history == [1]
 
 
 def test_a_sessions_tokens_are_no_copy_and_stay_what_they_were() -> None:

@@ -1,18 +1,20 @@
 """A call that fails or is interrupted, at whatever line: the session is as before, or as after."""
 
+import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from interrupting import BrokenOff, broken_off_at, interrupted_from, lines_of
 from small import small_model
 from whole_state import Whole, differences, going_on, same, whole_state
 
-from kvkeep import Sampling, Session
+from kvkeep import Sampling, Session, SessionGroup
 from kvkeep.model import Model
 
 MODEL = small_model(max_positions=64)
 WARM = Sampling(temperature=1.0, seed=3)
+Breaking = Callable[[int, Callable[[], object]], bool]
 TEXT = [1 + i * 7 % 250 for i in range(60)]
 
 
@@ -139,24 +141,75 @@ def _stopped_after(steps: int, session: Session) -> bool:
     return False
 
 
-def check(case: Case, model: Model, indices: range, breaking: Callable) -> None:
+def check(case: Case, model: Model, points: int, breaking: Breaking) -> None:
+    """Breaks the call off at lines that lie evenly over it."""
     allowed = milestones(case, model)
-    hits = 0
-    for number, index in enumerate(indices):
+    session = case.session(model)
+    lines = lines_of(lambda: case.call(session))
+    stride, hits = max(1, lines // points), 0
+    for number, index in enumerate(range(0, lines, stride)):
         session = case.session(model)
         hits += breaking(index, lambda session=session: case.call(session))
         now = whole_state(session)
         expected = next((later for state, later in allowed if same(state, now)), None)
         assert expected is not None, (index, list(differences(allowed[0][0], now)))
-        if number % 5 == 0:
+        if number % 4 == 0:
             assert list(differences(going_on(session), expected)) == []
     assert hits
 
 
-@pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("breaking", [broken_off_at, interrupted_from])
-def test_a_call_that_is_broken_off_leaves_the_session_whole(name: str, breaking: Callable) -> None:
-    case = CASES[name]
-    session = case.session(MODEL)
-    total = lines_of(lambda: case.call(session))
-    check(case, MODEL, range(0, total, max(1, total // 12)), breaking)
+@pytest.mark.parametrize("name", CASES)
+def test_a_call_that_is_broken_off_leaves_the_session_whole(name: str, breaking: Breaking) -> None:
+    check(CASES[name], MODEL, 5, breaking)
+
+
+@pytest.mark.parametrize("name", ["feed", "next_token", "rewind", "pin", "delete"])
+def test_it_does_in_compiled_code_too(name: str, smollm2: Model) -> None:
+    settings = RING | {"prefill_step": 32}
+    check(replace(CASES[name], settings=settings, steps=False), smollm2, 3, broken_off_at)
+
+
+def test_a_span_names_all_of_its_tokens_or_none() -> None:
+    total = lines_of(lambda: spanned(CASES["feed"].session(MODEL)))
+    for index in range(0, total, total // 12):
+        session = CASES["feed"].session(MODEL)
+        interrupted_from(index, lambda session=session: spanned(session))
+        span = session.spans.get("turn")
+        assert span is None or (span.start, span.end) == (30, len(session.tokens)) == (30, 33)
+
+
+@pytest.mark.parametrize("breaking", [broken_off_at, interrupted_from])
+def test_a_group_takes_a_token_in_every_session_or_in_none(breaking: Breaking) -> None:
+    def sessions() -> list[Session]:
+        """Of several kinds; the last one shares its parent's cells."""
+        found = [CASES[name].session(MODEL) for name in ("feed", "feed archive", "rewind full")]
+        return [*found, found[0].fork()]
+
+    def write(group: list[Session]) -> list[int]:
+        return SessionGroup(group).next_tokens(WARM)
+
+    def states(group: list[Session]) -> list[Whole]:
+        return [whole_state(session) for session in group]
+
+    before, after = sessions(), sessions()
+    lines = lines_of(lambda: write(after))
+    allowed = states(before), states(after)
+    for index in range(0, lines, lines // 6):
+        group = sessions()
+        breaking(index, lambda group=group: write(group))
+        found = states(group)
+        assert any(not any(differences(found, each)) for each in allowed), index
+
+
+def test_nothing_of_a_session_before_stays_in_memory() -> None:
+    session = CASES["feed"].session(MODEL)
+    gone = [weakref.ref(segment.block) for segment in session.cache.segments]
+    session.feed(TEXT[:40])
+    session.rewind(2)
+    session.next_token()
+    assert [segment.guarded for segment in session.cache.segments] == [None] * len(
+        session.cache.segments
+    )
+    held = {id(segment.block) for segment in session.cache.segments}
+    assert all(block() is None or id(block()) in held for block in gone)

@@ -1,6 +1,5 @@
 """A number for each token of a session, in order: its id, or its serial."""
 
-import threading
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from typing import overload
@@ -83,17 +82,28 @@ class History(Sequence[int]):
 class _Storage:
     """Numbers that histories share. Only the one that reaches to their end adds more in place."""
 
-    __slots__ = ("_lock", "numbers")
+    __slots__ = ("_end", "numbers")
 
     def __init__(self, numbers: "array[int]"):
         self.numbers = numbers
-        self._lock = threading.Lock()
+        # How many there are, for one to take that adds more. Whoever finds it gone makes a copy:
+        # nobody waits, whatever became of the other.
+        self._end = [len(numbers)]
 
     def extended(self, length: int, numbers: Sequence[int]) -> "_Storage":
         """Storage that holds the first `length` numbers and then those."""
         more = array(self.numbers.typecode, numbers)  # whatever is no number fails here
-        with self._lock:
-            if len(self.numbers) == length:
-                self.numbers.extend(more)
-                return self
+        end = self._taken()
+        if end == length:
+            self.numbers.extend(more)
+            self._end.append(length + len(more))
+            return self
+        if end is not None:
+            self._end.append(end)
         return _Storage(self.numbers[:length] + more)
+
+    def _taken(self) -> int | None:
+        try:
+            return self._end.pop()
+        except IndexError:
+            return None
