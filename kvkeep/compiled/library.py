@@ -1,6 +1,8 @@
 """The compiled kernels, where they were built and this CPU can run them.
 
 The structures are those of `src/decode.h`, `src/chunk.h` and `src/similarity.h`.
+KVKEEP_COMPILED=0 does without them; KVKEEP_KERNELS names a folder whose kernels are taken instead
+of those that lie here, such as ones that were built to find errors (`make sanitize`).
 """
 
 import ctypes
@@ -184,7 +186,7 @@ _NO_MEMORY = 2  # as in src/guard.h
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The kernels, or None: not built, not for this CPU, or switched off by KVKEEP_COMPILED=0."""
+    """The kernels, or None: not built, not for this CPU, or switched off."""
     if os.environ.get("KVKEEP_COMPILED") == "0":
         return None
     cpu, kernels = _load("_cpu"), None
@@ -241,8 +243,9 @@ def _size(*structures: type[Structure]) -> int:
 
 
 def _load(name: str) -> ctypes.CDLL | None:
+    folder = Path(os.environ.get("KVKEEP_KERNELS") or Path(__file__).parent)
     for suffix in EXTENSION_SUFFIXES:
-        path = Path(__file__).with_name(name + suffix)
+        path = folder / (name + suffix)
         if path.exists():
             import torch  # noqa: F401 (brings the OpenMP runtime that the kernels' threads are of)
 

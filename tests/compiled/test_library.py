@@ -29,3 +29,9 @@ def test_they_can_be_switched_off() -> None:
     script = "from kvkeep.compiled.library import library; assert library() is None"
     environment = {"KVKEEP_COMPILED": "0"}
     subprocess.run([sys.executable, "-c", script], env=environment, check=True)
+
+
+def test_they_can_be_taken_from_elsewhere(tmp_path: Path) -> None:
+    script = "from kvkeep.compiled.library import library; assert library() is None"
+    environment = {"KVKEEP_KERNELS": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", script], env=environment, check=True)
