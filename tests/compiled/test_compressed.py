@@ -105,7 +105,7 @@ def test_observed_queries_are_those_of_torch_within_bfloat16(family: str, head_d
         group = SessionGroup([session, fork])
         for token in PROMPT[50:55]:
             for one in group.sessions:
-                one._memory.stand_at(one._memory.hidden, forced(one, token))
+                one._memory.take_in([], one._memory.hidden, forced(one, token))
             group.next_tokens()
         for one in group.sessions:
             assert one.cache.observer is not None
