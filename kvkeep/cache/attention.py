@@ -71,13 +71,8 @@ def attend_cells(
         bias = bias.expand(-1, n if n > 1 else bias.shape[1], -1).unsqueeze(0)
     if n > 1:
         q = q.permute(2, 1, 0, 3)
-        keys, values = (x.expand(groups, -1, -1, -1) for x in (keys, values))
-    if q.device.type == "cpu":
-        out, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, keys, values, is_causal=causal, attn_mask=bias, scale=scale
-        )
-    else:
-        out, log_sum = _attend_densely(q, keys, values, scale=scale, bias=bias, causal=causal)
+    attend = attend_by_flash if q.device.type == "cpu" else attend_densely
+    out, log_sum = attend(q, keys, values, scale=scale, bias=bias, causal=causal)
     return Part(mixed(out) if was_mixed else out, log_sum)
 
 
@@ -87,11 +82,30 @@ def hiding(hidden: Tensor) -> Tensor:
     return bias.masked_fill_(hidden, HIDDEN)
 
 
-def _attend_densely(
+def attend_by_flash(
     q: Tensor, keys: Tensor, values: Tensor, *, scale: float, bias: Tensor | None, causal: bool
 ) -> Part:
-    """The same by plain products, for devices whose flash kernel takes no bias."""
-    scores = torch.matmul(q, keys.transpose(-1, -2)).float() * scale
+    """One call of PyTorch's flash kernel for CPUs.
+
+    q: `[groups, kv_heads, n, head_dim]`; keys, values: `[1, kv_heads, cells, head_dim]`. bias: what
+    broadcasts to `[groups, kv_heads, n, cells]`, of four dimensions or of the last two.
+    """
+    keys, values = (x.expand(q.shape[0], -1, -1, -1) for x in (keys, values))
+    out, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, keys, values, is_causal=causal, attn_mask=bias, scale=scale
+    )
+    return Part(out, log_sum)
+
+
+def attend_densely(
+    q: Tensor, keys: Tensor, values: Tensor, *, scale: float, bias: Tensor | None, causal: bool
+) -> Part:
+    """The same by plain products, for devices whose flash kernel takes no bias.
+
+    Products of queries and keys are float32, as in a flash kernel: rounded to bfloat16 a large one
+    would be off by a tenth and more, and so would its part's weight among the others.
+    """
+    scores = torch.matmul(q.float(), keys.float().transpose(-1, -2)) * scale
     if causal:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(hidden, HIDDEN)

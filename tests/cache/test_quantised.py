@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvkeep.cache import BITS, Bits, Cells, KVCache, Layout, Rope, Segment, Window
-from kvkeep.cache.attention import HIDDEN, _attend_densely, attend_cells
+from kvkeep.cache.attention import HIDDEN, attend_cells
 from kvkeep.cache.group import GroupStep
 from kvkeep.cache.quantised import Quantised, mixed, put, quantise, restored
 
@@ -172,17 +172,7 @@ def test_quantised_cells_are_not_taken_for_plain_ones() -> None:
 
 @pytest.mark.parametrize("bits", QUANTISED)
 @pytest.mark.parametrize("n", [1, 7])
-@pytest.mark.parametrize("dense", [False, True])
-def test_a_query_sees_what_restored_cells_would_show(
-    bits: str, n: int, dense: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if dense:  # as on other devices
-        flash = "_scaled_dot_product_flash_attention_for_cpu"
-
-        def densely(q, k, v, is_causal, attn_mask, scale):  # type: ignore[no-untyped-def]
-            return _attend_densely(q, k, v, scale=scale, bias=attn_mask, causal=is_causal)
-
-        monkeypatch.setattr(torch.ops.aten, flash, densely)
+def test_a_query_sees_what_restored_cells_would_show(bits: str, n: int) -> None:
     cells = some_cells(40).kept_as(layout(bits))
     plain = cells.restored(torch.float32)
     bias = torch.where(random(n, 40) > 0, 0.0, HIDDEN)
