@@ -9,7 +9,7 @@ from kvkeep.cli.memory import WHOLE_PROMPT, Memory
 from kvkeep.cli.options import given
 from kvkeep.cli.saying import say
 from kvkeep.cli.which_model import require_here
-from kvkeep.errors import InvalidArgument
+from kvkeep.errors import CorruptFile, InvalidArgument
 
 if TYPE_CHECKING:
     from kvkeep import Model, Session, Snapshot
@@ -60,8 +60,26 @@ def resume(file: Path, memory: Memory, progress: bool) -> Opened:
     if given("prefill_step"):
         session.prefill_step = memory.prefill_step
     return Opened(
-        model, session, snapshot.notes, len(snapshot.tokens), snapshot.sampler.get("seed")
+        model,
+        session,
+        checked_notes(file, snapshot),
+        len(snapshot.tokens),
+        snapshot.sampler.get("seed"),
     )
+
+
+def checked_notes(file: Path, snapshot: "Snapshot") -> dict[str, Any]:
+    """The notes of a file, as the command line writes them. Raises CorruptFile for others."""
+    notes = snapshot.notes
+    chat, unread = notes.get(CHAT, {"system": None}), notes.get(UNREAD, [])
+    good = isinstance(chat, dict) and isinstance(chat.get("system", ""), str | None)
+    good = good and isinstance(unread, list) and all(type(each) is int for each in unread)
+    if not good or type(notes.get(FIRST_PROMPT, 0)) is not int:
+        raise CorruptFile(
+            f"{file} is corrupt: its notes are none of kvkeep's command line, though each byte is "
+            "as it was written. Restore it from a copy, or begin anew"
+        )
+    return notes
 
 
 def saved_on(file: Path, memory: Memory, snapshot: "Snapshot") -> Memory:

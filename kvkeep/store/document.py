@@ -1,6 +1,5 @@
 """What a snapshot file says beside its tensors: that it is of the kinds that the format names."""
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +10,7 @@ from kvkeep.cache.checks import require, require_flag, require_whole
 from kvkeep.cache.state import MOST, MOST_CELLS
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_LATEST = 2**40  # seconds since 1970; calendars end somewhere
 _MOST_WIDE = 2**20  # layers, KV heads or numbers of a head
 
 
@@ -29,7 +29,7 @@ def check_document(document: Mapping[str, Any]) -> None:
         require_whole(name, document[name], 0, MOST)
     created = document["created"]
     require(
-        type(created) in (int, float) and math.isfinite(created),
+        type(created) in (int, float) and 0 <= created <= _LATEST,
         f"created must be seconds since 1970; found {created!r}",
     )
     _check_texts("fingerprint", document["fingerprint"])

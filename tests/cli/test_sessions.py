@@ -4,6 +4,7 @@ import io
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import platformdirs
@@ -298,3 +299,24 @@ def test_sessions_are_kept_where_cleaners_do_not_look(
     assert len(Snapshot.load(data / "before.kvkeep").tokens) == 17
     assert invoke("sessions", "rm", "before", "new").exit_code == 0
     assert invoke("sessions", "list").stdout == ""
+
+
+@pytest.mark.parametrize(
+    "notes",
+    [{"chat": 5}, {"chat": {"system": [1]}}, {"unread": 7}, {"first_prompt": "all"}],
+    ids=str,
+)
+def test_notes_that_no_command_writes_are_told_in_one_line(invoke, file, tiny, notes) -> None:
+    replace(Snapshot.load(file), notes=notes).save(file)
+    commands = [
+        ("sessions", "show", "s"),
+        ("sessions", "fork", "s", "t", "--at", 20),
+        ("generate", "--session", "s", "-n", 1, *tiny),
+        ("chat", "--session", "s", "-n", 1, *tiny),
+    ]
+    for command in commands:
+        result = invoke(*command, input="Hi\n")
+        assert result.exit_code != 0
+        assert "its notes are none of kvkeep's command line" in result.stderr
+        assert len(result.stderr.splitlines()) == 1
+    assert "s" in invoke("sessions", "list").stdout

@@ -3,14 +3,14 @@
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from kvkeep.cli.compression import calibrated, calibration_option, require_calibration
 from kvkeep.cli.keeper import session_folder
 from kvkeep.cli.memory import CODEC_NAMES
-from kvkeep.cli.opened import FIRST_PROMPT, UNREAD
+from kvkeep.cli.opened import FIRST_PROMPT, UNREAD, checked_notes
 from kvkeep.cli.options import whole_number
 from kvkeep.cli.report import counted, megabytes
 from kvkeep.cli.which_model import SAVED_MODEL, load_named, require_here
@@ -51,7 +51,9 @@ def fork(
             require_calibration(source, snapshot, calibration)
             if model is None:
                 require_here(snapshot.model, file)
-            _at(snapshot, at, calibration, model or snapshot.model).save(place)
+            notes = checked_notes(file, snapshot)
+            then = _at(snapshot, at, calibration, model or snapshot.model)
+            replace(then, notes=_notes_at(notes, at)).save(place)
         tokens = counted(total if at is None else at, "token")
         click.echo(f"{target} begins with {tokens} of {source}, {_size(place)}")
 
@@ -62,11 +64,15 @@ def _at(snapshot: "Snapshot", count: int, calibration: Path | None, name: str) -
     model = load_named(name, dtype, "cpu", weights=None, progress=False)
     session = model.restore(snapshot, calibration=calibrated(calibration, model))
     session.rewind(len(snapshot.tokens) - count)
-    notes = dict(snapshot.notes)
-    notes.pop(UNREAD, None)
-    if notes.get(FIRST_PROMPT, 0) > count:
-        del notes[FIRST_PROMPT]
-    return replace(session.snapshot(), notes=notes)
+    return session.snapshot()
+
+
+def _notes_at(notes: dict[str, Any], count: int) -> dict[str, Any]:
+    """What the notes were after `count` tokens."""
+    left = {name: note for name, note in notes.items() if name != UNREAD}
+    if left.get(FIRST_PROMPT, 0) > count:
+        del left[FIRST_PROMPT]
+    return left
 
 
 @click.command()

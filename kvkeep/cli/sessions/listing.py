@@ -65,7 +65,7 @@ def _row(path: Path) -> _Row | None:
             path.stem,
             status.st_size,
             status.st_mtime,
-            "chat" if CHAT in found["notes"] else "text",
+            "chat" if CHAT in found.get("notes", {}) else "text",
             found["model"],
             found["policy"]["name"],
             found["policy"]["max_kv_size"],

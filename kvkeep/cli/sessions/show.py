@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvkeep.cli.opened import UNREAD
+from kvkeep.cli.opened import UNREAD, checked_notes
 from kvkeep.cli.report import counted, megabytes
 from kvkeep.cli.sessions.verify import session_or_file
 from kvkeep.cli.which_model import SAVED_MODEL, require_here
@@ -74,7 +74,7 @@ def _facts(file: Path, snapshot: "Snapshot") -> Iterator[tuple[str, str]]:
     compressed = compressed_cells(snapshot)
     others = f", the others compressed to {counted(compressed, 'cell')}" if compressed else ""
     yield "tokens", f"{total:,}, of which {snapshot.cells - compressed:,} are remembered{others}"
-    if unread := snapshot.notes.get(UNREAD):
+    if unread := checked_notes(file, snapshot).get(UNREAD):
         yield "unread", f"{counted(len(unread), 'token')} of a prompt that was interrupted"
 
 
