@@ -10,8 +10,8 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from kvkeep import Model, Session
+from kvkeep.compiled.binding import PHASES
 from kvkeep.compiled.decoder import CompiledExecutor
-from kvkeep.compiled.library import PHASES
 
 _WARM, _OPERATORS = 5, 8
 

@@ -8,7 +8,7 @@ from small import small_tokenizer
 from kvkeep.executors import new_decoder
 from kvkeep.model import Model
 from kvkeep.models.packed import HEAD, matrices
-from kvkeep.models.packing import Bits, PackedMatrix, packed, quantise
+from kvkeep.models.packing import MatrixBits, PackedMatrix, packed, quantise
 from kvkeep.models.spec import ModelSpec, RopeSpec
 from kvkeep.models.text import TextCodec
 from kvkeep.models.weights import tensor_shapes
@@ -43,7 +43,9 @@ def spec_of(head_dim: int = 64, family: str = "llama") -> ModelSpec:
     )
 
 
-def packed_model(spec: ModelSpec, bits: Bits | None, seed: int = 0, lossless: bool = True) -> Model:
+def packed_model(
+    spec: ModelSpec, bits: MatrixBits | None, seed: int = 0, lossless: bool = True
+) -> Model:
     """bits: of all matrices; None for bfloat16. lossless: the tensors have the packed values."""
     random = torch.Generator().manual_seed(seed)
     tensors = {}

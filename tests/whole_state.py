@@ -64,7 +64,7 @@ def segment_state(segment: Segment) -> Whole:
         "frozen": segment.frozen,
         "sealed": segment.sealed,
         "crowded": segment.crowded,
-        "lent": segment.lent,
+        "leaving": segment.leaving,
         "limit": segment.limit,
         "start": segment.start,
         "place": segment.place,

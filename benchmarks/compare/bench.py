@@ -7,7 +7,7 @@ from pathlib import Path
 from benchmarks.compare.plan import Plan
 from benchmarks.compare.results import Reading, Trace
 from benchmarks.peers.base import About, Setup, Variant
-from benchmarks.peers.crew import Crew
+from benchmarks.peers.worker_pool import WorkerPool
 
 Found = Iterator[Reading | Trace]
 
@@ -26,8 +26,8 @@ class Bench:
     skipped: list[str]
     about: dict[str, About] = field(default_factory=dict)
 
-    def crew(self) -> Crew:
-        return Crew(self.setup, self.variants, self.skipped, self.about, self.plan.patience)
+    def pool(self) -> WorkerPool:
+        return WorkerPool(self.setup, self.variants, self.skipped, self.about, self.plan.patience)
 
     def only(self, variants: Sequence[Variant]) -> "Bench":
         return replace(self, variants=variants)

@@ -17,14 +17,14 @@ def decode_measures(bench: Bench) -> list[Measure]:
 def decode(bench: Bench) -> Found:
     """A round is one context of each variant, which grows from one length to the next."""
     plan = bench.plan
-    with bench.crew() as crew:
-        crew.warm_up(bench.ids, plan.longest)
-        total = plan.rounds * len(crew.remotes) * (plan.contexts[-1] + plan.written)
+    with bench.pool() as pool:
+        pool.warm_up(bench.ids, plan.longest)
+        total = plan.rounds * len(pool.remotes) * (plan.contexts[-1] + plan.written)
         with bar(total, "decode") as shown:
             for index in range(plan.rounds):
                 held = 0
                 for context in plan.contexts:
-                    for remote in crew.turns(index, context):
+                    for remote in pool.turns(index, context):
                         if held == 0:
                             remote.open(plan.longest)
                         remote.read(bench.ids[held:context])

@@ -12,8 +12,8 @@ from benchmarks.compare.plan import KEEP
 from benchmarks.compare.results import Measure, Reading, Trace
 from benchmarks.figures import rounded
 from benchmarks.peers.base import Variant
-from benchmarks.peers.crew import Crew
 from benchmarks.peers.remote import Remote
+from benchmarks.peers.worker_pool import WorkerPool
 from benchmarks.progress import bar
 
 WARMING = 100  # first tokens, among which no slowest one is looked for
@@ -38,16 +38,16 @@ def endless_measures(bench: Bench) -> list[Measure]:
 def endless(bench: Bench) -> Found:
     """One round. Of a peer's variants, the one that is fastest on a full budget goes on."""
     plan = bench.plan
-    with bench.only(_fastest(bench)).crew() as crew:
-        empty = {remote: _held_empty(remote, bench.ids) for remote in crew.turns(0)}
-        crew.warm_up(bench.ids, plan.budget)
+    with bench.only(_fastest(bench)).pool() as pool:
+        empty = {remote: _held_empty(remote, bench.ids) for remote in pool.turns(0)}
+        pool.warm_up(bench.ids, plan.budget)
         runs = {
-            remote: _begin(crew, remote, bench, empty[remote])
-            for remote in crew.turns(0, plan.budget)
+            remote: _begin(pool, remote, bench, empty[remote])
+            for remote in pool.turns(0, plan.budget)
         }
         with bar(sum(run.wanted for run in runs.values()), "endless") as shown:
             for index in range(-(-plan.endless // plan.block)):
-                for remote in crew.turns(index, among=[r for r in runs if runs[r].left]):
+                for remote in pool.turns(index, among=[r for r in runs if runs[r].left]):
                     shown(runs[remote].go_on(plan.block))
     for run in runs.values():
         yield run.trace()
@@ -67,10 +67,10 @@ def _held_empty(remote: Remote, ids: list[int]) -> int:
     return remote.held()
 
 
-def _begin(crew: Crew, remote: Remote, bench: Bench, empty: int) -> "_Run":
+def _begin(pool: WorkerPool, remote: Remote, bench: Bench, empty: int) -> "_Run":
     """A full budget, from which the run goes on."""
     plan, wanted = bench.plan, bench.plan.endless
-    expected = crew.writing(remote) * plan.endless
+    expected = pool.writing(remote) * plan.endless
     if remote.variant.peer in REREADING or expected > plan.endless_patience:
         wanted //= plan.shorter
         line = f"{remote.label}: wrote {wanted:,} endless tokens, not {plan.endless:,}"
@@ -87,9 +87,9 @@ def _fastest(bench: Bench) -> list[Variant]:
     tried: dict[str, float] = {}
     contested = [each for each in bench.variants if each.peer in several]
     if contested:
-        with bench.only(contested).crew() as crew:
-            crew.warm_up(bench.ids, bench.plan.budget)
-            for remote in crew.turns(0):
+        with bench.only(contested).pool() as pool:
+            pool.warm_up(bench.ids, bench.plan.budget)
+            for remote in pool.turns(0):
                 remote.open_endless(bench.plan.budget, KEEP)
                 remote.read(bench.ids[: bench.plan.budget])
                 tried[remote.label] = median(remote.write(TRIAL))

@@ -5,8 +5,8 @@ from pathlib import Path
 from benchmarks.compare.bench import Bench, Found
 from benchmarks.compare.results import Measure, Reading
 from benchmarks.peers.base import Peer
-from benchmarks.peers.crew import WARMING
 from benchmarks.peers.remote import Remote
+from benchmarks.peers.worker_pool import WARMING
 from benchmarks.progress import bar
 
 FORKS = 1  # at once
@@ -28,13 +28,13 @@ def memory_measures(bench: Bench) -> list[Measure]:
 
 def memory(bench: Bench) -> Found:
     plan = bench.plan
-    with bench.crew() as crew:
-        crew.warm_up(bench.ids, plan.longest, FORKS)
-        for remote in crew.remotes:
+    with bench.pool() as pool:
+        pool.warm_up(bench.ids, plan.longest, FORKS)
+        for remote in pool.remotes:
             _once(remote, bench.ids[:WARMING], 1, _place(bench, remote), plan.longest)
-        with bar(plan.rounds * len(crew.remotes) * plan.remembered, "memory") as shown:
+        with bar(plan.rounds * len(pool.remotes) * plan.remembered, "memory") as shown:
             for index in range(plan.rounds):
-                for remote in crew.turns(index, plan.remembered):
+                for remote in pool.turns(index, plan.remembered):
                     ids, path = bench.ids[: plan.remembered], _place(bench, remote)
                     found = _once(remote, ids, plan.deleted, path, plan.longest)
                     shown(plan.remembered)

@@ -14,13 +14,13 @@ def prefill_measures(bench: Bench) -> list[Measure]:
 
 def prefill(bench: Bench) -> Found:
     plan = bench.plan
-    with bench.crew() as crew:
-        crew.warm_up(bench.ids, plan.longest)
-        total = plan.rounds * len(crew.remotes) * sum(plan.prefill)
+    with bench.pool() as pool:
+        pool.warm_up(bench.ids, plan.longest)
+        total = plan.rounds * len(pool.remotes) * sum(plan.prefill)
         with bar(total, "prefill") as shown:
             for index in range(plan.rounds):
                 for length in plan.prefill:
-                    for remote in crew.turns(index, length):
+                    for remote in pool.turns(index, length):
                         remote.open(plan.longest)
                         seconds = remote.read(bench.ids[:length])
                         shown(length)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvkeep.cache.quantised import Quantised, Stored, mixed
+from kvkeep.cache.quantised import Quantised, Stored, hadamard
 
 # Hides a cell. Finite, so that a query that sees nothing of a segment gets a part of weight zero
 # instead of NaN.
@@ -44,8 +44,8 @@ def attend_cells(
     Args:
         q: `[n, heads, head_dim]`, rotated; heads of one KV head lie together.
         keys, values: `[kv_heads, cells, head_dim]`, any strides with a dense last dimension.
-            Quantised ones are not mixed back: the queries are mixed as the keys are, and what
-            they find of the values is mixed back.
+            Quantised ones are not transformed back: the queries are transformed as the keys are,
+            and what they find of the values is transformed back.
         scale: factor on the dot products.
         bias: `[n, cells]` float32, added to the scaled products; `HIDDEN` hides a cell.
         causal: query i sees cells 0..i only (n == cells; not together with a bias).
@@ -56,10 +56,10 @@ def attend_cells(
         comes back as `[1, kv_heads, groups, ...]`: the heads that share a KV head are then the
         rows of one block, so that each key is read once.
     """
-    was_mixed = isinstance(values, Quantised)
+    transformed = isinstance(values, Quantised)
     dtype, (n, heads, head_dim) = q.dtype, q.shape
     if isinstance(keys, Quantised):
-        q, keys = mixed(q).to(dtype), keys.dequantised(dtype)
+        q, keys = hadamard(q).to(dtype), keys.dequantised(dtype)
     if isinstance(values, Quantised):
         values = values.dequantised(dtype)
     kv_heads = keys.shape[0]
@@ -73,7 +73,7 @@ def attend_cells(
         q = q.permute(2, 1, 0, 3)
     attend = attend_by_flash if q.device.type == "cpu" else attend_densely
     out, log_sum = attend(q, keys, values, scale=scale, bias=bias, causal=causal)
-    return Part(mixed(out) if was_mixed else out, log_sum)
+    return Part(hadamard(out) if transformed else out, log_sum)
 
 
 def hiding(hidden: Tensor) -> Tensor:

@@ -99,7 +99,7 @@ class KVCache:
         self.time += count
         self.serial += count
         for segment in self.segments:
-            segment.lent = 0
+            segment.leaving = 0
         self.segments = [s for s in self.segments if s.length]
 
     def _begin(self, count: int) -> DecodeStep | ChunkStep:

@@ -3,10 +3,10 @@
 A vector of head_dim numbers is first multiplied by a Hadamard matrix, which spreads over all of
 them what a few stand out by (QuaRot, arXiv:2404.00456; llama.cpp does so, too). What comes of that
 is rounded: in 8 bits to multiples of a scale, which each vector has; in 4 bits to multiples above
-the least number, scale and least of each 32 numbers.
+a minimum, scale and minimum of each 32 numbers.
 
 The matrix is symmetric and its own inverse, so that a query that was multiplied by it as well has
-the same product with a key as before: cells are looked at without being mixed back.
+the same product with a key as before: cells are looked at without being transformed back.
 """
 
 import math
@@ -18,19 +18,19 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-GROUP = 32  # numbers that share a scale and a least one in 4 bits
+GROUP = 32  # numbers that share a scale and a minimum in 4 bits
 SCALE = torch.bfloat16  # exact in every dtype that cells are restored to
 _Index: TypeAlias = int | slice | tuple[int | slice, ...]
 
 
 @dataclass(frozen=True)
 class Quantised:
-    """Vectors `[..., head_dim]`, mixed, in 8 or 4 bits. Indices are of the dimensions before.
+    """Vectors `[..., head_dim]`, transformed, in 8 or 4 bits. Indices are of the dimensions before.
 
     data: in 8 bits int8 `[..., head_dim]`. In 4 bits uint8 `[..., head_dim / 2]`: number i in the
         lower half of byte i, number i + head_dim / 2 in the upper half.
     scale: in 8 bits `[..., 1]`: a number is `data x scale`. In 4 bits `[..., 2 x groups]`, scales
-        and then least numbers of runs of equal length: a number is `data x scale + least`.
+        and then minima of runs of equal length: a number is `data x scale + minimum`.
     """
 
     data: Tensor
@@ -85,34 +85,35 @@ class Quantised:
         self.scale.copy_(source.scale)
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
-        """The numbers, still mixed."""
+        """The numbers, still transformed."""
         if self.bits == 8:
             return self.data.to(dtype).mul_(self.scale)
         halves = torch.cat((self.data & 15, self.data >> 4), -1)
-        scale, least = self.scale.to(dtype).unsqueeze(-1).chunk(2, -2)
+        scale, minimum = self.scale.to(dtype).unsqueeze(-1).chunk(2, -2)
         numbers = halves.to(dtype).view(*scale.shape[:-1], -1)
-        return torch.addcmul(least, numbers, scale).view(halves.shape)
+        return torch.addcmul(minimum, numbers, scale).view(halves.shape)
 
 
 Stored: TypeAlias = Tensor | Quantised
 
 
 def quantise(x: Tensor, bits: int) -> Quantised:
-    """`x: [..., head_dim]` in 8 or 4 bits. No mixed number is off by more than half its scale.
+    """`x: [..., head_dim]` in 8 or 4 bits. No transformed number is off by more than half
+    its scale.
 
-    (But for what bfloat16 rounds of the scale and of the least number.)
+    (But for what bfloat16 rounds of the scale and of the minimum.)
     """
-    numbers = mixed(x)
+    numbers = hadamard(x)
     if bits == 8:
         scale = (numbers.abs().amax(-1, keepdim=True) / 127).to(SCALE)
         units = numbers / _divisor(scale)
         return Quantised(units.round_().clamp_(-127, 127).to(torch.int8), scale)
     groups = numbers.view(*x.shape[:-1], scales(x.shape[-1], bits) // 2, -1)
-    least = groups.amin(-1, keepdim=True).to(SCALE)
-    scale = ((groups.amax(-1, keepdim=True) - least).clamp_min_(0) / 15).to(SCALE)
-    units = (groups - least) / _divisor(scale)
+    minimum = groups.amin(-1, keepdim=True).to(SCALE)
+    scale = ((groups.amax(-1, keepdim=True) - minimum).clamp_min_(0) / 15).to(SCALE)
+    units = (groups - minimum) / _divisor(scale)
     low, high = units.round_().clamp_(0, 15).to(torch.uint8).flatten(-2).chunk(2, -1)
-    return Quantised(low | high << 4, torch.cat((scale, least), -2).squeeze(-1))
+    return Quantised(low | high << 4, torch.cat((scale, minimum), -2).squeeze(-1))
 
 
 def _divisor(scale: Tensor) -> Tensor:
@@ -123,7 +124,7 @@ def restored(stored: Stored, dtype: torch.dtype) -> Tensor:
     """Plain numbers; themselves, if they are that."""
     if isinstance(stored, Tensor):
         return stored.to(dtype)
-    return mixed(stored.dequantised(torch.float32)).to(dtype)
+    return hadamard(stored.dequantised(torch.float32)).to(dtype)
 
 
 def put(into: Stored, source: Stored) -> None:
@@ -151,11 +152,11 @@ def tensors(stored: Stored) -> tuple[Tensor, ...]:
 
 
 def scales(head_dim: int, bits: int) -> int:
-    """How many scales a vector has, least numbers included."""
+    """How many scales a vector has, minima included."""
     return 1 if bits == 8 else 2 * (head_dim // math.gcd(head_dim, GROUP))
 
 
-def mixed(x: Tensor) -> Tensor:
+def hadamard(x: Tensor) -> Tensor:
     """`x: [..., head_dim]` multiplied by the Hadamard matrix, in float32. Twice: x again."""
     return x.float() @ _hadamard(x.shape[-1], x.device)
 

@@ -23,7 +23,7 @@ class Segment:
     frozen: takes no new cells; see `thaw`.
     sealed: will never take any again: others build on it.
     crowded: other segments of its window hold cells yet, so that storage is only made as it fills.
-    lent: its newest cells that are still counted in the window, too: they leave it in the step
+    leaving: its newest cells that are still counted in the window, too: they leave it in the step
         that is about to run.
     guarded: of a successor, the cells that must be there again if what comes next fails.
 
@@ -54,7 +54,7 @@ class Segment:
         self.frozen = False
         self.sealed = False
         self.crowded = False
-        self.lent = 0
+        self.leaving = 0
         self.guarded: Guarded | None = None
         self.start = 0
         self.length = 0

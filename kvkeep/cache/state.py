@@ -59,7 +59,7 @@ class CacheState:
     def _check_segment(self, segment: Segment, layout: Layout) -> None:
         for name in ("anchor", "frozen", "sealed"):
             require_flag(name, getattr(segment, name))
-        require(not segment.lent, "cells of a step that is not done")
+        require(not segment.leaving, "cells of a step that is not done")
         check_map(segment.map)
         require_whole("the limit", segment.limit, 1, MOST_CELLS)
         require_whole("the length", segment.length, 1, min(segment.limit, segment.capacity))

@@ -53,8 +53,8 @@ class View:
 class Step:
     """What decode and chunk steps share: times, rotations, and views of stored cells.
 
-    Window cells are seen by rank, 0 for the oldest held. The i-th new token outruns the first
-    `outrun[i]` of them; those are hidden from it, and what lies before them is that much closer.
+    Window cells are seen by rank, 0 for the oldest held. The i-th new token evicts the first
+    `evicted[i]` of them; those are hidden from it, and what lies before them is that much closer.
 
     sampled: whether the model has just chosen the token, or else it was given from outside, as a
         prompt is. Nothing in a cache depends on it, but which weights are read may.
@@ -80,7 +80,7 @@ class Step:
         self.times = range(time, time + count)
         held = sum(s.length for s in segments if not s.anchor)
         grows = not self.newest.anchor
-        self.outrun = [window.outrun(held + (i + 1 if grows else 0)) for i in range(count)]
+        self.evicted = [window.evicted(held + (i + 1 if grows else 0)) for i in range(count)]
         # Rotation 0 is that of the new tokens themselves.
         self.where: list[list[int]] = [[self.newest.map(t) for t in self.times]]
         self.views: list[View] = []
@@ -109,14 +109,14 @@ class Step:
             return None
         if segment.anchor:
             before = None if self.window.moves else rank
-            own = segment.length - segment.lent
-            shown = [(0, own + outrun) for outrun in self.outrun] if segment.lent else None
+            own = segment.length - segment.leaving
+            shown = [(0, own + evicted) for evicted in self.evicted] if segment.leaving else None
             return self._view(segment, 0, segment.length, self._places(segment, before), shown)
-        first = max(0, self.outrun[0] - rank)
+        first = max(0, self.evicted[0] - rank)
         live = segment.length - first
         if live <= 0:
             return None
-        seen = [(outrun - rank, segment.length) for outrun in self.outrun]
+        seen = [(evicted - rank, segment.length) for evicted in self.evicted]
         some_hidden = seen[-1][0] > first
         where = self._places(segment, None)
         return self._view(segment, first, live, where, seen if some_hidden else None)
@@ -124,10 +124,10 @@ class Step:
     def _places(self, segment: Segment, rank: int | None) -> list[int]:
         """Where each query stands towards a segment.
 
-        rank: for an anchor, the window cells before it. What is outrun beyond them lay between it
+        rank: for an anchor, the window cells before it. What is evicted beyond them lay between it
         and the query.
         """
-        gone = [0 if rank is None else max(0, outrun - rank) for outrun in self.outrun]
+        gone = [0 if rank is None else max(0, evicted - rank) for evicted in self.evicted]
         return [segment.map(t) - n for t, n in zip(self.times, gone, strict=True)]
 
     def _view(
@@ -193,7 +193,7 @@ def _bias(
     if seen is None and live == span.stop - span.start:
         return None
     slots = torch.arange(span.start, span.stop, dtype=torch.int64, device="cpu")
-    # 0 for the oldest cell; the one being written comes last, in the slot of an outrun one or not.
+    # 0 for the oldest cell; the one being written comes last, in the slot of an evicted one or not.
     order = (slots - segment.start - first) % segment.capacity + first
     bounds = torch.tensor(seen or [(first, first + live)], dtype=torch.int64, device="cpu")
     visible = (order >= bounds[:, :1]) & (order < bounds[:, 1:])
@@ -222,7 +222,7 @@ class DecodeStep(Step):
         if segment is not self.newest:
             return super()._look_at(segment, rank)
         # The new cell is there already, in a full ring in the place of the oldest.
-        first = 0 if segment.anchor else max(0, self.outrun[0] - rank)
+        first = 0 if segment.anchor else max(0, self.evicted[0] - rank)
         return self._view(segment, first, segment.length + 1 - first, self.where[0], None)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -241,7 +241,7 @@ class DecodeStep(Step):
         put(values[layer], value)
 
     def commit(self, serial: int) -> None:
-        self.window.forget(self.segments, self.outrun[-1])
+        self.window.forget(self.segments, self.evicted[-1])
         self.newest.occupy(self.slot, self.where[0][0], serial)
 
 
@@ -263,12 +263,12 @@ class ChunkStep(Step):
         super().__init__(segments, window, time, count, rope, scale)
         self._held = sum(s.length for s in segments if not s.anchor)
         self.new = Cells.empty(self.newest.layout.plain, count)
-        self.own_bias = self._band() if self.outrun[-1] > self._held else None
+        self.own_bias = self._band() if self.evicted[-1] > self._held else None
 
     def _band(self) -> Tensor:
         """`[n, n]`: a chunk longer than the window hides its own oldest cells from its newest."""
         order = torch.arange(self.count, dtype=torch.int64, device="cpu")
-        floors = torch.tensor(self.outrun, dtype=torch.int64, device="cpu") - self._held
+        floors = torch.tensor(self.evicted, dtype=torch.int64, device="cpu") - self._held
         seen = (order <= order[:, None]) & (order >= floors[:, None])
         return hiding(~seen).to(self.new.keys.device)
 
@@ -292,7 +292,7 @@ class ChunkStep(Step):
     def commit(self, serial: int) -> None:
         positions = torch.tensor(self.where[0], dtype=torch.int64, device="cpu")
         serials = torch.arange(serial, serial + self.count, dtype=torch.int64, device="cpu")
-        gone = self.outrun[-1]
+        gone = self.evicted[-1]
         self.window.forget(self.segments, min(gone, self._held))
         unseen = max(0, gone - self._held)  # of the new cells themselves
         new = Cells(self.new.keys, self.new.values, positions, serials)

@@ -19,7 +19,7 @@ class Window:
     discard: int = 1
     moves: bool = False
 
-    def outrun(self, cells: int) -> int:
+    def evicted(self, cells: int) -> int:
         """How many of the oldest have gone once the window has seen `cells`, those included."""
         excess = 0 if self.size is None else cells - self.size
         return -(-excess // self.discard) * self.discard if excess > 0 else 0

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvkeep.cli.keeper import Keeper, session_folder
-from kvkeep.cli.memory import SINKS, Memory, Prefixes, memory_options, prefix_options
+from kvkeep.cli.memory import SINKS, MemoryChoice, Prefixes, memory_options, prefix_options
 from kvkeep.cli.opened import CHAT, UNREAD, Opened, apply_keep, resume
 from kvkeep.cli.options import (
     Output,
@@ -61,7 +61,7 @@ def chat(
     resumed: bool,
     system: str | None,
     max_tokens: int,
-    memory: Memory,
+    memory: MemoryChoice,
     prefixes: Prefixes,
     sampling: SamplingChoice,
     output: Output,
@@ -119,7 +119,11 @@ def _latest(session: str | None) -> str:
 
 
 def _open(
-    source: Path | None, system: str | None, memory: Memory, prefixes: Prefixes, output: Output
+    source: Path | None,
+    system: str | None,
+    memory: MemoryChoice,
+    prefixes: Prefixes,
+    output: Output,
 ) -> tuple[Opened, "Conversation"]:
     """The session, and the conversation in it."""
     from kvkeep.cli.conversation import Conversation
@@ -145,7 +149,7 @@ def _open(
     return opened, Conversation(opened.session, codec, eos, saved)
 
 
-def _keep(memory: Memory, model: "Model", system: str | None) -> int:
+def _keep(memory: MemoryChoice, model: "Model", system: str | None) -> int:
     if memory.keep is not None:
         return memory.keep
     from kvkeep.cli.conversation import system_tokens

@@ -11,7 +11,7 @@ from kvkeep.cli.memory import (
     CODEC_NAMES,
     SINKS,
     WHOLE_PROMPT,
-    Memory,
+    MemoryChoice,
     Prefixes,
     memory_options,
     prefix_options,
@@ -90,7 +90,7 @@ def generate(
     cache_prompt: Path | None,
     restore_prompt: Path | None,
     codec: "Codec",
-    memory: Memory,
+    memory: MemoryChoice,
     prefixes: Prefixes,
     sampling: SamplingChoice,
     output: Output,
@@ -144,7 +144,7 @@ def generate(
         run.close(reason)
 
 
-def _open(source: Path | None, memory: Memory, prefixes: Prefixes, output: Output) -> Opened:
+def _open(source: Path | None, memory: MemoryChoice, prefixes: Prefixes, output: Output) -> Opened:
     if source is not None:
         return resume(source, memory, output.progress)
     store = prefixes.store()

@@ -28,7 +28,7 @@ PREFIX_BYTES = 2_000_000_000
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryChoice:
     """Which model, and what of a text it remembers.
 
     keep: None where the command decides. discard, group, window, method, ratio: None for the
@@ -134,7 +134,7 @@ def open_prefix_store(max_bytes: int = PREFIX_BYTES) -> "PrefixStore":
 def memory_options(keep: Decorator) -> Decorator:
     """keep: the `--keep` option, whose meaning differs between commands."""
     return collected(
-        Memory,
+        MemoryChoice,
         "memory",
         [
             MODEL,

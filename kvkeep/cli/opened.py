@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvkeep.cli.compression import calibrated, require_calibration
-from kvkeep.cli.memory import WHOLE_PROMPT, Memory
+from kvkeep.cli.memory import WHOLE_PROMPT, MemoryChoice
 from kvkeep.cli.options import given
 from kvkeep.cli.saying import say
 from kvkeep.cli.which_model import require_here
@@ -36,7 +36,7 @@ class Opened:
     seed: int | None = None
 
 
-def resume(file: Path, memory: Memory, progress: bool) -> Opened:
+def resume(file: Path, memory: MemoryChoice, progress: bool) -> Opened:
     """The session in a file, on the model that it was saved with.
 
     What the user gave no option for is as it was saved.
@@ -82,7 +82,7 @@ def checked_notes(file: Path, snapshot: "Snapshot") -> dict[str, Any]:
     return notes
 
 
-def saved_on(file: Path, memory: Memory, snapshot: "Snapshot") -> Memory:
+def saved_on(file: Path, memory: MemoryChoice, snapshot: "Snapshot") -> MemoryChoice:
     """The memory asked for, on the model and dtype of a snapshot where none were.
 
     Raises ModelNotFound for a model that nobody named and that is not here.
@@ -115,7 +115,7 @@ def apply_keep(opened: Opened, keep: int | None) -> None:
         session.keep = keep
 
 
-def _require_agreement(file: Path, snapshot: "Snapshot", memory: Memory) -> None:
+def _require_agreement(file: Path, snapshot: "Snapshot", memory: MemoryChoice) -> None:
     found = {**snapshot.policy, "policy": snapshot.policy.get("name")}
     found |= {"kv_bits": snapshot.bits.kv, "far_bits": snapshot.bits.far}
     for option in _FIXED:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvkeep.cli.memory import SINKS, Memory, memory_options
+from kvkeep.cli.memory import SINKS, MemoryChoice, memory_options
 from kvkeep.cli.options import Output, output_options, whole_number
 from kvkeep.cli.text_input import read_text
 from kvkeep.errors import InvalidArgument
@@ -62,7 +62,7 @@ def perplexity(
     end: int | None,
     written: bool,
     plot: Path | None,
-    memory: Memory,
+    memory: MemoryChoice,
     output: Output,
 ) -> None:
     """Measure the perplexity of the text in FILE ("-": standard input).

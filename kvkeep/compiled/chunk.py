@@ -8,8 +8,8 @@ from torch import Tensor
 
 from kvkeep.cache.quantised import Stored
 from kvkeep.cache.step import ChunkStep, View
-from kvkeep.compiled import library as c
-from kvkeep.compiled.library import require_done
+from kvkeep.compiled import binding as c
+from kvkeep.compiled.binding import require_done
 from kvkeep.compiled.operands import address, biases, kept, require
 
 

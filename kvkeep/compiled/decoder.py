@@ -12,8 +12,7 @@ from torch import Tensor
 
 from kvkeep.cache import Layout, Rope
 from kvkeep.cache.step import ChunkStep, DecodeStep
-from kvkeep.compiled.chunk import ChunkAttention
-from kvkeep.compiled.library import (
+from kvkeep.compiled.binding import (
     BF16,
     HEAD_DIMS,
     INT4,
@@ -24,6 +23,7 @@ from kvkeep.compiled.library import (
     library,
     require_done,
 )
+from kvkeep.compiled.chunk import ChunkAttention
 from kvkeep.compiled.operands import address, require
 from kvkeep.compiled.step import describe
 from kvkeep.errors import KernelMismatch

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache.quantised import SCALE, Stored, scales
-from kvkeep.compiled import library as c
+from kvkeep.compiled import binding as c
 from kvkeep.errors import KernelMismatch
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep.cache.group import Sight, sights
+from kvkeep.cache.group_step import Sight, sights
 from kvkeep.cache.step import DecodeStep
-from kvkeep.compiled import library as c
+from kvkeep.compiled import binding as c
 from kvkeep.compiled.operands import address, biases, kept
 from kvkeep.errors import KernelMismatch
 

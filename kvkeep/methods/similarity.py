@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from kvkeep.compiled.library import Similarity, library, require_done
+from kvkeep.compiled.binding import Similarity, library, require_done
 from kvkeep.compiled.operands import address
 
 BLOCK = 256  # rows compared with all older ones at a time

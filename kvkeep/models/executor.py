@@ -4,7 +4,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from kvkeep.cache.group import GroupStep
+from kvkeep.cache.group_step import GroupStep
 from kvkeep.cache.step import ChunkStep, DecodeStep
 
 AnyStep = DecodeStep | ChunkStep | GroupStep

@@ -20,7 +20,7 @@ from kvkeep.models.gguf_config import config_from_gguf, eos_token_ids
 from kvkeep.models.gguf_file import GgufFile, PackedTensor
 from kvkeep.models.gguf_tokenizer import build_tokenizer, special_token
 from kvkeep.models.packed import HEAD, matrices, packed_path, write_packed
-from kvkeep.models.packing import Bits, Quantised, from_gguf, packable, packed, quantise
+from kvkeep.models.packing import MatrixBits, QuantisedMatrix, from_gguf, packable, packed, quantise
 from kvkeep.models.spec import ModelSpec
 from kvkeep.models.weights import check_tensors
 
@@ -152,7 +152,7 @@ def _write_packed(folder: Path, tensors: Mapping[str, PackedTensor], spec: Model
     if not kinds <= {"Q4_0", "Q4_1", "Q8_0"} or not all(packable(*names[n]) for n in names):
         return
     weights = "int8" if kinds == {"Q8_0"} else "int4"
-    bits: Mapping[str, Bits] = {
+    bits: Mapping[str, MatrixBits] = {
         name: 4 if source.quantisation.startswith("Q4_") else 8 for name, source in sources.items()
     }
     each = (packed(_quantised(name, source, spec)) for name, source in sources.items())
@@ -164,7 +164,7 @@ def _source(name: str, tensors: Mapping[str, PackedTensor]) -> str:
     return "model.embed_tokens.weight" if name not in tensors else name
 
 
-def _quantised(name: str, tensor: PackedTensor, spec: ModelSpec) -> Quantised:
+def _quantised(name: str, tensor: PackedTensor, spec: ModelSpec) -> QuantisedMatrix:
     order = row_order(name, tensor, spec)
     taken = from_gguf(tensor.quantisation, torch.from_numpy(np.array(tensor.data[order])))
     # Only a head comes in other kinds: 8 bits lose least of it.

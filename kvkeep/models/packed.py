@@ -26,7 +26,7 @@ from kvkeep.models.checksum import (
 from kvkeep.models.library import home
 from kvkeep.models.packing import (
     GROUP,
-    Bits,
+    MatrixBits,
     PackedMatrix,
     packable,
     packed,
@@ -129,8 +129,8 @@ def _pack(
 ) -> str:
     """Returns the checksum of what was written. Raises ModelError."""
     shapes = matrices(spec)
-    bits: Bits = 4 if weights == "int4" else 8
-    how: dict[str, Bits] = {name: 8 if name == HEAD else bits for name in shapes}
+    bits: MatrixBits = 4 if weights == "int4" else 8
+    how: dict[str, MatrixBits] = {name: 8 if name == HEAD else bits for name in shapes}
 
     def each() -> Iterator[PackedMatrix]:
         for name in tqdm(shapes, f"packing to {weights}", disable=None if progress else True):
@@ -152,7 +152,7 @@ def _pack(
 def write_packed(
     path: Path,
     shapes: Mapping[str, tuple[int, int]],
-    bits: Mapping[str, Bits],
+    bits: Mapping[str, MatrixBits],
     each: Iterator[PackedMatrix],
 ) -> str:
     """A safetensors file: NAME.data of each matrix, then NAME.scales of each.

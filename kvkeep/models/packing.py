@@ -18,17 +18,17 @@ from torch import Tensor
 
 GROUP, BLOCK = 32, 16
 
-Bits = Literal[4, 8]
+MatrixBits = Literal[4, 8]
 
 
 @dataclass(frozen=True)
-class Quantised:
+class QuantisedMatrix:
     """A matrix in groups. q: `[rows, columns]`, uint8 (4 bits) or int8 (8 bits).
 
     scales, minima: `[rows, columns / 32]` float16; no minima in 8 bits.
     """
 
-    bits: Bits
+    bits: MatrixBits
     q: Tensor
     scales: Tensor
     minima: Tensor | None
@@ -49,7 +49,7 @@ class PackedMatrix:
     Rows past the last are zeros.
     """
 
-    bits: Bits
+    bits: MatrixBits
     rows: int
     data: Tensor
     scales: Tensor
@@ -58,7 +58,7 @@ class PackedMatrix:
     def columns(self) -> int:
         return self.data.shape[1] * GROUP
 
-    def unpacked(self) -> Quantised:
+    def unpacked(self) -> QuantisedMatrix:
         """The inverse of `packed`."""
         blocks, groups = self.data.shape[:2]
         if self.bits == 4:
@@ -70,7 +70,7 @@ class PackedMatrix:
         q = q.permute(0, 3, 1, 2, 4, 5).reshape(blocks * BLOCK, -1)[: self.rows]
         parts = self.scales.view(blocks, groups, -1, BLOCK).permute(2, 0, 3, 1)
         scales, *minima = (p.reshape(blocks * BLOCK, -1)[: self.rows] for p in parts)
-        return Quantised(self.bits, q, scales, minima[0] if minima else None)
+        return QuantisedMatrix(self.bits, q, scales, minima[0] if minima else None)
 
 
 def packable(rows: int, columns: int) -> bool:
@@ -78,13 +78,15 @@ def packable(rows: int, columns: int) -> bool:
     return rows > 0 and columns > 0 and columns % GROUP == 0
 
 
-def packed_shapes(bits: Bits, rows: int, columns: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def packed_shapes(
+    bits: MatrixBits, rows: int, columns: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The shapes of `data` and `scales` for a matrix of this size."""
     blocks, groups = -(-rows // BLOCK), columns // GROUP
     return (blocks, groups, 64 * bits), (blocks, groups, 32 if bits == 4 else 16)
 
 
-def quantise(weights: Tensor, bits: Bits) -> Quantised:
+def quantise(weights: Tensor, bits: MatrixBits) -> QuantisedMatrix:
     """The nearest values, group by group, to `weights: [rows, columns]`."""
     grouped = _grouped(weights.float(), GROUP)
     if bits == 8:
@@ -96,7 +98,7 @@ def quantise(weights: Tensor, bits: Bits) -> Quantised:
         minima = low.half()
         scales = ((high - minima.float()) / 15).half()
         q = _divided(grouped - minima.float().unsqueeze(-1), scales).clamp(0, 15).to(torch.uint8)
-    return Quantised(bits, q.flatten(1), scales, minima)
+    return QuantisedMatrix(bits, q.flatten(1), scales, minima)
 
 
 def _grouped(x: Tensor, size: int) -> Tensor:
@@ -109,7 +111,7 @@ def _divided(grouped: Tensor, scales: Tensor) -> Tensor:
     return (grouped / divisors.unsqueeze(-1)).round()
 
 
-def packed(matrix: Quantised) -> PackedMatrix:
+def packed(matrix: QuantisedMatrix) -> PackedMatrix:
     """A matrix in the order in which it is read."""
     rows, columns = matrix.q.shape
     blocks, groups = -(-rows // BLOCK), columns // GROUP
@@ -135,7 +137,7 @@ def _filled(x: Tensor, blocks: int) -> Tensor:
     return torch.nn.functional.pad(x, (0, 0, 0, missing)) if missing else x
 
 
-def from_gguf(quantisation: str, data: Tensor) -> Quantised | None:
+def from_gguf(quantisation: str, data: Tensor) -> QuantisedMatrix | None:
     """What GGUF stores as Q4_0, Q4_1 or Q8_0, without loss; None for other kinds.
 
     data: `[rows, bytes]` uint8, blocks of 32 weights one behind the other.
@@ -146,10 +148,14 @@ def from_gguf(quantisation: str, data: Tensor) -> Quantised | None:
     blocks = _grouped(data, sizes[quantisation])
     scales = _half(blocks[..., 0:2])
     if quantisation == "Q8_0":
-        return Quantised(8, blocks[..., 2:].contiguous().view(torch.int8).flatten(1), scales, None)
+        return QuantisedMatrix(
+            8, blocks[..., 2:].contiguous().view(torch.int8).flatten(1), scales, None
+        )
     minima = _half(blocks[..., 2:4]) if quantisation == "Q4_1" else scales * -8
     nibbles = blocks[..., -16:]
-    return Quantised(4, torch.cat((nibbles & 15, nibbles >> 4), -1).flatten(1), scales, minima)
+    return QuantisedMatrix(
+        4, torch.cat((nibbles & 15, nibbles >> 4), -1).flatten(1), scales, minima
+    )
 
 
 def _half(two_bytes: Tensor) -> Tensor:

@@ -73,10 +73,10 @@ class SelfExtend(Policy):
         near = [segment for segment in cache.segments if not segment.anchor]
         leaving = sum(segment.length for segment in near) + count - self.window
         if leaving > 0:
-            self._lend(cache, leaving)
+            self._leave(cache, leaving)
         return count
 
-    def _lend(self, cache: KVCache, count: int) -> None:
+    def _leave(self, cache: KVCache, count: int) -> None:
         """Shows the far segment the oldest window cells, which leave the window in this step."""
         offset = self.window - self.window // self.group
         far = next((s for s in cache.segments if s.anchor and not s.frozen), None)
@@ -92,4 +92,4 @@ class SelfExtend(Policy):
         # An edit may have brought some closer: where they are seen counts, not where they were put.
         seen = torch.cat([cells.positions - segment.map.offset for segment, cells in leaving])
         far.append(cells.moved(cache.rope, seen // self.group - cells.positions))
-        far.lent = count
+        far.leaving = count

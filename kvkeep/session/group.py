@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvkeep import arguments
-from kvkeep.cache.group import GroupStep
+from kvkeep.cache.group_step import GroupStep
 from kvkeep.cache.step import DecodeStep
 from kvkeep.computing import computing
 from kvkeep.errors import InvalidArgument

@@ -7,7 +7,7 @@ import pytest
 from small import small_model
 
 from benchmarks.turns import SHORTEST, chat
-from kvkeep.compiled.library import library
+from kvkeep.compiled.binding import library
 
 
 def test_each_length_is_fed_once_and_memory_is_told_on_the_way() -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvkeep.cache import KVCache, Layout, Rope, Segment, Window
 from kvkeep.cache.attention import HIDDEN
-from kvkeep.cache.group import GroupStep, Sight, sights
+from kvkeep.cache.group_step import GroupStep, Sight, sights
 
 LAYOUT = Layout(layers=2, kv_heads=2, head_dim=8, dtype=torch.float32, device=torch.device("cpu"))
 HEADS = 6

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from kvkeep.cache import BITS, Bits, Cells, KVCache, Layout, Rope, Segment, Window
 from kvkeep.cache.attention import HIDDEN, attend_cells
-from kvkeep.cache.group import GroupStep
-from kvkeep.cache.quantised import Quantised, mixed, put, quantise, restored
+from kvkeep.cache.group_step import GroupStep
+from kvkeep.cache.quantised import Quantised, hadamard, put, quantise, restored
 
 CPU = torch.device("cpu")
 PLAIN = Layout(layers=2, kv_heads=2, head_dim=16, dtype=torch.float32, device=CPU)
@@ -70,8 +70,8 @@ def restored_twin(cache: KVCache) -> KVCache:
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128])
 def test_mixing_keeps_products_and_undoes_itself(head_dim: int) -> None:
     x, y = random(5, head_dim), random(5, head_dim, seed=1)
-    torch.testing.assert_close(mixed(mixed(x)), x)
-    torch.testing.assert_close(mixed(x) @ mixed(y).T, x @ y.T, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(hadamard(hadamard(x)), x)
+    torch.testing.assert_close(hadamard(x) @ hadamard(y).T, x @ y.T, rtol=1e-4, atol=1e-4)
 
 
 @settings(max_examples=100)
@@ -94,7 +94,7 @@ def test_no_mixed_number_is_off_by_more_than_half_its_scale(
     if bits == 4:
         scale, least = scale.chunk(2, -1)
     runs = (*scale.shape, -1)
-    off = (found.dequantised(torch.float32) - mixed(x)).view(runs).abs()
+    off = (found.dequantised(torch.float32) - hadamard(x)).view(runs).abs()
     rounded = least.abs() / 256  # by bfloat16
     assert (off <= (0.505 * scale + rounded).unsqueeze(-1) * 1.05).all()
     assert torch.equal(restored(found, torch.float32)[2], torch.zeros(head_dim))

@@ -8,8 +8,8 @@ from packed_model import packed_model, spec_of
 
 from kvkeep import SessionGroup
 from kvkeep.cache import Cells, Segment
+from kvkeep.compiled.binding import library
 from kvkeep.compiled.decoder import CompiledExecutor
-from kvkeep.compiled.library import library
 from kvkeep.model import Model
 from kvkeep.session.session import Session
 

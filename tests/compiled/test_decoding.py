@@ -8,8 +8,8 @@ from packed_model import packed_model, spec_of
 from torch import Tensor
 
 from kvkeep import SessionGroup, Snapshot
+from kvkeep.compiled.binding import library
 from kvkeep.compiled.decoder import CompiledExecutor
-from kvkeep.compiled.library import library
 from kvkeep.model import Model
 from kvkeep.models.llama import Decoder
 from kvkeep.session.session import Session

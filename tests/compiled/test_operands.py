@@ -14,8 +14,7 @@ from torch import Tensor
 
 import kvkeep
 from kvkeep.cache.quantised import Quantised
-from kvkeep.compiled.decoder import CompiledExecutor
-from kvkeep.compiled.library import (
+from kvkeep.compiled.binding import (
     BF16,
     Chunk,
     Matrix,
@@ -25,6 +24,7 @@ from kvkeep.compiled.library import (
     library,
     require_done,
 )
+from kvkeep.compiled.decoder import CompiledExecutor
 from kvkeep.errors import KernelMismatch, OutOfMemory
 from kvkeep.methods.similarity import most_similar
 from kvkeep.models.llama import Llama

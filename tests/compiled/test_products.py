@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvkeep.compiled.library import BF16, INT4, INT8, Matrix, library
+from kvkeep.compiled.binding import BF16, INT4, INT8, Matrix, library
 from kvkeep.models.packing import packed, quantise
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no compiled kernels here")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import kvkeep
 from kvkeep import PrefixStore, Sampling, SessionGroup
-from kvkeep.compiled.library import library
+from kvkeep.compiled.binding import library
 from kvkeep.evaluate.perplexity import measure_perplexity
 from kvkeep.executors import new_decoder
 from kvkeep.model import Model

@@ -6,7 +6,7 @@ from topics import topic_ids
 from torch import Tensor
 
 import kvkeep
-from kvkeep.compiled.library import library
+from kvkeep.compiled.binding import library
 from kvkeep.model import Model
 from kvkeep.models.llama import Decoder
 

@@ -14,8 +14,8 @@ from kvkeep.cache import KVCache, Layout, Rope, Segment, Window
 from kvkeep.cache.quantised import restored
 from kvkeep.cache.rope import rotate
 from kvkeep.cache.step import ChunkStep
+from kvkeep.compiled.binding import library
 from kvkeep.compiled.chunk import ChunkAttention
-from kvkeep.compiled.library import library
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no compiled kernels here")
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvkeep.compiled.library import library
+from kvkeep.compiled.binding import library
 from kvkeep.methods import similarity
 from kvkeep.methods.similarity import most_similar, most_similar_older
 

@@ -5,8 +5,8 @@ import torch
 from packed_model import packed_model, spec_of
 from small import small_model
 
+from kvkeep.compiled.binding import library
 from kvkeep.compiled.decoder import CompiledExecutor
-from kvkeep.compiled.library import library
 from kvkeep.executors import new_decoder
 from kvkeep.models.executor import TorchExecutor
 

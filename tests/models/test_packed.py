@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from small import write_small_folder
 
 import kvkeep
-from kvkeep.compiled.library import library
+from kvkeep.compiled.binding import library
 from kvkeep.errors import BadModelFile, InvalidArgument
 from kvkeep.models.checksum import checksum_of
 from kvkeep.models.packed import (

@@ -11,7 +11,7 @@ from small import small_model
 from store.golden import PATH
 
 from kvkeep import Snapshot
-from kvkeep.compiled.library import library
+from kvkeep.compiled.binding import library
 from kvkeep.model import Model
 from kvkeep.models.llama import Decoder
 from kvkeep.session.session import Session

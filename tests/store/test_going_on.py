@@ -16,7 +16,7 @@ from topics import topic_ids
 from torch import Tensor
 
 from kvkeep import Snapshot
-from kvkeep.compiled.library import library
+from kvkeep.compiled.binding import library
 from kvkeep.model import Model
 from kvkeep.session.session import Session
 

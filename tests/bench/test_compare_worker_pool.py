@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.peers.base import About, Setup, Variant
-from benchmarks.peers.crew import Crew
 from benchmarks.peers.remote import PeerFailed
+from benchmarks.peers.worker_pool import WorkerPool
 
 IDS = [(i * i * 7 + 3 * i) % 251 + 1 for i in range(200)]
 # Two of the same peer, so that no other library has to be loaded.
@@ -22,20 +22,20 @@ def setup(small_folder: Path) -> Setup:
 @pytest.mark.slow
 def test_turns_rotate_and_the_impatient_leave_slow_ones_out(setup: Setup) -> None:
     skipped, about = list[str](), dict[str, About]()
-    with Crew(setup, VARIANTS, skipped, about, patience=100.0) as crew:
-        crew.warm_up(IDS, 200)
-        orders = [[each.label for each in crew.turns(index)] for index in range(4)]
+    with WorkerPool(setup, VARIANTS, skipped, about, patience=100.0) as pool:
+        pool.warm_up(IDS, 200)
+        orders = [[each.label for each in pool.turns(index)] for index in range(4)]
         a, b, c = (variant.label for variant in VARIANTS)
         assert orders == [[a, b, c], [b, c, a], [c, a, b], [a, b, c]]
-        some = crew.remotes[:2]
-        assert [each.label for each in crew.turns(1, among=some)] == [b, a]
-        assert len(list(crew.turns(0, reading=100))) == 3
+        some = pool.remotes[:2]
+        assert [each.label for each in pool.turns(1, among=some)] == [b, a]
+        assert len(list(pool.turns(0, reading=100))) == 3
         assert skipped == []
-        assert list(crew.turns(0, reading=10**12)) == []
+        assert list(pool.turns(0, reading=10**12)) == []
         assert len(skipped) == 3
         assert "1,000,000,000,000 tokens takes it more than 100 s" in skipped[0]
-        assert crew.remotes[0].held() > 2**26
-        assert crew.writing(crew.remotes[0]) > 0
+        assert pool.remotes[0].held() > 2**26
+        assert pool.writing(pool.remotes[0]) > 0
     assert set(about) == {a, b, c}
     assert about[a].version.startswith("kvkeep ")
     assert multiprocessing.active_children() == []
@@ -44,8 +44,8 @@ def test_turns_rotate_and_the_impatient_leave_slow_ones_out(setup: Setup) -> Non
 def test_a_peer_that_does_not_come_up_is_named_and_left_out(setup: Setup, tmp_path: Path) -> None:
     broken = Variant("llama.cpp", "Q4_0", tmp_path / "nothing.gguf")
     skipped = list[str]()
-    with Crew(setup, [broken, VARIANTS[0]], skipped, {}, patience=100.0) as crew:
-        assert [each.label for each in crew.remotes] == ["kvkeep a"]
+    with WorkerPool(setup, [broken, VARIANTS[0]], skipped, {}, patience=100.0) as pool:
+        assert [each.label for each in pool.remotes] == ["kvkeep a"]
     assert len(skipped) == 1
     assert skipped[0].startswith("llama.cpp Q4_0: ")
 
@@ -54,15 +54,15 @@ def test_without_kvkeep_itself_there_is_nothing_to_compare(setup: Setup) -> None
     nowhere = Setup(setup.model, setup.folder, "nowhere", 1)
     with (
         pytest.raises(PeerFailed, match="kvkeep a: InvalidArgument: device 'nowhere'"),
-        Crew(nowhere, VARIANTS[:1], [], {}, patience=100.0),
+        WorkerPool(nowhere, VARIANTS[:1], [], {}, patience=100.0),
     ):
         pass
     assert multiprocessing.active_children() == []
 
 
 def test_what_fails_in_a_worker_is_told_and_a_dead_one_is_noticed(setup: Setup) -> None:
-    with Crew(setup, VARIANTS[:1], [], {}, patience=100.0) as crew:
-        (remote,) = crew.remotes
+    with WorkerPool(setup, VARIANTS[:1], [], {}, patience=100.0) as pool:
+        (remote,) = pool.remotes
         remote.open(200)
         with pytest.raises(PeerFailed, match=r"kvkeep a: InvalidArgument: .*empty"):
             remote.read([])

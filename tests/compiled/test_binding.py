@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvkeep.compiled.library import library
+from kvkeep.compiled.binding import library
 
 CPU_FLAGS = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "fma")
 
@@ -26,12 +26,12 @@ def test_they_were_built_with_the_package() -> None:
 
 
 def test_they_can_be_switched_off() -> None:
-    script = "from kvkeep.compiled.library import library; assert library() is None"
+    script = "from kvkeep.compiled.binding import library; assert library() is None"
     environment = {"KVKEEP_COMPILED": "0"}
     subprocess.run([sys.executable, "-c", script], env=environment, check=True)
 
 
 def test_they_can_be_taken_from_elsewhere(tmp_path: Path) -> None:
-    script = "from kvkeep.compiled.library import library; assert library() is None"
+    script = "from kvkeep.compiled.binding import library; assert library() is None"
     environment = {"KVKEEP_KERNELS": str(tmp_path)}
     subprocess.run([sys.executable, "-c", script], env=environment, check=True)

@@ -14,7 +14,7 @@ PAUSE = 0.25  # seconds
 WARMING = 64  # tokens
 
 
-class Crew:
+class WorkerPool:
     """Workers that are all there at once, of which one works at a time.
 
     skipped: gets a line for each variant that does not come up; kvkeep itself must.
