@@ -1,14 +1,21 @@
 """Fixtures that several packages' tests share."""
 
+import json
+import shutil
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
+from safetensors.torch import save_file
 
 from kvkeep.model import Model, load_model
+from kvkeep.models.config import read_spec
 from kvkeep.models.known import KNOWN, fetch
 from kvkeep.models.source import DEFAULT_MODEL, pull
+from kvkeep.models.weights import tensor_shapes
 
 # A shell without job control starts background jobs deaf to Ctrl-C, and so would be the processes
 # that tests interrupt.
@@ -21,6 +28,19 @@ SLOW = [HealthCheck.too_slow]
 settings.register_profile("same", deadline=None, derandomize=True, suppress_health_check=SLOW)
 settings.register_profile("new", deadline=None, print_blob=True, suppress_health_check=SLOW)
 settings.load_profile("same")
+
+# A tiny model on several threads mostly waits for them, the more so on a busy machine.
+THREADS = torch.get_num_threads()
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    """As many as a user has, for tests of the real model."""
+    if {"smollm2", "smollm2_fp32"} & set(request.fixturenames):
+        torch.set_num_threads(THREADS)
+    yield
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
@@ -47,3 +67,23 @@ def smollm2_fp32(smollm2_folder: Path) -> Model:
 @pytest.fixture(scope="session")
 def smollm2(smollm2_folder: Path) -> Model:
     return load_model(DEFAULT_MODEL)
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(smollm2_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama of two layers that reads and writes with the default model's tokenizer."""
+    folder = tmp_path_factory.mktemp("tiny")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        if (smollm2_folder / name).exists():
+            shutil.copy(smollm2_folder / name, folder)
+    config = json.loads((smollm2_folder / "config.json").read_text())
+    config |= {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    (folder / "config.json").write_text(json.dumps(config))
+    random = torch.Generator().manual_seed(0)
+    tensors = {
+        name: torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=random) * 0.3
+        for name, shape in tensor_shapes(read_spec(folder)).items()
+    }
+    save_file(tensors, folder / "model.safetensors")
+    return folder

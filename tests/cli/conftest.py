@@ -1,8 +1,6 @@
 """The command line in this process and in one of its own, and a model small enough for both."""
 
-import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -11,46 +9,13 @@ from pathlib import Path
 
 import ctrl_c
 import pytest
-import torch
 import torch.nn.functional as F
 from click.testing import CliRunner, Result
-from safetensors.torch import save_file
 
 from kvkeep.cli.main import main
-from kvkeep.models.config import read_spec
-from kvkeep.models.weights import tensor_shapes
 
 Invoke = Callable[..., Result]
 Start = Callable[..., "subprocess.Popen[bytes]"]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """A tiny model on several threads mostly waits for them, the more so on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="session")
-def tiny_folder(smollm2_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama of two layers that reads and writes with the default model's tokenizer."""
-    folder = tmp_path_factory.mktemp("tiny")
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        if (smollm2_folder / name).exists():
-            shutil.copy(smollm2_folder / name, folder)
-    config = json.loads((smollm2_folder / "config.json").read_text())
-    config |= {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
-    config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-    (folder / "config.json").write_text(json.dumps(config))
-    random = torch.Generator().manual_seed(0)
-    tensors = {
-        name: torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=random) * 0.3
-        for name, shape in tensor_shapes(read_spec(folder)).items()
-    }
-    save_file(tensors, folder / "model.safetensors")
-    return folder
 
 
 @pytest.fixture
