@@ -21,6 +21,8 @@ from kvkeep.models.weights import tensor_shapes
 # that tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # and `nohup` makes them deaf to that
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # Examples are the same in each run: what passes on one machine passes on another. Each run of
 # `--hypothesis-profile=new` draws others. How long an example takes is not looked at.
