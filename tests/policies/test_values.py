@@ -104,4 +104,4 @@ def test_all_that_a_session_is_made_of_comes_from_one_place() -> None:
     import kvkeep
 
     for name in kvkeep.__all__:
-        assert getattr(kvkeep, name).__name__ == name
+        assert name == "__version__" or getattr(kvkeep, name).__name__ == name
