@@ -55,6 +55,13 @@ def test_every_snippet_says_what_it_is(page: Path) -> None:
     assert {snippet.kind for snippet in snippets(page)} <= set(KINDS)
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_sources_that_are_named_are_there(page: Path) -> None:
+    there = {file.name for file in (ROOT / "kvkeep" / "compiled" / "src").iterdir()}
+    named = set(re.findall(r"`(\w+\.(?:cpp|h))`", page.read_text(encoding="utf-8")))
+    assert named <= there
+
+
 @pages_with("python")
 def test_python_runs(
     page: Path, folder: Path, smollm2_folder: Path, capsys: pytest.CaptureFixture[str]
