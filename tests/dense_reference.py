@@ -124,6 +124,9 @@ class DenseMemory:
     def edit(self, start: int, end: int, ids: list[int], suffix: bool) -> None:
         if start == end and not ids:
             raise Refused
+        if not (suffix or ids or any(t.held for t in self.tokens[start:end])):
+            del self.tokens[start:end]  # forgotten altogether: nothing changes but the list
+            return
         keep, pinned = self._never_forgotten(start, end, ids)
         if end == len(self.tokens) or suffix:
             self._edit_anew(start, end, ids, keep, pinned)

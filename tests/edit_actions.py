@@ -193,7 +193,8 @@ class Pair:
 
         def theirs() -> None:
             total = len(self.dense.tokens)
-            if end >= total or any(t.pinned for t in self.dense.tokens[first:end]):
+            these = self.dense.tokens[first:end]
+            if end >= total or any(t.pinned or not t.held for t in these):
                 raise Refused
             self.dense.edit(first, end, ids, False)
 

@@ -50,7 +50,7 @@ def plain(value: object) -> object:
 
 
 def segment_state(segment: Segment) -> Whole:
-    """A segment: its cells, oldest first, and where they lie in storage, which rounds sums."""
+    """A segment: its cells, oldest first, and their places, which round sums; not its storage."""
     cells = segment.read(0, segment.length)
     return {
         "keys": [x.clone() for x in tensors(cells.stored_keys)],
@@ -66,10 +66,8 @@ def segment_state(segment: Segment) -> Whole:
         "crowded": segment.crowded,
         "leaving": segment.leaving,
         "limit": segment.limit,
-        "start": segment.start,
         "place": segment.place,
         "length": segment.length,
-        "capacity": segment.capacity,
     }
 
 

@@ -2,7 +2,8 @@
 
 from kvkeep.cache.bits import BITS, Bits
 from kvkeep.cache.block import NO_TOKEN, Block, Cells, Layout
-from kvkeep.cache.cache import KVCache, joined
+from kvkeep.cache.cache import KVCache
+from kvkeep.cache.joining import joined, joined_if_small
 from kvkeep.cache.observer import Observer, Queries
 from kvkeep.cache.position_map import PositionMap
 from kvkeep.cache.rope import Rope
@@ -26,4 +27,5 @@ __all__ = [
     "Segment",
     "Window",
     "joined",
+    "joined_if_small",
 ]

@@ -1,6 +1,7 @@
 """Storage for cells, which segments of several sessions may look at together."""
 
 from dataclasses import dataclass, replace
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -206,26 +207,52 @@ class Cells:
         return Cells(keys, values, self.positions, self.serials, bias)
 
 
-@dataclass
+class Storage:
+    """The memory of some slots, which several blocks may look at.
+
+    cells: how many fit. nbytes: of all of it. blocks: those that look at it, whoever's they are.
+    """
+
+    def __init__(self, slots: Cells):
+        self.cells = len(slots)
+        self.nbytes = slots.nbytes
+        self.blocks: WeakSet[Block] = WeakSet()
+
+
 class Block:
     """Slots for cells.
 
     shared: slots below this one are seen by others too, and are never written here again.
-    origin: the place of slot 0; see `Segment`.
+    origin: the place of slot 0; see `Segment`. storage: what the slots are in, all of it or a part.
     """
 
-    slots: Cells
-    shared: int = 0
-    origin: int = 0
+    def __init__(
+        self, slots: Cells, shared: int = 0, origin: int = 0, storage: Storage | None = None
+    ):
+        self.slots = slots
+        self.shared = shared
+        self.origin = origin
+        self.storage = storage or Storage(slots)
+        self.storage.blocks.add(self)
 
     @property
     def capacity(self) -> int:
         return len(self.slots)
 
+    def part(self, where: slice) -> "Block":
+        """Some of the slots where they are, to be looked at alone."""
+        extent = where.stop - where.start
+        return Block(self.slots.part(where), extent, self.origin + where.start, self.storage)
+
+    def rest(self, first: int) -> "Block":
+        """The slots from one on, as places from 0; those not shared can be written."""
+        shared = max(0, self.shared - first)
+        return Block(self.slots.part(slice(first, self.capacity)), shared, 0, self.storage)
+
     def share(self, extent: int) -> "Block":
         """The first `extent` slots, for another to look at: neither side writes them again."""
         self.shared = max(self.shared, extent)
-        return Block(self.slots.part(slice(0, extent)), extent, self.origin)
+        return self.part(slice(0, extent))
 
     def copy(self) -> "Block":
         """The same slots in storage of its own."""

@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache.block import Cells, Layout
+from kvkeep.cache.joining import joined_if_small
 from kvkeep.cache.observer import Observer, Queries
 from kvkeep.cache.overwritten import Overwritten
 from kvkeep.cache.rope import Rope
 from kvkeep.cache.segment import Segment
 from kvkeep.cache.state import CacheState
 from kvkeep.cache.step import ChunkStep, DecodeStep
+from kvkeep.cache.storage import nbytes, trim
 from kvkeep.cache.window import Window
 
 
@@ -73,7 +75,7 @@ class KVCache:
     @property
     def nbytes(self) -> int:
         """Bytes that keys and values take in memory, storage not yet filled included."""
-        return sum(segment.block.slots.nbytes for segment in self.segments)
+        return nbytes(self.segments)
 
     def serials(self) -> list[int]:
         """Which tokens the live cells are of, oldest first."""
@@ -200,22 +202,30 @@ class KVCache:
         fork.window, fork.time, fork.serial = self.window, self.time, self.serial
         return fork
 
-    def anchored_as_now(self) -> Callable[[int, int], bool]:
-        """For `regroup`: every cell stays of the kind that it is."""
-        anchors = [s.anchor for s in self.segments for _ in range(s.length)]
-        return lambda rank, serial: anchors[rank]
+    def trim(self, budget: int) -> None:
+        """Gives back storage that forgotten cells have left; see `storage.trim`."""
+        trim(self.segments, budget)
 
     def regroup(self, anchored: Callable[[int, int], bool]) -> None:
         """Decides anew which cells are anchors, by their rank among all cells and their serial.
 
-        Cells are copied into segments of their kind. None is seen from elsewhere than before, and
-        no key changes, but where anchors are kept in other bits.
+        Segments are cut where the kind changes. Cells stay where they lie, but where those of the
+        other kind are kept in other bits. None is seen from elsewhere than before.
         """
-        runs = [
-            Segment.of(self.layout_of(kind), segment.read(first, count), segment.map, kind)
-            for segment, kind, first, count in self.runs(anchored)
-        ]
-        self.segments = joined(runs)
+        segments: list[Segment] = []
+        for segment, kind, first, count in self.runs(anchored):
+            layout = self.layout_of(kind)
+            if layout != segment.layout:
+                cells = segment.read(first, count)
+                parts = [Segment.of(layout, cells, segment.map, kind)]
+            elif kind is segment.anchor and first + count == segment.length:
+                parts = segment.rest(first)
+            else:
+                parts = segment.part(first, count)
+            for part in parts:
+                part.anchor = kind
+            segments += parts
+        self.segments = joined_if_small(segments)
 
     def runs(self, anchored: Callable[[int, int], bool]) -> list[tuple[Segment, bool, int, int]]:
         """Runs of cells of one kind within one segment: (segment, kind, first, count).
@@ -233,22 +243,3 @@ class KVCache:
                 else:
                     runs.append((segment, kind, index, 1))
         return runs
-
-
-def joined(segments: list[Segment]) -> list[Segment]:
-    """Frozen segments, neighbours of one kind and one map made into one."""
-    result: list[Segment] = []
-    for segment in segments:
-        last = result[-1] if result else None
-        if last and _one_kind(last, segment):
-            cells = Cells.joined([last.block.slots, segment.block.slots])
-            result[-1] = Segment.of(segment.layout, cells, segment.map, segment.anchor)
-        else:
-            result.append(segment)
-    return result
-
-
-def _one_kind(one: Segment, other: Segment) -> bool:
-    return (
-        one.map == other.map and one.anchor == other.anchor and one.compressed == other.compressed
-    )

@@ -36,3 +36,8 @@ class Guarded:
             if first < self.length or first + slot.stop - slot.start > self.block.capacity:
                 there = self.block.slots.part(slot)
                 self.overwritten.append(Overwritten(there, Cells.joined([there])))
+
+    def rest(self, block: Block, first: int) -> "Guarded":
+        """The same for a block of the slots from `first` on."""
+        inside = max(0, self.start + self.length - first)
+        return Guarded(block, 0, inside, self.overwritten)

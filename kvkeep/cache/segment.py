@@ -134,14 +134,12 @@ class Segment:
         return self.capacity == self.limit and not self.block.origin
 
     def _lie_in(self, capacity: int, start: int, origin: int) -> None:
-        """Moves the live cells to other storage, from slot `start` on."""
-        cells, done = self.read(0, self.length), 0
-        self.block = Block(Cells.empty(self.layout, capacity, self.compressed), origin=origin)
-        self.start = start
-        for slot in self.slots(0, self.length):
-            upto = done + slot.stop - slot.start
-            self.block.slots.write(slot, cells.part(slice(done, upto)))
-            done = upto
+        """Moves the live cells to other storage, from slot `start` on; all of them or none."""
+        cells, there = self.read(0, self.length), copy.copy(self)
+        slots = Cells.empty(self.layout, capacity, self.compressed)
+        there.block, there.start = Block(slots, origin=origin), start
+        there._write(cells, 0)
+        self.block, self.start = there.block, start
 
     def next_slot(self) -> int:
         """The slot for one more cell, ready to be written: in a full ring that of the oldest."""
@@ -159,13 +157,17 @@ class Segment:
     def append(self, cells: Cells) -> None:
         """Adds cells as the newest; the limit must leave room for them."""
         self.reserve(self.length + len(cells))
-        slots, done = self.slots(self.length, len(cells)), 0
-        self._claim(slots)
-        for slot in slots:
+        self._claim(self.slots(self.length, len(cells)))
+        self._write(cells, self.length)
+        self.length += len(cells)
+
+    def _write(self, cells: Cells, first: int) -> None:
+        """Writes cells behind the `first` oldest."""
+        done = 0
+        for slot in self.slots(first, len(cells)):
             upto = done + slot.stop - slot.start
             self.block.slots.write(slot, cells.part(slice(done, upto)))
             done = upto
-        self.length += len(cells)
 
     def _claim(self, slots: list[slice]) -> None:
         """Copies the storage, or what is in these slots, before others' cells are overwritten."""
@@ -184,9 +186,6 @@ class Segment:
         self.start += count
         if self._is_ring:
             self.start %= self.capacity
-        idle = self.capacity - self.length
-        if self.frozen and not (self.block.shared or self.wrapped) and idle > self.slack:
-            self._lie_in(self.length, 0, origin=self.place)
 
     def drop_newest(self, count: int) -> None:
         self.length -= count
@@ -198,9 +197,37 @@ class Segment:
         if self.frozen and self.map != PositionMap():
             return False
         if limit != self.limit and self.wrapped:
-            self._lie_in(self.length, 0, origin=0)
+            return False  # a ring of another size has other places
         self.frozen, self.limit = False, limit
         return True
+
+    def part(self, first: int, count: int) -> "list[Segment]":
+        """Some of its cells where they lie, as segments that take no more: one for each run."""
+        parts = []
+        for slot in self.slots(first, count) if count else []:
+            part = copy.copy(self)
+            part.block, part.start = self.block.part(slot), 0
+            part.length, part.limit = slot.stop - slot.start, part.place + slot.stop - slot.start
+            part.frozen = part.sealed = True
+            part.crowded, part.guarded = False, None
+            parts.append(part)
+        return parts
+
+    def rest(self, first: int) -> "list[Segment]":
+        """Its cells from the `first`-oldest on; they take more where this one would."""
+        if not first:
+            return [self]
+        if self.frozen or self.wrapped or self.place + self.length == self.limit:
+            return self.part(first, self.length - first)
+        rest, begin = copy.copy(self), self.start + first
+        rest.block, rest.start, rest.length = self.block.rest(begin), 0, self.length - first
+        if self.guarded is not None and self.guarded.block is self.block:
+            rest.guarded = self.guarded.rest(rest.block, begin)
+        return [rest]
+
+    def move(self) -> None:
+        """Moves its cells, which lie in one run, to storage with room for no more; places stay."""
+        self._lie_in(self.length, 0, origin=self.place)
 
     def successor(self, overwritten: list[Overwritten]) -> "Segment":
         """The same cells in the same storage, to be changed; see `KVCache.successor`."""
@@ -244,6 +271,8 @@ class Segment:
 
     def to(self, device: torch.device) -> "Segment":
         """Itself, with its storage moved to a device."""
-        self.block = replace(self.block, slots=self.block.slots.to(device))
+        slots = self.block.slots.to(device)
+        if slots is not self.block.slots:
+            self.block = Block(slots, self.block.shared, self.block.origin)
         self.layout = replace(self.layout, device=device)
         return self

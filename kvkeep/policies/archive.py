@@ -17,7 +17,7 @@ from kvkeep.methods import (
     compress,
     make_method,
 )
-from kvkeep.policies.base import Policy, open_anchors, pinned_beyond, pinned_cells
+from kvkeep.policies.base import Policy, open_anchors, open_window, pinned_beyond, pinned_cells
 from kvkeep.policies.distance import draw_closer, moved
 
 SLACK = 8  # a full archive gives up one of so many cells, and is then not full for a while
@@ -121,10 +121,8 @@ class Archive(Policy):
         if anchored:
             return anchored
         size = self.window + self.block
-        newest = cache.segments[-1] if cache.segments else None
-        if newest is None or newest.anchor or not newest.thaw(size):
-            newest = Segment(cache.layout, size)
-            cache.segments.append(newest)
+        newest = open_window(cache, size)
+        newest.crowded = any(not s.anchor for s in cache.segments[:-1])
         count = min(wanted, size - _in_window(cache))
         newest.reserve(newest.length + count + min(ahead, size - newest.length - count))
         return count

@@ -7,7 +7,7 @@ import torch
 
 from kvkeep.cache import Cells, KVCache, PositionMap, Segment, Window
 from kvkeep.errors import InvalidArgument
-from kvkeep.policies.base import Policy
+from kvkeep.policies.base import Policy, open_window
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,7 @@ class SelfExtend(Policy):
     def open(self, cache: KVCache, wanted: int, ahead: int = 0) -> int:
         cache.window = Window(self.window, moves=True)
         count = min(wanted, self.window)
-        newest = cache.segments[-1] if cache.segments else None
-        if newest is None or newest.anchor or not newest.thaw(self.window):
-            newest = Segment(cache.layout, self.window)
-            cache.segments.append(newest)
+        newest = open_window(cache, self.window)
         newest.reserve(newest.length + count + ahead)
         near = [segment for segment in cache.segments if not segment.anchor]
         leaving = sum(segment.length for segment in near) + count - self.window
@@ -84,6 +81,7 @@ class SelfExtend(Policy):
             far = Segment(
                 cache.far_layout, self.max_kv_size, PositionMap(offset, self.group), anchor=True
             )
+            far.crowded = True
             at = sum(segment.anchor for segment in cache.segments)
             cache.segments.insert(at, far)
         far_cells = sum(s.length for s in cache.segments if s.anchor)

@@ -4,9 +4,9 @@ from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-from kvkeep.cache import KVCache, Segment, Window
+from kvkeep.cache import KVCache, Window
 from kvkeep.errors import InvalidArgument
-from kvkeep.policies.base import Policy, open_anchors, pinned_beyond, pinned_cells
+from kvkeep.policies.base import Policy, open_anchors, open_window, pinned_beyond, pinned_cells
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,7 @@ class Sliding(Policy):
         anchored = open_anchors(cache, self.keep, wanted)
         if anchored:
             return anchored
-        newest = cache.segments[-1] if cache.segments else None
-        if newest is None or newest.anchor or not newest.thaw(size):
-            newest = Segment(cache.layout, size)
-            cache.segments.append(newest)
+        newest = open_window(cache, size)
         newest.crowded = any(not s.anchor for s in cache.segments[:-1])
         newest.reserve(newest.length + wanted + (0 if newest.crowded else ahead))
         return wanted

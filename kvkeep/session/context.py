@@ -10,7 +10,7 @@ from kvkeep.errors import InvalidArgument
 from kvkeep.methods import BEST, make_method
 from kvkeep.session.calibration import Calibration
 from kvkeep.session.compressing import CompressionReport, compress_held
-from kvkeep.session.edit import EditReport, Recompute, edit
+from kvkeep.session.edit import EditReport, Recompute, prepare_edit
 from kvkeep.session.held import Held
 from kvkeep.session.spans import Place, after_edit
 from kvkeep.trim_heap import trim_heap
@@ -268,13 +268,13 @@ class Context(Held):
     ) -> EditReport:
         """name: of the span that is replaced."""
         self._state.check_prompt(len(ids))
-        memory, report = edit(self._memory, start, end, ids, recompute, self.prefill_step)
-        work = replace(self._state, memory=memory)
-        work.keep_prompt(len(ids))
-        work.move_spans(lambda span: after_edit(span, start, end, len(ids)))
-        if name is not None and ids:
-            work.spans = {**work.spans, name: (start, start + len(ids))}
-        self._state = work
+        prepared = prepare_edit(self._memory, start, end, ids, recompute, self.prefill_step)
+        with self._changing() as work:
+            work.memory, report = prepared.made_in(work.memory)
+            work.keep_prompt(len(ids))
+            work.move_spans(lambda span: after_edit(span, start, end, len(ids)))
+            if name is not None and ids:
+                work.spans = {**work.spans, name: (start, start + len(ids))}
         return report
 
     # How

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from kvkeep.cache import joined_if_small
 from kvkeep.errors import InvalidArgument
 from kvkeep.session.change import Change, bounded
-from kvkeep.session.edit_in_place import put_in_place
+from kvkeep.session.edit_in_place import InPlace
 from kvkeep.session.memory import Memory
 
 Recompute = Literal["none", "suffix"]
@@ -29,15 +30,40 @@ class EditReport:
     recompute: Recompute
 
 
-def edit(
+@dataclass(frozen=True)
+class PreparedEdit:
+    """An edit that lacks no more than a step: all but the last token is evaluated.
+
+    how: the memory that was evaluated anew, or an edit in place. evaluated: tokens in all.
+    """
+
+    how: Memory | InPlace
+    evaluated: int
+    recompute: Recompute
+    begun: float
+
+    def made_in(self, successor: Memory) -> tuple[Memory, EditReport]:
+        """The edited memory: another one, or that successor of the memory it was prepared for."""
+        memory, moved = successor, 0
+        if isinstance(self.how, InPlace):
+            moved = self.how.make(successor)
+        else:
+            memory = self.how
+        seconds = time.perf_counter() - self.begun
+        return memory, EditReport(moved, self.evaluated, seconds, self.recompute)
+
+
+def prepare_edit(
     memory: Memory,
     start: int,
     end: int,
     ids: Sequence[int],
     recompute: Recompute,
     prefill_step: int,
-) -> tuple[Memory, EditReport]:
-    """The memory with `ids` in the place of tokens `start ... end - 1`; the given one stays.
+) -> PreparedEdit:
+    """Evaluates what an edit needs that puts `ids` in the place of tokens `start ... end - 1`.
+
+    The memory stays as it is.
 
     recompute: "none" leaves later cells as they were computed and changes only the distances at
         which earlier ones are seen; its cost is that of the edit. "suffix" evaluates everything
@@ -56,13 +82,13 @@ def edit(
         )
     if start == end and not ids:
         raise InvalidArgument(f"nothing to do: no token between {start} and {end}, none to put in")
+    how: Memory | InPlace
     if end == total or recompute == "suffix":
-        edited, moved = _evaluated_anew(memory, start, end, ids, prefill_step), 0
+        how = _evaluated_anew(memory, start, end, ids, prefill_step)
         evaluated = len(ids) + total - end + (1 if 0 < start < total else 0)
     else:
-        edited, moved = put_in_place(memory, start, end, ids, prefill_step)
-        evaluated = len(ids) + 1
-    return edited, EditReport(moved, evaluated, time.perf_counter() - begun, recompute)
+        how, evaluated = InPlace.of(memory, start, end, ids, prefill_step), len(ids) + 1
+    return PreparedEdit(how, evaluated, recompute, begun)
 
 
 def _evaluated_anew(
@@ -75,7 +101,7 @@ def _evaluated_anew(
     change = Change.of(memory, start, end, ids, exact - taken)
     following = [*ids, *memory.tokens[end:]]
     pinned = [change.pinned] * len(ids) + [s in memory.pins for s in memory.serials[end:]]
-    work = memory.copy()
+    work = memory.fork()
     work.take_back(taken)
     if bounded(memory):
         work.change(keep=change.keep)
@@ -87,4 +113,5 @@ def _evaluated_anew(
         if pin:
             work.pin(len(work.tokens) - count, len(work.tokens))
         done += count
+    work.cache.segments = joined_if_small(work.cache.segments)
     return work

@@ -1,47 +1,74 @@
 """An edit that leaves what follows as it was computed, and sees what is before from elsewhere."""
 
+import copy
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from kvkeep.cache import KVCache, Segment, joined
+from kvkeep.cache import KVCache, Segment, joined_if_small
 from kvkeep.cache.attention import HIDDEN
 from kvkeep.errors import ContextFull, InvalidArgument
 from kvkeep.session.change import Change, bounded
 from kvkeep.session.memory import Memory, require_finite
 
 
-def put_in_place(
-    memory: Memory, start: int, end: int, ids: Sequence[int], prefill_step: int
-) -> tuple[Memory, int]:
-    """The memory with the change in it, and how many cells are seen from another distance."""
-    if any(segment.map.group > 1 for segment in memory.cache.segments):
-        raise InvalidArgument(
-            "grouped cells cannot be edited in place: policy "
-            f'"{memory.policy.name}" needs recompute="suffix"'
-        )
-    rank, where = _place(memory, start, end)
-    change = Change.of(memory, start, end, ids, rank)
-    sooner = _overflow(memory, change)
-    work = memory.fork()
-    cache = work.cache
-    before, after = _parted(cache, change, where)
-    cache.window.forget(before, sooner)
-    # Bounded policies say below what is an anchor; where all is remembered, cells leave the window
-    # in their order, so that no other may lie among those that have left it.
-    anchor = change.stays if bounded(work) else after[0].anchor
-    inside = _evaluated_between(work, before, where, ids, anchor, prefill_step)
-    cache.segments = [s for s in joined([*before, *inside, *after]) if s.length]
-    work.replace(start, end, ids, change.pinned)
-    if bounded(work):
-        work.change(keep=change.keep)
-        # A policy that puts itself in order has forgotten what is too much already.
-        cache.window.forget(cache.segments, max(0, cache.cells - work.policy.max_kv_size))
-        cache.segments = [s for s in cache.segments if s.length]
-    work.evaluate_last()
-    return work, sum(segment.length for segment in before) if change.growth else 0
+@dataclass(frozen=True)
+class InPlace:
+    """An edit in place, whose new tokens are evaluated.
+
+    where: the position at which it ends, as the newest tokens see it. sooner: how many of the
+    oldest window cells before it must go. inside: the segment of what is put in, or nothing.
+    """
+
+    change: Change
+    where: int
+    sooner: int
+    inside: Sequence[Segment]
+
+    @classmethod
+    def of(
+        cls, memory: Memory, start: int, end: int, ids: Sequence[int], prefill_step: int
+    ) -> "InPlace":
+        """Evaluates what is put in. The memory stays as it is.
+
+        Raises InvalidArgument or ContextFull where the edit cannot be.
+        """
+        if any(segment.map.group > 1 for segment in memory.cache.segments):
+            raise InvalidArgument(
+                "grouped cells cannot be edited in place: policy "
+                f'"{memory.policy.name}" needs recompute="suffix"'
+            )
+        rank, where = _place(memory, start, end)
+        change = Change.of(memory, start, end, ids, rank)
+        sooner = _overflow(memory, change)
+        before, after = _parted(memory.cache, change, where, sooner)
+        # Bounded policies say what is an anchor; where all is remembered, cells leave the window
+        # in their order, so that no other may lie among those that have left it.
+        anchor = change.stays if bounded(memory) else after[0].anchor
+        inside = _evaluated_between(memory, before, where, ids, anchor, prefill_step)
+        return cls(change, where, sooner, inside)
+
+    @torch.inference_mode()
+    def make(self, memory: Memory) -> int:
+        """Makes it in a successor of that memory.
+
+        Returns how many cells are seen from another distance.
+        """
+        change, cache = self.change, memory.cache
+        before, after = _parted(cache, change, self.where, self.sooner)
+        cache.segments = joined_if_small([*before, *self.inside, *after])
+        cache.serial += len(change.ids)
+        memory.replace(change.start, change.end, change.ids, change.pinned)
+        if bounded(memory):
+            memory.change(keep=change.keep)
+            # A policy that puts itself in order has forgotten what is too much already.
+            excess = max(0, cache.cells - memory.policy.max_kv_size)
+            cache.window.forget(cache.segments, excess)
+            cache.segments = [s for s in cache.segments if s.length]
+        memory.evaluate_last()
+        return sum(segment.length for segment in before) if change.growth else 0
 
 
 def _place(memory: Memory, start: int, end: int) -> tuple[int, int]:
@@ -104,12 +131,18 @@ def _overflow(memory: Memory, change: Change) -> int:
     return 0 if archives else min(sooner, excess)
 
 
-def _parted(cache: KVCache, change: Change, where: int) -> tuple[list[Segment], list[Segment]]:
-    """What lies before the edit, seen from as much further as the edit makes it; and what after."""
+def _parted(
+    cache: KVCache, change: Change, where: int, sooner: int
+) -> tuple[list[Segment], list[Segment]]:
+    """What lies before the edit, seen from as much further as the edit makes it; and what after.
+
+    sooner: how many of the oldest window cells before it go. No cell is copied, but of archives.
+    """
     before: list[Segment] = []
     after: list[Segment] = []
     rank, end = 0, change.rank + change.removed
-    for segment in cache.segments:
+    for each in cache.segments:
+        segment = copy.copy(each)
         if segment.compressed:
             older = int(_seen(segment).min()) < where
             moved = _moved_before(cache, segment, where, change.growth)
@@ -117,17 +150,15 @@ def _parted(cache: KVCache, change: Change, where: int) -> tuple[list[Segment], 
             continue
         left = min(max(change.rank - rank, 0), segment.length)
         right = min(max(end - rank, 0), segment.length)
-        if left:
-            before.append(_part(segment, 0, left, -change.growth))
-        if right < segment.length:
-            after.append(_part(segment, right, segment.length - right, 0))
-        rank += segment.length
-    return before, after
-
-
-def _part(segment: Segment, first: int, count: int, closer: int) -> Segment:
-    cells = segment.read(first, count)
-    return Segment.of(segment.layout, cells, segment.map.closer(closer), segment.anchor)
+        whole = left == segment.length
+        before += [segment] if whole else segment.part(0, left)
+        after += segment.rest(right) if right < segment.length else []
+        rank += each.length
+    cache.window.forget(before, sooner)
+    for segment in before if change.growth else ():
+        if not segment.compressed:
+            segment.map, segment.frozen = segment.map.closer(-change.growth), True
+    return [segment for segment in before if segment.length], after
 
 
 def _seen(segment: Segment) -> Tensor:
@@ -140,26 +171,30 @@ def _moved_before(cache: KVCache, segment: Segment, where: int, growth: int) -> 
 
     Each KV head has cells of its own. If some lie behind the position, the others are rotated.
     """
-    seen, cells, position_map = _seen(segment), segment.read(0, segment.length), segment.map
+    seen = _seen(segment)
+    if not growth or int(seen.min()) >= where:
+        return segment
     if int(seen.max()) < where:
-        position_map = position_map.closer(-growth)
-    elif growth and int(seen.min()) < where:
-        cells = cells.moved(cache.rope, torch.where(seen < where, -growth, 0))
-    return Segment.of(segment.layout, cells, position_map, segment.anchor)
+        segment.map, segment.frozen = segment.map.closer(-growth), True
+        return segment
+    cells = segment.read(0, segment.length)
+    cells = cells.moved(cache.rope, torch.where(seen < where, -growth, 0))
+    return Segment.of(segment.layout, cells, segment.map, segment.anchor)
 
 
 def _as_seen_before(segment: Segment, where: int) -> Segment:
     """The segment without its compressed cells that lie behind a position."""
-    cells = segment.block.slots
-    if cells.bias is None or int(_seen(segment).max()) < where:
+    if not segment.compressed or int(_seen(segment).max()) < where:
         return segment
+    cells = segment.read(0, segment.length)
+    assert cells.bias is not None
     later = (_seen(segment) >= where).to(cells.bias.device)
     shown = replace(cells, bias=cells.bias.masked_fill(later, HIDDEN))
     return Segment.of(segment.layout, shown, segment.map, segment.anchor)
 
 
 def _evaluated_between(
-    work: Memory,
+    memory: Memory,
     before: list[Segment],
     where: int,
     ids: Sequence[int],
@@ -169,9 +204,9 @@ def _evaluated_between(
     """The segment of tokens that see what is before them and end at time `where`."""
     if not ids:
         return []
-    cache = work.cache.empty()
-    cache.segments = [_as_seen_before(s, where) for s in before if s.length]
-    cache.time, cache.serial = where - len(ids), work.cache.serial
+    cache = memory.cache.empty()
+    cache.segments = [_as_seen_before(s, where) for s in before]
+    cache.time, cache.serial = where - len(ids), memory.cache.serial
     new = Segment(cache.layout_of(anchor), len(ids), anchor=anchor)
     with torch.inference_mode():
         for first in range(0, len(ids), prefill_step):
@@ -180,7 +215,6 @@ def _evaluated_between(
             if not first:
                 cache.segments.append(new)
             with cache.step(len(chunk)) as step:
-                require_finite(work.decoder.hidden(chunk, step))
+                require_finite(memory.decoder.hidden(chunk, step))
     new.frozen = True
-    work.cache.serial = cache.serial
     return [new]

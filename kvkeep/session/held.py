@@ -167,5 +167,6 @@ def changing(sessions: Sequence[Held]) -> Iterator[list[State]]:
                 session._take(state)
                 work.memory.cache.put_back()
             raise
+        del before  # what looks at storage that only they used would keep it
         for work in works:
-            work.memory.cache.confirm()
+            work.memory.confirm()

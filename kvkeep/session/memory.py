@@ -64,11 +64,11 @@ class Memory:
         successor.cache = self.cache.successor()
         return successor
 
-    def copy(self) -> "Memory":
-        """The same memory in storage of its own."""
-        copied = self.fork()
-        copied.cache.regroup(self.cache.anchored_as_now())
-        return copied
+    @torch.inference_mode()
+    def confirm(self) -> None:
+        """Lets go of the memory before this successor, and of storage that only that one used."""
+        self.cache.confirm()
+        self.cache.trim(self.policy.max_kv_size)
 
     @torch.inference_mode()
     def logits(self) -> Tensor | None:
@@ -247,10 +247,12 @@ class Memory:
         self.tokens, self.serials = self.tokens.first(left), self.serials.first(left)
         self.hidden = self._logits = None
 
+    @torch.inference_mode()
     def change(self, **settings: int) -> None:
         """Changes settings of the policy. Raises InvalidArgument before changing anything."""
         self.policy = self.policy.changed(self.cache, self.pins, **settings)
 
+    @torch.inference_mode()
     def pin(self, start: int, end: int) -> None:
         """Makes anchors of tokens `start ... end - 1`, all of them held, wherever they lie.
 
@@ -266,6 +268,7 @@ class Memory:
         self.policy = self.policy.changed(self.cache, self.pins | wanted)
         self.pins |= wanted
 
+    @torch.inference_mode()
     def unpin(self, start: int, end: int) -> None:
         """Lets pinned tokens go, to the window as its oldest. Raises InvalidArgument if none is."""
         wanted = self.pins & set(self.serials[start:end])
