@@ -89,7 +89,9 @@ def test_the_budget_binds_after_every_call(setting: Setting, actions: list) -> N
         except KvkeepError:
             pass
         assert session.cache.cells <= setting.max_kv_size
-        assert session.cache.nbytes <= setting.max_kv_size * cell_bytes
+        # A change of `keep` cuts storage in two: what it leaves idle is an eighth at most.
+        most = setting.max_kv_size + setting.max_kv_size // 8
+        assert session.cache.nbytes <= most * cell_bytes
 
 
 @settings(max_examples=60)
