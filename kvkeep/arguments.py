@@ -17,10 +17,10 @@ from kvkeep.errors import InvalidArgument
 T = TypeVar("T")
 
 
-def whole(name: str, value: Any, least: int | None = None, most: int | None = None) -> int:
+def whole(name: str, value: Any, minimum: int | None = None, maximum: int | None = None) -> int:
     """A whole number, of Python or of numpy or torch; no bool, and no float.
 
-    least, most: the range, both ends included; None for no end. Raises InvalidArgument.
+    minimum, maximum: the range, both ends included; None for no end. Raises InvalidArgument.
     """
     if isinstance(value, bool):
         raise _refused(name, "a whole number", value)
@@ -28,14 +28,14 @@ def whole(name: str, value: Any, least: int | None = None, most: int | None = No
         found = operator.index(value)
     except TypeError:
         raise _refused(name, "a whole number", value) from None
-    if (least is not None and found < least) or (most is not None and found > most):
-        raise _refused(name, _range(least, most), found)
+    if (minimum is not None and found < minimum) or (maximum is not None and found > maximum):
+        raise _refused(name, _range(minimum, maximum), found)
     return found
 
 
-def optional_whole(name: str, value: Any, least: int | None = None) -> int | None:
+def optional_whole(name: str, value: Any, minimum: int | None = None) -> int | None:
     """As `whole`; None stays None."""
-    return None if value is None else whole(name, value, least)
+    return None if value is None else whole(name, value, minimum)
 
 
 def number(name: str, value: Any) -> float:
@@ -123,10 +123,10 @@ def token_ids(name: str, value: Any, vocabulary: int) -> list[int]:
     return found
 
 
-def _range(least: int | None, most: int | None) -> str:
-    if most is None:
-        return f"{least} or more"
-    return f"up to {most}" if least is None else f"{least} to {most}"
+def _range(minimum: int | None, maximum: int | None) -> str:
+    if maximum is None:
+        return f"{minimum} or more"
+    return f"up to {maximum}" if minimum is None else f"{minimum} to {maximum}"
 
 
 def _refused(name: str, expected: str, found: object) -> InvalidArgument:

@@ -11,11 +11,11 @@ def require(holds: bool, what: str) -> None:
         raise ValueError(what)
 
 
-def require_whole(name: str, value: Any, least: int, most: int) -> None:
-    """A whole number of Python's, `least` and `most` included."""
+def require_whole(name: str, value: Any, minimum: int, maximum: int) -> None:
+    """A whole number of Python's, `minimum` and `maximum` included."""
     require(
-        type(value) is int and least <= value <= most,
-        f"{name} must be a whole number from {least} to {most}; found {value!r}",
+        type(value) is int and minimum <= value <= maximum,
+        f"{name} must be a whole number from {minimum} to {maximum}; found {value!r}",
     )
 
 
@@ -40,11 +40,11 @@ def require_finite(name: str, tensor: Tensor) -> None:
     require(bool(torch.isfinite(tensor).all()), f"{name} must be finite; found NaN or infinity")
 
 
-def require_within(name: str, tensor: Tensor, least: int, most: int) -> None:
-    """Whole numbers, `least` and `most` included; any number of them."""
+def require_within(name: str, tensor: Tensor, minimum: int, maximum: int) -> None:
+    """Whole numbers, `minimum` and `maximum` included; any number of them."""
     if tensor.numel():
         low, high = (int(x) for x in tensor.aminmax())
         require(
-            least <= low and high <= most,
-            f"{name} must be {least} to {most}; found {low} to {high}",
+            minimum <= low and high <= maximum,
+            f"{name} must be {minimum} to {maximum}; found {low} to {high}",
         )

@@ -20,7 +20,7 @@ from kvkeep.cache.rope import Rotation, rotate
 from kvkeep.cache.step import DecodeStep, View
 
 
-class Run(NamedTuple):
+class RowView(NamedTuple):
     """One cache's view of stored cells. row: which of the group's queries takes it."""
 
     cache: int
@@ -38,19 +38,19 @@ class Sight:
 
     slots: Cells
     span: slice
-    runs: Sequence[Run]
+    runs: Sequence[RowView]
     bias: Tensor | None
     origin: int
 
 
 def sights(steps: Sequence[DecodeStep]) -> list[Sight]:
     """All that the caches' new tokens see; what several look at is there once."""
-    runs: list[Run] = []
+    runs: list[RowView] = []
     rows = len(steps)  # the first ones stand where the new tokens do
     for index, step in enumerate(steps):
         own = [index, *range(rows, rows + len(step.where) - 1)]
         rows += len(own) - 1
-        runs += [Run(index, own[view.rotation], view) for view in step.views]
+        runs += [RowView(index, own[view.rotation], view) for view in step.views]
     return [_sight(each) for each in _by_storage(runs)]
 
 
@@ -166,9 +166,9 @@ def _as_one(queries: Tensor, kv_heads: int) -> Tensor:
     return queries.view(n, kv_heads, -1, head_dim).transpose(0, 1).reshape(1, -1, head_dim)
 
 
-def _by_storage(runs: list[Run]) -> list[list[Run]]:
+def _by_storage(runs: list[RowView]) -> list[list[RowView]]:
     """Looks at the same storage together, whichever part of it each is at."""
-    together: dict[tuple[int, ...], list[Run]] = {}
+    together: dict[tuple[int, ...], list[RowView]] = {}
     for run in runs:
         slots = run.view.slots
         lies_in = (*tensors(slots.stored_keys), *tensors(slots.stored_values))
@@ -177,7 +177,7 @@ def _by_storage(runs: list[Run]) -> list[list[Run]]:
     return list(together.values())
 
 
-def _sight(runs: list[Run]) -> Sight:
+def _sight(runs: list[RowView]) -> Sight:
     """One sight of the stretch of storage from the first to the last cell that any looks at."""
     if len(runs) == 1:
         view = runs[0].view

@@ -30,7 +30,7 @@ METHOD_NAMES = (
 BEST = METHOD_NAMES[0]
 
 
-def number(least: float, most: float = math.inf) -> Callable[[str], float]:
+def number(minimum: float, maximum: float = math.inf) -> Callable[[str], float]:
     """A type for options: a number in a range."""
 
     def read(value: str) -> float:
@@ -38,9 +38,9 @@ def number(least: float, most: float = math.inf) -> Callable[[str], float]:
             found = float(value)
         except ValueError:
             raise click.BadParameter(f"expected a number, found {value!r}") from None
-        if not least <= found <= most or math.isinf(found):
-            end = "or more" if math.isinf(most) else f"to {most:g}"
-            raise click.BadParameter(f"expected {least:g} {end}, found {value}")
+        if not minimum <= found <= maximum or math.isinf(found):
+            end = "or more" if math.isinf(maximum) else f"to {maximum:g}"
+            raise click.BadParameter(f"expected {minimum:g} {end}, found {value}")
         return found
 
     return read

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Decorator: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-def whole_number(least: int) -> Callable[[str], int]:
+def whole_number(minimum: int) -> Callable[[str], int]:
     """A type for options: a whole number, at least `least`."""
 
     def read(value: str) -> int:
@@ -27,8 +27,8 @@ def whole_number(least: int) -> Callable[[str], int]:
             number = int(value)
         except ValueError:
             raise click.BadParameter(f"expected a whole number, found {value!r}") from None
-        if number < least:
-            raise click.BadParameter(f"expected {least} or more, found {number}")
+        if number < minimum:
+            raise click.BadParameter(f"expected {minimum} or more, found {number}")
         return number
 
     return read

@@ -9,7 +9,7 @@ from kvkeep.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from kvkeep.cli.branches import Branches
-    from kvkeep.cli.parts import Part
+    from kvkeep.cli.passages import Passage
 
 
 def run_command(line: str, branches: "Branches") -> str:
@@ -30,7 +30,7 @@ def _help(branches: "Branches", argument: str) -> str:
 
 
 def _pin(branches: "Branches", argument: str) -> str:
-    from kvkeep.cli.parts import whole
+    from kvkeep.cli.passages import whole
 
     part = whole(branches.current, argument)
     branches.current.session.pin(part.start, part.end)
@@ -38,7 +38,7 @@ def _pin(branches: "Branches", argument: str) -> str:
 
 
 def _unpin(branches: "Branches", argument: str) -> str:
-    from kvkeep.cli.parts import whole
+    from kvkeep.cli.passages import whole
 
     part = whole(branches.current, argument)
     branches.current.session.unpin(part.start, part.end)
@@ -46,7 +46,7 @@ def _unpin(branches: "Branches", argument: str) -> str:
 
 
 def _forget(branches: "Branches", argument: str) -> str:
-    from kvkeep.cli.parts import whole
+    from kvkeep.cli.passages import whole
 
     conversation = branches.current
     part = whole(conversation, argument)
@@ -62,7 +62,7 @@ def _forget(branches: "Branches", argument: str) -> str:
 
 
 def _edit(branches: "Branches", argument: str) -> str:
-    from kvkeep.cli.parts import content, split
+    from kvkeep.cli.passages import content, split
 
     what, text = split(argument)
     exact = what == "--exact"
@@ -85,7 +85,7 @@ def _edit(branches: "Branches", argument: str) -> str:
     )
 
 
-def _note_system(branches: "Branches", part: "Part") -> None:
+def _note_system(branches: "Branches", part: "Passage") -> None:
     """What the system prompt is now, where that was edited: `--system` is compared with it."""
     conversation = branches.current
     if not part.what.endswith("the system prompt"):

@@ -15,10 +15,10 @@ from pathlib import Path
 
 from kvkeep.errors import KernelMismatch, OutOfMemory
 
-BF16, INT8, INT4 = 0, 1, 2  # Matrix.format
+BF16, INT8, INT4 = 0, 1, 2  # CMatrix.format
 
 
-class Matrix(Structure):
+class CMatrix(Structure):
     _fields_ = (
         ("format", c_int32),
         ("rows", c_int32),
@@ -30,15 +30,15 @@ class Matrix(Structure):
     )
 
 
-class Layer(Structure):
+class CLayer(Structure):
     _fields_ = (
-        ("query", Matrix),
-        ("key", Matrix),
-        ("value", Matrix),
-        ("output", Matrix),
-        ("gate", Matrix),
-        ("up", Matrix),
-        ("down", Matrix),
+        ("query", CMatrix),
+        ("key", CMatrix),
+        ("value", CMatrix),
+        ("output", CMatrix),
+        ("gate", CMatrix),
+        ("up", CMatrix),
+        ("down", CMatrix),
         ("attention_norm", c_void_p),
         ("mlp_norm", c_void_p),
         ("query_norm", c_void_p),
@@ -46,7 +46,7 @@ class Layer(Structure):
     )
 
 
-class Model(Structure):
+class CModel(Structure):
     _fields_ = (
         ("layers", c_int32),
         ("hidden", c_int32),
@@ -59,41 +59,41 @@ class Model(Structure):
         ("embedding", c_void_p),
         ("norm", c_void_p),
         ("frequencies", POINTER(c_double)),
-        ("layer", POINTER(Layer)),
-        ("head", Matrix),
+        ("layer", POINTER(CLayer)),
+        ("head", CMatrix),
     )
 
 
-class Strides(Structure):
+class CStrides(Structure):
     _fields_ = (("layer", c_int64), ("head", c_int64), ("cell", c_int64))
 
 
-class Kept(Structure):
+class CKept(Structure):
     _fields_ = (
         ("data", c_void_p),
         ("scale", c_void_p),
-        ("strides", Strides),
-        ("scale_strides", Strides),
+        ("strides", CStrides),
+        ("scale_strides", CStrides),
         ("bits", c_int32),
         ("reserved", c_int32),
     )
 
 
-class Sequence(Structure):
+class CSequence(Structure):
     _fields_ = (
         ("token", c_int32),
         ("runs", c_int32),
         ("position", c_int64),
-        ("key", Kept),
-        ("value", Kept),
+        ("key", CKept),
+        ("value", CKept),
         ("queries", c_void_p),
     )
 
 
-class Sight(Structure):
+class CSight(Structure):
     _fields_ = (
-        ("keys", Kept),
-        ("values", Kept),
+        ("keys", CKept),
+        ("values", CKept),
         ("first", c_int32),
         ("cells", c_int32),
         ("runs", c_int32),
@@ -105,28 +105,28 @@ class Sight(Structure):
     )
 
 
-class Run(Structure):
+class CRun(Structure):
     _fields_ = (("position", c_int64), ("sight", c_int32), ("index", c_int32))
 
 
-class Step(Structure):
+class CStep(Structure):
     _fields_ = (
         ("sequences", c_int32),
         ("sights", c_int32),
         ("runs", c_int32),
         ("threads", c_int32),
-        ("sequence", POINTER(Sequence)),
-        ("sight", POINTER(Sight)),
-        ("run", POINTER(Run)),
+        ("sequence", POINTER(CSequence)),
+        ("sight", POINTER(CSight)),
+        ("run", POINTER(CRun)),
         ("hidden", c_void_p),
         ("seconds", POINTER(c_double)),
     )
 
 
-class Part(Structure):
+class CPart(Structure):
     _fields_ = (
-        ("keys", Kept),
-        ("values", Kept),
+        ("keys", CKept),
+        ("values", CKept),
         ("cells", c_int32),
         ("rotation", c_int32),
         ("causal", c_int32),
@@ -137,7 +137,7 @@ class Part(Structure):
     )
 
 
-class Chunk(Structure):
+class CChunk(Structure):
     _fields_ = (
         ("tokens", c_int32),
         ("heads", c_int32),
@@ -155,12 +155,12 @@ class Chunk(Structure):
         ("new_values", c_void_p),
         ("new_key_head", c_int64),
         ("new_value_head", c_int64),
-        ("part", POINTER(Part)),
+        ("part", POINTER(CPart)),
         ("out", c_void_p),
     )
 
 
-class Similarity(Structure):
+class CSimilarity(Structure):
     _fields_ = (
         ("heads", c_int32),
         ("rows", c_int32),
@@ -178,8 +178,8 @@ class Similarity(Structure):
 # What a step's seconds are counted under, in this order.
 PHASES = ("norms", "projections", "cells", "attention", "output", "mlp")
 HEAD_DIMS = (32, 64, 96, 128)
-_DECODE = (Model, Layer, Step, Sequence, Sight, Run)
-_CHUNK = (Part, Chunk)
+_DECODE = (CModel, CLayer, CStep, CSequence, CSight, CRun)
+_CHUNK = (CPart, CChunk)
 _REVISION = 2  # of the calls; `kRevision` in src/decode.h
 _NO_MEMORY = 2  # as in src/guard.h
 
@@ -202,12 +202,12 @@ def library() -> ctypes.CDLL | None:
             stacklevel=2,
         )
         return None
-    kernels.kvkeep_decode.argtypes = [POINTER(Model), POINTER(Step)]
-    kernels.kvkeep_product.argtypes = [POINTER(Matrix), c_void_p, c_int, c_void_p, c_int]
-    kernels.kvkeep_attend_chunk.argtypes = [POINTER(Chunk)]
+    kernels.kvkeep_decode.argtypes = [POINTER(CModel), POINTER(CStep)]
+    kernels.kvkeep_product.argtypes = [POINTER(CMatrix), c_void_p, c_int, c_void_p, c_int]
+    kernels.kvkeep_attend_chunk.argtypes = [POINTER(CChunk)]
     kernels.kvkeep_angles.argtypes = [c_void_p, c_int, c_void_p, c_int, c_void_p]
     kernels.kvkeep_angles.restype = None
-    kernels.kvkeep_most_similar.argtypes = [POINTER(Similarity)]
+    kernels.kvkeep_most_similar.argtypes = [POINTER(CSimilarity)]
     return kernels
 
 
@@ -231,7 +231,7 @@ def _agree(kernels: ctypes.CDLL) -> bool:
         "kvkeep_interface": _size(*_DECODE),
         "kvkeep_revision": _REVISION,
         "kvkeep_chunk_interface": _size(*_CHUNK),
-        "kvkeep_similarity_interface": _size(Similarity),
+        "kvkeep_similarity_interface": _size(CSimilarity),
     }
     return all(
         hasattr(kernels, name) and getattr(kernels, name)() == size for name, size in found.items()

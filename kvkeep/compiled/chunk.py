@@ -52,7 +52,7 @@ class ChunkAttention:
         parts = [own, *(_of_view(view, layer, places) for view in step.views)]
         out = torch.empty(n, heads * head_dim, dtype=torch.bfloat16, device="cpu")
         angles = address(self._angles, "angles", torch.float32, (len(step.where), n, head_dim))
-        chunk = c.Chunk(
+        chunk = c.CChunk(
             n,
             heads,
             kv_heads,
@@ -69,7 +69,7 @@ class ChunkAttention:
             address(values, "new values", torch.bfloat16, places),
             keys.stride(0),
             values.stride(0),
-            (c.Part * len(parts))(*parts),
+            (c.CPart * len(parts))(*parts),
             out.data_ptr(),
         )
         step.observe(layer, q)
@@ -77,7 +77,7 @@ class ChunkAttention:
         return out
 
 
-def _of_view(view: View, layer: int, places: tuple[int, int, int]) -> c.Part:
+def _of_view(view: View, layer: int, places: tuple[int, int, int]) -> c.CPart:
     kv_heads, n, head_dim = places
     keys, values, cell_bias = view.keys[layer], view.values[layer], view.cell_bias[layer]
     seen = (kv_heads, keys.shape[1], head_dim)
@@ -93,11 +93,11 @@ def _part(
     bias: Tensor | None,
     causal: bool,
     cell_bias: Tensor | None = None,
-) -> c.Part:
+) -> c.CPart:
     """shape: `[kv_heads, cells, head_dim]`, of keys and values. n: queries."""
     kv_heads, cells, _ = shape
     rows = 1 if bias is None or bias.shape[0] == 1 else n
-    return c.Part(
+    return c.CPart(
         kept(keys, shape, 0),
         kept(values, shape, 0),
         cells,

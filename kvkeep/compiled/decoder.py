@@ -17,9 +17,9 @@ from kvkeep.compiled.binding import (
     HEAD_DIMS,
     INT4,
     INT8,
-    Layer,
-    Matrix,
-    Model,
+    CLayer,
+    CMatrix,
+    CModel,
     library,
     require_done,
 )
@@ -95,10 +95,10 @@ class CompiledExecutor:
         self._prefilling = self._described({})
         self.seconds: ctypes.Array[ctypes.c_double] | None = None  # by PHASES, where counted
 
-    def _described(self, packed: Mapping[str, PackedMatrix]) -> Model:
+    def _described(self, packed: Mapping[str, PackedMatrix]) -> CModel:
         spec = self.spec
-        layers = (Layer * spec.layers)(*(self._layer(i, packed) for i in range(spec.layers)))
-        return Model(
+        layers = (CLayer * spec.layers)(*(self._layer(i, packed) for i in range(spec.layers)))
+        return CModel(
             spec.layers,
             spec.hidden_size,
             spec.intermediate_size,
@@ -114,7 +114,7 @@ class CompiledExecutor:
             self._matrix(HEAD, packed),
         )
 
-    def _layer(self, index: int, packed: Mapping[str, PackedMatrix]) -> Layer:
+    def _layer(self, index: int, packed: Mapping[str, PackedMatrix]) -> CLayer:
         prefix = f"model.layers.{index}."
         matrices = {
             role: self._matrix(f"{prefix}{name}.weight", packed) for role, name in _LAYER.items()
@@ -125,24 +125,24 @@ class CompiledExecutor:
             "query_norm": "self_attn.q_norm",
             "key_norm": "self_attn.k_norm",
         }
-        return Layer(
+        return CLayer(
             **matrices,
             **{role: self._pointer(f"{prefix}{name}.weight") for role, name in norms.items()},
         )
 
-    def _matrix(self, name: str, packed: Mapping[str, PackedMatrix]) -> Matrix:
+    def _matrix(self, name: str, packed: Mapping[str, PackedMatrix]) -> CMatrix:
         bias = self._pointer(name.removesuffix("weight") + "bias")
         tied = name == HEAD and self.spec.tied_head
         source = "model.embed_tokens.weight" if tied else name
         rows, columns = self._shapes[source]
         matrix = packed.get(name)
         if matrix is None:
-            return Matrix(BF16, rows, columns, 0, self._pointer(source), None, bias)
+            return CMatrix(BF16, rows, columns, 0, self._pointer(source), None, bias)
         require(matrix.rows == rows, f"{name} packed with {rows} rows", matrix.rows)
         kind, shapes = INT4 if matrix.bits == 4 else INT8, packed_shapes(matrix.bits, rows, columns)
         data = address(matrix.data, name, torch.uint8, shapes[0])
         scales = address(matrix.scales, f"the scales of {name}", torch.float16, shapes[1])
-        return Matrix(kind, rows, columns, 0, data, scales, bias)
+        return CMatrix(kind, rows, columns, 0, data, scales, bias)
 
     def _pointer(self, name: str) -> int | None:
         """None where the model's kind has no such tensor."""
@@ -167,7 +167,7 @@ class CompiledExecutor:
         return self._of_one_token_each(tokens.tolist(), steps, model)
 
     def _of_one_token_each(
-        self, tokens: Sequence[int], steps: Sequence[DecodeStep], model: Model
+        self, tokens: Sequence[int], steps: Sequence[DecodeStep], model: CModel
     ) -> Tensor:
         spec = self.spec
         if len(tokens) != len(steps) or not 0 <= min(tokens) <= max(tokens) < spec.vocab_size:

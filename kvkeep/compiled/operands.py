@@ -31,7 +31,7 @@ def biases(x: Tensor, shape: tuple[int, ...]) -> int:
     return row_address(x, "the cells' biases", torch.float32, shape)
 
 
-def kept(stored: Stored, shape: tuple[int, ...], *before: int) -> c.Kept:
+def kept(stored: Stored, shape: tuple[int, ...], *before: int) -> c.CKept:
     """Keys or values, plain or quantised, `[layers, kv_heads, cells, head_dim]` or without cells.
 
     shape: what the kernel will take for granted. before: strides of dimensions that were taken
@@ -39,15 +39,15 @@ def kept(stored: Stored, shape: tuple[int, ...], *before: int) -> c.Kept:
     """
     if isinstance(stored, Tensor):
         data = row_address(stored, "cells", torch.bfloat16, shape)
-        return c.Kept(data, None, c.Strides(*before, *stored.stride()[:-1]), c.Strides(), 16, 0)
+        return c.CKept(data, None, c.CStrides(*before, *stored.stride()[:-1]), c.CStrides(), 16, 0)
     bits, head_dim = stored.bits, shape[-1]
     kind, width = (torch.int8, head_dim) if bits == 8 else (torch.uint8, head_dim // 2)
     vectors = shape[:-1]
-    return c.Kept(
+    return c.CKept(
         row_address(stored.data, "quantised cells", kind, (*vectors, width)),
         row_address(stored.scale, "their scales", SCALE, (*vectors, scales(head_dim, bits))),
-        c.Strides(*before, *stored.data.stride()[:-1]),
-        c.Strides(*before, *stored.scale.stride()[:-1]),
+        c.CStrides(*before, *stored.data.stride()[:-1]),
+        c.CStrides(*before, *stored.scale.stride()[:-1]),
         bits,
         0,
     )

@@ -18,7 +18,7 @@ from kvkeep.errors import KernelMismatch
 class Described:
     """structure: for the kernels. kept: whatever it points to, that must live as long."""
 
-    structure: c.Step
+    structure: c.CStep
     kept: list[Any]
 
 
@@ -37,7 +37,7 @@ def describe(
     KernelMismatch for cells of any other shape.
     """
     seen = sights(steps)
-    runs: list[list[c.Run]] = [[] for _ in steps]
+    runs: list[list[c.CRun]] = [[] for _ in steps]
     # A cache's runs in the order of its own views, whoever else looks at the same cells: so what
     # they find is added up in the same order as when it is alone.
     places = {
@@ -47,17 +47,17 @@ def describe(
     }
     for own, step in zip(runs, steps, strict=True):
         for view in step.views:
-            own.append(c.Run(step.where[view.rotation][0], *places[id(view)]))
-    sequences = (c.Sequence * len(steps))(
+            own.append(c.CRun(step.where[view.rotation][0], *places[id(view)]))
+    sequences = (c.CSequence * len(steps))(
         *(
             _sequence(token, step, len(own), vectors, heads)
             for token, step, own in zip(tokens, steps, runs, strict=True)
         )
     )
-    sight_array = (c.Sight * len(seen))(*(_sight(sight, vectors) for sight in seen))
+    sight_array = (c.CSight * len(seen))(*(_sight(sight, vectors) for sight in seen))
     every = [run for own in runs for run in own]
-    run_array = (c.Run * len(every))(*every)
-    structure = c.Step(
+    run_array = (c.CRun * len(every))(*every)
+    structure = c.CStep(
         len(steps),
         len(seen),
         len(every),
@@ -73,11 +73,11 @@ def describe(
 
 def _sequence(
     token: int, step: DecodeStep, runs: int, vectors: tuple[int, int, int], heads: int
-) -> c.Sequence:
+) -> c.CSequence:
     key, value = step.cells
     layers, _, head_dim = vectors
     observed = (layers, 1, heads, head_dim)
-    return c.Sequence(
+    return c.CSequence(
         token,
         runs,
         step.where[0][0],
@@ -89,14 +89,14 @@ def _sequence(
     )
 
 
-def _sight(sight: Sight, vectors: tuple[int, int, int]) -> c.Sight:
+def _sight(sight: Sight, vectors: tuple[int, int, int]) -> c.CSight:
     bias, cell_bias, slots = sight.bias, sight.slots.bias, len(sight.slots)
     first, end, runs = sight.span.start, sight.span.stop, len(sight.runs)
     if not 0 <= first < end <= slots:
         raise KernelMismatch(f"cells {first} to {end} were to be looked at, of {slots}")
     layers, kv_heads, head_dim = vectors
     shape = (layers, kv_heads, slots)
-    return c.Sight(
+    return c.CSight(
         kept(sight.slots.stored_keys, (*shape, head_dim)),
         kept(sight.slots.stored_values, (*shape, head_dim)),
         first,

@@ -59,24 +59,24 @@ class Haystack:
         sentences = tuple(SENTENCE_END.split(text))
         return cls(sentences, tuple(count(sentence) for sentence in sentences))
 
-    def stretch(self, tokens: int, least: int, random: Random) -> list[str]:
+    def stretch(self, tokens: int, minimum: int, random: Random) -> list[str]:
         """Sentences that follow each other from anywhere on, of about `tokens` tokens in all.
 
         Where what comes next is a table or a program that is too long, it is drawn again.
 
-        least: how many sentences there are to be, even if that takes more tokens.
+        minimum: how many sentences there are to be, even if that takes more tokens.
         Raises InvalidArgument if the whole text is shorter.
         """
         ends = list(itertools.accumulate(self.tokens))
         latest = bisect_right(ends, ends[-1] - tokens)  # sentences that can be left out before
-        if tokens > ends[-1] or len(self.sentences) - latest < least:
+        if tokens > ends[-1] or len(self.sentences) - latest < minimum:
             raise InvalidArgument(
                 f"the text has {ends[-1]:,} tokens; found {tokens:,}: ask for fewer"
             )
         for _ in range(DRAWS):
             start = random.randrange(latest + 1)
             begun = ends[start] - self.tokens[start]
-            end = max(bisect_right(ends, begun + tokens), start + least)
+            end = max(bisect_right(ends, begun + tokens), start + minimum)
             if ends[end - 1] - begun >= ENOUGH * tokens:
                 break
         return list(self.sentences[start:end])

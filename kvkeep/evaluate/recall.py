@@ -66,7 +66,7 @@ class Compressing:
 
 
 @dataclass(frozen=True)
-class Measured:
+class Outcome:
     """A sample's answers from both memories, and what the compression was like.
 
     tokens: of the text. uncompressed: None where the whole text does not fit.
@@ -90,7 +90,7 @@ def compress_after_reading(
     sample: Sample,
     how: Compressing,
     prefill_step: int = 512,
-) -> Measured:
+) -> Outcome:
     """Reads the text whole, asks, and asks again of a fork that was compressed.
 
     Raises ContextFull where the model cannot read as much.
@@ -103,7 +103,7 @@ def compress_after_reading(
         ratio=how.ratio, method=how.method, seed=how.seed, calibration=how.calibration
     )
     answered = recall(compressed, sample.asked)
-    return Measured(sample, tokens, answered, uncompressed, report.chunks)
+    return Outcome(sample, tokens, answered, uncompressed, report.chunks)
 
 
 def compress_while_reading(
@@ -111,7 +111,7 @@ def compress_while_reading(
     sample: Sample,
     how: Compressing,
     prefill_step: int = 512,
-) -> Measured:
+) -> Outcome:
     """Reads the text twice: into a memory that is compressed as it grows, and into a whole one.
 
     A text that is longer than the model can read whole is read by the first alone.
@@ -132,7 +132,7 @@ def compress_while_reading(
         whole.feed(ids)
         uncompressed = recall(whole, sample.asked)
     answered = recall(session, sample.asked)
-    return Measured(sample, fed.tokens, answered, uncompressed, fed.compressions)
+    return Outcome(sample, fed.tokens, answered, uncompressed, fed.compressions)
 
 
 def _answer(session: Session, fact: Fact) -> Answer:

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from kvkeep.evaluate.plot import picture
-from kvkeep.evaluate.recall import Measured
+from kvkeep.evaluate.recall import Outcome
 
 MOST = 11  # different depths that are shown as they are; more are gathered in tenths of the text
 
 
-def draw_depths(measured: Sequence[Measured], title: str, suffix: str) -> bytes:
+def draw_depths(measured: Sequence[Outcome], title: str, suffix: str) -> bytes:
     """The picture as a file's content: the share found over depth, compressed and not."""
     from matplotlib.figure import Figure
 
@@ -45,10 +45,10 @@ def draw_depths(measured: Sequence[Measured], title: str, suffix: str) -> bytes:
     return picture(figure, suffix)
 
 
-def by_depth(measured: Sequence[Measured]) -> dict[float, list[Measured]]:
+def by_depth(measured: Sequence[Outcome]) -> dict[float, list[Outcome]]:
     """Samples by depth, in percent; where there are many depths, by the middle of each tenth."""
     exact = len({each.sample.depth for each in measured}) <= MOST
-    groups: dict[float, list[Measured]] = {}
+    groups: dict[float, list[Outcome]] = {}
     for each in measured:
         depth = each.sample.depth
         groups.setdefault(depth if exact else 10 * min(9, depth // 10) + 5, []).append(each)

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
-from kvkeep.evaluate.recall import Measured, Recall
+from kvkeep.evaluate.recall import Outcome, Recall
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Summary:
         return asdict(self)
 
 
-def summarise(measured: Sequence[Measured]) -> Summary:
+def summarise(measured: Sequence[Outcome]) -> Summary:
     """Of at least one sample."""
     compressed = [each.compressed for each in measured]
     whole = [each.uncompressed for each in measured if each.uncompressed is not None]
@@ -63,7 +63,7 @@ def _found(recalls: Sequence[Recall]) -> int:
     return sum(each.found for each in recalls)
 
 
-def _row(measured: Measured) -> dict[str, Any]:
+def _row(measured: Outcome) -> dict[str, Any]:
     sample, compressed, whole = measured.sample, measured.compressed, measured.uncompressed
     return {
         "key": [fact.answer for fact in sample.asked],

@@ -43,7 +43,7 @@ class Fitted(Method):
         self._similar = similar
 
     def compress(self, candidates: Candidates, count: int) -> Compressed:
-        least, emphasis = self._least_likeness(candidates), None
+        threshold, emphasis = self._likeness_threshold(candidates), None
         if candidates.statistics is not None:
             emphasis = candidates.statistics.emphasis
         worn = torch.zeros_like(candidates.bias)
@@ -53,19 +53,23 @@ class Fitted(Method):
         for first in range(0, candidates.shape[0], LAYERS):
             some = slice(first, first + LAYERS)
             seen_by = None if emphasis is None else emphasis[some]
-            parts.append(_fitted(candidates.layers(some), count, least[some], worn[some], seen_by))
+            parts.append(
+                _fitted(candidates.layers(some), count, threshold[some], worn[some], seen_by)
+            )
         return _stacked(parts)
 
-    def _least_likeness(self, candidates: Candidates) -> Tensor:
+    def _likeness_threshold(self, candidates: Candidates) -> Tensor:
         """`[layers, kv_heads, 1]`."""
         if candidates.statistics is not None and self._similar is None:
             return candidates.statistics.tolerance.unsqueeze(-1)
-        least, shape = self._similar or SIMILAR, (*candidates.shape[:2], 1)
-        return torch.full(shape, least, dtype=torch.float32, device=candidates.cells.keys.device)
+        threshold, shape = self._similar or SIMILAR, (*candidates.shape[:2], 1)
+        return torch.full(
+            shape, threshold, dtype=torch.float32, device=candidates.cells.keys.device
+        )
 
 
 def _fitted(
-    candidates: Candidates, count: int, least: Tensor, worn: Tensor, emphasis: Tensor | None
+    candidates: Candidates, count: int, threshold: Tensor, worn: Tensor, emphasis: Tensor | None
 ) -> Compressed:
     """worn: what each cell is worth less. emphasis: the metric of queries, where it is known."""
     lengths = inverse_lengths(candidates.keys)  # rotation does not change them
@@ -75,10 +79,10 @@ def _fitted(
         shortened = inverse_lengths(seen)
     directions = (seen * shortened.unsqueeze(-1)).bfloat16()
     distinct = unlikeness(seen, shortened) + unlikeness(candidates.keys, lengths)
-    repeats = most_similar_older(directions) > least
+    repeats = most_similar_older(directions) > threshold
     worth = distinct - worn - REPEATED * repeats.float()
     kept, left = _divided(worth, count)
-    into, joins = _joining(directions, least, kept, left)
+    into, joins = _joining(directions, threshold, kept, left)
     return _merged(candidates, kept, left, into, joins)
 
 
@@ -108,13 +112,13 @@ def _divided(worth: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _joining(
-    directions: Tensor, least: Tensor, kept: Tensor, left: Tensor
+    directions: Tensor, threshold: Tensor, kept: Tensor, left: Tensor
 ) -> tuple[Tensor, Tensor]:
     """For each cell that is left over: which of the kept it is most like, and 1 if it joins it."""
     if not left.shape[-1]:
         return left, left.float()
     likeness, into = most_similar(rows(directions, left), rows(directions, kept))
-    return into, (likeness > least).float()
+    return into, (likeness > threshold).float()
 
 
 def _merged(
@@ -126,11 +130,11 @@ def _merged(
     own, masses = mass.gather(2, kept), joins * mass.gather(2, left)
     total = own.scatter_add(2, into, masses)
     values = rows(candidates.cells.values, left).float() * masses.unsqueeze(-1)
-    mixed = cells.values.float() * own.unsqueeze(-1)
-    mixed.scatter_add_(2, into.unsqueeze(-1).expand_as(values), values)
-    mixed /= total.unsqueeze(-1)
+    means = cells.values.float() * own.unsqueeze(-1)
+    means.scatter_add_(2, into.unsqueeze(-1).expand_as(values), values)
+    means /= total.unsqueeze(-1)
     bias = MASS * total.log() * (FADING if candidates.ageing else 1)
-    values = mixed.to(cells.values.dtype)
+    values = means.to(cells.values.dtype)
     return Compressed(
         Cells(cells.keys, values, cells.positions, cells.serials, bias),
         merged=float(joins.sum(-1).mean()),

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from kvkeep.compiled.binding import Similarity, library, require_done
+from kvkeep.compiled.binding import CSimilarity, library, require_done
 from kvkeep.compiled.operands import address
 
 BLOCK = 256  # rows compared with all older ones at a time
@@ -52,7 +52,7 @@ def _by_kernels(x: Tensor, among: Tensor, which: Tensor | None) -> Tensor | None
     x, among = x.contiguous(), among.contiguous()
     (layers, kv_heads, rows, width), columns = x.shape, among.shape[2]
     most = torch.empty(layers, kv_heads, rows, dtype=torch.float32, device="cpu")
-    asked = Similarity(
+    asked = CSimilarity(
         layers * kv_heads,
         rows,
         columns,

@@ -46,10 +46,10 @@ class _Walk:
 
     def header(self) -> None:
         tensors, fields = self._number("Q"), self._number("Q")
-        for _ in range(self._count(fields, least=8 + 4)):
+        for _ in range(self._count(fields, minimum=8 + 4)):
             self._string()
             self._value(self._number("I"), 0)
-        for _ in range(self._count(tensors, least=8 + 4 + 4 + 8)):
+        for _ in range(self._count(tensors, minimum=8 + 4 + 4 + 8)):
             self._tensor()
 
     def _number(self, code: str) -> int:
@@ -62,9 +62,9 @@ class _Walk:
             raise ValueError(f"{count} bytes at {self._at} would go beyond its end")
         self._at += count
 
-    def _count(self, count: int, least: int) -> int:
+    def _count(self, count: int, minimum: int) -> int:
         """least: bytes that each of them takes at least."""
-        if count * least > self._size - self._at:
+        if count * minimum > self._size - self._at:
             raise ValueError(f"{count} entries at {self._at} would go beyond its end")
         return count
 
@@ -83,7 +83,7 @@ class _Walk:
             if inner in _SIZES:
                 self._skip(count * _SIZES[inner])
                 return
-            for _ in range(self._count(count, least=8)):
+            for _ in range(self._count(count, minimum=8)):
                 self._value(inner, depth + 1)
         else:
             raise ValueError(f"a field of kind {kind}")

@@ -11,7 +11,7 @@ from kvkeep import Session, load_model
 from kvkeep.cli.branches import Branches
 from kvkeep.cli.conversation import Conversation, system_tokens
 from kvkeep.cli.keeper import Keeper
-from kvkeep.cli.parts import content as find_content
+from kvkeep.cli.passages import content as find_content
 from kvkeep.cli.slash import run_command
 from kvkeep.errors import InvalidArgument
 from kvkeep.model import Model

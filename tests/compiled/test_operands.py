@@ -16,11 +16,11 @@ import kvkeep
 from kvkeep.cache.quantised import Quantised
 from kvkeep.compiled.binding import (
     BF16,
-    Chunk,
-    Matrix,
-    Model,
-    Similarity,
-    Step,
+    CChunk,
+    CMatrix,
+    CModel,
+    CSimilarity,
+    CStep,
     library,
     require_done,
 )
@@ -182,20 +182,20 @@ def test_a_call_that_finds_no_memory_says_so() -> None:
     kernels = library()
     assert kernels is not None
     one = torch.zeros(64, dtype=torch.bfloat16).data_ptr()
-    matrix = Matrix(BF16, 16, MANY, 0, one, None, None)
+    matrix = CMatrix(BF16, 16, MANY, 0, one, None, None)
     assert kernels.kvkeep_product(matrix, one, MANY, one, 1) == 2
-    chunk = Chunk(tokens=MANY, heads=MANY, kv_heads=1, head_dim=64, rotations=MANY, threads=1)
+    chunk = CChunk(tokens=MANY, heads=MANY, kv_heads=1, head_dim=64, rotations=MANY, threads=1)
     assert kernels.kvkeep_attend_chunk(chunk) == 2
-    model = Model(layers=1, hidden=MANY, inner=MANY, heads=1, kv_heads=1, head_dim=64)
-    assert kernels.kvkeep_decode(model, Step(sequences=MANY, threads=1)) == 2
-    alike = Similarity(heads=1, rows=1, columns=MANY, width=MANY, threads=MANY)
+    model = CModel(layers=1, hidden=MANY, inner=MANY, heads=1, kv_heads=1, head_dim=64)
+    assert kernels.kvkeep_decode(model, CStep(sequences=MANY, threads=1)) == 2
+    alike = CSimilarity(heads=1, rows=1, columns=MANY, width=MANY, threads=MANY)
     assert kernels.kvkeep_most_similar(alike) == 2
 
 
 def test_a_head_without_a_kernel_is_told_apart_from_that() -> None:
     kernels = library()
     assert kernels is not None
-    assert kernels.kvkeep_attend_chunk(Chunk(head_dim=48, kv_heads=1, threads=1)) == 1
+    assert kernels.kvkeep_attend_chunk(CChunk(head_dim=48, kv_heads=1, threads=1)) == 1
     require_done(0)
     with pytest.raises(KernelMismatch):
         require_done(1)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvkeep.compiled.binding import BF16, INT4, INT8, Matrix, library
+from kvkeep.compiled.binding import BF16, INT4, INT8, CMatrix, library
 from kvkeep.models.packing import packed, quantise
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no compiled kernels here")
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(library() is None, reason="no compiled kernels h
 SIZES = [(16, 32), (48, 96), (50, 64), (1, 32), (264, 192)]
 
 
-def product(matrix: Matrix, x: Tensor, threads: int = 2) -> Tensor:
+def product(matrix: CMatrix, x: Tensor, threads: int = 2) -> Tensor:
     kernels = library()
     assert kernels is not None
     out = torch.full((x.shape[0], matrix.rows), torch.nan)
@@ -22,16 +22,16 @@ def product(matrix: Matrix, x: Tensor, threads: int = 2) -> Tensor:
     return out
 
 
-def described(weights: Tensor, kind: int, bias: Tensor | None) -> tuple[Matrix, Tensor, object]:
+def described(weights: Tensor, kind: int, bias: Tensor | None) -> tuple[CMatrix, Tensor, object]:
     """The matrix, its values in float64, and what must stay alive."""
     added = None if bias is None else bias.data_ptr()
     if kind == BF16:
         half = weights.bfloat16()
-        return Matrix(BF16, *half.shape, 0, half.data_ptr(), None, added), half.double(), half
+        return CMatrix(BF16, *half.shape, 0, half.data_ptr(), None, added), half.double(), half
     rounded = quantise(weights, 4 if kind == INT4 else 8)
     there = packed(rounded)
     data, scales = there.data.data_ptr(), there.scales.data_ptr()
-    matrix = Matrix(kind, there.rows, there.columns, 0, data, scales, added)
+    matrix = CMatrix(kind, there.rows, there.columns, 0, data, scales, added)
     return matrix, rounded.values().double(), there
 
 
@@ -69,4 +69,4 @@ def test_a_row_is_the_same_to_the_last_bit_alone_and_among_others(kind: int) -> 
 def test_both_sides_agree_on_the_structures() -> None:
     kernels = library()
     assert kernels is not None
-    assert kernels.kvkeep_interface() > ctypes.sizeof(Matrix)
+    assert kernels.kvkeep_interface() > ctypes.sizeof(CMatrix)

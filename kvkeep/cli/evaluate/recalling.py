@@ -20,7 +20,7 @@ from kvkeep.evaluate.facts import Sample, Samples
 from kvkeep.evaluate.recall import (
     SPARE,
     Compressing,
-    Measured,
+    Outcome,
     compress_after_reading,
     compress_while_reading,
 )
@@ -65,7 +65,7 @@ class Recalling:
     ):
         self._experiment, self._model, self._how = experiment, model, how
         self._asked, self._output = asked, output
-        self._measured: list[Measured] = []
+        self._measured: list[Outcome] = []
 
     def run(self, prefill_step: int) -> None:
         measure = compress_while_reading if self._asked.streaming else compress_after_reading
@@ -119,7 +119,7 @@ class Recalling:
             _say(f"{self._experiment.command} = {fact.answer}, at token {place}")
         _say(f"position {sample.position} / {sample.places}")
 
-    def _show(self, measured: Measured) -> None:
+    def _show(self, measured: Outcome) -> None:
         compressed = measured.compressed
         if self._asked.count > 1:
             key = ", ".join(fact.answer for fact in measured.sample.asked)
@@ -194,7 +194,7 @@ class Recalling:
         write_whole(plot, draw_depths(self._measured, title, plot.suffix))
 
 
-def _outcome(measured: Measured) -> str:
+def _outcome(measured: Outcome) -> str:
     compressed, whole = measured.compressed, measured.uncompressed
     found = f"{_found(compressed.found)}, log-probability {compressed.log_probability:.3f} a token"
     if whole is None:

@@ -20,6 +20,13 @@ struct Packed {
 
 // What a row has found so far: `sum` of 2 to the power of its scores less `most`, and values
 // weighted by these powers.
+//
+// For example, a row's scores are 3 and 1 in the first block, 5 and 3 in the second. After the first
+// `most` is 3 and `sum` 2^0 + 2^-2 = 1.25; `out` is v0 + v1 / 4. The second raises `most` to 5: what
+// was found is worth 2^(3 - 5) of itself, so `sum` becomes 1.25 / 4 + 2^0 + 2^-2 = 1.5625, and `out`
+// (v0 + v1 / 4) / 4 + v2 + v3 / 4. Divided by `sum` at the end, that is the softmax over all four.
+// Two threads that took a block each find (3, 1.25) and (5, 1.25), and are merged by the same rule.
+// A block of which a row sees nothing, [begin, end) empty, leaves `most` at kNothing and `sum` at 0.
 struct Found {
   float most = kNothing;
   float sum = 0.f;

@@ -12,7 +12,7 @@ _TURN = re.compile(r"(\d+|last)(?:\.(question|answer|q|a))?")
 
 
 @dataclass(frozen=True)
-class Part:
+class Passage:
     """Tokens `start ... end - 1` of a conversation.
 
     what: as the user is told. words: those that were quoted; text: of all these tokens, which may
@@ -41,7 +41,7 @@ def split(argument: str) -> tuple[str, str]:
     return what, argument[len(what) :].strip()
 
 
-def whole(conversation: Conversation, what: str) -> Part:
+def whole(conversation: Conversation, what: str) -> Passage:
     """A turn or the system prompt with what the template writes around it, or quoted words.
 
     Raises InvalidArgument where there is no such thing.
@@ -49,7 +49,7 @@ def whole(conversation: Conversation, what: str) -> Part:
     return _find(conversation, what, text_alone=False)
 
 
-def content(conversation: Conversation, what: str) -> Part:
+def content(conversation: Conversation, what: str) -> Passage:
     """The words of the system prompt, a question or an answer, or quoted words.
 
     A turn's number alone means its question. Raises InvalidArgument where there is no such thing.
@@ -57,7 +57,7 @@ def content(conversation: Conversation, what: str) -> Part:
     return _find(conversation, what, text_alone=True)
 
 
-def _find(conversation: Conversation, what: str, text_alone: bool) -> Part:
+def _find(conversation: Conversation, what: str, text_alone: bool) -> Passage:
     quoted = _QUOTED.fullmatch(what)
     named = _words(conversation, quoted[1] or quoted[2]) if quoted else None
     part = named or _named(conversation, what, text_alone)
@@ -66,13 +66,13 @@ def _find(conversation: Conversation, what: str, text_alone: bool) -> Part:
     return part
 
 
-def _named(conversation: Conversation, what: str, text_alone: bool) -> Part:
+def _named(conversation: Conversation, what: str, text_alone: bool) -> Passage:
     name = _span_name(conversation, what, text_alone)
     places = conversation.session.places
     if name not in places:
         missing = f"there is no {what} here" if what else "what is missing"
         raise InvalidArgument(f"{missing}; there is: {_known(conversation)}")
-    return Part(_shown(name), *places[name])
+    return Passage(_shown(name), *places[name])
 
 
 def _span_name(conversation: Conversation, what: str, text_alone: bool) -> str:
@@ -88,7 +88,7 @@ def _span_name(conversation: Conversation, what: str, text_alone: bool) -> str:
     return f"turn {number} {part}" if part else f"turn {number}"
 
 
-def _words(conversation: Conversation, words: str) -> Part:
+def _words(conversation: Conversation, words: str) -> Passage:
     """The newest question, answer or system prompt with these words in it, and where they are."""
     session, codec = conversation.session, conversation.codec
     places = {
@@ -104,7 +104,7 @@ def _words(conversation: Conversation, words: str) -> Part:
         tail = bisect_left(range(end), True, key=lambda n: words not in codec.decode(ids[n:end]))
         first = tail - 1
         what, text = f'"{words}" in {_shown(name)}', codec.decode(ids[first:end])
-        return Part(what, start + first, start + end, text, words)
+        return Passage(what, start + first, start + end, text, words)
     raise InvalidArgument(f'no question, answer or system prompt has "{words}" in it')
 
 
