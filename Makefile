@@ -27,8 +27,11 @@ run: install
 	$(BIN)/python -c '$(MANUAL)' | \
 	  $(BIN)/kvkeep generate --max-kv-size 512 --max-tokens $(TOKENS) --ignore-eos --seed 1
 
+# As many processes as there are cores, up to 8: most tests keep one core busy.
+AT_ONCE := -n auto --maxprocesses=8 --dist=worksteal
+
 test: install
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(AT_ONCE)
 
 test-slow: install
 	$(BIN)/python -m pytest -m slow --hypothesis-profile=new
@@ -39,7 +42,7 @@ test-new: install
 
 # 100,000 damaged inputs for each format of a file; an hour or two.
 fuzz: install
-	KVKEEP_FUZZ=100000 $(BIN)/python -m pytest tests/fuzz
+	KVKEEP_FUZZ=100000 $(BIN)/python -m pytest $(AT_ONCE) tests/fuzz
 
 # The kernels once more, built to stop at a read or write outside of what they were handed and at
 # undefined behaviour, under the tests that run them. They lie apart, and no one else takes them.
@@ -54,7 +57,8 @@ sanitize: install
 	KVKEEP_KERNELS=$(SANITIZED)/kvkeep/compiled OMP_NUM_THREADS=1 \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 	  LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" \
-	  $(BIN)/python -m pytest -p no:cacheprovider tests/compiled tests/methods/test_similarity.py \
+	  $(BIN)/python -m pytest $(AT_ONCE) -p no:cacheprovider tests/compiled \
+	  tests/methods/test_similarity.py \
 	  tests/test_callers_defaults.py --ignore tests/compiled/test_real_model.py
 
 lint: install

@@ -87,7 +87,7 @@ def main(other: Path, rounds: int, out: Path | None) -> None:
     click.echo(table(figures))
     if out:
         rows = [{**dataclasses.asdict(each), "better": each.better} for each in figures]
-        write_json(out, {"machine": describe_machine(), "rounds": rounds, "figures": rows})
+        write_json(out, {"machine": dataclasses.asdict(describe_machine()), "rounds": rounds, "figures": rows})
 
 
 if __name__ == "__main__":

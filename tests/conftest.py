@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 from hypothesis import HealthCheck, settings
 from safetensors.torch import save_file
 
@@ -56,8 +57,9 @@ def smollm2_gguf(request: pytest.FixtureRequest) -> Path:
     """The GGUF file that the default model is made from, kept in pytest's cache."""
     folder = Path(request.config.cache.mkdir("smollm2"))  # type: ignore[union-attr]
     kept = folder / "model.gguf"
-    if not kept.exists():
-        fetch(KNOWN[DEFAULT_MODEL], folder, progress=True).rename(kept)
+    with FileLock(folder / "lock"):
+        if not kept.exists():
+            fetch(KNOWN[DEFAULT_MODEL], folder, progress=True).rename(kept)
     return kept
 
 

@@ -23,9 +23,14 @@ def require_flag(name: str, value: Any) -> None:
     require(type(value) is bool, f"{name} must be true or false; found {value!r}")
 
 
+def require_kind(name: str, value: Any, kind: type) -> None:
+    if not isinstance(value, kind):  # what a tensor looks like takes long to say
+        raise ValueError(f"{name} must be a {kind.__name__}; found {value!r}")
+
+
 def require_tensor(name: str, tensor: Any, dtype: torch.dtype, *shape: int | None) -> None:
     """None in a shape stands for any length."""
-    require(isinstance(tensor, Tensor), f"{name} must be a tensor; found {tensor!r}")
+    require_kind(name, tensor, Tensor)
     fits = len(shape) == tensor.ndim and all(
         wanted in (None, found) for wanted, found in zip(shape, tensor.shape, strict=True)
     )

@@ -10,6 +10,7 @@ from kvkeep.cache.checks import (
     require,
     require_finite,
     require_flag,
+    require_kind,
     require_tensor,
     require_whole,
     require_within,
@@ -44,7 +45,7 @@ class CacheState:
         _check_window(self.window)
         for index, segment in enumerate(self.segments):
             try:
-                require(isinstance(segment, Segment), f"found {segment!r}")
+                require_kind("it", segment, Segment)
                 self._check_segment(segment, far_layout if segment.anchor else layout)
             except ValueError as error:
                 raise ValueError(f"segment {index}: {error}") from None
@@ -114,7 +115,7 @@ def _check_window(window: Window) -> None:
 
 
 def _check_queries(observed: Queries, layout: Layout, heads: int, time: int) -> None:
-    require(isinstance(observed, Queries), f"queries must be Queries; found {observed!r}")
+    require_kind("what was observed", observed, Queries)
     require_tensor("query times", observed.times, torch.int64, None)
     require_whole("the number of queries", len(observed), 1, LIMIT)
     shape = (layout.layers, heads, len(observed), layout.head_dim)
