@@ -14,6 +14,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import click
 
@@ -68,6 +69,13 @@ def table(figures: list[Figure]) -> str:
     return "\n".join(lines)
 
 
+def result(figures: list[Figure], rounds: int) -> dict[str, Any]:
+    """What is written of figures, as JSON has it."""
+    rows = [{**dataclasses.asdict(each), "better": each.better} for each in figures]
+    machine = dataclasses.asdict(describe_machine())
+    return {"machine": machine, "rounds": rounds, "figures": rows}
+
+
 @click.command(cls=Measurement)
 @click.argument("other", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--rounds", default=5, show_default=True, type=click.IntRange(1))
@@ -86,8 +94,7 @@ def main(other: Path, rounds: int, out: Path | None) -> None:
     figures = compared(*found.values())
     click.echo(table(figures))
     if out:
-        rows = [{**dataclasses.asdict(each), "better": each.better} for each in figures]
-        write_json(out, {"machine": dataclasses.asdict(describe_machine()), "rounds": rounds, "figures": rows})
+        write_json(out, result(figures, rounds))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
 """Two checkouts in turn: what is made of their figures, and what cannot be measured."""
 
+import json
 from pathlib import Path
 
 from click.testing import CliRunner
 
-from benchmarks.against import HERE, Figure, compared, main, table
+from benchmarks.against import HERE, Figure, compared, main, result, table
+
+from kvkeep.files.whole import write_json
 
 
 def test_figures_are_compared_by_their_medians_and_more_is_better_where_it_is() -> None:
@@ -14,6 +17,14 @@ def test_figures_are_compared_by_their_medians_and_more_is_better_where_it_is() 
     assert figures == [Figure("save_s", 2.0, 4.0), Figure("decode_tok_s", 100.0, 50.0)]
     assert [figure.better for figure in figures] == [2.0, 2.0]
     assert "2.00x" in table(figures)
+
+
+def test_what_was_measured_can_be_written(tmp_path: Path) -> None:
+    out = tmp_path / "found.json"
+    write_json(out, result([Figure("save_s", 2.0, 4.0)], rounds=3))
+    found = json.loads(out.read_text())
+    assert found["figures"] == [{"name": "save_s", "here": 2.0, "there": 4.0, "better": 2.0}]
+    assert found["machine"]["cores"] >= 1
 
 
 def test_what_is_no_other_checkout_is_refused(tmp_path: Path) -> None:
