@@ -6,7 +6,6 @@ from pathlib import Path
 from click.testing import CliRunner
 
 from benchmarks.against import HERE, Figure, compared, main, result, table
-
 from kvkeep.files.whole import write_json
 
 
