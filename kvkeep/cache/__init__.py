@@ -6,6 +6,7 @@ from kvkeep.cache.cache import KVCache
 from kvkeep.cache.joining import joined, joined_if_small
 from kvkeep.cache.observer import Observer, Queries
 from kvkeep.cache.position_map import PositionMap
+from kvkeep.cache.ragged import Ragged
 from kvkeep.cache.rope import Rope
 from kvkeep.cache.segment import Segment
 from kvkeep.cache.state import CacheState
@@ -23,6 +24,7 @@ __all__ = [
     "Observer",
     "PositionMap",
     "Queries",
+    "Ragged",
     "Rope",
     "Segment",
     "Window",

@@ -1,5 +1,6 @@
 """Storage for cells, which segments of several sessions may look at together."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from weakref import WeakSet
 
@@ -98,8 +99,12 @@ class Cells:
         )
 
     @classmethod
-    def joined(cls, parts: list["Cells"]) -> "Cells":
+    def joined(cls, parts: Sequence["Cells"]) -> "Cells":
         """The cells of all parts, copied; all are compressed, or none is, and all kept alike."""
+        return next((type(part) for part in parts if type(part) is not Cells), Cells)._joined(parts)
+
+    @classmethod
+    def _joined(cls, parts: Sequence["Cells"]) -> "Cells":
         biases = [p.bias for p in parts if p.bias is not None]
         return cls(
             joined_along([p.stored_keys for p in parts], 2),
@@ -204,7 +209,7 @@ class Cells:
             return self
         bias = None if self.bias is None else self.bias.to(device)
         keys, values = self.stored_keys.to(device), self.stored_values.to(device)
-        return Cells(keys, values, self.positions, self.serials, bias)
+        return replace(self, stored_keys=keys, stored_values=values, bias=bias)
 
 
 class Storage:

@@ -69,7 +69,9 @@ class KVCache:
         if not self.segments or not self.segments[0].length:
             return 0
         oldest = self.segments[0]
-        first = oldest.block.slots.positions[..., oldest.start]
+        first = oldest.positions()
+        if not oldest.compressed:  # of which each head has another oldest one
+            first = first[:1]
         return oldest.map(self.time) - int(first.min())
 
     @property

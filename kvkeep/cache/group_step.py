@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvkeep.cache.attention import HIDDEN, attend_cells
+from kvkeep.cache.attention import HIDDEN, Part
 from kvkeep.cache.block import Cells
-from kvkeep.cache.quantised import Stored, tensors
+from kvkeep.cache.quantised import tensors
 from kvkeep.cache.rope import Rotation, rotate
 from kvkeep.cache.step import DecodeStep, View
 
@@ -108,15 +108,7 @@ class Plan:
             step.write(layer, key, value)
         queries = rotate(q[self._sources], self._rotation)
         found = [
-            attend_cells(
-                _as_one(queries[seen.rows], self.kv_heads),
-                seen.keys[layer],
-                seen.values[layer],
-                scale=self.scale,
-                bias=seen.bias,
-                causal=False,
-                cell_bias=seen.cell_bias[layer],
-            )
+            seen.attend(layer, _as_one(queries[seen.rows], self.kv_heads), self.scale)
             for seen in self._seen
         ]
         # All parts, in the order of their sights: [kv_heads, parts, groups, ...].
@@ -132,27 +124,22 @@ class Plan:
 class _Seen:
     """A sight with a row for each query.
 
-    keys, values: for each layer `[kv_heads, cells, head_dim]`.
-
-    rows: which of the group's queries, n of them. bias: `[n * groups, cells]`, or None. cell_bias:
-    for each layer `[kv_heads, cells]`, or None.
+    view: of its cells, with a bias `[n * groups, cells]`, or none. rows: which of the group's
+    queries, n of them.
     """
 
-    keys: tuple[Stored, ...]
-    values: tuple[Stored, ...]
+    view: View
     rows: slice | Tensor
-    bias: Tensor | None
-    cell_bias: tuple[Tensor | None, ...]
 
     @classmethod
     def of(cls, sight: Sight, groups: int, device: torch.device) -> "_Seen":
-        return cls(
-            sight.slots.stored_keys[:, :, sight.span].unbind(),
-            sight.slots.stored_values[:, :, sight.span].unbind(),
-            _indices([run.row for run in sight.runs], device),
-            None if sight.bias is None else sight.bias.repeat_interleave(groups, 0),
-            sight.slots.biases(sight.span),
-        )
+        bias = None if sight.bias is None else sight.bias.repeat_interleave(groups, 0)
+        view = View(sight.slots, sight.span, 0, bias, sight.origin)
+        return cls(view, _indices([run.row for run in sight.runs], device))
+
+    def attend(self, layer: int, q: Tensor, scale: float) -> Part:
+        """q: `[1, kv_heads * n * groups, head_dim]`."""
+        return self.view.attend(layer, q, scale)
 
 
 def _as_one(queries: Tensor, kv_heads: int) -> Tensor:

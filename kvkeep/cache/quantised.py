@@ -20,7 +20,7 @@ from torch import Tensor
 
 GROUP = 32  # numbers that share a scale and a minimum in 4 bits
 SCALE = torch.bfloat16  # exact in every dtype that cells are restored to
-_Index: TypeAlias = int | slice | tuple[int | slice, ...]
+_Index: TypeAlias = int | slice | Tensor | tuple[int | slice | None, ...] | None
 
 
 @dataclass(frozen=True)

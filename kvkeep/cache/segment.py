@@ -9,6 +9,7 @@ from torch import Tensor
 from kvkeep.cache.block import Block, Cells, Layout
 from kvkeep.cache.overwritten import Guarded, Overwritten
 from kvkeep.cache.position_map import PositionMap
+from kvkeep.cache.ragged import Ragged
 
 GROWTH = 256  # cells added at least when a segment outgrows its storage
 
@@ -109,8 +110,10 @@ class Segment:
         return [serial for part in parts for serial in part.tolist()]
 
     def positions(self) -> Tensor:
-        """Where the live cells are, oldest first: `[n]`; of compressed ones for each KV head."""
+        """Where the live cells are, oldest first: `[n]`; of compressed ones for each head."""
         positions = self.block.slots.positions
+        if isinstance(self.block.slots, Ragged):
+            return positions
         return torch.cat([positions[..., slot] for slot in self.slots(0, self.length)], -1)
 
     def reserve(self, count: int) -> None:
@@ -227,6 +230,9 @@ class Segment:
 
     def move(self) -> None:
         """Moves its cells, which lie in one run, to storage with room for no more; places stay."""
+        if isinstance(self.block.slots, Ragged):
+            self.block = self.block.copy()
+            return
         self._lie_in(self.length, 0, origin=self.place)
 
     def successor(self, overwritten: list[Overwritten]) -> "Segment":

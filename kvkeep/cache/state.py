@@ -1,5 +1,6 @@
 """All that a cache holds, at rest: taken out of one, and checked before another takes it in."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,7 @@ from kvkeep.cache.checks import (
 from kvkeep.cache.observer import LIMIT, Queries
 from kvkeep.cache.position_map import PositionMap
 from kvkeep.cache.quantised import SCALE, Quantised, Stored, scales
+from kvkeep.cache.ragged import Ragged
 from kvkeep.cache.segment import Segment
 from kvkeep.cache.window import Window
 
@@ -86,17 +88,33 @@ def check_map(position_map: PositionMap) -> None:
 
 def check_cells(cells: Cells, layout: Layout, count: int) -> None:
     """Raises ValueError where these are not so many cells of a layout."""
-    _check_stored("keys", cells.stored_keys, layout, layout.key_bits, count)
-    _check_stored("values", cells.stored_values, layout, layout.value_bits, count)
     require_tensor("serials", cells.serials, torch.int64, count)
-    heads = () if cells.bias is None else (layout.layers, layout.kv_heads)
-    require_tensor("positions", cells.positions, torch.int64, *heads, count)
+    heads = (layout.layers, layout.kv_heads)
+    vectors: tuple[int, ...] = (*heads, count)
+    if isinstance(cells, Ragged):
+        vectors = (_checked_total(cells, heads, count),)
+    own = (count,) if cells.bias is None else vectors
+    _check_stored("keys", cells.stored_keys, layout, layout.key_bits, vectors)
+    _check_stored("values", cells.stored_values, layout, layout.value_bits, vectors)
+    require_tensor("positions", cells.positions, torch.int64, *own)
     if cells.bias is not None:
-        require_tensor("bias", cells.bias, torch.float32, *heads, count)
+        require_tensor("bias", cells.bias, torch.float32, *own)
 
 
-def _check_stored(name: str, stored: Stored, layout: Layout, bits: int, count: int) -> None:
-    shape, width = (layout.layers, layout.kv_heads, count), layout.head_dim
+def _checked_total(cells: Ragged, heads: tuple[int, int], count: int) -> int:
+    """Of ragged cells: how many all heads have. count: that they are said to have on average."""
+    require_tensor("counts", cells.counts, torch.int64, *heads)
+    require_within("counts", cells.counts, 0, MOST_CELLS)
+    total, most = int(cells.counts.sum()), count * math.prod(heads)
+    require(most - math.prod(heads) < total <= most, f"{total} cells are no {count} for each head")
+    return total
+
+
+def _check_stored(
+    name: str, stored: Stored, layout: Layout, bits: int, shape: tuple[int, ...]
+) -> None:
+    """shape: of the vectors."""
+    width = layout.head_dim
     if bits == 16:
         require_tensor(name, stored, layout.dtype, *shape, width)
         return
@@ -127,4 +145,6 @@ def _check_queries(observed: Queries, layout: Layout, heads: int, time: int) -> 
 
 def _live(segment: Segment, numbers: Tensor) -> Tensor:
     """`[..., length]` of `[..., slots]`: those of the live cells, the oldest first."""
+    if isinstance(segment.block.slots, Ragged):
+        return numbers
     return torch.cat([numbers[..., slot] for slot in segment.slots(0, segment.length)], -1)

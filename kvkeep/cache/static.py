@@ -7,7 +7,7 @@ and where the queries stand, are then values in buffers; everything else is the 
 import torch
 from torch import Tensor
 
-from kvkeep.cache.attention import attend_cells, combine, rows
+from kvkeep.cache.attention import combine, rows
 from kvkeep.cache.rope import Rotation, rotate
 from kvkeep.cache.step import DecodeStep
 
@@ -55,16 +55,5 @@ class StaticStep:
         self._written.keys[layer].index_copy_(1, self.slot, key)
         self._written.values[layer].index_copy_(1, self.slot, v.transpose(0, 1))
         queries = [rotate(q, rotation) for rotation in rotations]
-        parts = [
-            attend_cells(
-                queries[view.rotation],
-                view.keys[layer],
-                view.values[layer],
-                scale=self._scale,
-                bias=None,
-                causal=False,
-                cell_bias=view.cell_bias[layer],
-            )
-            for view in self._views
-        ]
+        parts = [view.attend(layer, queries[view.rotation], self._scale) for view in self._views]
         return rows(combine(parts).out, 1).to(q.dtype)

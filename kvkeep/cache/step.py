@@ -14,6 +14,7 @@ from torch import Tensor
 from kvkeep.cache.attention import Part, attend_cells, combine, hiding, rows
 from kvkeep.cache.block import Cells
 from kvkeep.cache.quantised import Stored, put
+from kvkeep.cache.ragged import Ragged
 from kvkeep.cache.rope import Rope, Rotation, rotate
 from kvkeep.cache.segment import Segment
 from kvkeep.cache.window import Window
@@ -25,7 +26,7 @@ class View:
 
     slots, span: the storage that they lie in, and where in it. origin: the place of its slot 0.
     rotation: which of the step's rotations the queries take towards these cells.
-    bias: `[n, cells]` float32, or None where every query sees every cell.
+    bias: `[n, cells]` float32, or None where every query sees every cell, as of ragged ones.
     """
 
     slots: Cells
@@ -36,7 +37,7 @@ class View:
 
     @cached_property
     def keys(self) -> tuple[Stored, ...]:
-        """For each layer `[kv_heads, cells, head_dim]`."""
+        """For each layer `[kv_heads, cells, head_dim]`, unless they are ragged."""
         return self.slots.stored_keys[:, :, self.span].unbind()
 
     @cached_property
@@ -48,6 +49,20 @@ class View:
     def cell_bias(self) -> tuple[Tensor | None, ...]:
         """For each layer `[kv_heads, cells]` float32, or None."""
         return self.slots.biases(self.span)
+
+    def attend(self, layer: int, q: Tensor, scale: float) -> Part:
+        """q: `[n, heads, head_dim]`, rotated. As `attend_cells`."""
+        if isinstance(self.slots, Ragged):
+            return self.slots.attend(layer, q, scale)
+        return attend_cells(
+            q,
+            self.keys[layer],
+            self.values[layer],
+            scale=scale,
+            bias=self.bias,
+            causal=False,
+            cell_bias=self.cell_bias[layer],
+        )
 
 
 class Step:
@@ -172,18 +187,7 @@ class Step:
         return [rotate(q, rotation) for rotation in self.rotations]
 
     def _attend_views(self, layer: int, queries: list[Tensor]) -> list[Part]:
-        return [
-            attend_cells(
-                queries[view.rotation],
-                view.keys[layer],
-                view.values[layer],
-                scale=self.scale,
-                bias=view.bias,
-                causal=False,
-                cell_bias=view.cell_bias[layer],
-            )
-            for view in self.views
-        ]
+        return [view.attend(layer, queries[view.rotation], self.scale) for view in self.views]
 
 
 def _bias(

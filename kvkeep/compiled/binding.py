@@ -102,6 +102,7 @@ class CSight(Structure):
         ("cell_bias", c_void_p),
         ("cell_bias_layer", c_int64),
         ("cell_bias_head", c_int64),
+        ("offsets", c_void_p),
     )
 
 
@@ -134,6 +135,7 @@ class CPart(Structure):
         ("bias", c_void_p),
         ("cell_bias", c_void_p),
         ("cell_bias_head", c_int64),
+        ("offsets", c_void_p),
     )
 
 

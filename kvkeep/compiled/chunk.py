@@ -6,11 +6,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from kvkeep.cache import Ragged
 from kvkeep.cache.quantised import Stored
 from kvkeep.cache.step import ChunkStep, View
 from kvkeep.compiled import binding as c
 from kvkeep.compiled.binding import require_done
-from kvkeep.compiled.operands import address, biases, kept, require
+from kvkeep.compiled.operands import address, biases, kept, require, row
 
 
 class ChunkAttention:
@@ -19,7 +20,9 @@ class ChunkAttention:
     def __init__(self, step: ChunkStep, kernels: ctypes.CDLL):
         layers = step.new.keys.shape[0]
         for view in step.views:
-            require(len(view.keys) == layers, f"cells of {layers} layers", len(view.keys))
+            cells = view.slots
+            found = cells.counts.shape[0] if isinstance(cells, Ragged) else len(view.keys)
+            require(found == layers, f"cells of {layers} layers", found)
         self._step = step
         self._kernels = kernels
 
@@ -79,6 +82,8 @@ class ChunkAttention:
 
 def _of_view(view: View, layer: int, places: tuple[int, int, int]) -> c.CPart:
     kv_heads, n, head_dim = places
+    if isinstance(view.slots, Ragged):
+        return _ragged(view.slots, layer, kv_heads, head_dim, view.rotation)
     keys, values, cell_bias = view.keys[layer], view.values[layer], view.cell_bias[layer]
     seen = (kv_heads, keys.shape[1], head_dim)
     return _part(keys, values, seen, n, view.rotation, view.bias, False, cell_bias)
@@ -107,4 +112,12 @@ def _part(
         None if bias is None else address(bias, "a bias", torch.float32, (rows, cells)),
         None if cell_bias is None else biases(cell_bias, (kv_heads, cells)),
         0 if cell_bias is None else cell_bias.stride(0),
+        None,
     )
+
+
+def _ragged(cells: Ragged, layer: int, kv_heads: int, head_dim: int, rotation: int) -> c.CPart:
+    keys, values, bias, offsets = row(cells, cells.counts.shape[0], kv_heads, head_dim)
+    offsets += layer * kv_heads * cells.offsets.itemsize
+    most = int(cells.counts[layer].max())
+    return c.CPart(keys, values, most, rotation, 0, 0, None, bias, 0, offsets)

@@ -4,9 +4,12 @@ A kernel trusts its pointers. Whatever is of another dtype, shape or layout is r
 fraction of a microsecond each: a decode step of a small model takes two thousand of them.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from kvkeep.cache import Ragged
 from kvkeep.cache.quantised import SCALE, Stored, scales
 from kvkeep.compiled import binding as c
 from kvkeep.errors import KernelMismatch
@@ -50,6 +53,22 @@ def kept(stored: Stored, shape: tuple[int, ...], *before: int) -> c.CKept:
         c.CStrides(*before, *stored.scale.stride()[:-1]),
         bits,
         0,
+    )
+
+
+def row(cells: Ragged, layers: int, kv_heads: int, head_dim: int) -> tuple[Any, Any, int, int]:
+    """Keys, values, and the addresses of biases and offsets of ragged cells of so many heads.
+
+    Raises KernelMismatch, too, where offsets are not of these cells.
+    """
+    vectors, offsets = (cells.total, head_dim), cells.offsets
+    assert cells.bias is not None
+    require(int(offsets[-1]) == cells.total, f"offsets that end at {cells.total}", offsets[-1])
+    return (
+        kept(cells.stored_keys, vectors, 0, 0),
+        kept(cells.stored_values, vectors, 0, 0),
+        biases(cells.bias, (cells.total,)),
+        address(offsets, "offsets", torch.int64, (layers * kv_heads + 1,)),
     )
 
 

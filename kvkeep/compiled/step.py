@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvkeep.cache import Ragged
 from kvkeep.cache.group_step import Sight, sights
 from kvkeep.cache.step import DecodeStep
 from kvkeep.compiled import binding as c
-from kvkeep.compiled.operands import address, biases, kept
+from kvkeep.compiled.operands import address, biases, kept, row
 from kvkeep.errors import KernelMismatch
 
 
@@ -90,6 +91,8 @@ def _sequence(
 
 
 def _sight(sight: Sight, vectors: tuple[int, int, int]) -> c.CSight:
+    if isinstance(sight.slots, Ragged):
+        return _ragged(sight.slots, len(sight.runs), vectors)
     bias, cell_bias, slots = sight.bias, sight.slots.bias, len(sight.slots)
     first, end, runs = sight.span.start, sight.span.stop, len(sight.runs)
     if not 0 <= first < end <= slots:
@@ -106,4 +109,11 @@ def _sight(sight: Sight, vectors: tuple[int, int, int]) -> c.CSight:
         None if bias is None else address(bias, "a bias", torch.float32, (runs, end - first)),
         None if cell_bias is None else biases(cell_bias, shape),
         *((0, 0) if cell_bias is None else cell_bias.stride()[:2]),
+        None,
     )
+
+
+def _ragged(cells: Ragged, runs: int, vectors: tuple[int, int, int]) -> c.CSight:
+    layers, kv_heads, head_dim = vectors
+    keys, values, bias, offsets = row(cells, layers, kv_heads, head_dim)
+    return c.CSight(keys, values, 0, cells.most, runs, 0, None, bias, 0, 0, offsets)

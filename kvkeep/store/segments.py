@@ -5,12 +5,13 @@ from typing import Any
 
 from torch import Tensor
 
-from kvkeep.cache import Block, Cells, Layout, PositionMap, Segment
+from kvkeep.cache import Block, Cells, Layout, PositionMap, Ragged, Segment
 from kvkeep.cache.quantised import Quantised, Stored
 from kvkeep.cache.state import check_cells
 
 _PLACES = ("positions", "serials")
 _COMPRESSED = (*_PLACES, "bias")
+_RAGGED = (*_COMPRESSED, "counts")
 
 
 def segment_tensors(index: int, segment: Segment) -> dict[str, Tensor]:
@@ -22,10 +23,20 @@ def segment_tensors(index: int, segment: Segment) -> dict[str, Tensor]:
         cells = segment.block.slots.part(slots[0])
     else:
         cells = segment.read(0, segment.length)
-    names = _COMPRESSED if segment.compressed else _PLACES
     tensors = _named(f"segment.{index}.keys", cells.stored_keys)
     tensors |= _named(f"segment.{index}.values", cells.stored_values)
-    return tensors | {f"segment.{index}.{name}": getattr(cells, name) for name in names}
+    return tensors | {f"segment.{index}.{name}": getattr(cells, name) for name in _names(segment)}
+
+
+def is_ragged(segment: Segment) -> bool:
+    """Whether its layers and KV heads have numbers of cells of their own."""
+    return isinstance(segment.block.slots, Ragged)
+
+
+def _names(segment: Segment) -> tuple[str, ...]:
+    if is_ragged(segment):
+        return _RAGGED
+    return _COMPRESSED if segment.compressed else _PLACES
 
 
 def segment_entry(segment: Segment) -> dict[str, Any]:
@@ -42,7 +53,7 @@ def segment_entry(segment: Segment) -> dict[str, Any]:
         "capacity": segment.limit if begun_anew else segment.place + segment.length,
         "slot_order": _in_slot_order(segment),
         "compressed": segment.compressed,
-    }
+    } | ({"ragged": True} if is_ragged(segment) else {})
 
 
 def read_segment(
@@ -55,10 +66,10 @@ def read_segment(
     Where its places are those of a ring that is not full, it lies in line until a cache takes it.
     Raises KeyError, TypeError or ValueError where they are not of one segment.
     """
-    compressed = entry.get("compressed", False)
+    compressed, ragged = entry.get("compressed", False), entry.get("ragged", False)
     layout = layouts[1 if entry["anchor"] else 0]
-    names = _COMPRESSED if compressed else _PLACES
-    cells = Cells(
+    names = _RAGGED if ragged else _COMPRESSED if compressed else _PLACES
+    cells = (Ragged if ragged else Cells)(
         _stored(f"segment.{index}.keys", layout.key_bits, tensors),
         _stored(f"segment.{index}.values", layout.value_bits, tensors),
         *(tensors[f"segment.{index}.{name}"] for name in names),

@@ -15,10 +15,11 @@ from kvkeep.store.codec import Codec, decode, encode
 from kvkeep.store.container import read_container, read_document, write_container
 from kvkeep.store.document import check_document, layout_of
 from kvkeep.store.memory_state import MemoryState
-from kvkeep.store.segments import read_segment, segment_entry, segment_tensors
+from kvkeep.store.segments import is_ragged, read_segment, segment_entry, segment_tensors
 
-KIND, FORMAT = "snapshot", 2
-_OF_PLAIN_CELLS = 1  # the format of a file that holds nothing which its readers cannot ignore
+KIND, FORMAT = "snapshot", 3
+# The formats of files that hold nothing which their readers cannot ignore.
+_OF_PLAIN_CELLS, _OF_EVEN_CELLS = 1, 2
 
 
 @dataclass(frozen=True)
@@ -111,14 +112,16 @@ class Snapshot:
             "created": self.created,
             "notes": self.notes,
         }
-        version = _OF_PLAIN_CELLS if self._plain else FORMAT
-        return write_container(Path(path), KIND, version, document, stored)
+        return write_container(Path(path), KIND, self._format, document, stored)
 
     @property
-    def _plain(self) -> bool:
-        """Whether nothing is quantised or compressed, nor is to be."""
+    def _format(self) -> int:
+        """The oldest whose readers know all that is in it."""
+        if any(is_ragged(segment) for segment in self.segments):
+            return FORMAT
         compressed = any(segment.compressed for segment in self.segments)
-        return self.bits == Bits() and self.observed is None and not compressed
+        plain = self.bits == Bits() and self.observed is None and not compressed
+        return _OF_PLAIN_CELLS if plain else _OF_EVEN_CELLS
 
     @classmethod
     def load(cls, path: str | Path) -> "Snapshot":
@@ -164,9 +167,13 @@ def _decoded(document: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, 
     coding, layout = document["coding"], layout_of(document)
     sizes: dict[str, list[int]] = {}
     for index, entry in enumerate(document["segments"]):
-        shape = [layout.layers, layout.kv_heads, entry["length"], layout.head_dim]
         # Whatever is coded is as long as what is not.
-        require_tensor("serials", tensors[f"segment.{index}.serials"], torch.int64, shape[2])
+        serials, positions = (tensors[f"segment.{index}.{n}"] for n in ("serials", "positions"))
+        require_tensor("serials", serials, torch.int64, entry["length"])
+        shape = [layout.layers, layout.kv_heads, entry["length"], layout.head_dim]
+        if entry.get("ragged", False):
+            require_tensor("positions", positions, torch.int64, None)
+            shape[:3] = [len(positions)]
         sizes |= {f"segment.{index}.{name}": shape for name in ("keys", "values")}
     for name, how in coding.items():
         require(how["shape"] == sizes[name], f"{name} is coded as of another shape")

@@ -24,6 +24,18 @@ struct Kept {
   bool quantised() const { return bits != 16; }
 };
 
+// Cells of which each layer and KV head has a number of its own lie in one row, `strides.layer` and
+// `strides.head` 0. offsets: where each head's begin, and where the last one's end; null where all
+// heads have as many. most: that the head with most of them has.
+struct Own {
+  const std::int64_t* offsets;
+
+  long first(int index) const { return offsets ? offsets[index] : 0; }
+  int count(int index, int most) const {
+    return offsets ? static_cast<int>(offsets[index + 1] - offsets[index]) : most;
+  }
+};
+
 // Those of one layer and KV head, from some cell on. Neighbours lie `stride` bytes apart, and their
 // scales `scale_stride` elements.
 struct Stretch {

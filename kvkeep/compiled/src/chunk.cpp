@@ -96,10 +96,12 @@ class ChunkRun {
     const auto after = std::upper_bound(first_.begin(), first_.end(), block);
     const int p = static_cast<int>(after - first_.begin()) - 1;
     const Part& part = chunk_.part[p];
-    const long cell = long(block - first_[p]) * kCells;
+    const long cell = long(block - first_[p]) * kCells, at = part.own.first(head) + cell;
+    const int there = std::min<int>(kCells, part.own.count(head, part.cells) - cell);
+    if (there <= 0) return;
     // Many queries will read them: transforming the cells back is less than the queries.
-    pack<kDim>(Stretch(part.keys, 0, head).from(cell), Stretch(part.values, 0, head).from(cell), 0,
-               std::min<int>(kCells, part.cells - cell), Hadamard::kUndone, packed(block, head));
+    pack<kDim>(Stretch(part.keys, 0, head).from(at), Stretch(part.values, 0, head).from(at), 0,
+               there, Hadamard::kUndone, packed(block, head));
   }
 
   // The queries of some tokens that share a KV head, over all cells that they see.
@@ -129,15 +131,17 @@ class ChunkRun {
   void over(const Part& part, int first_block, int first, int head, Row* rows, int count) {
     for (int r = 0; r < count; ++r)
       rows[r].query = query(part.rotation, first + r / groups_, head * groups_ + r % groups_);
-    const int seen = part.causal ? first + count / groups_ : part.cells;
-    for (int cell = 0; cell < std::min<int>(seen, part.cells); cell += kCells) {
+    const int there = part.own.count(head, part.cells);
+    const float* cell_bias =
+        part.cell_bias ? part.cell_bias + head * part.cell_bias_head + part.own.first(head) : nullptr;
+    const int seen = part.causal ? first + count / groups_ : there;
+    for (int cell = 0; cell < std::min(seen, there); cell += kCells) {
       for (int r = 0; r < count; ++r) {
         const int token = first + r / groups_;
         rows[r].begin = 0;
-        rows[r].end = std::min(kCells, (part.causal ? token + 1 : part.cells) - cell);
+        rows[r].end = std::min(kCells, (part.causal ? token + 1 : there) - cell);
         rows[r].bias = part.bias ? part.bias + std::size_t(token) * part.bias_row + cell : nullptr;
-        rows[r].cell_bias =
-            part.cell_bias ? part.cell_bias + head * part.cell_bias_head + cell : nullptr;
+        rows[r].cell_bias = cell_bias ? cell_bias + cell : nullptr;
       }
       attend<kDim>(packed(first_block + cell / kCells, head), chunk_.scale, rows, count, Ahead{});
     }

@@ -6,7 +6,8 @@
 
 namespace kvkeep {
 
-// Cells of one layer that the chunk's queries see.
+// Cells of one layer that the chunk's queries see; of ragged ones `cells` are those of the head that
+// has most.
 struct Part {
   Kept keys, values;
   std::int32_t cells;
@@ -16,6 +17,7 @@ struct Part {
   const float* bias;      // [tokens or 1, cells], or null
   const float* cell_bias;  // [kv_heads, cells] with heads `cell_bias_head` apart, or null
   std::int64_t cell_bias_head;
+  Own own;  // by KV heads
 };
 
 // q: [tokens, heads, head_dim], k and v: [tokens, kv_heads, head_dim], all dense and unrotated.

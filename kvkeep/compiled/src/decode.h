@@ -1,5 +1,5 @@
 // One token of each of several sequences, through all layers. The structures are the interface to
-// Python: kvkeep/compiled/library.py has the same in ctypes.
+// Python: kvkeep/compiled/binding.py has the same in ctypes.
 #pragma once
 
 #include "cells.h"
@@ -36,7 +36,8 @@ struct Sequence {
   Bf16* queries;             // out: [layers, heads, head_dim], unrotated; or null
 };
 
-// Stored cells that some queries see. first, cells: the stretch of slots from `keys`, `values` on.
+// Stored cells that some queries see. first, cells: the stretch of slots from `keys`, `values` on; of
+// ragged ones `first` and `origin` are 0, and `cells` are those of the head that has most.
 struct Sight {
   Kept keys, values;
   std::int32_t first, cells;
@@ -45,6 +46,7 @@ struct Sight {
   const float* bias;       // [runs, cells], or null
   const float* cell_bias;  // of the first slot, layer and KV head; or null
   std::int64_t cell_bias_layer, cell_bias_head;
+  Own own;  // by layers and KV heads
 };
 
 // A sequence looking at a sight, from a position of its own. All runs of a sequence follow one

@@ -20,6 +20,7 @@ class AttentionRuns {
   AttentionRuns(const Model& model, const Step& step)
       : step_(step),
         heads_(model.heads),
+        kv_heads_(model.kv_heads),
         groups_(model.heads / model.kv_heads),
         scale_(model.scale),
         rotated_(std::size_t(step.runs) * model.heads * kDim) {
@@ -67,42 +68,48 @@ class AttentionRuns {
     Packed<kDim> block;
     std::vector<Row>& rows = rows_[me];  // with room for all
     const Sight& sight = step_.sight[unit.sight];
+    const int index = layer * kv_heads_ + unit.head;
+    const long own = sight.own.first(index);
+    const int upto = sight.first + sight.own.count(index, sight.cells);
     const int first = std::max(sight.first, unit.chunk * kChunk - sight.origin);
-    const int end = std::min(sight.first + sight.cells, (unit.chunk + 1) * kChunk - sight.origin);
+    const int end = std::min(upto, (unit.chunk + 1) * kChunk - sight.origin);
     rows.clear();
-    for (int index = 0; index < sight.runs; ++index)
+    for (int i = 0; i < sight.runs; ++i)
       for (int g = 0; g < groups_; ++g) {
         const int head = unit.head * groups_ + g;
-        const std::size_t at = found_at(unit.sight, index, unit.chunk, head);
-        float* out = out_->get() + at * kDim;
+        const std::size_t at = found_at(unit.sight, i, unit.chunk, head);
         (*found_)[at] = Found{};
+        if (first >= end) continue;  // a head that has fewer cells than another
+        float* out = out_->get() + at * kDim;
         std::fill_n(out, kDim, 0.f);
-        const int run = runs_of_[unit.sight][index];
+        const int run = runs_of_[unit.sight][i];
         rows.push_back({query(run, head), nullptr, nullptr, 0, 0, found_->get() + at, out});
       }
-    const Stretch keys(sight.keys, layer, unit.head), values(sight.values, layer, unit.head);
+    if (first >= end) return;
+    const Stretch keys = Stretch(sight.keys, layer, unit.head).from(own);
+    const Stretch values = Stretch(sight.values, layer, unit.head).from(own);
     const bool plain = !keys.quantised() && !values.quantised();
     // Blocks begin at places that are multiples of their size, whichever cells are looked at and
     // wherever they are stored: sums then come out the same to the last bit, whoever else runs.
     // With origin 70, slots 0 to 57 are the end of the second block, which begins at slot -6.
     const int begin = (sight.origin + first) / kCells * kCells - sight.origin;
     for (int slot = begin; slot < end; slot += kCells) {
-      const int from = std::max(first - slot, 0), upto = std::min(kCells, end - slot);
-      pack<kDim>(keys.from(slot), values.from(slot), from, upto, Hadamard::kKept, block);
+      const int from = std::max(first - slot, 0), to = std::min(kCells, end - slot);
+      pack<kDim>(keys.from(slot), values.from(slot), from, to, Hadamard::kKept, block);
       for (std::size_t r = 0; r < rows.size(); ++r) {
-        rows[r].begin = from, rows[r].end = upto;
+        rows[r].begin = from, rows[r].end = to;
         if (sight.bias)
           rows[r].bias =
               sight.bias + static_cast<long>(r / groups_) * sight.cells + slot - sight.first;
         if (sight.cell_bias)
           rows[r].cell_bias = sight.cell_bias + layer * sight.cell_bias_layer +
-                              unit.head * sight.cell_bias_head + slot;
+                              unit.head * sight.cell_bias_head + own + slot;
       }
       const int next = slot + kCells;
       Ahead ahead{};
       if (plain)
         ahead = {keys.from(next).plain(), values.from(next).plain(), keys.plain_stride(),
-                 values.plain_stride(), std::clamp(sight.first + sight.cells - next, 0, kCells)};
+                 values.plain_stride(), std::clamp(upto - next, 0, kCells)};
       attend<kDim>(block, scale_, rows.data(), static_cast<int>(rows.size()), ahead);
     }
   }
@@ -168,7 +175,7 @@ class AttentionRuns {
   }
 
   const Step& step_;
-  const int heads_, groups_;
+  const int heads_, kv_heads_, groups_;
   const float scale_;
   Buffer<Bf16> rotated_;
   std::vector<Unit> units_;

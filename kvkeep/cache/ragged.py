@@ -1,0 +1,207 @@
+"""Compressed cells of which each layer and KV head has a number of its own."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from kvkeep.cache.attention import HIDDEN, Part, attend_cells
+from kvkeep.cache.block import NO_TOKEN, Cells, Layout
+from kvkeep.cache.quantised import Quantised, Stored, joined_along, quantise, restored
+
+_ZERO = torch.zeros(1, dtype=torch.int64, device="cpu")
+
+
+@dataclass(frozen=True)
+class Ragged(Cells):
+    """Cells in one row: those of layer 0 and KV head 0, oldest first, those of head 1, and so on.
+
+    stored_keys, stored_values: `[total, head_dim]`. positions, bias: `[total]`. counts: `[layers,
+    kv_heads]` int64 on the CPU. serials: as many as heads have on average, rounded up; that is its
+    length, too. With two layers of two heads that have 3, 0, 4 and 2 cells, a total of 9:
+
+        counts   [[3, 0], [4, 2]]
+        offsets  0, 3, 3, 7, 9       head 0 of layer 1 has the cells 3 to 6; the length is 3
+    """
+
+    counts: Tensor = field(default_factory=_ZERO.clone)
+
+    @classmethod
+    def of(cls, cells: Cells) -> "Ragged":
+        """The same cells: ragged ones, or compressed ones of which all heads have as many."""
+        if isinstance(cells, Ragged):
+            return cells
+        counts = torch.full(cells.stored_keys.shape[:2], len(cells), dtype=torch.int64)
+        return cls._of(_in_a_row(cells), counts)
+
+    @classmethod
+    def of_heads(cls, heads: Sequence[Cells], layers: int) -> "Ragged":
+        """heads: compressed cells `[1, 1, n, ...]` of each head, those of layer 0 first."""
+        counts = torch.tensor([len(cells) for cells in heads], dtype=torch.int64, device="cpu")
+        return cls._of(_end_to_end(map(_in_a_row, heads)), counts.view(layers, -1))
+
+    def chosen(self, which: Tensor) -> "Ragged":
+        """Some of them, copied. which: bool `[total]`."""
+        before = torch.cat((_ZERO, which.cpu().cumsum(0)))[self.offsets]
+        return self._of(_rows(self, which.nonzero()[:, 0]), before.diff().view_as(self.counts))
+
+    @classmethod
+    def _joined(cls, parts: Sequence[Cells]) -> "Ragged":
+        """Of each head the cells of all parts, in their order; copied."""
+        ragged = [cls.of(part) for part in parts]
+        heads = torch.arange(ragged[0].counts.numel(), dtype=torch.int64, device="cpu")
+        owners = [heads.repeat_interleave(part.counts.flatten()) for part in ragged]
+        order = torch.cat(owners).argsort(stable=True)
+        counts = torch.stack([part.counts for part in ragged]).sum(0)
+        return cls._of(_rows(_end_to_end(ragged), order), counts)
+
+    @classmethod
+    def _of(cls, row: Cells, counts: Tensor) -> "Ragged":
+        serials = _of_no_token(-(-int(counts.sum()) // counts.numel()))
+        keys, values = row.stored_keys, row.stored_values
+        return cls(keys, values, row.positions, serials, row.bias, counts)
+
+    @property
+    def total(self) -> int:
+        """Over all layers and heads."""
+        return self.positions.shape[0]
+
+    @cached_property
+    def offsets(self) -> Tensor:
+        """`[layers * kv_heads + 1]` int64: where each head's cells begin, and where all end."""
+        return torch.cat((_ZERO, self.counts.flatten().cumsum(0)))
+
+    @cached_property
+    def _bounds(self) -> list[int]:
+        bounds: list[int] = self.offsets.tolist()
+        return bounds
+
+    @cached_property
+    def most(self) -> int:
+        """Cells of the head that has most."""
+        return int(self.counts.max())
+
+    def of_head(self, layer: int, head: int) -> slice:
+        """Where the cells of a head are in the row."""
+        index = layer * self.counts.shape[1] + head
+        return slice(self._bounds[index], self._bounds[index + 1])
+
+    def head(self, layer: int, head: int) -> Cells:
+        """The cells of one head, `[1, 1, n, ...]`, not copied."""
+        where = self.of_head(layer, head)
+        assert self.bias is not None
+        return Cells(
+            self.stored_keys[where][None, None],
+            self.stored_values[where][None, None],
+            self.positions[None, None, where],
+            _of_no_token(where.stop - where.start),
+            self.bias[None, None, where],
+        )
+
+    def heads(self) -> Iterator[tuple[int, int, Cells]]:
+        """(layer, KV head, its cells), those of layer 0 first."""
+        layers, kv_heads = self.counts.shape
+        for layer in range(layers):
+            for head in range(kv_heads):
+                yield layer, head, self.head(layer, head)
+
+    def part(self, where: slice) -> "Ragged":
+        """All of it: heads have no cells in common that a slice could mean."""
+        assert where.indices(len(self)) == (0, len(self), 1), "ragged cells are taken whole"
+        return self
+
+    def write(self, where: slice, cells: Cells) -> None:
+        raise AssertionError("ragged cells are replaced, never written")
+
+    def biases(self, where: slice) -> tuple[Tensor | None, ...]:
+        raise AssertionError("each head of ragged cells has a bias of its own length")
+
+    def attend(self, layer: int, q: Tensor, scale: float) -> Part:
+        """As `attend_cells`, over a layer's cells; every query sees every cell of its KV head."""
+        n, heads, head_dim = q.shape
+        kv_heads = self.counts.shape[1]
+        groups = heads // kv_heads
+        q, parts = q.view(n, kv_heads, groups, head_dim), []
+        for head in range(kv_heads):
+            where = self.of_head(layer, head)
+            if where.start == where.stop:
+                shape = (groups, 1, n) if n > 1 else (1, 1, groups)
+                out = torch.zeros(*shape, head_dim, dtype=q.dtype, device=q.device)
+                none = torch.full(shape, HIDDEN, dtype=torch.float32, device=q.device)
+                parts.append(Part(out, none))
+                continue
+            assert self.bias is not None
+            parts.append(
+                attend_cells(
+                    q[:, head],
+                    self.stored_keys[where][None],
+                    self.stored_values[where][None],
+                    scale=scale,
+                    bias=None,
+                    causal=False,
+                    cell_bias=self.bias[where][None],
+                )
+            )
+        return Part(torch.cat([p.out for p in parts], 1), torch.cat([p.log_sum for p in parts], 1))
+
+    def kept_as(self, layout: Layout) -> "Ragged":
+        """The same cells as a layout keeps them; themselves, if they are kept so."""
+        keys = _kept(self.stored_keys, layout.key_bits, layout.dtype)
+        values = _kept(self.stored_values, layout.value_bits, layout.dtype)
+        if keys is self.stored_keys and values is self.stored_values:
+            return self
+        return replace(self, stored_keys=keys, stored_values=values)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (*super().tensors(), self.counts)
+
+
+def _in_a_row(cells: Cells) -> Cells:
+    """Compressed cells of which all heads have as many, `[layers * kv_heads * n, ...]`."""
+    assert cells.bias is not None
+    return Cells(
+        _flat(cells.stored_keys),
+        _flat(cells.stored_values),
+        cells.positions.reshape(-1),
+        cells.serials,
+        cells.bias.reshape(-1),
+    )
+
+
+def _end_to_end(rows: Iterable[Cells]) -> Cells:
+    each = list(rows)
+    return Cells(
+        joined_along([row.stored_keys for row in each], 0),
+        joined_along([row.stored_values for row in each], 0),
+        torch.cat([row.positions for row in each]),
+        _of_no_token(0),
+        torch.cat([row.bias for row in each if row.bias is not None]),
+    )
+
+
+def _rows(row: Cells, which: Tensor) -> Cells:
+    """which: indices."""
+    there, here = which.to(row.stored_keys.device), which.cpu()
+    assert row.bias is not None
+    keys, values = row.stored_keys[there], row.stored_values[there]
+    return Cells(keys, values, row.positions[here], _of_no_token(0), row.bias[there])
+
+
+def _flat(stored: Stored) -> Stored:
+    if isinstance(stored, Quantised):
+        return Quantised(stored.data.flatten(0, -2), stored.scale.flatten(0, -2))
+    return stored.flatten(0, -2)
+
+
+def _kept(stored: Stored, bits: int, dtype: torch.dtype) -> Stored:
+    if isinstance(stored, Quantised) and stored.bits == bits:
+        return stored
+    if bits == 16:
+        return restored(stored, dtype)
+    return quantise(restored(stored, torch.float32), bits)
+
+
+def _of_no_token(count: int) -> Tensor:
+    return torch.full((count,), NO_TOKEN, dtype=torch.int64, device="cpu")
