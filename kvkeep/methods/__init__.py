@@ -3,7 +3,8 @@
 from kvkeep.errors import InvalidArgument
 from kvkeep.methods.average import Average
 from kvkeep.methods.base import Candidates, Compressed, Eviction, Method, as_compressed
-from kvkeep.methods.compression import Compression, compress
+from kvkeep.methods.budget import BUDGETS, Budget, best_of_all, check_budget
+from kvkeep.methods.compression import Compression, compress, score
 from kvkeep.methods.expected_attention import ExpectedAttention
 from kvkeep.methods.fitted import Fitted
 from kvkeep.methods.h2o import H2O
@@ -18,7 +19,9 @@ from kvkeep.methods.tova import TOVA
 
 __all__ = [
     "BEST",
+    "BUDGETS",
     "METHODS",
+    "Budget",
     "Candidates",
     "Compressed",
     "Compression",
@@ -26,8 +29,11 @@ __all__ = [
     "Method",
     "Statistics",
     "as_compressed",
+    "best_of_all",
+    "check_budget",
     "compress",
     "make_method",
+    "score",
 ]
 
 _ALL: tuple[type[Method], ...] = (

@@ -8,7 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvkeep.cache import NO_TOKEN, Cells, Queries, Rope
+from kvkeep.cache import NO_TOKEN, Cells, Queries, Ragged, Rope
+from kvkeep.methods.budget import Budget
 from kvkeep.methods.statistics import Statistics
 
 
@@ -35,13 +36,35 @@ class Candidates:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """(layers, kv_heads, n)."""
+        """(layers, kv_heads, n); not of ragged cells."""
         layers, kv_heads, count, _ = self.cells.keys.shape
         return layers, kv_heads, count
+
+    @property
+    def layers_and_heads(self) -> tuple[int, int]:
+        """(layers, kv_heads), of ragged cells, too."""
+        cells = self.cells
+        shape = (cells.counts if isinstance(cells, Ragged) else cells.stored_keys).shape
+        return shape[0], shape[1]
 
     def part(self, where: slice) -> "Candidates":
         """Some of them."""
         return replace(self, cells=self.cells.part(where))
+
+    def head(self, layer: int, head: int, cells: Cells) -> "Candidates":
+        """Cells of one layer and KV head, `[1, 1, n, ...]`, and what is known of that."""
+        queries, known = self.queries, self.statistics
+        if queries is not None:
+            groups = queries.values.shape[1] // self.layers_and_heads[1]
+            own = slice(head * groups, (head + 1) * groups)
+            queries = Queries(queries.values[layer : layer + 1, own], queries.times)
+        return replace(
+            self,
+            cells=cells,
+            queries=queries,
+            statistics=None if known is None else known.head(layer, head),
+            seed=hash((self.seed, layer, head)),
+        )
 
     def layers(self, where: slice) -> "Candidates":
         """All of them in some layers, of which neither queries nor statistics are known."""
@@ -103,10 +126,15 @@ class Compressed:
 
 
 class Method(ABC):
-    """observes: whether it decides by the newest queries, where somebody observes them."""
+    """observes: whether it decides by the newest queries, where somebody observes them.
+
+    budget: how cells are shared out unless somebody says otherwise; only an `Eviction` can let
+    heads compete.
+    """
 
     name: ClassVar[str]
     observes: ClassVar[bool] = False
+    budget: ClassVar[Budget] = "uniform"
 
     def needs_queries(self, statistics: Statistics | None) -> bool:
         """Whether it cannot do without them."""

@@ -4,8 +4,11 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvkeep.cache import Cells
-from kvkeep.methods.base import Candidates, Compressed, Method, as_compressed
+import torch
+from torch import Tensor
+
+from kvkeep.cache import Cells, Ragged
+from kvkeep.methods.base import Candidates, Compressed, Eviction, Method, as_compressed
 
 CHUNK = 512  # cells that are decided on together
 
@@ -30,9 +33,15 @@ def compress(
     """Leaves `count` cells (1 to n), as evenly over the chunks as can be.
 
     A chunk of which nothing is left gives no cells, and is told of like the others. The work for a
-    chunk is the same however many there are.
+    chunk is the same however many there are. Ragged cells are one chunk.
     """
     total = len(candidates)
+    if isinstance(candidates.cells, Ragged):
+        begun = time.perf_counter()
+        found = _each_head(method, candidates, candidates.cells, count)
+        took = time.perf_counter() - begun
+        yield found.cells, Compression(total, len(found.cells), found.merged, took)
+        return
     for first in range(0, total, CHUNK):
         upto = min(first + CHUNK, total)
         quota = count * upto // total - count * first // total
@@ -42,7 +51,35 @@ def compress(
         yield found.cells, Compression(upto - first, quota, found.merged, took)
 
 
+def score(method: Eviction, candidates: Candidates) -> Tensor:
+    """What each cell is worth, chunk by chunk: `[layers, kv_heads, n]`, of ragged cells `[total]`.
+
+    So far as a method compares cells at all, it compares those of one layer and KV head.
+    """
+    cells = candidates.cells
+    if isinstance(cells, Ragged):
+        found = [
+            score(method, candidates.head(layer, head, own)).flatten()
+            for layer, head, own in cells.heads()
+            if len(own)
+        ]
+        return torch.cat(found)
+    chunks = [slice(first, first + CHUNK) for first in range(0, len(candidates), CHUNK)]
+    return torch.cat([method.score(candidates.part(chunk)) for chunk in chunks], -1)
+
+
 def _compressed(method: Method, chunk: Candidates, quota: int) -> Compressed:
     if quota:
         return method.compress(chunk, quota)
     return Compressed(as_compressed(chunk.cells.part(slice(0, 0))))
+
+
+def _each_head(method: Method, candidates: Candidates, cells: Ragged, count: int) -> Compressed:
+    """Leaves as large a share of each head's cells as `count` is of their mean."""
+    left, merged = [], 0.0
+    for layer, head, own in cells.heads():
+        quota = min(len(own), -(-len(own) * count // len(cells)))
+        found = _compressed(method, candidates.head(layer, head, own), quota)
+        left.append(found.cells)
+        merged += found.merged / cells.counts.numel()
+    return Compressed(Ragged.of_heads(left, cells.counts.shape[0]), merged)

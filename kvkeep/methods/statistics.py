@@ -22,6 +22,11 @@ class Statistics:
     moment: Tensor
     tolerance: Tensor
 
+    def head(self, layer: int, head: int) -> "Statistics":
+        """What is known of one KV head, of shape `[1, 1, ...]`."""
+        own = slice(layer, layer + 1), slice(head, head + 1)
+        return Statistics(self.mean[own], self.moment[own], self.tolerance[own])
+
     @cached_property
     def emphasis(self) -> Tensor:
         """`[layers, kv_heads, head_dim, head_dim]`: keys times it differ as queries see them.

@@ -1,15 +1,28 @@
 """Compressing what a session holds, once."""
 
 import math
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
-from kvkeep.cache import Queries, Segment, joined
+from kvkeep.cache import Cells, Queries, Ragged, Segment, joined
 from kvkeep.cache.observer import LIMIT
 from kvkeep.errors import InvalidArgument
-from kvkeep.methods import Candidates, Compression, Method, Statistics, compress
+from kvkeep.methods import (
+    Budget,
+    Candidates,
+    Compression,
+    Eviction,
+    Method,
+    Statistics,
+    as_compressed,
+    best_of_all,
+    compress,
+    score,
+)
 from kvkeep.session.memory import Memory
 
 SINKS = 4
@@ -20,10 +33,12 @@ class CompressionReport:
     """What compressing a session did.
 
     cells_before, cells_after: of each KV head. bytes_before, bytes_after: of their storage.
-    chunks: what was compressed together, up to 512 cells each.
+    budget: whether heads competed for them. chunks: what was compressed together, up to 512 cells
+    each; where heads compete, a run of cells between those that stay.
     """
 
     method: str
+    budget: Budget
     ratio: float
     cells_before: int
     cells_after: int
@@ -32,71 +47,147 @@ class CompressionReport:
     chunks: tuple[Compression, ...]
 
 
+@dataclass(frozen=True)
+class Compressing:
+    """How a memory is to be compressed, once.
+
+    recent: of the newest cells, how many stay as they are. seed: of what is drawn. statistics: of
+    the model. progress: told of cells as they are through.
+    """
+
+    method: Method
+    ratio: float
+    budget: Budget
+    recent: int = 64
+    seed: int = 0
+    statistics: Statistics | None = None
+    progress: Callable[[int], None] | None = None
+
+    def check(self) -> None:
+        """Raises InvalidArgument for what cannot be."""
+        if not self.ratio > 1 or self.recent < 1:
+            raise InvalidArgument(
+                "compressing takes a ratio above 1 and 1 or more recent cells; found "
+                f"{self.ratio} and {self.recent}"
+            )
+        if self.budget == "heads" and not isinstance(self.method, Eviction):
+            raise InvalidArgument(
+                f'method "{self.method.name}" has no scores by which heads could compete: take '
+                'budget="uniform", or a method that scores'
+            )
+
+
 @torch.inference_mode()
-def compress_held(
-    memory: Memory,
-    method: Method,
-    ratio: float,
-    recent: int = 64,
-    seed: int = 0,
-    statistics: Statistics | None = None,
-    progress: Callable[[int], None] | None = None,
-) -> tuple[Memory, CompressionReport]:
-    """The memory with all cells compressed but the first four, the newest `recent`, the pinned.
+def compress_held(memory: Memory, how: Compressing) -> tuple[Memory, CompressionReport]:
+    """The memory with all cells compressed but the first four, the newest, the pinned.
 
     The given one stays as it is. Raises InvalidArgument before anything is evaluated.
     """
-    _check_asked(memory, ratio, recent)
-    cache, before, nbytes = memory.cache, memory.cache.cells, memory.cache.nbytes
-    first_recent = before - recent
-    runs = cache.runs(
-        lambda rank, serial: rank < SINKS or rank >= first_recent or serial in memory.pins
-    )
-    total = sum(count for _, kept, _, count in runs if not kept)
-    left = math.ceil(before / ratio) - (before - total)
-    if left < len(runs):
-        raise InvalidArgument(
-            f"{before} cells cannot become {ratio:g} times fewer with the first {SINKS}, the "
-            f"newest {recent} and {len(memory.pins)} pinned ones kept as they are: take a smaller "
-            "ratio, or keep fewer"
-        )
-    queries = _newest_queries(memory) if method.needs_queries(statistics) else None
-    segments, chunks, seen = [], [], 0
-    for segment, kept, first, count in runs:
-        cells = segment.read(first, count)
-        if kept:
-            segments.append(Segment.of(cache.layout, cells, segment.map, segment.anchor))
-            continue
-        quota = left * (seen + count) // total - left * seen // total
-        seen += count
-        near = queries.seen_from(segment.map) if queries else None
-        plain = cells.restored(cache.layout.dtype)
-        candidates = Candidates(plain, cache.rope, cache.scale, near, statistics, seed)
-        for fewer, compression in compress(method, candidates, min(quota, count)):
-            if len(fewer):
-                segments.append(Segment.of(cache.layout, fewer, segment.map, segment.anchor))
-            chunks.append(compression)
-            if progress:
-                progress(compression.cells_before)
-    compressed = memory.successor()
-    compressed.cache.segments = joined(segments)
-    after = compressed.cache
-    return compressed, CompressionReport(
-        method.name, ratio, before, after.cells, nbytes, after.nbytes, tuple(chunks)
-    )
-
-
-def _check_asked(memory: Memory, ratio: float, recent: int) -> None:
+    how.check()
     if memory.policy.name != "full":
         raise InvalidArgument(
             f'policy "{memory.policy.name}" cannot be compressed at once: policy="archive" '
             'compresses as it goes, policy="full" when it is asked to'
         )
-    if not ratio > 1 or recent < 1:
+    cache, before, nbytes = memory.cache, memory.cache.cells, memory.cache.nbytes
+    first_recent = before - how.recent
+    runs = cache.runs(
+        lambda rank, serial: rank < SINKS or rank >= first_recent or serial in memory.pins
+    )
+    left = _to_be_left(memory, how, runs)
+    share = _by_heads if how.budget == "heads" else _evenly
+    chunks, found = [], iter(share(_candidates(memory, how, runs), left, how))
+    segments = []
+    for segment, kept, first, count in runs:
+        parts = [segment.read(first, count)]
+        if not kept:
+            compressed = next(found)
+            parts = [cells for cells, _ in compressed]
+            chunks += [compression for _, compression in compressed]
+        segments += [
+            Segment.of(cache.layout, cells, segment.map, segment.anchor)
+            for cells in parts
+            if len(cells)
+        ]
+    after = memory.successor()
+    after.cache.segments = joined(segments)
+    return after, CompressionReport(
+        how.method.name,
+        how.budget,
+        how.ratio,
+        before,
+        after.cache.cells,
+        nbytes,
+        after.cache.nbytes,
+        tuple(chunks),
+    )
+
+
+_Run: TypeAlias = tuple[Segment, bool, int, int]  # see `KVCache.runs`
+_Done: TypeAlias = list[tuple[Cells, Compression]]
+
+
+def _to_be_left(memory: Memory, how: Compressing, runs: Sequence[_Run]) -> int:
+    """Cells for each KV head that those to be compressed become. Raises InvalidArgument if none."""
+    before = memory.cache.cells
+    total = sum(count for _, kept, _, count in runs if not kept)
+    left = math.ceil(before / how.ratio) - (before - total)
+    if left < len(runs):
         raise InvalidArgument(
-            f"compressing takes a ratio above 1 and 1 or more recent cells; found {ratio} "
-            f"and {recent}"
+            f"{before} cells cannot become {how.ratio:g} times fewer with the first {SINKS}, the "
+            f"newest {how.recent} and {len(memory.pins)} pinned ones kept as they are: take a "
+            "smaller ratio, or keep fewer"
         )
+    return left
+
+
+def _candidates(memory: Memory, how: Compressing, runs: Sequence[_Run]) -> list[Candidates]:
+    """Of each run that is to be compressed, its cells and what is known of them."""
+    cache, method = memory.cache, how.method
+    queries = _newest_queries(memory) if method.needs_queries(how.statistics) else None
+    found = []
+    for segment, kept, first, count in runs:
+        if not kept:
+            near = queries.seen_from(segment.map) if queries else None
+            plain = segment.read(first, count).restored(cache.layout.dtype)
+            found.append(Candidates(plain, cache.rope, cache.scale, near, how.statistics, how.seed))
+    return found
+
+
+def _evenly(runs: list[Candidates], left: int, how: Compressing) -> Iterator[_Done]:
+    """Each run becomes as many times fewer, in each KV head."""
+    total, seen = sum(map(len, runs)), 0
+    for candidates in runs:
+        count = len(candidates)
+        quota = left * (seen + count) // total - left * seen // total
+        seen += count
+        done: _Done = []
+        for each in compress(how.method, candidates, min(quota, count)):
+            done.append(each)
+            _tell(how, each[1].cells_before)
+        yield done
+
+
+def _by_heads(runs: list[Candidates], left: int, how: Compressing) -> Iterator[_Done]:
+    """Those cells stay that are worth most, whichever runs, layers and KV heads they are in."""
+    assert isinstance(how.method, Eviction)
+    scores = []
+    begun = time.perf_counter()
+    for candidates in runs:
+        scores.append(score(how.method, candidates))
+        _tell(how, len(candidates))
+    heads = runs[0].layers_and_heads
+    best = best_of_all(scores, left * math.prod(heads))
+    took = (time.perf_counter() - begun) / sum(map(len, runs))
+    for candidates, which in zip(runs, best, strict=True):
+        cells = Ragged.of(as_compressed(candidates.cells)).chosen(which.flatten())
+        count = len(candidates)
+        yield [(cells, Compression(count, len(cells), 0.0, took * count))]
+
+
+def _tell(how: Compressing, cells: int) -> None:
+    if how.progress:
+        how.progress(cells)
 
 
 def _newest_queries(memory: Memory) -> Queries | None:

@@ -7,9 +7,9 @@ from dataclasses import replace
 from kvkeep import arguments
 from kvkeep.computing import computing
 from kvkeep.errors import InvalidArgument
-from kvkeep.methods import BEST, make_method
+from kvkeep.methods import BEST, Budget, check_budget, make_method
 from kvkeep.session.calibration import Calibration
-from kvkeep.session.compressing import CompressionReport, compress_held
+from kvkeep.session.compressing import Compressing, CompressionReport, compress_held
 from kvkeep.session.edit import EditReport, Recompute, prepare_edit
 from kvkeep.session.held import Held
 from kvkeep.session.spans import Place, after_edit
@@ -150,17 +150,21 @@ class Context(Held):
         seed: int = 0,
         calibration: Calibration | None = None,
         progress: Callable[[int], None] | None = None,
+        budget: Budget | None = None,
     ) -> CompressionReport:
         """Leaves `ratio` times fewer cells, once; each KV head keeps its own.
 
-        The first four, the newest `recent` and pinned cells stay as they are. Of the others each
-        512 become so many fewer. What the method keeps, merges or forgets cannot be edited or
-        named any more. Policy "full" only: "archive" compresses as it goes.
+        The first four, the newest `recent` and pinned cells stay as they are. What the method
+        keeps, merges or forgets cannot be edited or named any more. Policy "full" only: "archive"
+        compresses as it goes.
 
         Args:
             method: see `kvkeep.methods`. seed: of method "random".
             calibration: what is known of the model, for methods that decide by it.
             progress: called after each chunk with the number of cells that were in it.
+            budget: "uniform", each 512 cells become so many fewer in every layer and KV head, or
+                "heads", whatever is worth most stays, in whichever head it is: some then keep
+                much, and others nothing. None: what is best for the method.
 
         Raises InvalidArgument where that cannot be done, before anything is changed.
         """
@@ -170,8 +174,11 @@ class Context(Held):
         if calibration is not None:
             arguments.instance("calibration", calibration, Calibration).require(self._model)
         statistics = calibration.statistics if calibration else None
+        if budget is not None:
+            check_budget(budget)
         memory, report = compress_held(
-            self._memory, chosen, ratio, recent, seed, statistics, progress
+            self._memory,
+            Compressing(chosen, ratio, budget or chosen.budget, recent, seed, statistics, progress),
         )
         self._state = replace(self._state, memory=memory)
         trim_heap()
