@@ -1,6 +1,7 @@
 """Fixtures that several packages' tests share."""
 
 import json
+import os
 import shutil
 import signal
 from collections.abc import Iterator
@@ -32,8 +33,12 @@ settings.register_profile("same", deadline=None, derandomize=True, suppress_heal
 settings.register_profile("new", deadline=None, print_blob=True, suppress_health_check=SLOW)
 settings.load_profile("same")
 
+# Processes that share the tests out share the cores, too, as do the processes that they start:
+# threads that wait for one another on a core less are ten times as slow.
+THREADS = max(1, torch.get_num_threads() // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+os.environ["OMP_NUM_THREADS"] = str(THREADS)
+
 # A tiny model on several threads mostly waits for them, the more so on a busy machine.
-THREADS = torch.get_num_threads()
 torch.set_num_threads(1)
 
 
