@@ -253,6 +253,8 @@ class ChunkStep(Step):
     """Several tokens. Their cells are held apart until every layer has been through.
 
     new: their cells. own_bias: `[n, n]`, or None where each query sees what came before it.
+    log_sums: `[layers, heads, n]` float32, where they are wanted: the natural log of the sum that
+        each query's softmax divides by.
     """
 
     def __init__(
@@ -267,6 +269,7 @@ class ChunkStep(Step):
         super().__init__(segments, window, time, count, rope, scale)
         self._held = sum(s.length for s in segments if not s.anchor)
         self.new = Cells.empty(self.newest.layout.plain, count)
+        self.log_sums: Tensor | None = None
         self.own_bias = self._band() if self.evicted[-1] > self._held else None
 
     def _band(self) -> Tensor:
@@ -290,8 +293,10 @@ class ChunkStep(Step):
             bias=self.own_bias,
             causal=self.own_bias is None,
         )
-        parts = [own, *self._attend_views(layer, queries)]
-        return rows(combine(parts).out, self.count).to(q.dtype)
+        found = combine([own, *self._attend_views(layer, queries)])
+        if self.log_sums is not None:
+            self.log_sums[layer] = found.log_sum.transpose(0, 1).flatten(0, 1)
+        return rows(found.out, self.count).to(q.dtype)
 
     def commit(self, serial: int) -> None:
         positions = torch.tensor(self.where[0], dtype=torch.int64, device="cpu")

@@ -159,6 +159,7 @@ class CChunk(Structure):
         ("new_value_head", c_int64),
         ("part", POINTER(CPart)),
         ("out", c_void_p),
+        ("log_sums", c_void_p),
     )
 
 

@@ -74,6 +74,9 @@ class ChunkAttention:
             values.stride(0),
             (c.CPart * len(parts))(*parts),
             out.data_ptr(),
+            None
+            if step.log_sums is None
+            else address(step.log_sums[layer], "log sums", torch.float32, (heads, n)),
         )
         step.observe(layer, q)
         require_done(self._kernels.kvkeep_attend_chunk(chunk))

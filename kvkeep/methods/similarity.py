@@ -14,15 +14,18 @@ BLOCK = 256  # rows compared with all older ones at a time
 def most_similar(x: Tensor, among: Tensor) -> tuple[Tensor, Tensor]:
     """The largest product of each vector with one of others, and with which.
 
-    x: `[layers, kv_heads, n, width]` bfloat16, among: `[layers, kv_heads, m, width]`, m above 0.
-    Returns `[layers, kv_heads, n]` float32 and int64.
+    x: `[layers, kv_heads, n, width]` bfloat16 or float32, among: `[layers, kv_heads, m, width]`, m
+    above 0. Returns `[layers, kv_heads, n]` float32 and int64.
     """
     which = torch.empty(x.shape[:3], dtype=torch.int64, device=x.device)
     most = _by_kernels(x, among, which)
-    if most is None:
-        products, which = (x @ among.transpose(-1, -2)).max(-1)
-        most = products.float()
-    return most, which
+    if most is not None:
+        return most, which
+    # Layer by layer, so that not all products are there at once.
+    found = [
+        (rows @ columns.transpose(-1, -2)).max(-1) for rows, columns in zip(x, among, strict=True)
+    ]
+    return torch.stack([most for most, _ in found]).float(), torch.stack([at for _, at in found])
 
 
 def most_similar_older(x: Tensor) -> Tensor:

@@ -33,13 +33,17 @@ def empty(heads: int, kv_heads: int, head_dim: int, bits: int, size: int | None)
     return cache
 
 
-def plainly(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor) -> Tensor:
-    """q: `[n, heads, d]`, keys, values: `[kv_heads, cells, d]`, seen: `[n, cells]`."""
+def plainly(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+    """What is found, `[n, heads * d]`, and the log of what each softmax divides by, `[heads, n]`.
+
+    q: `[n, heads, d]`, keys, values: `[kv_heads, cells, d]`, seen: `[n, cells]`.
+    """
     groups = q.shape[1] // keys.shape[0]
     keys, values = (x.double().repeat_interleave(groups, 0) for x in (keys, values))
     scores = torch.einsum("nhd,hcd->hnc", q.double(), keys) / math.sqrt(q.shape[2])
-    shares = scores.masked_fill(~seen, -math.inf).softmax(-1)
-    return torch.einsum("hnc,hcd->nhd", shares, values).flatten(1)
+    scores.masked_fill_(~seen, -math.inf)
+    shares = scores.softmax(-1)
+    return torch.einsum("hnc,hcd->nhd", shares, values).flatten(1), scores.logsumexp(-1)
 
 
 @pytest.mark.parametrize("bits", [16, 8, 4])
@@ -61,6 +65,7 @@ def test_chunks_of_any_length_over_any_number_of_cells(
         first = cache.time
         with torch.inference_mode(), cache.step(n) as step:
             assert isinstance(step, ChunkStep)
+            step.log_sums = torch.full((1, heads, n), math.nan)
             found = ChunkAttention(step, kernels).attend(0, q, k, v)
         now = torch.arange(first, first + n)
         rotation = rope.at(now)
@@ -70,8 +75,9 @@ def test_chunks_of_any_length_over_any_number_of_cells(
         seen = times <= now[:, None]
         if size is not None:
             seen &= times > now[:, None] - size
-        wanted = plainly(rotate(q, rotation), keys, values, seen)
+        wanted, log_sums = plainly(rotate(q, rotation), keys, values, seen)
         assert (found.double() - wanted).abs().max() < 0.025
+        assert (step.log_sums[0].double() - log_sums).abs().max() < 0.005
         # What quantised cells are worth is another matter: they are looked at as they are kept.
         segment = cache.segments[-1]
         cells = segment.read(0, segment.length)

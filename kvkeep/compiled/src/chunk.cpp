@@ -3,6 +3,7 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <cmath>
 #include <memory>
 #include <vector>
 
@@ -125,6 +126,9 @@ class ChunkRun {
       const __m512 total = _mm512_set1_ps(found[r].sum);
       for (int d = 0; d < kDim; d += kLanes)
         store_bf16(to + d, _mm512_div_ps(_mm512_loadu_ps(rows[r].out + d), total));
+      if (chunk_.log_sums)
+        chunk_.log_sums[std::size_t(at) * chunk_.tokens + token] =
+            (found[r].most + std::log2(found[r].sum)) / kLog2E;
     }
   }
 

@@ -24,6 +24,7 @@ struct Part {
 // angles: [rotations, tokens, head_dim], cosines and sines; rotation 0 is that of the new cells.
 // new_keys, new_values: [kv_heads, tokens, head_dim], where they go.
 // out: [tokens, heads * head_dim].
+// log_sums: [heads, tokens], the natural log of each query's sum of exponentials; or null.
 struct Chunk {
   std::int32_t tokens, heads, kv_heads, head_dim, rotations, parts, threads;
   float scale;
@@ -36,6 +37,7 @@ struct Chunk {
   std::int64_t new_key_head, new_value_head;
   const Part* part;
   Bf16* out;
+  float* log_sums;
 };
 
 }  // namespace kvkeep

@@ -1,0 +1,137 @@
+"""What cells are worth for saying their own text again: the scores of KVzip (arXiv:2505.23416).
+
+The model is asked to repeat the text and is then handed it, chunk by chunk, behind all that it
+holds. What attention looks at meanwhile is what is needed to know the text; the rest can go.
+
+With chunks of four tokens, of a text a b c d e f:
+
+    cells        a b c d e f
+    first chunk  a b c d e f | Repeat ... exactly. a b c d       scores a b c d
+    second       a b c d e f | ... starting with a b c d  e f    scores e f
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kvkeep.cache import NO_TOKEN, Segment
+from kvkeep.cache.rope import Rotation, rotate
+from kvkeep.cache.step import ChunkStep
+from kvkeep.errors import InvalidArgument
+from kvkeep.methods.similarity import most_similar
+from kvkeep.models.text import TextCodec
+from kvkeep.session.memory import Memory, require_finite
+
+STEP = 512  # tokens evaluated at a time: what asks for a chunk, and the chunk
+LEAD = 8  # tokens before a chunk that say where it begins
+FIRST = "\n\nRepeat the previous context exactly.\n\n"
+LATER = "\n\nRepeat the part of the previous context exactly, starting with"
+
+
+@torch.inference_mode()
+def reconstruction(
+    memory: Memory, text: TextCodec, progress: Callable[[int], None] | None = None
+) -> Tensor:
+    """`[layers, kv_heads, n]` float32: the log of the most that any query gives to each cell.
+
+    For all cells that the memory holds, oldest first. The queries are those of the repeated chunk
+    that a cell is of, and of all heads that share its KV head; what they give is a share of the
+    softmax over all that they see. The memory stays as it is.
+
+    A memory that has no room left is asked all the same: the queries then stand up to a chunk
+    beyond its budget, and beyond the positions that the model was trained for.
+
+    text: of the model. progress: called after each chunk with the number of cells in it.
+    Raises InvalidArgument, before anything is evaluated, where cells are of no one token.
+    """
+    ids, first, scores = _held_tokens(memory), 0, []
+    while first < len(ids):
+        asked = _prompt(ids, first, text)
+        part = ids[first : first + max(STEP - len(asked), STEP // 2)]
+        scores.append(_scores(memory, asked, part, first))
+        first += len(part)
+        if progress:
+            progress(len(part))
+    return torch.cat(scores, -1)
+
+
+def _held_tokens(memory: Memory) -> list[int]:
+    """The token of each cell, oldest first."""
+    serials = memory.cache.serials()
+    if not serials or NO_TOKEN in serials:
+        raise InvalidArgument(
+            "what is compressed by repeating it must hold a text as it was read: expected cells "
+            f"of one token each, found {serials.count(NO_TOKEN)} compressed ones of {len(serials)}:"
+            " read the text anew"
+        )
+    token = dict(zip(memory.serials, memory.tokens, strict=True))
+    return [token[serial] for serial in serials]
+
+
+def _prompt(ids: list[int], first: int, text: TextCodec) -> list[int]:
+    """What asks for the chunk that begins with token `first`."""
+    if not first:
+        return text.encode(FIRST)
+    return text.encode(LATER) + ids[max(0, first - LEAD) : first] + text.encode("\n\n")
+
+
+def _scores(memory: Memory, asked: list[int], part: list[int], first: int) -> Tensor:
+    """`[layers, kv_heads, m]`: of the m tokens `part`, whose cells begin with the `first`-oldest.
+
+    asked: what is evaluated before they are repeated.
+    """
+    cache, ids = memory.cache, asked + part
+    step = _repeated(memory, ids)
+    # The last token of the prompt is where the first of the part is looked for.
+    rows = slice(len(asked) - 1, None)
+    assert step.queries is not None
+    assert step.log_sums is not None
+    queries, log_sums = step.queries[:, rows], step.log_sums[:, :, rows]
+    held = [segment for segment in cache.segments if segment.length]
+    rotations = {
+        id(segment): step.rotations[view.rotation]
+        for segment, view in zip(held, step.views, strict=True)
+    }
+    scores = []
+    for segment, cells in cache.read(first, len(part)):
+        rotation = rotations[id(segment)]
+        turn = Rotation(rotation.cosine[rows], rotation.sine[rows])
+        turned = torch.stack([rotate(of_layer, turn) for of_layer in queries])
+        keys = cells.restored(turned.dtype).keys
+        scores.append(_largest(keys, turned, log_sums, step.scale))
+    return torch.cat(scores, -1)
+
+
+def _repeated(memory: Memory, ids: list[int]) -> ChunkStep:
+    """Evaluates tokens behind a memory and beside it; what attention saw is in the step."""
+    beside, n = memory.cache.fork(), len(ids)
+    layout, heads = beside.layout.plain, beside.heads
+    beside.segments.append(Segment(layout, n))
+    with beside.step(n) as step:
+        assert isinstance(step, ChunkStep)
+        where = layout.device
+        shape = (layout.layers, n, heads, layout.head_dim)
+        step.queries = torch.empty(shape, dtype=layout.dtype, device=where)
+        step.log_sums = torch.empty(layout.layers, heads, n, dtype=torch.float32, device=where)
+        tokens = torch.tensor(ids, dtype=torch.int64, device=where)
+        require_finite(memory.decoder.hidden(tokens, step))
+    return step
+
+
+def _largest(keys: Tensor, queries: Tensor, log_sums: Tensor, scale: float) -> Tensor:
+    """`[layers, kv_heads, m]`: the log of the largest share that any query gives to each key.
+
+    That is the largest `q k scale - log_sum`: one product, with the log-sum in two dimensions more.
+    keys: `[layers, kv_heads, m, head_dim]`. queries: `[layers, n, heads, head_dim]`, rotated.
+    log_sums: `[layers, heads, n]`.
+    """
+    layers, kv_heads, count, width = keys.shape
+    ones = keys.new_ones(layers, kv_heads, count, 2)
+    less = (-log_sums / scale).unsqueeze(-1)
+    coarse = less.to(keys.dtype)
+    fine = (less - coarse).to(keys.dtype)  # what the first lost by rounding to bfloat16
+    rows = torch.cat((queries.transpose(1, 2), coarse, fine), -1)
+    among = rows.reshape(layers, kv_heads, -1, width + 2)
+    largest, _ = most_similar(torch.cat((keys, ones), -1), among)
+    return largest * scale

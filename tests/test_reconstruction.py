@@ -1,0 +1,193 @@
+"""Scores by repeating the text: against the same thing written naively; what they leave alone."""
+
+import math
+
+import pytest
+import torch
+from small import small_model
+from topics import topic_ids
+from torch import Tensor
+from whole_state import differences, whole_state
+
+from kvkeep import Bits
+from kvkeep.cache import Cells, PositionMap, Segment
+from kvkeep.errors import InvalidArgument
+from kvkeep.model import Model
+from kvkeep.models.llama import Llama
+from kvkeep.session.reconstructing import reconstruction
+from kvkeep.session.session import Session
+
+MODEL = small_model(sharpness=0.5)
+TEXT = [(i * i * 7 + 3 * i) % 255 + 1 for i in range(900)]
+NEAR = {"rtol": 1e-3, "atol": 1e-3}
+
+
+class Dense:
+    """Attention over one text as a whole, in float64, which keeps the shares of each layer."""
+
+    def __init__(self, model: Model):
+        self.spec = model.spec
+        self.network = Llama(model.spec, model.decoder.tensors)
+        self.frequencies = torch.tensor(self.spec.rope.inverse_frequencies, dtype=torch.float64)
+        self.shares: list[Tensor] = []  # of each layer [heads, n, n]
+
+    def read(self, ids: list[int]) -> None:
+        with torch.inference_mode():
+            self.network.forward(torch.tensor(ids), self)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        groups = q.shape[1] // k.shape[1]
+        query, key = self.rotated(q), self.rotated(k).repeat_interleave(groups, 1)
+        scores = torch.einsum("nhd,mhd->hnm", query, key) * self.spec.softmax_scale
+        later = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
+        shares = scores.masked_fill_(later, -math.inf).softmax(-1)
+        self.shares.append(shares)
+        values = v.double().repeat_interleave(groups, 1)
+        return torch.einsum("hnm,mhd->nhd", shares, values).flatten(1).to(v.dtype)
+
+    def rotated(self, x: Tensor) -> Tensor:
+        half = x.shape[-1] // 2
+        turned = torch.complex(x[..., :half].double(), x[..., half:].double())
+        angles = torch.arange(len(x)).double()[:, None] * self.frequencies
+        turned = turned * torch.polar(torch.ones_like(angles), angles)[:, None]
+        return torch.cat((turned.real, turned.imag), -1)
+
+
+def naively(model: Model, ids: list[int]) -> Tensor:
+    """`[layers, kv_heads, n]`: each chunk repeated behind the whole text, all evaluated anew."""
+    encode, scores, first = model.text.encode, [], 0
+    while first < len(ids):
+        asked = encode("\n\nRepeat the previous context exactly.\n\n")
+        if first:
+            asked = encode("\n\nRepeat the part of the previous context exactly, starting with")
+            asked += ids[first - 8 : first] + encode("\n\n")
+        part = ids[first : first + 512 - len(asked)]
+        dense = Dense(model)
+        dense.read(ids + asked + part)
+        cells = slice(first, first + len(part))
+        given = torch.stack([s[:, len(ids) + len(asked) - 1 :, cells] for s in dense.shares])
+        most = given.amax(2).unflatten(1, (model.spec.kv_heads, -1)).amax(2)
+        scores.append(most.log().float())
+        first += len(part)
+    return torch.cat(scores, -1)
+
+
+def fed(ids: list[int], model: Model = MODEL, bits: Bits | None = None) -> Session:
+    session = model.session(policy="full", bits=bits or Bits())
+    session.feed(ids)
+    return session
+
+
+def scores_of(session: Session) -> Tensor:
+    return reconstruction(session._memory, MODEL.text)
+
+
+@pytest.mark.parametrize("count", [1, 5, 430, 900])
+def test_scores_are_the_most_that_any_query_of_the_repeated_text_gives(count: int) -> None:
+    found = scores_of(fed(TEXT[:count]))
+    assert (found.shape, found.dtype) == ((2, 2, count), torch.float32)
+    torch.testing.assert_close(found, naively(MODEL, TEXT[:count]), **NEAR)
+
+
+def test_scores_of_the_default_model_are_those_of_plain_float32(
+    smollm2: Model, smollm2_fp32: Model
+) -> None:
+    ids = topic_ids(smollm2)[:120]
+    wanted = naively(smollm2_fp32, ids)
+    exact = reconstruction(fed(ids, smollm2_fp32)._memory, smollm2.text)
+    torch.testing.assert_close(exact, wanted, rtol=0.01, atol=0.02)
+    found = reconstruction(fed(ids, smollm2)._memory, smollm2.text)
+    assert (found - wanted).abs().mean() < 0.1  # log of a share, in bfloat16 and by the kernels
+    kept = [x.flatten().topk(x.numel() // 4).indices.tolist() for x in (found, wanted)]
+    assert len(set(kept[0]) & set(kept[1])) > 0.97 * len(kept[0])
+
+
+def in_one_piece(session: Session) -> None:
+    """Makes one segment of a session's cells: plain ones, rotated to where they are seen."""
+    cache, layout = session.cache, session.cache.layout.plain
+    parts = [
+        segment.read(0, segment.length)
+        .restored(layout.dtype)
+        .moved(cache.rope, torch.tensor([-segment.map.offset]))
+        for segment in cache.segments
+    ]
+    cache.segments = [Segment.of(layout, Cells.joined(parts), PositionMap(), False)]
+
+
+def test_cells_of_an_edited_memory_are_scored_where_they_are_seen() -> None:
+    session = fed(TEXT[:500])
+    session.replace(300, 305, TEXT[700:712])
+    session.delete(100, 140)
+    assert {segment.map.offset for segment in session.cache.segments} == {0, 7, -33}
+    found = scores_of(session)
+    in_one_piece(session)
+    torch.testing.assert_close(found, scores_of(session), **NEAR)
+
+
+def test_edited_text_is_repeated_as_it_reads_now() -> None:
+    session = fed(TEXT[:500])
+    session.replace(300, 305, TEXT[700:712], recompute="suffix")
+    ids = [*TEXT[:300], *TEXT[700:712], *TEXT[305:500]]
+    torch.testing.assert_close(scores_of(session), naively(MODEL, ids), **NEAR)
+
+
+@pytest.mark.parametrize("kept", ["8", "4"])
+def test_quantised_cells_are_scored_as_what_they_stand_for(kept: str) -> None:
+    session = fed(TEXT[:300], bits=Bits(kv=kept))
+    assert session.cache.segments[0].layout.quantised
+    found = scores_of(session)
+    in_one_piece(session)
+    assert not session.cache.segments[0].layout.quantised
+    torch.testing.assert_close(found, scores_of(session), **NEAR)
+
+
+def test_a_memory_without_room_is_scored_all_the_same() -> None:
+    session = MODEL.session(300, policy="full")
+    session.feed(TEXT[:300])
+    assert session.room == 0
+    torch.testing.assert_close(scores_of(session), scores_of(fed(TEXT[:300])), **NEAR)
+
+
+def test_the_memory_stays_as_it_is() -> None:
+    session = fed(TEXT)
+    session.delete(100, 140)
+    before = whole_state(session)
+    scores_of(session)
+    assert list(differences(before, whole_state(session))) == []
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_it_can_be_interrupted_between_chunks(error: type[BaseException]) -> None:
+    session, chunks = fed(TEXT), list[int]()
+    before = whole_state(session)
+
+    def stop(cells: int) -> None:
+        chunks.append(cells)
+        raise error
+
+    with pytest.raises(error):
+        reconstruction(session._memory, MODEL.text, stop)
+    assert len(chunks) == 1
+    assert list(differences(before, whole_state(session))) == []
+
+
+def test_progress_tells_of_every_cell() -> None:
+    chunks: list[int] = []
+    reconstruction(fed(TEXT)._memory, MODEL.text, chunks.append)
+    assert sum(chunks) == len(TEXT)
+    assert len(chunks) == 2
+    assert max(chunks) < 512
+
+
+def test_compressed_cells_are_refused() -> None:
+    session = fed(TEXT[:300])
+    session.compress(2.0, "knorm")
+    before = whole_state(session)
+    with pytest.raises(InvalidArgument, match="compressed ones of 150: read the text anew"):
+        scores_of(session)
+    assert list(differences(before, whole_state(session))) == []
+
+
+def test_an_empty_memory_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="a text"):
+        scores_of(MODEL.session(policy="full"))
