@@ -1,6 +1,6 @@
 """Made-up facts hidden in a text, and the questions that ask for them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Protocol
@@ -9,17 +9,6 @@ from kvkeep.errors import InvalidArgument
 from kvkeep.evaluate.words import WORDS
 
 KEYS = ("number", "words")
-
-
-@dataclass(frozen=True)
-class Task:
-    """hidden: facts in the text. asked: the first so many of them are asked for."""
-
-    hidden: int
-    asked: int
-
-
-TASKS = {"single": Task(1, 1), "several": Task(4, 1), "second": Task(2, 2)}
 
 
 @dataclass(frozen=True)
@@ -66,12 +55,25 @@ class Where:
         if wrong := [depth for depth in self.depths if not 0 <= depth <= 100]:
             raise InvalidArgument(f"depths must be 0 to 100 percent; found {wrong[0]:g}")
 
-    def choose(self, index: int, places: int, random: Random) -> int:
+    def places(self, index: int, among: int, count: int, random: Random) -> list[int]:
+        """Of `count` sentences, each at a place of its own; the first where it was asked for."""
+        first = self._first(index, among, random)
+        free = [place for place in range(among) if place != first]
+        return [first, *random.sample(free, count - 1)]
+
+    def places_in_order(self, index: int, among: int, count: int, random: Random) -> list[int]:
+        """The same, each behind the one before. The first stands where all have room behind it."""
+        if self == ANYWHERE:
+            return sorted(random.sample(range(among), count))
+        first = min(self._first(index, among, random), among - count)
+        return [first, *sorted(random.sample(range(first + 1, among), count - 1))]
+
+    def _first(self, index: int, among: int, random: Random) -> int:
         if self.place is not None:
             return self.place
         if self.depths:
-            return round(self.depths[index % len(self.depths)] / 100 * (places - 1))
-        return random.randrange(places)
+            return round(self.depths[index % len(self.depths)] / 100 * (among - 1))
+        return random.randrange(among)
 
 
 ANYWHERE = Where()
@@ -89,19 +91,16 @@ def draw_key(kind: str, random: Random) -> str:
     return "-".join(random.sample(WORDS, 3))
 
 
-def check_kinds(task: str, keys: str) -> None:
-    """Raises InvalidArgument for a name that is none."""
-    for name, known in ((task, tuple(TASKS)), (keys, KEYS)):
-        if name not in known:
-            raise InvalidArgument(f"expected one of {', '.join(known)}; found {name!r}")
+def require_known(name: str, known: Iterable[str]) -> None:
+    """Raises InvalidArgument for a name that is none of these."""
+    if name not in known:
+        raise InvalidArgument(f"expected one of {', '.join(known)}; found {name!r}")
 
 
 def hide(
-    pieces: Sequence[str], facts: Sequence[Fact], asked: int, first: int, random: Random
+    pieces: Sequence[str], sentences: Sequence[str], asked: Sequence[Fact], places: Sequence[int]
 ) -> Sample:
-    """Puts each fact before a piece of its own: the first before piece `first`."""
-    free = [place for place in range(len(pieces)) if place != first]
-    places = [first, *random.sample(free, len(facts) - 1)]
-    before = {place: fact.sentence for place, fact in zip(places, facts, strict=True)}
+    """Puts each sentence before a piece of its own: the first before piece `places[0]`."""
+    before = dict(zip(places, sentences, strict=True))
     text = "".join(before.get(place, "") + piece for place, piece in enumerate(pieces))
-    return Sample(text, tuple(facts[:asked]), first, len(pieces))
+    return Sample(text, tuple(asked), places[0], len(pieces))

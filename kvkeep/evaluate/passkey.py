@@ -7,14 +7,14 @@ from random import Random
 from kvkeep.errors import InvalidArgument
 from kvkeep.evaluate.facts import (
     ANYWHERE,
-    TASKS,
+    KEYS,
     Fact,
     Sample,
     Where,
-    check_kinds,
     draw_key,
     hide,
     random_of,
+    require_known,
 )
 from kvkeep.evaluate.words import NAMES
 
@@ -23,6 +23,7 @@ PREFIX = (
     "I will quiz you about the important information there."
 )
 JUNK = " The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+PASSKEY_TASKS = {"single": (1, 1), "several": (4, 1), "second": (2, 2)}  # hidden, asked for
 SECOND = ("pass key", "door code")  # what the two facts of the task "second" are called
 
 
@@ -41,10 +42,12 @@ class Passkey:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_kinds(self.task, self.keys)
-        if self.junk < TASKS[self.task].hidden:
+        require_known(self.task, PASSKEY_TASKS)
+        require_known(self.keys, KEYS)
+        hidden, _ = PASSKEY_TASKS[self.task]
+        if self.junk < hidden:
             raise InvalidArgument(
-                f"task {self.task!r} hides {TASKS[self.task].hidden} keys in places of their own; "
+                f"task {self.task!r} hides {hidden} keys in places of their own; "
                 f"found {self.junk} repetitions"
             )
         if self.where.place is not None and not 0 <= self.where.place < self.junk:
@@ -56,15 +59,17 @@ class Passkey:
     def sample(self, index: int) -> Sample:
         random = random_of(self.seed, index)
         facts = [_fact(subject, draw_key(self.keys, random)) for subject in self._subjects(random)]
-        first = self.where.choose(index, self.junk, random)
-        hidden = hide([JUNK] * self.junk, facts, TASKS[self.task].asked, first, random)
+        _, asked = PASSKEY_TASKS[self.task]
+        places = self.where.places(index, self.junk, len(facts), random)
+        sentences = [fact.sentence for fact in facts]
+        hidden = hide([JUNK] * self.junk, sentences, facts[:asked], places)
         return dataclasses.replace(hidden, text=PREFIX + hidden.text)
 
     def _subjects(self, random: Random) -> list[str]:
+        hidden, _ = PASSKEY_TASKS[self.task]
         if self.task == "several":
-            names = random.sample(NAMES, TASKS[self.task].hidden)
-            return [f"pass key of {name}" for name in names]
-        return list(SECOND[: TASKS[self.task].hidden])
+            return [f"pass key of {name}" for name in random.sample(NAMES, hidden)]
+        return list(SECOND[:hidden])
 
 
 def _fact(subject: str, key: str) -> Fact:

@@ -30,3 +30,35 @@ _NAMES = """
     Ursula Victor Walter Zoe
 """
 NAMES = tuple(_NAMES.split())
+
+_CODE_WORDS = """
+    abido batemi corula dalevo egitan feroka gumila hanivo ilatem jopera kalidu lemova
+    mirado novika olitem parugo quimela rasivo sidola tuvena ulimar vodega wetila
+    xarumi yolave zemira
+"""
+CODE_WORDS = tuple(_CODE_WORDS.split())
+
+COUNTS = {2: "two", 3: "three", 4: "four"}
+
+_CITIES = """
+    Amsterdam Athens Berlin Boston Cairo Chicago Copenhagen Dublin Geneva Helsinki Istanbul Lisbon
+    London Madrid Milan Moscow Oslo Paris Prague Rome Stockholm Sydney Tokyo Toronto Vienna Warsaw
+"""
+CITIES = tuple(_CITIES.split())
+
+_ANIMALS = """
+    camel cat chicken cow dog donkey duck fox frog goat goose hamster horse lizard monkey mouse
+    parrot pig rabbit sheep snake spider turtle wolf
+"""
+ANIMALS = tuple(_ANIMALS.split())
+
+_INSTRUMENTS = """
+    accordion banjo bassoon cello clarinet drum fiddle flute guitar harmonica harp horn lute oboe
+    organ piano saxophone trombone trumpet tuba viola violin
+"""
+INSTRUMENTS = tuple(_INSTRUMENTS.split())
+
+_MONTHS = """
+    January February March April May June July August September October November December
+"""
+MONTHS = tuple(_MONTHS.split())

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvkeep.cli.compression import BEST, METHOD_NAMES
-from kvkeep.cli.evaluate.grid_choice import TASKS
+from kvkeep.cli.evaluate.grid_choice import GRID_TASKS
 from kvkeep.methods import BEST as BEST_METHOD
 from kvkeep.methods import METHODS
 
@@ -23,11 +23,11 @@ def test_every_task_is_measured_shown_and_drawn(invoke, tiny, tmp_path: Path) ->
     pytest.importorskip("matplotlib")
     out, plot, page = tmp_path / "grid.json", tmp_path / "grid.png", tmp_path / "page.md"
     page.write_text(PAGE)
-    measured = invoke("grid", *SMALL, "--samples", 1, "--out", out, *tiny)
+    measured = invoke("grid", *SMALL, "--ratios", 2, "--samples", 1, "--out", out, *tiny)
     assert measured.exit_code == 0, measured.stderr
     rows = json.loads(out.read_text())["readings"]
-    assert len(rows) == len(TASKS) * (1 + 2 * 2)
-    for task in TASKS:
+    assert len(rows) == len(GRID_TASKS) * (1 + 2)
+    for task in GRID_TASKS:
         assert f"| {task} | 2×, " in measured.stdout
     shown = invoke("grid", "--from", out, "--plot", plot, "--into", page)
     assert shown.exit_code == 0
@@ -58,6 +58,29 @@ def test_it_goes_on_where_it_ended(invoke, tiny, tmp_path: Path) -> None:
     other = invoke(*asked, "--samples", 2, "--out", out, "--resume", "--junk", 17)
     assert other.exit_code == 2
     assert "junk is 16 in one and 17 in the other" in other.stderr
+
+
+def test_a_grid_is_of_one_haystack_and_says_of_which(invoke, tiny, tmp_path: Path) -> None:
+    out = tmp_path / "grid.json"
+    asked = ("grid", *SMALL, "--tasks", "needle-variables", "--samples", 1, "--out", out, *tiny)
+    assert invoke(*asked, "--haystack", "docstrings").exit_code == 0
+    assert json.loads(out.read_text())["about"]["haystack"] == "docstrings"
+    other = invoke(*asked, "--resume")
+    assert other.exit_code == 2
+    assert "haystack is 'docstrings' in one and 'manual' in the other" in other.stderr
+
+
+def test_a_grid_from_before_there_were_two_haystacks_is_of_the_manual(
+    invoke, tiny, tmp_path: Path
+) -> None:
+    out = tmp_path / "grid.json"
+    asked = ("grid", *SMALL, "--tasks", "needle", "--out", out, *tiny)
+    assert invoke(*asked, "--samples", 1).exit_code == 0
+    earlier = json.loads(out.read_text())
+    del earlier["about"]["haystack"]
+    out.write_text(json.dumps(earlier))
+    assert invoke(*asked, "--samples", 1, "--resume").exit_code == 0
+    assert json.loads(out.read_text())["readings"] == earlier["readings"]
 
 
 def test_an_interrupt_leaves_what_was_measured(invoke, tiny, tmp_path: Path, ctrl_c_at) -> None:

@@ -8,6 +8,7 @@ import pytest
 from kvkeep.cli.evaluate import evaluate
 from kvkeep.cli.main import main
 from kvkeep.evaluate.passkey import Passkey
+from kvkeep.evaluate.tasks import TASKS
 
 SMALL = {"passkey": ("--junk", 20), "needle": ("--tokens", 500)}
 
@@ -57,6 +58,19 @@ def test_a_report_has_every_sample(invoke, tiny, tmp_path: Path, command: str) -
     depths = [row["depth"] for row in figures["each"]]
     assert depths == pytest.approx([0, 50, 100], abs=5)
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("task", ["variables", "common"])
+def test_a_task_may_be_hidden_in_either_text(invoke, tiny, tmp_path: Path, task: str) -> None:
+    report = tmp_path / "report.json"
+    asked = ("--tokens", 400, "--task", task, "--haystack", "docstrings", "--report", report)
+    result = invoke("needle", *asked, *tiny)
+    assert result.exit_code == 0, result.stderr
+    figures = json.loads(report.read_text())
+    assert (figures["task"], figures["haystack"]) == (task, "docstrings")
+    assert figures["keys"] == TASKS[task].keys[0]
+    [row] = figures["each"]
+    assert len(row["found_each"]) == len(row["key"])
 
 
 def test_the_same_seed_finds_the_same(invoke, tiny, tmp_path: Path) -> None:
@@ -123,6 +137,20 @@ def test_bad_input_is_refused_before_the_model(invoke, arguments, said) -> None:
     assert result.exit_code == 2
     assert result.stdout == ""
     assert len(result.stderr.splitlines()) == 1
+    assert said in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--task", "third"], "'third' is not one of"),
+        (["--task", "common", "--keys", "number"], "expected one of words; found 'number'"),
+        (["--haystack", "novel"], "'novel' is not one of"),
+    ],
+)
+def test_a_task_that_there_is_not_is_refused_before_the_model(invoke, arguments, said) -> None:
+    result = invoke("needle", *arguments, "-m", "no-such-model")
+    assert result.exit_code == 2
     assert said in result.stderr
 
 

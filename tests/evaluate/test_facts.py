@@ -5,9 +5,10 @@ from small import small_model
 from topics import topic_text
 
 from kvkeep.errors import InvalidArgument
-from kvkeep.evaluate.facts import KEYS, TASKS, Samples, Where
-from kvkeep.evaluate.needle import Haystack, Needle
-from kvkeep.evaluate.passkey import JUNK, PREFIX, Passkey
+from kvkeep.evaluate.facts import KEYS, Samples, Where
+from kvkeep.evaluate.haystack import Haystack
+from kvkeep.evaluate.needle import Needle
+from kvkeep.evaluate.passkey import JUNK, PASSKEY_TASKS, PREFIX, Passkey
 from kvkeep.evaluate.words import NAMES, WORDS
 
 
@@ -35,12 +36,12 @@ def test_the_pass_key_comes_before_the_repetition_asked_for(place: int) -> None:
 
 
 @pytest.mark.parametrize("keys", KEYS)
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", PASSKEY_TASKS)
 def test_each_fact_is_there_and_no_question_is(task: str, keys: str) -> None:
     for experiment in _experiments(task=task, keys=keys):
         for index in range(20):
             sample = experiment.sample(index)
-            assert len(sample.asked) == TASKS[task].asked
+            assert len(sample.asked) == PASSKEY_TASKS[task][1]
             assert len({fact.answer for fact in sample.asked}) == len(sample.asked)
             for fact in sample.asked:
                 assert sample.text.count(fact.sentence) == 1
@@ -51,7 +52,7 @@ def test_each_fact_is_there_and_no_question_is(task: str, keys: str) -> None:
 
 def test_of_several_people_the_one_asked_for_is_named() -> None:
     sample = Passkey(junk=30, task="several").sample(0)
-    assert sample.text.count("Remember it") == TASKS["several"].hidden
+    assert sample.text.count("Remember it") == PASSKEY_TASKS["several"][0]
     name = sample.asked[0].question.split()[-2]
     assert f"The pass key of {name} is {sample.asked[0].answer}." in sample.text
 

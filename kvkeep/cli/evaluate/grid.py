@@ -7,15 +7,17 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvkeep.cli.compression import METHOD_NAMES, ratio
-from kvkeep.cli.evaluate.grid_choice import TASKS, GridChoice, GridFiles
+from kvkeep.cli.evaluate.grid_choice import GRID_TASKS, GridChoice, GridFiles
 from kvkeep.cli.evaluate.options import (
     ModelChoice,
+    haystack_option,
     listed,
     model_options,
     one_of,
 )
 from kvkeep.cli.options import collected, whole_number
 from kvkeep.errors import InvalidArgument
+from kvkeep.evaluate.haystack import MANUAL
 from kvkeep.files.whole import write_whole
 
 if TYPE_CHECKING:
@@ -40,10 +42,10 @@ _CHOICE = [
     click.option(
         "--tasks",
         metavar="NAME,...",
-        type=listed(one_of(*TASKS)),
-        default=",".join(TASKS),
+        type=listed(one_of(*GRID_TASKS)),
+        default=",".join(GRID_TASKS),
         show_default="all",
-        help=f"Of {', '.join(TASKS)}.",
+        help=f"Of {', '.join(GRID_TASKS)}.",
     ),
     click.option(
         "--samples", metavar="N", type=whole_number(1), default=40, help="Texts of each task."
@@ -62,6 +64,7 @@ _CHOICE = [
         default=4000,
         help="Of the text that hides needles, about.",
     ),
+    haystack_option(),
     click.option(
         "--seed", metavar="N", type=whole_number(0), default=0, help="Same seed, same texts."
     ),
@@ -140,6 +143,7 @@ def _about(plan: GridChoice, choice: ModelChoice, model: str) -> dict[str, Any]:
         "calibration": choice.calibration.name if choice.calibration else None,
         "junk": plan.junk,
         "tokens": plan.tokens,
+        "haystack": plan.haystack,
     }
 
 
@@ -164,7 +168,9 @@ def _read(path: Path) -> "Grid":
     from kvkeep.evaluate.grid import Grid
 
     try:
-        return Grid.from_json(json.loads(path.read_text(encoding="utf-8")))
+        found = Grid.from_json(json.loads(path.read_text(encoding="utf-8")))
+        found.about.setdefault("haystack", MANUAL)  # before there was another one
+        return found
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InvalidArgument(f"{path} is not a result of `kvkeep grid --out`") from error
 

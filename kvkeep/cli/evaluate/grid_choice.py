@@ -5,10 +5,20 @@ from pathlib import Path
 
 from kvkeep.errors import InvalidArgument
 from kvkeep.evaluate.facts import Samples
+from kvkeep.evaluate.haystack import Haystack
+from kvkeep.evaluate.needle import Needle
 from kvkeep.evaluate.passkey import Passkey
+from kvkeep.evaluate.tasks import TASKS
 from kvkeep.files.whole import check_writable
 
-TASKS = ("passkey-number", "passkey-words", "several", "second", "needle")
+PASSKEYS = {  # keys, task
+    "passkey-number": ("number", "single"),
+    "passkey-words": ("words", "single"),
+    "several": ("number", "several"),
+    "second": ("number", "second"),
+}
+NEEDLES = {"needle": "single"} | {f"needle-{task}": task for task in TASKS if task != "single"}
+GRID_TASKS = (*PASSKEYS, *NEEDLES)
 
 
 @dataclass(frozen=True)
@@ -21,20 +31,23 @@ class GridChoice:
     samples: int
     junk: int
     tokens: int
+    haystack: str
     seed: int
 
     def passkeys(self) -> dict[str, Samples]:
         """The tasks that need no model to draw. Raises InvalidArgument for too little text."""
-        kinds = {
-            "passkey-number": ("number", "single"),
-            "passkey-words": ("words", "single"),
-            "several": ("number", "several"),
-            "second": ("number", "second"),
-        }
         return {
-            name: Passkey(self.junk, *kinds[name], seed=self.seed)
+            name: Passkey(self.junk, *PASSKEYS[name], seed=self.seed)
             for name in self.tasks
-            if name in kinds
+            if name in PASSKEYS
+        }
+
+    def needles(self, haystack: Haystack) -> dict[str, Samples]:
+        """The tasks in real text."""
+        return {
+            name: Needle(haystack, self.tokens, task=NEEDLES[name], seed=self.seed)
+            for name in self.tasks
+            if name in NEEDLES
         }
 
 

@@ -11,8 +11,7 @@ from kvkeep.cli.evaluate.grid_choice import GridChoice
 from kvkeep.cli.evaluate.options import ModelChoice
 from kvkeep.evaluate.facts import Samples
 from kvkeep.evaluate.grid import Grid, GridPlan, read_sample
-from kvkeep.evaluate.manual import manual_text
-from kvkeep.evaluate.needle import Haystack, Needle
+from kvkeep.evaluate.haystack import TEXTS, Haystack
 from kvkeep.files.whole import write_json
 
 
@@ -29,7 +28,10 @@ def measure_grid(
 
     passkeys: the tasks that are drawn without the model.
     """
-    tasks = {name: passkeys.get(name) or _needle(model, asked) for name in asked.tasks}
+    drawn = dict(passkeys)
+    if any(name not in passkeys for name in asked.tasks):
+        drawn |= asked.needles(_haystack(model, asked.haystack))
+    tasks = {name: drawn[name] for name in asked.tasks}
     plan = GridPlan(tasks, asked.methods, asked.ratios, asked.seed)
     calibration = choice.calibrated(model)
     bar: tqdm[Never]
@@ -53,6 +55,5 @@ def measure_grid(
             bar.update(1)
 
 
-def _needle(model: Model, asked: GridChoice) -> Samples:
-    haystack = Haystack.of(manual_text(), lambda text: len(model.text.encode(text)))
-    return Needle(haystack, asked.tokens, seed=asked.seed)
+def _haystack(model: Model, name: str) -> Haystack:
+    return Haystack.of(TEXTS[name](), lambda text: len(model.text.encode(text)))

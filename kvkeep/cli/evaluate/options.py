@@ -1,6 +1,6 @@
 """Options that the measurements of recall share."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +17,8 @@ from kvkeep.cli.compression import (
 )
 from kvkeep.cli.options import Decorator, collected, whole_number
 from kvkeep.cli.which_model import DEVICE, DTYPE, MODEL, PREFILL_STEP, WEIGHTS, load_named
-from kvkeep.evaluate.facts import KEYS, TASKS, Where
+from kvkeep.evaluate.facts import KEYS, Where
+from kvkeep.evaluate.haystack import MANUAL, TEXTS
 from kvkeep.files.whole import check_writable
 
 if TYPE_CHECKING:
@@ -67,11 +68,12 @@ class ModelChoice:
 class RecallChoice:
     """What is hidden where, and how memory is compressed before it is asked for.
 
-    depths: None for anywhere. samples, ratio: None where the command decides.
+    keys: None for the kind that the task has. depths: None for anywhere. samples, ratio: None where
+    the command decides.
     """
 
     task: str
-    keys: str
+    keys: str | None
     depths: tuple[float, ...] | None
     samples: int | None
     seed: int
@@ -119,12 +121,22 @@ def model_options() -> Decorator:
     )
 
 
-def recall_options() -> Decorator:
+def haystack_option() -> Decorator:
+    return click.option(
+        "--haystack",
+        type=click.Choice(tuple(TEXTS)),
+        default=MANUAL,
+        help="Python's own manual, or its library's docstrings: nothing of one is in the other.",
+    )
+
+
+def recall_options(tasks: Iterable[str], help: str) -> Decorator:
+    """tasks: the names of those that there are. help: what they are."""
     return collected(
         RecallChoice,
         "asked",
         [
-            *_text_options(),
+            *_text_options(tasks, help),
             *_compression_options(),
             click.option(
                 "--plot",
@@ -136,18 +148,18 @@ def recall_options() -> Decorator:
     )
 
 
-def _text_options() -> list[Decorator]:
+def _text_options(tasks: Iterable[str], help: str) -> list[Decorator]:
     return [
         click.option(
             "--task",
-            type=click.Choice(tuple(TASKS)),
+            type=click.Choice(tuple(tasks)),
             default="single",
-            help="One fact; several, one asked for; two, both asked of the same memory.",
+            help=help,
         ),
         click.option(
             "--keys",
             type=click.Choice(KEYS),
-            default=KEYS[0],
+            show_default="number, where the task has a choice",
             help='Five digits, or words as in "Chewy-Tiger-Amazon".',
         ),
         click.option(

@@ -9,7 +9,8 @@ from kvkeep.cli.evaluate.options import (
     recall_options,
 )
 from kvkeep.cli.options import Output, output_options, whole_number
-from kvkeep.evaluate.passkey import Passkey
+from kvkeep.evaluate.facts import KEYS
+from kvkeep.evaluate.passkey import PASSKEY_TASKS, Passkey
 
 
 @click.command(short_help="Hide a key in a long text, compress, ask for it.")
@@ -34,7 +35,9 @@ from kvkeep.evaluate.passkey import Passkey
     default=2,
     help="Cells that become one, where --ratio is not given.",
 )
-@recall_options()
+@recall_options(
+    PASSKEY_TASKS, "One fact; several, one asked for; two, both asked of the same memory."
+)
 @model_options()
 @output_options()
 def passkey(
@@ -50,12 +53,13 @@ def passkey(
     The text is that of llama.cpp's example of this name. The question comes after compression, so
     that nothing can look ahead to it. The same text is also asked for the key uncompressed.
     """
-    samples = Passkey(junk, asked.keys, asked.task, asked.where(pos), asked.seed)
+    keys = asked.keys or KEYS[0]
+    samples = Passkey(junk, keys, asked.task, asked.where(pos), asked.seed)
     asked.check()
     output.check()
 
     from kvkeep.cli.evaluate.recalling import Experiment, run_recall
 
     model = choice.load(output.progress)
-    experiment = Experiment("passkey", samples, {"junk": junk, "pos": pos})
+    experiment = Experiment("passkey", samples, {"keys": keys, "junk": junk, "pos": pos})
     run_recall(experiment, model, choice, asked, asked.ratio or float(group), output)

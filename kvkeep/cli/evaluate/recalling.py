@@ -163,7 +163,6 @@ class Recalling:
             "command": self._experiment.command,
             "model": self._model.name,
             "task": self._asked.task,
-            "keys": self._asked.keys,
             **self._experiment.settings,
             "method": self._how.method,
             "ratio": self._how.ratio,
