@@ -4,7 +4,13 @@ from kvkeep.errors import InvalidArgument
 from kvkeep.methods.average import Average
 from kvkeep.methods.base import Candidates, Compressed, Eviction, Method, as_compressed
 from kvkeep.methods.budget import BUDGETS, Budget, best_of_all, check_budget
-from kvkeep.methods.compression import Compression, compress, score
+from kvkeep.methods.compression import (
+    Compression,
+    check_shared,
+    compress,
+    compress_by_heads,
+    score,
+)
 from kvkeep.methods.expected_attention import ExpectedAttention
 from kvkeep.methods.fitted import Fitted
 from kvkeep.methods.h2o import H2O
@@ -31,7 +37,9 @@ __all__ = [
     "as_compressed",
     "best_of_all",
     "check_budget",
+    "check_shared",
     "compress",
+    "compress_by_heads",
     "make_method",
     "score",
 ]

@@ -146,11 +146,16 @@ class Method(ABC):
 
 
 class Eviction(Method):
-    """Keeps the cells of the highest score as they are; the others are forgotten."""
+    """Keeps the cells of the highest score as they are; the others are forgotten.
+
+    alone: whether a cell's score depends on nothing but that cell: ragged ones are scored in a row.
+    """
+
+    alone: ClassVar[bool] = False
 
     @abstractmethod
     def score(self, candidates: Candidates) -> Tensor:
-        """`[layers, kv_heads, n]`: what each cell is worth."""
+        """`[layers, kv_heads, n]`, or `[total]` of ragged cells: what each cell is worth."""
 
     def compress(self, candidates: Candidates, count: int) -> Compressed:
         return Compressed(candidates.taken(best(self.score(candidates), count)))

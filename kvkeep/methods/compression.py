@@ -1,5 +1,6 @@
 """Compressing a run of cells, chunk by chunk, and what is told of it."""
 
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,7 +9,9 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache import Cells, Ragged
+from kvkeep.errors import InvalidArgument
 from kvkeep.methods.base import Candidates, Compressed, Eviction, Method, as_compressed
+from kvkeep.methods.budget import best_of_all, check_budget
 
 CHUNK = 512  # cells that are decided on together
 
@@ -51,13 +54,35 @@ def compress(
         yield found.cells, Compression(upto - first, quota, found.merged, took)
 
 
+def compress_by_heads(
+    method: Eviction, candidates: Candidates, count: int
+) -> tuple[Ragged, Compression]:
+    """Leaves the cells that are worth most, `count` for each layer and KV head on average."""
+    begun = time.perf_counter()
+    total = count * math.prod(candidates.layers_and_heads)
+    (which,) = best_of_all([score(method, candidates)], total)
+    cells = Ragged.of(as_compressed(candidates.cells)).chosen(which.flatten())
+    took = time.perf_counter() - begun
+    return cells, Compression(len(candidates), len(cells), 0.0, took)
+
+
+def check_shared(method: Method, budget: str) -> None:
+    """Raises InvalidArgument where cells cannot be shared out so."""
+    check_budget(budget)
+    if budget == "heads" and not isinstance(method, Eviction):
+        raise InvalidArgument(
+            f'method "{method.name}" has no scores by which heads could compete: take '
+            'budget="uniform", or a method that scores'
+        )
+
+
 def score(method: Eviction, candidates: Candidates) -> Tensor:
     """What each cell is worth, chunk by chunk: `[layers, kv_heads, n]`, of ragged cells `[total]`.
 
     So far as a method compares cells at all, it compares those of one layer and KV head.
     """
     cells = candidates.cells
-    if isinstance(cells, Ragged):
+    if isinstance(cells, Ragged) and not method.alone:
         found = [
             score(method, candidates.head(layer, head, own)).flatten()
             for layer, head, own in cells.heads()

@@ -11,6 +11,7 @@ class KNorm(Eviction):
     """Keeps the cells whose keys have the smallest norm, which attention was found to favour."""
 
     name: ClassVar[str] = "knorm"
+    alone: ClassVar[bool] = True
 
     def score(self, candidates: Candidates) -> Tensor:
         norms: Tensor = candidates.cells.keys.float().norm(dim=-1)

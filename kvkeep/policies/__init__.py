@@ -39,6 +39,7 @@ class Settings(TypedDict, total=False):
     group: int | None
     window: int | None
     method: str | None
+    budget: str | None
     ratio: float | None
 
 

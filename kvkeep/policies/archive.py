@@ -5,23 +5,34 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
 from kvkeep import arguments
-from kvkeep.cache import NO_TOKEN, Cells, KVCache, PositionMap, Segment, Window
+from kvkeep.cache import NO_TOKEN, Cells, KVCache, Segment, Window
 from kvkeep.cache.observer import LIMIT
 from kvkeep.errors import InvalidArgument
 from kvkeep.methods import (
     BEST,
     Candidates,
     Compression,
+    Eviction,
     Statistics,
     as_compressed,
+    check_shared,
     compress,
+    compress_by_heads,
     make_method,
 )
+from kvkeep.policies.archived import (
+    append,
+    archived_cells,
+    archived_segments,
+    as_seen,
+    in_window,
+    oldest,
+    replace_archive,
+)
 from kvkeep.policies.base import Policy, open_anchors, open_window, pinned_beyond, pinned_cells
-from kvkeep.policies.distance import draw_closer, moved
+from kvkeep.policies.distance import draw_closer
 
 SLACK = 8  # a full archive gives up one of so many cells, and is then not full for a while
-STRETCH = 1024  # cells that one segment of the archive holds
 
 
 @dataclass(frozen=True)
@@ -36,9 +47,10 @@ class Archive(Policy):
     Nothing is seen from further than `span` positions: before that, distances beyond the window
     are halved, by rotating the archive's keys once more.
 
-    method, ratio: how what leaves the window is compressed, and how much. window, block, span: 0
-    for what fits the budget. seed: of method "random". statistics: what is known of the model, by
-    the calibration with the digest `calibrated_by`.
+    method, ratio: how what leaves the window is compressed, and how much. budget: how layers and KV
+    heads share the archive; "" for what is best for the method. window, block, span: 0 for what
+    fits the budget. seed: of method "random". statistics: what is known of the model, by the
+    calibration with the digest `calibrated_by`.
     """
 
     name: ClassVar[str] = "archive"
@@ -51,11 +63,13 @@ class Archive(Policy):
     span: int = 0
     seed: int = 0
     calibrated_by: str = ""
+    budget: str = ""
     statistics: Statistics | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self._set("ratio", arguments.number("ratio", self.ratio))
-        self._set("calibrated_by", arguments.text("calibrated_by", self.calibrated_by))
+        for name in ("calibrated_by", "budget"):
+            self._set(name, arguments.text(name, getattr(self, name)))
         size = arguments.whole("max_kv_size", self.max_kv_size, 1)
         block, window = (arguments.whole(n, getattr(self, n)) for n in ("block", "window"))
         self._set("block", block or min(512, max(1, size // 16)))
@@ -72,6 +86,16 @@ class Archive(Policy):
                 f"found {span}"
             )
         return replace(fitting, span=span)
+
+    @property
+    def shared(self) -> str:
+        """How layers and KV heads share the archive."""
+        return self.budget or make_method(self.method).budget
+
+    def settings(self) -> dict[str, Any]:
+        """As it was told: earlier releases know of no `budget`."""
+        settings = super().settings()
+        return settings if self.budget else {k: v for k, v in settings.items() if k != "budget"}
 
     @property
     def reach(self) -> int:
@@ -102,7 +126,7 @@ class Archive(Policy):
 
     def check_held(self, cache: KVCache) -> None:
         super().check_held(cache)
-        archived = [segment for segment in cache.segments if segment.compressed]
+        archived = archived_segments(cache)
         cells, limit = sum(s.length for s in archived), self.limit(pinned_cells(cache, self.keep))
         if cells > limit or not all(segment.anchor for segment in archived):
             raise InvalidArgument(
@@ -123,13 +147,13 @@ class Archive(Policy):
         size = self.window + self.block
         newest = open_window(cache, size)
         newest.crowded = any(not s.anchor for s in cache.segments[:-1])
-        count = min(wanted, size - _in_window(cache))
+        count = min(wanted, size - in_window(cache))
         newest.reserve(newest.length + count + min(ahead, size - newest.length - count))
         return count
 
     def settle(self, cache: KVCache) -> list[Compression]:
         done: list[Compression] = []
-        while _in_window(cache) >= self.window + self.block:
+        while in_window(cache) >= self.window + self.block:
             self._archive(cache, done)
         if done:
             self._draw_closer(cache)
@@ -138,20 +162,21 @@ class Archive(Policy):
     def _archive(self, cache: KVCache, done: list[Compression]) -> None:
         """Compresses the oldest block of the window into the archive."""
         count = max(1, int(self.block / self.ratio))
-        archived = [segment for segment in cache.segments if segment.compressed]
-        leaving = _as_seen(cache, _oldest(cache, self.block))
+        archived = archived_segments(cache)
+        leaving = as_seen(cache, oldest(cache, self.block))
         limit = self.limit(pinned_cells(cache, self.keep))
         if sum(segment.length for segment in archived) + count > limit:
-            leaving = Cells.joined([*_compressed_cells(cache, archived), as_compressed(leaving)])
+            leaving = Cells.joined([*archived_cells(cache, archived), as_compressed(leaving)])
             archived, count = [], limit - limit // SLACK
-        self._append(cache, archived, self._compressed(cache, leaving, count, done))
-        self._replace_archive(cache, archived)
+        for cells in self._compressed(cache, leaving, count, done):
+            append(cache, archived, cells, limit)
+        replace_archive(cache, archived)
         Window(moves=True).forget(cache.segments, self.block)
         cache.segments = [segment for segment in cache.segments if segment.length]
 
     def check(self, pinned: int = 0) -> None:
         super().check(pinned)
-        make_method(self.method)
+        check_shared(make_method(self.method), self.shared)
         if self.ratio < 1:
             raise InvalidArgument(f"ratio must be 1 or more; found {self.ratio}")
         needed = self.window + self.block + int(self.block / self.ratio) + 1
@@ -192,13 +217,13 @@ class Archive(Policy):
     def _regroup(self, cache: KVCache, pins: Set[int]) -> None:
         cache.regroup(lambda rank, serial: serial == NO_TOKEN or rank < self.keep or serial in pins)
         self.settle(cache)  # what is no longer kept or pinned may be too much for the window
-        archived = [segment for segment in cache.segments if segment.compressed]
-        limit = self.limit(pinned_cells(cache, self.keep))
+        archived, limit = archived_segments(cache), self.limit(pinned_cells(cache, self.keep))
         if sum(segment.length for segment in archived) > limit:
-            cells = Cells.joined(_compressed_cells(cache, archived))
+            cells = Cells.joined(archived_cells(cache, archived))
             coarser: list[Segment] = []
-            self._append(cache, coarser, self._compressed(cache, cells, limit, []))
-            self._replace_archive(cache, coarser)
+            for fewer in self._compressed(cache, cells, limit, []):
+                append(cache, coarser, fewer, limit)
+            replace_archive(cache, coarser)
         self._draw_closer(cache)
 
     def _candidates(self, cache: KVCache, cells: Cells) -> Candidates:
@@ -211,71 +236,20 @@ class Archive(Policy):
     def _compressed(
         self, cache: KVCache, cells: Cells, count: int, done: list[Compression]
     ) -> list[Cells]:
-        """`count` cells in the place of many, chunk by chunk."""
-        found = list(compress(make_method(self.method), self._candidates(cache, cells), count))
+        """`count` cells in the place of many: chunk by chunk, or all at once if heads compete."""
+        method, candidates = make_method(self.method), self._candidates(cache, cells)
+        if self.shared == "heads":
+            assert isinstance(method, Eviction)
+            fewer, compression = compress_by_heads(method, candidates, min(count, len(cells)))
+            done.append(compression)
+            return [fewer]
+        found = list(compress(method, candidates, count))
         done += [compression for _, compression in found]
         return [cells for cells, _ in found if len(cells)]
 
-    def _append(self, cache: KVCache, archived: list[Segment], parts: list[Cells]) -> None:
-        """Adds compressed cells to the last segment that takes them, or to one more."""
-        for cells in parts:
-            last = archived[-1] if archived else None
-            if last is None or not _takes(last, len(cells)):
-                most = self.limit(pinned_cells(cache, self.keep))
-                limit = max(len(cells), min(STRETCH, most))
-                last = Segment(cache.far_layout, limit, anchor=True, compressed=True)
-                archived.append(last)
-            last.append(cells)
-
-    def _replace_archive(self, cache: KVCache, archived: list[Segment]) -> None:
-        others = [segment for segment in cache.segments if not segment.compressed]
-        at = next((i for i, segment in enumerate(others) if not segment.anchor), len(others))
-        cache.segments = [*others[:at], *archived, *others[at:]]
-
     def _draw_closer(self, cache: KVCache) -> None:
         """Before the first cell is seen from too far; that is, before the next block is full."""
-        inside = _in_window(cache)
+        inside = in_window(cache)
         # Pinned cells may lie among those of the window, which are the newest but for them.
         near = cache.time - inside - pinned_cells(cache, self.keep)
         draw_closer(cache, near, self.reach - (self.window + self.block - inside))
-
-
-def _takes(segment: Segment, count: int) -> bool:
-    """Whether a segment of the archive has room for more cells, and is seen from where they are."""
-    fits = segment.length + count <= segment.limit
-    return fits and not segment.frozen and segment.map == PositionMap()
-
-
-def _compressed_cells(cache: KVCache, archived: list[Segment]) -> list[Cells]:
-    return [_as_seen(cache, [(each, each.read(0, each.length))]) for each in archived]
-
-
-def _in_window(cache: KVCache) -> int:
-    return sum(segment.length for segment in cache.segments if not segment.anchor)
-
-
-def _oldest(cache: KVCache, count: int) -> list[tuple[Segment, Cells]]:
-    """The oldest cells of the window, copied."""
-    found = []
-    for segment in cache.segments:
-        inside = 0 if segment.anchor else min(segment.length, count)
-        if inside:
-            found.append((segment, segment.read(0, inside)))
-            count -= inside
-    return found
-
-
-def _as_seen(cache: KVCache, found: list[tuple[Segment, Cells]]) -> Cells:
-    """Plain cells of several segments at the positions where they are seen.
-
-    After an edit that is not where they were put.
-    """
-    dtype = cache.layout.dtype
-    return Cells.joined(
-        [
-            moved(cache, cells.restored(dtype), cells.positions - offset)
-            if (offset := segment.map.offset)
-            else cells.restored(dtype)
-            for segment, cells in found
-        ]
-    )

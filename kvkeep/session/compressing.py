@@ -1,4 +1,4 @@
-"""Compressing what a session holds, once."""
+"""CompressionPlan what a session holds, once."""
 
 import math
 import time
@@ -20,6 +20,7 @@ from kvkeep.methods import (
     Statistics,
     as_compressed,
     best_of_all,
+    check_shared,
     compress,
     score,
 )
@@ -48,7 +49,7 @@ class CompressionReport:
 
 
 @dataclass(frozen=True)
-class Compressing:
+class CompressionPlan:
     """How a memory is to be compressed, once.
 
     recent: of the newest cells, how many stay as they are. seed: of what is drawn. statistics: of
@@ -70,15 +71,11 @@ class Compressing:
                 "compressing takes a ratio above 1 and 1 or more recent cells; found "
                 f"{self.ratio} and {self.recent}"
             )
-        if self.budget == "heads" and not isinstance(self.method, Eviction):
-            raise InvalidArgument(
-                f'method "{self.method.name}" has no scores by which heads could compete: take '
-                'budget="uniform", or a method that scores'
-            )
+        check_shared(self.method, self.budget)
 
 
 @torch.inference_mode()
-def compress_held(memory: Memory, how: Compressing) -> tuple[Memory, CompressionReport]:
+def compress_held(memory: Memory, how: CompressionPlan) -> tuple[Memory, CompressionReport]:
     """The memory with all cells compressed but the first four, the newest, the pinned.
 
     The given one stays as it is. Raises InvalidArgument before anything is evaluated.
@@ -127,7 +124,7 @@ _Run: TypeAlias = tuple[Segment, bool, int, int]  # see `KVCache.runs`
 _Done: TypeAlias = list[tuple[Cells, Compression]]
 
 
-def _to_be_left(memory: Memory, how: Compressing, runs: Sequence[_Run]) -> int:
+def _to_be_left(memory: Memory, how: CompressionPlan, runs: Sequence[_Run]) -> int:
     """Cells for each KV head that those to be compressed become. Raises InvalidArgument if none."""
     before = memory.cache.cells
     total = sum(count for _, kept, _, count in runs if not kept)
@@ -141,7 +138,7 @@ def _to_be_left(memory: Memory, how: Compressing, runs: Sequence[_Run]) -> int:
     return left
 
 
-def _candidates(memory: Memory, how: Compressing, runs: Sequence[_Run]) -> list[Candidates]:
+def _candidates(memory: Memory, how: CompressionPlan, runs: Sequence[_Run]) -> list[Candidates]:
     """Of each run that is to be compressed, its cells and what is known of them."""
     cache, method = memory.cache, how.method
     queries = _newest_queries(memory) if method.needs_queries(how.statistics) else None
@@ -154,7 +151,7 @@ def _candidates(memory: Memory, how: Compressing, runs: Sequence[_Run]) -> list[
     return found
 
 
-def _evenly(runs: list[Candidates], left: int, how: Compressing) -> Iterator[_Done]:
+def _evenly(runs: list[Candidates], left: int, how: CompressionPlan) -> Iterator[_Done]:
     """Each run becomes as many times fewer, in each KV head."""
     total, seen = sum(map(len, runs)), 0
     for candidates in runs:
@@ -168,7 +165,7 @@ def _evenly(runs: list[Candidates], left: int, how: Compressing) -> Iterator[_Do
         yield done
 
 
-def _by_heads(runs: list[Candidates], left: int, how: Compressing) -> Iterator[_Done]:
+def _by_heads(runs: list[Candidates], left: int, how: CompressionPlan) -> Iterator[_Done]:
     """Those cells stay that are worth most, whichever runs, layers and KV heads they are in."""
     assert isinstance(how.method, Eviction)
     scores = []
@@ -185,7 +182,7 @@ def _by_heads(runs: list[Candidates], left: int, how: Compressing) -> Iterator[_
         yield [(cells, Compression(count, len(cells), 0.0, took * count))]
 
 
-def _tell(how: Compressing, cells: int) -> None:
+def _tell(how: CompressionPlan, cells: int) -> None:
     if how.progress:
         how.progress(cells)
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 from kvkeep import arguments
 from kvkeep.computing import computing
 from kvkeep.errors import InvalidArgument
-from kvkeep.methods import BEST, Budget, check_budget, make_method
+from kvkeep.methods import BEST, Budget, make_method
 from kvkeep.session.calibration import Calibration
-from kvkeep.session.compressing import Compressing, CompressionReport, compress_held
+from kvkeep.session.compressing import CompressionPlan, CompressionReport, compress_held
 from kvkeep.session.edit import EditReport, Recompute, prepare_edit
 from kvkeep.session.held import Held
 from kvkeep.session.spans import Place, after_edit
@@ -174,12 +174,10 @@ class Context(Held):
         if calibration is not None:
             arguments.instance("calibration", calibration, Calibration).require(self._model)
         statistics = calibration.statistics if calibration else None
-        if budget is not None:
-            check_budget(budget)
-        memory, report = compress_held(
-            self._memory,
-            Compressing(chosen, ratio, budget or chosen.budget, recent, seed, statistics, progress),
+        plan = CompressionPlan(
+            chosen, ratio, budget or chosen.budget, recent, seed, statistics, progress
         )
+        memory, report = compress_held(self._memory, plan)
         self._state = replace(self._state, memory=memory)
         trim_heap()
         return report

@@ -23,6 +23,7 @@ class Setting:
     ratio: float = 4.0
     span: int = 200
     method: str = "keydiff"
+    budget: str = ""
     prefill_step: int = 512
 
     def session(self) -> Session:
@@ -34,6 +35,12 @@ class Setting:
         session = self.session()
         session.feed(TEXT[:count])
         return session
+
+
+WAYS: list[dict[str, str]] = [
+    *({"method": each} for each in ("fitted", "keydiff", "random", "average", "snapkv")),
+    *({"method": each, "budget": "heads"} for each in ("knorm", "keydiff", "snapkv", "random")),
+]
 
 
 @st.composite
@@ -50,7 +57,7 @@ def archives(draw: st.DrawFn) -> Setting:
         block=block,
         ratio=ratio,
         span=2 * (size + block) + draw(st.integers(0, 60)),
-        method=draw(st.sampled_from(["fitted", "keydiff", "random", "average", "snapkv"])),
+        **draw(st.sampled_from(WAYS)),
         prefill_step=draw(st.sampled_from([1, 2, 7, 64])),
     )
 

@@ -58,7 +58,7 @@ def test_each_token_sees_the_kept_ones_the_window_and_what_is_archived(
     setting: Setting, count: int
 ) -> None:
     kept = max(1, setting.keep)
-    numbers = vars(setting) | {"keep": kept, "method": "keydiff"}
+    numbers = vars(setting) | {"keep": kept, "method": "keydiff", "budget": ""}
     watched = Watched(Setting(**numbers | {"max_kv_size": setting.max_kv_size + 1, "span": 4000}))
     watched.feed(count)
     for time, seen in enumerate(watched.seen):
