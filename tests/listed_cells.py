@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor
 
+from kvkeep.cache import Cells, Ragged
 from kvkeep.models.llama import Decoder, Llama
 from kvkeep.session.session import Session
 
@@ -25,19 +26,19 @@ class ListedCells:
         self.keys: dict[tuple[int, int], Tensor] = {}
         self.values: dict[tuple[int, int], Tensor] = {}
         self.bias: dict[tuple[int, int], Tensor] = {}
-        self.offsets: Tensor = torch.cat(
-            [torch.full((s.length,), s.map(0)) for s in cache.segments]
-        )
+        self.offsets: dict[tuple[int, int], Tensor] = {}
         held = [segment.read(0, segment.length) for segment in cache.segments]
         for layer in range(self.spec.layers):
             for head in range(self.spec.kv_heads):
                 place = layer, head
-                self.keys[place] = torch.cat([cells.keys[place] for cells in held])
-                self.values[place] = torch.cat([cells.values[place] for cells in held])
-                self.bias[place] = torch.cat(
+                own = [of_head(cells, layer, head) for cells in held]
+                self.keys[place] = torch.cat([keys for keys, _, _ in own])
+                self.values[place] = torch.cat([values for _, values, _ in own])
+                self.bias[place] = torch.cat([bias for _, _, bias in own])
+                self.offsets[place] = torch.cat(
                     [
-                        torch.zeros(len(cells)) if cells.bias is None else cells.bias[place]
-                        for cells in held
+                        torch.full((len(keys),), segment.map(0))
+                        for segment, (keys, _, _) in zip(cache.segments, own, strict=True)
                     ]
                 )
 
@@ -47,17 +48,17 @@ class ListedCells:
         for token in tokens:
             hidden = self.network.forward(torch.tensor([token]), self)
             self.time += 1
-            self.offsets = torch.cat((self.offsets, torch.zeros(1, dtype=torch.int64)))
         return self.decoder.logits(hidden)[0]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         groups, outs = self.spec.heads // self.spec.kv_heads, []
-        where = self.time + torch.cat((self.offsets, torch.zeros(1, dtype=torch.int64)))
         for head in range(self.spec.kv_heads):
             place, key = (layer, head), self.turned(k[0, head][None], torch.tensor([self.time]))
             self.keys[place] = torch.cat((self.keys[place], key))
             self.values[place] = torch.cat((self.values[place], v[0, head][None]))
             self.bias[place] = torch.cat((self.bias[place], torch.zeros(1)))
+            self.offsets[place] = torch.cat((self.offsets[place], torch.zeros(1, dtype=int)))
+            where = self.time + self.offsets[place]
             for query in q[0, head * groups : (head + 1) * groups]:
                 looking = self.turned(query.expand(len(where), -1), where)
                 logits = (looking * self.keys[place]).sum(-1) / math.sqrt(self.spec.head_dim)
@@ -72,6 +73,21 @@ class ListedCells:
         angles = positions.double()[:, None] * self.frequencies
         turned = turned * torch.polar(torch.ones_like(angles), angles)
         return torch.cat((turned.real, turned.imag), -1).to(x.dtype)
+
+
+def of_head(cells: Cells, layer: int, head: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys, values `[n, head_dim]` and biases `[n]` of one layer and KV head.
+
+    Of ragged cells, by the numbers of those that lie before them, counted one after another.
+    """
+    if isinstance(cells, Ragged):
+        every, kv_heads = cells.counts.flatten().tolist(), cells.counts.shape[1]
+        before = sum(every[: layer * kv_heads + head])
+        rows = slice(before, before + every[layer * kv_heads + head])
+        assert cells.bias is not None
+        return cells.keys[rows], cells.values[rows], cells.bias[rows]
+    keys, values = cells.keys[layer, head], cells.values[layer, head]
+    return keys, values, torch.zeros(len(keys)) if cells.bias is None else cells.bias[layer, head]
 
 
 def biased(session: Session, seed: int = 0) -> Session:

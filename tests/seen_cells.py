@@ -1,8 +1,10 @@
 """What the newest token must have found, computed anew in float32 from the cells that it saw."""
 
+import itertools
 import math
 
 import torch
+from listed_cells import of_head
 from torch import Tensor
 
 from kvkeep.model import Model
@@ -16,8 +18,8 @@ class SeenCells:
     It shares no code with attention in `kvkeep.cache`. The last call must have evaluated the last
     token alone, and compressed nothing after it.
 
-    exact: the model in float32. keys, values: `[layers, kv_heads, n, head_dim]`, `bias` likewise.
-    where: `[n]`, the position that the token takes towards each cell.
+    exact: the model in float32. For each layer and KV head, keys, values: `[n, head_dim]`; bias:
+    `[n]`; where: `[n]`, the position that the token takes towards each cell.
     """
 
     def __init__(self, session: Session, exact: Model):
@@ -29,12 +31,16 @@ class SeenCells:
         held = [segment.read(0, segment.length) for segment in cache.segments]
         plain = [cells.restored(torch.float32) for cells in held]
         assert int(held[-1].serials[-1]) == memory.serials[-1]
-        shape = (self.spec.layers, self.spec.kv_heads)
-        biases = [torch.zeros(*shape, len(c)) if c.bias is None else c.bias for c in plain]
-        self.keys = torch.cat([c.keys.float() for c in plain], 2)
-        self.values = torch.cat([c.values.float() for c in plain], 2)
-        self.bias = torch.cat(biases, 2)
-        self.where = torch.cat([torch.full((s.length,), s.map(self.time)) for s in cache.segments])
+        self.keys, self.values, self.bias, self.where = ({} for _ in range(4))
+        for place in itertools.product(range(self.spec.layers), range(self.spec.kv_heads)):
+            own = [of_head(cells, *place) for cells in plain]
+            self.keys[place] = torch.cat([keys.float() for keys, _, _ in own])
+            self.values[place] = torch.cat([values.float() for _, values, _ in own])
+            self.bias[place] = torch.cat([bias for _, _, bias in own])
+            seen = zip(cache.segments, own, strict=True)
+            self.where[place] = torch.cat(
+                [torch.full((len(keys),), s.map(self.time)) for s, (keys, _, _) in seen]
+            )
         self.off = 0.0
 
     @torch.inference_mode()
@@ -45,14 +51,16 @@ class SeenCells:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         key = self._turned(k, torch.full((1,), self.time))[0]
-        for stored, evaluated in ((self.keys[layer], key), (self.values[layer], v[0])):
-            self.off = max(self.off, float((stored[:, -1] - evaluated).abs().max()))
-        groups = self.spec.heads // self.spec.kv_heads
-        keys, values = (x[layer].repeat_interleave(groups, 0) for x in (self.keys, self.values))
-        queries = self._turned(q.expand(len(self.where), -1, -1), self.where)
-        scores = torch.einsum("nhd,hnd->hn", queries, keys) / math.sqrt(self.spec.head_dim)
-        weights = (scores + self.bias[layer].repeat_interleave(groups, 0)).softmax(-1)
-        return torch.einsum("hn,hnd->hd", weights, values).reshape(1, -1)
+        groups, outs = self.spec.heads // self.spec.kv_heads, []
+        for head in range(self.spec.kv_heads):
+            keys, values = self.keys[layer, head], self.values[layer, head]
+            for stored, evaluated in ((keys, key[head]), (values, v[0, head])):
+                self.off = max(self.off, float((stored[-1] - evaluated).abs().max()))
+            where, own = self.where[layer, head], q[:, head * groups : (head + 1) * groups]
+            queries = self._turned(own.expand(len(where), -1, -1), where)
+            scores = torch.einsum("nhd,nd->hn", queries, keys) / math.sqrt(self.spec.head_dim)
+            outs.append((scores + self.bias[layer, head]).softmax(-1) @ values)
+        return torch.cat(outs).reshape(1, -1)
 
     def _turned(self, x: Tensor, positions: Tensor) -> Tensor:
         """x: `[n, heads, head_dim]`, turned as complex numbers in float64."""

@@ -8,6 +8,7 @@ from policies.archives import Setting
 from small import small_model
 
 from kvkeep import SessionGroup
+from kvkeep.cache import Ragged
 from kvkeep.session.session import Session
 
 MODEL = small_model()
@@ -46,7 +47,77 @@ def archive_edited() -> Session:
     return biased(session)
 
 
-MADE = [compressed, edited, twice, archive, archive_edited]
+def by_heads(ratio: float = 3.0) -> Session:
+    """Each layer and KV head has a number of cells of its own."""
+    session = MODEL.session(policy="full")
+    session.feed(TEXT[:300])
+    session.compress(ratio, "keydiff", recent=20, budget="heads")
+    return biased(session)
+
+
+def by_heads_pinned() -> Session:
+    """Two runs of them, and exact cells between."""
+    session = MODEL.session(policy="full")
+    session.feed(TEXT[:300])
+    session.pin(150, 160)
+    session.compress(3.0, "keydiff", recent=20, budget="heads")
+    return biased(session)
+
+
+def by_heads_edited() -> Session:
+    session = by_heads()
+    session.delete(285, 289)
+    session.insert(295, TEXT[:7])
+    return session
+
+
+def by_heads_edited_before() -> Session:
+    """Cells on both sides of a pinned token; what lies before it moves."""
+    session = by_heads_pinned()
+    session.replace(152, 155, TEXT[:1])
+    return session
+
+
+def by_heads_twice() -> Session:
+    session = by_heads(2.0)
+    session.feed(TEXT[:60])
+    session.compress(2.0, "keydiff", recent=20, budget="heads")
+    return session
+
+
+def by_heads_then_all_alike() -> Session:
+    """All heads become as many times fewer: those that have few, few again."""
+    session = by_heads(2.0)
+    session.feed(TEXT[:60])
+    session.compress(2.0, "fitted", recent=20, budget="uniform")
+    return session
+
+
+def all_alike_then_by_heads() -> Session:
+    session = compressed("fitted", 2.0)
+    session.feed(TEXT[:60])
+    session.compress(2.0, "keydiff", recent=20, budget="heads")
+    return session
+
+
+RAGGED = [
+    by_heads,
+    by_heads_pinned,
+    by_heads_edited,
+    by_heads_edited_before,
+    by_heads_twice,
+    by_heads_then_all_alike,
+    all_alike_then_by_heads,
+]
+MADE = [compressed, edited, twice, archive, archive_edited, *RAGGED]
+
+
+@pytest.mark.parametrize("make", RAGGED)
+def test_heads_have_numbers_of_cells_of_their_own(make: Callable[[], Session]) -> None:
+    slots = [segment.block.slots for segment in make().cache.segments]
+    ragged = [cells for cells in slots if isinstance(cells, Ragged)]
+    assert ragged
+    assert len({int(count) for cells in ragged for count in cells.counts.flatten()}) > 1
 
 
 @pytest.mark.parametrize("step", [1, 5, 64])

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from kvkeep.cache import Segment
+from kvkeep.cache import Ragged, Segment
 from kvkeep.cache.quantised import tensors
 from kvkeep.session.session import Session
 
@@ -58,6 +58,7 @@ def segment_state(segment: Segment) -> Whole:
         "positions": cells.positions,
         "serials": cells.serials,
         "bias": cells.bias,
+        "counts": cells.counts if isinstance(cells, Ragged) else None,
         "layout": segment.layout,
         "map": segment.map,
         "anchor": segment.anchor,

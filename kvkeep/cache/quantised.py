@@ -108,7 +108,8 @@ def quantise(x: Tensor, bits: int) -> Quantised:
         scale = (numbers.abs().amax(-1, keepdim=True) / 127).to(SCALE)
         units = numbers / _divisor(scale)
         return Quantised(units.round_().clamp_(-127, 127).to(torch.int8), scale)
-    groups = numbers.view(*x.shape[:-1], scales(x.shape[-1], bits) // 2, -1)
+    runs = scales(x.shape[-1], bits) // 2
+    groups = numbers.view(*x.shape[:-1], runs, x.shape[-1] // runs)
     minimum = groups.amin(-1, keepdim=True).to(SCALE)
     scale = ((groups.amax(-1, keepdim=True) - minimum).clamp_min_(0) / 15).to(SCALE)
     units = (groups - minimum) / _divisor(scale)

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import torch
 
-from kvkeep.cache import Cells, Queries, Ragged, Segment, joined
+from kvkeep.cache import NO_TOKEN, Cells, Queries, Ragged, Segment, joined
 from kvkeep.cache.observer import LIMIT
 from kvkeep.errors import InvalidArgument
 from kvkeep.methods import (
@@ -76,7 +76,7 @@ class CompressionPlan:
 
 @torch.inference_mode()
 def compress_held(memory: Memory, how: CompressionPlan) -> tuple[Memory, CompressionReport]:
-    """The memory with all cells compressed but the first four, the newest, the pinned.
+    """The memory with all cells compressed but those of the first four, newest and pinned tokens.
 
     The given one stays as it is. Raises InvalidArgument before anything is evaluated.
     """
@@ -88,8 +88,11 @@ def compress_held(memory: Memory, how: CompressionPlan) -> tuple[Memory, Compres
         )
     cache, before, nbytes = memory.cache, memory.cache.cells, memory.cache.nbytes
     first_recent = before - how.recent
+    # What was compressed before has no order that all heads share, of which some could be newest.
     runs = cache.runs(
-        lambda rank, serial: rank < SINKS or rank >= first_recent or serial in memory.pins
+        lambda rank, serial: (
+            serial != NO_TOKEN and (rank < SINKS or rank >= first_recent or serial in memory.pins)
+        )
     )
     left = _to_be_left(memory, how, runs)
     share = _by_heads if how.budget == "heads" else _evenly
@@ -173,8 +176,9 @@ def _by_heads(runs: list[Candidates], left: int, how: CompressionPlan) -> Iterat
     for candidates in runs:
         scores.append(score(how.method, candidates))
         _tell(how, len(candidates))
-    heads = runs[0].layers_and_heads
-    best = best_of_all(scores, left * math.prod(heads))
+    # Ragged cells of before may be fewer than their length, which is rounded up.
+    there = sum(each.numel() for each in scores)
+    best = best_of_all(scores, min(left * math.prod(runs[0].layers_and_heads), there))
     took = (time.perf_counter() - begun) / sum(map(len, runs))
     for candidates, which in zip(runs, best, strict=True):
         cells = Ragged.of(as_compressed(candidates.cells)).chosen(which.flatten())

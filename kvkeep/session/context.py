@@ -154,7 +154,7 @@ class Context(Held):
     ) -> CompressionReport:
         """Leaves `ratio` times fewer cells, once; each KV head keeps its own.
 
-        The first four, the newest `recent` and pinned cells stay as they are. What the method
+        The first four, the newest `recent` and pinned tokens stay as they are. What the method
         keeps, merges or forgets cannot be edited or named any more. Policy "full" only: "archive"
         compresses as it goes.
 

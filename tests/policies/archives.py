@@ -6,7 +6,7 @@ import torch
 from hypothesis import strategies as st
 from small import small_model
 
-from kvkeep.cache import KVCache
+from kvkeep.cache import KVCache, Ragged
 from kvkeep.policies import make_policy
 from kvkeep.session.session import Session
 
@@ -84,7 +84,7 @@ def state(session: Session) -> list[object]:
     for segment in cache.segments:
         cells = segment.read(0, segment.length)
         found += [cells.keys, cells.values, cells.positions, cells.serials, cells.bias]
-        found += [segment.map, segment.anchor]
+        found += [cells.counts if isinstance(cells, Ragged) else None, segment.map, segment.anchor]
     return found
 
 

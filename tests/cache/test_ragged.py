@@ -1,0 +1,283 @@
+"""Cells of which each layer and KV head has a number of its own, beside plain lists of them."""
+
+import math
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from methods.some_cells import FREQUENCIES, HEADS, KV_HEADS, LAYERS, PLACES, SCALE, WIDTH, turned
+from torch import Tensor
+
+from kvkeep.cache import NO_TOKEN, Cells, Layout, PositionMap, Ragged, Rope, Segment
+from kvkeep.cache.attention import HIDDEN
+from kvkeep.cache.quantised import SCALE as SCALE_DTYPE
+from kvkeep.cache.quantised import Quantised, quantise, restored, scales
+
+ROPE = Rope(FREQUENCIES, torch.device("cpu"))
+LAYOUT = Layout(LAYERS, KV_HEADS, WIDTH, torch.float32, torch.device("cpu"))
+COUNTS = st.lists(st.integers(0, 9), min_size=len(PLACES), max_size=len(PLACES))
+FIRST_ALL, ONE, NONE_OF_A_LAYER = [9, 0, 0, 0], [0, 0, 1, 0], [0, 0, 5, 3]
+SOME = [[3, 0, 4, 2], [1, 1, 1, 1], FIRST_ALL, ONE, NONE_OF_A_LAYER]
+
+
+@dataclass
+class Listed:
+    """One cell of one head. key, value: `[head_dim]`."""
+
+    key: Tensor
+    value: Tensor
+    position: int
+    bias: float
+
+
+Lists = dict[tuple[int, int], list[Listed]]
+
+
+def lists(counts: list[int], seed: int = 0) -> Lists:
+    random = torch.Generator().manual_seed(seed)
+    found: Lists = {}
+    for place, count in zip(PLACES, counts, strict=True):
+        keys, values = (torch.randn(count, WIDTH, generator=random) for _ in range(2))
+        positions = torch.randint(1, 5, (count,), generator=random).cumsum(0).tolist()
+        biases = torch.randn(count, generator=random).tolist()
+        found[place] = [Listed(*each) for each in zip(keys, values, positions, biases, strict=True)]
+    return found
+
+
+def one_head(cells: list[Listed]) -> Cells:
+    """`[1, 1, n, ...]`."""
+    vectors = [torch.stack([getattr(c, name) for c in cells]) if cells else torch.empty(0, WIDTH)
+               for name in ("key", "value")]  # fmt: skip
+    return Cells(
+        vectors[0][None, None],
+        vectors[1][None, None],
+        torch.tensor([c.position for c in cells], dtype=torch.int64)[None, None],
+        torch.full((len(cells),), NO_TOKEN),
+        torch.tensor([c.bias for c in cells], dtype=torch.float32)[None, None],
+    )
+
+
+def ragged(found: Lists) -> Ragged:
+    return Ragged.of_heads([one_head(found[place]) for place in PLACES], LAYERS)
+
+
+def require_equal(cells: Ragged, found: Lists) -> None:
+    """That they are these, to the bit, in a row and seen head by head."""
+    assert cells.counts.tolist() == [
+        [len(found[layer, head]) for head in range(KV_HEADS)] for layer in range(LAYERS)
+    ]
+    total = sum(map(len, found.values()))
+    assert cells.total == total
+    assert len(cells) == math.ceil(total / len(PLACES))
+    assert cells.serials.tolist() == [NO_TOKEN] * len(cells)
+    assert cells.most == max(map(len, found.values()))
+    seen = {(layer, head): own for layer, head, own in cells.heads()}
+    assert list(seen) == PLACES
+    for place in PLACES:
+        expected, own = one_head(found[place]), seen[place]
+        assert len(own) == len(found[place])
+        assert own.bias is not None
+        assert torch.equal(own.keys, expected.keys)
+        assert torch.equal(own.values, expected.values)
+        assert torch.equal(own.positions, expected.positions)
+        assert torch.equal(own.bias, expected.bias)
+
+
+def even(count: int, seed: int = 0) -> tuple[Cells, Lists]:
+    """Compressed cells of which all heads have as many, and the lists of them."""
+    found = lists([count] * len(PLACES), seed)
+    heads = [one_head(found[place]) for place in PLACES]
+
+    def shaped(x: list[Tensor]) -> Tensor:
+        return torch.cat(x).view(LAYERS, KV_HEADS, *x[0].shape[2:])
+
+    cells = Cells(
+        shaped([h.keys for h in heads]),
+        shaped([h.values for h in heads]),
+        shaped([h.positions for h in heads]),
+        heads[0].serials,
+        shaped([h.bias for h in heads if h.bias is not None]),
+    )
+    return cells, found
+
+
+@given(COUNTS, st.integers(0, 99))
+def test_heads_one_after_another_are_themselves_again(counts: list[int], seed: int) -> None:
+    found = lists(counts, seed)
+    require_equal(ragged(found), found)
+
+
+@given(st.integers(0, 9))
+def test_even_cells_are_ragged_ones_of_one_number(count: int) -> None:
+    cells, found = even(count)
+    require_equal(Ragged.of(cells), found)
+    assert Ragged.of(Ragged.of(cells)).counts.tolist() == [[count] * KV_HEADS] * LAYERS
+
+
+@given(COUNTS, st.data())
+def test_chosen_ones_stay_in_their_head_and_order(counts: list[int], data: st.DataObject) -> None:
+    found = lists(counts)
+    which = data.draw(st.lists(st.booleans(), min_size=sum(counts), max_size=sum(counts)))
+    left = iter(which)
+    expected = {place: [c for c in found[place] if next(left)] for place in PLACES}
+    cells = ragged(found)
+    require_equal(cells.chosen(torch.tensor(which, dtype=torch.bool)), expected)
+    require_equal(cells, found)  # which it copied from
+
+
+@given(st.lists(COUNTS, min_size=1, max_size=4), st.integers(0, 4))
+def test_joined_ones_follow_each_other_in_each_head(parts: list[list[int]], count: int) -> None:
+    found = [lists(counts, seed) for seed, counts in enumerate(parts)]
+    plain, plain_lists = even(count, 77)
+    expected = {place: [c for part in found for c in part[place]] for place in PLACES}
+    require_equal(Ragged.joined([ragged(part) for part in found]), expected)
+    after = {place: expected[place] + plain_lists[place] for place in PLACES}
+    joined = Cells.joined([*map(ragged, found), plain])  # of both kinds
+    assert isinstance(joined, Ragged)
+    require_equal(joined, after)
+    before = {place: plain_lists[place] + expected[place] for place in PLACES}
+    joined = Cells.joined([plain, *map(ragged, found)])
+    assert isinstance(joined, Ragged)
+    require_equal(joined, before)
+
+
+@given(COUNTS, st.integers(-50, 50))
+def test_moved_ones_are_rotated_on_in_every_head(counts: list[int], by: int) -> None:
+    found = lists(counts)
+    moved = ragged(found).moved(ROPE, torch.tensor([by]))
+    assert isinstance(moved, Ragged)
+    for layer, head, own in moved.heads():
+        for index, cell in enumerate(found[layer, head]):
+            assert int(own.positions[0, 0, index]) == cell.position + by
+            expected = turned(cell.key, by)
+            assert (own.keys[0, 0, index].double() - expected).abs().max() <= 1e-5
+            assert torch.equal(own.values[0, 0, index], cell.value)
+
+
+def test_each_cell_can_be_moved_by_a_number_of_its_own() -> None:
+    found = lists([3, 0, 4, 2])
+    by = torch.arange(9) - 3
+    moved, numbers = ragged(found).moved(ROPE, by), iter(by.tolist())
+    assert isinstance(moved, Ragged)
+    for layer, head, own in moved.heads():
+        for index, cell in enumerate(found[layer, head]):
+            expected = turned(cell.key, next(numbers))
+            assert (own.keys[0, 0, index].double() - expected).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("counts", SOME)
+@pytest.mark.parametrize("bits", [(8, 8), (8, 4), (4, 4), (16, 4)])
+def test_they_are_kept_in_fewer_bits_as_each_head_alone_would_be(
+    bits: tuple[int, int], counts: list[int]
+) -> None:
+    found, layout = lists(counts), replace(LAYOUT, key_bits=bits[0], value_bits=bits[1])
+    kept = ragged(found).kept_as(layout)
+    for layer, head, own in kept.heads():
+        alone = one_head(found[layer, head])
+        for stored, plain, each in (
+            (own.stored_keys, alone.keys, bits[0]),
+            (own.stored_values, alone.values, bits[1]),
+        ):
+            if isinstance(stored, Quantised):
+                expected = quantise(plain, each)
+                assert stored.bits == each
+                assert torch.equal(stored.data, expected.data)
+                assert torch.equal(stored.scale, expected.scale)
+            else:
+                assert torch.equal(stored, plain)
+    assert kept.kept_as(layout) is kept
+    assert kept.counts.tolist() == ragged(found).counts.tolist()
+    plain = kept.restored(torch.float32)
+    again = kept.kept_as(LAYOUT)
+    assert isinstance(plain, Ragged)
+    assert torch.equal(again.keys, plain.keys)
+    assert torch.equal(plain.keys, restored(kept.stored_keys, torch.float32))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_quantised_ones_are_chosen_and_joined_as_plain_ones(bits: int) -> None:
+    found, layout = lists([3, 0, 4, 2]), replace(LAYOUT, key_bits=bits, value_bits=bits)
+    which = torch.tensor([True, False, True, True, True, False, False, True, True])
+    cells = ragged(found).kept_as(layout)
+    for one, other in (
+        (cells.chosen(which), ragged(found).chosen(which).kept_as(layout)),
+        (Ragged.joined([cells, cells]), Ragged.joined([ragged(found)] * 2).kept_as(layout)),
+    ):
+        assert isinstance(one, Ragged)
+        assert one.counts.tolist() == other.counts.tolist()
+        for here, there in zip(one.tensors(), other.tensors(), strict=True):
+            assert torch.equal(here, there)
+
+
+@pytest.mark.parametrize("counts", SOME)
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_bytes_are_those_of_the_cells_that_are_there(bits: int, counts: list[int]) -> None:
+    layout = replace(LAYOUT, key_bits=bits, value_bits=bits)
+    vector = WIDTH * 4
+    if bits < 16:
+        vector = WIDTH * bits // 8 + scales(WIDTH, bits) * SCALE_DTYPE.itemsize
+    each = 2 * vector + 8 + 4  # a key, a value, a position, a bias
+    own = 8 * len(PLACES)  # how many each head has
+    assert ragged(lists(counts)).kept_as(layout).nbytes == sum(counts) * each + own
+
+
+def naive(q: Tensor, cells: list[Listed]) -> tuple[Tensor, float]:
+    """What a query `[head_dim]` finds, and the log of the sum of exponentials."""
+    logits = torch.tensor([float(q @ c.key) * SCALE + c.bias for c in cells])
+    weights = logits.softmax(0)
+    out = sum((w * c.value for w, c in zip(weights, cells, strict=True)), torch.zeros(WIDTH))
+    return out, float(logits.logsumexp(0))
+
+
+@settings(max_examples=40)
+@given(COUNTS, st.integers(1, 3), st.sampled_from([16, 8]))
+def test_attention_finds_what_a_plain_softmax_over_each_head_finds(
+    counts: list[int], n: int, bits: int
+) -> None:
+    layout = replace(LAYOUT, key_bits=bits, value_bits=bits)
+    cells = ragged(lists(counts)).kept_as(layout)
+    plain = cells.restored(torch.float32)
+    assert isinstance(plain, Ragged)
+    groups = HEADS // KV_HEADS
+    q = torch.randn(n, HEADS, WIDTH, generator=torch.Generator().manual_seed(n))
+    for layer in range(LAYERS):
+        part = cells.attend(layer, q, SCALE)
+        for head in range(HEADS):
+            kv_head, g = head // groups, head % groups
+            own = plain.head(layer, kv_head)
+            assert own.bias is not None
+            listed = [
+                Listed(*each, 0, float(bias))
+                for *each, bias in zip(own.keys[0, 0], own.values[0, 0], own.bias[0, 0],
+                                       strict=True)
+            ]  # fmt: skip
+            for index in range(n):
+                at = (g, kv_head, index) if n > 1 else (0, kv_head, g)
+                if not listed:
+                    assert float(part.log_sum[at]) <= HIDDEN
+                    assert not part.out[at].any()
+                    continue
+                out, log_sum = naive(q[index, head], listed)
+                assert (part.out[at] - out).abs().max() <= 1e-4
+                assert abs(float(part.log_sum[at]) - log_sum) <= 1e-4
+
+
+def test_a_segment_of_them_lies_whole() -> None:
+    found = lists([3, 0, 4, 2])
+    segment = Segment.of(LAYOUT, ragged(found), PositionMap(-2), anchor=False)
+    assert (segment.length, segment.capacity, segment.limit) == (3, 3, 3)
+    assert segment.compressed
+    assert segment.frozen
+    assert not segment.thaw(100)
+    read = segment.read(0, 3)
+    assert isinstance(read, Ragged)
+    require_equal(read, found)
+    positions = [c.position for place in PLACES for c in found[place]]
+    assert segment.positions().tolist() == positions
+    before = segment.block.slots
+    segment.move()
+    assert segment.block.slots is not before
+    assert isinstance(segment.block.slots, Ragged)
+    require_equal(segment.block.slots, found)

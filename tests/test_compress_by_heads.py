@@ -1,0 +1,231 @@
+"""Compressing a session where heads compete for cells: who gets how many, and what that costs."""
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from policies.archives import same, state
+from small import small_model
+from test_compress import TEXT, cells_of, fed, require_untouched
+
+from kvkeep.cache import Ragged
+from kvkeep.errors import InvalidArgument
+from kvkeep.methods import BUDGETS, METHODS, Candidates, Eviction, make_method
+from kvkeep.session.compressing import _newest_queries as newest_queries
+from kvkeep.session.session import Session
+
+SCORING = [name for name, method in METHODS.items() if issubclass(method, Eviction)]
+OTHERS = [name for name in METHODS if name not in SCORING]
+HEADS = 4  # layers times KV heads of the small model
+
+
+def ragged_in(session: Session) -> list[Ragged]:
+    slots = [segment.block.slots for segment in session.cache.segments]
+    return [cells for cells in slots if isinstance(cells, Ragged)]
+
+
+def total_in(session: Session) -> int:
+    """Of all heads, those that are compressed."""
+    return sum(cells.total for cells in ragged_in(session))
+
+
+@settings(max_examples=40)
+@given(
+    st.sampled_from(SCORING),
+    st.integers(20, 700),
+    st.floats(1.01, 12),
+    st.integers(1, 120),
+    st.lists(st.integers(4, 500), max_size=3),
+)
+def test_it_leaves_exactly_as_many_as_asked_for_in_all_heads_or_changes_nothing(
+    method: str, total: int, ratio: float, recent: int, pins: list[int]
+) -> None:
+    session = fed(total)
+    for start in pins:
+        if start + 3 < total and not set(range(start, start + 3)) & session._memory.pins:
+            session.pin(start, start + 3)
+    before, cells, pinned = state(session), cells_of(session), sorted(session._memory.pins)
+    try:
+        report = session.compress(ratio, method, recent, budget="heads")
+    except InvalidArgument:
+        assert same(state(session), before)
+        return
+    kept = sorted({*range(4), *range(total - recent, total), *pinned})
+    require_untouched(cells, cells_of(session), kept)
+    assert sorted(cells_of(session)) == kept
+    asked = math.ceil(total / ratio) - len(kept)
+    assert total_in(session) == asked * HEADS
+    runs = sum(b - a > 1 for a, b in pairwise(kept))
+    assert report.budget == "heads"
+    assert report.cells_before == total
+    assert report.cells_after == session.cache.cells
+    assert 0 <= report.cells_after - math.ceil(total / ratio) < runs  # each run is rounded up
+    assert report.bytes_after == session.cache.nbytes
+    assert len(report.chunks) == runs
+    assert sum(chunk.cells_before for chunk in report.chunks) == total - len(kept)
+    session.feed(TEXT[:5])
+    assert session.cache.cells == report.cells_after + 5
+
+
+@pytest.mark.parametrize("method", SCORING)
+def test_what_is_worth_most_stays_whichever_head_it_is_in(method: str) -> None:
+    """Each chunk of 512 is scored by itself, and the best of all scores stay."""
+    session = fed(700)
+    cells = session.cache.segments[0].read(4, 676)
+    candidates = Candidates(cells, session.cache.rope, session.cache.scale)
+    chosen = make_method(method)
+    assert isinstance(chosen, Eviction)
+    if chosen.needs_queries(None):
+        candidates = replace(candidates, queries=newest_queries(session._memory))
+    scores = torch.cat(
+        [
+            chosen.score(candidates.part(slice(0, 512))),
+            chosen.score(candidates.part(slice(512, 676))),
+        ],
+        -1,
+    )
+    session.compress(4.0, method, recent=20, budget="heads")
+    (left,) = ragged_in(session)
+    stays = [torch.isin(cells.positions, own.positions.flatten()) for _, _, own in left.heads()]
+    every = torch.stack(stays).view(scores.shape)
+    assert int(every.sum()) == left.total == (700 // 4 - 24) * HEADS
+    assert scores[every].min() >= scores[~every].max()
+    for layer, head, own in left.heads():
+        there = every[layer, head]
+        assert torch.equal(own.keys[0, 0], cells.keys[layer, head, there])
+        assert torch.equal(own.values[0, 0], cells.values[layer, head, there])
+        assert own.bias is not None
+        assert not own.bias.any()
+
+
+def test_heads_get_numbers_of_their_own_and_bytes_fall_by_the_ratio() -> None:
+    session = fed(800)
+    before = session.cache.nbytes
+    report = session.compress(4.0, "keydiff", recent=20, budget="heads")
+    (left,) = ragged_in(session)
+    assert int(left.counts.max()) > 1.1 * int(left.counts.min())
+    assert (report.bytes_before, report.bytes_after) == (before, session.cache.nbytes)
+    beside = 12 / (2 * 16 * 4)  # bias and position beside a key and a value
+    assert session.cache.nbytes <= (1 + beside) * before / 4
+
+
+def test_progress_counts_every_cell_once_and_none_that_stays() -> None:
+    session = fed(700)
+    session.pin(300, 310)
+    told: list[int] = []
+    session.compress(4.0, "keydiff", recent=20, budget="heads", progress=told.append)
+    assert told == [296, 370]
+
+
+@pytest.mark.parametrize("method", OTHERS)
+def test_a_method_without_scores_is_refused_before_anything_is_changed(method: str) -> None:
+    session = fed()
+    before, told = state(session), list[int]()
+    with pytest.raises(InvalidArgument, match=r'has no scores.*budget="uniform"'):
+        session.compress(2.0, method, budget="heads", progress=told.append)
+    assert same(state(session), before)
+    assert told == []
+
+
+@pytest.mark.parametrize("budget", ["head", "", "Heads", 3, True])
+def test_a_budget_of_another_name_is_refused(budget: object) -> None:
+    session = fed()
+    before = state(session)
+    with pytest.raises(InvalidArgument, match=f"one of {', '.join(BUDGETS)}"):
+        session.compress(2.0, "keydiff", budget=budget)  # type: ignore[arg-type]
+    assert same(state(session), before)
+
+
+def test_uniform_is_what_no_head_gets_more_than_another_by() -> None:
+    one, other = fed(), fed()
+    assert one.compress(3.0, "keydiff").budget == "uniform"
+    other.compress(3.0, "keydiff", budget="uniform")
+    assert same(state(one), state(other))
+    assert not ragged_in(one)
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("ratio", [1.001, 1.01, 1.5, 4.0])
+@pytest.mark.parametrize("recent", [5, 20, 40])
+def test_what_heads_left_can_be_compressed_again(budget: str, ratio: float, recent: int) -> None:
+    """However few, and although of `recent` tokens some are compressed already."""
+    session = fed(300)
+    session.pin(100, 103)
+    session.compress(2.0, "keydiff", recent=20, budget="heads")
+    before, exact = session.cache.cells, cells_of(session)
+    total = total_in(session)
+    report = session.compress(ratio, "keydiff", recent, budget=budget)  # type: ignore[arg-type]
+    assert report.cells_before == before
+    assert report.cells_after == session.cache.cells
+    assert 0 <= report.cells_after <= math.ceil(before / ratio) + 1  # two runs of them
+    assert total_in(session) <= total + 15 * HEADS
+    kept = [s for s in exact if s < 4 or s >= 300 - recent or s in session._memory.pins]
+    require_untouched(exact, cells_of(session), kept)
+    assert set(cells_of(session)) == set(kept)
+    session.feed(TEXT[:9])
+    assert session.logits.isfinite().all()
+
+
+def test_as_large_a_share_of_each_heads_cells_stays_when_all_become_fewer() -> None:
+    session = fed(400)
+    session.compress(2.0, "keydiff", recent=20, budget="heads")
+    (before,) = ragged_in(session)
+    session.compress(2.0, "keydiff", recent=20, budget="uniform")
+    (after,) = ragged_in(session)
+    share = after.total / before.total
+    assert (after.counts - before.counts * share).abs().max() <= 1
+    assert len(after) + 24 == session.cache.cells == 100
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_takes_what_heads_left(method: str) -> None:
+    session = fed(300)
+    session.compress(2.0, "keydiff", recent=20, budget="heads")
+    session.compress(2.0, method, recent=20, budget="uniform")
+    assert session.cache.cells == 75
+    session.feed(TEXT[:9])
+    assert session.logits.isfinite().all()
+
+
+def test_after_the_sinks_are_deleted_it_can_be_compressed_again() -> None:
+    session = fed(300)
+    session.compress(2.0, "keydiff", recent=20, budget="heads")
+    session.delete(0, 4)
+    session.compress(2.0, "keydiff", recent=20, budget="heads")
+    assert session.cache.cells == 73
+    assert len(cells_of(session)) == 20
+
+
+def test_the_fork_from_before_is_what_it_was_and_forks_after_share_storage() -> None:
+    session, alone = fed(), fed()
+    fork = session.fork()
+    session.compress(3.0, "keydiff", recent=40, budget="heads")
+    assert torch.equal(session.logits, alone.logits)  # of the last token, which stays
+    later = session.fork()
+    (cells,), (shared,) = ragged_in(session), ragged_in(later)
+    assert cells.keys.data_ptr() == shared.keys.data_ptr()
+    for _ in range(5):
+        assert session.next_token() == later.next_token()
+        assert fork.next_token() == alone.next_token()
+    assert (session.logits - later.logits).abs().max() <= 1e-4
+    assert (fork.logits - alone.logits).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("bits", ["8", "8/4", "4"])
+def test_quantised_cells_are_chosen_as_they_are_kept(bits: str) -> None:
+    """None is quantised twice: what stays has the bytes that it had."""
+    session = small_model().session(policy="full", kv_bits=bits)  # type: ignore[arg-type]
+    session.feed(TEXT[:300])
+    before = session.cache.segments[0].read(4, 276)
+    session.compress(3.0, "keydiff", recent=20, budget="heads")
+    (left,) = ragged_in(session)
+    for layer, head, own in left.heads():
+        there = torch.isin(before.positions, own.positions.flatten())
+        for name in ("stored_keys", "stored_values"):
+            mine, its = getattr(own, name), getattr(before, name)
+            assert torch.equal(mine.data[0, 0], its.data[layer, head, there])
+            assert torch.equal(mine.scale[0, 0], its.scale[layer, head, there])
