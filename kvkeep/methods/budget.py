@@ -26,10 +26,10 @@ def best_of_all(scores: Sequence[Tensor], count: int) -> list[Tensor]:
     """Which of some cells have the highest scores over all layers and KV heads.
 
     scores: of each run of cells, of any shape. Returns bool of the same shapes, `count` true in
-    all.
+    all, or every one where there are fewer: the length of ragged cells is rounded up.
     """
     every = torch.cat([score.flatten() for score in scores])
     best = torch.zeros(every.shape, dtype=torch.bool, device=every.device)
-    best[every.topk(count, sorted=False).indices] = True
+    best[every.topk(min(count, len(every)), sorted=False).indices] = True
     parts = torch.split(best, [score.numel() for score in scores])
     return [part.view(score.shape) for part, score in zip(parts, scores, strict=True)]

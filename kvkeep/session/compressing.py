@@ -176,9 +176,8 @@ def _by_heads(runs: list[Candidates], left: int, how: CompressionPlan) -> Iterat
     for candidates in runs:
         scores.append(score(how.method, candidates))
         _tell(how, len(candidates))
-    # Ragged cells of before may be fewer than their length, which is rounded up.
-    there = sum(each.numel() for each in scores)
-    best = best_of_all(scores, min(left * math.prod(runs[0].layers_and_heads), there))
+    heads = runs[0].layers_and_heads
+    best = best_of_all(scores, left * math.prod(heads))
     took = (time.perf_counter() - begun) / sum(map(len, runs))
     for candidates, which in zip(runs, best, strict=True):
         cells = Ragged.of(as_compressed(candidates.cells)).chosen(which.flatten())

@@ -174,9 +174,8 @@ class Context(Held):
         if calibration is not None:
             arguments.instance("calibration", calibration, Calibration).require(self._model)
         statistics = calibration.statistics if calibration else None
-        plan = CompressionPlan(
-            chosen, ratio, budget or chosen.budget, recent, seed, statistics, progress
-        )
+        shared = chosen.budget if budget is None else budget
+        plan = CompressionPlan(chosen, ratio, shared, recent, seed, statistics, progress)
         memory, report = compress_held(self._memory, plan)
         self._state = replace(self._state, memory=memory)
         trim_heap()
