@@ -1,6 +1,8 @@
 """Calibrations: what is measured, and files that fit one model alone."""
 
 import random
+from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,7 @@ import torch
 from listening import attending
 from packed_model import packed_model, spec_of
 from small import small_model
+from topics import topic_ids
 from torch import Tensor
 
 from kvkeep import Snapshot
@@ -20,9 +23,12 @@ from kvkeep.errors import (
     TruncatedFile,
 )
 from kvkeep.methods.measured import LIKENESSES
+from kvkeep.model import Model
 from kvkeep.models.executor import AnyStep
-from kvkeep.session.calibrating import calibrate
+from kvkeep.session.calibrating import _Context as Repeated
+from kvkeep.session.calibrating import calibrate, calibration_tokens
 from kvkeep.session.calibration import Calibration, load_calibration
+from kvkeep.session.calibration_sums import CalibrationSums
 from kvkeep.session.session import Session
 
 MODEL = small_model()
@@ -85,7 +91,84 @@ def test_a_text_gives_the_same_calibration_again(calibration: Calibration) -> No
 def test_progress_counts_every_token() -> None:
     steps: list[int] = []
     calibrate(MODEL, TEXT + TEXT[:100], steps.append)
-    assert steps == [512, 512, 512, 100]
+    assert steps[:6] == [0, 512, 512, 512, 100, 512]
+    # Then both halves are read and repeated.
+    assert sum(steps) == 3 * len(TEXT + TEXT[:100]) == calibration_tokens(MODEL, len(TEXT) + 100)
+
+
+class Stopped(Exception):
+    pass
+
+
+def stopping(after: int) -> Callable[[int], None]:
+    """A progress that ends the run once so many tokens are through."""
+    done = 0
+
+    def progress(tokens: int) -> None:
+        nonlocal done
+        done += tokens
+        if done > after:
+            raise Stopped
+
+    return progress
+
+
+def test_a_calibration_that_was_interrupted_goes_on_to_the_same(
+    calibration: Calibration, tmp_path: Path
+) -> None:
+    unfinished = tmp_path / "a.unfinished"
+    for after in (1000, 2000, 4000):
+        with pytest.raises(Stopped):
+            calibrate(MODEL, TEXT, stopping(after), unfinished)
+    steps: list[int] = []
+    again = calibrate(MODEL, TEXT, steps.append, unfinished)
+    assert steps[0] == 3072  # the whole text was measured, and its first half repeated
+    assert sum(steps) == 3 * len(TEXT)
+    assert (again.digest, again.r_squared) == (calibration.digest, calibration.r_squared)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_another_text_has_left_is_begun_anew(calibration: Calibration, tmp_path: Path) -> None:
+    unfinished = tmp_path / "a.unfinished"
+    with pytest.raises(Stopped):
+        calibrate(MODEL, TEXT[::-1], stopping(2000), unfinished)
+    assert calibrate(MODEL, TEXT, None, unfinished).digest == calibration.digest
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-9], lambda data: data[:-9] + b"x" * 9])
+def test_what_is_damaged_is_begun_anew(
+    calibration: Calibration, tmp_path: Path, damage: Callable[[bytes], bytes]
+) -> None:
+    unfinished = tmp_path / "a.unfinished"
+    with pytest.raises(Stopped):
+        calibrate(MODEL, TEXT, stopping(2000), unfinished)
+    unfinished.write_bytes(damage(unfinished.read_bytes()))
+    assert calibrate(MODEL, TEXT, None, unfinished).digest == calibration.digest
+
+
+def test_a_file_that_is_no_beginning_of_a_calibration_is_left_alone(tmp_path: Path) -> None:
+    other = tmp_path / "a.unfinished"
+    other.write_text("notes")
+    with pytest.raises(ForeignFile, match="not a kvkeep unfinished calibration"):
+        calibrate(MODEL, TEXT, None, other)
+    assert other.read_text() == "notes"
+
+
+def test_where_nothing_can_be_kept_it_says_so(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="could not be written"):
+        calibrate(MODEL, TEXT, None, tmp_path / "no-such-folder" / "a")
+
+
+def test_a_surrogate_foretells_cells_of_text_that_it_was_not_fitted_on(smollm2: Model) -> None:
+    ids, sums = topic_ids(smollm2), CalibrationSums(smollm2.decoder.new_cache().layout)
+    with torch.inference_mode():
+        for part in (
+            Repeated(0, 480, False),
+            Repeated(2000, 2480, False),
+            Repeated(1000, 1300, True),
+        ):
+            part.measure(smollm2, ids, sums, lambda tokens: None)
+    assert sums.held_back.r_squared(sums.fitted.weights()) > 0.6
 
 
 def test_too_few_tokens_are_refused() -> None:
@@ -98,8 +181,9 @@ def test_a_file_holds_all_of_it(calibration: Calibration, path: Path) -> None:
     assert loaded.digest == calibration.digest
     assert loaded.fingerprint == calibration.fingerprint
     assert (loaded.model, loaded.tokens) == (MODEL.name, len(TEXT))
-    for name, tensor in vars(calibration.statistics).items():
-        assert torch.equal(getattr(loaded.statistics, name), tensor)
+    assert loaded.r_squared == calibration.r_squared
+    for known in ("mean", "moment", "tolerance", "surrogate.key", "surrogate.constant"):
+        assert torch.equal(*(attrgetter(known)(c.statistics) for c in (loaded, calibration)))
 
 
 @pytest.mark.parametrize("other", [small_model(seed=1), packed_model(spec_of(), None)])

@@ -30,25 +30,33 @@ def calibrate(text: str, output: Path, model: str, dtype: str, device: str, quie
 
     Some ten thousand tokens of the kind of text to come are enough. Give the result as
     --calibration to commands that compress; it is of use to methods expected_attention and fitted.
+
+    What is done is kept in FILE.kvcal.unfinished: the same command goes on from there.
     """
     written = read_text(text)
     if not written:
         raise InvalidArgument(f"{text} is empty: expected some text")
     check_store_place(output, "calibration")
+    unfinished = output.with_name(f"{output.name}.unfinished")
 
     from tqdm import tqdm
 
     from kvkeep.session.calibrating import calibrate as measure
+    from kvkeep.session.calibrating import calibration_tokens
 
     loaded = load_named(model, dtype, device, weights=None, progress=not quiet)
     ids = loaded.text.encode(written)
     hidden = True if quiet else None  # None: unless it is a terminal
-    with tqdm(total=len(ids), desc="measuring", unit="tok", disable=hidden, leave=False) as bar:
+    total = calibration_tokens(loaded, len(ids))
+    with tqdm(total=total, desc="measuring", unit="tok", disable=hidden, leave=False) as bar:
 
         def progress(tokens: int) -> None:
             bar.update(tokens)
 
-        calibration = measure(loaded, ids, progress)
+        calibration = measure(loaded, ids, progress, unfinished)
     size = calibration.save(output)
     if not quiet:
-        say(f"{output}: {size / 1e6:.1f} MB, from {len(ids)} tokens")
+        say(
+            f"{output}: {size / 1e6:.1f} MB, from {len(ids)} tokens; R² of the surrogate on text "
+            f"held back: {calibration.r_squared:.2f}"
+        )

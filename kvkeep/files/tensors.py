@@ -14,6 +14,7 @@ from kvkeep.files.whole import replacing
 
 ALIGNMENT = 64  # bytes: kernels read whole cache lines
 DTYPE_NAMES = {
+    torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
     torch.bfloat16: "BF16",

@@ -20,11 +20,11 @@ class Measured:
 
     def __init__(self, layout: Layout):
         heads, width = (layout.layers, layout.kv_heads), layout.head_dim
-        self._queries = 0
 
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.float32, device="cpu")
 
+        self._queries = torch.zeros(1, dtype=torch.int64, device="cpu")
         self._sum = zeros(*heads, width)
         self._outer = zeros(*heads, width, width)
         self._errors = zeros(len(LIKENESSES), *heads)
@@ -52,8 +52,17 @@ class Measured:
     def statistics(self) -> Statistics:
         """All that was measured; each KV head's tolerance is what did least harm there."""
         tried = torch.tensor(LIKENESSES, dtype=torch.float32, device="cpu")
+        moment = self._outer / self._queries
         return Statistics(
             self._sum / self._queries,
-            self._outer / self._queries,
+            (moment + moment.transpose(-1, -2)) / 2,  # to the bit: a file keeps one half
             tried[self._errors.argmin(0)],
         )
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {
+            "sum": self._sum,
+            "outer": self._outer,
+            "errors": self._errors,
+            "queries": self._queries,
+        }

@@ -6,6 +6,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from kvkeep.methods.surrogate import Surrogate
+
 POWER = 0.25  # of the second moment; 0 would do without it, 0.5 is what a query itself measures
 
 
@@ -15,12 +17,14 @@ class Statistics:
 
     mean: `[layers, kv_heads, head_dim]`. moment: `[layers, kv_heads, head_dim, head_dim]`, the mean
     of q q^T. tolerance: `[layers, kv_heads]`, how alike (cosine) keys must be there to be merged
-    without harm to what queries get.
+    without harm to what queries get. surrogate: what reconstruction is guessed by; None in a
+    calibration of an earlier kvkeep.
     """
 
     mean: Tensor
     moment: Tensor
     tolerance: Tensor
+    surrogate: Surrogate | None = None
 
     def head(self, layer: int, head: int) -> "Statistics":
         """What is known of one KV head, of shape `[1, 1, ...]`."""

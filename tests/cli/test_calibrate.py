@@ -40,8 +40,13 @@ def test_the_file_is_what_the_library_reads(invoke, tiny, tiny_folder, tmp_path:
     assert result.stdout == ""
     model = load_model(str(tiny_folder), dtype="float32")
     tokens = len(model.text.encode(TEXT))
-    assert result.stderr == f"{output}: 0.0 MB, from {tokens} tokens\n"
-    assert load_calibration(output, model).tokens == tokens
+    found = load_calibration(output, model)
+    assert result.stderr == (
+        f"{output}: 0.0 MB, from {tokens} tokens; R² of the surrogate on text held back: "
+        f"{found.r_squared:.2f}\n"
+    )
+    assert found.tokens == tokens
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.kvcal", "text"]
     first = output.read_bytes()
     assert invoke("calibrate", text, "-o", output, "-q", *tiny).stderr == ""
     assert output.read_bytes() == first
@@ -79,6 +84,20 @@ def test_ctrl_c_leaves_no_file(invoke, tiny, ctrl_c_at, tmp_path: Path) -> None:
     result = invoke("calibrate", "-", "-o", tmp_path / "a.kvcal", *tiny, input=TEXT)
     assert result.exit_code == 130
     assert not list(tmp_path.iterdir())
+
+
+def test_after_ctrl_c_the_same_command_goes_on(
+    invoke, tiny, file: Path, ctrl_c_at, tmp_path: Path
+) -> None:
+    output, finished = tmp_path / "b.kvcal", file.read_bytes()
+    ctrl_c_at(7)  # the text was measured in four steps, and is being repeated
+    asked = ("calibrate", "-", "-o", output, "-q", *tiny)
+    assert invoke(*asked, input=TEXT).exit_code == 130
+    assert not output.exists()
+    assert (tmp_path / "b.kvcal.unfinished").exists()
+    assert invoke(*asked, input=TEXT).exit_code == 0
+    assert output.read_bytes() == finished
+    assert not (tmp_path / "b.kvcal.unfinished").exists()
 
 
 def test_a_session_goes_on_with_the_calibration_that_it_was_begun_with(

@@ -14,6 +14,7 @@ from small import small_model
 from kvkeep import Calibration, Snapshot, load_calibration
 from kvkeep.errors import CorruptFile, FingerprintMismatch, StoreError, TruncatedFile
 from kvkeep.methods import Statistics
+from kvkeep.methods.surrogate import Surrogate
 from kvkeep.store.container import read_container, write_container
 from kvkeep.store.snapshot import describe
 
@@ -32,8 +33,9 @@ def calibration() -> Calibration:
         torch.ones(*heads, spec.head_dim),
         torch.eye(spec.head_dim).expand(*heads, -1, -1).contiguous(),
         torch.full(heads, 0.5),
+        Surrogate.of(torch.ones(*heads, 2 * spec.head_dim + 1)),
     )
-    return Calibration(known, MODEL.fingerprint.saved(), MODEL.name, 3000)
+    return Calibration(known, MODEL.fingerprint.saved(), MODEL.name, 3000, 0.5)
 
 
 @pytest.fixture(params=READERS)
@@ -138,25 +140,44 @@ def test_it_is_damage(name: str, read: tuple[Path, Callable[[Path], object]]) ->
         {"fingerprint": None},
         {"fingerprint": []},
         {"fingerprint": {"weights": 5}},
+        {"r_squared": "good"},
     ],
     ids=str,
 )
 def test_a_calibrations_words_are_checked(change: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "a.kvkeep"
     calibration().save(path)
-    found = read_container(path, "calibration", 1)
-    write_container(path, "calibration", 1, found.document | change, found.tensors)
+    found = read_container(path, "calibration", 2)
+    write_container(path, "calibration", 2, found.document | change, found.tensors)
     with pytest.raises((CorruptFile, FingerprintMismatch)):
         load_calibration(path, MODEL)
 
 
-@pytest.mark.parametrize("name", ["mean", "moment", "tolerance"])
+TENSORS = ["mean", "moment_half", "tolerance"]
+TENSORS += ["surrogate.key", "surrogate.value", "surrogate.constant"]
+
+
+@pytest.mark.parametrize("name", TENSORS)
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
 def test_a_calibrations_numbers_are_numbers(name: str, number: float, tmp_path: Path) -> None:
     path = tmp_path / "a.kvkeep"
     calibration().save(path)
-    found = read_container(path, "calibration", 1)
+    found = read_container(path, "calibration", 2)
     found.tensors[name].view(-1)[3] = number
-    write_container(path, "calibration", 1, found.document, found.tensors)
+    write_container(path, "calibration", 2, found.document, found.tensors)
     with pytest.raises(StoreError, match="finite"):
         load_calibration(path, MODEL)
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_a_calibrations_tensors_are_there_in_their_shapes(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.kvkeep"
+    calibration().save(path)
+    found = read_container(path, "calibration", 2)
+    without = {each: tensor for each, tensor in found.tensors.items() if each != name}
+    for tensors in (found.tensors | {name: found.tensors[name][..., :-1]}, without):
+        if name == "surrogate.key" and tensors is without:
+            tensors = without | {"surrogate.key": torch.ones(1)}
+        write_container(path, "calibration", 2, found.document, tensors)
+        with pytest.raises(CorruptFile):
+            load_calibration(path, MODEL)

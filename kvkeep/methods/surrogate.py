@@ -1,0 +1,43 @@
+"""What reconstruction would give a cell, guessed from the cell alone (KVzap, arXiv:2601.07891)."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Surrogate:
+    """A linear guess for each layer and KV head, fitted when a model is calibrated; float32.
+
+    The paper reads hidden states, which nobody has once a token is evaluated. A key before rotation
+    and a value say as much, and are there for as long as the cell is.
+
+    key, value: `[layers, kv_heads, head_dim]`. constant: `[layers, kv_heads]`.
+    """
+
+    key: Tensor
+    value: Tensor
+    constant: Tensor
+
+    def score(self, keys: Tensor, values: Tensor) -> Tensor:
+        """`[layers, kv_heads, n]` float32: the natural log of the share that each cell would get.
+
+        keys: `[layers, kv_heads, n, head_dim]`, before rotation; values: likewise.
+        """
+        key, value, constant = (x.to(keys.device) for x in (self.key, self.value, self.constant))
+        guessed = keys.float() @ key.unsqueeze(-1) + values.float() @ value.unsqueeze(-1)
+        return guessed.squeeze(-1) + constant.unsqueeze(-1)
+
+    @classmethod
+    def of(cls, weights: Tensor) -> "Surrogate":
+        """weights: `[layers, kv_heads, 2 head_dim + 1]`: of the key, of the value, the constant."""
+        width, weights = weights.shape[-1] // 2, weights.float()
+        key, value = weights[..., :width], weights[..., width:-1]
+        return cls(key.contiguous(), value.contiguous(), weights[..., -1].contiguous())
+
+
+def features(keys: Tensor, values: Tensor) -> Tensor:
+    """`[..., n, 2 head_dim + 1]` float64, of keys and values `[..., n, head_dim]`."""
+    one = torch.ones(*keys.shape[:-1], 1, dtype=torch.float64, device=keys.device)
+    return torch.cat((keys.double(), values.double(), one), -1)
