@@ -46,12 +46,6 @@ _CITIES = """
 """
 CITIES = tuple(_CITIES.split())
 
-_ANIMALS = """
-    camel cat chicken cow dog donkey duck fox frog goat goose hamster horse lizard monkey mouse
-    parrot pig rabbit sheep snake spider turtle wolf
-"""
-ANIMALS = tuple(_ANIMALS.split())
-
 _INSTRUMENTS = """
     accordion banjo bassoon cello clarinet drum fiddle flute guitar harmonica harp horn lute oboe
     organ piano saxophone trombone trumpet tuba viola violin

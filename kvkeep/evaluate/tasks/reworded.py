@@ -6,12 +6,12 @@ from random import Random
 from kvkeep.evaluate.facts import Fact
 from kvkeep.evaluate.tasks.counted import WORDS_ONLY
 from kvkeep.evaluate.tasks.task import Posed
-from kvkeep.evaluate.words import ANIMALS, CITIES, INSTRUMENTS, MONTHS, NAMES
+from kvkeep.evaluate.words import CITIES, INSTRUMENTS, MONTHS, NAMES
 
 
 @dataclass(frozen=True)
 class _Story:
-    """said and asked have no word in common but the name."""
+    """said and asked share the name, and of other words none that means anything."""
 
     said: str
     asked: str
@@ -21,23 +21,33 @@ class _Story:
 STORIES = (
     _Story(
         "As a child {name} went to school in {answer}.",
-        "Which town did {name} grow up in? {name} grew up in",
+        "Where did {name} grow up? {name} grew up in the city of",
         CITIES,
     ),
     _Story(
-        "At home {name} feeds a {answer} twice a day.",
-        "Which pet does {name} have? {name} has a",
-        ANIMALS,
+        "{name} has a small house in {answer}.",
+        "Where does {name} live? {name} lives in the city of",
+        CITIES,
     ),
     _Story(
-        "On Sundays {name} practises the {answer}.",
-        "What music does {name} make? {name} plays the",
-        INSTRUMENTS,
+        "A train takes {name} home to {answer} every evening.",
+        "Where does {name} live? {name} lives in the city of",
+        CITIES,
+    ),
+    _Story(
+        "The office where {name} earns a living is in {answer}.",
+        "In which city does {name} work? {name} works in the city of",
+        CITIES,
     ),
     _Story(
         "{name} was born on a cold day in {answer}.",
-        "When is the birthday of {name}? The birthday of {name} is in",
+        "When is the birthday of {name}? The birthday of {name} is in the month of",
         MONTHS,
+    ),
+    _Story(
+        "On Sundays {name} practises the {answer}.",
+        "Which instrument does {name} play? {name} plays the",
+        INSTRUMENTS,
     ),
 )
 
