@@ -83,6 +83,11 @@ class Ragged(Cells):
         """Cells of the head that has most."""
         return int(self.counts.max())
 
+    @cached_property
+    def sound(self) -> bool:
+        """Whether its counts are of as many cells as there are."""
+        return int(self.counts.min()) >= 0 and self._bounds[-1] == self.total
+
     def of_head(self, layer: int, head: int) -> slice:
         """Where the cells of a head are in the row."""
         index = layer * self.counts.shape[1] + head

@@ -59,11 +59,13 @@ def kept(stored: Stored, shape: tuple[int, ...], *before: int) -> c.CKept:
 def row(cells: Ragged, layers: int, kv_heads: int, head_dim: int) -> tuple[Any, Any, int, int]:
     """Keys, values, and the addresses of biases and offsets of ragged cells of so many heads.
 
-    Raises KernelMismatch, too, where offsets are not of these cells.
+    Raises KernelMismatch, too, where counts are not of these cells, or of other heads.
     """
     vectors, offsets = (cells.total, head_dim), cells.offsets
     assert cells.bias is not None
-    require(int(offsets[-1]) == cells.total, f"offsets that end at {cells.total}", offsets[-1])
+    if cells.counts.shape != (layers, kv_heads) or not cells.sound:
+        heads = f"{layers} x {kv_heads} heads"
+        require(False, f"{cells.total} cells, shared by {heads}", cells.counts.tolist())
     return (
         kept(cells.stored_keys, vectors, 0, 0),
         kept(cells.stored_values, vectors, 0, 0),

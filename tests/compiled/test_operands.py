@@ -13,6 +13,7 @@ from packed_model import packed_model, spec_of
 from torch import Tensor
 
 import kvkeep
+from kvkeep.cache import Ragged
 from kvkeep.cache.quantised import Quantised
 from kvkeep.compiled.binding import (
     BF16,
@@ -151,6 +152,48 @@ def test_a_bias_of_another_dtype_is_refused(count: int) -> None:
     segment.block.slots = replace(slots, bias=slots.bias.double())
     with pytest.raises(KernelMismatch, match="bias"):
         session.feed(PROMPT[:count])
+
+
+def counted(slots: Ragged, *changes: tuple[int, int]) -> Ragged:
+    """As if some heads had more cells, or fewer, than they have."""
+    counts = slots.counts.flatten().clone()
+    for head, more in changes:
+        counts[head] += more
+    return replace(slots, counts=counts.view_as(slots.counts))
+
+
+OFFSETS: dict[str, Callable[[Ragged], Ragged]] = {
+    "more cells than there are": lambda x: counted(x, (2, 1)),
+    "fewer": lambda x: counted(x, (5, -1)),
+    "less than none": lambda x: counted(x, (0, -500), (1, 500)),
+    "beyond the end and back": lambda x: counted(x, (4, 500), (5, -500)),
+    "a layer less": lambda x: replace(x, counts=x.counts.view(2, 3)),
+    "a KV head less": lambda x: replace(x, counts=x.counts.view(6, 1)),
+    "float32": lambda x: replace(x, stored_keys=x.keys.float()),
+    "half as wide": lambda x: replace(x, stored_values=x.values[:, :32]),
+    "a bias of another dtype": lambda x: replace(x, bias=x.bias.double()),
+    "a bias of fewer": lambda x: replace(x, bias=x.bias[:-1]),
+}
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("damaged", OFFSETS.values(), ids=OFFSETS)
+def test_ragged_cells_that_do_not_fit_their_offsets_are_refused(
+    damaged: Callable[[Ragged], Ragged], count: int
+) -> None:
+    session = packed_model(SPEC, None).session(policy="full")
+    session.feed(PROMPT)
+    session.compress(2.0, "keydiff", recent=4, budget="heads")
+    (segment,) = (segment for segment in session.cache.segments if segment.compressed)
+    slots, before = segment.block.slots, (session.tokens, session.cache.cells)
+    assert isinstance(slots, Ragged)
+    assert slots.counts.shape == (3, 2)
+    segment.block.slots = damaged(slots)
+    with pytest.raises(KernelMismatch):
+        session.feed(PROMPT[:count])
+    segment.block.slots = slots
+    assert (session.tokens, session.cache.cells) == before
+    session.feed(PROMPT[:count])
 
 
 @pytest.mark.parametrize("token", [-1, SPEC.vocab_size, 2**40])
