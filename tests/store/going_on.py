@@ -141,6 +141,39 @@ def quantised(model: Model) -> dict[str, Callable[[Sampling], Session]]:
     }
 
 
+def ragged(model: Model) -> dict[str, Callable[[Sampling], Session]]:
+    """Sessions of which each layer and KV head has a number of cells of its own, by moment."""
+
+    def fed(how: Sampling, **kind: Any) -> Session:
+        session = model.session(256, policy="full", prefill_step=32, **kind)
+        session.feed(TEXT)
+        session.compress(2.0, "knorm", recent=8, budget="heads")
+        return drawn(session, TEXT[:20], how)
+
+    def again(session: Session, **kind: Any) -> Session:
+        session.compress(2.0, "knorm", recent=8, **kind)
+        return session
+
+    def archive(how: Sampling, **kind: Any) -> Session:
+        session = model.session(
+            100, policy="archive", prefill_step=32, method="knorm", budget="heads", **kind
+        )
+        return drawn(session, TEXT * 4, how)
+
+    return {
+        "once": lambda how: fed(how),
+        "twice": lambda how: again(fed(how), budget="heads"),
+        "then-all-alike": lambda how: again(fed(how), budget="uniform"),
+        "edited": lambda how: edited(fed(how), len(TEXT)),
+        "forked": lambda how: drawn(fed(how).fork(), TEXT[:9], how),
+        "parent-went-on": lambda how: went_on_beside_a_fork(fed(how), how),
+        "rewound": lambda how: rewound(fed(how), 9),
+        "in-8-4-bits": lambda how: again(fed(how, kv_bits="8/4"), budget="heads"),
+        "archive": lambda how: archive(how),
+        "archive-far-4": lambda how: archive(how, far_bits="4"),
+    }
+
+
 POLICIES = {
     "archive": archive,
     "full": full,
@@ -148,6 +181,7 @@ POLICIES = {
     "sliding": partial(bounded, policy="sliding"),
     "shift": partial(bounded, policy="shift"),
     "quantised": quantised,
+    "ragged": ragged,
 }
 
 

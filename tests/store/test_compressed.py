@@ -1,5 +1,6 @@
 """Snapshots of compressed cells: what is in them, in which format, and what is refused."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,9 @@ import pytest
 import torch
 from safetensors import safe_open
 from small import small_model
+from whole_state import differences, whole_state
 
+from kvkeep.cache import Ragged
 from kvkeep.errors import CorruptFile
 from kvkeep.policies import make_policy
 from kvkeep.session.session import Session
@@ -33,6 +36,33 @@ def compressed_at_once() -> Session:
     return session
 
 
+def by_heads() -> Session:
+    """4 exact cells, ragged ones, and 8 exact ones."""
+    session = MODEL.session(policy="full")
+    session.feed(TEXT)
+    session.compress(2.0, "knorm", recent=8, budget="heads")
+    return session
+
+
+def by_heads_quantised() -> Session:
+    session = MODEL.session(policy="full", kv_bits="8/4")
+    session.feed(TEXT)
+    session.compress(2.0, "knorm", recent=8, budget="heads")
+    return session
+
+
+def archive_by_heads() -> Session:
+    policy = make_policy(
+        "archive", 48, keep=4, window=16, block=8, span=200, method="knorm", budget="heads"
+    )
+    session = Session(MODEL, policy, 512)
+    session.feed(TEXT)
+    return session
+
+
+RAGGED = [by_heads, by_heads_quantised, archive_by_heads]
+
+
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     archive("snapkv").snapshot().save(tmp_path / "a.kvkeep")
@@ -46,8 +76,11 @@ def path(tmp_path: Path) -> Path:
         (lambda: archive("average", TEXT[:20]), "1"),
         (lambda: archive("snapkv", TEXT[:20]), "2"),  # nothing is compressed, but queries are kept
         (compressed_at_once, "2"),
+        (by_heads, "3"),
+        (by_heads_quantised, "3"),
+        (archive_by_heads, "3"),
     ],
-    ids=["archive", "not yet", "observing", "at once"],
+    ids=["archive", "not yet", "observing", "at once", "heads", "quantised", "archive of heads"],
 )
 def test_a_reader_that_does_not_know_such_cells_is_told(
     tmp_path: Path, session: Any, version: str
@@ -75,13 +108,54 @@ def test_each_kv_head_has_positions_and_a_bias(path: Path) -> None:
     assert found.tensors["query_times"].tolist() == list(range(70))
 
 
+@pytest.mark.parametrize("make", RAGGED)
+def test_ragged_cells_lie_in_a_row_beside_how_many_each_kv_head_has(
+    tmp_path: Path, make: Callable[[], Session]
+) -> None:
+    session = make()
+    session.snapshot().save(tmp_path / "a.kvkeep")
+    found = read_container(tmp_path / "a.kvkeep", "snapshot", 3)
+    entry = found.document["segments"][1]
+    assert [each.get("ragged") for each in found.document["segments"]] == [None, True, None]
+    (held,) = (s for s in session.cache.segments if s.compressed)
+    cells = held.block.slots
+    assert isinstance(cells, Ragged)
+    assert (entry["length"], entry["capacity"], entry["start"]) == (held.length, held.length, 0)
+    assert entry["compressed"]
+    assert entry["frozen"]
+    tensors = {n.removeprefix("segment.1."): t for n, t in found.tensors.items() if "ent.1." in n}
+    vectors = {
+        "keys": (torch.float32, (cells.total, 16)),
+        "values": (torch.float32, (cells.total, 16)),
+    }
+    if make is by_heads_quantised:
+        vectors = {
+            "keys.int8": (torch.int8, (cells.total, 16)),
+            "keys.scale": (torch.bfloat16, (cells.total, 1)),
+            "values.int4": (torch.uint8, (cells.total, 8)),
+            "values.scale": (torch.bfloat16, (cells.total, 2)),
+        }
+    assert {name: (each.dtype, tuple(each.shape)) for name, each in tensors.items()} == {
+        **vectors,
+        "positions": (torch.int64, (cells.total,)),
+        "bias": (torch.float32, (cells.total,)),
+        "serials": (torch.int64, (held.length,)),
+        "counts": (torch.int64, (2, 2)),
+    }
+    assert len(set(tensors["counts"].flatten().tolist())) > 1
+    assert int(tensors["counts"].sum()) == cells.total
+    assert tensors["serials"].tolist() == [-1] * held.length
+
+
 @pytest.mark.parametrize("codec", ["none", "zstd"])
-@pytest.mark.parametrize("session", [lambda: archive("snapkv"), compressed_at_once])
+@pytest.mark.parametrize("session", [lambda: archive("snapkv"), compressed_at_once, *RAGGED])
 def test_what_is_read_goes_on_as_what_was_written(tmp_path: Path, session: Any, codec: Any) -> None:
     going = session()
     going.snapshot().save(tmp_path / "a.kvkeep", codec)
     restored = MODEL.restore(Snapshot.load(tmp_path / "a.kvkeep"))
+    assert list(differences(whole_state(going), whole_state(restored))) == []
     assert restored.standing == going.standing
+    assert restored.cache.nbytes <= going.cache.nbytes
     for _ in range(20):
         assert restored.next_token() == going.next_token()
     assert torch.equal(restored.logits, going.logits)
@@ -122,3 +196,111 @@ def test_wrong_tensors_are_refused(path: Path, name: str, tensor: torch.Tensor |
     write_container(path, "snapshot", 2, found.document, tensors)
     with pytest.raises(CorruptFile):
         Snapshot.load(path)
+
+
+@pytest.fixture
+def ragged(tmp_path: Path) -> Path:
+    by_heads().snapshot().save(tmp_path / "a.kvkeep")
+    return tmp_path / "a.kvkeep"
+
+
+def counts_of(path: Path) -> torch.Tensor:
+    return read_container(path, "snapshot", 3).tensors["segment.1.counts"]
+
+
+def test_cells_of_all_heads_in_8_bits_come_back_within_them(ragged: Path) -> None:
+    """The codec "int8" is not exact."""
+    session = by_heads()
+    session.snapshot().save(ragged, "int8")
+    restored = MODEL.restore(Snapshot.load(ragged))
+    for one, other in zip(session.cache.segments, restored.cache.segments, strict=True):
+        mine, its = (each.block.slots for each in (one, other))
+        assert type(mine) is type(its)
+        assert (mine.keys - its.keys).abs().max() <= mine.keys.abs().max() / 127
+    assert counts_of(ragged).tolist() == counts_in(session)
+
+
+def counts_in(session: Session) -> list[list[int]]:
+    (cells,) = (s.block.slots for s in session.cache.segments if s.compressed)
+    assert isinstance(cells, Ragged)
+    found: list[list[int]] = cells.counts.tolist()
+    return found
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"ragged": False},
+        {"ragged": 1},
+        {"ragged": "yes"},
+        {"ragged": None},
+        {"compressed": False},
+        {"frozen": False},
+        {"length": 22},
+        {"length": 24, "capacity": 24, "limit": 24},
+        {"capacity": 40},
+        {"capacity": 40, "start": 3},
+        {"length": 5},
+    ],
+    ids=str,
+)
+def test_wrong_entries_of_ragged_cells_are_refused(ragged: Path, wrong: dict[str, object]) -> None:
+    found = read_container(ragged, "snapshot", 3)
+    assert found.document["segments"][1]["length"] == 23
+    write_container(ragged, "snapshot", 3, _entries(found.document, **wrong), found.tensors)
+    with pytest.raises(CorruptFile):
+        Snapshot.load(ragged)
+
+
+COUNTS: dict[str, Callable[[torch.Tensor], torch.Tensor | None]] = {
+    "none": lambda x: None,
+    "in 32 bits": lambda x: x.int(),
+    "as fractions": lambda x: x.double(),
+    "in a row": lambda x: x.flatten(),
+    "of a layer less": lambda x: x[:1],
+    "of one KV head more": lambda x: torch.cat((x, x[:, :1]), 1),
+    "of one cell more": lambda x: x + torch.tensor([[1, 0], [0, 0]]),
+    "of one cell less": lambda x: x - torch.tensor([[1, 0], [0, 0]]),
+    "of no cells at all": lambda x: 0 * x,
+    "negative": lambda x: x + torch.tensor([[-500, 500], [0, 0]]),
+    "huge": lambda x: x + torch.tensor([[2**40, -(2**40)], [0, 0]]),
+    "beyond all numbers": lambda x: x + torch.tensor([[2**62, 2**62], [2**62, 2**62]]),
+}
+
+
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+@pytest.mark.parametrize("wrong", COUNTS)
+def test_counts_that_are_not_of_these_cells_are_refused(
+    ragged: Path, wrong: str, codec: Any
+) -> None:
+    by_heads().snapshot().save(ragged, codec)
+    found = read_container(ragged, "snapshot", 3)
+    counts = COUNTS[wrong](found.tensors.pop("segment.1.counts"))
+    tensors = found.tensors if counts is None else found.tensors | {"segment.1.counts": counts}
+    write_container(ragged, "snapshot", 3, found.document, tensors)
+    with pytest.raises(CorruptFile):
+        Snapshot.load(ragged)
+
+
+@pytest.mark.parametrize(
+    ("name", "cut"),
+    [
+        ("keys", lambda x: x[:-1]),
+        ("values", lambda x: x[:, :8]),
+        ("keys", lambda x: x.view(1, 1, *x.shape)),
+        ("positions", lambda x: x[:-1]),
+        ("positions", lambda x: x[None]),
+        ("bias", lambda x: x[:-1]),
+        ("bias", lambda x: x.double()),
+        ("serials", lambda x: x[:-1]),
+    ],
+)
+def test_tensors_of_another_number_of_ragged_cells_are_refused(
+    ragged: Path, name: str, cut: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    found = read_container(ragged, "snapshot", 3)
+    tensors = found.tensors | {f"segment.1.{name}": cut(found.tensors[f"segment.1.{name}"])}
+    tensors = {name: each.contiguous() for name, each in tensors.items()}
+    write_container(ragged, "snapshot", 3, found.document, tensors)
+    with pytest.raises(CorruptFile):
+        Snapshot.load(ragged)

@@ -51,6 +51,15 @@ def archived() -> Session:
     return session
 
 
+def ragged() -> Session:
+    """Between sinks and the newest, cells of which each KV head has a number of its own."""
+    session = MODEL.session(policy="full")
+    session.feed(TEXT)
+    session.compress(3.0, "knorm", recent=20, budget="heads")
+    session.next_token(HOW)
+    return session
+
+
 def grouped() -> Session:
     session = MODEL.session(policy="self_extend", group=2, window=16)
     session.feed(TEXT[:60])
@@ -141,6 +150,31 @@ def no_anchors(document: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         each["anchor"] = False
 
 
+def counting(*changes: tuple[int, int, int]) -> Change:
+    """Other numbers of ragged cells: (layer, KV head, how many more)."""
+
+    def counted(found: Tensor) -> Tensor:
+        changed = found.clone()
+        for layer, head, more in changes:
+            changed[layer, head] += more
+        return changed
+
+    return tensor("segment.1.counts", counted)
+
+
+def cells_of_nobody(document: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """One cell more in the row than heads have; its length goes with it."""
+    for name in ("keys", "values", "positions", "bias"):
+        found = tensors[f"segment.1.{name}"]
+        tensors[f"segment.1.{name}"] = torch.cat((found, found[:1]))
+
+
+def as_a_windows(document: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Under a policy whose window would forget one of each head."""
+    document["policy"] = {"name": "sliding", "max_kv_size": 4096, "keep": 0}
+    document["settings"]["window"] = {"size": 4096, "discard": 1, "moves": False}
+
+
 def no_tokens(document: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     document.update(tokens=0, segments=[])
     tensors.update(tokens=tensors["tokens"][:0], serials=tensors["serials"][:0])
@@ -171,6 +205,22 @@ CHANGES: dict[str, tuple[Callable[[], Session], Change]] = {
     "positions in the future": (ring, with_number("segment.1.positions", (3,), 10**9)),
     "positions without end": (ring, with_number("segment.1.positions", (3,), -(2**62))),
     "a bias of NaN": (archived, with_number("segment.1.bias", (0, 0, 0), float("nan"))),
+    "more ragged cells in one head": (ragged, counting((0, 0, 1))),
+    "fewer": (ragged, counting((1, 1, -1))),
+    "fewer than none": (ragged, counting((0, 0, -1000), (0, 1, 1000))),
+    "more than there are in one, fewer than none in another": (
+        ragged, counting((0, 1, 2**30), (1, 0, -(2**30)))),
+    "more than can be counted": (ragged, counting((0, 0, 2**62), (0, 1, 2**62), (1, 0, 2**63 - 1))),
+    "heads of other layers": (ragged, tensor("segment.1.counts", lambda x: x.flatten()[:2, None])),
+    "ragged cells of no head": (ragged, cells_of_nobody),
+    "ragged cells in the future": (ragged, with_number("segment.1.positions", (7,), 10**9)),
+    "ragged cells of tokens": (ragged, with_number("segment.1.serials", (0,), 7)),
+    "a ragged bias of infinity": (ragged, with_number("segment.1.bias", (3,), float("inf"))),
+    "ragged cells that take more": (ragged, segment(1, frozen=False)),
+    "ragged cells of a ring": (ragged, segment(1, slot_order=True, start=2)),
+    "ragged cells in a window that slides": (ragged, as_a_windows),
+    "ragged cells that are not compressed": (ragged, segment(1, compressed=False)),
+    "ragged cells of an even segment": (archived, segment(1, ragged=True)),
     "compressed cells of tokens": (archived, with_number("segment.1.serials", (0,), 7)),
     # Segments
     "a map without a group": (ring, segment(0, map={"offset": 0})),
@@ -268,9 +318,9 @@ CHANGES: dict[str, tuple[Callable[[], Session], Change]] = {
 
 def file_of(session: Session, path: Path, change: Change) -> Path:
     session.snapshot().save(path)
-    found = read_container(path, "snapshot", 2)
+    found = read_container(path, "snapshot", 3)
     change(found.document, found.tensors)
-    write_container(path, "snapshot", 2, found.document, found.tensors)
+    write_container(path, "snapshot", 3, found.document, found.tensors)
     return path
 
 

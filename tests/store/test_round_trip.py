@@ -85,6 +85,12 @@ def test_the_real_model_in_bfloat16_goes_on_bit_equal(smollm2: Model, tmp_path: 
         name = f"seeded.{policy}.{codec}"
         session.snapshot().save(tmp_path / f"{name}.kvkeep", codec)
         here[name] = go_on(session, how)
+    for name, bits in (("seeded.ragged.none", None), ("seeded.ragged.zstd", "8/4")):
+        session = smollm2.session(policy="full", kv_bits=bits)
+        session.feed(topic_ids(smollm2)[:300])
+        session.compress(4.0, "keydiff", recent=30, budget="heads")
+        session.snapshot().save(tmp_path / f"{name}.kvkeep", name.split(".")[-1])  # type: ignore[arg-type]
+        here[name] = go_on(session, how)
     there = in_another_process(tmp_path, DEFAULT_MODEL, "bfloat16")
     assert here.keys() == there.keys()
     for name in here:
