@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from kvkeep import Sampling
 from kvkeep.errors import KvkeepError
+from kvkeep.methods import Budget
 from kvkeep.model import Model
 from kvkeep.session.session import Session
 
@@ -33,9 +34,32 @@ SETTINGS = st.one_of(
         far_bits=st.sampled_from([None, "4"]),
     ),
     st.builds(
+        dict,
+        policy=st.just("archive"),
+        max_kv_size=BUDGETS,
+        method=st.sampled_from(["knorm", "keydiff"]),
+        budget=st.just("heads"),
+        far_bits=st.sampled_from([None, "8/4"]),
+    ),
+    st.builds(
         dict, policy=st.just("self_extend"), group=st.just(2), window=st.sampled_from([64, 256])
     ),
 )
+# Twice by heads, and all alike at last; edited, taken back, forked and written on between.
+BY_HEADS = [
+    ("feed", 300),
+    ("pin", 0.2, 20),
+    ("compress", "heads"),
+    ("next", 4),
+    ("delete", 0.98, 5),
+    ("fork", 3),
+    ("feed", 60),
+    ("compress", "heads"),
+    ("insert", 0.99, 9),
+    ("rewind", 3),
+    ("compress", "uniform"),
+    ("next", 4),
+]
 _PLACES = st.floats(0, 1)  # where among the tokens held, from the oldest to the newest
 ACTIONS = st.lists(
     st.one_of(
@@ -48,7 +72,7 @@ ACTIONS = st.lists(
         st.tuples(st.just("pin"), _PLACES, st.integers(1, 30)),
         st.tuples(st.just("unpin")),
         st.tuples(st.just("keep"), st.integers(0, 60)),
-        st.tuples(st.just("compress")),
+        st.tuples(st.just("compress"), st.sampled_from(["uniform", "heads"])),
         st.tuples(st.just("fork"), st.integers(0, 60)),
     ),
     min_size=1,
@@ -100,8 +124,8 @@ def _insert(session: Session, place: float, count: int) -> None:
     session.insert(_range(session, place, count)[0], TEXT[count : 2 * count])
 
 
-def _compress(session: Session) -> None:
-    session.compress(2.0, recent=16)
+def _compress(session: Session, budget: Budget) -> None:
+    session.compress(2.0, "keydiff" if budget == "heads" else "fitted", recent=16, budget=budget)
 
 
 _ACTS: dict[str, Any] = {

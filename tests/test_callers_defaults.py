@@ -101,6 +101,26 @@ def compressed(model: Model, path: Path) -> list[Tensor]:
     return [*rows, *fed(session, 5)]
 
 
+def compressed_by_heads(model: Model, path: Path) -> list[Tensor]:
+    rows = []
+    path.mkdir(parents=True, exist_ok=True)
+    for bits in (None, "8/4"):
+        session = model.session(policy="full", kv_bits=bits)
+        session.feed(IDS[:60])
+        session.compress(2.0, "keydiff", recent=8, budget="heads")
+        rows += fed(session, 30)
+        for method, budget in (("knorm", "heads"), ("fitted", "uniform"), ("random", "uniform")):
+            session.compress(1.5, method, recent=8, budget=budget)
+            rows += fed(session, 5)
+        session.snapshot().save(path / "heads.kvkeep")
+        session = model.restore(Snapshot.load(path / "heads.kvkeep"))
+        group = SessionGroup([session, session.fork()])
+        group.next_tokens(DRAWN)
+        rows += [last(each) for each in group.sessions]
+    session = model.session(60, policy="archive", method="knorm", budget="heads", far_bits="8")
+    return [*rows, *fed(session, 100)]
+
+
 def kept_in_files(model: Model, path: Path) -> list[Tensor]:
     store = PrefixStore(path / "store")
     rows = []
@@ -134,7 +154,7 @@ def last(session: Session) -> Tensor:
 
 
 OF_KERNELS = [wrapping, in_few_bits, in_a_group]
-WAYS = [*OF_KERNELS, by_other_policies, edited, compressed, kept_in_files]
+WAYS = [*OF_KERNELS, by_other_policies, edited, compressed, compressed_by_heads, kept_in_files]
 SMALL = {"small": lambda: packed_model(spec_of(), 4), "small, by torch": small_model}
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from histories import ACTIONS, SETTINGS, TEXT, act, new
-from hypothesis import HealthCheck, given, settings
+from histories import ACTIONS, BY_HEADS, SETTINGS, TEXT, act, new
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from interrupting import broken_off_at, interrupted_from
 from whole_state import differences, whole_state
@@ -26,6 +26,8 @@ QUICK = settings(
 )
 # What goes wrong in the middle of a call: nothing, a failure or a Ctrl-C at one of its lines.
 TROUBLE = st.tuples(st.sampled_from(["none", "fails", "interrupted"]), st.integers(0, 900))
+# Each but the first two, which say what there is to compress and what stays.
+BROKEN_OFF = [("none", 0)] * 2 + [("fails", 150), ("interrupted", 400)] * 5
 
 
 def require_sound(session: Session) -> None:
@@ -77,6 +79,8 @@ def do(session: Session, action: tuple[Any, ...], trouble: tuple[str, int]) -> S
 
 @QUICK
 @given(SETTINGS, ACTIONS, st.lists(TROUBLE, min_size=7, max_size=7))
+@example({"policy": "full"}, BY_HEADS, [("none", 0)] * len(BY_HEADS))
+@example({"policy": "full"}, BY_HEADS, BROKEN_OFF)
 def test_it_is_sound_after_every_call_whatever_went_wrong(
     smollm2: Model, setting: dict[str, Any], actions: list[Any], troubles: list[Any]
 ) -> None:
@@ -88,6 +92,7 @@ def test_it_is_sound_after_every_call_whatever_went_wrong(
 
 @QUICK
 @given(SETTINGS, ACTIONS)
+@example({"policy": "full"}, BY_HEADS)
 def test_a_refused_call_changes_nothing(
     smollm2: Model, setting: dict[str, Any], actions: list[Any]
 ) -> None:
@@ -105,6 +110,8 @@ def test_a_refused_call_changes_nothing(
         lambda: session.pin(0, total + 1),
         lambda: session.unpin(total - 1, total - 1),
         lambda: session.compress(0.5),
+        lambda: session.compress(1e9, "keydiff", budget="heads"),
+        lambda: session.compress(2.0, "fitted", budget="heads"),
         lambda: session.fork(total + 1),
         lambda: session.__setattr__("keep", -2),
         lambda: session.score([-1]),

@@ -55,6 +55,7 @@ ARCHIVE = {
     "max_kv_size": 24, "keep": 2, "policy": "archive", "window": 8, "prefill_step": 6,
     "method": "snapkv",
 }  # fmt: skip
+HEADS = ARCHIVE | {"method": "keydiff", "budget": "heads"}
 EIGHT = RING | {"kv_bits": "8"}
 WHOLE = {"max_kv_size": 40, "keep": -1, "prefill_step": 6}
 
@@ -106,6 +107,12 @@ CASES = {
     "replace": Case(RING, lambda session: session.replace("draft", None, TEXT[:4])),
     "make_room": Case(FULL, lambda session: session.make_room(12), pinned=None),
     "compress": Case(FULL, lambda session: session.compress(2, recent=4), pinned=None),
+    "compress by heads": Case(
+        FULL,
+        lambda session: session.compress(2, "keydiff", recent=4, budget="heads"),
+        pinned=None,
+    ),
+    "feed archive by heads": Case(HEADS, fed, pinned=None, steps=True),
     "compress by queries": Case(
         FULL, lambda session: session.compress(2, "snapkv", recent=4), pinned=None
     ),

@@ -33,7 +33,8 @@ class Ragged(Cells):
         """The same cells: ragged ones, or compressed ones of which all heads have as many."""
         if isinstance(cells, Ragged):
             return cells
-        counts = torch.full(cells.stored_keys.shape[:2], len(cells), dtype=torch.int64)
+        heads = cells.stored_keys.shape[:2]
+        counts = torch.full(heads, len(cells), dtype=torch.int64, device="cpu")
         return cls._of(_in_a_row(cells), counts)
 
     @classmethod

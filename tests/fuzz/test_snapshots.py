@@ -45,6 +45,19 @@ def compressed() -> Session:
     return session
 
 
+def ragged() -> Session:
+    session = MODEL.session(policy="full", kv_bits="8/4")
+    session.feed(TEXT[:60])
+    session.compress(3, "knorm", recent=8, budget="heads")
+    return session
+
+
+def archived_by_heads() -> Session:
+    session = MODEL.session(40, 4, "archive", method="knorm", budget="heads", window=12)
+    session.feed(TEXT[:80])
+    return session
+
+
 def grouped() -> Session:
     session = MODEL.session(policy="self_extend", group=2, window=8)
     session.feed(TEXT[:30])
@@ -52,7 +65,16 @@ def grouped() -> Session:
 
 
 SESSIONS: dict[str, Callable[[], Session]] = {
-    each.__name__: each for each in (wrapped, edited, archived, compressed, grouped)
+    each.__name__: each
+    for each in (
+        wrapped,
+        edited,
+        archived,
+        compressed,
+        grouped,
+        ragged,
+        archived_by_heads,
+    )
 }
 
 

@@ -24,12 +24,16 @@ MODEL = small_model()
 
 @pytest.fixture(scope="module")
 def two() -> list[Snapshot]:
-    """Two snapshots of about 1 and 2 MB that have nothing in common."""
+    """Two snapshots of about 1 and 1.5 MB that have nothing in common: the second one's cells are
+    ragged.
+    """
     found = []
     for seed, count in ((0, 2000), (1, 4000)):
         draw = random.Random(seed)
         session = MODEL.session(policy="full")
         session.feed([draw.randrange(1, 256) for _ in range(count)])
+        if seed:
+            session.compress(1.5, "knorm", budget="heads")
         found.append(session.snapshot())
     return found
 

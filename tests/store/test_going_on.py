@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from histories import ACTIONS, HOW, SETTINGS, act, new
-from hypothesis import given, settings
+from histories import ACTIONS, BY_HEADS, HOW, SETTINGS, act, new
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from packed_model import packed_model, spec_of
 from topics import topic_ids
@@ -45,6 +45,8 @@ def same(one: Tensor | None, other: Tensor | None) -> bool:
 
 @settings(max_examples=30)
 @given(SETTINGS, ACTIONS)
+@example({"policy": "full"}, BY_HEADS)
+@example({"policy": "full", "kv_bits": "8/4"}, BY_HEADS)
 def test_any_saved_session_goes_on_to_the_bit(
     tmp_path_factory: pytest.TempPathFactory, setting: dict[str, Any], actions: list[Any]
 ) -> None:
@@ -81,6 +83,8 @@ LOOKS = st.lists(st.sampled_from(["no", "snapshot", "fork", "both"]), min_size=8
 
 @settings(max_examples=30)
 @given(SETTINGS, ACTIONS, LOOKS)
+@example({"policy": "full"}, BY_HEADS, ["both"] * len(BY_HEADS))
+@example({"policy": "full", "kv_bits": "8/4"}, BY_HEADS, ["snapshot"] * len(BY_HEADS))
 def test_looking_changes_nothing(
     setting: dict[str, Any], actions: list[Any], looks: list[str]
 ) -> None:
