@@ -26,6 +26,7 @@ METHOD_NAMES = (
     "average",
     "sum",
     "pick_heads",
+    "kvzip",
 )
 BEST = METHOD_NAMES[0]
 

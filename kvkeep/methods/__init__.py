@@ -16,6 +16,7 @@ from kvkeep.methods.fitted import Fitted
 from kvkeep.methods.h2o import H2O
 from kvkeep.methods.keydiff import KeyDiff
 from kvkeep.methods.knorm import KNorm
+from kvkeep.methods.kvzip import KVzip
 from kvkeep.methods.pick_heads import PickHeads
 from kvkeep.methods.random import Random
 from kvkeep.methods.snapkv import SnapKV
@@ -56,6 +57,7 @@ _ALL: tuple[type[Method], ...] = (
     Sum,
     PickHeads,
     Fitted,
+    KVzip,
 )
 METHODS = {method.name: method for method in _ALL}
 BEST = Fitted.name

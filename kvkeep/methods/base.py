@@ -20,7 +20,8 @@ class Candidates:
     cells: n of them, oldest first. queries: the newest ones, of tokens that came after the cells
     or are of them; None where nobody observed. statistics: of the model, from a calibration; None
     without one. seed: for what is drawn. ageing: whether they compete with cells still to come, for
-    ever: what is older may then be worth less.
+    ever: what is older may then be worth less. reconstruction: `[layers, kv_heads, n]` float32, the
+    log of how much each was needed to repeat the text; None where nobody asked.
     """
 
     cells: Cells
@@ -30,6 +31,7 @@ class Candidates:
     statistics: Statistics | None = None
     seed: int = 0
     ageing: bool = False
+    reconstruction: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.cells)
@@ -49,7 +51,8 @@ class Candidates:
 
     def part(self, where: slice) -> "Candidates":
         """Some of them."""
-        return replace(self, cells=self.cells.part(where))
+        needed = None if self.reconstruction is None else self.reconstruction[..., where]
+        return replace(self, cells=self.cells.part(where), reconstruction=needed)
 
     def head(self, layer: int, head: int, cells: Cells) -> "Candidates":
         """Cells of one layer and KV head, `[1, 1, n, ...]`, and what is known of that."""
@@ -128,12 +131,13 @@ class Compressed:
 class Method(ABC):
     """observes: whether it decides by the newest queries, where somebody observes them.
 
-    budget: how cells are shared out unless somebody says otherwise; only an `Eviction` can let
-    heads compete.
+    reconstructs: whether it decides by what it takes to repeat the text. budget: how cells are
+    shared out unless somebody says otherwise; only an `Eviction` can let heads compete.
     """
 
     name: ClassVar[str]
     observes: ClassVar[bool] = False
+    reconstructs: ClassVar[bool] = False
     budget: ClassVar[Budget] = "uniform"
 
     def needs_queries(self, statistics: Statistics | None) -> bool:

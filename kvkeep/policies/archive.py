@@ -176,7 +176,13 @@ class Archive(Policy):
 
     def check(self, pinned: int = 0) -> None:
         super().check(pinned)
-        check_shared(make_method(self.method), self.shared)
+        method = make_method(self.method)
+        check_shared(method, self.shared)
+        if method.reconstructs:
+            raise InvalidArgument(
+                f'method "{self.method}" has the whole text repeated, and an archive never holds '
+                'all of it: take "kvzap" with a calibration, or compress a "full" session at once'
+            )
         if self.ratio < 1:
             raise InvalidArgument(f"ratio must be 1 or more; found {self.ratio}")
         needed = self.window + self.block + int(self.block / self.ratio) + 1

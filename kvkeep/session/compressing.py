@@ -24,7 +24,9 @@ from kvkeep.methods import (
     compress,
     score,
 )
+from kvkeep.models.text import TextCodec
 from kvkeep.session.memory import Memory
+from kvkeep.session.reconstructing import reconstruction
 
 SINKS = 4
 
@@ -52,13 +54,14 @@ class CompressionReport:
 class CompressionPlan:
     """How a memory is to be compressed, once.
 
-    recent: of the newest cells, how many stay as they are. seed: of what is drawn. statistics: of
-    the model. progress: told of cells as they are through.
+    text: of the model. recent: of the newest cells, how many stay as they are. seed: of what is
+    drawn. statistics: of the model. progress: told of cells as they are through.
     """
 
     method: Method
     ratio: float
     budget: Budget
+    text: TextCodec
     recent: int = 64
     seed: int = 0
     statistics: Statistics | None = None
@@ -145,12 +148,19 @@ def _candidates(memory: Memory, how: CompressionPlan, runs: Sequence[_Run]) -> l
     """Of each run that is to be compressed, its cells and what is known of them."""
     cache, method = memory.cache, how.method
     queries = _newest_queries(memory) if method.needs_queries(how.statistics) else None
-    found = []
+    needed, found, begun = None, [], 0
+    if method.reconstructs:
+        needed = reconstruction(memory, how.text, how.progress)
     for segment, kept, first, count in runs:
         if not kept:
             near = queries.seen_from(segment.map) if queries else None
             plain = segment.read(first, count).restored(cache.layout.dtype)
-            found.append(Candidates(plain, cache.rope, cache.scale, near, how.statistics, how.seed))
+            own = None if needed is None else needed[..., begun : begun + count]
+            candidates = Candidates(
+                plain, cache.rope, cache.scale, near, how.statistics, how.seed, reconstruction=own
+            )
+            found.append(candidates)
+        begun += count
     return found
 
 
@@ -186,7 +196,7 @@ def _by_heads(runs: list[Candidates], left: int, how: CompressionPlan) -> Iterat
 
 
 def _tell(how: CompressionPlan, cells: int) -> None:
-    if how.progress:
+    if how.progress and not how.method.reconstructs:  # which has told of them
         how.progress(cells)
 
 

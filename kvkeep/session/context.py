@@ -175,7 +175,9 @@ class Context(Held):
             arguments.instance("calibration", calibration, Calibration).require(self._model)
         statistics = calibration.statistics if calibration else None
         shared = chosen.budget if budget is None else budget
-        plan = CompressionPlan(chosen, ratio, shared, recent, seed, statistics, progress)
+        plan = CompressionPlan(
+            chosen, ratio, shared, self._model.text, recent, seed, statistics, progress
+        )
         memory, report = compress_held(self._memory, plan)
         self._state = replace(self._state, memory=memory)
         trim_heap()

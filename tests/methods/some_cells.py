@@ -42,7 +42,8 @@ def some_cells(
         samples = torch.randn(LAYERS, KV_HEADS, 50, WIDTH, generator=random) + 0.2
         moment = samples.transpose(-1, -2) @ samples / 50
         known = Statistics(samples.mean(2), moment, torch.full((LAYERS, KV_HEADS), 0.9))
-    return Candidates(cells, ROPE, SCALE, observed, known, seed)
+    needed = torch.randn(shape, generator=random)
+    return Candidates(cells, ROPE, SCALE, observed, known, seed, reconstruction=needed)
 
 
 def turned(x: Tensor, position: int) -> Tensor:

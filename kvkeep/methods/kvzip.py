@@ -1,0 +1,24 @@
+"""Method `kvzip`: what it takes to say the text again (Kim et al., arXiv:2505.23416)."""
+
+from typing import ClassVar
+
+from torch import Tensor
+
+from kvkeep.methods.base import Candidates, Eviction
+from kvkeep.methods.budget import Budget
+
+
+class KVzip(Eviction):
+    """Keeps the cells that attention looks at most while the model repeats the text.
+
+    No question is foreseen: what is needed to know the text is needed for any. Heads compete, since
+    most of what is needed is in few of them. It costs about one more prefill.
+    """
+
+    name: ClassVar[str] = "kvzip"
+    reconstructs: ClassVar[bool] = True
+    budget: ClassVar[Budget] = "heads"
+
+    def score(self, candidates: Candidates) -> Tensor:
+        assert candidates.reconstruction is not None, "the text was not repeated"
+        return candidates.reconstruction
