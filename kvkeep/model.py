@@ -116,6 +116,7 @@ class Model(LoadedModel):
         chosen = chosen.for_model(self.spec.max_positions)
         if calibration is not None:
             chosen = self._calibrated(chosen, calibration)
+        chosen.require_known()
         if bits is not None and _given(kv_bits=kv_bits, far_bits=far_bits):
             raise InvalidArgument("give bits, or kv_bits or far_bits")
         bits = bits or Bits(kv_bits, far_bits)

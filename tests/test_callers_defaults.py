@@ -93,7 +93,7 @@ def compressed(model: Model, path: Path) -> list[Tensor]:
         session = model.session(policy="full")
         session.cache.observe()
         session.feed(IDS[:60])
-        session.compress(3.0, method, recent=8)
+        session.compress(3.0, method, recent=8, calibration=statistics)
         rows += fed(session, 5)
     session = model.session(policy="full")
     session.feed(IDS[:60])

@@ -1,6 +1,7 @@
 """Compressing a session at once: what stays, what it costs, and how the session goes on."""
 
 import math
+from functools import cache
 
 import pytest
 import torch
@@ -9,15 +10,28 @@ from hypothesis import strategies as st
 from policies.archives import same, state
 from small import small_model
 
+from kvkeep import Calibration, calibrate
 from kvkeep.cache import Cells
 from kvkeep.errors import ContextFull, InvalidArgument
 from kvkeep.methods import METHODS, Candidates, make_method
+from kvkeep.session.compressing import CompressionReport
 from kvkeep.session.compressing import _newest_queries as newest_queries
 from kvkeep.session.session import Session
 
 MODEL = small_model()
 TEXT = [(i * i * 7 + 3 * i) % 255 + 1 for i in range(900)]
 Cell = tuple[torch.Tensor, torch.Tensor, int]
+
+
+@cache
+def calibration() -> Calibration:
+    return calibrate(MODEL, [TEXT[i % 900] for i in range(8 * 512)])
+
+
+def compressed(session: Session, ratio: float, method: str, recent: int) -> CompressionReport:
+    """By what is known of the model, if the method cannot do without it."""
+    known = calibration() if make_method(method).guesses else None
+    return session.compress(ratio, method, recent, calibration=known)
 
 
 def fed(count: int = 300, model=MODEL) -> Session:  # type: ignore[no-untyped-def]
@@ -61,7 +75,7 @@ def test_it_leaves_as_many_as_asked_for_or_changes_nothing(
             session.pin(start, start + 3)
     before, cells, pinned = state(session), cells_of(session), sorted(session._memory.pins)
     try:
-        report = session.compress(ratio, method, recent)
+        report = compressed(session, ratio, method, recent)
     except InvalidArgument:
         assert same(state(session), before)
         return
@@ -80,7 +94,7 @@ def test_it_leaves_as_many_as_asked_for_or_changes_nothing(
 def test_memory_is_freed(method: str) -> None:
     session = fed(800)
     before = session.cache.nbytes
-    report = session.compress(4.0, method, recent=20)
+    report = compressed(session, 4.0, method, recent=20)
     assert (report.bytes_before, report.bytes_after) == (before, session.cache.nbytes)
     beside = 12 / (2 * 16 * 4)  # bias and position beside a key and a value
     assert session.cache.nbytes <= (1 + beside) * before / 4
@@ -90,7 +104,7 @@ def test_memory_is_freed(method: str) -> None:
 def test_a_session_goes_on_and_a_fork_from_before_is_what_it_was(method: str) -> None:
     session, alone = fed(), fed()
     fork = session.fork()
-    session.compress(3.0, method, recent=40)
+    compressed(session, 3.0, method, recent=40)
     assert torch.equal(session.logits, alone.logits)  # of the last token, which stays
     written = session.next_token()
     assert session.rewind(12) == [*TEXT[289:300], written]

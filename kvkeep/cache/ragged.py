@@ -52,9 +52,7 @@ class Ragged(Cells):
     def _joined(cls, parts: Sequence[Cells]) -> "Ragged":
         """Of each head the cells of all parts, in their order; copied."""
         ragged = [cls.of(part) for part in parts]
-        heads = torch.arange(ragged[0].counts.numel(), dtype=torch.int64, device="cpu")
-        owners = [heads.repeat_interleave(part.counts.flatten()) for part in ragged]
-        order = torch.cat(owners).argsort(stable=True)
+        order = torch.cat([part.owners for part in ragged]).argsort(stable=True)
         counts = torch.stack([part.counts for part in ragged]).sum(0)
         return cls._of(_rows(_end_to_end(ragged), order), counts)
 
@@ -73,6 +71,12 @@ class Ragged(Cells):
     def offsets(self) -> Tensor:
         """`[layers * kv_heads + 1]` int64: where each head's cells begin, and where all end."""
         return torch.cat((_ZERO, self.counts.flatten().cumsum(0)))
+
+    @property
+    def owners(self) -> Tensor:
+        """`[total]` int64: which layer and KV head each cell is of, counted through."""
+        heads = torch.arange(self.counts.numel(), dtype=torch.int64, device="cpu")
+        return heads.repeat_interleave(self.counts.flatten())
 
     @cached_property
     def _bounds(self) -> list[int]:

@@ -16,6 +16,7 @@ from kvkeep.methods.fitted import Fitted
 from kvkeep.methods.h2o import H2O
 from kvkeep.methods.keydiff import KeyDiff
 from kvkeep.methods.knorm import KNorm
+from kvkeep.methods.kvzap import KVzap
 from kvkeep.methods.kvzip import KVzip
 from kvkeep.methods.pick_heads import PickHeads
 from kvkeep.methods.random import Random
@@ -36,6 +37,7 @@ __all__ = [
     "Method",
     "Statistics",
     "as_compressed",
+    "best_method",
     "best_of_all",
     "check_budget",
     "check_shared",
@@ -58,9 +60,16 @@ _ALL: tuple[type[Method], ...] = (
     PickHeads,
     Fitted,
     KVzip,
+    KVzap,
 )
 METHODS = {method.name: method for method in _ALL}
 BEST = Fitted.name
+
+
+def best_method(statistics: Statistics | None) -> str:
+    """The one that an archive decides by unless it is told another."""
+    known = statistics is not None and statistics.surrogate is not None
+    return KVzap.name if known else BEST
 
 
 def make_method(name: str) -> Method:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache import NO_TOKEN, Cells, Queries, Ragged, Rope
+from kvkeep.errors import InvalidArgument
 from kvkeep.methods.budget import Budget
 from kvkeep.methods.statistics import Statistics
 
@@ -129,7 +130,8 @@ class Compressed:
 
 
 class Method(ABC):
-    """observes: whether it decides by the newest queries, where somebody observes them.
+    """observes: whether it decides by the newest queries, where somebody observes them. guesses:
+    whether it decides by a calibration's surrogate.
 
     reconstructs: whether it decides by what it takes to repeat the text. budget: how cells are
     shared out unless somebody says otherwise; only an `Eviction` can let heads compete.
@@ -137,12 +139,22 @@ class Method(ABC):
 
     name: ClassVar[str]
     observes: ClassVar[bool] = False
+    guesses: ClassVar[bool] = False
     reconstructs: ClassVar[bool] = False
     budget: ClassVar[Budget] = "uniform"
 
     def needs_queries(self, statistics: Statistics | None) -> bool:
         """Whether it cannot do without them."""
         return self.observes
+
+    def require_known(self, statistics: Statistics | None) -> None:
+        """Raises InvalidArgument where it cannot decide by what is known."""
+        if self.guesses and (statistics is None or statistics.surrogate is None):
+            found = "none" if statistics is None else "one of an earlier kvkeep"
+            raise InvalidArgument(
+                f'method "{self.name}" decides by a calibration with a surrogate; found {found}: '
+                "make one for this model with `kvkeep calibrate`, once"
+            )
 
     @abstractmethod
     def compress(self, candidates: Candidates, count: int) -> Compressed:

@@ -20,12 +20,17 @@ class Surrogate:
     value: Tensor
     constant: Tensor
 
-    def score(self, keys: Tensor, values: Tensor) -> Tensor:
+    def score(self, keys: Tensor, values: Tensor, owners: Tensor | None = None) -> Tensor:
         """`[layers, kv_heads, n]` float32: the natural log of the share that each cell would get.
 
-        keys: `[layers, kv_heads, n, head_dim]`, before rotation; values: likewise.
+        keys: `[layers, kv_heads, n, head_dim]`, before rotation; values: likewise. owners: of
+        ragged cells, `[total, head_dim]`, which layer and KV head each is of; `[total]` comes back.
         """
         key, value, constant = (x.to(keys.device) for x in (self.key, self.value, self.constant))
+        if owners is not None:
+            key, value = key.flatten(0, 1)[owners], value.flatten(0, 1)[owners]
+            guessed = (keys.float() * key).sum(-1) + (values.float() * value).sum(-1)
+            return guessed + constant.flatten()[owners]
         guessed = keys.float() @ key.unsqueeze(-1) + values.float() @ value.unsqueeze(-1)
         return guessed.squeeze(-1) + constant.unsqueeze(-1)
 

@@ -9,12 +9,13 @@ from kvkeep.cache import NO_TOKEN, Cells, KVCache, Segment, Window
 from kvkeep.cache.observer import LIMIT
 from kvkeep.errors import InvalidArgument
 from kvkeep.methods import (
-    BEST,
     Candidates,
     Compression,
     Eviction,
+    Method,
     Statistics,
     as_compressed,
+    best_method,
     check_shared,
     compress,
     compress_by_heads,
@@ -47,7 +48,8 @@ class Archive(Policy):
     Nothing is seen from further than `span` positions: before that, distances beyond the window
     are halved, by rotating the archive's keys once more.
 
-    method, ratio: how what leaves the window is compressed, and how much. budget: how layers and KV
+    method, ratio: how what leaves the window is compressed, and how much; "" for what is best for
+    what is known of the model. budget: how layers and KV
     heads share the archive; "" for what is best for the method. window, block, span: 0 for what
     fits the budget. seed: of method "random". statistics: what is known of the model, by the
     calibration with the digest `calibrated_by`.
@@ -56,7 +58,7 @@ class Archive(Policy):
     name: ClassVar[str] = "archive"
 
     keep: int = 4
-    method: str = BEST
+    method: str = ""
     ratio: float = 1.0
     window: int = 0
     block: int = 0
@@ -90,11 +92,11 @@ class Archive(Policy):
     @property
     def shared(self) -> str:
         """How layers and KV heads share the archive."""
-        return self.budget or make_method(self.method).budget
+        return self.budget or self.by.budget
 
     def settings(self) -> dict[str, Any]:
-        """As it was told: earlier releases know of no `budget`."""
-        settings = super().settings()
+        """Of the budget only what was said: earlier releases know of none."""
+        settings = super().settings() | {"method": self.by.name}
         return settings if self.budget else {k: v for k, v in settings.items() if k != "budget"}
 
     @property
@@ -107,7 +109,16 @@ class Archive(Policy):
         return self.max_kv_size - self.keep - pinned - self.window - self.block
 
     def calibrated(self, statistics: Statistics, digest: str) -> Self:
-        return replace(self, statistics=statistics, calibrated_by=digest)
+        method = self.method or best_method(statistics)
+        return replace(self, method=method, statistics=statistics, calibrated_by=digest)
+
+    def require_known(self) -> None:
+        self.by.require_known(self.statistics)
+
+    @property
+    def by(self) -> Method:
+        """What decides what is kept."""
+        return make_method(self.method or best_method(None))
 
     @property
     def exact(self) -> int:
@@ -115,7 +126,7 @@ class Archive(Policy):
 
     @property
     def observed(self) -> int:
-        return LIMIT if make_method(self.method).observes else 0
+        return LIMIT if self.by.observes else 0
 
     @property
     def compresses(self) -> bool:
@@ -139,7 +150,7 @@ class Archive(Policy):
 
     def open(self, cache: KVCache, wanted: int, ahead: int = 0) -> int:
         cache.window = Window(moves=True)
-        if make_method(self.method).observes and cache.observer is None:
+        if self.by.observes and cache.observer is None:
             cache.observe()
         anchored = open_anchors(cache, self.keep, wanted)
         if anchored:
@@ -176,9 +187,8 @@ class Archive(Policy):
 
     def check(self, pinned: int = 0) -> None:
         super().check(pinned)
-        method = make_method(self.method)
-        check_shared(method, self.shared)
-        if method.reconstructs:
+        check_shared(self.by, self.shared)
+        if self.by.reconstructs:
             raise InvalidArgument(
                 f'method "{self.method}" has the whole text repeated, and an archive never holds '
                 'all of it: take "kvzap" with a calibration, or compress a "full" session at once'
@@ -243,7 +253,7 @@ class Archive(Policy):
         self, cache: KVCache, cells: Cells, count: int, done: list[Compression]
     ) -> list[Cells]:
         """`count` cells in the place of many: chunk by chunk, or all at once if heads compete."""
-        method, candidates = make_method(self.method), self._candidates(cache, cells)
+        method, candidates = self.by, self._candidates(cache, cells)
         if self.shared == "heads":
             assert isinstance(method, Eviction)
             fewer, compression = compress_by_heads(method, candidates, min(count, len(cells)))

@@ -101,6 +101,10 @@ class Policy(ABC):
         """
         raise InvalidArgument(f'policy "{self.name}" has no use for a calibration')
 
+    def require_known(self) -> None:
+        """Raises InvalidArgument where it would decide by a calibration that it was not given."""
+        return  # most decide by none
+
     def discards(self, cache: KVCache) -> int:
         """How many of the oldest cells go at once at the budget; 0 where they do not."""
         return 0

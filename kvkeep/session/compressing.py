@@ -75,6 +75,7 @@ class CompressionPlan:
                 f"{self.ratio} and {self.recent}"
             )
         check_shared(self.method, self.budget)
+        self.method.require_known(self.statistics)
 
 
 @torch.inference_mode()
