@@ -30,3 +30,21 @@ def test_each_says_in_a_line_what_it_is() -> None:
     assert repr(model.session()) == (
         "<Session of small: sliding, 0 of 4,096 cells (0.0 MB), 0 tokens>"
     )
+
+
+def test_of_ragged_cells_it_says_how_many_a_head_has_on_average_and_the_bytes_of_all() -> None:
+    session = small_model().session(policy="full")
+    session.feed([(i * i * 7 + 3 * i) % 255 + 1 for i in range(300)])
+    session.compress(4.0, "knorm", recent=20, budget="heads")
+    (ragged,) = (s.block.slots for s in session.cache.segments if s.compressed)
+    vector = 16 * 4  # bytes of a key or a value
+    own = 51 * 4 * (2 * vector + 12) + 4 * 8  # and a position and a bias; and four counts
+    assert ragged.nbytes == own
+    assert session.cache.nbytes == own + 24 * 4 * 2 * vector
+    nbytes = f"{session.cache.nbytes / 1e6:,.1f} MB"
+    assert repr(session) == f"<Session of small: full, 75 of 4,096 cells ({nbytes}), 300 tokens>"
+    assert repr(session.cache) == f"<KVCache: 75 cells in 3 segments, {nbytes}>"
+    assert repr(session.snapshot()) == f"<Snapshot of small: full, 75 cells ({nbytes}), 300 tokens>"
+    group = SessionGroup([session, session.fork()])
+    assert group.nbytes == session.cache.nbytes
+    assert repr(group) == f"<SessionGroup of 2 sessions of small: 150 cells, {nbytes}>"

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvkeep import load_model
+from kvkeep.cache import Ragged
 from kvkeep.cli.branches import Branches
 from kvkeep.cli.conversation import Conversation
 from kvkeep.cli.memory_map import bar, memory_map
@@ -248,6 +250,24 @@ def test_the_picture_shows_what_is_compressed_and_what_that_takes(model: Model) 
     assert sum(int(words[0]) for words in kinds.values()) == len(session.tokens)
     assert all(words[-1] == "MB" for words in kinds.values())
     assert "▚" in memory_map(session, width=40, plain=False)
+
+
+@pytest.mark.parametrize("far_bits", [None, "8"])
+def test_the_picture_shows_what_takes_how_much_where_heads_have_numbers_of_their_own(
+    model: Model, far_bits: Any
+) -> None:
+    session = model.session(48, policy="archive", method="knorm", budget="heads", far_bits=far_bits)
+    session.feed("The sea is wide and the night is long. " * 12)
+    picture = memory_map(session, width=40, plain=True).splitlines()
+    assert set(picture[0]) == set("#-:")
+    kinds = {line[2:].split()[0]: line.split()[2:] for line in picture[1:-1]}
+    assert set(kinds) == {"kept", "window", "compressed"}
+    assert sum(int(words[0]) for words in kinds.values()) == len(session.tokens)
+    cells = [s.block.slots for s in session.cache.segments if s.compressed]
+    assert all(isinstance(each, Ragged) for each in cells)
+    held = sum(each.length for each in session.cache.segments)
+    assert f"{held} of 48 cells" in picture[-1]
+    assert f"({session.cache.nbytes / 1e6:.1f} MB set aside)" in picture[-1]
 
 
 def test_a_turn_that_was_compressed_cannot_be_edited_or_pinned(model: Model) -> None:

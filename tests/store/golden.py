@@ -1,7 +1,8 @@
-"""The model of the golden file, the same to the bit on every machine, and how the file was made.
+"""The model of the golden files, the same to the bit on every machine, and how two were made.
 
-`golden-v1.kvkeep` was written once, by format 1, with `PYTHONPATH=tests python -m store.golden`.
-It is not to be written again: what it holds is that later versions still read it.
+`golden-v1.kvkeep` was written once, by format 1, with `PYTHONPATH=tests python -m store.golden`,
+and `golden-ragged.kvkeep`, by format 3, with `-c 'from store.golden import ragged; ragged()'`.
+They are not to be written again: what they hold is that later versions still read them.
 """
 
 from pathlib import Path
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 from small import small_model, small_spec
 
+from kvkeep import Sampling
 from kvkeep.model import Model
 from kvkeep.models.llama import Decoder
 from kvkeep.models.weights import tensor_shapes
@@ -43,6 +45,19 @@ def main() -> None:
     print(session.snapshot().save(PATH), "bytes;", session.cache.segments)
     tokens = [session.next_token() for _ in range(16)]
     print("next:", tokens)
+
+
+def ragged() -> None:
+    """Cells of which each layer and KV head has a number of its own, in two runs."""
+    session = golden_model().session(policy="full")
+    session.feed(TEXT)
+    session.pin(30, 34)
+    session.compress(2.5, "knorm", recent=10, budget="heads")
+    for _ in range(3):
+        session.next_token()
+    print(session.snapshot().save(PATH.with_name("golden-ragged.kvkeep")), "bytes")
+    how = Sampling(0.8, seed=5)
+    print("next:", [session.next_token(how) for _ in range(12)])
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import pytest
 from store.golden import PATH, TEXT, golden_model
 
 from kvkeep import PrefixStore, Sampling, load_calibration
+from kvkeep.cache import Ragged
 from kvkeep.model import Model
 from kvkeep.session.session import Session
 from kvkeep.store.container import read_container
@@ -33,13 +34,15 @@ def test_it_is_a_wrapped_window_of_less_than_60_kb() -> None:
     assert ring["start"] > 0
 
 
-# What each file's session wrote next, restored by release 0.1 with temperature 0.8 and seed 5.
+# What each file's session wrote next, restored by release 0.1 with temperature 0.8 and seed 5; that
+# of ragged cells by the release that came to write them.
 WROTE = {
     "archive": [243, 216, 142, 35, 24, 72, 161, 7, 65, 251, 191, 115],
     "observed": [142, 159, 83, 103, 31, 130, 87, 8, 35, 254, 218, 47],
     "quantised": [197, 196, 110, 167, 30, 70, 87, 25, 60, 247, 112, 46],
     "compressed": [142, 183, 184, 87, 18, 145, 84, 0, 26, 255, 184, 55],
     "pinned": [173, 251, 147, 110, 2, 66, 143, 12, 7, 255, 179, 72],
+    "ragged": [207, 223, 113, 5, 24, 107, 157, 8, 27, 254, 196, 38],
     "self-extend": [207, 188, 120, 34, 15, 106, 180, 31, 11, 252, 221, 82],
 }
 
@@ -72,6 +75,14 @@ def test_what_was_pinned_and_named_is_so_again() -> None:
     assert session.standing[60:64] == ["pinned"] * 4
     assert (session.spans["said"].start, session.spans["said"].end) == (65, 70)
     assert session.discard == (60 - 4 - 4) // 2
+
+
+def test_each_kv_head_has_the_cells_that_it_had() -> None:
+    session = restored(PATH.with_name("golden-ragged.kvkeep"))
+    slots = [segment.block.slots for segment in session.cache.segments]
+    ragged = [cells for cells in slots if isinstance(cells, Ragged)]
+    assert [x.counts.tolist() for x in ragged] == [[[0, 6], [12, 6]], [[6, 9], [8, 9]]]
+    assert session.standing[30:34] == ["pinned"] * 4
 
 
 def test_a_calibration_of_an_earlier_release_is_of_this_model() -> None:
