@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from policies.archives import same, state
 from small import small_model
-from test_compress import TEXT, cells_of, fed, require_untouched
+from test_compress import TEXT, calibration, cells_of, fed, require_untouched
 
 from kvkeep.cache import Ragged
 from kvkeep.errors import InvalidArgument
@@ -19,6 +19,7 @@ from kvkeep.session.compressing import _newest_queries as newest_queries
 from kvkeep.session.session import Session
 
 SCORING = [name for name, method in METHODS.items() if issubclass(method, Eviction)]
+OF_CELLS = [name for name in SCORING if not METHODS[name].reconstructs]  # and of nothing else
 OTHERS = [name for name in METHODS if name not in SCORING]
 HEADS = 4  # layers times KV heads of the small model
 
@@ -50,7 +51,8 @@ def test_it_leaves_exactly_as_many_as_asked_for_in_all_heads_or_changes_nothing(
             session.pin(start, start + 3)
     before, cells, pinned = state(session), cells_of(session), sorted(session._memory.pins)
     try:
-        report = session.compress(ratio, method, recent, budget="heads")
+        known = calibration() if METHODS[method].guesses else None
+        report = session.compress(ratio, method, recent, budget="heads", calibration=known)
     except InvalidArgument:
         assert same(state(session), before)
         return
@@ -71,13 +73,15 @@ def test_it_leaves_exactly_as_many_as_asked_for_in_all_heads_or_changes_nothing(
     assert session.cache.cells == report.cells_after + 5
 
 
-@pytest.mark.parametrize("method", SCORING)
+@pytest.mark.parametrize("method", OF_CELLS)
 def test_what_is_worth_most_stays_whichever_head_it_is_in(method: str) -> None:
     """Each chunk of 512 is scored by itself, and the best of all scores stay."""
     session = fed(700)
     cells = session.cache.segments[0].read(4, 676)
-    candidates = Candidates(cells, session.cache.rope, session.cache.scale)
     chosen = make_method(method)
+    known = calibration() if chosen.guesses else None
+    candidates = Candidates(cells, session.cache.rope, session.cache.scale)
+    candidates = replace(candidates, statistics=known.statistics if known else None)
     assert isinstance(chosen, Eviction)
     if chosen.needs_queries(None):
         candidates = replace(candidates, queries=newest_queries(session._memory))
@@ -88,7 +92,7 @@ def test_what_is_worth_most_stays_whichever_head_it_is_in(method: str) -> None:
         ],
         -1,
     )
-    session.compress(4.0, method, recent=20, budget="heads")
+    session.compress(4.0, method, recent=20, budget="heads", calibration=known)
     (left,) = ragged_in(session)
     stays = [torch.isin(cells.positions, own.positions.flatten()) for _, _, own in left.heads()]
     every = torch.stack(stays).view(scores.shape)
@@ -181,14 +185,24 @@ def test_as_large_a_share_of_each_heads_cells_stays_when_all_become_fewer() -> N
     assert len(after) + 24 == session.cache.cells == 100
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*OF_CELLS, *OTHERS])
 def test_every_method_takes_what_heads_left(method: str) -> None:
     session = fed(300)
     session.compress(2.0, "keydiff", recent=20, budget="heads")
-    session.compress(2.0, method, recent=20, budget="uniform")
+    known = calibration() if METHODS[method].guesses else None
+    session.compress(2.0, method, recent=20, budget="uniform", calibration=known)
     assert session.cache.cells == 75
     session.feed(TEXT[:9])
     assert session.logits.isfinite().all()
+
+
+def test_what_heads_left_cannot_be_repeated() -> None:
+    session = fed(300)
+    session.compress(2.0, "keydiff", recent=20, budget="heads")
+    before = state(session)
+    with pytest.raises(InvalidArgument, match="126 compressed ones of 150"):
+        session.compress(2.0, "kvzip", recent=20)
+    assert same(state(session), before)
 
 
 def test_after_the_sinks_are_deleted_it_can_be_compressed_again() -> None:

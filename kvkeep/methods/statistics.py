@@ -29,7 +29,8 @@ class Statistics:
     def head(self, layer: int, head: int) -> "Statistics":
         """What is known of one KV head, of shape `[1, 1, ...]`."""
         own = slice(layer, layer + 1), slice(head, head + 1)
-        return Statistics(self.mean[own], self.moment[own], self.tolerance[own])
+        surrogate = None if self.surrogate is None else self.surrogate.head(layer, head)
+        return Statistics(self.mean[own], self.moment[own], self.tolerance[own], surrogate)
 
     @cached_property
     def emphasis(self) -> Tensor:

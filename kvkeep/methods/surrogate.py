@@ -34,6 +34,11 @@ class Surrogate:
         guessed = keys.float() @ key.unsqueeze(-1) + values.float() @ value.unsqueeze(-1)
         return guessed.squeeze(-1) + constant.unsqueeze(-1)
 
+    def head(self, layer: int, head: int) -> "Surrogate":
+        """That of one KV head, of shape `[1, 1, ...]`."""
+        own = slice(layer, layer + 1), slice(head, head + 1)
+        return Surrogate(self.key[own], self.value[own], self.constant[own])
+
     @classmethod
     def of(cls, weights: Tensor) -> "Surrogate":
         """weights: `[layers, kv_heads, 2 head_dim + 1]`: of the key, of the value, the constant."""
