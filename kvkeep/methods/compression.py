@@ -77,12 +77,14 @@ def check_shared(method: Method, budget: str) -> None:
 
 
 def score(method: Eviction, candidates: Candidates) -> Tensor:
-    """What each cell is worth, chunk by chunk: `[layers, kv_heads, n]`, of ragged cells `[total]`.
+    """What each cell is worth: `[layers, kv_heads, n]`, of ragged cells `[total]`.
 
-    So far as a method compares cells at all, it compares those of one layer and KV head.
+    So far as a method compares cells, it compares those of one layer and KV head, chunk by chunk.
     """
     cells = candidates.cells
-    if isinstance(cells, Ragged) and not method.alone:
+    if method.alone:
+        return method.score(candidates)
+    if isinstance(cells, Ragged):
         found = [
             score(method, candidates.head(layer, head, own)).flatten()
             for layer, head, own in cells.heads()
