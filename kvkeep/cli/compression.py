@@ -30,6 +30,7 @@ METHOD_NAMES = (
     "kvzap",
 )
 BEST = METHOD_NAMES[0]
+BUDGET_NAMES = ("heads", "uniform")
 
 
 def number(minimum: float, maximum: float = math.inf) -> Callable[[str], float]:
@@ -54,6 +55,18 @@ def ratio(value: str) -> float:
     if found == 1:
         raise click.BadParameter(f"expected more than 1, found {value}")
     return found
+
+
+def way(value: str) -> str:
+    """A type for options: a method, and behind a colon how heads share the cells, if it is said."""
+    name, colon, budget = value.partition(":")
+    if name not in METHOD_NAMES:
+        raise click.BadParameter(f"expected one of {', '.join(METHOD_NAMES)}; found {name!r}")
+    if colon and budget not in BUDGET_NAMES:
+        raise click.BadParameter(
+            f"expected {name}:{f' or {name}:'.join(BUDGET_NAMES)}; found {value!r}"
+        )
+    return value
 
 
 def calibration_option(meaning: str) -> Decorator:

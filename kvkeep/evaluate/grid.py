@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from kvkeep.errors import InvalidArgument
 from kvkeep.evaluate.facts import Sample, Samples
-from kvkeep.evaluate.recall import Recall, recall
+from kvkeep.evaluate.recall import Recall, recall, way
 
 if TYPE_CHECKING:
     from kvkeep.model import Model
@@ -145,11 +145,9 @@ def read_sample(
     for of in settings:
         memory = session.fork()
         if of.method != UNCOMPRESSED:
+            method, budget = way(of.method)
             memory.compress(
-                ratio=of.ratio,
-                method=of.method,
-                seed=of.seed + of.sample,
-                calibration=calibration,
+                of.ratio, method, seed=of.seed + of.sample, calibration=calibration, budget=budget
             )
         yield _reading(of, recall(memory, sample.asked))
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvkeep.evaluate.facts import Fact, Sample
 from kvkeep.session.session import Session
@@ -46,10 +46,17 @@ class Recall:
         return sum(answer.log_probability for answer in self.answers) / len(self.answers)
 
 
+def way(label: str) -> tuple[str, Any]:
+    """The method and the budget of "keydiff:heads"; None for a budget that is not said."""
+    method, _, budget = label.partition(":")
+    return method, budget or None
+
+
 @dataclass(frozen=True)
 class Compressing:
     """How a memory is made smaller.
 
+    method: and how heads share its cells, if that is said: "keydiff" or "keydiff:heads".
     max_kv_size: of a memory that is compressed while it reads; None for as many cells as would be
     left if it were compressed afterwards.
     """
@@ -60,8 +67,8 @@ class Compressing:
     calibration: "Calibration | None" = None
     max_kv_size: int | None = None
 
-    def budget(self, tokens: int) -> int:
-        """Cells of a memory that is compressed while it reads so many tokens."""
+    def cells(self, tokens: int) -> int:
+        """Those of a memory that is compressed while it reads so many tokens."""
         return self.max_kv_size or math.ceil(tokens / self.ratio)
 
 
@@ -99,8 +106,9 @@ def compress_after_reading(
     tokens = session.feed(sample.text).tokens
     uncompressed = recall(session, sample.asked)
     compressed = session.fork()
+    method, budget = way(how.method)
     report = compressed.compress(
-        ratio=how.ratio, method=how.method, seed=how.seed, calibration=how.calibration
+        how.ratio, method, seed=how.seed, calibration=how.calibration, budget=budget
     )
     answered = recall(compressed, sample.asked)
     return Outcome(sample, tokens, answered, uncompressed, report.chunks)
@@ -116,12 +124,13 @@ def compress_while_reading(
 
     A text that is longer than the model can read whole is read by the first alone.
     """
-    ids = model.text.encode(sample.text)
+    ids, (method, budget) = model.text.encode(sample.text), way(how.method)
     session = model.session(
-        how.budget(len(ids)),
+        how.cells(len(ids)),
         policy="archive",
         prefill_step=prefill_step,
-        method=how.method,
+        method=method,
+        budget=budget,
         ratio=how.ratio,
         calibration=how.calibration,
     )

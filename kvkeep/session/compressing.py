@@ -12,6 +12,7 @@ from kvkeep.cache import NO_TOKEN, Cells, Queries, Ragged, Segment, joined
 from kvkeep.cache.observer import LIMIT
 from kvkeep.errors import InvalidArgument
 from kvkeep.methods import (
+    BEST,
     Budget,
     Candidates,
     Compression,
@@ -24,6 +25,8 @@ from kvkeep.methods import (
     compress,
     score,
 )
+from kvkeep.methods.kvzap import KVzap
+from kvkeep.methods.kvzip import KVzip
 from kvkeep.models.text import TextCodec
 from kvkeep.session.memory import Memory
 from kvkeep.session.reconstructing import reconstruction
@@ -76,6 +79,14 @@ class CompressionPlan:
             )
         check_shared(self.method, self.budget)
         self.method.require_known(self.statistics)
+
+
+def best_at_once(memory: Memory, statistics: Statistics | None) -> str:
+    """The method that compresses a memory unless another is asked for."""
+    if statistics is not None and statistics.surrogate is not None:
+        return KVzap.name
+    again = any(segment.compressed for segment in memory.cache.segments)
+    return BEST if again else KVzip.name
 
 
 @torch.inference_mode()

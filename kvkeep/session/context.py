@@ -7,9 +7,14 @@ from dataclasses import replace
 from kvkeep import arguments
 from kvkeep.computing import computing
 from kvkeep.errors import InvalidArgument
-from kvkeep.methods import BEST, Budget, make_method
+from kvkeep.methods import Budget, make_method
 from kvkeep.session.calibration import Calibration
-from kvkeep.session.compressing import CompressionPlan, CompressionReport, compress_held
+from kvkeep.session.compressing import (
+    CompressionPlan,
+    CompressionReport,
+    best_at_once,
+    compress_held,
+)
 from kvkeep.session.edit import EditReport, Recompute, prepare_edit
 from kvkeep.session.held import Held
 from kvkeep.session.spans import Place, after_edit
@@ -145,7 +150,7 @@ class Context(Held):
     def compress(
         self,
         ratio: float = 2.0,
-        method: str = BEST,
+        method: str | None = None,
         recent: int = 64,
         seed: int = 0,
         calibration: Calibration | None = None,
@@ -159,7 +164,9 @@ class Context(Held):
         compresses as it goes.
 
         Args:
-            method: see `kvkeep.methods`. seed: of method "random".
+            method: see `kvkeep.methods`. None: "kvzap" by a calibration that has a surrogate, and
+                without one "kvzip", which has the text repeated in about the time of reading it;
+                "fitted" where some of it was compressed before. seed: of method "random".
             calibration: what is known of the model, for methods that decide by it.
             progress: called after each chunk with the number of cells that were in it.
             budget: "uniform", each 512 cells become so many fewer in every layer and KV head, or
@@ -168,12 +175,13 @@ class Context(Held):
 
         Raises InvalidArgument where that cannot be done, before anything is changed.
         """
-        chosen, ratio = make_method(method), arguments.number("ratio", ratio)
+        ratio = arguments.number("ratio", ratio)
         recent, seed = arguments.whole("recent", recent), arguments.whole("seed", seed, 0)
         progress = arguments.progress(progress)
         if calibration is not None:
             arguments.instance("calibration", calibration, Calibration).require(self._model)
         statistics = calibration.statistics if calibration else None
+        chosen = make_method(best_at_once(self._memory, statistics) if method is None else method)
         shared = chosen.budget if budget is None else budget
         plan = CompressionPlan(
             chosen, ratio, shared, self._model.text, recent, seed, statistics, progress

@@ -122,7 +122,7 @@ def test_an_interrupt_leaves_what_was_measured(invoke, tiny, tmp_path: Path, ctr
         (["--group", 1], "expected 2 or more, found 1"),
         (["--ratio", "nan"], "found nan"),
         (["--ratio", "inf"], "found inf"),
-        (["--method", "magic"], "'magic' is not one of"),
+        (["--method", "magic"], "found 'magic'"),
         (["--keys", "letters"], "'letters' is not one of"),
         (["--samples", 0], "expected 1 or more"),
         (["--seed", -1], "expected 0 or more"),

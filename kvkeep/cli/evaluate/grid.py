@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvkeep.cli.compression import METHOD_NAMES, ratio
+from kvkeep.cli.compression import METHOD_NAMES, ratio, way
 from kvkeep.cli.evaluate.grid_choice import GRID_TASKS, GridChoice, GridFiles
 from kvkeep.cli.evaluate.options import (
     ModelChoice,
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 _CHOICE = [
     click.option(
         "--methods",
-        metavar="NAME,...",
-        type=listed(one_of(*METHOD_NAMES)),
+        metavar="NAME[:BUDGET],...",
+        type=listed(way),
         default=",".join(METHOD_NAMES),
         show_default="all",
-        help=f"Of {', '.join(METHOD_NAMES)}.",
+        help=f"Of {', '.join(METHOD_NAMES)}. BUDGET: heads or uniform.",
     ),
     click.option(
         "--ratios",

@@ -14,6 +14,7 @@ from kvkeep.cli.compression import (
     calibration_option,
     number,
     ratio,
+    way,
 )
 from kvkeep.cli.options import Decorator, collected, whole_number
 from kvkeep.cli.which_model import DEVICE, DTYPE, MODEL, PREFILL_STEP, WEIGHTS, load_named
@@ -186,9 +187,10 @@ def _compression_options() -> list[Decorator]:
     return [
         click.option(
             "--method",
-            type=click.Choice(METHOD_NAMES),
+            metavar="NAME[:BUDGET]",
+            type=way,
             default=BEST,
-            help="How memory is compressed.",
+            help=f"How memory is compressed: {', '.join(METHOD_NAMES)}. BUDGET: heads or uniform.",
         ),
         click.option(
             "--ratio",

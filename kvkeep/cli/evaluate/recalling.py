@@ -109,7 +109,7 @@ class Recalling:
         tokens = len(encode(text))
         question = max(len(encode(fact.question + fact.answer)) for fact in sample.asked)
         trained = self._model.spec.max_positions
-        context = self._how.budget(tokens) if self._asked.streaming else trained
+        context = self._how.cells(tokens) if self._asked.streaming else trained
         _say(
             f"n_len = {tokens + question + SPARE}, n_ctx = {context}, "
             f"ratio = {self._how.ratio:g}, method = {self._how.method}"
