@@ -15,6 +15,7 @@ from test_edits import held
 from topics import topic_ids
 
 from kvkeep import Snapshot
+from kvkeep.cache import Ragged
 from kvkeep.errors import KvkeepError
 from kvkeep.model import Model
 from kvkeep.session.session import Session
@@ -38,6 +39,13 @@ SETTINGS = {
     },
     "archive": {"policy": "archive", "max_kv_size": 40},
     "archive, 4 bits far": {"policy": "archive", "max_kv_size": 40, "far_bits": "4"},
+    "archive, by heads": {
+        "policy": "archive", "max_kv_size": 40, "method": "knorm", "budget": "heads",
+    },
+    "archive, by heads, 8 bits far": {
+        "policy": "archive", "max_kv_size": 40, "method": "knorm", "budget": "heads",
+        "far_bits": "8",
+    },
 }  # fmt: skip
 
 
@@ -73,16 +81,33 @@ def act(model: Model, session: Session, draw: random.Random, ids: list[int], fil
 def test_each_token_finds_what_is_in_the_cells_that_it_sees(
     setting, smollm2: Model, smollm2_fp32: Model, tmp_path
 ) -> None:
-    draw, ids = random.Random(str(setting)), topic_ids(smollm2)[:300]
     session = smollm2.session(**{"max_kv_size": BUDGET} | setting)
-    session.feed(ids[:30])
-    checked = 0
+    session.feed(topic_ids(smollm2)[:30])
+    require_found(session, random.Random(str(setting)), smollm2_fp32, tmp_path)
+
+
+@pytest.mark.parametrize("bits", [None, "8", "4"])
+def test_so_it_does_where_heads_have_numbers_of_cells_of_their_own(
+    bits, smollm2: Model, smollm2_fp32: Model, tmp_path
+) -> None:
+    session = smollm2.session(128, policy="full", kv_bits=bits)
+    session.feed(topic_ids(smollm2)[:110])
+    session.pin(50, 54)
+    session.compress(2.0, "knorm", recent=24, budget="heads")
+    require_found(session, random.Random(bits), smollm2_fp32, tmp_path)
+    assert any(isinstance(segment.block.slots, Ragged) for segment in session.cache.segments)
+
+
+def require_found(session: Session, draw: random.Random, exact: Model, tmp_path) -> None:
+    """After each of some calls, the newest token finds what float32 finds in the same cells."""
+    model, checked = session._model, 0
+    ids = topic_ids(model)[:300]
     for turn in range(7):
         with suppress(KvkeepError):
-            session = act(smollm2, session, draw, ids, tmp_path / "file")
+            session = act(model, session, draw, ids, tmp_path / "file")
         if session.feed(ids[40 + turn :][:1]).compressions:
             continue
-        seen = SeenCells(session, smollm2_fp32)
+        seen = SeenCells(session, exact)
         difference = (seen.logits() - session.logits).abs()
         assert difference.mean() <= 0.25
         assert difference.max() <= 1.0
