@@ -117,7 +117,7 @@ class Snapshot:
     @property
     def _format(self) -> int:
         """The oldest whose readers know all that is in it."""
-        if any(is_ragged(segment) for segment in self.segments):
+        if "budget" in self.policy or any(is_ragged(segment) for segment in self.segments):
             return FORMAT
         compressed = any(segment.compressed for segment in self.segments)
         plain = self.bits == Bits() and self.observed is None and not compressed

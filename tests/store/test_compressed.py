@@ -51,12 +51,12 @@ def by_heads_quantised() -> Session:
     return session
 
 
-def archive_by_heads() -> Session:
+def archive_by_heads(tokens: list[int] = TEXT) -> Session:
     policy = make_policy(
         "archive", 48, keep=4, window=16, block=8, span=200, method="knorm", budget="heads"
     )
     session = Session(MODEL, policy, 512)
-    session.feed(TEXT)
+    session.feed(tokens)
     return session
 
 
@@ -79,8 +79,18 @@ def path(tmp_path: Path) -> Path:
         (by_heads, "3"),
         (by_heads_quantised, "3"),
         (archive_by_heads, "3"),
+        (lambda: archive_by_heads(TEXT[:20]), "3"),  # nothing is compressed yet
     ],
-    ids=["archive", "not yet", "observing", "at once", "heads", "quantised", "archive of heads"],
+    ids=[
+        "archive",
+        "not yet",
+        "observing",
+        "at once",
+        "heads",
+        "quantised",
+        "archive of heads",
+        "soon",
+    ],
 )
 def test_a_reader_that_does_not_know_such_cells_is_told(
     tmp_path: Path, session: Any, version: str
