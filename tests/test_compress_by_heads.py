@@ -243,3 +243,20 @@ def test_quantised_cells_are_chosen_as_they_are_kept(bits: str) -> None:
             mine, its = getattr(own, name), getattr(before, name)
             assert torch.equal(mine.data[0, 0], its.data[layer, head, there])
             assert torch.equal(mine.scale[0, 0], its.scale[layer, head, there])
+
+
+def test_an_edit_behind_them_copies_none_and_a_rewind_leaves_them() -> None:
+    session = fed(300)
+    session.compress(2.0, "keydiff", recent=40, budget="heads")
+    (before,) = ragged_in(session)
+    session.replace(290, 294, TEXT[:2])
+    session.rewind(5)
+    session.insert(280, TEXT[:3])
+    (after,) = ragged_in(session)
+    assert after.keys.data_ptr() == before.keys.data_ptr()
+    (segment,) = (s for s in session.cache.segments if s.compressed)
+    assert segment.map.offset == 1  # two for four, and three more
+    with pytest.raises(InvalidArgument):
+        session.delete(100, 103)
+    with pytest.raises(InvalidArgument, match="rewind takes 0 to"):
+        session.rewind(100)

@@ -1,12 +1,13 @@
 """What several caches read together, and that it is what each reads alone."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from kvkeep.cache import KVCache, Layout, Rope, Segment, Window
+from kvkeep.cache import KVCache, Layout, PositionMap, Ragged, Rope, Segment, Window
 from kvkeep.cache.attention import HIDDEN
 from kvkeep.cache.group_step import GroupStep, Sight, sights
 
@@ -57,6 +58,27 @@ def forks_of_forks() -> list[KVCache]:
     return [first, second, feed(first.fork(), 2), feed(first.fork(), 3)]
 
 
+def with_ragged_cells() -> KVCache:
+    """A cache with 12 cells, of which heads have 5, 0, 12 and 7 left, and 3 newer ones."""
+    cache = feed(new_cache(), 12)
+    held = cache.segments[0].read(0, 12)
+    compressed = replace(
+        held,
+        positions=held.positions.expand(2, 2, -1),
+        bias=torch.randn(2, 2, 12, generator=torch.Generator().manual_seed(3)),
+    )
+    which = torch.arange(12) < torch.tensor([5, 0, 12, 7])[:, None]
+    left = Ragged.of(compressed).chosen(which.flatten())
+    cache.segments = [Segment.of(LAYOUT, left, PositionMap(-2), False)]
+    return feed(cache, 3, seed=4)
+
+
+def forks_of_ragged_cells() -> list[KVCache]:
+    parent = with_ragged_cells()
+    others = [feed(parent.fork(), own + 1, seed=own) for own in range(3)]
+    return [*others, feed(new_cache(), 5)]
+
+
 def strangers() -> list[KVCache]:
     return [feed(new_cache(), 5), feed(new_cache(window=4), 9, seed=1), feed(new_cache(), 1)]
 
@@ -84,7 +106,15 @@ def decode_alone(caches: list[KVCache], seed: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: forks(1), lambda: forks(5), forks_of_a_window, forks_of_forks, strangers]
+    "make",
+    [
+        lambda: forks(1),
+        lambda: forks(5),
+        forks_of_a_window,
+        forks_of_forks,
+        forks_of_ragged_cells,
+        strangers,
+    ],
 )
 def test_together_equals_each_alone(make: Callable[[], list[KVCache]]) -> None:
     together, alone = make(), make()
@@ -128,6 +158,13 @@ def test_a_shared_window_is_read_once_and_hides_from_each_what_it_forgot() -> No
     assert cells(shared) == 12
     assert shared.bias is not None
     assert (shared.bias == HIDDEN).sum(1).tolist() == [0, 2, 7]
+
+
+def test_what_forks_share_of_ragged_cells_is_read_once() -> None:
+    found = sights(decode_together(forks_of_ragged_cells(), 0)[1].steps)
+    ragged = [sight for sight in found if isinstance(sight.slots, Ragged)]
+    assert [len(sight.runs) for sight in ragged] == [3]
+    assert len(found) == 6  # that, the newer cells of the parent, and what each has of its own
 
 
 def test_strangers_share_nothing() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvkeep.cache import KVCache, Layout, PositionMap, Rope, Segment, Window
+from kvkeep.cache import KVCache, Layout, PositionMap, Ragged, Rope, Segment, Window
 from kvkeep.cache.static import StaticStep, geometry
 from kvkeep.cache.step import DecodeStep
 
@@ -28,8 +28,11 @@ def feed(cache: KVCache, count: int, seed: int) -> None:
             step.attend(layer, *random_qkv(count, seed + layer))
 
 
-def full(anchored: bool, compressed: bool) -> KVCache:
-    """A full ring; before it an anchor, and cells that each KV head chose, with biases."""
+def full(anchored: bool, compressed: str = "") -> KVCache:
+    """A full ring; before it an anchor, and cells that each KV head chose, with biases.
+
+    compressed: "evenly", as many in each head, or "ragged", where one head has none.
+    """
     cache = KVCache(LAYOUT, ROPE, 0.3, HEADS)
     cache.window = Window(WINDOW)
     if anchored:
@@ -42,15 +45,21 @@ def full(anchored: bool, compressed: bool) -> KVCache:
             positions=held.positions.expand(2, 2, -1).clone(),
             bias=torch.randn(2, 2, KEPT, generator=torch.Generator().manual_seed(5)),
         )
+        if compressed == "ragged":
+            which = torch.arange(4 * KEPT).remainder(4) < 3
+            which[:KEPT] = False
+            cells = Ragged.of(cells).chosen(which)
         cache.segments = [Segment.of(LAYOUT, cells, PositionMap(), True)]
     cache.segments.append(Segment(LAYOUT, WINDOW))
     feed(cache, WINDOW + 4, seed=2)
     return cache
 
 
-@pytest.mark.parametrize(("anchored", "compressed"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(
+    ("anchored", "compressed"), [(False, ""), (True, ""), (True, "evenly"), (True, "ragged")]
+)
 def test_token_by_token_it_writes_and_finds_what_the_ordinary_step_does(
-    anchored: bool, compressed: bool
+    anchored: bool, compressed: str
 ) -> None:
     here, there = full(anchored, compressed), full(anchored, compressed)
     static, known = None, None
@@ -76,7 +85,7 @@ def test_token_by_token_it_writes_and_finds_what_the_ordinary_step_does(
 
 def test_a_static_step_reads_its_buffers_when_it_runs_and_nothing_else() -> None:
     """What a recorded graph does: it was made at one token, and is replayed at others."""
-    cache = full(True, False)
+    cache = full(True)
     with cache.step(1) as step:
         assert isinstance(step, DecodeStep)
         static = StaticStep(step)
@@ -98,7 +107,7 @@ def test_a_static_step_reads_its_buffers_when_it_runs_and_nothing_else() -> None
 def test_what_a_ring_without_an_end_or_with_queries_to_keep_does_is_not_replayed() -> None:
     growing = KVCache(LAYOUT, ROPE, 0.3, HEADS)
     growing.segments.append(Segment(LAYOUT, 100))
-    watched = full(True, False)
+    watched = full(True)
     watched.observe()
     for cache in (growing, watched):
         with cache.step(1) as step:
