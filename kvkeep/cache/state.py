@@ -69,6 +69,9 @@ class CacheState:
         require_whole("the first slot", segment.start, 0, segment.capacity - 1)
         require_whole("the first place", segment.place, 0, MOST_CELLS)
         cells = segment.block.slots
+        if isinstance(cells, Ragged):
+            whole = segment.length == segment.capacity == segment.limit and not segment.place
+            require(whole and segment.frozen, "some of ragged cells, or such as take more")
         check_cells(cells, layout, segment.capacity)
         serials = _live(segment, cells.serials)
         if cells.bias is not None:

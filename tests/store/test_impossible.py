@@ -1,5 +1,6 @@
 """Files whose every byte is as it was written, of sessions that none could have been."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -360,6 +361,22 @@ def test_what_a_file_says_of_itself_is_checked_before_anyone_reads_it(tmp_path: 
 def test_a_snapshot_that_somebody_made_is_checked_as_well(changed: dict[str, Any]) -> None:
     with pytest.raises(InvalidSnapshot, match="no session of small could have been so"):
         MODEL.restore(replace(ring().snapshot(), **changed))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"length": 5}, {"start": 1, "length": 3}, {"frozen": False}, {"limit": 10**6}],
+    ids=str,
+)
+def test_some_of_ragged_cells_are_no_segment(changed: dict[str, Any]) -> None:
+    snapshot = ragged().snapshot()
+    MODEL.restore(snapshot)
+    cut = copy.copy(snapshot.segments[1])
+    for name, value in changed.items():
+        setattr(cut, name, value)
+    segments = (snapshot.segments[0], cut, *snapshot.segments[2:])
+    with pytest.raises(InvalidSnapshot, match="ragged"):
+        MODEL.restore(replace(snapshot, segments=segments))
 
 
 @pytest.mark.parametrize("codec", ["zstd", "int8"])
