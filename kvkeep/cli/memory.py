@@ -177,7 +177,7 @@ def memory_options(keep: Decorator) -> Decorator:
             click.option(
                 "--method",
                 type=click.Choice(METHOD_NAMES),
-                show_default=BEST,
+                show_default=f"{BEST}, or kvzap by a calibration",
                 help="Of archive: how older tokens are compressed.",
             ),
             click.option(
