@@ -43,6 +43,26 @@ class Ragged(Cells):
         counts = torch.tensor([len(cells) for cells in heads], dtype=torch.int64, device="cpu")
         return cls._of(_end_to_end(map(_in_a_row, heads)), counts.view(layers, -1))
 
+    @classmethod
+    def some(cls, cells: Cells, which: Tensor) -> "Ragged":
+        """Some of any cells, copied.
+
+        which: bool `[layers, kv_heads, n]`; of ragged cells `[total]`.
+        """
+        if isinstance(cells, Ragged):
+            return cells.chosen(which)
+        there = which.cpu()
+        row = Cells(
+            _some(cells.stored_keys, which),
+            _some(cells.stored_values, which),
+            cells.positions.expand(which.shape)[there],
+            _of_no_token(0),
+            which.new_zeros(int(there.sum()), dtype=torch.float32)
+            if cells.bias is None
+            else cells.bias[which],
+        )
+        return cls._of(row, there.sum(-1))
+
     def chosen(self, which: Tensor) -> "Ragged":
         """Some of them, copied. which: bool `[total]`."""
         before = torch.cat((_ZERO, which.cpu().cumsum(0)))[self.offsets]
@@ -197,6 +217,13 @@ def _rows(row: Cells, which: Tensor) -> Cells:
     assert row.bias is not None
     keys, values = row.stored_keys[there], row.stored_values[there]
     return Cells(keys, values, row.positions[here], _of_no_token(0), row.bias[there])
+
+
+def _some(stored: Stored, which: Tensor) -> Stored:
+    """Layer by layer, so that what stays alone is copied."""
+    layers: tuple[Stored, ...] = tuple(stored.unbind())
+    each = zip(layers, which.unbind(), strict=True)
+    return joined_along([numbers[here] for numbers, here in each], 0)
 
 
 def _flat(stored: Stored) -> Stored:

@@ -61,7 +61,7 @@ def compress_by_heads(
     begun = time.perf_counter()
     total = count * math.prod(candidates.layers_and_heads)
     (which,) = best_of_all([score(method, candidates)], total)
-    cells = Ragged.of(as_compressed(candidates.cells)).chosen(which.flatten())
+    cells = Ragged.some(candidates.cells, which)
     took = time.perf_counter() - begun
     return cells, Compression(len(candidates), len(cells), 0.0, took)
 

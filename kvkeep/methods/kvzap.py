@@ -6,10 +6,13 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache import Ragged
+from kvkeep.cache.rope import Rotation, rotate
 from kvkeep.methods.base import Candidates, Eviction
 from kvkeep.methods.budget import Budget
+from kvkeep.methods.surrogate import Surrogate
 
 YOUNG = 32  # positions
+LAYERS = 2  # scored at a time: what is in work then stays in the processor's caches
 AGE = 0.3  # what a cell is worth less for each doubling of its age, where cells age
 
 
@@ -29,9 +32,20 @@ class KVzap(Eviction):
         assert candidates.statistics is not None, "no calibration"
         surrogate = candidates.statistics.surrogate
         assert surrogate is not None, "a calibration without a surrogate"
-        cells = candidates.cells
-        owners = cells.owners if isinstance(cells, Ragged) else None
-        score = surrogate.score(candidates.unrotated, cells.values, owners)
+        score = _score(candidates, surrogate)
         if candidates.ageing:
             score -= AGE * torch.log2(candidates.age / YOUNG + 1)
         return score
+
+
+def _score(candidates: Candidates, surrogate: Surrogate) -> Tensor:
+    cells = candidates.cells
+    if isinstance(cells, Ragged):
+        return surrogate.score(candidates.unrotated, cells.values, cells.owners)
+    back, found = candidates.rope.at(-cells.positions), []
+    for first in range(0, candidates.shape[0], LAYERS):
+        some = slice(first, first + LAYERS)
+        turn = back if cells.positions.ndim == 1 else Rotation(back.cosine[some], back.sine[some])
+        keys = rotate(cells.keys[some].float().unsqueeze(-2), turn).squeeze(-2)
+        found.append(surrogate.layers(some).score(keys, cells.values[some]))
+    return torch.cat(found)

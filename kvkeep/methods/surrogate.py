@@ -34,6 +34,10 @@ class Surrogate:
         guessed = keys.float() @ key.unsqueeze(-1) + values.float() @ value.unsqueeze(-1)
         return guessed.squeeze(-1) + constant.unsqueeze(-1)
 
+    def layers(self, where: slice) -> "Surrogate":
+        """That of some layers."""
+        return Surrogate(self.key[where], self.value[where], self.constant[where])
+
     def head(self, layer: int, head: int) -> "Surrogate":
         """That of one KV head, of shape `[1, 1, ...]`."""
         own = slice(layer, layer + 1), slice(head, head + 1)

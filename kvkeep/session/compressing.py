@@ -19,7 +19,6 @@ from kvkeep.methods import (
     Eviction,
     Method,
     Statistics,
-    as_compressed,
     best_of_all,
     check_shared,
     compress,
@@ -114,8 +113,9 @@ def compress_held(memory: Memory, how: CompressionPlan) -> tuple[Memory, Compres
     chunks, found = [], iter(share(_candidates(memory, how, runs), left, how))
     segments = []
     for segment, kept, first, count in runs:
-        parts = [segment.read(first, count)]
-        if not kept:
+        if kept:
+            parts = [segment.read(first, count)]
+        else:
             compressed = next(found)
             parts = [cells for cells, _ in compressed]
             chunks += [compression for _, compression in compressed]
@@ -166,7 +166,7 @@ def _candidates(memory: Memory, how: CompressionPlan, runs: Sequence[_Run]) -> l
     for segment, kept, first, count in runs:
         if not kept:
             near = queries.seen_from(segment.map) if queries else None
-            plain = segment.read(first, count).restored(cache.layout.dtype)
+            plain = segment.look(first, count).restored(cache.layout.dtype)
             own = None if needed is None else needed[..., begun : begun + count]
             candidates = Candidates(
                 plain, cache.rope, cache.scale, near, how.statistics, how.seed, reconstruction=own
@@ -202,7 +202,7 @@ def _by_heads(runs: list[Candidates], left: int, how: CompressionPlan) -> Iterat
     best = best_of_all(scores, left * math.prod(heads))
     took = (time.perf_counter() - begun) / sum(map(len, runs))
     for candidates, which in zip(runs, best, strict=True):
-        cells = Ragged.of(as_compressed(candidates.cells)).chosen(which.flatten())
+        cells = Ragged.some(candidates.cells, which)
         count = len(candidates)
         yield [(cells, Compression(count, len(cells), 0.0, took * count))]
 
