@@ -2,8 +2,8 @@
 
     python -m benchmarks.fewer_cells --tokens 4096 --calibration FILE --out fewer-cells.json
 
-Sessions of one text, uncompressed and compressed, write in turn, a token each: a machine that
-drifts meets all alike. A model that was trained for fewer tokens is told that it was for more:
+Sessions of one text, uncompressed and compressed, write in turn: a machine that drifts meets all
+alike. A model that was trained for fewer tokens is told that it was for more:
 what it says is then of no worth, what it costs is.
 """
 
@@ -33,6 +33,7 @@ from kvkeep.model import Model
 from kvkeep.models.source import pull
 
 RATIOS = (2.0, 4.0, 8.0)
+IN_TURN = 20  # tokens that one session writes before the next one does
 
 
 @dataclass(frozen=True)
@@ -91,13 +92,20 @@ def measure(
 def _speeds(
     sessions: Sequence[Session], written: int, advance: Callable[[int], None]
 ) -> list[float]:
+    """Tokens per second of each.
+
+    They write some tokens each in turn: as in use, what a session reads of its cells may still be
+    in the processor's caches when it writes the next token.
+    """
     seconds: list[list[float]] = [[] for _ in sessions]
-    for _ in range(written):
+    for first in range(0, written, IN_TURN):
+        count = min(IN_TURN, written - first)
         for session, own in zip(sessions, seconds, strict=True):
-            begun = time.perf_counter()
-            session.next_token()
-            own.append(time.perf_counter() - begun)
-        advance(1)
+            for _ in range(count):
+                begun = time.perf_counter()
+                session.next_token()
+                own.append(time.perf_counter() - begun)
+        advance(count)
     return [1 / median(own) for own in seconds]
 
 

@@ -54,7 +54,7 @@ class Dense:
 
 
 def naively(model: Model, ids: list[int]) -> Tensor:
-    """`[layers, kv_heads, n]`: each chunk repeated behind the whole text, all evaluated anew."""
+    """`[layers, kv_heads, n]`: each chunk repeated behind the text up to it, all evaluated anew."""
     encode, scores, first = model.text.encode, [], 0
     while first < len(ids):
         asked = encode("\n\nRepeat the previous context exactly.\n\n")
@@ -62,10 +62,10 @@ def naively(model: Model, ids: list[int]) -> Tensor:
             asked = encode("\n\nRepeat the part of the previous context exactly, starting with")
             asked += ids[first - 8 : first] + encode("\n\n")
         part = ids[first : first + 512 - len(asked)]
-        dense = Dense(model)
-        dense.read(ids + asked + part)
         cells = slice(first, first + len(part))
-        given = torch.stack([s[:, len(ids) + len(asked) - 1 :, cells] for s in dense.shares])
+        dense, begun = Dense(model), cells.stop + len(asked)
+        dense.read(ids[: cells.stop] + asked + part)
+        given = torch.stack([s[:, begun - 1 :, cells] for s in dense.shares])
         most = given.amax(2).unflatten(1, (model.spec.kv_heads, -1)).amax(2)
         scores.append(most.log().float())
         first += len(part)

@@ -74,9 +74,9 @@ class DecodeRun {
       clock.ends(Phase::kProjections);
       workers_.share_then_barrier(me, count + step_.runs, 1, [&](int i) { place(l, i); });
       clock.ends(Phase::kCells);
-      workers_.share_then_barrier(me, runs_.units(), 1, [&](int u) { runs_.attend_unit(me, l, u); });
+      workers_.share_then_barrier(me, runs_.units(l), 1, [&](int u) { runs_.attend_unit(me, l, u); });
       workers_.share_then_barrier(me, count, 1, [&](int i) {
-        runs_.merge(i, attended_.row(i));
+        runs_.merge(l, i, attended_.row(i));
         attended_.sum_up(i);
       });
       clock.ends(Phase::kAttention);

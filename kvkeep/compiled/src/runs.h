@@ -30,10 +30,17 @@ class AttentionRuns {
       const int end = (sight.origin + sight.first + sight.cells + kChunk - 1) / kChunk;
       first_found_.push_back(found_count_);
       chunks_.push_back(end - begin);
-      for (int head = 0; head < model.kv_heads; ++head)
-        for (int chunk = begin; chunk < end; ++chunk) units_.push_back({s, chunk, head});
       found_count_ += std::size_t(end - begin) * sight.runs * model.heads;
+      ragged_ |= sight.own.offsets != nullptr;
     }
+    for (int layer = 0; layer < (ragged_ ? model.layers : 1); ++layer) {
+      first_unit_.push_back(static_cast<int>(units_.size()));
+      for (int s = 0; s < step.sights; ++s)
+        for (int head = 0; head < kv_heads_; ++head)
+          for (int chunk = 0; chunk < chunks(s, layer, head); ++chunk)
+            units_.push_back({s, first_chunk(s) + chunk, head});
+    }
+    first_unit_.push_back(static_cast<int>(units_.size()));
     found_ = std::make_unique<Buffer<Found>>(found_count_);
     out_ = std::make_unique<Buffer<float>>(found_count_ * kDim);
     std::size_t most = 0;
@@ -51,7 +58,10 @@ class AttentionRuns {
       }
   }
 
-  int units() const { return static_cast<int>(units_.size()); }
+  int units(int layer) const {
+    const int at = ragged_ ? layer : 0;
+    return first_unit_[at + 1] - first_unit_[at];
+  }
   int sequence_of(int run) const { return sequence_of_[run]; }
 
   // Whether a run's queries are transformed, as the keys are that they look at.
@@ -62,9 +72,9 @@ class AttentionRuns {
     return rotated_.get() + (std::size_t(run) * heads_ + head) * kDim;
   }
 
-  // All queries that see a chunk of cells of one KV head. me: the thread. unit: which of `units()`.
+  // All queries that see a chunk of cells of one KV head. me: the thread. u: which of `units(layer)`.
   void attend_unit(int me, int layer, int u) {
-    const Unit& unit = units_[u];
+    const Unit& unit = units_[(ragged_ ? first_unit_[layer] : 0) + u];
     Packed<kDim> block;
     std::vector<Row>& rows = rows_[me];  // with room for all
     const Sight& sight = step_.sight[unit.sight];
@@ -79,13 +89,11 @@ class AttentionRuns {
         const int head = unit.head * groups_ + g;
         const std::size_t at = found_at(unit.sight, i, unit.chunk, head);
         (*found_)[at] = Found{};
-        if (first >= end) continue;  // a head that has fewer cells than another
         float* out = out_->get() + at * kDim;
         std::fill_n(out, kDim, 0.f);
         const int run = runs_of_[unit.sight][i];
         rows.push_back({query(run, head), nullptr, nullptr, 0, 0, found_->get() + at, out});
       }
-    if (first >= end) return;
     const Stretch keys = Stretch(sight.keys, layer, unit.head).from(own);
     const Stretch values = Stretch(sight.values, layer, unit.head).from(own);
     const bool plain = !keys.quantised() && !values.quantised();
@@ -115,7 +123,7 @@ class AttentionRuns {
   }
 
   // What a sequence's runs found, as one softmax. to: [heads, head_dim].
-  void merge(int i, Bf16* to) const {
+  void merge(int layer, int i, Bf16* to) const {
     int begin = 0;
     for (int before = 0; before < i; ++before) begin += step_.sequence[before].runs;
     const int end = begin + step_.sequence[i].runs;
@@ -125,7 +133,8 @@ class AttentionRuns {
         for (int l = begin; l < end; ++l) {
           const Run& run = step_.run[l];
           const int from = first_chunk(run.sight);
-          for (int chunk = from; chunk < from + chunks_[run.sight]; ++chunk) {
+          const int upto = from + chunks(run.sight, layer, head / groups_);
+          for (int chunk = from; chunk < upto; ++chunk) {
             const std::size_t at = found_at(run.sight, run.index, chunk, head);
             if ((*found_)[at].sum > 0.f)
               visit((*found_)[at], out_->get() + at * kDim,
@@ -163,6 +172,13 @@ class AttentionRuns {
     int sight, chunk, head;
   };
 
+  // Of one layer and KV head.
+  int chunks(int sight, int layer, int head) const {
+    const Own& own = step_.sight[sight].own;
+    if (!own.offsets) return chunks_[sight];
+    return (own.count(layer * kv_heads_ + head, 0) + kChunk - 1) / kChunk;
+  }
+
   int first_chunk(int sight) const {
     return (step_.sight[sight].origin + step_.sight[sight].first) / kChunk;
   }
@@ -178,7 +194,9 @@ class AttentionRuns {
   const int heads_, kv_heads_, groups_;
   const float scale_;
   Buffer<Bf16> rotated_;
-  std::vector<Unit> units_;
+  bool ragged_ = false;           // whether any sight is: layers then have units of their own
+  std::vector<Unit> units_;       // of each such layer, one behind the other
+  std::vector<int> first_unit_;   // of each such layer, and the end
   std::vector<std::size_t> first_found_;       // of each sight
   std::vector<int> chunks_, sequence_of_;      // of each sight, of each run
   std::vector<std::vector<Row>> rows_;         // of each thread
