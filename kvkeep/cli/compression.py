@@ -1,7 +1,7 @@
 """How memory is compressed, as options say it, and what they stand for."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,6 +30,7 @@ METHOD_NAMES = (
     "kvzap",
 )
 BEST = METHOD_NAMES[0]
+UNCALIBRATED = tuple(name for name in METHOD_NAMES if name != "kvzap")  # need no calibration
 BUDGET_NAMES = ("heads", "uniform")
 
 
@@ -67,6 +68,16 @@ def way(value: str) -> str:
             f"expected {name}:{f' or {name}:'.join(BUDGET_NAMES)}; found {value!r}"
         )
     return value
+
+
+def check_calibrated(ways: Iterable[str], calibration: Path | None) -> None:
+    """Refuses methods that decide by a calibration where none is given."""
+    for name in (each.partition(":")[0] for each in ways):
+        if calibration is None and name not in UNCALIBRATED:
+            raise click.UsageError(
+                f"{name} decides by a calibration: add --calibration FILE (`kvkeep calibrate` "
+                "makes one, once for a model)"
+            )
 
 
 def calibration_option(meaning: str) -> Decorator:

@@ -36,6 +36,25 @@ def test_every_task_is_measured_shown_and_drawn(invoke, tiny, tmp_path: Path) ->
     assert measured.stdout.strip() in page.read_text()
 
 
+def test_a_method_is_measured_under_both_budgets(invoke, tiny, tmp_path: Path) -> None:
+    out = tmp_path / "grid.json"
+    ways = "keydiff,keydiff:heads,kvzip:uniform"
+    asked = ("--methods", ways, "--tasks", "several", "--junk", 16, "--ratios", 4, "--samples", 1)
+    measured = invoke("grid", *asked, "--out", out, *tiny)
+    assert measured.exit_code == 0, measured.stderr
+    rows = json.loads(out.read_text())["readings"]
+    assert [row["method"] for row in rows] == ["uncompressed", *ways.split(",")]
+    assert len({row["log_probability"] for row in rows}) == 4
+
+
+def test_a_method_that_needs_a_calibration_is_refused_without(invoke, tiny, tmp_path) -> None:
+    out = tmp_path / "grid.json"
+    refused = invoke("grid", "--methods", "keydiff,kvzap:uniform", "--out", out, *tiny)
+    assert refused.exit_code == 2
+    assert "add --calibration" in refused.stderr
+    assert not out.exists()
+
+
 def test_it_goes_on_where_it_ended(invoke, tiny, tmp_path: Path) -> None:
     out = tmp_path / "grid.json"
     asked = ("grid", *SMALL, "--tasks", "several", *tiny)

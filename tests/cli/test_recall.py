@@ -123,6 +123,8 @@ def test_an_interrupt_leaves_what_was_measured(invoke, tiny, tmp_path: Path, ctr
         (["--ratio", "nan"], "found nan"),
         (["--ratio", "inf"], "found inf"),
         (["--method", "magic"], "found 'magic'"),
+        (["--method", "keydiff:each"], "expected keydiff:heads or keydiff:uniform"),
+        (["--method", "kvzap"], "add --calibration"),
         (["--keys", "letters"], "'letters' is not one of"),
         (["--samples", 0], "expected 1 or more"),
         (["--seed", -1], "expected 0 or more"),

@@ -6,7 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvkeep.cli.compression import METHOD_NAMES, ratio, way
+from kvkeep.cli.compression import (
+    METHOD_NAMES,
+    UNCALIBRATED,
+    check_calibrated,
+    ratio,
+    way,
+)
 from kvkeep.cli.evaluate.grid_choice import GRID_TASKS, GridChoice, GridFiles
 from kvkeep.cli.evaluate.options import (
     ModelChoice,
@@ -28,8 +34,8 @@ _CHOICE = [
         "--methods",
         metavar="NAME[:BUDGET],...",
         type=listed(way),
-        default=",".join(METHOD_NAMES),
-        show_default="all",
+        default=",".join(UNCALIBRATED),
+        show_default="all that need no calibration",
         help=f"Of {', '.join(METHOD_NAMES)}. BUDGET: heads or uniform.",
     ),
     click.option(
@@ -120,6 +126,7 @@ def grid(plan: GridChoice, files: GridFiles, choice: ModelChoice, no_progress: b
         found = _joined(files.earlier)
         _show(found, files)
         return
+    check_calibrated(plan.methods, choice.calibration)
     passkeys = plan.passkeys()
 
     from kvkeep.cli.evaluate.gridding import measure_grid

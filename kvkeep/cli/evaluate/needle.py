@@ -38,7 +38,7 @@ def needle(
     The question comes after compression. The same text is also asked for it uncompressed.
     """
     keys = keys_of(asked.task, asked.keys)
-    asked.check()
+    asked.check(choice)
     output.check()
 
     from kvkeep.cli.evaluate.recalling import Experiment, run_recall

@@ -12,6 +12,7 @@ from kvkeep.cli.compression import (
     METHOD_NAMES,
     calibrated,
     calibration_option,
+    check_calibrated,
     number,
     ratio,
     way,
@@ -84,8 +85,9 @@ class RecallChoice:
     max_kv_size: int | None
     plot: Path | None
 
-    def check(self) -> None:
+    def check(self, choice: ModelChoice) -> None:
         """Refuses what can be refused without the model."""
+        check_calibrated([self.method], choice.calibration)
         if self.max_kv_size is not None and not self.streaming:
             raise click.UsageError(
                 "--max-kv-size bounds a memory that is compressed while it reads: "

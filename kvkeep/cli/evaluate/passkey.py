@@ -55,7 +55,7 @@ def passkey(
     """
     keys = asked.keys or KEYS[0]
     samples = Passkey(junk, keys, asked.task, asked.where(pos), asked.seed)
-    asked.check()
+    asked.check(choice)
     output.check()
 
     from kvkeep.cli.evaluate.recalling import Experiment, run_recall
