@@ -31,6 +31,7 @@ from kvkeep.session.memory import Memory
 from kvkeep.session.reconstructing import reconstruction
 
 SINKS = 4
+RECENT = {"uniform": 64, "heads": 32}  # newest tokens that stay as they are
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class CompressionPlan:
     ratio: float
     budget: Budget
     text: TextCodec
-    recent: int = 64
+    recent: int
     seed: int = 0
     statistics: Statistics | None = None
     progress: Callable[[int], None] | None = None

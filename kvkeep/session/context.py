@@ -10,6 +10,7 @@ from kvkeep.errors import InvalidArgument
 from kvkeep.methods import Budget, make_method
 from kvkeep.session.calibration import Calibration
 from kvkeep.session.compressing import (
+    RECENT,
     CompressionPlan,
     CompressionReport,
     best_at_once,
@@ -151,7 +152,7 @@ class Context(Held):
         self,
         ratio: float = 2.0,
         method: str | None = None,
-        recent: int = 64,
+        recent: int | None = None,
         seed: int = 0,
         calibration: Calibration | None = None,
         progress: Callable[[int], None] | None = None,
@@ -164,6 +165,8 @@ class Context(Held):
         compresses as it goes.
 
         Args:
+            recent: None for 64, or 32 where heads compete: what is worth more than these then has
+                their place.
             method: see `kvkeep.methods`. None: "kvzap" by a calibration that has a surrogate, and
                 without one "kvzip", which has the text repeated in about the time of reading it;
                 "fitted" where some of it was compressed before. seed: of method "random".
@@ -176,15 +179,16 @@ class Context(Held):
         Raises InvalidArgument where that cannot be done, before anything is changed.
         """
         ratio = arguments.number("ratio", ratio)
-        recent, seed = arguments.whole("recent", recent), arguments.whole("seed", seed, 0)
+        seed = arguments.whole("seed", seed, 0)
         progress = arguments.progress(progress)
         if calibration is not None:
             arguments.instance("calibration", calibration, Calibration).require(self._model)
         statistics = calibration.statistics if calibration else None
         chosen = make_method(best_at_once(self._memory, statistics) if method is None else method)
         shared = chosen.budget if budget is None else budget
+        held = arguments.whole("recent", RECENT.get(shared, 64) if recent is None else recent)
         plan = CompressionPlan(
-            chosen, ratio, shared, self._model.text, recent, seed, statistics, progress
+            chosen, ratio, shared, self._model.text, held, seed, statistics, progress
         )
         memory, report = compress_held(self._memory, plan)
         self._state = replace(self._state, memory=memory)
