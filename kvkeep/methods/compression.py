@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,15 +55,19 @@ def compress(
 
 
 def compress_by_heads(
-    method: Eviction, candidates: Candidates, count: int
-) -> tuple[Ragged, Compression]:
-    """Leaves the cells that are worth most, `count` for each layer and KV head on average."""
+    method: Eviction, runs: Sequence[Candidates], count: int
+) -> Iterator[tuple[Ragged, Compression]]:
+    """Leaves the cells that are worth most of some runs, whichever layer and KV head they are in.
+
+    count: how many stay for each layer and KV head on average, of all runs together.
+    """
     begun = time.perf_counter()
-    total = count * math.prod(candidates.layers_and_heads)
-    (which,) = best_of_all([score(method, candidates)], total)
-    cells = Ragged.some(candidates.cells, which)
-    took = time.perf_counter() - begun
-    return cells, Compression(len(candidates), len(cells), 0.0, took)
+    heads = math.prod(runs[0].layers_and_heads)
+    best = best_of_all([score(method, candidates) for candidates in runs], count * heads)
+    took = (time.perf_counter() - begun) / sum(map(len, runs))
+    for candidates, which in zip(runs, best, strict=True):
+        cells, before = Ragged.some(candidates.cells, which), len(candidates)
+        yield cells, Compression(before, len(cells), 0.0, took * before)
 
 
 def check_shared(method: Method, budget: str) -> None:

@@ -256,10 +256,11 @@ class Archive(Policy):
         method, candidates = self.by, self._candidates(cache, cells)
         if self.shared == "heads":
             assert isinstance(method, Eviction)
-            fewer, compression = compress_by_heads(method, candidates, min(count, len(cells)))
-            done.append(compression)
-            return [fewer]
-        found = list(compress(method, candidates, count))
+            found: list[tuple[Cells, Compression]] = list(
+                compress_by_heads(method, [candidates], min(count, len(cells)))
+            )
+        else:
+            found = list(compress(method, candidates, count))
         done += [compression for _, compression in found]
         return [cells for cells, _ in found if len(cells)]
 

@@ -50,10 +50,10 @@ def append(cache: KVCache, archived: list[Segment], cells: Cells, limit: int) ->
 
     limit: the most cells of the archive.
     """
-    last = archived[-1] if archived else None
     if isinstance(cells, Ragged):
         _append_ragged(cache, archived, cells)
         return
+    last = archived[-1] if archived else None
     if last is None or not _takes(last, len(cells)):
         most = max(len(cells), min(STRETCH, limit))
         last = Segment(cache.far_layout, most, anchor=True, compressed=True)

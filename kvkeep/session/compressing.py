@@ -1,14 +1,13 @@
-"""CompressionPlan what a session holds, once."""
+"""Compressing what a session holds, once."""
 
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 
-from kvkeep.cache import NO_TOKEN, Cells, Queries, Ragged, Segment, joined
+from kvkeep.cache import NO_TOKEN, Cells, Queries, Segment, joined
 from kvkeep.cache.observer import LIMIT
 from kvkeep.errors import InvalidArgument
 from kvkeep.methods import (
@@ -19,10 +18,9 @@ from kvkeep.methods import (
     Eviction,
     Method,
     Statistics,
-    best_of_all,
     check_shared,
     compress,
-    score,
+    compress_by_heads,
 )
 from kvkeep.methods.kvzap import KVzap
 from kvkeep.methods.kvzip import KVzip
@@ -57,27 +55,33 @@ class CompressionReport:
 class CompressionPlan:
     """How a memory is to be compressed, once.
 
-    text: of the model. recent: of the newest cells, how many stay as they are. seed: of what is
-    drawn. statistics: of the model. progress: told of cells as they are through.
+    text: of the model. recent: of the newest cells, how many stay as they are; None for what suits
+    the budget. seed: of what is drawn. statistics: of the model. progress: told of cells as they
+    are through.
     """
 
     method: Method
     ratio: float
     budget: Budget
     text: TextCodec
-    recent: int
+    recent: int | None = None
     seed: int = 0
     statistics: Statistics | None = None
     progress: Callable[[int], None] | None = None
 
+    @property
+    def newest(self) -> int:
+        """How many of the newest cells stay as they are."""
+        return RECENT[self.budget] if self.recent is None else self.recent
+
     def check(self) -> None:
         """Raises InvalidArgument for what cannot be."""
-        if not self.ratio > 1 or self.recent < 1:
+        check_shared(self.method, self.budget)
+        if not self.ratio > 1 or self.newest < 1:
             raise InvalidArgument(
                 "compressing takes a ratio above 1 and 1 or more recent cells; found "
-                f"{self.ratio} and {self.recent}"
+                f"{self.ratio} and {self.newest}"
             )
-        check_shared(self.method, self.budget)
         self.method.require_known(self.statistics)
 
 
@@ -102,7 +106,7 @@ def compress_held(memory: Memory, how: CompressionPlan) -> tuple[Memory, Compres
             'compresses as it goes, policy="full" when it is asked to'
         )
     cache, before, nbytes = memory.cache, memory.cache.cells, memory.cache.nbytes
-    first_recent = before - how.recent
+    first_recent = before - how.newest
     # What was compressed before has no order that all heads share, of which some could be newest.
     runs = cache.runs(
         lambda rank, serial: (
@@ -151,7 +155,7 @@ def _to_be_left(memory: Memory, how: CompressionPlan, runs: Sequence[_Run]) -> i
     if left < len(runs):
         raise InvalidArgument(
             f"{before} cells cannot become {how.ratio:g} times fewer with the first {SINKS}, the "
-            f"newest {how.recent} and {len(memory.pins)} pinned ones kept as they are: take a "
+            f"newest {how.newest} and {len(memory.pins)} pinned ones kept as they are: take a "
             "smaller ratio, or keep fewer"
         )
     return left
@@ -194,18 +198,9 @@ def _evenly(runs: list[Candidates], left: int, how: CompressionPlan) -> Iterator
 def _by_heads(runs: list[Candidates], left: int, how: CompressionPlan) -> Iterator[_Done]:
     """Those cells stay that are worth most, whichever runs, layers and KV heads they are in."""
     assert isinstance(how.method, Eviction)
-    scores = []
-    begun = time.perf_counter()
-    for candidates in runs:
-        scores.append(score(how.method, candidates))
-        _tell(how, len(candidates))
-    heads = runs[0].layers_and_heads
-    best = best_of_all(scores, left * math.prod(heads))
-    took = (time.perf_counter() - begun) / sum(map(len, runs))
-    for candidates, which in zip(runs, best, strict=True):
-        cells = Ragged.some(candidates.cells, which)
-        count = len(candidates)
-        yield [(cells, Compression(count, len(cells), 0.0, took * count))]
+    for each in compress_by_heads(how.method, runs, left):
+        _tell(how, each[1].cells_before)
+        yield [each]
 
 
 def _tell(how: CompressionPlan, cells: int) -> None:

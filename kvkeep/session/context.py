@@ -10,7 +10,6 @@ from kvkeep.errors import InvalidArgument
 from kvkeep.methods import Budget, make_method
 from kvkeep.session.calibration import Calibration
 from kvkeep.session.compressing import (
-    RECENT,
     CompressionPlan,
     CompressionReport,
     best_at_once,
@@ -186,9 +185,9 @@ class Context(Held):
         statistics = calibration.statistics if calibration else None
         chosen = make_method(best_at_once(self._memory, statistics) if method is None else method)
         shared = chosen.budget if budget is None else budget
-        held = arguments.whole("recent", RECENT.get(shared, 64) if recent is None else recent)
+        recent = arguments.optional_whole("recent", recent)
         plan = CompressionPlan(
-            chosen, ratio, shared, self._model.text, held, seed, statistics, progress
+            chosen, ratio, shared, self._model.text, recent, seed, statistics, progress
         )
         memory, report = compress_held(self._memory, plan)
         self._state = replace(self._state, memory=memory)

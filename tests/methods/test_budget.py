@@ -71,7 +71,7 @@ def test_ragged_cells_are_compressed_again_to_as_many_as_asked_for(name: str) ->
     candidates, _ = ragged(some_cells(60, compressed=True, queries=20, statistics=True))
     before = candidates.cells
     assert isinstance(before, Ragged)
-    fewer, told = compress_by_heads(make_method(name), candidates, 9)  # type: ignore[arg-type]
+    ((fewer, told),) = compress_by_heads(make_method(name), [candidates], 9)  # type: ignore[arg-type]
     assert fewer.total == 9 * LAYERS * KV_HEADS
     assert len(fewer) == told.cells_after == 9
     for layer, head in PLACES:
