@@ -37,7 +37,7 @@ def by_torch(model: Model, dtype: torch.dtype) -> Model:
 def logits_of(model: Model, settings: dict[str, object]) -> Tensor:
     """After the prompt, and after each of some more tokens: `[n, vocab]`."""
     session = model.session(**settings)  # type: ignore[arg-type]
-    session.feed(PROMPT)
+    session.feed(PROMPT[: 3 * (session.max_kv_size or len(PROMPT))])
     rows = [last(session)]
     for token in WRITTEN:
         session.score([token], written=True)
