@@ -6,6 +6,7 @@ import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,6 +38,8 @@ settings.load_profile("same")
 # threads that wait for one another on a core less are ten times as slow.
 THREADS = max(1, torch.get_num_threads() // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
 os.environ["OMP_NUM_THREADS"] = str(THREADS)
+
+TINY_VOCABULARY = 12_288  # tokens: opening a vocabulary of 49,152 takes longer than most tests
 
 # A tiny model on several threads mostly waits for them, the more so on a busy machine.
 torch.set_num_threads(1)
@@ -80,12 +83,15 @@ def smollm2(smollm2_folder: Path) -> Model:
 
 @pytest.fixture(scope="session")
 def tiny_folder(smollm2_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama of two layers that reads and writes with the default model's tokenizer."""
+    """A random Llama of two layers with the default model's template and first tokens."""
     folder = tmp_path_factory.mktemp("tiny")
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+    for name in ("tokenizer_config.json", "chat_template.jinja"):
         if (smollm2_folder / name).exists():
             shutil.copy(smollm2_folder / name, folder)
+    tokenizer = json.loads((smollm2_folder / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps(cut_tokenizer(tokenizer, TINY_VOCABULARY)))
     config = json.loads((smollm2_folder / "config.json").read_text())
+    config |= {"vocab_size": TINY_VOCABULARY}
     config |= {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
     config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
     (folder / "config.json").write_text(json.dumps(config))
@@ -96,3 +102,12 @@ def tiny_folder(smollm2_folder: Path, tmp_path_factory: pytest.TempPathFactory) 
     }
     save_file(tensors, folder / "model.safetensors")
     return folder
+
+
+def cut_tokenizer(tokenizer: dict[str, Any], size: int) -> dict[str, Any]:
+    """A byte-pair tokenizer.json with its first tokens and the merges that make them."""
+    model = tokenizer["model"]
+    vocabulary = {token: index for token, index in model["vocab"].items() if index < size}
+    pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
+    merges = [[left, right] for left, right in pairs if left + right in vocabulary]
+    return tokenizer | {"model": model | {"vocab": vocabulary, "merges": merges}}

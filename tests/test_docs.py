@@ -90,7 +90,8 @@ def test_commands_run(
     def tiny(models: Path) -> None:
         shutil.copytree(tiny_folder, models, dirs_exist_ok=True)
         # One token in 32 ends an answer: it knows no words to end one with.
-        ends = {"eos_token_id": list(range(0, 49152, 32))}
+        size = json.loads((models / "config.json").read_text())["vocab_size"]
+        ends = {"eos_token_id": list(range(0, size, 32))}
         (models / "generation_config.json").write_text(json.dumps(ends))
 
     keep(DEFAULT_MODEL, DEFAULT_MODEL, "tiny", tiny, progress=False)

@@ -16,7 +16,7 @@ from kvkeep.cli.slash import run_command
 from kvkeep.errors import InvalidArgument
 from kvkeep.model import Model
 
-SYSTEM = "You are a gardener. You speak of nothing but roses."
+SYSTEM = "You are a teacher. You speak of nothing but water."
 
 
 @pytest.fixture(scope="module")

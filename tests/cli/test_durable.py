@@ -25,7 +25,7 @@ from kvkeep.cli.memory import CODEC_NAMES
 from kvkeep.models.source import DEFAULT_MODEL
 
 GREEDY = ["--temperature", "0", "--repetition-penalty", "1"]
-TEXT = "One two three four five six seven eight nine ten eleven twelve."
+TEXT = "One two three four five six seven eight nine ten big small."
 QUIET = ["--no-progress", "--ignore-eos"]
 
 

@@ -55,7 +55,7 @@ def test_reports_what_was_done(invoke, tiny, tiny_folder, tmp_path: Path) -> Non
 
 
 def test_a_prompt_holds_special_tokens_only_if_it_is_said(invoke, tiny, tmp_path: Path) -> None:
-    file, prompt = tmp_path / "report.json", "<|im_start|>user\nHi<|im_end|>\n"
+    file, prompt = tmp_path / "report.json", "<|im_start|>user\nYes<|im_end|>\n"
     counts = []
     for special in ([], ["--special"]):
         asked = ["-n", 0, "--report", file, *special, *tiny]

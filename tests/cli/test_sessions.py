@@ -15,7 +15,7 @@ from kvkeep import Snapshot
 from kvkeep.cli.conversation import turns_in
 from kvkeep.store.snapshot import describe
 
-TEXT = "One two three four five six seven eight nine ten eleven twelve."
+TEXT = "One two three four five six seven eight nine ten big small."
 GREEDY = ["--temperature", "0", "--ignore-eos"]
 
 
@@ -77,7 +77,7 @@ def test_show_marks_what_is_forgotten(invoke, file) -> None:
     assert "tokens   33, of which 24 are remembered" in shown
     assert "\n\nOne two three[... 9 forgotten tokens ...]." in shown
     everything = invoke("sessions", "show", file, "--forgotten").stdout
-    forgotten = " four five six seven eight nine ten eleven twelve"
+    forgotten = " four five six seven eight nine ten big small"
     assert f"\n\nOne two three[9 forgotten tokens: {forgotten}]." in everything
 
 
