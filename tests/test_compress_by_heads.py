@@ -12,7 +12,7 @@ from policies.archives import same, state
 from small import small_model
 from test_compress import TEXT, calibration, cells_of, fed, require_untouched
 
-from kvkeep.cache import Ragged
+from kvkeep.cache import NO_TOKEN, Ragged
 from kvkeep.errors import InvalidArgument
 from kvkeep.methods import BUDGETS, METHODS, Candidates, Eviction, make_method
 from kvkeep.session.compressing import _newest_queries as newest_queries
@@ -115,6 +115,20 @@ def test_heads_get_numbers_of_their_own_and_bytes_fall_by_the_ratio() -> None:
     assert (report.bytes_before, report.bytes_after) == (before, session.cache.nbytes)
     beside = 12 / (2 * 16 * 4)  # bias and position beside a key and a value
     assert session.cache.nbytes <= (1 + beside) * before / 4
+
+
+@pytest.mark.parametrize(
+    ("ratio", "pinned", "newest"), [(2, 0, 200), (4, 0, 100), (5, 0, 64), (8, 0, 32), (4, 150, 32)]
+)
+def test_half_of_what_is_left_is_the_newest_and_less_where_little_is_left(
+    ratio: float, pinned: int, newest: int
+) -> None:
+    session = fed(800)
+    if pinned:
+        session.pin(100, 100 + pinned)
+    session.compress(ratio, "keydiff", budget="heads")
+    exact = [serial for serial in session.cache.serials() if serial != NO_TOKEN]
+    assert exact == [*range(4), *range(100, 100 + pinned), *range(800 - newest, 800)]
 
 
 def test_progress_counts_every_cell_once_and_none_that_stays() -> None:

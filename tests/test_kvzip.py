@@ -54,10 +54,10 @@ def test_what_was_compressed_cannot_be_repeated() -> None:
     assert session.compress(2).method == "fitted"
 
 
-def test_progress_is_told_of_every_cell_once() -> None:
+def test_progress_is_told_of_every_cell_that_is_repeated() -> None:
     told: list[int] = []
     fed().compress(4, "kvzip", progress=told.append)
-    assert sum(told) == len(TEXT)
+    assert sum(told) == len(TEXT) - 50  # the newest half of what is left stays in any case
 
 
 def test_an_interrupt_leaves_the_session_as_it_was() -> None:

@@ -25,12 +25,14 @@ class Sample:
     """A text to read, and what is asked of it afterwards.
 
     asked: in this order. position: of the first of them, among `places` where it could lie.
+    foretold: tokens at the end of the text that are not read, but foretold from what was.
     """
 
     text: str
     asked: tuple[Fact, ...]
     position: int
     places: int
+    foretold: int = 0
 
     @property
     def depth(self) -> float:

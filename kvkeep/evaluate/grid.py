@@ -12,6 +12,7 @@ from kvkeep.evaluate.recall import Recall, recall, way
 if TYPE_CHECKING:
     from kvkeep.model import Model
     from kvkeep.session.calibration import Calibration
+    from kvkeep.session.session import Session
 
 UNCOMPRESSED = "uncompressed"  # in the place of a method, at ratio 1
 
@@ -29,13 +30,13 @@ class Setting:
 
 @dataclass(frozen=True)
 class Reading:
-    """found: every question of the sample answered. log_probability: of a token of a key.
+    """found: every question of the sample answered; None where the text's end is foretold.
 
-    cells, nbytes: held when it was asked.
+    log_probability: of a token of a key, or of that end. cells, nbytes: held when it was asked.
     """
 
     of: Setting
-    found: bool
+    found: bool | None
     log_probability: float
     cells: int
     nbytes: int
@@ -138,10 +139,18 @@ def read_sample(
 ) -> Iterator[Reading]:
     """Reads a text once, then compresses a fork of that memory in each way and asks it.
 
-    Raises ContextFull where the model cannot read as much.
+    Raises ContextFull where the model cannot read as much, InvalidArgument for a text of which
+    nothing is left to read.
     """
     session = model.session(policy="full", prefill_step=prefill_step)
-    session.feed(sample.text)
+    ids = model.text.encode(sample.text)
+    read = len(ids) - sample.foretold
+    if read < 1:
+        raise InvalidArgument(
+            f"the last {sample.foretold} tokens of a text are foretold; found one of {len(ids)}: "
+            "ask for more tokens"
+        )
+    session.feed(ids[:read])
     for of in settings:
         memory = session.fork()
         if of.method != UNCOMPRESSED:
@@ -149,8 +158,17 @@ def read_sample(
             memory.compress(
                 of.ratio, method, seed=of.seed + of.sample, calibration=calibration, budget=budget
             )
-        yield _reading(of, recall(memory, sample.asked))
+        yield (
+            _reading(of, recall(memory, sample.asked))
+            if sample.asked
+            else _foretold(of, memory, ids[read:])
+        )
 
 
 def _reading(of: Setting, answered: Recall) -> Reading:
     return Reading(of, answered.found, answered.log_probability, answered.cells, answered.nbytes)
+
+
+def _foretold(of: Setting, memory: "Session", ids: list[int]) -> Reading:
+    cells, nbytes = memory.cache.cells, memory.cache.nbytes
+    return Reading(of, None, float(memory.score(ids).mean()), cells, nbytes)

@@ -1,9 +1,11 @@
 """A grid as one picture: a panel for each task, a line for each method."""
 
+import math
+from collections.abc import Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from kvkeep.evaluate.grid import UNCOMPRESSED, Grid
+from kvkeep.evaluate.grid import UNCOMPRESSED, Grid, Reading
 from kvkeep.evaluate.plot import picture
 
 if TYPE_CHECKING:
@@ -16,17 +18,17 @@ STYLES = ("-", "-.", ":")
 
 
 def draw_grid(grid: Grid, suffix: str) -> bytes:
-    """The picture as a file's content: the share found over the ratio; dashed: uncompressed."""
+    """The picture as a file's content: the share found over the ratio; dashed: uncompressed.
+
+    Where the text's end is foretold, its perplexity instead.
+    """
     from matplotlib.figure import Figure
 
     tasks = grid.tasks
     figure = Figure(figsize=(3.2 * len(tasks) + 2, 4), layout="constrained")
-    panels = figure.subplots(1, len(tasks), sharey=True, squeeze=False)[0]
+    panels = figure.subplots(1, len(tasks), squeeze=False)[0]
     for axes, task in zip(panels, tasks, strict=True):
         _draw_task(axes, grid, task)
-    panels[0].set_ylabel("found")
-    panels[0].set_ylim(-0.03, 1.03)
-    panels[0].yaxis.set_major_formatter("{x:.0%}")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right center", frameon=False)
     return picture(figure, suffix)
@@ -36,10 +38,10 @@ def _draw_task(axes: "Axes", grid: Grid, task: str) -> None:
     for index, method in enumerate(grid.methods):
         found = {ratio: grid.of(task, method, ratio) for ratio in grid.ratios}
         ratios = [ratio for ratio, readings in found.items() if readings]
-        shares = [fmean(each.found for each in found[ratio]) for ratio in ratios]
+        heights = [_height(found[ratio]) for ratio in ratios]
         again = index // len(COLOURS)  # how often all colours were used before
         axes.plot(
-            *(ratios, shares),
+            *(ratios, heights),
             color=COLOURS[index % len(COLOURS)],
             marker=MARKERS[(index + again) % len(MARKERS)],
             ls=STYLES[again % len(STYLES)],
@@ -48,9 +50,15 @@ def _draw_task(axes: "Axes", grid: Grid, task: str) -> None:
             alpha=0.85,
             label=method,
         )
-    whole = [each.found for each in grid.of(task, UNCOMPRESSED, 1)]
+    whole = grid.of(task, UNCOMPRESSED, 1)
     if whole:
-        axes.axhline(fmean(whole), color="black", ls="--", lw=1, label=UNCOMPRESSED)
+        axes.axhline(_height(whole), color="black", ls="--", lw=1, label=UNCOMPRESSED)
+    if any(each.of.task == task and each.found is None for each in grid.readings.values()):
+        axes.set_ylabel("perplexity")
+    else:
+        axes.set_ylabel("found")
+        axes.set_ylim(-0.03, 1.03)
+        axes.yaxis.set_major_formatter("{x:.0%}")
     axes.set_xscale("log", base=2)
     axes.set_xticks(grid.ratios, [f"{ratio:g}" for ratio in grid.ratios])
     axes.set_xticks([], minor=True)
@@ -58,3 +66,10 @@ def _draw_task(axes: "Axes", grid: Grid, task: str) -> None:
     axes.set_xlabel("times fewer cells")
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def _height(readings: Sequence[Reading]) -> float:
+    """The share found, or the perplexity of what was foretold."""
+    if readings[0].found is None:
+        return math.exp(-fmean(each.log_probability for each in readings))
+    return fmean(bool(each.found) for each in readings)

@@ -1,6 +1,7 @@
 """A grid as Markdown tables, one for each task."""
 
-from collections.abc import Sequence, Set
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
@@ -15,7 +16,8 @@ NOTHING = "–"
 
 def grid_markdown(grid: Grid) -> str:
     """For each task the share found, of all samples and of those that the uncompressed model finds,
-    and, in brackets, the log-probability of a token of the key.
+    and, in brackets, the log-probability of a token of the key. Where the text's end is foretold,
+    its perplexity, and how much more that is than from the whole memory.
 
     The head says what keys and values take at each ratio: all methods get as much.
     """
@@ -36,8 +38,7 @@ def filled(path: Path, grid: Grid | None) -> bytes:
 def _task(grid: Grid, task: str) -> str:
     whole = grid.of(task, UNCOMPRESSED, 1)
     head = [task, *(f"{ratio:g}×, {_size(grid, task, ratio)}" for ratio in grid.ratios)]
-    known = {(each.of.seed, each.of.sample) for each in whole if each.found}
-    rows = [[m, *(_figure(grid.of(task, m, r), known) for r in grid.ratios)] for m in grid.methods]
+    rows = [[m, *(_figure(grid.of(task, m, r), whole) for r in grid.ratios)] for m in grid.methods]
     below = f"Uncompressed: {_figure(whole)}, {_megabytes(whole)}. Samples: {len(whole)}."
     return f"{piped([head, *rows])}\n\n{below}"
 
@@ -59,12 +60,28 @@ def _megabytes(readings: Sequence[Reading]) -> str:
     return f"{fmean(sizes):.1f} MB"
 
 
-def _figure(readings: Sequence[Reading], known: Set[tuple[int, int]] = frozenset()) -> str:
-    """known: seeds and samples whose key the uncompressed model finds."""
+def _figure(readings: Sequence[Reading], whole: Sequence[Reading] = ()) -> str:
+    """whole: what the uncompressed model makes of them."""
     if not readings:
         return NOTHING
-    share = fmean(each.found for each in readings)
+    if readings[0].found is None:
+        return _perplexity(readings, whole)
+    known = {_text(each) for each in whole if each.found}
+    share = fmean(bool(each.found) for each in readings)
     likely = fmean(each.log_probability for each in readings)
-    again = [each.found for each in readings if (each.of.seed, each.of.sample) in known]
+    again = [bool(each.found) for each in readings if _text(each) in known]
     of_known = f" / {fmean(again):.0%}" if again else ""
     return f"{share:.0%}{of_known} ({likely:.2f})".replace("-", "−")
+
+
+def _perplexity(readings: Sequence[Reading], whole: Sequence[Reading]) -> str:
+    likely = fmean(each.log_probability for each in readings)
+    same = {_text(each) for each in readings}
+    before = [each.log_probability for each in whole if _text(each) in same]
+    more = f" ({math.exp(fmean(before) - likely) - 1:+.1%})" if before else ""
+    return f"{math.exp(-likely):.2f}{more}".replace("-", "−")
+
+
+def _text(reading: Reading) -> tuple[int, int]:
+    """Which text of its task it is of."""
+    return reading.of.seed, reading.of.sample

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import TypeAlias
 
 import torch
@@ -29,7 +30,8 @@ from kvkeep.session.memory import Memory
 from kvkeep.session.reconstructing import reconstruction
 
 SINKS = 4
-RECENT = {"uniform": 64, "heads": 32}  # newest tokens that stay as they are
+RECENT = 64  # newest tokens that stay as they are where all heads keep as many cells
+FEWEST_RECENT = 32  # where heads compete
 
 
 @dataclass(frozen=True)
@@ -56,8 +58,8 @@ class CompressionPlan:
     """How a memory is to be compressed, once.
 
     text: of the model. recent: of the newest cells, how many stay as they are; None for what suits
-    the budget. seed: of what is drawn. statistics: of the model. progress: told of cells as they
-    are through.
+    the budget and the ratio. seed: of what is drawn. statistics: of the model. progress: told of
+    cells as they are through.
     """
 
     method: Method
@@ -69,18 +71,26 @@ class CompressionPlan:
     statistics: Statistics | None = None
     progress: Callable[[int], None] | None = None
 
-    @property
-    def newest(self) -> int:
-        """How many of the newest cells stay as they are."""
-        return RECENT[self.budget] if self.recent is None else self.recent
+    def newest(self, cells: int, pinned: int) -> int:
+        """How many of the newest cells stay as they are, of so many.
+
+        Where heads compete, half of what is left: what comes next goes on from there, in all
+        heads. Less at a ratio above 4, where the older text needs the cells more.
+        """
+        if self.recent is not None:
+            return self.recent
+        if self.budget == "uniform":
+            return RECENT
+        left = cells / self.ratio - pinned
+        return max(FEWEST_RECENT, int(left * min(1 / 2, 2 / self.ratio)))
 
     def check(self) -> None:
         """Raises InvalidArgument for what cannot be."""
         check_shared(self.method, self.budget)
-        if not self.ratio > 1 or self.newest < 1:
+        if not self.ratio > 1 or (self.recent is not None and self.recent < 1):
             raise InvalidArgument(
                 "compressing takes a ratio above 1 and 1 or more recent cells; found "
-                f"{self.ratio} and {self.newest}"
+                f"{self.ratio} and {self.recent}"
             )
         self.method.require_known(self.statistics)
 
@@ -106,14 +116,15 @@ def compress_held(memory: Memory, how: CompressionPlan) -> tuple[Memory, Compres
             'compresses as it goes, policy="full" when it is asked to'
         )
     cache, before, nbytes = memory.cache, memory.cache.cells, memory.cache.nbytes
-    first_recent = before - how.newest
+    newest = how.newest(before, len(memory.pins))
+    first_recent = before - newest
     # What was compressed before has no order that all heads share, of which some could be newest.
     runs = cache.runs(
         lambda rank, serial: (
             serial != NO_TOKEN and (rank < SINKS or rank >= first_recent or serial in memory.pins)
         )
     )
-    left = _to_be_left(memory, how, runs)
+    left = _to_be_left(memory, how.ratio, newest, runs)
     share = _by_heads if how.budget == "heads" else _evenly
     chunks, found = [], iter(share(_candidates(memory, how, runs), left, how))
     segments = []
@@ -147,15 +158,15 @@ _Run: TypeAlias = tuple[Segment, bool, int, int]  # see `KVCache.runs`
 _Done: TypeAlias = list[tuple[Cells, Compression]]
 
 
-def _to_be_left(memory: Memory, how: CompressionPlan, runs: Sequence[_Run]) -> int:
+def _to_be_left(memory: Memory, ratio: float, newest: int, runs: Sequence[_Run]) -> int:
     """Cells for each KV head that those to be compressed become. Raises InvalidArgument if none."""
     before = memory.cache.cells
     total = sum(count for _, kept, _, count in runs if not kept)
-    left = math.ceil(before / how.ratio) - (before - total)
+    left = math.ceil(before / ratio) - (before - total)
     if left < len(runs):
         raise InvalidArgument(
-            f"{before} cells cannot become {how.ratio:g} times fewer with the first {SINKS}, the "
-            f"newest {how.newest} and {len(memory.pins)} pinned ones kept as they are: take a "
+            f"{before} cells cannot become {ratio:g} times fewer with the first {SINKS}, the "
+            f"newest {newest} and {len(memory.pins)} pinned ones kept as they are: take a "
             "smaller ratio, or keep fewer"
         )
     return left
@@ -167,7 +178,9 @@ def _candidates(memory: Memory, how: CompressionPlan, runs: Sequence[_Run]) -> l
     queries = _newest_queries(memory) if method.needs_queries(how.statistics) else None
     needed, found, begun = None, [], 0
     if method.reconstructs:
-        needed = reconstruction(memory, how.text, how.progress)
+        newest = takewhile(lambda run: run[1], reversed(runs))  # they stay whatever they are worth
+        oldest = cache.cells - sum(count for _, _, _, count in newest)
+        needed = reconstruction(memory, how.text, how.progress, oldest)
     for segment, kept, first, count in runs:
         if not kept:
             near = queries.seen_from(segment.map) if queries else None

@@ -164,8 +164,8 @@ class Context(Held):
         compresses as it goes.
 
         Args:
-            recent: None for 64, or 32 where heads compete: what is worth more than these then has
-                their place.
+            recent: None for 64 where all heads keep as many. Where they compete, for half of what
+                is left at ratios up to 4, less above (2 / ratio of it), and for 32 at least.
             method: see `kvkeep.methods`. None: "kvzap" by a calibration that has a surrogate, and
                 without one "kvzip", which has the text repeated in about the time of reading it;
                 "fitted" where some of it was compressed before. seed: of method "random".

@@ -33,13 +33,16 @@ LATER = "\n\nRepeat the part of the previous context exactly, starting with"
 
 @torch.inference_mode()
 def reconstruction(
-    memory: Memory, text: TextCodec, progress: Callable[[int], None] | None = None
+    memory: Memory,
+    text: TextCodec,
+    progress: Callable[[int], None] | None = None,
+    oldest: int | None = None,
 ) -> Tensor:
     """`[layers, kv_heads, n]` float32: the log of the most that any query gives to each cell.
 
-    For all cells that the memory holds, oldest first. The queries are those of the repeated chunk
-    that a cell is of, and of all heads that share its KV head; what they give is a share of the
-    softmax over all that they see. The memory stays as it is.
+    For all cells that the memory holds, or so many of the oldest; oldest first. The queries are
+    those of the repeated chunk that a cell is of, and of all heads that share its KV head; what
+    they give is a share of the softmax over all that they see. The memory stays as it is.
 
     A memory that has no room left is asked all the same: the queries then stand up to a chunk
     beyond its budget, and beyond the positions that the model was trained for.
@@ -47,7 +50,7 @@ def reconstruction(
     text: of the model. progress: called after each chunk with the number of cells in it.
     Raises InvalidArgument, before anything is evaluated, where cells are of no one token.
     """
-    ids, first, scores = _held_tokens(memory), 0, []
+    ids, first, scores = _held_tokens(memory)[:oldest], 0, []
     while first < len(ids):
         asked = _prompt(ids, first, text)
         part = ids[first : first + max(STEP - len(asked), STEP // 2)]

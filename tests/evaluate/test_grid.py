@@ -6,6 +6,7 @@ import pytest
 from small import small_model
 
 from kvkeep.errors import InvalidArgument
+from kvkeep.evaluate.facts import Sample
 from kvkeep.evaluate.grid import UNCOMPRESSED, Grid, GridPlan, Reading, Setting, read_sample
 from kvkeep.evaluate.grid_plot import draw_grid
 from kvkeep.evaluate.grid_table import filled, grid_markdown
@@ -45,6 +46,32 @@ def test_each_method_and_ratio_is_measured_once_on_one_reading_of_the_text() -> 
             assert reading.nbytes < whole.nbytes
     assert PLAN.missing(grid, "several", 0) == []
     assert len(PLAN.missing(grid, "several", 1)) == 5
+
+
+def test_a_text_is_foretold_from_what_is_left_of_the_memory() -> None:
+    model = small_model()
+    ids, foretold = [(7 * i * i + i) % 250 for i in range(400)], 150
+    sample = Sample(model.text.tokenizer.decode(ids), (), 0, 1, foretold)
+    ids = model.text.encode(sample.text)
+    settings = [
+        Setting("perplexity", 0, 0, UNCOMPRESSED, 1.0),
+        Setting("perplexity", 0, 0, "knorm", 3.0),
+    ]
+    whole, compressed = read_sample(model, sample, settings)
+    session = model.session(policy="full")
+    session.feed(ids[:-foretold])
+    fork = session.fork()
+    assert (whole.found, whole.cells) == (None, len(ids) - foretold)
+    assert whole.log_probability == pytest.approx(float(fork.score(ids[-foretold:]).mean()))
+    session.compress(3.0, "knorm")
+    assert compressed.cells == session.cache.cells
+    assert compressed.log_probability == pytest.approx(float(session.score(ids[-foretold:]).mean()))
+
+
+def test_a_text_of_which_nothing_is_left_to_read_is_refused() -> None:
+    sample = Sample("So short.", (), 0, 1, 512)
+    with pytest.raises(InvalidArgument, match="ask for more tokens"):
+        list(read_sample(small_model(), sample, PLAN.missing(Grid(ABOUT), "several", 0)))
 
 
 def test_what_a_grid_has_already_is_not_missing() -> None:
@@ -96,6 +123,18 @@ def test_what_the_uncompressed_model_finds_is_counted_apart() -> None:
     assert "| keydiff | 67% / 50% (−0.50) |" in grid_markdown(grid)
 
 
+def test_a_perplexity_stands_beside_that_of_the_whole_memory() -> None:
+    grid = Grid(ABOUT)
+    for sample, whole, fewer in ((0, -2.0, -2.1), (1, -2.4, -2.3), (2, -9.0, None)):
+        for method, ratio, likely in ((UNCOMPRESSED, 1.0, whole), ("keydiff", 2.0, fewer)):
+            of = Setting("perplexity", 0, sample, method, ratio)
+            if likely is not None:
+                grid.add(Reading(of, None, likely, 100, 50_000_000))
+    text = grid_markdown(grid)
+    assert "| keydiff | 9.03 (+0.0%) |" in text
+    assert "Uncompressed: 87.07, 50.0 MB. Samples: 3." in text
+
+
 def test_methods_that_take_unequal_bytes_are_told() -> None:
     grid = _grid()
     of = Setting("several", 0, 0, "average", 2.0)
@@ -121,4 +160,6 @@ def test_a_page_is_filled_between_its_markers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("suffix", "magic"), [(".png", b"\x89PNG"), (".pdf", b"%PDF")])
 def test_a_plot_is_a_picture(suffix: str, magic: bytes) -> None:
     pytest.importorskip("matplotlib")
-    assert draw_grid(_grid(), suffix).startswith(magic)
+    grid = _grid()
+    grid.add(Reading(Setting("perplexity", 0, 0, "keydiff", 2.0), None, -2.1, 100, 25_000_000))
+    assert draw_grid(grid, suffix).startswith(magic)

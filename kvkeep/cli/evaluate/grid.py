@@ -68,7 +68,7 @@ _CHOICE = [
         metavar="N",
         type=whole_number(16),
         default=4000,
-        help="Of the text that hides needles, about.",
+        help="Of a real text, about.",
     ),
     haystack_option(),
     click.option(
@@ -118,8 +118,9 @@ def grid(plan: GridChoice, files: GridFiles, choice: ModelChoice, no_progress: b
 
     Each text is read once; every method compresses a copy of that memory and is asked afterwards.
     The tables give the share found, of all samples / of those that the uncompressed model finds,
-    and the log-probability of a token of the key. Ctrl-C ends it with what was measured; --resume
-    goes on.
+    and the log-probability of a token of the key; of task perplexity that of the next 512 tokens,
+    and how much higher it is than from the whole memory. Ctrl-C ends it with what was measured;
+    --resume goes on.
     """
     files.check()
     if files.earlier:

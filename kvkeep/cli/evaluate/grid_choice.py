@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvkeep.errors import InvalidArgument
+from kvkeep.evaluate.continuation import Continuation
 from kvkeep.evaluate.facts import Samples
 from kvkeep.evaluate.haystack import Haystack
 from kvkeep.evaluate.needle import Needle
@@ -18,7 +19,8 @@ PASSKEYS = {  # keys, task
     "second": ("number", "second"),
 }
 NEEDLES = {"needle": "single"} | {f"needle-{task}": task for task in TASKS if task != "single"}
-GRID_TASKS = (*PASSKEYS, *NEEDLES)
+PERPLEXITY = "perplexity"  # of the tokens that come next
+GRID_TASKS = (*PASSKEYS, *NEEDLES, PERPLEXITY)
 
 
 @dataclass(frozen=True)
@@ -42,13 +44,16 @@ class GridChoice:
             if name in PASSKEYS
         }
 
-    def needles(self, haystack: Haystack) -> dict[str, Samples]:
-        """The tasks in real text."""
-        return {
+    def of_text(self, haystack: Haystack) -> dict[str, Samples]:
+        """The tasks of a real text."""
+        found: dict[str, Samples] = {
             name: Needle(haystack, self.tokens, task=NEEDLES[name], seed=self.seed)
             for name in self.tasks
             if name in NEEDLES
         }
+        if PERPLEXITY in self.tasks:
+            found[PERPLEXITY] = Continuation(haystack, self.tokens, self.seed)
+        return found
 
 
 @dataclass(frozen=True)

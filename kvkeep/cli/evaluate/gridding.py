@@ -30,7 +30,7 @@ def measure_grid(
     """
     drawn = dict(passkeys)
     if any(name not in passkeys for name in asked.tasks):
-        drawn |= asked.needles(_haystack(model, asked.haystack))
+        drawn |= asked.of_text(_haystack(model, asked.haystack))
     tasks = {name: drawn[name] for name in asked.tasks}
     plan = GridPlan(tasks, asked.methods, asked.ratios, asked.seed)
     calibration = choice.calibrated(model)
