@@ -29,7 +29,8 @@ def calibrate(text: str, output: Path, model: str, dtype: str, device: str, quie
     """Measure a model on the file TEXT ("-": standard input), for compressing its memory.
 
     Some ten thousand tokens of the kind of text to come are enough. Give the result as
-    --calibration to commands that compress; it is of use to methods expected_attention and fitted.
+    --calibration to commands that compress: kvzap decides by it, and expected_attention and fitted
+    decide better with it.
 
     What is done is kept in FILE.kvcal.unfinished: the same command goes on from there.
     """
