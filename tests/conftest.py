@@ -108,6 +108,5 @@ def cut_tokenizer(tokenizer: dict[str, Any], size: int) -> dict[str, Any]:
     """A byte-pair tokenizer.json with its first tokens and the merges that make them."""
     model = tokenizer["model"]
     vocabulary = {token: index for token, index in model["vocab"].items() if index < size}
-    pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
-    merges = [[left, right] for left, right in pairs if left + right in vocabulary]
+    merges = [[left, right] for left, right in model["merges"] if left + right in vocabulary]
     return tokenizer | {"model": model | {"vocab": vocabulary, "merges": merges}}

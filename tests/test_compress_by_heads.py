@@ -131,6 +131,16 @@ def test_half_of_what_is_left_is_the_newest_and_less_where_little_is_left(
     assert exact == [*range(4), *range(100, 100 + pinned), *range(800 - newest, 800)]
 
 
+@pytest.mark.parametrize(
+    ("ratio", "recent", "said"), [(0.5, None, "a ratio above 1; found 0.5$"), (2, 0, "found 0$")]
+)
+def test_a_ratio_or_a_number_that_cannot_be_is_named(
+    ratio: float, recent: int | None, said: str
+) -> None:
+    with pytest.raises(InvalidArgument, match=said):
+        fed().compress(ratio, "keydiff", recent, budget="heads")
+
+
 def test_progress_counts_every_cell_once_and_none_that_stays() -> None:
     session = fed(700)
     session.pin(300, 310)

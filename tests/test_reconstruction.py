@@ -173,13 +173,13 @@ def test_it_can_be_interrupted_between_chunks(error: type[BaseException]) -> Non
 
 @pytest.mark.parametrize("oldest", [1, 100, 503, 520, len(TEXT)])
 def test_the_oldest_are_scored_without_the_others(oldest: int) -> None:
-    """To rounding: what is repeated after them is none of their business."""
+    """Whole chunks to the bit; one that ends sooner is repeated by itself."""
     session = fed(TEXT)
     part = reconstruction(session._memory, MODEL.text, oldest=oldest)
     assert part.shape[-1] == oldest
     chunks = list[int]()
     whole = reconstruction(session._memory, MODEL.text, chunks.append)
-    same = chunks[0] if oldest >= chunks[0] else 0  # whole chunks; another is repeated by itself
+    same = chunks[0] if oldest >= chunks[0] else 0
     assert torch.equal(part[..., :same], whole[..., :same])
 
 

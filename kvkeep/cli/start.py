@@ -8,7 +8,7 @@ from types import FrameType
 
 # Objects made before the collector looks for cycles among the young. Importing torch makes a
 # million that stay: at 700, as Python has it, that is a quarter of a second of looking for nothing.
-COLLECTED_EVERY = 100_000
+_COLLECTED_EVERY = 100_000
 _STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
 
 
@@ -20,7 +20,7 @@ def run() -> None:
     watched = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if watched:
         signal.signal(signal.SIGINT, _interrupt)
-    gc.set_threshold(COLLECTED_EVERY)
+    gc.set_threshold(_COLLECTED_EVERY)
     try:
         open_streams()
         from kvkeep.cli.main import main

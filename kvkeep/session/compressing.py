@@ -87,10 +87,11 @@ class CompressionPlan:
     def check(self) -> None:
         """Raises InvalidArgument for what cannot be."""
         check_shared(self.method, self.budget)
-        if not self.ratio > 1 or (self.recent is not None and self.recent < 1):
+        if not self.ratio > 1:
+            raise InvalidArgument(f"compressing takes a ratio above 1; found {self.ratio:g}")
+        if self.recent is not None and self.recent < 1:
             raise InvalidArgument(
-                "compressing takes a ratio above 1 and 1 or more recent cells; found "
-                f"{self.ratio} and {self.recent}"
+                f"compressing leaves 1 or more recent cells as they are; found {self.recent}"
             )
         self.method.require_known(self.statistics)
 
