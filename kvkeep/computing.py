@@ -7,17 +7,31 @@ one token, one edit, one snapshot; between two of them another thread has its tu
 """
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+_Given = ParamSpec("_Given")
+_Returned = TypeVar("_Returned")
 
 _LOCK = threading.RLock()
 
 
-@contextmanager
-def computing() -> Iterator[None]:
-    """The block, or the function that it decorates, is run while no other thread computes.
+def computing() -> AbstractContextManager[Any]:
+    """A block under it is run while no other thread computes.
 
     Within it, whoever holds the lock may take it again. Ctrl-C ends the wait for it.
     """
-    with _LOCK:
-        yield
+    return _LOCK
+
+
+def computes(function: Callable[_Given, _Returned]) -> Callable[_Given, _Returned]:
+    """The same function, run as a block under `computing()` is."""
+
+    @wraps(function)
+    def alone(*args: _Given.args, **kwargs: _Given.kwargs) -> _Returned:
+        with _LOCK:
+            return function(*args, **kwargs)
+
+    return alone

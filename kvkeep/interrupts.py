@@ -1,9 +1,12 @@
 """Ctrl-C between steps instead of in the middle of one."""
 
-import signal
 import threading
+
+# Not `signal.signal`, which makes enums of handlers and back: 50 us of each token.
+from _signal import getsignal, signal  # type: ignore[import-not-found]
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from signal import SIGINT
 from types import FrameType
 
 _Handler = Callable[[int, FrameType | None], object]
@@ -22,11 +25,11 @@ def interrupts_deferred() -> Iterator[None]:
     if usual is None:
         yield
         return
-    signal.signal(signal.SIGINT, lambda number, frame: held.append((number, frame)))
+    signal(SIGINT, lambda number, frame: held.append((number, frame)))
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, usual)
+        signal(SIGINT, usual)
         for each in held:
             usual(*each)
 
@@ -48,17 +51,17 @@ def first_interrupt_deferred() -> Iterator[None]:
             usual(number, frame)
         held.append((number, frame))
 
-    signal.signal(signal.SIGINT, hold)
+    signal(SIGINT, hold)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, usual)
+        signal(SIGINT, usual)
         if len(held) == 1:
             usual(*held[0])
 
 
 def _usual() -> _Handler | None:
     """What a Ctrl-C does otherwise; None where nothing can be held back."""
-    usual = signal.getsignal(signal.SIGINT)
+    usual = getsignal(SIGINT)
     main_thread = threading.current_thread() is threading.main_thread()
     return usual if main_thread and callable(usual) else None

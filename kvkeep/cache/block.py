@@ -178,6 +178,16 @@ class Cells:
         """Bytes of keys, values and what they are seen with."""
         return sum(tensor.nbytes for tensor in self.tensors())
 
+    def clone(self) -> "Cells":
+        """The same cells, copied."""
+        return Cells(
+            self.stored_keys.clone(),
+            self.stored_values.clone(),
+            self.positions.clone(),
+            self.serials.clone(),
+            None if self.bias is None else self.bias.clone(),
+        )
+
     def part(self, where: slice) -> "Cells":
         """Some of these cells, not copied."""
         return Cells(
@@ -261,7 +271,7 @@ class Block:
 
     def copy(self) -> "Block":
         """The same slots in storage of its own."""
-        return Block(Cells.joined([self.slots]), origin=self.origin)
+        return Block(self.slots.clone(), origin=self.origin)
 
 
 def _bits(cells: Cells) -> tuple[int, int]:

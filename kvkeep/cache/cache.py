@@ -1,6 +1,5 @@
 """The KV cache: segments, the clock, and one step at a time."""
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -13,6 +12,7 @@ from kvkeep.cache.observer import Observer, Queries
 from kvkeep.cache.overwritten import Overwritten
 from kvkeep.cache.rope import Rope
 from kvkeep.cache.segment import Segment
+from kvkeep.cache.shallow import shallow
 from kvkeep.cache.state import CacheState
 from kvkeep.cache.step import ChunkStep, DecodeStep
 from kvkeep.cache.storage import nbytes, trim
@@ -150,7 +150,7 @@ class KVCache:
         Either the successor is taken in the place of this one and `confirm`ed, or it is told to
         `put_back` what it overwrote, and this one is as it was.
         """
-        successor = copy.copy(self)
+        successor = shallow(self)
         successor._overwritten = overwritten = list[Overwritten]()
         successor.segments = [segment.successor(overwritten) for segment in self.segments]
         successor.observer = None if self.observer is None else self.observer.fork()

@@ -35,7 +35,7 @@ class Guarded:
             first = (slot.start - self.start) % self.block.capacity
             if first < self.length or first + slot.stop - slot.start > self.block.capacity:
                 there = self.block.slots.part(slot)
-                self.overwritten.append(Overwritten(there, Cells.joined([there])))
+                self.overwritten.append(Overwritten(there, there.clone()))
 
     def rest(self, block: Block, first: int) -> "Guarded":
         """The same for a block of the slots from `first` on."""

@@ -68,6 +68,9 @@ class Ragged(Cells):
         before = torch.cat((_ZERO, which.cpu().cumsum(0)))[self.offsets]
         return self._of(_rows(self, which.nonzero()[:, 0]), before.diff().view_as(self.counts))
 
+    def clone(self) -> "Ragged":
+        return self._of(super().clone(), self.counts)
+
     @classmethod
     def _joined(cls, parts: Sequence[Cells]) -> "Ragged":
         """Of each head the cells of all parts, in their order; copied."""

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import torch
+
 from kvkeep.cache.block import Storage
 from kvkeep.cache.segment import Segment
 
@@ -32,8 +34,9 @@ def trim(segments: Sequence[Segment], budget: int) -> None:
         gone = idle[storage] - sum(_room(segment) for segment in lie)
         if idle[storage] and (gone > _live(lie) or excess > 0):
             excess -= idle[storage]
-            for segment in lie:
-                segment.move()
+            with torch.inference_mode():
+                for segment in lie:
+                    segment.move()
 
 
 def _own(storage: Storage, lie: Sequence[Segment]) -> bool:

@@ -14,6 +14,7 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 from kvkeep.errors import KernelMismatch, OutOfMemory
+from kvkeep.models.finite import not_finite
 
 BF16, INT8, INT4 = 0, 1, 2  # CMatrix.format
 
@@ -183,8 +184,8 @@ PHASES = ("norms", "projections", "cells", "attention", "output", "mlp")
 HEAD_DIMS = (32, 64, 96, 128)
 _DECODE = (CModel, CLayer, CStep, CSequence, CSight, CRun)
 _CHUNK = (CPart, CChunk)
-_REVISION = 2  # of the calls; `kRevision` in src/decode.h
-_NO_MEMORY = 2  # as in src/guard.h
+_REVISION = 3  # of the calls; `kRevision` in src/decode.h
+_NO_MEMORY, _NOT_FINITE = 2, 4  # as in src/guard.h
 
 
 @cache
@@ -215,7 +216,9 @@ def library() -> ctypes.CDLL | None:
 
 
 def require_done(status: int) -> None:
-    """Raises what a kernel could not: OutOfMemory, or KernelMismatch where there is none."""
+    """Raises what a kernel could not: OutOfMemory, NonFiniteLogits; KernelMismatch for none."""
+    if status == _NOT_FINITE:
+        raise not_finite()
     if status == _NO_MEMORY:
         raise OutOfMemory(
             "there was not enough memory for this step, and nothing was changed; free some, or "

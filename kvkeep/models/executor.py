@@ -6,6 +6,7 @@ from torch import Tensor
 
 from kvkeep.cache.group_step import GroupStep
 from kvkeep.cache.step import ChunkStep, DecodeStep
+from kvkeep.models.finite import checked
 
 AnyStep = DecodeStep | ChunkStep | GroupStep
 
@@ -22,7 +23,7 @@ class Executor(Protocol):
         """Evaluates `tokens: [n]` into the step. Returns `[n, hidden_size]`, normed."""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """`[n, hidden_size]` to `[n, vocab]`, float32."""
+        """`[n, hidden_size]` to `[n, vocab]`, float32, all of them finite: else NonFiniteLogits."""
 
 
 class Attends(Protocol):
@@ -39,7 +40,7 @@ class Network(Protocol):
         """As `Executor.hidden`, layer by layer: each calls the step's `attend` once."""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """As `Executor.logits`."""
+        """`[n, hidden_size]` to `[n, vocab]`, float32, whatever they are."""
 
 
 class TorchExecutor:
@@ -54,4 +55,4 @@ class TorchExecutor:
         return self._network.forward(tokens, step)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self._network.logits(hidden)
+        return checked(self._network.logits(hidden))

@@ -12,6 +12,7 @@ from torch import Tensor
 from kvkeep.cache.static import Geometry, StaticStep, geometry
 from kvkeep.cache.step import DecodeStep
 from kvkeep.models.executor import AnyStep, Network
+from kvkeep.models.finite import checked
 
 Forward = Callable[[Tensor, StaticStep], Tensor]
 
@@ -33,7 +34,7 @@ class GraphExecutor:
         return self._network.forward(tokens, step)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self._network.logits(hidden)
+        return checked(self._network.logits(hidden))
 
 
 class DecodeGraph:

@@ -101,7 +101,7 @@ class Decoder:
         return self.executor.hidden(tokens, step)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """`[n, hidden_size]` to `[n, vocab]`, float32."""
+        """`[n, hidden_size]` to `[n, vocab]`, float32. Raises NonFiniteLogits."""
         return self.executor.logits(hidden)
 
     def new_cache(self, bits: Bits = Bits()) -> KVCache:  # noqa: B008 (frozen)

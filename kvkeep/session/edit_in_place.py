@@ -10,8 +10,9 @@ from torch import Tensor
 from kvkeep.cache import KVCache, Segment, joined_if_small
 from kvkeep.cache.attention import HIDDEN
 from kvkeep.errors import ContextFull, InvalidArgument
+from kvkeep.models.finite import require_finite
 from kvkeep.session.change import Change, bounded
-from kvkeep.session.memory import Memory, require_finite
+from kvkeep.session.memory import Memory
 
 
 @dataclass(frozen=True)

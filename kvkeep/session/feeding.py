@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvkeep import arguments
 from kvkeep.cache import Bits
-from kvkeep.computing import computing
+from kvkeep.computing import computes
 from kvkeep.interrupts import interrupts_deferred
 from kvkeep.loaded import LoadedModel
 from kvkeep.methods import Compression
@@ -109,7 +109,7 @@ class Feeding(Iterator[FeedStep]):
         self._compressions: list[Compression] = []
         self._peak, self._tokens = session.cache.cells, session.tokens
 
-    @computing()
+    @computes
     def __next__(self) -> FeedStep:
         """Raises ContextFull and NonFiniteLogits as `Session.feed` does."""
         if self._closed or self.done == self.total:

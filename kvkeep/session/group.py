@@ -9,10 +9,10 @@ from torch import Tensor
 from kvkeep import arguments
 from kvkeep.cache.group_step import GroupStep
 from kvkeep.cache.step import DecodeStep
-from kvkeep.computing import computing
+from kvkeep.computing import computes
 from kvkeep.errors import InvalidArgument
 from kvkeep.session.held import changing
-from kvkeep.session.memory import Memory, require_finite
+from kvkeep.session.memory import Memory
 from kvkeep.session.sampling import Sampling
 from kvkeep.session.session import GREEDY, Session
 
@@ -63,7 +63,7 @@ class SessionGroup:
         }
         return sum(storages.values())
 
-    @computing()
+    @computes
     def next_tokens(self, sampling: Sampling | Sequence[Sampling] = GREEDY) -> list[int]:
         """Samples a token for each session, appends it and evaluates all of them at once.
 
@@ -123,7 +123,6 @@ def _evaluate(memories: Sequence[Memory], tokens: Sequence[int]) -> None:
         taken = torch.tensor(tokens, dtype=torch.int64, device=device)
         hidden = decoder.hidden(taken, GroupStep(opened, decoder.spec.heads))
         logits = decoder.logits(hidden)
-        require_finite(logits)
     for row, (memory, token) in enumerate(zip(memories, tokens, strict=True)):
         # Rows of their own: one session's last logits must not hold those of all.
         memory.take_in([token], hidden[row : row + 1].clone(), logits[row].clone())

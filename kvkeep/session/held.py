@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvkeep import arguments
 from kvkeep.cache import Bits, KVCache
-from kvkeep.computing import computing
+from kvkeep.computing import computes, computing
 from kvkeep.interrupts import interrupts_deferred
 from kvkeep.loaded import LoadedModel
 from kvkeep.policies import Policy
@@ -79,7 +79,7 @@ class Held:
         return self._memory.tokens
 
     @property
-    @computing()
+    @computes
     def logits(self) -> Tensor | None:
         """`[vocab]` float32 for the last token evaluated (a copy); None before the first."""
         current = self._memory.logits()

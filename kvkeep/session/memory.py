@@ -1,7 +1,5 @@
 """A model's memory at work: tokens evaluated into a cache under a policy."""
 
-import copy
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -9,8 +7,10 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache import Bits, Cells
-from kvkeep.errors import ContextFull, InvalidArgument, NonFiniteLogits
+from kvkeep.cache.shallow import shallow
+from kvkeep.errors import ContextFull, InvalidArgument
 from kvkeep.methods import Compression
+from kvkeep.models.finite import require_finite
 from kvkeep.models.llama import Decoder
 from kvkeep.policies import Policy
 from kvkeep.session.history import History
@@ -54,27 +54,26 @@ class Memory:
 
     def fork(self) -> "Memory":
         """The same memory, going its own way; cells are shared."""
-        fork = copy.copy(self)
+        fork = shallow(self)
         fork.cache = self.cache.fork()
         return fork
 
     def successor(self) -> "Memory":
         """The same memory, to be changed in place of this one; see `KVCache.successor`."""
-        successor = copy.copy(self)
+        successor = shallow(self)
         successor.cache = self.cache.successor()
         return successor
 
-    @torch.inference_mode()
     def confirm(self) -> None:
         """Lets go of the memory before this successor, and of storage that only that one used."""
         self.cache.confirm()
         self.cache.trim(self.policy.max_kv_size)
 
-    @torch.inference_mode()
     def logits(self) -> Tensor | None:
         """`[vocab]` float32 for the last token; None before the first."""
         if self._logits is None and self.hidden is not None:
-            self._logits = self.decoder.logits(self.hidden)[0]
+            with torch.inference_mode():
+                self._logits = self.decoder.logits(self.hidden)[0]
         return self._logits
 
     def state(self) -> MemoryState:
@@ -147,7 +146,8 @@ class Memory:
             hidden = self.decoder.hidden(taken, step)
             last = done + count == len(ids)
             logits = self.decoder.logits(hidden[-1:])[0] if last else None
-            require_finite(hidden if logits is None else logits)
+            if logits is None:
+                require_finite(hidden)
         self.take_in(chunk, hidden[-1:], logits)
         peak = before + count if count > 1 else self.cache.cells
         return Evaluated(hidden, peak, self.policy.settle(self.cache))
@@ -302,13 +302,3 @@ class Memory:
             # float64 is not on every device.
             parts.append(chosen.cpu().double() - logits.logsumexp(-1).cpu().double())
         return torch.cat(parts)
-
-
-def require_finite(x: Tensor) -> None:
-    """Raises NonFiniteLogits where hidden states or logits hold NaN or infinity."""
-    total = float(x.numpy().sum()) if x.dtype is torch.float32 and x.is_cpu else float(x.sum())
-    if not math.isfinite(total):
-        raise NonFiniteLogits(
-            "the model produced NaN or infinity: its weights are broken, or need "
-            'dtype="float32"; the tokens of this step were not taken in'
-        )

@@ -22,8 +22,9 @@ from kvkeep.cache.rope import Rotation, rotate
 from kvkeep.cache.step import ChunkStep
 from kvkeep.errors import InvalidArgument
 from kvkeep.methods.similarity import most_similar
+from kvkeep.models.finite import require_finite
 from kvkeep.models.text import TextCodec
-from kvkeep.session.memory import Memory, require_finite
+from kvkeep.session.memory import Memory
 
 STEP = 512  # tokens evaluated at a time: what asks for a chunk, and the chunk
 LEAD = 8  # tokens before a chunk that say where it begins

@@ -108,9 +108,9 @@ class Sampler:
 
     def choose(self, logits: Tensor, tokens: Sequence[int], how: Sampling) -> int:
         """A token id. logits: `[vocab]` float32, finite; tokens: all so far, for the penalty."""
-        ids, weights = distribution(logits, tokens, how)
         if how.greedy:
-            return int(ids[0])
+            return _likeliest_of(_penalised(logits.cpu(), tokens, how))
+        ids, weights = distribution(logits, tokens, how)
         cumulative = weights.double().cumsum(-1)
         mark = self._uniform(how.seed) * float(cumulative[-1])
         index = int(torch.searchsorted(cumulative, mark, right=True))
@@ -129,12 +129,15 @@ def distribution(logits: Tensor, tokens: Sequence[int], how: Sampling) -> tuple[
     """
     scores = _penalised(logits.cpu(), tokens, how)  # float64 is not on every device
     if how.greedy:
-        # By numpy: for a vector, waking torch's threads takes longer than the search.
-        likeliest = [int(scores.numpy().argmax())]
-        ids = torch.tensor(likeliest, dtype=torch.int64, device="cpu")
+        ids = torch.tensor([_likeliest_of(scores)], dtype=torch.int64, device="cpu")
         return ids, torch.ones(1, dtype=torch.float32, device="cpu")
     scores = (scores - scores.max()) / how.temperature
     return _filtered(scores.softmax(-1), _likeliest(scores, how.top_k), how)
+
+
+def _likeliest_of(scores: Tensor) -> int:
+    """By numpy: for a vector, waking torch's threads takes longer than the search."""
+    return int(scores.numpy().argmax())
 
 
 def _penalised(logits: Tensor, tokens: Sequence[int], how: Sampling) -> Tensor:

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from kvkeep import arguments
 from kvkeep.cache import Bits
-from kvkeep.computing import computing
+from kvkeep.computing import computes, computing
 from kvkeep.errors import ContextFull, InvalidArgument
 from kvkeep.loaded import LoadedModel
 from kvkeep.policies import Policy
 from kvkeep.session.feeding import Feeding, FeedReport, Reader
+from kvkeep.session.held import changing
 from kvkeep.session.sampling import Sampling
 from kvkeep.session.snapshots import restored_state, snapshot_of
 from kvkeep.session.spans import after_rewind
@@ -95,7 +96,7 @@ class Session(Reader):
         begun, ids = time.perf_counter(), self._checked_ids(prompt, special)
         return Feeding(self, ids, time.perf_counter() - begun)
 
-    @computing()
+    @computes
     def next_token(self, sampling: Sampling = GREEDY) -> int:
         """Samples a token, appends it and evaluates it.
 
@@ -108,7 +109,7 @@ class Session(Reader):
         if logits is None:
             raise InvalidArgument("nothing to continue: feed a prompt before asking for tokens")
         self._memory.require_room(1)
-        with self._changing() as work:
+        with changing([self]) as (work,):
             token = work.choose(logits, sampling)
             work.memory.step([token], 0, 1, sampled=True)
         return token
@@ -221,7 +222,7 @@ class Session(Reader):
 
     # Going on elsewhere
 
-    @computing()
+    @computes
     def snapshot(self) -> Snapshot:
         """All that this session is now. Cheap: cells are shared until they would be overwritten."""
         return snapshot_of(self._model, self._state, self.prefill_step)
@@ -242,7 +243,7 @@ class Session(Reader):
         session.exactness = Exactness.of(snapshot.arithmetic, model.arithmetic, snapshot.codec)
         return session
 
-    @computing()
+    @computes
     def fork(self, at: int | None = None) -> "Session":
         """A session that starts as this one is, or as it was after its first `at` tokens.
 

@@ -1,10 +1,11 @@
 """All that a session is at one moment."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from kvkeep.cache.shallow import shallow
 from kvkeep.session.memory import Memory
 from kvkeep.session.sampling import Sampler, Sampling
 from kvkeep.session.spans import Place
@@ -28,11 +29,15 @@ class State:
 
     def successor(self) -> "State":
         """The same, to be changed in place of this one; see `KVCache.successor`."""
-        return replace(self, memory=self.memory.successor())
+        successor = shallow(self)
+        successor.memory = self.memory.successor()
+        return successor
 
     def fork(self) -> "State":
         """The same, going its own way; cells are shared."""
-        return replace(self, memory=self.memory.fork())
+        fork = shallow(self)
+        fork.memory = self.memory.fork()
+        return fork
 
     def check_prompt(self, count: int) -> None:
         """Raises InvalidArgument where a first prompt of `count` tokens could not all be kept."""

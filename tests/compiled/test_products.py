@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvkeep.compiled.binding import BF16, INT4, INT8, CMatrix, library
+from kvkeep.compiled.binding import BF16, INT4, INT8, CMatrix, library, require_done
+from kvkeep.errors import NonFiniteLogits
 from kvkeep.models.packing import packed, quantise
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no compiled kernels here")
@@ -18,7 +19,7 @@ def product(matrix: CMatrix, x: Tensor, threads: int = 2) -> Tensor:
     kernels = library()
     assert kernels is not None
     out = torch.full((x.shape[0], matrix.rows), torch.nan)
-    kernels.kvkeep_product(matrix, x.data_ptr(), x.shape[0], out.data_ptr(), threads)
+    require_done(kernels.kvkeep_product(matrix, x.data_ptr(), x.shape[0], out.data_ptr(), threads))
     return out
 
 
@@ -64,6 +65,29 @@ def test_a_row_is_the_same_to_the_last_bit_alone_and_among_others(kind: int) -> 
     alone = torch.cat([product(matrix, row.unsqueeze(0).contiguous(), threads=1) for row in x])
     assert torch.equal(together, alone)
     del kept
+
+
+@pytest.mark.parametrize("row", [0, 17, 49])
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
+def test_one_that_is_no_number_is_found(row: int, wrong: float) -> None:
+    random = torch.Generator().manual_seed(0)
+    weights = torch.randn(50, 64, generator=random)
+    x = torch.randn(9, 64, generator=random).bfloat16()
+    bias = torch.zeros(66).bfloat16()
+    bias[50:] = torch.nan  # of rows that there are not
+    for at in (0, 4, 8):
+        matrix, _, kept = described(weights, BF16, bias)
+        product(matrix, x)
+        before = x[at, 5].clone()
+        x[at, 5] = wrong
+        with pytest.raises(NonFiniteLogits):
+            product(matrix, x)
+        x[at, 5] = before
+        bias[row] = wrong
+        with pytest.raises(NonFiniteLogits):
+            product(matrix, x)
+        bias[row] = 0
+        del kept
 
 
 def test_both_sides_agree_on_the_structures() -> None:

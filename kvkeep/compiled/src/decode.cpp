@@ -3,6 +3,7 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <atomic>
 #include <vector>
 
 #include "buffer.h"
@@ -264,6 +265,7 @@ int kvkeep_product(const kvkeep::Matrix* matrix, const kvkeep::Bf16* x, int coun
     const Input input{const_cast<Bf16*>(x), sums.get(), matrix->columns};
     for (int i = 0; i < count; ++i) input.sum_up(i);
     Workers workers(threads);
+    std::atomic<bool> finite{true};
 #pragma omp parallel num_threads(threads)
     workers.share(omp_get_thread_num(), matrix->blocks(), 16, [&](int block) {
       __m512 products[kMostRows];
@@ -271,11 +273,13 @@ int kvkeep_product(const kvkeep::Matrix* matrix, const kvkeep::Bf16* x, int coun
       for (int first = 0; first < count; first += kMostRows) {
         const int some = std::min(kMostRows, count - first);
         multiply(*matrix, block, input, first, some, products);
-        for (int i = 0; i < some; ++i)
+        for (int i = 0; i < some; ++i) {
           _mm512_mask_storeu_ps(
               out + std::size_t(first + i) * matrix->rows + block * kBlock, mask, products[i]);
+          if (not_finite(products[i]) & mask) finite.store(false, std::memory_order_relaxed);
+        }
       }
     });
-    return kDone;
+    return finite ? kDone : kNotFinite;
   });
 }

@@ -7,7 +7,7 @@
 
 namespace kvkeep {
 
-constexpr int kRevision = 2;  // raised where what a call does changes, and no structure
+constexpr int kRevision = 3;  // raised where what a call does changes, and no structure
 
 struct Layer {
   Matrix query, key, value, output, gate, up, down;
@@ -80,7 +80,8 @@ int kvkeep_revision();
 // A status; see guard.h.
 int kvkeep_decode(const kvkeep::Model* model, const kvkeep::Step* step);
 
-// x: [count, columns of the matrix]. out: [count, rows of the matrix]. A status.
+// x: [count, columns of the matrix]. out: [count, rows of the matrix]. A status: kNotFinite where
+// any of them is NaN or infinity, all being there.
 int kvkeep_product(const kvkeep::Matrix* matrix, const kvkeep::Bf16* x, int count, float* out,
                    int threads);
 }

@@ -6,8 +6,8 @@
 
 namespace kvkeep {
 
-// kvkeep/compiled/library.py has the same numbers.
-enum Status : int { kDone = 0, kNoKernel = 1, kNoMemory = 2, kFailed = 3 };
+// kvkeep/compiled/binding.py has the same numbers.
+enum Status : int { kDone = 0, kNoKernel = 1, kNoMemory = 2, kFailed = 3, kNotFinite = 4 };
 
 // Runs `work`, which returns a status. All memory of a call is to be had before its threads start:
 // an exception within them could not be caught here.

@@ -28,6 +28,9 @@ inline void store_bf16(Bf16* to, __m512 x) {
 
 inline __m512i load(const void* x) { return _mm512_loadu_si512(x); }
 
+// Which lanes are NaN or infinity.
+inline __mmask16 not_finite(__m512 x) { return _mm512_fpclass_ps_mask(x, 0x99); }
+
 // Adds to each lane of `sum` the products of two bf16 pairs.
 inline __m512 dot(__m512 sum, __m512i a, __m512i b) {
   return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
