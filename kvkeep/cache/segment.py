@@ -143,7 +143,7 @@ class Segment:
 
     def _lie_in(self, capacity: int, start: int, origin: int) -> None:
         """Moves the live cells to other storage, from slot `start` on; all of them or none."""
-        cells, there = self.read(0, self.length), shallow(self)
+        cells, there = self.look(0, self.length), shallow(self)
         slots = Cells.empty(self.layout, capacity, self.compressed)
         there.block, there.start = Block(slots, origin=origin), start
         there._write(cells, 0)
