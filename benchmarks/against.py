@@ -3,7 +3,9 @@
     git worktree add ../before COMMIT && (cd ../before && python setup.py build_ext --inplace)
     python -m benchmarks.against ../before --rounds 5 --out against.json
 
-Each round starts a process for each of them. What counts is the ratio of the medians.
+Each round starts a process for each of them, which gives the least that it found of each figure.
+What counts is the ratio within a round: its median over the rounds, and between what half of them
+lie.
 """
 
 import dataclasses
@@ -30,16 +32,18 @@ WORKER = Path(__file__).with_name("one_checkout.py")
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure of both, medians over the rounds. better: how many times; above 1 is faster."""
+    """One figure of both, medians over the rounds.
+
+    better: how many times, in the same round; above 1 is faster. low, high: half of the rounds lie
+    between.
+    """
 
     name: str
     here: float
     there: float
-
-    @property
-    def better(self) -> float:
-        ratio = self.here / self.there
-        return ratio if self.name.endswith("tok_s") else 1 / ratio
+    low: float
+    better: float
+    high: float
 
 
 def measure(checkout: Path) -> dict[str, float]:
@@ -57,21 +61,34 @@ def measure(checkout: Path) -> dict[str, float]:
 def compared(here: list[dict[str, float]], there: list[dict[str, float]]) -> list[Figure]:
     """What rounds come to, figure by figure."""
     return [
-        Figure(name, median(each[name] for each in here), median(each[name] for each in there))
+        _figure(name, [each[name] for each in here], [each[name] for each in there])
         for name in here[0]
     ]
 
 
+def _figure(name: str, here: list[float], there: list[float]) -> Figure:
+    faster = (
+        zip(here, there, strict=True) if name.endswith("tok_s") else zip(there, here, strict=True)
+    )
+    ratios = sorted(one / other for one, other in faster)
+    quarter = len(ratios) // 4
+    low, high = ratios[quarter], ratios[-1 - quarter]
+    return Figure(name, median(here), median(there), low, median(ratios), high)
+
+
 def table(figures: list[Figure]) -> str:
-    lines = [f"{'':<24}{'here':>12}{'there':>12}{'better':>9}"]
+    lines = [f"{'':<24}{'here':>12}{'there':>12}{'better':>9}  half of the rounds"]
     for each in figures:
-        lines.append(f"{each.name:<24}{each.here:>12.4g}{each.there:>12.4g}{each.better:>8.2f}x")
+        lines.append(
+            f"{each.name:<24}{each.here:>12.4g}{each.there:>12.4g}{each.better:>8.2f}x"
+            f"  {each.low:.2f} to {each.high:.2f}"
+        )
     return "\n".join(lines)
 
 
 def result(figures: list[Figure], rounds: int) -> dict[str, Any]:
     """What is written of figures, as JSON has it."""
-    rows = [{**dataclasses.asdict(each), "better": each.better} for each in figures]
+    rows = [dataclasses.asdict(each) for each in figures]
     machine = dataclasses.asdict(describe_machine())
     return {"machine": machine, "rounds": rounds, "figures": rows}
 

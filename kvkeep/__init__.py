@@ -75,6 +75,19 @@ def __getattr__(name: str) -> Any:
     """Imports torch only when something that needs it is asked for: help must open at once."""
     if name not in _HOMES:
         raise AttributeError(f"module 'kvkeep' has no attribute {name!r}")
+    found = globals()[name] = getattr(_imported(_HOMES[name]), name)
+    return found
+
+
+def _imported(module: str) -> Any:
+    """Looks for no garbage meanwhile: modules stay, and torch's million objects take 0.1 s."""
+    import gc
     from importlib import import_module
 
-    return getattr(import_module(_HOMES[name]), name)
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        return import_module(module)
+    finally:
+        if collecting:
+            gc.enable()

@@ -2,6 +2,8 @@
 
 import ast
 import graphlib
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -112,3 +114,20 @@ def test_no_benchmark_and_no_test_is_installed() -> None:
     assert "kvkeep.cache" in installed
     assert [name for name in installed if name.split(".")[0] != "kvkeep"] == []
     assert [name for name in installed if "bench" in name] == []
+
+
+@pytest.mark.parametrize("collecting", [True, False])
+def test_whether_garbage_is_looked_for_is_the_programs_business(collecting: bool) -> None:
+    """While kvkeep is imported it is not, afterwards as before; also where an import fails."""
+    lines = (
+        "import gc, sys",
+        "sys.modules['safetensors'] = None" if collecting else "gc.disable()",
+        "import kvkeep",
+        "try: kvkeep.load_model",
+        "except ImportError: print('failed')",
+        "print(gc.isenabled())",
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == (["failed", "True"] if collecting else ["False"])
