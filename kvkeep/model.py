@@ -24,6 +24,7 @@ from kvkeep.models.weights import check_tensors, check_tied, read_shapes, read_t
 from kvkeep.policies import Policy, Settings, checked_bits, longest, make_policy
 from kvkeep.session.calibration import Calibration
 from kvkeep.session.context import WHOLE_PROMPT
+from kvkeep.session.kept_calibration import kept_calibration
 from kvkeep.session.session import Session
 from kvkeep.store.prefix import PrefixStore
 from kvkeep.store.snapshot import Snapshot
@@ -33,6 +34,15 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 class Model(LoadedModel):
     """A loaded model, and the sessions that it makes; any number of them share it."""
+
+    @property
+    def calibration(self) -> Calibration | None:
+        """The calibration that is kept of it on this machine; None where none was made.
+
+        `kvkeep pull --calibrate` makes one, and `kvkeep calibrate TEXT`. It is read anew each time.
+        Raises StoreError and its kinds for a file that is not sound.
+        """
+        return kept_calibration(self)
 
     def restore(
         self,

@@ -1,14 +1,18 @@
 """`kvkeep calibrate`: measures, once for a model, what compression decides by."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from kvkeep.cli.saying import say
 from kvkeep.cli.text_input import read_text
 from kvkeep.cli.which_model import DEVICE, DTYPE, MODEL, load_named
-from kvkeep.errors import InvalidArgument
+from kvkeep.errors import InvalidArgument, StoreError
 from kvkeep.store.output_file import check_store_place
+
+if TYPE_CHECKING:
+    from kvkeep import Model
 
 
 @click.command()
@@ -18,43 +22,64 @@ from kvkeep.store.output_file import check_store_place
     "--output",
     metavar="FILE.kvcal",
     type=click.Path(path_type=Path),
-    required=True,
+    show_default="where every command finds it",
     help="Where it is kept.",
 )
 @MODEL
 @DTYPE
 @DEVICE
 @click.option("-q", "--quiet", is_flag=True, help="No progress bars, no closing line.")
-def calibrate(text: str, output: Path, model: str, dtype: str, device: str, quiet: bool) -> None:
+def calibrate(
+    text: str, output: Path | None, model: str, dtype: str, device: str, quiet: bool
+) -> None:
     """Measure a model on the file TEXT ("-": standard input), for compressing its memory.
 
-    Some ten thousand tokens of the kind of text to come are enough. Give the result as
-    --calibration to commands that compress: kvzap decides by it, and expected_attention and fitted
-    decide better with it.
+    Some ten thousand tokens of the kind of text to come are enough. kvzap decides by it, and policy
+    archive does so from then on. A file of its own is given as --calibration to commands that
+    compress; expected_attention and fitted decide better with it, too.
 
     What is done is kept in FILE.kvcal.unfinished: the same command goes on from there.
     """
     written = read_text(text)
     if not written:
         raise InvalidArgument(f"{text} is empty: expected some text")
-    check_store_place(output, "calibration")
-    unfinished = output.with_name(f"{output.name}.unfinished")
+    if output is not None:
+        check_store_place(output, "calibration")
+    measure(
+        load_named(model, dtype, device, weights=None, progress=not quiet), written, output, quiet
+    )
 
+
+def measure(model: "Model", text: str, output: Path | None, quiet: bool) -> None:
+    """Calibrates a model on a text, tells of it, and keeps the result.
+
+    output: None for where it is found again.
+    """
     from tqdm import tqdm
 
-    from kvkeep.session.calibrating import calibrate as measure
+    from kvkeep.session.calibrating import calibrate as calibration_of
     from kvkeep.session.calibrating import calibration_tokens
+    from kvkeep.session.kept_calibration import calibration_place
 
-    loaded = load_named(model, dtype, device, weights=None, progress=not quiet)
-    ids = loaded.text.encode(written)
+    if output is None:
+        output = calibration_place(model)
+        try:
+            output.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StoreError(
+                f"{output.parent} cannot be made: {error.strerror or error}"
+            ) from error
+        check_store_place(output, "calibration")
+    unfinished = output.with_name(f"{output.name}.unfinished")
+    ids = model.text.encode(text)
     hidden = True if quiet else None  # None: unless it is a terminal
-    total = calibration_tokens(loaded, len(ids))
+    total = calibration_tokens(model, len(ids))
     with tqdm(total=total, desc="measuring", unit="tok", disable=hidden, leave=False) as bar:
 
         def progress(tokens: int) -> None:
             bar.update(tokens)
 
-        calibration = measure(loaded, ids, progress, unfinished)
+        calibration = calibration_of(model, ids, progress, unfinished)
     size = calibration.save(output)
     if not quiet:
         say(

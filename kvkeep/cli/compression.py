@@ -11,7 +11,7 @@ from kvkeep.cli.options import Decorator
 from kvkeep.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from kvkeep import Calibration, Model, Snapshot
+    from kvkeep import Calibration, Model, Session, Snapshot
 
 # Written out, because the modules that define them import torch, and help must open at once.
 METHOD_NAMES = (
@@ -32,6 +32,10 @@ METHOD_NAMES = (
 BEST = METHOD_NAMES[0]
 UNCALIBRATED = tuple(name for name in METHOD_NAMES if name != "kvzap")  # need no calibration
 BUDGET_NAMES = ("heads", "uniform")
+UNCALIBRATED_ARCHIVE = (
+    "the archive kept what is distinct; calibrated, it keeps what the text can be said from, and "
+    "with that far more of its facts: kvkeep pull --calibrate makes that ready, once for a model"
+)
 
 
 def number(minimum: float, maximum: float = math.inf) -> Callable[[str], float]:
@@ -80,11 +84,13 @@ def check_calibrated(ways: Iterable[str], calibration: Path | None) -> None:
             )
 
 
-def calibration_option(meaning: str) -> Decorator:
+def calibration_option(meaning: str, default: str | None = None) -> Decorator:
+    """default: what is taken where none is given."""
     return click.option(
         "--calibration",
         metavar="FILE",
         type=click.Path(path_type=Path, exists=True, dir_okay=False),
+        show_default=default or False,
         help=meaning,
     )
 
@@ -98,19 +104,59 @@ def calibrated(file: Path | None, model: "Model") -> "Calibration | None":
     return load_calibration(file, model)
 
 
-def require_calibration(saved: object, snapshot: "Snapshot", calibration: Path | None) -> None:
-    """Refuses to go on without the calibration that a session was begun with, or with one more.
+def calibrated_or_kept(
+    file: Path | None, model: "Model", method: str | None
+) -> "Calibration | None":
+    """What an archive goes by: a file that was given, or else what is kept of the model.
 
-    saved: what the snapshot is of. Whether it is the same one shows once the model is there.
+    method: that was asked for. Only where the calibration would choose it, or it needs one, is the
+    kept one used.
     """
-    needed = bool(snapshot.policy.get("calibrated_by"))
-    if needed and calibration is None:
-        raise InvalidArgument(
-            f"{saved} compresses by a calibration: give the file that it was begun with as "
-            "--calibration"
-        )
-    if calibration is not None and not needed:
+    if file is not None or method not in (None, "kvzap"):
+        return calibrated(file, model)
+    return model.calibration
+
+
+def began_with(
+    saved: object, snapshot: "Snapshot", file: Path | None, model: "Model"
+) -> "Calibration | None":
+    """The calibration that a saved session was begun with: the one that was given, or is kept.
+
+    saved: what the snapshot is of. Raises InvalidArgument where it needs one that is neither.
+    """
+    needed = snapshot.policy.get("calibrated_by")
+    if file is not None or not needed:
+        return calibrated(file, model)
+    kept = model.calibration
+    if kept is None or kept.digest != needed:
+        raise _needs_calibration(saved)
+    return kept
+
+
+def check_begun_with(saved: object, snapshot: "Snapshot", file: Path | None) -> None:
+    """Refuses, without the model, a calibration that is one more, and none where one is needed."""
+    from kvkeep.session.kept_calibration import is_any_kept
+
+    needed = snapshot.policy.get("calibrated_by")
+    if needed and file is None and not is_any_kept():
+        raise _needs_calibration(saved)
+    if file is not None and not needed:
         raise InvalidArgument(
             f"{saved} was begun without a calibration, and goes on without; leave --calibration "
             "out, or begin anew"
         )
+
+
+def _needs_calibration(saved: object) -> InvalidArgument:
+    return InvalidArgument(
+        f"{saved} compresses by a calibration: give the file that it was begun with as "
+        "--calibration"
+    )
+
+
+def would_gain(session: "Session") -> bool:
+    """Whether a calibration would let its archive keep more of what is asked for."""
+    settings = session.settings
+    return session.policy == "archive" and not (
+        settings["calibrated_by"] or settings["method"] != BEST
+    )

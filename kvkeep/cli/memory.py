@@ -6,7 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvkeep.cli.compression import BEST, METHOD_NAMES, calibrated, calibration_option, ratio
+from kvkeep.cli.compression import (
+    BEST,
+    METHOD_NAMES,
+    calibrated,
+    calibrated_or_kept,
+    calibration_option,
+    ratio,
+)
 from kvkeep.cli.options import Decorator, collected, given, whole_number
 from kvkeep.cli.saying import say
 from kvkeep.cli.which_model import DEVICE, DTYPE, MODEL, PREFILL_STEP, WEIGHTS, load_named
@@ -75,6 +82,10 @@ class MemoryChoice:
         return load_named(self.model, self.dtype, self.device, self.weights, progress)
 
     def session(self, model: "Model", keep: int, store: "PrefixStore | None" = None) -> "Session":
+        if self.policy == "archive":
+            calibration = calibrated_or_kept(self.calibration, model, self.method)
+        else:
+            calibration = calibrated(self.calibration, model)
         return model.session(
             self.max_kv_size,
             keep if self._keeps else None,
@@ -83,7 +94,7 @@ class MemoryChoice:
             store=store,
             kv_bits=self.kv_bits,
             far_bits=self.far_bits,
-            calibration=calibrated(self.calibration, model),
+            calibration=calibration,
             **self._settings(),
         )
 
@@ -187,7 +198,10 @@ def memory_options(keep: Decorator) -> Decorator:
                 show_default="1, until the archive is full",
                 help="Of archive: how many times fewer cells they become at once.",
             ),
-            calibration_option("Of archive: what `kvkeep calibrate` measured of the model."),
+            calibration_option(
+                "Of archive: what `kvkeep calibrate` measured of the model.",
+                default="what is kept of the model",
+            ),
             click.option(
                 "--kv-bits",
                 type=click.Choice(BIT_NAMES),

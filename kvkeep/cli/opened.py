@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvkeep.cli.compression import calibrated, require_calibration
+from kvkeep.cli.compression import began_with, check_begun_with
 from kvkeep.cli.memory import WHOLE_PROMPT, MemoryChoice
 from kvkeep.cli.options import given
 from kvkeep.cli.saying import say
@@ -49,9 +49,10 @@ def resume(file: Path, memory: MemoryChoice, progress: bool) -> Opened:
 
     snapshot = Snapshot.load(file)
     _require_agreement(file, snapshot, memory)
-    require_calibration(file, snapshot, memory.calibration)
+    check_begun_with(file, snapshot, memory.calibration)
     model = saved_on(file, memory, snapshot).load(progress)
-    session = model.restore(snapshot, calibration=calibrated(memory.calibration, model))
+    calibration = began_with(file, snapshot, memory.calibration, model)
+    session = model.restore(snapshot, calibration=calibration)
     if not session.exactness.bit_exact:
         say(
             f"{file} does not go on to the bit here ({'; '.join(session.exactness.differs)}): what "

@@ -2,13 +2,20 @@
 
 import click
 
+from kvkeep.cli.saying import say
 from kvkeep.models.source import DEFAULT_MODEL
 
 
 @click.command()
 @click.argument("name", default=DEFAULT_MODEL)
+@click.option(
+    "--calibrate",
+    "calibrating",
+    is_flag=True,
+    help="Also measure it on Python's own manual, for compressing its memory: some minutes, once.",
+)
 @click.option("-q", "--quiet", is_flag=True, help="No progress bars.")
-def pull(name: str, quiet: bool) -> None:
+def pull(name: str, calibrating: bool, quiet: bool) -> None:
     """Fetch a model now, and say where it is.
 
     NAME is a known name, a hub id such as owner/name, or a GGUF file to convert. Every command
@@ -18,3 +25,19 @@ def pull(name: str, quiet: bool) -> None:
 
     folder = fetch(name, progress=not quiet)
     click.echo(f"{name} is in {folder}")
+    if calibrating:
+        _calibrate(name, quiet)
+
+
+def _calibrate(name: str, quiet: bool) -> None:
+    """Of the dtype that commands use by default."""
+    from kvkeep.cli.calibrate import measure
+    from kvkeep.cli.which_model import load_named
+    from kvkeep.evaluate.manual import manual_text
+    from kvkeep.session.kept_calibration import calibration_place, kept_calibration
+
+    model = load_named(name, "bfloat16", "cpu", weights=None, progress=not quiet)
+    if kept_calibration(model) is None:
+        measure(model, manual_text(), None, quiet)
+    elif not quiet:
+        say(f"{calibration_place(model)} is its calibration, made before")

@@ -11,10 +11,11 @@ from typing import Never
 from tqdm import tqdm
 
 from kvkeep import Sampling
+from kvkeep.cli.compression import UNCALIBRATED_ARCHIVE, would_gain
 from kvkeep.cli.keeper import Keeper
 from kvkeep.cli.memory import say_without_prefixes
 from kvkeep.cli.opened import Opened
-from kvkeep.cli.options import Output
+from kvkeep.cli.options import Output, given
 from kvkeep.cli.report import Report
 from kvkeep.cli.saying import say
 from kvkeep.errors import KvkeepError
@@ -138,6 +139,8 @@ class Run:
         if not self.output.quiet:
             outcome = self.keeper.outcome if self.keeper else ""
             say(report.line() + (f" | {outcome}" if outcome else ""))
+            if would_gain(self.session) and not given("method"):
+                say(UNCALIBRATED_ARCHIVE)
         if self.output.report is not None:
             report.write(self.output.report)
 

@@ -153,7 +153,7 @@ class Method(ABC):
             found = "none" if statistics is None else "one of an earlier kvkeep"
             raise InvalidArgument(
                 f'method "{self.name}" decides by a calibration with a surrogate; found {found}: '
-                "make one for this model with `kvkeep calibrate`, once"
+                "make one for this model, once, with `kvkeep pull --calibrate`"
             )
 
     @abstractmethod

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvkeep.cli.compression import calibrated, calibration_option, require_calibration
+from kvkeep.cli.compression import began_with, calibration_option, check_begun_with
 from kvkeep.cli.keeper import session_folder
 from kvkeep.cli.memory import CODEC_NAMES
 from kvkeep.cli.opened import FIRST_PROMPT, UNREAD, checked_notes
@@ -48,21 +48,24 @@ def fork(
         if at is None or at == total:
             copy(file, place)
         else:
-            require_calibration(source, snapshot, calibration)
+            check_begun_with(source, snapshot, calibration)
             if model is None:
                 require_here(snapshot.model, file)
             notes = checked_notes(file, snapshot)
-            then = _at(snapshot, at, calibration, model or snapshot.model)
+            then = _at(source, snapshot, at, calibration, model or snapshot.model)
             replace(then, notes=_notes_at(notes, at)).save(place)
         tokens = counted(total if at is None else at, "token")
         click.echo(f"{target} begins with {tokens} of {source}, {_size(place)}")
 
 
-def _at(snapshot: "Snapshot", count: int, calibration: Path | None, name: str) -> "Snapshot":
-    """The snapshot of a session as it was after `count` tokens."""
+def _at(
+    source: str, snapshot: "Snapshot", count: int, calibration: Path | None, name: str
+) -> "Snapshot":
+    """The snapshot of session `source` as it was after `count` tokens."""
     dtype = str(snapshot.layout.dtype).removeprefix("torch.")
     model = load_named(name, dtype, "cpu", weights=None, progress=False)
-    session = model.restore(snapshot, calibration=calibrated(calibration, model))
+    known = began_with(source, snapshot, calibration, model)
+    session = model.restore(snapshot, calibration=known)
     session.rewind(len(snapshot.tokens) - count)
     return session.snapshot()
 

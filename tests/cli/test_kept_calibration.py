@@ -1,0 +1,110 @@
+"""A calibration without a name is kept where every command finds it."""
+
+from pathlib import Path
+
+import pytest
+
+from kvkeep import Snapshot, load_model
+from kvkeep.session.kept_calibration import calibration_place, kept_calibration
+
+TEXT = "The sea is wide and the night is long; nobody knows how long. " * 110  # 1,651 tokens
+ARCHIVE = ["--policy", "archive", "--max-kv-size", "48"]
+CALM = ["-n", 4, "--no-progress", "--ignore-eos", "--temperature", 0]
+WRITE = ["generate", "-p", TEXT[:900], *CALM, *ARCHIVE]
+GAIN = "kvkeep pull --calibrate"
+
+
+@pytest.fixture(autouse=True)
+def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("KVKEEP_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def kept(invoke, tiny, home: Path) -> Path:
+    result = invoke("calibrate", "-", *tiny, input=TEXT)
+    assert result.exit_code == 0, result.stderr
+    (file,) = (home / "calibrations").iterdir()
+    assert result.stderr.startswith(f"{file}: ")
+    return file
+
+
+def policy_of(home: Path, name: str) -> dict[str, object]:
+    return Snapshot.load(home / "sessions" / f"{name}.kvkeep").policy
+
+
+def test_a_model_has_it_and_another_does_not(kept: Path, tiny_folder: Path) -> None:
+    model = load_model(str(tiny_folder), dtype="float32")
+    assert calibration_place(model) == kept
+    found = model.calibration
+    assert found is not None
+    session = model.session(48, policy="archive", calibration=found)
+    assert session.settings["method"] == "kvzap"
+    assert load_model(str(tiny_folder), dtype="bfloat16").calibration is None
+
+
+def test_an_archive_decides_by_it(invoke, tiny, tiny_folder: Path, home: Path, kept: Path) -> None:
+    result = invoke(*WRITE, "--session", "s", *tiny)
+    assert result.exit_code == 0, result.stderr
+    assert GAIN not in result.stderr
+    found = kept_calibration(load_model(str(tiny_folder), dtype="float32"))
+    assert found is not None
+    assert policy_of(home, "s")["calibrated_by"] == found.digest
+    by_file = invoke(*WRITE, "--calibration", kept, *tiny)
+    assert by_file.stdout == result.stdout
+    count = len(Snapshot.load(home / "sessions" / "s.kvkeep").tokens)
+    forked = invoke("sessions", "fork", "s", "t", "--at", count - 2)
+    assert forked.exit_code == 0, forked.stderr
+    assert policy_of(home, "t")["calibrated_by"] == found.digest
+    again = invoke("generate", "--session", "s", *CALM, *tiny)
+    assert again.exit_code == 0, again.stderr
+
+
+def test_a_method_that_was_asked_for_does_without(invoke, tiny, home: Path, kept: Path) -> None:
+    result = invoke(*WRITE, "--method", "fitted", "--session", "s", *tiny)
+    assert result.exit_code == 0, result.stderr
+    assert GAIN not in result.stderr
+    assert not policy_of(home, "s")["calibrated_by"]
+    assert kept.exists()
+
+
+def test_without_one_it_is_said_what_one_would_gain(invoke, tiny, home: Path) -> None:
+    result = invoke(*WRITE, "--session", "s", *tiny)
+    assert result.exit_code == 0, result.stderr
+    assert GAIN in result.stderr.splitlines()[-1]
+    assert not policy_of(home, "s")["calibrated_by"]
+    assert GAIN not in invoke(*WRITE, "--quiet", *tiny).stderr
+    sliding = invoke("generate", "-p", "The sea", *CALM, *tiny)
+    assert GAIN not in sliding.stderr
+
+
+def test_what_began_with_it_asks_for_it(invoke, tiny, kept: Path) -> None:
+    assert invoke(*WRITE, "--session", "s", *tiny).exit_code == 0
+    elsewhere = kept.rename(kept.parent.parent / "elsewhere.kvcal")
+    refused = invoke("generate", "--session", "s", *CALM, *tiny)
+    assert refused.exit_code == 2
+    assert "--calibration" in refused.stderr.splitlines()[-1]
+    asked = ("generate", "--session", "s", *CALM, "--calibration", elsewhere)
+    assert invoke(*asked, *tiny).exit_code == 0
+
+
+def test_a_damaged_one_is_told_and_nothing_is_written(invoke, tiny, kept: Path) -> None:
+    content = bytearray(kept.read_bytes())
+    content[-1] ^= 1
+    kept.write_bytes(content)
+    refused = invoke(*WRITE, *tiny)
+    assert refused.exit_code == 2
+    assert refused.stdout == ""
+    assert "is corrupt" in refused.stderr.splitlines()[-1]
+
+
+def test_pull_makes_one_once(invoke, tiny_folder: Path, home: Path) -> None:
+    first = invoke("pull", tiny_folder, "--calibrate")
+    assert first.exit_code == 0, first.stderr
+    (file,) = (home / "calibrations").iterdir()
+    assert str(file) in first.stderr
+    made = file.stat().st_mtime_ns
+    again = invoke("pull", tiny_folder, "--calibrate")
+    assert "made before" in again.stderr
+    assert file.stat().st_mtime_ns == made
+    assert invoke("pull", tiny_folder, "-q").stderr == ""
