@@ -13,9 +13,21 @@ alignas(64) constexpr Bf16 kNibbles[32] = {
 // processor by itself does not look.
 constexpr int kAhead = 8192;
 
-// Past the second cache: weights are read once for each token, and what runs between two tokens, the
-// program, finds itself there again.
-void prefetch(const char* x) { _mm_prefetch(x, _MM_HINT_NTA); }
+// AMD's processors can fetch past the second cache: weights are read once for each token, and what
+// runs between two tokens, the program, finds itself there again. Intel's then fill the first cache
+// alone, which has few lines on their way at a time: a token takes 2.5 times as long.
+bool fetches_past_second() {
+  __builtin_cpu_init();
+  return __builtin_cpu_is("amd");
+}
+const bool kPastSecond = fetches_past_second();
+
+void prefetch(const char* x) {
+  if (kPastSecond)
+    _mm_prefetch(x, _MM_HINT_NTA);
+  else
+    _mm_prefetch(x, _MM_HINT_T0);
+}
 
 __m512 half_floats(const std::uint16_t* x) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)));
