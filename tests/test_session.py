@@ -259,3 +259,29 @@ def test_score_gives_each_token_the_probability_that_the_logits_gave_it() -> Non
             )
         session.feed([token])
     assert torch.allclose(session.logits, scored.logits, atol=1e-4)
+
+
+def test_a_step_is_not_taken_in_if_what_is_asked_of_one_of_its_rows_overflows() -> None:
+    model = small_model()
+    asked = [1, 2]
+    probe = model.session()
+    probe.feed(TEXT)
+    others = [probe._memory.hidden[0]]
+    for token in asked:
+        probe.feed([token])
+        others.append(probe._memory.hidden[0])
+    first = others.pop(1)
+    # A token that is in no prompt, whose logit is beyond float32 after the first row alone.
+    apart = first.abs() / torch.stack(others).abs().amax(0)
+    where = int(torch.where(first.abs() > 1.2, apart, 0).argmax())
+    assert apart[where] > 1.2
+    loud = torch.zeros_like(first)
+    loud[where] = 1.1 * torch.finfo(torch.float32).max / float(first[where])
+    model.decoder.tensors["model.embed_tokens.weight"][200] = loud
+    session = model.session()
+    session.feed(TEXT)
+    before = session.logits
+    with pytest.raises(NonFiniteLogits, match="not taken in"):
+        session.score(asked)
+    assert session.tokens == TEXT
+    assert torch.equal(session.logits, before)

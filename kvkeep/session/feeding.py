@@ -75,11 +75,10 @@ class Reader(Context):
         super().__init__(model, policy, prefill_step, bits)
         self._store = None if store is None else arguments.instance("store", store, PrefixStore)
 
-    def _step(self, ids: list[int], done: int, sampled: bool = False) -> Evaluated:
+    def _step(self, work: State, ids: list[int], done: int, sampled: bool = False) -> Evaluated:
         """Evaluates the next step of what comes after the first `done` ids of a prompt."""
-        with self._changing() as work:
-            work.keep_prompt(len(ids))
-            return work.memory.step(ids, done, 1 if sampled else self.prefill_step, sampled)
+        work.keep_prompt(len(ids))
+        return work.memory.step(ids, done, 1 if sampled else self.prefill_step, sampled)
 
     def _found_prefix(self, ids: list[int]) -> tuple[State, PromptPrefix] | None:
         """The session with what a store holds of a first prompt; None where none is asked."""
@@ -144,7 +143,8 @@ class Feeding(Iterator[FeedStep]):
             self._prefix.store = None  # the session went another way: this is no first prompt
         session._memory.require_room(self.total - self.done)
         with interrupts_deferred():
-            step = session._step(self._ids, self.done)
+            with session._changing() as work:
+                step = session._step(work, self._ids, self.done)
             self._took(step.hidden.shape[0])
         self._peak = max(self._peak, step.peak_cells)
         self._compressions += step.compressions

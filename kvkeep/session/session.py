@@ -188,22 +188,29 @@ class Session(Reader):
         """
         progress, ids = arguments.progress(progress), self._checked_ids(prompt, special)
         written = arguments.flag("written", written)
-        last, done, scores = self._memory.hidden, 0, list[Tensor]()
+        done, scores = 0, list[Tensor]()
         while done < len(ids):
             with computing():
-                step = self._step(ids, done, written)
-                count = step.hidden.shape[0]
-                before, targets = step.hidden, ids[done : done + count]
-                if last is None:
-                    scores.append(torch.full((1,), math.nan, dtype=torch.float64, device="cpu"))
-                    targets = targets[1:]
-                else:
-                    before = torch.cat((last, step.hidden))
-                scores.append(self._memory.log_probabilities(before[: len(targets)], targets))
-            last, done = step.hidden[-1:], done + count
+                scores.append(self._scored(ids, done, written))
+            count = len(scores[-1])
+            done += count
             if progress:
                 progress(count)
         return torch.cat(scores)
+
+    def _scored(self, ids: list[int], done: int, written: bool) -> Tensor:
+        """The scores of one step's tokens, which are taken in."""
+        with self._changing() as work:
+            before = work.memory.hidden
+            hidden = self._step(work, ids, done, written).hidden
+            targets, nothing = ids[done : done + len(hidden)], []
+            if before is None:
+                nothing = [torch.full((1,), math.nan, dtype=torch.float64, device="cpu")]
+                targets = targets[1:]
+            else:
+                hidden = torch.cat((before, hidden))
+            found = work.memory.log_probabilities(hidden[: len(targets)], targets)
+            return torch.cat([*nothing, found])
 
     def rewind(self, count: int) -> list[int]:
         """Takes the last `count` tokens back and returns them.
