@@ -59,6 +59,7 @@ def segment_state(segment: Segment) -> Whole:
         "serials": cells.serials,
         "bias": cells.bias,
         "counts": cells.counts if isinstance(cells, Ragged) else None,
+        "worth": cells.worth if isinstance(cells, Ragged) else None,
         "layout": segment.layout,
         "map": segment.map,
         "anchor": segment.anchor,

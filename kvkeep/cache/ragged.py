@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvkeep.cache.attention import HIDDEN, Part, attend_cells
 from kvkeep.cache.block import NO_TOKEN, Cells, Layout
-from kvkeep.cache.quantised import Quantised, Stored, joined_along, quantise, restored
+from kvkeep.cache.quantised import Quantised, Stored, joined_along, quantise, restored, tensors
 
 _ZERO = torch.zeros(1, dtype=torch.int64, device="cpu")
 
@@ -20,13 +20,16 @@ class Ragged(Cells):
 
     stored_keys, stored_values: `[total, head_dim]`. positions, bias: `[total]`. counts: `[layers,
     kv_heads]` int64 on the CPU. serials: as many as heads have on average, rounded up; that is its
-    length, too. With two layers of two heads that have 3, 0, 4 and 2 cells, a total of 9:
+    length, too. worth: `[total]` float32, what each cell is worth to the method that keeps it, for
+    as long as it is there; None where that is found anew each time. With two layers of two heads
+    that have 3, 0, 4 and 2 cells, a total of 9:
 
         counts   [[3, 0], [4, 2]]
         offsets  0, 3, 3, 7, 9       head 0 of layer 1 has the cells 3 to 6; the length is 3
     """
 
     counts: Tensor = field(default_factory=_ZERO.clone)
+    worth: Tensor | None = None
 
     @classmethod
     def of(cls, cells: Cells) -> "Ragged":
@@ -65,25 +68,34 @@ class Ragged(Cells):
 
     def chosen(self, which: Tensor) -> "Ragged":
         """Some of them, copied. which: bool `[total]`."""
-        before = torch.cat((_ZERO, which.cpu().cumsum(0)))[self.offsets]
-        return self._of(_rows(self, which.nonzero()[:, 0]), before.diff().view_as(self.counts))
+        return self.chosen_of([self], [which])
 
     def clone(self) -> "Ragged":
-        return self._of(super().clone(), self.counts)
+        worth = None if self.worth is None else self.worth.clone()
+        return self._of(super().clone(), self.counts, worth)
 
     @classmethod
     def _joined(cls, parts: Sequence[Cells]) -> "Ragged":
         """Of each head the cells of all parts, in their order; copied."""
         ragged = [cls.of(part) for part in parts]
-        order = torch.cat([part.owners for part in ragged]).argsort(stable=True)
-        counts = torch.stack([part.counts for part in ragged]).sum(0)
-        return cls._of(_rows(_end_to_end(ragged), order), counts)
+        return cls.chosen_of(ragged, [part.positions.new_ones(part.total) > 0 for part in ragged])
 
     @classmethod
-    def _of(cls, row: Cells, counts: Tensor) -> "Ragged":
+    def chosen_of(cls, parts: Sequence["Ragged"], which: Sequence[Tensor]) -> "Ragged":
+        """Of each head some cells of all parts, in their order; copied. which: bool `[total]`."""
+        kept = torch.cat([flags.cpu() for flags in which]).nonzero()[:, 0]
+        owners = torch.cat([part.owners for part in parts])[kept]
+        order = kept[owners.argsort(stable=True)] if len(parts) > 1 else kept
+        counts = owners.bincount(minlength=parts[0].counts.numel()).view_as(parts[0].counts)
+        worths = [part.worth for part in parts if part.worth is not None]
+        worth = _gathered(worths, order) if len(worths) == len(parts) else None
+        return cls._of(_rows(parts, order), counts, worth)
+
+    @classmethod
+    def _of(cls, row: Cells, counts: Tensor, worth: Tensor | None = None) -> "Ragged":
         serials = _of_no_token(-(-int(counts.sum()) // counts.numel()))
         keys, values = row.stored_keys, row.stored_values
-        return cls(keys, values, row.positions, serials, row.bias, counts)
+        return cls(keys, values, row.positions, serials, row.bias, counts, worth)
 
     @property
     def total(self) -> int:
@@ -187,8 +199,18 @@ class Ragged(Cells):
             return self
         return replace(self, stored_keys=keys, stored_values=values)
 
+    def to(self, device: torch.device) -> "Ragged":
+        there = super().to(device)
+        assert isinstance(there, Ragged)
+        return (
+            there
+            if there is self or self.worth is None
+            else replace(there, worth=self.worth.to(device))
+        )
+
     def tensors(self) -> tuple[Tensor, ...]:
-        return (*super().tensors(), self.counts)
+        worth = () if self.worth is None else (self.worth,)
+        return (*super().tensors(), self.counts, *worth)
 
 
 def _in_a_row(cells: Cells) -> Cells:
@@ -214,12 +236,35 @@ def _end_to_end(rows: Iterable[Cells]) -> Cells:
     )
 
 
-def _rows(row: Cells, which: Tensor) -> Cells:
-    """which: indices."""
-    there, here = which.to(row.stored_keys.device), which.cpu()
-    assert row.bias is not None
-    keys, values = row.stored_keys[there], row.stored_values[there]
-    return Cells(keys, values, row.positions[here], _of_no_token(0), row.bias[there])
+def _rows(parts: Sequence[Cells], order: Tensor) -> Cells:
+    """order: indices, as if the parts lay end to end."""
+    return Cells(
+        _stored_rows([part.stored_keys for part in parts], order),
+        _stored_rows([part.stored_values for part in parts], order),
+        _gathered([part.positions for part in parts], order),
+        _of_no_token(0),
+        _gathered([part.bias for part in parts if part.bias is not None], order),
+    )
+
+
+def _stored_rows(parts: Sequence[Stored], order: Tensor) -> Stored:
+    if isinstance(parts[0], Tensor):
+        return _gathered([part for part in parts if isinstance(part, Tensor)], order)
+    data, scale = zip(*(tensors(part) for part in parts), strict=True)
+    return Quantised(_gathered(data, order), _gathered(scale, order))
+
+
+def _gathered(parts: Sequence[Tensor], order: Tensor) -> Tensor:
+    """Rows of tensors, as if these lay end to end: most are copied once, those of the first."""
+    first, order = parts[0], order.to(parts[0].device)
+    if not len(first):
+        return torch.cat(list(parts)).index_select(0, order)
+    found, begun = first.index_select(0, order.clamp(max=len(first) - 1)), len(first)
+    for part in parts[1:]:
+        where = ((order >= begun) & (order < begun + len(part))).nonzero()[:, 0]
+        found.index_copy_(0, where, part.index_select(0, order[where] - begun))
+        begun += len(part)
+    return found
 
 
 def _some(stored: Stored, which: Tensor) -> Stored:

@@ -77,6 +77,8 @@ class CacheState:
         if cells.bias is not None:
             require(bool((serials == NO_TOKEN).all()), "compressed cells that are of tokens")
             require_finite("the bias", _live(segment, cells.bias))
+            if isinstance(cells, Ragged) and cells.worth is not None:
+                require_finite("the worth", cells.worth)
         else:
             require_within("serials", serials, 0, self.serial - 1)
         now = segment.map(self.time)
@@ -102,6 +104,8 @@ def check_cells(cells: Cells, layout: Layout, count: int) -> None:
     require_tensor("positions", cells.positions, torch.int64, *own)
     if cells.bias is not None:
         require_tensor("bias", cells.bias, torch.float32, *own)
+    if isinstance(cells, Ragged) and cells.worth is not None:
+        require_tensor("worth", cells.worth, torch.float32, *own)
 
 
 def _checked_total(cells: Ragged, heads: tuple[int, int], count: int) -> int:

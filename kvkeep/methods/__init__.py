@@ -9,6 +9,7 @@ from kvkeep.methods.compression import (
     check_shared,
     compress,
     compress_by_heads,
+    fewer_together,
     score,
 )
 from kvkeep.methods.expected_attention import ExpectedAttention
@@ -43,6 +44,7 @@ __all__ = [
     "check_shared",
     "compress",
     "compress_by_heads",
+    "fewer_together",
     "make_method",
     "score",
 ]

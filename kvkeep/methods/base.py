@@ -22,7 +22,8 @@ class Candidates:
     or are of them; None where nobody observed. statistics: of the model, from a calibration; None
     without one. seed: for what is drawn. ageing: whether they compete with cells still to come, for
     ever: what is older may then be worth less. reconstruction: `[layers, kv_heads, n]` float32, the
-    log of how much each was needed to repeat the text; None where nobody asked.
+    log of how much each was needed to repeat the text; None where nobody asked. newest: a position,
+    from which ages are counted; None for that of the newest of these.
     """
 
     cells: Cells
@@ -33,6 +34,7 @@ class Candidates:
     seed: int = 0
     ageing: bool = False
     reconstruction: Tensor | None = None
+    newest: int | None = None
 
     def __len__(self) -> int:
         return len(self.cells)
@@ -102,7 +104,8 @@ class Candidates:
     @cached_property
     def age(self) -> Tensor:
         """`[layers, kv_heads, n]` float32: how many positions before the newest."""
-        age = self.positions.max() - self.positions
+        newest = self.positions.max() if self.newest is None else self.newest
+        age = newest - self.positions
         return age.to(self.cells.keys.device, torch.float32)
 
     @cached_property
@@ -162,12 +165,7 @@ class Method(ABC):
 
 
 class Eviction(Method):
-    """Keeps the cells of the highest score as they are; the others are forgotten.
-
-    alone: whether a cell's score depends on nothing but that cell: ragged ones are scored in a row.
-    """
-
-    alone: ClassVar[bool] = False
+    """Keeps the cells of the highest score as they are; the others are forgotten."""
 
     @abstractmethod
     def score(self, candidates: Candidates) -> Tensor:
@@ -175,6 +173,22 @@ class Eviction(Method):
 
     def compress(self, candidates: Candidates, count: int) -> Compressed:
         return Compressed(candidates.taken(best(self.score(candidates), count)))
+
+
+class EvictionByCell(Eviction):
+    """One whose score of a cell depends on nothing but that cell, and its age.
+
+    So ragged cells are scored in a row, and an archive finds once what each is worth.
+    """
+
+    @abstractmethod
+    def worth(self, candidates: Candidates) -> Tensor:
+        """The score, whatever the age: `[layers, kv_heads, n]`, or `[total]` of ragged cells."""
+
+    def score(self, candidates: Candidates) -> Tensor:
+        cells = candidates.cells
+        kept = cells.worth if isinstance(cells, Ragged) else None
+        return self.worth(candidates) if kept is None else kept
 
 
 def best(score: Tensor, count: int) -> Tensor:

@@ -3,14 +3,21 @@
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from kvkeep.cache import Cells, Ragged
 from kvkeep.errors import InvalidArgument
-from kvkeep.methods.base import Candidates, Compressed, Eviction, Method, as_compressed
+from kvkeep.methods.base import (
+    Candidates,
+    Compressed,
+    Eviction,
+    EvictionByCell,
+    Method,
+    as_compressed,
+)
 from kvkeep.methods.budget import best_of_all, check_budget
 
 CHUNK = 512  # cells that are decided on together
@@ -70,6 +77,34 @@ def compress_by_heads(
         yield cells, Compression(before, len(cells), 0.0, took * before)
 
 
+def fewer_together(
+    method: Eviction, runs: Sequence[Candidates], count: int
+) -> tuple[Ragged, Compression]:
+    """As `compress_by_heads`, oldest run first; what is left of all of them becomes one.
+
+    What is known of the runs, but for their cells, is the same.
+    """
+    begun = time.perf_counter()
+    heads = math.prod(runs[0].layers_and_heads)
+    parts = [_with_worth(method, run) for run in runs]
+    if not isinstance(method, EvictionByCell):  # it compares cells with one another
+        joined = Cells.joined(parts)
+        assert isinstance(joined, Ragged)
+        parts = [joined]
+    scores = [score(method, replace(runs[0], cells=part)) for part in parts]
+    cells = Ragged.chosen_of(parts, best_of_all(scores, count * heads))
+    took = time.perf_counter() - begun
+    return cells, Compression(sum(map(len, runs)), len(cells), 0.0, took)
+
+
+def _with_worth(method: Eviction, run: Candidates) -> Ragged:
+    """Cells, ragged if they are not, and with what each is worth, where that lasts."""
+    cells = Ragged.of(as_compressed(run.cells))
+    if cells.worth is None and isinstance(method, EvictionByCell):
+        return replace(cells, worth=method.worth(run).flatten())
+    return cells
+
+
 def check_shared(method: Method, budget: str) -> None:
     """Raises InvalidArgument where cells cannot be shared out so."""
     check_budget(budget)
@@ -86,7 +121,7 @@ def score(method: Eviction, candidates: Candidates) -> Tensor:
     So far as a method compares cells, it compares those of one layer and KV head, chunk by chunk.
     """
     cells = candidates.cells
-    if method.alone:
+    if isinstance(method, EvictionByCell):
         return method.score(candidates)
     if isinstance(cells, Ragged):
         found = [

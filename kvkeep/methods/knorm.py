@@ -4,15 +4,14 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvkeep.methods.base import Candidates, Eviction
+from kvkeep.methods.base import Candidates, EvictionByCell
 
 
-class KNorm(Eviction):
+class KNorm(EvictionByCell):
     """Keeps the cells whose keys have the smallest norm, which attention was found to favour."""
 
     name: ClassVar[str] = "knorm"
-    alone: ClassVar[bool] = True
 
-    def score(self, candidates: Candidates) -> Tensor:
+    def worth(self, candidates: Candidates) -> Tensor:
         norms: Tensor = candidates.cells.keys.float().norm(dim=-1)
         return -norms

@@ -18,7 +18,7 @@ from kvkeep.methods import (
     best_method,
     check_shared,
     compress,
-    compress_by_heads,
+    fewer_together,
     make_method,
 )
 from kvkeep.policies.archived import (
@@ -174,12 +174,12 @@ class Archive(Policy):
         """Compresses the oldest block of the window into the archive."""
         count = max(1, int(self.block / self.ratio))
         archived = archived_segments(cache)
-        leaving = as_seen(cache, oldest(cache, self.block))
+        runs = [as_seen(cache, oldest(cache, self.block))]
         limit = self.limit(pinned_cells(cache, self.keep))
         if sum(segment.length for segment in archived) + count > limit:
-            leaving = Cells.joined([*archived_cells(cache, archived), as_compressed(leaving)])
+            runs = [*archived_cells(cache, archived), *runs]
             archived, count = [], limit - limit // SLACK
-        for cells in self._compressed(cache, leaving, count, done):
+        for cells in self._compressed(cache, runs, count, done):
             append(cache, archived, cells, limit)
         replace_archive(cache, archived)
         Window(moves=True).forget(cache.segments, self.block)
@@ -235,32 +235,42 @@ class Archive(Policy):
         self.settle(cache)  # what is no longer kept or pinned may be too much for the window
         archived, limit = archived_segments(cache), self.limit(pinned_cells(cache, self.keep))
         if sum(segment.length for segment in archived) > limit:
-            cells = Cells.joined(archived_cells(cache, archived))
             coarser: list[Segment] = []
-            for fewer in self._compressed(cache, cells, limit, []):
+            for fewer in self._compressed(cache, archived_cells(cache, archived), limit, []):
                 append(cache, coarser, fewer, limit)
             replace_archive(cache, coarser)
         self._draw_closer(cache)
 
-    def _candidates(self, cache: KVCache, cells: Cells) -> Candidates:
+    def _candidates(self, cache: KVCache, cells: Cells, newest: int) -> Candidates:
         queries = cache.observer.queries() if cache.observer else None
         seed = self.seed + cache.serial
         return Candidates(
-            cells, cache.rope, cache.scale, queries, self.statistics, seed, ageing=True
+            cells,
+            cache.rope,
+            cache.scale,
+            queries,
+            self.statistics,
+            seed,
+            ageing=True,
+            newest=newest,
         )
 
     def _compressed(
-        self, cache: KVCache, cells: Cells, count: int, done: list[Compression]
+        self, cache: KVCache, runs: list[Cells], count: int, done: list[Compression]
     ) -> list[Cells]:
-        """`count` cells in the place of many: chunk by chunk, or all at once if heads compete."""
-        method, candidates = self.by, self._candidates(cache, cells)
+        """`count` cells in the place of many: chunk by chunk, or all at once if heads compete.
+
+        runs: oldest first.
+        """
+        method, newest = self.by, max(int(cells.positions.max()) for cells in runs)
+        found: list[tuple[Cells, Compression]]
         if self.shared == "heads":
             assert isinstance(method, Eviction)
-            found: list[tuple[Cells, Compression]] = list(
-                compress_by_heads(method, [candidates], min(count, len(cells)))
-            )
+            candidates = [self._candidates(cache, cells, newest) for cells in runs]
+            found = [fewer_together(method, candidates, count)]
         else:
-            found = list(compress(method, candidates, count))
+            together = Cells.joined([as_compressed(cells) for cells in runs])
+            found = list(compress(method, self._candidates(cache, together, newest), count))
         done += [compression for _, compression in found]
         return [cells for cells, _ in found if len(cells)]
 

@@ -11,7 +11,8 @@ def archived_segments(cache: KVCache) -> list[Segment]:
 
 
 def archived_cells(cache: KVCache, archived: list[Segment]) -> list[Cells]:
-    return [as_seen(cache, [(each, each.read(0, each.length))]) for each in archived]
+    """Not to be written: they may be looked at where they lie."""
+    return [as_seen(cache, [(each, each.look(0, each.length))]) for each in archived]
 
 
 def in_window(cache: KVCache) -> int:
@@ -35,14 +36,13 @@ def as_seen(cache: KVCache, found: list[tuple[Segment, Cells]]) -> Cells:
     After an edit that is not where they were put.
     """
     dtype = cache.layout.dtype
-    return Cells.joined(
-        [
-            moved(cache, cells.restored(dtype), cells.positions - offset)
-            if (offset := segment.map.offset)
-            else cells.restored(dtype)
-            for segment, cells in found
-        ]
-    )
+    parts = [
+        moved(cache, cells.restored(dtype), cells.positions - offset)
+        if (offset := segment.map.offset)
+        else cells.restored(dtype)
+        for segment, cells in found
+    ]
+    return parts[0] if len(parts) == 1 else Cells.joined(parts)
 
 
 def append(cache: KVCache, archived: list[Segment], cells: Cells, limit: int) -> None:

@@ -98,12 +98,13 @@ def _check_segment(entry: Any) -> None:
     require(entry["length"] <= entry["limit"], "a segment longer than its limit")
     for name in ("anchor", "frozen", "slot_order"):
         require_flag(name, entry[name])
-    for name in ("sealed", "compressed", "ragged"):
+    for name in ("sealed", "compressed", "ragged", "worth"):
         require_flag(name, entry.get(name, False))
     if entry.get("ragged", False):
         require(entry["compressed"] and entry["frozen"], "ragged cells of tokens")
         whole = entry["capacity"] == entry["length"] and not entry["start"]
         require(whole, "some of ragged cells")
+    require(entry.get("ragged", False) or not entry.get("worth", False), "worth of even cells")
     ring = entry["slot_order"]
     require(entry["length"] == entry["capacity"] or not ring, "a ring that is not full")
 

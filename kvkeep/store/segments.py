@@ -33,9 +33,15 @@ def is_ragged(segment: Segment) -> bool:
     return isinstance(segment.block.slots, Ragged)
 
 
+def knows_worth(segment: Segment) -> bool:
+    """Whether it says what each cell is worth."""
+    slots = segment.block.slots
+    return isinstance(slots, Ragged) and slots.worth is not None
+
+
 def _names(segment: Segment) -> tuple[str, ...]:
     if is_ragged(segment):
-        return _RAGGED
+        return (*_RAGGED, "worth") if knows_worth(segment) else _RAGGED
     return _COMPRESSED if segment.compressed else _PLACES
 
 
@@ -53,7 +59,9 @@ def segment_entry(segment: Segment) -> dict[str, Any]:
         "capacity": segment.limit if begun_anew else segment.place + segment.length,
         "slot_order": _in_slot_order(segment),
         "compressed": segment.compressed,
-    } | ({"ragged": True} if is_ragged(segment) else {})
+        **({"ragged": True} if is_ragged(segment) else {}),
+        **({"worth": True} if knows_worth(segment) else {}),
+    }
 
 
 def read_segment(
@@ -69,6 +77,8 @@ def read_segment(
     compressed, ragged = entry.get("compressed", False), entry.get("ragged", False)
     layout = layouts[1 if entry["anchor"] else 0]
     names = _RAGGED if ragged else _COMPRESSED if compressed else _PLACES
+    if entry.get("worth", False):
+        names = (*names, "worth")
     cells = (Ragged if ragged else Cells)(
         _stored(f"segment.{index}.keys", layout.key_bits, tensors),
         _stored(f"segment.{index}.values", layout.value_bits, tensors),

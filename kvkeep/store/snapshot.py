@@ -15,11 +15,17 @@ from kvkeep.store.codec import Codec, decode, encode
 from kvkeep.store.container import read_container, read_document, write_container
 from kvkeep.store.document import check_document, layout_of
 from kvkeep.store.memory_state import MemoryState
-from kvkeep.store.segments import is_ragged, read_segment, segment_entry, segment_tensors
+from kvkeep.store.segments import (
+    is_ragged,
+    knows_worth,
+    read_segment,
+    segment_entry,
+    segment_tensors,
+)
 
-KIND, FORMAT = "snapshot", 3
+KIND, FORMAT = "snapshot", 4
 # The formats of files that hold nothing which their readers cannot ignore.
-_OF_PLAIN_CELLS, _OF_EVEN_CELLS = 1, 2
+_OF_PLAIN_CELLS, _OF_EVEN_CELLS, _WITHOUT_WORTH = 1, 2, 3
 
 
 @dataclass(frozen=True)
@@ -117,8 +123,10 @@ class Snapshot:
     @property
     def _format(self) -> int:
         """The oldest whose readers know all that is in it."""
-        if "budget" in self.policy or any(is_ragged(segment) for segment in self.segments):
+        if any(knows_worth(segment) for segment in self.segments):
             return FORMAT
+        if "budget" in self.policy or any(is_ragged(segment) for segment in self.segments):
+            return _WITHOUT_WORTH
         compressed = any(segment.compressed for segment in self.segments)
         plain = self.bits == Bits() and self.observed is None and not compressed
         return _OF_PLAIN_CELLS if plain else _OF_EVEN_CELLS

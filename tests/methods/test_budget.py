@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from methods.some_cells import KV_HEADS, LAYERS, PLACES, some_cells
 from torch import Tensor
 
-from kvkeep.cache import Ragged
+from kvkeep.cache import Cells, Ragged
 from kvkeep.errors import InvalidArgument
 from kvkeep.methods import (
     METHODS,
@@ -19,12 +19,14 @@ from kvkeep.methods import (
     best_of_all,
     check_shared,
     compress_by_heads,
+    fewer_together,
     make_method,
     score,
 )
+from kvkeep.methods.base import EvictionByCell
 
 EVICTIONS = [name for name, method in METHODS.items() if issubclass(method, Eviction)]
-ALONE = [name for name in EVICTIONS if METHODS[name].alone]  # type: ignore[attr-defined]
+ALONE = [name for name in EVICTIONS if issubclass(METHODS[name], EvictionByCell)]
 
 
 def ragged(candidates: Candidates, seed: int = 0) -> tuple[Candidates, Tensor]:
@@ -81,6 +83,30 @@ def test_ragged_cells_are_compressed_again_to_as_many_as_asked_for(name: str) ->
         assert where == sorted(set(where))
         assert torch.equal(kept.keys, rows.keys[:, :, where])
         assert torch.equal(kept.values, rows.values[:, :, where])
+
+
+@pytest.mark.parametrize("name", [name for name in EVICTIONS if not METHODS[name].reconstructs])
+def test_runs_that_become_one_keep_what_they_would_joined(name: str) -> None:
+    old, _ = ragged(some_cells(60, compressed=True, queries=20, statistics=True))
+    new = replace(old, cells=some_cells(20, seed=1).cells)
+    newest = max(int(run.cells.positions.max()) for run in (old, new))
+    old, new = (replace(run, ageing=True, newest=newest) for run in (old, new))
+    joined = replace(old, cells=Cells.joined([old.cells, as_compressed(new.cells)]))
+    method = make_method(name)
+    assert isinstance(method, Eviction)
+    ((expected, _),) = compress_by_heads(method, [joined], 15)
+    together, told = fewer_together(method, [old, new], 15)
+    assert isinstance(together, Ragged)
+    assert told.cells_before == len(old) + len(new)
+    for one, other in zip(expected.tensors(), together.tensors(), strict=False):
+        assert torch.equal(one, other)
+    if isinstance(method, EvictionByCell):
+        assert together.worth is not None
+        fresh = method.worth(replace(old, cells=replace(together, worth=None)))
+        torch.testing.assert_close(together.worth, fresh, atol=1e-4, rtol=1e-4)
+        again, _ = fewer_together(method, [replace(old, cells=together)], 7)
+        assert again.worth is not None
+        assert set(again.worth.tolist()) <= set(together.worth.tolist())
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name not in EVICTIONS])

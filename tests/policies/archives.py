@@ -1,17 +1,24 @@
 """Sessions of policy `archive` so small that everything happens within a few tokens."""
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from hypothesis import strategies as st
 from small import small_model
 
+from kvkeep import Calibration, calibrate
 from kvkeep.cache import KVCache, Ragged
 from kvkeep.policies import make_policy
 from kvkeep.session.session import Session
 
 MODEL = small_model()
 TEXT = [(i * i * 7 + 3 * i) % 255 + 1 for i in range(3000)]
+
+
+@cache
+def calibration() -> Calibration:
+    return calibrate(MODEL, [(i * i * 5 + i) % 255 + 1 for i in range(2048)])
 
 
 @dataclass(frozen=True)
@@ -29,6 +36,9 @@ class Setting:
     def session(self) -> Session:
         numbers = {k: v for k, v in vars(self).items() if k not in ("max_kv_size", "prefill_step")}
         policy = make_policy("archive", self.max_kv_size, **numbers)
+        if self.method == "kvzap":
+            known = calibration()
+            policy = policy.calibrated(known.statistics, known.digest)
         return Session(MODEL, policy, self.prefill_step)
 
     def fed(self, count: int) -> Session:
@@ -40,6 +50,7 @@ class Setting:
 WAYS: list[dict[str, str]] = [
     *({"method": each} for each in ("fitted", "keydiff", "random", "average", "snapkv")),
     *({"method": each, "budget": "heads"} for each in ("knorm", "keydiff", "snapkv", "random")),
+    {"method": "kvzap"},
 ]
 
 

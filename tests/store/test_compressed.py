@@ -51,9 +51,9 @@ def by_heads_quantised() -> Session:
     return session
 
 
-def archive_by_heads(tokens: list[int] = TEXT) -> Session:
+def archive_by_heads(tokens: list[int] = TEXT, method: str = "knorm") -> Session:
     policy = make_policy(
-        "archive", 48, keep=4, window=16, block=8, span=200, method="knorm", budget="heads"
+        "archive", 48, keep=4, window=16, block=8, span=200, method=method, budget="heads"
     )
     session = Session(MODEL, policy, 512)
     session.feed(tokens)
@@ -78,7 +78,8 @@ def path(tmp_path: Path) -> Path:
         (compressed_at_once, "2"),
         (by_heads, "3"),
         (by_heads_quantised, "3"),
-        (archive_by_heads, "3"),
+        (archive_by_heads, "4"),
+        (lambda: archive_by_heads(method="keydiff"), "3"),  # which compares cells
         (lambda: archive_by_heads(TEXT[:20]), "3"),  # nothing is compressed yet
     ],
     ids=[
@@ -89,6 +90,7 @@ def path(tmp_path: Path) -> Path:
         "heads",
         "quantised",
         "archive of heads",
+        "of cells compared",
         "soon",
     ],
 )
@@ -124,7 +126,7 @@ def test_ragged_cells_lie_in_a_row_beside_how_many_each_kv_head_has(
 ) -> None:
     session = make()
     session.snapshot().save(tmp_path / "a.kvkeep")
-    found = read_container(tmp_path / "a.kvkeep", "snapshot", 3)
+    found = read_container(tmp_path / "a.kvkeep", "snapshot", 4)
     entry = found.document["segments"][1]
     assert [each.get("ragged") for each in found.document["segments"]] == [None, True, None]
     (held,) = (s for s in session.cache.segments if s.compressed)
@@ -151,6 +153,7 @@ def test_ragged_cells_lie_in_a_row_beside_how_many_each_kv_head_has(
         "bias": (torch.float32, (cells.total,)),
         "serials": (torch.int64, (held.length,)),
         "counts": (torch.int64, (2, 2)),
+        **({"worth": (torch.float32, (cells.total,))} if make is archive_by_heads else {}),
     }
     assert len(set(tensors["counts"].flatten().tolist())) > 1
     assert int(tensors["counts"].sum()) == cells.total

@@ -52,6 +52,12 @@ def archived() -> Session:
     return session
 
 
+def archived_by_heads() -> Session:
+    session = MODEL.session(60, policy="archive", window=20, method="knorm", budget="heads")
+    session.feed(TEXT)
+    return session
+
+
 def ragged() -> Session:
     """Between sinks and the newest, cells of which each KV head has a number of its own."""
     session = MODEL.session(policy="full")
@@ -217,6 +223,10 @@ CHANGES: dict[str, tuple[Callable[[], Session], Change]] = {
     "ragged cells in the future": (ragged, with_number("segment.1.positions", (7,), 10**9)),
     "ragged cells of tokens": (ragged, with_number("segment.1.serials", (0,), 7)),
     "a ragged bias of infinity": (ragged, with_number("segment.1.bias", (3,), float("inf"))),
+    "a worth of NaN": (archived_by_heads, with_number("segment.1.worth", (3,), float("nan"))),
+    "a worth of other cells": (archived_by_heads, tensor("segment.1.worth", lambda x: x[1:])),
+    "a worth that is missing": (ragged, segment(1, worth=True)),
+    "a worth of even cells": (archived, segment(1, worth=True)),
     "ragged cells that take more": (ragged, segment(1, frozen=False)),
     "ragged cells of a ring": (ragged, segment(1, slot_order=True, start=2)),
     "ragged cells in a window that slides": (ragged, as_a_windows),
