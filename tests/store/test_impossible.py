@@ -329,9 +329,9 @@ CHANGES: dict[str, tuple[Callable[[], Session], Change]] = {
 
 def file_of(session: Session, path: Path, change: Change) -> Path:
     session.snapshot().save(path)
-    found = read_container(path, "snapshot", 3)
+    found = read_container(path, "snapshot", 4)
     change(found.document, found.tensors)
-    write_container(path, "snapshot", 3, found.document, found.tensors)
+    write_container(path, "snapshot", 4, found.document, found.tensors)
     return path
 
 
