@@ -1,6 +1,8 @@
 """Scores by repeating the text: against the same thing written naively; what they leave alone."""
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +14,9 @@ from whole_state import differences, whole_state
 from kvkeep import Bits
 from kvkeep.cache import Cells, PositionMap, Segment
 from kvkeep.errors import InvalidArgument
+from kvkeep.methods.base import Repeated
 from kvkeep.model import Model
-from kvkeep.models.llama import Llama
+from kvkeep.models.llama import Layer, Llama
 from kvkeep.session.reconstructing import reconstruction
 from kvkeep.session.session import Session
 
@@ -30,10 +33,21 @@ class Dense:
         self.network = Llama(model.spec, model.decoder.tensors)
         self.frequencies = torch.tensor(self.spec.rope.inverse_frequencies, dtype=torch.float64)
         self.shares: list[Tensor] = []  # of each layer [heads, n, n]
+        self.values: list[Tensor] = []  # of each layer [n, heads, head_dim]
+        self.streams: list[Tensor] = []  # what each layer reads, [n, hidden_size]
 
     def read(self, ids: list[int]) -> None:
+        hooked = [replace(layer, attention_norm=self.noted(layer)) for layer in self.network.layers]
+        self.network.layers = hooked
         with torch.inference_mode():
             self.network.forward(torch.tensor(ids), self)
+
+    def noted(self, layer: Layer) -> Any:
+        def norm(x: Tensor) -> Tensor:
+            self.streams.append(x)
+            return layer.attention_norm(x)
+
+        return norm
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         groups = q.shape[1] // k.shape[1]
@@ -43,6 +57,7 @@ class Dense:
         shares = scores.masked_fill_(later, -math.inf).softmax(-1)
         self.shares.append(shares)
         values = v.double().repeat_interleave(groups, 1)
+        self.values.append(values)
         return torch.einsum("hnm,mhd->nhd", shares, values).flatten(1).to(v.dtype)
 
     def rotated(self, x: Tensor) -> Tensor:
@@ -53,7 +68,17 @@ class Dense:
         return torch.cat((turned.real, turned.imag), -1)
 
 
-def naively(model: Model, ids: list[int]) -> Tensor:
+def contributions(dense: Dense, layer: int) -> Tensor:
+    """`[heads, n, n]`: shares, times what each projected value is long, by each token's stream."""
+    width, found = dense.spec.head_dim, dense.shares[layer].clone()
+    weight = dense.network.layers[layer].output.weight.double()
+    for head in range(dense.spec.heads):
+        own = weight[:, head * width : (head + 1) * width]
+        found[head] *= (own @ dense.values[layer][:, head].T).norm(dim=0)
+    return found / dense.streams[layer].double().norm(dim=-1)[:, None]
+
+
+def naively(model: Model, ids: list[int], by: str = "attention") -> Tensor:
     """`[layers, kv_heads, n]`: each chunk repeated behind the text up to it, all evaluated anew."""
     encode, scores, first = model.text.encode, [], 0
     while first < len(ids):
@@ -65,6 +90,8 @@ def naively(model: Model, ids: list[int]) -> Tensor:
         cells = slice(first, first + len(part))
         dense, begun = Dense(model), cells.stop + len(asked)
         dense.read(ids[: cells.stop] + asked + part)
+        if by == "contribution":
+            dense.shares = [contributions(dense, layer) for layer in range(len(dense.shares))]
         given = torch.stack([s[:, begun - 1 :, cells] for s in dense.shares])
         most = given.amax(2).unflatten(1, (model.spec.kv_heads, -1)).amax(2)
         scores.append(most.log().float())
@@ -89,14 +116,21 @@ def test_scores_are_the_most_that_any_query_of_the_repeated_text_gives(count: in
     torch.testing.assert_close(found, naively(MODEL, TEXT[:count]), **NEAR)
 
 
+@pytest.mark.parametrize("count", [5, 900])
+def test_by_contribution_they_are_weighed_by_values_and_streams(count: int) -> None:
+    found = reconstruction(fed(TEXT[:count])._memory, MODEL.text, by="contribution")
+    torch.testing.assert_close(found, naively(MODEL, TEXT[:count], "contribution"), **NEAR)
+
+
+@pytest.mark.parametrize("by", ["attention", "contribution"])
 def test_scores_of_the_default_model_are_those_of_plain_float32(
-    smollm2: Model, smollm2_fp32: Model
+    smollm2: Model, smollm2_fp32: Model, by: Repeated
 ) -> None:
     ids = topic_ids(smollm2)[:120]
-    wanted = naively(smollm2_fp32, ids)
-    exact = reconstruction(fed(ids, smollm2_fp32)._memory, smollm2.text)
+    wanted = naively(smollm2_fp32, ids, by)
+    exact = reconstruction(fed(ids, smollm2_fp32)._memory, smollm2.text, by=by)
     torch.testing.assert_close(exact, wanted, rtol=0.01, atol=0.02)
-    found = reconstruction(fed(ids, smollm2)._memory, smollm2.text)
+    found = reconstruction(fed(ids, smollm2)._memory, smollm2.text, by=by)
     assert (found - wanted).abs().mean() < 0.1  # log of a share, in bfloat16 and by the kernels
     kept = [x.flatten().topk(x.numel() // 4).indices.tolist() for x in (found, wanted)]
     assert len(set(kept[0]) & set(kept[1])) > 0.97 * len(kept[0])

@@ -161,10 +161,13 @@ class CompiledExecutor:
 
     def hidden(self, tokens: Tensor, step: AnyStep) -> Tensor:
         if isinstance(step, ChunkStep):
-            return self._network.forward(tokens, ChunkAttention(step, self._kernels))
+            return self.chunk(tokens, step, None)
         model = self._decoding if step.sampled else self._prefilling
         steps = [step] if isinstance(step, DecodeStep) else step.steps
         return self._of_one_token_each(tokens.tolist(), steps, model)
+
+    def chunk(self, tokens: Tensor, step: ChunkStep, lengths: Tensor | None) -> Tensor:
+        return self._network.forward(tokens, ChunkAttention(step, self._kernels), lengths)
 
     def _of_one_token_each(
         self, tokens: Sequence[int], steps: Sequence[DecodeStep], model: CModel

@@ -19,6 +19,7 @@ from kvkeep.methods.keydiff import KeyDiff
 from kvkeep.methods.knorm import KNorm
 from kvkeep.methods.kvzap import KVzap
 from kvkeep.methods.kvzip import KVzip
+from kvkeep.methods.kvzip_plus import KVzipPlus
 from kvkeep.methods.pick_heads import PickHeads
 from kvkeep.methods.random import Random
 from kvkeep.methods.snapkv import SnapKV
@@ -62,6 +63,7 @@ _ALL: tuple[type[Method], ...] = (
     PickHeads,
     Fitted,
     KVzip,
+    KVzipPlus,
     KVzap,
 )
 METHODS = {method.name: method for method in _ALL}

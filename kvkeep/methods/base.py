@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar
+from typing import ClassVar, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,6 +12,8 @@ from kvkeep.cache import NO_TOKEN, Cells, Queries, Ragged, Rope
 from kvkeep.errors import InvalidArgument
 from kvkeep.methods.budget import Budget
 from kvkeep.methods.statistics import Statistics
+
+Repeated: TypeAlias = Literal["attention", "contribution"]
 
 
 @dataclass(frozen=True)
@@ -136,14 +138,15 @@ class Method(ABC):
     """observes: whether it decides by the newest queries, where somebody observes them. guesses:
     whether it decides by a calibration's surrogate.
 
-    reconstructs: whether it decides by what it takes to repeat the text. budget: how cells are
+    reconstructs: what it decides by while the model repeats the text, if it does: how much a query
+    looks at a cell, or how much that adds to what the query's token is. budget: how cells are
     shared out unless somebody says otherwise; only an `Eviction` can let heads compete.
     """
 
     name: ClassVar[str]
     observes: ClassVar[bool] = False
     guesses: ClassVar[bool] = False
-    reconstructs: ClassVar[bool] = False
+    reconstructs: ClassVar[Repeated | None] = None
     budget: ClassVar[Budget] = "uniform"
 
     def needs_queries(self, statistics: Statistics | None) -> bool:

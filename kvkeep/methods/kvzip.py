@@ -5,7 +5,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvkeep.methods.base import Candidates, Eviction
+from kvkeep.methods.base import Candidates, Eviction, Repeated
 from kvkeep.methods.budget import Budget
 
 SHARED = 2.0  # of a natural logarithm
@@ -22,7 +22,7 @@ class KVzip(Eviction):
     """
 
     name: ClassVar[str] = "kvzip"
-    reconstructs: ClassVar[bool] = True
+    reconstructs: ClassVar[Repeated | None] = "attention"
     budget: ClassVar[Budget] = "heads"
 
     def score(self, candidates: Candidates) -> Tensor:

@@ -22,6 +22,9 @@ class Executor(Protocol):
     def hidden(self, tokens: Tensor, step: AnyStep) -> Tensor:
         """Evaluates `tokens: [n]` into the step. Returns `[n, hidden_size]`, normed."""
 
+    def chunk(self, tokens: Tensor, step: ChunkStep, lengths: Tensor | None) -> Tensor:
+        """The same of a chunk. lengths: `[layers, n]` float32, see `Network.forward`."""
+
     def logits(self, hidden: Tensor) -> Tensor:
         """`[n, hidden_size]` to `[n, vocab]`, float32, all of them finite: else NonFiniteLogits."""
 
@@ -36,8 +39,12 @@ class Attends(Protocol):
 class Network(Protocol):
     """A family's layers in torch."""
 
-    def forward(self, tokens: Tensor, step: Attends) -> Tensor:
-        """As `Executor.hidden`, layer by layer: each calls the step's `attend` once."""
+    def forward(self, tokens: Tensor, step: Attends, lengths: Tensor | None = None) -> Tensor:
+        """As `Executor.hidden`, layer by layer: each calls the step's `attend` once.
+
+        lengths: `[layers, n]` float32, filled with the norm of what each layer reads, the residual
+        stream, where it is wanted.
+        """
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[n, hidden_size]` to `[n, vocab]`, float32, whatever they are."""
@@ -53,6 +60,9 @@ class TorchExecutor:
 
     def hidden(self, tokens: Tensor, step: AnyStep) -> Tensor:
         return self._network.forward(tokens, step)
+
+    def chunk(self, tokens: Tensor, step: ChunkStep, lengths: Tensor | None) -> Tensor:
+        return self._network.forward(tokens, step, lengths)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return checked(self._network.logits(hidden))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache.static import Geometry, StaticStep, geometry
-from kvkeep.cache.step import DecodeStep
+from kvkeep.cache.step import ChunkStep, DecodeStep
 from kvkeep.models.executor import AnyStep, Network
 from kvkeep.models.finite import checked
 
@@ -32,6 +32,9 @@ class GraphExecutor:
             if replayed is not None:
                 return replayed
         return self._network.forward(tokens, step)
+
+    def chunk(self, tokens: Tensor, step: ChunkStep, lengths: Tensor | None) -> Tensor:
+        return self._network.forward(tokens, step, lengths)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return checked(self._network.logits(hidden))

@@ -6,10 +6,12 @@ Projections, norms and MLPs. Positions are not its business: q and k go unrotate
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kvkeep.cache import Bits, KVCache, Layout, Rope
+from kvkeep.cache.step import ChunkStep
 from kvkeep.models.executor import AnyStep, Attends, Executor, TorchExecutor
 from kvkeep.models.linear import Linear
 from kvkeep.models.packing import PackedMatrix
@@ -55,11 +57,13 @@ class Llama:
         self.norm = Norm(tensors["model.norm.weight"], spec.norm_eps)
         self.head = Linear(self.embedding if spec.tied_head else tensors["lm_head.weight"], None)
 
-    def forward(self, tokens: Tensor, step: Attends) -> Tensor:
+    def forward(self, tokens: Tensor, step: Attends, lengths: Tensor | None = None) -> Tensor:
         """Evaluates `tokens: [n]` into a step. Returns `[n, hidden_size]`, normed."""
         spec, n = self.spec, tokens.shape[0]
         x = F.embedding(tokens, self.embedding)
         for index, layer in enumerate(self.layers):
+            if lengths is not None:
+                lengths[index] = x.float().norm(dim=-1)
             normed = layer.attention_norm(x)
             q = layer.query(normed).view(n, spec.heads, spec.head_dim)
             k = layer.key(normed).view(n, spec.kv_heads, spec.head_dim)
@@ -99,6 +103,27 @@ class Decoder:
     def hidden(self, tokens: Tensor, step: AnyStep) -> Tensor:
         """Evaluates `tokens: [n]` into a cache's step. Returns `[n, hidden_size]`, normed."""
         return self.executor.hidden(tokens, step)
+
+    def chunk(self, tokens: Tensor, step: ChunkStep, lengths: Tensor | None = None) -> Tensor:
+        """The same of a chunk. lengths: `[layers, n]` float32, filled with the norm of the
+        residual stream that each layer reads, where it is wanted.
+        """
+        return self.executor.chunk(tokens, step, lengths)
+
+    def value_norms(self, values: Tensor) -> Tensor:
+        """`[layers, heads, n]` float32: the norm of what each value is once projected.
+
+        values: `[layers, kv_heads, n, head_dim]`; each head projects those of its KV head by its
+        own part of the layer's output projection.
+        """
+        spec, found = self.spec, []
+        groups = spec.heads // spec.kv_heads
+        for index, of_layer in enumerate(values):
+            weight = self.tensors[f"model.layers.{index}.self_attn.o_proj.weight"]
+            own = weight.view(-1, spec.heads, spec.head_dim).permute(1, 2, 0)
+            projected = of_layer.to(weight.dtype).repeat_interleave(groups, 0) @ own
+            found.append(projected.float().norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny))
+        return torch.stack(found)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[n, hidden_size]` to `[n, vocab]`, float32. Raises NonFiniteLogits."""

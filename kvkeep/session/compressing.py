@@ -181,7 +181,7 @@ def _candidates(memory: Memory, how: CompressionPlan, runs: Sequence[_Run]) -> l
     if method.reconstructs:
         newest = takewhile(lambda run: run[1], reversed(runs))  # they stay whatever they are worth
         oldest = cache.cells - sum(count for _, _, _, count in newest)
-        needed = reconstruction(memory, how.text, how.progress, oldest)
+        needed = reconstruction(memory, how.text, how.progress, oldest, method.reconstructs)
     for segment, kept, first, count in runs:
         if not kept:
             near = queries.seen_from(segment.map) if queries else None

@@ -21,6 +21,7 @@ from kvkeep.cache import NO_TOKEN, KVCache, Segment
 from kvkeep.cache.rope import Rotation, rotate
 from kvkeep.cache.step import ChunkStep
 from kvkeep.errors import InvalidArgument
+from kvkeep.methods.base import Repeated
 from kvkeep.methods.similarity import most_similar
 from kvkeep.models.finite import require_finite
 from kvkeep.models.text import TextCodec
@@ -38,12 +39,15 @@ def reconstruction(
     text: TextCodec,
     progress: Callable[[int], None] | None = None,
     oldest: int | None = None,
+    by: Repeated = "attention",
 ) -> Tensor:
     """`[layers, kv_heads, n]` float32: the log of the most that any query gives to each cell.
 
     For all cells that the memory holds, or so many of the oldest; oldest first. The queries are
     those of the repeated chunk that a cell is of, and of all heads that share its KV head; what
-    they give is a share of the softmax over all that they see. The memory stays as it is.
+    they give is a share of the softmax over all that they see; by "contribution" (KVzip+,
+    arXiv:2601.07891) that times the norm of the projected value, through the norm of the residual
+    stream of the query's token. The memory stays as it is.
 
     A memory that has no room left is asked all the same: the queries then stand up to a chunk
     beyond its budget, and beyond the positions that the model was trained for.
@@ -55,7 +59,7 @@ def reconstruction(
     while first < len(ids):
         asked = _prompt(ids, first, text)
         part = ids[first : first + max(STEP - len(asked), STEP // 2)]
-        scores.append(_scores(memory, asked, part, first))
+        scores.append(_scores(memory, asked, part, first, by))
         first += len(part)
         if progress:
             progress(len(part))
@@ -82,19 +86,21 @@ def _prompt(ids: list[int], first: int, text: TextCodec) -> list[int]:
     return text.encode(LATER) + ids[max(0, first - LEAD) : first] + text.encode("\n\n")
 
 
-def _scores(memory: Memory, asked: list[int], part: list[int], first: int) -> Tensor:
+def _scores(memory: Memory, asked: list[int], part: list[int], first: int, by: Repeated) -> Tensor:
     """`[layers, kv_heads, m]`: of the m tokens `part`, whose cells begin with the `first`-oldest.
 
     asked: what is evaluated before they are repeated.
     """
     read = memory.cache.fork()
     read.drop_newest(read.cells - first - len(part))  # what came later was not read yet
-    step = _repeated(memory, read, asked + part)
+    step, lengths = _repeated(memory, read, asked + part, by)
     # The last token of the prompt is where the first of the part is looked for.
     rows = slice(len(asked) - 1, None)
     assert step.queries is not None
     assert step.log_sums is not None
     queries, log_sums = step.queries[:, rows], step.log_sums[:, :, rows]
+    if lengths is not None:
+        log_sums = log_sums + lengths[:, None, rows].log()
     rotations = {
         id(segment): step.rotations[view.rotation]
         for segment, view in zip(read.segments, step.views, strict=True)
@@ -104,13 +110,25 @@ def _scores(memory: Memory, asked: list[int], part: list[int], first: int) -> Te
         rotation = rotations[id(segment)]
         turn = Rotation(rotation.cosine[rows], rotation.sine[rows])
         turned = torch.stack([rotate(of_layer, turn) for of_layer in queries])
-        keys = cells.restored(turned.dtype).keys
-        scores.append(_largest(keys, turned, log_sums, step.scale))
+        plain = cells.restored(turned.dtype)
+        if lengths is None:
+            scores.append(_largest(plain.keys, turned, log_sums, step.scale))
+            continue
+        groups = log_sums.shape[1] // plain.keys.shape[1]
+        keys = plain.keys.repeat_interleave(groups, 1)  # what it adds is each head's own
+        of_heads = _largest(keys, turned, log_sums, step.scale)
+        of_heads += memory.decoder.value_norms(plain.values).log()
+        scores.append(of_heads.view(len(keys), -1, groups, len(plain)).amax(2))
     return torch.cat(scores, -1)
 
 
-def _repeated(memory: Memory, read: KVCache, ids: list[int]) -> ChunkStep:
-    """Evaluates tokens behind what was read; what attention saw is in the step."""
+def _repeated(
+    memory: Memory, read: KVCache, ids: list[int], by: Repeated
+) -> tuple[ChunkStep, Tensor | None]:
+    """Evaluates tokens behind what was read; what attention saw is in the step.
+
+    Beside it the norms of the residual stream, `[layers, n]`, if they are needed.
+    """
     beside, n = read.fork(), len(ids)
     layout, heads = beside.layout.plain, beside.heads
     beside.segments.append(Segment(layout, n))
@@ -120,9 +138,12 @@ def _repeated(memory: Memory, read: KVCache, ids: list[int]) -> ChunkStep:
         shape = (layout.layers, n, heads, layout.head_dim)
         step.queries = torch.empty(shape, dtype=layout.dtype, device=where)
         step.log_sums = torch.empty(layout.layers, heads, n, dtype=torch.float32, device=where)
+        lengths = None
+        if by == "contribution":
+            lengths = torch.empty(layout.layers, n, dtype=torch.float32, device=where)
         tokens = torch.tensor(ids, dtype=torch.int64, device=where)
-        require_finite(memory.decoder.hidden(tokens, step))
-    return step
+        require_finite(memory.decoder.chunk(tokens, step, lengths))
+    return step, lengths
 
 
 def _largest(keys: Tensor, queries: Tensor, log_sums: Tensor, scale: float) -> Tensor:
