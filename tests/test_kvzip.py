@@ -10,10 +10,12 @@ from kvkeep.errors import InvalidArgument
 from kvkeep.evaluate.haystack import Haystack
 from kvkeep.evaluate.manual import manual_text
 from kvkeep.evaluate.needle import Needle
+from kvkeep.evaluate.passkey import JUNK, PREFIX
 from kvkeep.evaluate.recall import Compressing, compress_after_reading
 from kvkeep.methods import Candidates
 from kvkeep.methods.kvzip import KVzip
 from kvkeep.model import Model
+from kvkeep.session.reconstructing import FIRST, STEP
 
 MODEL = small_model()
 TEXT = [(i * i * 7 + 3 * i) % 255 + 1 for i in range(400)]
@@ -36,6 +38,19 @@ def test_a_fact_in_real_text_is_found_in_an_eighth_of_the_cells(smollm2: Model) 
     evenly = compress_after_reading(smollm2, sample, Compressing("kvzip:uniform", 8.0))
     assert evenly.compressed.cells == found.compressed.cells
     assert not evenly.compressed.found
+
+
+def test_a_fact_that_lies_across_two_chunks_is_found(smollm2: Model) -> None:
+    encode = smollm2.text.encode
+    fact = encode(" The pass key is 56700. Remember it. 56700 is the pass key.")
+    before = STEP - len(encode(FIRST)) - 4  # the first chunk ends with "The pass key is"
+    ids = encode(PREFIX + JUNK * 20)[:before] + fact + encode(JUNK * 12)
+    assert smollm2.text.decode(ids[before : before + 4]) == " The pass key is"
+    session = smollm2.session(policy="full")
+    session.feed(ids)
+    session.compress(4, "kvzip")
+    session.feed(" What is the pass key? The pass key is")
+    assert "".join(session.stream(7)).startswith(" 56700")
 
 
 def test_it_is_what_compresses_unless_another_method_is_asked_for() -> None:
