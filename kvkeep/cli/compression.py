@@ -27,6 +27,7 @@ METHOD_NAMES = (
     "sum",
     "pick_heads",
     "kvzip",
+    "kvzip+",
     "kvzap",
 )
 BEST = METHOD_NAMES[0]

@@ -136,13 +136,16 @@ def read_sample(
     settings: Sequence[Setting],
     calibration: "Calibration | None" = None,
     prefill_step: int = 512,
+    kv_bits: str | None = None,
 ) -> Iterator[Reading]:
     """Reads a text once, then compresses a fork of that memory in each way and asks it.
+
+    kv_bits: that all cells are kept in, those of the uncompressed memory, too; None for all bits.
 
     Raises ContextFull where the model cannot read as much, InvalidArgument for a text of which
     nothing is left to read.
     """
-    session = model.session(policy="full", prefill_step=prefill_step)
+    session = model.session(policy="full", prefill_step=prefill_step, kv_bits=kv_bits)
     ids = model.text.encode(sample.text)
     read = len(ids) - sample.foretold
     if read < 1:

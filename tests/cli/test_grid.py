@@ -96,10 +96,23 @@ def test_a_grid_from_before_there_were_two_haystacks_is_of_the_manual(
     asked = ("grid", *SMALL, "--tasks", "needle", "--out", out, *tiny)
     assert invoke(*asked, "--samples", 1).exit_code == 0
     earlier = json.loads(out.read_text())
-    del earlier["about"]["haystack"]
+    del earlier["about"]["haystack"], earlier["about"]["kv_bits"]
     out.write_text(json.dumps(earlier))
     assert invoke(*asked, "--samples", 1, "--resume").exit_code == 0
     assert json.loads(out.read_text())["readings"] == earlier["readings"]
+
+
+def test_cells_are_compressed_in_fewer_bits_as_well(invoke, tiny, tmp_path: Path) -> None:
+    asked = ("grid", *SMALL, "--tasks", "needle", "--samples", 1, *tiny)
+    taken = {}
+    for name, bits in (("plain", ()), ("fewer", ("--kv-bits", "8"))):
+        out = tmp_path / f"{name}.json"
+        assert invoke(*asked, *bits, "--out", out).exit_code == 0
+        taken[name] = [each["nbytes"] for each in json.loads(out.read_text())["readings"]]
+    for plain, fewer in zip(taken["plain"], taken["fewer"], strict=True):
+        assert fewer < 0.6 * plain
+    other = invoke(*asked, "--out", tmp_path / "fewer.json", "--resume")
+    assert "kv_bits is '8' in one and None in the other" in other.stderr
 
 
 def test_an_interrupt_leaves_what_was_measured(invoke, tiny, tmp_path: Path, ctrl_c_at) -> None:

@@ -21,6 +21,7 @@ from kvkeep.cli.evaluate.options import (
     model_options,
     one_of,
 )
+from kvkeep.cli.memory import BIT_NAMES
 from kvkeep.cli.options import collected, whole_number
 from kvkeep.errors import InvalidArgument
 from kvkeep.evaluate.haystack import MANUAL
@@ -71,6 +72,12 @@ _CHOICE = [
         help="Of a real text, about.",
     ),
     haystack_option(),
+    click.option(
+        "--kv-bits",
+        type=click.Choice(BIT_NAMES),
+        show_default="not quantised",
+        help="Keep all cells in so many bits, the uncompressed ones, too.",
+    ),
     click.option(
         "--seed", metavar="N", type=whole_number(0), default=0, help="Same seed, same texts."
     ),
@@ -152,6 +159,7 @@ def _about(plan: GridChoice, choice: ModelChoice, model: str) -> dict[str, Any]:
         "junk": plan.junk,
         "tokens": plan.tokens,
         "haystack": plan.haystack,
+        "kv_bits": plan.kv_bits,
     }
 
 
@@ -178,6 +186,7 @@ def _read(path: Path) -> "Grid":
     try:
         found = Grid.from_json(json.loads(path.read_text(encoding="utf-8")))
         found.about.setdefault("haystack", MANUAL)  # before there was another one
+        found.about.setdefault("kv_bits", None)
         return found
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InvalidArgument(f"{path} is not a result of `kvkeep grid --out`") from error

@@ -34,6 +34,7 @@ class GridChoice:
     junk: int
     tokens: int
     haystack: str
+    kv_bits: str | None
     seed: int
 
     def passkeys(self) -> dict[str, Samples]:

@@ -47,7 +47,7 @@ def measure_grid(
                 sample = tasks[task].sample(index)
                 try:
                     for reading in read_sample(
-                        model, sample, missing, calibration, choice.prefill_step
+                        model, sample, missing, calibration, choice.prefill_step, asked.kv_bits
                     ):
                         grid.add(reading)
                 finally:
