@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from small_files import small_files_only
 
 from kvkeep import load_model
 from kvkeep.session.calibration import load_calibration
@@ -84,6 +85,17 @@ def test_ctrl_c_leaves_no_file(invoke, tiny, ctrl_c_at, tmp_path: Path) -> None:
     result = invoke("calibrate", "-", "-o", tmp_path / "a.kvcal", *tiny, input=TEXT)
     assert result.exit_code == 130
     assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_ends_it_in_one_line_and_costs_nothing_that_was_there(
+    invoke, tiny, file: Path
+) -> None:
+    before = file.read_bytes()
+    with small_files_only():
+        failed = invoke("calibrate", "-", "-o", file, *tiny, input=TEXT * 2)
+    _refused(failed, f"{file}.unfinished could not be written (File too large)")
+    assert file.read_bytes() == before
+    assert [path.name for path in file.parent.iterdir()] == [file.name]
 
 
 def test_after_ctrl_c_the_same_command_goes_on(

@@ -9,8 +9,6 @@ import shutil
 import signal
 import termios
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +16,7 @@ import pytest
 import torch
 from patience import PATIENCE
 from safetensors.torch import load_file, save_file
+from small_files import small_files_only
 
 from kvkeep import Snapshot
 from kvkeep.cli.conversation import turns_in
@@ -290,22 +289,11 @@ def test_another_model_is_refused(invoke, tiny, tiny_folder, tmp_path: Path, hom
     assert (home / "sessions" / "s.kvkeep").read_bytes() == before
 
 
-@contextmanager
-def _small_files_only() -> Iterator[None]:
-    """As on a disk that is full: the system lets no file grow beyond 9,000 bytes."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (9000, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 def test_a_save_that_fails_leaves_the_file_as_it_was(invoke, tiny, home) -> None:
     invoke("generate", "--session", "s", "-p", TEXT, "-n", 2, *tiny)
     file = home / "sessions" / "s.kvkeep"
     before = file.read_bytes()
-    with _small_files_only():
+    with small_files_only():
         failed = invoke("generate", "--session", "s", "-n", 40, *QUIET)
     assert failed.exit_code == 2
     assert failed.stdout.strip()
@@ -508,7 +496,7 @@ def test_what_was_done_at_the_prompt_of_a_chat_is_saved(invoke, tiny, home) -> N
 def test_a_full_disk_does_not_end_a_chat(invoke, tiny, home) -> None:
     invoke(*CHAT, "--session", "s", *tiny, input="One?\n")
     before = (home / "sessions" / "s.kvkeep").read_bytes()
-    with _small_files_only():
+    with small_files_only():
         talked = invoke(*CHAT, "-c", input="Two?\nThree?\n")
     assert talked.exit_code == 2, "what was said is not on disk"
     assert talked.stdout.count("\n") >= 2

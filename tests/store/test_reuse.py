@@ -1,9 +1,7 @@
 """What a session gives a prefix store, and takes from it, is what its policy keeps exact."""
 
 import os
-import resource
 import shutil
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -11,6 +9,7 @@ import pytest
 import torch
 from filelock import FileLock
 from small import small_model
+from small_files import small_files_only
 from store.prefill import prompt
 from topics import topic_ids
 
@@ -202,18 +201,9 @@ def require_answered(store: PrefixStore, error: str, model: Model = MODEL) -> No
     assert session.feed(ids[:20]).store_error is None  # only a first prompt asks a store
 
 
-@pytest.fixture
-def file_limit() -> Iterator[None]:
-    """No file may grow beyond 20 kB: what a full disk is to whoever writes."""
-    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, usual[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, usual)
-
-
-@pytest.mark.usefixtures("file_limit")
 def test_a_full_disk_costs_no_answer(tmp_path: Path) -> None:
-    require_answered(PrefixStore(tmp_path), "File too large")
+    with small_files_only(20_000):
+        require_answered(PrefixStore(tmp_path), "File too large")
     assert os.listdir(tmp_path) == ["lock"]
 
 
