@@ -73,9 +73,11 @@ def write_gguf(
     edit: Edit = lambda writer: None,
     tokens: Edit = write_tokens,
     packed: dict[str, tuple[np.ndarray, Type]] | None = None,
+    in_a_part: int = 0,
 ) -> Path:
+    """in_a_part: the most tensors of a part of it; 0: one file."""
     config = model.config
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=in_a_part)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)

@@ -65,8 +65,24 @@ def eos_token_ids(file: GgufFile) -> list[int]:
     return list(dict.fromkeys(file.metadata[f"tokenizer.ggml.{role}_token_id"] for role in roles))
 
 
+# What lies beside models in the same format, by `general.type`.
+_NO_MODELS = {
+    "mmproj": "the projector of a vision model",
+    "adapter": "an adapter (LoRA) for a model",
+    "imatrix": "an importance matrix, by which models are quantised",
+    "vocab": "a vocabulary alone",
+}
+
+
 def _family(file: GgufFile) -> str:
-    family = file.text("general.architecture")
+    kind = file.text("general.type", "model")
+    family = file.text("general.architecture", "none" if kind in _NO_MODELS else None)
+    if family == "clip":  # of a projector, since before files had a type
+        kind = "mmproj"
+    if kind in _NO_MODELS:
+        raise UnsupportedModel(
+            f"{file.path} is {_NO_MODELS[kind]}, not a language model: give the model's own file"
+        )
     if family not in _FAMILIES:
         raise UnsupportedModel(
             f"the GGUF architecture {family!r} is not supported; supported: "

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from kvkeep.errors import BadModelFile, UnsupportedModel
 from kvkeep.models.gguf_header import check_header
+from kvkeep.models.gguf_parts import parts_of
 
 
 @dataclass(frozen=True)
@@ -57,11 +58,29 @@ class GgufFile:
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Map the file and check that all it promises is there.
+        """Map the file, or all parts of the model that it is one of, and check that all is there.
 
         Raises BadModelFile if it is missing, empty, truncated, corrupt, or not GGUF, and
         UnsupportedModel if it is newer than the reader.
         """
+        first, *others = [cls._of_one(part) for part in parts_of(path)]
+        first.require_part(0, 1 + len(others))
+        tensors = dict(first.tensors)
+        for number, part in enumerate(others, 1):
+            part.require_part(number, 1 + len(others))
+            if twice := tensors.keys() & part.tensors:
+                raise BadModelFile(f"{part.path} has {min(twice)}, as another part of the model")
+            tensors |= part.tensors
+        total = first.metadata.get("split.tensors.count", len(tensors))
+        if total != len(tensors):
+            raise BadModelFile(
+                f"the parts of {first.path} have {len(tensors)} tensors where the first says "
+                f"{shown(total)}: they are of different models; fetch them again"
+            )
+        return cls(first.path, first.metadata, tensors)
+
+    @classmethod
+    def _of_one(cls, path: Path) -> Self:
         _check_magic(path)
         check_header(path)
         from gguf import GGUFReader
@@ -86,6 +105,22 @@ class GgufFile:
                 "fetch it again"
             ) from error
         return cls(path, metadata, tensors)
+
+    def require_part(self, number: int, count: int) -> None:
+        """Raises BadModelFile where the file says that it is another part, or of more."""
+        found = self.metadata.get("split.count", 1) or 1, self.metadata.get("split.no", 0)
+        if found == (count, number):
+            return
+        says = f"part {shown(found[1])} (from 0) of {shown(found[0])}"
+        if count == 1:
+            raise BadModelFile(
+                f"{self.path} is {says} of a split model, under a name that does not say so: call "
+                "the parts NAME-00001-of-00003.gguf and so on, in one folder, and give the first"
+            )
+        raise BadModelFile(
+            f"{self.path} is {says}, not part {number} of {count}: give its parts the names that "
+            "they had"
+        )
 
     def required(self, key: str) -> Any:
         """The metadata value of a key; BadModelFile if the file has none."""

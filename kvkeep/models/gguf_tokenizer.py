@@ -22,7 +22,12 @@ def build_tokenizer(file: GgufFile) -> Tokenizer:
     Raises UnsupportedModel for another kind of tokenizer or an unknown way to split text into
     words, BadModelFile if the vocabulary is incomplete.
     """
-    kind = file.text("tokenizer.ggml.model")
+    kind = file.text("tokenizer.ggml.model", "none")
+    if kind in ("none", "no_vocab"):
+        raise UnsupportedModel(
+            f"{file.path} has no tokenizer, so it cannot read text: take a file of the model that "
+            "has one, or its safetensors folder"
+        )
     if kind != "gpt2":
         raise UnsupportedModel(
             f"the GGUF tokenizer kind {kind!r} is not supported, only 'gpt2' (byte-level BPE); "

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 from kvkeep.errors import BadModelFile, ModelNotFound
+from kvkeep.models.gguf_parts import parts_of
 from kvkeep.models.known import KNOWN, fetch
 from kvkeep.models.library import PulledModel, find, home, keep, pulled
 
@@ -96,11 +97,15 @@ def _known(name: str, progress: bool) -> Path:
 
 
 def _slug(gguf: Path) -> str:
-    """What a converted file is kept under: its path, size and time of change tell its state."""
-    status = gguf.stat()
-    state = f"{gguf}\n{status.st_size}\n{status.st_mtime_ns}"
+    """What a converted file is kept under: its path, size and time of change tell its state.
+
+    Of a model in parts, whichever of them is given: those of all. Raises BadModelFile.
+    """
+    parts = parts_of(gguf)
+    states = [(part, part.stat()) for part in parts]
+    state = "\n".join(f"{part}\n{of.st_size}\n{of.st_mtime_ns}" for part, of in states)
     digest = hashlib.sha256(state.encode()).hexdigest()[:12]
-    return f"{re.sub(r'[^A-Za-z0-9._-]+', '-', gguf.stem)}-{digest}"
+    return f"{re.sub(r'[^A-Za-z0-9._-]+', '-', parts[0].stem)}-{digest}"
 
 
 def _converted(gguf: Path, progress: bool) -> Path:
@@ -115,7 +120,8 @@ def _converted(gguf: Path, progress: bool) -> Path:
 
         convert(gguf, folder, progress)
 
-    return keep(slug, str(gguf), str(gguf), fill, progress)
+    name = str(parts_of(gguf)[0])
+    return keep(slug, name, name, fill, progress)
 
 
 def _own_folder(folder: Path) -> Path:
