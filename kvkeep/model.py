@@ -14,6 +14,7 @@ from kvkeep.errors import InvalidArgument
 from kvkeep.executors import new_decoder
 from kvkeep.loaded import LoadedModel
 from kvkeep.models.config import read_spec
+from kvkeep.models.fused import separated, separated_shapes
 from kvkeep.models.llama import cell_layout
 from kvkeep.models.packed import WEIGHTS, find_packed, stored
 from kvkeep.models.packing import PackedMatrix
@@ -174,9 +175,9 @@ def load_model(
     where, progress = _device(device), arguments.flag("progress", progress)
     folder = resolve(model, progress)
     spec = read_spec(folder)
-    check_tensors(spec, read_shapes(folder), folder)
+    check_tensors(spec, separated_shapes(spec, read_shapes(folder)), folder)
     text = TextCodec.open(folder)
-    tensors = read_tensors(folder, DTYPES[dtype], where, progress)
+    tensors = separated(spec, read_tensors(folder, DTYPES[dtype], where, progress))
     check_tied(spec, tensors, folder)
     packed = _packed(folder, spec, weights, tensors, progress)
     return Model(model, folder, new_decoder(spec, tensors, packed), text)

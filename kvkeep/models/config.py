@@ -15,6 +15,7 @@ ARCHITECTURES = (
     "MistralForCausalLM",
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
+    "Phi3ForCausalLM",
 )
 
 _LARGEST = 1 << 40  # of any size or length in a config
@@ -192,7 +193,7 @@ def _sliding_window(
     """Tokens that a layer sees, where the model was trained to see fewer than all."""
     if architecture == "LlamaForCausalLM":
         return None
-    if architecture != "MistralForCausalLM":
+    if architecture not in ("MistralForCausalLM", "Phi3ForCausalLM"):
         kinds = config.get("layer_types")
         slides = bool(config.get("use_sliding_window", False)) and (
             "sliding_attention" in kinds
@@ -201,9 +202,10 @@ def _sliding_window(
         )
         if not slides:
             return None
-    if config.get("sliding_window", 4096) is None:
+    usual = None if architecture == "Phi3ForCausalLM" else 4096
+    if config.get("sliding_window", usual) is None:
         return None
-    return _count(config, "sliding_window", path, default=4096)
+    return _count(config, "sliding_window", path, default=usual)
 
 
 def _token_ids(

@@ -1,4 +1,4 @@
-"""The forward of the Llama family: Llama, Mistral, Qwen2, Qwen3.
+"""The forward of the Llama family: Llama, Mistral, Qwen2, Qwen3, Phi-3.
 
 Projections, norms and MLPs. Positions are not its business: q and k go unrotated to the step.
 """

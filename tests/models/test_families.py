@@ -10,6 +10,7 @@ from topics import topic_ids
 
 from kvkeep.model import Model
 from kvkeep.models.config import read_spec
+from kvkeep.models.fused import separated, separated_shapes
 from kvkeep.models.llama import Decoder
 from kvkeep.models.text import TextCodec
 from kvkeep.models.weights import check_tensors, read_shapes, read_tensors
@@ -50,6 +51,8 @@ FAMILIES = {
     "qwen2": ("Qwen2", {}),
     "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"head_dim": 24}),
+    "phi3": ("Phi3", {"pad_token_id": 0, "eos_token_id": 1}),
+    "phi3-tied": ("Phi3", {"pad_token_id": 0, "eos_token_id": 1, "tie_word_embeddings": True}),
 }
 TOKENS = [(17 * i * i + 5 * i) % 320 for i in range(150)]
 
@@ -68,8 +71,9 @@ def written(folder: Path, family: str) -> transformers.PreTrainedModel:
 
 def opened(folder: Path, text: TextCodec) -> Model:
     spec = read_spec(folder)
-    check_tensors(spec, read_shapes(folder), folder)
-    tensors = read_tensors(folder, torch.float32, torch.device("cpu"), progress=False)
+    check_tensors(spec, separated_shapes(spec, read_shapes(folder)), folder)
+    whole = read_tensors(folder, torch.float32, torch.device("cpu"), progress=False)
+    tensors = separated(spec, whole)
     return Model("small", folder, Decoder(spec, tensors), text)
 
 
