@@ -162,7 +162,8 @@ def require_said(lines: list[str], said: tuple[str, ...], where: str) -> None:
     """That these lines are one of what was said; `...` stands for anything, a figure for any other.
 
     Nothing shown: it is not said what is said. What the model writes is the same where the same
-    kernels compute it.
+    kernels compute it, but for what hangs on the last bit of a prompt: that is the library's, which
+    rounds otherwise on another processor.
     """
     if not lines or library() is None:
         return
