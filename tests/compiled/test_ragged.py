@@ -12,8 +12,7 @@ import torch
 from compiled.test_compressed import FAMILIES, PROMPT
 from compiled.test_decoding import by_torch, last
 from listed_cells import biased
-from packed_model import packed_model, spec_of
-from small import VOCABULARY
+from packed_model import VOCABULARY, packed_model, spec_of
 
 from kvkeep import SessionGroup
 from kvkeep.cache import Cells, Ragged, Segment
@@ -84,17 +83,18 @@ def in_dtype(cells: Cells, dtype: torch.dtype) -> Cells:
 
 
 def require_near(model: Model, session: Session, step: int, kv_bits: Any = None) -> None:
-    """No further from float32 than torch in bfloat16 is, over several texts: of one, each is half as
-    far again as the other now and then.
+    """No further from float32 than torch in bfloat16 is, over several texts.
+
+    Of one text each is half as far again as the other now and then.
     """
     assert isinstance(model.decoder.executor, CompiledExecutor)
     assert any(isinstance(each.block.slots, Ragged) for each in session.cache.segments)
     others = [by_torch(model, dtype) for dtype in (torch.bfloat16, torch.float32)]
     errors = torch.zeros(2)
-    for text in range(4):
+    for text in range(10):
         sessions = [session.fork(), *(transplanted(session, each, kv_bits) for each in others)]
         rows: list[list[torch.Tensor]] = [[], [], []]
-        for first in range(0, 6 * step, step):
+        for first in range(0, 3 * step, step):
             ids = [(token + 61 * text) % VOCABULARY for token in PROMPT[first : first + step]]
             for each, found in zip(sessions, rows, strict=True):
                 each.feed(ids)
