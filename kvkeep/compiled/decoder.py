@@ -46,16 +46,28 @@ _LAYER = {
 
 def can_decode(spec: ModelSpec, layout: Layout) -> bool:
     """Whether there are kernels for this model on this machine."""
+    return not obstacle(spec, layout)
+
+
+def obstacle(spec: ModelSpec, layout: Layout) -> str:
+    """Why not, as what the kernels do or are; "" where there are some."""
     widths = (spec.hidden_size, spec.intermediate_size, spec.heads * spec.head_dim)
-    return (
-        layout.device.type == "cpu"
-        and layout.dtype is torch.bfloat16
-        and spec.head_dim in HEAD_DIMS
-        and spec.head_dim == 2 * len(spec.rope.inverse_frequencies)
-        and all(width % GROUP == 0 for width in widths)
-        and spec.heads % spec.kv_heads == 0
-        and library() is not None
-    )
+    against = {
+        f"run on a CPU, not on {layout.device}": layout.device.type != "cpu",
+        f"are for bfloat16, not for {str(layout.dtype).removeprefix('torch.')}": (
+            layout.dtype is not torch.bfloat16
+        ),
+        f"are for heads of {', '.join(map(str, HEAD_DIMS))}, not of {spec.head_dim}": (
+            spec.head_dim not in HEAD_DIMS
+        ),
+        "rotate whole heads": spec.head_dim != 2 * len(spec.rope.inverse_frequencies),
+        f"read groups of {GROUP}, and its widths are {', '.join(map(str, widths))}": (
+            any(width % GROUP for width in widths)
+        ),
+        "take as many heads for each KV head": bool(spec.heads % spec.kv_heads),
+        "were not built here, or need a processor with AVX512-BF16": library() is None,
+    }
+    return next((why for why, holds in against.items() if holds), "")
 
 
 class CompiledExecutor:

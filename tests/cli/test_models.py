@@ -2,6 +2,12 @@
 
 import json
 from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvkeep.compiled.decoder import CompiledExecutor
+from kvkeep.model import Model
 
 
 def test_a_pulled_model_is_listed_with_its_folder(invoke, smollm2_folder: Path) -> None:
@@ -26,3 +32,51 @@ def test_pull_of_nothing_known_is_refused(invoke) -> None:
     result = invoke("pull", "no-such-model")
     assert result.exit_code == 2
     assert "no model 'no-such-model'" in result.stderr
+
+
+def facts_of(invoke, *asked: object) -> dict[str, Any]:
+    shown = invoke("models", "show", *asked, "--json")
+    assert shown.exit_code == 0, shown.stderr
+    return json.loads(shown.stdout)
+
+
+def test_what_is_shown_of_a_model_is_what_it_is_once_loaded(invoke, smollm2: Model) -> None:
+    facts, tensors = facts_of(invoke), smollm2.decoder.tensors
+    assert facts["parameters"] == sum(tensor.numel() for tensor in tensors.values())
+    assert facts["weight_bytes"] == sum(tensor.nbytes for tensor in tensors.values())
+    for bits, name in ((None, "16 bits"), ("8", "8 bits"), ("8/4", "8/4 bits"), ("4", "4 bits")):
+        cell = smollm2.session(policy="full", kv_bits=bits).cache.layout.cell_bytes
+        assert facts["thousand_cells"][name] == 1000 * cell
+        assert bits is not None or facts["full_cells"] == smollm2.spec.max_positions * cell
+    executor = smollm2.decoder.executor
+    if isinstance(executor, CompiledExecutor):
+        assert facts["bytes_per_token"] == sum(executor.matrix_bytes().values())
+        assert facts["formats"] == {"int4": 210, "int8": 1}
+        assert (facts["decode"], facts["attention"]) == ("compiled kernels", "compiled kernels")
+    else:
+        assert facts["decode"].startswith("torch: the compiled kernels")
+
+
+def test_who_computes_it_and_why_is_said(invoke, tiny_folder: Path) -> None:
+    shown = invoke("models", "show", tiny_folder, "--dtype", "float32").stdout
+    assert "by torch: the compiled kernels are for bfloat16, not for float32" in shown
+    assert "attention by torch" in shown
+    cells = facts_of(invoke, tiny_folder, "--dtype", "float32")["thousand_cells"]
+    assert list(cells) == ["32 bits", "8 bits", "8/4 bits", "4 bits"]
+
+
+def test_packed_weights_that_nothing_reads_are_refused(invoke, tiny_folder: Path) -> None:
+    asked = ("models", "show", tiny_folder, "--dtype", "float32", "--weights", "int4")
+    refused = invoke(*asked)
+    assert refused.exit_code == 2
+    assert 'weights="int4" is read by compiled kernels, which are for bfloat16' in refused.stderr
+
+
+def test_a_model_that_is_not_here_is_not_fetched_to_be_shown(
+    invoke, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("KVKEEP_HOME", str(tmp_path))
+    refused = invoke("models", "show", "smollm2-135m-instruct")
+    assert refused.exit_code == 2
+    assert "`kvkeep pull smollm2-135m-instruct` fetches it" in refused.stderr
+    assert not list(tmp_path.iterdir())

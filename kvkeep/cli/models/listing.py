@@ -1,4 +1,4 @@
-"""`kvkeep models`: what is on this machine, and what has a name."""
+"""What models are on this machine, and which have a name."""
 
 import json
 from dataclasses import dataclass
@@ -8,10 +8,7 @@ import click
 from kvkeep.cli.report import megabytes
 
 
-@click.command()
-@click.option("--json", "as_json", is_flag=True, help="As JSON.")
-def models(as_json: bool) -> None:
-    """List models that are here or have a name."""
+def list_models(as_json: bool) -> None:
     rows = _rows()
     if as_json:
         click.echo(json.dumps([vars(row) for row in rows], indent=2, ensure_ascii=False))
