@@ -66,7 +66,10 @@ def model_facts(name: str, dtype: str = "bfloat16", weights: str | None = None) 
     dtype = arguments.one_of("dtype", dtype, DTYPES)
     folder = here(name)
     if folder is None:
-        raise ModelNotFound(f"{name!r} is not on this machine: `kvkeep pull {name}` fetches it")
+        raise ModelNotFound(
+            f"{name!r} is none of the models that were fetched or converted here (`kvkeep models` "
+            f"lists them): `kvkeep pull {name}` does that, if it is one"
+        )
     spec = read_spec(folder)
     check_tensors(spec, separated_shapes(spec, read_shapes(folder)), folder)
     cpu = torch.device("cpu")

@@ -78,5 +78,5 @@ def test_a_model_that_is_not_here_is_not_fetched_to_be_shown(
     monkeypatch.setenv("KVKEEP_HOME", str(tmp_path))
     refused = invoke("models", "show", "smollm2-135m-instruct")
     assert refused.exit_code == 2
-    assert "`kvkeep pull smollm2-135m-instruct` fetches it" in refused.stderr
+    assert "`kvkeep pull smollm2-135m-instruct` does that" in refused.stderr
     assert not list(tmp_path.iterdir())
