@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvkeep.models.spec import ModelSpec
 
+PHI3 = "Phi3ForCausalLM"
 _FUSED = re.compile(r"(model\.layers\.\d+\.)(self_attn\.qkv_proj|mlp\.gate_up_proj)\.(weight|bias)")
 
 
@@ -43,8 +44,8 @@ def separated(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> dict[str, Tenso
 
 def _rows(spec: ModelSpec, name: str) -> dict[str, int]:
     """How many rows each part of a fused matrix has, in their order; none of any other tensor."""
-    fused = _FUSED.fullmatch(name)
-    if fused is None:
+    fused = _FUSED.fullmatch(name) if spec.architecture == PHI3 else None
+    if fused is None:  # others may fuse them in another order
         return {}
     layer, matrix, kind = fused.groups()
     if matrix == "mlp.gate_up_proj":

@@ -114,3 +114,10 @@ def test_what_rotates_a_part_of_each_head_is_refused(phi: Path) -> None:
     path.write_text(json.dumps(config))
     with pytest.raises(UnsupportedModel, match="rotates a part of each head"):
         load_model(str(phi))
+
+
+def test_another_family_with_such_matrices_is_refused(phi: Path) -> None:
+    path = phi / "config.json"
+    path.write_text(path.read_text().replace("Phi3ForCausalLM", "LlamaForCausalLM"))
+    with pytest.raises(BadModelFile, match=r"of a LlamaForCausalLM, among them .*q_proj"):
+        load_model(str(phi))
