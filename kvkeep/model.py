@@ -13,8 +13,8 @@ from kvkeep.compiled.decoder import can_decode
 from kvkeep.errors import InvalidArgument
 from kvkeep.executors import new_decoder
 from kvkeep.loaded import LoadedModel
+from kvkeep.models.checkpoint import decoder_shapes, decoder_tensors
 from kvkeep.models.config import read_spec
-from kvkeep.models.fused import separated, separated_shapes
 from kvkeep.models.llama import cell_layout
 from kvkeep.models.packed import WEIGHTS, find_packed, stored
 from kvkeep.models.packing import PackedMatrix
@@ -124,7 +124,7 @@ class Model(LoadedModel):
             if max_kv_size is None:
                 max_kv_size = longest(policy, self.spec.max_positions, **named)
             chosen = make_policy(policy, max_kv_size, **named)
-        chosen = chosen.for_model(self.spec.max_positions)
+        chosen = self._within_its_reach(chosen)
         if calibration is not None:
             chosen = self._calibrated(chosen, calibration)
         chosen.require_known()
@@ -135,6 +135,20 @@ class Model(LoadedModel):
         if whole:
             session.keep = WHOLE_PROMPT
         return session
+
+    def _within_its_reach(self, policy: Policy) -> Policy:
+        """The policy for this model. Raises InvalidArgument where it would look too far."""
+        try:
+            return policy.for_model(self.spec.max_positions)
+        except InvalidArgument as error:
+            if self.spec.rope.kind != "longrope":
+                raise
+            raise InvalidArgument(
+                f"{error}. The model's RoPE is longrope: further than that it rotates by another "
+                "table, which keys that are written once cannot take. Give no max_kv_size or a "
+                'smaller one: such a session goes on for ever, and policy "self_extend" looks '
+                "further"
+            ) from error
 
     def _calibrated(self, policy: Policy, calibration: Calibration | None) -> Policy:
         """The policy with what is known of the model. Raises for one without use for it."""
@@ -175,9 +189,9 @@ def load_model(
     where, progress = _device(device), arguments.flag("progress", progress)
     folder = resolve(model, progress)
     spec = read_spec(folder)
-    check_tensors(spec, separated_shapes(spec, read_shapes(folder)), folder)
+    check_tensors(spec, decoder_shapes(spec, read_shapes(folder)), folder)
     text = TextCodec.open(folder)
-    tensors = separated(spec, read_tensors(folder, DTYPES[dtype], where, progress))
+    tensors = decoder_tensors(spec, read_tensors(folder, DTYPES[dtype], where, progress))
     check_tied(spec, tensors, folder)
     packed = _packed(folder, spec, weights, tensors, progress)
     return Model(model, folder, new_decoder(spec, tensors, packed), text)

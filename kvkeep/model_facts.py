@@ -12,8 +12,8 @@ from kvkeep.cache import Bits, Layout
 from kvkeep.compiled.decoder import obstacle
 from kvkeep.errors import InvalidArgument, ModelNotFound
 from kvkeep.model import DTYPES
+from kvkeep.models.checkpoint import decoder_shapes
 from kvkeep.models.config import read_spec
-from kvkeep.models.fused import separated_shapes
 from kvkeep.models.packed import WEIGHTS, matrices, packed_path, read_packed, stored
 from kvkeep.models.packing import MatrixBits, packed_shapes
 from kvkeep.models.source import here
@@ -71,7 +71,7 @@ def model_facts(name: str, dtype: str = "bfloat16", weights: str | None = None) 
             f"lists them): `kvkeep pull {name}` does that, if it is one"
         )
     spec = read_spec(folder)
-    check_tensors(spec, separated_shapes(spec, read_shapes(folder)), folder)
+    check_tensors(spec, decoder_shapes(spec, read_shapes(folder)), folder)
     cpu = torch.device("cpu")
     layout = Layout(spec.layers, spec.kv_heads, spec.head_dim, DTYPES[dtype], cpu)
     against, size = obstacle(spec, layout), layout.dtype.itemsize

@@ -116,10 +116,13 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 def _layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     hidden, inner = spec.hidden_size, spec.intermediate_size
     queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-    shapes: dict[str, tuple[int, ...]] = {
-        "input_layernorm.weight": (hidden,),
-        "post_attention_layernorm.weight": (hidden,),
-    }
+    shapes: dict[str, tuple[int, ...]] = {}
+    if spec.norms_before:
+        shapes["input_layernorm.weight"] = (hidden,)
+        shapes["post_attention_layernorm.weight"] = (hidden,)
+    if spec.norms_after:  # under the names that GLM-4 has for them
+        shapes["post_self_attn_layernorm.weight"] = (hidden,)
+        shapes["post_mlp_layernorm.weight"] = (hidden,)
     for name, rows, columns, bias in (
         ("self_attn.q_proj", queries, hidden, spec.qkv_bias),
         ("self_attn.k_proj", keys, hidden, spec.qkv_bias),
@@ -133,8 +136,9 @@ def _layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         if bias:
             shapes[f"{name}.bias"] = (rows,)
     if spec.qk_norm:
-        shapes["self_attn.q_norm.weight"] = (spec.head_dim,)
-        shapes["self_attn.k_norm.weight"] = (spec.head_dim,)
+        whole = spec.qk_norm_whole
+        shapes["self_attn.q_norm.weight"] = (queries if whole else spec.head_dim,)
+        shapes["self_attn.k_norm.weight"] = (keys if whole else spec.head_dim,)
     return shapes
 
 

@@ -9,8 +9,8 @@ import transformers
 from topics import topic_ids
 
 from kvkeep.model import Model
+from kvkeep.models.checkpoint import decoder_shapes, decoder_tensors
 from kvkeep.models.config import read_spec
-from kvkeep.models.fused import separated, separated_shapes
 from kvkeep.models.llama import Decoder
 from kvkeep.models.text import TextCodec
 from kvkeep.models.weights import check_tensors, read_shapes, read_tensors
@@ -38,6 +38,38 @@ YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 128,
 }
+GRANITE = {
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.0625,
+    "logits_scaling": 0.7,
+}
+GRANITE4 = {
+    "layer_types": ["full_attention"] * 3,
+    "num_local_experts": 0,
+    "shared_intermediate_size": 160,
+    "position_embedding_type": "rope",
+    "mamba_n_heads": 12,
+}
+GLM = {"head_dim": 16, "attention_bias": False, "pad_token_id": 0, "eos_token_id": 1}
+
+
+def longrope(pairs: int, **changes: Any) -> dict[str, Any]:
+    return {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1 + 0.1 * pair for pair in range(pairs)],
+        "long_factor": [2 + 3.0 * pair for pair in range(pairs)],
+        **changes,
+    }
+
+
+PHI4_MINI = {
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "original_max_position_embeddings": 160,
+    "rope_parameters": longrope(6, partial_rotary_factor=0.75),
+}
 FAMILIES = {
     "llama": ("Llama", {}),
     "llama-tied": ("Llama", {"tie_word_embeddings": True}),
@@ -53,6 +85,18 @@ FAMILIES = {
     "qwen3": ("Qwen3", {"head_dim": 24}),
     "phi3": ("Phi3", {"pad_token_id": 0, "eos_token_id": 1}),
     "phi3-tied": ("Phi3", {"pad_token_id": 0, "eos_token_id": 1, "tie_word_embeddings": True}),
+    "phi4-mini": ("Phi3", PHI4_MINI),
+    "phi3-128k": ("Phi3", PHI4_MINI | {"rope_parameters": longrope(8)}),
+    "granite": ("Granite", GRANITE | {"attention_bias": True, "mlp_bias": True}),
+    "granite-tied": ("Granite", GRANITE | {"tie_word_embeddings": True}),
+    "granite4-dense": ("GraniteMoeHybrid", GRANITE | GRANITE4),
+    "olmo2": ("Olmo2", {"pad_token_id": 0, "eos_token_id": 1}),
+    "olmo2-one-kv-head": ("Olmo2", {"num_key_value_heads": 1, "pad_token_id": 0}),
+    "glm": ("Glm", GLM),
+    "glm-biases": ("Glm", GLM | {"attention_bias": True}),
+    "glm4": ("Glm4", GLM | {"attention_bias": True}),
+    "glm4-quarter": ("Glm4", GLM | {"partial_rotary_factor": 0.25}),
+    "glm4-whole": ("Glm4", GLM | {"partial_rotary_factor": 1.0}),
 }
 TOKENS = [(17 * i * i + 5 * i) % 320 for i in range(150)]
 
@@ -71,9 +115,9 @@ def written(folder: Path, family: str) -> transformers.PreTrainedModel:
 
 def opened(folder: Path, text: TextCodec) -> Model:
     spec = read_spec(folder)
-    check_tensors(spec, separated_shapes(spec, read_shapes(folder)), folder)
+    check_tensors(spec, decoder_shapes(spec, read_shapes(folder)), folder)
     whole = read_tensors(folder, torch.float32, torch.device("cpu"), progress=False)
-    tensors = separated(spec, whole)
+    tensors = decoder_tensors(spec, whole)
     return Model("small", folder, Decoder(spec, tensors), text)
 
 

@@ -28,6 +28,7 @@ class DecodeRun {
         queries_width_(model.heads * kDim),
         keys_width_(model.kv_heads * kDim),
         residual_(std::size_t(step.sequences) * model.hidden),
+        given_(std::size_t(step.sequences) * model.hidden),
         projected_(std::size_t(step.sequences) * (queries_width_ + 2 * keys_width_)),
         angles_(std::size_t(step.sequences + step.runs) * kDim),
         runs_(model, step),
@@ -81,12 +82,12 @@ class DecodeRun {
         attended_.sum_up(i);
       });
       clock.ends(Phase::kAttention);
-      add_product(me, layer.output, attended_);
+      add_product(me, layer.output, attended_, layer.attention_output_norm);
       clock.ends(Phase::kOutput);
       workers_.share_then_barrier(me, count, 1, [&](int i) { normalise(i, layer.mlp_norm); });
       clock.ends(Phase::kNorms);
       activate(me, layer);
-      add_product(me, layer.down, activated_);
+      add_product(me, layer.down, activated_, layer.mlp_output_norm);
       clock.ends(Phase::kMlp);
     }
     workers_.share_then_barrier(me, count, 1, [&](int i) {
@@ -99,6 +100,9 @@ class DecodeRun {
 
   float* residual(int i) { return residual_.get() + std::size_t(i) * model_.hidden; }
 
+  // What attention or MLP gives, where it is normed before it is added.
+  float* given(int i) { return given_.get() + std::size_t(i) * model_.hidden; }
+
   // Queries, keys and values of a sequence, one behind the other.
   float* projected(int i) {
     return projected_.get() + std::size_t(i) * (queries_width_ + 2 * keys_width_);
@@ -108,8 +112,9 @@ class DecodeRun {
     if (i < step_.sequences) {
       const Sequence& sequence = step_.sequence[i];
       const Bf16* from = model_.embedding + std::size_t(sequence.token) * model_.hidden;
+      const __m512 multiplier = _mm512_set1_ps(model_.embedding_multiplier);
       for (int c = 0; c < model_.hidden; c += kLanes)
-        _mm512_storeu_ps(residual(i) + c, load_bf16(from + c));
+        _mm512_storeu_ps(residual(i) + c, _mm512_mul_ps(load_bf16(from + c), multiplier));
       angles(model_.frequencies, kDim, sequence.position, angles_.get() + std::size_t(i) * kDim);
     } else {
       const Run& run = step_.run[i - step_.sequences];
@@ -117,9 +122,13 @@ class DecodeRun {
     }
   }
 
+  // weight: null for the residual stream as it is.
   void normalise(int i, const Bf16* weight) {
-    norm(residual(i), weight, model_.norm_eps, model_.hidden,
-         [&](int c, __m512 value) { store_bf16(normed_.row(i) + c, value); });
+    const auto to = [&](int c, __m512 value) { store_bf16(normed_.row(i) + c, value); };
+    if (weight)
+      norm(residual(i), weight, model_.norm_eps, model_.hidden, to);
+    else
+      for (int c = 0; c < model_.hidden; c += kLanes) to(c, _mm512_loadu_ps(residual(i) + c));
     normed_.sum_up(i);
   }
 
@@ -145,14 +154,29 @@ class DecodeRun {
         _mm512_storeu_ps(projected(i) + from + row, products);
       });
     });
-    if (layer.query_norm)
-      workers_.share_then_barrier(me, step_.sequences * (model_.heads + model_.kv_heads), 4, [&](int n) {
-        const int head = n % (model_.heads + model_.kv_heads);
-        float* x = projected(n / (model_.heads + model_.kv_heads)) + head * kDim;
-        const Bf16* weight = head < model_.heads ? layer.query_norm : layer.key_norm;
-        norm(x, weight, model_.norm_eps, kDim,
-             [&](int c, __m512 value) { _mm512_storeu_ps(x + c, value); });
+    if (layer.query_norm) normalise_heads(me, layer);
+    if (model_.query_scale)
+      workers_.share_then_barrier(me, step_.sequences * model_.heads, 4, [&](int n) {
+        float* x = projected(n / model_.heads) + n % model_.heads * kDim;
+        for (int c = 0; c < kDim; c += kLanes)
+          _mm512_storeu_ps(x + c, _mm512_mul_ps(_mm512_loadu_ps(x + c),
+                                                _mm512_loadu_ps(model_.query_scale + c)));
       });
+  }
+
+  // Queries and keys, head by head, or all heads of each together.
+  void normalise_heads(int me, const Layer& layer) {
+    const int queries = model_.whole_norms ? 1 : model_.heads;
+    const int keys = model_.whole_norms ? 1 : model_.kv_heads;
+    workers_.share_then_barrier(me, step_.sequences * (queries + keys), 4, [&](int n) {
+      const int unit = n % (queries + keys);
+      const bool is_query = unit < queries;
+      const int width = is_query ? queries_width_ / queries : keys_width_ / keys;
+      const int from = is_query ? unit * width : queries_width_ + (unit - queries) * width;
+      float* x = projected(n / (queries + keys)) + from;
+      norm(x, is_query ? layer.query_norm : layer.key_norm, model_.norm_eps, width,
+           [&](int c, __m512 value) { _mm512_storeu_ps(x + c, value); });
+    });
   }
 
   // A sequence's new cell into its slot, or the queries of one run as they stand there.
@@ -200,13 +224,25 @@ class DecodeRun {
     quantise<kDim>(x, to);
   }
 
-  void add_product(int me, const Matrix& matrix, const Input& input) {
+  // Adds what attention or MLP gives to the residual stream; weight: of its norm, or null.
+  void add_product(int me, const Matrix& matrix, const Input& input, const Bf16* weight) {
+    const __m512 multiplier = _mm512_set1_ps(model_.residual_multiplier);
+    const auto add = [&](float* to, __m512 value) {
+      _mm512_storeu_ps(to, _mm512_fmadd_ps(value, multiplier, _mm512_loadu_ps(to)));
+    };
     workers_.share_then_barrier(me, matrix.blocks(), 6, [&](int block) {
       multiply_all(matrix, block, input, [&](int i, int row, __m512 products) {
-        float* to = residual(i) + row;
-        _mm512_storeu_ps(to, _mm512_add_ps(_mm512_loadu_ps(to), products));
+        if (weight)
+          _mm512_storeu_ps(given(i) + row, products);
+        else
+          add(residual(i) + row, products);
       });
     });
+    if (weight)
+      workers_.share_then_barrier(me, step_.sequences, 1, [&](int i) {
+        norm(given(i), weight, model_.norm_eps, model_.hidden,
+             [&](int c, __m512 value) { add(residual(i) + c, value); });
+      });
   }
 
   void activate(int me, const Layer& layer) {
@@ -227,7 +263,7 @@ class DecodeRun {
   const Step& step_;
   Workers workers_;
   const int queries_width_, keys_width_;
-  Buffer<float> residual_, projected_, angles_;
+  Buffer<float> residual_, given_, projected_, angles_;
   AttentionRuns<kDim> runs_;
   Rows normed_, attended_, activated_;
   bool alone_ = false;

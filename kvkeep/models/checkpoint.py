@@ -1,0 +1,53 @@
+"""From a checkpoint's tensors to those that the decoder computes with: names, parts and rows."""
+
+import re
+from collections.abc import Mapping
+from typing import TypeVar
+
+from torch import Tensor
+
+from kvkeep.models.families import FAMILIES
+from kvkeep.models.fused import separated, separated_shapes
+from kvkeep.models.rows import arranged
+from kvkeep.models.spec import ModelSpec
+
+_T = TypeVar("_T")
+_LAYER = re.compile(r"(model\.layers\.\d+\.)(.+)(\.(?:weight|bias))")
+# Of a model that reads images, too: its language model, as it is named since and before 2025.
+_TEXT = re.compile(r"model\.language_model\.|language_model\.model\.")
+_NOT_TEXT = re.compile(r"(model\.)?visual\..*")
+
+
+def decoder_shapes(
+    spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[int, ...]]:
+    """Name and shape of what `decoder_tensors` makes of tensors of these shapes."""
+    return separated_shapes(spec, _named(spec, shapes))
+
+
+def decoder_tensors(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A model's tensors by the names that `weights.tensor_shapes` has, their shapes checked.
+
+    Nothing is copied but rows that come in another order.
+    """
+    return arranged(spec, separated(spec, _named(spec, tensors)))
+
+
+def is_text(spec: ModelSpec, name: str) -> bool:
+    """Whether a checkpoint's tensor is of the language model."""
+    return not (FAMILIES[spec.architecture].text_part and _NOT_TEXT.fullmatch(name))
+
+
+def decoder_name(spec: ModelSpec, name: str) -> str:
+    """The name that a checkpoint's tensor has here, if it is one and not of several."""
+    family = FAMILIES[spec.architecture]
+    if family.text_part:
+        name = _TEXT.sub("model.", name, count=1)
+    layer = _LAYER.fullmatch(name)
+    if layer is None or layer.group(2) not in family.renamed:
+        return name
+    return f"{layer.group(1)}{family.renamed[layer.group(2)]}{layer.group(3)}"
+
+
+def _named(spec: ModelSpec, tensors: Mapping[str, _T]) -> dict[str, _T]:
+    return {decoder_name(spec, name): x for name, x in tensors.items() if is_text(spec, name)}
