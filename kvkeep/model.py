@@ -1,6 +1,7 @@
 """A loaded model, and the sessions that it makes."""
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -13,7 +14,7 @@ from kvkeep.compiled.decoder import can_decode
 from kvkeep.errors import InvalidArgument
 from kvkeep.executors import new_decoder
 from kvkeep.loaded import LoadedModel
-from kvkeep.models.checkpoint import decoder_shapes, decoder_tensors
+from kvkeep.models.checkpoint import decoder_shapes, decoder_tensors, is_text
 from kvkeep.models.config import read_spec
 from kvkeep.models.llama import cell_layout
 from kvkeep.models.packed import WEIGHTS, find_packed, stored
@@ -191,7 +192,8 @@ def load_model(
     spec = read_spec(folder)
     check_tensors(spec, decoder_shapes(spec, read_shapes(folder)), folder)
     text = TextCodec.open(folder)
-    tensors = decoder_tensors(spec, read_tensors(folder, DTYPES[dtype], where, progress))
+    read = read_tensors(folder, DTYPES[dtype], where, progress, partial(is_text, spec))
+    tensors = decoder_tensors(spec, read)
     check_tied(spec, tensors, folder)
     packed = _packed(folder, spec, weights, tensors, progress)
     return Model(model, folder, new_decoder(spec, tensors, packed), text)

@@ -13,9 +13,10 @@ from kvkeep.models.spec import ModelSpec
 
 _T = TypeVar("_T")
 _LAYER = re.compile(r"(model\.layers\.\d+\.)(.+)(\.(?:weight|bias))")
-# Of a model that reads images, too: its language model, as it is named since and before 2025.
-_TEXT = re.compile(r"model\.language_model\.|language_model\.model\.")
-_NOT_TEXT = re.compile(r"(model\.)?visual\..*")
+# Of a model that reads images, too: its language model where that is told apart by name, and what
+# makes its images embeddings.
+_TEXT = "model.language_model."
+_IMAGES = re.compile(r"(model\.)?visual\..*")
 
 
 def decoder_shapes(
@@ -35,14 +36,14 @@ def decoder_tensors(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> dict[str,
 
 def is_text(spec: ModelSpec, name: str) -> bool:
     """Whether a checkpoint's tensor is of the language model."""
-    return not (FAMILIES[spec.architecture].text_part and _NOT_TEXT.fullmatch(name))
+    return not (FAMILIES[spec.architecture].text_part and _IMAGES.fullmatch(name))
 
 
 def decoder_name(spec: ModelSpec, name: str) -> str:
     """The name that a checkpoint's tensor has here, if it is one and not of several."""
     family = FAMILIES[spec.architecture]
     if family.text_part:
-        name = _TEXT.sub("model.", name, count=1)
+        name = f"model.{name.removeprefix(_TEXT)}" if name.startswith(_TEXT) else name
     layer = _LAYER.fullmatch(name)
     if layer is None or layer.group(2) not in family.renamed:
         return name

@@ -7,9 +7,12 @@ from typing import Any
 
 from kvkeep.errors import BadModelFile, UnsupportedModel
 from kvkeep.models.config_numbers import LARGEST, count, positive
-from kvkeep.models.families import FAMILIES, OTHERS, Family
+from kvkeep.models.families import FAMILIES, Family
 from kvkeep.models.positions import positions, sliding_window
 from kvkeep.models.spec import ModelSpec
+from kvkeep.models.unsupported import why_not
+
+_HYBRID = "GraniteMoeHybridForCausalLM"
 
 _WIDEST_HEAD = 1 << 16
 
@@ -37,7 +40,8 @@ def spec_from_config(
 ) -> ModelSpec:
     """As `read_spec`, from what the two JSON files hold. path: where from, for messages."""
     architecture = _architecture(config, path)
-    family, config = FAMILIES[architecture], _text_part(config)
+    family = FAMILIES[architecture]
+    config = _text_part(config) if family.text_part else config
     _refuse_unsupported(config, architecture)
     heads = count(config, "num_attention_heads", path)
     hidden_size = count(config, "hidden_size", path)
@@ -51,7 +55,7 @@ def spec_from_config(
     head_dim = count(
         config, "head_dim", path, default=family.usual_head_dim or hidden_size // heads
     )
-    if head_dim > _WIDEST_HEAD:
+    if head_dim > _WIDEST_HEAD or head_dim % 2:
         raise BadModelFile(f"{path}: heads of {head_dim} dimensions; fetch the model again")
     rope, trained = positions(config, family, head_dim, path)
     return ModelSpec(
@@ -105,11 +109,28 @@ def _architecture(config: Mapping[str, Any], path: Path) -> str:
             f"supported: {', '.join(FAMILIES)}"
         )
     if not isinstance(named[0], str) or named[0] not in FAMILIES:
-        why = f": it {OTHERS[named[0]]}" if str(named[0]) in OTHERS else ""
-        raise UnsupportedModel(
-            f"architecture {named[0]} is not supported{why}; supported: {', '.join(FAMILIES)}"
-        )
+        raise _unsupported(named[0])
+    if named[0] == _HYBRID and not _is_dense(config):
+        raise _unsupported(_HYBRID)
     return str(named[0])
+
+
+def _unsupported(architecture: object) -> UnsupportedModel:
+    return UnsupportedModel(
+        f"architecture {architecture} is not supported{why_not(architecture)}; supported: "
+        f"{', '.join(FAMILIES)}"
+    )
+
+
+def _is_dense(config: Mapping[str, Any]) -> bool:
+    """Whether a Granite 4 has neither state layers nor experts, and rotates."""
+    kinds = config.get("layer_types")
+    return (
+        isinstance(kinds, list)
+        and all(kind in ("attention", "full_attention") for kind in kinds)
+        and config.get("num_local_experts") == 0
+        and config.get("position_embedding_type") == "rope"
+    )
 
 
 def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -123,8 +144,7 @@ def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _width(architecture: str) -> str:
     """The field that says how wide the MLP is."""
-    hybrid = architecture == "GraniteMoeHybridForCausalLM"
-    return "shared_intermediate_size" if hybrid else "intermediate_size"
+    return "shared_intermediate_size" if architecture == _HYBRID else "intermediate_size"
 
 
 def _refuse_unsupported(config: Mapping[str, Any], architecture: str) -> None:

@@ -14,13 +14,16 @@ from tqdm import tqdm
 from kvkeep.errors import UnsupportedModel
 from kvkeep.files.tensors import Entry, write_tensors
 from kvkeep.files.whole import write_whole
+from kvkeep.models.checkpoint import decoder_shapes
 from kvkeep.models.checksum import write_checksum
 from kvkeep.models.config import spec_from_config
+from kvkeep.models.fused import part_of
 from kvkeep.models.gguf_config import config_from_gguf, eos_token_ids
 from kvkeep.models.gguf_file import GgufFile, PackedTensor
 from kvkeep.models.gguf_tokenizer import build_tokenizer, special_token
 from kvkeep.models.packed import HEAD, matrices, packed_path, write_packed
 from kvkeep.models.packing import MatrixBits, QuantisedMatrix, from_gguf, packable, packed, quantise
+from kvkeep.models.rows import half_layout
 from kvkeep.models.spec import ModelSpec
 from kvkeep.models.weights import check_tensors
 
@@ -38,8 +41,9 @@ def convert(gguf: Path, folder: Path, progress: bool) -> None:
     file = GgufFile.open(gguf)
     config = config_from_gguf(file)
     spec = spec_from_config(config, {}, gguf)
-    tensors = _weights(file)
-    check_tensors(spec, {name: tensor.shape for name, tensor in tensors.items()}, gguf)
+    tensors = _weights(file, spec.architecture)
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    check_tensors(spec, decoder_shapes(spec, shapes), gguf)
     tokenizer = build_tokenizer(file)
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -59,11 +63,12 @@ def convert(gguf: Path, folder: Path, progress: bool) -> None:
 def row_order(name: str, tensor: PackedTensor, spec: ModelSpec) -> NDArray[np.int64] | slice:
     """Which stored row each row of the Hugging Face tensor is.
 
-    For Llama, GGUF lays the two halves of each rotated pair side by side; Hugging Face keeps all
-    first halves, then all second ones. Qwen is stored as it is.
+    For Llama and Granite, GGUF lays the two halves of each rotated pair side by side; Hugging Face
+    keeps all first halves, then all second ones. Other families are stored as they are: GLM-4's
+    pairs lie side by side in both.
     """
     rotated = re.search(r"self_attn\.([qk])_proj\.", name)
-    if rotated is None or spec.architecture not in ("LlamaForCausalLM", "MistralForCausalLM"):
+    if rotated is None or spec.architecture not in _SIDE_BY_SIDE:
         return slice(None)
     heads = spec.heads if rotated.group(1) == "q" else spec.kv_heads
     pairs = np.arange(tensor.shape[0], dtype=np.int64).reshape(heads, -1, 2)
@@ -88,26 +93,43 @@ _LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+# What is named otherwise in some: `qkv` and `up` are several matrices in one.
+_LAYER_NAMES_OF = {
+    "Phi3ForCausalLM": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+    "Glm4ForCausalLM": {
+        "ffn_up": "mlp.gate_up_proj",
+        "post_attention_norm": "post_self_attn_layernorm",
+        "post_ffw_norm": "post_mlp_layernorm",
+    },
+    "Olmo2ForCausalLM": {
+        "post_attention_norm": "post_attention_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    },
+}
+_SIDE_BY_SIDE = ("LlamaForCausalLM", "MistralForCausalLM", "GraniteForCausalLM")
 # Tables that the config says in another way.
-_NOT_WEIGHTS = re.compile(r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd\.weight")
+_NOT_WEIGHTS = re.compile(
+    r"rope_freqs\.weight|rope_factors_(long|short)\.weight|blk\.\d+\.attn_rot_embd\.weight"
+)
 
 
-def _weights(file: GgufFile) -> dict[str, PackedTensor]:
+def _weights(file: GgufFile, architecture: str) -> dict[str, PackedTensor]:
     """The tensors of the model by Hugging Face name, in file order."""
+    names = _LAYER_NAMES | _LAYER_NAMES_OF.get(architecture, {})
     return {
-        _hugging_face_name(name): tensor
+        _hugging_face_name(name, names): tensor
         for name, tensor in file.tensors.items()
         if not _NOT_WEIGHTS.fullmatch(name)
     }
 
 
-def _hugging_face_name(name: str) -> str:
+def _hugging_face_name(name: str, of_a_layer: Mapping[str, str]) -> str:
     if name in _TOP_NAMES:
         return _TOP_NAMES[name]
     layer = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
-    if layer and layer.group(2) in _LAYER_NAMES:
-        return f"model.layers.{layer.group(1)}.{_LAYER_NAMES[layer.group(2)]}.{layer.group(3)}"
-    raise UnsupportedModel(f"the GGUF tensor {name} is not one of a Llama-family model")
+    if layer and layer.group(2) in of_a_layer:
+        return f"model.layers.{layer.group(1)}.{of_a_layer[layer.group(2)]}.{layer.group(3)}"
+    raise UnsupportedModel(f"the GGUF tensor {name} is not one of its architecture's")
 
 
 def _write_weights(
@@ -147,7 +169,7 @@ def _as_bf16(tensor: PackedTensor, order: NDArray[np.int64] | slice) -> Iterator
 def _write_packed(folder: Path, tensors: Mapping[str, PackedTensor], spec: ModelSpec) -> None:
     """Beside them the matrices as the file packs them, if all layers are in 4 or 8 bits."""
     names = matrices(spec)
-    sources = {name: tensors[_source(name, tensors)] for name in names}
+    sources = {name: tensors[_source(name, tensors, spec)] for name in names}
     kinds = {tensor.quantisation for name, tensor in sources.items() if name != HEAD}
     if not kinds <= {"Q4_0", "Q4_1", "Q8_0"} or not all(packable(*names[n]) for n in names):
         return
@@ -160,13 +182,27 @@ def _write_packed(folder: Path, tensors: Mapping[str, PackedTensor], spec: Model
     write_checksum(path, write_packed(path, names, bits, each))
 
 
-def _source(name: str, tensors: Mapping[str, PackedTensor]) -> str:
-    return "model.embed_tokens.weight" if name not in tensors else name
+def _source(name: str, tensors: Mapping[str, PackedTensor], spec: ModelSpec) -> str:
+    """The tensor that a matrix is, or is in."""
+    if name in tensors:
+        return name
+    part = part_of(spec, name)
+    return part[0] if part else "model.embed_tokens.weight"
+
+
+def _rows(name: str, tensor: PackedTensor, spec: ModelSpec) -> NDArray[np.int64]:
+    """Which rows of its source a matrix is, in the order in which the decoder takes them."""
+    rows = np.arange(tensor.shape[0], dtype=np.int64)[row_order(name, tensor, spec)]
+    part = part_of(spec, name)
+    if part and len(rows) != matrices(spec)[name][0]:
+        rows = rows[part[1]]
+    order = half_layout(spec, name, len(rows))
+    return rows if order is None else rows[order.numpy()]
 
 
 def _quantised(name: str, tensor: PackedTensor, spec: ModelSpec) -> QuantisedMatrix:
-    order = row_order(name, tensor, spec)
-    taken = from_gguf(tensor.quantisation, torch.from_numpy(np.array(tensor.data[order])))
+    rows = _rows(name, tensor, spec)
+    taken = from_gguf(tensor.quantisation, torch.from_numpy(np.array(tensor.data[rows])))
     # Only a head comes in other kinds: 8 bits lose least of it.
     return taken or quantise(torch.from_numpy(tensor.unpack()), 8)
 

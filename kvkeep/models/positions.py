@@ -28,7 +28,7 @@ def positions(
             f"{path}: RoPE settings must be one flat object, found {settings!r}; models that "
             "rotate differently from layer to layer are not supported"
         )
-    settings = _usual_kind(config, settings, family)
+    settings = _usual_kind(config, settings, family, path)
     rotary_dim = _rotary_dim(config, settings, family, head_dim, path)
     rope = rope_spec(
         settings,
@@ -39,12 +39,12 @@ def positions(
     unrotated = (0.0,) * (head_dim // 2 - rotary_dim // 2)
     whole = replace(rope, inverse_frequencies=rope.inverse_frequencies + unrotated)
     if rope.kind == "longrope":  # the table of this length is the one that is taken
-        return whole, min(stated, int(settings["original_max_position_embeddings"]))
+        return whole, min(stated, settings["original_max_position_embeddings"])
     return whole, _extended_length(settings, stated)
 
 
 def _usual_kind(
-    config: Mapping[str, Any], settings: Mapping[str, Any], family: Family
+    config: Mapping[str, Any], settings: Mapping[str, Any], family: Family, path: Path
 ) -> Mapping[str, Any]:
     """The same settings under the names that `rope_spec` knows."""
     kind = settings.get("rope_type") or settings.get("type")
@@ -52,16 +52,10 @@ def _usual_kind(
         return {**settings, "rope_type": "default"}
     if not (kind == "longrope" or (kind in ("su", "yarn") and family is FAMILIES[_PHI3])):
         return settings
-    original = config.get("original_max_position_embeddings")
-    if original is None:
-        original = settings.get("original_max_position_embeddings")
-    if original is None:
-        original = config.get("max_position_embeddings")
-    return {
-        **settings,
-        "rope_type": "longrope",
-        "original_max_position_embeddings": original,
-    }
+    key = "original_max_position_embeddings"
+    holder = config if config.get(key) else settings
+    usual = count(config, "max_position_embeddings", path)
+    return {**settings, "rope_type": "longrope", key: count(holder, key, path, default=usual)}
 
 
 def _rope_theta(config: Mapping[str, Any], settings: Mapping[str, Any], path: Path) -> float:

@@ -1,6 +1,6 @@
 """A model's tensors, memory-mapped from safetensors files."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -18,16 +18,20 @@ _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def read_tensors(
-    folder: Path, dtype: torch.dtype, device: torch.device, progress: bool
+    folder: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: bool,
+    wanted: Callable[[str], bool] = lambda name: True,
 ) -> dict[str, Tensor]:
-    """All tensors of a model, by Hugging Face name.
+    """All tensors of a model that are wanted, by Hugging Face name.
 
     A tensor that is stored in `dtype` and stays on the CPU is a view of the file: nothing is read
     until it is used, and processes share the memory.
 
     Raises BadModelFile naming the file that is missing, empty, truncated or not safetensors.
     """
-    located = _locate(folder)
+    located = {path: list(filter(wanted, names)) for path, names in _locate(folder).items()}
     tensors: dict[str, Tensor] = {}
     with tqdm(
         total=sum(len(names) for names in located.values()),
