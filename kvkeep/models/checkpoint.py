@@ -15,8 +15,9 @@ _T = TypeVar("_T")
 _LAYER = re.compile(r"(model\.layers\.\d+\.)(.+)(\.(?:weight|bias))")
 # Of a model that reads images, too: its language model where that is told apart by name, and what
 # makes its images embeddings.
-_TEXT = "model.language_model."
-_IMAGES = re.compile(r"(model\.)?visual\..*")
+_LANGUAGE_MODEL = r"(model\.language_model|language_model\.model)\."
+_HEAD = r"language_model\.lm_head\."
+_IMAGES = re.compile(r"(model\.)?(visual|vision_tower|multi_modal_projector)\..*")
 
 
 def decoder_shapes(
@@ -43,7 +44,7 @@ def decoder_name(spec: ModelSpec, name: str) -> str:
     """The name that a checkpoint's tensor has here, if it is one and not of several."""
     family = FAMILIES[spec.architecture]
     if family.text_part:
-        name = f"model.{name.removeprefix(_TEXT)}" if name.startswith(_TEXT) else name
+        name = re.sub(f"^{_LANGUAGE_MODEL}", "model.", re.sub(f"^{_HEAD}", "lm_head.", name))
     layer = _LAYER.fullmatch(name)
     if layer is None or layer.group(2) not in family.renamed:
         return name

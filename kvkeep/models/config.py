@@ -13,6 +13,7 @@ from kvkeep.models.spec import ModelSpec
 from kvkeep.models.unsupported import why_not
 
 _HYBRID = "GraniteMoeHybridForCausalLM"
+_MISTRAL3 = "Mistral3ForConditionalGeneration"
 
 _WIDEST_HEAD = 1 << 16
 
@@ -112,6 +113,9 @@ def _architecture(config: Mapping[str, Any], path: Path) -> str:
         raise _unsupported(named[0])
     if named[0] == _HYBRID and not _is_dense(config):
         raise _unsupported(_HYBRID)
+    text = config.get("text_config")
+    if named[0] == _MISTRAL3 and isinstance(text, dict) and text.get("model_type") == "mistral4":
+        raise _unsupported("Mistral4ForCausalLM")
     return str(named[0])
 
 

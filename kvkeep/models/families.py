@@ -65,6 +65,10 @@ _GLM = Family(
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(mlp_bias=True),
     "MistralForCausalLM": Family(attention_bias="none", window="stated", usual_window=4096),
+    "Mistral3ForConditionalGeneration": Family(
+        attention_bias="none", window="stated", text_part=True
+    ),
+    "Ministral3ForCausalLM": Family(attention_bias="none", window="stated", usual_head_dim=128),
     "Qwen2ForCausalLM": Family(attention_bias="qkv", window="if used", usual_window=4096),
     "Qwen3ForCausalLM": Family(
         window="if used", usual_window=4096, usual_head_dim=128, qk_norm=True

@@ -13,6 +13,7 @@ from kvkeep.models.unsupported import why_not
 # images keeps what it needs for them in another file: this one is a language model as others are.
 _FAMILIES = {
     "llama": ("LlamaForCausalLM", "llama"),
+    "mistral3": ("MistralForCausalLM", "mistral"),
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
     "qwen2vl": ("Qwen2ForCausalLM", "qwen2"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
@@ -38,6 +39,8 @@ def config_from_gguf(file: GgufFile) -> dict[str, Any]:
     window = file.metadata.get(f"{family}.attention.sliding_window")
     if family == "llama" and window:
         architecture, model_type = "MistralForCausalLM", "mistral"
+    if f"{family}.attention.temperature_scale" in file.metadata:
+        architecture, model_type = "Ministral3ForCausalLM", "ministral3"
     heads = file.count(f"{family}.attention.head_count")
     hidden_size = file.count(f"{family}.embedding_length")
     head_dim = file.count(f"{family}.attention.key_length", max(1, hidden_size // heads))
@@ -63,7 +66,7 @@ def config_from_gguf(file: GgufFile) -> dict[str, Any]:
     }
     if model_type in ("llama", "granite"):
         config["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
-    if model_type in ("mistral", "phi3"):
+    if model_type in ("mistral", "ministral3", "phi3"):
         config["sliding_window"] = window or None
     if family in _ROTATE_PARTS:
         rotated = file.count(f"{family}.rope.dimension_count", head_dim)
@@ -232,12 +235,18 @@ def _rope_scaling(file: GgufFile, family: str, head_dim: int) -> dict[str, Any] 
     ):
         if f"{family}.rope.scaling.{key}" in file.metadata:
             scaling[name] = file.number(f"{family}.rope.scaling.{key}")
-    for key in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor", "yarn_log_multiplier"):
+    magnitude = "yarn_log_multiplier"
+    for key in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor", magnitude):
         if file.metadata.get(f"{family}.rope.scaling.{key}", 1.0) not in (0.0, 1.0):
             raise UnsupportedModel(
                 f"the GGUF field {family}.rope.scaling.{key} is not supported; use the model's "
                 "safetensors folder"
             )
+    if family == "mistral3":
+        whole = _shortest(file.number(f"mistral3.rope.scaling.{magnitude}", 0.0))
+        scaling |= {"mscale": whole, "mscale_all_dim": whole}
+        beta = file.number("mistral3.attention.temperature_scale", 0.0)
+        scaling["llama_4_scaling_beta"] = _shortest(beta)
     return scaling
 
 

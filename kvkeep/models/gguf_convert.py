@@ -63,9 +63,9 @@ def convert(gguf: Path, folder: Path, progress: bool) -> None:
 def row_order(name: str, tensor: PackedTensor, spec: ModelSpec) -> NDArray[np.int64] | slice:
     """Which stored row each row of the Hugging Face tensor is.
 
-    For Llama and Granite, GGUF lays the two halves of each rotated pair side by side; Hugging Face
-    keeps all first halves, then all second ones. Other families are stored as they are: GLM-4's
-    pairs lie side by side in both.
+    For Llama, Mistral and Granite, GGUF lays the two halves of each rotated pair side by side;
+    Hugging Face keeps all first halves, then all second ones. Other families are stored as they
+    are: GLM-4's pairs lie side by side in both.
     """
     rotated = re.search(r"self_attn\.([qk])_proj\.", name)
     if rotated is None or spec.architecture not in _SIDE_BY_SIDE:
@@ -106,7 +106,12 @@ _LAYER_NAMES_OF = {
         "post_ffw_norm": "post_feedforward_layernorm",
     },
 }
-_SIDE_BY_SIDE = ("LlamaForCausalLM", "MistralForCausalLM", "GraniteForCausalLM")
+_SIDE_BY_SIDE = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Ministral3ForCausalLM",
+    "GraniteForCausalLM",
+)
 # Tables that the config says in another way.
 _NOT_WEIGHTS = re.compile(
     r"rope_freqs\.weight|rope_factors_(long|short)\.weight|blk\.\d+\.attn_rot_embd\.weight"

@@ -12,6 +12,7 @@ from kvkeep.models.frequencies import rope_spec
 from kvkeep.models.spec import RopeSpec
 
 _PHI3 = "Phi3ForCausalLM"
+_ORIGINAL = "original_max_position_embeddings"
 
 
 def positions(
@@ -39,7 +40,9 @@ def positions(
     unrotated = (0.0,) * (head_dim // 2 - rotary_dim // 2)
     whole = replace(rope, inverse_frequencies=rope.inverse_frequencies + unrotated)
     if rope.kind == "longrope":  # the table of this length is the one that is taken
-        return whole, min(stated, settings["original_max_position_embeddings"])
+        return whole, min(stated, settings[_ORIGINAL])
+    if settings.get("llama_4_scaling_beta"):  # from here on queries grow with their place in a text
+        return whole, min(stated, count(settings, _ORIGINAL, path, default=stated))
     return whole, _extended_length(settings, stated)
 
 
@@ -52,10 +55,10 @@ def _usual_kind(
         return {**settings, "rope_type": "default"}
     if not (kind == "longrope" or (kind in ("su", "yarn") and family is FAMILIES[_PHI3])):
         return settings
-    key = "original_max_position_embeddings"
-    holder = config if config.get(key) else settings
+    holder = config if config.get(_ORIGINAL) else settings
     usual = count(config, "max_position_embeddings", path)
-    return {**settings, "rope_type": "longrope", key: count(holder, key, path, default=usual)}
+    original = count(holder, _ORIGINAL, path, default=usual)
+    return {**settings, "rope_type": "longrope", _ORIGINAL: original}
 
 
 def _rope_theta(config: Mapping[str, Any], settings: Mapping[str, Any], path: Path) -> float:
@@ -92,7 +95,7 @@ def _rotary_dim(
 def _extended_length(rope_settings: Mapping[str, Any], stated: int) -> int:
     """Some yarn configs state the length before extension as max_position_embeddings."""
     kind = rope_settings.get("rope_type") or rope_settings.get("type")
-    original = rope_settings.get("original_max_position_embeddings")
+    original = rope_settings.get(_ORIGINAL)
     factor = rope_settings.get("factor")
     if kind == "yarn" and original and factor:
         return max(stated, int(min(original * factor, LARGEST)))  # rope_spec has seen both

@@ -51,6 +51,8 @@ _WHY: dict[str, tuple[str, str]] = {
     "deepseek2": (_LATENT, "its distillations into Qwen2 and Llama run"),
     "MiniCPM3ForCausalLM": (_LATENT, _ANY),
     "minicpm3": (_LATENT, _ANY),
+    "Mistral4ForCausalLM": (_LATENT, "Mistral Small 3 and Ministral 3 run"),
+    "mistral4": (_LATENT, "Mistral Small 3 and Ministral 3 run"),
     "MixtralForCausalLM": (_EXPERTS, _MISTRAL),
     "Qwen2MoeForCausalLM": (_EXPERTS, _QWEN3),
     "qwen2moe": (_EXPERTS, _QWEN3),

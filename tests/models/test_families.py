@@ -39,6 +39,17 @@ YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 128,
 }
+MINISTRAL3 = {
+    "head_dim": 16,
+    "pad_token_id": 0,
+    "rope_parameters": YARN
+    | {
+        "original_max_position_embeddings": 160,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    },
+}
 GRANITE = {
     "embedding_multiplier": 12.0,
     "residual_multiplier": 0.22,
@@ -81,6 +92,7 @@ FAMILIES = {
     "llama3-rope": ("Llama", {"rope_parameters": LLAMA3}),
     "yarn-rope": ("Llama", {"rope_parameters": YARN}),
     "mistral": ("Mistral", {"sliding_window": None}),
+    "ministral3": ("Ministral3", MINISTRAL3),
     "qwen2": ("Qwen2", {}),
     "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"head_dim": 24}),

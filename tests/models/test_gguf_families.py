@@ -34,6 +34,15 @@ MULTIPLIERS = {
     "logits_scaling": 3.0,
 }
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75, **DIVISORS}
+MINISTRAL3 = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
 MADE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "granite": ("Granite", "granite", MULTIPLIERS),
     "granite-biases": ("Granite", "granite", MULTIPLIERS | {"attention_bias": True}),
@@ -46,6 +55,12 @@ MADE: dict[str, tuple[str, str, dict[str, Any]]] = {
         "phi3",
         PADDING | {"original_max_position_embeddings": 128, "rope_parameters": LONGROPE},
     ),
+    "ministral3": (
+        "Ministral3",
+        "mistral3",
+        PADDING | {"head_dim": 32, "rope_parameters": MINISTRAL3},
+    ),
+    "mistral-small3": ("Mistral", "mistral3", {"head_dim": 32, "sliding_window": None}),
     "qwen3vl": ("Qwen3", "qwen3vl", {"head_dim": 32}),
     "qwen2vl": ("Qwen2", "qwen2vl", {}),
 }
@@ -90,6 +105,12 @@ def described(writer: GGUFWriter, architecture: str, config: Any) -> None:
     if architecture == "phi3":
         writer.add_sliding_window(config.sliding_window or 0)
         writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
     if rope["rope_type"] == "longrope":
         scale = config.max_position_embeddings / config.original_max_position_embeddings
         original = config.original_max_position_embeddings
@@ -117,7 +138,7 @@ def write(
             (".q_proj.", config.num_attention_heads),
             (".k_proj.", config.num_key_value_heads),
         ):
-            if architecture == "granite" and part in name:
+            if architecture in ("granite", "mistral3") and part in name:
                 array = interleaved(array, heads)
         form = stored if array.ndim == 2 else Type.F32
         there = names.get_name(name, try_suffixes=(".weight", ".bias"))
