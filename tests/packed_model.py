@@ -25,6 +25,7 @@ ARCHITECTURES = {
     "olmo2": "Olmo2ForCausalLM",
     "glm4": "Glm4ForCausalLM",
     "phi4": "Phi3ForCausalLM",
+    "cohere": "CohereForCausalLM",
 }
 BEYOND: dict[str, dict[str, Any]] = {
     "granite": {
@@ -35,6 +36,7 @@ BEYOND: dict[str, dict[str, Any]] = {
     },
     "olmo2": {"norms_before": False, "norms_after": True, "qk_norm_whole": True},
     "glm4": {"norms_after": True},
+    "cohere": {"centred_norms": True, "parallel": True, "logits_multiplier": 0.5},
 }
 ROTATED = {"glm4": (0.5, 1.0), "phi4": (0.75, 1.19)}  # of each head; what yarn or longrope scales
 

@@ -62,6 +62,8 @@ class CModel(Structure):
         ("embedding_multiplier", c_float),
         ("residual_multiplier", c_float),
         ("whole_norms", c_int32),
+        ("centred_norms", c_int32),
+        ("parallel", c_int32),
         ("reserved", c_int32),
         ("query_scale", c_void_p),
         ("embedding", c_void_p),

@@ -124,6 +124,8 @@ class CompiledExecutor:
             spec.embedding_multiplier,
             spec.residual_multiplier,
             spec.qk_norm_whole,
+            spec.centred_norms,
+            spec.parallel,
             0,
             None if self._query_scale is None else self._query_scale.data_ptr(),
             self._pointer("model.embed_tokens.weight"),

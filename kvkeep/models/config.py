@@ -15,6 +15,14 @@ from kvkeep.models.unsupported import why_not
 _HYBRID = "GraniteMoeHybridForCausalLM"
 _MISTRAL3 = "Mistral3ForConditionalGeneration"
 
+_AS_IN_FAMILY = (
+    "qk_norm",
+    "qk_norm_whole",
+    "norms_before",
+    "norms_after",
+    "centred_norms",
+    "parallel",
+)
 _WIDEST_HEAD = 1 << 16
 
 
@@ -68,17 +76,14 @@ def spec_from_config(
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        norm_eps=positive(config, "rms_norm_eps", path, default=1e-6),
+        norm_eps=positive(config, family.norm_eps, path, default=1e-6),
         max_positions=min(trained, sliding_window(config, family, layers, path) or trained),
         rope=rope,
-        tied_head=bool(config.get("tie_word_embeddings", False)),
+        tied_head=_tied(config, family),
         **_biases(config, family),
-        qk_norm=family.qk_norm,
         bos_token_id=next(iter(_token_ids(config, generation, "bos_token_id", path)), None),
         eos_token_ids=_token_ids(config, generation, "eos_token_id", path),
-        norms_before=family.norms_before,
-        norms_after=family.norms_after,
-        qk_norm_whole=family.qk_norm_whole,
+        **{name: getattr(family, name) for name in _AS_IN_FAMILY},
         **_multipliers(config, family, path),
     )
 
@@ -157,6 +162,11 @@ def _refuse_unsupported(config: Mapping[str, Any], architecture: str) -> None:
         raise UnsupportedModel(
             f"{architecture} with activation {activation!r} is not supported, only 'silu'"
         )
+    if architecture == "CohereForCausalLM" and config.get("use_qk_norm"):
+        raise UnsupportedModel(
+            f"{architecture} with norms of queries and keys (Command R+) is not supported; the "
+            "others of its family (Command R, Aya) are"
+        )
     quantised = config.get("quantization_config")
     if quantised:
         method = quantised.get("quant_method", "?") if isinstance(quantised, dict) else "?"
@@ -164,6 +174,11 @@ def _refuse_unsupported(config: Mapping[str, Any], architecture: str) -> None:
             f"weights quantised by {method!r} are not supported; use the model's bf16 safetensors "
             "or a .gguf file"
         )
+
+
+def _tied(config: Mapping[str, Any], family: Family) -> bool:
+    said = config.get("tie_word_embeddings")
+    return bool(family.tied_unsaid if said is None else said)
 
 
 def _biases(config: Mapping[str, Any], family: Family) -> dict[str, bool]:
@@ -177,6 +192,8 @@ def _biases(config: Mapping[str, Any], family: Family) -> dict[str, bool]:
 
 
 def _multipliers(config: Mapping[str, Any], family: Family, path: Path) -> dict[str, Any]:
+    if family.logit_scale:
+        return {"logits_multiplier": positive(config, "logit_scale", path, default=0.0625)}
     if not family.multipliers:
         return {}
     return {

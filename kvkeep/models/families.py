@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-# Which of the projections in attention have biases: as the config's `attention_bias` says, all of
-# them or q, k and v; q, k and v whatever it says; none.
+# Which projections of attention have biases: all as `attention_bias` says; q, k and v as it says;
+# q, k and v whatever it says; none.
 Biases = Literal["stated", "stated of qkv", "qkv", "none"]
-# What attention sees less than everything: as `sliding_window` says; only if
-# `use_sliding_window` says so, too; never.
+# Whether attention was trained to see fewer tokens than all: as `sliding_window` says; the same
+# where `use_sliding_window` says so, too; never.
 Windows = Literal["stated", "if used", "none"]
 
 
@@ -24,8 +24,10 @@ class Family:
     bias_unsaid: what a config without `attention_bias` means.
     window, usual_window: see `Windows`; tokens where the config says nothing.
     usual_head_dim: where the config says nothing; None for hidden_size / heads.
-    qk_norm, qk_norm_whole, norms_before, norms_after: as in ModelSpec.
-    multipliers: Granite's four.
+    qk_norm, qk_norm_whole, norms_before, norms_after, centred_norms, parallel: as in ModelSpec.
+    norm_eps: the field of the config that says it.
+    multipliers: Granite's four. logit_scale: Cohere's one.
+    tied_unsaid: what a config without `tie_word_embeddings` means.
     rotated: the part of each head that is rotated where the config says nothing; None for families
         that rotate whole heads, whatever it says.
     interleaved: the pairs that are rotated lie side by side, not half a head apart.
@@ -44,7 +46,12 @@ class Family:
     qk_norm_whole: bool = False
     norms_before: bool = True
     norms_after: bool = False
+    centred_norms: bool = False
+    parallel: bool = False
+    norm_eps: str = "rms_norm_eps"
     multipliers: bool = False
+    logit_scale: bool = False
+    tied_unsaid: bool = False
     rotated: float | None = None
     interleaved: bool = False
     qkv: str = ""
@@ -99,6 +106,14 @@ FAMILIES: dict[str, Family] = {
     ),
     "GlmForCausalLM": _GLM,
     "Glm4ForCausalLM": replace(_GLM, norms_after=True),
+    "CohereForCausalLM": Family(
+        centred_norms=True,
+        parallel=True,
+        norm_eps="layer_norm_eps",
+        logit_scale=True,
+        tied_unsaid=True,
+        interleaved=True,
+    ),
     "Qwen2_5_VLForConditionalGeneration": Family(
         attention_bias="qkv", window="if used", usual_window=4096, text_part=True
     ),

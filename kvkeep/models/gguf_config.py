@@ -21,6 +21,7 @@ _FAMILIES = {
     "phi3": ("Phi3ForCausalLM", "phi3"),
     "granite": ("GraniteForCausalLM", "granite"),
     "olmo2": ("Olmo2ForCausalLM", "olmo2"),
+    "command-r": ("CohereForCausalLM", "cohere"),
     "glm4": ("Glm4ForCausalLM", "glm4"),
 }
 _OF_EACH = "attention.head_count_kv"  # Granite 4 says it of each layer, though all are the same
@@ -56,7 +57,7 @@ def config_from_gguf(file: GgufFile) -> dict[str, Any]:
         "head_dim": head_dim,
         "hidden_act": "silu",
         "max_position_embeddings": file.count(f"{family}.context_length"),
-        "rms_norm_eps": _shortest(file.number(f"{family}.attention.layer_norm_rms_epsilon")),
+        **_norm_eps(file, family),
         "rope_theta": _shortest(file.number(f"{family}.rope.freq_base", 10_000.0)),
         "rope_scaling": _rope_scaling(file, family, head_dim),
         "tie_word_embeddings": "output.weight" not in file.tensors,
@@ -71,6 +72,8 @@ def config_from_gguf(file: GgufFile) -> dict[str, Any]:
     if family in _ROTATE_PARTS:
         rotated = file.count(f"{family}.rope.dimension_count", head_dim)
         config["partial_rotary_factor"] = rotated / head_dim
+    if family == "command-r":
+        config["logit_scale"] = _shortest(file.number(f"{family}.logit_scale", 0.0625))
     if family == "granite":
         config |= _multipliers(file, head_dim)
     if family == "phi3":
@@ -79,6 +82,13 @@ def config_from_gguf(file: GgufFile) -> dict[str, Any]:
         if special_token(file, role) is not None:
             config[key] = file.metadata[f"tokenizer.ggml.{role}_token_id"]
     return {**config, "eos_token_id": eos_token_ids(file) or None}
+
+
+def _norm_eps(file: GgufFile, family: str) -> dict[str, float]:
+    if family == "command-r":
+        eps = file.number(f"{family}.attention.layer_norm_epsilon")
+        return {"layer_norm_eps": _shortest(eps)}
+    return {"rms_norm_eps": _shortest(file.number(f"{family}.attention.layer_norm_rms_epsilon"))}
 
 
 def _width(file: GgufFile, family: str) -> int:

@@ -21,12 +21,18 @@ from kvkeep.models.spec import ModelSpec
 
 @dataclass(frozen=True)
 class Norm:
-    """RMSNorm (arXiv:1910.07467) over the last dimension; weight: `[width]`."""
+    """RMSNorm (arXiv:1910.07467) over the last dimension; weight: `[width]`.
+
+    centred: the mean is taken off first, which makes it LayerNorm (arXiv:1607.06450).
+    """
 
     weight: Tensor
     eps: float
+    centred: bool = False
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self.centred:
+            return F.layer_norm(x, self.weight.shape, self.weight, None, self.eps)
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
@@ -61,7 +67,7 @@ class Llama:
         self.spec = spec
         self.embedding = tensors["model.embed_tokens.weight"]
         self.layers = [_layer(spec, tensors, i) for i in range(spec.layers)]
-        self.norm = Norm(tensors["model.norm.weight"], spec.norm_eps)
+        self.norm = Norm(tensors["model.norm.weight"], spec.norm_eps, spec.centred_norms)
         scale = spec.query_scale
         self.query_scale = self.norm.weight.new_tensor(scale) if scale else None
         self.head = Linear(self.embedding if spec.tied_head else tensors["lm_head.weight"], None)
@@ -72,10 +78,12 @@ class Llama:
         for index, layer in enumerate(self.layers):
             if lengths is not None:
                 lengths[index] = x.float().norm(dim=-1)
-            given = self._attention(index, layer, _normed(layer.attention_norm, x), step)
+            read = _normed(layer.attention_norm, x)
+            given = self._attention(index, layer, read, step)
             x = self._sum(x, _normed(layer.attention_output_norm, given))
-            given = _mlp(layer, _normed(layer.mlp_norm, x))
-            x = self._sum(x, _normed(layer.mlp_output_norm, given))
+            if not self.spec.parallel:
+                read = _normed(layer.mlp_norm, x)
+            x = self._sum(x, _normed(layer.mlp_output_norm, _mlp(layer, read)))
         return self.norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -184,7 +192,9 @@ def _layer(spec: ModelSpec, tensors: Mapping[str, Tensor], index: int) -> Layer:
         return Linear(tensors[f"{prefix}{name}.weight"], tensors.get(f"{prefix}{name}.bias"))
 
     def norm(name: str, there: bool) -> Norm | None:
-        return Norm(tensors[f"{prefix}{name}.weight"], spec.norm_eps) if there else None
+        if not there:
+            return None
+        return Norm(tensors[f"{prefix}{name}.weight"], spec.norm_eps, spec.centred_norms)
 
     return Layer(
         attention_norm=norm("input_layernorm", spec.norms_before),
@@ -195,7 +205,7 @@ def _layer(spec: ModelSpec, tensors: Mapping[str, Tensor], index: int) -> Layer:
         query_norm=norm("self_attn.q_norm", spec.qk_norm),
         key_norm=norm("self_attn.k_norm", spec.qk_norm),
         attention_output_norm=norm("post_self_attn_layernorm", spec.norms_after),
-        mlp_norm=norm("post_attention_layernorm", spec.norms_before),
+        mlp_norm=norm("post_attention_layernorm", spec.norms_before and not spec.parallel),
         gate=linear("mlp.gate_proj"),
         up=linear("mlp.up_proj"),
         down=linear("mlp.down_proj"),

@@ -31,6 +31,8 @@ class ModelSpec:
 
     norms_before, norms_after: whether attention and MLP norm what they read, and what they give
         before it is added to the residual stream.
+    centred_norms: norms are LayerNorm (arXiv:1607.06450) without a bias, not RMSNorm.
+    parallel: the MLP reads what attention reads, not what it has added to.
     qk_norm_whole: queries and keys are normed over all heads together, not head by head.
     embedding_multiplier, residual_multiplier, logits_multiplier: of embeddings, of what attention
         and MLP add to the residual stream, and of logits. Folded into weights they would round
@@ -58,6 +60,8 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...]
     norms_before: bool = True
     norms_after: bool = False
+    centred_norms: bool = False
+    parallel: bool = False
     qk_norm_whole: bool = False
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0

@@ -123,7 +123,8 @@ def _layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     if spec.norms_before:
         shapes["input_layernorm.weight"] = (hidden,)
-        shapes["post_attention_layernorm.weight"] = (hidden,)
+        if not spec.parallel:
+            shapes["post_attention_layernorm.weight"] = (hidden,)
     if spec.norms_after:  # under the names that GLM-4 has for them
         shapes["post_self_attn_layernorm.weight"] = (hidden,)
         shapes["post_mlp_layernorm.weight"] = (hidden,)

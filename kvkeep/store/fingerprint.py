@@ -40,6 +40,8 @@ _CONFIG = (
 _CONFIG_BEYOND = (
     "norms_before",
     "norms_after",
+    "centred_norms",
+    "parallel",
     "qk_norm_whole",
     "embedding_multiplier",
     "residual_multiplier",

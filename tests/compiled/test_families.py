@@ -18,7 +18,7 @@ from kvkeep.session.session import Session
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no compiled kernels here")
 
-KINDS = [("granite", 64), ("olmo2", 96), ("glm4", 32), ("phi4", 128)]
+KINDS = [("granite", 64), ("olmo2", 96), ("glm4", 32), ("phi4", 128), ("cohere", 64)]
 SIZES: dict[str, Any] = {
     "vocab_size": 49152,
     "hidden_size": 256,
@@ -51,6 +51,7 @@ MADE: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("Olmo2", {}),
     "glm": ("Glm", {"head_dim": 64}),
     "glm4": ("Glm4", {"head_dim": 64, "attention_bias": True}),
+    "cohere": ("Cohere", {"logit_scale": 0.25}),
     "phi4-mini": ("Phi3", {"original_max_position_embeddings": 128, "rope_parameters": LONGROPE}),
 }
 TOKENS = [(17 * i * i + 5 * i) % 40_000 for i in range(90)]

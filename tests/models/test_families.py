@@ -105,13 +105,18 @@ FAMILIES = {
     "granite4-dense": ("GraniteMoeHybrid", GRANITE | GRANITE4),
     "olmo2": ("Olmo2", {"pad_token_id": 0, "eos_token_id": 1}),
     "olmo2-one-kv-head": ("Olmo2", {"num_key_value_heads": 1, "pad_token_id": 0}),
+    "cohere": ("Cohere", {"logit_scale": 0.25}),
+    "cohere-biases": (
+        "Cohere",
+        {"logit_scale": 0.25, "attention_bias": True, "tie_word_embeddings": False},
+    ),
     "glm": ("Glm", GLM),
     "glm-biases": ("Glm", GLM | {"attention_bias": True}),
     "glm4": ("Glm4", GLM | {"attention_bias": True}),
     "glm4-quarter": ("Glm4", GLM | {"partial_rotary_factor": 0.25}),
     "glm4-whole": ("Glm4", GLM | {"partial_rotary_factor": 1.0}),
 }
-BEYOND_LLAMA = ["granite", "granite4-dense", "olmo2", "glm", "glm4", "phi4-mini"]
+BEYOND_LLAMA = ["granite", "granite4-dense", "olmo2", "glm", "glm4", "phi4-mini", "cohere"]
 TOKENS = [(17 * i * i + 5 * i) % 320 for i in range(150)]
 
 

@@ -47,6 +47,7 @@ MADE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "granite": ("Granite", "granite", MULTIPLIERS),
     "granite-biases": ("Granite", "granite", MULTIPLIERS | {"attention_bias": True}),
     "olmo2": ("Olmo2", "olmo2", PADDING),
+    "command-r": ("Cohere", "command-r", {"logit_scale": 0.25}),
     "glm4": ("Glm4", "glm4", PADDING | {"head_dim": 32, "attention_bias": False}),
     "glm4-biases": ("Glm4", "glm4", PADDING | {"head_dim": 32, "attention_bias": True}),
     "phi3": ("Phi3", "phi3", PADDING),
@@ -91,7 +92,12 @@ def described(writer: GGUFWriter, architecture: str, config: Any) -> None:
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if architecture == "command-r":
+        writer.add_layer_norm_eps(config.layer_norm_eps)
+        writer.add_logit_scale(config.logit_scale)
+        writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
+    else:
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
     if getattr(config, "head_dim", None):

@@ -135,6 +135,8 @@ def test_a_new_field_of_ours_or_another_form_of_a_tokenizer_makes_no_other_model
     [
         ("norms_before", False),
         ("norms_after", True),
+        ("centred_norms", True),
+        ("parallel", True),
         ("qk_norm_whole", True),
         ("embedding_multiplier", 12.0),
         ("residual_multiplier", 0.22),

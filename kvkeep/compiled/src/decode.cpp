@@ -84,14 +84,15 @@ class DecodeRun {
       clock.ends(Phase::kAttention);
       add_product(me, layer.output, attended_, layer.attention_output_norm);
       clock.ends(Phase::kOutput);
-      workers_.share_then_barrier(me, count, 1, [&](int i) { normalise(i, layer.mlp_norm); });
+      if (!model_.parallel)
+        workers_.share_then_barrier(me, count, 1, [&](int i) { normalise(i, layer.mlp_norm); });
       clock.ends(Phase::kNorms);
       activate(me, layer);
       add_product(me, layer.down, activated_, layer.mlp_output_norm);
       clock.ends(Phase::kMlp);
     }
     workers_.share_then_barrier(me, count, 1, [&](int i) {
-      norm(residual(i), model_.norm, model_.norm_eps, model_.hidden, [&](int c, __m512 value) {
+      norm(residual(i), model_.norm, model_.norm_eps, model_.centred_norms, model_.hidden, [&](int c, __m512 value) {
         store_bf16(step_.hidden + std::size_t(i) * model_.hidden + c, value);
       });
     });
@@ -126,7 +127,7 @@ class DecodeRun {
   void normalise(int i, const Bf16* weight) {
     const auto to = [&](int c, __m512 value) { store_bf16(normed_.row(i) + c, value); };
     if (weight)
-      norm(residual(i), weight, model_.norm_eps, model_.hidden, to);
+      norm(residual(i), weight, model_.norm_eps, model_.centred_norms, model_.hidden, to);
     else
       for (int c = 0; c < model_.hidden; c += kLanes) to(c, _mm512_loadu_ps(residual(i) + c));
     normed_.sum_up(i);
@@ -174,7 +175,7 @@ class DecodeRun {
       const int width = is_query ? queries_width_ / queries : keys_width_ / keys;
       const int from = is_query ? unit * width : queries_width_ + (unit - queries) * width;
       float* x = projected(n / (queries + keys)) + from;
-      norm(x, is_query ? layer.query_norm : layer.key_norm, model_.norm_eps, width,
+      norm(x, is_query ? layer.query_norm : layer.key_norm, model_.norm_eps, model_.centred_norms, width,
            [&](int c, __m512 value) { _mm512_storeu_ps(x + c, value); });
     });
   }
@@ -240,7 +241,7 @@ class DecodeRun {
     });
     if (weight)
       workers_.share_then_barrier(me, step_.sequences, 1, [&](int i) {
-        norm(given(i), weight, model_.norm_eps, model_.hidden,
+        norm(given(i), weight, model_.norm_eps, model_.centred_norms, model_.hidden,
              [&](int c, __m512 value) { add(residual(i) + c, value); });
       });
   }

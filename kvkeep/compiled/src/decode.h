@@ -25,7 +25,9 @@ struct Model {
   std::int32_t layers, hidden, inner, heads, kv_heads, head_dim;
   float norm_eps, scale;  // scale: of attention scores
   float embedding_multiplier, residual_multiplier;  // of what is looked up, and of what is added
-  std::int32_t whole_norms;  // not 0: query_norm and key_norm are of all heads together
+  std::int32_t whole_norms;    // not 0: query_norm and key_norm are of all heads together
+  std::int32_t centred_norms;  // not 0: LayerNorm, not RMSNorm
+  std::int32_t parallel;       // not 0: the MLP reads what attention reads
   std::int32_t reserved;
   const float* query_scale;  // [head_dim], of each query; or null
   const Bf16* embedding;  // [vocab, hidden]
