@@ -10,6 +10,7 @@ from topics import topic_ids
 
 from kvkeep.model import Model
 from kvkeep.models.config import read_spec
+from kvkeep.models.export import export
 from kvkeep.models.fused import separated, separated_shapes
 from kvkeep.models.llama import Decoder
 from kvkeep.models.text import TextCodec
@@ -98,9 +99,10 @@ def test_logits_equal_transformers(tmp_path: Path, smollm2_folder: Path, family:
 
 
 def test_the_converted_model_equals_transformers_on_the_same_weights(
-    smollm2_folder: Path, smollm2_fp32: Model
+    smollm2_folder: Path, smollm2_fp32: Model, tmp_path: Path
 ) -> None:
-    theirs = transformers.LlamaForCausalLM.from_pretrained(smollm2_folder, dtype=torch.float32)
+    export(smollm2_folder, tmp_path / "out", torch.float32)
+    theirs = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     tokens = topic_ids(smollm2_fp32)[:300]
     with torch.no_grad():
         expected = theirs(torch.tensor([tokens])).logits[0, -3:]

@@ -7,7 +7,7 @@
 
 namespace kvkeep {
 
-constexpr int kRevision = 3;  // raised where what a call does changes, and no structure
+constexpr int kRevision = 4;  // raised where what a call does changes, and no structure
 
 struct Layer {
   Matrix query, key, value, output, gate, up, down;
@@ -20,10 +20,10 @@ struct Layer {
 struct Model {
   std::int32_t layers, hidden, inner, heads, kv_heads, head_dim;
   float norm_eps, scale;  // scale: of attention scores
-  const Bf16* embedding;  // [vocab, hidden]
   const Bf16* norm;
   const double* frequencies;  // [head_dim / 2], radians per position
   const Layer* layer;
+  Matrix embedding;  // [vocab, hidden]
   Matrix head;
 };
 
@@ -84,4 +84,12 @@ int kvkeep_decode(const kvkeep::Model* model, const kvkeep::Step* step);
 // any of them is NaN or infinity, all being there.
 int kvkeep_product(const kvkeep::Matrix* matrix, const kvkeep::Bf16* x, int count, float* out,
                    int threads);
+
+// Blocks of 16 rows as bf16, from `first` on. out: [those rows that there are, columns]. A status.
+int kvkeep_unpack(const kvkeep::Matrix* matrix, int first, int blocks, kvkeep::Bf16* out,
+                  int threads);
+
+// Some rows as bf16. out: [count, columns]. A status.
+int kvkeep_rows(const kvkeep::Matrix* matrix, const std::int64_t* rows, int count,
+                kvkeep::Bf16* out);
 }
