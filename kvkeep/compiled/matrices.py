@@ -18,7 +18,7 @@ from kvkeep.models.linear import filled_rows
 from kvkeep.models.packing import BLOCK, Matrix, packed_shapes
 
 FEW = 16  # rows that a kernel multiplies: beyond, unpacking and the library are faster
-_SCRATCH = 4 << 20  # weights that are unpacked at a time
+_SCRATCH = 1 << 25  # weights that are unpacked at a time, 64 MB
 
 
 def described(
