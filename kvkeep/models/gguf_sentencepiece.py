@@ -3,7 +3,7 @@
 They know no words: BPE goes over a whole text. A character that is no token becomes its bytes.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from tokenizers import Regex, Tokenizer, decoders, normalizers
 from tokenizers.pre_tokenizers import Split
@@ -52,8 +52,9 @@ def from_merges(vocabulary: Vocabulary) -> Tokenizer:
 def merges_by_score(pieces: Mapping[str, float]) -> list[tuple[str, str]]:
     """Every pair of pieces that makes a third, the one of greatest score first.
 
-    SentencePiece merges the neighbours that make the piece of greatest score, and of several such
-    the leftmost ones: this order leads there.
+    SentencePiece merges the two neighbours that make the piece of greatest score, and of several
+    such the leftmost. BPE with this order does the same wherever no two pieces score the same, as
+    in what SentencePiece trained.
 
     Example: pieces a, b, ab, abb give (a, b), (ab, b).
     """
@@ -62,26 +63,12 @@ def merges_by_score(pieces: Mapping[str, float]) -> list[tuple[str, str]]:
     return [
         (piece[:cut], piece[cut:])
         for piece in by_score
-        for cut in _cuts(piece)
+        for cut in range(1, len(piece))
         if cut in lengths and piece[:cut] in pieces and piece[cut:] in pieces
     ]
 
 
 _NO_PIECES = (UNKNOWN, CONTROL, BYTE)
-
-
-def _cuts(piece: str) -> Iterator[int]:
-    """Where to cut a piece in two, so that of two ways that overlap the left one comes first.
-
-    The ways overlap where three neighbours x, y, z make the piece as x + y and as y + z. So the cut
-    behind x goes before that behind y. Example: aba in the text ab, a, ba: ab + a before a + ba.
-    """
-    size = len(piece)
-    for first in range(1, size // 2 + 1):
-        second = size - first
-        yield from dict.fromkeys(
-            (first, second) if piece.startswith(piece[first:]) else (second, first)
-        )
 
 
 def _falling_back_to_bytes(vocabulary: Vocabulary, merges: list[tuple[str, str]]) -> Tokenizer:

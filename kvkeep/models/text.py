@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 
 from kvkeep import arguments
 from kvkeep.errors import BadModelFile, InvalidArgument
+from kvkeep.models.byte_fallback import ByteTokens
 from kvkeep.models.chat import checked_messages, render_chat
 from kvkeep.models.control import ChatText, ControlTokens
 
@@ -90,7 +91,7 @@ class TextCodec:
         """
         if any(index < 0 for index in ids):
             raise InvalidArgument(f"token ids are numbers from 0 up, found {min(ids)}")
-        return self.tokenizer.decode(list(ids), skip_special_tokens=skip_special)
+        return self.tokenizer.decode(self._bytes.mended(ids), skip_special_tokens=skip_special)
 
     def piece_stream(self, skip_special: bool = False) -> "PieceStream":
         """A decoder for ids that come one at a time."""
@@ -112,6 +113,10 @@ class TextCodec:
         guarded = self._control.stand_in(checked_messages(messages))
         rendered = render_chat(self.folder, guarded, add_generation_prompt)
         return self._control.chat_text(arguments.text("the chat", rendered))
+
+    @cached_property
+    def _bytes(self) -> ByteTokens:
+        return ByteTokens(self.tokenizer)
 
     @cached_property
     def _control(self) -> ControlTokens:
