@@ -40,7 +40,7 @@ def build_tokenizer(file: GgufFile) -> Tokenizer:
     tokenizer = _KINDS[kind](vocabulary)
     _add_special_tokens(tokenizer, vocabulary)
     bos = kind != "gpt2" or SPLITTERS[_words(file)].bos
-    # Files of Gemma 4 say that they want none, which is wrong.
+    # Some files of Gemma 4 say that they want none: llama.cpp does not believe them, either.
     if kind == "gemma4" or file.metadata.get("tokenizer.ggml.add_bos_token", bos):
         _open_with_bos(tokenizer, vocabulary)
     return tokenizer
