@@ -90,9 +90,7 @@ def test_ids_of_llama3_are_those_of_transformers_converter(trained, read) -> Non
             assert ours.encode(text, add_special_tokens=False).ids == ids
 
 
-@pytest.mark.parametrize(
-    "pre", ["gpt-4o", "llama4", "tekken", "qwen35", "megrez"]
-)
+@pytest.mark.parametrize("pre", ["gpt-4o", "llama4", "tekken", "qwen35", "megrez"])
 def test_words_are_those_that_transformers_finds_for_the_same_file(
     tmp_path: Path, read, pre: str
 ) -> None:
