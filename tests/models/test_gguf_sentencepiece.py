@@ -255,6 +255,13 @@ def test_gemma_4_is_as_transformers_has_it(tmp_path: Path) -> None:
         assert ours.decode(ids) == theirs.decode(ids) == text
 
 
+@pytest.mark.parametrize("bos", ["<s>", "a b", "x:y", "$B"])
+def test_bos_may_be_any_text(tmp_path: Path, bos: str) -> None:
+    tokens, types = [*BYTES, "a", bos], [*[BYTE] * 256, NORMAL, CONTROL]
+    fields = {"scores": [0.0] * 258, "bos_token_id": 257, "add_space_prefix": False}
+    assert built(tmp_path / "m.gguf", "llama", tokens, types, fields).encode("a").ids == [257, 256]
+
+
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
