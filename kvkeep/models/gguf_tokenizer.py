@@ -111,6 +111,6 @@ def _takes_spaces(token: str, file: GgufFile) -> bool:
 def _open_with_bos(tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
     bos = special_token(vocabulary.file, "bos")
     if bos is not None:
-        # Under a name of its own: a template reads some texts, such as those with a colon, otherwise.
+        # Under a name, since a template reads some texts, such as those with a colon, otherwise.
         token = {"id": "bos", "ids": [vocabulary.ids[bos]], "tokens": [bos]}
         tokenizer.post_processor = TemplateProcessing(single="bos $A", special_tokens=[token])
