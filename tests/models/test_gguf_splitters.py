@@ -10,7 +10,13 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
-from transformers import AutoTokenizer, CohereTokenizer, GPT2Tokenizer, Qwen2Tokenizer
+from transformers import (
+    AutoTokenizer,
+    CohereTokenizer,
+    GPT2Tokenizer,
+    GPTNeoXTokenizer,
+    Qwen2Tokenizer,
+)
 from transformers.convert_slow_tokenizer import TikTokenConverter
 from transformers.models.qwen3_5.tokenization_qwen3_5 import Qwen3_5Tokenizer
 
@@ -66,6 +72,7 @@ def read(tmp_path: Path, trained: tuple[dict[str, int], list[tuple[str, str]]]) 
         ("qwen2", Qwen2Tokenizer),
         ("qwen35", Qwen3_5Tokenizer),
         ("command-r", CohereTokenizer),
+        ("olmo", GPTNeoXTokenizer),
     ],
 )
 def test_ids_are_those_of_transformers_own_class(trained, read, pre: str, theirs: type) -> None:
