@@ -7,24 +7,23 @@ from torch import Tensor
 from kvkeep.compiled.decoder import CompiledExecutor, can_decode
 from kvkeep.models.graph import GraphExecutor
 from kvkeep.models.llama import Decoder, Llama, cell_layout
-from kvkeep.models.packing import PackedMatrix
+from kvkeep.models.packing import Matrix
 from kvkeep.models.spec import ModelSpec
 
 
 def new_decoder(
     spec: ModelSpec,
     tensors: Mapping[str, Tensor],
-    packed: Mapping[str, PackedMatrix] | None = None,
+    packed: Mapping[str, Matrix] | None = None,
 ) -> Decoder:
     """A decoder with the fastest executor that there is for it on this machine.
 
-    packed: matrices that a decode step reads instead of tensors, where there are kernels for them.
+    packed: matrices that a decode step reads instead of tensors, where there are kernels for them;
+    where there are none, all must be tensors.
     """
-    network, layout = Llama(spec, tensors), cell_layout(spec, tensors)
+    layout = cell_layout(spec, tensors)
     if can_decode(spec, layout):
-        return Decoder(
-            spec, tensors, packed, CompiledExecutor(network, spec, tensors, packed or {})
-        )
+        return Decoder(spec, tensors, packed, CompiledExecutor(spec, tensors, packed or {}))
     if layout.device.type == "cuda":
-        return Decoder(spec, tensors, executor=GraphExecutor(network))
+        return Decoder(spec, tensors, executor=GraphExecutor(Llama(spec, tensors)))
     return Decoder(spec, tensors)

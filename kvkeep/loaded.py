@@ -1,15 +1,18 @@
 """What is loaded of a model: all that sessions of it share."""
 
+from collections import Counter
 from functools import cached_property
+from math import prod
 from pathlib import Path
 
 import torch
 
 from kvkeep.models.checksum import checksum_of
 from kvkeep.models.llama import Decoder
-from kvkeep.models.packed import Weights
+from kvkeep.models.packing import name_of
 from kvkeep.models.spec import ModelSpec
 from kvkeep.models.text import TextCodec
+from kvkeep.models.weights import NORM, tensor_shapes
 from kvkeep.store.fingerprint import Fingerprint, fingerprint
 from kvkeep.version import __version__
 
@@ -27,9 +30,9 @@ class LoadedModel:
         self.text = text
 
     def __repr__(self) -> str:
-        spec, tensors = self.spec, self.decoder.tensors
+        spec = self.spec
         layout = self.decoder.new_cache().layout
-        numbers = sum(tensor.numel() for tensor in tensors.values())
+        numbers = sum(map(prod, tensor_shapes(spec).values()))
         packed = f", decoding from {self.weights}" if self.decoder.packed else ""
         return (
             f"<{type(self).__name__} {self.name}: {spec.architecture}, {spec.layers} layers, "
@@ -42,10 +45,12 @@ class LoadedModel:
         return self.decoder.spec
 
     @property
-    def weights(self) -> Weights:
-        """What a decode step reads: "int4" where layers are packed in 4 bits, and so on."""
-        bits = {matrix.bits for matrix in self.decoder.packed.values()}
-        return "int4" if 4 in bits else "int8" if bits else "bf16"
+    def weights(self) -> str:
+        """The format of most of what a decode step reads: "Q4_1", "Q4_K", "bf16" and so on."""
+        sizes = Counter[str]()
+        for matrix in self.decoder.packed.values():
+            sizes[name_of(matrix)] += matrix.nbytes
+        return sizes.most_common(1)[0][0] if sizes else name_of(self.decoder.tensors[NORM])
 
     @cached_property
     def packed_digest(self) -> str:
@@ -76,7 +81,7 @@ class LoadedModel:
         """What snapshots of this model's sessions are recognised by. Reads all weights, once."""
         return fingerprint(
             self.spec,
-            self.decoder.tensors,
+            self.decoder.weights,
             self.text.tokenizer,
             self.decoder.new_cache().layout,
         )

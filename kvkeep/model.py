@@ -1,6 +1,5 @@
 """A loaded model, and the sessions that it makes."""
 
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
@@ -17,8 +16,8 @@ from kvkeep.loaded import LoadedModel
 from kvkeep.models.checkpoint import decoder_shapes, decoder_tensors, is_text
 from kvkeep.models.config import read_spec
 from kvkeep.models.llama import cell_layout
-from kvkeep.models.packed import WEIGHTS, find_packed, stored
-from kvkeep.models.packing import PackedMatrix
+from kvkeep.models.packed import WEIGHTS, find_own, find_rounded, own_file
+from kvkeep.models.packing import Matrix, PackedMatrix, as_tensor
 from kvkeep.models.source import DEFAULT_MODEL, resolve
 from kvkeep.models.spec import ModelSpec
 from kvkeep.models.text import TextCodec
@@ -176,9 +175,10 @@ def load_model(
         model: a known name, a GGUF file, a local Hugging Face folder, or a hub id.
         dtype: "bfloat16" or "float32", of weights and cells.
         device: any torch device.
-        weights: what a decode step reads for each token: "bf16", "int8" or "int4". None for the
-            best quality that the model's file has: what a GGUF packs in 4 or 8 bits is read as it
-            is. Other weights are rounded. Prompts are multiplied in `dtype` in any case.
+        weights: what a decode step reads for each token: "bf16", "int8" or "int4". None for what
+            the model's file has: matrices that a GGUF packs are read as they are, and held in
+            no other form. Other weights are rounded, or unpacked first. Prompts are multiplied by
+            weights in `dtype` in any case.
         progress: progress bars on standard error.
 
     Raises:
@@ -190,33 +190,46 @@ def load_model(
     where, progress = _device(device), arguments.flag("progress", progress)
     folder = resolve(model, progress)
     spec = read_spec(folder)
-    check_tensors(spec, decoder_shapes(spec, read_shapes(folder)), folder)
+    if weights is not None:
+        weights = arguments.one_of("weights", weights, WEIGHTS)
     text = TextCodec.open(folder)
-    read = read_tensors(folder, DTYPES[dtype], where, progress, partial(is_text, spec))
-    tensors = decoder_tensors(spec, read)
-    check_tied(spec, tensors, folder)
-    packed = _packed(folder, spec, weights, tensors, progress)
+    tensors, packed = _weights(folder, spec, DTYPES[dtype], where, progress)
+    kernels = can_decode(spec, cell_layout(spec, tensors))
+    if packed and (weights or not kernels):
+        tensors |= {name: as_tensor(of, DTYPES[dtype]).to(where) for name, of in packed.items()}
+        packed = {}
+    if weights in ("int8", "int4"):
+        if not kernels:
+            raise InvalidArgument(
+                f'weights="{weights}" is read by compiled kernels, and there are none for this '
+                'model, dtype, device and processor: use weights="bf16"'
+            )
+        packed = find_rounded(folder, spec, weights, tensors, progress)
     return Model(model, folder, new_decoder(spec, tensors, packed), text)
 
 
-def _packed(
-    folder: Path,
-    spec: ModelSpec,
-    weights: str | None,
-    tensors: Mapping[str, Tensor],
-    progress: bool,
-) -> Mapping[str, PackedMatrix]:
-    chosen = stored(folder) if weights is None else arguments.one_of("weights", weights, WEIGHTS)
-    if chosen == "bf16":
-        return {}
-    if not can_decode(spec, cell_layout(spec, tensors)):
-        if weights is None:
-            return {}
-        raise InvalidArgument(
-            f'weights="{weights}" is read by compiled kernels, and there are none for this model, '
-            'dtype, device and processor: use weights="bf16"'
-        )
-    return find_packed(folder, spec, "int4" if chosen == "int4" else "int8", tensors, progress)
+def _weights(
+    folder: Path, spec: ModelSpec, dtype: torch.dtype, device: torch.device, progress: bool
+) -> tuple[dict[str, Tensor], dict[str, Matrix]]:
+    """What the model's files hold: tensors of that dtype, and matrices of other kinds."""
+    if (own := own_file(folder)) is None:
+        check_tensors(spec, decoder_shapes(spec, read_shapes(folder)), folder)
+        read = read_tensors(folder, dtype, device, progress, partial(is_text, spec))
+        tensors = decoder_tensors(spec, read)
+        check_tied(spec, tensors, folder)
+        return tensors, {}
+    found = find_own(own, spec)
+    packed = {
+        name: matrix
+        for name, matrix in found.items()
+        if isinstance(matrix, PackedMatrix) or (matrix.dim() == 2 and matrix.dtype != dtype)
+    }
+    tensors = {
+        name: matrix.to(device=device, dtype=dtype)
+        for name, matrix in found.items()
+        if isinstance(matrix, Tensor) and name not in packed
+    }
+    return tensors, packed
 
 
 def _device(name: str) -> torch.device:

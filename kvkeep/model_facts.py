@@ -14,11 +14,19 @@ from kvkeep.errors import InvalidArgument, ModelNotFound
 from kvkeep.model import DTYPES
 from kvkeep.models.checkpoint import decoder_shapes
 from kvkeep.models.config import read_spec
-from kvkeep.models.packed import WEIGHTS, matrices, packed_path, read_packed, stored
-from kvkeep.models.packing import MatrixBits, packed_shapes
+from kvkeep.models.packed import WEIGHTS, own_file, rounded_formats
+from kvkeep.models.packed_file import read_packed
+from kvkeep.models.packing import PackedMatrix, name_of, packed_shapes
 from kvkeep.models.source import here
 from kvkeep.models.spec import ModelSpec
-from kvkeep.models.weights import HEAD, check_tensors, read_shapes, tensor_shapes
+from kvkeep.models.weights import (
+    EMBEDDING,
+    HEAD,
+    check_tensors,
+    matrices,
+    read_shapes,
+    tensor_shapes,
+)
 
 KINDS = (None, "8", "8/4", "4")  # of cells
 
@@ -71,13 +79,25 @@ def model_facts(name: str, dtype: str = "bfloat16", weights: str | None = None) 
             f"lists them): `kvkeep pull {name}` does that, if it is one"
         )
     spec = read_spec(folder)
-    check_tensors(spec, decoder_shapes(spec, read_shapes(folder)), folder)
+    own = own_file(folder)
+    if own is None:
+        check_tensors(spec, decoder_shapes(spec, read_shapes(folder)), folder)
     cpu = torch.device("cpu")
     layout = Layout(spec.layers, spec.kv_heads, spec.head_dim, DTYPES[dtype], cpu)
     against, size = obstacle(spec, layout), layout.dtype.itemsize
     shapes = tensor_shapes(spec).values()
     parameters = sum(prod(shape) for shape in shapes)
-    formats, read, packed = _formats(folder, spec, weights, dtype, against)
+    if weights is not None:
+        weights = arguments.one_of("weights", weights, WEIGHTS)
+        if weights != "bf16" and against:
+            raise InvalidArgument(
+                f'weights="{weights}" is read by compiled kernels, which {against}'
+            )
+    read = _Read(dict.fromkeys(matrices(spec), dtype), size * parameters, size * _numbers(spec))
+    if weights in ("int8", "int4"):
+        read = _rounded(spec, weights, read)
+    elif own is not None and not weights and not against:
+        read = _as_in_the_file(spec, own)
     plain = f"{8 * size} bits"
     cells = {
         plain if kind is None else f"{kind} bits": 1000 * Bits(kind).layouts(layout)[0].cell_bytes
@@ -98,9 +118,9 @@ def model_facts(name: str, dtype: str = "bfloat16", weights: str | None = None) 
         dtype=dtype,
         parameters=parameters,
         weight_bytes=size * parameters,
-        weight_bytes_held=size * parameters + packed,
-        formats=formats,
-        bytes_per_token=read,
+        weight_bytes_held=read.held,
+        formats=dict(sorted(Counter(read.formats.values()).items())),
+        bytes_per_token=read.by_a_token,
         decode=f"torch: the compiled kernels {against}" if against else "compiled kernels",
         prefill=f"torch in {dtype}",
         attention="torch" if against else "compiled kernels",
@@ -109,25 +129,36 @@ def model_facts(name: str, dtype: str = "bfloat16", weights: str | None = None) 
     )
 
 
-def _formats(
-    folder: Path, spec: ModelSpec, weights: str | None, dtype: str, against: str
-) -> tuple[dict[str, int], int, int]:
-    """How many matrices a token reads in each format, and the bytes: of all, and of packed ones."""
-    chosen = stored(folder) if weights is None else arguments.one_of("weights", weights, WEIGHTS)
-    names = matrices(spec)
-    if chosen == "bf16" or against:
-        if chosen != "bf16" and weights is not None:
-            raise InvalidArgument(
-                f'weights="{weights}" is read by compiled kernels, which {against}'
-            )
-        numbers = sum(rows * columns for rows, columns in names.values())
-        return {dtype: len(names)}, numbers * DTYPES[dtype].itemsize, 0
-    bits: dict[str, MatrixBits] = dict.fromkeys(names, 4 if chosen == "int4" else 8)
-    bits[HEAD] = 8
-    if packed_path(folder, chosen).exists():  # as the model's own file has it
-        found = read_packed(packed_path(folder, chosen), spec)
-        bits = {name: matrix.bits for name, matrix in found.items()}
-    sizes = [packed_shapes(bits[name], *shape) for name, shape in names.items()]
-    total = sum(prod(data) + 2 * prod(scales) for data, scales in sizes)
-    count = Counter(f"int{number}" for number in bits.values())
-    return dict(sorted(count.items())), total, total
+@dataclass(frozen=True)
+class _Read:
+    """formats: of each matrix that a token reads. held, by_a_token: bytes in memory, and read."""
+
+    formats: dict[str, str]
+    held: int
+    by_a_token: int
+
+
+def _numbers(spec: ModelSpec) -> int:
+    return sum(rows * columns for rows, columns in matrices(spec).values())
+
+
+def _rounded(spec: ModelSpec, weights: str, plain: _Read) -> _Read:
+    formats, total = rounded_formats(spec, weights), 0
+    for name, (rows, columns) in matrices(spec).items():
+        total += sum(map(prod, packed_shapes(formats[name], rows, columns)))
+    names = {name: kind.name for name, kind in formats.items()}
+    return _Read(names, plain.held + total, total)
+
+
+def _as_in_the_file(spec: ModelSpec, own: Path) -> _Read:
+    found = read_packed(own, tensor_shapes(spec))
+    held = sum(
+        matrix.nbytes if isinstance(matrix, PackedMatrix) or matrix.dim() > 1 else 2 * len(matrix)
+        for matrix in found.values()
+    )
+    by_name = {
+        name: found[EMBEDDING if name == HEAD and spec.tied_head else name]
+        for name in matrices(spec)
+    }
+    names = {name: name_of(matrix) for name, matrix in by_name.items()}
+    return _Read(names, held, sum(matrix.nbytes for matrix in by_name.values()))

@@ -8,11 +8,10 @@ from small import small_tokenizer
 
 from kvkeep.executors import new_decoder
 from kvkeep.model import Model
-from kvkeep.models.packed import HEAD, matrices
 from kvkeep.models.packing import MatrixBits, PackedMatrix, packed, quantise
 from kvkeep.models.spec import ModelSpec, RopeSpec
 from kvkeep.models.text import TextCodec
-from kvkeep.models.weights import tensor_shapes
+from kvkeep.models.weights import HEAD, matrices, tensor_shapes
 
 VOCABULARY = 264  # not a multiple of 16
 

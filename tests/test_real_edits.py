@@ -18,6 +18,7 @@ from kvkeep import Snapshot
 from kvkeep.cache import Ragged
 from kvkeep.errors import KvkeepError
 from kvkeep.model import Model
+from kvkeep.models.llama import Decoder
 from kvkeep.session.session import Session
 
 BUDGET = 32
@@ -114,6 +115,13 @@ def require_found(session: Session, draw: random.Random, exact: Model, tmp_path)
         assert seen.off <= (1.5 if "4" in (session.bits.kv or "") else 0.25)
         checked += 1
     assert checked >= 4
+
+
+@pytest.fixture(scope="module")
+def smollm2_fp32(smollm2: Model) -> Model:
+    """float32, with the weights that prompts are multiplied by: rounded to bfloat16."""
+    tensors = {name: tensor.float() for name, tensor in smollm2.decoder.weights.items()}
+    return Model("fp32", smollm2.folder, Decoder(smollm2.spec, tensors), smollm2.text)
 
 
 @pytest.mark.parametrize("policy", ["full", "sliding", "shift"])

@@ -13,10 +13,12 @@ from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
+import torch
+
 from kvkeep.errors import KernelMismatch, OutOfMemory
 from kvkeep.models.finite import not_finite
 
-BF16, INT8, INT4 = 0, 1, 2  # CMatrix.format
+PLAIN = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # CMatrix.format
 
 
 class CMatrix(Structure):
@@ -24,7 +26,7 @@ class CMatrix(Structure):
         ("format", c_int32),
         ("rows", c_int32),
         ("columns", c_int32),
-        ("reserved", c_int32),
+        ("rounded", c_int32),
         ("data", c_void_p),
         ("scales", c_void_p),
         ("bias", c_void_p),
@@ -66,10 +68,10 @@ class CModel(Structure):
         ("parallel", c_int32),
         ("reserved", c_int32),
         ("query_scale", c_void_p),
-        ("embedding", c_void_p),
         ("norm", c_void_p),
         ("frequencies", POINTER(c_double)),
         ("layer", POINTER(CLayer)),
+        ("embedding", CMatrix),
         ("head", CMatrix),
     )
 
@@ -193,7 +195,7 @@ PHASES = ("norms", "projections", "cells", "attention", "output", "mlp")
 HEAD_DIMS = (32, 64, 96, 128)
 _DECODE = (CModel, CLayer, CStep, CSequence, CSight, CRun)
 _CHUNK = (CPart, CChunk)
-_REVISION = 4  # of the calls; `kRevision` in src/decode.h
+_REVISION = 5  # of the calls; `kRevision` in src/decode.h
 _NO_MEMORY, _NOT_FINITE = 2, 4  # as in src/guard.h
 
 
@@ -217,6 +219,8 @@ def library() -> ctypes.CDLL | None:
         return None
     kernels.kvkeep_decode.argtypes = [POINTER(CModel), POINTER(CStep)]
     kernels.kvkeep_product.argtypes = [POINTER(CMatrix), c_void_p, c_int, c_void_p, c_int]
+    kernels.kvkeep_unpack.argtypes = [POINTER(CMatrix), c_int, c_int, c_void_p, c_int]
+    kernels.kvkeep_rows.argtypes = [POINTER(CMatrix), c_void_p, c_int, c_void_p]
     kernels.kvkeep_attend_chunk.argtypes = [POINTER(CChunk)]
     kernels.kvkeep_angles.argtypes = [c_void_p, c_int, c_void_p, c_int, c_void_p]
     kernels.kvkeep_angles.restype = None
@@ -262,8 +266,7 @@ def _load(name: str) -> ctypes.CDLL | None:
     for suffix in EXTENSION_SUFFIXES:
         path = folder / (name + suffix)
         if path.exists():
-            import torch  # noqa: F401 (brings the OpenMP runtime that the kernels' threads are of)
-
+            # torch has brought the OpenMP runtime that the kernels' threads are of.
             try:
                 return ctypes.CDLL(str(path))
             except OSError:

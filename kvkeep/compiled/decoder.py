@@ -13,10 +13,7 @@ from torch import Tensor
 from kvkeep.cache import Layout, Rope
 from kvkeep.cache.step import ChunkStep, DecodeStep
 from kvkeep.compiled.binding import (
-    BF16,
     HEAD_DIMS,
-    INT4,
-    INT8,
     CLayer,
     CMatrix,
     CModel,
@@ -24,14 +21,16 @@ from kvkeep.compiled.binding import (
     require_done,
 )
 from kvkeep.compiled.chunk import ChunkAttention
-from kvkeep.compiled.operands import address, require
+from kvkeep.compiled.matrices import PackedLinear, described
+from kvkeep.compiled.operands import address
 from kvkeep.compiled.step import describe
 from kvkeep.errors import KernelMismatch
-from kvkeep.models.executor import AnyStep, Network
-from kvkeep.models.packed import HEAD, matrices
-from kvkeep.models.packing import GROUP, PackedMatrix, packed_shapes
+from kvkeep.models.executor import AnyStep
+from kvkeep.models.formats import GROUP
+from kvkeep.models.llama import Llama
+from kvkeep.models.packing import Matrix
 from kvkeep.models.spec import ModelSpec
-from kvkeep.models.weights import tensor_shapes
+from kvkeep.models.weights import EMBEDDING, HEAD, matrices, tensor_shapes
 
 _LAYER = {
     "query": "self_attn.q_proj",
@@ -73,10 +72,11 @@ def obstacle(spec: ModelSpec, layout: Layout) -> str:
 class CompiledExecutor:
     """Steps of one token, alone or in a group, by the kernels; chunks by torch, but attention.
 
-    network: for the chunks. tensors: the model's, bfloat16. packed: matrices to read instead, by
-    name, for tokens that were sampled; may be empty. A prompt's never read them, so that its cells
-    are the same to rounding however it is cut into steps. The head is of what is chosen next, and
-    is read as it is packed for all.
+    tensors: the model's, bfloat16. packed: matrices to read instead, by name, for tokens that were
+    sampled; may be empty. A prompt's read tensors, where there are any, so that its cells are the
+    same to rounding however it is cut into steps; matrices that are packed alone are read as if
+    each weight had been rounded to bfloat16. The head is of what is chosen next, and is read as it
+    is packed for all.
 
     Raises KernelMismatch for weights that are not those of `spec`: what the kernels read without
     looking is looked at here, once.
@@ -85,17 +85,14 @@ class CompiledExecutor:
     name = "compiled"
 
     def __init__(
-        self,
-        network: Network,
-        spec: ModelSpec,
-        tensors: Mapping[str, Tensor],
-        packed: Mapping[str, PackedMatrix],
+        self, spec: ModelSpec, tensors: Mapping[str, Tensor], packed: Mapping[str, Matrix]
     ):
         self.spec = spec
-        self._network = network
         self._shapes = tensor_shapes(spec)
         # Whatever else there is by these names, no kernel knows of it.
-        self._tensors = {name: tensors[name].contiguous() for name in self._shapes}
+        self._tensors = {
+            name: tensors[name].contiguous() for name in self._shapes if name in tensors
+        }
         self._packed = packed
         self._vectors = (spec.layers, spec.kv_heads, spec.head_dim)
         rope = Rope(spec.rope.inverse_frequencies, torch.device("cpu"))
@@ -105,13 +102,17 @@ class CompiledExecutor:
         kernels = library()
         assert kernels is not None, "can_decode was asked"
         self._kernels = kernels
-        self._decoding = self._described(packed)
-        self._prefilling = self._described({})
+        self._decoding = self._described(sampled=True)
+        self._prefilling = self._described(sampled=False)
+        self._products = {
+            name: self._product(name) for name in self._shapes if name not in self._tensors
+        }
+        self._network = Llama(spec, self._tensors, self._products)
         self.seconds: ctypes.Array[ctypes.c_double] | None = None  # by PHASES, where counted
 
-    def _described(self, packed: Mapping[str, PackedMatrix]) -> CModel:
+    def _described(self, sampled: bool) -> CModel:
         spec = self.spec
-        layers = (CLayer * spec.layers)(*(self._layer(i, packed) for i in range(spec.layers)))
+        layers = (CLayer * spec.layers)(*(self._layer(i, sampled) for i in range(spec.layers)))
         return CModel(
             spec.layers,
             spec.hidden_size,
@@ -128,17 +129,17 @@ class CompiledExecutor:
             spec.parallel,
             0,
             None if self._query_scale is None else self._query_scale.data_ptr(),
-            self._pointer("model.embed_tokens.weight"),
             self._pointer("model.norm.weight"),
             ctypes.cast(self._frequencies.data_ptr(), ctypes.POINTER(ctypes.c_double)),
             layers,
-            self._matrix(HEAD, packed),
+            self._matrix(EMBEDDING, sampled=False),
+            self._matrix(HEAD, sampled=True),
         )
 
-    def _layer(self, index: int, packed: Mapping[str, PackedMatrix]) -> CLayer:
+    def _layer(self, index: int, sampled: bool) -> CLayer:
         prefix = f"model.layers.{index}."
         matrices = {
-            role: self._matrix(f"{prefix}{name}.weight", packed) for role, name in _LAYER.items()
+            role: self._matrix(f"{prefix}{name}.weight", sampled) for role, name in _LAYER.items()
         }
         norms = {
             "attention_norm": "input_layernorm",
@@ -153,19 +154,25 @@ class CompiledExecutor:
             **{role: self._pointer(f"{prefix}{name}.weight") for role, name in norms.items()},
         )
 
-    def _matrix(self, name: str, packed: Mapping[str, PackedMatrix]) -> CMatrix:
-        bias = self._pointer(name.removesuffix("weight") + "bias")
+    def _found(self, name: str, sampled: bool) -> Matrix:
+        """What tokens that were sampled are multiplied by, or those of a prompt."""
         tied = name == HEAD and self.spec.tied_head
-        source = "model.embed_tokens.weight" if tied else name
-        rows, columns = self._shapes[source]
-        matrix = packed.get(name)
-        if matrix is None:
-            return CMatrix(BF16, rows, columns, 0, self._pointer(source), None, bias)
-        require(matrix.rows == rows, f"{name} packed with {rows} rows", matrix.rows)
-        kind, shapes = INT4 if matrix.bits == 4 else INT8, packed_shapes(matrix.bits, rows, columns)
-        data = address(matrix.data, name, torch.uint8, shapes[0])
-        scales = address(matrix.scales, f"the scales of {name}", torch.float16, shapes[1])
-        return CMatrix(kind, rows, columns, 0, data, scales, bias)
+        held: tuple[Mapping[str, Matrix], ...] = (self._tensors, self._packed)
+        for there in reversed(held) if sampled else held:
+            for each in (HEAD, EMBEDDING) if tied else (name,):
+                if each in there:
+                    return there[each]
+        raise KernelMismatch(f"the compiled kernels need {name}, and there is none")
+
+    def _matrix(self, name: str, sampled: bool) -> CMatrix:
+        shape = self._shapes[EMBEDDING if name == HEAD and self.spec.tied_head else name]
+        bias = self._pointer(name.removesuffix("weight") + "bias")
+        return described(name, self._found(name, sampled), shape, bias, rounded=not sampled)
+
+    def _product(self, name: str) -> PackedLinear:
+        bias = self._tensors.get(name.removesuffix("weight") + "bias")
+        found = self._found(name, sampled=False)
+        return PackedLinear(self._kernels, self._matrix(name, sampled=False), bias, found)
 
     def _pointer(self, name: str) -> int | None:
         """None where the model's kind has no such tensor."""
@@ -175,12 +182,11 @@ class CompiledExecutor:
 
     def matrix_bytes(self) -> dict[str, int]:
         """What each matrix takes, by name: all of it is read for a token that was sampled."""
-        sizes = {}
-        for name, (rows, columns) in matrices(self.spec).items():
-            packed = self._packed.get(name)
-            plain = 2 * rows * columns
-            sizes[name] = packed.data.nbytes + packed.scales.nbytes if packed else plain
-        return sizes
+        return {name: self._found(name, sampled=True).nbytes for name in matrices(self.spec)}
+
+    def unpacked(self, name: str) -> Tensor:
+        """A matrix that is packed alone, `[rows, columns]` bfloat16."""
+        return self._products[name].dense()
 
     def hidden(self, tokens: Tensor, step: AnyStep) -> Tensor:
         if isinstance(step, ChunkStep):

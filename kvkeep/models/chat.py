@@ -1,5 +1,6 @@
 """A model's own chat template, rendered in a sandbox."""
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,24 +17,27 @@ _TEMPLATE, _CONFIG = "chat_template.jinja", "tokenizer_config.json"
 
 
 def render_chat(
-    folder: Path, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool
+    folder: Path,
+    messages: Sequence[Mapping[str, Any]],
+    add_generation_prompt: bool,
+    tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> str:
     """The text that the model in `folder` was trained to see for these messages.
 
-    messages: as `checked_messages` gives them.
+    messages: as `checked_messages` gives them. tools: as `checked_tools` gives them.
 
     Raises UnsupportedModel if it has no template or one that is not valid jinja, BadModelFile if
     that cannot be read, InvalidArgument where the template refuses the messages, or fails on them.
     """
     config = read_json(folder / _CONFIG) if (folder / _CONFIG).exists() else {}
-    template = _compile(_find_template(folder, config), folder)
+    template = _compile(_find_template(folder, config, tools is not None), folder)
     from jinja2 import TemplateError
 
     try:
         return template.render(
-            messages=messages,
+            messages=[_with_reasoning(message) for message in messages],
             add_generation_prompt=add_generation_prompt,
-            tools=None,
+            tools=tools,
             documents=None,
             **_special_tokens(config),
         )
@@ -49,13 +53,18 @@ def render_chat(
 
 
 def checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages; raises InvalidArgument where one lacks a role or a content, both text."""
+    """The messages; raises InvalidArgument where one lacks a role or a content, both text.
+
+    What calls tools needs no content beside the calls.
+    """
     if isinstance(messages, (str, bytes)) or not isinstance(messages, Iterable):
         raise InvalidArgument(f"messages must be a list of them, {_EXAMPLE}; found {messages!r}")
     checked = list(messages)
     for index, message in enumerate(checked):
         for key in ("role", "content"):
             found = message.get(key) if isinstance(message, Mapping) else None
+            if key == "content" and found is None and _calls_tools(message):
+                continue
             if not isinstance(found, str):
                 raise InvalidArgument(
                     f"message {index} must have {key!r} as text, found {message!r}; {_EXAMPLE}"
@@ -64,7 +73,38 @@ def checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, An
     return [dict(message) for message in checked]
 
 
-def _find_template(folder: Path, config: Mapping[str, Any]) -> str:
+def checked_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
+    """The tools; raises InvalidArgument where one is no JSON schema, as a dict of plain values."""
+    if tools is None:
+        return None
+    if isinstance(tools, (str, bytes, Mapping)) or not isinstance(tools, Iterable):
+        raise InvalidArgument(f"tools must be a list of JSON schemas, found {tools!r}")
+    checked = []
+    for index, tool in enumerate(tools):
+        if not isinstance(tool, dict):
+            raise InvalidArgument(f"tool {index} must be a JSON schema as a dict, found {tool!r}")
+        checked.append(tool)
+        try:
+            json.dumps(tool)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InvalidArgument(f"tool {index} is not a JSON schema: {error}") from error
+    return checked
+
+
+def _calls_tools(message: Any) -> bool:
+    return isinstance(message, Mapping) and bool(message.get("tool_calls"))
+
+
+def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message with its reasoning under both names that templates read."""
+    names = ("reasoning_content", "thinking", "reasoning")
+    found = next((message[name] for name in names if message.get(name) is not None), None)
+    if found is None:
+        return message
+    return {"thinking": found, **message, "reasoning_content": found}
+
+
+def _find_template(folder: Path, config: Mapping[str, Any], with_tools: bool) -> str:
     if (folder / _TEMPLATE).exists():
         try:
             return (folder / _TEMPLATE).read_text(encoding="utf-8")
@@ -74,8 +114,8 @@ def _find_template(folder: Path, config: Mapping[str, Any]) -> str:
             ) from error
     inline = config.get("chat_template")
     if isinstance(inline, list):
-        named = [e for e in inline if isinstance(e, dict) and e.get("name") == "default"]
-        inline = named[-1].get("template") if named else None
+        named = {str(e.get("name")): e.get("template") for e in inline if isinstance(e, dict)}
+        inline = named.get("tool_use" if with_tools and "tool_use" in named else "default")
     if not isinstance(inline, str):
         raise UnsupportedModel(
             f"the model in {folder} has no chat template ({_TEMPLATE}, or chat_template in "

@@ -7,9 +7,10 @@ from typing import TypeVar
 from torch import Tensor
 
 from kvkeep.models.families import FAMILIES
-from kvkeep.models.fused import separated, separated_shapes
+from kvkeep.models.fused import part_of, separated, separated_shapes
 from kvkeep.models.rows import arranged
 from kvkeep.models.spec import ModelSpec
+from kvkeep.models.weights import tensor_shapes
 
 _T = TypeVar("_T")
 _LAYER = re.compile(r"(model\.layers\.\d+\.)(.+)(\.(?:weight|bias))")
@@ -33,6 +34,22 @@ def decoder_tensors(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> dict[str,
     Nothing is copied but rows that come in another order.
     """
     return arranged(spec, separated(spec, _named(spec, tensors)))
+
+
+def stored_parts(spec: ModelSpec) -> dict[str, list[str]]:
+    """Which of the decoder's tensors each of a checkpoint's is: one, or several in their order."""
+    theirs = {ours: name for name, ours in FAMILIES[spec.architecture].renamed.items()}
+    found: dict[str, list[str]] = {}
+    for name in tensor_shapes(spec):
+        part, layer = part_of(spec, name), _LAYER.fullmatch(name)
+        if part:
+            stored = part[0]
+        elif layer and layer.group(2) in theirs:
+            stored = f"{layer.group(1)}{theirs[layer.group(2)]}{layer.group(3)}"
+        else:
+            stored = name
+        found.setdefault(stored, []).append(name)
+    return found
 
 
 def is_text(spec: ModelSpec, name: str) -> bool:

@@ -78,7 +78,7 @@ class ControlTokens:
         if isinstance(value, str):
             return self._stand_in(value)
         if isinstance(value, Mapping):
-            return {key: self.stand_in(part) for key, part in value.items()}
+            return {self.stand_in(key): self.stand_in(part) for key, part in value.items()}
         if isinstance(value, Sequence):
             return [self.stand_in(part) for part in value]
         return value

@@ -28,6 +28,9 @@ class Executor(Protocol):
     def logits(self, hidden: Tensor) -> Tensor:
         """`[n, hidden_size]` to `[n, vocab]`, float32, all of them finite: else NonFiniteLogits."""
 
+    def unpacked(self, name: str) -> Tensor:
+        """A matrix that is held packed alone, `[rows, columns]`; KeyError if there is none."""
+
 
 class Attends(Protocol):
     """What a forward asks of a step."""
@@ -66,3 +69,6 @@ class TorchExecutor:
 
     def logits(self, hidden: Tensor) -> Tensor:
         return checked(self._network.logits(hidden))
+
+    def unpacked(self, name: str) -> Tensor:
+        raise KeyError(name)  # all are tensors

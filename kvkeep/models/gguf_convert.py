@@ -1,7 +1,8 @@
-"""GGUF to Hugging Face layout, once, so that every later start only maps a file."""
+"""A GGUF file taken over once, matrix by matrix as it packs them; later starts only map a file."""
 
 import json
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,29 +13,30 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from kvkeep.errors import UnsupportedModel
-from kvkeep.files.tensors import Entry, write_tensors
 from kvkeep.files.whole import write_whole
-from kvkeep.models.checkpoint import decoder_shapes
-from kvkeep.models.checksum import write_checksum
+from kvkeep.models.checkpoint import decoder_name, decoder_shapes
 from kvkeep.models.config import spec_from_config
+from kvkeep.models.formats import FORMATS, Format
 from kvkeep.models.fused import part_of
 from kvkeep.models.gguf_config import config_from_gguf, eos_token_ids
 from kvkeep.models.gguf_file import GgufFile, PackedTensor
 from kvkeep.models.gguf_tokenizer import build_tokenizer, special_token
-from kvkeep.models.packed import HEAD, matrices, packed_path, write_packed
-from kvkeep.models.packing import MatrixBits, QuantisedMatrix, from_gguf, packable, packed, quantise
+from kvkeep.models.packed import own_path
+from kvkeep.models.packed_file import Stored, write_packed
+from kvkeep.models.packing import BLOCK, Matrix, from_gguf, packable, packed
 from kvkeep.models.rows import half_layout
 from kvkeep.models.spec import ModelSpec
-from kvkeep.models.weights import check_tensors
+from kvkeep.models.weights import check_tensors, tensor_shapes
 
-_CHUNK_VALUES = 1 << 24  # unpacked at a time: 64 MB of float32
+_AT_ONCE = 1 << 24  # weights that are taken over at a time
+_PLAIN = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
 def convert(gguf: Path, folder: Path, progress: bool) -> None:
-    """Write the model in a GGUF file to `folder`: bf16 safetensors, config, tokenizer, template,
-    and the packed matrices where the file has 4 or 8 bits.
+    """Write the model in a GGUF file to `folder`: its tensors, config, tokenizer, template.
 
-    Everything is checked before `folder` is made. Memory: one chunk of rows, not the model.
+    Everything is checked before `folder` is made. Memory: one chunk of rows, not the model. Warns
+    of a format that there are no kernels for: its matrices are unpacked to bfloat16.
 
     Raises BadModelFile, UnsupportedModel.
     """
@@ -47,8 +49,7 @@ def convert(gguf: Path, folder: Path, progress: bool) -> None:
     tokenizer = build_tokenizer(file)
 
     folder.mkdir(parents=True, exist_ok=True)
-    _write_weights(folder / "model.safetensors", tensors, spec, progress)
-    _write_packed(folder, tensors, spec)
+    _write_weights(own_path(folder), tensors, spec, progress)
     tokenizer.save(str(folder / "tokenizer.json"))
     _write_json(folder / "tokenizer_config.json", _tokenizer_config(file))
     eos = eos_token_ids(file)
@@ -140,76 +141,78 @@ def _hugging_face_name(name: str, of_a_layer: Mapping[str, str]) -> str:
 def _write_weights(
     path: Path, tensors: Mapping[str, PackedTensor], spec: ModelSpec, progress: bool
 ) -> None:
-    """All tensors as bfloat16."""
-    sizes = {name: 2 * int(np.prod(tensor.shape)) for name, tensor in tensors.items()}
+    """All tensors in the formats that they have, as far as there are kernels for them."""
+    sources, shapes = _sources(tensors, spec), tensor_shapes(spec)
+    stored = {name: Stored(_kind(of), shapes[name]) for name, (of, _) in sources.items()}
+    unpacked = {
+        sources[name][0].quantisation
+        for name, one in stored.items()
+        if one.kind is torch.bfloat16 and sources[name][0].quantisation != "BF16"
+    }
+    if unpacked:
+        warnings.warn(
+            f"there are no kernels for {', '.join(sorted(unpacked))}: matrices of the model in "
+            "such a format are unpacked to bfloat16 and take more memory and time; a Q4_K_M, "
+            "Q5_K_M, Q6_K or Q8_0 file of the model is read as it is",
+            RuntimeWarning,
+            stacklevel=2,
+        )
     bar = tqdm(
-        total=sum(sizes.values()),
-        desc="converting to bf16",
+        total=sum(tensor.data.nbytes for tensor in tensors.values()),
+        desc="taking the model over",
         unit="B",
         unit_scale=True,
         disable=None if progress else True,
     )
 
-    def pieces() -> Iterator[memoryview]:
-        for name, tensor in tensors.items():
-            for piece in _as_bf16(tensor, row_order(name, tensor, spec)):
-                yield piece
-                bar.update(piece.nbytes)
+    def taken(name: str) -> Iterator[Matrix]:
+        tensor, rows = sources[name]
+        for some in _some_of(rows, tensor):
+            yield _taken(tensor, stored[name].kind, some)
+            bar.update(tensor.data.nbytes * len(some) // tensor.shape[0])
 
-    entries = {name: Entry("BF16", t.shape, sizes[name]) for name, t in tensors.items()}
     with bar:
-        write_tensors(path, entries, pieces(), {"format": "pt"})
+        write_packed(path, stored, {name: taken(name) for name in stored})
 
 
-def _as_bf16(tensor: PackedTensor, order: NDArray[np.int64] | slice) -> Iterator[memoryview]:
-    """The tensor's rows in that order, some at a time."""
-    total = tensor.shape[0]
-    rows = np.arange(total, dtype=np.int64)[order]
-    step = max(1, _CHUNK_VALUES // max(1, int(np.prod(tensor.shape[1:]))))
-    for start in range(0, total, step):
-        values = torch.from_numpy(tensor.unpack(rows[start : start + step]))
-        yield values.to(torch.bfloat16).view(torch.int16).numpy().data
+def _kind(tensor: PackedTensor) -> Format | torch.dtype:
+    """What a tensor is stored as."""
+    kind = FORMATS.get(tensor.quantisation)
+    if kind and len(tensor.shape) == 2 and packable(kind, *tensor.shape):
+        return kind
+    return _PLAIN.get(tensor.quantisation, torch.bfloat16)
 
 
-def _write_packed(folder: Path, tensors: Mapping[str, PackedTensor], spec: ModelSpec) -> None:
-    """Beside them the matrices as the file packs them, if all layers are in 4 or 8 bits."""
-    names = matrices(spec)
-    sources = {name: tensors[_source(name, tensors, spec)] for name in names}
-    kinds = {tensor.quantisation for name, tensor in sources.items() if name != HEAD}
-    if not kinds <= {"Q4_0", "Q4_1", "Q8_0"} or not all(packable(*names[n]) for n in names):
-        return
-    weights = "int8" if kinds == {"Q8_0"} else "int4"
-    bits: Mapping[str, MatrixBits] = {
-        name: 4 if source.quantisation.startswith("Q4_") else 8 for name, source in sources.items()
-    }
-    each = (packed(_quantised(name, source, spec)) for name, source in sources.items())
-    path = packed_path(folder, weights)
-    write_checksum(path, write_packed(path, names, bits, each))
+def _some_of(rows: NDArray[np.int64], tensor: PackedTensor) -> Iterator[NDArray[np.int64]]:
+    """Which stored rows come next, whole blocks of them."""
+    of_one = max(1, int(np.prod(tensor.shape[1:])))
+    step = max(BLOCK, _AT_ONCE // of_one // BLOCK * BLOCK)
+    for start in range(0, len(rows), step):
+        yield rows[start : start + step]
 
 
-def _source(name: str, tensors: Mapping[str, PackedTensor], spec: ModelSpec) -> str:
-    """The tensor that a matrix is, or is in."""
-    if name in tensors:
-        return name
-    part = part_of(spec, name)
-    return part[0] if part else "model.embed_tokens.weight"
+def _sources(
+    tensors: Mapping[str, PackedTensor], spec: ModelSpec
+) -> dict[str, tuple[PackedTensor, NDArray[np.int64]]]:
+    """Of each of the decoder's tensors the one that it is or is in, and which of its rows."""
+    named = {decoder_name(spec, name): tensor for name, tensor in tensors.items()}
+    found = {}
+    for name in tensor_shapes(spec):
+        part = None if name in named else part_of(spec, name)
+        source = part[0] if part else name
+        if source in named:
+            order = row_order(source, named[source], spec)
+            rows = np.arange(named[source].shape[0], dtype=np.int64)[order]
+            rows = rows[part[1]] if part else rows
+            half = half_layout(spec, name, len(rows))
+            found[name] = named[source], rows if half is None else rows[half.numpy()]
+    return found
 
 
-def _rows(name: str, tensor: PackedTensor, spec: ModelSpec) -> NDArray[np.int64]:
-    """Which rows of its source a matrix is, in the order in which the decoder takes them."""
-    rows = np.arange(tensor.shape[0], dtype=np.int64)[row_order(name, tensor, spec)]
-    part = part_of(spec, name)
-    if part and len(rows) != matrices(spec)[name][0]:
-        rows = rows[part[1]]
-    order = half_layout(spec, name, len(rows))
-    return rows if order is None else rows[order.numpy()]
-
-
-def _quantised(name: str, tensor: PackedTensor, spec: ModelSpec) -> QuantisedMatrix:
-    rows = _rows(name, tensor, spec)
-    taken = from_gguf(tensor.quantisation, torch.from_numpy(np.array(tensor.data[rows])))
-    # Only a head comes in other kinds: 8 bits lose least of it.
-    return taken or quantise(torch.from_numpy(tensor.unpack()), 8)
+def _taken(tensor: PackedTensor, kind: Format | torch.dtype, rows: NDArray[np.int64]) -> Matrix:
+    if isinstance(kind, Format):
+        return packed(from_gguf(kind, torch.from_numpy(tensor.data[rows])))
+    return torch.from_numpy(tensor.unpack(rows)).to(kind)
 
 
 def _tokenizer_config(file: GgufFile) -> dict[str, Any]:

@@ -1,23 +1,19 @@
 """A `tokenizers.Tokenizer` from the vocabulary in a GGUF file."""
 
-from collections.abc import Iterator
-from typing import Any
-
-from tokenizers import AddedToken, Regex, Tokenizer
-from tokenizers.decoders import ByteLevel as ByteLevelDecoder
-from tokenizers.models import BPE
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.decoders import ByteLevel
 from tokenizers.normalizers import NFC
-from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
 from tokenizers.processors import TemplateProcessing
 
 from kvkeep.errors import BadModelFile, UnsupportedModel
 from kvkeep.models.gguf_file import GgufFile, shown
-
-_CONTROL, _USER_DEFINED = 3, 4
+from kvkeep.models.gguf_sentencepiece import from_merges, from_scores
+from kvkeep.models.gguf_splitters import SPLITTERS
+from kvkeep.models.gguf_vocabulary import CONTROL, UNKNOWN, USER_DEFINED, Vocabulary
 
 
 def build_tokenizer(file: GgufFile) -> Tokenizer:
-    """The byte-level BPE tokenizer that a GGUF file describes.
+    """The tokenizer that a GGUF file describes: byte-level BPE, SentencePiece's BPE or Gemma 4's.
 
     Raises UnsupportedModel for another kind of tokenizer or an unknown way to split text into
     words, BadModelFile if the vocabulary is incomplete.
@@ -28,27 +24,25 @@ def build_tokenizer(file: GgufFile) -> Tokenizer:
             f"{file.path} has no tokenizer, so it cannot read text: take a file of the model that "
             "has one, or its safetensors folder"
         )
-    if kind != "gpt2":
+    if kind not in _KINDS:
         raise UnsupportedModel(
-            f"the GGUF tokenizer kind {kind!r} is not supported, only 'gpt2' (byte-level BPE); "
-            "use the model's safetensors folder, which has a tokenizer.json"
+            f"the GGUF tokenizer kind {kind!r} is not supported; supported: 'gpt2' (byte-level "
+            "BPE), 'llama' (SentencePiece) and 'gemma4'. Use the model's safetensors folder, which "
+            "has a tokenizer.json"
         )
-    words = file.text("tokenizer.ggml.pre", "(none)")
-    if words not in _WORD_SPLITTERS:
+    if kind == "gpt2" and _words(file) not in SPLITTERS:
         raise UnsupportedModel(
-            f"the GGUF pre-tokenizer {words!r} is not supported; supported: "
-            f"{', '.join(sorted(_WORD_SPLITTERS))}. "
+            f"the GGUF pre-tokenizer {_words(file)!r} is not supported; supported: "
+            f"{', '.join(sorted(SPLITTERS))}. "
             "Use the model's safetensors folder, which has a tokenizer.json"
         )
-    tokens = file.texts("tokenizer.ggml.tokens")
-    tokenizer = Tokenizer(_byte_pairs(file, tokens, whole_words=words in _LLAMA3))
-    if words in _QWEN2:
-        tokenizer.normalizer = NFC()
-    tokenizer.pre_tokenizer = _WORD_SPLITTERS[words]
-    tokenizer.decoder = ByteLevelDecoder()
-    _add_special_tokens(tokenizer, file, tokens)
-    if file.metadata.get("tokenizer.ggml.add_bos_token", words in _LLAMA3):
-        _open_with_bos(tokenizer, file, tokens)
+    vocabulary = Vocabulary.read(file)
+    tokenizer = _KINDS[kind](vocabulary)
+    _add_special_tokens(tokenizer, vocabulary)
+    bos = kind != "gpt2" or SPLITTERS[_words(file)].bos
+    # Some files of Gemma 4 say that they want none: llama.cpp does not believe them, either.
+    if kind == "gemma4" or file.metadata.get("tokenizer.ggml.add_bos_token", bos):
+        _open_with_bos(tokenizer, vocabulary)
     return tokenizer
 
 
@@ -66,71 +60,57 @@ def special_token(file: GgufFile, role: str) -> str | None:
     return tokens[index]
 
 
-def _byte_pairs(file: GgufFile, tokens: list[str], whole_words: bool) -> BPE:
-    """whole_words: a word that is a token is taken as it is, even where no merges lead to it."""
-    vocab = {token: index for index, token in enumerate(tokens)}
-    merges = list(_merges(file))
-    # The library raises bare Exception for all that can be wrong with them.
-    try:
-        return BPE(vocab=vocab, merges=merges, ignore_merges=whole_words)
-    except Exception as error:
-        raise BadModelFile(
-            f"{file.path} has merges that do not fit its tokens ({error}); fetch it again"
-        ) from error
+def _words(file: GgufFile) -> str:
+    """The name of how the file's text is split into words."""
+    return file.text("tokenizer.ggml.pre", "(none)")
 
 
-def _merges(file: GgufFile) -> Iterator[tuple[str, str]]:
-    for merge in file.texts("tokenizer.ggml.merges"):
-        left, space, right = merge.partition(" ")
-        if not space:
-            raise BadModelFile(f"{file.path} has a malformed merge {merge!r}; fetch it again")
-        yield left, right
+def _byte_level(vocabulary: Vocabulary) -> Tokenizer:
+    splitter = SPLITTERS[_words(vocabulary.file)]
+    tokenizer = Tokenizer(
+        vocabulary.byte_pairs(vocabulary.merges(), ignore_merges=splitter.whole_words)
+    )
+    if splitter.composed:
+        tokenizer.normalizer = NFC()
+    tokenizer.pre_tokenizer = splitter.pre_tokenizer()
+    tokenizer.decoder = ByteLevel()
+    return tokenizer
 
 
-def _add_special_tokens(tokenizer: Tokenizer, file: GgufFile, tokens: list[str]) -> None:
-    types = file.numbers("tokenizer.ggml.token_type")
-    if len(types) != len(tokens):
-        raise BadModelFile(
-            f"{file.path} has {len(tokens)} tokens and {len(types)} token types; fetch it again"
-        )
+_KINDS = {"gpt2": _byte_level, "llama": from_scores, "gemma4": from_merges}
+
+
+def _add_special_tokens(tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
+    special = set(vocabulary.of_type(CONTROL, UNKNOWN))
     # Their texts are in the vocabulary already, so each keeps its id.
     tokenizer.add_tokens(
         [
-            AddedToken(token, special=kind == _CONTROL, normalized=False)
-            for token, kind in zip(tokens, types, strict=True)
-            if kind in (_CONTROL, _USER_DEFINED)
+            AddedToken(
+                token,
+                special=token in special,
+                normalized=False,
+                rstrip=token in special and _takes_spaces(token, vocabulary.file),
+            )
+            for token in vocabulary.of_type(CONTROL, UNKNOWN, USER_DEFINED)
         ]
     )
 
 
-def _open_with_bos(tokenizer: Tokenizer, file: GgufFile, tokens: list[str]) -> None:
-    bos = special_token(file, "bos")
+def _takes_spaces(token: str, file: GgufFile) -> bool:
+    """Whether the spaces and newlines behind a control token belong to it.
+
+    No file says so. Phi-3's tokenizer.json does, of those that came to Llama 2's and of </s>.
+    """
+    of_phi3 = (file.text("general.architecture", ""), file.text("tokenizer.ggml.model")) == (
+        "phi3",
+        "llama",
+    )
+    return of_phi3 and token not in ("<unk>", "<s>", "<|endoftext|>")
+
+
+def _open_with_bos(tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
+    bos = special_token(vocabulary.file, "bos")
     if bos is not None:
-        tokenizer.post_processor = TemplateProcessing(
-            single=f"{bos} $A", special_tokens=[(bos, tokens.index(bos))]
-        )
-
-
-def _split_by(pattern: str) -> Any:
-    return Sequence(
-        [
-            Split(Regex(pattern), behavior="isolated", invert=False),
-            ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-
-
-# ByteLevel's own pattern is GPT-2's. The other two are the published patterns of Llama 3 and
-# Qwen 2; they differ in how many digits make a word.
-_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}"
-    r"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_LLAMA3 = frozenset({"llama-bpe", "llama3", "llama-v3"})
-_QWEN2 = frozenset({"qwen2", "deepseek-r1-qwen"})
-_WORD_SPLITTERS: dict[str, Any] = {
-    "gpt-2": ByteLevel(add_prefix_space=False),
-    "smollm": Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]),
-    **{name: _split_by(_WORDS.format(digits="{1,3}")) for name in _LLAMA3},
-    **{name: _split_by(_WORDS.format(digits="")) for name in _QWEN2},
-}
+        # Under a name, since a template reads some texts, such as those with a colon, otherwise.
+        token = {"id": "bos", "ids": [vocabulary.ids[bos]], "tokens": [bos]}
+        tokenizer.post_processor = TemplateProcessing(single="bos $A", special_tokens=[token])

@@ -39,6 +39,9 @@ class GraphExecutor:
     def logits(self, hidden: Tensor) -> Tensor:
         return checked(self._network.logits(hidden))
 
+    def unpacked(self, name: str) -> Tensor:
+        raise KeyError(name)  # all are tensors
+
 
 class DecodeGraph:
     """One session's decode step, for as long as its geometry stays.

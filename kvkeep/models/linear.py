@@ -35,6 +35,10 @@ class Linear:
             return F.linear(x, self.weight, self.bias)
         return F.linear(F.pad(x, (0, 0, 0, missing)), self.weight, self.bias)[:n]
 
+    def chosen(self, rows: Tensor) -> Tensor:
+        """Some rows of the weight, `[n, in]`. rows: `[n]` int64."""
+        return F.embedding(rows, self.weight)
+
 
 def filled_rows(n: int) -> int:
     """The number of rows of a product in which `n` are wanted: one of 35 up to 512."""

@@ -4,8 +4,10 @@ Projections, norms and MLPs; what differs is in the ModelSpec (`models/families.
 Positions are not its business: q and k go unrotated to the step.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -15,8 +17,9 @@ from kvkeep.cache import Bits, KVCache, Layout, Rope
 from kvkeep.cache.step import ChunkStep
 from kvkeep.models.executor import AnyStep, Attends, Executor, TorchExecutor
 from kvkeep.models.linear import Linear
-from kvkeep.models.packing import PackedMatrix
+from kvkeep.models.packing import Matrix
 from kvkeep.models.spec import ModelSpec
+from kvkeep.models.weights import EMBEDDING, HEAD, NORM, tensor_shapes
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,15 @@ class Norm:
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
+class Product(Protocol):
+    """A matrix with rows of input, `[n, in]` to `[n, out]`, whatever it is kept as."""
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+    def chosen(self, rows: Tensor) -> Tensor:
+        """Some rows of the matrix, `[n, in]`. rows: `[n]` int64."""
+
+
 @dataclass(frozen=True)
 class Layer:
     """attention_norm, mlp_norm: of what is read. ..._output_norm: of what is given, before it is
@@ -43,17 +55,17 @@ class Layer:
     """
 
     attention_norm: Norm | None
-    query: Linear
-    key: Linear
-    value: Linear
-    output: Linear
+    query: Product
+    key: Product
+    value: Product
+    output: Product
     query_norm: Norm | None
     key_norm: Norm | None
     attention_output_norm: Norm | None
     mlp_norm: Norm | None
-    gate: Linear
-    up: Linear
-    down: Linear
+    gate: Product
+    up: Product
+    down: Product
     mlp_output_norm: Norm | None
 
 
@@ -61,20 +73,27 @@ class Llama:
     """The layers and their forward in torch.
 
     tensors: weights under their Hugging Face names, all of one dtype and on one device.
+    products: of matrices that are no tensors, by the same names.
     """
 
-    def __init__(self, spec: ModelSpec, tensors: Mapping[str, Tensor]):
+    def __init__(
+        self,
+        spec: ModelSpec,
+        tensors: Mapping[str, Tensor],
+        products: Mapping[str, Product] | None = None,
+    ):
         self.spec = spec
-        self.embedding = tensors["model.embed_tokens.weight"]
-        self.layers = [_layer(spec, tensors, i) for i in range(spec.layers)]
-        self.norm = Norm(tensors["model.norm.weight"], spec.norm_eps, spec.centred_norms)
+        product = partial(_product, tensors, products or {})
+        self.embedding = product(EMBEDDING)
+        self.layers = [_layer(spec, tensors, product, i) for i in range(spec.layers)]
+        self.norm = Norm(tensors[NORM], spec.norm_eps, spec.centred_norms)
         scale = spec.query_scale
         self.query_scale = self.norm.weight.new_tensor(scale) if scale else None
-        self.head = Linear(self.embedding if spec.tied_head else tensors["lm_head.weight"], None)
+        self.head = self.embedding if spec.tied_head else product(HEAD)
 
     def forward(self, tokens: Tensor, step: Attends, lengths: Tensor | None = None) -> Tensor:
         """Evaluates `tokens: [n]` into a step. Returns `[n, hidden_size]`, normed."""
-        x = _times(F.embedding(tokens, self.embedding), self.spec.embedding_multiplier)
+        x = _times(self.embedding.chosen(tokens), self.spec.embedding_multiplier)
         for index, layer in enumerate(self.layers):
             if lengths is not None:
                 lengths[index] = x.float().norm(dim=-1)
@@ -108,7 +127,8 @@ class Decoder:
     """A model's weights, and who computes with them.
 
     tensors: weights under their Hugging Face names, all of one dtype and on one device.
-    packed: matrices that a compiled decode step reads instead of tensors; may be empty.
+    packed: matrices that a compiled decode step reads instead of tensors; may be empty. The
+    executor can do without tensors of the same names.
     executor: chosen when the model is loaded (`kvkeep.executors`); by torch where none is given.
     """
 
@@ -116,13 +136,18 @@ class Decoder:
         self,
         spec: ModelSpec,
         tensors: Mapping[str, Tensor],
-        packed: Mapping[str, PackedMatrix] | None = None,
+        packed: Mapping[str, Matrix] | None = None,
         executor: Executor | None = None,
     ):
         self.spec = spec
         self.tensors = tensors
         self.packed = packed or {}
         self.executor = executor or TorchExecutor(Llama(spec, tensors))
+
+    @property
+    def weights(self) -> Mapping[str, Tensor]:
+        """All weights as tensors; each that is packed alone is unpacked when it is asked for."""
+        return _Weights(self)
 
     def hidden(self, tokens: Tensor, step: AnyStep) -> Tensor:
         """Evaluates `tokens: [n]` into a cache's step. Returns `[n, hidden_size]`, normed."""
@@ -143,7 +168,7 @@ class Decoder:
         spec, found = self.spec, []
         groups = spec.heads // spec.kv_heads
         for index, of_layer in enumerate(values):
-            weight = self.tensors[f"model.layers.{index}.self_attn.o_proj.weight"]
+            weight = self.weights[f"model.layers.{index}.self_attn.o_proj.weight"]
             own = weight.view(-1, spec.heads, spec.head_dim).permute(1, 2, 0)
             projected = of_layer.to(weight.dtype).repeat_interleave(groups, 0) @ own
             found.append(projected.float().norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny))
@@ -161,9 +186,26 @@ class Decoder:
         return KVCache(near, rope, self.spec.softmax_scale, self.spec.heads, far)
 
 
+class _Weights(Mapping[str, Tensor]):
+    def __init__(self, decoder: Decoder):
+        self._decoder = decoder
+        tensors, packed = decoder.tensors, decoder.packed
+        self._names = dict.fromkeys([*tensors, *(set(tensor_shapes(decoder.spec)) & set(packed))])
+
+    def __getitem__(self, name: str) -> Tensor:
+        found = self._decoder.tensors.get(name)
+        return self._decoder.executor.unpacked(name) if found is None else found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
 def cell_layout(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> Layout:
     """Cells are of the weights' dtype, and where the weights are."""
-    weight = tensors["model.embed_tokens.weight"]
+    weight = tensors[NORM]
     return Layout(spec.layers, spec.kv_heads, spec.head_dim, weight.dtype, weight.device)
 
 
@@ -185,11 +227,19 @@ def _mlp(layer: Layer, x: Tensor) -> Tensor:
     return layer.down(F.silu(layer.gate(x)) * layer.up(x))
 
 
-def _layer(spec: ModelSpec, tensors: Mapping[str, Tensor], index: int) -> Layer:
+def _product(tensors: Mapping[str, Tensor], products: Mapping[str, Product], name: str) -> Product:
+    if name in products:
+        return products[name]
+    return Linear(tensors[name], tensors.get(f"{name.removesuffix('weight')}bias"))
+
+
+def _layer(
+    spec: ModelSpec, tensors: Mapping[str, Tensor], product: Callable[[str], Product], index: int
+) -> Layer:
     prefix = f"model.layers.{index}."
 
-    def linear(name: str) -> Linear:
-        return Linear(tensors[f"{prefix}{name}.weight"], tensors.get(f"{prefix}{name}.bias"))
+    def linear(name: str) -> Product:
+        return product(f"{prefix}{name}.weight")
 
     def norm(name: str, there: bool) -> Norm | None:
         if not there:

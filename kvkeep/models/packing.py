@@ -1,55 +1,52 @@
-"""Weight matrices in 4 or 8 bits, in the order in which a one-row product reads them.
-
-Groups of 32 weights of a row share a float16 scale and, in 4 bits, a float16 minimum: the value is
-`scale * q + minimum` with q in 0 ... 15, or `scale * q` with q in -127 ... 127. These are GGUF's
-Q4_1 and Q8_0, so that such files are taken over without loss.
+"""Weight matrices in few bits, in the order in which a product of one row reads them.
 
 Sixteen rows are multiplied at once, one in each lane of a register. For each block of 16 rows and
-each group of 32 columns there lie together: in 8 bits, for each pair of columns, the two of row 0,
-the two of row 1 and so on; in 4 bits the same in 16-bit words of four pairs, four times 64 bytes:
-word j of a row has in its nibble s column `8 * part + 2 * s + j`.
+each group of 32 columns there lie together: in 8 bits, for each pair of columns, the two codes of
+row 0, the two of row 1 and so on. Of smaller codes the low 4 bits, the same in 16-bit words of four
+pairs, four times 64 bytes: word j of a row has in its nibble s column `8 * part + 2 * s + j`. Then
+what is above 4 bits: of one bit, word j of a row has in its bit p that of column `2 * p + j`; of
+two bits, twice that, for the first 8 pairs and for the others.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-GROUP, BLOCK = 32, 16
+from kvkeep.models.formats import FORMATS, GROUP, Format, apart
+
+BLOCK = 16
 
 MatrixBits = Literal[4, 8]
+ROUNDED: dict[MatrixBits, str] = {4: "Q4_1", 8: "Q8_0"}  # what kvkeep itself rounds to
 
 
 @dataclass(frozen=True)
 class QuantisedMatrix:
-    """A matrix in groups. q: `[rows, columns]`, uint8 (4 bits) or int8 (8 bits).
+    """A matrix in groups. codes: `[rows, columns]` uint8.
 
-    scales, minima: `[rows, columns / 32]` float16; no minima in 8 bits.
+    parts: what the scales are made of, each `[rows, columns / span, n]`; see `Format`.
     """
 
-    bits: MatrixBits
-    q: Tensor
-    scales: Tensor
-    minima: Tensor | None
+    format: Format
+    codes: Tensor
+    parts: tuple[Tensor, ...]
 
     def values(self) -> Tensor:
         """`[rows, columns]` float32."""
-        grouped = _grouped(self.q.float(), GROUP) * self.scales.float().unsqueeze(-1)
-        if self.minima is not None:
-            grouped = grouped + self.minima.float().unsqueeze(-1)
-        return grouped.flatten(1)
+        return self.format.values(self.codes, self.parts)
 
 
 @dataclass(frozen=True)
 class PackedMatrix:
-    """data: uint8 `[blocks, columns / 32, 256 or 512]`. scales: float16
-    `[blocks, columns / 32, 32 or 16]`, in 4 bits 16 scales and 16 minima.
+    """data: uint8 `[blocks, columns / 32, group_bytes]`. scales: uint8
+    `[blocks, columns / span, tile_bytes]`, part after part, each of all 16 rows.
 
     Rows past the last are zeros.
     """
 
-    bits: MatrixBits
+    format: Format
     rows: int
     data: Tensor
     scales: Tensor
@@ -58,105 +55,146 @@ class PackedMatrix:
     def columns(self) -> int:
         return self.data.shape[1] * GROUP
 
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes + self.scales.nbytes
+
     def unpacked(self) -> QuantisedMatrix:
         """The inverse of `packed`."""
-        blocks, groups = self.data.shape[:2]
-        if self.bits == 4:
-            words = self.data.view(blocks, groups, 4, BLOCK, 2, 2)  # part, row, j, byte
-            q = torch.stack((words & 15, words >> 4), -1).flatten(-2).transpose(-1, -2)
-        else:
-            q = self.data.view(torch.int8).view(blocks, groups, 16, BLOCK, 1, 2)
-        # [blocks, groups, part, row, s, j] to [blocks, row, groups, part, s, j]
-        q = q.permute(0, 3, 1, 2, 4, 5).reshape(blocks * BLOCK, -1)[: self.rows]
-        parts = self.scales.view(blocks, groups, -1, BLOCK).permute(2, 0, 3, 1)
-        scales, *minima = (p.reshape(blocks * BLOCK, -1)[: self.rows] for p in parts)
-        return QuantisedMatrix(self.bits, q, scales, minima[0] if minima else None)
+        codes = _unpacked_codes(self.data, self.format.bits)
+        parts, at = [], 0
+        for dtype, count in self.format.parts:
+            size = BLOCK * count * dtype.itemsize
+            part = self.scales[..., at : at + size].contiguous().view(dtype)
+            part = part.view(*self.scales.shape[:2], count, BLOCK).permute(0, 3, 1, 2)
+            parts.append(part.flatten(0, 1)[: self.rows])
+            at += size
+        return QuantisedMatrix(self.format, codes[: self.rows], tuple(parts))
+
+    def values(self) -> Tensor:
+        """`[rows, columns]` float32."""
+        return self.unpacked().values()
 
 
-def packable(rows: int, columns: int) -> bool:
+# As a model's file has it: a tensor is in bfloat16, float16 or float32.
+Matrix: TypeAlias = Tensor | PackedMatrix
+
+
+_PLAIN = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
+
+
+def name_of(matrix: Matrix) -> str:
+    """The name of its format, or of its dtype."""
+    return matrix.format.name if isinstance(matrix, PackedMatrix) else _PLAIN[matrix.dtype]
+
+
+def as_tensor(matrix: Matrix, dtype: torch.dtype) -> Tensor:
+    """`[rows, columns]`, rounded once where the dtype cannot hold what the matrix does."""
+    values = matrix.values() if isinstance(matrix, PackedMatrix) else matrix
+    return values.to(dtype)
+
+
+def packable(kind: Format, rows: int, columns: int) -> bool:
     """Whether a matrix of this shape can be packed."""
-    return rows > 0 and columns > 0 and columns % GROUP == 0
+    return rows > 0 and columns > 0 and columns % kind.span == 0
 
 
-def packed_shapes(
-    bits: MatrixBits, rows: int, columns: int
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def packed_shapes(kind: Format, rows: int, columns: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The shapes of `data` and `scales` for a matrix of this size."""
-    blocks, groups = -(-rows // BLOCK), columns // GROUP
-    return (blocks, groups, 64 * bits), (blocks, groups, 32 if bits == 4 else 16)
+    blocks = -(-rows // BLOCK)
+    return (blocks, columns // GROUP, kind.group_bytes), (
+        blocks,
+        columns // kind.span,
+        kind.tile_bytes,
+    )
 
 
 def quantise(weights: Tensor, bits: MatrixBits) -> QuantisedMatrix:
-    """The nearest values, group by group, to `weights: [rows, columns]`."""
-    grouped = _grouped(weights.float(), GROUP)
+    """The nearest values, group by group, to `weights: [rows, columns]`: as Q4_1 or Q8_0."""
+    grouped = apart(weights.float(), -1, GROUP)
+    kind = FORMATS[ROUNDED[bits]]
     if bits == 8:
-        scales = (grouped.abs().amax(-1) / 127).half()
-        minima = None
-        q = _divided(grouped, scales).clamp(-127, 127).to(torch.int8)
-    else:
-        low, high = grouped.aminmax(dim=-1)
-        minima = low.half()
-        scales = ((high - minima.float()) / 15).half()
-        q = _divided(grouped - minima.float().unsqueeze(-1), scales).clamp(0, 15).to(torch.uint8)
-    return QuantisedMatrix(bits, q.flatten(1), scales, minima)
-
-
-def _grouped(x: Tensor, size: int) -> Tensor:
-    """`[rows, columns]` as `[rows, columns / size, size]`."""
-    return x.reshape(x.shape[0], -1, size)
+        scales = (grouped.abs().amax(-1, keepdim=True) / 127).half()
+        codes = _divided(grouped, scales).clamp(-127, 127).to(torch.int8).view(torch.uint8)
+        return QuantisedMatrix(kind, codes.flatten(1), (scales,))
+    low, high = grouped.aminmax(dim=-1, keepdim=True)
+    minima = low.half()
+    scales = ((high - minima.float()) / 15).half()
+    codes = _divided(grouped - minima.float(), scales).clamp(0, 15).to(torch.uint8)
+    return QuantisedMatrix(kind, codes.flatten(1), (scales, minima))
 
 
 def _divided(grouped: Tensor, scales: Tensor) -> Tensor:
-    divisors = torch.where(scales == 0, 1, scales).float()
-    return (grouped / divisors.unsqueeze(-1)).round()
+    return (grouped / torch.where(scales == 0, 1, scales).float()).round()
+
+
+def from_gguf(kind: Format, data: Tensor) -> QuantisedMatrix:
+    """What GGUF stores in a format, without loss.
+
+    data: `[rows, bytes]` uint8, a row's blocks one behind the other.
+    """
+    codes, parts = kind.taken(apart(data, -1, kind.block))
+    return QuantisedMatrix(kind, codes.flatten(1), parts)
 
 
 def packed(matrix: QuantisedMatrix) -> PackedMatrix:
     """A matrix in the order in which it is read."""
-    rows, columns = matrix.q.shape
-    blocks, groups = -(-rows // BLOCK), columns // GROUP
-    if matrix.bits == 4:
-        q = _filled(matrix.q, blocks).view(blocks, BLOCK, groups, 4, 4, 2)
-        nibbles = q.permute(0, 2, 3, 1, 5, 4)  # block, group, part, row, j, s
-        data = nibbles[..., 0::2] | nibbles[..., 1::2] << 4
+    rows, columns = matrix.codes.shape
+    blocks, kind = -(-rows // BLOCK), matrix.format
+    codes = _filled(matrix.codes, blocks).view(blocks, BLOCK, columns // GROUP, GROUP)
+    scales = [
+        _filled(part, blocks)
+        .view(blocks, BLOCK, columns // kind.span, count)
+        .permute(0, 2, 3, 1)
+        .contiguous()
+        .view(torch.uint8)
+        .flatten(2)
+        for part, (_, count) in zip(matrix.parts, kind.parts, strict=True)
+    ]
+    return PackedMatrix(kind, rows, _packed_codes(codes, kind.bits), torch.cat(scales, -1))
+
+
+def _packed_codes(codes: Tensor, bits: int) -> Tensor:
+    """`[blocks, 16, groups, 32]` to `[blocks, groups, 64 * bits]`."""
+    pairs = apart(codes, 16, 2).permute(0, 2, 3, 1, 4)  # block, group, pair, row, j
+    if bits == 8:
+        return pairs.flatten(2)
+    # Of four pairs, 0 and 1 are the halves of a word's first byte, 2 and 3 of its second one.
+    four = (pairs & 15).reshape(*pairs.shape[:2], 4, 2, 2, *pairs.shape[3:])
+    words = (four[..., 0, :, :] | four[..., 1, :, :] << 4).permute(0, 1, 2, 4, 5, 3)
+    planes, above = [words.flatten(2)], pairs >> 4
+    held = 16 // (bits - 4) if bits > 4 else 16  # pairs whose upper bits make a word
+    for first in range(0, 16 if bits > 4 else 0, held):
+        shifts = torch.arange(held, dtype=torch.int32, device="cpu").view(held, 1, 1) * (bits - 4)
+        word = (above[:, :, first : first + held].int() << shifts).sum(2, dtype=torch.int32)
+        planes.append(word.to(torch.int16).contiguous().view(torch.uint8).flatten(2))
+    return torch.cat(planes, -1)
+
+
+def _unpacked_codes(data: Tensor, bits: int) -> Tensor:
+    """`[blocks, groups, 64 * bits]` to `[16 blocks, columns]`."""
+    blocks, groups = data.shape[:2]
+    if bits == 8:
+        pairs = data.view(blocks, groups, 16, BLOCK, 2)
     else:
-        q = _filled(matrix.q, blocks).view(blocks, BLOCK, groups, 16, 2)
-        data = q.permute(0, 2, 3, 1, 4).contiguous().view(torch.uint8)
-    parts = [matrix.scales] if matrix.minima is None else [matrix.scales, matrix.minima]
-    scales = torch.stack([_filled(p, blocks).view(blocks, BLOCK, groups) for p in parts])
-    return PackedMatrix(
-        matrix.bits,
-        rows,
-        data.reshape(blocks, groups, -1).contiguous(),
-        scales.permute(1, 3, 0, 2).reshape(blocks, groups, -1).contiguous(),
-    )
+        words = data[..., :256].reshape(blocks, groups, 4, BLOCK, 2, 2)  # part, row, j, byte
+        four = torch.stack((words & 15, words >> 4), -1).permute(0, 1, 2, 5, 6, 3, 4)
+        pairs = four.reshape(blocks, groups, 16, BLOCK, 2)
+        held = 16 // (bits - 4) if bits > 4 else 16
+        planes = data[..., 256:].contiguous().view(torch.int16).int()
+        for first in range(0, 16 if bits > 4 else 0, held):
+            at = 32 * first // held
+            word = planes[..., at : at + 32].view(blocks, groups, 1, BLOCK, 2)
+            shifts = torch.arange(held, dtype=torch.int32, device="cpu").view(held, 1, 1) * (
+                bits - 4
+            )
+            above = (word >> shifts) & ((1 << (bits - 4)) - 1)
+            pairs[:, :, first : first + held] |= above.to(torch.uint8) << 4
+    return pairs.permute(0, 3, 1, 2, 4).reshape(blocks * BLOCK, groups * GROUP)
 
 
 def _filled(x: Tensor, blocks: int) -> Tensor:
     missing = blocks * BLOCK - x.shape[0]
-    return torch.nn.functional.pad(x, (0, 0, 0, missing)) if missing else x
-
-
-def from_gguf(quantisation: str, data: Tensor) -> QuantisedMatrix | None:
-    """What GGUF stores as Q4_0, Q4_1 or Q8_0, without loss; None for other kinds.
-
-    data: `[rows, bytes]` uint8, blocks of 32 weights one behind the other.
-    """
-    sizes = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34}
-    if quantisation not in sizes:
-        return None
-    blocks = _grouped(data, sizes[quantisation])
-    scales = _half(blocks[..., 0:2])
-    if quantisation == "Q8_0":
-        return QuantisedMatrix(
-            8, blocks[..., 2:].contiguous().view(torch.int8).flatten(1), scales, None
-        )
-    minima = _half(blocks[..., 2:4]) if quantisation == "Q4_1" else scales * -8
-    nibbles = blocks[..., -16:]
-    return QuantisedMatrix(
-        4, torch.cat((nibbles & 15, nibbles >> 4), -1).flatten(1), scales, minima
-    )
-
-
-def _half(two_bytes: Tensor) -> Tensor:
-    return two_bytes.contiguous().view(torch.float16).squeeze(-1)
+    if not missing:
+        return x
+    return torch.cat((x, x.new_zeros(missing, *x.shape[1:])))

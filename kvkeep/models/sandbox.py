@@ -33,8 +33,9 @@ class GenerationBlock(Extension):
     tags = {"generation"}  # noqa: RUF012 (as jinja declares it)
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return [nodes.Scope(body, lineno=line)]  # what is set in it ends with it
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
@@ -160,10 +161,18 @@ def _within(made: Any) -> Any:
     return made
 
 
-def _to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False) -> str:
-    """Plain JSON: jinja's own filter escapes it for HTML."""
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Plain JSON: jinja's own filter escapes it for HTML. The arguments are transformers'."""
     _require_small((indent,), {})
-    return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _refuse(message: str) -> None:

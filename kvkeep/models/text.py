@@ -11,7 +11,8 @@ from tokenizers import Tokenizer
 
 from kvkeep import arguments
 from kvkeep.errors import BadModelFile, InvalidArgument
-from kvkeep.models.chat import checked_messages, render_chat
+from kvkeep.models.byte_fallback import ByteTokens
+from kvkeep.models.chat import checked_messages, checked_tools, render_chat
 from kvkeep.models.control import ChatText, ControlTokens
 
 _REPLACEMENT = "\ufffd"  # what decoding gives for bytes that are not, or not yet, a character
@@ -90,28 +91,37 @@ class TextCodec:
         """
         if any(index < 0 for index in ids):
             raise InvalidArgument(f"token ids are numbers from 0 up, found {min(ids)}")
-        return self.tokenizer.decode(list(ids), skip_special_tokens=skip_special)
+        return self.tokenizer.decode(self._bytes.mended(ids), skip_special_tokens=skip_special)
 
     def piece_stream(self, skip_special: bool = False) -> "PieceStream":
         """A decoder for ids that come one at a time."""
         return PieceStream(self, skip_special)
 
     def chat(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> ChatText:
         """The messages as text in the model's own format; feed it, or encode it with `encode`.
 
-        What the template writes is special, and nothing in a message is: see `ChatText`.
+        What the template writes is special, and nothing in a message or a tool is: see `ChatText`.
 
         messages: each with "role" and "content". add_generation_prompt: end with the opening of
-        the assistant's turn.
+        the assistant's turn. tools: the JSON schemas of what the model may call, for templates that
+        know of tools; others leave them out.
 
-        Raises UnsupportedModel if the model has no template, InvalidArgument for messages that
-        are malformed or that the template refuses.
+        Raises UnsupportedModel if the model has no template, InvalidArgument for messages or tools
+        that are malformed or that the template refuses.
         """
         guarded = self._control.stand_in(checked_messages(messages))
-        rendered = render_chat(self.folder, guarded, add_generation_prompt)
+        schemas = self._control.stand_in(checked_tools(tools))
+        rendered = render_chat(self.folder, guarded, add_generation_prompt, schemas)
         return self._control.chat_text(arguments.text("the chat", rendered))
+
+    @cached_property
+    def _bytes(self) -> ByteTokens:
+        return ByteTokens(self.tokenizer)
 
     @cached_property
     def _control(self) -> ControlTokens:

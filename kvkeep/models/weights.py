@@ -14,6 +14,7 @@ from kvkeep.models.config import read_json
 from kvkeep.models.spec import ModelSpec
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+NORM = "model.norm.weight"
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -111,10 +112,17 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     for layer in range(spec.layers):
         for name, shape in _layer_shapes(spec).items():
             shapes[f"model.layers.{layer}.{name}"] = shape
-    shapes["model.norm.weight"] = (spec.hidden_size,)
+    shapes[NORM] = (spec.hidden_size,)
     if not spec.tied_head:
         shapes[HEAD] = (spec.vocab_size, spec.hidden_size)
     return shapes
+
+
+def matrices(spec: ModelSpec) -> dict[str, tuple[int, int]]:
+    """Name and shape of what a decode step multiplies; the head under its own name, if tied too."""
+    shapes = tensor_shapes(spec)
+    shapes[HEAD] = shapes.pop(EMBEDDING)
+    return {name: (shape[0], shape[1]) for name, shape in shapes.items() if len(shape) == 2}
 
 
 def _layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:

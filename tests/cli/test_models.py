@@ -41,9 +41,11 @@ def facts_of(invoke, *asked: object) -> dict[str, Any]:
 
 
 def test_what_is_shown_of_a_model_is_what_it_is_once_loaded(invoke, smollm2: Model) -> None:
-    facts, tensors = facts_of(invoke), smollm2.decoder.tensors
+    facts, tensors = facts_of(invoke), smollm2.decoder.weights
     assert facts["parameters"] == sum(tensor.numel() for tensor in tensors.values())
     assert facts["weight_bytes"] == sum(tensor.nbytes for tensor in tensors.values())
+    held = [*smollm2.decoder.tensors.values(), *smollm2.decoder.packed.values()]
+    assert facts["weight_bytes_held"] == sum(each.nbytes for each in held)
     for bits, name in ((None, "16 bits"), ("8", "8 bits"), ("8/4", "8/4 bits"), ("4", "4 bits")):
         cell = smollm2.session(policy="full", kv_bits=bits).cache.layout.cell_bytes
         assert facts["thousand_cells"][name] == 1000 * cell
@@ -51,7 +53,7 @@ def test_what_is_shown_of_a_model_is_what_it_is_once_loaded(invoke, smollm2: Mod
     executor = smollm2.decoder.executor
     if isinstance(executor, CompiledExecutor):
         assert facts["bytes_per_token"] == sum(executor.matrix_bytes().values())
-        assert facts["formats"] == {"int4": 210, "int8": 1}
+        assert facts["formats"] == {"Q4_1": 210, "Q8_0": 1}
         assert (facts["decode"], facts["attention"]) == ("compiled kernels", "compiled kernels")
     else:
         assert facts["decode"].startswith("torch: the compiled kernels")

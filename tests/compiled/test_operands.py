@@ -16,7 +16,7 @@ import kvkeep
 from kvkeep.cache import Ragged
 from kvkeep.cache.quantised import Quantised
 from kvkeep.compiled.binding import (
-    BF16,
+    PLAIN,
     CChunk,
     CMatrix,
     CModel,
@@ -28,7 +28,7 @@ from kvkeep.compiled.binding import (
 from kvkeep.compiled.decoder import CompiledExecutor
 from kvkeep.errors import KernelMismatch, OutOfMemory
 from kvkeep.methods.similarity import most_similar
-from kvkeep.models.llama import Llama
+from kvkeep.models.formats import FORMATS
 from kvkeep.models.packing import packed, quantise
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no compiled kernels here")
@@ -42,8 +42,7 @@ def weights() -> dict[str, Tensor]:
 
 
 def executor(tensors: dict[str, Tensor], **packed_ones: object) -> CompiledExecutor:
-    network = Llama(SPEC, weights())
-    return CompiledExecutor(network, SPEC, tensors, packed_ones)  # type: ignore[arg-type]
+    return CompiledExecutor(SPEC, tensors, packed_ones)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -72,7 +71,7 @@ def test_weights_of_another_shape_dtype_or_device_are_refused_when_a_model_is_ma
         lambda m: replace(m, scales=m.scales[:, :-1]),
         lambda m: replace(m, scales=m.scales.float()),
         lambda m: replace(m, rows=m.rows + 16),
-        lambda m: replace(m, bits=8),
+        lambda m: replace(m, format=FORMATS["Q8_0"]),
     ],
 )
 def test_packed_matrices_of_another_shape_or_dtype_are_refused(damaged) -> None:  # type: ignore[no-untyped-def]
@@ -225,7 +224,7 @@ def test_a_call_that_finds_no_memory_says_so() -> None:
     kernels = library()
     assert kernels is not None
     one = torch.zeros(64, dtype=torch.bfloat16).data_ptr()
-    matrix = CMatrix(BF16, 16, MANY, 0, one, None, None)
+    matrix = CMatrix(PLAIN[torch.bfloat16], 16, MANY, 0, one, None, None)
     assert kernels.kvkeep_product(matrix, one, MANY, one, 1) == 2
     chunk = CChunk(tokens=MANY, heads=MANY, kv_heads=1, head_dim=64, rotations=MANY, threads=1)
     assert kernels.kvkeep_attend_chunk(chunk) == 2

@@ -1,18 +1,24 @@
-"""One-row products over packed weights."""
+"""Products with few rows, and what matrices are unpacked to."""
 
 import ctypes
+from dataclasses import dataclass
 
 import pytest
 import torch
+from random_blocks import exact, random_blocks
 from torch import Tensor
 
-from kvkeep.compiled.binding import BF16, INT4, INT8, CMatrix, library, require_done
-from kvkeep.errors import NonFiniteLogits
-from kvkeep.models.packing import packed, quantise
+from kvkeep.compiled.binding import PLAIN, CMatrix, library, require_done
+from kvkeep.compiled.matrices import FEW, PackedLinear, described
+from kvkeep.errors import KernelMismatch, NonFiniteLogits
+from kvkeep.models.formats import FORMATS
+from kvkeep.models.packing import Matrix, from_gguf, packed
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no compiled kernels here")
 
-SIZES = [(16, 32), (48, 96), (50, 64), (1, 32), (264, 192)]
+KINDS = [*FORMATS, *PLAIN]
+# Of one block and more, with a rest and without; of more columns than are unpacked at a time.
+SIZES = [(16, 32), (48, 96), (50, 64), (1, 32), (264, 192), (17, 1312)]
 
 
 def product(matrix: CMatrix, x: Tensor, threads: int = 2) -> Tensor:
@@ -23,71 +29,126 @@ def product(matrix: CMatrix, x: Tensor, threads: int = 2) -> Tensor:
     return out
 
 
-def described(weights: Tensor, kind: int, bias: Tensor | None) -> tuple[CMatrix, Tensor, object]:
-    """The matrix, its values in float64, and what must stay alive."""
-    added = None if bias is None else bias.data_ptr()
-    if kind == BF16:
-        half = weights.bfloat16()
-        return CMatrix(BF16, *half.shape, 0, half.data_ptr(), None, added), half.double(), half
-    rounded = quantise(weights, 4 if kind == INT4 else 8)
-    there = packed(rounded)
-    data, scales = there.data.data_ptr(), there.scales.data_ptr()
-    matrix = CMatrix(kind, there.rows, there.columns, 0, data, scales, added)
-    return matrix, rounded.values().double(), there
+@dataclass
+class Made:
+    """values: of the matrix, float32. kept: what must stay alive."""
+
+    values: Tensor
+    kept: Matrix
+    bias: Tensor | None
+
+    def matrix(self, rounded: bool = False) -> CMatrix:
+        bias = None if self.bias is None else self.bias.data_ptr()
+        return described("it", self.kept, tuple(self.values.shape), bias, rounded)
+
+    def linear(self) -> PackedLinear:
+        kernels = library()
+        assert kernels is not None
+        bias = None if self.bias is None else self.bias[: len(self.values)]
+        return PackedLinear(kernels, self.matrix(rounded=True), bias, self.kept)
 
 
-@pytest.mark.parametrize("kind", [BF16, INT8, INT4])
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("count", [1, 3, 8, 13, 16, 17])
-@pytest.mark.parametrize("with_bias", [False, True])
+def made(kind: str | torch.dtype, size: tuple[int, int], bias: Tensor | None = None) -> Made:
+    """Of that size; formats of longer tiles have as many columns more as they need."""
+    rows, columns = size
+    if isinstance(kind, torch.dtype):
+        plain = torch.randn(size, generator=torch.Generator().manual_seed(rows)).to(kind)
+        return Made(plain.float(), plain, bias)
+    blocks = random_blocks(kind, rows, -(-columns // FORMATS[kind].span) * FORMATS[kind].span, rows)
+    there = packed(from_gguf(FORMATS[kind], torch.from_numpy(blocks)))
+    return Made(exact(kind, blocks), there, bias)
+
+
+def inputs(count: int, columns: int) -> Tensor:
+    return torch.randn(count, columns, generator=torch.Generator().manual_seed(count)).bfloat16()
+
+
+def near(found: Tensor, x: Tensor, values: Tensor, added: Tensor | float) -> None:
+    """Whether a product is right to the rounding of its sum in float32."""
+    wanted = x.double() @ values.double().T
+    size = x.double().abs() @ values.double().abs().T
+    assert ((found.double() - wanted - added).abs() <= 1e-6 * (1 + size)).all()
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("count", [1, 3, 8, 13, 17])
 def test_they_are_those_of_the_unpacked_matrix(
-    kind: int, size: tuple[int, int], count: int, with_bias: bool
+    kind: str | torch.dtype, size: tuple[int, int], count: int
 ) -> None:
-    random = torch.Generator().manual_seed(count)
-    weights = torch.randn(size, generator=random)
-    x = torch.randn(count, size[1], generator=random).bfloat16()
     # Room to read whole blocks of 16.
-    bias = torch.randn(size[0] + 16, generator=random).bfloat16() if with_bias else None
-    matrix, values, kept = described(weights, kind, bias)
-    wanted = x.double() @ values.T + (0 if bias is None else bias[: size[0]].double())
-    found = product(matrix, x)
-    assert (found.double() - wanted).abs().max() <= 2e-6 * wanted.abs().max() * size[1] ** 0.5
-    del kept
+    bias = torch.randn(size[0] + 16).bfloat16() if count % 2 else None
+    one = made(kind, size, bias)
+    added = 0.0 if bias is None else bias[: size[0]].double()
+    x = inputs(count, one.values.shape[1])
+    near(product(one.matrix(), x), x, one.values, added)
+    near(product(one.matrix(rounded=True), x), x, one.values.bfloat16(), added)
 
 
-@pytest.mark.parametrize("kind", [BF16, INT8, INT4])
-def test_a_row_is_the_same_to_the_last_bit_alone_and_among_others(kind: int) -> None:
-    random = torch.Generator().manual_seed(0)
-    weights = torch.randn(264, 192, generator=random)
-    x = torch.randn(17, 192, generator=random).bfloat16()
-    matrix, _, kept = described(weights, kind, None)
-    together = product(matrix, x)
-    alone = torch.cat([product(matrix, row.unsqueeze(0).contiguous(), threads=1) for row in x])
-    assert torch.equal(together, alone)
-    del kept
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("rounded", [False, True])
+def test_a_row_is_the_same_to_the_last_bit_alone_and_among_others(
+    kind: str | torch.dtype, rounded: bool
+) -> None:
+    one = made(kind, (264, 1312))
+    x = inputs(17, one.values.shape[1])
+    together = product(one.matrix(rounded), x)
+    alone = [product(one.matrix(rounded), row[None].contiguous(), threads=1) for row in x]
+    assert torch.equal(together, torch.cat(alone))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_they_are_unpacked_as_torch_rounds_them(
+    kind: str | torch.dtype, size: tuple[int, int]
+) -> None:
+    one = made(kind, size)
+    wanted, linear = one.values.bfloat16(), one.linear()
+    assert torch.equal(linear.dense(), wanted)
+    rows = torch.tensor([0, size[0] - 1, size[0] // 2])
+    assert torch.equal(linear.chosen(rows), wanted[rows])
+    for beyond in (-1, size[0]):
+        with pytest.raises(KernelMismatch, match=f"0 to {size[0] - 1}"):
+            linear.chosen(torch.tensor([beyond]))
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", "Q6_K", torch.float32], ids=str)
+def test_many_rows_go_through_the_library(
+    kind: str | torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvkeep.compiled.matrices._SCRATCH", 48 * 1312)  # in several parts
+    bias = torch.randn(264 + 16).bfloat16()
+    one = made(kind, (264, 1312), bias)
+    x = inputs(FEW + 5, one.values.shape[1])
+    wanted = torch.nn.functional.linear(
+        x.double(), one.values.bfloat16().double(), bias[:264].double()
+    )
+    for count in (1, FEW, FEW + 1, FEW + 5):
+        found = one.linear()(x[:count])
+        assert found.dtype is torch.bfloat16
+        assert (
+            (found.double() - wanted[:count]).abs() <= 2**-8 * (0.1 + wanted[:count].abs())
+        ).all()
 
 
 @pytest.mark.parametrize("row", [0, 17, 49])
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
 def test_one_that_is_no_number_is_found(row: int, wrong: float) -> None:
-    random = torch.Generator().manual_seed(0)
-    weights = torch.randn(50, 64, generator=random)
-    x = torch.randn(9, 64, generator=random).bfloat16()
+    x = inputs(9, 64)
     bias = torch.zeros(66).bfloat16()
     bias[50:] = torch.nan  # of rows that there are not
+    one = made(torch.bfloat16, (50, 64), bias)
     for at in (0, 4, 8):
-        matrix, _, kept = described(weights, BF16, bias)
-        product(matrix, x)
+        product(one.matrix(), x)
         before = x[at, 5].clone()
         x[at, 5] = wrong
         with pytest.raises(NonFiniteLogits):
-            product(matrix, x)
+            product(one.matrix(), x)
         x[at, 5] = before
         bias[row] = wrong
         with pytest.raises(NonFiniteLogits):
-            product(matrix, x)
+            product(one.matrix(), x)
         bias[row] = 0
-        del kept
 
 
 def test_both_sides_agree_on_the_structures() -> None:

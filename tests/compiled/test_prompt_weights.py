@@ -10,6 +10,7 @@ from torch import Tensor
 import kvkeep
 from kvkeep import PrefixStore, Sampling, SessionGroup
 from kvkeep.compiled.binding import library
+from kvkeep.compiled.matrices import FEW
 from kvkeep.evaluate.perplexity import measure_perplexity
 from kvkeep.executors import new_decoder
 from kvkeep.model import Model
@@ -156,15 +157,21 @@ def test_cells_in_a_prefix_store_do_not_depend_on_the_step(tmp_path) -> None:  #
     assert apart(last(session), last(wanted)) <= ROUNDED
 
 
-def test_the_default_model_evaluates_a_prompt_alike_with_any_weights(smollm2: Model) -> None:
-    assert smollm2.weights == "int4"
-    ids = smollm2.text.encode("The cells of a prompt are those of its own weights.")[:9]
+@pytest.mark.parametrize("step", [20, 8, 1])
+def test_the_default_model_evaluates_a_prompt_alike_with_any_weights(
+    smollm2: Model, step: int
+) -> None:
+    assert smollm2.weights == "Q4_1"
+    ids = smollm2.text.encode("The cells of a prompt are those of its own weights, all of them.")
     found = []
     for model in (smollm2, kvkeep.load_model(weights="bf16")):
-        session = model.session(keep=0, prefill_step=8)  # a chunk and a rest of one
-        session.feed(ids)
+        session = model.session(keep=0, prefill_step=step)
+        session.feed((ids * 2)[:20])
         found.append(cells(session))
-    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+    if step > FEW:  # the same product by the same library
+        assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+    for one, other in zip(*found, strict=True):
+        assert apart(one.float(), other.float()) <= ROUNDED
 
 
 def test_perplexity_of_a_written_text_reads_packed_weights() -> None:

@@ -12,6 +12,7 @@ from topics import topic_ids
 from kvkeep.model import Model
 from kvkeep.models.checkpoint import decoder_shapes, decoder_tensors
 from kvkeep.models.config import read_spec
+from kvkeep.models.export import export
 from kvkeep.models.llama import Decoder
 from kvkeep.models.text import TextCodec
 from kvkeep.models.weights import check_tensors, read_shapes, read_tensors
@@ -183,9 +184,10 @@ def test_bounded_logits_equal_the_naive_reference(
 
 
 def test_the_converted_model_equals_transformers_on_the_same_weights(
-    smollm2_folder: Path, smollm2_fp32: Model
+    smollm2_folder: Path, smollm2_fp32: Model, tmp_path: Path
 ) -> None:
-    theirs = transformers.LlamaForCausalLM.from_pretrained(smollm2_folder, dtype=torch.float32)
+    export(smollm2_folder, tmp_path / "out", torch.float32)
+    theirs = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     tokens = topic_ids(smollm2_fp32)[:300]
     with torch.no_grad():
         expected = theirs(torch.tensor([tokens])).logits[0, -3:]

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
-from tiny_gguf import ONE, SIZES, Edit, tiny_llama, write_gguf
+from random_blocks import exact, random_blocks
+from tiny_gguf import ONE, SIZES, Edit, gguf_name, tiny_llama, write_gguf
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -26,10 +27,14 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from kvkeep.errors import BadModelFile, UnsupportedModel
 from kvkeep.models.config import read_spec
+from kvkeep.models.export import export
+from kvkeep.models.formats import FORMATS
 from kvkeep.models.frequencies import rope_spec
 from kvkeep.models.gguf_convert import convert
+from kvkeep.models.packed import find_own, own_path
+from kvkeep.models.packing import Matrix, PackedMatrix, as_tensor, name_of
 from kvkeep.models.text import TextCodec
-from kvkeep.models.weights import check_tensors, read_shapes, read_tensors
+from kvkeep.models.weights import check_tensors, read_shapes
 
 
 @pytest.mark.parametrize(
@@ -50,8 +55,8 @@ def test_the_converted_folder_is_the_model_it_came_from(
     model = make()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-        parameter.data = parameter.data.bfloat16().float()  # as exact as the folder can hold
-    convert(write_gguf(tmp_path / "m.gguf", model, architecture), tmp_path / "out", False)
+    convert(write_gguf(tmp_path / "m.gguf", model, architecture), tmp_path / "own", False)
+    export(tmp_path / "own", tmp_path / "out", torch.float32)
     loaded, info = AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", dtype=torch.float32, output_loading_info=True
     )
@@ -61,6 +66,7 @@ def test_the_converted_folder_is_the_model_it_came_from(
     with torch.no_grad():
         assert torch.equal(loaded(tokens).logits, model(tokens).logits)
     check_tensors(read_spec(tmp_path / "out"), read_shapes(tmp_path / "out"), tmp_path)
+    assert read_spec(tmp_path / "out") == read_spec(tmp_path / "own")
 
 
 def test_a_llama_with_a_window_is_a_mistral(tmp_path: Path) -> None:
@@ -68,43 +74,68 @@ def test_a_llama_with_a_window_is_a_mistral(tmp_path: Path) -> None:
     path = write_gguf(
         tmp_path / "m.gguf", model, edit=lambda writer: writer.add_sliding_window(128)
     )
-    convert(path, tmp_path / "out", False)
-    spec = read_spec(tmp_path / "out")
+    convert(path, tmp_path / "own", False)
+    spec = read_spec(tmp_path / "own")
     assert spec.architecture == "MistralForCausalLM"
     assert spec.max_positions == 128
+    export(tmp_path / "own", tmp_path / "out")
     _, info = MistralForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(info.values())
 
 
-@pytest.mark.parametrize(
-    "stored", [Type.F16, Type.BF16, Type.Q8_0, Type.Q4_0, Type.Q4_1, Type.Q5_1]
-)
-def test_quantised_rows_are_unpacked_in_their_own_order(tmp_path: Path, stored: Type) -> None:
-    model = tiny_llama()
-    convert(write_gguf(tmp_path / "m.gguf", model, stored=stored), tmp_path / "out", False)
-    ours = read_tensors(tmp_path / "out", torch.bfloat16, torch.device("cpu"), False)
+def taken(path: Path, to: Path) -> dict[str, Matrix]:
+    """What a file's tensors are taken over as."""
+    convert(path, to, False)
+    return find_own(own_path(to), read_spec(to))
+
+
+@pytest.mark.parametrize("stored", [Type.F32, Type.F16, Type.BF16, *map(Type.__getitem__, FORMATS)])
+def test_every_matrix_is_kept_as_the_file_has_it(tmp_path: Path, stored: Type) -> None:
+    model, packed = tiny_llama(num_hidden_layers=1), {}
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    for name, shape in shapes.items():
+        if stored.name in FORMATS and len(shape) == 2:
+            blocks = random_blocks(stored.name, *shape, seed=len(packed))
+            packed[gguf_name(name)] = (blocks, stored)
+    path = write_gguf(tmp_path / "m.gguf", model, stored=Type.F32, packed=packed)
+    if not packed:
+        path = write_gguf(tmp_path / "m.gguf", model, stored=stored)
+    ours = taken(path, tmp_path / "out")
+    assert ours.keys() == shapes.keys()
+    assert (tmp_path / "out" / "packed.safetensors").stat().st_size <= 1.1 * path.stat().st_size
     for name, tensor in model.state_dict().items():
-        expected = tensor
-        if tensor.ndim == 2:
-            packed = gguf.quantize(tensor.numpy(), stored)
-            expected = torch.from_numpy(gguf.dequantize(packed, stored))
-        assert torch.equal(ours[name], expected.bfloat16()), name
+        if tensor.ndim == 1:
+            assert torch.equal(ours[name], tensor)
+            continue
+        heads = {"q_proj": 8, "k_proj": 2}.get(name.split(".")[-2], 0)
+        if packed:
+            wanted = exact(stored.name, packed[gguf_name(name)][0])
+            if heads:  # rows of a pair lie side by side in the file
+                wanted = wanted.view(heads, -1, 2, wanted.shape[1]).transpose(1, 2)
+                wanted = wanted.reshape(tensor.shape)
+        else:
+            wanted = tensor.to(PLAIN.get(stored.name, torch.float32)).float()
+        assert name_of(ours[name]) == (stored.name if packed else stored.name.lower())
+        assert torch.equal(as_tensor(ours[name], torch.float32), wanted), name
 
 
-@pytest.mark.parametrize("stored", [Type.Q4_K, Type.Q6_K])
-def test_k_quants_are_unpacked(tmp_path: Path, stored: Type) -> None:
-    block, size = gguf.GGML_QUANT_SIZES[stored]
-    packed = np.random.default_rng(0).integers(0, 60, (256, 256 // block * size), dtype=np.uint8)
+PLAIN = {"F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def test_a_format_without_kernels_is_unpacked_and_said(tmp_path: Path) -> None:
+    blocks = np.random.default_rng(0).integers(0, 60, (256, 84), dtype=np.uint8)
     path = write_gguf(
         tmp_path / "m.gguf",
         tiny_llama(num_hidden_layers=1),
-        packed={"blk.0.attn_output.weight": (packed, stored)},
+        packed={"blk.0.attn_output.weight": (blocks, Type.Q2_K)},
     )
-    convert(path, tmp_path / "out", False)
-    ours = read_tensors(tmp_path / "out", torch.bfloat16, torch.device("cpu"), False)
-    expected = torch.from_numpy(gguf.dequantize(packed, stored)).bfloat16()
+    with pytest.warns(RuntimeWarning, match="no kernels for Q2_K: .*unpacked to bfloat16"):
+        ours = taken(path, tmp_path / "out")
+    expected = torch.from_numpy(gguf.dequantize(blocks, Type.Q2_K)).bfloat16()
     assert expected.unique().numel() > 100
-    assert torch.equal(ours["model.layers.0.self_attn.o_proj.weight"], expected)
+    found = ours["model.layers.0.self_attn.o_proj.weight"]
+    assert not isinstance(found, PackedMatrix)
+    assert torch.equal(found, expected)
 
 
 LLAMA3 = {
@@ -225,10 +256,13 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
         convert(path, tmp_path / "out", False)
 
 
-def test_the_default_model_continues_sensibly_in_transformers(smollm2_folder: Path) -> None:
-    model, info = LlamaForCausalLM.from_pretrained(smollm2_folder, output_loading_info=True)
+def test_the_default_model_continues_sensibly_in_transformers(
+    smollm2_folder: Path, tmp_path: Path
+) -> None:
+    export(smollm2_folder, tmp_path / "out")
+    model, info = LlamaForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(info.values())
-    tokenizer = AutoTokenizer.from_pretrained(smollm2_folder)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     prompt = tokenizer("The capital of France is", return_tensors="pt")
     said = model.generate(**prompt, max_new_tokens=2, do_sample=False)[0].tolist()
     assert TextCodec.open(smollm2_folder).decode(said) == "The capital of France is Paris."

@@ -17,9 +17,12 @@ from tiny_gguf import SIZES, interleaved, write_tokens
 from kvkeep import load_model
 from kvkeep.compiled.binding import library
 from kvkeep.errors import BadModelFile, InvalidArgument, UnsupportedModel
+from kvkeep.models.checkpoint import decoder_tensors
 from kvkeep.models.config import read_spec
+from kvkeep.models.export import export
 from kvkeep.models.gguf_convert import convert
-from kvkeep.models.packed import HEAD
+from kvkeep.models.packing import as_tensor
+from kvkeep.models.weights import matrices
 
 TOKENS = [(17 * i * i + 5 * i) % 250 for i in range(60)]
 PADDING = {"pad_token_id": 0, "eos_token_id": 1}
@@ -161,7 +164,8 @@ def write(
 @pytest.mark.parametrize("kind", MADE)
 def test_the_converted_folder_is_the_model_it_came_from(kind: str, tmp_path: Path) -> None:
     model = made(kind)
-    convert(write(tmp_path / "m.gguf", kind, model), tmp_path / "out", False)
+    convert(write(tmp_path / "m.gguf", kind, model), tmp_path / "own", False)
+    export(tmp_path / "own", tmp_path / "out", torch.float32)
     loaded, info = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", dtype=torch.float32, output_loading_info=True
     )
@@ -199,15 +203,20 @@ def test_matrices_are_packed_as_the_decoder_takes_them(
 ) -> None:
     """Parts of one each by itself, and rows in the order in which they are rotated."""
     monkeypatch.setenv("KVKEEP_HOME", str(tmp_path / "home"))
-    path = write(tmp_path / "m.gguf", kind, made(kind), stored)
-    model = load_model(str(path))
+    theirs = made(kind)
+    model = load_model(str(write(tmp_path / "m.gguf", kind, theirs, stored)))
     assert model.decoder.executor.name == "compiled"
-    assert model.weights == ("int4" if stored is Type.Q4_0 else "int8")
-    for name, matrix in model.decoder.packed.items():
-        tied = name == HEAD and model.spec.tied_head
-        tensor = model.decoder.tensors["model.embed_tokens.weight" if tied else name]
-        if not (name == HEAD and stored is Type.Q4_0 and matrix.bits == 8):
-            assert torch.equal(matrix.unpacked().values().bfloat16(), tensor), name
+    values = {
+        name: torch.from_numpy(gguf.dequantize(gguf.quantize(tensor.numpy(), stored), stored))
+        for name, tensor in theirs.state_dict().items()
+        if tensor.dim() == 2
+    }
+    wanted = decoder_tensors(model.spec, values)
+    assert model.decoder.packed.keys() <= wanted.keys()
+    for name in matrices(model.spec):
+        if name in model.decoder.packed:  # a head that is the embedding has no other name
+            found = as_tensor(model.decoder.packed[name], torch.float32)
+            assert torch.equal(found, wanted[name]), name
     session = model.session(policy="full")
     session.feed(TOKENS[:20])
     assert len([session.next_token() for _ in range(3)]) == 3

@@ -32,7 +32,7 @@ def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_a_model_in_parts_is_the_model_in_one_file(parts: list[Path], tmp_path: Path) -> None:
     convert(write_gguf(tmp_path / "whole.gguf", tiny_llama()), tmp_path / "whole", False)
     convert(parts[0], tmp_path / "parts", False)
-    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "parts"))
+    one, other = (load_file(tmp_path / name / "packed.safetensors") for name in ("whole", "parts"))
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
     for name in ("config.json", "tokenizer.json"):

@@ -135,9 +135,10 @@ def test_bos_opens_a_text_only_where_the_model_wants_it(
 @pytest.mark.parametrize(
     ("kind", "pre", "named"),
     [
-        ("llama", "default", "'llama'"),
+        ("t5", "default", "'t5'"),
+        ("bert", None, "'bert'"),
         ("gpt2", "default", "'default'"),
-        ("gpt2", "tekken", "'tekken'"),
+        ("gpt2", "superbpe", "'superbpe'"),
         ("gpt2", None, "none"),
     ],
 )

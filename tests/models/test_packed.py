@@ -16,15 +16,10 @@ import kvkeep
 from kvkeep.compiled.binding import library
 from kvkeep.errors import BadModelFile, InvalidArgument
 from kvkeep.models.checksum import checksum_of
-from kvkeep.models.packed import (
-    find_packed,
-    matrices,
-    packed_path,
-    read_packed,
-    stored,
-    write_packed,
-)
-from kvkeep.models.packing import PackedMatrix, quantise
+from kvkeep.models.packed import find_own, find_rounded, own_file, own_path
+from kvkeep.models.packed_file import Stored, read_packed, write_packed
+from kvkeep.models.packing import Matrix, PackedMatrix, quantise
+from kvkeep.models.weights import EMBEDDING, matrices, tensor_shapes
 
 compiled = pytest.mark.skipif(library() is None, reason="no compiled kernels here")
 SPEC = spec_of()
@@ -44,35 +39,42 @@ def folder_with(path: Path, seed: int = 0) -> tuple[Path, dict[str, torch.Tensor
     return path, tensors
 
 
+def values(matrix: Matrix) -> torch.Tensor:
+    assert isinstance(matrix, PackedMatrix)
+    return matrix.values()
+
+
 @pytest.mark.parametrize(("weights", "bits"), [("int8", 8), ("int4", 4)])
 def test_they_are_packed_once(home: Path, tmp_path: Path, weights: str, bits: int) -> None:
     folder, tensors = folder_with(tmp_path / "model")
-    found = find_packed(folder, SPEC, weights, tensors, progress=False)  # type: ignore[arg-type]
+    found = find_rounded(folder, SPEC, weights, tensors, progress=False)  # type: ignore[arg-type]
     assert found.keys() == matrices(SPEC).keys()
     name = "model.layers.1.mlp.down_proj.weight"
     wanted = quantise(tensors[name], bits).values()  # type: ignore[arg-type]
-    assert torch.equal(found[name].unpacked().values(), wanted)
-    assert found["lm_head.weight"].bits == 8
+    assert torch.equal(values(found[name]), wanted)
+    head = found["lm_head.weight"]
+    assert isinstance(head, PackedMatrix)
+    assert head.format.name == "Q8_0"
     files = {path: path.stat().st_mtime_ns for path in home.rglob("*") if path.is_file()}
     assert len(files) == 2  # the other one is the checksum
-    find_packed(folder, SPEC, weights, {}, progress=False)  # type: ignore[arg-type]
+    find_rounded(folder, SPEC, weights, {}, progress=False)  # type: ignore[arg-type]
     assert files == {path: path.stat().st_mtime_ns for path in home.rglob("*") if path.is_file()}
     assert not list(folder.glob("packed*"))
 
 
 def test_other_weights_under_the_same_name_are_packed_anew(home: Path, tmp_path: Path) -> None:
     folder, tensors = folder_with(tmp_path / "model")
-    first = find_packed(folder, SPEC, "int8", tensors, progress=False)["lm_head.weight"]
+    first = find_rounded(folder, SPEC, "int8", tensors, progress=False)["lm_head.weight"]
     tensors = dict(packed_model(SPEC, None, seed=1).decoder.tensors)
     save_file(tensors, folder / "model.safetensors")
-    second = find_packed(folder, SPEC, "int8", tensors, progress=False)["lm_head.weight"]
-    assert not torch.equal(first.data, second.data)
+    second = find_rounded(folder, SPEC, "int8", tensors, progress=False)["lm_head.weight"]
+    assert not torch.equal(values(first), values(second))
 
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "foreign", "another model"])
 def test_a_damaged_file_is_refused_by_name(home: Path, tmp_path: Path, damage: str) -> None:
     folder, tensors = folder_with(tmp_path / "model")
-    find_packed(folder, SPEC, "int4", tensors, progress=False)
+    find_rounded(folder, SPEC, "int4", tensors, progress=False)
     (path,) = home.rglob("*.safetensors")
     if damage == "cut":
         path.write_bytes(path.read_bytes()[:-1000])
@@ -82,8 +84,8 @@ def test_a_damaged_file_is_refused_by_name(home: Path, tmp_path: Path, damage: s
         save_file(load_file(path), path, {"version": "0"})
     else:
         save_file({"x": torch.zeros(1)}, path, {"version": "1"})
-    with pytest.raises(BadModelFile, match="packed-int4"):
-        read_packed(path, SPEC)
+    with pytest.raises(BadModelFile, match="int4"):
+        read_packed(path, matrices(SPEC))
 
 
 def zero(path: Path, begin: int, count: int) -> None:
@@ -95,18 +97,22 @@ def zero(path: Path, begin: int, count: int) -> None:
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
-def of_own(tmp_path: Path) -> tuple[Path, Path, dict[str, torch.Tensor]]:
-    """A folder whose model's own file held packed matrices; these; the tensors."""
+def of_own(tmp_path: Path) -> tuple[Path, dict[str, Matrix]]:
+    """What a GGUF file was taken over as: where it lies, and what is in it."""
     model = packed_model(SPEC, 4)
-    folder, tensors = tmp_path / "model", dict(model.decoder.tensors)
-    folder.mkdir()
-    save_file(tensors, folder / "model.safetensors")
-    shapes, path = matrices(SPEC), packed_path(folder, "int4")
-    write_packed(path, shapes, dict.fromkeys(shapes, 4), iter(model.decoder.packed.values()))
-    return folder, path, tensors
+    found: dict[str, Matrix] = dict(model.decoder.tensors)
+    found |= {name: of for name, of in model.decoder.packed.items() if name in found}
+    found[EMBEDDING] = model.decoder.packed["lm_head.weight"]
+    path, stored, each = own_path(tmp_path), {}, {}
+    for name, shape in tensor_shapes(SPEC).items():
+        one = found[name]
+        kind = one.format if isinstance(one, PackedMatrix) else one.dtype
+        stored[name], each[name] = Stored(kind, shape), iter([one])
+    write_packed(path, stored, each)
+    return path, found
 
 
-def same(one: Mapping[str, PackedMatrix], other: Mapping[str, PackedMatrix]) -> bool:
+def same(one: Mapping[str, Matrix], other: Mapping[str, Matrix]) -> bool:
     return checksum_of(one) == checksum_of(other)
 
 
@@ -115,15 +121,15 @@ def test_what_was_rounded_here_and_is_damaged_is_made_anew(
     home: Path, tmp_path: Path, begin: int
 ) -> None:
     folder, tensors = folder_with(tmp_path / "model")
-    whole = checksum_of(find_packed(folder, SPEC, "int8", tensors, progress=False))
+    whole = checksum_of(find_rounded(folder, SPEC, "int8", tensors, progress=False))
     (path,) = home.rglob("*.safetensors")
     zero(path, begin, 64)
-    with pytest.warns(RuntimeWarning, match=r"packed-int8.safetensors is damaged.*anew"):
-        found = find_packed(folder, SPEC, "int8", tensors, progress=False)
+    with pytest.warns(RuntimeWarning, match=r"int8.safetensors is damaged.*anew"):
+        found = find_rounded(folder, SPEC, "int8", tensors, progress=False)
     assert checksum_of(found) == whole
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # said once
-        again = find_packed(folder, SPEC, "int8", {}, progress=False)
+        again = find_rounded(folder, SPEC, "int8", {}, progress=False)
     assert checksum_of(again) == whole
 
 
@@ -131,48 +137,67 @@ def test_what_was_rounded_before_there_were_checksums_is_made_anew(
     home: Path, tmp_path: Path
 ) -> None:
     folder, tensors = folder_with(tmp_path / "model")
-    whole = checksum_of(find_packed(folder, SPEC, "int4", tensors, progress=False))
+    whole = checksum_of(find_rounded(folder, SPEC, "int4", tensors, progress=False))
     (path,) = home.rglob("*.safetensors")
     zero(path, 60_000, 64)
     path.with_name(path.name + ".blake3").unlink()
-    assert checksum_of(find_packed(folder, SPEC, "int4", tensors, progress=False)) == whole
+    assert checksum_of(find_rounded(folder, SPEC, "int4", tensors, progress=False)) == whole
 
 
-def test_what_came_with_the_model_is_verified_against_its_tensors_once(tmp_path: Path) -> None:
-    folder, path, tensors = of_own(tmp_path)
+def test_what_a_file_held_comes_back(tmp_path: Path) -> None:
+    path, wanted = of_own(tmp_path)
+    found = find_own(path, SPEC)
+    assert found.keys() == wanted.keys()
+    for name, matrix in wanted.items():
+        if isinstance(matrix, PackedMatrix):
+            assert torch.equal(values(found[name]), matrix.values())
+        else:
+            assert torch.equal(found[name], matrix)  # type: ignore[arg-type]
+
+
+def test_what_a_file_held_is_verified_each_time(tmp_path: Path) -> None:
+    path, _ = of_own(tmp_path)
+    first = find_own(path, SPEC)
     beside = path.with_name(path.name + ".blake3")
-    assert not beside.exists()
-    first = find_packed(folder, SPEC, "int4", tensors, progress=False)
     assert beside.read_text() == checksum_of(first) + "\n"
-    assert same(first, find_packed(folder, SPEC, "int4", {}, progress=False))
     for unusable in ("", "0" * 64, "ÿ"):
         beside.write_text(unusable)
-        assert same(first, find_packed(folder, SPEC, "int4", tensors, progress=False))
-        assert beside.read_text() == checksum_of(first) + "\n"
+        with pytest.raises(BadModelFile, match="damaged"):
+            find_own(path, SPEC)
+    beside.unlink()
+    with pytest.raises(BadModelFile, match="damaged"):
+        find_own(path, SPEC)
 
 
-@pytest.mark.parametrize("known", [True, False])
-def test_what_came_with_the_model_and_is_damaged_is_refused(tmp_path: Path, known: bool) -> None:
-    folder, path, tensors = of_own(tmp_path)
-    if known:
-        find_packed(folder, SPEC, "int4", tensors, progress=False)
-    for begin in (8_000, path.stat().st_size - 1_000):  # data of the first, scales of the last
+def test_what_a_file_held_and_is_damaged_is_refused(tmp_path: Path) -> None:
+    path, _ = of_own(tmp_path)
+    header = int.from_bytes(path.read_bytes()[:8], "little") + 8
+    for begin in (header, path.stat().st_size // 2):
         before = path.read_bytes()
         zero(path, begin, 64)
-        with pytest.raises(BadModelFile, match=r"packed-int4.safetensors is damaged: .*weight"):
-            find_packed(folder, SPEC, "int4", tensors, progress=False)
+        with pytest.raises(BadModelFile, match=r"packed\.safetensors is damaged"):
+            find_own(path, SPEC)
         path.write_bytes(before)
+
+
+def test_tensors_of_another_model_are_refused(tmp_path: Path) -> None:
+    from dataclasses import replace
+
+    path, _ = of_own(tmp_path)
+    for other in (replace(SPEC, layers=2), replace(SPEC, layers=4), replace(SPEC, vocab_size=80)):
+        with pytest.raises(BadModelFile, match="is not whole"):
+            find_own(path, other)
 
 
 @compiled
 def test_a_damaged_default_model_is_refused(smollm2_folder: Path, tmp_path: Path) -> None:
     for file in smollm2_folder.iterdir():
         (tmp_path / file.name).symlink_to(file)
-    path = tmp_path / "packed-int4.safetensors"
+    path = own_path(tmp_path)
     path.unlink()
     shutil.copy(smollm2_folder / path.name, path)
     zero(path, 40_000_000, 20_000_000)
-    with pytest.raises(BadModelFile, match=r"packed-int4.safetensors is damaged"):
+    with pytest.raises(BadModelFile, match=r"packed\.safetensors is damaged"):
         kvkeep.load_model(str(tmp_path))
 
 
@@ -188,7 +213,7 @@ def test_rows_that_are_no_whole_groups_are_refused(home: Path, tmp_path: Path) -
 
     odd = replace(SPEC, intermediate_size=330)
     with pytest.raises(InvalidArgument, match="330"):
-        find_packed(tmp_path, odd, "int4", {}, progress=False)
+        find_rounded(tmp_path, odd, "int4", {}, progress=False)
 
 
 def test_unknown_weights_are_refused(tmp_path: Path) -> None:
@@ -204,14 +229,15 @@ def test_packed_weights_where_there_are_no_kernels_are_refused(tmp_path: Path) -
 
 
 @compiled
-def test_the_default_model_is_read_as_its_file_packs_it(smollm2_folder: Path) -> None:
-    assert stored(smollm2_folder) == "int4"
-    assert kvkeep.load_model().weights == "int4"
-    assert kvkeep.load_model(weights="bf16").weights == "bf16"
-    packed = read_packed(smollm2_folder / "packed-int4.safetensors", kvkeep.load_model().spec)
-    tensors = kvkeep.load_model(weights="bf16").decoder.tensors
-    for name in ("model.layers.7.self_attn.q_proj.weight", "model.layers.29.mlp.up_proj.weight"):
-        values = packed[name].unpacked().values().bfloat16()
-        assert torch.equal(values, tensors[name])
-    head = packed["lm_head.weight"].unpacked().values().bfloat16()
-    assert torch.equal(head, tensors["model.embed_tokens.weight"])
+def test_the_default_model_is_held_as_its_file_packs_it(smollm2_folder: Path) -> None:
+    model, plain = kvkeep.load_model(), kvkeep.load_model(weights="bf16")
+    assert own_file(smollm2_folder) is not None
+    assert (model.weights, plain.weights) == ("Q4_1", "bf16")
+    assert not plain.decoder.packed
+    assert all(tensor.dim() == 1 for tensor in model.decoder.tensors.values())
+    held = [*model.decoder.tensors.values(), *model.decoder.packed.values()]
+    assert sum(each.nbytes for each in held) <= 1.05 * own_path(smollm2_folder).stat().st_size
+    weights, wanted = model.decoder.weights, plain.decoder.tensors
+    assert weights.keys() == wanted.keys()
+    assert all(torch.equal(weights[name], wanted[name]) for name in wanted)
+    assert model.fingerprint == plain.fingerprint

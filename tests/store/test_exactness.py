@@ -52,7 +52,7 @@ def test_packed_weights_are_told_from_others_and_from_each_other(tmp_path: Path)
     plain, int4, other = packed_of(None), packed_of(4), packed_of(4, seed=1)
     snapshot = saved(int4, tmp_path)
     assert int4.restore(snapshot).exactness.bit_exact
-    assert restored_on(plain, snapshot).exactness.differs == ("weights: int4 there, bf16 here",)
+    assert restored_on(plain, snapshot).exactness.differs == ("weights: Q4_1 there, bf16 here",)
     (found,) = restored_on(other, snapshot).exactness.differs
     assert found.startswith("packed weights: ")
 

@@ -2,6 +2,7 @@
 
 import click
 
+from kvkeep.cli.models.export import export
 from kvkeep.cli.models.listing import list_models
 from kvkeep.cli.models.show import show
 
@@ -10,9 +11,10 @@ from kvkeep.cli.models.show import show
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
 @click.pass_context
 def models(context: click.Context, as_json: bool) -> None:
-    """List models that are here or have a name, or show one."""
+    """List models that are here or have a name, show one, or write one for other programs."""
     if context.invoked_subcommand is None:
         list_models(as_json)
 
 
 models.add_command(show)
+models.add_command(export)

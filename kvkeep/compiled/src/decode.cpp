@@ -112,7 +112,8 @@ class DecodeRun {
   void prepare(int i) {
     if (i < step_.sequences) {
       const Sequence& sequence = step_.sequence[i];
-      const Bf16* from = model_.embedding + std::size_t(sequence.token) * model_.hidden;
+      Bf16* from = normed_.row(i);  // which is not needed yet
+      unpack_row(model_.embedding, sequence.token, from);
       const __m512 multiplier = _mm512_set1_ps(model_.embedding_multiplier);
       for (int c = 0; c < model_.hidden; c += kLanes)
         _mm512_storeu_ps(residual(i) + c, _mm512_mul_ps(load_bf16(from + c), multiplier));
@@ -318,5 +319,28 @@ int kvkeep_product(const kvkeep::Matrix* matrix, const kvkeep::Bf16* x, int coun
       }
     });
     return finite ? kDone : kNotFinite;
+  });
+}
+
+int kvkeep_unpack(const kvkeep::Matrix* matrix, int first, int blocks, kvkeep::Bf16* out,
+                  int threads) {
+  using namespace kvkeep;
+  return guarded([=] {
+    Workers workers(threads);
+#pragma omp parallel num_threads(threads)
+    workers.share(omp_get_thread_num(), blocks, 4, [&](int b) {
+      unpack_block(*matrix, first + b, out + std::size_t(b) * kBlock * matrix->columns);
+    });
+    return kDone;
+  });
+}
+
+int kvkeep_rows(const kvkeep::Matrix* matrix, const std::int64_t* rows, int count,
+                kvkeep::Bf16* out) {
+  using namespace kvkeep;
+  return guarded([=] {
+    for (int i = 0; i < count; ++i)
+      unpack_row(*matrix, static_cast<int>(rows[i]), out + std::size_t(i) * matrix->columns);
+    return kDone;
   });
 }

@@ -7,7 +7,7 @@
 
 namespace kvkeep {
 
-constexpr int kRevision = 4;  // raised where what a call does changes, and no structure
+constexpr int kRevision = 5;  // raised where what a call does changes, and no structure
 
 // Norms of [hidden], or null: of what attention and MLP read, and of what they give. query_norm and
 // key_norm: [head_dim], or of all heads together where the model says so; or null.
@@ -30,10 +30,10 @@ struct Model {
   std::int32_t parallel;       // not 0: the MLP reads what attention reads
   std::int32_t reserved;
   const float* query_scale;  // [head_dim], of each query; or null
-  const Bf16* embedding;  // [vocab, hidden]
   const Bf16* norm;
   const double* frequencies;  // [head_dim / 2], radians per position
   const Layer* layer;
+  Matrix embedding;  // [vocab, hidden]
   Matrix head;
 };
 
@@ -94,4 +94,12 @@ int kvkeep_decode(const kvkeep::Model* model, const kvkeep::Step* step);
 // any of them is NaN or infinity, all being there.
 int kvkeep_product(const kvkeep::Matrix* matrix, const kvkeep::Bf16* x, int count, float* out,
                    int threads);
+
+// Blocks of 16 rows as bf16, from `first` on. out: [those rows that there are, columns]. A status.
+int kvkeep_unpack(const kvkeep::Matrix* matrix, int first, int blocks, kvkeep::Bf16* out,
+                  int threads);
+
+// Some rows as bf16. out: [count, columns]. A status.
+int kvkeep_rows(const kvkeep::Matrix* matrix, const std::int64_t* rows, int count,
+                kvkeep::Bf16* out);
 }

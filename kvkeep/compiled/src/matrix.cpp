@@ -1,13 +1,11 @@
 #include "matrix.h"
 
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
 namespace kvkeep {
 namespace {
-
-// bf16 of 0 ... 15, twice: a lookup takes five bits, and whatever the fifth is must not matter.
-alignas(64) constexpr Bf16 kNibbles[32] = {
-    0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120,
-    0x4130, 0x4140, 0x4150, 0x4160, 0x4170, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0,
-    0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170};
 
 // Bytes that are asked for before they are needed: what follows lies in other pages, where the
 // processor by itself does not look.
@@ -22,125 +20,301 @@ bool fetches_past_second() {
 }
 const bool kPastSecond = fetches_past_second();
 
-void prefetch(const char* x) {
+inline void prefetch(const char* x) {
   if (kPastSecond)
     _mm_prefetch(x, _MM_HINT_NTA);
   else
     _mm_prefetch(x, _MM_HINT_T0);
 }
 
-__m512 half_floats(const std::uint16_t* x) {
-  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)));
-}
+// Where a block of a packed matrix begins.
+template <typename F>
+struct Place {
+  const char* data;
+  const char* scales;
 
-// The pairs of columns that follow one another in the packed data, as bf16: `each(pair, weights)`.
-template <typename Each>
-inline __attribute__((always_inline)) void unpack_int4(const char* data, Each each) {
-  const __m512i nibbles = load(kNibbles);
-#pragma GCC unroll 4
-  for (int part = 0; part < 4; ++part) {
-    const __m512i word = load(data + 64 * part);
-    each(4 * part, _mm512_permutexvar_epi16(word, nibbles));
-    each(4 * part + 1, _mm512_permutexvar_epi16(_mm512_srli_epi16(word, 4), nibbles));
-    each(4 * part + 2, _mm512_permutexvar_epi16(_mm512_srli_epi16(word, 8), nibbles));
-    each(4 * part + 3, _mm512_permutexvar_epi16(_mm512_srli_epi16(word, 12), nibbles));
+  Place(const Matrix& matrix, int block)
+      : data(static_cast<const char*>(matrix.data) +
+             static_cast<long>(block) * (matrix.columns / kGroup) * F::Codes::kBytes),
+        scales(static_cast<const char*>(matrix.scales) +
+               static_cast<long>(block) * (matrix.columns / F::Scales::kSpan) *
+                   F::Scales::kTileBytes) {}
+
+  // To a group: its codes, the tile that it is in, and which of the tile's groups it is.
+  const char* codes(int group) const { return data + static_cast<long>(group) * F::Codes::kBytes; }
+  const char* tile(int group) const {
+    return scales + static_cast<long>(group * kGroup / F::Scales::kSpan) * F::Scales::kTileBytes;
   }
+  static int within(int group) { return group % (F::Scales::kSpan / kGroup); }
+};
+
+template <typename Each, int... p>
+inline __attribute__((always_inline)) void each_pair(Each each, std::integer_sequence<int, p...>) {
+  (each(std::integral_constant<int, p>{}), ...);
 }
 
-template <typename Each>
-inline __attribute__((always_inline)) void unpack_int8(const char* data, Each each) {
-  const auto floats = [](const char* bytes) {
-    return _mm512_cvtepi32_ps(
-        _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes))));
-  };
-#pragma GCC unroll 16
-  for (int pair = 0; pair < kGroup / 2; ++pair)
-    each(pair, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(floats(data + 32 * pair + 16),
-                                                            floats(data + 32 * pair))));
-}
-
-template <int kCount, bool kFour>
+template <typename F, int kCount>
 void packed(const Matrix& matrix, int block, const Input& input, int first, __m512* out) {
-  constexpr int kBytes = kFour ? 256 : 512, kScales = kFour ? 32 : 16;
-  const int groups = matrix.columns / kGroup;
-  const long begin = static_cast<long>(block) * groups;
-  const char* data = static_cast<const char*>(matrix.data) + begin * kBytes;
-  const std::uint16_t* scales = static_cast<const std::uint16_t*>(matrix.scales) + begin * kScales;
+  using Codes = typename F::Codes;
+  using Scales = typename F::Scales;
+  constexpr int kSharing = Scales::kShared / 2;  // pairs that share a scale
+  constexpr int kScaleBytes = Scales::kTileBytes * kGroup / Scales::kSpan;
+  const int groups = matrix.columns / kGroup, columns = matrix.columns;
+  const Place<F> place(matrix, block);
   const Bf16* x = input.row(first);
-  const int columns = matrix.columns;
   __m512 total[kCount];
   for (int i = 0; i < kCount; ++i) total[i] = _mm512_setzero_ps();
-  for (int g = 0; g < groups; ++g, data += kBytes, scales += kScales, x += kGroup) {
-    for (int line = 0; line < kBytes; line += 64) prefetch(data + kAhead + line);
-    prefetch(reinterpret_cast<const char*>(scales) + kAhead * kScales * 2 / kBytes);
+  for (int g = 0; g < groups; ++g, x += kGroup) {
+    const char *data = place.codes(g), *tile = place.tile(g);
+    const int within = place.within(g);
+    for (int line = 0; line < Codes::kBytes; line += 64) prefetch(data + kAhead + line);
+    prefetch(tile + within * kScaleBytes + kAhead * kScaleBytes / Codes::kBytes);
     __m512 sum[kCount];
-    for (int i = 0; i < kCount; ++i) sum[i] = _mm512_setzero_ps();
-    const auto add = [&](int p, __m512i weights) __attribute__((always_inline)) {
+    each_pair(
+        [&](auto p) __attribute__((always_inline)) {
+          const __m512i weights = Codes::template pair<p.value>(data);
 #pragma GCC unroll 8
+          for (int i = 0; i < kCount; ++i) {
+            if constexpr (p.value % kSharing == 0) sum[i] = _mm512_setzero_ps();
+            sum[i] = dot(sum[i], weights, pair(x + static_cast<long>(i) * columns + 2 * p.value));
+          }
+          if constexpr (p.value % kSharing == kSharing - 1) {
+            const __m512 scale = Scales::scale(tile, within, p.value / kSharing);
+            for (int i = 0; i < kCount; ++i) total[i] = _mm512_fmadd_ps(sum[i], scale, total[i]);
+          }
+        },
+        std::make_integer_sequence<int, kPairs>{});
+    if constexpr (Scales::kMinima) {
+      const __m512 minimum = Scales::minimum(tile, within);
       for (int i = 0; i < kCount; ++i)
-        sum[i] = dot(sum[i], weights, pair(x + static_cast<long>(i) * columns + 2 * p));
-    };
-    if constexpr (kFour)
-      unpack_int4(data, add);
-    else
-      unpack_int8(data, add);
-    const __m512 scale = half_floats(scales);
-    for (int i = 0; i < kCount; ++i) {
-      total[i] = _mm512_fmadd_ps(sum[i], scale, total[i]);
-      if (kFour)
-        total[i] = _mm512_fmadd_ps(_mm512_set1_ps(input.row_sums(first + i)[g]),
-                                   half_floats(scales + kBlock), total[i]);
+        total[i] =
+            _mm512_fmadd_ps(_mm512_set1_ps(input.row_sums(first + i)[g]), minimum, total[i]);
     }
   }
   for (int i = 0; i < kCount; ++i) out[i] = total[i];
 }
 
+// A group of 16 rows as bf16: of each pair of columns, those of row 0, those of row 1 and so on.
+template <typename F>
+inline __attribute__((always_inline)) void round_group(const Place<F>& place, int group,
+                                                       __m512i* out) {
+  using Scales = typename F::Scales;
+  constexpr int kSharing = Scales::kShared / 2;
+  // What is rounded has all first columns in front: rows come together again.
+  alignas(64) static constexpr std::uint16_t kTogether[32] = {
+      0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+      8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  const char *data = place.codes(group), *tile = place.tile(group);
+  const int within = place.within(group);
+  const __m512 minimum = Scales::minimum(tile, within);
+  const __m512i together = load(kTogether);
+  __m512 scale = minimum;
+  each_pair(
+      [&](auto p) __attribute__((always_inline)) {
+        if constexpr (p.value % kSharing == 0)
+          scale = Scales::scale(tile, within, p.value / kSharing);
+        const __m512i codes = F::Codes::template pair<p.value>(data);
+        const __m512 one = _mm512_castsi512_ps(_mm512_slli_epi32(codes, 16));
+        const __m512 two = _mm512_castsi512_ps(
+            _mm512_and_si512(codes, _mm512_set1_epi32(static_cast<int>(0xffff0000))));
+        const __m512bh both = _mm512_cvtne2ps_pbh(_mm512_fmadd_ps(two, scale, minimum),
+                                                  _mm512_fmadd_ps(one, scale, minimum));
+        out[p.value] = _mm512_permutexvar_epi16(together, reinterpret_cast<__m512i>(both));
+      },
+      std::make_integer_sequence<int, kPairs>{});
+}
+
+// Adds to `out` the products of 16 rows of bf16, in pairs, with rows of input `stride` apart.
+template <int kCount>
+void add_paired(const __m512i* weights, int pairs, const Bf16* x, long stride, __m512* out) {
+  __m512 sum[kCount];
+  for (int i = 0; i < kCount; ++i) sum[i] = out[i];
+  for (int p = 0; p < pairs; ++p) {
+    const __m512i some = load(weights + p);
+#pragma GCC unroll 8
+    for (int i = 0; i < kCount; ++i) sum[i] = dot(sum[i], some, pair(x + i * stride + 2 * p));
+  }
+  for (int i = 0; i < kCount; ++i) out[i] = sum[i];
+}
+
+constexpr int kStretch = 1024;  // columns that are unpacked before they are multiplied
+
+template <typename F>
+void rounded(const Matrix& matrix, int block, const Input& input, int first, int count,
+             __m512* out) {
+  alignas(64) __m512i weights[kStretch / 2];
+  const Place<F> place(matrix, block);
+  const long columns = matrix.columns;
+  for (int i = 0; i < count; ++i) out[i] = _mm512_setzero_ps();
+  for (int begin = 0; begin < columns; begin += kStretch) {
+    const int some = std::min<int>(kStretch, columns - begin);
+    for (int g = 0; g < some / kGroup; ++g)
+      round_group<F>(place, begin / kGroup + g, weights + g * kPairs);
+    int i = 0;
+    for (; i + 8 <= count; i += 8)
+      add_paired<8>(weights, some / 2, input.row(first + i) + begin, columns, out + i);
+    for (; i + 4 <= count; i += 4)
+      add_paired<4>(weights, some / 2, input.row(first + i) + begin, columns, out + i);
+    for (; i < count; ++i)
+      add_paired<1>(weights, some / 2, input.row(first + i) + begin, columns, out + i);
+  }
+}
+
+// Numbers that stand alone: 32 of a row as bf16, and 16 as floats.
+struct Bf16Row {
+  using Number = Bf16;
+  static __m512i rounded(const Number* x) { return load(x); }
+  static __m512 floats(const Number* x) { return load_bf16(x); }
+};
+
+template <typename Of>
+struct WiderRow {
+  using Number = typename Of::Number;
+  static __m512i rounded(const Number* x) {
+    return reinterpret_cast<__m512i>(
+        _mm512_cvtne2ps_pbh(Of::floats(x + kLanes), Of::floats(x)));
+  }
+  static __m512 floats(const Number* x) { return Of::floats(x); }
+};
+
+struct Halves {
+  using Number = std::uint16_t;
+  static __m512 floats(const Number* x) { return half_floats(reinterpret_cast<const char*>(x)); }
+};
+
+struct Floats {
+  using Number = float;
+  static __m512 floats(const Number* x) { return _mm512_loadu_ps(x); }
+};
+
+// 16 rows by one, 32 columns at a time; of rows past the end the last one again, for nothing.
+template <typename Row>
+const typename Row::Number* row_of(const Matrix& matrix, int block, int r) {
+  const int row = std::min(block * kBlock + r, matrix.rows - 1);
+  return static_cast<const typename Row::Number*>(matrix.data) +
+         static_cast<long>(row) * matrix.columns;
+}
+
+template <typename Row, bool kRounded>
 __m512 plain(const Matrix& matrix, int block, const Bf16* x) {
-  const int columns = matrix.columns;
-  const Bf16* weights =
-      static_cast<const Bf16*>(matrix.data) + static_cast<long>(block) * kBlock * columns;
-  const int rows = matrix.rows - block * kBlock;
   __m512 sum[kBlock];
   for (int r = 0; r < kBlock; r += 4) {
-    const Bf16* row[4];
-    for (int i = 0; i < 4; ++i)  // past the end the last row again, for nothing
-      row[i] = weights + static_cast<long>(r + i < rows ? r + i : rows - 1) * columns;
-    __m512 one = _mm512_setzero_ps(), two = one, three = one, four = one;
-    for (int c = 0; c < columns; c += 32) {
-      const __m512i values = load(x + c);
-      one = dot(one, load(row[0] + c), values);
-      two = dot(two, load(row[1] + c), values);
-      three = dot(three, load(row[2] + c), values);
-      four = dot(four, load(row[3] + c), values);
+    const typename Row::Number* row[4];
+    __m512 four[4];
+    for (int i = 0; i < 4; ++i) {
+      row[i] = row_of<Row>(matrix, block, r + i);
+      four[i] = _mm512_setzero_ps();
     }
-    sum[r] = one, sum[r + 1] = two, sum[r + 2] = three, sum[r + 3] = four;
+    for (int c = 0; c < matrix.columns; c += kGroup) {
+      if constexpr (kRounded) {
+        const __m512i values = load(x + c);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) four[i] = dot(four[i], Row::rounded(row[i] + c), values);
+      } else {
+        const __m512 low = load_bf16(x + c), high = load_bf16(x + c + kLanes);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) {
+          four[i] = _mm512_fmadd_ps(Row::floats(row[i] + c), low, four[i]);
+          four[i] = _mm512_fmadd_ps(Row::floats(row[i] + c + kLanes), high, four[i]);
+        }
+      }
+    }
+    for (int i = 0; i < 4; ++i) sum[r + i] = four[i];
   }
   return sums(sum);
 }
 
-template <int kCount>
-void multiply_some(const Matrix& matrix, int block, const Input& input, int first, __m512* out) {
-  if (matrix.format == kInt4)
-    packed<kCount, true>(matrix, block, input, first, out);
-  else if (matrix.format == kInt8)
-    packed<kCount, false>(matrix, block, input, first, out);
-  else
-    for (int i = 0; i < kCount; ++i) out[i] = plain(matrix, block, input.row(first + i));
-  if (!matrix.bias) return;
-  const __m512 bias = to_float(
-      _mm256_maskz_loadu_epi16(rows_of(matrix, block), matrix.bias + block * kBlock));
-  for (int i = 0; i < kCount; ++i) out[i] = _mm512_add_ps(out[i], bias);
+// Calls `with(Row{})` for the kind of numbers that stand alone.
+template <typename With>
+void for_numbers(std::int32_t format, With with) {
+  if (format == kF16) return with(WiderRow<Halves>{});
+  if (format == kF32) return with(WiderRow<Floats>{});
+  with(Bf16Row{});
+}
+
+void multiply_plain(const Matrix& matrix, int block, const Input& input, int first, int count,
+                    __m512* out) {
+  for_numbers(matrix.format, [&](auto row) {
+    using Row = decltype(row);
+    const bool exact = matrix.format == kBf16 || matrix.rounded;
+    for (int i = 0; i < count; ++i)
+      out[i] = exact ? plain<Row, true>(matrix, block, input.row(first + i))
+                     : plain<Row, false>(matrix, block, input.row(first + i));
+  });
+}
+
+template <typename F>
+void multiply_packed(const Matrix& matrix, int block, const Input& input, int first, int count,
+                     __m512* out) {
+  if (matrix.rounded) return rounded<F>(matrix, block, input, first, count, out);
+  for (; count >= 8; first += 8, count -= 8, out += 8)
+    packed<F, 8>(matrix, block, input, first, out);
+  for (; count >= 4; first += 4, count -= 4, out += 4)
+    packed<F, 4>(matrix, block, input, first, out);
+  for (; count >= 1; ++first, --count, ++out) packed<F, 1>(matrix, block, input, first, out);
 }
 
 }  // namespace
 
 void multiply(const Matrix& matrix, int block, const Input& input, int first, int count,
               __m512* out) {
-  for (; count >= 8; first += 8, count -= 8, out += 8)
-    multiply_some<8>(matrix, block, input, first, out);
-  for (; count >= 4; first += 4, count -= 4, out += 4)
-    multiply_some<4>(matrix, block, input, first, out);
-  for (; count >= 1; ++first, --count, ++out) multiply_some<1>(matrix, block, input, first, out);
+  for_format(
+      matrix.format,
+      [&](auto format) {
+        multiply_packed<decltype(format)>(matrix, block, input, first, count, out);
+      },
+      [&] { multiply_plain(matrix, block, input, first, count, out); });
+  if (!matrix.bias) return;
+  const __m512 bias = to_float(
+      _mm256_maskz_loadu_epi16(rows_of(matrix, block), matrix.bias + block * kBlock));
+  for (int i = 0; i < count; ++i) out[i] = _mm512_add_ps(out[i], bias);
+}
+
+void unpack_block(const Matrix& matrix, int block, Bf16* out) {
+  const int rows = std::min(kBlock, matrix.rows - block * kBlock);
+  for_format(
+      matrix.format,
+      [&](auto format) {
+        using F = decltype(format);
+        const Place<F> place(matrix, block);
+        for (int g = 0; g < matrix.columns / kGroup; ++g) {
+          __m512i pairs[kPairs];
+          round_group<F>(place, g, pairs);
+          transpose(pairs);
+          for (int r = 0; r < rows; ++r)
+            _mm512_storeu_si512(out + static_cast<long>(r) * matrix.columns + g * kGroup, pairs[r]);
+        }
+      },
+      [&] {
+        for (int r = 0; r < rows; ++r)
+          unpack_row(matrix, block * kBlock + r, out + static_cast<long>(r) * matrix.columns);
+      });
+}
+
+void unpack_row(const Matrix& matrix, int row, Bf16* out) {
+  for_format(
+      matrix.format,
+      [&](auto format) {
+        using F = decltype(format);
+        const Place<F> place(matrix, row / kBlock);
+        for (int g = 0; g < matrix.columns / kGroup; ++g) {
+          alignas(64) __m512i pairs[kPairs];
+          round_group<F>(place, g, pairs);
+          for (int p = 0; p < kPairs; ++p)
+            std::memcpy(out + g * kGroup + 2 * p,
+                        reinterpret_cast<const Bf16*>(pairs + p) + 2 * (row % kBlock),
+                        2 * sizeof(Bf16));
+        }
+      },
+      [&] {
+        for_numbers(matrix.format, [&](auto numbers) {
+          using Row = decltype(numbers);
+          const auto* from = static_cast<const typename Row::Number*>(matrix.data) +
+                             static_cast<long>(row) * matrix.columns;
+          for (int c = 0; c < matrix.columns; c += kGroup)
+            _mm512_storeu_si512(out + c, Row::rounded(from + c));
+        });
+      });
 }
 
 }  // namespace kvkeep

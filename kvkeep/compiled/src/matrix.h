@@ -1,23 +1,18 @@
 // Weight matrices as they lie in memory, and their products with a few rows.
 #pragma once
 
-#include "simd.h"
+#include "formats.h"
 
 namespace kvkeep {
 
-constexpr int kGroup = 32;  // weights of a row that share a scale
-constexpr int kBlock = 16;  // rows that are multiplied together, one in each lane
-
-enum Format : std::int32_t { kBf16 = 0, kInt8 = 1, kInt4 = 2 };
-
-// [rows, columns] weights. kBf16: row after row. kInt8 and kInt4: `data` holds for each block of 16
-// rows and each group of 32 columns 512 or 256 bytes, `scales` 16 scales, for kInt4 followed by 16
-// minima, all float16; kvkeep/models/packing.py says in which order.
+// [rows, columns] weights. kBf16, kF16, kF32: row after row. Others: `data` holds for each block of
+// 16 rows and each group of 32 columns the codes, `scales` for each block and each tile of columns
+// what they are scaled by.
 struct Matrix {
   std::int32_t format;
   std::int32_t rows;
   std::int32_t columns;
-  std::int32_t reserved;
+  std::int32_t rounded;  // 1: to be multiplied as if each weight had been rounded to bf16 before
   const void* data;
   const void* scales;
   const Bf16* bias;  // [rows], or null
@@ -54,8 +49,15 @@ struct Input {
 constexpr int kMostRows = 16;  // multiplied with a block of weights that was unpacked once
 
 // Products of 16 rows of weights, those of `block`, with `count` rows of input from `first` on.
-// out: one register for each of these, its lanes the 16 products, bias added.
+// out: one register for each of these, its lanes the 16 products, bias added. What a row becomes
+// does not depend on `count`.
 void multiply(const Matrix& matrix, int block, const Input& input, int first, int count,
               __m512* out);
+
+// The rows of a block as bf16, those that there are. out: [16, columns].
+void unpack_block(const Matrix& matrix, int block, Bf16* out);
+
+// One row as bf16. out: [columns].
+void unpack_row(const Matrix& matrix, int row, Bf16* out);
 
 }  // namespace kvkeep

@@ -1,0 +1,168 @@
+"""GGUF files of models that are as large as known ones and know nothing: to measure speed by.
+
+    python -m benchmarks.random_gguf llama-1b Q4_K_M /tmp/llama-1b.gguf
+
+Every matrix has blocks of random bytes in the formats that llama.cpp's quantiser mixes, with scales
+of a size that keeps activations finite. What they compute means nothing; what it costs does not
+depend on that. The vocabulary is made up: the bytes, and what pairs of tokens make.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+import gguf
+import numpy as np
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, LlamaFileType
+from numpy.typing import NDArray
+from tokenizers.pre_tokenizers import ByteLevel
+from tqdm import tqdm
+
+
+@dataclass(frozen=True)
+class Shape:
+    """As of the model that is named; `inner` of the MLP."""
+
+    hidden: int
+    inner: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    tied: bool
+
+
+SHAPES = {
+    "llama-1b": Shape(2048, 8192, 16, 32, 8, 64, 128_256, True),  # Llama 3.2 1B
+    "llama-8b": Shape(4096, 14336, 32, 32, 8, 128, 128_256, False),  # Llama 3.1 8B
+    "tiny": Shape(256, 512, 4, 4, 2, 64, 600, True),
+}
+KINDS = ("Q4_K_M", "Q4_K_S", "Q5_K_M", "Q6_K", "Q8_0", "Q4_0", "Q4_1", "F16", "BF16")
+_HALVES = {"Q4_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+_AT_ONCE = 1 << 24  # weights
+
+
+@click.command()
+@click.argument("shape", type=click.Choice(list(SHAPES)))
+@click.argument("kind", type=click.Choice(KINDS))
+@click.argument("path", type=click.Path(path_type=Path))
+def main(shape: str, kind: str, path: Path) -> None:
+    """Write a file of random weights in SHAPE, held as KIND, to PATH."""
+    write(path, SHAPES[shape], kind)
+    click.echo(f"{path}: {path.stat().st_size / 1e9:.2f} GB")
+
+
+def write(path: Path, shape: Shape, kind: str) -> None:
+    """The whole file is in memory before it is written."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_file_type(LlamaFileType[f"MOSTLY_{kind}"])
+    writer.add_block_count(shape.layers)
+    writer.add_context_length(8192)
+    writer.add_embedding_length(shape.hidden)
+    writer.add_feed_forward_length(shape.inner)
+    writer.add_head_count(shape.heads)
+    writer.add_head_count_kv(shape.kv_heads)
+    writer.add_key_length(shape.head_dim)
+    writer.add_value_length(shape.head_dim)
+    writer.add_rope_dimension_count(shape.head_dim)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(500_000.0)
+    writer.add_vocab_size(shape.vocabulary)
+    _add_vocabulary(writer, shape.vocabulary)
+    random = np.random.default_rng(0)
+    named = _matrices(shape)
+    for name, (rows, columns) in tqdm(named.items(), "drawing weights", disable=None):
+        form = _format(name, kind, shape.layers)
+        stored = _blocks(random, form, rows, columns)
+        writer.add_tensor(name, stored, raw_dtype=GGMLQuantizationType[form])
+    for name in _norms(shape):
+        writer.add_tensor(name, np.ones(shape.hidden, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file(progress=True)
+    writer.close()
+
+
+def _matrices(shape: Shape) -> dict[str, tuple[int, int]]:
+    hidden, inner = shape.hidden, shape.inner
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    found = {"token_embd.weight": (shape.vocabulary, hidden)}
+    for layer in range(shape.layers):
+        found |= {
+            f"blk.{layer}.{name}.weight": size
+            for name, size in {
+                "attn_q": (queries, hidden),
+                "attn_k": (keys, hidden),
+                "attn_v": (keys, hidden),
+                "attn_output": (hidden, queries),
+                "ffn_gate": (inner, hidden),
+                "ffn_up": (inner, hidden),
+                "ffn_down": (hidden, inner),
+            }.items()
+        }
+    return found if shape.tied else found | {"output.weight": (shape.vocabulary, hidden)}
+
+
+def _norms(shape: Shape) -> list[str]:
+    each = [f"blk.{i}.{name}.weight" for i in range(shape.layers) for name in _LAYER_NORMS]
+    return [*each, "output_norm.weight"]
+
+
+_LAYER_NORMS = ("attn_norm", "ffn_norm")
+
+
+def _format(name: str, kind: str, layers: int) -> str:
+    """What llama.cpp's quantiser holds a matrix in, of a file that is called by `kind`."""
+    if name == "output.weight" or (name == "token_embd.weight" and kind.startswith("Q")):
+        return "Q8_0" if kind == "Q8_0" else "Q6_K"
+    base, _, more = kind.partition("_K_")
+    if not more:
+        return kind
+    if more == "M" and name.startswith("blk.") and ("attn_v" in name or "ffn_down" in name):
+        layer, eighth = int(name.split(".")[1]), layers // 8
+        if layer < eighth or layer >= 7 * eighth or (layer - eighth) % 3 == 2:
+            return "Q6_K"
+    return f"{base}_K"
+
+
+def _blocks(random: np.random.Generator, form: str, rows: int, columns: int) -> NDArray[np.uint8]:
+    """`[rows, bytes]`, of weights about as large as a trained matrix of so many columns has."""
+    size = columns**-0.5
+    if form in ("F16", "BF16"):
+        drawn = random.standard_normal((rows, columns), dtype=np.float32) * np.float32(size)
+        return np.asarray(gguf.quantize(drawn, GGMLQuantizationType[form]))
+    span, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType[form]]
+    blocks = random.integers(0, 256, (rows, columns // span, nbytes), dtype=np.uint8)
+    largest = {"Q8_0": 127, "Q6_K": 32 * 127}.get(form, 8 if span == 32 else 8 * 32)
+    for at in _HALVES.get(form, (0,)):
+        scale = np.array([size / largest], dtype=np.float16)
+        blocks[..., at : at + 2] = scale.view(np.uint8)
+    return blocks.reshape(rows, -1)
+
+
+def _add_vocabulary(writer: gguf.GGUFWriter, count: int) -> None:
+    """The 256 bytes, what pairs of earlier tokens make, and two control tokens at the end."""
+    tokens, merges = sorted(ByteLevel.alphabet()), list[str]()
+    known = set(tokens)
+    for index in range(count):  # of pairs, in an order that needs no memory of them
+        if len(tokens) == count - 2:
+            break
+        for left in range(index + 1):
+            made = tokens[left] + tokens[index - left]
+            if made in known or len(tokens) == count - 2:
+                continue
+            merges.append(f"{tokens[left]} {tokens[index - left]}")
+            tokens.append(made)
+            known.add(made)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("llama-bpe")
+    writer.add_token_list([*tokens, "<|begin|>", "<|end|>"])
+    writer.add_token_types([1] * len(tokens) + [3, 3])
+    writer.add_token_merges(merges)
+    writer.add_bos_token_id(count - 2)
+    writer.add_eos_token_id(count - 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+"""`kvkeep models export`: a converted model as other programs read it."""
+
+from pathlib import Path
+
+import click
+
+from kvkeep.cli.which_model import DTYPE
+
+
+@click.command()
+@click.argument("name")
+@click.argument("folder", type=click.Path(path_type=Path))
+@DTYPE
+@click.option("-q", "--quiet", is_flag=True, help="No progress bars.")
+def export(name: str, folder: Path, dtype: str, quiet: bool) -> None:
+    """Write model NAME to a new FOLDER in Hugging Face layout, its weights unpacked.
+
+    For transformers and other programs that do not read packed weights. A GGUF file is taken over
+    first where that was not done.
+    """
+    from kvkeep.model import DTYPES
+    from kvkeep.models.export import export as export_model
+    from kvkeep.models.source import resolve
+
+    export_model(resolve(name, not quiet), folder, DTYPES[dtype], not quiet)
+    click.echo(folder)

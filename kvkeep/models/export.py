@@ -1,0 +1,104 @@
+"""A converted model as a folder that transformers and others read: all tensors unpacked."""
+
+import shutil
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from kvkeep.errors import InvalidArgument, ModelError, StoreError
+from kvkeep.files.folder import making
+from kvkeep.files.tensors import Entry, tensor_bytes, write_tensors
+from kvkeep.models.checkpoint import stored_parts
+from kvkeep.models.config import read_spec
+from kvkeep.models.packed import find_own, own_file
+from kvkeep.models.packing import BLOCK, Matrix, PackedMatrix, as_tensor
+from kvkeep.models.rows import half_layout
+from kvkeep.models.spec import ModelSpec
+
+_NAMES = {torch.bfloat16: "BF16", torch.float32: "F32"}
+_BLOCKS = 256  # unpacked at a time
+
+
+def export(
+    folder: Path, to: Path, dtype: torch.dtype = torch.bfloat16, progress: bool = False
+) -> None:
+    """Writes `to`, whole or not at all: config, tokenizer, template, and model.safetensors.
+
+    folder: of a model that was converted. dtype: bfloat16, to which weights are rounded once, or
+    float32. Memory: some rows at a time.
+
+    Raises InvalidArgument where `to` is there already or the model was never packed, BadModelFile
+    for one that is damaged, ModelError where it cannot be written.
+    """
+    own = own_file(folder)
+    if own is None:
+        raise InvalidArgument(f"{folder} is in that form already: give that folder")
+    if to.exists():
+        raise InvalidArgument(f"{to} is there already: give a folder that is not")
+    spec = read_spec(folder)
+    found, parts = find_own(own, spec), stored_parts(spec)
+    entries = {name: _entry([found[each] for each in of], dtype) for name, of in parts.items()}
+    bar = tqdm(
+        total=sum(entry.nbytes for entry in entries.values()),
+        desc="unpacking",
+        unit="B",
+        unit_scale=True,
+        disable=None if progress else True,
+    )
+
+    def pieces() -> Iterator[bytes]:
+        for name in chain.from_iterable(parts.values()):
+            for rows in _as_stored(spec, name, found[name], dtype):
+                piece = tensor_bytes(rows)
+                yield piece
+                bar.update(len(piece))
+
+    try:
+        to.parent.mkdir(parents=True, exist_ok=True)
+        with making(to.absolute()) as partial, bar:
+            for path in folder.iterdir():
+                if path.is_file() and path.name != "kvkeep.json" and not path.match(f"{own.name}*"):
+                    shutil.copy(path, partial)
+            write_tensors(partial / "model.safetensors", entries, pieces(), {"format": "pt"})
+    except (OSError, StoreError) as error:
+        raise ModelError(f"cannot write the model to {to} ({error}); free some space") from error
+
+
+def _entry(parts: list[Matrix], dtype: torch.dtype) -> Entry:
+    """Of a tensor that has the rows of these, one behind the other."""
+    shapes = [_shape(matrix) for matrix in parts]
+    shape = (sum(each[0] for each in shapes), *shapes[0][1:])
+    return Entry(_NAMES[dtype], shape, torch.Size(shape).numel() * dtype.itemsize)
+
+
+def _as_stored(spec: ModelSpec, name: str, matrix: Matrix, dtype: torch.dtype) -> Iterator[Tensor]:
+    """A matrix, some rows at a time, in the order in which its family stores them."""
+    half = half_layout(spec, name, _shape(matrix)[0])
+    if half is not None:
+        yield as_tensor(matrix, dtype)[half.argsort()]
+        return
+    for rows in _rows(matrix):
+        yield as_tensor(rows, dtype)
+
+
+def _shape(matrix: Matrix) -> tuple[int, ...]:
+    if isinstance(matrix, PackedMatrix):
+        return matrix.rows, matrix.columns
+    return tuple(matrix.shape)
+
+
+def _rows(matrix: Matrix) -> Iterator[Matrix]:
+    """A matrix, some rows at a time."""
+    if not isinstance(matrix, PackedMatrix):
+        yield matrix
+        return
+    for first in range(0, len(matrix.data), _BLOCKS):
+        left = matrix.rows - first * BLOCK
+        some = slice(first, first + _BLOCKS)
+        yield PackedMatrix(
+            matrix.format, min(left, _BLOCKS * BLOCK), matrix.data[some], matrix.scales[some]
+        )

@@ -1,0 +1,137 @@
+"""How the families with byte-level BPE split a text into words, by the name that GGUF gives it.
+
+Patterns and names are those of llama.cpp and of the families' own tokenizer.json. Where the two
+differ, as with letters and accents that Unicode composes (NFC), the family's own counts.
+"""
+
+from dataclasses import dataclass
+
+from tokenizers import Regex
+from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Sequence, Split
+
+
+@dataclass(frozen=True)
+class Splitter:
+    """patterns: what each finds becomes words, and so does what lies between; then the next one.
+
+    whole_words: a word that is a token is taken as it is, even where no merges lead to it.
+    composed: a text goes through NFC first. bos: BOS opens a text, unless a file says otherwise.
+    """
+
+    patterns: tuple[str, ...]
+    whole_words: bool = False
+    composed: bool = False
+    bos: bool = False
+
+    def pre_tokenizer(self) -> PreTokenizer:
+        """Splits a text into words, and these into the characters that stand for their bytes."""
+        splits = map(_split, self.patterns)
+        return Sequence([*splits, ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+def _split(pattern: str) -> PreTokenizer:
+    # What splits single digits off is of its own in a tokenizer.json, and knows newer Unicode.
+    if pattern == _DIGIT:
+        return Digits(individual_digits=True)
+    return Split(Regex(pattern), behavior="isolated")
+
+
+_SHORTENED = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"  # as in "it's" and "I'LL"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_DIGIT, _THREE_DIGITS = r"\p{N}", r"\p{N}{1,3}"
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+
+def _words(digits: str, letters: str = r"\p{L}", spaces: str = _SPACES) -> str:
+    """The pattern of GPT-4 and of most since, as Llama 3 and Qwen write it."""
+    other = rf"[^\s{letters}\p{{N}}]"
+    return rf"{_SHORTENED}|[^\r\n\p{{L}}\p{{N}}]?[{letters}]+|{digits}| ?{other}+[\r\n]*|{spaces}"
+
+
+def _cased_words(
+    digits: str, shortened: str = rf"{_SHORTENED}?", but: str = "", closing: str = r"\r\n/"
+) -> str:
+    """The pattern of GPT-4o: a word's capitals come first.
+
+    but: letters that belong to no word. closing: what goes with the signs before it.
+    """
+    upper = rf"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}{but}]"
+    lower = rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}{but}]"
+    before = r"[^\r\n\p{L}\p{N}]?"
+    return (
+        rf"{before}{upper}*{lower}+{shortened}|{before}{upper}+{lower}*{shortened}"
+        rf"|{digits}| ?[^\s\p{{L}}\p{{N}}]+[{closing}]*|{_SPACES}"
+    )
+
+
+# Of DeepSeek 3: a sign of ASCII goes with the letters behind it, and marks are letters.
+_SIGNED_WORDS = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}"
+)
+_CHINESE_AND_KANA = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
+_EAST_ASIAN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+_YOUTU = (
+    "[\uac00-\ud7a3\u3131-\u318e]+"
+    "|[\uff01\u2026\u201c\u201d\u2018\u2019\u2014\uff1a\uff1b\uff0c\u3001-\u303f\ufe30-\ufe4f]+"
+    "|[\u3105-\u312f]+|[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
+)
+_KIMI = r"[\p{Han}]+|" + _cased_words(_THREE_DIGITS, but=r"&&[^\p{Han}]", closing=r"\r\n")
+_TINY_AYA = r"\d{1,3}(?=(?:\d{3})*\b)"
+_BAILING = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*"
+    r"|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+_SEED_CODER = (
+    rf"{_SHORTENED}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}"
+)
+_EXAONE_MOE = (
+    rf"{_SHORTENED}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+# Spaces in runs of powers of two.
+_JAIS2_SPACES = (
+    r"\s*[\r\n]+|"
+    + "|".join(rf"\s{{{1 << power}}}(?!\S)" for power in range(9, 1, -1))
+    + r"|\s{1,2}(?!\S)|\s{1}"
+)
+
+_LLAMA3 = Splitter((_words(_THREE_DIGITS),), whole_words=True, bos=True)
+_GPT4 = Splitter((_words(_THREE_DIGITS),))
+_QWEN2 = Splitter((_words(_DIGIT),), composed=True)
+_SINGLE_DIGITS = Splitter((_words(_DIGIT),))
+_GPT4O = Splitter((_cased_words(_THREE_DIGITS),))
+_DEEPSEEK3 = Splitter((_THREE_DIGITS, _CHINESE_AND_KANA, _SIGNED_WORDS))
+_PLAIN = Splitter((_GPT2,))
+_DIGITS_APART = Splitter((_DIGIT, _GPT2))
+_BAILINGMOE = Splitter((_BAILING,))
+_AYA = Splitter((_TINY_AYA, _cased_words(_THREE_DIGITS)))
+
+SPLITTERS = {
+    **dict.fromkeys(("gpt-2", "phi-2", "exaone4", "gigachat", "a.x-4.0", "mellum"), _PLAIN),
+    **dict.fromkeys(("trillion", "granite-docling"), _PLAIN),
+    "olmo": Splitter((_GPT2,), composed=True),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "codeshell", "exaone"), _DIGITS_APART),
+    **dict.fromkeys(("minerva-7b", "mellum2"), _DIGITS_APART),
+    "command-r": Splitter((_DIGIT, _GPT2), composed=True),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1"), _LLAMA3),
+    **dict.fromkeys(("pixtral", "lfm2", "midm-2.0"), _LLAMA3),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), _GPT4),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2"), _QWEN2),
+    **dict.fromkeys(("hunyuan", "solar-open", "grok-2", "kormo", "megrez"), _SINGLE_DIGITS),
+    "qwen35": Splitter((_words(_DIGIT, r"\p{L}\p{M}"),), composed=True),
+    "laguna": Splitter((r"[^\n]+|[\n]+", _words(_DIGIT))),
+    "minicpm5": Splitter((_THREE_DIGITS, _words(r"\p{N}+")), whole_words=True),
+    "jais-2": Splitter((_words(_THREE_DIGITS, spaces=_JAIS2_SPACES),)),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"), _GPT4O),
+    "tekken": Splitter((_cased_words(_DIGIT, shortened=""),), whole_words=True, bos=True),
+    **dict.fromkeys(("tiny_aya", "cohere2moe"), _AYA),
+    "kimi-k2": Splitter((_KIMI,)),
+    "youtu": Splitter((_YOUTU, _cased_words(_DIGIT)), whole_words=True),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm", "hy_v4"), _DEEPSEEK3),
+    "deepseek-coder": Splitter((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _EAST_ASIAN, _DIGIT)),
+    **dict.fromkeys(("bailingmoe", "bailingmoe2", "llada-moe"), _BAILINGMOE),
+    "seed-coder": Splitter((_SEED_CODER,)),
+    "exaone-moe": Splitter((_EXAONE_MOE,)),
+}

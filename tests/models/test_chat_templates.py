@@ -1,0 +1,109 @@
+"""Chat templates in the manner of each family, against transformers' `apply_chat_template`."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import PreTrainedTokenizerFast
+
+from kvkeep.errors import InvalidArgument
+from kvkeep.models.text import TextCodec
+from tests.models.chat_templates import TEMPLATES
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "description": "Größe <b>&amp;</b> '日本'"},
+        "unit": {"type": "string", "enum": ["C", "F"], "nullable": True},
+        "days": {"type": "array", "items": {"type": "integer"}},
+    },
+    "required": ["city"],
+}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "description": name, "parameters": SCHEMA}}
+    for name in ("weather", "forecast")
+]
+CALL = {"id": "a1b2c3d4e", "function": {"name": "weather", "arguments": {"city": "São <1>"}}}
+TURNS = [
+    {"role": "user", "content": " Hi <there>\n"},
+    {"role": "assistant", "content": "Hello  ", "reasoning": "They greet me.\n"},
+    {"role": "user", "content": "Weather?"},
+]
+CHATS = {
+    "a turn": TURNS[:1],
+    "turns": TURNS,
+    "system": [{"role": "system", "content": "Be 'brief'."}, *TURNS],
+    "calls": [
+        *TURNS,
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "tool", "content": '{"°C": 7}'},
+    ],
+}
+
+
+@pytest.fixture
+def codec(tmp_path: Path) -> TextCodec:
+    """All bytes, and four control tokens."""
+    alphabet = sorted(ByteLevel.alphabet())
+    tokenizer = Tokenizer(BPE(vocab={each: n for n, each in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = (
+        ByteLevel(add_prefix_space=False),
+        ByteLevelDecoder(),
+    )
+    control = ["<s>", "</s>", "<|start|>", "<|stop|>"]
+    tokenizer.add_special_tokens([AddedToken(each, normalized=False) for each in control])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    config = {"bos_token": "<s>", "eos_token": "</s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    return TextCodec.open(tmp_path)
+
+
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
+@pytest.mark.parametrize("tools", [None, TOOLS, []], ids=["without", "tools", "none of them"])
+@pytest.mark.parametrize("chat", CHATS)
+def test_a_chat_is_what_transformers_renders(
+    codec: TextCodec, template: str, chat: str, tools: list[dict[str, Any]] | None
+) -> None:
+    (codec.folder / "chat_template.jinja").write_text(template)
+    theirs = PreTrainedTokenizerFast(
+        tokenizer_object=codec.tokenizer, bos_token="<s>", eos_token="</s>", chat_template=template
+    )
+    for prompt in (True, False):
+        expected = theirs.apply_chat_template(
+            CHATS[chat], tools=tools, tokenize=False, add_generation_prompt=prompt
+        )
+        ours = codec.chat(CHATS[chat], add_generation_prompt=prompt, tools=tools)
+        assert ours == expected
+        assert codec.encode(ours) == theirs.encode(expected, add_special_tokens=False)
+
+
+def test_a_template_for_tools_alone_is_taken_where_there_are_some(codec: TextCodec) -> None:
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
+    (codec.folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    assert codec.chat(TURNS) == "plain"
+    assert codec.chat(TURNS, tools=TOOLS) == "tools"
+
+
+def test_no_tool_writes_a_control_token(codec: TextCodec) -> None:
+    (codec.folder / "chat_template.jinja").write_text("<|start|>{{ tools | tojson }}")
+    text = codec.chat(TURNS, tools=[{"<|stop|>": "</s>", "of": ["<|start|>"]}])
+    assert text == '<|start|>[{"<|stop|>": "</s>", "of": ["<|start|>"]}]'
+    assert [index for index in codec.encode(text) if index >= 256] == [258]
+
+
+def test_what_calls_tools_needs_no_content(codec: TextCodec) -> None:
+    (codec.folder / "chat_template.jinja").write_text("{{ messages[0].content or 'none' }}")
+    assert codec.chat([{"role": "assistant", "tool_calls": [CALL]}]) == "none"
+    with pytest.raises(InvalidArgument, match="message 0"):
+        codec.chat([{"role": "assistant", "tool_calls": []}])
+
+
+@pytest.mark.parametrize("tools", ["weather", {"name": "weather"}, [len], [{"name": len}], 3])
+def test_what_is_no_schema_is_refused(codec: TextCodec, tools: Any) -> None:
+    with pytest.raises(InvalidArgument, match="JSON schema"):
+        codec.chat(TURNS, tools=tools)

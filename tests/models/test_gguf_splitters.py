@@ -1,0 +1,166 @@
+"""Byte-level BPE from GGUF: every family's words, against transformers and by example."""
+
+import json
+import unicodedata
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.trainers import BpeTrainer
+from transformers import (
+    AutoTokenizer,
+    CohereTokenizer,
+    GPT2Tokenizer,
+    GPTNeoXTokenizer,
+    Qwen2Tokenizer,
+)
+from transformers.convert_slow_tokenizer import TikTokenConverter
+from transformers.models.qwen3_5.tokenization_qwen3_5 import Qwen3_5Tokenizer
+
+from kvkeep.models.gguf_splitters import SPLITTERS
+from tests.models.vocabularies import CONTROL, CORPUS, NORMAL, TEXTS, built
+
+STOP = "<|stop|>"
+
+
+@pytest.fixture(scope="module")
+def trained() -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """Tokens and merges, of which many go across words: where a text is split shows in the ids."""
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
+    trainer = BpeTrainer(
+        vocab_size=1500,
+        initial_alphabet=ByteLevel.alphabet(),
+        max_token_length=12,
+        show_progress=False,
+    )
+    cased = [CORPUS, CORPUS.upper(), *TEXTS * 3]
+    tokenizer.train_from_iterator("\n".join(cased).split("."), trainer)
+    model = json.loads(tokenizer.to_str())["model"]
+    return model["vocab"], [tuple(merge) for merge in model["merges"]]
+
+
+@pytest.fixture
+def read(tmp_path: Path, trained: tuple[dict[str, int], list[tuple[str, str]]]) -> Callable:
+    vocab, merges = trained
+    tokens = sorted(vocab, key=vocab.__getitem__)
+
+    def read(pre: str) -> Tokenizer:
+        return built(
+            tmp_path / "m.gguf",
+            "gpt2",
+            [*tokens, STOP],
+            [*[NORMAL] * len(tokens), CONTROL],
+            {
+                "pre": pre,
+                "merges": [" ".join(merge) for merge in merges],
+                "bos_token_id": len(tokens),
+            },
+        )
+
+    return read
+
+
+@pytest.mark.parametrize(
+    ("pre", "theirs"),
+    [
+        ("gpt-2", GPT2Tokenizer),
+        ("phi-2", GPT2Tokenizer),
+        ("qwen2", Qwen2Tokenizer),
+        ("qwen35", Qwen3_5Tokenizer),
+        ("command-r", CohereTokenizer),
+        ("olmo", GPTNeoXTokenizer),
+    ],
+)
+def test_ids_are_those_of_transformers_own_class(trained, read, pre: str, theirs: type) -> None:
+    vocab, merges = trained
+    theirs = theirs(vocab=vocab, merges=merges)
+    ours = read(pre)
+    for text in TEXTS:
+        ids = theirs.encode(text, add_special_tokens=False)
+        assert ours.encode(text, add_special_tokens=False).ids == ids
+        assert ours.decode(ids) == theirs.decode(ids)
+
+
+def test_ids_of_llama3_are_those_of_transformers_converter(trained, read) -> None:
+    vocab, merges = trained
+    for pre in ("llama-bpe", "lfm2", "falcon3", "pixtral", "dbrx", "glm4"):
+        converter = TikTokenConverter()
+        model = BPE(vocab, merges, ignore_merges=SPLITTERS[pre].whole_words)
+        converter.tokenizer = lambda model=model: Tokenizer(model)
+        theirs, ours = converter.converted(), read(pre)
+        for text in TEXTS:
+            ids = theirs.encode(text).ids
+            assert ours.encode(text, add_special_tokens=False).ids == ids
+
+
+@pytest.mark.parametrize("pre", ["gpt-4o", "llama4", "tekken", "qwen35", "megrez"])
+def test_words_are_those_that_transformers_finds_for_the_same_file(
+    tmp_path: Path, read, pre: str
+) -> None:
+    read(pre)
+    theirs = AutoTokenizer.from_pretrained(tmp_path, gguf_file="m.gguf").backend_tokenizer
+    for text in TEXTS:
+        words = theirs.pre_tokenizer.pre_tokenize_str(text)
+        assert SPLITTERS[pre].pre_tokenizer().pre_tokenize_str(text) == words
+
+
+TEXT = "It'S XMLHttp a1234 हिन्दी日本カナ !x?\n\n  $a/b"
+"""With capitals inside a word, a mark, kana, signs before a letter, and two newlines."""
+
+
+@pytest.mark.parametrize(
+    ("pre", "words"),
+    [
+        ("gpt-2", "It|'|S| XMLHttp| a|1234| ह|ि|न|्|द|ी|日本カナ| !|x|?|\n\n | $|a|/|b"),
+        ("smollm", "It|'|S| XMLHttp| a|1|2|3|4| ह|ि|न|्|द|ी|日本カナ| !|x|?|\n\n | $|a|/|b"),
+        ("llama-bpe", "It|'S| XMLHttp| a|123|4| ह|िन|्द|ी日本カナ| !|x|?\n\n| | $|a|/b"),
+        ("qwen2", "It|'S| XMLHttp| a|1|2|3|4| ह|िन|्द|ी日本カナ| !|x|?\n\n| | $|a|/b"),
+        ("qwen35", "It|'S| XMLHttp| a|1|2|3|4| हिन्दी日本カナ| !|x|?\n\n| | $|a|/b"),
+        ("laguna", "It|'S| XMLHttp| a|1|2|3|4| ह|िन|्द|ी日本カナ| !|x|?|\n\n| | $|a|/b"),
+        ("gpt-4o", "It'S| XMLHttp| a|123|4| हिन्दी日本カナ| !|x|?\n\n| | $|a|/b"),
+        ("tiny_aya", "It'S| XMLHttp| a|1|234| हिन्दी日本カナ| !|x|?\n\n| | $|a|/b"),
+        ("kimi-k2", "It'S| XMLHttp| a|123|4| हिन्दी|日本|カナ| !|x|?\n\n| | $|a|/b"),
+        ("youtu", "It'S| XMLHttp| a|1|2|3|4| हिन्दी|日本カナ| !|x|?\n\n| | $|a|/b"),
+        ("deepseek-v3", "It|'S| XMLHttp| a|123|4| हिन्दी|日本カナ| !|x|?\n\n| | $|a|/b"),
+        (
+            "deepseek-coder",
+            "It|'|S| XMLHttp| a|1|2|3|4| |ह|ि|न|्|द|ी|日本カナ| !|x|?|\n|\n|  $|a|/|b",
+        ),
+        ("exaone-moe", "It|'S| XMLHttp a|1|2|3|4| हिन्दी日本カナ| !|x|?\n|\n| | $|a|/b"),
+    ],
+)
+def test_each_family_splits_words_in_its_own_way(pre: str, words: str) -> None:
+    assert split(pre, TEXT) == words.split("|")
+
+
+@pytest.mark.parametrize(
+    ("pre", "words"),
+    [
+        ("llama-bpe", [" " * 6, " x", "\n\n\n", "y", "!\n"]),
+        ("jais-2", [" " * 4, " " * 2, " x", "\n\n\n", "y", "!\n"]),
+        ("bailingmoe", [" " * 6, " x", "\n\n\n", "y", "!\n"]),
+        ("seed-coder", [" " * 6, " x", "\n\n\n", "y", "!", "\n"]),
+    ],
+)
+def test_runs_of_spaces_and_newlines(pre: str, words: list[str]) -> None:
+    assert split(pre, " " * 7 + "x\n\n\ny!\n") == words
+
+
+def split(pre: str, text: str) -> list[str]:
+    pieces = SPLITTERS[pre].pre_tokenizer().pre_tokenize_str(text)
+    return [text[start:end] for _, (start, end) in pieces]
+
+
+@pytest.mark.parametrize("pre", sorted(SPLITTERS))
+def test_every_text_comes_back_whole(read, pre: str) -> None:
+    ours = read(pre)
+    for text in TEXTS:
+        ids = ours.encode(text, add_special_tokens=False).ids
+        expected = unicodedata.normalize("NFC", text) if SPLITTERS[pre].composed else text
+        assert ours.decode(ids) == expected
+    assert ours.encode(f"a{STOP}", add_special_tokens=False).tokens == ["a", STOP]
+    assert (ours.encode("a").tokens[0] == STOP) is SPLITTERS[pre].bos
