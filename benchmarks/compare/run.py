@@ -19,6 +19,7 @@ from benchmarks.compare.steps import steps, steps_measures
 from benchmarks.machine import describe_machine
 from benchmarks.peers.available import find_variants
 from benchmarks.peers.base import DTYPE, Setup
+from benchmarks.peers.unpacked import unpacked
 from kvkeep.errors import InvalidArgument, KvkeepError
 from kvkeep.evaluate.manual import manual_text
 from kvkeep.models.config import read_spec
@@ -58,7 +59,8 @@ def prepare(asked: Asked, folder: Path) -> Bench:
             f"the benchmark makes contexts of {asked.plan.longest:,} tokens; {asked.model} is "
             f"trained for {trained:,} and the text has {len(ids):,}: try --quick, or another model"
         )
-    setup = Setup(asked.model, where, asked.device, torch.get_num_threads())
+    plain = unpacked(where, progress=True) if {"transformers", "mlx-lm"} & {*asked.peers} else where
+    setup = Setup(asked.model, plain, asked.device, torch.get_num_threads())
     variants, skipped = find_variants(list(asked.peers), setup, asked.gguf, progress=True)
     if not variants:
         raise InvalidArgument(f"there is nothing to measure: {'; '.join(skipped)}")

@@ -11,7 +11,8 @@ DTYPE = "bfloat16"  # of weights and cells, for those peers that read the model'
 class Setup:
     """What all peers are given.
 
-    model: as `load_model` takes it. folder: where its files are, in Hugging Face layout.
+    model: as `load_model` takes it. folder: in Hugging Face layout, for peers that
+    read no packed weights.
     threads: that each peer computes with.
     """
 

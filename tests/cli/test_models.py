@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_gguf import tiny_llama, write_gguf
 
 from kvkeep.compiled.decoder import CompiledExecutor
 from kvkeep.model import Model
@@ -82,3 +83,16 @@ def test_a_model_that_is_not_here_is_not_fetched_to_be_shown(
     assert refused.exit_code == 2
     assert "`kvkeep pull smollm2-135m-instruct` does that" in refused.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_a_converted_model_is_written_for_others(
+    invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVKEEP_HOME", str(tmp_path / "home"))
+    file, to = write_gguf(tmp_path / "m.gguf", tiny_llama()), tmp_path / "a" / "out"
+    done = invoke("models", "export", file, to, "--quiet")
+    assert (done.exit_code, done.stdout) == (0, f"{to}\n")
+    assert (to / "model.safetensors").exists()
+    refused = invoke("models", "export", file, to)
+    assert refused.exit_code == 2
+    assert f"{to} is there already" in refused.stderr

@@ -1,0 +1,53 @@
+"""A converted model as other programs read it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_gguf import tiny_llama, write_gguf
+
+import kvkeep
+from kvkeep.errors import BadModelFile, InvalidArgument
+from kvkeep.models.export import export
+from kvkeep.models.gguf_convert import convert
+from kvkeep.models.packed import own_path
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    from gguf import GGMLQuantizationType as Type
+
+    file = write_gguf(tmp_path / "m.gguf", tiny_llama(), stored=Type.Q5_1)
+    convert(file, tmp_path / "own", False)
+    return tmp_path / "own"
+
+
+def test_what_is_written_is_the_same_model(folder: Path, tmp_path: Path) -> None:
+    export(folder, tmp_path / "out")
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        path.name for path in folder.iterdir() if not path.name.startswith("packed")
+    } | {"model.safetensors"}
+    one, other = kvkeep.load_model(str(folder)), kvkeep.load_model(str(tmp_path / "out"))
+    assert one.fingerprint == other.fingerprint
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(one.decoder.weights[name], x) for name, x in written.items())
+
+
+def test_a_folder_that_is_there_is_left_as_it_is(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="is there already"):
+        export(folder, folder)
+    export(folder, tmp_path / "out")
+    with pytest.raises(InvalidArgument, match="in that form already"):
+        export(tmp_path / "out", tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+
+
+def test_of_a_damaged_model_nothing_is_written(folder: Path, tmp_path: Path) -> None:
+    path = own_path(folder)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(BadModelFile, match="damaged"):
+        export(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
