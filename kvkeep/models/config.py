@@ -188,7 +188,7 @@ def _tied(config: Mapping[str, Any], family: Family) -> bool:
     return bool(family.tied_unsaid if said is None else said)
 
 
-def _biases(config: Mapping[str, Any], family: Family) -> dict[str, bool]:
+def _biases(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     said = config.get("attention_bias")
     stated = bool(family.bias_unsaid if said is None else said)
     if family.attention_bias == "qkv unless said":

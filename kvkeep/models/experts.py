@@ -76,7 +76,7 @@ class Experts:
         # Choices in the order of their experts; choice c is of token c // per_token.
         order = chosen.flatten().argsort(stable=True)
         counts = chosen.flatten().bincount(minlength=len(self.each)).tolist()
-        for expert, choices in zip(self.each, order.split(counts), strict=True):
+        for expert, choices in zip(self.each, torch.split(order, counts), strict=True):
             if len(choices):
                 tokens = choices // self.per_token
                 given = expert(x[tokens]).float() * weights.flatten()[choices, None]

@@ -73,7 +73,9 @@ def export(
 
 
 def _entry(parts: list[Matrix], dtype: torch.dtype, stack: tuple[int, ...] | None) -> Entry:
-    """Of a tensor that has the rows of these, one behind the other; stack: its shape if it is one."""
+    """Of a tensor that has the rows of these, one behind the other. stack: its shape if it is one
+    of experts.
+    """
     shapes = [_shape(matrix) for matrix in parts]
     shape = stack or (sum(each[0] for each in shapes), *shapes[0][1:])
     return Entry(_NAMES[dtype], shape, torch.Size(shape).numel() * dtype.itemsize)

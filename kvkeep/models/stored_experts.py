@@ -1,7 +1,7 @@
 """Experts under the names and in the stacks that checkpoints have for them.
 
-Here each is by itself, as Qwen and OLMoE store them: `mlp.experts.5.gate_proj.weight`, and the router
-is `mlp.gate.weight`. Others:
+Here each is by itself, as Qwen and OLMoE store them: `mlp.experts.5.gate_proj.weight`, and the
+router is `mlp.gate.weight`. Others:
 
     Mixtral     block_sparse_moe.experts.5.w1.weight    gate; w3: up, w2: down
                 block_sparse_moe.gate.weight            router

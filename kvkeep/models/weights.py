@@ -1,5 +1,6 @@
 """A model's tensors, memory-mapped from safetensors files."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeAlias
@@ -133,6 +134,19 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     if not spec.tied_head:
         shapes[HEAD] = (spec.vocab_size, spec.hidden_size)
     return shapes
+
+
+def read_by_a_token(spec: ModelSpec) -> list[str]:
+    """The matrices that a decode step reads for one token.
+
+    Of a layer's experts, which are alike, the first ones stand for those that it goes through.
+    """
+
+    def is_read(name: str) -> bool:
+        expert = re.search(r"\.mlp\.experts\.(\d+)\.", name)
+        return expert is None or int(expert.group(1)) < spec.experts_per_token
+
+    return list(filter(is_read, matrices(spec)))
 
 
 def matrices(spec: ModelSpec) -> dict[str, tuple[int, int]]:
