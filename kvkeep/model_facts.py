@@ -38,7 +38,8 @@ class ModelFacts:
     """layers ... trained: as in `ModelSpec`. dtype: of weights and cells.
 
     sparse_layers: how many have experts, of which a token goes through experts_per_token.
-    parameters_per_token: those that it is computed with. formats: how many matrices a written token reads in each format. bytes_per_token: all of them.
+    parameters_per_token: those that it is computed with. formats: how many matrices a written token
+    reads in each format. bytes_per_token: all of them.
     decode, prefill, attention: who computes a written token; the products, and the attention, of a
     prompt. weight_bytes_held: mapped, packed ones included. thousand_cells: bytes, by the number of
     bits. full_cells: bytes of as many cells as the model was trained for.
