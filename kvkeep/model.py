@@ -1,5 +1,6 @@
 """A loaded model, and the sessions that it makes."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -12,8 +13,8 @@ from kvkeep.compiled.decoder import can_decode
 from kvkeep.errors import InvalidArgument
 from kvkeep.executors import new_decoder
 from kvkeep.loaded import LoadedModel
+from kvkeep.models.checkpoint import decoder_shapes, decoder_tensors, is_text
 from kvkeep.models.config import read_spec
-from kvkeep.models.fused import separated, separated_shapes
 from kvkeep.models.llama import cell_layout
 from kvkeep.models.packed import WEIGHTS, find_own, find_rounded, own_file
 from kvkeep.models.packing import Matrix, PackedMatrix, as_tensor
@@ -123,7 +124,7 @@ class Model(LoadedModel):
             if max_kv_size is None:
                 max_kv_size = longest(policy, self.spec.max_positions, **named)
             chosen = make_policy(policy, max_kv_size, **named)
-        chosen = chosen.for_model(self.spec.max_positions)
+        chosen = self._within_its_reach(chosen)
         if calibration is not None:
             chosen = self._calibrated(chosen, calibration)
         chosen.require_known()
@@ -134,6 +135,20 @@ class Model(LoadedModel):
         if whole:
             session.keep = WHOLE_PROMPT
         return session
+
+    def _within_its_reach(self, policy: Policy) -> Policy:
+        """The policy for this model. Raises InvalidArgument where it would look too far."""
+        try:
+            return policy.for_model(self.spec.max_positions)
+        except InvalidArgument as error:
+            if self.spec.rope.kind != "longrope":
+                raise
+            raise InvalidArgument(
+                f"{error}. The model's RoPE is longrope: further than that it rotates by another "
+                "table, which keys that are written once cannot take. Give no max_kv_size or a "
+                'smaller one: such a session goes on for ever, and policy "self_extend" looks '
+                "further"
+            ) from error
 
     def _calibrated(self, policy: Policy, calibration: Calibration | None) -> Policy:
         """The policy with what is known of the model. Raises for one without use for it."""
@@ -198,8 +213,9 @@ def _weights(
 ) -> tuple[dict[str, Tensor], dict[str, Matrix]]:
     """What the model's files hold: tensors of that dtype, and matrices of other kinds."""
     if (own := own_file(folder)) is None:
-        check_tensors(spec, separated_shapes(spec, read_shapes(folder)), folder)
-        tensors = separated(spec, read_tensors(folder, dtype, device, progress))
+        check_tensors(spec, decoder_shapes(spec, read_shapes(folder)), folder)
+        read = read_tensors(folder, dtype, device, progress, partial(is_text, spec))
+        tensors = decoder_tensors(spec, read)
         check_tied(spec, tensors, folder)
         return tensors, {}
     found = find_own(own, spec)

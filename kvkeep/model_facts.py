@@ -12,8 +12,8 @@ from kvkeep.cache import Bits, Layout
 from kvkeep.compiled.decoder import obstacle
 from kvkeep.errors import InvalidArgument, ModelNotFound
 from kvkeep.model import DTYPES
+from kvkeep.models.checkpoint import decoder_shapes
 from kvkeep.models.config import read_spec
-from kvkeep.models.fused import separated_shapes
 from kvkeep.models.packed import WEIGHTS, own_file, rounded_formats
 from kvkeep.models.packed_file import read_packed
 from kvkeep.models.packing import PackedMatrix, name_of, packed_shapes
@@ -81,7 +81,7 @@ def model_facts(name: str, dtype: str = "bfloat16", weights: str | None = None) 
     spec = read_spec(folder)
     own = own_file(folder)
     if own is None:
-        check_tensors(spec, separated_shapes(spec, read_shapes(folder)), folder)
+        check_tensors(spec, decoder_shapes(spec, read_shapes(folder)), folder)
     cpu = torch.device("cpu")
     layout = Layout(spec.layers, spec.kv_heads, spec.head_dim, DTYPES[dtype], cpu)
     against, size = obstacle(spec, layout), layout.dtype.itemsize

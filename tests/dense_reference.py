@@ -5,7 +5,6 @@ among the cells that a query sees, and the query stands right behind the last of
 """
 
 import copy
-import math
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -250,7 +249,7 @@ class DenseMemory:
         values = torch.stack([t.values[layer] for t in self._seen]).repeat_interleave(groups, 1)
         query = self.rotated(q, [n - 1])[0]
         scores = torch.einsum("hd,nhd->hn", query, keys.repeat_interleave(groups, 1))
-        scores = scores * self.spec.rope.attention_scaling**2 / math.sqrt(self.spec.head_dim)
+        scores = scores * self.spec.softmax_scale
         weights = scores.float().softmax(-1).to(v.dtype)
         return torch.einsum("hn,nhd->hd", weights, values).reshape(1, -1)
 

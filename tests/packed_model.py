@@ -1,6 +1,7 @@
 """Small random bfloat16 models that the compiled kernels take, with packed weights."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from small import small_tokenizer
@@ -15,13 +16,38 @@ from kvkeep.models.weights import HEAD, matrices, tensor_shapes
 VOCABULARY = 264  # not a multiple of 16
 
 
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "glm4": "Glm4ForCausalLM",
+    "phi4": "Phi3ForCausalLM",
+    "cohere": "CohereForCausalLM",
+}
+BEYOND: dict[str, dict[str, Any]] = {
+    "granite": {
+        "embedding_multiplier": 3.7,
+        "residual_multiplier": 0.22,
+        "logits_multiplier": 0.55,
+        "attention_multiplier": 0.15,
+    },
+    "olmo2": {"norms_before": False, "norms_after": True, "qk_norm_whole": True},
+    "glm4": {"norms_after": True},
+    "cohere": {"centred_norms": True, "parallel": True, "logits_multiplier": 0.5},
+}
+ROTATED = {"glm4": (0.5, 1.0), "phi4": (0.75, 1.19)}  # of each head; what yarn or longrope scales
+
+
 def spec_of(head_dim: int = 64, family: str = "llama") -> ModelSpec:
     """Three heads to each of two KV heads."""
-    frequencies = tuple(10000.0 ** (-2 * i / head_dim) for i in range(head_dim // 2))
+    part, scaling = ROTATED.get(family, (1.0, 1.0))
+    pairs = int(part * head_dim) // 2
+    frequencies = tuple(10000.0 ** (-i / pairs) for i in range(pairs))
+    unrotated = (0.0,) * (head_dim // 2 - pairs)
     return ModelSpec(
-        architecture={"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}.get(
-            family, "Qwen3ForCausalLM"
-        ),
+        architecture=ARCHITECTURES[family],
         vocab_size=VOCABULARY,
         hidden_size=192,
         intermediate_size=320,
@@ -31,14 +57,15 @@ def spec_of(head_dim: int = 64, family: str = "llama") -> ModelSpec:
         head_dim=head_dim,
         norm_eps=1e-5,
         max_positions=4096,
-        rope=RopeSpec("default", frequencies),
+        rope=RopeSpec("default", frequencies + unrotated, scaling),
         tied_head=family != "qwen3",
-        qkv_bias=family == "qwen2",
+        qkv_bias=family in ("qwen2", "glm4"),
         output_bias=False,
         mlp_bias=False,
-        qk_norm=family == "qwen3",
+        qk_norm=family in ("qwen3", "olmo2"),
         bos_token_id=None,
         eos_token_ids=(0,),
+        **BEYOND.get(family, {}),
     )
 
 

@@ -1,7 +1,5 @@
 """StreamingLLM written naively, for comparison: raw keys, all rotated anew at each token."""
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -40,7 +38,7 @@ class NaiveStreamingCache:
         all_keys = self.rotated(torch.stack(keys), torch.arange(n))
         query = self.rotated(q, torch.tensor([n - 1]))[0]
         scores = torch.einsum("hd,nhd->hn", query, all_keys.repeat_interleave(groups, 1))
-        scores = scores * self.spec.rope.attention_scaling**2 / math.sqrt(self.spec.head_dim)
+        scores = scores * self.spec.softmax_scale
         weights = scores.float().softmax(-1).to(v.dtype)
         values_all = torch.stack(values).repeat_interleave(groups, 1)
         return torch.einsum("hn,nhd->hd", weights, values_all).reshape(1, -1)

@@ -46,6 +46,8 @@ class CLayer(Structure):
         ("mlp_norm", c_void_p),
         ("query_norm", c_void_p),
         ("key_norm", c_void_p),
+        ("attention_output_norm", c_void_p),
+        ("mlp_output_norm", c_void_p),
     )
 
 
@@ -59,6 +61,13 @@ class CModel(Structure):
         ("head_dim", c_int32),
         ("norm_eps", c_float),
         ("scale", c_float),
+        ("embedding_multiplier", c_float),
+        ("residual_multiplier", c_float),
+        ("whole_norms", c_int32),
+        ("centred_norms", c_int32),
+        ("parallel", c_int32),
+        ("reserved", c_int32),
+        ("query_scale", c_void_p),
         ("norm", c_void_p),
         ("frequencies", POINTER(c_double)),
         ("layer", POINTER(CLayer)),
@@ -186,7 +195,7 @@ PHASES = ("norms", "projections", "cells", "attention", "output", "mlp")
 HEAD_DIMS = (32, 64, 96, 128)
 _DECODE = (CModel, CLayer, CStep, CSequence, CSight, CRun)
 _CHUNK = (CPart, CChunk)
-_REVISION = 4  # of the calls; `kRevision` in src/decode.h
+_REVISION = 5  # of the calls; `kRevision` in src/decode.h
 _NO_MEMORY, _NOT_FINITE = 2, 4  # as in src/guard.h
 
 

@@ -97,6 +97,8 @@ class CompiledExecutor:
         self._vectors = (spec.layers, spec.kv_heads, spec.head_dim)
         rope = Rope(spec.rope.inverse_frequencies, torch.device("cpu"))
         self._frequencies = rope.inverse_frequencies.contiguous()
+        scale = spec.query_scale
+        self._query_scale = torch.tensor(scale, dtype=torch.float32) if scale else None
         kernels = library()
         assert kernels is not None, "can_decode was asked"
         self._kernels = kernels
@@ -120,6 +122,13 @@ class CompiledExecutor:
             spec.head_dim,
             spec.norm_eps,
             spec.softmax_scale,
+            spec.embedding_multiplier,
+            spec.residual_multiplier,
+            spec.qk_norm_whole,
+            spec.centred_norms,
+            spec.parallel,
+            0,
+            None if self._query_scale is None else self._query_scale.data_ptr(),
             self._pointer("model.norm.weight"),
             ctypes.cast(self._frequencies.data_ptr(), ctypes.POINTER(ctypes.c_double)),
             layers,
@@ -137,6 +146,8 @@ class CompiledExecutor:
             "mlp_norm": "post_attention_layernorm",
             "query_norm": "self_attn.q_norm",
             "key_norm": "self_attn.k_norm",
+            "attention_output_norm": "post_self_attn_layernorm",
+            "mlp_output_norm": "post_mlp_layernorm",
         }
         return CLayer(
             **matrices,
@@ -210,4 +221,4 @@ class CompiledExecutor:
         threads = torch.get_num_threads()
         head, written = self._decoding.head, out.data_ptr()
         require_done(self._kernels.kvkeep_product(head, read, count, written, threads))
-        return out
+        return out if self.spec.logits_multiplier == 1 else out.mul_(self.spec.logits_multiplier)

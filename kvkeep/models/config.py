@@ -1,24 +1,28 @@
 """A Hugging Face `config.json`, of transformers 4 or 5, read into a `ModelSpec`."""
 
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from kvkeep.errors import BadModelFile, UnsupportedModel
-from kvkeep.models.frequencies import rope_spec
-from kvkeep.models.spec import ModelSpec, RopeSpec
+from kvkeep.models.config_numbers import LARGEST, count, positive
+from kvkeep.models.families import FAMILIES, Family
+from kvkeep.models.positions import positions, sliding_window
+from kvkeep.models.spec import ModelSpec
+from kvkeep.models.unsupported import why_not
 
-ARCHITECTURES = (
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-    "Phi3ForCausalLM",
+_HYBRID = "GraniteMoeHybridForCausalLM"
+_MISTRAL3 = "Mistral3ForConditionalGeneration"
+
+_AS_IN_FAMILY = (
+    "qk_norm",
+    "qk_norm_whole",
+    "norms_before",
+    "norms_after",
+    "centred_norms",
+    "parallel",
 )
-
-_LARGEST = 1 << 40  # of any size or length in a config
 _WIDEST_HEAD = 1 << 16
 
 
@@ -45,39 +49,42 @@ def spec_from_config(
 ) -> ModelSpec:
     """As `read_spec`, from what the two JSON files hold. path: where from, for messages."""
     architecture = _architecture(config, path)
+    family = FAMILIES[architecture]
+    config = _text_part(config) if family.text_part else config
     _refuse_unsupported(config, architecture)
-    heads = _count(config, "num_attention_heads", path)
-    hidden_size = _count(config, "hidden_size", path)
-    layers = _count(config, "num_hidden_layers", path)
-    kv_heads = _count(config, "num_key_value_heads", path, default=heads)
+    heads = count(config, "num_attention_heads", path)
+    hidden_size = count(config, "hidden_size", path)
+    layers = count(config, "num_hidden_layers", path)
+    kv_heads = count(config, "num_key_value_heads", path, default=heads)
     if heads % kv_heads:
         raise BadModelFile(
             f"{path}: num_attention_heads ({heads}) must be a multiple of num_key_value_heads "
             f"({kv_heads}); fetch the model again"
         )
-    # Qwen 3 is the one family whose head_dim does not follow from the others.
-    usual_head_dim = 128 if architecture == "Qwen3ForCausalLM" else hidden_size // heads
-    head_dim = _count(config, "head_dim", path, default=usual_head_dim)
-    if head_dim > _WIDEST_HEAD:
+    head_dim = count(
+        config, "head_dim", path, default=family.usual_head_dim or hidden_size // heads
+    )
+    if head_dim > _WIDEST_HEAD or head_dim % 2:
         raise BadModelFile(f"{path}: heads of {head_dim} dimensions; fetch the model again")
-    rope, trained = _positions(config, head_dim, path)
+    rope, trained = positions(config, family, head_dim, path)
     return ModelSpec(
         architecture=architecture,
-        vocab_size=_count(config, "vocab_size", path),
+        vocab_size=count(config, "vocab_size", path),
         hidden_size=hidden_size,
-        intermediate_size=_count(config, "intermediate_size", path),
+        intermediate_size=count(config, _width(architecture), path),
         layers=layers,
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        norm_eps=_positive(config, "rms_norm_eps", path, default=1e-6),
-        max_positions=min(trained, _sliding_window(config, architecture, layers, path) or trained),
+        norm_eps=positive(config, family.norm_eps, path, default=1e-6),
+        max_positions=min(trained, sliding_window(config, family, layers, path) or trained),
         rope=rope,
-        tied_head=bool(config.get("tie_word_embeddings", False)),
-        **_biases(config, architecture),
-        qk_norm=architecture == "Qwen3ForCausalLM",
+        tied_head=_tied(config, family),
+        **_biases(config, family),
         bos_token_id=next(iter(_token_ids(config, generation, "bos_token_id", path)), None),
         eos_token_ids=_token_ids(config, generation, "eos_token_id", path),
+        **{name: getattr(family, name) for name in _AS_IN_FAMILY},
+        **_multipliers(config, family, path),
     )
 
 
@@ -105,13 +112,48 @@ def _architecture(config: Mapping[str, Any], path: Path) -> str:
     if not isinstance(named, list) or not named:
         raise BadModelFile(
             f"{path} does not say which architecture the model is (field architectures); "
-            f"supported: {', '.join(ARCHITECTURES)}"
+            f"supported: {', '.join(FAMILIES)}"
         )
-    if not isinstance(named[0], str) or named[0] not in ARCHITECTURES:
-        raise UnsupportedModel(
-            f"architecture {named[0]} is not supported; supported: {', '.join(ARCHITECTURES)}"
-        )
+    if not isinstance(named[0], str) or named[0] not in FAMILIES:
+        raise _unsupported(named[0])
+    if named[0] == _HYBRID and not _is_dense(config):
+        raise _unsupported(_HYBRID)
+    text = config.get("text_config")
+    if named[0] == _MISTRAL3 and isinstance(text, dict) and text.get("model_type") == "mistral4":
+        raise _unsupported("Mistral4ForCausalLM")
     return str(named[0])
+
+
+def _unsupported(architecture: object) -> UnsupportedModel:
+    return UnsupportedModel(
+        f"architecture {architecture} is not supported{why_not(architecture)}; supported: "
+        f"{', '.join(FAMILIES)}"
+    )
+
+
+def _is_dense(config: Mapping[str, Any]) -> bool:
+    """Whether a Granite 4 has neither state layers nor experts, and rotates."""
+    kinds = config.get("layer_types")
+    return (
+        isinstance(kinds, list)
+        and all(kind in ("attention", "full_attention") for kind in kinds)
+        and config.get("num_local_experts") == 0
+        and config.get("position_embedding_type") == "rope"
+    )
+
+
+def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Of a model that reads images, too, what its config says of the language model."""
+    text = config.get("text_config")
+    if not isinstance(text, dict):
+        return config
+    tied = config.get("tie_word_embeddings")
+    return {**config, **text, **({} if tied is None else {"tie_word_embeddings": tied})}
+
+
+def _width(architecture: str) -> str:
+    """The field that says how wide the MLP is."""
+    return "shared_intermediate_size" if architecture == _HYBRID else "intermediate_size"
 
 
 def _refuse_unsupported(config: Mapping[str, Any], architecture: str) -> None:
@@ -119,6 +161,11 @@ def _refuse_unsupported(config: Mapping[str, Any], architecture: str) -> None:
     if activation not in ("silu", "swish"):
         raise UnsupportedModel(
             f"{architecture} with activation {activation!r} is not supported, only 'silu'"
+        )
+    if architecture == "CohereForCausalLM" and config.get("use_qk_norm"):
+        raise UnsupportedModel(
+            f"{architecture} with norms of queries and keys (Command R+) is not supported; the "
+            "others of its family (Command R, Aya) are"
         )
     quantised = config.get("quantization_config")
     if quantised:
@@ -129,83 +176,32 @@ def _refuse_unsupported(config: Mapping[str, Any], architecture: str) -> None:
         )
 
 
-def _biases(config: Mapping[str, Any], architecture: str) -> dict[str, bool]:
-    """Qwen 2 always has them on q, k and v, Mistral never; the others say."""
-    stated = bool(config.get("attention_bias", False))
-    attention = stated and architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM")
+def _tied(config: Mapping[str, Any], family: Family) -> bool:
+    said = config.get("tie_word_embeddings")
+    return bool(family.tied_unsaid if said is None else said)
+
+
+def _biases(config: Mapping[str, Any], family: Family) -> dict[str, bool]:
+    said = config.get("attention_bias")
+    stated = bool(family.bias_unsaid if said is None else said)
     return {
-        "qkv_bias": attention or architecture == "Qwen2ForCausalLM",
-        "output_bias": attention,
-        "mlp_bias": architecture == "LlamaForCausalLM" and bool(config.get("mlp_bias", False)),
+        "qkv_bias": family.attention_bias == "qkv" or (stated and family.attention_bias != "none"),
+        "output_bias": stated and family.attention_bias == "stated",
+        "mlp_bias": family.mlp_bias and bool(config.get("mlp_bias", False)),
     }
 
 
-def _positions(config: Mapping[str, Any], head_dim: int, path: Path) -> tuple[RopeSpec, int]:
-    """The RoPE table, and the length in tokens that it was trained or extended to."""
-    stated = _count(config, "max_position_embeddings", path)
-    settings = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(settings, dict) or any(isinstance(x, dict) for x in settings.values()):
-        raise UnsupportedModel(
-            f"{path}: RoPE settings must be one flat object, found {settings!r}; models that "
-            "rotate differently from layer to layer are not supported"
-        )
-    _require_whole_rotation(config, settings, path)
-    rope = rope_spec(
-        settings,
-        theta=_rope_theta(config, settings, path),
-        rotary_dim=head_dim,
-        max_positions=stated,
-    )
-    return rope, _extended_length(settings, stated)
-
-
-def _rope_theta(config: Mapping[str, Any], settings: Mapping[str, Any], path: Path) -> float:
-    holder = settings if settings.get("rope_theta") is not None else config
-    return _positive(holder, "rope_theta", path, default=10_000.0)
-
-
-def _require_whole_rotation(
-    config: Mapping[str, Any], settings: Mapping[str, Any], path: Path
-) -> None:
-    """The cache rotates whole heads; no model of these families does otherwise."""
-    holder = settings if settings.get("partial_rotary_factor") is not None else config
-    factor = _positive(holder, "partial_rotary_factor", path, default=1.0)
-    if factor != 1:
-        raise UnsupportedModel(
-            f"{path} rotates a part of each head (partial_rotary_factor {factor}); "
-            "only models that rotate whole heads are supported"
-        )
-
-
-def _extended_length(rope_settings: Mapping[str, Any], stated: int) -> int:
-    """Some yarn configs state the length before extension as max_position_embeddings."""
-    kind = rope_settings.get("rope_type") or rope_settings.get("type")
-    original = rope_settings.get("original_max_position_embeddings")
-    factor = rope_settings.get("factor")
-    if kind == "yarn" and original and factor:
-        return max(stated, int(min(original * factor, _LARGEST)))  # rope_spec has seen both
-    return stated
-
-
-def _sliding_window(
-    config: Mapping[str, Any], architecture: str, layers: int, path: Path
-) -> int | None:
-    """Tokens that a layer sees, where the model was trained to see fewer than all."""
-    if architecture == "LlamaForCausalLM":
-        return None
-    if architecture not in ("MistralForCausalLM", "Phi3ForCausalLM"):
-        kinds = config.get("layer_types")
-        slides = bool(config.get("use_sliding_window", False)) and (
-            "sliding_attention" in kinds
-            if isinstance(kinds, list) and kinds
-            else _whole(config, "max_window_layers", path, default=28) < layers
-        )
-        if not slides:
-            return None
-    usual = None if architecture == "Phi3ForCausalLM" else 4096
-    if config.get("sliding_window", usual) is None:
-        return None
-    return _count(config, "sliding_window", path, default=usual)
+def _multipliers(config: Mapping[str, Any], family: Family, path: Path) -> dict[str, Any]:
+    if family.logit_scale:
+        return {"logits_multiplier": positive(config, "logit_scale", path, default=0.0625)}
+    if not family.multipliers:
+        return {}
+    return {
+        "embedding_multiplier": positive(config, "embedding_multiplier", path, default=1.0),
+        "residual_multiplier": positive(config, "residual_multiplier", path, default=1.0),
+        "logits_multiplier": 1 / positive(config, "logits_scaling", path, default=1.0),
+        "attention_multiplier": positive(config, "attention_multiplier", path, default=1.0),
+    }
 
 
 def _token_ids(
@@ -218,36 +214,6 @@ def _token_ids(
     if value is None:
         return ()
     ids = value if isinstance(value, list) else [value]
-    if not all(type(index) is int and 0 <= index <= _LARGEST for index in ids):
+    if not all(type(index) is int and 0 <= index <= LARGEST for index in ids):
         raise BadModelFile(f"{path}: {key} must be a number or a list of them, found {value!r}")
     return tuple(ids)
-
-
-def _count(config: Mapping[str, Any], key: str, path: Path, default: int | None = None) -> int:
-    value = config.get(key)
-    if value is None:
-        value = default
-    if value is None:
-        raise BadModelFile(f"{path} lacks the field {key}; fetch the model again")
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _LARGEST:
-        raise BadModelFile(
-            f"{path}: {key} must be a whole number of at least 1 and at most {_LARGEST}, found "
-            f"{value!r}; fetch the model again"
-        )
-    return value
-
-
-def _whole(config: Mapping[str, Any], key: str, path: Path, default: int) -> int:
-    """As `_count`, from 0 up."""
-    return 0 if config.get(key) == 0 else _count(config, key, path, default)
-
-
-def _positive(config: Mapping[str, Any], key: str, path: Path, default: float) -> float:
-    value = config.get(key)
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise BadModelFile(
-            f"{path}: {key} must be a positive number, found {value!r}; fetch the model again"
-        )
-    return float(value)

@@ -2,17 +2,22 @@
 
 import shutil
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from kvkeep.errors import InvalidArgument, ModelError, StoreError
 from kvkeep.files.folder import making
 from kvkeep.files.tensors import Entry, tensor_bytes, write_tensors
+from kvkeep.models.checkpoint import stored_parts
 from kvkeep.models.config import read_spec
 from kvkeep.models.packed import find_own, own_file
 from kvkeep.models.packing import BLOCK, Matrix, PackedMatrix, as_tensor
+from kvkeep.models.rows import half_layout
+from kvkeep.models.spec import ModelSpec
 
 _NAMES = {torch.bfloat16: "BF16", torch.float32: "F32"}
 _BLOCKS = 256  # unpacked at a time
@@ -34,12 +39,9 @@ def export(
         raise InvalidArgument(f"{folder} is in that form already: give that folder")
     if to.exists():
         raise InvalidArgument(f"{to} is there already: give a folder that is not")
-    found = find_own(own, read_spec(folder))
-    sizes = {name: _shape(matrix) for name, matrix in found.items()}
-    entries = {
-        name: Entry(_NAMES[dtype], shape, torch.Size(shape).numel() * dtype.itemsize)
-        for name, shape in sizes.items()
-    }
+    spec = read_spec(folder)
+    found, parts = find_own(own, spec), stored_parts(spec)
+    entries = {name: _entry([found[each] for each in of], dtype) for name, of in parts.items()}
     bar = tqdm(
         total=sum(entry.nbytes for entry in entries.values()),
         desc="unpacking",
@@ -49,9 +51,9 @@ def export(
     )
 
     def pieces() -> Iterator[bytes]:
-        for matrix in found.values():
-            for rows in _rows(matrix):
-                piece = tensor_bytes(as_tensor(rows, dtype))
+        for name in chain.from_iterable(parts.values()):
+            for rows in _as_stored(spec, name, found[name], dtype):
+                piece = tensor_bytes(rows)
                 yield piece
                 bar.update(len(piece))
 
@@ -64,6 +66,23 @@ def export(
             write_tensors(partial / "model.safetensors", entries, pieces(), {"format": "pt"})
     except (OSError, StoreError) as error:
         raise ModelError(f"cannot write the model to {to} ({error}); free some space") from error
+
+
+def _entry(parts: list[Matrix], dtype: torch.dtype) -> Entry:
+    """Of a tensor that has the rows of these, one behind the other."""
+    shapes = [_shape(matrix) for matrix in parts]
+    shape = (sum(each[0] for each in shapes), *shapes[0][1:])
+    return Entry(_NAMES[dtype], shape, torch.Size(shape).numel() * dtype.itemsize)
+
+
+def _as_stored(spec: ModelSpec, name: str, matrix: Matrix, dtype: torch.dtype) -> Iterator[Tensor]:
+    """A matrix, some rows at a time, in the order in which its family stores them."""
+    half = half_layout(spec, name, _shape(matrix)[0])
+    if half is not None:
+        yield as_tensor(matrix, dtype)[half.argsort()]
+        return
+    for rows in _rows(matrix):
+        yield as_tensor(rows, dtype)
 
 
 def _shape(matrix: Matrix) -> tuple[int, ...]:

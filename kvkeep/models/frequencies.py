@@ -7,7 +7,7 @@ from typing import Any
 from kvkeep.errors import BadModelFile, UnsupportedModel
 from kvkeep.models.spec import RopeSpec
 
-SUPPORTED = ("default", "linear", "llama3", "yarn")
+SUPPORTED = ("default", "linear", "llama3", "yarn", "longrope")
 
 
 def rope_spec(
@@ -18,15 +18,18 @@ def rope_spec(
     theta: base of the geometric series. rotary_dim: how many of a head's dimensions are rotated.
     max_positions: stands in for `original_max_position_embeddings` where that is missing.
 
-    Raises UnsupportedModel for kinds whose table changes with the length (dynamic, longrope) and
-    for unknown ones, BadModelFile if a field is missing.
+    Of longrope (LongRoPE, arXiv:2402.13753), which has two tables, it is the short one: that of
+    texts up to `original_max_position_embeddings`.
+
+    Raises UnsupportedModel for kinds whose table changes with the length (dynamic) and for unknown
+    ones, BadModelFile if a field is missing.
     """
     kind = settings.get("rope_type") or settings.get("type") or "default"
     if kind not in SUPPORTED:
         raise UnsupportedModel(
             f"RoPE kind {kind!r} is not supported; supported: {', '.join(SUPPORTED)}. "
-            "Kinds whose frequencies change with the length (dynamic, longrope) cannot work with "
-            "keys that are written once: choose a model with one of the supported kinds"
+            "Kinds whose frequencies change with the length (dynamic) cannot work with keys that "
+            "are written once: choose a model with one of the supported kinds"
         )
     try:
         spec = _table(kind, settings, theta, rotary_dim, max_positions)
@@ -57,6 +60,9 @@ def _table(
     original = _number(settings, "original_max_position_embeddings", kind, max_positions)
     if kind == "llama3":
         return RopeSpec(kind, tuple(_llama3(settings, plain, original)))
+    if kind == "longrope":
+        scaling = _longrope_attention_scaling(settings, max_positions, original)
+        return RopeSpec(kind, tuple(_short(settings, plain)), scaling)
     factor = _number(settings, "factor", kind, max_positions / original)
     return RopeSpec(
         kind,
@@ -112,6 +118,24 @@ def _yarn_attention_scaling(settings: Mapping[str, Any], factor: float) -> float
         whole = magnitude(_number(settings, "mscale_all_dim", "yarn"))
         return magnitude(_number(settings, "mscale", "yarn")) / whole
     return magnitude(1.0)
+
+
+def _short(settings: Mapping[str, Any], plain: list[float]) -> list[float]:
+    """LongRoPE's table of short texts: each frequency has a divisor of its own."""
+    divisors = settings.get("short_factor")
+    if not isinstance(divisors, list) or len(divisors) != len(plain):
+        raise BadModelFile(_no_table("longrope", f"short_factor has to be {len(plain)} numbers"))
+    numbers = (_number({"short_factor": each}, "short_factor", "longrope") for each in divisors)
+    return [frequency / divisor for frequency, divisor in zip(plain, numbers, strict=True)]
+
+
+def _longrope_attention_scaling(
+    settings: Mapping[str, Any], max_positions: int, original: float
+) -> float:
+    if settings.get("attention_factor") is not None:
+        return _number(settings, "attention_factor", "longrope")
+    factor = _number(settings, "factor", "longrope", max_positions / original)
+    return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
 
 
 def _number(

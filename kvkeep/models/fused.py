@@ -1,4 +1,4 @@
-"""Matrices that a family stores as one: Phi-3's of query, key and value, and of gate and up.
+"""Matrices that a family stores as one: those of query, key and value, and of gate and up.
 
 A part is rows of the whole, so that it is looked at where it lies: nothing is copied.
 """
@@ -9,10 +9,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from kvkeep.models.families import FAMILIES
 from kvkeep.models.spec import ModelSpec
 
-PHI3 = "Phi3ForCausalLM"
-_FUSED = re.compile(r"(model\.layers\.\d+\.)(self_attn\.qkv_proj|mlp\.gate_up_proj)\.(weight|bias)")
+_OF_A_LAYER = re.compile(r"(model\.layers\.\d+\.)(.+)\.(weight|bias)")
 
 
 def separated_shapes(
@@ -42,15 +42,30 @@ def separated(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> dict[str, Tenso
     return apart
 
 
+def part_of(spec: ModelSpec, name: str) -> tuple[str, slice] | None:
+    """The stored tensor that one of a model's is a part of, and which rows; None for no part."""
+    family, found = FAMILIES[spec.architecture], _OF_A_LAYER.fullmatch(name)
+    if found is None:
+        return None
+    for whole in filter(None, (family.qkv, family.gate_up)):
+        stored, first = f"{found.group(1)}{whole}.{found.group(3)}", 0
+        for part, count in _rows(spec, stored).items():
+            if part == name:
+                return stored, slice(first, first + count)
+            first += count
+    return None
+
+
 def _rows(spec: ModelSpec, name: str) -> dict[str, int]:
     """How many rows each part of a fused matrix has, in their order; none of any other tensor."""
-    fused = _FUSED.fullmatch(name) if spec.architecture == PHI3 else None
-    if fused is None:  # others may fuse them in another order
+    family, found = FAMILIES[spec.architecture], _OF_A_LAYER.fullmatch(name)
+    if found is None:
         return {}
-    layer, matrix, kind = fused.groups()
-    if matrix == "mlp.gate_up_proj":
+    layer, matrix, kind = found.groups()
+    rows: dict[str, int] = {}
+    if matrix == family.gate_up:
         rows = {"mlp.gate_proj": spec.intermediate_size, "mlp.up_proj": spec.intermediate_size}
-    else:
+    elif matrix == family.qkv:
         keys = spec.kv_heads * spec.head_dim
         rows = {
             "self_attn.q_proj": spec.heads * spec.head_dim,

@@ -1,18 +1,31 @@
 """From a GGUF file's metadata to the `config.json` of the same model in Hugging Face layout."""
 
+import math
 from typing import Any
 
 from kvkeep.errors import UnsupportedModel
 from kvkeep.models.frequencies import rope_spec
 from kvkeep.models.gguf_file import GgufFile
 from kvkeep.models.gguf_tokenizer import special_token
+from kvkeep.models.unsupported import why_not
 
-# general.architecture to the class and model_type. Mistral is stored as llama.
+# general.architecture to the class and model_type. Mistral is stored as llama. A model that reads
+# images keeps what it needs for them in another file: this one is a language model as others are.
 _FAMILIES = {
     "llama": ("LlamaForCausalLM", "llama"),
+    "mistral3": ("MistralForCausalLM", "mistral"),
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
+    "qwen2vl": ("Qwen2ForCausalLM", "qwen2"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
+    "qwen3vl": ("Qwen3ForCausalLM", "qwen3"),
+    "phi3": ("Phi3ForCausalLM", "phi3"),
+    "granite": ("GraniteForCausalLM", "granite"),
+    "olmo2": ("Olmo2ForCausalLM", "olmo2"),
+    "command-r": ("CohereForCausalLM", "cohere"),
+    "glm4": ("Glm4ForCausalLM", "glm4"),
 }
+_OF_EACH = "attention.head_count_kv"  # Granite 4 says it of each layer, though all are the same
+_ROTATE_PARTS = ("phi3", "glm4")  # of each head
 
 
 def config_from_gguf(file: GgufFile) -> dict[str, Any]:
@@ -27,6 +40,8 @@ def config_from_gguf(file: GgufFile) -> dict[str, Any]:
     window = file.metadata.get(f"{family}.attention.sliding_window")
     if family == "llama" and window:
         architecture, model_type = "MistralForCausalLM", "mistral"
+    if f"{family}.attention.temperature_scale" in file.metadata:
+        architecture, model_type = "Ministral3ForCausalLM", "ministral3"
     heads = file.count(f"{family}.attention.head_count")
     hidden_size = file.count(f"{family}.embedding_length")
     head_dim = file.count(f"{family}.attention.key_length", max(1, hidden_size // heads))
@@ -35,28 +50,93 @@ def config_from_gguf(file: GgufFile) -> dict[str, Any]:
         "model_type": model_type,
         "vocab_size": _vocab_size(file),
         "hidden_size": hidden_size,
-        "intermediate_size": file.count(f"{family}.feed_forward_length"),
+        "intermediate_size": _width(file, family),
         "num_hidden_layers": file.count(f"{family}.block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": file.count(f"{family}.attention.head_count_kv", heads),
+        "num_key_value_heads": _kv_heads(file, family, heads),
         "head_dim": head_dim,
         "hidden_act": "silu",
         "max_position_embeddings": file.count(f"{family}.context_length"),
-        "rms_norm_eps": _shortest(file.number(f"{family}.attention.layer_norm_rms_epsilon")),
+        **_norm_eps(file, family),
         "rope_theta": _shortest(file.number(f"{family}.rope.freq_base", 10_000.0)),
         "rope_scaling": _rope_scaling(file, family, head_dim),
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "attention_bias": family != "qwen2" and "blk.0.attn_q.bias" in file.tensors,
+        "attention_bias": model_type != "qwen2" and "blk.0.attn_q.bias" in file.tensors,
         "torch_dtype": "bfloat16",
+        "pad_token_id": None,  # not what a class has where nothing is said
     }
-    if model_type == "llama":
+    if model_type in ("llama", "granite"):
         config["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
-    if model_type == "mistral":
-        config["sliding_window"] = window
+    if model_type in ("mistral", "ministral3", "phi3"):
+        config["sliding_window"] = window or None
+    if family in _ROTATE_PARTS:
+        rotated = file.count(f"{family}.rope.dimension_count", head_dim)
+        config["partial_rotary_factor"] = rotated / head_dim
+    if family == "command-r":
+        config["logit_scale"] = _shortest(file.number(f"{family}.logit_scale", 0.0625))
+    if family == "granite":
+        config |= _multipliers(file, head_dim)
+    if family == "phi3":
+        config |= _two_lengths(file)
     for role, key in (("bos", "bos_token_id"), ("padding", "pad_token_id")):
         if special_token(file, role) is not None:
             config[key] = file.metadata[f"tokenizer.ggml.{role}_token_id"]
     return {**config, "eos_token_id": eos_token_ids(file) or None}
+
+
+def _norm_eps(file: GgufFile, family: str) -> dict[str, float]:
+    if family == "command-r":
+        eps = file.number(f"{family}.attention.layer_norm_epsilon")
+        return {"layer_norm_eps": _shortest(eps)}
+    return {"rms_norm_eps": _shortest(file.number(f"{family}.attention.layer_norm_rms_epsilon"))}
+
+
+def _width(file: GgufFile, family: str) -> int:
+    """Of the MLP. Granite 4 names another one beside it, that of experts which it has not."""
+    shared = f"{family}.expert_shared_feed_forward_length"
+    return file.count(shared if shared in file.metadata else f"{family}.feed_forward_length")
+
+
+def _kv_heads(file: GgufFile, family: str, heads: int) -> int:
+    each = file.metadata.get(f"{family}.{_OF_EACH}")
+    if isinstance(each, list) and each and type(each[0]) is int and each[0] > 0:
+        return each[0]  # all are the same: `_refuse_unsupported`
+    return file.count(f"{family}.{_OF_EACH}", heads)
+
+
+def _multipliers(file: GgufFile, head_dim: int) -> dict[str, Any]:
+    usual = {"embedding_scale": 1.0, "residual_scale": 1.0, "logit_scale": 1.0}
+    usual["attention.scale"] = head_dim**-0.5
+    stated = {key: file.number(f"granite.{key}", value) for key, value in usual.items()}
+    found = {key: _shortest(value) or usual[key] for key, value in stated.items()}
+    return {
+        "embedding_multiplier": found["embedding_scale"],
+        "residual_multiplier": found["residual_scale"],
+        "logits_scaling": found["logit_scale"],  # what logits are divided by, as in config.json
+        "attention_multiplier": found["attention.scale"],
+    }
+
+
+def _two_lengths(file: GgufFile) -> dict[str, Any]:
+    """Of a Phi-3 with tables for short and for long texts: the length of the short ones, and both.
+
+    GGUF has the divisors as tensors.
+    """
+    longest = file.count("phi3.context_length")
+    original = file.count("phi3.rope.scaling.original_context_length", longest)
+    tables = {kind: f"rope_factors_{kind}.weight" for kind in ("short", "long")}
+    if tables["short"] not in file.tensors:
+        return {"original_max_position_embeddings": original}
+    scaling: dict[str, Any] = {"type": "longrope"}
+    for kind, name in tables.items():
+        if name in file.tensors:
+            divisors = file.tensors[name].unpack().reshape(-1).tolist()
+            scaling[f"{kind}_factor"] = [_shortest(each) for each in divisors]
+    usual = math.sqrt(1 + max(0.0, math.log(longest / original)) / math.log(max(2, original)))
+    factor = file.number("phi3.rope.scaling.attn_factor", usual)
+    if abs(factor - usual) > 1e-6 * usual:  # else what config.json does not say, either
+        scaling["attention_factor"] = _shortest(factor)
+    return {"original_max_position_embeddings": original, "rope_scaling": scaling}
 
 
 def eos_token_ids(file: GgufFile) -> list[int]:
@@ -85,7 +165,7 @@ def _family(file: GgufFile) -> str:
         )
     if family not in _FAMILIES:
         raise UnsupportedModel(
-            f"the GGUF architecture {family!r} is not supported; supported: "
+            f"the GGUF architecture {family!r} is not supported{why_not(family)}; supported: "
             f"{', '.join(sorted(_FAMILIES))}"
         )
     return family
@@ -99,17 +179,20 @@ def _vocab_size(file: GgufFile) -> int:
 
 
 def _refuse_unsupported(file: GgufFile, family: str) -> None:
+    _refuse_relatives(file, family)
     if file.metadata.get(f"{family}.expert_count"):
         raise UnsupportedModel(f"{file.path} is a mixture of experts, which is not supported")
-    for key in ("attention.head_count", "attention.head_count_kv", "feed_forward_length"):
-        if isinstance(file.metadata.get(f"{family}.{key}"), list):
+    for key in ("attention.head_count", _OF_EACH, "feed_forward_length"):
+        each = file.metadata.get(f"{family}.{key}")
+        if isinstance(each, list) and (key != _OF_EACH or any(one != each[0] for one in each)):
             raise UnsupportedModel(
                 f"{file.path} has another {key} in each layer, which is not supported"
             )
     heads = file.count(f"{family}.attention.head_count")
     usual = max(1, file.count(f"{family}.embedding_length") // heads)
     head_dim = file.count(f"{family}.attention.key_length", usual)
-    for key in ("attention.value_length", "rope.dimension_count"):
+    sizes = ["attention.value_length", "rope.dimension_count"]
+    for key in sizes[:1] if family in _ROTATE_PARTS else sizes:
         size = file.metadata.get(f"{family}.{key}", head_dim)
         if size != head_dim:
             raise UnsupportedModel(
@@ -118,7 +201,27 @@ def _refuse_unsupported(file: GgufFile, family: str) -> None:
             )
 
 
+def _refuse_relatives(file: GgufFile, family: str) -> None:
+    """Models that are stored under the name of a family, and are not quite of it."""
+    against = {
+        "is an OLMo 3, which attends in some layers in another way than in others": (
+            family == "olmo2" and file.metadata.get("olmo2.attention.sliding_window")
+        ),
+        "is a GLM-4V, whose rows are in another order": (
+            family == "glm4" and "glm4.rope.dimension_sections" in file.metadata
+        ),
+        "is a Granite without RoPE": (
+            family == "granite" and file.metadata.get("granite.rope.scaling.finetuned") is False
+        ),
+    }
+    for why, holds in against.items():
+        if holds:
+            raise UnsupportedModel(f"{file.path} {why}: that is not supported")
+
+
 def _rope_scaling(file: GgufFile, family: str, head_dim: int) -> dict[str, Any] | None:
+    if family == "phi3":
+        return None  # see `_two_lengths`
     kind = file.text(f"{family}.rope.scaling.type", "none")
     factor = file.number(
         f"{family}.rope.scaling.factor", file.number(f"{family}.rope.scale_linear", 1.0)
@@ -142,12 +245,18 @@ def _rope_scaling(file: GgufFile, family: str, head_dim: int) -> dict[str, Any] 
     ):
         if f"{family}.rope.scaling.{key}" in file.metadata:
             scaling[name] = file.number(f"{family}.rope.scaling.{key}")
-    for key in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor", "yarn_log_multiplier"):
+    magnitude = "yarn_log_multiplier"
+    for key in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor", magnitude):
         if file.metadata.get(f"{family}.rope.scaling.{key}", 1.0) not in (0.0, 1.0):
             raise UnsupportedModel(
                 f"the GGUF field {family}.rope.scaling.{key} is not supported; use the model's "
                 "safetensors folder"
             )
+    if family == "mistral3":
+        whole = _shortest(file.number(f"mistral3.rope.scaling.{magnitude}", 0.0))
+        scaling |= {"mscale": whole, "mscale_all_dim": whole}
+        beta = file.number("mistral3.attention.temperature_scale", 0.0)
+        scaling["llama_4_scaling_beta"] = _shortest(beta)
     return scaling
 
 

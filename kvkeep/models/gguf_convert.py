@@ -14,14 +14,17 @@ from tqdm import tqdm
 
 from kvkeep.errors import UnsupportedModel
 from kvkeep.files.whole import write_whole
+from kvkeep.models.checkpoint import decoder_name, decoder_shapes
 from kvkeep.models.config import spec_from_config
 from kvkeep.models.formats import FORMATS, Format
+from kvkeep.models.fused import part_of
 from kvkeep.models.gguf_config import config_from_gguf, eos_token_ids
 from kvkeep.models.gguf_file import GgufFile, PackedTensor
 from kvkeep.models.gguf_tokenizer import build_tokenizer, special_token
 from kvkeep.models.packed import own_path
 from kvkeep.models.packed_file import Stored, write_packed
 from kvkeep.models.packing import BLOCK, Matrix, from_gguf, packable, packed
+from kvkeep.models.rows import half_layout
 from kvkeep.models.spec import ModelSpec
 from kvkeep.models.weights import check_tensors, tensor_shapes
 
@@ -40,8 +43,9 @@ def convert(gguf: Path, folder: Path, progress: bool) -> None:
     file = GgufFile.open(gguf)
     config = config_from_gguf(file)
     spec = spec_from_config(config, {}, gguf)
-    tensors = _weights(file)
-    check_tensors(spec, {name: tensor.shape for name, tensor in tensors.items()}, gguf)
+    tensors = _weights(file, spec.architecture)
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    check_tensors(spec, decoder_shapes(spec, shapes), gguf)
     tokenizer = build_tokenizer(file)
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -60,11 +64,12 @@ def convert(gguf: Path, folder: Path, progress: bool) -> None:
 def row_order(name: str, tensor: PackedTensor, spec: ModelSpec) -> NDArray[np.int64] | slice:
     """Which stored row each row of the Hugging Face tensor is.
 
-    For Llama, GGUF lays the two halves of each rotated pair side by side; Hugging Face keeps all
-    first halves, then all second ones. Qwen is stored as it is.
+    For Llama, Mistral and Granite, GGUF lays the two halves of each rotated pair side by side;
+    Hugging Face keeps all first halves, then all second ones. Other families are stored as they
+    are: GLM-4's pairs lie side by side in both.
     """
     rotated = re.search(r"self_attn\.([qk])_proj\.", name)
-    if rotated is None or spec.architecture not in ("LlamaForCausalLM", "MistralForCausalLM"):
+    if rotated is None or spec.architecture not in _SIDE_BY_SIDE:
         return slice(None)
     heads = spec.heads if rotated.group(1) == "q" else spec.kv_heads
     pairs = np.arange(tensor.shape[0], dtype=np.int64).reshape(heads, -1, 2)
@@ -89,38 +94,60 @@ _LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+# What is named otherwise in some: `qkv` and `up` are several matrices in one.
+_LAYER_NAMES_OF = {
+    "Phi3ForCausalLM": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+    "Glm4ForCausalLM": {
+        "ffn_up": "mlp.gate_up_proj",
+        "post_attention_norm": "post_self_attn_layernorm",
+        "post_ffw_norm": "post_mlp_layernorm",
+    },
+    "Olmo2ForCausalLM": {
+        "post_attention_norm": "post_attention_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    },
+}
+_SIDE_BY_SIDE = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Ministral3ForCausalLM",
+    "GraniteForCausalLM",
+)
 # Tables that the config says in another way.
-_NOT_WEIGHTS = re.compile(r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd\.weight")
+_NOT_WEIGHTS = re.compile(
+    r"rope_freqs\.weight|rope_factors_(long|short)\.weight|blk\.\d+\.attn_rot_embd\.weight"
+)
 
 
-def _weights(file: GgufFile) -> dict[str, PackedTensor]:
+def _weights(file: GgufFile, architecture: str) -> dict[str, PackedTensor]:
     """The tensors of the model by Hugging Face name, in file order."""
+    names = _LAYER_NAMES | _LAYER_NAMES_OF.get(architecture, {})
     return {
-        _hugging_face_name(name): tensor
+        _hugging_face_name(name, names): tensor
         for name, tensor in file.tensors.items()
         if not _NOT_WEIGHTS.fullmatch(name)
     }
 
 
-def _hugging_face_name(name: str) -> str:
+def _hugging_face_name(name: str, of_a_layer: Mapping[str, str]) -> str:
     if name in _TOP_NAMES:
         return _TOP_NAMES[name]
     layer = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
-    if layer and layer.group(2) in _LAYER_NAMES:
-        return f"model.layers.{layer.group(1)}.{_LAYER_NAMES[layer.group(2)]}.{layer.group(3)}"
-    raise UnsupportedModel(f"the GGUF tensor {name} is not one of a Llama-family model")
+    if layer and layer.group(2) in of_a_layer:
+        return f"model.layers.{layer.group(1)}.{of_a_layer[layer.group(2)]}.{layer.group(3)}"
+    raise UnsupportedModel(f"the GGUF tensor {name} is not one of its architecture's")
 
 
 def _write_weights(
     path: Path, tensors: Mapping[str, PackedTensor], spec: ModelSpec, progress: bool
 ) -> None:
     """All tensors in the formats that they have, as far as there are kernels for them."""
-    shapes = {name: shape for name, shape in tensor_shapes(spec).items() if name in tensors}
-    stored = {name: Stored(_kind(tensors[name]), shape) for name, shape in shapes.items()}
+    sources, shapes = _sources(tensors, spec), tensor_shapes(spec)
+    stored = {name: Stored(_kind(of), shapes[name]) for name, (of, _) in sources.items()}
     unpacked = {
-        tensors[name].quantisation
+        sources[name][0].quantisation
         for name, one in stored.items()
-        if one.kind is torch.bfloat16 and tensors[name].quantisation != "BF16"
+        if one.kind is torch.bfloat16 and sources[name][0].quantisation != "BF16"
     }
     if unpacked:
         warnings.warn(
@@ -139,10 +166,10 @@ def _write_weights(
     )
 
     def taken(name: str) -> Iterator[Matrix]:
-        tensor = tensors[name]
-        for rows in _some_rows(tensor, row_order(name, tensor, spec)):
-            yield _taken(tensor, stored[name].kind, rows)
-            bar.update(tensor.data.nbytes * len(rows) // tensor.shape[0])
+        tensor, rows = sources[name]
+        for some in _some_of(rows, tensor):
+            yield _taken(tensor, stored[name].kind, some)
+            bar.update(tensor.data.nbytes * len(some) // tensor.shape[0])
 
     with bar:
         write_packed(path, stored, {name: taken(name) for name in stored})
@@ -156,16 +183,30 @@ def _kind(tensor: PackedTensor) -> Format | torch.dtype:
     return _PLAIN.get(tensor.quantisation, torch.bfloat16)
 
 
-def _some_rows(
-    tensor: PackedTensor, order: NDArray[np.int64] | slice
-) -> Iterator[NDArray[np.int64]]:
+def _some_of(rows: NDArray[np.int64], tensor: PackedTensor) -> Iterator[NDArray[np.int64]]:
     """Which stored rows come next, whole blocks of them."""
-    total = tensor.shape[0]
-    rows = np.arange(total, dtype=np.int64)[order]
     of_one = max(1, int(np.prod(tensor.shape[1:])))
     step = max(BLOCK, _AT_ONCE // of_one // BLOCK * BLOCK)
-    for start in range(0, total, step):
+    for start in range(0, len(rows), step):
         yield rows[start : start + step]
+
+
+def _sources(
+    tensors: Mapping[str, PackedTensor], spec: ModelSpec
+) -> dict[str, tuple[PackedTensor, NDArray[np.int64]]]:
+    """Of each of the decoder's tensors the one that it is or is in, and which of its rows."""
+    named = {decoder_name(spec, name): tensor for name, tensor in tensors.items()}
+    found = {}
+    for name in tensor_shapes(spec):
+        part = None if name in named else part_of(spec, name)
+        source = part[0] if part else name
+        if source in named:
+            order = row_order(source, named[source], spec)
+            rows = np.arange(named[source].shape[0], dtype=np.int64)[order]
+            rows = rows[part[1]] if part else rows
+            half = half_layout(spec, name, len(rows))
+            found[name] = named[source], rows if half is None else rows[half.numpy()]
+    return found
 
 
 def _taken(tensor: PackedTensor, kind: Format | torch.dtype, rows: NDArray[np.int64]) -> Matrix:

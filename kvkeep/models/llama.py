@@ -1,6 +1,7 @@
-"""The forward of the Llama family: Llama, Mistral, Qwen2, Qwen3, Phi-3.
+"""The forward of all families that there are: Llama's, and what others do in other ways.
 
-Projections, norms and MLPs. Positions are not its business: q and k go unrotated to the step.
+Projections, norms and MLPs; what differs is in the ModelSpec (`models/families.py` has the table).
+Positions are not its business: q and k go unrotated to the step.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -23,12 +24,18 @@ from kvkeep.models.weights import EMBEDDING, HEAD, NORM, tensor_shapes
 
 @dataclass(frozen=True)
 class Norm:
-    """RMSNorm (arXiv:1910.07467) over the last dimension; weight: `[width]`."""
+    """RMSNorm (arXiv:1910.07467) over the last dimension; weight: `[width]`.
+
+    centred: the mean is taken off first, which makes it LayerNorm (arXiv:1607.06450).
+    """
 
     weight: Tensor
     eps: float
+    centred: bool = False
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self.centred:
+            return F.layer_norm(x, self.weight.shape, self.weight, None, self.eps)
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
@@ -43,17 +50,23 @@ class Product(Protocol):
 
 @dataclass(frozen=True)
 class Layer:
-    attention_norm: Norm
+    """attention_norm, mlp_norm: of what is read. ..._output_norm: of what is given, before it is
+    added. query_norm, key_norm: as wide as one head, or as all together.
+    """
+
+    attention_norm: Norm | None
     query: Product
     key: Product
     value: Product
     output: Product
     query_norm: Norm | None
     key_norm: Norm | None
-    mlp_norm: Norm
+    attention_output_norm: Norm | None
+    mlp_norm: Norm | None
     gate: Product
     up: Product
     down: Product
+    mlp_output_norm: Norm | None
 
 
 class Llama:
@@ -73,30 +86,41 @@ class Llama:
         product = partial(_product, tensors, products or {})
         self.embedding = product(EMBEDDING)
         self.layers = [_layer(spec, tensors, product, i) for i in range(spec.layers)]
-        self.norm = Norm(tensors[NORM], spec.norm_eps)
+        self.norm = Norm(tensors[NORM], spec.norm_eps, spec.centred_norms)
+        scale = spec.query_scale
+        self.query_scale = self.norm.weight.new_tensor(scale) if scale else None
         self.head = self.embedding if spec.tied_head else product(HEAD)
 
     def forward(self, tokens: Tensor, step: Attends, lengths: Tensor | None = None) -> Tensor:
         """Evaluates `tokens: [n]` into a step. Returns `[n, hidden_size]`, normed."""
-        spec, n = self.spec, tokens.shape[0]
-        x = self.embedding.chosen(tokens)
+        x = _times(self.embedding.chosen(tokens), self.spec.embedding_multiplier)
         for index, layer in enumerate(self.layers):
             if lengths is not None:
                 lengths[index] = x.float().norm(dim=-1)
-            normed = layer.attention_norm(x)
-            q = layer.query(normed).view(n, spec.heads, spec.head_dim)
-            k = layer.key(normed).view(n, spec.kv_heads, spec.head_dim)
-            v = layer.value(normed).view(n, spec.kv_heads, spec.head_dim)
-            if layer.query_norm and layer.key_norm:
-                q, k = layer.query_norm(q), layer.key_norm(k)
-            x = x + layer.output(step.attend(index, q, k, v))
-            normed = layer.mlp_norm(x)
-            x = x + layer.down(F.silu(layer.gate(normed)) * layer.up(normed))
+            read = _normed(layer.attention_norm, x)
+            given = self._attention(index, layer, read, step)
+            x = self._sum(x, _normed(layer.attention_output_norm, given))
+            if not self.spec.parallel:
+                read = _normed(layer.mlp_norm, x)
+            x = self._sum(x, _normed(layer.mlp_output_norm, _mlp(layer, read)))
         return self.norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[n, hidden_size]` to `[n, vocab]`, float32."""
-        return self.head(hidden).float()
+        return _times(self.head(hidden).float(), self.spec.logits_multiplier)
+
+    def _attention(self, index: int, layer: Layer, x: Tensor, step: Attends) -> Tensor:
+        """`[n, hidden_size]` to the same."""
+        spec, n = self.spec, x.shape[0]
+        q = _normed_heads(layer.query_norm, layer.query(x)).view(n, spec.heads, spec.head_dim)
+        if self.query_scale is not None:
+            q = q * self.query_scale
+        k = _normed_heads(layer.key_norm, layer.key(x)).view(n, spec.kv_heads, spec.head_dim)
+        v = layer.value(x).view(n, spec.kv_heads, spec.head_dim)
+        return layer.output(step.attend(index, q, k, v))
+
+    def _sum(self, x: Tensor, given: Tensor) -> Tensor:
+        return x + _times(given, self.spec.residual_multiplier)
 
 
 class Decoder:
@@ -185,6 +209,24 @@ def cell_layout(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> Layout:
     return Layout(spec.layers, spec.kv_heads, spec.head_dim, weight.dtype, weight.device)
 
 
+def _times(x: Tensor, factor: float) -> Tensor:
+    return x if factor == 1 else x * factor
+
+
+def _normed(norm: Norm | None, x: Tensor) -> Tensor:
+    return x if norm is None else norm(x)
+
+
+def _normed_heads(norm: Norm | None, x: Tensor) -> Tensor:
+    """x: `[n, heads * head_dim]`, of which so many make one as the norm is wide."""
+    return x if norm is None else norm(x.view(x.shape[0], -1, norm.weight.shape[0]))
+
+
+def _mlp(layer: Layer, x: Tensor) -> Tensor:
+    """`[n, hidden_size]` to the same."""
+    return layer.down(F.silu(layer.gate(x)) * layer.up(x))
+
+
 def _product(tensors: Mapping[str, Tensor], products: Mapping[str, Product], name: str) -> Product:
     if name in products:
         return products[name]
@@ -199,19 +241,23 @@ def _layer(
     def linear(name: str) -> Product:
         return product(f"{prefix}{name}.weight")
 
-    def norm(name: str) -> Norm:
-        return Norm(tensors[f"{prefix}{name}.weight"], spec.norm_eps)
+    def norm(name: str, there: bool) -> Norm | None:
+        if not there:
+            return None
+        return Norm(tensors[f"{prefix}{name}.weight"], spec.norm_eps, spec.centred_norms)
 
     return Layer(
-        attention_norm=norm("input_layernorm"),
+        attention_norm=norm("input_layernorm", spec.norms_before),
         query=linear("self_attn.q_proj"),
         key=linear("self_attn.k_proj"),
         value=linear("self_attn.v_proj"),
         output=linear("self_attn.o_proj"),
-        query_norm=norm("self_attn.q_norm") if spec.qk_norm else None,
-        key_norm=norm("self_attn.k_norm") if spec.qk_norm else None,
-        mlp_norm=norm("post_attention_layernorm"),
+        query_norm=norm("self_attn.q_norm", spec.qk_norm),
+        key_norm=norm("self_attn.k_norm", spec.qk_norm),
+        attention_output_norm=norm("post_self_attn_layernorm", spec.norms_after),
+        mlp_norm=norm("post_attention_layernorm", spec.norms_before and not spec.parallel),
         gate=linear("mlp.gate_proj"),
         up=linear("mlp.up_proj"),
         down=linear("mlp.down_proj"),
+        mlp_output_norm=norm("post_mlp_layernorm", spec.norms_after),
     )

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 class RopeSpec:
     """Rotary position embedding, resolved to a fixed table.
 
-    inverse_frequencies: radians per position for each rotated pair, `[rotary_dim / 2]`, float64
-        values; scaled kinds (linear, llama3, yarn) are already applied.
-    attention_scaling: yarn's factor on cosine and sine. It multiplies q and k alike, so the cache
-        puts its square on the softmax scale and leaves rotations pure.
+    inverse_frequencies: radians per position for each pair of a head, `[head_dim / 2]`, float64
+        values; scaled kinds (linear, llama3, yarn, longrope) are already applied. 0 for pairs that
+        are not rotated, behind those that are.
+    attention_scaling: yarn's or longrope's factor on cosine and sine. It multiplies q and k alike,
+        so its square is put on the softmax scale and rotations stay pure.
     """
 
     kind: str
@@ -21,10 +22,22 @@ class RopeSpec:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A Llama-family decoder.
+    """A decoder, all of whose layers attend to everything in the same way.
 
     max_positions is the trained length in tokens; a model with its own sliding attention window
     counts as trained to that window, since beyond it full attention is not what it learnt.
+
+    What has a default is what Llama does not have; no digest names it where it is the default:
+
+    norms_before, norms_after: whether attention and MLP norm what they read, and what they give
+        before it is added to the residual stream.
+    centred_norms: norms are LayerNorm (arXiv:1607.06450) without a bias, not RMSNorm.
+    parallel: the MLP reads what attention reads, not what it has added to.
+    qk_norm_whole: queries and keys are normed over all heads together, not head by head.
+    embedding_multiplier, residual_multiplier, logits_multiplier: of embeddings, of what attention
+        and MLP add to the residual stream, and of logits. Folded into weights they would round
+        them, and change what a packed matrix says.
+    attention_multiplier: in the place of 1 / sqrt(head_dim); None for that.
     """
 
     architecture: str
@@ -45,8 +58,32 @@ class ModelSpec:
     qk_norm: bool
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    norms_before: bool = True
+    norms_after: bool = False
+    centred_norms: bool = False
+    parallel: bool = False
+    qk_norm_whole: bool = False
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_multiplier: float = 1.0
+    attention_multiplier: float | None = None
 
     @property
     def softmax_scale(self) -> float:
         """The factor on the products of queries and keys."""
+        if self.attention_multiplier is not None:
+            return self.rope.attention_scaling**2 * self.attention_multiplier
         return self.rope.attention_scaling**2 / math.sqrt(self.head_dim)
+
+    @property
+    def query_scale(self) -> tuple[float, ...] | None:
+        """By what each number of a query, `[head_dim]`, is multiplied; None where by nothing.
+
+        Where a part of each head is rotated, `attention_scaling` is of that part alone: what the
+        softmax scale has too much is taken off the others, of queries alone.
+        """
+        frequencies, scaling = self.rope.inverse_frequencies, self.rope.attention_scaling
+        if scaling == 1 or all(frequencies):
+            return None
+        half = tuple(1.0 if frequency else scaling**-2 for frequency in frequencies)
+        return half + half

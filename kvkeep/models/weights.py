@@ -1,6 +1,6 @@
 """A model's tensors, memory-mapped from safetensors files."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -19,16 +19,20 @@ _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def read_tensors(
-    folder: Path, dtype: torch.dtype, device: torch.device, progress: bool
+    folder: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: bool,
+    wanted: Callable[[str], bool] = lambda name: True,
 ) -> dict[str, Tensor]:
-    """All tensors of a model, by Hugging Face name.
+    """All tensors of a model that are wanted, by Hugging Face name.
 
     A tensor that is stored in `dtype` and stays on the CPU is a view of the file: nothing is read
     until it is used, and processes share the memory.
 
     Raises BadModelFile naming the file that is missing, empty, truncated or not safetensors.
     """
-    located = _locate(folder)
+    located = {path: list(filter(wanted, names)) for path, names in _locate(folder).items()}
     tensors: dict[str, Tensor] = {}
     with tqdm(
         total=sum(len(names) for names in located.values()),
@@ -124,10 +128,14 @@ def matrices(spec: ModelSpec) -> dict[str, tuple[int, int]]:
 def _layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     hidden, inner = spec.hidden_size, spec.intermediate_size
     queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-    shapes: dict[str, tuple[int, ...]] = {
-        "input_layernorm.weight": (hidden,),
-        "post_attention_layernorm.weight": (hidden,),
-    }
+    shapes: dict[str, tuple[int, ...]] = {}
+    if spec.norms_before:
+        shapes["input_layernorm.weight"] = (hidden,)
+        if not spec.parallel:
+            shapes["post_attention_layernorm.weight"] = (hidden,)
+    if spec.norms_after:  # under the names that GLM-4 has for them
+        shapes["post_self_attn_layernorm.weight"] = (hidden,)
+        shapes["post_mlp_layernorm.weight"] = (hidden,)
     for name, rows, columns, bias in (
         ("self_attn.q_proj", queries, hidden, spec.qkv_bias),
         ("self_attn.k_proj", keys, hidden, spec.qkv_bias),
@@ -141,8 +149,9 @@ def _layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         if bias:
             shapes[f"{name}.bias"] = (rows,)
     if spec.qk_norm:
-        shapes["self_attn.q_norm.weight"] = (spec.head_dim,)
-        shapes["self_attn.k_norm.weight"] = (spec.head_dim,)
+        whole = spec.qk_norm_whole
+        shapes["self_attn.q_norm.weight"] = (queries if whole else spec.head_dim,)
+        shapes["self_attn.k_norm.weight"] = (keys if whole else spec.head_dim,)
     return shapes
 
 

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 from blake3 import blake3
@@ -15,8 +15,8 @@ from kvkeep.files.tensors import tensor_bytes
 from kvkeep.models.spec import ModelSpec
 
 _FIELDS = ("weights", "config", "rope", "tokenizer", "dtype", "layout")
-# Of a ModelSpec and a RopeSpec, what decides what a cell means. A new field of theirs comes in here
-# only with a default that leaves it out: whatever is added changes the digest of every model.
+# Of a ModelSpec and a RopeSpec, what decides what a cell means. Whatever is added here changes the
+# digest of every model: a new field goes to `_CONFIG_BEYOND`.
 _CONFIG = (
     "architecture",
     "vocab_size",
@@ -35,6 +35,18 @@ _CONFIG = (
     "qk_norm",
     "bos_token_id",
     "eos_token_ids",
+)
+# Left out where they are the default, so that models that have no such thing keep their digest.
+_CONFIG_BEYOND = (
+    "norms_before",
+    "norms_after",
+    "centred_norms",
+    "parallel",
+    "qk_norm_whole",
+    "embedding_multiplier",
+    "residual_multiplier",
+    "logits_multiplier",
+    "attention_multiplier",
 )
 _ROPE = ("kind", "inverse_frequencies", "attention_scaling")
 
@@ -105,13 +117,20 @@ def fingerprint(
     """Reads all weights."""
     return Fingerprint(
         weights=_weights_digest(tensors),
-        config=_digest({name: getattr(spec, name) for name in _CONFIG}),
+        config=_digest({name: getattr(spec, name) for name in _CONFIG} | _beyond(spec)),
         rope=_digest({name: getattr(spec.rope, name) for name in _ROPE}),
         tokenizer=_vocabulary_digest(tokenizer),
         dtype=_dtype_name(layout.dtype),
         layout=_layout_name(layout.layers, layout.kv_heads, layout.head_dim),
         earlier_tokenizer=_earlier_digest(tokenizer),
     )
+
+
+def _beyond(spec: ModelSpec) -> dict[str, object]:
+    """What a model has that Llama has not."""
+    usual = {each.name: each.default for each in fields(ModelSpec)}
+    found = {name: getattr(spec, name) for name in _CONFIG_BEYOND}
+    return {name: value for name, value in found.items() if value != usual[name]}
 
 
 def is_tokenizer_of(saved: Mapping[str, str], tokenizer: Tokenizer) -> bool:

@@ -11,7 +11,9 @@ from fuzz.mutations import as_json, bytes_changed, json_changed
 from small import write_small_folder
 from tiny_gguf import tiny_llama, write_gguf
 
+from kvkeep.models.checkpoint import decoder_shapes
 from kvkeep.models.config import read_spec, spec_from_config
+from kvkeep.models.families import FAMILIES
 from kvkeep.models.gguf_config import config_from_gguf
 from kvkeep.models.gguf_convert import _weights
 from kvkeep.models.gguf_file import GgufFile
@@ -42,6 +44,15 @@ CONFIG = {
     "partial_rotary_factor": 1.0,
     "eos_token_id": [0, 2],
     "bos_token_id": 1,
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.0625,
+    "logits_scaling": 3.0,
+    "num_local_experts": 0,
+    "position_embedding_type": "rope",
+    "shared_intermediate_size": 96,
+    "original_max_position_embeddings": 1024,
+    "text_config": {"rms_norm_eps": 1e-6, "tie_word_embeddings": False},
 }
 ROPE = (
     {"rope_type": "linear", "factor": 2.0},
@@ -62,6 +73,13 @@ ROPE = (
         "attention_factor": None,
         "original_max_position_embeddings": 1024,
     },
+    {
+        "rope_type": "longrope",
+        "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7],
+        "long_factor": [1.0, 2.1, 4.2, 8.3, 16.4, 32.5, 32.6, 32.7],
+        "original_max_position_embeddings": 1024,
+    },
+    {"type": "mrope", "mrope_section": [4, 2, 2]},
 )
 
 
@@ -80,8 +98,9 @@ def test_a_damaged_gguf_is_refused_or_means_what_it_says(gguf: bytes, tmp_path: 
         file = GgufFile.open(path)
         config = config_from_gguf(file)
         spec = spec_from_config(config, {}, path)
-        tensors = _weights(file)
-        check_tensors(spec, {name: tensor.shape for name, tensor in tensors.items()}, path)
+        tensors = _weights(file, spec.architecture)
+        shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        check_tensors(spec, decoder_shapes(spec, shapes), path)
         build_tokenizer(file)
 
     found = fuzz(read, seed=1)
@@ -92,17 +111,16 @@ def test_a_damaged_gguf_is_refused_or_means_what_it_says(gguf: bytes, tmp_path: 
 def test_a_config_of_other_values_is_refused_or_means_what_it_says(
     rope: int, tmp_path: Path
 ) -> None:
-    architectures = ("Llama", "Mistral", "Qwen2", "Qwen3")
-
     def read(random: Random) -> None:
-        config = {**CONFIG, "architectures": [f"{random.choice(architectures)}ForCausalLM"]}
+        config = {**CONFIG, "architectures": [random.choice(list(FAMILIES))]}
         config[random.choice(("rope_scaling", "rope_parameters"))] = ROPE[rope]
         both = json_changed({"config": config, "generation": {"eos_token_id": 2}}, random)
         for name in ("config", "generation"):
             file = tmp_path / ("config.json" if name == "config" else "generation_config.json")
             file.write_bytes(as_json(both.get(name)))
         spec = read_spec(tmp_path)
-        check_tensors(spec, {"model.norm.weight": (64,)}, tmp_path)
+        shapes = {"model.norm.weight": (64,), "model.layers.0.self_attn.qkv_proj.weight": (9, 64)}
+        check_tensors(spec, decoder_shapes(spec, shapes), tmp_path)
 
     found = fuzz(read, seed=2 + rope, share=2 * len(ROPE))
     assert found["BadModelFile"]

@@ -8,7 +8,8 @@ import pytest
 from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from kvkeep.errors import BadModelFile, UnsupportedModel
-from kvkeep.models.config import ARCHITECTURES, read_spec
+from kvkeep.models.config import read_spec
+from kvkeep.models.families import FAMILIES
 
 SIZES = {
     "vocab_size": 97,
@@ -149,7 +150,6 @@ def test_end_tokens_come_from_the_generation_config_first(tmp_path: Path) -> Non
         ({"architectures": ["GemmaForCausalLM"]}, "GemmaForCausalLM"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
-        ({"rope_scaling": {"rope_type": "longrope"}}, "longrope"),
         ({"rope_scaling": {"type": "su"}}, "su"),
         ({"quantization_config": {"quant_method": "awq"}}, "awq"),
         ({"partial_rotary_factor": 0.25}, "partial_rotary_factor"),
@@ -162,9 +162,75 @@ def test_what_is_not_supported_is_refused_by_name(
     with pytest.raises(UnsupportedModel, match=named) as caught:
         read_spec(write(tmp_path, {**PLAIN, **fields}))
     if named == "GemmaForCausalLM":
-        assert all(name in str(caught.value) for name in ARCHITECTURES)
-    if named in ("dynamic", "longrope"):
-        assert "default, linear, llama3, yarn" in str(caught.value)
+        assert all(name in str(caught.value) for name in FAMILIES)
+    if named == "dynamic":
+        assert "default, linear, llama3, yarn, longrope" in str(caught.value)
+
+
+STATES = [
+    "Qwen3NextForCausalLM",
+    "Qwen3_5ForConditionalGeneration",
+    "Lfm2ForCausalLM",
+    "GraniteMoeHybridForCausalLM",
+    "FalconH1ForCausalLM",
+    "NemotronHForCausalLM",
+    "JambaForCausalLM",
+    "MambaForCausalLM",
+]
+LATENT = ["DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "MiniCPM3ForCausalLM"]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "why"),
+    [
+        *((name, r"keeps a running state .* in the place of cells") for name in STATES),
+        *((name, "multi-head latent attention") for name in LATENT),
+        ("Qwen3MoeForCausalLM", "mixture of experts"),
+        ("Gemma3ForCausalLM", "in some layers in another way"),
+    ],
+)
+def test_what_has_no_cells_of_this_kind_is_refused_with_what_runs_instead(
+    tmp_path: Path, architecture: str, why: str
+) -> None:
+    write(tmp_path, {**PLAIN, "architectures": [architecture]})
+    with pytest.raises(UnsupportedModel, match=rf"{architecture} .*: it .*{why}.* runs?[ ,;]"):
+        read_spec(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"layer_types": ["attention", "mamba", "attention"]},
+        {"layer_types": ["full_attention", "linear_attention", "full_attention"]},
+        {"num_local_experts": 8},
+        {"position_embedding_type": "nope"},
+        {"layer_types": None},
+    ],
+    ids=str,
+)
+def test_granite_4_runs_where_it_is_dense_and_rotates(
+    tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    dense = {
+        **PLAIN,
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "layer_types": ["attention"] * 3,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 64,
+        "position_embedding_type": "rope",
+    }
+    assert read_spec(write(tmp_path, dense)).intermediate_size == 64
+    with pytest.raises(UnsupportedModel, match=r"granite-4\.0-micro"):
+        read_spec(write(tmp_path, dense | fields))
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors", "bitsandbytes"])
+def test_weights_that_others_have_quantised_are_refused_by_name(
+    tmp_path: Path, method: str
+) -> None:
+    config = {**PLAIN, "quantization_config": {"quant_method": method, "bits": 4}}
+    with pytest.raises(UnsupportedModel, match=rf"'{method}'.*bf16 safetensors or a \.gguf file"):
+        read_spec(write(tmp_path, config))
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,37 @@ def test_tables_are_those_of_transformers(
     )
 
 
+@pytest.mark.parametrize("factor", [{}, {"factor": 8.0}, {"attention_factor": 1.5}], ids=str)
+@pytest.mark.parametrize("longest", [4096, 131_072])
+def test_longrope_is_its_short_table(longest: int, factor: dict[str, float]) -> None:
+    settings: dict[str, Any] = {
+        "rope_type": "longrope",
+        "short_factor": [1 + 0.07 * pair for pair in range(24)],
+        "long_factor": [2 + 1.3 * pair for pair in range(24)],
+        "original_max_position_embeddings": 4096,
+        **factor,
+    }
+    config = LlamaConfig(
+        hidden_size=128,
+        num_attention_heads=2,
+        max_position_embeddings=longest,
+        rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.75, **settings},
+    )
+    expected, scaling = ROPE_INIT_FUNCTIONS["longrope"](config, torch.device("cpu"), seq_len=4096)
+    ours = rope_spec(settings, 1e4, 48, longest)
+    assert ours.attention_scaling == pytest.approx(scaling, rel=1e-12)
+    torch.testing.assert_close(
+        torch.tensor(ours.inverse_frequencies), expected, rtol=2e-6, atol=0.0
+    )
+
+
+@pytest.mark.parametrize("short", [None, [], [1.0] * 3, [1.0, 1.0, 0.0, 1.0], [1.0, "2", 1.0, 1.0]])
+def test_longrope_without_a_short_table_is_refused(short: Any) -> None:
+    settings = {"rope_type": "longrope", "short_factor": short}
+    with pytest.raises(BadModelFile, match="short_factor"):
+        rope_spec(settings, 10_000.0, 8, 2048)
+
+
 def test_the_plain_table_is_a_geometric_series() -> None:
     rope = rope_spec({}, 10_000.0, 8, 2048)
     assert rope.kind == "default"

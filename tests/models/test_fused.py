@@ -1,6 +1,5 @@
 """Families that store several matrices as one: read where they lie, and computed as any other."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from kvkeep import load_model
 from kvkeep.compiled.binding import library
-from kvkeep.errors import BadModelFile, UnsupportedModel
+from kvkeep.errors import BadModelFile
 from kvkeep.models.config import read_spec
 from kvkeep.models.fused import separated
 from kvkeep.models.packing import MatrixBits, quantise
@@ -104,15 +103,6 @@ def test_a_whole_of_other_parts_is_refused(phi: Path) -> None:
     tensors[name] = tensors[name][:-64].clone()
     save_file(tensors, phi / "model.safetensors", {"format": "pt"})
     with pytest.raises(BadModelFile, match=r"lacks 3 of .*layers\.1\.self_attn\.q_proj"):
-        load_model(str(phi))
-
-
-def test_what_rotates_a_part_of_each_head_is_refused(phi: Path) -> None:
-    path = phi / "config.json"
-    config = json.loads(path.read_text())
-    config["rope_parameters"]["partial_rotary_factor"] = 0.75
-    path.write_text(json.dumps(config))
-    with pytest.raises(UnsupportedModel, match="rotates a part of each head"):
         load_model(str(phi))
 
 

@@ -16,9 +16,15 @@ from kvkeep.model import Model
 from kvkeep.models.llama import Decoder
 from kvkeep.models.spec import ModelSpec, RopeSpec
 from kvkeep.models.text import TextCodec
+from kvkeep.store.fingerprint import Fingerprint, fingerprint
 
 MODEL = small_model()
 TEXT = list(b"whose cells are these?")
+
+
+def fingerprint_of(spec: ModelSpec) -> Fingerprint:
+    layout = MODEL.decoder.new_cache().layout
+    return fingerprint(spec, MODEL.decoder.tensors, MODEL.text.tokenizer, layout)
 
 
 def other_weights() -> Model:
@@ -122,3 +128,31 @@ def test_a_new_field_of_ours_or_another_form_of_a_tokenizer_makes_no_other_model
     session = MODEL.session(64)
     session.feed(TEXT)
     assert later.restore(session.snapshot()).tokens == TEXT
+
+
+@pytest.mark.parametrize(
+    ("fields", "value"),
+    [
+        ("norms_before", False),
+        ("norms_after", True),
+        ("centred_norms", True),
+        ("parallel", True),
+        ("qk_norm_whole", True),
+        ("embedding_multiplier", 12.0),
+        ("residual_multiplier", 0.22),
+        ("logits_multiplier", 0.125),
+        ("attention_multiplier", 0.25),
+    ],
+)
+def test_what_llama_does_not_have_is_in_the_digest_where_it_is_there(
+    fields: str, value: object
+) -> None:
+    other = fingerprint_of(replace(MODEL.spec, **{fields: value}))
+    assert other.config != MODEL.fingerprint.config
+    assert replace(other, config=MODEL.fingerprint.config) == MODEL.fingerprint
+
+
+def test_the_digest_of_a_model_is_the_one_that_it_had_before_other_families_came() -> None:
+    assert fingerprint_of(MODEL.spec).config == (
+        "88a4044ef71c8128de0636a0feca0afb36c82ad92934f4b51bf1becab2698e21"
+    )

@@ -3,7 +3,6 @@
 #include <omp.h>
 
 #include <algorithm>
-#include <atomic>
 #include <vector>
 
 #include "buffer.h"
@@ -28,6 +27,7 @@ class DecodeRun {
         queries_width_(model.heads * kDim),
         keys_width_(model.kv_heads * kDim),
         residual_(std::size_t(step.sequences) * model.hidden),
+        given_(std::size_t(step.sequences) * model.hidden),
         projected_(std::size_t(step.sequences) * (queries_width_ + 2 * keys_width_)),
         angles_(std::size_t(step.sequences + step.runs) * kDim),
         runs_(model, step),
@@ -81,16 +81,17 @@ class DecodeRun {
         attended_.sum_up(i);
       });
       clock.ends(Phase::kAttention);
-      add_product(me, layer.output, attended_);
+      add_product(me, layer.output, attended_, layer.attention_output_norm);
       clock.ends(Phase::kOutput);
-      workers_.share_then_barrier(me, count, 1, [&](int i) { normalise(i, layer.mlp_norm); });
+      if (!model_.parallel)
+        workers_.share_then_barrier(me, count, 1, [&](int i) { normalise(i, layer.mlp_norm); });
       clock.ends(Phase::kNorms);
       activate(me, layer);
-      add_product(me, layer.down, activated_);
+      add_product(me, layer.down, activated_, layer.mlp_output_norm);
       clock.ends(Phase::kMlp);
     }
     workers_.share_then_barrier(me, count, 1, [&](int i) {
-      norm(residual(i), model_.norm, model_.norm_eps, model_.hidden, [&](int c, __m512 value) {
+      norm(residual(i), model_.norm, model_.norm_eps, model_.centred_norms, model_.hidden, [&](int c, __m512 value) {
         store_bf16(step_.hidden + std::size_t(i) * model_.hidden + c, value);
       });
     });
@@ -98,6 +99,9 @@ class DecodeRun {
   }
 
   float* residual(int i) { return residual_.get() + std::size_t(i) * model_.hidden; }
+
+  // What attention or MLP gives, where it is normed before it is added.
+  float* given(int i) { return given_.get() + std::size_t(i) * model_.hidden; }
 
   // Queries, keys and values of a sequence, one behind the other.
   float* projected(int i) {
@@ -109,8 +113,9 @@ class DecodeRun {
       const Sequence& sequence = step_.sequence[i];
       Bf16* from = normed_.row(i);  // which is not needed yet
       unpack_row(model_.embedding, sequence.token, from);
+      const __m512 multiplier = _mm512_set1_ps(model_.embedding_multiplier);
       for (int c = 0; c < model_.hidden; c += kLanes)
-        _mm512_storeu_ps(residual(i) + c, load_bf16(from + c));
+        _mm512_storeu_ps(residual(i) + c, _mm512_mul_ps(load_bf16(from + c), multiplier));
       angles(model_.frequencies, kDim, sequence.position, angles_.get() + std::size_t(i) * kDim);
     } else {
       const Run& run = step_.run[i - step_.sequences];
@@ -118,9 +123,13 @@ class DecodeRun {
     }
   }
 
+  // weight: null for the residual stream as it is.
   void normalise(int i, const Bf16* weight) {
-    norm(residual(i), weight, model_.norm_eps, model_.hidden,
-         [&](int c, __m512 value) { store_bf16(normed_.row(i) + c, value); });
+    const auto to = [&](int c, __m512 value) { store_bf16(normed_.row(i) + c, value); };
+    if (weight)
+      norm(residual(i), weight, model_.norm_eps, model_.centred_norms, model_.hidden, to);
+    else
+      for (int c = 0; c < model_.hidden; c += kLanes) to(c, _mm512_loadu_ps(residual(i) + c));
     normed_.sum_up(i);
   }
 
@@ -146,14 +155,29 @@ class DecodeRun {
         _mm512_storeu_ps(projected(i) + from + row, products);
       });
     });
-    if (layer.query_norm)
-      workers_.share_then_barrier(me, step_.sequences * (model_.heads + model_.kv_heads), 4, [&](int n) {
-        const int head = n % (model_.heads + model_.kv_heads);
-        float* x = projected(n / (model_.heads + model_.kv_heads)) + head * kDim;
-        const Bf16* weight = head < model_.heads ? layer.query_norm : layer.key_norm;
-        norm(x, weight, model_.norm_eps, kDim,
-             [&](int c, __m512 value) { _mm512_storeu_ps(x + c, value); });
+    if (layer.query_norm) normalise_heads(me, layer);
+    if (model_.query_scale)
+      workers_.share_then_barrier(me, step_.sequences * model_.heads, 4, [&](int n) {
+        float* x = projected(n / model_.heads) + n % model_.heads * kDim;
+        for (int c = 0; c < kDim; c += kLanes)
+          _mm512_storeu_ps(x + c, _mm512_mul_ps(_mm512_loadu_ps(x + c),
+                                                _mm512_loadu_ps(model_.query_scale + c)));
       });
+  }
+
+  // Queries and keys, head by head, or all heads of each together.
+  void normalise_heads(int me, const Layer& layer) {
+    const int queries = model_.whole_norms ? 1 : model_.heads;
+    const int keys = model_.whole_norms ? 1 : model_.kv_heads;
+    workers_.share_then_barrier(me, step_.sequences * (queries + keys), 4, [&](int n) {
+      const int unit = n % (queries + keys);
+      const bool is_query = unit < queries;
+      const int width = is_query ? queries_width_ / queries : keys_width_ / keys;
+      const int from = is_query ? unit * width : queries_width_ + (unit - queries) * width;
+      float* x = projected(n / (queries + keys)) + from;
+      norm(x, is_query ? layer.query_norm : layer.key_norm, model_.norm_eps, model_.centred_norms, width,
+           [&](int c, __m512 value) { _mm512_storeu_ps(x + c, value); });
+    });
   }
 
   // A sequence's new cell into its slot, or the queries of one run as they stand there.
@@ -201,13 +225,25 @@ class DecodeRun {
     quantise<kDim>(x, to);
   }
 
-  void add_product(int me, const Matrix& matrix, const Input& input) {
+  // Adds what attention or MLP gives to the residual stream; weight: of its norm, or null.
+  void add_product(int me, const Matrix& matrix, const Input& input, const Bf16* weight) {
+    const __m512 multiplier = _mm512_set1_ps(model_.residual_multiplier);
+    const auto add = [&](float* to, __m512 value) {
+      _mm512_storeu_ps(to, _mm512_fmadd_ps(value, multiplier, _mm512_loadu_ps(to)));
+    };
     workers_.share_then_barrier(me, matrix.blocks(), 6, [&](int block) {
       multiply_all(matrix, block, input, [&](int i, int row, __m512 products) {
-        float* to = residual(i) + row;
-        _mm512_storeu_ps(to, _mm512_add_ps(_mm512_loadu_ps(to), products));
+        if (weight)
+          _mm512_storeu_ps(given(i) + row, products);
+        else
+          add(residual(i) + row, products);
       });
     });
+    if (weight)
+      workers_.share_then_barrier(me, step_.sequences, 1, [&](int i) {
+        norm(given(i), weight, model_.norm_eps, model_.centred_norms, model_.hidden,
+             [&](int c, __m512 value) { add(residual(i) + c, value); });
+      });
   }
 
   void activate(int me, const Layer& layer) {
@@ -228,7 +264,7 @@ class DecodeRun {
   const Step& step_;
   Workers workers_;
   const int queries_width_, keys_width_;
-  Buffer<float> residual_, projected_, angles_;
+  Buffer<float> residual_, given_, projected_, angles_;
   AttentionRuns<kDim> runs_;
   Rows normed_, attended_, activated_;
   bool alone_ = false;
@@ -255,55 +291,5 @@ int kvkeep_decode(const kvkeep::Model* model, const kvkeep::Step* step) {
       case 128: DecodeRun<128>(*model, *step).run(); return kDone;
       default: return kNoKernel;
     }
-  });
-}
-
-int kvkeep_product(const kvkeep::Matrix* matrix, const kvkeep::Bf16* x, int count, float* out,
-                   int threads) {
-  using namespace kvkeep;
-  return guarded([=] {
-    Buffer<float> sums(std::size_t(count) * (matrix->columns / kGroup));
-    const Input input{const_cast<Bf16*>(x), sums.get(), matrix->columns};
-    for (int i = 0; i < count; ++i) input.sum_up(i);
-    Workers workers(threads);
-    std::atomic<bool> finite{true};
-#pragma omp parallel num_threads(threads)
-    workers.share(omp_get_thread_num(), matrix->blocks(), 16, [&](int block) {
-      __m512 products[kMostRows];
-      const __mmask16 mask = rows_of(*matrix, block);
-      for (int first = 0; first < count; first += kMostRows) {
-        const int some = std::min(kMostRows, count - first);
-        multiply(*matrix, block, input, first, some, products);
-        for (int i = 0; i < some; ++i) {
-          _mm512_mask_storeu_ps(
-              out + std::size_t(first + i) * matrix->rows + block * kBlock, mask, products[i]);
-          if (not_finite(products[i]) & mask) finite.store(false, std::memory_order_relaxed);
-        }
-      }
-    });
-    return finite ? kDone : kNotFinite;
-  });
-}
-
-int kvkeep_unpack(const kvkeep::Matrix* matrix, int first, int blocks, kvkeep::Bf16* out,
-                  int threads) {
-  using namespace kvkeep;
-  return guarded([=] {
-    Workers workers(threads);
-#pragma omp parallel num_threads(threads)
-    workers.share(omp_get_thread_num(), blocks, 4, [&](int b) {
-      unpack_block(*matrix, first + b, out + std::size_t(b) * kBlock * matrix->columns);
-    });
-    return kDone;
-  });
-}
-
-int kvkeep_rows(const kvkeep::Matrix* matrix, const std::int64_t* rows, int count,
-                kvkeep::Bf16* out) {
-  using namespace kvkeep;
-  return guarded([=] {
-    for (int i = 0; i < count; ++i)
-      unpack_row(*matrix, static_cast<int>(rows[i]), out + std::size_t(i) * matrix->columns);
-    return kDone;
   });
 }

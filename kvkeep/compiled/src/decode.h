@@ -7,19 +7,29 @@
 
 namespace kvkeep {
 
-constexpr int kRevision = 4;  // raised where what a call does changes, and no structure
+constexpr int kRevision = 5;  // raised where what a call does changes, and no structure
 
+// Norms of [hidden], or null: of what attention and MLP read, and of what they give. query_norm and
+// key_norm: [head_dim], or of all heads together where the model says so; or null.
 struct Layer {
   Matrix query, key, value, output, gate, up, down;
   const Bf16* attention_norm;
   const Bf16* mlp_norm;
-  const Bf16* query_norm;  // [head_dim], or null; as key_norm
+  const Bf16* query_norm;
   const Bf16* key_norm;
+  const Bf16* attention_output_norm;
+  const Bf16* mlp_output_norm;
 };
 
 struct Model {
   std::int32_t layers, hidden, inner, heads, kv_heads, head_dim;
   float norm_eps, scale;  // scale: of attention scores
+  float embedding_multiplier, residual_multiplier;  // of what is looked up, and of what is added
+  std::int32_t whole_norms;    // not 0: query_norm and key_norm are of all heads together
+  std::int32_t centred_norms;  // not 0: LayerNorm, not RMSNorm
+  std::int32_t parallel;       // not 0: the MLP reads what attention reads
+  std::int32_t reserved;
+  const float* query_scale;  // [head_dim], of each query; or null
   const Bf16* norm;
   const double* frequencies;  // [head_dim / 2], radians per position
   const Layer* layer;

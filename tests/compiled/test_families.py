@@ -1,0 +1,137 @@
+"""What families have that Llama has not, in the compiled decode step against torch and float32."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from compiled.test_decoding import SETTINGS, by_torch, forked, last, logits_of
+from packed_model import packed_model, spec_of
+
+from kvkeep import SessionGroup, load_model
+from kvkeep.compiled.binding import library
+from kvkeep.compiled.decoder import CompiledExecutor
+from kvkeep.models.packing import MatrixBits
+from kvkeep.session.session import Session
+
+pytestmark = pytest.mark.skipif(library() is None, reason="no compiled kernels here")
+
+KINDS = [("granite", 64), ("olmo2", 96), ("glm4", 32), ("phi4", 128), ("cohere", 64)]
+SIZES: dict[str, Any] = {
+    "vocab_size": 49152,
+    "hidden_size": 256,
+    "intermediate_size": 480,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1 + 0.05 * pair for pair in range(24)],
+    "long_factor": [3 + 1.0 * pair for pair in range(24)],
+}
+MADE: dict[str, tuple[str, dict[str, Any]]] = {
+    "granite": (
+        "Granite",
+        {
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.0625,
+            "logits_scaling": 3.0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "olmo2": ("Olmo2", {}),
+    "glm": ("Glm", {"head_dim": 64}),
+    "glm4": ("Glm4", {"head_dim": 64, "attention_bias": True}),
+    "cohere": ("Cohere", {"logit_scale": 0.25}),
+    "phi4-mini": ("Phi3", {"original_max_position_embeddings": 128, "rope_parameters": LONGROPE}),
+}
+TOKENS = [(17 * i * i + 5 * i) % 40_000 for i in range(90)]
+
+
+@pytest.mark.parametrize("settings", [SETTINGS[0], SETTINGS[2], SETTINGS[4]], ids=str)
+@pytest.mark.parametrize("bits", [None, 4])
+@pytest.mark.parametrize(("family", "head_dim"), KINDS)
+def test_it_is_no_further_from_float32_than_torch_in_bfloat16(
+    family: str, head_dim: int, bits: MatrixBits | None, settings: dict[str, object]
+) -> None:
+    model = packed_model(spec_of(head_dim, family), bits)
+    assert isinstance(model.decoder.executor, CompiledExecutor)
+    exact = logits_of(by_torch(model, torch.float32), settings)
+    reference = (logits_of(by_torch(model, torch.bfloat16), settings) - exact).square().mean()
+    compiled = (logits_of(model, settings) - exact).square().mean()
+    assert exact.abs().max() > 2
+    assert compiled <= 1.2 * reference
+
+
+@pytest.mark.parametrize(("family", "head_dim"), KINDS)
+def test_a_group_says_what_each_says_alone_to_the_last_bit(family: str, head_dim: int) -> None:
+    model = packed_model(spec_of(head_dim, family), 4)
+
+    def made() -> list[Session]:
+        session = model.session(max_kv_size=100)
+        session.feed([i % 250 + 1 for i in range(130)])
+        return forked(session, 5)
+
+    together, alone = made(), made()
+    group = SessionGroup(together)
+    for _ in range(9):
+        assert group.next_tokens() == [session.next_token() for session in alone]
+    for one, other in zip(together, alone, strict=True):
+        assert torch.equal(last(one), last(other))
+
+
+def written(folder: Path, kind: str, tokenizer: Path) -> Path:
+    """A random checkpoint in bfloat16, of sizes that the kernels take, with a tokenizer."""
+    name, changes = MADE[kind]
+    config = getattr(transformers, f"{name}Config")(**(SIZES | changes))
+    torch.manual_seed(3)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).to(torch.bfloat16)
+    with torch.no_grad():
+        for each, weight in model.named_parameters():
+            weight.normal_(1 if each.endswith("norm.weight") else 0, 0.1)
+    model.save_pretrained(folder)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tokenizer / file, folder)
+    return folder
+
+
+@pytest.mark.parametrize("kind", MADE)
+def test_a_folder_decodes_as_near_to_float32_as_transformers_in_bfloat16(
+    kind: str, tmp_path: Path, smollm2_folder: Path
+) -> None:
+    model = load_model(str(written(tmp_path / kind, kind, smollm2_folder)))
+    assert isinstance(model.decoder.executor, CompiledExecutor)
+    session, found = model.session(policy="full"), []
+    for token in TOKENS:
+        session.feed([token])
+        found.append(last(session))
+    theirs = []
+    for dtype in (torch.float32, torch.bfloat16):
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / kind, dtype=dtype)
+        with torch.no_grad():
+            theirs.append(loaded.eval()(torch.tensor([TOKENS])).logits[0].float())
+    exact, rounded = theirs
+    error = (torch.stack(found) - exact).square().mean().sqrt()
+    assert error <= 1.1 * (rounded - exact).square().mean().sqrt()
+
+
+@pytest.mark.parametrize("weights", ["int4", "int8"])
+def test_what_is_packed_is_in_the_order_in_which_it_is_rotated(
+    weights: str, tmp_path: Path, smollm2_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVKEEP_HOME", str(tmp_path / "home"))
+    folder = written(tmp_path / "glm4", "glm4", smollm2_folder)
+    model = load_model(str(folder), weights=weights)
+    for name in ("self_attn.q_proj", "self_attn.k_proj", "mlp.up_proj"):
+        tensor = model.decoder.tensors[f"model.layers.1.{name}.weight"].float()
+        read = model.decoder.packed[f"model.layers.1.{name}.weight"].unpacked().values()
+        assert (read - tensor).abs().max() <= (0.08 if weights == "int4" else 0.008)

@@ -1,0 +1,299 @@
+"""GGUF files of families beyond Llama and Qwen, written by gguf-py under its names."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import transformers
+from gguf import GGMLQuantizationType as Type
+from gguf import GGUFWriter
+from tiny_gguf import SIZES, interleaved, write_tokens
+
+from kvkeep import load_model
+from kvkeep.compiled.binding import library
+from kvkeep.errors import BadModelFile, InvalidArgument, UnsupportedModel
+from kvkeep.models.checkpoint import decoder_tensors
+from kvkeep.models.config import read_spec
+from kvkeep.models.export import export
+from kvkeep.models.gguf_convert import convert
+from kvkeep.models.packing import as_tensor
+from kvkeep.models.weights import matrices
+
+TOKENS = [(17 * i * i + 5 * i) % 250 for i in range(60)]
+PADDING = {"pad_token_id": 0, "eos_token_id": 1}
+DIVISORS = {
+    "short_factor": [1 + 0.125 * pair for pair in range(12)],
+    "long_factor": [2 + 1.5 * pair for pair in range(12)],
+}
+MULTIPLIERS = {
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.0625,
+    "logits_scaling": 3.0,
+}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75, **DIVISORS}
+MINISTRAL3 = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+MADE: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "granite": ("Granite", "granite", MULTIPLIERS),
+    "granite-biases": ("Granite", "granite", MULTIPLIERS | {"attention_bias": True}),
+    "olmo2": ("Olmo2", "olmo2", PADDING),
+    "command-r": ("Cohere", "command-r", {"logit_scale": 0.25}),
+    "glm4": ("Glm4", "glm4", PADDING | {"head_dim": 32, "attention_bias": False}),
+    "glm4-biases": ("Glm4", "glm4", PADDING | {"head_dim": 32, "attention_bias": True}),
+    "phi3": ("Phi3", "phi3", PADDING),
+    "phi4-mini": (
+        "Phi3",
+        "phi3",
+        PADDING | {"original_max_position_embeddings": 128, "rope_parameters": LONGROPE},
+    ),
+    "ministral3": (
+        "Ministral3",
+        "mistral3",
+        PADDING | {"head_dim": 32, "rope_parameters": MINISTRAL3},
+    ),
+    "mistral-small3": ("Mistral", "mistral3", {"head_dim": 32, "sliding_window": None}),
+    "qwen3vl": ("Qwen3", "qwen3vl", {"head_dim": 32}),
+    "qwen2vl": ("Qwen2", "qwen2vl", {}),
+}
+Edit = Callable[[GGUFWriter], None]
+
+
+def made(kind: str) -> Any:
+    """A random model whose weights are exact in bfloat16."""
+    name, _, changes = MADE[kind]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**(SIZES | changes))
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for each, weight in model.named_parameters():
+            weight.normal_(1 if each.endswith("norm.weight") else 0, 0.15)
+            weight.copy_(weight.bfloat16())
+    return model
+
+
+def described(writer: GGUFWriter, architecture: str, config: Any) -> None:
+    """What llama.cpp's converter says of a model of that architecture."""
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    rope = config.rope_parameters
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    if architecture == "command-r":
+        writer.add_layer_norm_eps(config.layer_norm_eps)
+        writer.add_logit_scale(config.logit_scale)
+        writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
+    else:
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
+    if getattr(config, "head_dim", None):
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+    if architecture == "granite":
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
+    if architecture == "phi3":
+        writer.add_sliding_window(config.sliding_window or 0)
+        writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+    if rope["rope_type"] == "longrope":
+        scale = config.max_position_embeddings / config.original_max_position_embeddings
+        original = config.original_max_position_embeddings
+        writer.add_rope_scaling_attn_factors(float(np.sqrt(1 + np.log(scale) / np.log(original))))
+        for kind in ("long", "short"):
+            divisors = np.array(rope[f"{kind}_factor"], dtype=np.float32)
+            writer.add_tensor(f"rope_factors_{kind}.weight", divisors)
+
+
+def write(
+    path: Path, kind: str, model: Any, stored: Type = Type.F32, edit: Edit = lambda writer: None
+) -> Path:
+    _, architecture, _ = MADE[kind]
+    config = model.config
+    writer = GGUFWriter(path, architecture)
+    described(writer, architecture, config)
+    write_tokens(writer)
+    number = next(n for n, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        array = tensor.float().numpy()
+        for part, heads in (
+            (".q_proj.", config.num_attention_heads),
+            (".k_proj.", config.num_key_value_heads),
+        ):
+            if architecture in ("granite", "mistral3") and part in name:
+                array = interleaved(array, heads)
+        form = stored if array.ndim == 2 else Type.F32
+        there = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert there is not None, name
+        writer.add_tensor(there, gguf.quantize(array, form), raw_dtype=form)
+    edit(writer)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("kind", MADE)
+def test_the_converted_folder_is_the_model_it_came_from(kind: str, tmp_path: Path) -> None:
+    model = made(kind)
+    convert(write(tmp_path / "m.gguf", kind, model), tmp_path / "own", False)
+    export(tmp_path / "own", tmp_path / "out", torch.float32)
+    loaded, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(info.values())
+    assert type(loaded) is type(model)
+    with torch.no_grad():
+        expected = model(torch.tensor([TOKENS])).logits[0]
+        found = loaded.eval()(torch.tensor([TOKENS])).logits[0]
+    assert (found - expected).abs().max() <= 1e-6 * expected.abs().max()
+
+
+@pytest.mark.parametrize("kind", MADE)
+def test_logits_are_those_of_the_model_it_came_from(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVKEEP_HOME", str(tmp_path / "home"))
+    model = made(kind)
+    path = write(tmp_path / "m.gguf", kind, model)
+    with torch.no_grad():
+        expected = model(torch.tensor([TOKENS])).logits[0]
+    session, found = load_model(str(path), dtype="float32").session(policy="full"), []
+    session.feed(TOKENS[:40])
+    found.append(session.logits)
+    for token in TOKENS[40:]:
+        session.feed([token])
+        found.append(session.logits)
+    assert (torch.stack(found) - expected[39:]).abs().max() <= 1e-4 * expected.abs().max()
+
+
+@pytest.mark.skipif(library() is None, reason="no compiled kernels on this machine")
+@pytest.mark.parametrize("stored", [Type.Q4_0, Type.Q8_0])
+@pytest.mark.parametrize("kind", MADE)
+def test_matrices_are_packed_as_the_decoder_takes_them(
+    kind: str, stored: Type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts of one each by itself, and rows in the order in which they are rotated."""
+    monkeypatch.setenv("KVKEEP_HOME", str(tmp_path / "home"))
+    theirs = made(kind)
+    model = load_model(str(write(tmp_path / "m.gguf", kind, theirs, stored)))
+    assert model.decoder.executor.name == "compiled"
+    values = {
+        name: torch.from_numpy(gguf.dequantize(gguf.quantize(tensor.numpy(), stored), stored))
+        for name, tensor in theirs.state_dict().items()
+        if tensor.dim() == 2
+    }
+    wanted = decoder_tensors(model.spec, values)
+    assert model.decoder.packed.keys() <= wanted.keys()
+    for name in matrices(model.spec):
+        if name in model.decoder.packed:  # a head that is the embedding has no other name
+            found = as_tensor(model.decoder.packed[name], torch.float32)
+            assert torch.equal(found, wanted[name]), name
+    session = model.session(policy="full")
+    session.feed(TOKENS[:20])
+    assert len([session.next_token() for _ in range(3)]) == 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "edit", "why"),
+    [
+        ("olmo2", lambda writer: writer.add_sliding_window(64), "OLMo 3"),
+        ("glm4", lambda writer: writer.add_rope_dimension_sections([4, 2, 2, 0]), "GLM-4V"),
+        ("granite", lambda writer: writer.add_rope_scaling_finetuned(False), "without RoPE"),
+    ],
+)
+def test_a_relative_that_is_stored_under_the_same_name_is_refused(
+    kind: str, edit: Edit, why: str, tmp_path: Path
+) -> None:
+    path = write(tmp_path / "m.gguf", kind, made(kind), edit=edit)
+    with pytest.raises(UnsupportedModel, match=why):
+        convert(path, tmp_path / "out", False)
+    assert not (tmp_path / "out").exists()
+
+
+def said_of_each(writer: GGUFWriter, each: list[int]) -> None:
+    del writer.kv_data[0][gguf.Keys.Attention.HEAD_COUNT_KV.format(arch="granite")]
+    writer.add_head_count_kv(each)
+
+
+@pytest.mark.parametrize(
+    ("each", "found"),
+    [([2, 2], None), ([2, 0], UnsupportedModel), ([0, 0], BadModelFile)],
+    ids=str,
+)
+def test_kv_heads_may_be_said_of_each_layer_where_all_have_as_many(
+    each: list[int], found: type[Exception] | None, tmp_path: Path
+) -> None:
+    model = made("granite")
+    edit = partial(said_of_each, each=each)
+    path = write(tmp_path / "m.gguf", "granite", model, edit=edit)
+    if found is None:
+        convert(path, tmp_path / "out", False)
+        assert read_spec(tmp_path / "out").kv_heads == 2
+    else:
+        with pytest.raises(found, match="head_count_kv"):
+            convert(path, tmp_path / "out", False)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "why"),
+    [
+        ("qwen35", "Gated DeltaNet"),
+        ("lfm2", "short convolutions"),
+        ("granitehybrid", "Mamba.*granite-4"),
+        ("falcon-h1", "Mamba"),
+        ("nemotron_h", "Mamba"),
+        ("deepseek2", "multi-head latent attention"),
+        ("qwen3moe", "mixture of experts"),
+    ],
+)
+def test_what_cannot_run_is_refused_with_what_does(
+    architecture: str, why: str, tmp_path: Path
+) -> None:
+    writer = GGUFWriter(tmp_path / "m.gguf", architecture)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(UnsupportedModel, match=rf"{architecture}.* it .*{why}.* runs?[ ,;]"):
+        convert(tmp_path / "m.gguf", tmp_path / "out", False)
+
+
+def test_longrope_is_bounded_by_the_length_of_its_short_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVKEEP_HOME", str(tmp_path / "home"))
+    path = write(tmp_path / "m.gguf", "phi4-mini", made("phi4-mini"))
+    model = load_model(str(path), dtype="float32")
+    assert model.spec.max_positions == 128
+    assert model.session().max_kv_size == 128
+    with pytest.raises(InvalidArgument, match=r"1 to 128.*longrope.*another table.*self_extend"):
+        model.session(max_kv_size=129)

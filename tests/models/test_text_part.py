@@ -1,0 +1,117 @@
+"""Of models that read images, too, the language model alone: its logits equal transformers'."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from kvkeep import load_model
+from kvkeep.models.config import read_spec
+
+TOKENS = [(17 * i * i + 5 * i) % 40_000 for i in range(90)]
+TEXT: dict[str, Any] = {
+    "vocab_size": 49152,
+    "hidden_size": 96,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "head_dim": 16,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]},
+}
+IMAGES: dict[str, dict[str, Any]] = {
+    "Qwen3VL": {
+        "depth": 1,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_heads": 2,
+        "out_hidden_size": 96,
+        "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [0],
+    },
+    "Qwen2_5_VL": {
+        "depth": 1,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_heads": 2,
+        "out_hidden_size": 96,
+        "fullatt_block_indexes": [0],
+    },
+    "Mistral3": {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 32,
+        "patch_size": 8,
+        "head_dim": 16,
+    },
+}
+
+
+def written(folder: Path, kind: str, tokenizer: Path, tied: bool) -> torch.Tensor:
+    """Writes a random checkpoint; the logits of `TOKENS` by transformers, `[n, vocab]`."""
+    text = TEXT | ({"model_type": "mistral", "sliding_window": None} if kind == "Mistral3" else {})
+    config = getattr(transformers, f"{kind}Config")(
+        text_config=text, vision_config=IMAGES[kind], tie_word_embeddings=tied
+    )
+    torch.manual_seed(1)
+    model = getattr(transformers, f"{kind}ForConditionalGeneration")(config).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.normal_(1 if name.endswith("norm.weight") else 0, 0.15)
+        logits = model(torch.tensor([TOKENS])).logits[0]
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tokenizer / name, folder)
+    return logits
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind", IMAGES)
+def test_logits_equal_transformers(
+    kind: str, tied: bool, tmp_path: Path, smollm2_folder: Path
+) -> None:
+    expected = written(tmp_path, kind, smollm2_folder, tied)
+    model = load_model(str(tmp_path), dtype="float32")
+    assert not any("vis" in name for name in model.decoder.tensors)
+    session, found = model.session(policy="full"), []
+    session.feed(TOKENS[:50])
+    found.append(session.logits)
+    for token in TOKENS[50:]:
+        session.feed([token])
+        found.append(session.logits)
+    assert (torch.stack(found) - expected[49:]).abs().max() <= 1e-4 * expected.abs().max()
+
+
+def test_the_layout_of_older_files_is_read_the_same(tmp_path: Path, smollm2_folder: Path) -> None:
+    """A flat config whose RoPE is of kind "mrope"."""
+    new, old = tmp_path / "new", tmp_path / "old"
+    expected = written(new, "Qwen2_5_VL", smollm2_folder, tied=False)
+    shutil.copytree(new, old)
+    config = json.loads((old / "config.json").read_text())
+    text = config.pop("text_config")
+    rope = text.pop("rope_parameters")
+    flat = {**text, **config, "rope_theta": rope["rope_theta"]}
+    flat["rope_scaling"] = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+    (old / "config.json").write_text(json.dumps(flat))
+    assert read_spec(old) == read_spec(new)
+    tensors = load_file(old / "model.safetensors")
+    renamed = {
+        f"model.language_model.{name.removeprefix('model.')}": x
+        for name, x in tensors.items()
+        if name.startswith("model.")
+    }
+    others = {name: x for name, x in tensors.items() if not name.startswith("model.")}
+    save_file(renamed | others, old / "model.safetensors", {"format": "pt"})
+    session = load_model(str(old), dtype="float32").session(policy="full")
+    session.feed(TOKENS)
+    assert (session.logits - expected[-1]).abs().max() <= 1e-4 * expected.abs().max()
