@@ -4,6 +4,8 @@ import multiprocessing
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from benchmarks.peers.base import About, Forked, Setup, Variant
 from benchmarks.peers.worker import serve
 from kvkeep.errors import KvkeepError
@@ -44,6 +46,10 @@ class Remote:
 
     def about(self) -> About:
         return self._about
+
+    def resident(self) -> int:
+        """Bytes of the process that are in memory."""
+        return int(psutil.Process(self._process.pid).memory_info().rss)
 
     def open(self, most: int, forks: int = 0) -> None:
         self._ask("open", most, forks)

@@ -105,7 +105,9 @@ class CompiledExecutor:
         rope = Rope(spec.rope.inverse_frequencies, torch.device("cpu"))
         self._frequencies = rope.inverse_frequencies.contiguous()
         scale = spec.query_scale
-        self._query_scale = torch.tensor(scale, dtype=torch.float32) if scale else None
+        self._query_scale = (
+            torch.tensor(scale, dtype=torch.float32, device="cpu") if scale else None
+        )
         kernels = library()
         assert kernels is not None, "can_decode was asked"
         self._kernels = kernels

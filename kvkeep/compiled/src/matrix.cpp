@@ -69,18 +69,20 @@ void packed(const Matrix& matrix, int block, const Input& input, int first, __m5
     const int within = place.within(g);
     for (int line = 0; line < Codes::kBytes; line += 64) prefetch(data + kAhead + line);
     prefetch(tile + within * kScaleBytes + kAhead * kScaleBytes / Codes::kBytes);
-    __m512 sum[kCount];
+    __m512 sum[2][kCount];  // of every other pair: one waits while the other adds
     each_pair(
         [&](auto p) __attribute__((always_inline)) {
           const __m512i weights = Codes::template pair<p.value>(data);
 #pragma GCC unroll 8
           for (int i = 0; i < kCount; ++i) {
-            if constexpr (p.value % kSharing == 0) sum[i] = _mm512_setzero_ps();
-            sum[i] = dot(sum[i], weights, pair(x + static_cast<long>(i) * columns + 2 * p.value));
+            __m512& own = sum[p.value % 2][i];
+            if constexpr (p.value % kSharing < 2) own = _mm512_setzero_ps();
+            own = dot(own, weights, pair(x + static_cast<long>(i) * columns + 2 * p.value));
           }
           if constexpr (p.value % kSharing == kSharing - 1) {
             const __m512 scale = Scales::scale(tile, within, p.value / kSharing);
-            for (int i = 0; i < kCount; ++i) total[i] = _mm512_fmadd_ps(sum[i], scale, total[i]);
+            for (int i = 0; i < kCount; ++i)
+              total[i] = _mm512_fmadd_ps(_mm512_add_ps(sum[0][i], sum[1][i]), scale, total[i]);
           }
         },
         std::make_integer_sequence<int, kPairs>{});
