@@ -1,19 +1,24 @@
 """Mixtures of experts in the compiled decode step: who is chosen, and who is read."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from compiled.test_decoding import by_torch, forked, last, logits_of
+from compiled.test_families import MADE_OF_EXPERTS, written
 from packed_model import packed_model, spec_of
 from torch import Tensor
 
-from kvkeep import SessionGroup
+from kvkeep import SessionGroup, load_model
 from kvkeep.compiled.binding import library
-from kvkeep.compiled.decoder import obstacle
+from kvkeep.compiled.decoder import CompiledExecutor, obstacle
 from kvkeep.errors import KernelMismatch
 from kvkeep.executors import new_decoder
 from kvkeep.model import Model
+from kvkeep.model_facts import model_facts
 from kvkeep.models.llama import cell_layout
 from kvkeep.models.spec import ModelSpec
+from kvkeep.models.weights import is_router, matrices
 from kvkeep.session.session import Session
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no compiled kernels here")
@@ -106,3 +111,34 @@ def test_widths_of_what_a_model_has_not_stand_in_no_way() -> None:
     assert not obstacle(spec, layout)
     object.__setattr__(spec, "expert_size", 100)
     assert "groups of 32" in obstacle(spec, layout)
+
+
+@pytest.mark.parametrize("weights", [None, "int8", "int4"])
+@pytest.mark.parametrize("kind", MADE_OF_EXPERTS)
+def test_experts_are_rounded_and_routers_are_not(
+    kind: str,
+    weights: str | None,
+    tmp_path: Path,
+    smollm2_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And what is said of a token's reading is what is read."""
+    monkeypatch.setenv("KVKEEP_HOME", str(tmp_path / "home"))
+    folder = str(written(tmp_path / kind, kind, smollm2_folder))
+    model = load_model(folder, weights=weights)
+    names = set(matrices(model.spec)) if weights else set()
+    assert set(model.decoder.packed) == {name for name in names if not is_router(name)}
+    session = model.session(policy="full")
+    session.feed(TOKENS[:30])
+    assert len([session.next_token() for _ in range(3)]) == 3
+
+    facts, executor = model_facts(folder, weights=weights), model.decoder.executor
+    assert isinstance(executor, CompiledExecutor)
+    read, held = executor.matrix_bytes(), [*model.decoder.packed.values()]
+    assert facts.bytes_per_token == sum(read.values())
+    assert sum(facts.formats.values()) == len(read) < len(matrices(model.spec))
+    held += model.decoder.tensors.values()
+    assert facts.weight_bytes_held == sum(each.nbytes for each in held)
+    assert facts.sparse_layers == (1 if kind == "qwen3-moe" else 3)
+    of_experts = sum(".experts." in name for name in read)
+    assert of_experts == 3 * facts.experts_per_token * facts.sparse_layers
