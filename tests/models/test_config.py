@@ -272,3 +272,40 @@ def test_a_size_that_is_no_size_is_named(tmp_path: Path, value: Any) -> None:
 def test_heads_that_do_not_share_evenly_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BadModelFile, match="multiple of num_key_value_heads"):
         read_spec(write(tmp_path, {**PLAIN, "num_key_value_heads": 4}))
+
+
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+OF_EXPERTS = {**PLAIN, "architectures": ["Qwen3MoeForCausalLM"], **EXPERTS}
+
+
+def test_layers_are_sparse_as_the_config_says(tmp_path: Path) -> None:
+    def sparse(**fields: Any) -> list[bool]:
+        spec = read_spec(write(tmp_path, OF_EXPERTS | {"num_hidden_layers": 6} | fields))
+        return [spec.is_sparse(layer) for layer in range(spec.layers)]
+
+    assert sparse() == [True] * 6
+    assert sparse(decoder_sparse_step=3) == [False, False, True, False, False, True]
+    assert sparse(mlp_only_layers=[0, 4, 99]) == [False, True, True, True, False, True]
+    assert sparse(mlp_only_layers=[1], decoder_sparse_step=2) == [False] * 3 + [True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "named"),
+    [
+        ({"num_experts_per_tok": 9}, BadModelFile, r"num_experts_per_tok \(9\).*\(8\)"),
+        ({"num_experts": None}, BadModelFile, "num_local_experts"),
+        ({"moe_intermediate_size": 0}, BadModelFile, "moe_intermediate_size"),
+        ({"mlp_only_layers": [0.5]}, BadModelFile, "mlp_only_layers"),
+        ({"hidden_act": "gelu"}, UnsupportedModel, "gelu"),
+        (
+            {"architectures": ["OlmoeForCausalLM"], "clip_qkv": 8.0},
+            UnsupportedModel,
+            "clip_qkv",
+        ),
+    ],
+)
+def test_experts_that_cannot_be_are_refused(
+    tmp_path: Path, fields: dict[str, Any], error: type[Exception], named: str
+) -> None:
+    with pytest.raises(error, match=named):
+        read_spec(write(tmp_path, OF_EXPERTS | fields))
