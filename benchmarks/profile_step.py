@@ -93,7 +93,7 @@ def _bytes_read(session: Session, compiled: CompiledExecutor) -> dict[str, int]:
     """By phase, what must come from memory for one token."""
     roles = {"q_proj": "projections", "k_proj": "projections", "v_proj": "projections"}
     roles |= {"o_proj": "output", "gate_proj": "mlp", "up_proj": "mlp", "down_proj": "mlp"}
-    roles |= {"lm_head": "head"}
+    roles |= {"lm_head": "head", "gate": "mlp", "shared_expert_gate": "mlp"}
     read = dict.fromkeys((*roles.values(), "attention"), 0)
     for name, nbytes in compiled.matrix_bytes().items():
         read[roles[name.removesuffix(".weight").rpartition(".")[2]]] += nbytes

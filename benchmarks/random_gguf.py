@@ -8,6 +8,7 @@ depend on that. The vocabulary is made up: the bytes, and what pairs of tokens m
 """
 
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import click
@@ -21,7 +22,10 @@ from tqdm import tqdm
 
 @dataclass(frozen=True)
 class Shape:
-    """As of the model that is named; `inner` of the MLP."""
+    """As of the model that is named; `inner` of the MLP, or of each expert.
+
+    experts, used: of a mixture, and how many a token goes through; 0 for none.
+    """
 
     hidden: int
     inner: int
@@ -31,11 +35,16 @@ class Shape:
     head_dim: int
     vocabulary: int
     tied: bool
+    architecture: str = "llama"
+    experts: int = 0
+    used: int = 0
 
 
 SHAPES = {
     "llama-1b": Shape(2048, 8192, 16, 32, 8, 64, 128_256, True),  # Llama 3.2 1B
     "llama-8b": Shape(4096, 14336, 32, 32, 8, 128, 128_256, False),  # Llama 3.1 8B
+    # Qwen3 30B A3B with half of its layers and experts, and those a third as wide.
+    "qwen3-moe-3b": Shape(2048, 256, 24, 32, 4, 128, 32_000, False, "qwen3moe", 64, 8),
     "tiny": Shape(256, 512, 4, 4, 2, 64, 600, True),
 }
 KINDS = ("Q4_K_M", "Q4_K_S", "Q5_K_M", "Q6_K", "Q8_0", "Q4_0", "Q4_1", "F16", "BF16")
@@ -55,12 +64,16 @@ def main(shape: str, kind: str, path: Path) -> None:
 
 def write(path: Path, shape: Shape, kind: str) -> None:
     """The whole file is in memory before it is written."""
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = gguf.GGUFWriter(path, shape.architecture)
     writer.add_file_type(LlamaFileType[f"MOSTLY_{kind}"])
     writer.add_block_count(shape.layers)
     writer.add_context_length(8192)
     writer.add_embedding_length(shape.hidden)
     writer.add_feed_forward_length(shape.inner)
+    if shape.experts:
+        writer.add_expert_count(shape.experts)
+        writer.add_expert_used_count(shape.used)
+        writer.add_expert_feed_forward_length(shape.inner)
     writer.add_head_count(shape.heads)
     writer.add_head_count_kv(shape.kv_heads)
     writer.add_key_length(shape.head_dim)
@@ -72,22 +85,25 @@ def write(path: Path, shape: Shape, kind: str) -> None:
     _add_vocabulary(writer, shape.vocabulary)
     random = np.random.default_rng(0)
     named = _matrices(shape)
-    for name, (rows, columns) in tqdm(named.items(), "drawing weights", disable=None):
+    for name, (*experts, rows, columns) in tqdm(named.items(), "drawing weights", disable=None):
         form = _format(name, kind, shape.layers)
-        stored = _blocks(random, form, rows, columns)
+        stored = _blocks(random, form, prod(experts) * rows, columns)
+        stored = stored.reshape(*experts, rows, -1)
         writer.add_tensor(name, stored, raw_dtype=GGMLQuantizationType[form])
-    for name in _norms(shape):
-        writer.add_tensor(name, np.ones(shape.hidden, dtype=np.float32))
+    for name, width in _norms(shape).items():
+        writer.add_tensor(name, np.ones(width, dtype=np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file(progress=True)
     writer.close()
 
 
-def _matrices(shape: Shape) -> dict[str, tuple[int, int]]:
+def _matrices(shape: Shape) -> dict[str, tuple[int, ...]]:
     hidden, inner = shape.hidden, shape.inner
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    found = {"token_embd.weight": (shape.vocabulary, hidden)}
+    many = (shape.experts,) if shape.experts else ()
+    end = "_exps" if many else ""
+    found: dict[str, tuple[int, ...]] = {"token_embd.weight": (shape.vocabulary, hidden)}
     for layer in range(shape.layers):
         found |= {
             f"blk.{layer}.{name}.weight": size
@@ -96,24 +112,28 @@ def _matrices(shape: Shape) -> dict[str, tuple[int, int]]:
                 "attn_k": (keys, hidden),
                 "attn_v": (keys, hidden),
                 "attn_output": (hidden, queries),
-                "ffn_gate": (inner, hidden),
-                "ffn_up": (inner, hidden),
-                "ffn_down": (hidden, inner),
+                **({"ffn_gate_inp": (*many, hidden)} if many else {}),
+                f"ffn_gate{end}": (*many, inner, hidden),
+                f"ffn_up{end}": (*many, inner, hidden),
+                f"ffn_down{end}": (*many, hidden, inner),
             }.items()
         }
     return found if shape.tied else found | {"output.weight": (shape.vocabulary, hidden)}
 
 
-def _norms(shape: Shape) -> list[str]:
-    each = [f"blk.{i}.{name}.weight" for i in range(shape.layers) for name in _LAYER_NORMS]
-    return [*each, "output_norm.weight"]
-
-
-_LAYER_NORMS = ("attn_norm", "ffn_norm")
+def _norms(shape: Shape) -> dict[str, int]:
+    """The width of each."""
+    widths = {"attn_norm": shape.hidden, "ffn_norm": shape.hidden}
+    if shape.architecture == "qwen3moe":
+        widths |= {"attn_q_norm": shape.head_dim, "attn_k_norm": shape.head_dim}
+    each = {f"blk.{i}.{name}.weight": n for i in range(shape.layers) for name, n in widths.items()}
+    return {**each, "output_norm.weight": shape.hidden}
 
 
 def _format(name: str, kind: str, layers: int) -> str:
     """What llama.cpp's quantiser holds a matrix in, of a file that is called by `kind`."""
+    if "ffn_gate_inp" in name:
+        return "F32"
     if name == "output.weight" or (name == "token_embd.weight" and kind.startswith("Q")):
         return "Q8_0" if kind == "Q8_0" else "Q6_K"
     base, _, more = kind.partition("_K_")
@@ -129,7 +149,7 @@ def _format(name: str, kind: str, layers: int) -> str:
 def _blocks(random: np.random.Generator, form: str, rows: int, columns: int) -> NDArray[np.uint8]:
     """`[rows, bytes]`, of weights about as large as a trained matrix of so many columns has."""
     size = columns**-0.5
-    if form in ("F16", "BF16"):
+    if form in ("F16", "BF16", "F32"):
         drawn = random.standard_normal((rows, columns), dtype=np.float32) * np.float32(size)
         return np.asarray(gguf.quantize(drawn, GGMLQuantizationType[form]))
     span, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType[form]]

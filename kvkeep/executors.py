@@ -24,6 +24,7 @@ def new_decoder(
     layout = cell_layout(spec, tensors)
     if can_decode(spec, layout):
         return Decoder(spec, tensors, packed, CompiledExecutor(spec, tensors, packed or {}))
-    if layout.device.type == "cuda":
+    # A graph replays the same products: which experts a token goes through is not known before.
+    if layout.device.type == "cuda" and not spec.experts:
         return Decoder(spec, tensors, executor=GraphExecutor(Llama(spec, tensors)))
     return Decoder(spec, tensors)

@@ -1,6 +1,7 @@
 """What a model is, how it is computed on this machine, and the memory that it takes."""
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -24,6 +25,7 @@ from kvkeep.models.weights import (
     HEAD,
     check_tensors,
     matrices,
+    read_by_a_token,
     read_shapes,
     tensor_shapes,
 )
@@ -35,7 +37,9 @@ KINDS = (None, "8", "8/4", "4")  # of cells
 class ModelFacts:
     """layers ... trained: as in `ModelSpec`. dtype: of weights and cells.
 
-    formats: how many matrices a written token reads in each format. bytes_per_token: all of them.
+    sparse_layers: how many have experts, of which a token goes through experts_per_token.
+    parameters_per_token: those that it is computed with. formats: how many matrices a written token
+    reads in each format. bytes_per_token: all of them.
     decode, prefill, attention: who computes a written token; the products, and the attention, of a
     prompt. weight_bytes_held: mapped, packed ones included. thousand_cells: bytes, by the number of
     bits. full_cells: bytes of as many cells as the model was trained for.
@@ -54,6 +58,10 @@ class ModelFacts:
     rope: str
     dtype: str
     parameters: int
+    parameters_per_token: int
+    experts: int
+    experts_per_token: int
+    sparse_layers: int
     weight_bytes: int
     weight_bytes_held: int
     formats: dict[str, int]
@@ -85,15 +93,16 @@ def model_facts(name: str, dtype: str = "bfloat16", weights: str | None = None) 
     cpu = torch.device("cpu")
     layout = Layout(spec.layers, spec.kv_heads, spec.head_dim, DTYPES[dtype], cpu)
     against, size = obstacle(spec, layout), layout.dtype.itemsize
-    shapes = tensor_shapes(spec).values()
-    parameters = sum(prod(shape) for shape in shapes)
+    parameters = sum(prod(shape) for shape in tensor_shapes(spec).values())
+    sparse_layers = sum(map(spec.is_sparse, range(spec.layers)))
     if weights is not None:
         weights = arguments.one_of("weights", weights, WEIGHTS)
         if weights != "bf16" and against:
             raise InvalidArgument(
                 f'weights="{weights}" is read by compiled kernels, which {against}'
             )
-    read = _Read(dict.fromkeys(matrices(spec), dtype), size * parameters, size * _numbers(spec))
+    names, by_a_token = read_by_a_token(spec), size * _numbers(spec, read_by_a_token(spec))
+    read = _Read(dict.fromkeys(names, dtype), size * parameters, by_a_token)
     if weights in ("int8", "int4"):
         read = _rounded(spec, weights, read)
     elif own is not None and not weights and not against:
@@ -117,6 +126,10 @@ def model_facts(name: str, dtype: str = "bfloat16", weights: str | None = None) 
         rope=spec.rope.kind,
         dtype=dtype,
         parameters=parameters,
+        parameters_per_token=parameters - _numbers(spec, set(matrices(spec)) - set(names)),
+        experts=spec.experts if sparse_layers else 0,
+        experts_per_token=spec.experts_per_token if sparse_layers else 0,
+        sparse_layers=sparse_layers,
         weight_bytes=size * parameters,
         weight_bytes_held=read.held,
         formats=dict(sorted(Counter(read.formats.values()).items())),
@@ -138,16 +151,23 @@ class _Read:
     by_a_token: int
 
 
-def _numbers(spec: ModelSpec) -> int:
-    return sum(rows * columns for rows, columns in matrices(spec).values())
+def _numbers(spec: ModelSpec, names: Iterable[str]) -> int:
+    shapes = matrices(spec)
+    return sum(prod(shapes[name]) for name in names)
 
 
 def _rounded(spec: ModelSpec, weights: str, plain: _Read) -> _Read:
-    formats, total = rounded_formats(spec, weights), 0
-    for name, (rows, columns) in matrices(spec).items():
-        total += sum(map(prod, packed_shapes(formats[name], rows, columns)))
-    names = {name: kind.name for name, kind in formats.items()}
-    return _Read(names, plain.held + total, total)
+    """Beside what is held plain; routers are read from there."""
+    formats, shapes = rounded_formats(spec, weights), matrices(spec)
+    sizes = {
+        name: sum(map(prod, packed_shapes(kind, *shapes[name]))) for name, kind in formats.items()
+    }
+    size = plain.held // sum(map(prod, tensor_shapes(spec).values()))
+    read = {
+        name: sizes[name] if name in sizes else size * prod(shapes[name]) for name in plain.formats
+    }
+    kinds = {name: formats[name].name if name in formats else plain.formats[name] for name in read}
+    return _Read(kinds, plain.held + sum(sizes.values()), sum(read.values()))
 
 
 def _as_in_the_file(spec: ModelSpec, own: Path) -> _Read:
@@ -158,7 +178,7 @@ def _as_in_the_file(spec: ModelSpec, own: Path) -> _Read:
     )
     by_name = {
         name: found[EMBEDDING if name == HEAD and spec.tied_head else name]
-        for name in matrices(spec)
+        for name in read_by_a_token(spec)
     }
     names = {name: name_of(matrix) for name, matrix in by_name.items()}
     return _Read(names, held, sum(matrix.nbytes for matrix in by_name.values()))

@@ -1,9 +1,12 @@
 """Small random bfloat16 models that the compiled kernels take, with packed weights."""
 
+from collections.abc import Mapping
+from itertools import filterfalse
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from small import small_tokenizer
 
 from kvkeep.executors import new_decoder
@@ -11,7 +14,7 @@ from kvkeep.model import Model
 from kvkeep.models.packing import MatrixBits, PackedMatrix, packed, quantise
 from kvkeep.models.spec import ModelSpec, RopeSpec
 from kvkeep.models.text import TextCodec
-from kvkeep.models.weights import HEAD, matrices, tensor_shapes
+from kvkeep.models.weights import HEAD, is_router, matrices, tensor_shapes
 
 VOCABULARY = 264  # not a multiple of 16
 
@@ -25,17 +28,29 @@ ARCHITECTURES = {
     "glm4": "Glm4ForCausalLM",
     "phi4": "Phi3ForCausalLM",
     "cohere": "CohereForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen2-moe": "Qwen2MoeForCausalLM",
+    "qwen3-moe": "Qwen3MoeForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
+    "granite-moe": "GraniteMoeForCausalLM",
 }
+MULTIPLIERS = {
+    "embedding_multiplier": 3.7,
+    "residual_multiplier": 0.22,
+    "logits_multiplier": 0.55,
+    "attention_multiplier": 0.15,
+}
+SEVEN = {"experts": 7, "experts_per_token": 3, "expert_size": 96}
 BEYOND: dict[str, dict[str, Any]] = {
-    "granite": {
-        "embedding_multiplier": 3.7,
-        "residual_multiplier": 0.22,
-        "logits_multiplier": 0.55,
-        "attention_multiplier": 0.15,
-    },
+    "granite": MULTIPLIERS,
     "olmo2": {"norms_before": False, "norms_after": True, "qk_norm_whole": True},
     "glm4": {"norms_after": True},
     "cohere": {"centred_norms": True, "parallel": True, "logits_multiplier": 0.5},
+    "mixtral": {**SEVEN, "norm_topk": True, "experts_per_token": 2},
+    "qwen2-moe": {**SEVEN, "shared_expert_size": 160},
+    "qwen3-moe": {**SEVEN, "norm_topk": True, "dense_layers": (1,)},
+    "olmoe": {**SEVEN, "experts": 18, "qk_norm_whole": True},
+    "granite-moe": {**MULTIPLIERS, **SEVEN, "norm_topk": True},
 }
 ROTATED = {"glm4": (0.5, 1.0), "phi4": (0.75, 1.19)}  # of each head; what yarn or longrope scales
 
@@ -59,10 +74,10 @@ def spec_of(head_dim: int = 64, family: str = "llama") -> ModelSpec:
         max_positions=4096,
         rope=RopeSpec("default", frequencies + unrotated, scaling),
         tied_head=family != "qwen3",
-        qkv_bias=family in ("qwen2", "glm4"),
+        qkv_bias=family in ("qwen2", "qwen2-moe", "glm4"),
         output_bias=False,
         mlp_bias=False,
-        qk_norm=family in ("qwen3", "olmo2"),
+        qk_norm=family in ("qwen3", "qwen3-moe", "olmo2", "olmoe"),
         bos_token_id=None,
         eos_token_ids=(0,),
         **BEYOND.get(family, {}),
@@ -78,9 +93,11 @@ def packed_model(
     for name, shape in tensor_shapes(spec).items():
         drawn = torch.randn(shape, generator=random)
         tensors[name] = 1 + 0.1 * drawn if len(shape) == 1 else 0.15 * drawn
+    if spec.experts:
+        routed_by_tokens(tensors, 0.15)
     matrices_packed: dict[str, PackedMatrix] = {}
     if bits is not None:
-        for name in matrices(spec):
+        for name in filterfalse(is_router, matrices(spec)):
             source = "model.embed_tokens.weight" if name == HEAD and spec.tied_head else name
             rounded = quantise(tensors[source], bits)
             if lossless:
@@ -89,3 +106,26 @@ def packed_model(
     halves = {name: tensor.bfloat16() for name, tensor in tensors.items()}
     text = TextCodec(Path(), small_tokenizer())
     return Model("packed", Path("packed"), new_decoder(spec, halves, matrices_packed), text)
+
+
+def routed_by_tokens(tensors: Mapping[str, torch.Tensor], size: float) -> None:
+    """Makes each token choose experts by what it is, so clearly that no rounding can change it.
+
+    The last 32 of the residual stream say which of 32 kinds a token is of, and no layer adds to
+    them. Routers read nothing else, and score the experts in another order for each kind, evenly
+    apart. tensors: ours, or of a model of transformers. size: of random weights.
+    """
+    random = torch.Generator().manual_seed(7)
+    for name, tensor in tensors.items():
+        if name.endswith("embed_tokens.weight"):
+            kind = torch.arange(len(tensor)) % 32
+            tensor[:, -32:] = 20 * size * F.one_hot(kind, 32).to(tensor.dtype)
+        elif "o_proj" in name or "down_proj" in name:
+            tensor[..., -32:, :] = 0
+        elif name.endswith("post_attention_layernorm.weight"):
+            tensor[-32:] = 1
+        elif name.endswith(("mlp.gate.weight", "router.weight")):
+            tensor.zero_()
+            for kind in range(32):
+                order = torch.randperm(len(tensor), generator=random)
+                tensor[:, kind - 32] = 0.6 / len(tensor) * order.to(tensor.dtype)

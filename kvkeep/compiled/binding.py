@@ -33,21 +33,33 @@ class CMatrix(Structure):
     )
 
 
+class CMlp(Structure):
+    _fields_ = (("gate", CMatrix), ("up", CMatrix), ("down", CMatrix))
+
+
+class CMixture(Structure):
+    _fields_ = (
+        ("router", CMatrix),
+        ("shared_router", CMatrix),
+        ("shared", CMlp),
+        ("expert", POINTER(CMlp)),
+    )
+
+
 class CLayer(Structure):
     _fields_ = (
         ("query", CMatrix),
         ("key", CMatrix),
         ("value", CMatrix),
         ("output", CMatrix),
-        ("gate", CMatrix),
-        ("up", CMatrix),
-        ("down", CMatrix),
+        ("mlp", CMlp),
         ("attention_norm", c_void_p),
         ("mlp_norm", c_void_p),
         ("query_norm", c_void_p),
         ("key_norm", c_void_p),
         ("attention_output_norm", c_void_p),
         ("mlp_output_norm", c_void_p),
+        ("mixture", POINTER(CMixture)),
     )
 
 
@@ -66,7 +78,11 @@ class CModel(Structure):
         ("whole_norms", c_int32),
         ("centred_norms", c_int32),
         ("parallel", c_int32),
-        ("reserved", c_int32),
+        ("experts", c_int32),
+        ("experts_per_token", c_int32),
+        ("expert_inner", c_int32),
+        ("shared_inner", c_int32),
+        ("norm_topk", c_int32),
         ("query_scale", c_void_p),
         ("norm", c_void_p),
         ("frequencies", POINTER(c_double)),
@@ -193,7 +209,7 @@ class CSimilarity(Structure):
 # What a step's seconds are counted under, in this order.
 PHASES = ("norms", "projections", "cells", "attention", "output", "mlp")
 HEAD_DIMS = (32, 64, 96, 128)
-_DECODE = (CModel, CLayer, CStep, CSequence, CSight, CRun)
+_DECODE = (CModel, CLayer, CMixture, CStep, CSequence, CSight, CRun)
 _CHUNK = (CPart, CChunk)
 _REVISION = 5  # of the calls; `kRevision` in src/decode.h
 _NO_MEMORY, _NOT_FINITE = 2, 4  # as in src/guard.h

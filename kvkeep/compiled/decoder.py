@@ -6,6 +6,7 @@ stream. A sequence's results are the same to the last bit whether it decodes alo
 
 import ctypes
 from collections.abc import Mapping, Sequence
+from ctypes import pointer
 
 import torch
 from torch import Tensor
@@ -16,11 +17,13 @@ from kvkeep.compiled.binding import (
     HEAD_DIMS,
     CLayer,
     CMatrix,
+    CMlp,
     CModel,
     library,
     require_done,
 )
 from kvkeep.compiled.chunk import ChunkAttention
+from kvkeep.compiled.experts import mixture, mlp
 from kvkeep.compiled.matrices import PackedLinear, described
 from kvkeep.compiled.operands import address
 from kvkeep.compiled.step import describe
@@ -30,16 +33,13 @@ from kvkeep.models.formats import GROUP
 from kvkeep.models.llama import Llama
 from kvkeep.models.packing import Matrix
 from kvkeep.models.spec import ModelSpec
-from kvkeep.models.weights import EMBEDDING, HEAD, matrices, tensor_shapes
+from kvkeep.models.weights import EMBEDDING, HEAD, read_by_a_token, tensor_shapes
 
 _LAYER = {
     "query": "self_attn.q_proj",
     "key": "self_attn.k_proj",
     "value": "self_attn.v_proj",
     "output": "self_attn.o_proj",
-    "gate": "mlp.gate_proj",
-    "up": "mlp.up_proj",
-    "down": "mlp.down_proj",
 }
 
 
@@ -50,7 +50,7 @@ def can_decode(spec: ModelSpec, layout: Layout) -> bool:
 
 def obstacle(spec: ModelSpec, layout: Layout) -> str:
     """Why not, as what the kernels do or are; "" where there are some."""
-    widths = (spec.hidden_size, spec.intermediate_size, spec.heads * spec.head_dim)
+    widths = (spec.hidden_size, *_inner(spec), spec.heads * spec.head_dim)
     against = {
         f"run on a CPU, not on {layout.device}": layout.device.type != "cpu",
         f"are for bfloat16, not for {str(layout.dtype).removeprefix('torch.')}": (
@@ -67,6 +67,13 @@ def obstacle(spec: ModelSpec, layout: Layout) -> str:
         "were not built here, or need a processor with AVX512-BF16": library() is None,
     }
     return next((why for why, holds in against.items() if holds), "")
+
+
+def _inner(spec: ModelSpec) -> list[int]:
+    """Of all MLPs and experts that there are."""
+    layers = set(map(spec.is_sparse, range(spec.layers)))
+    sparse = [spec.expert_size, spec.shared_expert_size] if True in layers else []
+    return list(filter(None, [*([spec.intermediate_size] if False in layers else []), *sparse]))
 
 
 class CompiledExecutor:
@@ -129,7 +136,11 @@ class CompiledExecutor:
             spec.qk_norm_whole,
             spec.centred_norms,
             spec.parallel,
-            0,
+            spec.experts,
+            spec.experts_per_token,
+            spec.expert_size,
+            spec.shared_expert_size,
+            spec.norm_topk,
             None if self._query_scale is None else self._query_scale.data_ptr(),
             self._pointer("model.norm.weight"),
             ctypes.cast(self._frequencies.data_ptr(), ctypes.POINTER(ctypes.c_double)),
@@ -151,8 +162,15 @@ class CompiledExecutor:
             "attention_output_norm": "post_self_attn_layernorm",
             "mlp_output_norm": "post_mlp_layernorm",
         }
+
+        def matrix(name: str) -> CMatrix:
+            return self._matrix(name, sampled)
+
+        sparse = self.spec.is_sparse(index)
         return CLayer(
             **matrices,
+            mlp=CMlp() if sparse else mlp(f"{prefix}mlp", matrix),
+            mixture=pointer(mixture(self.spec, f"{prefix}mlp", matrix)) if sparse else None,
             **{role: self._pointer(f"{prefix}{name}.weight") for role, name in norms.items()},
         )
 
@@ -183,8 +201,9 @@ class CompiledExecutor:
         return address(self._tensors[name], name, torch.bfloat16, self._shapes[name])
 
     def matrix_bytes(self) -> dict[str, int]:
-        """What each matrix takes, by name: all of it is read for a token that was sampled."""
-        return {name: self._found(name, sampled=True).nbytes for name in matrices(self.spec)}
+        """What each matrix takes that is read for a token that was sampled, by name."""
+        names = read_by_a_token(self.spec)
+        return {name: self._found(name, sampled=True).nbytes for name in names}
 
     def unpacked(self, name: str) -> Tensor:
         """A matrix that is packed alone, `[rows, columns]` bfloat16."""

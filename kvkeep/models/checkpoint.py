@@ -10,6 +10,12 @@ from kvkeep.models.families import FAMILIES
 from kvkeep.models.fused import part_of, separated, separated_shapes
 from kvkeep.models.rows import arranged
 from kvkeep.models.spec import ModelSpec
+from kvkeep.models.stored_experts import (
+    expert_name,
+    stored_expert_name,
+    unstacked,
+    unstacked_shapes,
+)
 from kvkeep.models.weights import tensor_shapes
 
 _T = TypeVar("_T")
@@ -25,7 +31,7 @@ def decoder_shapes(
     spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, tuple[int, ...]]:
     """Name and shape of what `decoder_tensors` makes of tensors of these shapes."""
-    return separated_shapes(spec, _named(spec, shapes))
+    return separated_shapes(spec, unstacked_shapes(spec, _named(spec, shapes)))
 
 
 def decoder_tensors(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -33,7 +39,7 @@ def decoder_tensors(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> dict[str,
 
     Nothing is copied but rows that come in another order.
     """
-    return arranged(spec, separated(spec, _named(spec, tensors)))
+    return arranged(spec, separated(spec, unstacked(spec, _named(spec, tensors))))
 
 
 def stored_parts(spec: ModelSpec) -> dict[str, list[str]]:
@@ -47,7 +53,7 @@ def stored_parts(spec: ModelSpec) -> dict[str, list[str]]:
         elif layer and layer.group(2) in theirs:
             stored = f"{layer.group(1)}{theirs[layer.group(2)]}{layer.group(3)}"
         else:
-            stored = name
+            stored = stored_expert_name(spec, name)
         found.setdefault(stored, []).append(name)
     return found
 
@@ -62,6 +68,7 @@ def decoder_name(spec: ModelSpec, name: str) -> str:
     family = FAMILIES[spec.architecture]
     if family.text_part:
         name = re.sub(f"^{_LANGUAGE_MODEL}", "model.", re.sub(f"^{_HEAD}", "lm_head.", name))
+    name = expert_name(spec, name)
     layer = _LAYER.fullmatch(name)
     if layer is None or layer.group(2) not in family.renamed:
         return name

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from kvkeep.errors import BadModelFile, UnsupportedModel
+from kvkeep.models.config_experts import experts
 from kvkeep.models.config_numbers import LARGEST, count, positive
 from kvkeep.models.families import FAMILIES, Family
 from kvkeep.models.positions import positions, sliding_window
@@ -85,6 +86,7 @@ def spec_from_config(
         eos_token_ids=_token_ids(config, generation, "eos_token_id", path),
         **{name: getattr(family, name) for name in _AS_IN_FAMILY},
         **_multipliers(config, family, path),
+        **experts(config, family, layers, path),
     )
 
 
@@ -167,6 +169,11 @@ def _refuse_unsupported(config: Mapping[str, Any], architecture: str) -> None:
             f"{architecture} with norms of queries and keys (Command R+) is not supported; the "
             "others of its family (Command R, Aya) are"
         )
+    if architecture == "OlmoeForCausalLM" and config.get("clip_qkv") is not None:
+        raise UnsupportedModel(
+            f"{architecture} that clips queries, keys and values (clip_qkv) is not supported; the "
+            "others of its family are"
+        )
     quantised = config.get("quantization_config")
     if quantised:
         method = quantised.get("quant_method", "?") if isinstance(quantised, dict) else "?"
@@ -181,9 +188,12 @@ def _tied(config: Mapping[str, Any], family: Family) -> bool:
     return bool(family.tied_unsaid if said is None else said)
 
 
-def _biases(config: Mapping[str, Any], family: Family) -> dict[str, bool]:
+def _biases(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     said = config.get("attention_bias")
     stated = bool(family.bias_unsaid if said is None else said)
+    if family.attention_bias == "qkv unless said":
+        said = config.get("qkv_bias")
+        return {"qkv_bias": said is None or bool(said), "output_bias": False, "mlp_bias": False}
     return {
         "qkv_bias": family.attention_bias == "qkv" or (stated and family.attention_bias != "none"),
         "output_bias": stated and family.attention_bias == "stated",

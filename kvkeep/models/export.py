@@ -18,6 +18,7 @@ from kvkeep.models.packed import find_own, own_file
 from kvkeep.models.packing import Matrix, PackedMatrix, as_tensor, some_rows
 from kvkeep.models.rows import half_layout
 from kvkeep.models.spec import ModelSpec
+from kvkeep.models.stored_experts import stack_shape
 
 _NAMES = {torch.bfloat16: "BF16", torch.float32: "F32"}
 
@@ -40,7 +41,10 @@ def export(
         raise InvalidArgument(f"{to} is there already: give a folder that is not")
     spec = read_spec(folder)
     found, parts = find_own(own, spec), stored_parts(spec)
-    entries = {name: _entry([found[each] for each in of], dtype) for name, of in parts.items()}
+    entries = {
+        name: _entry([found[each] for each in of], dtype, stack_shape(spec, name))
+        for name, of in parts.items()
+    }
     bar = tqdm(
         total=sum(entry.nbytes for entry in entries.values()),
         desc="unpacking",
@@ -67,10 +71,12 @@ def export(
         raise ModelError(f"cannot write the model to {to} ({error}); free some space") from error
 
 
-def _entry(parts: list[Matrix], dtype: torch.dtype) -> Entry:
-    """Of a tensor that has the rows of these, one behind the other."""
+def _entry(parts: list[Matrix], dtype: torch.dtype, stack: tuple[int, ...] | None) -> Entry:
+    """Of a tensor that has the rows of these, one behind the other. stack: its shape if it is one
+    of experts.
+    """
     shapes = [_shape(matrix) for matrix in parts]
-    shape = (sum(each[0] for each in shapes), *shapes[0][1:])
+    shape = stack or (sum(each[0] for each in shapes), *shapes[0][1:])
     return Entry(_NAMES[dtype], shape, torch.Size(shape).numel() * dtype.itemsize)
 
 

@@ -9,11 +9,28 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 # Which projections of attention have biases: all as `attention_bias` says; q, k and v as it says;
-# q, k and v whatever it says; none.
-Biases = Literal["stated", "stated of qkv", "qkv", "none"]
+# q, k and v whatever it says; q, k and v unless `qkv_bias` says no; none.
+Biases = Literal["stated", "stated of qkv", "qkv", "qkv unless said", "none"]
 # Whether attention was trained to see fewer tokens than all: as `sliding_window` says; the same
-# where `use_sliding_window` says so, too; never.
-Windows = Literal["stated", "if used", "none"]
+# where `use_sliding_window` says so, too, of the layers that are left to slide, or of whichever;
+# never.
+Windows = Literal["stated", "if used", "if used at all", "none"]
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """How a family's config speaks of experts.
+
+    width: the field that says how wide an expert is. shared: the same of the shared one; "" where
+        the family has none.
+    norm_topk: as in ModelSpec; None where `norm_topk_prob` says it.
+    alternating: some layers may have an MLP, as `decoder_sparse_step` and `mlp_only_layers` say.
+    """
+
+    width: str = "intermediate_size"
+    shared: str = ""
+    norm_topk: bool | None = None
+    alternating: bool = False
 
 
 @dataclass(frozen=True)
@@ -33,6 +50,7 @@ class Family:
     interleaved: the pairs that are rotated lie side by side, not half a head apart.
     qkv, gate_up: of a layer's matrices that are several: their name, and its parts in their order.
     renamed: what else of a layer has another name than here: theirs to ours.
+    mixture: it is a mixture of experts; see `stored_experts.py` for their names.
     text_part: it reads images, too, and is run without them.
     """
 
@@ -57,6 +75,7 @@ class Family:
     qkv: str = ""
     gate_up: str = ""
     renamed: Mapping[str, str] = field(default_factory=dict)
+    mixture: Mixture | None = None
     text_part: bool = False
 
 
@@ -114,6 +133,26 @@ FAMILIES: dict[str, Family] = {
         tied_unsaid=True,
         interleaved=True,
     ),
+    "MixtralForCausalLM": Family(
+        attention_bias="none", window="stated", mixture=Mixture(norm_topk=True)
+    ),
+    "Qwen2MoeForCausalLM": Family(
+        attention_bias="qkv unless said",
+        window="if used at all",
+        usual_window=4096,
+        mixture=Mixture(
+            "moe_intermediate_size", "shared_expert_intermediate_size", alternating=True
+        ),
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        window="if used at all",
+        usual_window=4096,
+        qk_norm=True,
+        mixture=Mixture("moe_intermediate_size", alternating=True),
+    ),
+    "OlmoeForCausalLM": Family(qk_norm=True, qk_norm_whole=True, mixture=Mixture()),
+    # A softmax over those that are chosen is one over all, made to add up to 1.
+    "GraniteMoeForCausalLM": Family(multipliers=True, mixture=Mixture(norm_topk=True)),
     "Qwen2_5_VLForConditionalGeneration": Family(
         attention_bias="qkv", window="if used", usual_window=4096, text_part=True
     ),

@@ -5,13 +5,14 @@ from typing import Any
 
 from kvkeep.errors import UnsupportedModel
 from kvkeep.models.frequencies import rope_spec
+from kvkeep.models.gguf_experts import MIXTURES, mixture_config
 from kvkeep.models.gguf_file import GgufFile
 from kvkeep.models.gguf_tokenizer import special_token
 from kvkeep.models.unsupported import why_not
 
 # general.architecture to the class and model_type. Mistral is stored as llama. A model that reads
 # images keeps what it needs for them in another file: this one is a language model as others are.
-_FAMILIES = {
+_FAMILIES = MIXTURES | {
     "llama": ("LlamaForCausalLM", "llama"),
     "mistral3": ("MistralForCausalLM", "mistral"),
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
@@ -25,6 +26,7 @@ _FAMILIES = {
     "glm4": ("Glm4ForCausalLM", "glm4"),
 }
 _OF_EACH = "attention.head_count_kv"  # Granite 4 says it of each layer, though all are the same
+_MULTIPLIED = ("granite", "granitemoe")
 _ROTATE_PARTS = ("phi3", "glm4")  # of each head
 
 
@@ -45,6 +47,7 @@ def config_from_gguf(file: GgufFile) -> dict[str, Any]:
     heads = file.count(f"{family}.attention.head_count")
     hidden_size = file.count(f"{family}.embedding_length")
     head_dim = file.count(f"{family}.attention.key_length", max(1, hidden_size // heads))
+    mixture = mixture_config(file, family)
     config = {
         "architectures": [architecture],
         "model_type": model_type,
@@ -65,7 +68,7 @@ def config_from_gguf(file: GgufFile) -> dict[str, Any]:
         "torch_dtype": "bfloat16",
         "pad_token_id": None,  # not what a class has where nothing is said
     }
-    if model_type in ("llama", "granite"):
+    if model_type in ("llama", "granite") and not mixture:
         config["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
     if model_type in ("mistral", "ministral3", "phi3"):
         config["sliding_window"] = window or None
@@ -74,10 +77,11 @@ def config_from_gguf(file: GgufFile) -> dict[str, Any]:
         config["partial_rotary_factor"] = rotated / head_dim
     if family == "command-r":
         config["logit_scale"] = _shortest(file.number(f"{family}.logit_scale", 0.0625))
-    if family == "granite":
-        config |= _multipliers(file, head_dim)
+    if family in _MULTIPLIED:
+        config |= _multipliers(file, family, head_dim)
     if family == "phi3":
         config |= _two_lengths(file)
+    config |= mixture
     for role, key in (("bos", "bos_token_id"), ("padding", "pad_token_id")):
         if special_token(file, role) is not None:
             config[key] = file.metadata[f"tokenizer.ggml.{role}_token_id"]
@@ -94,7 +98,8 @@ def _norm_eps(file: GgufFile, family: str) -> dict[str, float]:
 def _width(file: GgufFile, family: str) -> int:
     """Of the MLP. Granite 4 names another one beside it, that of experts which it has not."""
     shared = f"{family}.expert_shared_feed_forward_length"
-    return file.count(shared if shared in file.metadata else f"{family}.feed_forward_length")
+    said = family == "granite" and shared in file.metadata
+    return file.count(shared if said else f"{family}.feed_forward_length")
 
 
 def _kv_heads(file: GgufFile, family: str, heads: int) -> int:
@@ -104,10 +109,10 @@ def _kv_heads(file: GgufFile, family: str, heads: int) -> int:
     return file.count(f"{family}.{_OF_EACH}", heads)
 
 
-def _multipliers(file: GgufFile, head_dim: int) -> dict[str, Any]:
+def _multipliers(file: GgufFile, family: str, head_dim: int) -> dict[str, Any]:
     usual = {"embedding_scale": 1.0, "residual_scale": 1.0, "logit_scale": 1.0}
     usual["attention.scale"] = head_dim**-0.5
-    stated = {key: file.number(f"granite.{key}", value) for key, value in usual.items()}
+    stated = {key: file.number(f"{family}.{key}", value) for key, value in usual.items()}
     found = {key: _shortest(value) or usual[key] for key, value in stated.items()}
     return {
         "embedding_multiplier": found["embedding_scale"],
@@ -180,8 +185,6 @@ def _vocab_size(file: GgufFile) -> int:
 
 def _refuse_unsupported(file: GgufFile, family: str) -> None:
     _refuse_relatives(file, family)
-    if file.metadata.get(f"{family}.expert_count"):
-        raise UnsupportedModel(f"{file.path} is a mixture of experts, which is not supported")
     for key in ("attention.head_count", _OF_EACH, "feed_forward_length"):
         each = file.metadata.get(f"{family}.{key}")
         if isinstance(each, list) and (key != _OF_EACH or any(one != each[0] for one in each)):
@@ -211,7 +214,7 @@ def _refuse_relatives(file: GgufFile, family: str) -> None:
             family == "glm4" and "glm4.rope.dimension_sections" in file.metadata
         ),
         "is a Granite without RoPE": (
-            family == "granite" and file.metadata.get("granite.rope.scaling.finetuned") is False
+            family in _MULTIPLIED and file.metadata.get(f"{family}.rope.scaling.finetuned") is False
         ),
     }
     for why, holds in against.items():

@@ -19,6 +19,7 @@ from kvkeep.models.config import spec_from_config
 from kvkeep.models.formats import FORMATS, Format
 from kvkeep.models.fused import part_of
 from kvkeep.models.gguf_config import config_from_gguf, eos_token_ids
+from kvkeep.models.gguf_experts import apart
 from kvkeep.models.gguf_file import GgufFile, PackedTensor
 from kvkeep.models.gguf_tokenizer import build_tokenizer, special_token
 from kvkeep.models.packed import own_path
@@ -64,9 +65,9 @@ def convert(gguf: Path, folder: Path, progress: bool) -> None:
 def row_order(name: str, tensor: PackedTensor, spec: ModelSpec) -> NDArray[np.int64] | slice:
     """Which stored row each row of the Hugging Face tensor is.
 
-    For Llama, Mistral and Granite, GGUF lays the two halves of each rotated pair side by side;
-    Hugging Face keeps all first halves, then all second ones. Other families are stored as they
-    are: GLM-4's pairs lie side by side in both.
+    For Llama, Mistral, Mixtral and Granite, GGUF lays the two halves of each rotated pair side by
+    side; Hugging Face keeps all first halves, then all second ones. Other families are stored as
+    they are: GLM-4's pairs lie side by side in both.
     """
     rotated = re.search(r"self_attn\.([qk])_proj\.", name)
     if rotated is None or spec.architecture not in _SIDE_BY_SIDE:
@@ -112,6 +113,8 @@ _SIDE_BY_SIDE = (
     "MistralForCausalLM",
     "Ministral3ForCausalLM",
     "GraniteForCausalLM",
+    "MixtralForCausalLM",
+    "GraniteMoeForCausalLM",
 )
 # Tables that the config says in another way.
 _NOT_WEIGHTS = re.compile(
@@ -120,16 +123,18 @@ _NOT_WEIGHTS = re.compile(
 
 
 def _weights(file: GgufFile, architecture: str) -> dict[str, PackedTensor]:
-    """The tensors of the model by Hugging Face name, in file order."""
+    """The tensors of the model by Hugging Face name, each expert by itself, in file order."""
     names = _LAYER_NAMES | _LAYER_NAMES_OF.get(architecture, {})
     return {
         _hugging_face_name(name, names): tensor
-        for name, tensor in file.tensors.items()
+        for name, tensor in apart(file.tensors).items()
         if not _NOT_WEIGHTS.fullmatch(name)
     }
 
 
 def _hugging_face_name(name: str, of_a_layer: Mapping[str, str]) -> str:
+    if name.startswith("model."):  # an expert's, named already
+        return name
     if name in _TOP_NAMES:
         return _TOP_NAMES[name]
     layer = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)

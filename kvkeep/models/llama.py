@@ -7,7 +7,6 @@ Positions are not its business: q and k go unrotated to the step.
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +15,7 @@ from torch import Tensor
 from kvkeep.cache import Bits, KVCache, Layout, Rope
 from kvkeep.cache.step import ChunkStep
 from kvkeep.models.executor import AnyStep, Attends, Executor, TorchExecutor
+from kvkeep.models.experts import Experts, Mlp, Product, mlp_of
 from kvkeep.models.linear import Linear
 from kvkeep.models.packing import Matrix
 from kvkeep.models.spec import ModelSpec
@@ -39,15 +39,6 @@ class Norm:
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
-class Product(Protocol):
-    """A matrix with rows of input, `[n, in]` to `[n, out]`, whatever it is kept as."""
-
-    def __call__(self, x: Tensor) -> Tensor: ...
-
-    def chosen(self, rows: Tensor) -> Tensor:
-        """Some rows of the matrix, `[n, in]`. rows: `[n]` int64."""
-
-
 @dataclass(frozen=True)
 class Layer:
     """attention_norm, mlp_norm: of what is read. ..._output_norm: of what is given, before it is
@@ -63,9 +54,7 @@ class Layer:
     key_norm: Norm | None
     attention_output_norm: Norm | None
     mlp_norm: Norm | None
-    gate: Product
-    up: Product
-    down: Product
+    mlp: Mlp | Experts
     mlp_output_norm: Norm | None
 
 
@@ -102,7 +91,7 @@ class Llama:
             x = self._sum(x, _normed(layer.attention_output_norm, given))
             if not self.spec.parallel:
                 read = _normed(layer.mlp_norm, x)
-            x = self._sum(x, _normed(layer.mlp_output_norm, _mlp(layer, read)))
+            x = self._sum(x, _normed(layer.mlp_output_norm, layer.mlp(read)))
         return self.norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -165,10 +154,10 @@ class Decoder:
         values: `[layers, kv_heads, n, head_dim]`; each head projects those of its KV head by its
         own part of the layer's output projection.
         """
-        spec, found = self.spec, []
+        spec, weights, found = self.spec, self.weights, []
         groups = spec.heads // spec.kv_heads
         for index, of_layer in enumerate(values):
-            weight = self.weights[f"model.layers.{index}.self_attn.o_proj.weight"]
+            weight = weights[f"model.layers.{index}.self_attn.o_proj.weight"]
             own = weight.view(-1, spec.heads, spec.head_dim).permute(1, 2, 0)
             projected = of_layer.to(weight.dtype).repeat_interleave(groups, 0) @ own
             found.append(projected.float().norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny))
@@ -222,11 +211,6 @@ def _normed_heads(norm: Norm | None, x: Tensor) -> Tensor:
     return x if norm is None else norm(x.view(x.shape[0], -1, norm.weight.shape[0]))
 
 
-def _mlp(layer: Layer, x: Tensor) -> Tensor:
-    """`[n, hidden_size]` to the same."""
-    return layer.down(F.silu(layer.gate(x)) * layer.up(x))
-
-
 def _product(tensors: Mapping[str, Tensor], products: Mapping[str, Product], name: str) -> Product:
     if name in products:
         return products[name]
@@ -256,8 +240,6 @@ def _layer(
         key_norm=norm("self_attn.k_norm", spec.qk_norm),
         attention_output_norm=norm("post_self_attn_layernorm", spec.norms_after),
         mlp_norm=norm("post_attention_layernorm", spec.norms_before and not spec.parallel),
-        gate=linear("mlp.gate_proj"),
-        up=linear("mlp.up_proj"),
-        down=linear("mlp.down_proj"),
+        mlp=mlp_of(spec, index, tensors, product),
         mlp_output_norm=norm("post_mlp_layernorm", spec.norms_after),
     )

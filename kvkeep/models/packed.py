@@ -16,19 +16,21 @@ from kvkeep.models.library import home
 from kvkeep.models.packed_file import Stored, read_packed, write_packed
 from kvkeep.models.packing import ROUNDED, Matrix, MatrixBits, packable, packed, quantise
 from kvkeep.models.spec import ModelSpec
-from kvkeep.models.weights import EMBEDDING, HEAD, matrices, tensor_shapes
+from kvkeep.models.weights import EMBEDDING, HEAD, is_router, matrices, tensor_shapes
 
 WEIGHTS = ("bf16", "int8", "int4")  # that can be asked for
 
 
 def rounded_formats(spec: ModelSpec, weights: str) -> dict[str, Format]:
-    """What each matrix is rounded to; the head to 8 bits in any case.
+    """What each matrix is rounded to; the head to 8 bits in any case, and routers to none.
 
     weights: "int8" or "int4". Raises InvalidArgument for a model whose rows are not whole groups.
     """
     bits: MatrixBits = 4 if weights == "int4" else 8
     found = {}
     for name, (rows, columns) in matrices(spec).items():
+        if is_router(name):
+            continue
         kind = FORMATS[ROUNDED[8 if name == HEAD else bits]]
         if not packable(kind, rows, columns):
             raise InvalidArgument(
@@ -78,7 +80,7 @@ def find_rounded(
     tensors: the model's, to pack. Raises InvalidArgument, ModelError, BadModelFile.
     """
     formats, path = rounded_formats(spec, weights), _elsewhere(folder, weights)
-    shapes = matrices(spec)
+    shapes = {name: shape for name, shape in matrices(spec).items() if name in formats}
     if path.exists():
         with contextlib.suppress(BadModelFile):
             found = read_packed(path, shapes)
@@ -108,7 +110,7 @@ def _pack(
     shapes = matrices(spec)
     stored = {name: Stored(kind, shapes[name]) for name, kind in formats.items()}
     bar = tqdm(
-        total=len(shapes),
+        total=len(stored),
         desc=f"packing to {next(iter(formats.values())).name}",
         disable=None if progress else True,
     )
@@ -122,7 +124,7 @@ def _pack(
         path.parent.mkdir(parents=True, exist_ok=True)
         remove_checksum(path)
         with bar:
-            return write_packed(path, stored, {name: one(name) for name in shapes})
+            return write_packed(path, stored, {name: one(name) for name in stored})
     except (OSError, StoreError) as error:
         raise ModelError(
             f"cannot write packed weights to {path.parent} ({error}); free some space, set "

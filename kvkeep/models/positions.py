@@ -117,6 +117,8 @@ def sliding_window(
         )
         if not slides:
             return None
+    if family.window == "if used at all" and not config.get("use_sliding_window", False):
+        return None
     if config.get("sliding_window", family.usual_window) is None:
         return None
     return count(config, "sliding_window", path, default=family.usual_window)

@@ -38,6 +38,13 @@ class ModelSpec:
         and MLP add to the residual stream, and of logits. Folded into weights they would round
         them, and change what a packed matrix says.
     attention_multiplier: in the place of 1 / sqrt(head_dim); None for that.
+    experts, experts_per_token: of a mixture of experts, in the place of the MLP, and how many of
+        them a token goes through; 0 for none. Its router scores them by a softmax over all.
+    expert_size, shared_expert_size: as intermediate_size, of an expert and of the one that every
+        token goes through beside them; 0 for none of that kind.
+    norm_topk: the weights of the experts that a token goes through are made to add up to 1.
+    sparse_step, dense_layers: each so-manieth layer is a mixture, but for these, by their indices;
+        the others have an MLP.
     """
 
     architecture: str
@@ -67,6 +74,21 @@ class ModelSpec:
     residual_multiplier: float = 1.0
     logits_multiplier: float = 1.0
     attention_multiplier: float | None = None
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_size: int = 0
+    shared_expert_size: int = 0
+    norm_topk: bool = False
+    sparse_step: int = 1
+    dense_layers: tuple[int, ...] = ()
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether a layer has a mixture of experts in the place of its MLP."""
+        return (
+            self.experts > 0
+            and (layer + 1) % self.sparse_step == 0
+            and layer not in self.dense_layers
+        )
 
     @property
     def softmax_scale(self) -> float:

@@ -7,12 +7,14 @@ _MAMBA = "keeps a running state (Mamba) in the place of cells in some layers"
 _DELTA = "keeps a running state (Gated DeltaNet) in the place of cells in three of four layers"
 _CONVOLUTIONS = "keeps a running state (short convolutions) in the place of cells in most layers"
 _LATENT = "keeps keys and values as one compressed vector (multi-head latent attention)"
-_EXPERTS = "is a mixture of experts"
+_GROUPS = "chooses experts by scores with a bias, and in some by groups of them"
+_SPARSEMIXER = "chooses experts in a way of its own (SparseMixer)"
+_SHARED = "has a shared expert without a gate beside its experts"
 _LAYERS = "attends in some layers in another way than in others"
 
 _QWEN3 = "Qwen3 runs"
+_QWEN3_MOE = "Qwen3 runs, dense or of experts"
 _GRANITE = "granite-4.0-micro, -1b and -350m run, and Granite 3"
-_MISTRAL = "Mistral runs"
 _LLAMA = "Llama 3 runs"
 _OLMO2 = "OLMo 2 runs"
 _GLM = "GLM-4 runs"
@@ -53,23 +55,21 @@ _WHY: dict[str, tuple[str, str]] = {
     "minicpm3": (_LATENT, _ANY),
     "Mistral4ForCausalLM": (_LATENT, "Mistral Small 3 and Ministral 3 run"),
     "mistral4": (_LATENT, "Mistral Small 3 and Ministral 3 run"),
-    "MixtralForCausalLM": (_EXPERTS, _MISTRAL),
-    "Qwen2MoeForCausalLM": (_EXPERTS, _QWEN3),
-    "qwen2moe": (_EXPERTS, _QWEN3),
-    "Qwen3MoeForCausalLM": (_EXPERTS, _QWEN3),
-    "qwen3moe": (_EXPERTS, _QWEN3),
-    "Qwen3VLMoeForConditionalGeneration": (_EXPERTS, "Qwen3-VL runs"),
-    "qwen3vlmoe": (_EXPERTS, "Qwen3-VL runs"),
-    "OlmoeForCausalLM": (_EXPERTS, _OLMO2),
-    "olmoe": (_EXPERTS, _OLMO2),
-    "GraniteMoeForCausalLM": (_EXPERTS, _GRANITE),
-    "granitemoe": (_EXPERTS, _GRANITE),
-    "GptOssForCausalLM": (_EXPERTS, _QWEN3),
-    "gpt-oss": (_EXPERTS, _QWEN3),
-    "Glm4MoeForCausalLM": (_EXPERTS, _GLM),
-    "glm4moe": (_EXPERTS, _GLM),
-    "PhimoeForCausalLM": (_EXPERTS, _PHI),
-    "phimoe": (_EXPERTS, _PHI),
+    "Qwen3VLMoeForConditionalGeneration": (
+        "stores experts in another order",
+        "a GGUF file of it runs, and Qwen3-VL",
+    ),
+    "GptOssForCausalLM": (_LAYERS, _QWEN3_MOE),
+    "gpt-oss": (_LAYERS, _QWEN3_MOE),
+    "Glm4MoeForCausalLM": (_GROUPS, _GLM),
+    "glm4moe": (_GROUPS, _GLM),
+    "Ernie4_5_MoeForCausalLM": (_GROUPS, _QWEN3_MOE),
+    "ernie4_5-moe": (_GROUPS, _QWEN3_MOE),
+    "Dots1ForCausalLM": (_GROUPS, _QWEN3_MOE),
+    "dots1": (_GROUPS, _QWEN3_MOE),
+    "PhimoeForCausalLM": (_SPARSEMIXER, _PHI),
+    "phimoe": (_SPARSEMIXER, _PHI),
+    "GraniteMoeSharedForCausalLM": (_SHARED, _GRANITE),
     "Gemma2ForCausalLM": (_LAYERS, _ANY),
     "gemma2": (_LAYERS, _ANY),
     "Gemma3ForCausalLM": (_LAYERS, _ANY),

@@ -1,7 +1,9 @@
 """A model's tensors, memory-mapped from safetensors files."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -15,6 +17,8 @@ from kvkeep.models.spec import ModelSpec
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 NORM = "model.norm.weight"
+_Linear: TypeAlias = tuple[str, int, int, bool]  # its name, rows, columns and whether it has a bias
+_ROUTERS = ("mlp.gate.weight", "mlp.shared_expert_gate.weight")
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -58,16 +62,28 @@ def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def is_router(name: str) -> bool:
+    """Whether a matrix says which experts a token goes through, or how much of the shared one.
+
+    It is small, and a small error of it is another expert: it is never rounded.
+    """
+    return name.endswith(_ROUTERS)
+
+
 def check_tensors(spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]], source: Path) -> None:
     """That the tensors are those of the model that `spec` describes. source: for messages.
 
     Raises BadModelFile if one is missing or has another shape, and UnsupportedModel for one that
     the forward pass would not use: results would be those of another model.
     """
-    if spec.layers > len(shapes):  # before as many names are made up
+    asked = f"{spec.layers} layers"
+    least = spec.layers
+    if least <= len(shapes) and any(map(spec.is_sparse, range(spec.layers))):
+        asked, least = f"{asked} and {spec.experts} experts", spec.experts
+    if least > len(shapes):  # before as many names are made up
         raise BadModelFile(
             f"{source} lacks tensors: it has {len(shapes)} in all where config.json asks for "
-            f"{spec.layers} layers; fetch the model again"
+            f"{asked}; fetch the model again"
         )
     wanted = tensor_shapes(spec)
     if spec.tied_head and HEAD in shapes:  # told to be the embedding once more: see `check_tied`
@@ -109,13 +125,28 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor that the forward pass needs."""
     shapes: dict[str, tuple[int, ...]] = {}
     shapes[EMBEDDING] = (spec.vocab_size, spec.hidden_size)
-    for layer in range(spec.layers):
-        for name, shape in _layer_shapes(spec).items():
+    kinds = [spec.is_sparse(layer) for layer in range(spec.layers)]
+    of_a_layer = {sparse: _layer_shapes(spec, sparse) for sparse in set(kinds)}
+    for layer, sparse in enumerate(kinds):
+        for name, shape in of_a_layer[sparse].items():
             shapes[f"model.layers.{layer}.{name}"] = shape
     shapes[NORM] = (spec.hidden_size,)
     if not spec.tied_head:
         shapes[HEAD] = (spec.vocab_size, spec.hidden_size)
     return shapes
+
+
+def read_by_a_token(spec: ModelSpec) -> list[str]:
+    """The matrices that a decode step reads for one token.
+
+    Of a layer's experts, which are alike, the first ones stand for those that it goes through.
+    """
+
+    def is_read(name: str) -> bool:
+        expert = re.search(r"\.mlp\.experts\.(\d+)\.", name)
+        return expert is None or int(expert.group(1)) < spec.experts_per_token
+
+    return list(filter(is_read, matrices(spec)))
 
 
 def matrices(spec: ModelSpec) -> dict[str, tuple[int, int]]:
@@ -125,7 +156,8 @@ def matrices(spec: ModelSpec) -> dict[str, tuple[int, int]]:
     return {name: (shape[0], shape[1]) for name, shape in shapes.items() if len(shape) == 2}
 
 
-def _layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+def _layer_shapes(spec: ModelSpec, sparse: bool) -> dict[str, tuple[int, ...]]:
+    """Of one layer; sparse: with experts in the place of the MLP. Checksums know their order."""
     hidden, inner = spec.hidden_size, spec.intermediate_size
     queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     shapes: dict[str, tuple[int, ...]] = {}
@@ -141,9 +173,8 @@ def _layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         ("self_attn.k_proj", keys, hidden, spec.qkv_bias),
         ("self_attn.v_proj", keys, hidden, spec.qkv_bias),
         ("self_attn.o_proj", hidden, queries, spec.output_bias),
-        ("mlp.gate_proj", inner, hidden, spec.mlp_bias),
-        ("mlp.up_proj", inner, hidden, spec.mlp_bias),
-        ("mlp.down_proj", hidden, inner, spec.mlp_bias),
+        *([] if sparse else _mlp("mlp", hidden, inner, spec.mlp_bias)),
+        *(_experts(spec) if sparse else []),
     ):
         shapes[f"{name}.weight"] = (rows, columns)
         if bias:
@@ -153,6 +184,25 @@ def _layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         shapes["self_attn.q_norm.weight"] = (queries if whole else spec.head_dim,)
         shapes["self_attn.k_norm.weight"] = (keys if whole else spec.head_dim,)
     return shapes
+
+
+def _mlp(name: str, hidden: int, inner: int, bias: bool) -> list[_Linear]:
+    return [
+        (f"{name}.gate_proj", inner, hidden, bias),
+        (f"{name}.up_proj", inner, hidden, bias),
+        (f"{name}.down_proj", hidden, inner, bias),
+    ]
+
+
+def _experts(spec: ModelSpec) -> list[_Linear]:
+    hidden, shared = spec.hidden_size, spec.shared_expert_size
+    found: list[_Linear] = [("mlp.gate", spec.experts, hidden, False)]
+    for expert in range(spec.experts):
+        found += _mlp(f"mlp.experts.{expert}", hidden, spec.expert_size, bias=False)
+    if shared:
+        found += _mlp("mlp.shared_expert", hidden, shared, bias=False)
+        found.append(("mlp.shared_expert_gate", 1, hidden, False))
+    return found
 
 
 def _locate(folder: Path) -> dict[Path, list[str]]:

@@ -47,6 +47,13 @@ _CONFIG_BEYOND = (
     "residual_multiplier",
     "logits_multiplier",
     "attention_multiplier",
+    "experts",
+    "experts_per_token",
+    "expert_size",
+    "shared_expert_size",
+    "norm_topk",
+    "sparse_step",
+    "dense_layers",
 )
 _ROPE = ("kind", "inverse_frequencies", "attention_scaling")
 

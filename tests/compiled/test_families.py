@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from compiled.test_decoding import SETTINGS, by_torch, forked, last, logits_of
-from packed_model import packed_model, spec_of
+from packed_model import packed_model, routed_by_tokens, spec_of
 
 from kvkeep import SessionGroup, load_model
 from kvkeep.compiled.binding import library
@@ -19,6 +19,13 @@ from kvkeep.session.session import Session
 pytestmark = pytest.mark.skipif(library() is None, reason="no compiled kernels here")
 
 KINDS = [("granite", 64), ("olmo2", 96), ("glm4", 32), ("phi4", 128), ("cohere", 64)]
+MIXTURES = [
+    ("mixtral", 64),
+    ("qwen2-moe", 32),
+    ("qwen3-moe", 128),
+    ("olmoe", 96),
+    ("granite-moe", 64),
+]
 SIZES: dict[str, Any] = {
     "vocab_size": 49152,
     "hidden_size": 256,
@@ -54,12 +61,24 @@ MADE: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere": ("Cohere", {"logit_scale": 0.25}),
     "phi4-mini": ("Phi3", {"original_max_position_embeddings": 128, "rope_parameters": LONGROPE}),
 }
+EXPERTS = {"num_experts": 11, "num_experts_per_tok": 3, "moe_intermediate_size": 96}
+MADE_OF_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("Mixtral", {"num_local_experts": 5, "intermediate_size": 160}),
+    "qwen2-moe": ("Qwen2Moe", EXPERTS | {"shared_expert_intermediate_size": 224}),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        EXPERTS | {"norm_topk_prob": True, "head_dim": 128, "decoder_sparse_step": 2},
+    ),
+    "olmoe": ("Olmoe", {"num_experts": 7, "num_experts_per_tok": 3}),
+    "granite-moe": ("GraniteMoe", {"num_local_experts": 6, **MADE["granite"][1]}),
+}
+MADE |= MADE_OF_EXPERTS
 TOKENS = [(17 * i * i + 5 * i) % 40_000 for i in range(90)]
 
 
 @pytest.mark.parametrize("settings", [SETTINGS[0], SETTINGS[2], SETTINGS[4]], ids=str)
 @pytest.mark.parametrize("bits", [None, 4])
-@pytest.mark.parametrize(("family", "head_dim"), KINDS)
+@pytest.mark.parametrize(("family", "head_dim"), KINDS + MIXTURES)
 def test_it_is_no_further_from_float32_than_torch_in_bfloat16(
     family: str, head_dim: int, bits: MatrixBits | None, settings: dict[str, object]
 ) -> None:
@@ -72,7 +91,7 @@ def test_it_is_no_further_from_float32_than_torch_in_bfloat16(
     assert compiled <= 1.2 * reference
 
 
-@pytest.mark.parametrize(("family", "head_dim"), KINDS)
+@pytest.mark.parametrize(("family", "head_dim"), KINDS + MIXTURES)
 def test_a_group_says_what_each_says_alone_to_the_last_bit(family: str, head_dim: int) -> None:
     model = packed_model(spec_of(head_dim, family), 4)
 
@@ -98,6 +117,8 @@ def written(folder: Path, kind: str, tokenizer: Path) -> Path:
     with torch.no_grad():
         for each, weight in model.named_parameters():
             weight.normal_(1 if each.endswith("norm.weight") else 0, 0.1)
+        if kind in MADE_OF_EXPERTS:
+            routed_by_tokens(model.state_dict(), 0.1)
     model.save_pretrained(folder)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(tokenizer / file, folder)

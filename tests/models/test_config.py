@@ -185,7 +185,9 @@ LATENT = ["DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "MiniCPM3ForCausalLM
     [
         *((name, r"keeps a running state .* in the place of cells") for name in STATES),
         *((name, "multi-head latent attention") for name in LATENT),
-        ("Qwen3MoeForCausalLM", "mixture of experts"),
+        ("Glm4MoeForCausalLM", "chooses experts by scores with a bias"),
+        ("PhimoeForCausalLM", "chooses experts in a way of its own"),
+        ("GptOssForCausalLM", "in some layers in another way"),
         ("Gemma3ForCausalLM", "in some layers in another way"),
     ],
 )

@@ -64,6 +64,9 @@ GRANITE4 = {
     "position_embedding_type": "rope",
     "mamba_n_heads": 12,
 }
+PADDING = {"pad_token_id": 0, "eos_token_id": 1}
+EXPERTS = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+SHARED = {"shared_expert_intermediate_size": 56}
 GLM = {"head_dim": 16, "attention_bias": False, "pad_token_id": 0, "eos_token_id": 1}
 
 
@@ -116,8 +119,20 @@ FAMILIES = {
     "glm4": ("Glm4", GLM | {"attention_bias": True}),
     "glm4-quarter": ("Glm4", GLM | {"partial_rotary_factor": 0.25}),
     "glm4-whole": ("Glm4", GLM | {"partial_rotary_factor": 1.0}),
+    "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "mixtral-one-of-all": ("Mixtral", {"num_local_experts": 3, "num_experts_per_tok": 1}),
+    "qwen3-moe": ("Qwen3Moe", EXPERTS | {"norm_topk_prob": True, "head_dim": 24}),
+    "qwen3-moe-shares": ("Qwen3Moe", EXPERTS | {"num_experts_per_tok": 7}),
+    "qwen3-moe-alternating": ("Qwen3Moe", EXPERTS | {"decoder_sparse_step": 2}),
+    "qwen3-moe-dense-first": ("Qwen3Moe", EXPERTS | {"mlp_only_layers": [0]}),
+    "qwen2-moe": ("Qwen2Moe", EXPERTS | SHARED),
+    "qwen2-moe-normed": ("Qwen2Moe", EXPERTS | SHARED | {"norm_topk_prob": True}),
+    "qwen2-moe-no-biases": ("Qwen2Moe", EXPERTS | SHARED | {"qkv_bias": False}),
+    "olmoe": ("Olmoe", {"num_experts": 7, "num_experts_per_tok": 3, **PADDING}),
+    "granite-moe": ("GraniteMoe", GRANITE | {"num_local_experts": 6, "num_experts_per_tok": 3}),
 }
 BEYOND_LLAMA = ["granite", "granite4-dense", "olmo2", "glm", "glm4", "phi4-mini", "cohere"]
+MIXTURES = ["mixtral", "qwen3-moe-alternating", "qwen2-moe", "olmoe", "granite-moe"]
 TOKENS = [(17 * i * i + 5 * i) % 320 for i in range(150)]
 
 
@@ -165,7 +180,26 @@ def test_logits_equal_transformers(tmp_path: Path, smollm2_folder: Path, family:
         assert (torch.stack(found) - expected[ends]).abs().max() <= most
 
 
-@pytest.mark.parametrize("family", BEYOND_LLAMA)
+@pytest.mark.parametrize("family", MIXTURES)
+def test_experts_in_stacks_are_those_that_lie_apart(
+    tmp_path: Path, smollm2_folder: Path, family: str
+) -> None:
+    """transformers writes the stacks that it has in memory where it is told to."""
+    text = TextCodec.open(smollm2_folder)
+    written(tmp_path / "apart", family).save_pretrained(
+        tmp_path / "stacks", save_original_format=False
+    )
+    stacks = [name for name in read_shapes(tmp_path / "stacks") if name.endswith("gate_up_proj")]
+    assert stacks
+    found = []
+    for folder in ("apart", "stacks"):
+        session = opened(tmp_path / folder, text).session(policy="full")
+        session.feed(TOKENS)
+        found.append(session.logits)
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("family", [*BEYOND_LLAMA, *MIXTURES])
 def test_bounded_logits_equal_the_naive_reference(
     tmp_path: Path, smollm2_folder: Path, family: str
 ) -> None:

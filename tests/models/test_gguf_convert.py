@@ -196,7 +196,7 @@ def test_scaled_positions_keep_their_kind(tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize(
     ("edit", "named"),
     [
-        (lambda writer: writer.add_expert_count(8), "mixture of experts"),
+        (lambda writer: writer.add_tensor("blk.0.ffn_up_exps.weight", ONE), "ffn_up_exps"),
         (lambda writer: writer.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE), "longrope"),
         (lambda writer: writer.add_tensor("blk.0.attn_sinks.weight", ONE), "attn_sinks"),
         (lambda writer: writer.add_tensor("blk.0.attn_q_norm.weight", ONE), "q_norm"),

@@ -272,7 +272,8 @@ def test_kv_heads_may_be_said_of_each_layer_where_all_have_as_many(
         ("falcon-h1", "Mamba"),
         ("nemotron_h", "Mamba"),
         ("deepseek2", "multi-head latent attention"),
-        ("qwen3moe", "mixture of experts"),
+        ("glm4moe", "chooses experts by scores with a bias"),
+        ("gpt-oss", "in some layers in another way"),
     ],
 )
 def test_what_cannot_run_is_refused_with_what_does(

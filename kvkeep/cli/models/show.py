@@ -43,6 +43,15 @@ def _lines(facts: "ModelFacts") -> Iterator[tuple[str, str]]:
     yield "trained", f"to {facts.trained:,} tokens; RoPE {facts.rope}"
     size = megabytes(facts.weight_bytes)
     yield "weights", f"{facts.parameters / 1e6:,.1f} million in {facts.dtype}, {size}"
+    if facts.sparse_layers:
+        yield (
+            "experts",
+            (
+                f"{facts.experts_per_token} of {facts.experts} for each token in "
+                f"{facts.sparse_layers} of {facts.layers} layers: "
+                f"{facts.parameters_per_token / 1e6:,.1f} million weights"
+            ),
+        )
     formats = ", ".join(f"{count} in {kind}" for kind, count in facts.formats.items())
     read = megabytes(facts.bytes_per_token)
     yield "a token", f"reads {read}, of matrices {formats}; by {facts.decode}"

@@ -7,10 +7,12 @@
 
 #include "buffer.h"
 #include "clock.h"
+#include "experts.h"
 #include "guard.h"
-#include "runs.h"
 #include "norm.h"
 #include "rotation.h"
+#include "rows.h"
+#include "runs.h"
 #include "workers.h"
 
 namespace kvkeep {
@@ -33,7 +35,8 @@ class DecodeRun {
         runs_(model, step),
         normed_(step.sequences, model.hidden),
         attended_(step.sequences, queries_width_),
-        activated_(step.sequences, model.inner) {}
+        activated_(step.sequences, model.inner),
+        experts_(model, step.sequences) {}
 
   void run() {
     int threads = step_.threads;
@@ -52,17 +55,6 @@ class DecodeRun {
   }
 
  private:
-  struct Rows : Input {
-    Rows(int count, int columns)
-        : Input{nullptr, nullptr, columns},
-          x_(std::size_t(count) * columns),
-          sums_(std::size_t(count) * (columns / kGroup)) {
-      x = x_.get(), sums = sums_.get();
-    }
-    Buffer<Bf16> x_;
-    Buffer<float> sums_;
-  };
-
   void work(int me) {
     const int count = step_.sequences;
     Clock clock(me == 0 ? step_.seconds : nullptr);
@@ -86,8 +78,12 @@ class DecodeRun {
       if (!model_.parallel)
         workers_.share_then_barrier(me, count, 1, [&](int i) { normalise(i, layer.mlp_norm); });
       clock.ends(Phase::kNorms);
-      activate(me, layer);
-      add_product(me, layer.down, activated_, layer.mlp_output_norm);
+      if (layer.mixture) {
+        add_experts(me, layer);
+      } else {
+        activate(me, layer.mlp);
+        add_product(me, layer.mlp.down, activated_, layer.mlp_output_norm);
+      }
       clock.ends(Phase::kMlp);
     }
     workers_.share_then_barrier(me, count, 1, [&](int i) {
@@ -136,12 +132,7 @@ class DecodeRun {
   // Calls `each(i, row, products)` for all sequences and blocks of 16 rows of a matrix.
   template <typename Each>
   void multiply_all(const Matrix& matrix, int block, const Input& input, Each each) {
-    __m512 products[kMostRows];
-    for (int first = 0; first < step_.sequences; first += kMostRows) {
-      const int count = std::min(kMostRows, step_.sequences - first);
-      multiply(matrix, block, input, first, count, products);
-      for (int i = 0; i < count; ++i) each(first + i, block * kBlock, products[i]);
-    }
+    multiply_rows(matrix, block, input, 0, step_.sequences, each);
   }
 
   void project(int me, const Layer& layer) {
@@ -227,35 +218,44 @@ class DecodeRun {
 
   // Adds what attention or MLP gives to the residual stream; weight: of its norm, or null.
   void add_product(int me, const Matrix& matrix, const Input& input, const Bf16* weight) {
-    const __m512 multiplier = _mm512_set1_ps(model_.residual_multiplier);
-    const auto add = [&](float* to, __m512 value) {
-      _mm512_storeu_ps(to, _mm512_fmadd_ps(value, multiplier, _mm512_loadu_ps(to)));
-    };
     workers_.share_then_barrier(me, matrix.blocks(), 6, [&](int block) {
       multiply_all(matrix, block, input, [&](int i, int row, __m512 products) {
-        if (weight)
-          _mm512_storeu_ps(given(i) + row, products);
-        else
-          add(residual(i) + row, products);
+        take(i, row, products, weight);
       });
     });
-    if (weight)
-      workers_.share_then_barrier(me, step_.sequences, 1, [&](int i) {
-        norm(given(i), weight, model_.norm_eps, model_.centred_norms, model_.hidden,
-             [&](int c, __m512 value) { add(residual(i) + c, value); });
-      });
+    if (weight) add_given(me, weight);
   }
 
-  void activate(int me, const Layer& layer) {
-    workers_.share_then_barrier(me, layer.gate.blocks(), 8, [&](int block) {
-      __m512 gates[kMostRows], ups[kMostRows];
-      for (int first = 0; first < step_.sequences; first += kMostRows) {
-        const int count = std::min(kMostRows, step_.sequences - first);
-        multiply(layer.gate, block, normed_, first, count, gates);
-        multiply(layer.up, block, normed_, first, count, ups);
-        for (int i = 0; i < count; ++i)
-          store_bf16(activated_.row(first + i) + block * kBlock, sigmoid_times(gates[i], ups[i]));
-      }
+  void add_experts(int me, const Layer& layer) {
+    const Bf16* weight = layer.mlp_output_norm;
+    experts_.run(me, workers_, *layer.mixture, normed_,
+                 [&](int i, int column, __m512 values) { take(i, column, values, weight); });
+    if (weight) add_given(me, weight);
+  }
+
+  // Adds 16 values to the residual stream, or keeps them where they are to be normed before.
+  void take(int i, int column, __m512 values, const Bf16* weight) {
+    if (weight)
+      _mm512_storeu_ps(given(i) + column, values);
+    else
+      add(residual(i) + column, values);
+  }
+
+  void add(float* to, __m512 values) const {
+    const __m512 multiplier = _mm512_set1_ps(model_.residual_multiplier);
+    _mm512_storeu_ps(to, _mm512_fmadd_ps(values, multiplier, _mm512_loadu_ps(to)));
+  }
+
+  void add_given(int me, const Bf16* weight) {
+    workers_.share_then_barrier(me, step_.sequences, 1, [&](int i) {
+      norm(given(i), weight, model_.norm_eps, model_.centred_norms, model_.hidden,
+           [&](int c, __m512 values) { add(residual(i) + c, values); });
+    });
+  }
+
+  void activate(int me, const Mlp& mlp) {
+    workers_.share_then_barrier(me, mlp.gate.blocks(), 8, [&](int block) {
+      activate_rows(mlp, block, normed_, 0, step_.sequences, activated_);
     });
     workers_.share_then_barrier(me, step_.sequences, 1, [&](int i) { activated_.sum_up(i); });
   }
@@ -267,6 +267,7 @@ class DecodeRun {
   Buffer<float> residual_, given_, projected_, angles_;
   AttentionRuns<kDim> runs_;
   Rows normed_, attended_, activated_;
+  ExpertRuns experts_;
   bool alone_ = false;
 };
 
@@ -275,8 +276,8 @@ class DecodeRun {
 
 int kvkeep_interface() {
   using namespace kvkeep;
-  return sizeof(Model) + sizeof(Layer) + sizeof(Step) + sizeof(Sequence) + sizeof(Sight) +
-         sizeof(Run);
+  return sizeof(Model) + sizeof(Layer) + sizeof(Mixture) + sizeof(Step) + sizeof(Sequence) +
+         sizeof(Sight) + sizeof(Run);
 }
 
 int kvkeep_revision() { return kvkeep::kRevision; }

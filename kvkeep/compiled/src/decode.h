@@ -9,16 +9,27 @@ namespace kvkeep {
 
 constexpr int kRevision = 5;  // raised where what a call does changes, and no structure
 
+// A mixture of experts (arXiv:1701.06538). Of one without a shared expert, whatever is shared is not
+// read.
+struct Mixture {
+  Matrix router;         // [experts, hidden]
+  Matrix shared_router;  // [1, hidden]
+  Mlp shared;
+  const Mlp* expert;  // [experts]
+};
+
 // Norms of [hidden], or null: of what attention and MLP read, and of what they give. query_norm and
 // key_norm: [head_dim], or of all heads together where the model says so; or null.
 struct Layer {
-  Matrix query, key, value, output, gate, up, down;
+  Matrix query, key, value, output;
+  Mlp mlp;
   const Bf16* attention_norm;
   const Bf16* mlp_norm;
   const Bf16* query_norm;
   const Bf16* key_norm;
   const Bf16* attention_output_norm;
   const Bf16* mlp_output_norm;
+  const Mixture* mixture;  // in the place of the MLP; or null
 };
 
 struct Model {
@@ -28,7 +39,9 @@ struct Model {
   std::int32_t whole_norms;    // not 0: query_norm and key_norm are of all heads together
   std::int32_t centred_norms;  // not 0: LayerNorm, not RMSNorm
   std::int32_t parallel;       // not 0: the MLP reads what attention reads
-  std::int32_t reserved;
+  // Of mixtures; 0 where there are none. expert_inner, shared_inner: as inner, of an expert and of
+  // the shared one. norm_topk: not 0: the weights of a token's experts add up to 1.
+  std::int32_t experts, experts_per_token, expert_inner, shared_inner, norm_topk;
   const float* query_scale;  // [head_dim], of each query; or null
   const Bf16* norm;
   const double* frequencies;  // [head_dim / 2], radians per position
@@ -82,8 +95,8 @@ struct Step {
 }  // namespace kvkeep
 
 extern "C" {
-// The size of Model, Layer, Step, Sequence, Sight and Run together; kRevision. Both sides must
-// agree.
+// The size of Model, Layer, Mixture, Step, Sequence, Sight and Run together; kRevision. Both sides
+// must agree.
 int kvkeep_interface();
 int kvkeep_revision();
 

@@ -20,6 +20,11 @@ struct Matrix {
   int blocks() const { return (rows + kBlock - 1) / kBlock; }
 };
 
+// A gated MLP (SwiGLU, arXiv:2002.05202): gate and up [inner, hidden], down [hidden, inner].
+struct Mlp {
+  Matrix gate, up, down;
+};
+
 // Which of the 16 rows of a block there are.
 inline __mmask16 rows_of(const Matrix& matrix, int block) {
   const int rows = matrix.rows - block * kBlock;

@@ -1,0 +1,138 @@
+"""Mixtures of experts in GGUF: what the metadata say of them, and their tensors, expert by expert.
+
+A layer has all gates in one tensor `[experts, rows, columns]`, all ups and all downs; files of
+before April 2024 have each expert by itself. A block never crosses a row, so that each expert is
+cut out as it is packed.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from kvkeep.errors import UnsupportedModel
+from kvkeep.models.gguf_file import GgufFile, PackedTensor
+
+# Of `general.architecture`, the class and model_type of a mixture.
+MIXTURES = {
+    "llama": ("MixtralForCausalLM", "mixtral"),
+    "qwen2moe": ("Qwen2MoeForCausalLM", "qwen2_moe"),
+    "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
+    "qwen3vlmoe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
+    "olmoe": ("OlmoeForCausalLM", "olmoe"),
+    "granitemoe": ("GraniteMoeForCausalLM", "granitemoe"),
+}
+_NORMED = ("qwen3moe", "qwen3vlmoe")  # whose weights of a token's experts add up to 1
+_ALTERNATING = ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
+_SOFTMAX = 1  # LLAMA_EXPERT_GATING_FUNC_TYPE_SOFTMAX
+_KINDS = {
+    "gate": ["gate_proj"],
+    "up": ["up_proj"],
+    "down": ["down_proj"],
+    "gate_up": ["gate_proj", "up_proj"],
+}
+_STACK = re.compile(r"blk\.(\d+)\.ffn_(gate_up|gate|up|down)_exps\.weight")
+_APART = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)\.(\d+)\.weight")
+_OTHERS = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+_OTHER = re.compile(rf"blk\.(\d+)\.({'|'.join(_OTHERS)})\.weight")
+
+
+def mixture_config(file: GgufFile, family: str) -> dict[str, Any]:
+    """What `config.json` has of experts, the class included; nothing where there are none.
+
+    Raises UnsupportedModel for a router of another kind, BadModelFile where fields are missing.
+    """
+    said = file.metadata.get(f"{family}.expert_count")
+    if family not in MIXTURES or (family == "llama" and not said):
+        if said:
+            raise UnsupportedModel(
+                f"{file.path} is a mixture of experts under the name of {family}, which is not "
+                "supported"
+            )
+        return {}
+    _refuse_routers(file, family)
+    architecture, model_type = MIXTURES[family]
+    experts = file.count(f"{family}.expert_count")
+    found: dict[str, Any] = {
+        "architectures": [architecture],
+        "model_type": model_type,
+        "num_experts_per_tok": file.count(f"{family}.expert_used_count"),
+    }
+    if family in ("llama", "granitemoe"):
+        return {**found, "num_local_experts": experts}
+    normed = file.metadata.get(f"{family}.expert_weights_norm", family in _NORMED)
+    found |= {"num_experts": experts, "norm_topk_prob": bool(normed)}
+    if architecture in _ALTERNATING:
+        width = file.count(f"{family}.expert_feed_forward_length")
+        names = filter(
+            None, (re.fullmatch(r"blk\.(\d+)\.ffn_gate\.weight", x) for x in file.tensors)
+        )
+        dense = sorted(int(name.group(1)) for name in names)
+        found |= {"moe_intermediate_size": width, "mlp_only_layers": dense}
+    if family == "qwen2moe":
+        shared = file.count("qwen2moe.expert_shared_feed_forward_length")
+        biases = "blk.0.attn_q.bias" in file.tensors
+        found |= {"shared_expert_intermediate_size": shared, "qkv_bias": biases}
+    return found
+
+
+def _refuse_routers(file: GgufFile, family: str) -> None:
+    """Raises UnsupportedModel for what no family here has."""
+    usual: dict[str, tuple[object, ...]] = {
+        "expert_gating_func": (_SOFTMAX,),
+        "expert_weights_scale": (0.0, 1.0),
+        "expert_group_count": (0, 1),
+        "expert_shared_count": (0, 1),
+    }
+    if family != "qwen2moe":
+        usual["expert_shared_feed_forward_length"] = (0,)
+    for key, values in usual.items():
+        found = file.metadata.get(f"{family}.{key}", values[0])
+        if found not in values:
+            raise UnsupportedModel(
+                f"{file.path} is a mixture of experts with {key} {found!r}, which is not supported"
+            )
+
+
+def apart(tensors: Mapping[str, PackedTensor]) -> dict[str, PackedTensor]:
+    """Tensors by their GGUF names, but those of experts and routers by the names that they have in
+    `weights.tensor_shapes`, each expert by itself. Nothing is copied.
+    """
+    found: dict[str, PackedTensor] = {}
+    for name, tensor in tensors.items():
+        one, other = _APART.fullmatch(name), _OTHER.fullmatch(name)
+        if (stack := _STACK.fullmatch(name)) and len(tensor.shape) == 3:
+            found |= _cut(f"model.layers.{stack.group(1)}.mlp.experts", stack.group(2), tensor)
+        elif one:
+            expert = f"model.layers.{one.group(1)}.mlp.experts.{one.group(3)}"
+            found[f"{expert}.{one.group(2)}_proj.weight"] = tensor
+        elif other:
+            router = f"model.layers.{other.group(1)}.{_OTHERS[other.group(2)]}.weight"
+            found[router] = _matrix(tensor)
+        else:
+            found[name] = tensor
+    return found
+
+
+def _cut(prefix: str, kind: str, tensor: PackedTensor) -> Iterator[tuple[str, PackedTensor]]:
+    experts, rows, columns = tensor.shape
+    parts = _KINDS[kind]
+    each = rows // len(parts)
+    for expert in range(experts):
+        for number, part in enumerate(parts):
+            some = tensor.data[expert, number * each : (number + 1) * each]
+            cut = PackedTensor(tensor.name, tensor.quantisation, (len(some), columns), some)
+            yield f"{prefix}.{expert}.{part}.weight", cut
+
+
+def _matrix(tensor: PackedTensor) -> PackedTensor:
+    """The gate of the shared expert is a vector there, and here a matrix of one row."""
+    if len(tensor.shape) != 1:
+        return tensor
+    data = tensor.data.reshape(1, -1)
+    return PackedTensor(tensor.name, tensor.quantisation, (1, *tensor.shape), data)

@@ -1,0 +1,276 @@
+"""Mixtures of experts in GGUF files, written by gguf-py under its names."""
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import transformers
+from gguf import GGMLQuantizationType as Type
+from gguf import GGUFWriter
+from models.test_gguf_families import described
+from tiny_gguf import SIZES, interleaved, write_tokens
+
+from kvkeep import load_model
+from kvkeep.compiled.binding import library
+from kvkeep.errors import UnsupportedModel
+from kvkeep.models.checkpoint import decoder_tensors
+from kvkeep.models.config import read_spec
+from kvkeep.models.export import export
+from kvkeep.models.gguf_convert import convert
+from kvkeep.models.packing import PackedMatrix, as_tensor
+from kvkeep.models.weights import is_router, matrices
+
+TOKENS = [(17 * i * i + 5 * i) % 250 for i in range(60)]
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+MULTIPLIERS = {
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.0625,
+    "logits_scaling": 3.0,
+}
+MADE: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "mixtral": ("Mixtral", "llama", {"num_local_experts": 5}),
+    "qwen2moe": ("Qwen2Moe", "qwen2moe", EXPERTS | {"shared_expert_intermediate_size": 512}),
+    "qwen3moe": ("Qwen3Moe", "qwen3moe", EXPERTS | {"norm_topk_prob": True, "head_dim": 32}),
+    "qwen3moe-dense-first": (
+        "Qwen3Moe",
+        "qwen3moe",
+        EXPERTS | {"norm_topk_prob": True, "head_dim": 32, "mlp_only_layers": [0]},
+    ),
+    "qwen3vlmoe": ("Qwen3Moe", "qwen3vlmoe", EXPERTS | {"norm_topk_prob": True, "head_dim": 32}),
+    "olmoe": (
+        "Olmoe",
+        "olmoe",
+        {"num_experts": 7, "num_experts_per_tok": 3, "pad_token_id": 0, "eos_token_id": 1},
+    ),
+    "granitemoe": ("GraniteMoe", "granitemoe", MULTIPLIERS | {"num_local_experts": 6}),
+}
+Edit = Callable[[GGUFWriter], None]
+
+
+def made(kind: str) -> Any:
+    """A random model whose weights are exact in bfloat16."""
+    name, _, changes = MADE[kind]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**(SIZES | changes))
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for each, weight in model.named_parameters():
+            weight.normal_(1 if each.endswith("norm.weight") else 0, 0.15)
+            weight.copy_(weight.bfloat16())
+    return model
+
+
+def arrays(model: Any, names: gguf.TensorNameMap) -> Iterator[tuple[str, np.ndarray]]:
+    """A model's tensors by GGUF's names: all gates of a layer in one, and so on."""
+    for name, tensor in model.state_dict().items():
+        array = tensor.float().numpy()
+        block = "".join(filter(str.isdigit, name))
+        if name.endswith("experts.gate_up_proj"):
+            for kind, part in zip(("gate", "up"), np.split(array, 2, axis=1), strict=True):
+                yield f"blk.{block}.ffn_{kind}_exps.weight", part
+        elif name.endswith("experts.down_proj"):
+            yield f"blk.{block}.ffn_down_exps.weight", array
+        elif name.endswith("block_sparse_moe.router.weight"):
+            yield f"blk.{block}.ffn_gate_inp.weight", array
+        elif name.endswith("shared_expert_gate.weight"):
+            yield f"blk.{block}.ffn_gate_inp_shexp.weight", array[0]
+        elif re.search(r"\.mlp\.(gate|up|down)_proj", name):  # gguf-py has none in a mixture
+            yield f"blk.{block}.ffn_{name.split('.')[4].removesuffix('_proj')}.weight", array
+        else:
+            there = names.get_name(name, try_suffixes=(".weight", ".bias"))
+            assert there is not None, name
+            heads = {".q_proj.": "num_attention_heads", ".k_proj.": "num_key_value_heads"}
+            for part, count in heads.items():
+                if part in name and type(model).__name__[:7] in ("Mixtral", "Granite"):
+                    array = interleaved(array, getattr(model.config, count))
+            yield there, array
+
+
+def write(
+    path: Path, kind: str, model: Any, stored: Type = Type.F32, edit: Edit = lambda writer: None
+) -> Path:
+    """stored: of all matrices but routers, which llama.cpp's quantiser leaves alone, too."""
+    _, architecture, _ = MADE[kind]
+    config = model.config
+    writer = GGUFWriter(path, architecture)
+    described(writer, architecture, config)
+    writer.add_expert_count(getattr(config, "num_experts", None) or config.num_local_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    if hasattr(config, "moe_intermediate_size"):
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if hasattr(config, "shared_expert_intermediate_size"):
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    if architecture == "granitemoe":
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
+    write_tokens(writer)
+    number = next(n for n, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    for name, array in arrays(model, names):
+        form = stored if array.ndim > 1 and "gate_inp" not in name else Type.F32
+        writer.add_tensor(name, gguf.quantize(array, form), raw_dtype=form)
+    edit(writer)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("kind", MADE)
+def test_the_converted_folder_is_the_model_it_came_from(kind: str, tmp_path: Path) -> None:
+    model = made(kind)
+    convert(write(tmp_path / "m.gguf", kind, model), tmp_path / "own", False)
+    export(tmp_path / "own", tmp_path / "out", torch.float32)
+    loaded, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(info.values())
+    assert type(loaded) is type(model)
+    with torch.no_grad():
+        expected = model(torch.tensor([TOKENS])).logits[0]
+        found = loaded.eval()(torch.tensor([TOKENS])).logits[0]
+    assert (found - expected).abs().max() <= 1e-6 * expected.abs().max()
+
+
+@pytest.mark.parametrize("stored", [Type.F32, Type.BF16])
+@pytest.mark.parametrize("kind", MADE)
+def test_logits_are_those_of_the_model_it_came_from(
+    kind: str, stored: Type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVKEEP_HOME", str(tmp_path / "home"))
+    model = made(kind)
+    path = write(tmp_path / "m.gguf", kind, model, stored)
+    with torch.no_grad():
+        expected = model(torch.tensor([TOKENS])).logits[0]
+    session, found = load_model(str(path), dtype="float32").session(policy="full"), []
+    session.feed(TOKENS[:40])
+    found.append(session.logits)
+    for token in TOKENS[40:]:
+        session.feed([token])
+        found.append(session.logits)
+    assert (torch.stack(found) - expected[39:]).abs().max() <= 1e-4 * expected.abs().max()
+
+
+def quantised(array: np.ndarray, stored: Type) -> torch.Tensor:
+    return torch.from_numpy(gguf.dequantize(gguf.quantize(array, stored), stored))
+
+
+@pytest.mark.skipif(library() is None, reason="no compiled kernels on this machine")
+@pytest.mark.parametrize("stored", [Type.Q4_0, Type.Q8_0])
+@pytest.mark.parametrize("kind", MADE)
+def test_each_expert_is_packed_as_the_file_has_it(
+    kind: str, stored: Type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVKEEP_HOME", str(tmp_path / "home"))
+    theirs = made(kind)
+    model = load_model(str(write(tmp_path / "m.gguf", kind, theirs, stored)))
+    assert model.decoder.executor.name == "compiled"
+    values = {
+        name: tensor if "router" in name or "gate.w" in name else quantised(tensor.numpy(), stored)
+        for name, tensor in theirs.state_dict().items()
+        if tensor.dim() > 1
+    }
+    wanted = decoder_tensors(model.spec, values)
+    for name in matrices(model.spec):
+        packed = model.decoder.packed[name]
+        assert isinstance(packed, PackedMatrix) != is_router(name)
+        assert torch.equal(as_tensor(packed, torch.float32), wanted[name]), name
+    session = model.session(policy="full")
+    session.feed(TOKENS[:20])
+    assert len([session.next_token() for _ in range(3)]) == 3
+
+
+# gguf-py unpacks K-quants and packs none: random blocks, whose scales are small and finite.
+@pytest.mark.parametrize(("stored", "halves"), [(Type.Q4_K, (0, 2)), (Type.Q6_K, (208,))])
+def test_a_k_quant_of_experts_is_cut_as_it_is_packed(
+    stored: Type, halves: tuple[int, ...], tmp_path: Path
+) -> None:
+    model, random = made("qwen3moe"), np.random.default_rng(1)
+    blocks: dict[str, np.ndarray] = {}
+
+    def drawn(rows: int, columns: int) -> np.ndarray:
+        span, nbytes = gguf.GGML_QUANT_SIZES[stored]
+        found = random.integers(0, 256, (5, rows, columns // span, nbytes), dtype=np.uint8)
+        for at in halves:
+            found[..., at : at + 2] = np.array([1e-3], dtype=np.float16).view(np.uint8)
+        return found.reshape(5, rows, -1)
+
+    def edit(writer: GGUFWriter) -> None:
+        for kind in ("gate", "up", "down"):
+            name = f"blk.1.ffn_{kind}_exps.weight"
+            del writer.tensors[0][name]
+            blocks[kind] = drawn(256, 256)
+            writer.add_tensor(name, blocks[kind], raw_dtype=stored)
+
+    convert(write(tmp_path / "m.gguf", "qwen3moe", model, edit=edit), tmp_path / "own", False)
+    export(tmp_path / "own", tmp_path / "out", torch.float32)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", dtype=torch.float32
+    )
+    experts = loaded.model.layers[1].mlp.experts
+    gate, up = experts.gate_up_proj.chunk(2, dim=1)
+    for kind, found in {"gate": gate, "up": up, "down": experts.down_proj}.items():
+        assert np.array_equal(found.detach().numpy(), gguf.dequantize(blocks[kind], stored)), kind
+
+
+def test_a_file_that_has_each_expert_by_itself_is_read_as_well(tmp_path: Path) -> None:
+    """As llama.cpp wrote Mixtral until April 2024; and gate and up may be one stack."""
+    model = made("mixtral")
+
+    def apart(writer: GGUFWriter) -> None:
+        for name in [name for name in writer.tensors[0] if "_exps" in name]:
+            stack = writer.tensors[0].pop(name).tensor
+            for expert, matrix in enumerate(stack):
+                writer.add_tensor(name.replace("_exps", f".{expert}"), matrix)
+
+    def together(writer: GGUFWriter) -> None:
+        for layer in range(2):
+            names = [f"blk.{layer}.ffn_{kind}_exps.weight" for kind in ("gate", "up")]
+            both = np.concatenate([writer.tensors[0].pop(name).tensor for name in names], axis=1)
+            writer.add_tensor(f"blk.{layer}.ffn_gate_up_exps.weight", both)
+
+    files = []
+    for name, edit in {"usual": lambda writer: None, "a": apart, "t": together}.items():
+        path = write(tmp_path / f"{name}.gguf", "mixtral", model, edit=edit)
+        convert(path, tmp_path / name, False)
+        files.append((tmp_path / name / "packed.safetensors").read_bytes())
+    assert files[0] == files[1] == files[2]
+
+
+@pytest.mark.parametrize(
+    ("kind", "edit", "why"),
+    [
+        ("qwen3moe", lambda w: w.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID), "gati"),
+        ("qwen3moe", lambda w: w.add_expert_weights_scale(2.5), "expert_weights_scale 2.5"),
+        ("olmoe", lambda w: w.add_expert_group_count(8), "expert_group_count 8"),
+        ("granitemoe", lambda w: w.add_expert_shared_feed_forward_length(64), "expert_shared"),
+        (
+            "mixtral",
+            lambda w: w.add_tensor("blk.0.ffn_gate_exps.bias", np.ones((5, 512), np.float32)),
+            r"ffn_gate_exps\.bias",
+        ),
+    ],
+)
+def test_a_router_of_another_kind_is_refused(
+    kind: str, edit: Edit, why: str, tmp_path: Path
+) -> None:
+    path = write(tmp_path / "m.gguf", kind, made(kind), edit=edit)
+    with pytest.raises(UnsupportedModel, match=why):
+        convert(path, tmp_path / "out", False)
+    assert not (tmp_path / "out").exists()
+
+
+def test_layers_that_are_dense_are_told_by_their_tensors(tmp_path: Path) -> None:
+    kind = "qwen3moe-dense-first"
+    convert(write(tmp_path / "m.gguf", kind, made(kind)), tmp_path / "out", False)
+    spec = read_spec(tmp_path / "out")
+    assert [spec.is_sparse(layer) for layer in range(spec.layers)] == [False, True]
