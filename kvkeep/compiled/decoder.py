@@ -31,9 +31,9 @@ from kvkeep.errors import KernelMismatch
 from kvkeep.models.executor import AnyStep
 from kvkeep.models.formats import GROUP
 from kvkeep.models.llama import Llama
-from kvkeep.models.packing import Matrix
+from kvkeep.models.packing import Matrix, as_tensor
 from kvkeep.models.spec import ModelSpec
-from kvkeep.models.weights import EMBEDDING, HEAD, read_by_a_token, tensor_shapes
+from kvkeep.models.weights import EMBEDDING, HEAD, is_router, read_by_a_token, tensor_shapes
 
 _LAYER = {
     "query": "self_attn.q_proj",
@@ -82,8 +82,8 @@ class CompiledExecutor:
     tensors: the model's, bfloat16. packed: matrices to read instead, by name, for tokens that were
     sampled; may be empty. A prompt's read tensors, where there are any, so that its cells are the
     same to rounding however it is cut into steps; matrices that are packed alone are read as if
-    each weight had been rounded to bfloat16. The head is of what is chosen next, and is read as it
-    is packed for all.
+    each weight had been rounded to bfloat16, routers as they are. The head is of what is chosen
+    next, and is read as it is packed for all.
 
     Raises KernelMismatch for weights that are not those of `spec`: what the kernels read without
     looking is looked at here, once.
@@ -116,7 +116,7 @@ class CompiledExecutor:
         self._products = {
             name: self._product(name) for name in self._shapes if name not in self._tensors
         }
-        self._network = Llama(spec, self._tensors, self._products)
+        self._network = Llama(spec, self._tensors | self._routers(), self._products)
         self.seconds: ctypes.Array[ctypes.c_double] | None = None  # by PHASES, where counted
 
     def _described(self, sampled: bool) -> CModel:
@@ -187,7 +187,13 @@ class CompiledExecutor:
     def _matrix(self, name: str, sampled: bool) -> CMatrix:
         shape = self._shapes[EMBEDDING if name == HEAD and self.spec.tied_head else name]
         bias = self._pointer(name.removesuffix("weight") + "bias")
-        return described(name, self._found(name, sampled), shape, bias, rounded=not sampled)
+        rounded = not sampled and not is_router(name)
+        return described(name, self._found(name, sampled), shape, bias, rounded)
+
+    def _routers(self) -> dict[str, Tensor]:
+        """Those that are no tensors, float32: a prompt is routed by what the file has, too."""
+        names = (name for name in self._products if is_router(name))
+        return {name: as_tensor(self._found(name, False), torch.float32) for name in names}
 
     def _product(self, name: str) -> PackedLinear:
         bias = self._tensors.get(name.removesuffix("weight") + "bias")

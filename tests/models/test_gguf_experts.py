@@ -274,3 +274,32 @@ def test_layers_that_are_dense_are_told_by_their_tensors(tmp_path: Path) -> None
     convert(write(tmp_path / "m.gguf", kind, made(kind)), tmp_path / "out", False)
     spec = read_spec(tmp_path / "out")
     assert [spec.is_sparse(layer) for layer in range(spec.layers)] == [False, True]
+
+
+@pytest.mark.skipif(library() is None, reason="no compiled kernels on this machine")
+@pytest.mark.parametrize("written", [False, True])
+def test_a_router_decides_by_all_the_bits_that_its_file_has(
+    written: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To bfloat16 experts 0 and 1 score alike; 0, of the lower index, would give no number."""
+    monkeypatch.setenv("KVKEEP_HOME", str(tmp_path / "home"))
+    model = made("mixtral")
+    model.config.num_experts_per_tok = 1
+    signs = model.model.layers[0].mlp.gate.weight[0].detach().sign()
+    with torch.no_grad():
+        model.model.embed_tokens.weight.copy_(signs * (0.5 + torch.rand(259, 1)))
+        for layer in model.model.layers:
+            layer.post_attention_layernorm.weight.fill_(1)
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.gate.weight.copy_(-signs.expand(5, -1))
+            layer.mlp.gate.weight[0] = signs
+            layer.mlp.gate.weight[1] = signs * (1 + 2.0**-12)
+            layer.mlp.experts.down_proj.zero_()
+            layer.mlp.experts.down_proj[0] = torch.nan
+    loaded = load_model(str(write(tmp_path / "m.gguf", "mixtral", model)))
+    assert loaded.decoder.executor.name == "compiled"
+    session = loaded.session(policy="full")
+    session.feed(TOKENS[:40])
+    for token in TOKENS[40:]:
+        session.score([token], written=written)
+    assert session.logits.isfinite().all()
