@@ -17,10 +17,11 @@ from kvkeep.models.checkpoint import decoder_shapes, decoder_tensors, is_text
 from kvkeep.models.config import read_spec
 from kvkeep.models.llama import cell_layout
 from kvkeep.models.packed import WEIGHTS, find_own, find_rounded, own_file
-from kvkeep.models.packing import Matrix, PackedMatrix, as_tensor
+from kvkeep.models.packing import Matrix, PackedMatrix
 from kvkeep.models.source import DEFAULT_MODEL, resolve
 from kvkeep.models.spec import ModelSpec
 from kvkeep.models.text import TextCodec
+from kvkeep.models.unpacked import find_unpacked
 from kvkeep.models.weights import check_tensors, check_tied, read_shapes, read_tensors
 from kvkeep.policies import Policy, Settings, checked_bits, longest, make_policy
 from kvkeep.session.calibration import Calibration
@@ -193,11 +194,16 @@ def load_model(
     if weights is not None:
         weights = arguments.one_of("weights", weights, WEIGHTS)
     text = TextCodec.open(folder)
-    tensors, packed = _weights(folder, spec, DTYPES[dtype], where, progress)
+    own, packed = own_file(folder), dict[str, Matrix]()
+    if own is None:
+        tensors = _tensors(folder, spec, DTYPES[dtype], where, progress)
+    else:
+        found = find_own(own, spec)
+        tensors, packed = _as_they_are(found, DTYPES[dtype], where)
     kernels = can_decode(spec, cell_layout(spec, tensors))
-    if packed and (weights or not kernels):
-        tensors |= {name: as_tensor(of, DTYPES[dtype]).to(where) for name, of in packed.items()}
-        packed = {}
+    if own is not None and (weights or not kernels):
+        unpacked = find_unpacked(own, spec, found, DTYPES[dtype], progress)
+        tensors, packed = {name: tensor.to(where) for name, tensor in unpacked.items()}, {}
     if weights in ("int8", "int4"):
         if not kernels:
             raise InvalidArgument(
@@ -208,17 +214,21 @@ def load_model(
     return Model(model, folder, new_decoder(spec, tensors, packed), text)
 
 
-def _weights(
+def _tensors(
     folder: Path, spec: ModelSpec, dtype: torch.dtype, device: torch.device, progress: bool
+) -> dict[str, Tensor]:
+    """What a folder in Hugging Face layout holds."""
+    check_tensors(spec, decoder_shapes(spec, read_shapes(folder)), folder)
+    read = read_tensors(folder, dtype, device, progress, partial(is_text, spec))
+    tensors = decoder_tensors(spec, read)
+    check_tied(spec, tensors, folder)
+    return tensors
+
+
+def _as_they_are(
+    found: dict[str, Matrix], dtype: torch.dtype, device: torch.device
 ) -> tuple[dict[str, Tensor], dict[str, Matrix]]:
-    """What the model's files hold: tensors of that dtype, and matrices of other kinds."""
-    if (own := own_file(folder)) is None:
-        check_tensors(spec, decoder_shapes(spec, read_shapes(folder)), folder)
-        read = read_tensors(folder, dtype, device, progress, partial(is_text, spec))
-        tensors = decoder_tensors(spec, read)
-        check_tied(spec, tensors, folder)
-        return tensors, {}
-    found = find_own(own, spec)
+    """Of what a GGUF file was taken over as: tensors of that dtype, and matrices of other kinds."""
     packed = {
         name: matrix
         for name, matrix in found.items()

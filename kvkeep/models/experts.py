@@ -104,7 +104,7 @@ def mlp_of(
     def router(name: str, rows: int) -> Linear:
         weight = tensors.get(name)
         if weight is None:
-            weight = product(name).chosen(torch.arange(rows))
+            weight = product(name).chosen(torch.arange(rows, dtype=torch.int64, device="cpu"))
         return Linear(weight.float(), None)
 
     shared = None

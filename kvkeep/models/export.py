@@ -15,13 +15,12 @@ from kvkeep.files.tensors import Entry, tensor_bytes, write_tensors
 from kvkeep.models.checkpoint import stored_parts
 from kvkeep.models.config import read_spec
 from kvkeep.models.packed import find_own, own_file
-from kvkeep.models.packing import BLOCK, Matrix, PackedMatrix, as_tensor
+from kvkeep.models.packing import Matrix, PackedMatrix, as_tensor, some_rows
 from kvkeep.models.rows import half_layout
 from kvkeep.models.spec import ModelSpec
 from kvkeep.models.stored_experts import stack_shape
 
 _NAMES = {torch.bfloat16: "BF16", torch.float32: "F32"}
-_BLOCKS = 256  # unpacked at a time
 
 
 def export(
@@ -87,7 +86,7 @@ def _as_stored(spec: ModelSpec, name: str, matrix: Matrix, dtype: torch.dtype) -
     if half is not None:
         yield as_tensor(matrix, dtype)[half.argsort()]
         return
-    for rows in _rows(matrix):
+    for rows in some_rows(matrix):
         yield as_tensor(rows, dtype)
 
 
@@ -95,16 +94,3 @@ def _shape(matrix: Matrix) -> tuple[int, ...]:
     if isinstance(matrix, PackedMatrix):
         return matrix.rows, matrix.columns
     return tuple(matrix.shape)
-
-
-def _rows(matrix: Matrix) -> Iterator[Matrix]:
-    """A matrix, some rows at a time."""
-    if not isinstance(matrix, PackedMatrix):
-        yield matrix
-        return
-    for first in range(0, len(matrix.data), _BLOCKS):
-        left = matrix.rows - first * BLOCK
-        some = slice(first, first + _BLOCKS)
-        yield PackedMatrix(
-            matrix.format, min(left, _BLOCKS * BLOCK), matrix.data[some], matrix.scales[some]
-        )

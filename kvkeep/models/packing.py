@@ -8,6 +8,7 @@ what is above 4 bits: of one bit, word j of a row has in its bit p that of colum
 two bits, twice that, for the first 8 pairs and for the others.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -94,6 +95,22 @@ def as_tensor(matrix: Matrix, dtype: torch.dtype) -> Tensor:
     return values.to(dtype)
 
 
+_BLOCKS = 64  # unpacked at a time
+
+
+def some_rows(matrix: Matrix) -> Iterator[Matrix]:
+    """A matrix, some rows at a time where it is packed."""
+    if not isinstance(matrix, PackedMatrix):
+        yield matrix
+        return
+    for first in range(0, len(matrix.data), _BLOCKS):
+        left = matrix.rows - first * BLOCK
+        some = slice(first, first + _BLOCKS)
+        yield PackedMatrix(
+            matrix.format, min(left, _BLOCKS * BLOCK), matrix.data[some], matrix.scales[some]
+        )
+
+
 def packable(kind: Format, rows: int, columns: int) -> bool:
     """Whether a matrix of this shape can be packed."""
     return rows > 0 and columns > 0 and columns % kind.span == 0
@@ -178,8 +195,9 @@ def _unpacked_codes(data: Tensor, bits: int) -> Tensor:
         pairs = data.view(blocks, groups, 16, BLOCK, 2)
     else:
         words = data[..., :256].reshape(blocks, groups, 4, BLOCK, 2, 2)  # part, row, j, byte
-        four = torch.stack((words & 15, words >> 4), -1).permute(0, 1, 2, 5, 6, 3, 4)
-        pairs = four.reshape(blocks, groups, 16, BLOCK, 2)
+        words = words.permute(0, 1, 2, 5, 3, 4).contiguous()
+        four = torch.stack((words & 15, words >> 4), 4)
+        pairs = four.view(blocks, groups, 16, BLOCK, 2)
         held = 16 // (bits - 4) if bits > 4 else 16
         planes = data[..., 256:].contiguous().view(torch.int16).int()
         for first in range(0, 16 if bits > 4 else 0, held):
