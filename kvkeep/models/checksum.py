@@ -17,7 +17,7 @@ from kvkeep.models.packing import Matrix, PackedMatrix
 
 
 class Checksum:
-    """Of packed matrices, taken in the order in which they lie in a file."""
+    """Of tensors, packed or not, taken in the order in which they lie in a file."""
 
     def __init__(self) -> None:
         self._hash = blake3(max_threads=blake3.AUTO)
@@ -36,12 +36,14 @@ class Checksum:
 
 
 def checksum_of(matrices: Mapping[str, Matrix]) -> str:
-    """Of those that are packed, as `write_packed` lays them out."""
+    """Of all of them, packed or not, as `write_packed` lays them out."""
     checksum = Checksum()
     for name, matrix in matrices.items():
         if isinstance(matrix, PackedMatrix):
             checksum.take(f"{name}.codes", tensor_bytes(matrix.data))
             checksum.take(f"{name}.scales", tensor_bytes(matrix.scales))
+        else:
+            checksum.take(name, tensor_bytes(matrix))
     return checksum.hexdigest()
 
 

@@ -53,7 +53,7 @@ def own_path(folder: Path) -> Path:
 
 
 def find_own(path: Path, spec: ModelSpec) -> dict[str, Matrix]:
-    """All tensors of a converted model, mapped, and verified where they are packed.
+    """All tensors of a converted model, mapped and verified.
 
     Raises BadModelFile.
     """

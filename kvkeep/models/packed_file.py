@@ -63,9 +63,9 @@ def write_packed(
             for matrix in each[name]:
                 packed = isinstance(matrix, PackedMatrix)
                 piece = tensor_bytes(matrix.data if isinstance(matrix, PackedMatrix) else matrix)
-                if packed:
-                    checksum.take(f"{name}.codes", piece)
-                    scales.append(tensor_bytes(matrix.scales))  # type: ignore[union-attr]
+                checksum.take(f"{name}.codes" if packed else name, piece)
+                if isinstance(matrix, PackedMatrix):
+                    scales.append(tensor_bytes(matrix.scales))
                 yield piece
             for piece in scales:
                 checksum.take(f"{name}.scales", piece)

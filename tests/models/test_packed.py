@@ -172,7 +172,8 @@ def test_what_a_file_held_is_verified_each_time(tmp_path: Path) -> None:
 def test_what_a_file_held_and_is_damaged_is_refused(tmp_path: Path) -> None:
     path, _ = of_own(tmp_path)
     header = int.from_bytes(path.read_bytes()[:8], "little") + 8
-    for begin in (header, path.stat().st_size // 2):
+    last = path.stat().st_size - 64  # of the norms, which are not packed
+    for begin in (header, path.stat().st_size // 2, last):
         before = path.read_bytes()
         zero(path, begin, 64)
         with pytest.raises(BadModelFile, match=r"packed\.safetensors is damaged"):
@@ -206,6 +207,8 @@ def test_a_model_says_what_it_decodes_with() -> None:
     assert four == again != eight
     assert len(four) == 64
     assert packed_model(SPEC, None).packed_digest == ""
+    half = torch.ones(4, 4, dtype=torch.float16)  # as a GGUF file may have a matrix
+    assert checksum_of({"x": half}) != checksum_of({"x": half * (1 + 2**-10)})
 
 
 def test_rows_that_are_no_whole_groups_are_refused(home: Path, tmp_path: Path) -> None:
