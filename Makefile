@@ -11,7 +11,7 @@ install: $(READY)
 
 # torch first and pinned: a bare requirement may bring gigabytes of CUDA libraries.
 # A change of the kernels' sources builds them anew.
-$(READY): pyproject.toml constraints.txt $(wildcard kvkeep/compiled/src/*)
+$(READY): pyproject.toml setup.py constraints.txt $(wildcard kvkeep/compiled/src/*)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt torch==$$(sed -n 's/^torch==//p' constraints.txt)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
@@ -47,13 +47,17 @@ fuzz: install
 # The kernels once more, built to stop at a read or write outside of what they were handed and at
 # undefined behaviour, under the tests that run them. They lie apart, and no one else takes them.
 # One thread, but where a test asks for more: what is looked for does not depend on their number.
+# Of the instruction sets the one that is taken here, and AVX2: between them they have every line.
 SANITIZED := $(CURDIR)/build/sanitize
 SANITIZERS := -fsanitize=address,undefined
 
+BEST := from kvkeep.compiled.instruction_sets import choice; print(choice().name)
+
 sanitize: install
-	CFLAGS='$(SANITIZERS) -fno-sanitize-recover=all -fno-omit-frame-pointer -g' \
-	  LDFLAGS='$(SANITIZERS)' $(BIN)/python -W ignore -c 'from setuptools import setup; setup()' \
-	  --quiet build_ext --force --build-lib $(SANITIZED) --build-temp $(SANITIZED)/objects
+	KVKEEP_SETS="$$($(BIN)/python -c '$(BEST)' | sed '/^avx2$$/d;s/^torch$$//') avx2" \
+	  CFLAGS='$(SANITIZERS) -fno-sanitize-recover=all -fno-omit-frame-pointer -g' \
+	  LDFLAGS='$(SANITIZERS)' $(BIN)/python -W ignore setup.py --quiet build_ext \
+	  --force --build-lib $(SANITIZED) --build-temp $(SANITIZED)/objects
 	KVKEEP_KERNELS=$(SANITIZED)/kvkeep/compiled OMP_NUM_THREADS=1 \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 	  LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" \

@@ -24,7 +24,8 @@ from tqdm import tqdm
 class Shape:
     """As of the model that is named; `inner` of the MLP, or of each expert.
 
-    experts, used: of a mixture, and how many a token goes through; 0 for none.
+    experts, used: of a mixture, and how many a token goes through; 0 for none. window: of local
+    layers; 0 for none.
     """
 
     hidden: int
@@ -38,6 +39,7 @@ class Shape:
     architecture: str = "llama"
     experts: int = 0
     used: int = 0
+    window: int = 0
 
 
 SHAPES = {
@@ -45,6 +47,8 @@ SHAPES = {
     "llama-8b": Shape(4096, 14336, 32, 32, 8, 128, 128_256, False),  # Llama 3.1 8B
     # Qwen3 30B A3B with half of its layers and experts, and those a third as wide.
     "qwen3-moe-3b": Shape(2048, 256, 24, 32, 4, 128, 32_000, False, "qwen3moe", 64, 8),
+    # Gemma 3 1B with an eighth of its vocabulary: of 26 layers 22 are local.
+    "gemma3-1b": Shape(1152, 6912, 26, 4, 1, 256, 32_768, True, "gemma3", window=512),
     "tiny": Shape(256, 512, 4, 4, 2, 64, 600, True),
 }
 KINDS = ("Q4_K_M", "Q4_K_S", "Q5_K_M", "Q6_K", "Q8_0", "Q4_0", "Q4_1", "F16", "BF16")
@@ -74,6 +78,8 @@ def write(path: Path, shape: Shape, kind: str) -> None:
         writer.add_expert_count(shape.experts)
         writer.add_expert_used_count(shape.used)
         writer.add_expert_feed_forward_length(shape.inner)
+    if shape.window:
+        writer.add_sliding_window(shape.window)
     writer.add_head_count(shape.heads)
     writer.add_head_count_kv(shape.kv_heads)
     writer.add_key_length(shape.head_dim)
@@ -124,7 +130,9 @@ def _matrices(shape: Shape) -> dict[str, tuple[int, ...]]:
 def _norms(shape: Shape) -> dict[str, int]:
     """The width of each."""
     widths = {"attn_norm": shape.hidden, "ffn_norm": shape.hidden}
-    if shape.architecture == "qwen3moe":
+    if shape.architecture == "gemma3":
+        widths |= {"post_attention_norm": shape.hidden, "post_ffw_norm": shape.hidden}
+    if shape.architecture in ("qwen3moe", "gemma3"):
         widths |= {"attn_q_norm": shape.head_dim, "attn_k_norm": shape.head_dim}
     each = {f"blk.{i}.{name}.weight": n for i in range(shape.layers) for name, n in widths.items()}
     return {**each, "output_norm.weight": shape.hidden}
@@ -153,6 +161,8 @@ def _blocks(random: np.random.Generator, form: str, rows: int, columns: int) -> 
         drawn = random.standard_normal((rows, columns), dtype=np.float32) * np.float32(size)
         return np.asarray(gguf.quantize(drawn, GGMLQuantizationType[form]))
     span, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType[form]]
+    if columns % span:
+        raise click.UsageError(f"rows of {columns} are no whole blocks of {form}; take Q8_0")
     blocks = random.integers(0, 256, (rows, columns // span, nbytes), dtype=np.uint8)
     largest = {"Q8_0": 127, "Q6_K": 32 * 127}.get(form, 8 if span == 32 else 8 * 32)
     for at in _HALVES.get(form, (0,)):

@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from kvkeep.compiled.decoder import CompiledExecutor, can_decode
+from kvkeep.models.cells import cell_layout
 from kvkeep.models.graph import GraphExecutor
-from kvkeep.models.llama import Decoder, Llama, cell_layout
+from kvkeep.models.llama import Decoder, Llama
 from kvkeep.models.packing import Matrix
 from kvkeep.models.spec import ModelSpec
 

@@ -13,9 +13,9 @@ from kvkeep.compiled.decoder import can_decode
 from kvkeep.errors import InvalidArgument
 from kvkeep.executors import new_decoder
 from kvkeep.loaded import LoadedModel
+from kvkeep.models.cells import cell_layout
 from kvkeep.models.checkpoint import decoder_shapes, decoder_tensors, is_text
 from kvkeep.models.config import read_spec
-from kvkeep.models.llama import cell_layout
 from kvkeep.models.packed import WEIGHTS, find_own, find_rounded, own_file
 from kvkeep.models.packing import Matrix, PackedMatrix
 from kvkeep.models.source import DEFAULT_MODEL, resolve

@@ -9,17 +9,19 @@ from pathlib import Path
 import torch
 
 from kvkeep import arguments
-from kvkeep.cache import Bits, Layout
-from kvkeep.compiled.decoder import obstacle
+from kvkeep.cache import Bits
+from kvkeep.compiled.decoder import obstacle, prompts_in
+from kvkeep.compiled.instruction_sets import choice
 from kvkeep.errors import InvalidArgument, ModelNotFound
 from kvkeep.model import DTYPES
+from kvkeep.models.cells import UNDO, layout_of
 from kvkeep.models.checkpoint import decoder_shapes
 from kvkeep.models.config import read_spec
 from kvkeep.models.packed import WEIGHTS, own_file, rounded_formats
 from kvkeep.models.packed_file import read_packed
 from kvkeep.models.packing import PackedMatrix, name_of, packed_shapes
 from kvkeep.models.source import here
-from kvkeep.models.spec import ModelSpec
+from kvkeep.models.spec import LayerGroup, ModelSpec
 from kvkeep.models.weights import (
     EMBEDDING,
     HEAD,
@@ -34,15 +36,36 @@ KINDS = (None, "8", "8/4", "4")  # of cells
 
 
 @dataclass(frozen=True)
+class GroupFacts:
+    """Layers that attend alike.
+
+    layers: how many. unrotated: of them, without RoPE. shared: of them, that look at another's
+    cells and keep none. window: tokens that each sees; None for all. cell_bytes: of one token in
+    all of them, as it is evaluated.
+    """
+
+    layers: int
+    unrotated: int
+    shared: int
+    kv_heads: int
+    head_dim: int
+    window: int | None
+    cell_bytes: int
+
+
+@dataclass(frozen=True)
 class ModelFacts:
     """layers ... trained: as in `ModelSpec`. dtype: of weights and cells.
+
+    groups: of the layers, those that see everything first; head_dim and kv_heads are theirs.
 
     sparse_layers: how many have experts, of which a token goes through experts_per_token.
     parameters_per_token: those that it is computed with. formats: how many matrices a written token
     reads in each format. bytes_per_token: all of them.
     decode, prefill, attention: who computes a written token; the products, and the attention, of a
-    prompt. weight_bytes_held: mapped, packed ones included. thousand_cells: bytes, by the number of
-    bits. full_cells: bytes of as many cells as the model was trained for.
+    prompt. weight_bytes_held: mapped, packed ones included. thousand_cells: bytes of so many in the
+    layers that see everything, by the number of bits. full_cells: bytes of as many tokens as the
+    model was trained for, of which local layers keep their window and a little more.
     """
 
     name: str
@@ -54,6 +77,7 @@ class ModelFacts:
     head_dim: int
     hidden_size: int
     vocabulary: int
+    groups: tuple[GroupFacts, ...]
     trained: int
     rope: str
     dtype: str
@@ -91,7 +115,8 @@ def model_facts(name: str, dtype: str = "bfloat16", weights: str | None = None) 
     if own is None:
         check_tensors(spec, decoder_shapes(spec, read_shapes(folder)), folder)
     cpu = torch.device("cpu")
-    layout = Layout(spec.layers, spec.kv_heads, spec.head_dim, DTYPES[dtype], cpu)
+    layout = layout_of(spec, spec.groups[0], DTYPES[dtype], cpu)
+    groups = tuple(_group(spec, group, DTYPES[dtype]) for group in spec.groups)
     against, size = obstacle(spec, layout), layout.dtype.itemsize
     parameters = sum(prod(shape) for shape in tensor_shapes(spec).values())
     sparse_layers = sum(map(spec.is_sparse, range(spec.layers)))
@@ -122,6 +147,7 @@ def model_facts(name: str, dtype: str = "bfloat16", weights: str | None = None) 
         head_dim=spec.head_dim,
         hidden_size=spec.hidden_size,
         vocabulary=spec.vocab_size,
+        groups=groups,
         trained=spec.max_positions,
         rope=spec.rope.kind,
         dtype=dtype,
@@ -134,12 +160,35 @@ def model_facts(name: str, dtype: str = "bfloat16", weights: str | None = None) 
         weight_bytes_held=read.held,
         formats=dict(sorted(Counter(read.formats.values()).items())),
         bytes_per_token=read.by_a_token,
-        decode=f"torch: the compiled kernels {against}" if against else "compiled kernels",
-        prefill=f"torch in {dtype}",
+        decode=f"torch: the compiled kernels {against}" if against else _kernels(),
+        prefill=f"torch in {dtype if against else str(prompts_in()).removeprefix('torch.')}",
         attention="torch" if against else "compiled kernels",
         thousand_cells=cells,
-        full_cells=spec.max_positions * layout.cell_bytes,
+        full_cells=sum(
+            each.cell_bytes * min(spec.max_positions, (each.window or spec.max_positions) + UNDO)
+            for each in groups
+        ),
     )
+
+
+def _group(spec: ModelSpec, group: LayerGroup, dtype: torch.dtype) -> GroupFacts:
+    layout = layout_of(spec, group, dtype, torch.device("cpu"))
+    return GroupFacts(
+        layers=len(group.layers),
+        unrotated=len(set(group.layers) & set(spec.unrotated_layers)),
+        shared=len(group.layers) - layout.layers,
+        kv_heads=group.kv_heads,
+        head_dim=group.head_dim,
+        window=group.window,
+        cell_bytes=layout.cell_bytes,
+    )
+
+
+def _kernels() -> str:
+    """Those that are used, and why not faster ones."""
+    chosen = choice()
+    against = [f"those of {name} {why}" for name, why in chosen.against.items()]
+    return "; ".join([f"compiled kernels of {chosen.name}", *against])
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,18 @@
 """An edited, bounded memory written naively: raw keys in a list, all rotated anew at each token.
 
 It shares no code with `kvkeep.cache`. The cells held form a list; a cell's position is its index
-among the cells that a query sees, and the query stands right behind the last of them.
+among the cells that a query sees, and the query stands right behind the last of them. Local layers
+have a list of their own, of the newest cells that fit in their window.
 """
 
 import copy
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from kvkeep.models import cells
 from kvkeep.models.llama import Decoder, Llama
 
 
@@ -47,8 +50,10 @@ class DenseMemory:
         )
         self.tokens: list[Token] = []
         self.hidden: Tensor | None = None
-        self.frequencies = torch.tensor(self.spec.rope.inverse_frequencies, dtype=torch.float64)
         self._seen: list[Token] = []
+        self.near: list[Token] = []  # what local layers hold
+        self.near_size = min(self.spec.window, max_kv_size)
+        self.near_spare = min(cells.UNDO, max_kv_size - self.near_size) if self.near_size else 0
 
     # What is in it
 
@@ -76,7 +81,9 @@ class DenseMemory:
 
     def copy(self) -> "DenseMemory":
         copied = copy.copy(self)
-        copied.tokens = [replace(t, keys=t.keys[:], values=t.values[:]) for t in self.tokens]
+        copies = {id(t): replace(t, keys=t.keys[:], values=t.values[:]) for t in self.tokens}
+        copied.tokens = [copies[id(t)] for t in self.tokens]
+        copied.near = [copies.get(id(t), t) for t in self.near]
         return copied
 
     # What is done to it
@@ -89,6 +96,7 @@ class DenseMemory:
             self.tokens.append(token)
             if self.bounded:
                 self._forget_when_full()
+            self._show_local_layers(token)
             self.hidden = self._evaluate(token, self.held)
 
     def rewind(self, count: int) -> None:
@@ -97,6 +105,7 @@ class DenseMemory:
             raise Refused
         if count:
             del self.tokens[total - count :]
+            del self.near[-count:]
             self.evaluate_last()
 
     def set_keep(self, keep: int) -> None:
@@ -187,21 +196,53 @@ class DenseMemory:
             raise Refused
         for token in sooner[:excess]:
             token.held = False
+        following, near = len(self.tokens) - end, self.near
         self.tokens[start:end] = []
+        if new:
+            self.near = self._read_again(self.tokens[:start], 2 * self.near_size)
         for offset, token in enumerate(new):
             self.tokens.insert(start + offset, token)
+            self._show_local_layers(token)
             self._evaluate(token, [t for t in self.tokens[: start + offset + 1] if t.held])
         self.keep = keep
         for token in self.free(self.held)[: excess - len(sooner[:excess])]:
             token.held = False
-        self.evaluate_last()
+        self.near = near[max(0, len(near) - following) :]
+        self.evaluate_last(2 * self.near_size)
 
-    def evaluate_last(self) -> None:
+    def evaluate_last(self, most: int | None = None) -> None:
         self.hidden = None
         if self.tokens:
             last = self.tokens[-1]
             last.keys, last.values = [], []
+            del self.near[-1:]
+            before = self.tokens[:-1]
+            if len(self.near) < min(self.near_size - 1, len(before)):
+                self.near = self._read_again(before, len(before) if most is None else most)
+            self._show_local_layers(last)
             self.hidden = self._evaluate(last, self.held)
+
+    def _show_local_layers(self, token: Token) -> None:
+        held = self.near_size + self.near_spare
+        self.near = [*self.near, token][-held:] if held else []
+
+    def _read_again(self, tokens: list[Token], most: int) -> list[Token]:
+        """What local layers hold when the last of these tokens that are held without a gap, so many
+        at most, are evaluated once more, by layers that know nothing of what was before.
+        """
+        if not self.near_size:
+            return []
+        kept, count = self.near, 0
+        while count < min(most, len(tokens)) and tokens[-1 - count].held:
+            count += 1
+        before = [t for t in tokens[: len(tokens) - count] if t.held]
+        self.near, again = [], list[Token]()
+        for token in tokens[len(tokens) - count :]:
+            again.append(Token(token.id))
+            self._show_local_layers(again[-1])
+            self._evaluate(again[-1], [*before, *again])
+        self.near, found = kept, self.near
+        return found
 
     def _forget_when_full(self) -> None:
         held = self.held
@@ -242,21 +283,30 @@ class DenseMemory:
         return self.network.forward(torch.tensor([token.id]), self)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        self._seen[-1].keys.append(k[0])
-        self._seen[-1].values.append(v[0])
-        n, groups = len(self._seen), self.spec.heads // self.spec.kv_heads
-        keys = self.rotated(torch.stack([t.keys[layer] for t in self._seen]), range(n))
-        values = torch.stack([t.values[layer] for t in self._seen]).repeat_interleave(groups, 1)
-        query = self.rotated(q, [n - 1])[0]
+        group = self.spec.group_of(layer)
+        seen = self._seen if group.window is None else self.near[-self.near_size :]
+        seen[-1].keys.append(k[0])
+        seen[-1].values.append(v[0])
+        n, groups = len(seen), self.spec.heads // group.kv_heads
+        frequencies = group.rope.inverse_frequencies
+        if layer in self.spec.unrotated_layers:
+            frequencies = (0.0,) * len(frequencies)
+        turn = partial(self.rotated, frequencies)
+        keys = turn(torch.stack([t.keys[layer] for t in seen]), range(n))
+        values = torch.stack([t.values[layer] for t in seen]).repeat_interleave(groups, 1)
+        query = turn(q, [n - 1])[0]
         scores = torch.einsum("hd,nhd->hn", query, keys.repeat_interleave(groups, 1))
-        scores = scores * self.spec.softmax_scale
+        scores = scores * group.softmax_scale
         weights = scores.float().softmax(-1).to(v.dtype)
         return torch.einsum("hn,nhd->hd", weights, values).reshape(1, -1)
 
-    def rotated(self, x: Tensor, positions: range | list[int]) -> Tensor:
+    def rotated(
+        self, frequencies: tuple[float, ...], x: Tensor, positions: range | list[int]
+    ) -> Tensor:
         """x: `[n, heads, head_dim]`, turned as complex numbers in float64."""
         half = x.shape[-1] // 2
         turned = torch.complex(x[..., :half].double(), x[..., half:].double())
-        angles = torch.tensor(positions, dtype=torch.float64)[:, None] * self.frequencies
+        where = torch.tensor(positions, dtype=torch.float64)[:, None]
+        angles = where * torch.tensor(frequencies, dtype=torch.float64)
         turned = turned * torch.polar(torch.ones_like(angles), angles)[:, None]
         return torch.cat((turned.real, turned.imag), -1).to(x.dtype)

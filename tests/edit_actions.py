@@ -6,12 +6,13 @@ from pathlib import Path
 import torch
 from dense_reference import DenseMemory, Refused
 from hypothesis import strategies as st
-from small import small_model
+from small import local_spec, small_model, unrotated_spec
 
 from kvkeep import Snapshot
 from kvkeep.errors import KvkeepError
 from kvkeep.model import Model
 from kvkeep.models.llama import Decoder
+from kvkeep.models.spec import ModelSpec
 from kvkeep.session.session import Session
 
 Action = tuple[str, tuple]
@@ -38,15 +39,17 @@ ACTION = st.one_of(
 ACTIONS = st.tuples(FEED, st.lists(ACTION, min_size=1, max_size=12)).map(lambda x: [x[0], *x[1]])
 
 
-def loud_model() -> Model:
-    """The small model with logits of about 40, as the real one has."""
-    model = small_model()
+def loud_model(spec: ModelSpec | None = None) -> Model:
+    """A small model with logits of about 40, as the real one has."""
+    model = small_model(spec=spec)
     tensors = dict(model.decoder.tensors)
     tensors["model.norm.weight"] = tensors["model.norm.weight"] * 4
     return Model("loud", Path("loud"), Decoder(model.spec, tensors), model.text)
 
 
 MODEL = loud_model()
+LOCAL_MODEL = loud_model(local_spec())  # of which most layers see no more than eight tokens
+NOPE_MODEL = loud_model(unrotated_spec())
 
 
 @dataclass(frozen=True)
@@ -56,10 +59,11 @@ class Setting:
     keep: int
     discard: int
     prefill_step: int
+    model: Model = MODEL
 
     def pair(self) -> "Pair":
         bounded = self.policy != "full"
-        session = MODEL.session(
+        session = self.model.session(
             self.max_kv_size,
             self.keep if bounded else None,
             self.policy,
@@ -68,17 +72,17 @@ class Setting:
         )
         keep = self.keep if bounded else self.max_kv_size
         discard = self.discard if self.policy == "shift" else 1
-        dense = DenseMemory(MODEL.decoder, self.max_kv_size, keep, discard, bounded)
-        return Pair(session, dense)
+        dense = DenseMemory(self.model.decoder, self.max_kv_size, keep, discard, bounded)
+        return Pair(session, dense, self.model)
 
 
 @st.composite
-def settings_of(draw: st.DrawFn, policies: tuple[str, ...]) -> Setting:
+def settings_of(draw: st.DrawFn, policies: tuple[str, ...], model: Model = MODEL) -> Setting:
     policy = draw(st.sampled_from(policies))
     max_kv_size = draw(st.integers(64, 96) if policy == "full" else st.integers(2, 24))
     keep = draw(st.integers(0, max_kv_size - 1))
     discard = draw(st.integers(0, max_kv_size - keep))
-    return Setting(policy, max_kv_size, keep, discard, draw(st.sampled_from([1, 3, 64])))
+    return Setting(policy, max_kv_size, keep, discard, draw(st.sampled_from([1, 3, 64])), model)
 
 
 @dataclass
@@ -87,6 +91,7 @@ class Pair:
 
     session: Session
     dense: DenseMemory
+    model: Model = MODEL
     others: list[tuple[Session, torch.Tensor, list[int]]] = field(default_factory=list)
 
     def act(self, action: Action, folder: Path) -> bool:
@@ -213,6 +218,7 @@ class Pair:
     def _snapshot(self, folder):
         path = folder / "session.kvkeep"
         self.session.snapshot().save(path)
-        left, self.session = self.session, MODEL.restore(Snapshot.load(path))
+        left = self.session
+        self.session = self.model.restore(Snapshot.load(path))
         if left.logits is not None:
             assert torch.equal(self.session.logits, left.logits)

@@ -20,6 +20,10 @@ def attending(decoder: Decoder, attend: Attend) -> Iterator[None]:
         def __init__(self, step: AnyStep):
             self.step = step
 
+        @property
+        def by_layer(self) -> "Heard":
+            return self
+
         def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return attend(self.step, layer, q, k, v)
 

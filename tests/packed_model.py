@@ -28,11 +28,16 @@ ARCHITECTURES = {
     "glm4": "Glm4ForCausalLM",
     "phi4": "Phi3ForCausalLM",
     "cohere": "CohereForCausalLM",
+    "cohere2": "Cohere2ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "qwen2-moe": "Qwen2MoeForCausalLM",
     "qwen3-moe": "Qwen3MoeForCausalLM",
     "olmoe": "OlmoeForCausalLM",
     "granite-moe": "GraniteMoeForCausalLM",
+    "gpt-oss": "GptOssForCausalLM",
 }
 MULTIPLIERS = {
     "embedding_multiplier": 3.7,
@@ -41,7 +46,21 @@ MULTIPLIERS = {
     "attention_multiplier": 0.15,
 }
 SEVEN = {"experts": 7, "experts_per_token": 3, "expert_size": 96}
+LOCAL = {"local_layers": (0, 2), "window": 20}
+NEAR = RopeSpec("default", tuple(100.0 ** (-i / 128) for i in range(128)))
+GEMMA = {
+    **LOCAL,
+    "norms_after": True,
+    "unit_norms": True,
+    "activation": "gelu_tanh",
+    "embedding_multiplier": 192**0.5,
+    "embedding_multiplier_rounded": True,
+}
 BEYOND: dict[str, dict[str, Any]] = {
+    "gemma2": {**GEMMA, "attention_softcap": 5.0, "logits_softcap": 6.0},
+    "gemma3": {**GEMMA, "local_rope": NEAR, "attention_multiplier": 0.1},
+    "cohere2": {**LOCAL, "unrotated_layers": (1,), "centred_norms": True, "parallel": True},
+    "smollm3": {"unrotated_layers": (1,)},
     "granite": MULTIPLIERS,
     "olmo2": {"norms_before": False, "norms_after": True, "qk_norm_whole": True},
     "glm4": {"norms_after": True},
@@ -50,6 +69,7 @@ BEYOND: dict[str, dict[str, Any]] = {
     "qwen2-moe": {**SEVEN, "shared_expert_size": 160},
     "qwen3-moe": {**SEVEN, "norm_topk": True, "dense_layers": (1,)},
     "olmoe": {**SEVEN, "experts": 18, "qk_norm_whole": True},
+    "gpt-oss": {**LOCAL, **SEVEN, "norm_topk": True, "clamped_experts": True, "sinks": True},
     "granite-moe": {**MULTIPLIERS, **SEVEN, "norm_topk": True},
 }
 ROTATED = {"glm4": (0.5, 1.0), "phi4": (0.75, 1.19)}  # of each head; what yarn or longrope scales
@@ -74,10 +94,10 @@ def spec_of(head_dim: int = 64, family: str = "llama") -> ModelSpec:
         max_positions=4096,
         rope=RopeSpec("default", frequencies + unrotated, scaling),
         tied_head=family != "qwen3",
-        qkv_bias=family in ("qwen2", "qwen2-moe", "glm4"),
-        output_bias=False,
+        qkv_bias=family in ("qwen2", "qwen2-moe", "glm4", "gpt-oss"),
+        output_bias=family == "gpt-oss",
         mlp_bias=False,
-        qk_norm=family in ("qwen3", "qwen3-moe", "olmo2", "olmoe"),
+        qk_norm=family in ("qwen3", "qwen3-moe", "olmo2", "olmoe", "gemma3"),
         bos_token_id=None,
         eos_token_ids=(0,),
         **BEYOND.get(family, {}),
@@ -116,12 +136,16 @@ def routed_by_tokens(tensors: Mapping[str, torch.Tensor], size: float) -> None:
     apart. tensors: ours, or of a model of transformers. size: of random weights.
     """
     random = torch.Generator().manual_seed(7)
+    hidden = next(x for name, x in tensors.items() if name.endswith("embed_tokens.weight")).shape[1]
     for name, tensor in tensors.items():
         if name.endswith("embed_tokens.weight"):
             kind = torch.arange(len(tensor)) % 32
             tensor[:, -32:] = 20 * size * F.one_hot(kind, 32).to(tensor.dtype)
+        elif name.endswith(("mlp.gate.bias", "router.bias")):
+            tensor.zero_()
         elif "o_proj" in name or "down_proj" in name:
-            tensor[..., -32:, :] = 0
+            given = tensor if tensor.shape[-1] == hidden and tensor.dim() != 2 else tensor.mT
+            given[..., -32:] = 0
         elif name.endswith("post_attention_layernorm.weight"):
             tensor[-32:] = 1
         elif name.endswith(("mlp.gate.weight", "router.weight")):

@@ -9,37 +9,51 @@ from kvkeep.models.llama import Decoder, Llama
 class NaiveStreamingCache:
     """Keeps raw keys of the first `keep` tokens and the newest; a cell's position is its place.
 
-    It is handed one token at a time and shares no code with `kvkeep.cache`. Rotation is done with
-    complex numbers, attention with an explicit softmax.
+    A local layer keeps the newest alone, as many as its window is long. It is handed one token at a
+    time and shares no code with `kvkeep.cache`. Rotation is done with complex numbers, attention
+    with an explicit softmax.
     """
 
     def __init__(self, decoder: Decoder, max_kv_size: int, keep: int):
-        self.spec = decoder.spec
+        self.spec, self.tensors = decoder.spec, decoder.tensors
         self.max_kv_size, self.keep = max_kv_size, keep
         self.keys: list[list[Tensor]] = [[] for _ in range(self.spec.layers)]
         self.values: list[list[Tensor]] = [[] for _ in range(self.spec.layers)]
-        self.frequencies = torch.tensor(self.spec.rope.inverse_frequencies, dtype=torch.float64)
 
-    def rotated(self, x: Tensor, positions: Tensor) -> Tensor:
+    def rotated(self, layer: int, x: Tensor, positions: Tensor) -> Tensor:
         """x: `[n, heads, head_dim]`."""
+        if layer in self.spec.unrotated_layers:
+            return x
+        frequencies = self.spec.group_of(layer).rope.inverse_frequencies
         half = x.shape[-1] // 2
         turned = torch.complex(x[..., :half].double(), x[..., half:].double())
-        angles = positions.double()[:, None] * self.frequencies
+        angles = positions.double()[:, None] * torch.tensor(frequencies, dtype=torch.float64)
         turned = turned * torch.polar(torch.ones_like(angles), angles)[:, None]
         return torch.cat((turned.real, turned.imag), -1).to(x.dtype)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        keys, values = self.keys[layer], self.values[layer]
-        keys.append(k[0])
-        values.append(v[0])
-        if len(keys) > self.max_kv_size:
-            del keys[self.keep], values[self.keep]
-        n, groups = len(keys), self.spec.heads // self.spec.kv_heads
-        all_keys = self.rotated(torch.stack(keys), torch.arange(n))
-        query = self.rotated(q, torch.tensor([n - 1]))[0]
-        scores = torch.einsum("hd,nhd->hn", query, all_keys.repeat_interleave(groups, 1))
-        scores = scores * self.spec.softmax_scale
-        weights = scores.float().softmax(-1).to(v.dtype)
+    def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
+        spec, group = self.spec, self.spec.group_of(layer)
+        source = spec.source_of(layer)
+        keys, values = self.keys[source], self.values[source]
+        if k is not None and v is not None:
+            keys.append(k[0])
+            values.append(v[0])
+        size, keep = self.max_kv_size, self.keep
+        if group.window is not None:
+            size, keep = min(group.window, size), 0
+        if len(keys) > size:
+            del keys[keep], values[keep]
+        n, groups = len(keys), spec.heads // group.kv_heads
+        all_keys = self.rotated(layer, torch.stack(keys), torch.arange(n))
+        query = self.rotated(layer, q, torch.tensor([n - 1]))[0]
+        scores = torch.einsum("hd,nhd->hn", query, all_keys.repeat_interleave(groups, 1)).float()
+        scores = scores * group.softmax_scale
+        if spec.attention_softcap:
+            scores = spec.attention_softcap * (scores / spec.attention_softcap).tanh()
+        if spec.sinks:
+            sinks = self.tensors[f"model.layers.{layer}.self_attn.sinks"].float()
+            scores = torch.cat((scores, sinks[:, None]), 1)
+        weights = scores.softmax(-1)[:, :n].to(q.dtype)
         values_all = torch.stack(values).repeat_interleave(groups, 1)
         return torch.einsum("hn,nhd->hd", weights, values_all).reshape(1, -1)
 

@@ -1,6 +1,7 @@
 """Small random models for tests, in fp32, with a byte-level tokenizer."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -42,9 +43,27 @@ def small_spec(max_positions: int = 4096) -> ModelSpec:
     )
 
 
-def small_model(seed: int = 0, max_positions: int = 4096, sharpness: float = 0.3) -> Model:
+def local_spec(window: int = 8) -> ModelSpec:
+    """Five layers, all but the second of them local, and these rotate otherwise."""
+    near = RopeSpec("default", tuple(100.0 ** (-2 * i / HEAD_DIM) for i in range(HEAD_DIM // 2)))
+    return replace(
+        small_spec(), layers=5, local_layers=(0, 2, 3, 4), window=window, local_rope=near
+    )
+
+
+def unrotated_spec() -> ModelSpec:
+    """Four layers, of which two have no RoPE, but see everything as the others do."""
+    return replace(small_spec(), layers=4, unrotated_layers=(1, 3))
+
+
+def small_model(
+    seed: int = 0,
+    max_positions: int = 4096,
+    sharpness: float = 0.3,
+    spec: ModelSpec | None = None,
+) -> Model:
     """sharpness: standard deviation of the weights; larger ones attend more unevenly."""
-    spec = small_spec(max_positions)
+    spec = spec or small_spec(max_positions)
     random = torch.Generator().manual_seed(seed)
     tensors = {
         name: torch.ones(shape)

@@ -1,13 +1,24 @@
 """Whatever is done to a session, in whatever order: its logits are those of the naive memory."""
 
 import random
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 
 import pytest
 import torch
 from dense_reference import DenseMemory, Token
-from edit_actions import ACTIONS, MODEL, Action, Pair, Setting, loud_model, settings_of
+from edit_actions import (
+    ACTIONS,
+    LOCAL_MODEL,
+    MODEL,
+    NOPE_MODEL,
+    Action,
+    Pair,
+    Setting,
+    loud_model,
+    settings_of,
+)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_invariants import same, state
@@ -16,6 +27,7 @@ from topics import topic_text
 from kvkeep import Snapshot
 from kvkeep.errors import ContextFull, InvalidArgument, KvkeepError, NonFiniteLogits
 from kvkeep.model import Model
+from kvkeep.models import cells
 from kvkeep.session.edit import prepare_edit
 from kvkeep.session.session import Session
 from kvkeep.store.prefix import PrefixStore
@@ -23,6 +35,16 @@ from kvkeep.store.prefix import PrefixStore
 TEXT = MODEL.text.encode("keys are written once; queries choose where they stand")
 NOT_HELD = r"remembered|held"
 POLICIES = ("full", "sliding", "shift")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_to_take_back() -> Iterator[None]:
+    """So that edits of short texts, too, reach what local layers have forgotten."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cells, "UNDO", 3)
+        yield
+
+
 TMP = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 
 
@@ -70,6 +92,27 @@ def test_a_full_session_equals_the_naive_memory(setting, actions, tmp_path) -> N
     check(setting, actions, tmp_path)
 
 
+@settings(max_examples=60, suppress_health_check=TMP)
+@given(setting=settings_of(POLICIES, LOCAL_MODEL), actions=ACTIONS)
+def test_a_session_with_local_layers_equals_the_naive_memory(setting, actions, tmp_path) -> None:
+    check(setting, actions, tmp_path)
+
+
+@settings(max_examples=30, suppress_health_check=TMP)
+@given(setting=settings_of(POLICIES, NOPE_MODEL), actions=ACTIONS)
+def test_a_session_with_layers_without_rotation_equals_the_naive_memory(
+    setting, actions, tmp_path
+) -> None:
+    check(setting, actions, tmp_path)
+
+
+@pytest.mark.slow
+@settings(max_examples=1000, suppress_health_check=TMP)
+@given(setting=settings_of(POLICIES, LOCAL_MODEL), actions=ACTIONS)
+def test_many_sequences_with_local_layers_equal_it(setting, actions, tmp_path) -> None:
+    check(setting, actions, tmp_path)
+
+
 @pytest.mark.slow
 @settings(max_examples=3000, suppress_health_check=TMP)
 @given(setting=settings_of(("full", "sliding", "shift")), actions=ACTIONS)
@@ -95,8 +138,11 @@ def assert_bit_equal(a: Session, b: Session, actions: list[Action]) -> None:
         assert same(state(a), state(b)), f"after {action}"
 
 
-@settings(max_examples=60, suppress_health_check=TMP)
-@given(setting=settings_of(POLICIES), actions=ACTIONS, more=ACTIONS, forked=st.booleans())
+EITHER = st.one_of(settings_of(POLICIES), settings_of(POLICIES, LOCAL_MODEL))
+
+
+@settings(max_examples=80, suppress_health_check=TMP)
+@given(setting=EITHER, actions=ACTIONS, more=ACTIONS, forked=st.booleans())
 def test_a_restored_session_goes_on_bit_equal(setting, actions, more, forked, tmp_path) -> None:
     session = setting.pair().session
     for action in actions:
@@ -104,7 +150,7 @@ def test_a_restored_session_goes_on_bit_equal(setting, actions, more, forked, tm
     if forked:
         session = session.fork()
     session.snapshot().save(tmp_path / "session.kvkeep")
-    restored = MODEL.restore(Snapshot.load(tmp_path / "session.kvkeep"))
+    restored = setting.model.restore(Snapshot.load(tmp_path / "session.kvkeep"))
     assert_bit_equal(session, restored, more)
 
 
@@ -117,8 +163,8 @@ def test_shift_by_one_is_sliding_bit_for_bit(setting: Setting, actions: list[Act
     assert_bit_equal(sliding, shift, actions)
 
 
-@settings(max_examples=60)
-@given(settings_of(POLICIES), ACTIONS, ACTIONS)
+@settings(max_examples=80)
+@given(EITHER, ACTIONS, ACTIONS)
 def test_what_a_fork_does_the_other_does_not_see(
     setting: Setting, actions: list[Action], more: list[Action]
 ) -> None:

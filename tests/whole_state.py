@@ -38,7 +38,7 @@ def whole_state(session: Session) -> Whole:
         "queries": None if queries is None else (queries.values.clone(), queries.times.clone()),
         "hidden": None if memory.hidden is None else memory.hidden.clone(),
         "logits": session.logits,
-        "segments": [segment_state(segment) for segment in cache.segments],
+        "segments": [segment_state(segment) for segment in cache.every_segment],
     }
 
 

@@ -38,6 +38,7 @@ def attend_cells(
     bias: Tensor | None,
     causal: bool,
     cell_bias: Tensor | None = None,
+    softcap: float = 0.0,
 ) -> Part:
     """Queries over one run of cells.
 
@@ -50,6 +51,7 @@ def attend_cells(
         bias: `[n, cells]` float32, added to the scaled products; `HIDDEN` hides a cell.
         causal: query i sees cells 0..i only (n == cells; not together with a bias).
         cell_bias: `[kv_heads, cells]` float32, of the cells themselves; added likewise.
+        softcap: c in c * tanh(x / c), of the scaled products; 0 for none.
 
     Returns:
         out `[groups, kv_heads, n, head_dim]`, log_sum `[groups, kv_heads, n]`. One query alone
@@ -71,8 +73,12 @@ def attend_cells(
         bias = bias.expand(-1, n if n > 1 else bias.shape[1], -1).unsqueeze(0)
     if n > 1:
         q = q.permute(2, 1, 0, 3)
-    attend = attend_by_flash if q.device.type == "cpu" else attend_densely
-    out, log_sum = attend(q, keys, values, scale=scale, bias=bias, causal=causal)
+    if q.device.type == "cpu" and not softcap:
+        out, log_sum = attend_by_flash(q, keys, values, scale=scale, bias=bias, causal=causal)
+    else:
+        out, log_sum = attend_densely(
+            q, keys, values, scale=scale, bias=bias, causal=causal, softcap=softcap
+        )
     return Part(hadamard(out) if transformed else out, log_sum)
 
 
@@ -98,14 +104,23 @@ def attend_by_flash(
 
 
 def attend_densely(
-    q: Tensor, keys: Tensor, values: Tensor, *, scale: float, bias: Tensor | None, causal: bool
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    scale: float,
+    bias: Tensor | None,
+    causal: bool,
+    softcap: float = 0.0,
 ) -> Part:
-    """The same by plain products, for devices whose flash kernel takes no bias.
+    """The same by plain products, for devices whose flash kernel takes no bias, and for softcaps.
 
     Products of queries and keys are float32, as in a flash kernel: rounded to bfloat16 a large one
     would be off by a tenth and more, and so would its part's weight among the others.
     """
     scores = torch.matmul(q.float(), keys.float().transpose(-1, -2)) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
     if causal:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(hidden, HIDDEN)

@@ -146,13 +146,25 @@ class Cells:
 
         by: of the shape of `positions`, or `[1]`.
         """
-        keys = self.stored_keys
+        keys, turns = self.stored_keys, self.turns(rope, by)
         if isinstance(keys, Quantised):
-            exact = rope.moved(restored(keys, torch.float32), by)
+            exact = rope.moved(restored(keys, torch.float32), turns)
             keys = quantise(exact, keys.bits)
         else:
-            keys = rope.moved(keys, by)
+            keys = rope.moved(keys, turns)
         return replace(self, stored_keys=keys, positions=self.positions + by)
+
+    def turns(self, rope: Rope, by: Tensor) -> Tensor:
+        """By how many positions keys are rotated that move by so many: 0 where layers have no RoPE.
+
+        by: as of `moved`. Returns what broadcasts to `[layers, kv_heads, n]`; of ragged cells to
+        `[total]`.
+        """
+        if not rope.unrotated:
+            return by
+        turns = by.expand(*self.stored_keys.shape[:2], -1).clone()
+        turns[list(rope.unrotated)] = 0
+        return turns
 
     def kept_as(self, layout: Layout) -> "Cells":
         """The same cells as a layout keeps them; themselves, if they are kept so."""

@@ -1,20 +1,23 @@
 """The KV cache: segments, the clock, and one step at a time."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
+from kvkeep.cache.attending import Attending
 from kvkeep.cache.block import Cells, Layout
+from kvkeep.cache.checks import require
 from kvkeep.cache.joining import joined_if_small
+from kvkeep.cache.layers import Place
 from kvkeep.cache.observer import Observer, Queries
 from kvkeep.cache.overwritten import Overwritten
 from kvkeep.cache.rope import Rope
 from kvkeep.cache.segment import Segment
 from kvkeep.cache.shallow import shallow
 from kvkeep.cache.state import CacheState
-from kvkeep.cache.step import ChunkStep, DecodeStep
+from kvkeep.cache.step import ChunkStep, DecodeStep, Step
 from kvkeep.cache.storage import nbytes, trim
 from kvkeep.cache.window import Window
 
@@ -27,25 +30,28 @@ class KVCache:
     window: the bound on cells that are not anchors.
     time: of the next token. The newest segment sees it at that position; every token adds 1.
     serial: the number that the next token gets; never given twice.
-    heads: of the queries.
     observer: keeps the newest queries, where somebody asked for them.
     layout: of the cells of windows, far_layout: of anchors; they differ in bits alone.
+    local: the cache of layers that see nothing but a window (local attention, arXiv:2004.05150),
+        where the decoder has such. It has segments and a window of its own, follows this one's
+        clock, and holds no more than its window, whatever a policy does here. places: where each of
+        the decoder's layers has its cells.
     """
 
     def __init__(
         self,
         layout: Layout,
-        rope: Rope,
-        scale: float,
-        heads: int,
+        how: Attending,
         far_layout: Layout | None = None,
+        local: "KVCache | None" = None,
+        places: Sequence[Place] = (),
     ):
         self.layout = layout
         self.far_layout = far_layout or layout
-        self.heads = heads
+        self.how = how
+        self.local = local
+        self.places = places
         self.observer: Observer | None = None
-        self.rope = rope
-        self.scale = scale
         self.segments: list[Segment] = []
         self.window = Window()
         self.time = 0
@@ -59,8 +65,21 @@ class KVCache:
         )
 
     @property
+    def heads(self) -> int:
+        """Of the queries."""
+        return self.how.heads
+
+    @property
+    def rope(self) -> Rope:
+        return self.how.rope
+
+    @property
+    def scale(self) -> float:
+        return self.how.scale
+
+    @property
     def cells(self) -> int:
-        """Live cells of each KV head in each layer."""
+        """Live cells of each KV head in each layer; in local layers there are `local.cells`."""
         return sum(segment.length for segment in self.segments)
 
     @property
@@ -77,7 +96,12 @@ class KVCache:
     @property
     def nbytes(self) -> int:
         """Bytes that keys and values take in memory, storage not yet filled included."""
-        return nbytes(self.segments)
+        return nbytes(self.every_segment)
+
+    @property
+    def every_segment(self) -> list[Segment]:
+        """Those of local layers, too."""
+        return [*self.segments, *(self.local.segments if self.local else ())]
 
     def serials(self) -> list[int]:
         """Which tokens the live cells are of, oldest first."""
@@ -96,7 +120,27 @@ class KVCache:
         step.sampled = sampled
         if self.observer is not None:
             step.queries = self._room_for_queries(count)
+        if self.local is not None:
+            step.local, step.places = self.local._beside(self, count), self.places
         yield step
+        self._commit(step, count)
+        if self.local is not None and step.local is not None:
+            self.local._commit(step.local, count)
+
+    def _begin(self, count: int) -> DecodeStep | ChunkStep:
+        if count == 1:
+            return DecodeStep(self.segments, self.window, self.time, self.how)
+        return ChunkStep(self.segments, self.window, self.time, count, self.how)
+
+    def _beside(self, whole: "KVCache", count: int) -> DecodeStep | ChunkStep:
+        """Of a local cache: the step that goes with one of the cache that it belongs to."""
+        assert self.window.held is not None
+        self.time, self.serial = whole.time, whole.serial
+        newest = self.open_window(self.window.held)
+        newest.crowded = len(self.segments) > 1
+        return self._begin(count)
+
+    def _commit(self, step: Step, count: int) -> None:
         step.commit(self.serial)
         if self.observer is not None and step.queries is not None:
             self.observer.take(self.time, step.queries)
@@ -106,10 +150,17 @@ class KVCache:
             segment.leaving = 0
         self.segments = [s for s in self.segments if s.length]
 
-    def _begin(self, count: int) -> DecodeStep | ChunkStep:
-        if count == 1:
-            return DecodeStep(self.segments, self.window, self.time, self.rope, self.scale)
-        return ChunkStep(self.segments, self.window, self.time, count, self.rope, self.scale)
+    def open_window(self, size: int) -> Segment:
+        """Makes the last segment the one for the next cells of a window that holds up to `size`."""
+        newest = self.segments[-1] if self.segments else None
+        if newest is not None and not newest.anchor:
+            if newest.thaw(size):
+                return newest
+            if not newest.frozen:  # a ring of another size: its places would have to change
+                self.segments[-1:] = newest.part(0, newest.length)
+        newest = Segment(self.layout, size)
+        self.segments.append(newest)
+        return newest
 
     def observe(self, before: Queries | None = None) -> None:
         """Keeps the newest queries from now on; see `observer`. before: those of earlier tokens."""
@@ -132,8 +183,12 @@ class KVCache:
         return found
 
     def drop_newest(self, count: int) -> None:
-        """Takes the newest `count` cells and their time back."""
+        """Takes the newest `count` cells and their time back.
+
+        Local layers have forgotten what these pushed out: they see less, until they are full again.
+        """
         self.time -= count
+        taken_back = count
         if self.observer is not None:
             self.observer.forget_from(self.time)
         while count:
@@ -143,6 +198,13 @@ class KVCache:
             count -= taken
             if not segment.length:
                 self.segments.pop()
+        if self.local is not None:
+            self.local.drop_newest(min(taken_back, self.local.cells))
+
+    def keep_newest(self, count: int) -> None:
+        """Of a local cache: forgets all cells but so many."""
+        Window().forget(self.segments, max(0, self.cells - count))
+        self.segments = [s for s in self.segments if s.length]
 
     def successor(self) -> "KVCache":
         """This cache, to be changed; storage stays where it is, and only one of the two goes on.
@@ -154,6 +216,7 @@ class KVCache:
         successor._overwritten = overwritten = list[Overwritten]()
         successor.segments = [segment.successor(overwritten) for segment in self.segments]
         successor.observer = None if self.observer is None else self.observer.fork()
+        successor.local = None if self.local is None else self.local.successor()
         return successor
 
     def confirm(self) -> None:
@@ -161,16 +224,24 @@ class KVCache:
         self._overwritten.clear()
         for segment in self.segments:
             segment.guarded = None
+        if self.local is not None:
+            self.local.confirm()
 
     @torch.inference_mode()
     def put_back(self) -> None:
         """Puts every cell back where the cache before this one has it. Can be repeated."""
         for overwritten in reversed(self._overwritten):
             overwritten.put_back()
+        if self.local is not None:
+            self.local.put_back()
 
     def empty(self) -> "KVCache":
         """A cache for the same kind of cells that holds none."""
-        return KVCache(self.layout, self.rope, self.scale, self.heads, self.far_layout)
+        local = None if self.local is None else self.local.empty()
+        empty = KVCache(self.layout, self.how, self.far_layout, local, self.places)
+        if local is not None and self.local is not None:
+            local.window = self.local.window
+        return empty
 
     def layout_of(self, anchor: bool) -> Layout:
         """How a segment keeps its cells."""
@@ -180,21 +251,35 @@ class KVCache:
         """All that it holds. Cells are shared until one side must write to their storage."""
         observed = None if self.observer is None else self.observer.queries()
         segments = tuple(segment.twin() for segment in self.segments)
-        return CacheState(segments, self.window, self.time, self.serial, observed)
+        local = () if self.local is None else self.local.state().segments
+        return CacheState(segments, self.window, self.time, self.serial, observed, local)
 
     def holding(self, state: CacheState) -> "KVCache":
         """A cache for the same kind of cells that holds what another did.
 
         Raises ValueError, saying what is wrong, where none of this kind can hold it.
         """
-        state.check(self.layout, self.far_layout, self.heads)
+        local = None if self.local is None else self.local.layout
+        state.check(self.layout, self.far_layout, self.heads, local)
         cache, device = self.empty(), self.layout.device
         cache.segments = [segment.twin().settled().to(device) for segment in state.segments]
+        if cache.local is not None:
+            cache.local._require_fits(state.local)
+            cache.local.segments = [each.twin().settled().to(device) for each in state.local]
         cache.window, cache.time, cache.serial = state.window, state.time, state.serial
         if state.observed is not None:
             queries = state.observed.values.to(device)
             cache.observe(Queries(queries, state.observed.times))
         return cache
+
+    def _require_fits(self, segments: Sequence[Segment]) -> None:
+        """Raises ValueError where a local cache cannot hold all of these."""
+        most = self.window.held or 0
+        held, room = (
+            sum(each.length for each in segments),
+            max((s.limit for s in segments), default=0),
+        )
+        require(max(held, room) <= most, f"{held} cells of local layers, which hold {most}")
 
     def fork(self) -> "KVCache":
         """A cache with the same cells that goes its own way; memory is shared."""
@@ -202,11 +287,14 @@ class KVCache:
         fork.observer = None if self.observer is None else self.observer.fork()
         fork.segments = [s.branch() for s in self.segments]
         fork.window, fork.time, fork.serial = self.window, self.time, self.serial
+        fork.local = None if self.local is None else self.local.fork()
         return fork
 
     def trim(self, budget: int) -> None:
         """Gives back storage that forgotten cells have left; see `storage.trim`."""
         trim(self.segments, budget)
+        if self.local is not None:
+            trim(self.local.segments, self.local.window.held or budget)
 
     def regroup(self, anchored: Callable[[int, int], bool]) -> None:
         """Decides anew which cells are anchors, by their rank among all cells and their serial.

@@ -13,10 +13,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvkeep.cache.attending import Attending
 from kvkeep.cache.attention import HIDDEN, Part
 from kvkeep.cache.block import Cells
+from kvkeep.cache.layers import Attends, ByLayer
 from kvkeep.cache.quantised import tensors
-from kvkeep.cache.rope import Rotation, rotate
+from kvkeep.cache.rope import Rotation
 from kvkeep.cache.step import DecodeStep, View
 
 
@@ -70,7 +72,15 @@ class GroupStep:
     def _plan(self) -> "Plan":
         return Plan(self.steps, self._heads)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    @property
+    def by_layer(self) -> Attends:
+        """As `Step.by_layer`."""
+        local = [step.local for step in self.steps if isinstance(step.local, DecodeStep)]
+        if not local:
+            return self
+        return ByLayer(self.steps[0].places, self, GroupStep(local, self._heads))
+
+    def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         """As `Step.attend`, with one row for each cache."""
         return self._plan.attend(layer, q, k, v)
 
@@ -80,7 +90,7 @@ class Plan:
 
     def __init__(self, steps: Sequence[DecodeStep], heads: int):
         self.steps = steps
-        self.scale = steps[0].scale
+        self.how = steps[0].how
         layout = steps[0].newest.layout
         device, self.kv_heads = layout.device, layout.kv_heads
         self.groups = heads // layout.kv_heads
@@ -89,7 +99,7 @@ class Plan:
             sources += [index] * (len(step.where) - 1)
             places += [where[0] for where in step.where[1:]]
         self._sources = torch.tensor(sources, dtype=torch.int64, device=device)
-        self._rotation = steps[0].rope.at(places)
+        self._rotation = self.how.rope.at(places)
         self._key_rotation = Rotation(
             self._rotation.cosine[: len(steps)], self._rotation.sine[: len(steps)]
         )
@@ -98,24 +108,30 @@ class Plan:
         order = [run.cache for sight in found for run in sight.runs]
         self._parts, self._absent = _parts_of(order, len(steps), device)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         """Attends to all that each query sees; its cell goes into its slot first."""
-        keys = rotate(k, self._key_rotation)
-        for step, row, key, value in zip(
-            self.steps, torch.split(q, 1), keys.unbind(0), v.unbind(0), strict=True
-        ):
+        for step, row in zip(self.steps, torch.split(q, 1), strict=True):
             step.observe(layer, row)
-            step.write(layer, key, value)
-        queries = rotate(q[self._sources], self._rotation)
+        if k is not None and v is not None:
+            keys = self.how.rope.turned(layer, k, self._key_rotation)
+            for step, key, value in zip(self.steps, keys.unbind(0), v.unbind(0), strict=True):
+                step.write(layer, key, value)
+        queries = self.how.rope.turned(layer, q[self._sources], self._rotation)
         found = [
-            seen.attend(layer, _as_one(queries[seen.rows], self.kv_heads), self.scale)
+            seen.attend(layer, _as_one(queries[seen.rows], self.kv_heads), self.how)
             for seen in self._seen
         ]
         # All parts, in the order of their sights: [kv_heads, parts, groups, ...].
         shape = (self.kv_heads, -1, self.groups)
         outs = torch.cat([part.out[0].float() for part in found], 1).view(*shape, q.shape[2])
         log_sums = torch.cat([part.log_sum[0] for part in found], 1).view(shape)
-        shares = (log_sums[:, self._parts] + self._absent).softmax(2)
+        log_sums = log_sums[:, self._parts] + self._absent
+        if self.how.sinks is not None:  # one more part, of nothing: [kv_heads, caches, 1, groups]
+            sinks = self.how.sinks[layer].view(self.kv_heads, 1, 1, self.groups)
+            shares = torch.cat((log_sums, sinks.expand(-1, len(self.steps), -1, -1)), 2)
+            shares = shares.softmax(2)[:, :, :-1]
+        else:
+            shares = log_sums.softmax(2)
         out = (outs[:, self._parts] * shares.unsqueeze(-1)).sum(2)
         return out.transpose(0, 1).flatten(1).to(q.dtype)
 
@@ -137,9 +153,9 @@ class _Seen:
         view = View(sight.slots, sight.span, 0, bias, sight.origin)
         return cls(view, _indices([run.row for run in sight.runs], device))
 
-    def attend(self, layer: int, q: Tensor, scale: float) -> Part:
+    def attend(self, layer: int, q: Tensor, how: Attending) -> Part:
         """q: `[1, kv_heads * n * groups, head_dim]`."""
-        return self.view.attend(layer, q, scale)
+        return self.view.attend(layer, q, how)
 
 
 def _as_one(queries: Tensor, kv_heads: int) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 from kvkeep.cache.attention import HIDDEN, Part, attend_cells
 from kvkeep.cache.block import NO_TOKEN, Cells, Layout
 from kvkeep.cache.quantised import Quantised, Stored, joined_along, quantise, restored, tensors
+from kvkeep.cache.rope import Rope
 
 _ZERO = torch.zeros(1, dtype=torch.int64, device="cpu")
 
@@ -163,7 +164,18 @@ class Ragged(Cells):
     def biases(self, where: slice) -> tuple[Tensor | None, ...]:
         raise AssertionError("each head of ragged cells has a bias of its own length")
 
-    def attend(self, layer: int, q: Tensor, scale: float) -> Part:
+    def turns(self, rope: Rope, by: Tensor) -> Tensor:
+        if not rope.unrotated:
+            return by
+        layers, kv_heads = self.counts.shape
+        rotated = torch.tensor(
+            [layer not in rope.unrotated for layer in range(layers)],
+            dtype=torch.int64,
+            device="cpu",
+        )
+        return by * rotated[self.owners // kv_heads]
+
+    def attend(self, layer: int, q: Tensor, scale: float, softcap: float = 0.0) -> Part:
         """As `attend_cells`, over a layer's cells; every query sees every cell of its KV head."""
         n, heads, head_dim = q.shape
         kv_heads = self.counts.shape[1]
@@ -187,6 +199,7 @@ class Ragged(Cells):
                     bias=None,
                     causal=False,
                     cell_bias=self.bias[where][None],
+                    softcap=softcap,
                 )
             )
         return Part(torch.cat([p.out for p in parts], 1), torch.cat([p.log_sum for p in parts], 1))

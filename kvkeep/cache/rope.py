@@ -4,10 +4,13 @@ Angles are computed in float64 for each step from the positions in it, so positi
 limit and nothing is tabulated ahead.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from kvkeep.cache.shallow import shallow
 
 
 @dataclass(frozen=True)
@@ -25,10 +28,17 @@ class Rope:
     """A fixed frequency table in the half layout: element i is paired with i + head_dim / 2.
 
     inverse_frequencies: radians per position for each pair, `[head_dim / 2]`; float64 on the CPU,
-        since not every device has it. device: where rotations are wanted.
+        since not every device has it. device: where rotations are wanted. unrotated: layers of
+        the cache that rotate nothing (NoPE, arXiv:2305.19466), by their indices there.
     """
 
-    def __init__(self, inverse_frequencies: tuple[float, ...], device: torch.device):
+    def __init__(
+        self,
+        inverse_frequencies: tuple[float, ...],
+        device: torch.device,
+        unrotated: Collection[int] = (),
+    ):
+        self.unrotated = frozenset(unrotated)
         self.inverse_frequencies = torch.tensor(
             inverse_frequencies, dtype=torch.float64, device="cpu"
         )
@@ -45,12 +55,29 @@ class Rope:
         )
 
     def moved(self, keys: Tensor, by: Tensor) -> Tensor:
-        """Keys rotated on, in float32, by a number of positions each.
+        """Keys rotated on, in float32, by a number of positions each, in whichever layer they are.
 
-        keys: `[layers, kv_heads, n, head_dim]`, by: `[n]` or `[layers, kv_heads, n]`.
+        keys: `[layers, kv_heads, n, head_dim]`, by: `[n]` or `[layers, kv_heads, n]`; see
+        `Cells.turns`.
         """
-        rotation = self.at(by)
-        return rotate(keys.unsqueeze(-2), rotation).squeeze(-2)
+        return rotate(keys.unsqueeze(-2), self.at(by)).squeeze(-2)
+
+    def of(self, layer: int) -> "Rope":
+        """That of one layer alone."""
+        alone = shallow(self)
+        alone.unrotated = frozenset([0] if layer in self.unrotated else [])
+        return alone
+
+    def turned(self, layer: int, x: Tensor, rotation: Rotation) -> Tensor:
+        """`rotate` of one layer's queries or keys, `[..., n, heads, head_dim]`."""
+        return x if layer in self.unrotated else rotate(x, rotation)
+
+    def all_turned(self, x: Tensor, rotation: Rotation) -> Tensor:
+        """The same of all layers at once: `[layers, ..., n, heads, head_dim]`."""
+        found = rotate(x, rotation)
+        for layer in self.unrotated:
+            found[layer] = x[layer]
+        return found
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:

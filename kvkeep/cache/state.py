@@ -29,21 +29,28 @@ MOST_CELLS = 2**30  # of a segment: kernels count its places in 32 bits
 
 @dataclass(frozen=True)
 class CacheState:
-    """What a cache holds; see `KVCache`. observed: the newest queries, where they are wanted."""
+    """What a cache holds; see `KVCache`.
+
+    observed: the newest queries, where they are wanted. local: the segments of local layers.
+    """
 
     segments: tuple[Segment, ...]
     window: Window
     time: int
     serial: int
     observed: Queries | None
+    local: tuple[Segment, ...] = ()
 
-    def check(self, layout: Layout, far_layout: Layout, heads: int) -> None:
+    def check(
+        self, layout: Layout, far_layout: Layout, heads: int, local: Layout | None = None
+    ) -> None:
         """Raises ValueError, saying what is wrong, where no cache of such cells can hold this.
 
-        layout, far_layout: as those of a `KVCache`. heads: of the queries.
+        layout, far_layout: as those of a `KVCache`. heads: of the queries. local: the layout of
+        local layers; None where there are none.
         """
         require_whole("the serial", self.serial, 0, MOST)
-        require_whole("the clock", self.time, 0, self.serial)
+        require_whole("the clock", self.time, -MOST, self.serial)
         _check_window(self.window)
         for index, segment in enumerate(self.segments):
             try:
@@ -53,6 +60,19 @@ class CacheState:
                 raise ValueError(f"segment {index}: {error}") from None
         if self.observed is not None:
             _check_queries(self.observed, layout, heads, self.time)
+        self._check_local(local)
+
+    def _check_local(self, layout: Layout | None) -> None:
+        require(layout is not None or not self.local, "cells of local layers, which it has not")
+        for index, segment in enumerate(self.local):
+            try:
+                require_kind("it", segment, Segment)
+                assert layout is not None
+                self._check_segment(segment, layout)
+                plain = not segment.anchor and not segment.compressed
+                require(plain and segment.map.group == 1, "cells that no window has")
+            except ValueError as error:
+                raise ValueError(f"segment {index} of local layers: {error}") from None
 
     def serials(self) -> Tensor:
         """`[n]` int64: which tokens the live cells are of, the oldest first; no compressed ones."""
@@ -146,7 +166,7 @@ def _check_queries(observed: Queries, layout: Layout, heads: int, time: int) -> 
     shape = (layout.layers, heads, len(observed), layout.head_dim)
     require_tensor("queries", observed.values, layout.dtype, *shape)
     require_finite("queries", observed.values)
-    require_within("query times", observed.times, 0, time - 1)
+    require_within("query times", observed.times, -MOST, time - 1)
     require(bool((observed.times.diff() > 0).all()), "queries must be of one time after another")
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache.attention import combine, rows
-from kvkeep.cache.rope import Rotation, rotate
+from kvkeep.cache.rope import Rotation
 from kvkeep.cache.step import DecodeStep
 
 Geometry = tuple[object, ...]
@@ -16,7 +16,7 @@ Geometry = tuple[object, ...]
 
 def geometry(step: DecodeStep) -> Geometry | None:
     """All that a replay takes for granted; None where the next token's step will differ."""
-    if not step.in_full_ring or step.queries is not None or step.quantised:
+    if not step.in_full_ring or step.queries is not None or step.quantised or step.local:
         return None
     if any(view.bias is not None for view in step.views):
         return None
@@ -34,7 +34,7 @@ class StaticStep:
     def __init__(self, step: DecodeStep):
         self._written = step.newest.block.slots
         self._views = list(step.views)
-        self._scale = step.scale
+        self._how = step.how
         device = self._written.keys.device
         shape = (len(step.where), 1, self._written.keys.shape[-1])
         self.slot = torch.zeros(1, dtype=torch.int64, device=device)
@@ -43,17 +43,21 @@ class StaticStep:
 
     def take(self, step: DecodeStep) -> None:
         """Sets the buffers to another step of the same geometry."""
-        rotation = step.rope.at([where[0] for where in step.where])
+        rotation = step.how.rope.at([where[0] for where in step.where])
         self.slot.fill_(step.slot)
         self.cosine.copy_(rotation.cosine)
         self.sine.copy_(rotation.sine)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         """As `Step.attend`, of one token."""
         rotations = [Rotation(c, s) for c, s in zip(self.cosine, self.sine, strict=True)]
-        key = rotate(k, rotations[0]).transpose(0, 1)
+        rope = self._how.rope
+        assert k is not None
+        assert v is not None
+        key = rope.turned(layer, k, rotations[0]).transpose(0, 1)
         self._written.keys[layer].index_copy_(1, self.slot, key)
         self._written.values[layer].index_copy_(1, self.slot, v.transpose(0, 1))
-        queries = [rotate(q, rotation) for rotation in rotations]
-        parts = [view.attend(layer, queries[view.rotation], self._scale) for view in self._views]
-        return rows(combine(parts).out, 1).to(q.dtype)
+        queries = [rope.turned(layer, q, rotation) for rotation in rotations]
+        parts = [view.attend(layer, queries[view.rotation], self._how) for view in self._views]
+        found = self._how.with_sinks(layer, combine(parts), 1)
+        return rows(found.out, 1).to(q.dtype)

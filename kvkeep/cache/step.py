@@ -11,11 +11,13 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from kvkeep.cache.attending import Attending
 from kvkeep.cache.attention import Part, attend_cells, combine, hiding, rows
 from kvkeep.cache.block import Cells
+from kvkeep.cache.layers import Attends, ByLayer, Place
 from kvkeep.cache.quantised import Stored, put
 from kvkeep.cache.ragged import Ragged
-from kvkeep.cache.rope import Rope, Rotation, rotate
+from kvkeep.cache.rope import Rotation
 from kvkeep.cache.segment import Segment
 from kvkeep.cache.window import Window
 
@@ -50,18 +52,19 @@ class View:
         """For each layer `[kv_heads, cells]` float32, or None."""
         return self.slots.biases(self.span)
 
-    def attend(self, layer: int, q: Tensor, scale: float) -> Part:
+    def attend(self, layer: int, q: Tensor, how: Attending) -> Part:
         """q: `[n, heads, head_dim]`, rotated. As `attend_cells`."""
         if isinstance(self.slots, Ragged):
-            return self.slots.attend(layer, q, scale)
+            return self.slots.attend(layer, q, how.scale, how.softcap)
         return attend_cells(
             q,
             self.keys[layer],
             self.values[layer],
-            scale=scale,
+            scale=how.scale,
             bias=self.bias,
             causal=False,
             cell_bias=self.cell_bias[layer],
+            softcap=how.softcap,
         )
 
 
@@ -73,9 +76,13 @@ class Step:
 
     sampled: whether the model has just chosen the token, or else it was given from outside, as a
         prompt is. Nothing in a cache depends on it, but which weights are read may.
+    local: the step of the local layers' cache, where the decoder has such layers. places: where
+        each of its layers has its cells.
     """
 
     sampled = False
+    local: "Step | None" = None
+    places: Sequence[Place] = ()
 
     def __init__(
         self,
@@ -83,15 +90,13 @@ class Step:
         window: Window,
         time: int,
         count: int,
-        rope: Rope,
-        scale: float,
+        how: Attending,
     ):
         self.segments = segments
         self.newest = segments[-1]
         self.window = window
         self.count = count
-        self.rope = rope
-        self.scale = scale
+        self.how = how
         self.times = range(time, time + count)
         held = sum(s.length for s in segments if not s.anchor)
         grows = not self.newest.anchor
@@ -108,6 +113,11 @@ class Step:
             rank += 0 if segment.anchor else segment.length
 
     @property
+    def by_layer(self) -> Attends:
+        """What a forward asks, of whichever layer of the decoder."""
+        return self if self.local is None else ByLayer(self.places, self, self.local)
+
+    @property
     def quantised(self) -> bool:
         """Whether any cells are, of those that are looked at or those that will be written."""
         seen = (view.slots.quantised for view in self.views)
@@ -116,7 +126,7 @@ class Step:
     @cached_property
     def rotations(self) -> list[Rotation]:
         """One for each entry of `where`, the positions that the queries take."""
-        return [self.rope.at(where) for where in self.where]
+        return [self.how.rope.at(where) for where in self.where]
 
     def _look_at(self, segment: Segment, rank: int) -> View | None:
         """What the queries see of a segment; `rank` window cells lie before its first."""
@@ -169,12 +179,17 @@ class Step:
             origin=segment.block.origin,
         )
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         """Stores the new cells of a layer and attends to all that its queries see.
 
-        q: `[n, heads, head_dim]`; k, v: `[n, kv_heads, head_dim]`; unrotated: positions are the
-        step's business. Returns `[n, heads * head_dim]`.
+        layer: of those that the cache is of. q: `[n, heads, head_dim]`; k, v: `[n, kv_heads,
+        head_dim]`, or None of a layer that looks at what another has stored; unrotated: positions
+        are the step's business. Returns `[n, heads * head_dim]`.
         """
+        raise NotImplementedError
+
+    def commit(self, serial: int) -> None:
+        """Keeps the new cells, of which the first is of the token with that serial."""
         raise NotImplementedError
 
     def observe(self, layer: int, q: Tensor) -> None:
@@ -182,12 +197,12 @@ class Step:
         if self.queries is not None:
             self.queries[layer].copy_(q)
 
-    def _rotated(self, q: Tensor) -> list[Tensor]:
+    def _rotated(self, layer: int, q: Tensor) -> list[Tensor]:
         """Queries, as they stand in each of the step's rotations."""
-        return [rotate(q, rotation) for rotation in self.rotations]
+        return [self.how.rope.turned(layer, q, rotation) for rotation in self.rotations]
 
     def _attend_views(self, layer: int, queries: list[Tensor]) -> list[Part]:
-        return [view.attend(layer, queries[view.rotation], self.scale) for view in self.views]
+        return [view.attend(layer, queries[view.rotation], self.how) for view in self.views]
 
 
 def _bias(
@@ -212,15 +227,13 @@ class DecodeStep(Step):
     in_full_ring: the cell takes the place of the oldest one.
     """
 
-    def __init__(
-        self, segments: Sequence[Segment], window: Window, time: int, rope: Rope, scale: float
-    ):
+    def __init__(self, segments: Sequence[Segment], window: Window, time: int, how: Attending):
         newest = segments[-1]
         self.slot = newest.next_slot()
         block = newest.block.slots
         self.cells = [x[:, :, self.slot] for x in (block.stored_keys, block.stored_values)]
         self.in_full_ring = newest.length == newest.capacity
-        super().__init__(segments, window, time, 1, rope, scale)
+        super().__init__(segments, window, time, 1, how)
 
     def _look_at(self, segment: Segment, rank: int) -> View | None:
         if segment is not self.newest:
@@ -229,10 +242,12 @@ class DecodeStep(Step):
         first = 0 if segment.anchor else max(0, self.evicted[0] - rank)
         return self._view(segment, first, segment.length + 1 - first, self.where[0], None)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         self.observe(layer, q)
-        self.write(layer, rotate(k, self.rotations[0])[0], v[0])
-        return rows(combine(self._attend_views(layer, self._rotated(q))).out, 1).to(q.dtype)
+        if k is not None and v is not None:
+            self.write(layer, self.how.rope.turned(layer, k, self.rotations[0])[0], v[0])
+        found = combine(self._attend_views(layer, self._rotated(layer, q)))
+        return rows(self.how.with_sinks(layer, found, 1).out, 1).to(q.dtype)
 
     @cached_property
     def _cells_of_layers(self) -> list[tuple[Stored, ...]]:
@@ -245,7 +260,7 @@ class DecodeStep(Step):
         put(values[layer], value)
 
     def commit(self, serial: int) -> None:
-        self.window.forget(self.segments, self.evicted[-1])
+        self.window.forget(self.segments, max(0, self.evicted[-1] - self.window.spare))
         self.newest.occupy(self.slot, self.where[0][0], serial)
 
 
@@ -263,10 +278,9 @@ class ChunkStep(Step):
         window: Window,
         time: int,
         count: int,
-        rope: Rope,
-        scale: float,
+        how: Attending,
     ):
-        super().__init__(segments, window, time, count, rope, scale)
+        super().__init__(segments, window, time, count, how)
         self._held = sum(s.length for s in segments if not s.anchor)
         self.new = Cells.empty(self.newest.layout.plain, count)
         self.log_sums: Tensor | None = None
@@ -279,21 +293,25 @@ class ChunkStep(Step):
         seen = (order <= order[:, None]) & (order >= floors[:, None])
         return hiding(~seen).to(self.new.keys.device)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         self.observe(layer, q)
         keys, values = self.new.keys[layer], self.new.values[layer]
-        keys.copy_(rotate(k, self.rotations[0]).transpose(0, 1))
-        values.copy_(v.transpose(0, 1))
-        queries = self._rotated(q)
+        if k is not None and v is not None:
+            turned = self.how.rope.turned(layer, k, self.rotations[0])
+            keys.copy_(turned.transpose(0, 1))
+            values.copy_(v.transpose(0, 1))
+        queries = self._rotated(layer, q)
         own = attend_cells(
             queries[0],
             keys,
             values,
-            scale=self.scale,
+            scale=self.how.scale,
             bias=self.own_bias,
             causal=self.own_bias is None,
+            softcap=self.how.softcap,
         )
         found = combine([own, *self._attend_views(layer, queries)])
+        found = self.how.with_sinks(layer, found, self.count)
         if self.log_sums is not None:
             self.log_sums[layer] = found.log_sum.transpose(0, 1).flatten(0, 1)
         return rows(found.out, self.count).to(q.dtype)
@@ -301,7 +319,7 @@ class ChunkStep(Step):
     def commit(self, serial: int) -> None:
         positions = torch.tensor(self.where[0], dtype=torch.int64, device="cpu")
         serials = torch.arange(serial, serial + self.count, dtype=torch.int64, device="cpu")
-        gone = self.evicted[-1]
+        gone = max(0, self.evicted[-1] - self.window.spare)
         self.window.forget(self.segments, min(gone, self._held))
         unseen = max(0, gone - self._held)  # of the new cells themselves
         new = Cells(self.new.keys, self.new.values, positions, serials)

@@ -1,20 +1,17 @@
-"""The compiled kernels, where they were built and this CPU can run them.
+"""The compiled kernels, where they were built and this processor can run them.
 
-The structures are those of `src/decode.h`, `src/chunk.h` and `src/similarity.h`.
-KVKEEP_COMPILED=0 does without them; KVKEEP_KERNELS names a folder whose kernels are taken instead
-of those that lie here, such as ones that were built to find errors (`make sanitize`).
+The structures are those of `src/decode.h`, `src/chunk.h` and `src/similarity.h`;
+`instruction_sets.py` says which kernels they are.
 """
 
 import ctypes
-import os
 import warnings
 from ctypes import POINTER, Structure, c_double, c_float, c_int, c_int32, c_int64, c_void_p
 from functools import cache
-from importlib.machinery import EXTENSION_SUFFIXES
-from pathlib import Path
 
 import torch
 
+from kvkeep.compiled.instruction_sets import TORCH, choice, load
 from kvkeep.errors import KernelMismatch, OutOfMemory
 from kvkeep.models.finite import not_finite
 
@@ -60,33 +57,49 @@ class CLayer(Structure):
         ("attention_output_norm", c_void_p),
         ("mlp_output_norm", c_void_p),
         ("mixture", POINTER(CMixture)),
+        ("sinks", c_void_p),
+        ("group", c_int32),
+        ("place", c_int32),
+        ("rotated", c_int32),
+        ("reserved", c_int32),
+    )
+
+
+class CGroup(Structure):
+    _fields_ = (
+        ("layers", c_int32),
+        ("kv_heads", c_int32),
+        ("scale", c_float),
+        ("softcap", c_float),
+        ("query_scale", c_void_p),
+        ("frequencies", c_void_p),
     )
 
 
 class CModel(Structure):
     _fields_ = (
         ("layers", c_int32),
+        ("groups", c_int32),
         ("hidden", c_int32),
         ("inner", c_int32),
         ("heads", c_int32),
-        ("kv_heads", c_int32),
         ("head_dim", c_int32),
         ("norm_eps", c_float),
-        ("scale", c_float),
+        ("norm_plus", c_float),
         ("embedding_multiplier", c_float),
         ("residual_multiplier", c_float),
         ("whole_norms", c_int32),
         ("centred_norms", c_int32),
         ("parallel", c_int32),
+        ("activation", c_int32),
         ("experts", c_int32),
         ("experts_per_token", c_int32),
         ("expert_inner", c_int32),
         ("shared_inner", c_int32),
         ("norm_topk", c_int32),
-        ("query_scale", c_void_p),
         ("norm", c_void_p),
-        ("frequencies", POINTER(c_double)),
         ("layer", POINTER(CLayer)),
+        ("group", POINTER(CGroup)),
         ("embedding", CMatrix),
         ("head", CMatrix),
     )
@@ -138,15 +151,21 @@ class CRun(Structure):
     _fields_ = (("position", c_int64), ("sight", c_int32), ("index", c_int32))
 
 
-class CStep(Structure):
+class CSeen(Structure):
     _fields_ = (
-        ("sequences", c_int32),
         ("sights", c_int32),
         ("runs", c_int32),
-        ("threads", c_int32),
         ("sequence", POINTER(CSequence)),
         ("sight", POINTER(CSight)),
         ("run", POINTER(CRun)),
+    )
+
+
+class CStep(Structure):
+    _fields_ = (
+        ("sequences", c_int32),
+        ("threads", c_int32),
+        ("seen", POINTER(CSeen)),
         ("hidden", c_void_p),
         ("seconds", POINTER(c_double)),
     )
@@ -177,6 +196,9 @@ class CChunk(Structure):
         ("parts", c_int32),
         ("threads", c_int32),
         ("scale", c_float),
+        ("softcap", c_float),
+        ("reserved", c_int32),
+        ("sinks", c_void_p),
         ("q", c_void_p),
         ("k", c_void_p),
         ("v", c_void_p),
@@ -208,23 +230,25 @@ class CSimilarity(Structure):
 
 # What a step's seconds are counted under, in this order.
 PHASES = ("norms", "projections", "cells", "attention", "output", "mlp")
-HEAD_DIMS = (32, 64, 96, 128)
-_DECODE = (CModel, CLayer, CMixture, CStep, CSequence, CSight, CRun)
+HEAD_DIMS = (32, 64, 96, 128, 256)
+_DECODE = (CModel, CLayer, CGroup, CMixture, CStep, CSeen, CSequence, CSight, CRun)
 _CHUNK = (CPart, CChunk)
-_REVISION = 5  # of the calls; `kRevision` in src/decode.h
+_REVISION = 7  # of the calls; `kRevision` in src/decode.h
 _NO_MEMORY, _NOT_FINITE = 2, 4  # as in src/guard.h
 
 
-@cache
 def library() -> ctypes.CDLL | None:
-    """The kernels, or None: not built, not for this CPU, or switched off."""
-    if os.environ.get("KVKEEP_COMPILED") == "0":
-        return None
-    cpu, kernels = _load("_cpu"), None
-    if cpu is not None and cpu.kvkeep_cpu_has_avx512():
-        kernels = _load("_avx512")
-    if kernels is None:
-        return None
+    """The kernels, or None: not built, not for this processor, or switched off.
+
+    Raises InvalidArgument for kernels that KVKEEP_ISA asks for and that are not to be had.
+    """
+    name = choice().name
+    kernels = None if name == TORCH else load(name)
+    return None if kernels is None else _bound(kernels)
+
+
+@cache
+def _bound(kernels: ctypes.CDLL) -> ctypes.CDLL | None:
     if not _agree(kernels):
         warnings.warn(
             "the compiled kernels were built from other sources than this kvkeep's and are not "
@@ -236,6 +260,7 @@ def library() -> ctypes.CDLL | None:
     kernels.kvkeep_decode.argtypes = [POINTER(CModel), POINTER(CStep)]
     kernels.kvkeep_product.argtypes = [POINTER(CMatrix), c_void_p, c_int, c_void_p, c_int]
     kernels.kvkeep_unpack.argtypes = [POINTER(CMatrix), c_int, c_int, c_void_p, c_int]
+    kernels.kvkeep_unpack_floats.argtypes = kernels.kvkeep_unpack.argtypes
     kernels.kvkeep_rows.argtypes = [POINTER(CMatrix), c_void_p, c_int, c_void_p]
     kernels.kvkeep_attend_chunk.argtypes = [POINTER(CChunk)]
     kernels.kvkeep_angles.argtypes = [c_void_p, c_int, c_void_p, c_int, c_void_p]
@@ -275,16 +300,3 @@ def _agree(kernels: ctypes.CDLL) -> bool:
 
 def _size(*structures: type[Structure]) -> int:
     return sum(map(ctypes.sizeof, structures))
-
-
-def _load(name: str) -> ctypes.CDLL | None:
-    folder = Path(os.environ.get("KVKEEP_KERNELS") or Path(__file__).parent)
-    for suffix in EXTENSION_SUFFIXES:
-        path = folder / (name + suffix)
-        if path.exists():
-            # torch has brought the OpenMP runtime that the kernels' threads are of.
-            try:
-                return ctypes.CDLL(str(path))
-            except OSError:
-                return None
-    return None

@@ -12,6 +12,7 @@ from kvkeep.cache.step import ChunkStep, View
 from kvkeep.compiled import binding as c
 from kvkeep.compiled.binding import require_done
 from kvkeep.compiled.operands import address, biases, kept, require, row
+from kvkeep.errors import KernelMismatch
 
 
 class ChunkAttention:
@@ -29,7 +30,14 @@ class ChunkAttention:
     @cached_property
     def _angles(self) -> Tensor:
         """`[rotations, n, head_dim]` float32: cosines and sines of each query's position."""
-        frequencies = self._step.rope.inverse_frequencies
+        return self._turned_by(self._step.how.rope.inverse_frequencies)
+
+    @cached_property
+    def _no_angles(self) -> Tensor:
+        """The same of layers without RoPE: all are 0."""
+        return self._turned_by(torch.zeros_like(self._step.how.rope.inverse_frequencies))
+
+    def _turned_by(self, frequencies: Tensor) -> Tensor:
         positions = torch.tensor(self._step.where, dtype=torch.int64, device="cpu")
         shape = (*positions.shape, 2 * frequencies.shape[0])
         angles = torch.empty(shape, dtype=torch.float32, device="cpu")
@@ -42,8 +50,10 @@ class ChunkAttention:
         )
         return angles
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         """As `Step.attend`. Raises KernelMismatch, OutOfMemory."""
+        if k is None or v is None:
+            raise KernelMismatch("the compiled kernels need keys and values of each layer")
         step, (n, heads, head_dim) = self._step, q.shape
         keys, values = step.new.keys[layer], step.new.values[layer]
         kv_heads = keys.shape[0]
@@ -54,7 +64,9 @@ class ChunkAttention:
         own = _part(keys, values, places, n, 0, step.own_bias, causal=step.own_bias is None)
         parts = [own, *(_of_view(view, layer, places) for view in step.views)]
         out = torch.empty(n, heads * head_dim, dtype=torch.bfloat16, device="cpu")
-        angles = address(self._angles, "angles", torch.float32, (len(step.where), n, head_dim))
+        turns = self._no_angles if layer in step.how.rope.unrotated else self._angles
+        sinks = None if step.how.sinks is None else step.how.sinks[layer]
+        angles = address(turns, "angles", torch.float32, (len(step.where), n, head_dim))
         chunk = c.CChunk(
             n,
             heads,
@@ -63,7 +75,10 @@ class ChunkAttention:
             len(step.where),
             len(parts),
             torch.get_num_threads(),
-            step.scale,
+            step.how.scale,
+            step.how.softcap,
+            0,
+            None if sinks is None else address(sinks, "sinks", torch.float32, (heads,)),
             address(q, "queries", torch.bfloat16, (n, heads, head_dim)),
             address(k, "keys", torch.bfloat16, (n, kv_heads, head_dim)),
             address(v, "values", torch.bfloat16, (n, kv_heads, head_dim)),

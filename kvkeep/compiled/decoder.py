@@ -11,10 +11,12 @@ from ctypes import pointer
 import torch
 from torch import Tensor
 
-from kvkeep.cache import Layout, Rope
+from kvkeep.cache import Attends, Layout
+from kvkeep.cache.layers import ByLayer
 from kvkeep.cache.step import ChunkStep, DecodeStep
 from kvkeep.compiled.binding import (
     HEAD_DIMS,
+    CGroup,
     CLayer,
     CMatrix,
     CMlp,
@@ -24,16 +26,24 @@ from kvkeep.compiled.binding import (
 )
 from kvkeep.compiled.chunk import ChunkAttention
 from kvkeep.compiled.experts import mixture, mlp
+from kvkeep.compiled.instruction_sets import choice, multiplies_bf16
 from kvkeep.compiled.matrices import PackedLinear, described
 from kvkeep.compiled.operands import address
 from kvkeep.compiled.step import describe
 from kvkeep.errors import KernelMismatch
 from kvkeep.models.executor import AnyStep
 from kvkeep.models.formats import GROUP
-from kvkeep.models.llama import Llama
+from kvkeep.models.llama import Llama, embedding_multiplier
 from kvkeep.models.packing import Matrix, as_tensor
-from kvkeep.models.spec import ModelSpec
-from kvkeep.models.weights import EMBEDDING, HEAD, is_router, read_by_a_token, tensor_shapes
+from kvkeep.models.spec import GATINGS, LayerGroup, ModelSpec
+from kvkeep.models.weights import (
+    EMBEDDING,
+    HEAD,
+    is_router,
+    matrices,
+    read_by_a_token,
+    tensor_shapes,
+)
 
 _LAYER = {
     "query": "self_attn.q_proj",
@@ -41,6 +51,14 @@ _LAYER = {
     "value": "self_attn.v_proj",
     "output": "self_attn.o_proj",
 }
+# Of a ModelSpec, what the kernels do not heed.
+_UNKNOWN = (
+    "wide_shared_mlp",
+    "keys_as_values",
+    "values_normed",
+    "per_layer_size",
+    "layer_scales",
+)
 
 
 def can_decode(spec: ModelSpec, layout: Layout) -> bool:
@@ -63,10 +81,26 @@ def obstacle(spec: ModelSpec, layout: Layout) -> str:
         f"read groups of {GROUP}, and its widths are {', '.join(map(str, widths))}": (
             any(width % GROUP for width in widths)
         ),
-        "take as many heads for each KV head": bool(spec.heads % spec.kv_heads),
-        "were not built here, or need a processor with AVX512-BF16": library() is None,
+        "need heads of one width in all layers, each with cells of its own": (
+            len({group.head_dim for group in spec.groups}) > 1 or bool(spec.shared_kv_layers)
+        ),
+        "know no embeddings of each layer, normed values or scales of layers yet": any(
+            getattr(spec, name) for name in _UNKNOWN
+        ),
+        "take as many heads for each KV head": any(
+            spec.heads % group.kv_heads for group in spec.groups
+        ),
     }
-    return next((why for why, holds in against.items() if holds), "")
+    return next((why for why, holds in against.items() if holds), "") or _unusable()
+
+
+def prompts_in() -> torch.dtype:
+    """Of the products of prompts of bfloat16 models, where there are kernels."""
+    return torch.bfloat16 if multiplies_bf16() else torch.float32
+
+
+def _unusable() -> str:
+    return "" if library() else choice().why_torch or "were built from other sources"
 
 
 def _inner(spec: ModelSpec) -> list[int]:
@@ -89,8 +123,6 @@ class CompiledExecutor:
     looking is looked at here, once.
     """
 
-    name = "compiled"
-
     def __init__(
         self, spec: ModelSpec, tensors: Mapping[str, Tensor], packed: Mapping[str, Matrix]
     ):
@@ -101,21 +133,21 @@ class CompiledExecutor:
             name: tensors[name].contiguous() for name in self._shapes if name in tensors
         }
         self._packed = packed
-        self._vectors = (spec.layers, spec.kv_heads, spec.head_dim)
-        rope = Rope(spec.rope.inverse_frequencies, torch.device("cpu"))
-        self._frequencies = rope.inverse_frequencies.contiguous()
-        scale = spec.query_scale
-        self._query_scale = (
-            torch.tensor(scale, dtype=torch.float32, device="cpu") if scale else None
-        )
+        self._vectors = [
+            (len(group.layers), group.kv_heads, group.head_dim) for group in spec.groups
+        ]
+        self._held: list[Tensor] = []  # what the kernels are handed beside the model's tensors
         kernels = library()
         assert kernels is not None, "can_decode was asked"
         self._kernels = kernels
         self._decoding = self._described(sampled=True)
         self._prefilling = self._described(sampled=False)
-        self._products = {
-            name: self._product(name) for name in self._shapes if name not in self._tensors
-        }
+        # What the library multiplies slowly as it is goes by our products, too.
+        self._products_in = prompts_in()
+        self.name = f"compiled {choice().name}"
+        if self._products_in is not torch.bfloat16:
+            self.name += ", prompts in float32"
+        self._products = {name: self._product(name) for name in self._by_products()}
         self._network = Llama(spec, self._tensors | self._routers(), self._products)
         self.seconds: ctypes.Array[ctypes.c_double] | None = None  # by PHASES, where counted
 
@@ -124,30 +156,46 @@ class CompiledExecutor:
         layers = (CLayer * spec.layers)(*(self._layer(i, sampled) for i in range(spec.layers)))
         return CModel(
             spec.layers,
+            len(spec.groups),
             spec.hidden_size,
             spec.intermediate_size,
             spec.heads,
-            spec.kv_heads,
             spec.head_dim,
             spec.norm_eps,
-            spec.softmax_scale,
-            spec.embedding_multiplier,
+            float(spec.unit_norms),
+            embedding_multiplier(spec, torch.bfloat16),
             spec.residual_multiplier,
             spec.qk_norm_whole,
             spec.centred_norms,
             spec.parallel,
+            GATINGS.index(spec.gating),
             spec.experts,
             spec.experts_per_token,
             spec.expert_size,
             spec.shared_expert_size,
             spec.norm_topk,
-            None if self._query_scale is None else self._query_scale.data_ptr(),
             self._pointer("model.norm.weight"),
-            ctypes.cast(self._frequencies.data_ptr(), ctypes.POINTER(ctypes.c_double)),
             layers,
+            (CGroup * len(spec.groups))(*map(self._group, spec.groups)),
             self._matrix(EMBEDDING, sampled=False),
             self._matrix(HEAD, sampled=True),
         )
+
+    def _group(self, group: LayerGroup) -> CGroup:
+        scale = group.query_scale
+        return CGroup(
+            len(group.layers),
+            group.kv_heads,
+            group.softmax_scale,
+            self.spec.attention_softcap,
+            None if scale is None else self._kept(scale, torch.float32),
+            self._kept(group.rope.inverse_frequencies, torch.float64),
+        )
+
+    def _kept(self, numbers: Sequence[float] | Tensor, dtype: torch.dtype) -> int:
+        """The address of numbers that are held for as long as the executor is."""
+        self._held.append(torch.as_tensor(numbers, dtype=dtype, device="cpu").contiguous())
+        return self._held[-1].data_ptr()
 
     def _layer(self, index: int, sampled: bool) -> CLayer:
         prefix = f"model.layers.{index}."
@@ -166,12 +214,17 @@ class CompiledExecutor:
         def matrix(name: str) -> CMatrix:
             return self._matrix(name, sampled)
 
-        sparse = self.spec.is_sparse(index)
+        sparse, group = self.spec.is_sparse(index), self.spec.group_of(index)
+        sinks = self._tensors.get(f"{prefix}self_attn.sinks")
         return CLayer(
             **matrices,
             mlp=CMlp() if sparse else mlp(f"{prefix}mlp", matrix),
             mixture=pointer(mixture(self.spec, f"{prefix}mlp", matrix)) if sparse else None,
             **{role: self._pointer(f"{prefix}{name}.weight") for role, name in norms.items()},
+            sinks=None if sinks is None else self._kept(sinks, torch.float32),
+            group=self.spec.groups.index(group),
+            place=group.layers.index(index),
+            rotated=index not in self.spec.unrotated_layers,
         )
 
     def _found(self, name: str, sampled: bool) -> Matrix:
@@ -190,6 +243,13 @@ class CompiledExecutor:
         rounded = not sampled and not is_router(name)
         return described(name, self._found(name, sampled), shape, bias, rounded)
 
+    def _by_products(self) -> list[str]:
+        absent = [name for name in self._shapes if name not in self._tensors]
+        if self._products_in is torch.bfloat16:
+            return absent
+        layers = set(matrices(self.spec)) - {HEAD}
+        return absent + [n for n in layers if n in self._tensors and not is_router(n)]
+
     def _routers(self) -> dict[str, Tensor]:
         """Those that are no tensors, float32: a prompt is routed by what the file has, too."""
         names = (name for name in self._products if is_router(name))
@@ -198,7 +258,8 @@ class CompiledExecutor:
     def _product(self, name: str) -> PackedLinear:
         bias = self._tensors.get(name.removesuffix("weight") + "bias")
         found = self._found(name, sampled=False)
-        return PackedLinear(self._kernels, self._matrix(name, sampled=False), bias, found)
+        matrix = self._matrix(name, sampled=False)
+        return PackedLinear(self._kernels, matrix, bias, found, self._products_in)
 
     def _pointer(self, name: str) -> int | None:
         """None where the model's kind has no such tensor."""
@@ -223,7 +284,11 @@ class CompiledExecutor:
         return self._of_one_token_each(tokens.tolist(), steps, model)
 
     def chunk(self, tokens: Tensor, step: ChunkStep, lengths: Tensor | None) -> Tensor:
-        return self._network.forward(tokens, ChunkAttention(step, self._kernels), lengths)
+        attention: Attends = ChunkAttention(step, self._kernels)
+        if isinstance(step.local, ChunkStep):
+            local = ChunkAttention(step.local, self._kernels)
+            attention = ByLayer(step.places, attention, local)
+        return self._network.forward(tokens, attention, lengths)
 
     def _of_one_token_each(
         self, tokens: Sequence[int], steps: Sequence[DecodeStep], model: CModel
@@ -248,4 +313,7 @@ class CompiledExecutor:
         threads = torch.get_num_threads()
         head, written = self._decoding.head, out.data_ptr()
         require_done(self._kernels.kvkeep_product(head, read, count, written, threads))
-        return out if self.spec.logits_multiplier == 1 else out.mul_(self.spec.logits_multiplier)
+        if self.spec.logits_multiplier != 1:
+            out.mul_(self.spec.logits_multiplier)
+        cap = self.spec.logits_softcap
+        return out.div_(cap).tanh_().mul_(cap) if cap else out

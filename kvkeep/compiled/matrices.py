@@ -2,7 +2,8 @@
 
 A token that was sampled is multiplied by weights as they are packed. A prompt's tokens are
 multiplied by the same weights, each rounded to bfloat16, however many tokens a step has: few by a
-kernel, many by the library, to which a matrix is unpacked part by part.
+kernel, many by the library, to which a matrix is unpacked part by part. On a processor that does
+not multiply bfloat16 the library is handed the same numbers in float32.
 """
 
 import ctypes
@@ -18,7 +19,7 @@ from kvkeep.models.linear import filled_rows
 from kvkeep.models.packing import BLOCK, Matrix, packed_shapes
 
 FEW = 16  # rows that a kernel multiplies: beyond, unpacking and the library are faster
-_SCRATCH = 1 << 25  # weights that are unpacked at a time, 64 MB
+_SCRATCH = 1 << 26  # bytes that are unpacked at a time, 64 MB
 
 
 def described(
@@ -44,10 +45,19 @@ class PackedLinear:
     """A product with rows of bfloat16, `[n, columns]` to `[n, rows]`, of a matrix that is packed.
 
     matrix: to be read as rounded. bias: `[rows]` bfloat16, or None. kept: what the matrix is of.
+    dtype: of the library's products.
     """
 
-    def __init__(self, kernels: ctypes.CDLL, matrix: CMatrix, bias: Tensor | None, kept: Matrix):
+    def __init__(
+        self,
+        kernels: ctypes.CDLL,
+        matrix: CMatrix,
+        bias: Tensor | None,
+        kept: Matrix,
+        dtype: torch.dtype,
+    ):
         self._kernels = kernels
+        self._dtype = dtype
         self._matrix = matrix
         self._bias = bias
         self._kept = kept
@@ -88,33 +98,34 @@ class PackedLinear:
 
     def _by_library(self, x: Tensor) -> Tensor:
         matrix, n = self._matrix, x.shape[0]
-        if missing := filled_rows(n) - n:
+        if self._dtype is torch.bfloat16 and (missing := filled_rows(n) - n):
             x = F.pad(x, (0, 0, 0, missing))
-        step = max(1, _SCRATCH // (matrix.columns * BLOCK))
+        x = x.to(self._dtype)
+        step = max(1, _SCRATCH // (matrix.columns * BLOCK * self._dtype.itemsize))
         blocks, parts = -(-matrix.rows // BLOCK), []
-        scratch = _scratch(min(step, blocks) * BLOCK * matrix.columns)
+        scratch = _scratch(min(step, blocks) * BLOCK * matrix.columns, self._dtype)
         for first in range(0, blocks, step):
             begin, end = first * BLOCK, min((first + step) * BLOCK, matrix.rows)
             some = scratch[: (end - begin) * matrix.columns].view(end - begin, matrix.columns)
             self._unpack(first, min(step, blocks - first), some)
-            bias = None if self._bias is None else self._bias[begin:end]
-            parts.append(F.linear(x, some, bias)[:n])
+            bias = None if self._bias is None else self._bias[begin:end].to(self._dtype)
+            parts.append(F.linear(x, some, bias)[:n].bfloat16())
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
     def _unpack(self, first: int, blocks: int, out: Tensor) -> None:
-        threads = torch.get_num_threads()
-        require_done(
-            self._kernels.kvkeep_unpack(self._matrix, first, blocks, out.data_ptr(), threads)
-        )
+        kernels, threads = self._kernels, torch.get_num_threads()
+        is_bf16 = out.dtype is torch.bfloat16
+        unpack = kernels.kvkeep_unpack if is_bf16 else kernels.kvkeep_unpack_floats
+        require_done(unpack(self._matrix, first, blocks, out.data_ptr(), threads))
 
 
 _OF_THREAD = threading.local()
 
 
-def _scratch(size: int) -> Tensor:
-    """Of so many numbers, bfloat16; the same memory for each call of a thread."""
+def _scratch(size: int, dtype: torch.dtype) -> Tensor:
+    """Of so many numbers; the same memory for each call of a thread."""
     held: Tensor | None = getattr(_OF_THREAD, "scratch", None)
-    if held is None or held.numel() < size:
-        held = torch.empty(size, dtype=torch.bfloat16, device="cpu")
+    if held is None or held.nbytes < size * dtype.itemsize:
+        held = torch.empty(size * dtype.itemsize, dtype=torch.uint8, device="cpu")
         _OF_THREAD.scratch = held
-    return held
+    return held[: size * dtype.itemsize].view(dtype)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -11,8 +11,11 @@ from kvkeep.cache import Ragged
 from kvkeep.cache.group_step import Sight, sights
 from kvkeep.cache.step import DecodeStep
 from kvkeep.compiled import binding as c
-from kvkeep.compiled.operands import address, biases, kept, row
+from kvkeep.compiled.operands import address, biases, kept, require, row
 from kvkeep.errors import KernelMismatch
+
+# The shape of cells: (layers, kv_heads, head_dim).
+Vectors: TypeAlias = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,7 @@ class Described:
 def describe(
     tokens: Sequence[int],
     steps: Sequence[DecodeStep],
-    vectors: tuple[int, int, int],
+    groups: Sequence[Vectors],
     heads: int,
     hidden: Tensor,
     threads: int,
@@ -34,9 +37,24 @@ def describe(
 ) -> Described:
     """One token for each step; `hidden` takes the result.
 
-    vectors: the model's `(layers, kv_heads, head_dim)`. heads: of the queries. Raises
-    KernelMismatch for cells of any other shape.
+    groups: the shape of cells in each of the model's groups of layers. heads: of the queries.
+    Raises KernelMismatch for cells of any other shape.
     """
+    local = [step.local for step in steps if isinstance(step.local, DecodeStep)]
+    of_groups = [steps, *([local] if local else [])]
+    require(len(of_groups) == len(groups), f"{len(groups)} groups of layers", len(of_groups))
+    seen = [
+        _seen(tokens, each, vectors, heads) for each, vectors in zip(of_groups, groups, strict=True)
+    ]
+    array = (c.CSeen * len(seen))(*(each for each, _ in seen))
+    structure = c.CStep(len(steps), threads, array, hidden.data_ptr(), seconds)
+    return Described(structure, [array, seen])
+
+
+def _seen(
+    tokens: Sequence[int], steps: Sequence[DecodeStep], vectors: Vectors, heads: int
+) -> tuple[c.CSeen, list[Any]]:
+    """What the steps of one group see, and whatever it points to."""
     seen = sights(steps)
     runs: list[list[c.CRun]] = [[] for _ in steps]
     # A cache's runs in the order of its own views, whoever else looks at the same cells: so what
@@ -58,23 +76,11 @@ def describe(
     sight_array = (c.CSight * len(seen))(*(_sight(sight, vectors) for sight in seen))
     every = [run for own in runs for run in own]
     run_array = (c.CRun * len(every))(*every)
-    structure = c.CStep(
-        len(steps),
-        len(seen),
-        len(every),
-        threads,
-        sequences,
-        sight_array,
-        run_array,
-        hidden.data_ptr(),
-        seconds,
-    )
-    return Described(structure, [seen, sequences, sight_array, run_array])
+    found = c.CSeen(len(seen), len(every), sequences, sight_array, run_array)
+    return found, [seen, sequences, sight_array, run_array]
 
 
-def _sequence(
-    token: int, step: DecodeStep, runs: int, vectors: tuple[int, int, int], heads: int
-) -> c.CSequence:
+def _sequence(token: int, step: DecodeStep, runs: int, vectors: Vectors, heads: int) -> c.CSequence:
     key, value = step.cells
     layers, _, head_dim = vectors
     observed = (layers, 1, heads, head_dim)
@@ -90,7 +96,7 @@ def _sequence(
     )
 
 
-def _sight(sight: Sight, vectors: tuple[int, int, int]) -> c.CSight:
+def _sight(sight: Sight, vectors: Vectors) -> c.CSight:
     if isinstance(sight.slots, Ragged):
         return _ragged(sight.slots, len(sight.runs), vectors)
     bias, cell_bias, slots = sight.bias, sight.slots.bias, len(sight.slots)
@@ -113,7 +119,7 @@ def _sight(sight: Sight, vectors: tuple[int, int, int]) -> c.CSight:
     )
 
 
-def _ragged(cells: Ragged, runs: int, vectors: tuple[int, int, int]) -> c.CSight:
+def _ragged(cells: Ragged, runs: int, vectors: Vectors) -> c.CSight:
     layers, kv_heads, head_dim = vectors
     keys, values, bias, offsets = row(cells, layers, kv_heads, head_dim)
     return c.CSight(keys, values, 0, cells.most, runs, 0, None, bias, 0, 0, offsets)

@@ -69,6 +69,7 @@ class Candidates:
         return replace(
             self,
             cells=cells,
+            rope=self.rope.of(layer),
             queries=queries,
             statistics=None if known is None else known.head(layer, head),
             seed=hash((self.seed, layer, head)),
@@ -113,7 +114,7 @@ class Candidates:
     @cached_property
     def unrotated(self) -> Tensor:
         """Keys as they were before rotation: what a cell says, wherever it stands; float32."""
-        return self.rope.moved(self.keys, -self.cells.positions)
+        return self.rope.moved(self.keys, self.cells.turns(self.rope, -self.cells.positions))
 
     def taken(self, which: Tensor) -> Cells:
         """Some of the cells. which: `[layers, kv_heads, m]` indices, in their order."""

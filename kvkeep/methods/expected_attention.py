@@ -33,7 +33,7 @@ class ExpectedAttention(Eviction):
         mean, covariance = _distribution(candidates)
         rotation = _mean_rotation(candidates)
         mean = (rotation @ mean.unsqueeze(-1)).squeeze(-1)
-        covariance = rotation @ covariance @ rotation.T
+        covariance = rotation @ covariance @ rotation.mT
         keys = candidates.cells.keys.float() * candidates.scale
         logits = (keys @ mean.unsqueeze(-1)).squeeze(-1)
         logits = logits + ((keys @ covariance) * keys).sum(-1) / 2 + candidates.bias
@@ -54,10 +54,20 @@ def _distribution(candidates: Candidates) -> tuple[Tensor, Tensor]:
 
 
 def _mean_rotation(candidates: Candidates) -> Tensor:
-    """`[head_dim, head_dim]`: the mean rotation matrix over the positions ahead."""
+    """The mean rotation matrix over the positions ahead: `[head_dim, head_dim]`.
+
+    For each layer one, `[layers, 1, head_dim, head_dim]`, where some rotate nothing.
+    """
     first = int(candidates.positions.max()) + 1
     rotation = candidates.rope.at(range(first, first + AHEAD))
     width = rotation.cosine.shape[-1]
     matrix = torch.diag(rotation.cosine.mean((0, 1)))
     swap = torch.eye(width, dtype=torch.float32, device=matrix.device).roll(width // 2, 1)
-    return matrix + rotation.sine.mean((0, 1)).unsqueeze(-1) * swap
+    matrix = matrix + rotation.sine.mean((0, 1)).unsqueeze(-1) * swap
+    if not candidates.rope.unrotated:
+        return matrix
+    layers = matrix.expand(candidates.shape[0], 1, -1, -1).clone()
+    layers[list(candidates.rope.unrotated)] = torch.eye(
+        width, dtype=torch.float32, device=matrix.device
+    )
+    return layers

@@ -44,12 +44,13 @@ def _guessed(candidates: Candidates, surrogate: Surrogate) -> Tensor:
     cells = candidates.cells
     if isinstance(cells, Ragged):
         return surrogate.score(candidates.unrotated, cells.values, cells.owners)
-    back, found = candidates.rope.at(-cells.positions), []
+    turns, found = cells.turns(candidates.rope, -cells.positions), []
+    back = candidates.rope.at(turns)
     layers, kv_heads, count = candidates.shape
     together = max(1, TOGETHER // (kv_heads * max(1, count)))
     for first in range(0, layers, together):
         some = slice(first, first + together)
-        turn = back if cells.positions.ndim == 1 else Rotation(back.cosine[some], back.sine[some])
+        turn = back if turns.ndim == 1 else Rotation(back.cosine[some], back.sine[some])
         keys = rotate(cells.keys[some].float().unsqueeze(-2), turn).squeeze(-2)
         found.append(surrogate.layers(some).score(keys, cells.values[some]))
     return torch.cat(found)

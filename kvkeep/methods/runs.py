@@ -28,9 +28,9 @@ class RunMerging(Method):
         sizes = torch.bincount(run, minlength=count)
         last = sizes.cumsum(0) - 1
         positions = candidates.positions[..., last]
-        keys = candidates.rope.moved(
-            candidates.cells.keys.float(), positions[..., run] - candidates.positions
-        )
+        cells, rope = candidates.cells, candidates.rope
+        by = cells.turns(rope, positions[..., run] - candidates.positions)
+        keys = rope.moved(cells.keys.float(), by)
         device = keys.device
         share = self.weights(candidates, run, sizes.float()).to(device).unsqueeze(-1)
 

@@ -24,7 +24,10 @@ _LAYER = re.compile(r"(model\.layers\.\d+\.)(.+)(\.(?:weight|bias))")
 # makes its images embeddings.
 _LANGUAGE_MODEL = r"(model\.language_model|language_model\.model)\."
 _HEAD = r"language_model\.lm_head\."
-_IMAGES = re.compile(r"(model\.)?(visual|vision_tower|multi_modal_projector)\..*")
+_IMAGES = re.compile(
+    r"(model\.)?(visual|vision_tower|multi_modal_projector|audio_tower|embed_vision|embed_audio)\..*"
+)
+_CELLS = re.compile(r"model\.layers\.(\d+)\.self_attn\.[kv]_(proj|norm)\.weight")
 
 
 def decoder_shapes(
@@ -75,5 +78,16 @@ def decoder_name(spec: ModelSpec, name: str) -> str:
     return f"{layer.group(1)}{family.renamed[layer.group(2)]}{layer.group(3)}"
 
 
+def is_unused(spec: ModelSpec, name: str) -> bool:
+    """Whether a tensor, by its name here, makes cells of a layer that looks at another's: files
+    have such, and no model reads them.
+    """
+    found = _CELLS.fullmatch(name)
+    if found is None or int(found.group(1)) >= spec.layers:
+        return False
+    return spec.source_of(int(found.group(1))) != int(found.group(1))
+
+
 def _named(spec: ModelSpec, tensors: Mapping[str, _T]) -> dict[str, _T]:
-    return {decoder_name(spec, name): x for name, x in tensors.items() if is_text(spec, name)}
+    named = {decoder_name(spec, name): x for name, x in tensors.items() if is_text(spec, name)}
+    return {name: x for name, x in named.items() if not is_unused(spec, name)}

@@ -1,19 +1,24 @@
 """A Hugging Face `config.json`, of transformers 4 or 5, read into a `ModelSpec`."""
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from kvkeep.errors import BadModelFile, UnsupportedModel
 from kvkeep.models.config_experts import experts
+from kvkeep.models.config_gemma4 import gemma4_fields, heads_apart
+from kvkeep.models.config_layers import unlike_layers
 from kvkeep.models.config_numbers import LARGEST, count, positive
 from kvkeep.models.families import FAMILIES, Family
-from kvkeep.models.positions import positions, sliding_window
-from kvkeep.models.spec import ModelSpec
+from kvkeep.models.positions import positions, ropes_apart, sliding_window
+from kvkeep.models.spec import Activation, ModelSpec
 from kvkeep.models.unsupported import why_not
 
 _HYBRID = "GraniteMoeHybridForCausalLM"
+_GEMMA3 = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
+_GPT_OSS = "GptOssForCausalLM"
 _MISTRAL3 = "Mistral3ForConditionalGeneration"
 
 _AS_IN_FAMILY = (
@@ -23,7 +28,14 @@ _AS_IN_FAMILY = (
     "norms_after",
     "centred_norms",
     "parallel",
+    "unit_norms",
+    "sinks",
 )
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
 _WIDEST_HEAD = 1 << 16
 
 
@@ -51,23 +63,30 @@ def spec_from_config(
     """As `read_spec`, from what the two JSON files hold. path: where from, for messages."""
     architecture = _architecture(config, path)
     family = FAMILIES[architecture]
-    config = _text_part(config) if family.text_part else config
+    config = {**family.usual, **(_text_part(config) if family.text_part else config)}
     _refuse_unsupported(config, architecture)
+    config, local_heads = heads_apart(config, path) if family.gemma4 else (config, {})
     heads = count(config, "num_attention_heads", path)
     hidden_size = count(config, "hidden_size", path)
     layers = count(config, "num_hidden_layers", path)
     kv_heads = count(config, "num_key_value_heads", path, default=heads)
-    if heads % kv_heads:
-        raise BadModelFile(
-            f"{path}: num_attention_heads ({heads}) must be a multiple of num_key_value_heads "
-            f"({kv_heads}); fetch the model again"
-        )
-    head_dim = count(
-        config, "head_dim", path, default=family.usual_head_dim or hidden_size // heads
-    )
-    if head_dim > _WIDEST_HEAD or head_dim % 2:
-        raise BadModelFile(f"{path}: heads of {head_dim} dimensions; fetch the model again")
+    for each in (kv_heads, local_heads.get("local_kv_heads", kv_heads)):
+        if heads % each:
+            raise BadModelFile(
+                f"{path}: num_attention_heads ({heads}) must be a multiple of num_key_value_heads "
+                f"({each}); fetch the model again"
+            )
+    head_dim = count(config, "head_dim", path, default=hidden_size // heads)
+    local_head_dim = local_heads.get("local_head_dim", head_dim)
+    for each in (head_dim, local_head_dim):
+        if each > _WIDEST_HEAD or each % 2:
+            raise BadModelFile(f"{path}: heads of {each} dimensions; fetch the model again")
+    config, local = ropes_apart(config, family)
     rope, trained = positions(config, family, head_dim, path)
+    local_rope = positions(local, family, local_head_dim, path)[0] if local else rope
+    unlike = unlike_layers(config, family, layers, path)
+    if family.gemma4:
+        unlike |= local_heads | gemma4_fields(config, layers, unlike["local_layers"], path)
     return ModelSpec(
         architecture=architecture,
         vocab_size=count(config, "vocab_size", path),
@@ -80,12 +99,15 @@ def spec_from_config(
         norm_eps=positive(config, family.norm_eps, path, default=1e-6),
         max_positions=min(trained, sliding_window(config, family, layers, path) or trained),
         rope=rope,
-        tied_head=_tied(config, family),
+        local_rope=None if local_rope == rope else local_rope,
+        tied_head=bool(config.get("tie_word_embeddings")),
         **_biases(config, family),
         bos_token_id=next(iter(_token_ids(config, generation, "bos_token_id", path)), None),
         eos_token_ids=_token_ids(config, generation, "eos_token_id", path),
         **{name: getattr(family, name) for name in _AS_IN_FAMILY},
         **_multipliers(config, family, path),
+        activation=_ACTIVATIONS[config.get(family.activation, "silu")],
+        **unlike,
         **experts(config, family, layers, path),
     )
 
@@ -159,38 +181,52 @@ def _width(architecture: str) -> str:
 
 
 def _refuse_unsupported(config: Mapping[str, Any], architecture: str) -> None:
-    activation = config.get("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
+    activation = config.get(FAMILIES[architecture].activation, "silu")
+    if not isinstance(activation, str) or activation not in _ACTIVATIONS:
         raise UnsupportedModel(
-            f"{architecture} with activation {activation!r} is not supported, only 'silu'"
+            f"{architecture} with activation {activation!r} is not supported, only "
+            f"{', '.join(_ACTIVATIONS)}"
         )
-    if architecture == "CohereForCausalLM" and config.get("use_qk_norm"):
+    if architecture in ("CohereForCausalLM", "Cohere2ForCausalLM") and config.get("use_qk_norm"):
         raise UnsupportedModel(
             f"{architecture} with norms of queries and keys (Command R+) is not supported; the "
-            "others of its family (Command R, Aya) are"
+            "others of its family (Command R, R7B, A, Aya) are"
         )
     if architecture == "OlmoeForCausalLM" and config.get("clip_qkv") is not None:
         raise UnsupportedModel(
             f"{architecture} that clips queries, keys and values (clip_qkv) is not supported; the "
             "others of its family are"
         )
+    if architecture in _GEMMA3 and config.get("attn_logit_softcapping") is not None:
+        raise UnsupportedModel(
+            f"{architecture} that caps attention (attn_logit_softcapping) is not supported; the "
+            "others of its family are, and Gemma 2"
+        )
+    if config.get("use_bidirectional_attention") not in (None, False, "vision"):
+        raise UnsupportedModel(
+            f"{architecture} that looks ahead in a text (use_bidirectional_attention) is not "
+            "supported: it makes embeddings, not text. The others of its family are"
+        )
+    if architecture == _GPT_OSS and (
+        config.get("swiglu_alpha", 1.702) != 1.702 or config.get("swiglu_limit", 7.0) != 7
+    ):
+        raise UnsupportedModel(
+            f"{architecture} whose experts are clamped otherwise than at 7 (swiglu_limit, "
+            "swiglu_alpha) is not supported; gpt-oss-20b and -120b are"
+        )
     quantised = config.get("quantization_config")
     if quantised:
         method = quantised.get("quant_method", "?") if isinstance(quantised, dict) else "?"
+        if architecture == _GPT_OSS and method == "mxfp4":
+            return
         raise UnsupportedModel(
             f"weights quantised by {method!r} are not supported; use the model's bf16 safetensors "
             "or a .gguf file"
         )
 
 
-def _tied(config: Mapping[str, Any], family: Family) -> bool:
-    said = config.get("tie_word_embeddings")
-    return bool(family.tied_unsaid if said is None else said)
-
-
 def _biases(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    said = config.get("attention_bias")
-    stated = bool(family.bias_unsaid if said is None else said)
+    stated = bool(config.get("attention_bias"))
     if family.attention_bias == "qkv unless said":
         said = config.get("qkv_bias")
         return {"qkv_bias": said is None or bool(said), "output_bias": False, "mlp_bias": False}
@@ -204,6 +240,8 @@ def _biases(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
 def _multipliers(config: Mapping[str, Any], family: Family, path: Path) -> dict[str, Any]:
     if family.logit_scale:
         return {"logits_multiplier": positive(config, "logit_scale", path, default=0.0625)}
+    if family.scaled:
+        return _scales(config, path)
     if not family.multipliers:
         return {}
     return {
@@ -211,6 +249,21 @@ def _multipliers(config: Mapping[str, Any], family: Family, path: Path) -> dict[
         "residual_multiplier": positive(config, "residual_multiplier", path, default=1.0),
         "logits_multiplier": 1 / positive(config, "logits_scaling", path, default=1.0),
         "attention_multiplier": positive(config, "attention_multiplier", path, default=1.0),
+    }
+
+
+def _scales(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Gemma's multipliers and caps."""
+    caps = {
+        "attention_softcap": "attn_logit_softcapping",
+        "logits_softcap": "final_logit_softcapping",
+    }
+    return {
+        "embedding_multiplier": math.sqrt(count(config, "hidden_size", path)),
+        "embedding_multiplier_rounded": True,
+        "attention_multiplier": positive(config, "query_pre_attn_scalar", path, default=256)
+        ** -0.5,
+        **{ours: positive(config, theirs, path, default=0.0) for ours, theirs in caps.items()},
     }
 
 

@@ -32,6 +32,7 @@ def experts(config: Mapping[str, Any], family: Family, layers: int, path: Path) 
         "expert_size": count(config, mixture.width, path),
         "shared_expert_size": count(config, mixture.shared, path) if mixture.shared else 0,
         "norm_topk": bool(config.get("norm_topk_prob", False)) if normed is None else normed,
+        "clamped_experts": mixture.clamped,
         **(_alternation(config, layers, path) if mixture.alternating else {}),
     }
 

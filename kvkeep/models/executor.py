@@ -4,6 +4,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from kvkeep.cache import Attends
 from kvkeep.cache.group_step import GroupStep
 from kvkeep.cache.step import ChunkStep, DecodeStep
 from kvkeep.models.finite import checked
@@ -32,13 +33,6 @@ class Executor(Protocol):
         """A matrix that is held packed alone, `[rows, columns]`; KeyError if there is none."""
 
 
-class Attends(Protocol):
-    """What a forward asks of a step."""
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """As `Step.attend`."""
-
-
 class Network(Protocol):
     """A family's layers in torch."""
 
@@ -62,10 +56,10 @@ class TorchExecutor:
         self._network = network
 
     def hidden(self, tokens: Tensor, step: AnyStep) -> Tensor:
-        return self._network.forward(tokens, step)
+        return self._network.forward(tokens, step.by_layer)
 
     def chunk(self, tokens: Tensor, step: ChunkStep, lengths: Tensor | None) -> Tensor:
-        return self._network.forward(tokens, step, lengths)
+        return self._network.forward(tokens, step.by_layer, lengths)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return checked(self._network.logits(hidden))

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvkeep.models.linear import Linear
-from kvkeep.models.spec import ModelSpec
+from kvkeep.models.spec import Gating, ModelSpec
 
 
 class Product(Protocol):
@@ -26,17 +26,31 @@ class Product(Protocol):
         """Some rows of the matrix, `[n, in]`. rows: `[n]` int64."""
 
 
+def _clamped(gate: Tensor, up: Tensor) -> Tensor:
+    """Gpt-oss's: (up + 1) * gate * sigmoid(1.702 gate), no gate above 7 and no up beyond 7."""
+    gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+    return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+
+
+_GATED: dict[Gating, Callable[[Tensor, Tensor], Tensor]] = {
+    "silu": lambda gate, up: F.silu(gate) * up,
+    "gelu_tanh": lambda gate, up: F.gelu(gate, approximate="tanh") * up,
+    "clamped": _clamped,
+}
+
+
 @dataclass(frozen=True)
 class Mlp:
-    """A gated MLP (SwiGLU, arXiv:2002.05202)."""
+    """A gated MLP (SwiGLU and GEGLU, arXiv:2002.05202)."""
 
     gate: Product
     up: Product
     down: Product
+    gating: Gating = "silu"
 
     def __call__(self, x: Tensor) -> Tensor:
         """`[n, hidden_size]` to the same."""
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+        return self.down(_GATED[self.gating](self.gate(x), self.up(x)))
 
 
 @dataclass(frozen=True)
@@ -55,8 +69,8 @@ class SharedExpert:
 class Experts:
     """A mixture of experts.
 
-    router: `[experts, hidden_size]` float32. per_token: how many a token goes through. norm_topk:
-    their weights add up to 1, and else to their share of all.
+    router: `[experts, hidden_size]` float32, as is its bias. per_token: how many a token goes
+    through. norm_topk: their weights add up to 1, and else to their share of all.
 
     The tokens of a step that chose an expert go through it together, so that what a token becomes
     may depend in its last bits on how many others of its step chose the same one; never on the
@@ -99,27 +113,30 @@ def mlp_of(
     """A layer's MLP, or what it has in its place. product: of a matrix, by its name."""
     prefix = f"model.layers.{layer}.mlp"
     if not spec.is_sparse(layer):
-        return _mlp(prefix, product)
+        return _mlp(prefix, product, spec.gating)
 
     def router(name: str, rows: int) -> Linear:
         weight = tensors.get(name)
         if weight is None:
             weight = product(name).chosen(torch.arange(rows, dtype=torch.int64, device="cpu"))
-        return Linear(weight.float(), None)
+        bias = tensors.get(f"{name.removesuffix('weight')}bias")
+        return Linear(weight.float(), None if bias is None else bias.float())
 
     shared = None
     if spec.shared_expert_size:
         gate = router(f"{prefix}.shared_expert_gate.weight", 1)
-        shared = SharedExpert(_mlp(f"{prefix}.shared_expert", product), gate)
+        shared = SharedExpert(_mlp(f"{prefix}.shared_expert", product, spec.gating), gate)
     return Experts(
         router=router(f"{prefix}.gate.weight", spec.experts),
-        each=tuple(_mlp(f"{prefix}.experts.{i}", product) for i in range(spec.experts)),
+        each=tuple(
+            _mlp(f"{prefix}.experts.{i}", product, spec.gating) for i in range(spec.experts)
+        ),
         per_token=spec.experts_per_token,
         norm_topk=spec.norm_topk,
         shared=shared,
     )
 
 
-def _mlp(prefix: str, product: Callable[[str], Product]) -> Mlp:
+def _mlp(prefix: str, product: Callable[[str], Product], gating: Gating) -> Mlp:
     gate, up, down = (product(f"{prefix}.{name}_proj.weight") for name in ("gate", "up", "down"))
-    return Mlp(gate, up, down)
+    return Mlp(gate, up, down, gating)

@@ -2,7 +2,6 @@
 
 import shutil
 from collections.abc import Iterator
-from itertools import chain
 from pathlib import Path
 
 import torch
@@ -13,6 +12,7 @@ from kvkeep.errors import InvalidArgument, ModelError, StoreError
 from kvkeep.files.folder import making
 from kvkeep.files.tensors import Entry, tensor_bytes, write_tensors
 from kvkeep.models.checkpoint import stored_parts
+from kvkeep.models.clamped_experts import as_stored
 from kvkeep.models.config import read_spec
 from kvkeep.models.packed import find_own, own_file
 from kvkeep.models.packing import Matrix, PackedMatrix, as_tensor, some_rows
@@ -54,8 +54,8 @@ def export(
     )
 
     def pieces() -> Iterator[bytes]:
-        for name in chain.from_iterable(parts.values()):
-            for rows in _as_stored(spec, name, found[name], dtype):
+        for stored, of in parts.items():
+            for rows in _pieces(spec, stored, {name: found[name] for name in of}, dtype):
                 piece = tensor_bytes(rows)
                 yield piece
                 bar.update(len(piece))
@@ -78,6 +78,20 @@ def _entry(parts: list[Matrix], dtype: torch.dtype, stack: tuple[int, ...] | Non
     shapes = [_shape(matrix) for matrix in parts]
     shape = stack or (sum(each[0] for each in shapes), *shapes[0][1:])
     return Entry(_NAMES[dtype], shape, torch.Size(shape).numel() * dtype.itemsize)
+
+
+def _pieces(
+    spec: ModelSpec, stored: str, parts: dict[str, Matrix], dtype: torch.dtype
+) -> Iterator[Tensor]:
+    """What is stored under one name, some of it at a time."""
+    if not spec.clamped_experts or stack_shape(spec, stored) is None:
+        for name, matrix in parts.items():
+            yield from _as_stored(spec, name, matrix, dtype)
+        return
+    each = len(parts) // spec.experts  # of gate and up, or of one
+    matrices = iter(parts.values())
+    for expert in zip(*[matrices] * each, strict=True):
+        yield as_stored([as_tensor(matrix, dtype) for matrix in expert])
 
 
 def _as_stored(spec: ModelSpec, name: str, matrix: Matrix, dtype: torch.dtype) -> Iterator[Tensor]:

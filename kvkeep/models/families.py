@@ -6,7 +6,7 @@ a checkpoint's tensors go by `checkpoint.py`.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 # Which projections of attention have biases: all as `attention_bias` says; q, k and v as it says;
 # q, k and v whatever it says; q, k and v unless `qkv_bias` says no; none.
@@ -24,13 +24,33 @@ class Mixture:
     width: the field that says how wide an expert is. shared: the same of the shared one; "" where
         the family has none.
     norm_topk: as in ModelSpec; None where `norm_topk_prob` says it.
+    clamped: as clamped_experts in ModelSpec.
     alternating: some layers may have an MLP, as `decoder_sparse_step` and `mlp_only_layers` say.
     """
 
     width: str = "intermediate_size"
     shared: str = ""
     norm_topk: bool | None = None
+    clamped: bool = False
     alternating: bool = False
+
+
+@dataclass(frozen=True)
+class Unlike:
+    """How a family's config speaks of layers that see or rotate in another way than the others.
+
+    period: each so-manieth layer sees everything, and the others a window, where neither
+        `layer_types` nor `sliding_window_pattern` says it.
+    if_used: there are local layers where `use_sliding_window` says so alone.
+    unrotated: those that see everything, where others do not; as `no_rope_layers` says, and it is
+        these that may be local; none.
+    two_ropes: RoPE of local layers has a base of its own, and is not scaled.
+    """
+
+    period: int = 0
+    if_used: bool = False
+    unrotated: Literal["none", "whole", "stated"] = "none"
+    two_ropes: bool = False
 
 
 @dataclass(frozen=True)
@@ -38,13 +58,15 @@ class Family:
     """An architecture, by how it differs from Llama.
 
     attention_bias, mlp_bias: which biases it has; those of the MLP are as the config says.
-    bias_unsaid: what a config without `attention_bias` means.
-    window, usual_window: see `Windows`; tokens where the config says nothing.
-    usual_head_dim: where the config says nothing; None for hidden_size / heads.
-    qk_norm, qk_norm_whole, norms_before, norms_after, centred_norms, parallel: as in ModelSpec.
+    usual: what a config means that leaves a field out.
+    window: see `Windows`. unlike: of families whose layers are not all alike.
+    qk_norm, qk_norm_whole, norms_before, norms_after, centred_norms, parallel, unit_norms,
+        sinks: as in ModelSpec.
     norm_eps: the field of the config that says it.
-    multipliers: Granite's four. logit_scale: Cohere's one.
-    tied_unsaid: what a config without `tie_word_embeddings` means.
+    activation: the field of the config that says it.
+    gemma4: it has what `config_gemma4.py` reads.
+    multipliers: Granite's four. logit_scale: Cohere's one. scaled: Gemma's two, of embeddings and
+        of attention, and its caps on products and logits.
     rotated: the part of each head that is rotated where the config says nothing; None for families
         that rotate whole heads, whatever it says.
     interleaved: the pairs that are rotated lie side by side, not half a head apart.
@@ -55,21 +77,24 @@ class Family:
     """
 
     attention_bias: Biases = "stated"
-    bias_unsaid: bool = False
     mlp_bias: bool = False
+    usual: Mapping[str, Any] = field(default_factory=dict)
     window: Windows = "none"
-    usual_window: int | None = None
-    usual_head_dim: int | None = None
+    unlike: Unlike | None = None
     qk_norm: bool = False
     qk_norm_whole: bool = False
     norms_before: bool = True
     norms_after: bool = False
     centred_norms: bool = False
     parallel: bool = False
+    unit_norms: bool = False
+    sinks: bool = False
     norm_eps: str = "rms_norm_eps"
+    activation: str = "hidden_act"
+    gemma4: bool = False
     multipliers: bool = False
     logit_scale: bool = False
-    tied_unsaid: bool = False
+    scaled: bool = False
     rotated: float | None = None
     interleaved: bool = False
     qkv: str = ""
@@ -81,23 +106,97 @@ class Family:
 
 _GLM = Family(
     attention_bias="stated of qkv",
-    bias_unsaid=True,
-    usual_head_dim=128,
+    usual={"attention_bias": True, "head_dim": 128},
     rotated=0.5,
     interleaved=True,
     gate_up="mlp.gate_up_proj",
 )
+_COHERE = Family(
+    centred_norms=True,
+    parallel=True,
+    norm_eps="layer_norm_eps",
+    logit_scale=True,
+    usual={"tie_word_embeddings": True},
+    interleaved=True,
+)
+_NORMED_AFTER = {
+    "post_attention_layernorm": "post_self_attn_layernorm",
+    "post_feedforward_layernorm": "post_mlp_layernorm",
+}
+_OLMO2 = Family(
+    qk_norm=True,
+    qk_norm_whole=True,
+    norms_before=False,
+    norms_after=True,
+    renamed=_NORMED_AFTER,
+)
+_NORMED_TWICE = {**_NORMED_AFTER, "pre_feedforward_layernorm": "post_attention_layernorm"}
+_GEMMA = Family(
+    norms_after=True,
+    unit_norms=True,
+    activation="hidden_activation",
+    scaled=True,
+    renamed=_NORMED_TWICE,
+    usual={
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "tie_word_embeddings": True,
+    },
+)
+_GEMMA3 = replace(
+    _GEMMA,
+    qk_norm=True,
+    unlike=Unlike(period=6, two_ropes=True),
+    usual={  # files of the larger ones leave these out
+        **_GEMMA.usual,
+        "vocab_size": 262208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 131072,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+    },
+)
+_GEMMA4 = replace(
+    _GEMMA3,
+    unit_norms=False,
+    gemma4=True,
+    usual={
+        **_GEMMA3.usual,
+        "vocab_size": 262144,
+        "query_pre_attn_scalar": 1,
+        "sliding_window": 512,
+        "global_head_dim": 512,
+        "num_kv_shared_layers": 0,
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "proportional",
+                "partial_rotary_factor": 0.25,
+                "rope_theta": 1e6,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
+)
 
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(mlp_bias=True),
-    "MistralForCausalLM": Family(attention_bias="none", window="stated", usual_window=4096),
+    "MistralForCausalLM": Family(
+        attention_bias="none", window="stated", usual={"sliding_window": 4096}
+    ),
     "Mistral3ForConditionalGeneration": Family(
         attention_bias="none", window="stated", text_part=True
     ),
-    "Ministral3ForCausalLM": Family(attention_bias="none", window="stated", usual_head_dim=128),
-    "Qwen2ForCausalLM": Family(attention_bias="qkv", window="if used", usual_window=4096),
+    "Ministral3ForCausalLM": Family(
+        attention_bias="none", window="stated", usual={"head_dim": 128}
+    ),
+    "Qwen2ForCausalLM": Family(
+        attention_bias="qkv", window="if used", usual={"sliding_window": 4096}
+    ),
     "Qwen3ForCausalLM": Family(
-        window="if used", usual_window=4096, usual_head_dim=128, qk_norm=True
+        window="if used", usual={"sliding_window": 4096, "head_dim": 128}, qk_norm=True
     ),
     "Phi3ForCausalLM": Family(
         attention_bias="none",
@@ -113,48 +212,73 @@ FAMILIES: dict[str, Family] = {
         gate_up="shared_mlp.input_linear",
         renamed={"shared_mlp.output_linear": "mlp.down_proj"},
     ),
-    "Olmo2ForCausalLM": Family(
+    "Olmo2ForCausalLM": _OLMO2,
+    "Olmo3ForCausalLM": replace(
+        _OLMO2,
+        unlike=Unlike(period=4, two_ropes=True),
+        usual={"sliding_window": 4096, "rope_theta": 5e5},
+    ),
+    "Exaone4ForCausalLM": Family(
+        attention_bias="none",
         qk_norm=True,
-        qk_norm_whole=True,
         norms_before=False,
         norms_after=True,
-        renamed={
-            "post_attention_layernorm": "post_self_attn_layernorm",
-            "post_feedforward_layernorm": "post_mlp_layernorm",
-        },
+        renamed=_NORMED_AFTER,
+        unlike=Unlike(period=4, unrotated="whole"),
+        usual={"sliding_window": 4096},
+    ),
+    "SmolLM3ForCausalLM": Family(
+        mlp_bias=True,
+        unlike=Unlike(if_used=True, unrotated="stated"),
+        usual={"tie_word_embeddings": True, "no_rope_layer_interval": 4, "rope_theta": 2e6},
     ),
     "GlmForCausalLM": _GLM,
     "Glm4ForCausalLM": replace(_GLM, norms_after=True),
-    "CohereForCausalLM": Family(
-        centred_norms=True,
-        parallel=True,
-        norm_eps="layer_norm_eps",
-        logit_scale=True,
-        tied_unsaid=True,
-        interleaved=True,
+    "CohereForCausalLM": _COHERE,
+    "Cohere2ForCausalLM": replace(
+        _COHERE,
+        unlike=Unlike(period=4, unrotated="whole"),
+        usual={**_COHERE.usual, "sliding_window": 4096},
     ),
+    "Gemma2ForCausalLM": replace(
+        _GEMMA,
+        unlike=Unlike(period=2),
+        usual={**_GEMMA.usual, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    ),
+    "Gemma3ForCausalLM": _GEMMA3,
+    "Gemma3ForConditionalGeneration": replace(_GEMMA3, text_part=True),
+    "Gemma4ForCausalLM": _GEMMA4,
+    "Gemma4ForConditionalGeneration": replace(_GEMMA4, text_part=True),
     "MixtralForCausalLM": Family(
         attention_bias="none", window="stated", mixture=Mixture(norm_topk=True)
     ),
     "Qwen2MoeForCausalLM": Family(
         attention_bias="qkv unless said",
         window="if used at all",
-        usual_window=4096,
+        usual={"sliding_window": 4096},
         mixture=Mixture(
             "moe_intermediate_size", "shared_expert_intermediate_size", alternating=True
         ),
     ),
     "Qwen3MoeForCausalLM": Family(
         window="if used at all",
-        usual_window=4096,
+        usual={"sliding_window": 4096},
         qk_norm=True,
         mixture=Mixture("moe_intermediate_size", alternating=True),
     ),
     "OlmoeForCausalLM": Family(qk_norm=True, qk_norm_whole=True, mixture=Mixture()),
+    "GptOssForCausalLM": Family(
+        sinks=True,
+        mixture=Mixture(norm_topk=True, clamped=True),
+        unlike=Unlike(period=2),
+        usual={"attention_bias": True, "head_dim": 64, "sliding_window": 128, "rope_theta": 1.5e5},
+    ),
     # A softmax over those that are chosen is one over all, made to add up to 1.
     "GraniteMoeForCausalLM": Family(multipliers=True, mixture=Mixture(norm_topk=True)),
     "Qwen2_5_VLForConditionalGeneration": Family(
-        attention_bias="qkv", window="if used", usual_window=4096, text_part=True
+        attention_bias="qkv", window="if used", usual={"sliding_window": 4096}, text_part=True
     ),
-    "Qwen3VLForConditionalGeneration": Family(usual_head_dim=128, qk_norm=True, text_part=True),
+    "Qwen3VLForConditionalGeneration": Family(
+        usual={"head_dim": 128}, qk_norm=True, text_part=True
+    ),
 }

@@ -1,12 +1,13 @@
 """From a GGUF file's metadata to the `config.json` of the same model in Hugging Face layout."""
 
-import math
 from typing import Any
 
 from kvkeep.errors import UnsupportedModel
-from kvkeep.models.frequencies import rope_spec
 from kvkeep.models.gguf_experts import MIXTURES, mixture_config
 from kvkeep.models.gguf_file import GgufFile
+from kvkeep.models.gguf_gemma import gemma_config
+from kvkeep.models.gguf_layers import is_olmo3, layers_config
+from kvkeep.models.gguf_rope import rope_scaling, shortest, two_lengths
 from kvkeep.models.gguf_tokenizer import special_token
 from kvkeep.models.unsupported import why_not
 
@@ -24,8 +25,15 @@ _FAMILIES = MIXTURES | {
     "olmo2": ("Olmo2ForCausalLM", "olmo2"),
     "command-r": ("CohereForCausalLM", "cohere"),
     "glm4": ("Glm4ForCausalLM", "glm4"),
+    "cohere2": ("Cohere2ForCausalLM", "cohere2"),
+    "exaone4": ("Exaone4ForCausalLM", "exaone4"),
+    "smollm3": ("SmolLM3ForCausalLM", "smollm3"),
+    "gemma2": ("Gemma2ForCausalLM", "gemma2"),
+    "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
+    "gemma4": ("Gemma4ForCausalLM", "gemma4_text"),
 }
 _OF_EACH = "attention.head_count_kv"  # Granite 4 says it of each layer, though all are the same
+_COHERE = ("command-r", "cohere2")
 _MULTIPLIED = ("granite", "granitemoe")
 _ROTATE_PARTS = ("phi3", "glm4")  # of each head
 
@@ -42,6 +50,8 @@ def config_from_gguf(file: GgufFile) -> dict[str, Any]:
     window = file.metadata.get(f"{family}.attention.sliding_window")
     if family == "llama" and window:
         architecture, model_type = "MistralForCausalLM", "mistral"
+    if family == "olmo2" and is_olmo3(file):
+        architecture, model_type = "Olmo3ForCausalLM", "olmo3"
     if f"{family}.attention.temperature_scale" in file.metadata:
         architecture, model_type = "Ministral3ForCausalLM", "ministral3"
     heads = file.count(f"{family}.attention.head_count")
@@ -61,27 +71,31 @@ def config_from_gguf(file: GgufFile) -> dict[str, Any]:
         "hidden_act": "silu",
         "max_position_embeddings": file.count(f"{family}.context_length"),
         **_norm_eps(file, family),
-        "rope_theta": _shortest(file.number(f"{family}.rope.freq_base", 10_000.0)),
-        "rope_scaling": _rope_scaling(file, family, head_dim),
+        "rope_theta": shortest(file.number(f"{family}.rope.freq_base", 10_000.0)),
+        "rope_scaling": rope_scaling(file, family, head_dim),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": model_type != "qwen2" and "blk.0.attn_q.bias" in file.tensors,
         "torch_dtype": "bfloat16",
         "pad_token_id": None,  # not what a class has where nothing is said
     }
-    if model_type in ("llama", "granite") and not mixture:
+    if model_type in ("llama", "granite", "smollm3") and not mixture:
         config["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
     if model_type in ("mistral", "ministral3", "phi3"):
         config["sliding_window"] = window or None
     if family in _ROTATE_PARTS:
         rotated = file.count(f"{family}.rope.dimension_count", head_dim)
         config["partial_rotary_factor"] = rotated / head_dim
-    if family == "command-r":
-        config["logit_scale"] = _shortest(file.number(f"{family}.logit_scale", 0.0625))
+    if family in _COHERE:
+        config["logit_scale"] = shortest(file.number(f"{family}.logit_scale", 0.0625))
     if family in _MULTIPLIED:
         config |= _multipliers(file, family, head_dim)
     if family == "phi3":
-        config |= _two_lengths(file)
-    config |= mixture
+        config |= two_lengths(file)
+    if family in ("gemma2", "gemma3", "gemma4"):
+        config |= gemma_config(file, family, head_dim)
+    if "rope_parameters" in config:  # as transformers 5 has it alone
+        del config["rope_theta"], config["rope_scaling"]
+    config |= layers_config(file, family) | mixture
     for role, key in (("bos", "bos_token_id"), ("padding", "pad_token_id")):
         if special_token(file, role) is not None:
             config[key] = file.metadata[f"tokenizer.ggml.{role}_token_id"]
@@ -89,14 +103,16 @@ def config_from_gguf(file: GgufFile) -> dict[str, Any]:
 
 
 def _norm_eps(file: GgufFile, family: str) -> dict[str, float]:
-    if family == "command-r":
+    if family in _COHERE:
         eps = file.number(f"{family}.attention.layer_norm_epsilon")
-        return {"layer_norm_eps": _shortest(eps)}
-    return {"rms_norm_eps": _shortest(file.number(f"{family}.attention.layer_norm_rms_epsilon"))}
+        return {"layer_norm_eps": shortest(eps)}
+    return {"rms_norm_eps": shortest(file.number(f"{family}.attention.layer_norm_rms_epsilon"))}
 
 
 def _width(file: GgufFile, family: str) -> int:
     """Of the MLP. Granite 4 names another one beside it, that of experts which it has not."""
+    if family == "gemma4":
+        return 0  # see `gguf_gemma.py`
     shared = f"{family}.expert_shared_feed_forward_length"
     said = family == "granite" and shared in file.metadata
     return file.count(shared if said else f"{family}.feed_forward_length")
@@ -113,35 +129,13 @@ def _multipliers(file: GgufFile, family: str, head_dim: int) -> dict[str, Any]:
     usual = {"embedding_scale": 1.0, "residual_scale": 1.0, "logit_scale": 1.0}
     usual["attention.scale"] = head_dim**-0.5
     stated = {key: file.number(f"{family}.{key}", value) for key, value in usual.items()}
-    found = {key: _shortest(value) or usual[key] for key, value in stated.items()}
+    found = {key: shortest(value) or usual[key] for key, value in stated.items()}
     return {
         "embedding_multiplier": found["embedding_scale"],
         "residual_multiplier": found["residual_scale"],
         "logits_scaling": found["logit_scale"],  # what logits are divided by, as in config.json
         "attention_multiplier": found["attention.scale"],
     }
-
-
-def _two_lengths(file: GgufFile) -> dict[str, Any]:
-    """Of a Phi-3 with tables for short and for long texts: the length of the short ones, and both.
-
-    GGUF has the divisors as tensors.
-    """
-    longest = file.count("phi3.context_length")
-    original = file.count("phi3.rope.scaling.original_context_length", longest)
-    tables = {kind: f"rope_factors_{kind}.weight" for kind in ("short", "long")}
-    if tables["short"] not in file.tensors:
-        return {"original_max_position_embeddings": original}
-    scaling: dict[str, Any] = {"type": "longrope"}
-    for kind, name in tables.items():
-        if name in file.tensors:
-            divisors = file.tensors[name].unpack().reshape(-1).tolist()
-            scaling[f"{kind}_factor"] = [_shortest(each) for each in divisors]
-    usual = math.sqrt(1 + max(0.0, math.log(longest / original)) / math.log(max(2, original)))
-    factor = file.number("phi3.rope.scaling.attn_factor", usual)
-    if abs(factor - usual) > 1e-6 * usual:  # else what config.json does not say, either
-        scaling["attention_factor"] = _shortest(factor)
-    return {"original_max_position_embeddings": original, "rope_scaling": scaling}
 
 
 def eos_token_ids(file: GgufFile) -> list[int]:
@@ -185,7 +179,8 @@ def _vocab_size(file: GgufFile) -> int:
 
 def _refuse_unsupported(file: GgufFile, family: str) -> None:
     _refuse_relatives(file, family)
-    for key in ("attention.head_count", _OF_EACH, "feed_forward_length"):
+    alike = ("attention.head_count", _OF_EACH, "feed_forward_length")
+    for key in alike[:1] if family == "gemma4" else alike:
         each = file.metadata.get(f"{family}.{key}")
         if isinstance(each, list) and (key != _OF_EACH or any(one != each[0] for one in each)):
             raise UnsupportedModel(
@@ -207,9 +202,6 @@ def _refuse_unsupported(file: GgufFile, family: str) -> None:
 def _refuse_relatives(file: GgufFile, family: str) -> None:
     """Models that are stored under the name of a family, and are not quite of it."""
     against = {
-        "is an OLMo 3, which attends in some layers in another way than in others": (
-            family == "olmo2" and file.metadata.get("olmo2.attention.sliding_window")
-        ),
         "is a GLM-4V, whose rows are in another order": (
             family == "glm4" and "glm4.rope.dimension_sections" in file.metadata
         ),
@@ -220,79 +212,3 @@ def _refuse_relatives(file: GgufFile, family: str) -> None:
     for why, holds in against.items():
         if holds:
             raise UnsupportedModel(f"{file.path} {why}: that is not supported")
-
-
-def _rope_scaling(file: GgufFile, family: str, head_dim: int) -> dict[str, Any] | None:
-    if family == "phi3":
-        return None  # see `_two_lengths`
-    kind = file.text(f"{family}.rope.scaling.type", "none")
-    factor = file.number(
-        f"{family}.rope.scaling.factor", file.number(f"{family}.rope.scale_linear", 1.0)
-    )
-    if "rope_freqs.weight" in file.tensors:
-        return _llama3_scaling(file, family, head_dim)
-    if kind == "none" and factor in (0.0, 1.0):
-        return None
-    if kind == "linear" or kind == "none":
-        return {"rope_type": "linear", "factor": factor}
-    if kind != "yarn":
-        raise UnsupportedModel(
-            f"the GGUF RoPE scaling {kind!r} is not supported; supported: none, linear, yarn, and "
-            "Llama 3's rope_freqs.weight"
-        )
-    scaling: dict[str, Any] = {"rope_type": "yarn", "factor": factor}
-    for key, name in (
-        ("original_context_length", "original_max_position_embeddings"),
-        ("yarn_beta_fast", "beta_fast"),
-        ("yarn_beta_slow", "beta_slow"),
-    ):
-        if f"{family}.rope.scaling.{key}" in file.metadata:
-            scaling[name] = file.number(f"{family}.rope.scaling.{key}")
-    magnitude = "yarn_log_multiplier"
-    for key in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor", magnitude):
-        if file.metadata.get(f"{family}.rope.scaling.{key}", 1.0) not in (0.0, 1.0):
-            raise UnsupportedModel(
-                f"the GGUF field {family}.rope.scaling.{key} is not supported; use the model's "
-                "safetensors folder"
-            )
-    if family == "mistral3":
-        whole = _shortest(file.number(f"mistral3.rope.scaling.{magnitude}", 0.0))
-        scaling |= {"mscale": whole, "mscale_all_dim": whole}
-        beta = file.number("mistral3.attention.temperature_scale", 0.0)
-        scaling["llama_4_scaling_beta"] = _shortest(beta)
-    return scaling
-
-
-def _llama3_scaling(file: GgufFile, family: str, head_dim: int) -> dict[str, Any] | None:
-    """The settings whose divisors are those of `rope_freqs.weight`, if they are Llama 3's.
-
-    GGUF stores what each frequency is divided by, not the settings: only the factor is in the
-    numbers, as the largest. The others are the same in every Llama 3.1, 3.2 and 3.3.
-    """
-    stored = file.tensors["rope_freqs.weight"].unpack().tolist()
-    if max(stored) == min(stored) == 1.0:
-        return None
-    settings = {
-        "rope_type": "llama3",
-        "factor": round(max(stored), 3),
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
-    theta = file.number(f"{family}.rope.freq_base", 10_000.0)
-    plain = rope_spec({}, theta, head_dim, 8192).inverse_frequencies
-    scaled = rope_spec(settings, theta, head_dim, 8192).inverse_frequencies
-    divisors = [before / after for before, after in zip(plain, scaled, strict=True)]
-    if len(divisors) != len(stored) or any(
-        abs(ours - theirs) > 1e-3 * ours for ours, theirs in zip(divisors, stored, strict=True)
-    ):
-        raise UnsupportedModel(
-            f"rope_freqs.weight in {file.path} is not Llama 3's scaling of RoPE; use the model's "
-            "safetensors folder, whose config.json states its kind"
-        )
-    return settings
-
-
-def _shortest(value: float) -> float:
-    """The short decimal that a float32 stands for: 1e-05, not 9.999999747378752e-06."""
-    return float(f"{value:.7g}")

@@ -65,9 +65,9 @@ def convert(gguf: Path, folder: Path, progress: bool) -> None:
 def row_order(name: str, tensor: PackedTensor, spec: ModelSpec) -> NDArray[np.int64] | slice:
     """Which stored row each row of the Hugging Face tensor is.
 
-    For Llama, Mistral, Mixtral and Granite, GGUF lays the two halves of each rotated pair side by
-    side; Hugging Face keeps all first halves, then all second ones. Other families are stored as
-    they are: GLM-4's pairs lie side by side in both.
+    For Llama, Mistral, Mixtral, Granite and SmolLM3, GGUF lays the two halves of each rotated pair
+    side by side; Hugging Face keeps all first halves, then all second ones. Other families are
+    stored as they are: GLM-4's pairs lie side by side in both.
     """
     rotated = re.search(r"self_attn\.([qk])_proj\.", name)
     if rotated is None or spec.architecture not in _SIDE_BY_SIDE:
@@ -81,6 +81,9 @@ _TOP_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
+    "per_layer_token_embd.weight": "model.embed_tokens_per_layer.weight",
+    "per_layer_model_proj.weight": "model.per_layer_model_projection.weight",
+    "per_layer_proj_norm.weight": "model.per_layer_projection_norm.weight",
 }
 _LAYER_NAMES = {
     "attn_norm": "input_layernorm",
@@ -95,18 +98,41 @@ _LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_NORMED_TWICE = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_GPT_OSS = "GptOssForCausalLM"
 # What is named otherwise in some: `qkv` and `up` are several matrices in one.
 _LAYER_NAMES_OF = {
     "Phi3ForCausalLM": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+    _GPT_OSS: {
+        "post_attention_norm": "post_attention_layernorm",
+        "attn_sinks": "self_attn.sinks",  # here without "weight"
+    },
+    "Gemma4ForCausalLM": {
+        **_NORMED_TWICE,
+        "inp_gate": "per_layer_input_gate",
+        "proj": "per_layer_projection",
+        "post_norm": "post_per_layer_input_norm",
+        "layer_output_scale": "layer_scalar",  # here without "weight"
+    },
     "Glm4ForCausalLM": {
         "ffn_up": "mlp.gate_up_proj",
         "post_attention_norm": "post_self_attn_layernorm",
         "post_ffw_norm": "post_mlp_layernorm",
     },
-    "Olmo2ForCausalLM": {
-        "post_attention_norm": "post_attention_layernorm",
-        "post_ffw_norm": "post_feedforward_layernorm",
-    },
+    **dict.fromkeys(
+        (
+            "Olmo2ForCausalLM",
+            "Olmo3ForCausalLM",
+            "Exaone4ForCausalLM",
+            "Gemma2ForCausalLM",
+            "Gemma3ForCausalLM",
+        ),
+        _NORMED_TWICE,
+    ),
 }
 _SIDE_BY_SIDE = (
     "LlamaForCausalLM",
@@ -115,6 +141,7 @@ _SIDE_BY_SIDE = (
     "GraniteForCausalLM",
     "MixtralForCausalLM",
     "GraniteMoeForCausalLM",
+    "SmolLM3ForCausalLM",
 )
 # Tables that the config says in another way.
 _NOT_WEIGHTS = re.compile(
@@ -127,7 +154,7 @@ def _weights(file: GgufFile, architecture: str) -> dict[str, PackedTensor]:
     names = _LAYER_NAMES | _LAYER_NAMES_OF.get(architecture, {})
     return {
         _hugging_face_name(name, names): tensor
-        for name, tensor in apart(file.tensors).items()
+        for name, tensor in apart(file.tensors, architecture == _GPT_OSS).items()
         if not _NOT_WEIGHTS.fullmatch(name)
     }
 
@@ -139,7 +166,9 @@ def _hugging_face_name(name: str, of_a_layer: Mapping[str, str]) -> str:
         return _TOP_NAMES[name]
     layer = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
     if layer and layer.group(2) in of_a_layer:
-        return f"model.layers.{layer.group(1)}.{of_a_layer[layer.group(2)]}.{layer.group(3)}"
+        ours = f"model.layers.{layer.group(1)}.{of_a_layer[layer.group(2)]}.{layer.group(3)}"
+        bare = layer.group(2) in ("attn_sinks", "layer_output_scale")
+        return ours.removesuffix(".weight") if bare else ours
     raise UnsupportedModel(f"the GGUF tensor {name} is not one of its architecture's")
 
 
@@ -173,7 +202,7 @@ def _write_weights(
     def taken(name: str) -> Iterator[Matrix]:
         tensor, rows = sources[name]
         for some in _some_of(rows, tensor):
-            yield _taken(tensor, stored[name].kind, some)
+            yield _taken(tensor, stored[name].kind, some, _added(spec, name))
             bar.update(tensor.data.nbytes * len(some) // tensor.shape[0])
 
     with bar:
@@ -214,10 +243,19 @@ def _sources(
     return found
 
 
-def _taken(tensor: PackedTensor, kind: Format | torch.dtype, rows: NDArray[np.int64]) -> Matrix:
+def _taken(
+    tensor: PackedTensor, kind: Format | torch.dtype, rows: NDArray[np.int64], added: float
+) -> Matrix:
+    """added: what the file has too much."""
     if isinstance(kind, Format):
         return packed(from_gguf(kind, torch.from_numpy(tensor.data[rows])))
-    return torch.from_numpy(tensor.unpack(rows)).to(kind)
+    unpacked = torch.from_numpy(tensor.unpack(rows))
+    return (unpacked - added if added else unpacked).to(kind)
+
+
+def _added(spec: ModelSpec, name: str) -> float:
+    """GGUF has norms as they are multiplied by: in float32 nothing is lost by taking 1 off."""
+    return 1.0 if spec.unit_norms and name.endswith("norm.weight") else 0.0
 
 
 def _tokenizer_config(file: GgufFile) -> dict[str, Any]:

@@ -20,6 +20,7 @@ MIXTURES = {
     "qwen3vlmoe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
     "olmoe": ("OlmoeForCausalLM", "olmoe"),
     "granitemoe": ("GraniteMoeForCausalLM", "granitemoe"),
+    "gpt-oss": ("GptOssForCausalLM", "gpt_oss"),
 }
 _NORMED = ("qwen3moe", "qwen3vlmoe")  # whose weights of a token's experts add up to 1
 _ALTERNATING = ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
@@ -30,7 +31,7 @@ _KINDS = {
     "down": ["down_proj"],
     "gate_up": ["gate_proj", "up_proj"],
 }
-_STACK = re.compile(r"blk\.(\d+)\.ffn_(gate_up|gate|up|down)_exps\.weight")
+_STACK = re.compile(r"blk\.(\d+)\.ffn_(gate_up|gate|up|down)_exps\.(weight|bias)")
 _APART = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)\.(\d+)\.weight")
 _OTHERS = {
     "ffn_gate_inp": "mlp.gate",
@@ -39,7 +40,7 @@ _OTHERS = {
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
-_OTHER = re.compile(rf"blk\.(\d+)\.({'|'.join(_OTHERS)})\.weight")
+_OTHER = re.compile(rf"blk\.(\d+)\.({'|'.join(_OTHERS)})\.(weight|bias)")
 
 
 def mixture_config(file: GgufFile, family: str) -> dict[str, Any]:
@@ -63,7 +64,7 @@ def mixture_config(file: GgufFile, family: str) -> dict[str, Any]:
         "model_type": model_type,
         "num_experts_per_tok": file.count(f"{family}.expert_used_count"),
     }
-    if family in ("llama", "granitemoe"):
+    if family in ("llama", "granitemoe", "gpt-oss"):
         return {**found, "num_local_experts": experts}
     normed = file.metadata.get(f"{family}.expert_weights_norm", family in _NORMED)
     found |= {"num_experts": experts, "norm_topk_prob": bool(normed)}
@@ -99,35 +100,41 @@ def _refuse_routers(file: GgufFile, family: str) -> None:
             )
 
 
-def apart(tensors: Mapping[str, PackedTensor]) -> dict[str, PackedTensor]:
+def apart(tensors: Mapping[str, PackedTensor], biases: bool) -> dict[str, PackedTensor]:
     """Tensors by their GGUF names, but those of experts and routers by the names that they have in
     `weights.tensor_shapes`, each expert by itself. Nothing is copied.
+
+    biases: whether experts and routers have some; else none is known.
     """
     found: dict[str, PackedTensor] = {}
     for name, tensor in tensors.items():
-        one, other = _APART.fullmatch(name), _OTHER.fullmatch(name)
-        if (stack := _STACK.fullmatch(name)) and len(tensor.shape) == 3:
-            found |= _cut(f"model.layers.{stack.group(1)}.mlp.experts", stack.group(2), tensor)
+        one, other, stack = (kind.fullmatch(name) for kind in (_APART, _OTHER, _STACK))
+        if name.endswith(".bias") and not biases:
+            found[name] = tensor
+        elif stack and len(tensor.shape) == (2 if stack.group(3) == "bias" else 3):
+            found |= _cut(f"model.layers.{stack.group(1)}.mlp.experts", stack, tensor)
         elif one:
             expert = f"model.layers.{one.group(1)}.mlp.experts.{one.group(3)}"
             found[f"{expert}.{one.group(2)}_proj.weight"] = tensor
         elif other:
-            router = f"model.layers.{other.group(1)}.{_OTHERS[other.group(2)]}.weight"
-            found[router] = _matrix(tensor)
+            router = f"model.layers.{other.group(1)}.{_OTHERS[other.group(2)]}.{other.group(3)}"
+            found[router] = tensor if other.group(3) == "bias" else _matrix(tensor)
         else:
             found[name] = tensor
     return found
 
 
-def _cut(prefix: str, kind: str, tensor: PackedTensor) -> Iterator[tuple[str, PackedTensor]]:
-    experts, rows, columns = tensor.shape
-    parts = _KINDS[kind]
+def _cut(
+    prefix: str, stack: re.Match[str], tensor: PackedTensor
+) -> Iterator[tuple[str, PackedTensor]]:
+    experts, rows, *columns = tensor.shape
+    parts = _KINDS[stack.group(2)]
     each = rows // len(parts)
     for expert in range(experts):
         for number, part in enumerate(parts):
             some = tensor.data[expert, number * each : (number + 1) * each]
-            cut = PackedTensor(tensor.name, tensor.quantisation, (len(some), columns), some)
-            yield f"{prefix}.{expert}.{part}.weight", cut
+            cut = PackedTensor(tensor.name, tensor.quantisation, (len(some), *columns), some)
+            yield f"{prefix}.{expert}.{part}.{stack.group(3)}", cut
 
 
 def _matrix(tensor: PackedTensor) -> PackedTensor:

@@ -4,6 +4,7 @@ Projections, norms and MLPs; what differs is in the ModelSpec (`models/families.
 Positions are not its business: q and k go unrotated to the step.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -12,43 +13,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvkeep.cache import Bits, KVCache, Layout, Rope
+from kvkeep.cache import Attends, Bits, KVCache
 from kvkeep.cache.step import ChunkStep
-from kvkeep.models.executor import AnyStep, Attends, Executor, TorchExecutor
+from kvkeep.models.cells import new_cache
+from kvkeep.models.executor import AnyStep, Executor, TorchExecutor
 from kvkeep.models.experts import Experts, Mlp, Product, mlp_of
 from kvkeep.models.linear import Linear
+from kvkeep.models.norms import Norm, norm_of
 from kvkeep.models.packing import Matrix
-from kvkeep.models.spec import ModelSpec
+from kvkeep.models.per_layer import PerLayerInput, per_layer, per_layer_input
+from kvkeep.models.spec import LayerGroup, ModelSpec
 from kvkeep.models.weights import EMBEDDING, HEAD, NORM, tensor_shapes
-
-
-@dataclass(frozen=True)
-class Norm:
-    """RMSNorm (arXiv:1910.07467) over the last dimension; weight: `[width]`.
-
-    centred: the mean is taken off first, which makes it LayerNorm (arXiv:1607.06450).
-    """
-
-    weight: Tensor
-    eps: float
-    centred: bool = False
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if self.centred:
-            return F.layer_norm(x, self.weight.shape, self.weight, None, self.eps)
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 @dataclass(frozen=True)
 class Layer:
     """attention_norm, mlp_norm: of what is read. ..._output_norm: of what is given, before it is
-    added. query_norm, key_norm: as wide as one head, or as all together.
+    added. query_norm, key_norm: as wide as one head, or as all together. key: None where the cells
+    of another layer are looked at. value: None there, too, and where values are keys, before these
+    are normed and rotated. own: of the vectors that the layer has of each token. scale: `[1]`, of
+    all that the layer gives on.
     """
 
     attention_norm: Norm | None
     query: Product
-    key: Product
-    value: Product
+    key: Product | None
+    value: Product | None
     output: Product
     query_norm: Norm | None
     key_norm: Norm | None
@@ -56,6 +46,8 @@ class Layer:
     mlp_norm: Norm | None
     mlp: Mlp | Experts
     mlp_output_norm: Norm | None
+    own: PerLayerInput | None
+    scale: Tensor | None
 
 
 class Llama:
@@ -75,14 +67,19 @@ class Llama:
         product = partial(_product, tensors, products or {})
         self.embedding = product(EMBEDDING)
         self.layers = [_layer(spec, tensors, product, i) for i in range(spec.layers)]
-        self.norm = Norm(tensors[NORM], spec.norm_eps, spec.centred_norms)
-        scale = spec.query_scale
-        self.query_scale = self.norm.weight.new_tensor(scale) if scale else None
+        self.norm = norm_of(spec, tensors[NORM])
+        self._dtype = tensors[NORM].dtype
+        self._embedding_multiplier = embedding_multiplier(spec, self._dtype)
+        root = _rounded(math.sqrt(spec.per_layer_size), self._dtype)
+        self._per_layer = per_layer(spec, tensors, product, root)
+        self._head_dims = [spec.group_of(i).head_dim for i in range(spec.layers)]
+        self._query_scales = [self._query_scale(spec.group_of(i)) for i in range(spec.layers)]
         self.head = self.embedding if spec.tied_head else product(HEAD)
 
     def forward(self, tokens: Tensor, step: Attends, lengths: Tensor | None = None) -> Tensor:
         """Evaluates `tokens: [n]` into a step. Returns `[n, hidden_size]`, normed."""
-        x = _times(self.embedding.chosen(tokens), self.spec.embedding_multiplier)
+        x = _times(self.embedding.chosen(tokens), self._embedding_multiplier)
+        own = self._per_layer(tokens, x) if self._per_layer else ()
         for index, layer in enumerate(self.layers):
             if lengths is not None:
                 lengths[index] = x.float().norm(dim=-1)
@@ -92,21 +89,36 @@ class Llama:
             if not self.spec.parallel:
                 read = _normed(layer.mlp_norm, x)
             x = self._sum(x, _normed(layer.mlp_output_norm, layer.mlp(read)))
+            if layer.own is not None:
+                x = x + layer.own(x, own[index])
+            if layer.scale is not None:
+                x = x * layer.scale
         return self.norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[n, hidden_size]` to `[n, vocab]`, float32."""
-        return _times(self.head(hidden).float(), self.spec.logits_multiplier)
+        logits = _times(self.head(hidden).float(), self.spec.logits_multiplier)
+        cap = self.spec.logits_softcap
+        return cap * torch.tanh(logits / cap) if cap else logits
 
     def _attention(self, index: int, layer: Layer, x: Tensor, step: Attends) -> Tensor:
         """`[n, hidden_size]` to the same."""
-        spec, n = self.spec, x.shape[0]
-        q = _normed_heads(layer.query_norm, layer.query(x)).view(n, spec.heads, spec.head_dim)
-        if self.query_scale is not None:
-            q = q * self.query_scale
-        k = _normed_heads(layer.key_norm, layer.key(x)).view(n, spec.kv_heads, spec.head_dim)
-        v = layer.value(x).view(n, spec.kv_heads, spec.head_dim)
+        n, width, query_scale = x.shape[0], self._head_dims[index], self._query_scales[index]
+        q = _normed_heads(layer.query_norm, layer.query(x)).view(n, -1, width)
+        if query_scale is not None:
+            q = q * query_scale
+        if layer.key is None:
+            return layer.output(step.attend(index, q, None, None))
+        k = layer.key(x)
+        v = (k if layer.value is None else layer.value(x)).view(n, -1, width)
+        if self.spec.values_normed:
+            v = F.rms_norm(v, (width,), None, self.spec.norm_eps)
+        k = _normed_heads(layer.key_norm, k).view(n, -1, width)
         return layer.output(step.attend(index, q, k, v))
+
+    def _query_scale(self, group: LayerGroup) -> Tensor | None:
+        scale = group.query_scale
+        return self.norm.weight.new_tensor(scale, dtype=self._dtype) if scale else None
 
     def _sum(self, x: Tensor, given: Tensor) -> Tensor:
         return x + _times(given, self.spec.residual_multiplier)
@@ -151,12 +163,12 @@ class Decoder:
     def value_norms(self, values: Tensor) -> Tensor:
         """`[layers, heads, n]` float32: the norm of what each value is once projected.
 
-        values: `[layers, kv_heads, n, head_dim]`; each head projects those of its KV head by its
-        own part of the layer's output projection.
+        values: `[layers, kv_heads, n, head_dim]` of the layers that see everything; each head
+        projects those of its KV head by its own part of the layer's output projection.
         """
         spec, weights, found = self.spec, self.weights, []
         groups = spec.heads // spec.kv_heads
-        for index, of_layer in enumerate(values):
+        for index, of_layer in zip(spec.keepers(spec.groups[0]), values, strict=True):
             weight = weights[f"model.layers.{index}.self_attn.o_proj.weight"]
             own = weight.view(-1, spec.heads, spec.head_dim).permute(1, 2, 0)
             projected = of_layer.to(weight.dtype).repeat_interleave(groups, 0) @ own
@@ -167,12 +179,9 @@ class Decoder:
         """`[n, hidden_size]` to `[n, vocab]`, float32. Raises NonFiniteLogits."""
         return self.executor.logits(hidden)
 
-    def new_cache(self, bits: Bits = Bits()) -> KVCache:  # noqa: B008 (frozen)
-        """An empty cache for this model's cells."""
-        layout = cell_layout(self.spec, self.tensors)
-        near, far = bits.layouts(layout)
-        rope = Rope(self.spec.rope.inverse_frequencies, layout.device)
-        return KVCache(near, rope, self.spec.softmax_scale, self.spec.heads, far)
+    def new_cache(self, bits: Bits = Bits(), most: int | None = None) -> KVCache:  # noqa: B008
+        """An empty cache for this model's cells; see `cells.new_cache`."""
+        return new_cache(self.spec, self.tensors, bits, most)
 
 
 class _Weights(Mapping[str, Tensor]):
@@ -192,12 +201,6 @@ class _Weights(Mapping[str, Tensor]):
         return len(self._names)
 
 
-def cell_layout(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> Layout:
-    """Cells are of the weights' dtype, and where the weights are."""
-    weight = tensors[NORM]
-    return Layout(spec.layers, spec.kv_heads, spec.head_dim, weight.dtype, weight.device)
-
-
 def _times(x: Tensor, factor: float) -> Tensor:
     return x if factor == 1 else x * factor
 
@@ -209,6 +212,16 @@ def _normed(norm: Norm | None, x: Tensor) -> Tensor:
 def _normed_heads(norm: Norm | None, x: Tensor) -> Tensor:
     """x: `[n, heads * head_dim]`, of which so many make one as the norm is wide."""
     return x if norm is None else norm(x.view(x.shape[0], -1, norm.weight.shape[0]))
+
+
+def embedding_multiplier(spec: ModelSpec, dtype: torch.dtype) -> float:
+    """As embeddings of a dtype are multiplied by it."""
+    factor = spec.embedding_multiplier
+    return _rounded(factor, dtype) if spec.embedding_multiplier_rounded else factor
+
+
+def _rounded(factor: float, dtype: torch.dtype) -> float:
+    return torch.tensor(factor, dtype=dtype, device="cpu").item()
 
 
 def _product(tensors: Mapping[str, Tensor], products: Mapping[str, Product], name: str) -> Product:
@@ -226,20 +239,22 @@ def _layer(
         return product(f"{prefix}{name}.weight")
 
     def norm(name: str, there: bool) -> Norm | None:
-        if not there:
-            return None
-        return Norm(tensors[f"{prefix}{name}.weight"], spec.norm_eps, spec.centred_norms)
+        return norm_of(spec, tensors[f"{prefix}{name}.weight"]) if there else None
 
+    own = spec.source_of(index) == index
+    values = own and not (spec.keys_as_values and index not in spec.local_layers)
     return Layer(
         attention_norm=norm("input_layernorm", spec.norms_before),
         query=linear("self_attn.q_proj"),
-        key=linear("self_attn.k_proj"),
-        value=linear("self_attn.v_proj"),
+        key=linear("self_attn.k_proj") if own else None,
+        value=linear("self_attn.v_proj") if values else None,
         output=linear("self_attn.o_proj"),
         query_norm=norm("self_attn.q_norm", spec.qk_norm),
-        key_norm=norm("self_attn.k_norm", spec.qk_norm),
+        key_norm=norm("self_attn.k_norm", spec.qk_norm and own),
         attention_output_norm=norm("post_self_attn_layernorm", spec.norms_after),
         mlp_norm=norm("post_attention_layernorm", spec.norms_before and not spec.parallel),
         mlp=mlp_of(spec, index, tensors, product),
         mlp_output_norm=norm("post_mlp_layernorm", spec.norms_after),
+        own=per_layer_input(spec, index, tensors, product),
+        scale=tensors[f"{prefix}layer_scalar"] if spec.layer_scales else None,
     )

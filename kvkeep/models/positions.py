@@ -15,6 +15,24 @@ _PHI3 = "Phi3ForCausalLM"
 _ORIGINAL = "original_max_position_embeddings"
 
 
+def ropes_apart(
+    config: Mapping[str, Any], family: Family
+) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
+    """What a config says to layers that see everything, and to local ones where that is another.
+
+    transformers 5 has an object of RoPE settings for each kind, 4 had the base of local layers in a
+    field and scaled none of them.
+    """
+    if not (family.unlike and family.unlike.two_ropes):
+        return config, None
+    whole, near = config.get("rope_parameters") or config.get("rope_scaling"), None
+    if isinstance(whole, dict) and "full_attention" in whole:
+        whole, near = whole["full_attention"], whole.get("sliding_attention")
+    one = {**config, "rope_parameters": whole, "rope_scaling": None}
+    base = config.get("rope_local_base_freq", config.get("rope_theta"))
+    return one, {**one, "rope_parameters": near, "rope_theta": base}
+
+
 def positions(
     config: Mapping[str, Any], family: Family, head_dim: int, path: Path
 ) -> tuple[RopeSpec, int]:
@@ -30,6 +48,8 @@ def positions(
             "rotate differently from layer to layer are not supported"
         )
     settings = _usual_kind(config, settings, family, path)
+    if family.gemma4 and settings.get("rope_type") == "proportional":
+        return _proportional(settings, head_dim, path), stated
     rotary_dim = _rotary_dim(config, settings, family, head_dim, path)
     rope = rope_spec(
         settings,
@@ -44,6 +64,22 @@ def positions(
     if settings.get("llama_4_scaling_beta"):  # from here on queries grow with their place in a text
         return whole, min(stated, count(settings, _ORIGINAL, path, default=stated))
     return whole, _extended_length(settings, stated)
+
+
+def _proportional(settings: Mapping[str, Any], head_dim: int, path: Path) -> RopeSpec:
+    """The first frequencies of a whole head's table; the other pairs are not rotated."""
+    part = positive(settings, "partial_rotary_factor", path, default=1.0)
+    pairs = int(part * head_dim // 2)
+    if not 0 < pairs <= head_dim // 2:
+        raise BadModelFile(
+            f"{path}: partial_rotary_factor {part} of heads of {head_dim} gives no pairs that "
+            "could be rotated; fetch the model again"
+        )
+    plain = {key: settings[key] for key in ("rope_type", "factor") if settings.get(key)}
+    kind = "linear" if "factor" in plain else "default"
+    theta = _rope_theta({}, settings, path)
+    table = rope_spec({**plain, "rope_type": kind}, theta, head_dim, 1).inverse_frequencies
+    return RopeSpec("proportional", table[:pairs] + (0.0,) * (head_dim // 2 - pairs))
 
 
 def _usual_kind(
@@ -119,6 +155,6 @@ def sliding_window(
             return None
     if family.window == "if used at all" and not config.get("use_sliding_window", False):
         return None
-    if config.get("sliding_window", family.usual_window) is None:
+    if config.get("sliding_window") is None:
         return None
-    return count(config, "sliding_window", path, default=family.usual_window)
+    return count(config, "sliding_window", path)

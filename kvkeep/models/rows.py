@@ -35,6 +35,8 @@ def arranged(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> dict[str, Tensor
 
 def half_layout(spec: ModelSpec, name: str, count: int) -> Tensor | None:
     """Which of a tensor's `count` stored rows each of its rows is here; None for every its own."""
+    if spec.rope.kind == "proportional":  # pairs lie half a head apart, the unrotated ones, too
+        return None
     if not _ROTATED.fullmatch(name) or (order := _of_a_head(spec)) == list(range(spec.head_dim)):
         return None
     heads = torch.arange(count, dtype=torch.int64, device="cpu").view(-1, spec.head_dim)

@@ -2,6 +2,12 @@
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, get_args
+
+Activation = Literal["silu", "gelu_tanh"]
+Gating = Literal["silu", "gelu_tanh", "clamped"]  # what becomes of an MLP's gate and up
+GATINGS: tuple[Gating, ...] = get_args(Gating)
 
 
 @dataclass(frozen=True)
@@ -22,10 +28,10 @@ class RopeSpec:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A decoder, all of whose layers attend to everything in the same way.
+    """A decoder.
 
-    max_positions is the trained length in tokens; a model with its own sliding attention window
-    counts as trained to that window, since beyond it full attention is not what it learnt.
+    max_positions is the trained length in tokens; a model all of whose layers slide counts as
+    trained to their window, since beyond it full attention is not what it learnt.
 
     What has a default is what Llama does not have; no digest names it where it is the default:
 
@@ -37,14 +43,35 @@ class ModelSpec:
     embedding_multiplier, residual_multiplier, logits_multiplier: of embeddings, of what attention
         and MLP add to the residual stream, and of logits. Folded into weights they would round
         them, and change what a packed matrix says.
+    embedding_multiplier_rounded: that of embeddings is rounded to the dtype of the weights first.
     attention_multiplier: in the place of 1 / sqrt(head_dim); None for that.
     experts, experts_per_token: of a mixture of experts, in the place of the MLP, and how many of
         them a token goes through; 0 for none. Its router scores them by a softmax over all.
     expert_size, shared_expert_size: as intermediate_size, of an expert and of the one that every
         token goes through beside them; 0 for none of that kind.
     norm_topk: the weights of the experts that a token goes through are made to add up to 1.
+    clamped_experts: experts and their router have biases, and what an expert multiplies is clamped:
+        (up + 1) * gate * sigmoid(1.702 gate), no gate above 7 and no up beyond 7 (gpt-oss).
     sparse_step, dense_layers: each so-manieth layer is a mixture, but for these, by their indices;
         the others have an MLP.
+    local_layers, window: these layers, by their indices, see the newest `window` tokens alone, the
+        one that looks included.
+    local_rope, local_kv_heads, local_head_dim: of local layers, where they are not as the others.
+    unrotated_layers: without RoPE (NoPE), though their group has one.
+    shared_kv_layers: so many of the last layers keep no cells; they look at those of the last layer
+        before them that is local, too, or not.
+    wide_shared_mlp: the MLP of these is twice as wide.
+    keys_as_values: layers that see everything have no projection of values: they are the keys,
+        before these are normed and rotated.
+    values_normed: values are normed head by head, without a weight.
+    per_layer_size: of the vectors that each layer has of each token; 0 for none.
+    layer_scales: a layer multiplies all that it gives on by a learned number.
+    sinks: each head has a learned logit that takes its share of the softmax and gives nothing.
+    attention_softcap, logits_softcap: c in c * tanh(x / c), of scaled products and of logits; 0 for
+        none.
+    activation: of the MLP's gate.
+    unit_norms: norms are computed in float32, and their weight is 1 more than what is stored: as
+        checkpoints have it, in GGUF files less 1. Added in bfloat16 it would be rounded away.
     """
 
     architecture: str
@@ -81,6 +108,25 @@ class ModelSpec:
     norm_topk: bool = False
     sparse_step: int = 1
     dense_layers: tuple[int, ...] = ()
+    local_layers: tuple[int, ...] = ()
+    window: int = 0
+    local_rope: RopeSpec | None = None
+    local_kv_heads: int = 0
+    local_head_dim: int = 0
+    unrotated_layers: tuple[int, ...] = ()
+    shared_kv_layers: int = 0
+    sinks: bool = False
+    attention_softcap: float = 0.0
+    logits_softcap: float = 0.0
+    activation: Activation = "silu"
+    unit_norms: bool = False
+    embedding_multiplier_rounded: bool = False
+    clamped_experts: bool = False
+    wide_shared_mlp: bool = False
+    keys_as_values: bool = False
+    values_normed: bool = False
+    per_layer_size: int = 0
+    layer_scales: bool = False
 
     def is_sparse(self, layer: int) -> bool:
         """Whether a layer has a mixture of experts in the place of its MLP."""
@@ -91,10 +137,77 @@ class ModelSpec:
         )
 
     @property
+    def gating(self) -> Gating:
+        """Of all MLPs and experts."""
+        return "clamped" if self.clamped_experts else self.activation
+
+    @property
+    def softmax_scale(self) -> float:
+        """The factor on the products of queries and keys, of layers that are not local."""
+        return self.groups[0].softmax_scale
+
+    @cached_property
+    def groups(self) -> tuple["LayerGroup", ...]:
+        """The layers that see everything, and the local ones, where there are any."""
+        every = range(self.layers)
+        local = set(self.local_layers)
+        scale = self.attention_multiplier
+        whole = LayerGroup(
+            tuple(layer for layer in every if layer not in local),
+            self.kv_heads,
+            self.head_dim,
+            self.rope,
+            scale,
+        )
+        if not local:
+            return (whole,)
+        near = LayerGroup(
+            tuple(layer for layer in every if layer in local),
+            self.local_kv_heads or self.kv_heads,
+            self.local_head_dim or self.head_dim,
+            self.local_rope or self.rope,
+            scale,
+            self.window,
+        )
+        return whole, near
+
+    def group_of(self, layer: int) -> "LayerGroup":
+        """Those that attend as this layer does."""
+        return self.groups[layer in self.local_layers]
+
+    def keepers(self, group: "LayerGroup") -> list[int]:
+        """Of a group's layers, by their indices, those that have cells of their own."""
+        return [layer for layer in group.layers if self.source_of(layer) == layer]
+
+    def source_of(self, layer: int) -> int:
+        """The layer whose cells a layer looks at: itself, but for `shared_kv_layers`."""
+        first = self.layers - self.shared_kv_layers
+        if layer < first:
+            return layer
+        return max(other for other in self.group_of(layer).layers if other < first)
+
+
+@dataclass(frozen=True)
+class LayerGroup:
+    """Layers of a decoder that attend alike.
+
+    layers: their indices, in order. multiplier: on products of queries and keys, in the place of
+    1 / sqrt(head_dim); None for that. window: how many of the newest tokens each sees, the one
+    that looks included; None for all.
+    """
+
+    layers: tuple[int, ...]
+    kv_heads: int
+    head_dim: int
+    rope: RopeSpec
+    multiplier: float | None
+    window: int | None = None
+
+    @property
     def softmax_scale(self) -> float:
         """The factor on the products of queries and keys."""
-        if self.attention_multiplier is not None:
-            return self.rope.attention_scaling**2 * self.attention_multiplier
+        if self.multiplier is not None:
+            return self.rope.attention_scaling**2 * self.multiplier
         return self.rope.attention_scaling**2 / math.sqrt(self.head_dim)
 
     @property

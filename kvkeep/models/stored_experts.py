@@ -11,7 +11,8 @@ router is `mlp.gate.weight`. Others:
     in memory   mlp.experts.gate_up_proj, mlp.experts.down_proj: such stacks of transformers 5,
                 which it can be told to write
 
-A part of a stack is looked at where it lies: nothing is copied.
+A part of a stack is looked at where it lies: nothing is copied. gpt-oss has others, in
+`clamped_experts.py`.
 """
 
 import re
@@ -19,11 +20,18 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
+from kvkeep.models.clamped_experts import (
+    clamped,
+    clamped_shapes,
+    clamped_stack_name,
+    clamped_stack_shape,
+)
 from kvkeep.models.spec import ModelSpec
 
 _OF_A_LAYER = re.compile(r"(model\.layers\.\d+\.)(?:mlp|block_sparse_moe)\.(.+)")
 _MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _ROUTERS = ("gate.weight", "router.layer.weight", "router.weight")
+_ROUTER_BIAS = "router.bias"
 _GATE_UP = ("experts.gate_up_proj", "input_linear.weight")
 _DOWN = ("experts.down_proj", "output_linear.weight")
 
@@ -36,6 +44,8 @@ def expert_name(spec: ModelSpec, name: str) -> str:
     layer, matrix = found.groups()
     if matrix in _ROUTERS:
         return f"{layer}mlp.gate.weight"
+    if matrix == _ROUTER_BIAS:
+        return f"{layer}mlp.gate.bias"
     if one := re.fullmatch(r"experts\.(\d+)\.(w[123])\.weight", matrix):
         return f"{layer}mlp.experts.{one.group(1)}.{_MIXTRAL[one.group(2)]}.weight"
     return name
@@ -48,6 +58,8 @@ def unstacked_shapes(
 
     A stack of another shape than the spec's stays whole, and is none of the model's.
     """
+    if spec.clamped_experts:
+        return clamped_shapes(spec, shapes)
     apart: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
         if tuple(shape) == stack_shape(spec, name):
@@ -60,6 +72,8 @@ def unstacked_shapes(
 
 def unstacked(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A model's tensors, all experts apart; their shapes are checked."""
+    if spec.clamped_experts:
+        return clamped(spec, tensors)
     apart: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if stack_shape(spec, name) is None:
@@ -75,6 +89,9 @@ def stored_expert_name(spec: ModelSpec, name: str) -> str:
     if not spec.experts or found is None:
         return name
     layer, matrix = found.groups()
+    if spec.clamped_experts:
+        router = matrix.replace("gate.", "router.") if matrix.startswith("gate.") else matrix
+        return f"{layer}mlp.{clamped_stack_name(router)}"
     expert = re.fullmatch(r"experts\.(\d+)\.(\w+)\.weight", matrix)
     if spec.architecture == "GraniteMoeForCausalLM":
         if matrix == "gate.weight":
@@ -91,8 +108,10 @@ def stored_expert_name(spec: ModelSpec, name: str) -> str:
     return name
 
 
-def stack_shape(spec: ModelSpec, name: str) -> tuple[int, int, int] | None:
+def stack_shape(spec: ModelSpec, name: str) -> tuple[int, ...] | None:
     """The shape of a stored tensor that is a stack of experts; None for any other."""
+    if spec.clamped_experts:
+        return clamped_stack_shape(spec, name)
     _, rows = _stacked(spec, name)
     if not rows:
         return None

@@ -16,7 +16,6 @@ _QWEN3 = "Qwen3 runs"
 _QWEN3_MOE = "Qwen3 runs, dense or of experts"
 _GRANITE = "granite-4.0-micro, -1b and -350m run, and Granite 3"
 _LLAMA = "Llama 3 runs"
-_OLMO2 = "OLMo 2 runs"
 _GLM = "GLM-4 runs"
 _PHI = "Phi-3 and Phi-4 run"
 _ANY = "Llama 3, Qwen3 and Granite run"
@@ -59,8 +58,6 @@ _WHY: dict[str, tuple[str, str]] = {
         "stores experts in another order",
         "a GGUF file of it runs, and Qwen3-VL",
     ),
-    "GptOssForCausalLM": (_LAYERS, _QWEN3_MOE),
-    "gpt-oss": (_LAYERS, _QWEN3_MOE),
     "Glm4MoeForCausalLM": (_GROUPS, _GLM),
     "glm4moe": (_GROUPS, _GLM),
     "Ernie4_5_MoeForCausalLM": (_GROUPS, _QWEN3_MOE),
@@ -70,20 +67,8 @@ _WHY: dict[str, tuple[str, str]] = {
     "PhimoeForCausalLM": (_SPARSEMIXER, _PHI),
     "phimoe": (_SPARSEMIXER, _PHI),
     "GraniteMoeSharedForCausalLM": (_SHARED, _GRANITE),
-    "Gemma2ForCausalLM": (_LAYERS, _ANY),
-    "gemma2": (_LAYERS, _ANY),
-    "Gemma3ForCausalLM": (_LAYERS, _ANY),
-    "Gemma3ForConditionalGeneration": (_LAYERS, _ANY),
-    "gemma3": (_LAYERS, _ANY),
     "Gemma3nForConditionalGeneration": (_LAYERS, _ANY),
     "gemma3n": (_LAYERS, _ANY),
-    "Cohere2ForCausalLM": (_LAYERS, _ANY),
-    "cohere2": (_LAYERS, _ANY),
-    "Exaone4ForCausalLM": (_LAYERS, _ANY),
-    "exaone4": (_LAYERS, _ANY),
-    "Olmo3ForCausalLM": (_LAYERS, _OLMO2),
-    "SmolLM3ForCausalLM": (_LAYERS, "SmolLM2 runs"),
-    "smollm3": (_LAYERS, "SmolLM2 runs"),
 }
 
 

@@ -13,6 +13,7 @@ from tqdm import tqdm
 from kvkeep.errors import BadModelFile, UnsupportedModel
 from kvkeep.interrupts import interrupts_deferred
 from kvkeep.models.config import read_json
+from kvkeep.models.per_layer import TABLE, per_layer_input_shapes, per_layer_shapes
 from kvkeep.models.spec import ModelSpec
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -47,7 +48,8 @@ def read_tensors(
     ) as bar:
         for path, names in located.items():
             for name, tensor in _read_file(path, names):
-                tensors[name] = tensor.to(device=device, dtype=dtype)
+                kind = dtype if tensor.is_floating_point() else tensor.dtype  # as blocks of MXFP4
+                tensors[name] = tensor.to(device=device, dtype=kind)
                 bar.update()
     return tensors
 
@@ -125,12 +127,16 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor that the forward pass needs."""
     shapes: dict[str, tuple[int, ...]] = {}
     shapes[EMBEDDING] = (spec.vocab_size, spec.hidden_size)
-    kinds = [spec.is_sparse(layer) for layer in range(spec.layers)]
-    of_a_layer = {sparse: _layer_shapes(spec, sparse) for sparse in set(kinds)}
-    for layer, sparse in enumerate(kinds):
-        for name, shape in of_a_layer[sparse].items():
+    alike: dict[tuple[bool, ...], dict[str, tuple[int, ...]]] = {}
+    for layer in range(spec.layers):
+        local, own = layer in spec.local_layers, spec.source_of(layer) == layer
+        kind = (spec.is_sparse(layer), local, own)
+        if kind not in alike:
+            alike[kind] = _layer_shapes(spec, layer)
+        for name, shape in alike[kind].items():
             shapes[f"model.layers.{layer}.{name}"] = shape
     shapes[NORM] = (spec.hidden_size,)
+    shapes |= per_layer_shapes(spec)
     if not spec.tied_head:
         shapes[HEAD] = (spec.vocab_size, spec.hidden_size)
     return shapes
@@ -153,13 +159,16 @@ def matrices(spec: ModelSpec) -> dict[str, tuple[int, int]]:
     """Name and shape of what a decode step multiplies; the head under its own name, if tied too."""
     shapes = tensor_shapes(spec)
     shapes[HEAD] = shapes.pop(EMBEDDING)
+    shapes.pop(TABLE, None)  # is looked up
     return {name: (shape[0], shape[1]) for name, shape in shapes.items() if len(shape) == 2}
 
 
-def _layer_shapes(spec: ModelSpec, sparse: bool) -> dict[str, tuple[int, ...]]:
-    """Of one layer; sparse: with experts in the place of the MLP. Checksums know their order."""
-    hidden, inner = spec.hidden_size, spec.intermediate_size
-    queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+def _layer_shapes(spec: ModelSpec, layer: int) -> dict[str, tuple[int, ...]]:
+    """Of one layer. Checksums know their order."""
+    hidden, group, own = spec.hidden_size, spec.group_of(layer), spec.source_of(layer) == layer
+    inner = spec.intermediate_size * (1 if own or not spec.wide_shared_mlp else 2)
+    queries, keys = spec.heads * group.head_dim, group.kv_heads * group.head_dim
+    sparse = spec.is_sparse(layer)
     shapes: dict[str, tuple[int, ...]] = {}
     if spec.norms_before:
         shapes["input_layernorm.weight"] = (hidden,)
@@ -181,9 +190,16 @@ def _layer_shapes(spec: ModelSpec, sparse: bool) -> dict[str, tuple[int, ...]]:
             shapes[f"{name}.bias"] = (rows,)
     if spec.qk_norm:
         whole = spec.qk_norm_whole
-        shapes["self_attn.q_norm.weight"] = (queries if whole else spec.head_dim,)
-        shapes["self_attn.k_norm.weight"] = (keys if whole else spec.head_dim,)
-    return shapes
+        shapes["self_attn.q_norm.weight"] = (queries if whole else group.head_dim,)
+        shapes["self_attn.k_norm.weight"] = (keys if whole else group.head_dim,)
+    if spec.sinks:
+        shapes["self_attn.sinks"] = (spec.heads,)
+    shapes |= per_layer_input_shapes(spec)
+    if spec.layer_scales:
+        shapes["layer_scalar"] = (1,)
+    none = "kv" if not own else "v" if spec.keys_as_values and group.window is None else ""
+    absent = tuple(f"self_attn.{each}_" for each in none)
+    return {name: shape for name, shape in shapes.items() if not name.startswith(absent)}
 
 
 def _mlp(name: str, hidden: int, inner: int, bias: bool) -> list[_Linear]:
@@ -195,10 +211,10 @@ def _mlp(name: str, hidden: int, inner: int, bias: bool) -> list[_Linear]:
 
 
 def _experts(spec: ModelSpec) -> list[_Linear]:
-    hidden, shared = spec.hidden_size, spec.shared_expert_size
-    found: list[_Linear] = [("mlp.gate", spec.experts, hidden, False)]
+    hidden, shared, bias = spec.hidden_size, spec.shared_expert_size, spec.clamped_experts
+    found: list[_Linear] = [("mlp.gate", spec.experts, hidden, bias)]
     for expert in range(spec.experts):
-        found += _mlp(f"mlp.experts.{expert}", hidden, spec.expert_size, bias=False)
+        found += _mlp(f"mlp.experts.{expert}", hidden, spec.expert_size, bias)
     if shared:
         found += _mlp("mlp.shared_expert", hidden, shared, bias=False)
         found.append(("mlp.shared_expert_gate", 1, hidden, False))

@@ -30,7 +30,7 @@ from kvkeep.policies.archived import (
     oldest,
     replace_archive,
 )
-from kvkeep.policies.base import Policy, open_anchors, open_window, pinned_beyond, pinned_cells
+from kvkeep.policies.base import Policy, open_anchors, pinned_beyond, pinned_cells
 from kvkeep.policies.distance import draw_closer
 
 SLACK = 8  # a full archive gives up one of so many cells, and is then not full for a while
@@ -156,7 +156,7 @@ class Archive(Policy):
         if anchored:
             return anchored
         size = self.window + self.block
-        newest = open_window(cache, size)
+        newest = cache.open_window(size)
         newest.crowded = any(not s.anchor for s in cache.segments[:-1])
         count = min(wanted, size - in_window(cache))
         newest.reserve(newest.length + count + min(ahead, size - newest.length - count))

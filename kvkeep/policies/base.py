@@ -193,16 +193,3 @@ def open_anchors(cache: KVCache, keep: int, wanted: int) -> int:
         cache.segments.append(newest)
     newest.reserve(newest.limit)
     return min(wanted, missing)
-
-
-def open_window(cache: KVCache, size: int) -> Segment:
-    """Makes the last segment the one for the next cells of a window that holds up to `size`."""
-    newest = cache.segments[-1] if cache.segments else None
-    if newest is not None and not newest.anchor:
-        if newest.thaw(size):
-            return newest
-        if not newest.frozen:  # a ring of another size: its places would have to change
-            cache.segments[-1:] = newest.part(0, newest.length)
-    newest = Segment(cache.layout, size)
-    cache.segments.append(newest)
-    return newest

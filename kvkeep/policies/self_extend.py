@@ -7,7 +7,7 @@ import torch
 
 from kvkeep.cache import Cells, KVCache, PositionMap, Segment, Window
 from kvkeep.errors import InvalidArgument
-from kvkeep.policies.base import Policy, open_window
+from kvkeep.policies.base import Policy
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class SelfExtend(Policy):
     def open(self, cache: KVCache, wanted: int, ahead: int = 0) -> int:
         cache.window = Window(self.window, moves=True)
         count = min(wanted, self.window)
-        newest = open_window(cache, self.window)
+        newest = cache.open_window(self.window)
         newest.reserve(newest.length + count + ahead)
         near = [segment for segment in cache.segments if not segment.anchor]
         leaving = sum(segment.length for segment in near) + count - self.window

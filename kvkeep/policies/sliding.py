@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Self
 
 from kvkeep.cache import KVCache, Window
 from kvkeep.errors import InvalidArgument
-from kvkeep.policies.base import Policy, open_anchors, open_window, pinned_beyond, pinned_cells
+from kvkeep.policies.base import Policy, open_anchors, pinned_beyond, pinned_cells
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Sliding(Policy):
         anchored = open_anchors(cache, self.keep, wanted)
         if anchored:
             return anchored
-        newest = open_window(cache, size)
+        newest = cache.open_window(size)
         newest.crowded = any(not s.anchor for s in cache.segments[:-1])
         newest.reserve(newest.length + wanted + (0 if newest.crowded else ahead))
         return wanted

@@ -13,6 +13,7 @@ from kvkeep.cache import Cells
 from kvkeep.errors import InvalidArgument
 from kvkeep.loaded import LoadedModel
 from kvkeep.methods import Statistics
+from kvkeep.methods.base import Candidates
 from kvkeep.methods.surrogate import Surrogate, features
 from kvkeep.policies import Full, Sliding
 from kvkeep.session.calibration import Calibration
@@ -134,8 +135,8 @@ class _Context(_Part):
         scores = reconstruction(memory, model.text, progress).clamp(min=LOWEST).double().cpu()
         cache, regression = memory.cache, sums.held_back if self.held_back else sums.fitted
         cells = Cells.joined([cells for _, cells in cache.read(0, cache.cells)])
-        for layer, values in enumerate(cells.values):
-            keys = cache.rope.moved(cells.keys[layer : layer + 1].float(), -cells.positions)[0]
+        seen = Candidates(cells, cache.rope, cache.scale).unrotated
+        for layer, (keys, values) in enumerate(zip(seen, cells.values, strict=True)):
             # The first cells, where attention rests, are kept by all methods.
             x = features(keys, values)[:, SINKS:].cpu()
             regression.take(layer, x, scores[layer, :, SINKS:])

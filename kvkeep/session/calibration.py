@@ -87,8 +87,8 @@ def _assemble(
 ) -> Calibration:
     # First of all: another model's statistics have another shape, and are whole for all that.
     model.fingerprint.require(document["fingerprint"], "the calibration")
-    spec = model.spec
-    shape = (spec.layers, spec.kv_heads, spec.head_dim)
+    layout = model.decoder.new_cache().layout
+    shape = (layout.layers, layout.kv_heads, layout.head_dim)
     require_tensor("mean", tensors["mean"], torch.float32, *shape)
     require_tensor("tolerance", tensors["tolerance"], torch.float32, *shape[:2])
     for name in ("mean", "tolerance"):

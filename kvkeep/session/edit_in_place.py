@@ -12,6 +12,7 @@ from kvkeep.cache.attention import HIDDEN
 from kvkeep.errors import ContextFull, InvalidArgument
 from kvkeep.models.finite import require_finite
 from kvkeep.session.change import Change, bounded
+from kvkeep.session.local_layers import REACH, local_cells, newest_together
 from kvkeep.session.memory import Memory
 
 
@@ -48,7 +49,7 @@ class InPlace:
         # Bounded policies say what is an anchor; where all is remembered, cells leave the window
         # in their order, so that no other may lie among those that have left it.
         anchor = change.stays if bounded(memory) else after[0].anchor
-        inside = _evaluated_between(memory, before, where, ids, anchor, prefill_step)
+        inside = _evaluated_between(memory, before, start, where, ids, anchor, prefill_step)
         return cls(change, where, sooner, inside)
 
     @torch.inference_mode()
@@ -59,6 +60,7 @@ class InPlace:
         """
         change, cache = self.change, memory.cache
         before, after = _parted(cache, change, self.where, self.sooner)
+        following = len(memory.tokens) - change.end
         cache.segments = joined_if_small([*before, *self.inside, *after])
         cache.serial += len(change.ids)
         memory.replace(change.start, change.end, change.ids, change.pinned)
@@ -68,7 +70,9 @@ class InPlace:
             excess = max(0, cache.cells - memory.policy.max_kv_size)
             cache.window.forget(cache.segments, excess)
             cache.segments = [s for s in cache.segments if s.length]
-        memory.evaluate_last()
+        if cache.local is not None:
+            cache.local.keep_newest(following)
+        memory.evaluate_last(_reach(cache))
         return sum(segment.length for segment in before) if change.growth else 0
 
 
@@ -194,20 +198,35 @@ def _as_seen_before(segment: Segment, where: int) -> Segment:
     return Segment.of(segment.layout, shown, segment.map, segment.anchor)
 
 
+def _reach(cache: KVCache) -> int:
+    """How many tokens are evaluated again for what local layers are to see."""
+    local = cache.local
+    return 0 if local is None else REACH * (local.window.size or 0)
+
+
 def _evaluated_between(
     memory: Memory,
     before: list[Segment],
+    start: int,
     where: int,
     ids: Sequence[int],
     anchor: bool,
     prefill_step: int,
 ) -> list[Segment]:
-    """The segment of tokens that see what is before them and end at time `where`."""
+    """The segment of tokens that see what is before them and end at time `where`.
+
+    start: that of the first of them.
+    """
     if not ids:
         return []
     cache = memory.cache.empty()
     cache.segments = [_as_seen_before(s, where) for s in before]
     cache.time, cache.serial = where - len(ids), memory.cache.serial
+    if cache.local is not None:
+        together = newest_together(cache, memory.serials.first(start))
+        first = start - min(together, _reach(cache))
+        read = memory.tokens[first:start]
+        cache.local.segments = local_cells(memory.decoder, cache, read)
     new = Segment(cache.layout_of(anchor), len(ids), anchor=anchor)
     with torch.inference_mode():
         for first in range(0, len(ids), prefill_step):

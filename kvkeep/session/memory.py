@@ -14,6 +14,7 @@ from kvkeep.models.finite import require_finite
 from kvkeep.models.llama import Decoder
 from kvkeep.policies import Policy
 from kvkeep.session.history import History
+from kvkeep.session.local_layers import local_cells, newest_together
 from kvkeep.store.memory_state import MemoryState
 
 
@@ -45,7 +46,7 @@ class Memory:
         self.decoder = decoder
         self.policy = policy
         self.bits = bits
-        self.cache = decoder.new_cache(bits)
+        self.cache = decoder.new_cache(bits, policy.max_kv_size)
         self.tokens = History("i")
         self.serials = History("q")
         self.pins: frozenset[int] = frozenset()
@@ -162,18 +163,7 @@ class Memory:
     @property
     def rewindable(self) -> int:
         """How many of the newest tokens are held without a gap, and not in groups."""
-        held = 0
-        exact = [
-            s
-            for segment in self.cache.segments
-            if segment.map.group == 1
-            for s in segment.serials()
-        ]
-        for cell, token in zip(reversed(exact), reversed(self.serials), strict=False):
-            if cell != token:
-                break
-            held += 1
-        return held
+        return newest_together(self.cache, self.serials)
 
     def append_evaluated(self, ids: Sequence[int], keys: Tensor, values: Tensor) -> None:
         """Takes in cells that were evaluated elsewhere, as if these ids had been just now.
@@ -224,8 +214,10 @@ class Memory:
         self.evaluate_last()
         return taken
 
-    def evaluate_last(self) -> None:
+    def evaluate_last(self, most: int | None = None) -> None:
         """Evaluates the last token anew, over the cells that are there now.
+
+        most: as of `refill_local`.
 
         As a prompt's, whoever chose it: what is evaluated anew comes out as in a session that was
         fed these tokens.
@@ -234,10 +226,25 @@ class Memory:
         if pinned:  # it comes back under another serial
             self.unpin(len(self.tokens) - 1, len(self.tokens))
         self._drop_newest(len(again))
+        self.refill_local(most)
         for _ in self.evaluate(again, 1):
             pass
         if pinned:
             self.pin(len(self.tokens) - 1, len(self.tokens))
+
+    def refill_local(self, most: int | None = None) -> None:
+        """Makes the cells of local layers anew where they lack some that the next token sees.
+
+        From as many tokens as are held without a gap, or `most` of them. Of a memory that holds all
+        its tokens these are the cells that they had.
+        """
+        local = self.cache.local
+        if local is None or local.window.size is None:
+            return
+        if local.cells < min(local.window.size - 1, len(self.tokens)):
+            count = self.rewindable if most is None else min(most, self.rewindable)
+            ids = self.tokens[len(self.tokens) - count :]
+            local.segments = local_cells(self.decoder, self.cache, ids)
 
     def _drop_newest(self, count: int) -> None:
         self.cache.drop_newest(count)

@@ -13,6 +13,11 @@ from kvkeep.store.fingerprint import Fingerprint
 from kvkeep.store.prefix import PrefixStore
 from kvkeep.store.prefix_block import BLOCK
 
+_LOCAL = (
+    "some layers of this model see the newest tokens alone, and keep no others: its prompts are "
+    "evaluated from the beginning; save a session and restore it instead"
+)
+
 
 @dataclass
 class PromptPrefix:
@@ -46,6 +51,9 @@ def load_prefix(
     it decides by the same queries as without a store.
     """
     prefix, policy = PromptPrefix(store, fingerprint), memory.policy
+    if memory.cache.local is not None:
+        prefix.fail(StoreError(_LOCAL))
+        return prefix
     most = min(len(ids), policy.exact + 1) - max(1, policy.observed)
     try:
         found = store.find(fingerprint, ids[: max(0, most)])

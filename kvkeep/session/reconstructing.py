@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache import NO_TOKEN, KVCache, Segment
-from kvkeep.cache.rope import Rotation, rotate
+from kvkeep.cache.rope import Rotation
 from kvkeep.cache.step import ChunkStep
 from kvkeep.errors import InvalidArgument
 from kvkeep.methods.base import Repeated
@@ -118,14 +118,14 @@ def _scores(memory: Memory, asked: list[int], part: list[int], first: int, by: R
     for segment, cells in read.read(first, len(part)):
         rotation = rotations[id(segment)]
         turn = Rotation(rotation.cosine[rows], rotation.sine[rows])
-        turned = torch.stack([rotate(of_layer, turn) for of_layer in queries])
+        turned = read.rope.all_turned(queries, turn)
         plain = cells.restored(turned.dtype)
         if lengths is None:
-            scores.append(_largest(plain.keys, turned, log_sums, step.scale))
+            scores.append(_largest(plain.keys, turned, log_sums, step.how.scale))
             continue
         groups = log_sums.shape[1] // plain.keys.shape[1]
         keys = plain.keys.repeat_interleave(groups, 1)  # what it adds is each head's own
-        of_heads = _largest(keys, turned, log_sums, step.scale)
+        of_heads = _largest(keys, turned, log_sums, step.how.scale)
         of_heads += memory.decoder.value_norms(plain.values).log()
         scores.append(of_heads.view(len(keys), -1, groups, len(plain)).amax(2))
     return torch.cat(scores, -1)
@@ -149,10 +149,12 @@ def _repeated(
         step.log_sums = torch.empty(layout.layers, heads, n, dtype=torch.float32, device=where)
         lengths = None
         if by == "contribution":
-            lengths = torch.empty(layout.layers, n, dtype=torch.float32, device=where)
+            layers = memory.decoder.spec.layers
+            lengths = torch.empty(layers, n, dtype=torch.float32, device=where)
         tokens = torch.tensor(ids, dtype=torch.int64, device=where)
         require_finite(memory.decoder.chunk(tokens, step, lengths))
-    return step, lengths
+    spec = memory.decoder.spec
+    return step, None if lengths is None else lengths[spec.keepers(spec.groups[0])]
 
 
 def _largest(keys: Tensor, queries: Tensor, log_sums: Tensor, scale: float) -> Tensor:

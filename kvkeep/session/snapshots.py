@@ -1,7 +1,8 @@
 """Between what a session is and a snapshot of it."""
 
-from dataclasses import asdict
+from typing import Any
 
+from kvkeep.cache import Window
 from kvkeep.errors import InvalidSnapshot
 from kvkeep.loaded import LoadedModel
 from kvkeep.policies import checked_bits, make_policy
@@ -29,7 +30,7 @@ def snapshot_of(model: LoadedModel, state: State, prefill_step: int) -> Snapshot
             "keep_whole_prompt": state.keep_whole_prompt,
             "pins": list(memory.pins),
             "spans": dict(state.spans),
-            "window": asdict(memory.cache.window),
+            "window": _of_window(memory.cache.window),
         },
         tokens=memory.tokens,
         serials=memory.serials,
@@ -43,7 +44,13 @@ def snapshot_of(model: LoadedModel, state: State, prefill_step: int) -> Snapshot
         bits=state.memory.bits,
         observed=memory.cache.observed,
         arithmetic=model.arithmetic,
+        local=memory.cache.local,
+        local_layout=None if cache.local is None else cache.local.layout.plain,
     )
+
+
+def _of_window(window: Window) -> dict[str, Any]:
+    return {name: getattr(window, name) for name in ("size", "discard", "moves")}
 
 
 def restored_state(model: LoadedModel, snapshot: Snapshot) -> State:

@@ -25,8 +25,9 @@ def check_document(document: Mapping[str, Any]) -> None:
         _require_kind(name, document[name], dict)
     for name in ("bits", "notes", "arithmetic"):
         _require_kind(name, document.get(name, {}), dict)
-    for name in ("tokens", "clock", "serial"):
+    for name in ("tokens", "serial"):
         require_whole(name, document[name], 0, MOST)
+    require_whole("clock", document["clock"], -MOST, MOST)
     created = document["created"]
     require(
         type(created) in (int, float) and 0 <= created <= _LATEST,
@@ -41,7 +42,9 @@ def check_document(document: Mapping[str, Any]) -> None:
         _check_segment(entry)
     for name, how in document["coding"].items():
         _check_coding(name, how)
-    layout_of(document)
+    layout_of(document["layout"])
+    if any(entry.get("local", False) for entry in document["segments"]):
+        layout_of(document["local_layout"])
 
 
 def check_settings(settings: Mapping[str, Any], tokens: int) -> None:
@@ -59,9 +62,9 @@ def check_settings(settings: Mapping[str, Any], tokens: int) -> None:
     _require_kind("the window", settings.get("window", {}), dict)
 
 
-def layout_of(document: Mapping[str, Any]) -> Layout:
+def layout_of(found: Mapping[str, Any]) -> Layout:
     """Of the cells as they were evaluated. Raises KeyError or ValueError for none."""
-    found = document["layout"]
+    _require_kind("a layout", found, dict)
     for name in ("layers", "kv_heads", "head_dim"):
         require_whole(name, found[name], 1, _MOST_WIDE)
     return Layout(
@@ -98,7 +101,7 @@ def _check_segment(entry: Any) -> None:
     require(entry["length"] <= entry["limit"], "a segment longer than its limit")
     for name in ("anchor", "frozen", "slot_order"):
         require_flag(name, entry[name])
-    for name in ("sealed", "compressed", "ragged", "worth"):
+    for name in ("sealed", "compressed", "ragged", "worth", "local"):
         require_flag(name, entry.get(name, False))
     if entry.get("ragged", False):
         require(entry["compressed"] and entry["frozen"], "ragged cells of tokens")

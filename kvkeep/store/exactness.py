@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 _OLDER = "what computed it is not noted there, as an earlier kvkeep saved it"
+# What earlier ones noted of the kernels that they had, by what those are called now.
+_RENAMED = {"compiled": "compiled avx512bf16"}
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,8 @@ class Exactness:
         differs = [f"cells: rounded by codec {codec}"] if codec == "int8" else []
         if not there:
             return cls((*differs, _OLDER))
+        if there.get("kernels") in _RENAMED:
+            there = {**there, "kernels": _RENAMED[there["kernels"]]}
         names = [name for name in here if there.get(name) != here[name]]
         if "weights" in names and "packed weights" in names:
             names.remove("packed weights")  # that goes without saying
@@ -39,4 +43,4 @@ class Exactness:
 
 
 def _short(found: Mapping[str, str], name: str) -> str:
-    return found.get(name, "")[:24] or "none"
+    return found.get(name, "")[:40] or "none"

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvkeep.cache import Layout
 from kvkeep.errors import FingerprintMismatch
 from kvkeep.files.tensors import tensor_bytes
-from kvkeep.models.spec import ModelSpec
+from kvkeep.models.spec import ModelSpec, RopeSpec
 
 _FIELDS = ("weights", "config", "rope", "tokenizer", "dtype", "layout")
 # Of a ModelSpec and a RopeSpec, what decides what a cell means. Whatever is added here changes the
@@ -54,6 +54,24 @@ _CONFIG_BEYOND = (
     "norm_topk",
     "sparse_step",
     "dense_layers",
+    "local_layers",
+    "window",
+    "local_kv_heads",
+    "local_head_dim",
+    "unrotated_layers",
+    "shared_kv_layers",
+    "sinks",
+    "attention_softcap",
+    "logits_softcap",
+    "activation",
+    "unit_norms",
+    "embedding_multiplier_rounded",
+    "clamped_experts",
+    "wide_shared_mlp",
+    "keys_as_values",
+    "values_normed",
+    "per_layer_size",
+    "layer_scales",
 )
 _ROPE = ("kind", "inverse_frequencies", "attention_scaling")
 
@@ -125,7 +143,7 @@ def fingerprint(
     return Fingerprint(
         weights=_weights_digest(tensors),
         config=_digest({name: getattr(spec, name) for name in _CONFIG} | _beyond(spec)),
-        rope=_digest({name: getattr(spec.rope, name) for name in _ROPE}),
+        rope=_digest(_table(spec.rope) | _local_table(spec)),
         tokenizer=_vocabulary_digest(tokenizer),
         dtype=_dtype_name(layout.dtype),
         layout=_layout_name(layout.layers, layout.kv_heads, layout.head_dim),
@@ -138,6 +156,15 @@ def _beyond(spec: ModelSpec) -> dict[str, object]:
     usual = {each.name: each.default for each in fields(ModelSpec)}
     found = {name: getattr(spec, name) for name in _CONFIG_BEYOND}
     return {name: value for name, value in found.items() if value != usual[name]}
+
+
+def _table(rope: RopeSpec) -> dict[str, object]:
+    return {name: getattr(rope, name) for name in _ROPE}
+
+
+def _local_table(spec: ModelSpec) -> dict[str, object]:
+    """Of local layers, where they rotate in a way of their own."""
+    return {"local": _table(spec.local_rope)} if spec.local_rope else {}
 
 
 def is_tokenizer_of(saved: Mapping[str, str], tokenizer: Tokenizer) -> bool:

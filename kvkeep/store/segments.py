@@ -1,5 +1,6 @@
 """A segment as tensors and a table entry in a snapshot, and back."""
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -45,8 +46,11 @@ def _names(segment: Segment) -> tuple[str, ...]:
     return _COMPRESSED if segment.compressed else _PLACES
 
 
-def segment_entry(segment: Segment) -> dict[str, Any]:
-    """All of a segment that is not in its tensors. Of the storage only what decides places."""
+def segment_entry(segment: Segment, local: bool = False) -> dict[str, Any]:
+    """All of a segment that is not in its tensors. Of the storage only what decides places.
+
+    local: whether it is of local layers.
+    """
     begun_anew = segment.wrapped or segment.rings
     return {
         "map": asdict(segment.map),
@@ -61,21 +65,23 @@ def segment_entry(segment: Segment) -> dict[str, Any]:
         "compressed": segment.compressed,
         **({"ragged": True} if is_ragged(segment) else {}),
         **({"worth": True} if knows_worth(segment) else {}),
+        **({"local": True} if local else {}),
     }
 
 
 def read_segment(
-    index: int, layouts: tuple[Layout, Layout], entry: dict[str, Any], tensors: dict[str, Tensor]
+    index: int, layouts: Sequence[Layout], entry: dict[str, Any], tensors: dict[str, Tensor]
 ) -> Segment:
     """The segment that tensors and an entry were made of, not copied.
 
-    layouts: of the cells of windows, and of anchors. entry: checked; see `check_document`.
+    layouts: of the cells of windows, of anchors, and of local layers. entry: checked; see
+    `check_document`.
 
     Where its places are those of a ring that is not full, it lies in line until a cache takes it.
     Raises KeyError, TypeError or ValueError where they are not of one segment.
     """
     compressed, ragged = entry.get("compressed", False), entry.get("ragged", False)
-    layout = layouts[1 if entry["anchor"] else 0]
+    layout = layouts[2 if entry.get("local", False) else 1 if entry["anchor"] else 0]
     names = _RAGGED if ragged else _COMPRESSED if compressed else _PLACES
     if entry.get("worth", False):
         names = (*names, "worth")

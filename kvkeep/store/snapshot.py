@@ -23,9 +23,9 @@ from kvkeep.store.segments import (
     segment_tensors,
 )
 
-KIND, FORMAT = "snapshot", 4
+KIND, FORMAT = "snapshot", 5
 # The formats of files that hold nothing which their readers cannot ignore.
-_OF_PLAIN_CELLS, _OF_EVEN_CELLS, _WITHOUT_WORTH = 1, 2, 3
+_OF_PLAIN_CELLS, _OF_EVEN_CELLS, _WITHOUT_WORTH, _OF_ONE_LAYOUT = 1, 2, 3, 4
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,8 @@ class Snapshot:
     int32, all of them, the forgotten ones too. serials: `[n]` int64, by which a token's cell is
     found; serial: the next. clock: the time of the next token. hidden: `[1, hidden_size]` and
     logits: `[vocab]` of the last token; None in an empty session. sampler: the seed and the random
-    generator's state. layout: of plain cells. bits: in how many cells are kept. observed: the
+    generator's state. layout: of plain cells. local, local_layout: the same of local layers, where
+    the model has such. bits: in how many cells are kept. observed: the
     newest queries, where the policy decides by them. arithmetic: what it was computed with; see
     `LoadedModel`; empty in files of earlier releases. codec: of the file that it was in. created:
     seconds since 1970. notes: JSON values of whoever keeps the session, such as what a chat must
@@ -64,11 +65,14 @@ class Snapshot:
     codec: str = "none"
     created: float = field(default_factory=time.time)
     notes: dict[str, Any] = field(default_factory=dict)
+    local: tuple[Segment, ...] = ()
+    local_layout: Layout | None = None
 
     def __repr__(self) -> str:
         spans = self.settings.get("spans", {})
         named = f", {len(spans)} spans" if spans else ""
-        nbytes = sum(segment.block.slots.nbytes for segment in self.segments)
+        every = (*self.segments, *self.local)
+        nbytes = sum(segment.block.slots.nbytes for segment in every)
         return (
             f"<Snapshot of {self.model}: {self.policy['name']}, {self.cells:,} cells "
             f"({nbytes / 1e6:,.1f} MB), {len(self.tokens):,} tokens{named}>"
@@ -87,7 +91,7 @@ class Snapshot:
         Raises StoreError where the file cannot be written.
         """
         tensors: dict[str, Tensor] = {}
-        for index, segment in enumerate(self.segments):
+        for index, segment in enumerate((*self.segments, *self.local)):
             tensors |= segment_tensors(index, segment)
         tensors |= {"tokens": self.tokens, "serials": self.serials}
         if self.hidden is not None and self.logits is not None:
@@ -104,27 +108,29 @@ class Snapshot:
             "clock": self.clock,
             "serial": self.serial,
             "sampler": self.sampler,
-            "layout": {
-                "layers": self.layout.layers,
-                "kv_heads": self.layout.kv_heads,
-                "head_dim": self.layout.head_dim,
-                "dtype": str(self.layout.dtype).removeprefix("torch."),
-            },
+            "layout": _layout_entry(self.layout),
             "bits": asdict(self.bits),
-            "segments": [segment_entry(segment) for segment in self.segments],
+            "segments": [
+                *(segment_entry(segment) for segment in self.segments),
+                *(segment_entry(segment, local=True) for segment in self.local),
+            ],
             "codec": codec,
             "arithmetic": self.arithmetic,
             "coding": coding,
             "created": self.created,
             "notes": self.notes,
         }
+        if self.local_layout is not None:
+            document["local_layout"] = _layout_entry(self.local_layout)
         return write_container(Path(path), KIND, self._format, document, stored)
 
     @property
     def _format(self) -> int:
         """The oldest whose readers know all that is in it."""
-        if any(knows_worth(segment) for segment in self.segments):
+        if self.local:
             return FORMAT
+        if any(knows_worth(segment) for segment in self.segments):
+            return _OF_ONE_LAYOUT
         if "budget" in self.policy or any(is_ragged(segment) for segment in self.segments):
             return _WITHOUT_WORTH
         compressed = any(segment.compressed for segment in self.segments)
@@ -148,7 +154,7 @@ class Snapshot:
     def memory(self) -> MemoryState:
         """What the session's memory was."""
         window = Window(**self.settings.get("window", {}))
-        held = CacheState(self.segments, window, self.clock, self.serial, self.observed)
+        held = CacheState(self.segments, window, self.clock, self.serial, self.observed, self.local)
         pins = self.settings.get("pins", [])
         return MemoryState(self.tokens, self.serials, pins, self.hidden, self.logits, held)
 
@@ -172,12 +178,13 @@ def _corrupt(path: str | Path, error: Exception) -> CorruptFile:
 
 def _decoded(document: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """All tensors as they were before they were coded, each as large as its segment is."""
-    coding, layout = document["coding"], layout_of(document)
+    coding, layouts = document["coding"], _plain_layouts(document)
     sizes: dict[str, list[int]] = {}
     for index, entry in enumerate(document["segments"]):
         # Whatever is coded is as long as what is not.
         serials, positions = (tensors[f"segment.{index}.{n}"] for n in ("serials", "positions"))
         require_tensor("serials", serials, torch.int64, entry["length"])
+        layout = layouts[entry.get("local", False)]
         shape = [layout.layers, layout.kv_heads, entry["length"], layout.head_dim]
         if entry.get("ragged", False):
             require_tensor("positions", positions, torch.int64, None)
@@ -189,12 +196,11 @@ def _decoded(document: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, 
 
 
 def _assemble(document: dict[str, Any], tensors: dict[str, Tensor]) -> Snapshot:
-    layout, bits = layout_of(document), Bits(**document.get("bits", {}))
-    layouts = bits.layouts(layout)
-    segments = tuple(
-        read_segment(index, layouts, entry, tensors)
-        for index, entry in enumerate(document["segments"])
-    )
+    (layout, *local), bits = _plain_layouts(document), Bits(**document.get("bits", {}))
+    layouts = (*bits.layouts(layout), *(bits.layouts(each)[0] for each in local))
+    entries = document["segments"]
+    read = [read_segment(index, layouts, entry, tensors) for index, entry in enumerate(entries)]
+    is_local = [entry.get("local", False) for entry in entries]
     require(len(tensors["tokens"]) == document["tokens"], "another number of tokens")
     snapshot = Snapshot(
         fingerprint=document["fingerprint"],
@@ -205,7 +211,7 @@ def _assemble(document: dict[str, Any], tensors: dict[str, Tensor]) -> Snapshot:
         serials=tensors["serials"],
         clock=document["clock"],
         serial=document["serial"],
-        segments=segments,
+        segments=tuple(each for each, near in zip(read, is_local, strict=True) if not near),
         hidden=tensors.get("hidden"),
         logits=tensors.get("logits"),
         sampler=document["sampler"],
@@ -216,11 +222,30 @@ def _assemble(document: dict[str, Any], tensors: dict[str, Tensor]) -> Snapshot:
         codec=document["codec"],
         created=document["created"],
         notes=document.get("notes", {}),
+        local=tuple(each for each, near in zip(read, is_local, strict=True) if near),
+        local_layout=local[0] if local else None,
     )
     memory, observed = snapshot.memory(), snapshot.observed
-    memory.cache.check(*layouts, heads=observed.values.shape[1] if observed else 0)
+    near, far, *of_local = layouts
+    heads = observed.values.shape[1] if observed else 0
+    memory.cache.check(near, far, heads, next(iter(of_local), None))
     memory.check_itself()
     return snapshot
+
+
+def _layout_entry(layout: Layout) -> dict[str, Any]:
+    return {
+        "layers": layout.layers,
+        "kv_heads": layout.kv_heads,
+        "head_dim": layout.head_dim,
+        "dtype": str(layout.dtype).removeprefix("torch."),
+    }
+
+
+def _plain_layouts(document: dict[str, Any]) -> list[Layout]:
+    """Of the cells as they were evaluated; the second of local layers, where there are any."""
+    found = [document[name] for name in ("layout", "local_layout") if name in document]
+    return [layout_of(each) for each in found]
 
 
 def _observed(tensors: dict[str, Tensor]) -> Queries | None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvkeep.cache import KVCache, Layout, PositionMap, Ragged, Rope, Segment, Window
+from kvkeep.cache import Attending, KVCache, Layout, PositionMap, Ragged, Rope, Segment, Window
 from kvkeep.cache.attention import HIDDEN
 from kvkeep.cache.group_step import GroupStep, Sight, sights
 
@@ -34,7 +34,7 @@ def feed(cache: KVCache, count: int, seed: int = 0) -> KVCache:
 
 
 def new_cache(window: int | None = None) -> KVCache:
-    cache = KVCache(LAYOUT, ROPE, 0.3, 2 * LAYOUT.kv_heads)
+    cache = KVCache(LAYOUT, Attending(2 * LAYOUT.kv_heads, ROPE, 0.3))
     if window is not None:
         cache.window = Window(window)
         cache.segments.append(Segment(LAYOUT, window))

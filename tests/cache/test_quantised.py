@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvkeep.cache import BITS, Bits, Cells, KVCache, Layout, Rope, Segment, Window
+from kvkeep.cache import BITS, Attending, Bits, Cells, KVCache, Layout, Rope, Segment, Window
 from kvkeep.cache.attention import HIDDEN, attend_cells
 from kvkeep.cache.group_step import GroupStep
 from kvkeep.cache.quantised import Quantised, hadamard, put, quantise, restored
@@ -46,7 +46,7 @@ def feed(cache: KVCache, count: int, seed: int = 0) -> Tensor:
 
 
 def new_cache(bits: str, window: int | None = None) -> KVCache:
-    cache = KVCache(layout(bits), ROPE, 0.3, HEADS)
+    cache = KVCache(layout(bits), Attending(HEADS, ROPE, 0.3))
     cache.window = Window(window)
     cache.segments.append(Segment(cache.layout, window or 100))
     return cache
@@ -54,7 +54,7 @@ def new_cache(bits: str, window: int | None = None) -> KVCache:
 
 def restored_twin(cache: KVCache) -> KVCache:
     """The same cache with plain cells, as the quantised ones say that they are."""
-    twin = KVCache(PLAIN, ROPE, cache.scale, HEADS)
+    twin = KVCache(PLAIN, Attending(HEADS, ROPE, cache.scale))
     twin.window, twin.time, twin.serial = cache.window, cache.time, cache.serial
     for segment in cache.segments:
         plain = Segment(PLAIN, segment.limit)

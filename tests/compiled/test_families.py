@@ -19,12 +19,14 @@ from kvkeep.session.session import Session
 pytestmark = pytest.mark.skipif(library() is None, reason="no compiled kernels here")
 
 KINDS = [("granite", 64), ("olmo2", 96), ("glm4", 32), ("phi4", 128), ("cohere", 64)]
+KINDS += [("gemma2", 128), ("gemma3", 256), ("cohere2", 64), ("smollm3", 96)]
 MIXTURES = [
     ("mixtral", 64),
     ("qwen2-moe", 32),
     ("qwen3-moe", 128),
     ("olmoe", 96),
     ("granite-moe", 64),
+    ("gpt-oss", 64),
 ]
 SIZES: dict[str, Any] = {
     "vocab_size": 49152,
@@ -44,6 +46,7 @@ LONGROPE = {
     "short_factor": [1 + 0.05 * pair for pair in range(24)],
     "long_factor": [3 + 1.0 * pair for pair in range(24)],
 }
+LOCAL = {"sliding_window": 20, "num_hidden_layers": 5}
 MADE: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": (
         "Granite",
@@ -59,6 +62,12 @@ MADE: dict[str, tuple[str, dict[str, Any]]] = {
     "glm": ("Glm", {"head_dim": 64}),
     "glm4": ("Glm4", {"head_dim": 64, "attention_bias": True}),
     "cohere": ("Cohere", {"logit_scale": 0.25}),
+    "cohere2": ("Cohere2", {"logit_scale": 0.25, "sliding_window": 20, "num_hidden_layers": 5}),
+    "gemma2": ("Gemma2", LOCAL | {"head_dim": 128, "attn_logit_softcapping": 4.0}),
+    "gemma3": ("Gemma3Text", LOCAL | {"head_dim": 256, "sliding_window_pattern": 3}),
+    "exaone4": ("Exaone4", LOCAL | {"sliding_window_pattern": 4}),
+    "olmo3": ("Olmo3", LOCAL),
+    "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2}),
     "phi4-mini": ("Phi3", {"original_max_position_embeddings": 128, "rope_parameters": LONGROPE}),
 }
 EXPERTS = {"num_experts": 11, "num_experts_per_tok": 3, "moe_intermediate_size": 96}
@@ -71,6 +80,16 @@ MADE_OF_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "olmoe": ("Olmoe", {"num_experts": 7, "num_experts_per_tok": 3}),
     "granite-moe": ("GraniteMoe", {"num_local_experts": 6, **MADE["granite"][1]}),
+    "gpt-oss": (
+        "GptOss",
+        {
+            **LOCAL,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "head_dim": 64,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
 }
 MADE |= MADE_OF_EXPERTS
 TOKENS = [(17 * i * i + 5 * i) % 40_000 for i in range(90)]
@@ -113,7 +132,9 @@ def written(folder: Path, kind: str, tokenizer: Path) -> Path:
     name, changes = MADE[kind]
     config = getattr(transformers, f"{name}Config")(**(SIZES | changes))
     torch.manual_seed(3)
-    model = getattr(transformers, f"{name}ForCausalLM")(config).to(torch.bfloat16)
+    model = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")(config).to(
+        torch.bfloat16
+    )
     with torch.no_grad():
         for each, weight in model.named_parameters():
             weight.normal_(1 if each.endswith("norm.weight") else 0, 0.1)

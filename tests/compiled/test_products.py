@@ -41,11 +41,11 @@ class Made:
         bias = None if self.bias is None else self.bias.data_ptr()
         return described("it", self.kept, tuple(self.values.shape), bias, rounded)
 
-    def linear(self) -> PackedLinear:
+    def linear(self, dtype: torch.dtype = torch.bfloat16) -> PackedLinear:
         kernels = library()
         assert kernels is not None
         bias = None if self.bias is None else self.bias[: len(self.values)]
-        return PackedLinear(kernels, self.matrix(rounded=True), bias, self.kept)
+        return PackedLinear(kernels, self.matrix(rounded=True), bias, self.kept, dtype)
 
 
 def made(kind: str | torch.dtype, size: tuple[int, int], bias: Tensor | None = None) -> Made:
@@ -112,11 +112,13 @@ def test_they_are_unpacked_as_torch_rounds_them(
             linear.chosen(torch.tensor([beyond]))
 
 
-@pytest.mark.parametrize("kind", ["Q4_1", "Q6_K", torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("kind", ["Q4_1", "Q6_K", torch.float32, torch.bfloat16], ids=str)
 def test_many_rows_go_through_the_library(
-    kind: str | torch.dtype, monkeypatch: pytest.MonkeyPatch
+    kind: str | torch.dtype, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvkeep.compiled.matrices._SCRATCH", 48 * 1312)  # in several parts
+    size = dtype.itemsize * 48 * 1312
+    monkeypatch.setattr("kvkeep.compiled.matrices._SCRATCH", size)  # in several parts
     bias = torch.randn(264 + 16).bfloat16()
     one = made(kind, (264, 1312), bias)
     x = inputs(FEW + 5, one.values.shape[1])
@@ -124,7 +126,7 @@ def test_many_rows_go_through_the_library(
         x.double(), one.values.bfloat16().double(), bias[:264].double()
     )
     for count in (1, FEW, FEW + 1, FEW + 5):
-        found = one.linear()(x[:count])
+        found = one.linear(dtype)(x[:count])
         assert found.dtype is torch.bfloat16
         assert (
             (found.double() - wanted[:count]).abs() <= 2**-8 * (0.1 + wanted[:count].abs())

@@ -10,7 +10,7 @@ from packed_model import packed_model, spec_of
 from torch import Tensor
 
 from kvkeep import SessionGroup
-from kvkeep.cache import KVCache, Layout, Rope, Segment, Window
+from kvkeep.cache import Attending, KVCache, Layout, Rope, Segment, Window
 from kvkeep.cache.quantised import restored
 from kvkeep.cache.rope import rotate
 from kvkeep.cache.step import ChunkStep
@@ -27,7 +27,7 @@ def empty(heads: int, kv_heads: int, head_dim: int, bits: int, size: int | None)
     """A cache of one layer, with one segment that holds `size` cells at most."""
     layout = Layout(1, kv_heads, head_dim, torch.bfloat16, torch.device("cpu"), bits, bits)
     frequencies = tuple(10000.0 ** (-2 * i / head_dim) for i in range(head_dim // 2))
-    cache = KVCache(layout, Rope(frequencies, layout.device), head_dim**-0.5, heads)
+    cache = KVCache(layout, Attending(heads, Rope(frequencies, layout.device), head_dim**-0.5))
     cache.segments = [Segment(layout, size or 10_000)]
     cache.window = Window(size)
     return cache

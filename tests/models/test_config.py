@@ -187,8 +187,7 @@ LATENT = ["DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "MiniCPM3ForCausalLM
         *((name, "multi-head latent attention") for name in LATENT),
         ("Glm4MoeForCausalLM", "chooses experts by scores with a bias"),
         ("PhimoeForCausalLM", "chooses experts in a way of its own"),
-        ("GptOssForCausalLM", "in some layers in another way"),
-        ("Gemma3ForCausalLM", "in some layers in another way"),
+        ("Gemma3nForConditionalGeneration", "in some layers in another way"),
     ],
 )
 def test_what_has_no_cells_of_this_kind_is_refused_with_what_runs_instead(
@@ -274,6 +273,109 @@ def test_heads_that_do_not_share_evenly_are_refused(tmp_path: Path) -> None:
         read_spec(write(tmp_path, {**PLAIN, "num_key_value_heads": 4}))
 
 
+GEMMA3 = {**PLAIN, "architectures": ["Gemma3ForCausalLM"], "num_hidden_layers": 7}
+SMOLLM3 = {"architectures": ["SmolLM3ForCausalLM"]}
+WHOLE, LOCAL = "full_attention", "sliding_attention"
+
+
+def test_fields_that_a_family_leaves_out_are_those_of_its_class(tmp_path: Path) -> None:
+    """As Gemma 3's larger files do, whose class reads images, too."""
+    text = {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+    config = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text}
+    spec = read_spec(write(tmp_path, config))
+    assert (spec.vocab_size, spec.heads, spec.kv_heads, spec.head_dim) == (262208, 8, 4, 256)
+    assert spec.local_layers == tuple(layer for layer in range(34) if (layer + 1) % 6)
+    assert (spec.window, spec.max_positions, spec.tied_head) == (1024, 131072, True)
+    assert spec.local_rope is not None
+    assert spec.local_rope.inverse_frequencies[64] == 10_000.0**-0.5
+    assert spec.rope.inverse_frequencies[64] == 1e6**-0.5 / 8
+    assert spec.embedding_multiplier == 2560**0.5
+    assert spec.softmax_scale == 1 / 16
+
+
+def test_layers_are_local_as_the_config_says(tmp_path: Path) -> None:
+    def local(**fields: Any) -> tuple[int, ...]:
+        return read_spec(write(tmp_path, GEMMA3 | fields)).local_layers
+
+    assert local() == (0, 1, 2, 3, 4, 6)
+    assert local(sliding_window_pattern=3) == (0, 1, 3, 4, 6)
+    assert local(sliding_window_pattern=1) == local(sliding_window=None) == ()
+    assert local(layer_types=[WHOLE, LOCAL] * 3 + [WHOLE]) == (1, 3, 5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "named"),
+    [
+        ({"layer_types": [LOCAL]}, BadModelFile, "each of 7 layers"),
+        ({"layer_types": "LLLG"}, BadModelFile, "each of 7 layers"),
+        ({"layer_types": ["chunked_attention"] * 7}, UnsupportedModel, "chunked_attention"),
+        ({"layer_types": [LOCAL] * 7}, UnsupportedModel, "none of 7 layers sees the whole"),
+        ({"sliding_window_pattern": 0}, BadModelFile, "sliding_window_pattern"),
+        ({"sliding_window": -1}, BadModelFile, "sliding_window"),
+        ({"num_hidden_layers": 1 << 39}, BadModelFile, "layers"),
+        ({"attn_logit_softcapping": 50.0}, UnsupportedModel, "Gemma 2"),
+        ({"use_bidirectional_attention": True}, UnsupportedModel, "use_bidirectional_attention"),
+        ({"hidden_activation": "gelu"}, UnsupportedModel, "'gelu'"),
+        (
+            {"architectures": ["Cohere2ForCausalLM"], "use_qk_norm": True},
+            UnsupportedModel,
+            "Command R",
+        ),
+        ({**SMOLLM3, "no_rope_layers": [1, 0]}, BadModelFile, "each of 7 layers"),
+        ({**SMOLLM3, "no_rope_layers": [1, 0, 2, 1, 1, 1, 1]}, BadModelFile, "0 or 1"),
+    ],
+)
+def test_layers_that_cannot_be_are_refused(
+    tmp_path: Path, fields: dict[str, Any], error: type[Exception], named: str
+) -> None:
+    with pytest.raises(error, match=named):
+        read_spec(write(tmp_path, GEMMA3 | fields))
+
+
+GEMMA4 = {
+    **PLAIN,
+    "architectures": ["Gemma4ForCausalLM"],
+    "num_hidden_layers": 12,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": PLAIN["vocab_size"],
+}
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "named"),
+    [
+        ({"enable_moe_block": True}, UnsupportedModel, "26B-A4B"),
+        ({"vocab_size_per_layer_input": 7}, UnsupportedModel, "vocab_size_per_layer_input"),
+        ({"num_kv_shared_layers": 7}, BadModelFile, "num_kv_shared_layers"),
+        ({"num_kv_shared_layers": 99}, BadModelFile, "num_kv_shared_layers"),
+        ({"global_head_dim": 25}, BadModelFile, "heads of 25"),
+        (
+            {"per_layer_config": {"5": {"head_dim": 24}, "11": {"head_dim": 26}}},
+            UnsupportedModel,
+            "per_layer_config",
+        ),
+        (
+            {"rope_parameters": {WHOLE: {"rope_type": "proportional", "partial_rotary_factor": 2}}},
+            BadModelFile,
+            "partial_rotary_factor",
+        ),
+    ],
+)
+def test_a_gemma_4_that_cannot_be_is_refused(
+    tmp_path: Path, fields: dict[str, Any], error: type[Exception], named: str
+) -> None:
+    assert read_spec(write(tmp_path, GEMMA4)).head_dim == 512
+    with pytest.raises(error, match=named):
+        read_spec(write(tmp_path, GEMMA4 | fields))
+
+
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 OF_EXPERTS = {**PLAIN, "architectures": ["Qwen3MoeForCausalLM"], **EXPERTS}
 
@@ -294,6 +396,11 @@ def test_layers_are_sparse_as_the_config_says(tmp_path: Path) -> None:
     [
         ({"num_experts_per_tok": 9}, BadModelFile, r"num_experts_per_tok \(9\).*\(8\)"),
         ({"num_experts": None}, BadModelFile, "num_local_experts"),
+        (
+            {"architectures": ["GptOssForCausalLM"], "swiglu_limit": 5.0},
+            UnsupportedModel,
+            "swiglu_limit",
+        ),
         ({"moe_intermediate_size": 0}, BadModelFile, "moe_intermediate_size"),
         ({"mlp_only_layers": [0.5]}, BadModelFile, "mlp_only_layers"),
         ({"hidden_act": "gelu"}, UnsupportedModel, "gelu"),

@@ -7,13 +7,15 @@ import pytest
 import torch
 import transformers
 from reference import streaming_logits
+from safetensors.torch import load_file, save_file
 from topics import topic_ids
+from torch import Tensor
 
 from kvkeep.model import Model
 from kvkeep.models.checkpoint import decoder_shapes, decoder_tensors
 from kvkeep.models.config import read_spec
 from kvkeep.models.export import export
-from kvkeep.models.llama import Decoder
+from kvkeep.models.llama import Decoder, Llama
 from kvkeep.models.text import TextCodec
 from kvkeep.models.weights import check_tensors, read_shapes, read_tensors
 
@@ -64,9 +66,18 @@ GRANITE4 = {
     "position_embedding_type": "rope",
     "mamba_n_heads": 12,
 }
+_LOCAL, _WHOLE = "sliding_attention", "full_attention"
 PADDING = {"pad_token_id": 0, "eos_token_id": 1}
 EXPERTS = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 SHARED = {"shared_expert_intermediate_size": 56}
+GPT_OSS = {
+    "head_dim": 16,
+    "sliding_window": 20,
+    "num_hidden_layers": 5,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 3,
+    "rope_parameters": YARN | {"truncate": False},
+}
 GLM = {"head_dim": 16, "attention_bias": False, "pad_token_id": 0, "eos_token_id": 1}
 
 
@@ -85,6 +96,24 @@ PHI4_MINI = {
     "eos_token_id": 1,
     "original_max_position_embeddings": 160,
     "rope_parameters": longrope(6, partial_rotary_factor=0.75),
+}
+# Kinds of layers come more than once, and the prompt is longer than the window.
+NEAR = {"sliding_window": 20, "num_hidden_layers": 9}
+GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 20, "num_hidden_layers": 7}
+GEMMA4 = {
+    "head_dim": 16,
+    "global_head_dim": 24,
+    "sliding_window": 20,
+    "num_hidden_layers": 9,
+    "layer_types": [_LOCAL, _LOCAL, _WHOLE] * 3,
+    "num_kv_shared_layers": 4,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 320,
+}
+TWO_ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+    "full_attention": {"rope_type": "linear", "rope_theta": 20000.0, "factor": 4.0},
 }
 FAMILIES = {
     "llama": ("Llama", {}),
@@ -119,6 +148,58 @@ FAMILIES = {
     "glm4": ("Glm4", GLM | {"attention_bias": True}),
     "glm4-quarter": ("Glm4", GLM | {"partial_rotary_factor": 0.25}),
     "glm4-whole": ("Glm4", GLM | {"partial_rotary_factor": 1.0}),
+    "gemma2": ("Gemma2", GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+    "gemma2-untied": ("Gemma2", GEMMA | {"tie_word_embeddings": False, "attention_bias": True}),
+    "gemma3": ("Gemma3Text", GEMMA),
+    "gemma3-two-ropes": ("Gemma3Text", GEMMA | {"rope_parameters": TWO_ROPES}),
+    "gemma3-no-period": (
+        "Gemma3Text",
+        GEMMA | {"layer_types": [_LOCAL, _LOCAL, _WHOLE, _WHOLE, _LOCAL, _WHOLE, _LOCAL]},
+    ),
+    "cohere2": ("Cohere2", NEAR | {"logit_scale": 0.25}),
+    "cohere2-untied": (
+        "Cohere2",
+        NEAR | {"tie_word_embeddings": False, "attention_bias": True, "logit_scale": 0.5},
+    ),
+    "exaone4": ("Exaone4", NEAR | {"head_dim": 24, "rope_parameters": LLAMA3}),
+    "exaone4-alike": ("Exaone4", {"sliding_window": None, "layer_types": [_WHOLE] * 3}),
+    "olmo3": ("Olmo3", NEAR | PADDING),
+    "olmo3-yarn": (
+        "Olmo3",
+        NEAR
+        | PADDING
+        | {
+            "rope_parameters": {
+                _LOCAL: {"rope_type": "default", "rope_theta": 10000.0},
+                _WHOLE: YARN | {"attention_factor": 1.25},
+            }
+        },
+    ),
+    "smollm3": ("SmolLM3", {"num_hidden_layers": 9, **PADDING}),
+    "smollm3-biases": (
+        "SmolLM3",
+        {
+            "num_hidden_layers": 5,
+            "no_rope_layers": [1, 0, 0, 1, 1],
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": False,
+            **PADDING,
+        },
+    ),
+    "smollm3-local": ("SmolLM3", NEAR | PADDING | {"use_sliding_window": True}),
+    "gemma4": ("Gemma4Text", GEMMA4 | {"final_logit_softcapping": 3.0}),
+    "gemma4-as-published": ("Gemma4Text", GEMMA4 | {"num_hidden_layers": 12, "layer_types": None}),
+    "gemma4-alone": (
+        "Gemma4Text",
+        GEMMA4
+        | {
+            "num_kv_shared_layers": 0,
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 3,
+        },
+    ),
     "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
     "mixtral-one-of-all": ("Mixtral", {"num_local_experts": 3, "num_experts_per_tok": 1}),
     "qwen3-moe": ("Qwen3Moe", EXPERTS | {"norm_topk_prob": True, "head_dim": 24}),
@@ -129,9 +210,20 @@ FAMILIES = {
     "qwen2-moe-normed": ("Qwen2Moe", EXPERTS | SHARED | {"norm_topk_prob": True}),
     "qwen2-moe-no-biases": ("Qwen2Moe", EXPERTS | SHARED | {"qkv_bias": False}),
     "olmoe": ("Olmoe", {"num_experts": 7, "num_experts_per_tok": 3, **PADDING}),
+    "gpt-oss": ("GptOss", GPT_OSS),
+    "gpt-oss-no-biases": ("GptOss", GPT_OSS | {"attention_bias": False, "num_experts_per_tok": 5}),
     "granite-moe": ("GraniteMoe", GRANITE | {"num_local_experts": 6, "num_experts_per_tok": 3}),
 }
 BEYOND_LLAMA = ["granite", "granite4-dense", "olmo2", "glm", "glm4", "phi4-mini", "cohere"]
+LOCAL = [
+    "gemma2",
+    "gemma3-two-ropes",
+    "cohere2",
+    "exaone4",
+    "olmo3-yarn",
+    "smollm3",
+    "smollm3-local",
+]
 MIXTURES = ["mixtral", "qwen3-moe-alternating", "qwen2-moe", "olmoe", "granite-moe"]
 TOKENS = [(17 * i * i + 5 * i) % 320 for i in range(150)]
 
@@ -140,10 +232,17 @@ def written(folder: Path, family: str) -> transformers.PreTrainedModel:
     kind, changes = FAMILIES[family]
     config = getattr(transformers, f"{kind}Config")(**(SMALL | changes))
     torch.manual_seed(1)
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    model = getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")(config).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            weight.normal_(1 if name.endswith("norm.weight") else 0, 0.15)
+            usual = weight[0].item() if name.endswith("norm.weight") else 0  # 1, or 0 for 1 + 0
+            if kind == "Gemma4Text" and name.endswith("q_norm.weight"):
+                usual = 0.15  # products are not scaled
+            clamped = kind == "GptOss" and "gate_up_proj" in name  # some of what it gives
+            weight.normal_(usual, 0.6 if clamped else 0.15)
+        for name, scale in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                scale.uniform_(0.7, 1.3)
     model.save_pretrained(folder)
     return model
 
@@ -180,6 +279,47 @@ def test_logits_equal_transformers(tmp_path: Path, smollm2_folder: Path, family:
         assert (torch.stack(found) - expected[ends]).abs().max() <= most
 
 
+class Blind:
+    """A step in which nothing is seen."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
+        return torch.zeros_like(q).flatten(1)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3"])
+def test_in_bfloat16_embeddings_and_norms_are_rounded_as_transformers_rounds_them(
+    tmp_path: Path, family: str
+) -> None:
+    """sqrt(96) is no bfloat16, and neither is 1 + a weight."""
+    theirs = written(tmp_path, family).to(torch.bfloat16)
+    spec = read_spec(tmp_path)
+    whole = read_tensors(tmp_path, torch.bfloat16, torch.device("cpu"), progress=False)
+    ours = Llama(spec, decoder_tensors(spec, whole))
+    tokens, lengths = torch.tensor(TOKENS), torch.empty(spec.layers, len(TOKENS))
+    with torch.no_grad():
+        ours.forward(tokens, Blind(), lengths)
+        embedded = theirs.model.embed_tokens(tokens)
+        assert torch.equal(lengths[0], embedded.float().norm(dim=-1))
+        assert torch.equal(ours.norm(embedded), theirs.model.norm(embedded))
+
+
+def test_layers_that_look_at_the_cells_of_another_need_no_keys(
+    tmp_path: Path, smollm2_folder: Path
+) -> None:
+    """The hub's files have some all the same."""
+    written(tmp_path, "gemma4")
+    text, found = TextCodec.open(smollm2_folder), []
+    tensors = load_file(tmp_path / "model.safetensors")
+    for _ in range(2):
+        session = opened(tmp_path, text).session(policy="full")
+        session.feed(TOKENS)
+        found.append(session.logits)
+        for name in ("k_proj", "v_proj", "k_norm"):
+            tensors[f"model.layers.8.self_attn.{name}.weight"] = torch.ones(5)
+        save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("family", MIXTURES)
 def test_experts_in_stacks_are_those_that_lie_apart(
     tmp_path: Path, smollm2_folder: Path, family: str
@@ -199,7 +339,7 @@ def test_experts_in_stacks_are_those_that_lie_apart(
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize("family", [*BEYOND_LLAMA, *MIXTURES])
+@pytest.mark.parametrize("family", [*BEYOND_LLAMA, *MIXTURES, *LOCAL])
 def test_bounded_logits_equal_the_naive_reference(
     tmp_path: Path, smollm2_folder: Path, family: str
 ) -> None:

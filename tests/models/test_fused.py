@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from kvkeep import load_model
 from kvkeep.compiled.binding import library
+from kvkeep.compiled.decoder import CompiledExecutor
 from kvkeep.errors import BadModelFile
 from kvkeep.models.config import read_spec
 from kvkeep.models.fused import separated
@@ -68,7 +69,7 @@ def test_parts_are_where_they_lie_in_the_whole(phi: Path) -> None:
 @pytest.mark.skipif(library() is None, reason="no compiled kernels on this machine")
 def test_the_kernels_are_as_near_to_float32_as_torch_in_bfloat16(phi: Path) -> None:
     model = load_model(str(phi))
-    assert model.decoder.executor.name == "compiled"
+    assert isinstance(model.decoder.executor, CompiledExecutor)
     session, found = model.session(policy="full"), []
     for token in TOKENS:
         session.feed([token])

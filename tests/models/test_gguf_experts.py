@@ -1,6 +1,8 @@
 """Mixtures of experts in GGUF files, written by gguf-py under its names."""
 
+import json
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,12 @@ import transformers
 from gguf import GGMLQuantizationType as Type
 from gguf import GGUFWriter
 from models.test_gguf_families import described
+from safetensors.torch import load_file, save_file
 from tiny_gguf import SIZES, interleaved, write_tokens
 
 from kvkeep import load_model
 from kvkeep.compiled.binding import library
+from kvkeep.compiled.decoder import CompiledExecutor
 from kvkeep.errors import UnsupportedModel
 from kvkeep.models.checkpoint import decoder_tensors
 from kvkeep.models.config import read_spec
@@ -32,6 +36,13 @@ MULTIPLIERS = {
     "residual_multiplier": 0.22,
     "attention_multiplier": 0.0625,
     "logits_scaling": 3.0,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+    "truncate": False,
 }
 MADE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", "llama", {"num_local_experts": 5}),
@@ -49,6 +60,18 @@ MADE: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"num_experts": 7, "num_experts_per_tok": 3, "pad_token_id": 0, "eos_token_id": 1},
     ),
     "granitemoe": ("GraniteMoe", "granitemoe", MULTIPLIERS | {"num_local_experts": 6}),
+    "gpt-oss": (
+        "GptOss",
+        "gpt-oss",
+        {
+            "num_hidden_layers": 5,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 3,
+            "head_dim": 32,
+            "sliding_window": 20,
+            "rope_parameters": YARN,
+        },
+    ),
 }
 Edit = Callable[[GGUFWriter], None]
 
@@ -61,9 +84,24 @@ def made(kind: str) -> Any:
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     with torch.no_grad():
         for each, weight in model.named_parameters():
-            weight.normal_(1 if each.endswith("norm.weight") else 0, 0.15)
+            spread = (
+                0.6 if "gate_up_proj" in each and name == "GptOss" else 0.15
+            )  # some are clamped
+            weight.normal_(1 if each.endswith("norm.weight") else 0, spread)
             weight.copy_(weight.bfloat16())
     return model
+
+
+def of_gpt_oss(name: str, array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    """What a layer's tensor is in GGUF that is of experts: gates and ups are stored in turn."""
+    block, matrix = re.fullmatch(r"model\.layers\.(\d+)\.mlp\.experts\.(\w+)", name).groups()
+    kind = "bias" if matrix.endswith("_bias") else "weight"
+    rows = array if kind == "bias" else array.swapaxes(1, 2)
+    parts = {"down": rows}
+    if matrix.startswith("gate_up"):
+        parts = {"gate": rows[:, ::2], "up": rows[:, 1::2]}
+    for part, some in parts.items():
+        yield f"blk.{block}.ffn_{part}_exps.{kind}", np.ascontiguousarray(some)
 
 
 def arrays(model: Any, names: gguf.TensorNameMap) -> Iterator[tuple[str, np.ndarray]]:
@@ -71,7 +109,11 @@ def arrays(model: Any, names: gguf.TensorNameMap) -> Iterator[tuple[str, np.ndar
     for name, tensor in model.state_dict().items():
         array = tensor.float().numpy()
         block = "".join(filter(str.isdigit, name))
-        if name.endswith("experts.gate_up_proj"):
+        if ".experts." in name and model.config.model_type == "gpt_oss":
+            yield from of_gpt_oss(name, array)
+        elif name.endswith("self_attn.sinks"):
+            yield f"blk.{block}.attn_sinks.weight", array
+        elif name.endswith("experts.gate_up_proj"):
             for kind, part in zip(("gate", "up"), np.split(array, 2, axis=1), strict=True):
                 yield f"blk.{block}.ffn_{kind}_exps.weight", part
         elif name.endswith("experts.down_proj"):
@@ -115,7 +157,8 @@ def write(
     number = next(n for n, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
     for name, array in arrays(model, names):
-        form = stored if array.ndim > 1 and "gate_inp" not in name else Type.F32
+        is_matrix = array.ndim > 1 and "gate_inp" not in name and not name.endswith("bias")
+        form = stored if is_matrix else Type.F32
         writer.add_tensor(name, gguf.quantize(array, form), raw_dtype=form)
     edit(writer)
     writer.write_header_to_file()
@@ -164,6 +207,45 @@ def quantised(array: np.ndarray, stored: Type) -> torch.Tensor:
     return torch.from_numpy(gguf.dequantize(gguf.quantize(array, stored), stored))
 
 
+def test_experts_in_mxfp4_are_those_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As gpt-oss comes, in a folder and in GGUF; transformers is given what blocks stand for."""
+    monkeypatch.setenv("KVKEEP_HOME", str(tmp_path / "home"))
+    model = made("gpt-oss")
+    folder = tmp_path / "folder"
+    model.save_pretrained(folder)
+    stored = load_file(folder / "model.safetensors")
+    for name in [name for name in stored if name.endswith(("gate_up_proj", "down_proj"))]:
+        packed = gguf.quantize(stored.pop(name).mT.contiguous().numpy(), Type.MXFP4)
+        values = torch.from_numpy(gguf.dequantize(packed, Type.MXFP4))
+        model.get_parameter(name).data.copy_(values.mT)
+        blocks = torch.from_numpy(packed).unflatten(2, (-1, 17))
+        low, high = blocks[..., 1:] & 15, blocks[..., 1:] >> 4
+        codes = torch.cat((low, high), -1)  # by their columns; there even ones lie in low halves
+        stored[f"{name}_blocks"] = codes[..., ::2] | codes[..., 1::2] << 4
+        stored[f"{name}_scales"] = blocks[..., 0].contiguous()
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (folder / "config.json").write_text(json.dumps(config))
+
+    def only_experts(writer: GGUFWriter) -> None:
+        for name in [name for name in writer.tensors[0] if name.endswith("_exps.weight")]:
+            array = writer.tensors[0].pop(name).tensor
+            writer.add_tensor(name, gguf.quantize(array, Type.MXFP4), raw_dtype=Type.MXFP4)
+
+    path = write(tmp_path / "m.gguf", "gpt-oss", model, edit=only_experts)
+    convert(path, tmp_path / "own", False)
+    shutil.copy(tmp_path / "own" / "tokenizer.json", folder)
+    with torch.no_grad():
+        expected = model(torch.tensor([TOKENS])).logits[0, -1]
+    for source in (folder, path):
+        session = load_model(str(source), dtype="float32").session(policy="full")
+        session.feed(TOKENS)
+        assert (session.logits - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
 @pytest.mark.skipif(library() is None, reason="no compiled kernels on this machine")
 @pytest.mark.parametrize("stored", [Type.Q4_0, Type.Q8_0])
 @pytest.mark.parametrize("kind", MADE)
@@ -173,12 +255,14 @@ def test_each_expert_is_packed_as_the_file_has_it(
     monkeypatch.setenv("KVKEEP_HOME", str(tmp_path / "home"))
     theirs = made(kind)
     model = load_model(str(write(tmp_path / "m.gguf", kind, theirs, stored)))
-    assert model.decoder.executor.name == "compiled"
-    values = {
-        name: tensor if "router" in name or "gate.w" in name else quantised(tensor.numpy(), stored)
-        for name, tensor in theirs.state_dict().items()
-        if tensor.dim() > 1
-    }
+    assert isinstance(model.decoder.executor, CompiledExecutor)
+    values = {}
+    for name, tensor in theirs.state_dict().items():
+        turned = kind == "gpt-oss" and tensor.dim() == 3  # whose stacks have columns first
+        rows = tensor.mT.contiguous() if turned else tensor
+        if tensor.dim() > 1 and not re.search("router|gate.w|bias", name):
+            rows = quantised(rows.numpy(), stored)
+        values[name] = rows.mT if turned else rows
     wanted = decoder_tensors(model.spec, values)
     for name in matrices(model.spec):
         packed = model.decoder.packed[name]
@@ -297,7 +381,7 @@ def test_a_router_decides_by_all_the_bits_that_its_file_has(
             layer.mlp.experts.down_proj.zero_()
             layer.mlp.experts.down_proj[0] = torch.nan
     loaded = load_model(str(write(tmp_path / "m.gguf", "mixtral", model)))
-    assert loaded.decoder.executor.name == "compiled"
+    assert isinstance(loaded.decoder.executor, CompiledExecutor)
     session = loaded.session(policy="full")
     session.feed(TOKENS[:40])
     for token in TOKENS[40:]:

@@ -16,10 +16,12 @@ from tiny_gguf import SIZES, interleaved, write_tokens
 
 from kvkeep import load_model
 from kvkeep.compiled.binding import library
+from kvkeep.compiled.decoder import CompiledExecutor
 from kvkeep.errors import BadModelFile, InvalidArgument, UnsupportedModel
 from kvkeep.models.checkpoint import decoder_tensors
 from kvkeep.models.config import read_spec
 from kvkeep.models.export import export
+from kvkeep.models.frequencies import rope_spec
 from kvkeep.models.gguf_convert import convert
 from kvkeep.models.packing import as_tensor
 from kvkeep.models.weights import matrices
@@ -46,6 +48,48 @@ MINISTRAL3 = {
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.1,
 }
+# Kinds of layers come more than once, and the prompt is longer than the window.
+NEAR = {"sliding_window": 20, "num_hidden_layers": 9}
+ALIKE = {"sliding_window": None, "layer_types": ["full_attention"] * 2}
+GEMMA = {
+    "head_dim": 32,
+    "query_pre_attn_scalar": 32,
+    "sliding_window": 20,
+    "num_hidden_layers": 7,
+}
+GEMMA4 = {
+    "head_dim": 32,
+    "global_head_dim": 64,
+    "sliding_window": 20,
+    "num_hidden_layers": 9,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 3,
+    "num_kv_shared_layers": 4,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 64,
+    "vocab_size_per_layer_input": 259,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 16.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+YARN_WHOLE = {  # transformers takes no other base than this one from a config of its version 4
+    "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+    "full_attention": {
+        "rope_type": "yarn",
+        "rope_theta": 5e5,
+        "factor": 4.0,
+        "attention_factor": 1.25,
+        "original_max_position_embeddings": 128,
+    },
+}
+TWO_ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+    "full_attention": {"rope_type": "linear", "rope_theta": 20000.0, "factor": 4.0},
+}
 MADE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "granite": ("Granite", "granite", MULTIPLIERS),
     "granite-biases": ("Granite", "granite", MULTIPLIERS | {"attention_bias": True}),
@@ -65,9 +109,38 @@ MADE: dict[str, tuple[str, str, dict[str, Any]]] = {
         PADDING | {"head_dim": 32, "rope_parameters": MINISTRAL3},
     ),
     "mistral-small3": ("Mistral", "mistral3", {"head_dim": 32, "sliding_window": None}),
+    "cohere2": ("Cohere2", "cohere2", NEAR | {"logit_scale": 0.25}),
+    "exaone4": ("Exaone4", "exaone4", NEAR | {"head_dim": 32, "rope_parameters": LLAMA3}),
+    "exaone4-alike": (
+        "Exaone4",
+        "exaone4",
+        {"sliding_window": None, "layer_types": ["full_attention"] * 2},
+    ),
+    "olmo3": ("Olmo3", "olmo2", NEAR | PADDING | {"rope_parameters": YARN_WHOLE}),
+    "smollm3": ("SmolLM3", "smollm3", PADDING | {"num_hidden_layers": 9}),
+    "gemma2": (
+        "Gemma2",
+        "gemma2",
+        GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    ),
+    "gemma3": ("Gemma3Text", "gemma3", GEMMA | {"rope_parameters": TWO_ROPES}),
+    "gemma4": ("Gemma4Text", "gemma4", GEMMA4 | {"final_logit_softcapping": 3.0}),
+    "gemma4-alone": (
+        "Gemma4Text",
+        "gemma4",
+        GEMMA4
+        | {
+            "num_kv_shared_layers": 0,
+            "use_double_wide_mlp": False,
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 4,
+        },
+    ),
     "qwen3vl": ("Qwen3", "qwen3vl", {"head_dim": 32}),
     "qwen2vl": ("Qwen2", "qwen2vl", {}),
 }
+BY_TORCH = ["gemma4", "gemma4-alone"]  # of which the kernels know nothing yet
 Edit = Callable[[GGUFWriter], None]
 
 
@@ -76,36 +149,75 @@ def made(kind: str) -> Any:
     name, _, changes = MADE[kind]
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**(SIZES | changes))
-    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    model = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")(config).eval()
     with torch.no_grad():
         for each, weight in model.named_parameters():
-            weight.normal_(1 if each.endswith("norm.weight") else 0, 0.15)
+            usual = weight[0].item() if each.endswith("norm.weight") else 0
+            if name == "Gemma4Text" and each.endswith("q_norm.weight"):
+                usual = 0.15  # products are not scaled
+            weight.normal_(usual, 0.15)
             weight.copy_(weight.bfloat16())
+        for each, scale in model.named_buffers():
+            if each.endswith("layer_scalar"):
+                scale.uniform_(0.7, 1.3)
     return model
+
+
+def frequencies(rope: dict[str, Any], head_dim: int) -> np.ndarray:
+    return np.array(rope_spec(rope, 1e4, head_dim, 512).inverse_frequencies)
+
+
+def described_gemma4(writer: GGUFWriter, config: Any) -> None:
+    local = [kind == "sliding_attention" for kind in config.layer_types]
+    each = [config.per_layer_config[layer] for layer in range(len(local))]
+    first = len(local) - config.num_kv_shared_layers
+    wide = [config.use_double_wide_mlp and layer >= first for layer in range(len(local))]
+    writer.add_feed_forward_length([config.intermediate_size * (1 + each) for each in wide])
+    writer.add_head_count_kv([layer.num_key_value_heads for layer in each])
+    writer.add_shared_kv_layers(config.num_kv_shared_layers)
+    writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input)
+    writer.add_sliding_window_pattern(local)
+    whole = each[local.index(False)].head_dim
+    writer.add_key_length(whole)
+    writer.add_value_length(whole)
+    writer.add_key_length_swa(config.head_dim)
+    writer.add_value_length_swa(config.head_dim)
+    writer.add_rope_dimension_count(whole)
+    writer.add_rope_dimension_count_swa(config.head_dim)
+    divisors = [1.0] * (whole // 8) + [1e30] * (whole // 2 - whole // 8)  # a quarter is rotated
+    writer.add_tensor("rope_freqs.weight", np.array(divisors, np.float32))
 
 
 def described(writer: GGUFWriter, architecture: str, config: Any) -> None:
     """What llama.cpp's converter says of a model of that architecture."""
     heads = config.num_attention_heads
+    config.allow_global_per_layer_attribute_access = True  # Gemma 4's are of local layers
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    rope = config.rope_parameters
+    ropes = config.rope_parameters
+    rope = ropes.get("full_attention", ropes)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    if architecture == "command-r":
+    if architecture != "gemma4":
+        writer.add_feed_forward_length(config.intermediate_size)
+        writer.add_head_count_kv(config.num_key_value_heads)
+    if architecture in ("command-r", "cohere2"):
         writer.add_layer_norm_eps(config.layer_norm_eps)
         writer.add_logit_scale(config.logit_scale)
         writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
     else:
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(rope["rope_theta"])
-    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
-    if getattr(config, "head_dim", None):
+    if "sliding_attention" in ropes:
+        writer.add_rope_freq_base_swa(ropes["sliding_attention"]["rope_theta"])
+    if architecture != "gemma4":
+        writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
+    if getattr(config, "head_dim", None) and architecture != "gemma4":
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
+    if architecture == "gemma4":
+        described_gemma4(writer, config)
     if architecture == "granite":
         writer.add_attention_scale(config.attention_multiplier)
         writer.add_embedding_scale(config.embedding_multiplier)
@@ -114,12 +226,33 @@ def described(writer: GGUFWriter, architecture: str, config: Any) -> None:
     if architecture == "phi3":
         writer.add_sliding_window(config.sliding_window or 0)
         writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
+    if getattr(config, "layer_types", None) and config.sliding_window:
+        writer.add_sliding_window(config.sliding_window)
+    if architecture in ("exaone4", "olmo2") and hasattr(config, "layer_types"):
+        kinds = [kind == "sliding_attention" for kind in config.layer_types]
+        writer.add_sliding_window_pattern(kinds)
+    if architecture == "gemma4" and config.final_logit_softcapping:
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if architecture in ("gemma2", "gemma3"):
+        if config.attn_logit_softcapping:
+            writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        if config.final_logit_softcapping:
+            writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if rope["rope_type"] == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["factor"])
     if rope["rope_type"] == "yarn":
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if rope["rope_type"] == "yarn" and "attention_factor" in rope:
+        writer.add_rope_scaling_yarn_attn_factor(rope["attention_factor"])
+    if "llama_4_scaling_beta" in rope:
         writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
         writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+    if rope["rope_type"] == "llama3":
+        divisors = 1 / (frequencies(rope, head_dim) / frequencies({}, head_dim))
+        writer.add_tensor("rope_freqs.weight", divisors.astype(np.float32))
     if rope["rope_type"] == "longrope":
         scale = config.max_position_embeddings / config.original_max_position_embeddings
         original = config.original_max_position_embeddings
@@ -147,9 +280,13 @@ def write(
             (".q_proj.", config.num_attention_heads),
             (".k_proj.", config.num_key_value_heads),
         ):
-            if architecture in ("granite", "mistral3") and part in name:
+            if architecture in ("granite", "mistral3", "smollm3") and part in name:
                 array = interleaved(array, heads)
+        if architecture in ("gemma2", "gemma3") and name.endswith("norm.weight"):
+            array = array + 1
         form = stored if array.ndim == 2 else Type.F32
+        if name.endswith("layer_scalar"):
+            name += ".weight"
         there = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert there is not None, name
         writer.add_tensor(there, gguf.quantize(array, form), raw_dtype=form)
@@ -195,17 +332,20 @@ def test_logits_are_those_of_the_model_it_came_from(
     assert (torch.stack(found) - expected[39:]).abs().max() <= 1e-4 * expected.abs().max()
 
 
-@pytest.mark.skipif(library() is None, reason="no compiled kernels on this machine")
 @pytest.mark.parametrize("stored", [Type.Q4_0, Type.Q8_0])
 @pytest.mark.parametrize("kind", MADE)
 def test_matrices_are_packed_as_the_decoder_takes_them(
     kind: str, stored: Type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Parts of one each by itself, and rows in the order in which they are rotated."""
+    """Parts of one each by itself, and rows in the order in which they are rotated.
+
+    Where there are no kernels for them they are unpacked, and rounded to bfloat16.
+    """
     monkeypatch.setenv("KVKEEP_HOME", str(tmp_path / "home"))
     theirs = made(kind)
     model = load_model(str(write(tmp_path / "m.gguf", kind, theirs, stored)))
-    assert model.decoder.executor.name == "compiled"
+    compiled = library() is not None and kind not in BY_TORCH
+    assert isinstance(model.decoder.executor, CompiledExecutor) == compiled
     values = {
         name: torch.from_numpy(gguf.dequantize(gguf.quantize(tensor.numpy(), stored), stored))
         for name, tensor in theirs.state_dict().items()
@@ -213,10 +353,12 @@ def test_matrices_are_packed_as_the_decoder_takes_them(
     }
     wanted = decoder_tensors(model.spec, values)
     assert model.decoder.packed.keys() <= wanted.keys()
+    held = model.decoder.packed if compiled else model.decoder.tensors
+    rounded = torch.float32 if compiled else torch.bfloat16
     for name in matrices(model.spec):
-        if name in model.decoder.packed:  # a head that is the embedding has no other name
-            found = as_tensor(model.decoder.packed[name], torch.float32)
-            assert torch.equal(found, wanted[name]), name
+        if name in held:  # a head that is the embedding has no other name
+            found = as_tensor(held[name], torch.float32)
+            assert torch.equal(found, wanted[name].to(rounded).float()), name
     session = model.session(policy="full")
     session.feed(TOKENS[:20])
     assert len([session.next_token() for _ in range(3)]) == 3
@@ -225,7 +367,6 @@ def test_matrices_are_packed_as_the_decoder_takes_them(
 @pytest.mark.parametrize(
     ("kind", "edit", "why"),
     [
-        ("olmo2", lambda writer: writer.add_sliding_window(64), "OLMo 3"),
         ("glm4", lambda writer: writer.add_rope_dimension_sections([4, 2, 2, 0]), "GLM-4V"),
         ("granite", lambda writer: writer.add_rope_scaling_finetuned(False), "without RoPE"),
     ],
@@ -273,7 +414,7 @@ def test_kv_heads_may_be_said_of_each_layer_where_all_have_as_many(
         ("nemotron_h", "Mamba"),
         ("deepseek2", "multi-head latent attention"),
         ("glm4moe", "chooses experts by scores with a bias"),
-        ("gpt-oss", "in some layers in another way"),
+        ("gemma3n", "in some layers in another way"),
     ],
 )
 def test_what_cannot_run_is_refused_with_what_does(

@@ -54,12 +54,42 @@ IMAGES: dict[str, dict[str, Any]] = {
         "patch_size": 8,
         "head_dim": 16,
     },
+    "Gemma3": {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 32,
+        "patch_size": 8,
+    },
+    "Gemma4": {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "patch_size": 8,
+    },
+}
+TEXT_OF: dict[str, dict[str, Any]] = {
+    "Mistral3": {"model_type": "mistral", "sliding_window": None},
+    "Gemma3": {"num_hidden_layers": 7, "sliding_window": 20, "rope_parameters": None},
+    "Gemma4": {
+        "num_hidden_layers": 12,
+        "sliding_window": 20,
+        "rope_parameters": None,
+        "global_head_dim": 32,
+        "num_kv_shared_layers": 6,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 49152,
+    },
 }
 
 
 def written(folder: Path, kind: str, tokenizer: Path, tied: bool) -> torch.Tensor:
     """Writes a random checkpoint; the logits of `TOKENS` by transformers, `[n, vocab]`."""
-    text = TEXT | ({"model_type": "mistral", "sliding_window": None} if kind == "Mistral3" else {})
+    text = TEXT | TEXT_OF.get(kind, {})
     config = getattr(transformers, f"{kind}Config")(
         text_config=text, vision_config=IMAGES[kind], tie_word_embeddings=tied
     )
@@ -67,7 +97,10 @@ def written(folder: Path, kind: str, tokenizer: Path, tied: bool) -> torch.Tenso
     model = getattr(transformers, f"{kind}ForConditionalGeneration")(config).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            weight.normal_(1 if name.endswith("norm.weight") else 0, 0.15)
+            usual = weight[0].item() if name.endswith("norm.weight") else 0  # 1, or 0 for 1 + 0
+            if kind == "Gemma4" and name.endswith("q_norm.weight"):
+                usual = 0.15  # products are not scaled
+            weight.normal_(usual, 0.15)
         logits = model(torch.tensor([TOKENS])).logits[0]
     model.save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):

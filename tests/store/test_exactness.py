@@ -1,20 +1,24 @@
 """A restored session says whether it goes on to the bit here, and if not, what differs."""
 
 from dataclasses import replace
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from packed_model import packed_model, spec_of
+from sets_here import sets_here
 from small import small_model
 from store.golden import PATH
 
 from kvkeep import Snapshot
 from kvkeep.compiled.binding import library
+from kvkeep.compiled.instruction_sets import choice
 from kvkeep.model import Model
 from kvkeep.models.llama import Decoder
 from kvkeep.session.session import Session
+from kvkeep.store.exactness import Exactness
 
 TEXT = [(i * 7) % 250 + 1 for i in range(40)]
 SMALL = small_model()
@@ -61,9 +65,33 @@ def test_packed_weights_are_told_from_others_and_from_each_other(tmp_path: Path)
 def test_kernels_are_told_from_torch(tmp_path: Path) -> None:
     model = packed_model(spec_of(), None)
     by_torch = Model("torch", model.folder, Decoder(model.spec, model.decoder.tensors), model.text)
-    found = by_torch.restore(saved(model, tmp_path)).exactness
+    snapshot = saved(model, tmp_path)
+    found = by_torch.restore(snapshot).exactness
     assert not found.bit_exact
-    assert found.differs[0] == "kernels: compiled there, torch here"
+    kernels = model.decoder.executor.name
+    assert kernels.startswith(f"compiled {choice().name}")
+    assert found.differs[0] == f"kernels: {kernels} there, torch here"
+
+
+@compiled
+def test_instruction_sets_are_told_from_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for there, here in permutations(sets_here(), 2):
+        monkeypatch.setenv("KVKEEP_ISA", there)
+        snapshot = saved(packed_of(4), tmp_path)
+        assert packed_of(4).restore(snapshot).exactness.bit_exact
+        monkeypatch.setenv("KVKEEP_ISA", here)
+        (found,) = packed_of(4).restore(snapshot).exactness.differs
+        assert found.startswith(f"kernels: compiled {there}")
+        assert f" there, compiled {here}" in found
+
+
+def test_the_kernels_of_an_earlier_kvkeep_were_those_of_avx512bf16() -> None:
+    now, other = "compiled avx512bf16", "compiled avx2"
+    assert Exactness.of({"kernels": "compiled"}, {"kernels": now}, "none").bit_exact
+    (found,) = Exactness.of({"kernels": "compiled"}, {"kernels": other}, "none").differs
+    assert found == f"kernels: {now} there, {other} here"
 
 
 def test_threads_count_where_torch_computes(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from kvkeep.cli.which_model import DTYPE, WEIGHTS
 from kvkeep.models.source import DEFAULT_MODEL
 
 if TYPE_CHECKING:
-    from kvkeep.model_facts import ModelFacts
+    from kvkeep.model_facts import GroupFacts, ModelFacts
 
 
 @click.command()
@@ -39,6 +39,8 @@ def _lines(facts: "ModelFacts") -> Iterator[tuple[str, str]]:
     yield "family", facts.architecture
     heads = f"{facts.heads} heads on {facts.kv_heads} KV heads of {facts.head_dim}"
     yield "layers", f"{facts.layers}, {heads}; width {facts.hidden_size:,}"
+    if len(facts.groups) > 1 or facts.groups[0].unrotated:
+        yield from (("", _group(group)) for group in facts.groups)
     yield "vocabulary", f"{facts.vocabulary:,} tokens"
     yield "trained", f"to {facts.trained:,} tokens; RoPE {facts.rope}"
     size = megabytes(facts.weight_bytes)
@@ -66,3 +68,11 @@ def _lines(facts: "ModelFacts") -> Iterator[tuple[str, str]]:
             f"of weights, mapped, and {megabytes(facts.full_cells)} of cells"
         ),
     )
+
+
+def _group(group: "GroupFacts") -> str:
+    sees = "every token" if group.window is None else f"the newest {group.window:,} tokens"
+    heads = f"{group.kv_heads} KV head{'s' * (group.kv_heads > 1)} of {group.head_dim}"
+    unrotated = f", {group.unrotated} of them without RoPE" if group.unrotated else ""
+    shared = f", {group.shared} of them by others' cells" if group.shared else ""
+    return f"{group.layers} with {heads} see {sees}{unrotated}{shared}"

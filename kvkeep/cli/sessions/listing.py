@@ -70,7 +70,7 @@ def _row(path: Path) -> _Row | None:
             found["policy"]["name"],
             found["policy"]["max_kv_size"],
             found["tokens"],
-            sum(segment["length"] for segment in found["segments"]),
+            sum(each["length"] for each in found["segments"] if not each.get("local", False)),
         )
     except StoreError as error:
         if not path.exists():

@@ -36,7 +36,7 @@ struct Found {
 // cells themselves. begin, end: the stretch of
 // the block that it sees; other cells do not exist, or are not for it.
 struct Row {
-  const Bf16* query;
+  const Activation* query;
   const float* bias;
   const float* cell_bias;
   int begin, end;
@@ -62,7 +62,13 @@ struct Ahead {
   int cells;  // 0 where there are none
 };
 
+// What becomes of the products of queries and keys. softcap: c in c * tanh(x / c), of scaled ones
+// (arXiv:2408.00118); 0 for none.
+struct Scoring {
+  float scale, softcap;
+};
+
 template <int kDim>
-void attend(const Packed<kDim>& block, float scale, Row* rows, int count, const Ahead& ahead);
+void attend(const Packed<kDim>& block, const Scoring& how, Row* rows, int count, const Ahead& ahead);
 
 }  // namespace kvkeep

@@ -69,7 +69,7 @@ class ChunkRun {
     return chunk_.angles + (std::size_t(rotation) * chunk_.tokens + token) * kDim;
   }
 
-  Bf16* query(int rotation, int token, int head) const {
+  Activation* query(int rotation, int token, int head) const {
     return rotated_.get() +
            ((std::size_t(rotation) * chunk_.tokens + token) * chunk_.heads + head) * kDim;
   }
@@ -123,12 +123,14 @@ class ChunkRun {
     for (int r = 0; r < count; ++r) {
       const int token = first + r / groups_, at = head * groups_ + r % groups_;
       Bf16* to = chunk_.out + (std::size_t(token) * chunk_.heads + at) * kDim;
-      const __m512 total = _mm512_set1_ps(found[r].sum);
+      float sum = found[r].sum;
+      if (chunk_.sinks) sum += std::exp2(chunk_.sinks[at] * kLog2E - found[r].most);
+      const Floats total = all(sum);
       for (int d = 0; d < kDim; d += kLanes)
-        store_bf16(to + d, _mm512_div_ps(_mm512_loadu_ps(rows[r].out + d), total));
+        store_rounded(to + d, load(rows[r].out + d) / total);
       if (chunk_.log_sums)
         chunk_.log_sums[std::size_t(at) * chunk_.tokens + token] =
-            (found[r].most + std::log2(found[r].sum)) / kLog2E;
+            (found[r].most + std::log2(sum)) / kLog2E;
     }
   }
 
@@ -138,6 +140,7 @@ class ChunkRun {
     const int there = part.own.count(head, part.cells);
     const float* cell_bias =
         part.cell_bias ? part.cell_bias + head * part.cell_bias_head + part.own.first(head) : nullptr;
+    const Scoring how{chunk_.scale, chunk_.softcap};
     const int seen = part.causal ? first + count / groups_ : there;
     for (int cell = 0; cell < std::min(seen, there); cell += kCells) {
       for (int r = 0; r < count; ++r) {
@@ -147,7 +150,7 @@ class ChunkRun {
         rows[r].bias = part.bias ? part.bias + std::size_t(token) * part.bias_row + cell : nullptr;
         rows[r].cell_bias = cell_bias ? cell_bias + cell : nullptr;
       }
-      attend<kDim>(packed(first_block + cell / kCells, head), chunk_.scale, rows, count, Ahead{});
+      attend<kDim>(packed(first_block + cell / kCells, head), how, rows, count, Ahead{});
     }
   }
 
@@ -157,7 +160,7 @@ class ChunkRun {
   const Chunk& chunk_;
   Workers workers_;
   const int groups_;
-  Buffer<Bf16> rotated_;
+  Buffer<Activation> rotated_;
   Buffer<Row> rows_;  // of each thread, as found_ and outs_
   Buffer<Found> found_;
   Buffer<float> outs_;
@@ -179,6 +182,7 @@ int kvkeep_attend_chunk(const kvkeep::Chunk* chunk) {
       case 64: ChunkRun<64>(*chunk).run(); return kDone;
       case 96: ChunkRun<96>(*chunk).run(); return kDone;
       case 128: ChunkRun<128>(*chunk).run(); return kDone;
+      case 256: ChunkRun<256>(*chunk).run(); return kDone;
       default: return kNoKernel;
     }
   });

@@ -27,7 +27,9 @@ struct Part {
 // log_sums: [heads, tokens], the natural log of each query's sum of exponentials; or null.
 struct Chunk {
   std::int32_t tokens, heads, kv_heads, head_dim, rotations, parts, threads;
-  float scale;
+  float scale, softcap;  // of attention scores; softcap: 0 for none
+  std::int32_t reserved;
+  const float* sinks;  // [heads], logits that take their share of the softmax; or null
   const Bf16* q;
   const Bf16* k;
   const Bf16* v;
@@ -43,6 +45,7 @@ struct Chunk {
 }  // namespace kvkeep
 
 extern "C" {
+#pragma GCC visibility push(default)
 // The size of Part and Chunk together: both sides must agree.
 int kvkeep_chunk_interface();
 
@@ -52,4 +55,5 @@ int kvkeep_attend_chunk(const kvkeep::Chunk* chunk);
 // to: [rotations, tokens, head_dim] for positions: [rotations, tokens].
 void kvkeep_angles(const double* frequencies, int head_dim, const std::int64_t* positions,
                    int count, float* to);
+#pragma GCC visibility pop
 }

@@ -7,7 +7,7 @@
 
 namespace kvkeep {
 
-constexpr int kRevision = 5;  // raised where what a call does changes, and no structure
+constexpr int kRevision = 7;  // raised where what a call does changes, and no structure
 
 // A mixture of experts (arXiv:1701.06538). Of one without a shared expert, whatever is shared is not
 // read.
@@ -30,27 +30,40 @@ struct Layer {
   const Bf16* attention_output_norm;
   const Bf16* mlp_output_norm;
   const Mixture* mixture;  // in the place of the MLP; or null
+  const float* sinks;      // [heads], logits that take their share of the softmax; or null
+  std::int32_t group;      // whose layers attend as this one does
+  std::int32_t place;      // of its cells among those of the group's layers
+  std::int32_t rotated;    // 0: without RoPE
+  std::int32_t reserved;
+};
+
+// Layers that attend alike.
+struct Group {
+  std::int32_t layers, kv_heads;
+  float scale, softcap;       // of attention scores; softcap: 0 for none
+  const float* query_scale;   // [head_dim], of each query; or null
+  const double* frequencies;  // [head_dim / 2], radians per position
 };
 
 struct Model {
-  std::int32_t layers, hidden, inner, heads, kv_heads, head_dim;
-  float norm_eps, scale;  // scale: of attention scores
+  std::int32_t layers, groups, hidden, inner, heads, head_dim;
+  float norm_eps, norm_plus;  // norm_plus: what the weights of norms are more than is stored
   float embedding_multiplier, residual_multiplier;  // of what is looked up, and of what is added
   std::int32_t whole_norms;    // not 0: query_norm and key_norm are of all heads together
   std::int32_t centred_norms;  // not 0: LayerNorm, not RMSNorm
   std::int32_t parallel;       // not 0: the MLP reads what attention reads
+  std::int32_t activation;     // an Activated, of the gates of MLPs and experts
   // Of mixtures; 0 where there are none. expert_inner, shared_inner: as inner, of an expert and of
   // the shared one. norm_topk: not 0: the weights of a token's experts add up to 1.
   std::int32_t experts, experts_per_token, expert_inner, shared_inner, norm_topk;
-  const float* query_scale;  // [head_dim], of each query; or null
   const Bf16* norm;
-  const double* frequencies;  // [head_dim / 2], radians per position
   const Layer* layer;
+  const Group* group;
   Matrix embedding;  // [vocab, hidden]
   Matrix head;
 };
 
-// A sequence of the step. key, value: where its new cell goes, of the first layer and KV head.
+// A sequence of the step, in one group of layers. key, value: where its new cell goes, of the first layer and KV head.
 struct Sequence {
   std::int32_t token;
   std::int32_t runs;        // how many of the step's runs are its own, in their order
@@ -83,11 +96,17 @@ struct Run {
 // What a step's time is counted under.
 enum class Phase { kNorms, kProjections, kCells, kAttention, kOutput, kMlp };
 
-struct Step {
-  std::int32_t sequences, sights, runs, threads;
+// What the sequences of a step see in the layers of one group.
+struct Seen {
+  std::int32_t sights, runs;
   const Sequence* sequence;
   const Sight* sight;
   const Run* run;
+};
+
+struct Step {
+  std::int32_t sequences, threads;
+  const Seen* seen;  // by groups
   Bf16* hidden;     // out: [sequences, hidden], normed
   double* seconds;  // out: added up for each Phase; or null
 };
@@ -95,7 +114,8 @@ struct Step {
 }  // namespace kvkeep
 
 extern "C" {
-// The size of Model, Layer, Mixture, Step, Sequence, Sight and Run together; kRevision. Both sides
+#pragma GCC visibility push(default)
+// The size of Model, Layer, Group, Mixture, Step, Seen, Sequence, Sight and Run together; kRevision. Both sides
 // must agree.
 int kvkeep_interface();
 int kvkeep_revision();
@@ -112,7 +132,12 @@ int kvkeep_product(const kvkeep::Matrix* matrix, const kvkeep::Bf16* x, int coun
 int kvkeep_unpack(const kvkeep::Matrix* matrix, int first, int blocks, kvkeep::Bf16* out,
                   int threads);
 
+// The same, rounded to bf16 and widened again.
+int kvkeep_unpack_floats(const kvkeep::Matrix* matrix, int first, int blocks, float* out,
+                         int threads);
+
 // Some rows as bf16. out: [count, columns]. A status.
 int kvkeep_rows(const kvkeep::Matrix* matrix, const std::int64_t* rows, int count,
                 kvkeep::Bf16* out);
+#pragma GCC visibility pop
 }

@@ -47,25 +47,26 @@ class ExpertRuns {
   template <typename Take>
   void run(int me, Workers& workers, const Mixture& mixture, const Input& input, Take take) {
     const bool shared = model_.shared_inner;
+    const auto how = static_cast<Activated>(model_.activation);
     score(me, workers, mixture, input);
     workers.share_then_barrier(me, sequences_, 1, [&](int i) { choose(i); });
     workers.share_then_barrier(me, 1, 1, [&](int) { sort(); });
     workers.share_then_barrier(me, choices_, 4, [&](int c) { gather(c, input); });
     each_hit(me, workers, model_.expert_inner, 8, [&](int expert, int block, int first, int count) {
-      activate_rows(mixture.expert[expert], block, read_, first, count, activated_);
+      activate_rows(how, mixture.expert[expert], block, read_, first, count, activated_);
     });
     const int blocks = shared ? mixture.shared.gate.blocks() : 0;
     workers.share_then_barrier(me, blocks, 8, [&](int block) {
-      activate_rows(mixture.shared, block, input, 0, sequences_, shared_activated_);
+      activate_rows(how, mixture.shared, block, input, 0, sequences_, shared_activated_);
     });
     workers.share_then_barrier(me, choices_ + (shared ? sequences_ : 0), 1, [&](int n) {
       n < choices_ ? activated_.sum_up(n) : shared_activated_.sum_up(n - choices_);
     });
     each_hit(me, workers, model_.hidden, 6, [&](int expert, int block, int first, int count) {
-      store(mixture.expert[expert].down, block, activated_, first, count, given_);
+      give(mixture.expert[expert].down, block, activated_, first, count, given_);
     });
     workers.share_then_barrier(me, shared ? mixture.shared.down.blocks() : 0, 6, [&](int block) {
-      store(mixture.shared.down, block, shared_activated_, 0, sequences_, shared_given_);
+      give(mixture.shared.down, block, shared_activated_, 0, sequences_, shared_given_);
     });
     const int pieces = model_.hidden / kLanes;
     workers.share_then_barrier(me, sequences_ * pieces, 32, [&](int n) {
@@ -81,10 +82,10 @@ class ExpertRuns {
     workers.share_then_barrier(me, blocks + (model_.shared_inner ? 1 : 0), 1, [&](int block) {
       if (block < blocks)
         multiply_rows(mixture.router, block, input, 0, sequences_,
-                      [&](int i, int row, __m512 x) { _mm512_storeu_ps(scores(i) + row, x); });
+                      [&](int i, int row, Floats x) { store(scores(i) + row, x); });
       else
-        multiply_rows(mixture.shared_router, 0, input, 0, sequences_, [&](int i, int, __m512 x) {
-          shared_weight_[i] = 1.f / (1.f + std::exp(-_mm512_cvtss_f32(x)));
+        multiply_rows(mixture.shared_router, 0, input, 0, sequences_, [&](int i, int, Floats x) {
+          shared_weight_[i] = 1.f / (1.f + std::exp(-first_of(x)));
         });
     });
   }
@@ -130,7 +131,7 @@ class ExpertRuns {
 
   void gather(int choice, const Input& input) {
     const int i = choice / per_token_, row = row_[choice];
-    std::memcpy(read_.row(row), input.row(i), std::size_t(input.columns) * sizeof(Bf16));
+    std::memcpy(read_.row(row), input.row(i), std::size_t(input.columns) * sizeof(Activation));
     std::memcpy(read_.row_sums(row), input.row_sums(i),
                 std::size_t(input.columns / kGroup) * sizeof(float));
   }
@@ -147,17 +148,17 @@ class ExpertRuns {
   }
 
   // to: [rows of input, hidden].
-  void store(const Matrix& matrix, int block, const Input& input, int first, int count,
-             const Buffer<float>& to) {
-    multiply_rows(matrix, block, input, first, count, [&](int i, int row, __m512 products) {
-      _mm512_storeu_ps(to.get() + std::size_t(i) * model_.hidden + row, products);
+  void give(const Matrix& matrix, int block, const Input& input, int first, int count,
+            const Buffer<float>& to) {
+    multiply_rows(matrix, block, input, first, count, [&](int i, int row, Floats products) {
+      store(to.get() + std::size_t(i) * model_.hidden + row, products);
     });
   }
 
-  __m512 sum(int i, int column) {
-    __m512 total = _mm512_setzero_ps();
+  Floats sum(int i, int column) {
+    Floats total = zeros();
     const auto add = [&](float weight, const float* from) {
-      total = _mm512_fmadd_ps(_mm512_set1_ps(weight), _mm512_loadu_ps(from + column), total);
+      total = multiply_add(all(weight), load(from + column), total);
     };
     for (int c = i * per_token_; c < (i + 1) * per_token_; ++c)
       add(weight_[c], given_.get() + std::size_t(row_[c]) * model_.hidden);

@@ -25,28 +25,27 @@ struct Mlp {
   Matrix gate, up, down;
 };
 
-// Which of the 16 rows of a block there are.
-inline __mmask16 rows_of(const Matrix& matrix, int block) {
+// How many of the 16 rows of a block there are.
+inline int rows_of(const Matrix& matrix, int block) {
   const int rows = matrix.rows - block * kBlock;
-  return static_cast<__mmask16>((1u << (rows < kBlock ? rows : kBlock)) - 1);
+  return rows < kBlock ? rows : kBlock;
 }
 
 // The rows that matrices are multiplied with, and the sum of each group of 32, for the minima.
 struct Input {
-  Bf16* x;      // [count, columns]
-  float* sums;  // [count, columns / 32]
+  Activation* x;  // [count, columns]
+  float* sums;    // [count, columns / 32]
   int columns;
 
-  const Bf16* row(int i) const { return x + static_cast<long>(i) * columns; }
-  Bf16* row(int i) { return x + static_cast<long>(i) * columns; }
+  const Activation* row(int i) const { return x + static_cast<long>(i) * columns; }
+  Activation* row(int i) { return x + static_cast<long>(i) * columns; }
   float* row_sums(int i) const { return sums + static_cast<long>(i) * (columns / kGroup); }
 
   // To be called for each row once it is written.
   void sum_up(int i) const {
     for (int g = 0; g < columns / kGroup; ++g) {
-      const Bf16* from = row(i) + g * kGroup;
-      row_sums(i)[g] =
-          _mm512_reduce_add_ps(_mm512_add_ps(load_bf16(from), load_bf16(from + kLanes)));
+      const Activation* from = row(i) + g * kGroup;
+      row_sums(i)[g] = sum_of(load(from) + load(from + kLanes));
     }
   }
 };
@@ -57,12 +56,14 @@ constexpr int kMostRows = 16;  // multiplied with a block of weights that was un
 // out: one register for each of these, its lanes the 16 products, bias added. What a row becomes
 // does not depend on `count`.
 void multiply(const Matrix& matrix, int block, const Input& input, int first, int count,
-              __m512* out);
+              Floats* out);
 
-// The rows of a block as bf16, those that there are. out: [16, columns].
-void unpack_block(const Matrix& matrix, int block, Bf16* out);
+// The rows of a block, those that there are, rounded to bf16. out: [16, columns] of bf16 or floats.
+template <typename To>
+void unpack_block(const Matrix& matrix, int block, To* out);
 
-// One row as bf16. out: [columns].
-void unpack_row(const Matrix& matrix, int row, Bf16* out);
+// One row. out: [columns].
+template <typename To>
+void unpack_row(const Matrix& matrix, int row, To* out);
 
 }  // namespace kvkeep

@@ -4,31 +4,47 @@
 #include <algorithm>
 #include <atomic>
 
-#include "buffer.h"
 #include "decode.h"
 #include "guard.h"
+#include "rows.h"
 #include "workers.h"
+
+namespace kvkeep {
+namespace {
+
+template <typename To>
+int unpack(const Matrix& matrix, int first, int blocks, To* out, int threads) {
+  return guarded([=, &matrix] {
+    Workers workers(threads);
+#pragma omp parallel num_threads(threads)
+    workers.share(omp_get_thread_num(), blocks, 4, [&](int b) {
+      unpack_block(matrix, first + b, out + std::size_t(b) * kBlock * matrix.columns);
+    });
+    return kDone;
+  });
+}
+
+}  // namespace
+}  // namespace kvkeep
 
 int kvkeep_product(const kvkeep::Matrix* matrix, const kvkeep::Bf16* x, int count, float* out,
                    int threads) {
   using namespace kvkeep;
   return guarded([=] {
-    Buffer<float> sums(std::size_t(count) * (matrix->columns / kGroup));
-    const Input input{const_cast<Bf16*>(x), sums.get(), matrix->columns};
-    for (int i = 0; i < count; ++i) input.sum_up(i);
+    Rows input(count, matrix->columns);
+    for (int i = 0; i < count; ++i) input.take(i, x + std::size_t(i) * matrix->columns);
     Workers workers(threads);
     std::atomic<bool> finite{true};
 #pragma omp parallel num_threads(threads)
     workers.share(omp_get_thread_num(), matrix->blocks(), 16, [&](int block) {
-      __m512 products[kMostRows];
-      const __mmask16 mask = rows_of(*matrix, block);
+      Floats products[kMostRows];
+      const int rows = rows_of(*matrix, block);
       for (int first = 0; first < count; first += kMostRows) {
         const int some = std::min(kMostRows, count - first);
         multiply(*matrix, block, input, first, some, products);
         for (int i = 0; i < some; ++i) {
-          _mm512_mask_storeu_ps(
-              out + std::size_t(first + i) * matrix->rows + block * kBlock, mask, products[i]);
-          if (not_finite(products[i]) & mask) finite.store(false, std::memory_order_relaxed);
+          store_some(out + std::size_t(first + i) * matrix->rows + block * kBlock, rows, products[i]);
+          if (not_finite(products[i], rows)) finite.store(false, std::memory_order_relaxed);
         }
       }
     });
@@ -38,15 +54,12 @@ int kvkeep_product(const kvkeep::Matrix* matrix, const kvkeep::Bf16* x, int coun
 
 int kvkeep_unpack(const kvkeep::Matrix* matrix, int first, int blocks, kvkeep::Bf16* out,
                   int threads) {
-  using namespace kvkeep;
-  return guarded([=] {
-    Workers workers(threads);
-#pragma omp parallel num_threads(threads)
-    workers.share(omp_get_thread_num(), blocks, 4, [&](int b) {
-      unpack_block(*matrix, first + b, out + std::size_t(b) * kBlock * matrix->columns);
-    });
-    return kDone;
-  });
+  return kvkeep::unpack(*matrix, first, blocks, out, threads);
+}
+
+int kvkeep_unpack_floats(const kvkeep::Matrix* matrix, int first, int blocks, float* out,
+                         int threads) {
+  return kvkeep::unpack(*matrix, first, blocks, out, threads);
 }
 
 int kvkeep_rows(const kvkeep::Matrix* matrix, const std::int64_t* rows, int count,

@@ -4,7 +4,7 @@
 
 #include <cmath>
 
-#include "simd.h"
+#include "lanes.h"
 
 namespace kvkeep {
 
@@ -20,22 +20,19 @@ inline void angles(const double* frequencies, int head_dim, std::int64_t positio
 }
 
 // Two halves of one stretch of 16 pairs, rotated, rounded and stored.
-inline void rotate_some(__m512 a, __m512 b, const float* angle, int half, Bf16* to) {
-  const __m512 cosine = _mm512_loadu_ps(angle), sine = _mm512_loadu_ps(angle + half);
-  store_bf16(to, _mm512_fmsub_ps(a, cosine, _mm512_mul_ps(b, sine)));
-  store_bf16(to + half, _mm512_fmadd_ps(b, cosine, _mm512_mul_ps(a, sine)));
+template <typename To>
+void rotate_some(Floats a, Floats b, const float* angle, int half, To* to) {
+  const Floats cosine = load(angle), sine = load(angle + half);
+  store_rounded(to, multiply_subtract(a, cosine, b * sine));
+  store_rounded(to + half, multiply_add(b, cosine, a * sine));
 }
 
-inline void rotate(const float* x, const float* angle, int head_dim, Bf16* to) {
+// x, to: bf16 or floats; what is stored is rounded to bf16.
+template <typename From, typename To>
+void rotate(const From* x, const float* angle, int head_dim, To* to) {
   const int half = head_dim / 2;
   for (int i = 0; i < half; i += kLanes)
-    rotate_some(_mm512_loadu_ps(x + i), _mm512_loadu_ps(x + half + i), angle + i, half, to + i);
-}
-
-inline void rotate(const Bf16* x, const float* angle, int head_dim, Bf16* to) {
-  const int half = head_dim / 2;
-  for (int i = 0; i < half; i += kLanes)
-    rotate_some(load_bf16(x + i), load_bf16(x + half + i), angle + i, half, to + i);
+    rotate_some(load(x + i), load(x + half + i), angle + i, half, to + i);
 }
 
 }  // namespace kvkeep

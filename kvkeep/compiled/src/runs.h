@@ -17,15 +17,15 @@ constexpr int kChunk = 256;  // cells that one thread takes at a time, counted f
 template <int kDim>
 class AttentionRuns {
  public:
-  AttentionRuns(const Model& model, const Step& step)
-      : step_(step),
+  AttentionRuns(const Model& model, const Group& group, const Seen& seen, const Step& step)
+      : seen_(seen),
         heads_(model.heads),
-        kv_heads_(model.kv_heads),
-        groups_(model.heads / model.kv_heads),
-        scale_(model.scale),
-        rotated_(std::size_t(step.runs) * model.heads * kDim) {
-    for (int s = 0; s < step.sights; ++s) {
-      const Sight& sight = step.sight[s];
+        kv_heads_(group.kv_heads),
+        groups_(model.heads / group.kv_heads),
+        how_{group.scale, group.softcap},
+        rotated_(std::size_t(seen.runs) * model.heads * kDim) {
+    for (int s = 0; s < seen.sights; ++s) {
+      const Sight& sight = seen.sight[s];
       const int begin = (sight.origin + sight.first) / kChunk;
       const int end = (sight.origin + sight.first + sight.cells + kChunk - 1) / kChunk;
       first_found_.push_back(found_count_);
@@ -33,9 +33,9 @@ class AttentionRuns {
       found_count_ += std::size_t(end - begin) * sight.runs * model.heads;
       ragged_ |= sight.own.offsets != nullptr;
     }
-    for (int layer = 0; layer < (ragged_ ? model.layers : 1); ++layer) {
+    for (int layer = 0; layer < (ragged_ ? group.layers : 1); ++layer) {
       first_unit_.push_back(static_cast<int>(units_.size()));
-      for (int s = 0; s < step.sights; ++s)
+      for (int s = 0; s < seen.sights; ++s)
         for (int head = 0; head < kv_heads_; ++head)
           for (int chunk = 0; chunk < chunks(s, layer, head); ++chunk)
             units_.push_back({s, first_chunk(s) + chunk, head});
@@ -44,17 +44,17 @@ class AttentionRuns {
     found_ = std::make_unique<Buffer<Found>>(found_count_);
     out_ = std::make_unique<Buffer<float>>(found_count_ * kDim);
     std::size_t most = 0;
-    for (int s = 0; s < step.sights; ++s)
-      most = std::max(most, std::size_t(step.sight[s].runs) * groups_);
+    for (int s = 0; s < seen.sights; ++s)
+      most = std::max(most, std::size_t(seen.sight[s].runs) * groups_);
     rows_.resize(step.threads);
     for (auto& rows : rows_) rows.reserve(most);
-    runs_of_.resize(step.sights);
+    runs_of_.resize(seen.sights);
     for (int i = 0, run = 0; i < step.sequences; ++i)
-      for (int j = 0; j < step.sequence[i].runs; ++j, ++run) {
+      for (int j = 0; j < seen.sequence[i].runs; ++j, ++run) {
         sequence_of_.push_back(i);
-        auto& own = runs_of_[step.run[run].sight];
-        own.resize(step.sight[step.run[run].sight].runs);
-        own[step.run[run].index] = run;
+        auto& own = runs_of_[seen.run[run].sight];
+        own.resize(seen.sight[seen.run[run].sight].runs);
+        own[seen.run[run].index] = run;
       }
   }
 
@@ -65,10 +65,10 @@ class AttentionRuns {
   int sequence_of(int run) const { return sequence_of_[run]; }
 
   // Whether a run's queries are transformed, as the keys are that they look at.
-  bool transformed(int run) const { return step_.sight[step_.run[run].sight].keys.quantised(); }
+  bool transformed(int run) const { return seen_.sight[seen_.run[run].sight].keys.quantised(); }
 
   // Where a run's query of one head goes, rotated.
-  Bf16* query(int run, int head) const {
+  Activation* query(int run, int head) const {
     return rotated_.get() + (std::size_t(run) * heads_ + head) * kDim;
   }
 
@@ -77,7 +77,7 @@ class AttentionRuns {
     const Unit& unit = units_[(ragged_ ? first_unit_[layer] : 0) + u];
     Packed<kDim> block;
     std::vector<Row>& rows = rows_[me];  // with room for all
-    const Sight& sight = step_.sight[unit.sight];
+    const Sight& sight = seen_.sight[unit.sight];
     const int index = layer * kv_heads_ + unit.head;
     const long own = sight.own.first(index);
     const int upto = sight.first + sight.own.count(index, sight.cells);
@@ -118,36 +118,37 @@ class AttentionRuns {
       if (plain)
         ahead = {keys.from(next).plain(), values.from(next).plain(), keys.plain_stride(),
                  values.plain_stride(), std::clamp(upto - next, 0, kCells)};
-      attend<kDim>(block, scale_, rows.data(), static_cast<int>(rows.size()), ahead);
+      attend<kDim>(block, how_, rows.data(), static_cast<int>(rows.size()), ahead);
     }
   }
 
-  // What a sequence's runs found, as one softmax. to: [heads, head_dim].
-  void merge(int layer, int i, Bf16* to) const {
+  // What a sequence's runs found, as one softmax. sinks: [heads], or null. to: [heads, head_dim].
+  void merge(int layer, int i, const float* sinks, Activation* to) const {
     int begin = 0;
-    for (int before = 0; before < i; ++before) begin += step_.sequence[before].runs;
-    const int end = begin + step_.sequence[i].runs;
+    for (int before = 0; before < i; ++before) begin += seen_.sequence[before].runs;
+    const int end = begin + seen_.sequence[i].runs;
     for (int head = 0; head < heads_; ++head) {
       float most = kNothing;
       const auto each = [&](auto visit) {
         for (int l = begin; l < end; ++l) {
-          const Run& run = step_.run[l];
+          const Run& run = seen_.run[l];
           const int from = first_chunk(run.sight);
           const int upto = from + chunks(run.sight, layer, head / groups_);
           for (int chunk = from; chunk < upto; ++chunk) {
             const std::size_t at = found_at(run.sight, run.index, chunk, head);
             if ((*found_)[at].sum > 0.f)
               visit((*found_)[at], out_->get() + at * kDim,
-                    step_.sight[run.sight].values.quantised());
+                    seen_.sight[run.sight].values.quantised());
           }
         }
       };
       each([&](const Found& found, const float*, bool) { most = std::max(most, found.most); });
-      float total = 0.f;
+      if (sinks) most = std::max(most, sinks[head] * kLog2E);
+      float total = sinks ? std::exp2(sinks[head] * kLog2E - most) : 0.f;
       bool some_transformed = false;
       Vector<kDim> plain, transformed;  // what was found of plain values, and of quantised ones
-      for (auto& lanes : plain) lanes = _mm512_setzero_ps();
-      for (auto& lanes : transformed) lanes = _mm512_setzero_ps();
+      for (auto& lanes : plain) lanes = zeros();
+      for (auto& lanes : transformed) lanes = zeros();
       each([&](const Found& found, const float* out, bool is_transformed) {
         const float share = std::exp2(found.most - most);
         total += share * found.sum;
@@ -155,15 +156,14 @@ class AttentionRuns {
         auto& sum = is_transformed ? transformed : plain;
         for (int d = 0; d < kDim / kLanes; ++d)
           sum[d] =
-              _mm512_fmadd_ps(_mm512_set1_ps(share), _mm512_loadu_ps(out + d * kLanes), sum[d]);
+              multiply_add(all(share), load(out + d * kLanes), sum[d]);
       });
       if (some_transformed) {
         hadamard<kDim>(transformed);
-        for (int d = 0; d < kDim / kLanes; ++d) plain[d] = _mm512_add_ps(plain[d], transformed[d]);
+        for (int d = 0; d < kDim / kLanes; ++d) plain[d] = plain[d] + transformed[d];
       }
       for (int d = 0; d < kDim / kLanes; ++d)
-        store_bf16(to + head * kDim + d * kLanes,
-                   _mm512_div_ps(plain[d], _mm512_set1_ps(total)));
+        store_rounded(to + head * kDim + d * kLanes, plain[d] / all(total));
     }
   }
 
@@ -174,13 +174,13 @@ class AttentionRuns {
 
   // Of one layer and KV head.
   int chunks(int sight, int layer, int head) const {
-    const Own& own = step_.sight[sight].own;
+    const Own& own = seen_.sight[sight].own;
     if (!own.offsets) return chunks_[sight];
     return (own.count(layer * kv_heads_ + head, 0) + kChunk - 1) / kChunk;
   }
 
   int first_chunk(int sight) const {
-    return (step_.sight[sight].origin + step_.sight[sight].first) / kChunk;
+    return (seen_.sight[sight].origin + seen_.sight[sight].first) / kChunk;
   }
 
   // Where what a run found in a chunk lies.
@@ -190,10 +190,10 @@ class AttentionRuns {
            (std::size_t(index) * chunks_[sight] + (chunk - from)) * heads_ + head;
   }
 
-  const Step& step_;
+  const Seen& seen_;
   const int heads_, kv_heads_, groups_;
-  const float scale_;
-  Buffer<Bf16> rotated_;
+  const Scoring how_;
+  Buffer<Activation> rotated_;
   bool ragged_ = false;           // whether any sight is: layers then have units of their own
   std::vector<Unit> units_;       // of each such layer, one behind the other
   std::vector<int> first_unit_;   // of each such layer, and the end

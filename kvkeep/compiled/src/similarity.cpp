@@ -27,7 +27,7 @@ class SimilarityRun {
   void run() {
 #pragma omp parallel num_threads(asked_.threads)
     {
-      __m512i* packed = packed_.get() + std::size_t(omp_get_thread_num()) * groups_ * pairs_;
+      Ints* packed = packed_.get() + std::size_t(omp_get_thread_num()) * groups_ * pairs_;
 #pragma omp for schedule(dynamic)
       for (int head = 0; head < asked_.heads; ++head) {
         pack(head, packed);
@@ -38,24 +38,22 @@ class SimilarityRun {
 
  private:
   struct Best {
-    __m512 most[kRows];
-    __m512i which[kRows];
+    Floats most[kRows];
+    Ints which[kRows];
   };
 
   // Columns side by side: for each group of 16 a register for each pair of numbers.
-  void pack(int head, __m512i* to) const {
+  void pack(int head, Ints* to) const {
     const Bf16* from = asked_.column + std::size_t(head) * asked_.columns * asked_.width;
     for (int group = 0; group < groups_; ++group)
       for (int pair = 0; pair < pairs_; pair += kLanes) {
         const int some = std::min(kLanes, pairs_ - pair);
-        const __mmask16 there = static_cast<__mmask16>((1u << some) - 1);
-        __m512i lanes[kLanes];
+        Ints lanes[kLanes];
         for (int i = 0; i < kLanes; ++i) {
           const int column = group * kLanes + i;
           lanes[i] = column < asked_.columns
-                         ? _mm512_maskz_loadu_epi32(
-                               there, from + std::size_t(column) * asked_.width + 2 * pair)
-                         : _mm512_setzero_si512();
+                         ? load_some_ints(from + std::size_t(column) * asked_.width + 2 * pair, some)
+                         : ints(0);
         }
         transpose(lanes);
         std::copy_n(lanes, some, to + std::size_t(group) * pairs_ + pair);
@@ -64,59 +62,52 @@ class SimilarityRun {
 
   int limit(int row) const { return asked_.older ? std::min(row, asked_.columns) : asked_.columns; }
 
-  void block(int head, int first, const __m512i* packed) const {
+  void block(int head, int first, const Ints* packed) const {
     const int count = std::min(kRows, asked_.rows - first);
     const Bf16* rows[kRows];
     Best best;
     for (int r = 0; r < kRows; ++r) {
       const int row = first + std::min(r, count - 1);
       rows[r] = asked_.row + (std::size_t(head) * asked_.rows + row) * asked_.width;
-      best.most[r] = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
-      best.which[r] = _mm512_setzero_si512();
+      best.most[r] = all(-std::numeric_limits<float>::infinity());
+      best.which[r] = ints(0);
     }
     for (int column = 0; column < limit(first + count - 1); column += kWide)
       compare(rows, packed + std::size_t(column / kLanes) * pairs_, first, column, best);
     for (int r = 0; r < count; ++r) note(head, first + r, best.most[r], best.which[r]);
   }
 
-  void compare(const Bf16* const (&rows)[kRows], const __m512i* packed, int first, int column,
+  void compare(const Bf16* const (&rows)[kRows], const Ints* packed, int first, int column,
             Best& best) const {
-    __m512 sum[kRows][kGroups];
+    Floats sum[kRows][kGroups];
     for (auto& each : sum)
-      for (auto& lanes : each) lanes = _mm512_setzero_ps();
+      for (auto& lanes : each) lanes = zeros();
     for (int p = 0; p < pairs_; ++p)
       for (int g = 0; g < kGroups; ++g) {
-        const __m512i columns = packed[g * pairs_ + p];
+        const Paired columns = paired(packed[g * pairs_ + p]);
 #pragma GCC unroll 6
-        for (int r = 0; r < kRows; ++r) sum[r][g] = dot(sum[r][g], columns, pair(rows[r] + 2 * p));
+        for (int r = 0; r < kRows; ++r) sum[r][g] = dot(sum[r][g], columns, spread(rows[r] + 2 * p));
       }
     for (int r = 0; r < kRows; ++r)
       for (int g = 0; g < kGroups; ++g) {
         const int begin = column + g * kLanes, seen = limit(first + r) - begin;
-        const __mmask16 met = seen >= kLanes ? 0xffff
-                              : seen > 0     ? static_cast<__mmask16>((1u << seen) - 1)
-                                             : 0;
-        const __mmask16 more = _mm512_mask_cmp_ps_mask(met, sum[r][g], best.most[r], _CMP_GT_OQ);
-        best.most[r] = _mm512_mask_mov_ps(best.most[r], more, sum[r][g]);
-        if (kWhich)
-          best.which[r] = _mm512_mask_mov_epi32(best.which[r], more, _mm512_set1_epi32(begin));
+        const Mask more = greater(lanes_below(seen), sum[r][g], best.most[r]);
+        best.most[r] = where(more, sum[r][g], best.most[r]);
+        if (kWhich) best.which[r] = where(more, ints(begin), best.which[r]);
       }
   }
 
-  void note(int head, int row, __m512 most, __m512i which) const {
+  void note(int head, int row, Floats most, Ints which) const {
     const std::size_t at = std::size_t(head) * asked_.rows + row;
-    const float largest = _mm512_reduce_max_ps(most);
+    const float largest = greatest_of(most);
     asked_.most[at] = largest;
     if (!kWhich) return;
-    const __m512i lane =
-        _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    const __mmask16 equal = _mm512_cmp_ps_mask(most, _mm512_set1_ps(largest), _CMP_EQ_OQ);
-    asked_.which[at] = _mm512_mask_reduce_min_epi32(equal, _mm512_add_epi32(which, lane));
+    asked_.which[at] = least_where(equal(most, all(largest)), sum(which, lane_numbers()));
   }
 
   const Similarity& asked_;
   const int pairs_, groups_;
-  Buffer<__m512i> packed_;  // of each thread, the columns of one head
+  Buffer<Ints> packed_;  // of each thread, the columns of one head
 };
 
 }  // namespace

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "simd.h"
+#include "lanes.h"
 
 namespace kvkeep {
 
@@ -24,9 +24,11 @@ struct Similarity {
 }  // namespace kvkeep
 
 extern "C" {
+#pragma GCC visibility push(default)
 // The size of Similarity: both sides must agree.
 int kvkeep_similarity_interface();
 
 // A status; see guard.h.
 int kvkeep_most_similar(const kvkeep::Similarity* asked);
+#pragma GCC visibility pop
 }

@@ -1,11 +1,12 @@
 // The threads of one call, which share out the pieces of a phase and wait for each other at its end.
 #pragma once
 
-#include <immintrin.h>
 #include <sched.h>
 
 #include <atomic>
 #include <vector>
+
+#include "lanes.h"
 
 namespace kvkeep {
 
@@ -43,7 +44,7 @@ class Workers {
     // Spinning pays while every thread has a core; where one has lost its own, let it run.
     for (int spins = 0; phase_.load(std::memory_order_acquire) == now; ++spins) {
       if (spins < kSpins)
-        _mm_pause();
+        wait_a_little();
       else
         sched_yield();
     }

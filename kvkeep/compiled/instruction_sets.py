@@ -1,0 +1,129 @@
+"""The instruction sets that the kernels are built for, and the one that is used here.
+
+There is an object for each (`setup.py`), from one source. The best of those that this processor
+runs is taken; KVKEEP_ISA names another one, or torch, and KVKEEP_COMPILED=0 does without any.
+KVKEEP_KERNELS names a folder whose objects are taken instead of those that lie here, such as ones
+that were built to find errors (`make sanitize`).
+"""
+
+import ctypes
+import os
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+from kvkeep.errors import InvalidArgument
+
+# The fastest first: what each needs of a processor.
+SETS = {
+    "avx512bf16": "AVX-512 with bfloat16",
+    "avx512": "AVX-512",
+    "avx2": "AVX2 with FMA",
+}
+TORCH = "torch"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """name: of a set, or "torch". against: why each faster one is not taken, by its name."""
+
+    name: str
+    against: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def why_torch(self) -> str:
+        """Why no kernels are used, as what they are or need; "" where some are."""
+        if self.name != TORCH:
+            return ""
+        return next(reversed(self.against.values()))  # of the one that most processors have
+
+
+def choice() -> Choice:
+    """Who computes here, as the environment says now.
+
+    Raises InvalidArgument for a KVKEEP_ISA that is no set, or one that is not to be had here.
+    """
+    return _chosen(
+        os.environ.get("KVKEEP_ISA") or None, os.environ.get("KVKEEP_COMPILED"), _folder()
+    )
+
+
+def runs_here(name: str) -> bool:
+    """Whether this processor has all that a set needs."""
+    cpu = _loaded(_folder(), "_cpu")
+    return cpu is not None and bool(cpu.kvkeep_cpu_runs(name.encode()))
+
+
+def load(name: str) -> ctypes.CDLL | None:
+    """The object of a set, which this processor must run; None where there is none."""
+    return _loaded(_folder(), f"_{name}")
+
+
+def multiplies_bf16() -> bool:
+    """Whether this processor multiplies bfloat16 as fast as float32, or faster."""
+    cpu = _loaded(_folder(), "_cpu")
+    return cpu is not None and bool(cpu.kvkeep_cpu_multiplies_bf16())
+
+
+def _folder() -> Path:
+    return Path(os.environ.get("KVKEEP_KERNELS") or Path(__file__).parent)
+
+
+@cache
+def _chosen(asked: str | None, compiled: str | None, folder: Path) -> Choice:
+    if compiled == "0":
+        return _none("were switched off by KVKEEP_COMPILED=0")
+    if asked == TORCH:
+        return _none("were switched off by KVKEEP_ISA=torch")
+    if asked is not None:
+        return _forced(asked, folder)
+    against: dict[str, str] = {}
+    for name in SETS:
+        if not (why := _obstacle(name, folder)):
+            return Choice(name, against)
+        against[name] = why
+    return Choice(TORCH, against)
+
+
+def _none(why: str) -> Choice:
+    return Choice(TORCH, dict.fromkeys(SETS, why))
+
+
+def _forced(asked: str, folder: Path) -> Choice:
+    if asked not in SETS:
+        known = ", ".join([*SETS, TORCH])
+        raise InvalidArgument(f"KVKEEP_ISA must be one of {known}; found {asked!r}")
+    if why := _obstacle(asked, folder):
+        raise InvalidArgument(
+            f"KVKEEP_ISA={asked} cannot be had: its kernels {why}. Without KVKEEP_ISA the best "
+            "that there is here is used"
+        )
+    better = list(SETS)[: list(SETS).index(asked)]
+    return Choice(asked, dict.fromkeys(better, f"were left out by KVKEEP_ISA={asked}"))
+
+
+def _obstacle(name: str, folder: Path) -> str:
+    """Why a set cannot be used, as what its kernels are or need. None of it is executed."""
+    if _loaded(folder, "_cpu") is None:
+        return "were not built here"
+    if not runs_here(name):
+        return f"need a processor with {SETS[name]}"
+    return "" if _path(folder, f"_{name}") else "were not built here"
+
+
+def _path(folder: Path, name: str) -> Path | None:
+    paths = (folder / (name + suffix) for suffix in EXTENSION_SUFFIXES)
+    return next(filter(Path.exists, paths), None)
+
+
+@cache
+def _loaded(folder: Path, name: str) -> ctypes.CDLL | None:
+    path = _path(folder, name)
+    if path is None:
+        return None
+    # torch has brought the OpenMP runtime that the kernels' threads are of.
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError:
+        return None

@@ -1,0 +1,75 @@
+"""What a config says of Gemma 4 alone."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvkeep.errors import BadModelFile, UnsupportedModel
+from kvkeep.models.config_numbers import count, whole
+
+_HEADS = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
+
+
+def heads_apart(config: Mapping[str, Any], path: Path) -> tuple[Mapping[str, Any], dict[str, int]]:
+    """The config as it is for layers that see everything, and what of ModelSpec local ones have
+    otherwise.
+
+    transformers writes it for each layer that differs, the hub's files in two fields.
+
+    Raises BadModelFile, and UnsupportedModel where these differ among themselves.
+    """
+    local = {
+        "local_head_dim": count(config, "head_dim", path),
+        "local_kv_heads": count(config, "num_key_value_heads", path),
+    }
+    said = {ours: config.get(theirs) for ours, theirs in _HEADS.items()}
+    if not config.get("attention_k_eq_v"):
+        del said["num_key_value_heads"]
+    each = config.get("per_layer_config")
+    if isinstance(each, dict) and each:
+        said, *others = each.values()
+        if (
+            not isinstance(said, dict)
+            or not said.keys() <= _HEADS.keys()
+            or others.count(said) != len(others)
+        ):
+            raise UnsupportedModel(
+                f"{path}: layers that see everything differ among themselves (per_layer_config), "
+                "which no published Gemma 4 does: use one of these"
+            )
+    return {**config, **{key: value for key, value in said.items() if value is not None}}, local
+
+
+def gemma4_fields(
+    config: Mapping[str, Any], layers: int, local_layers: tuple[int, ...], path: Path
+) -> dict[str, Any]:
+    """Those of ModelSpec's fields that Gemma 4 alone has.
+
+    Raises BadModelFile, and UnsupportedModel for what is not run of it.
+    """
+    if config.get("enable_moe_block"):
+        raise UnsupportedModel(
+            f"{path} is a Gemma 4 with experts beside its MLP (26B-A4B), which is not supported; "
+            "E2B, E4B and 31B are, and Gemma 3"
+        )
+    size = whole(config, "hidden_size_per_layer_input", path, default=256)
+    if size and config.get("vocab_size_per_layer_input", 262144) != config.get("vocab_size"):
+        raise UnsupportedModel(
+            f"{path}: tokens without embeddings of each layer (vocab_size_per_layer_input) are not "
+            "supported; use a published Gemma 4, in which all have some"
+        )
+    shared = whole(config, "num_kv_shared_layers", path, default=0)
+    kinds = [layer in local_layers for layer in range(layers)]
+    if shared and set(kinds[layers - shared :]) - set(kinds[: max(0, layers - shared)]):
+        raise BadModelFile(
+            f"{path}: num_kv_shared_layers ({shared}) leaves layers without cells that they could "
+            "look at; fetch the model again"
+        )
+    return {
+        "shared_kv_layers": shared,
+        "wide_shared_mlp": bool(config.get("use_double_wide_mlp")),
+        "keys_as_values": bool(config.get("attention_k_eq_v")),
+        "values_normed": True,
+        "per_layer_size": size,
+        "layer_scales": True,
+    }

@@ -1,0 +1,69 @@
+"""What a GGUF file says of layers that are not all alike, as `config.json` says it."""
+
+from typing import Any
+
+from kvkeep.errors import BadModelFile, UnsupportedModel
+from kvkeep.models.gguf_file import GgufFile, shown
+from kvkeep.models.gguf_rope import shortest
+
+_MOST_LAYERS = 1 << 16
+_WITH_LOCAL = ("gemma2", "gemma3", "cohere2", "exaone4", "olmo2", "gpt-oss", "gemma4")
+_USUAL_WINDOW = {"gemma2": 4096}
+
+
+def layers_config(file: GgufFile, family: str) -> dict[str, Any]:
+    """Which layers see a window alone, and how wide it is; nothing of families that have none.
+
+    Where the file does not say which they are, they are those that the class has usually.
+
+    Raises UnsupportedModel, BadModelFile.
+    """
+    if family not in _WITH_LOCAL or (family == "olmo2" and not is_olmo3(file)):
+        return {}
+    layers = file.count(f"{family}.block_count")
+    window = file.metadata.get(f"{family}.attention.sliding_window", _USUAL_WINDOW.get(family))
+    if layers > _MOST_LAYERS:
+        raise BadModelFile(f"{file.path} has {layers} layers; fetch it again")
+    if not window:
+        return {"sliding_window": None, "layer_types": ["full_attention"] * layers}
+    kinds = ("full_attention", "sliding_attention")
+    local = _local(file, f"{family}.attention.sliding_window_pattern", layers)
+    return {
+        "sliding_window": file.count(f"{family}.attention.sliding_window", window),
+        **({} if local is None else {"layer_types": [kinds[each] for each in local]}),
+        **_local_rope(file, family),
+    }
+
+
+def is_olmo3(file: GgufFile) -> bool:
+    """Whether a file of OLMo 2, which has no local layers, is one of OLMo 3."""
+    return bool(file.metadata.get("olmo2.attention.sliding_window"))
+
+
+def _local(file: GgufFile, key: str, layers: int) -> list[bool] | None:
+    """Whether each layer is local; None where the file does not say it."""
+    said = file.metadata.get(key)
+    if said is None:
+        return None
+    if type(said) is int and said > 0:
+        return [(layer + 1) % said > 0 for layer in range(layers)]
+    if not isinstance(said, list) or len(said) != layers or any(x not in (0, 1) for x in said):
+        raise BadModelFile(
+            f"{file.path}: metadata field {key} must say of each of {layers} layers whether it is "
+            f"local, found {shown(said)}; fetch it again"
+        )
+    return [bool(each) for each in said]
+
+
+def _local_rope(file: GgufFile, family: str) -> dict[str, Any]:
+    whole, key = file.number(f"{family}.rope.freq_base", 10_000.0), f"{family}.rope.freq_base_swa"
+    if family == "gemma4":
+        return {}  # see `gemma4_config`
+    if family == "gemma3":
+        return {"rope_local_base_freq": shortest(file.number(key, 10_000.0))}
+    if file.number(key, whole) != whole:
+        raise UnsupportedModel(
+            f"{file.path} rotates local layers by another base (rope.freq_base_swa), which no "
+            f"other {family} does; use the model's safetensors folder"
+        )
+    return {}

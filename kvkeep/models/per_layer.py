@@ -1,0 +1,97 @@
+"""Embeddings that each layer has of its own, as Gemma 4 has them.
+
+A token has a short vector for each layer: one from a table, to which the projection of its
+embedding is added. Behind its MLP a layer adds to the residual stream what its vector lets through.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvkeep.models.experts import Product
+from kvkeep.models.norms import Norm, norm_of
+from kvkeep.models.spec import ModelSpec
+
+TABLE = "model.embed_tokens_per_layer.weight"
+_PROJECTION = "model.per_layer_model_projection.weight"
+_NORM = "model.per_layer_projection_norm.weight"
+_OF_A_LAYER = ("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm")
+
+
+@dataclass(frozen=True)
+class PerLayer:
+    """The vectors of all layers. size: of one. factor: of what the table has."""
+
+    table: Product
+    projection: Product
+    norm: Norm
+    size: int
+    factor: float
+
+    def __call__(self, tokens: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+        """`[n, size]` for each layer. tokens: `[n]`, x: their embeddings `[n, hidden_size]`."""
+        shape = (len(tokens), -1, self.size)
+        own = (self.table.chosen(tokens) * self.factor).view(shape)
+        projected = (self.projection(x) * x.shape[-1] ** -0.5).view(shape)
+        return ((self.norm(projected) + own) * math.sqrt(0.5)).unbind(1)
+
+
+@dataclass(frozen=True)
+class PerLayerInput:
+    """What a layer does with its own vectors."""
+
+    gate: Product
+    projection: Product
+    norm: Norm
+
+    def __call__(self, x: Tensor, own: Tensor) -> Tensor:
+        """What is added to the residual stream x, `[n, hidden_size]`."""
+        gate = F.gelu(self.gate(x), approximate="tanh")
+        return self.norm(self.projection(gate * own))
+
+
+def per_layer(
+    spec: ModelSpec,
+    tensors: Mapping[str, Tensor],
+    product: Callable[[str], Product],
+    factor: float,
+) -> PerLayer | None:
+    """None where the model has none."""
+    if not spec.per_layer_size:
+        return None
+    norm = norm_of(spec, tensors[_NORM])
+    return PerLayer(product(TABLE), product(_PROJECTION), norm, spec.per_layer_size, factor)
+
+
+def per_layer_input(
+    spec: ModelSpec, layer: int, tensors: Mapping[str, Tensor], product: Callable[[str], Product]
+) -> PerLayerInput | None:
+    """None where the model has none."""
+    if not spec.per_layer_size:
+        return None
+    gate, projection, norm = (f"model.layers.{layer}.{name}.weight" for name in _OF_A_LAYER)
+    return PerLayerInput(product(gate), product(projection), norm_of(spec, tensors[norm]))
+
+
+def per_layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Name and shape of what is not of a layer; none where the model has none."""
+    size, all_layers = spec.per_layer_size, spec.layers * spec.per_layer_size
+    if not size:
+        return {}
+    return {
+        TABLE: (spec.vocab_size, all_layers),
+        _PROJECTION: (all_layers, spec.hidden_size),
+        _NORM: (size,),
+    }
+
+
+def per_layer_input_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Name and shape of what a layer has for its own vectors."""
+    size, hidden = spec.per_layer_size, spec.hidden_size
+    if not size:
+        return {}
+    shapes = ((size, hidden), (hidden, size), (hidden,))
+    return {f"{name}.weight": shape for name, shape in zip(_OF_A_LAYER, shapes, strict=True)}

@@ -1,0 +1,54 @@
+"""The compiled kernels: one source, an object for each instruction set of this architecture.
+
+Objects are built for sets that the building machine's own processor lacks, too; which is used is
+found where they run (kvkeep/compiled/instruction_sets.py). What a compiler cannot build is left
+out, and without any kvkeep works by torch alone.
+"""
+
+import copy
+import os
+import platform
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+SOURCES = Path("kvkeep/compiled/src")
+# OpenMP's threads are torch's own: its symbols are found in the process, and not linked. What is
+# not called from Python stays hidden: objects of several sets may be in one process.
+COMMON = ["-std=c++17", "-O3", "-fopenmp", "-fvisibility=hidden"]
+COMMON += ["-Wno-uninitialized", "-Wno-maybe-uninitialized", "-Wno-ignored-attributes"]
+AVX2 = ["-mavx2", "-mfma", "-mf16c"]
+AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
+X86 = {"avx2": AVX2, "avx512": AVX512, "avx512bf16": [*AVX512, "-mavx512bf16"]}
+SETS = {"x86_64": X86, "AMD64": X86}.get(platform.machine(), {})
+# KVKEEP_SETS: names of those to build, for who needs no others.
+NAMES = os.environ.get("KVKEEP_SETS", " ".join(SETS)).split()
+
+
+def kernels(name: str, flags: list[str]) -> Extension:
+    return Extension(
+        f"kvkeep.compiled._{name}",
+        sources=sorted(map(str, SOURCES.glob("*.cpp"))),
+        depends=sorted(map(str, SOURCES.glob("*.h"))),
+        language="c++",
+        extra_compile_args=[*COMMON, *flags],
+        optional=True,
+    )
+
+
+class EachApart(build_ext):
+    """Builds all at once, each where it overwrites no other's objects, which have its names."""
+
+    def build_extension(self, extension: Extension) -> None:
+        alone = copy.copy(self)
+        alone.build_temp = os.path.join(self.build_temp, extension.name)
+        build_ext.build_extension(alone, extension)
+
+
+cpu = Extension("kvkeep.compiled._cpu", [str(SOURCES / "cpu.c")], optional=True)
+setup(
+    ext_modules=[cpu, *(kernels(name, SETS[name]) for name in NAMES)],
+    cmdclass={"build_ext": EachApart},
+    options={"build_ext": {"parallel": os.cpu_count()}},
+)

@@ -1,0 +1,31 @@
+"""What the kernels compute is held on each instruction set that this processor has."""
+
+from collections.abc import Iterator
+
+import pytest
+from sets_here import sets_here
+
+# Modules whose tests look at what is computed. Others look at what kernels are handed, or at files.
+ON_EACH_SET = {
+    "test_compressed",
+    "test_decoding",
+    "test_experts",
+    "test_products",
+    "test_ragged",
+    "test_sizes",
+}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.module.__name__.rpartition(".")[2] in ON_EACH_SET:
+        metafunc.parametrize("instruction_set", sets_here(), indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def instruction_set(request: pytest.FixtureRequest) -> Iterator[str | None]:
+    """The set whose kernels `library()` gives while a test runs; None for the best."""
+    name: str | None = getattr(request, "param", None)
+    with pytest.MonkeyPatch.context() as patch:
+        if name is not None:
+            patch.setenv("KVKEEP_ISA", name)
+        yield name
