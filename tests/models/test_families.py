@@ -324,7 +324,10 @@ def test_layers_that_look_at_the_cells_of_another_need_no_keys(
 def test_experts_in_stacks_are_those_that_lie_apart(
     tmp_path: Path, smollm2_folder: Path, family: str
 ) -> None:
-    """transformers writes the stacks that it has in memory where it is told to."""
+    """transformers writes the stacks that it has in memory where it is told to.
+
+    To rounding: the library adds up in an order that hangs on where in memory a matrix begins.
+    """
     text = TextCodec.open(smollm2_folder)
     written(tmp_path / "apart", family).save_pretrained(
         tmp_path / "stacks", save_original_format=False
@@ -336,7 +339,8 @@ def test_experts_in_stacks_are_those_that_lie_apart(
         session = opened(tmp_path / folder, text).session(policy="full")
         session.feed(TOKENS)
         found.append(session.logits)
-    assert torch.equal(*found)
+    apart, stacked = found
+    assert (stacked - apart).abs().max() <= 1e-5 * apart.abs().max()
 
 
 @pytest.mark.parametrize("family", [*BEYOND_LLAMA, *MIXTURES, *LOCAL])
