@@ -13,6 +13,8 @@ from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
+import torch
+
 from kvkeep.errors import InvalidArgument
 
 # The fastest first: what each needs of a processor.
@@ -61,9 +63,14 @@ def load(name: str) -> ctypes.CDLL | None:
 
 
 def multiplies_bf16() -> bool:
-    """Whether this processor multiplies bfloat16 as fast as float32, or faster."""
+    """Whether PyTorch's library multiplies bfloat16 as fast as float32 here, or faster.
+
+    By the processor, and by what the library was told to leave out (ONEDNN_MAX_CPU_ISA).
+    """
     cpu = _loaded(_folder(), "_cpu")
-    return cpu is not None and bool(cpu.kvkeep_cpu_multiplies_bf16())
+    if cpu is None or not cpu.kvkeep_cpu_multiplies_bf16():
+        return False
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _folder() -> Path:
