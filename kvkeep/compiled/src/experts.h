@@ -130,10 +130,7 @@ class ExpertRuns {
   }
 
   void gather(int choice, const Input& input) {
-    const int i = choice / per_token_, row = row_[choice];
-    std::memcpy(read_.row(row), input.row(i), std::size_t(input.columns) * sizeof(Activation));
-    std::memcpy(read_.row_sums(row), input.row_sums(i),
-                std::size_t(input.columns / kGroup) * sizeof(float));
+    read_.copy(row_[choice], input, choice / per_token_);
   }
 
   // Calls `work(expert, block, first, count)` for all blocks of `rows` rows of the matrices of all

@@ -34,17 +34,23 @@ struct E2m1 : Sixteen {  // MXFP4
 
 // Codes: `pair<p>(data)` are columns 2 p and 2 p + 1 of 16 rows, as bf16.
 
-// The word in whose lowest bits the codes of pair p are.
-template <int p>
+// `scaled_pair<p>(data)`, where there is one: the same, too large by what `scale_down` makes rows too
+// small.
+
+// The word of which bit `place` is the lowest of the codes of pair p.
+template <int p, int place = 0>
 Ints nibble_word(const char* data) {
-  return halves_right<4 * (p % 4)>(load_ints(data + 64 * (p / 4)));
+  return halves_right<4 * (p % 4) - place>(load_ints(data + 64 * (p / 4)));
 }
 
-// With bit `from` of each word in place 4, and so on.
-template <int from>
-Ints in_place_4(const char* plane) {
-  return halves_right<from - 4>(load_ints(plane));
+// With bit `from` of each word in the place of bit `to`, and so on.
+template <int from, int to>
+Ints moved(const char* plane) {
+  return halves_right<from - to>(load_ints(plane));
 }
+
+template <int p>
+constexpr int kPlaceOf = place_of(p % 4);
 
 template <typename Numbers>
 struct Codes4 {
@@ -57,12 +63,31 @@ struct Codes4 {
 };
 
 template <int kFirst>
+struct Steps4 : Codes4<Steps<kFirst, 4>> {
+  template <int p>
+  static Paired scaled_pair(const char* data) {
+    constexpr int place = kPlaceOf<p>;
+    return Codes4<Steps<kFirst, 4>>::kNumbers.template in_place<place>(nibble_word<p, place>(data));
+  }
+};
+
+template <int kFirst>
 struct Codes5 {
   static constexpr int kBytes = 320;
   static constexpr Steps<kFirst, 5> kNumbers{};
   template <int p>
   static Paired pair(const char* data) {
-    return kNumbers(lowest_four(nibble_word<p>(data), in_place_4<p>(data + 256)));
+    return kNumbers(word<p, 0>(data));
+  }
+  template <int p>
+  static Paired scaled_pair(const char* data) {
+    return kNumbers.template in_place<kPlaceOf<p>>(word<p, kPlaceOf<p>>(data));
+  }
+
+ private:
+  template <int p, int place>
+  static Ints word(const char* data) {
+    return four_from<place>(nibble_word<p, place>(data), moved<p, place + 4>(data + 256));
   }
 };
 
@@ -71,8 +96,18 @@ struct Codes6 {
   static constexpr Steps<-32, 6> kNumbers{};
   template <int p>
   static Paired pair(const char* data) {
-    const Ints high = in_place_4<2 * (p % 8)>(data + 256 + 64 * (p / 8));
-    return kNumbers(lowest_four(nibble_word<p>(data), high));
+    return kNumbers(word<p, 0>(data));
+  }
+  template <int p>
+  static Paired scaled_pair(const char* data) {
+    return kNumbers.template in_place<kPlaceOf<p>>(word<p, kPlaceOf<p>>(data));
+  }
+
+ private:
+  template <int p, int place>
+  static Ints word(const char* data) {
+    const Ints high = moved<2 * (p % 8), place + 4>(data + 256 + 64 * (p / 8));
+    return four_from<place>(nibble_word<p, place>(data), high);
   }
 };
 
@@ -142,11 +177,11 @@ template <typename With, typename Other>
 void for_format(std::int32_t format, With with, Other other) {
   switch (format) {
     case kQ8_0: return with(Kind<Codes8, HalfScales>{});
-    case kQ4_0: return with(Kind<Codes4<Steps<-8, 4>>, HalfScales>{});
-    case kQ4_1: return with(Kind<Codes4<Steps<0, 4>>, HalfScalesAndMinima>{});
+    case kQ4_0: return with(Kind<Steps4<-8>, HalfScales>{});
+    case kQ4_1: return with(Kind<Steps4<0>, HalfScalesAndMinima>{});
     case kQ5_0: return with(Kind<Codes5<-16>, HalfScales>{});
     case kQ5_1: return with(Kind<Codes5<0>, HalfScalesAndMinima>{});
-    case kQ4_K: return with(Kind<Codes4<Steps<0, 4>>, KScales>{});
+    case kQ4_K: return with(Kind<Steps4<0>, KScales>{});
     case kQ5_K: return with(Kind<Codes5<0>, KScales>{});
     case kQ6_K: return with(Kind<Codes6, ByteScales<16>>{});
     case kIq4Nl: return with(Kind<Codes4<Finer>, HalfScales>{});

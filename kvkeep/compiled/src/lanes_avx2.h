@@ -203,9 +203,10 @@ KVKEEP_INLINE Ints halves_right(Ints x) {
   return x;
 }
 
-// The lowest four bits of each half of one, the others of another.
-KVKEEP_INLINE Ints lowest_four(Ints low, Ints others) {
-  const Ints four = {_mm256_set1_epi16(15), _mm256_set1_epi16(15)};
+// Four bits from bit kPlace on of each half of one, the others of another.
+template <int kPlace>
+KVKEEP_INLINE Ints four_from(Ints low, Ints others) {
+  const Ints four = {_mm256_set1_epi16(15 << kPlace), _mm256_set1_epi16(15 << kPlace)};
   return (low & four) | Ints{_mm256_andnot_si256(four.low, others.low),
                              _mm256_andnot_si256(four.high, others.high)};
 }

@@ -98,10 +98,11 @@ KVKEEP_INLINE Ints halves_right(Ints x) {
   return x;
 }
 
-// The lowest four bits of each half of one, the others of another.
-KVKEEP_INLINE Ints lowest_four(Ints low, Ints others) {
+// Four bits from bit kPlace on of each half of one, the others of another.
+template <int kPlace>
+KVKEEP_INLINE Ints four_from(Ints low, Ints others) {
   constexpr int kWhereMaskElse = 0xca;  // mask ? a : b, of mask, a, b
-  return _mm512_ternarylogic_epi32(_mm512_set1_epi16(15), low, others, kWhereMaskElse);
+  return _mm512_ternarylogic_epi32(_mm512_set1_epi16(15 << kPlace), low, others, kWhereMaskElse);
 }
 
 KVKEEP_INLINE Floats to_floats(Ints x) { return _mm512_cvtepi32_ps(x); }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <type_traits>
 #include <utility>
 
 namespace kvkeep {
@@ -46,6 +47,21 @@ inline __attribute__((always_inline)) void each_pair(Each each, std::integer_seq
   (each(std::integral_constant<int, p>{}), ...);
 }
 
+template <typename Codes, typename = void>
+constexpr bool kScaled = false;
+template <typename Codes>
+constexpr bool kScaled<Codes, std::void_t<decltype(Codes::template scaled_pair<0>(nullptr))>> =
+    kInPlace;
+
+// A pair as it is multiplied with rows of input, or with those that were scaled down for that.
+template <typename Codes, int p>
+inline __attribute__((always_inline)) Paired weights_of(const char* data) {
+  if constexpr (kScaled<Codes>)
+    return Codes::template scaled_pair<p>(data);
+  else
+    return Codes::template pair<p>(data);
+}
+
 template <typename F, int kCount>
 void packed(const Matrix& matrix, int block, const Input& input, int first, Floats* out) {
   using Codes = typename F::Codes;
@@ -54,7 +70,7 @@ void packed(const Matrix& matrix, int block, const Input& input, int first, Floa
   constexpr int kScaleBytes = Scales::kTileBytes * kGroup / Scales::kSpan;
   const int groups = matrix.columns / kGroup, columns = matrix.columns;
   const Place<F> place(matrix, block);
-  const Activation* x = input.row(first);
+  const Activation* x = kScaled<Codes> ? input.scaled_row(first) : input.row(first);
   Floats total[kCount];
   for (int i = 0; i < kCount; ++i) total[i] = zeros();
   for (int g = 0; g < groups; ++g, x += kGroup) {
@@ -65,7 +81,7 @@ void packed(const Matrix& matrix, int block, const Input& input, int first, Floa
     Floats sum[2][kCount];  // of every other pair: one waits while the other adds
     each_pair(
         [&](auto p) __attribute__((always_inline)) {
-          const Paired weights = Codes::template pair<p.value>(data);
+          const Paired weights = weights_of<Codes, p.value>(data);
 #pragma GCC unroll 8
           for (int i = 0; i < kCount; ++i) {
             Floats& own = sum[p.value % 2][i];

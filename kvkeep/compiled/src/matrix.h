@@ -31,14 +31,16 @@ inline int rows_of(const Matrix& matrix, int block) {
   return rows < kBlock ? rows : kBlock;
 }
 
-// The rows that matrices are multiplied with, and the sum of each group of 32, for the minima.
+// The rows that matrices are multiplied with, and what is made of them: the sum of each group of 32,
+// for the minima, and rows for codes in place.
 struct Input {
-  Activation* x;  // [count, columns]
-  float* sums;    // [count, columns / 32]
+  Activation* x;       // [count, columns]
+  float* sums;         // [count, columns / 32]
   int columns;
+  Activation* scaled;  // as x, see `scale_down`; of no use but where codes are left in place
 
-  const Activation* row(int i) const { return x + static_cast<long>(i) * columns; }
-  Activation* row(int i) { return x + static_cast<long>(i) * columns; }
+  Activation* row(int i) const { return x + static_cast<long>(i) * columns; }
+  Activation* scaled_row(int i) const { return scaled + static_cast<long>(i) * columns; }
   float* row_sums(int i) const { return sums + static_cast<long>(i) * (columns / kGroup); }
 
   // To be called for each row once it is written.
@@ -47,6 +49,17 @@ struct Input {
       const Activation* from = row(i) + g * kGroup;
       row_sums(i)[g] = sum_of(load(from) + load(from + kLanes));
     }
+    if constexpr (kInPlace) scale_down(scaled_row(i), row(i), columns);
+  }
+
+  // Row i becomes row j of another, as wide, with all that was made of that.
+  void copy(int i, const Input& other, int j) const {
+    const auto taken = [](auto* to, const auto* from, int count) {
+      std::memcpy(to, from, std::size_t(count) * sizeof *to);
+    };
+    taken(row(i), other.row(j), columns);
+    taken(row_sums(i), other.row_sums(j), columns / kGroup);
+    if constexpr (kInPlace) taken(scaled_row(i), other.scaled_row(j), columns);
   }
 };
 

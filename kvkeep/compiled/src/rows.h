@@ -11,10 +11,11 @@ namespace kvkeep {
 
 struct Rows : Input {
   Rows(int count, int columns)
-      : Input{nullptr, nullptr, columns},
+      : Input{nullptr, nullptr, columns, nullptr},
         x_(std::size_t(count) * columns),
-        sums_(std::size_t(count) * (columns / kGroup)) {
-    x = x_.get(), sums = sums_.get();
+        sums_(std::size_t(count) * (columns / kGroup)),
+        scaled_(kInPlace ? std::size_t(count) * columns : 0) {
+    x = x_.get(), sums = sums_.get(), scaled = scaled_.get();
   }
 
   // Row i, of `columns` bf16.
@@ -25,6 +26,7 @@ struct Rows : Input {
 
   Buffer<Activation> x_;
   Buffer<float> sums_;
+  Buffer<Activation> scaled_;
 };
 
 // Calls `each(i, row, products)` for `count` rows of input from `first` on: their products with 16
