@@ -282,22 +282,23 @@ class DenseMemory:
         self._seen = seen
         return self.network.forward(torch.tensor([token.id]), self)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        group = self.spec.group_of(layer)
+    def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
+        group, source = self.spec.group_of(layer), self.spec.source_of(layer)
         seen = self._seen if group.window is None else self.near[-self.near_size :]
-        seen[-1].keys.append(k[0])
-        seen[-1].values.append(v[0])
+        if k is not None and v is not None:
+            seen[-1].keys.append(k[0])
+            seen[-1].values.append(v[0])
         n, groups = len(seen), self.spec.heads // group.kv_heads
         frequencies = group.rope.inverse_frequencies
         if layer in self.spec.unrotated_layers:
             frequencies = (0.0,) * len(frequencies)
         turn = partial(self.rotated, frequencies)
-        keys = turn(torch.stack([t.keys[layer] for t in seen]), range(n))
-        values = torch.stack([t.values[layer] for t in seen]).repeat_interleave(groups, 1)
+        keys = turn(torch.stack([t.keys[source] for t in seen]), range(n))
+        values = torch.stack([t.values[source] for t in seen]).repeat_interleave(groups, 1)
         query = turn(q, [n - 1])[0]
         scores = torch.einsum("hd,nhd->hn", query, keys.repeat_interleave(groups, 1))
         scores = scores * group.softmax_scale
-        weights = scores.float().softmax(-1).to(v.dtype)
+        weights = scores.float().softmax(-1).to(q.dtype)
         return torch.einsum("hn,nhd->hd", weights, values).reshape(1, -1)
 
     def rotated(

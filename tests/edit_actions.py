@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from dense_reference import DenseMemory, Refused
 from hypothesis import strategies as st
-from small import local_spec, small_model, unrotated_spec
+from small import altup_spec, local_spec, small_model, unrotated_spec
 
 from kvkeep import Snapshot
 from kvkeep.errors import KvkeepError
@@ -49,6 +49,7 @@ def loud_model(spec: ModelSpec | None = None) -> Model:
 
 MODEL = loud_model()
 LOCAL_MODEL = loud_model(local_spec())  # of which most layers see no more than eight tokens
+ALTUP_MODEL = loud_model(altup_spec())  # several residual streams, and layers without cells
 NOPE_MODEL = loud_model(unrotated_spec())
 
 

@@ -56,6 +56,30 @@ def unrotated_spec() -> ModelSpec:
     return replace(small_spec(), layers=4, unrotated_layers=(1, 3))
 
 
+def altup_spec() -> ModelSpec:
+    """Six layers of three residual streams, four of them local; two look at others' cells.
+
+    What Gemma 3n has beyond Gemma 3, but for its scale of attention.
+    """
+    return replace(
+        local_spec(),
+        layers=6,
+        local_layers=(0, 2, 3, 5),
+        shared_kv_layers=2,
+        qk_norm=True,
+        norms_after=True,
+        values_normed=True,
+        activation="gelu_tanh",
+        per_layer_size=8,
+        per_layer_vocab=200,
+        altup_inputs=3,
+        altup_active=1,
+        laurel_rank=5,
+        activation_sparsity=(0.95, 0.5, 0.0, 0.8, 0.0, 0.0),
+        mlp_widths=(96, 32, 64, 96, 40, 72),
+    )
+
+
 def small_model(
     seed: int = 0,
     max_positions: int = 4096,

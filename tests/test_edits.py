@@ -10,6 +10,7 @@ import torch
 from dense_reference import DenseMemory, Token
 from edit_actions import (
     ACTIONS,
+    ALTUP_MODEL,
     LOCAL_MODEL,
     MODEL,
     NOPE_MODEL,
@@ -101,6 +102,14 @@ def test_a_session_with_local_layers_equals_the_naive_memory(setting, actions, t
 @settings(max_examples=30, suppress_health_check=TMP)
 @given(setting=settings_of(POLICIES, NOPE_MODEL), actions=ACTIONS)
 def test_a_session_with_layers_without_rotation_equals_the_naive_memory(
+    setting, actions, tmp_path
+) -> None:
+    check(setting, actions, tmp_path)
+
+
+@settings(max_examples=30, suppress_health_check=TMP)
+@given(setting=settings_of(POLICIES, ALTUP_MODEL), actions=ACTIONS)
+def test_a_session_with_several_residual_streams_equals_the_naive_memory(
     setting, actions, tmp_path
 ) -> None:
     check(setting, actions, tmp_path)

@@ -74,6 +74,7 @@ def obstacle(spec: ModelSpec, layout: Layout) -> str:
         f"are for bfloat16, not for {str(layout.dtype).removeprefix('torch.')}": (
             layout.dtype is not torch.bfloat16
         ),
+        f"know one residual stream, not {spec.altup_inputs} (AltUp)": spec.altup_inputs > 0,
         f"are for heads of {', '.join(map(str, HEAD_DIMS))}, not of {spec.head_dim}": (
             spec.head_dim not in HEAD_DIMS
         ),

@@ -8,6 +8,7 @@ from typing import Any
 
 from kvkeep.errors import BadModelFile, UnsupportedModel
 from kvkeep.models.config_experts import experts
+from kvkeep.models.config_gemma3n import gemma3n_fields, one_width
 from kvkeep.models.config_gemma4 import gemma4_fields, heads_apart
 from kvkeep.models.config_layers import unlike_layers
 from kvkeep.models.config_numbers import LARGEST, count, positive
@@ -65,6 +66,7 @@ def spec_from_config(
     family = FAMILIES[architecture]
     config = {**family.usual, **(_text_part(config) if family.text_part else config)}
     _refuse_unsupported(config, architecture)
+    config = one_width(config, path) if family.gemma3n else config
     config, local_heads = heads_apart(config, path) if family.gemma4 else (config, {})
     heads = count(config, "num_attention_heads", path)
     hidden_size = count(config, "hidden_size", path)
@@ -87,6 +89,8 @@ def spec_from_config(
     unlike = unlike_layers(config, family, layers, path)
     if family.gemma4:
         unlike |= local_heads | gemma4_fields(config, layers, unlike["local_layers"], path)
+    if family.gemma3n:
+        unlike |= gemma3n_fields(config, layers, unlike["local_layers"], path)
     return ModelSpec(
         architecture=architecture,
         vocab_size=count(config, "vocab_size", path),

@@ -58,6 +58,23 @@ def gemma4_fields(
             f"{path}: tokens without embeddings of each layer (vocab_size_per_layer_input) are not "
             "supported; use a published Gemma 4, in which all have some"
         )
+    return {
+        "shared_kv_layers": shared_kv_layers(config, layers, local_layers, path),
+        "wide_shared_mlp": bool(config.get("use_double_wide_mlp")),
+        "keys_as_values": bool(config.get("attention_k_eq_v")),
+        "values_normed": True,
+        "per_layer_size": size,
+        "layer_scales": True,
+    }
+
+
+def shared_kv_layers(
+    config: Mapping[str, Any], layers: int, local_layers: tuple[int, ...], path: Path
+) -> int:
+    """How many of the last layers look at the cells of others, as in ModelSpec.
+
+    Raises BadModelFile where there are no such others.
+    """
     shared = whole(config, "num_kv_shared_layers", path, default=0)
     kinds = [layer in local_layers for layer in range(layers)]
     if shared and set(kinds[layers - shared :]) - set(kinds[: max(0, layers - shared)]):
@@ -65,11 +82,4 @@ def gemma4_fields(
             f"{path}: num_kv_shared_layers ({shared}) leaves layers without cells that they could "
             "look at; fetch the model again"
         )
-    return {
-        "shared_kv_layers": shared,
-        "wide_shared_mlp": bool(config.get("use_double_wide_mlp")),
-        "keys_as_values": bool(config.get("attention_k_eq_v")),
-        "values_normed": True,
-        "per_layer_size": size,
-        "layer_scales": True,
-    }
+    return shared

@@ -27,7 +27,8 @@ def count(config: Mapping[str, Any], key: str, path: Path, default: int | None =
 
 def whole(config: Mapping[str, Any], key: str, path: Path, default: int) -> int:
     """As `count`, from 0 up."""
-    return 0 if config.get(key) == 0 else count(config, key, path, default)
+    stated = config.get(key)
+    return 0 if (default if stated is None else stated) == 0 else count(config, key, path, default)
 
 
 def positive(config: Mapping[str, Any], key: str, path: Path, default: float) -> float:

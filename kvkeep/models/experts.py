@@ -32,7 +32,7 @@ def _clamped(gate: Tensor, up: Tensor) -> Tensor:
     return (up + 1) * gate * torch.sigmoid(1.702 * gate)
 
 
-_GATED: dict[Gating, Callable[[Tensor, Tensor], Tensor]] = {
+GATED: dict[Gating, Callable[[Tensor, Tensor], Tensor]] = {
     "silu": lambda gate, up: F.silu(gate) * up,
     "gelu_tanh": lambda gate, up: F.gelu(gate, approximate="tanh") * up,
     "clamped": _clamped,
@@ -43,14 +43,14 @@ _GATED: dict[Gating, Callable[[Tensor, Tensor], Tensor]] = {
 class Mlp:
     """A gated MLP (SwiGLU and GEGLU, arXiv:2002.05202)."""
 
-    gate: Product
+    gate: Callable[[Tensor], Tensor]
     up: Product
     down: Product
     gating: Gating = "silu"
 
     def __call__(self, x: Tensor) -> Tensor:
         """`[n, hidden_size]` to the same."""
-        return self.down(_GATED[self.gating](self.gate(x), self.up(x)))
+        return self.down(GATED[self.gating](self.gate(x), self.up(x)))
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ class Family:
         sinks: as in ModelSpec.
     norm_eps: the field of the config that says it.
     activation: the field of the config that says it.
-    gemma4: it has what `config_gemma4.py` reads.
+    gemma4, gemma3n: it has what `config_gemma4.py` or `config_gemma3n.py` reads.
     multipliers: Granite's four. logit_scale: Cohere's one. scaled: Gemma's two, of embeddings and
         of attention, and its caps on products and logits.
     rotated: the part of each head that is rotated where the config says nothing; None for families
@@ -92,6 +92,7 @@ class Family:
     norm_eps: str = "rms_norm_eps"
     activation: str = "hidden_act"
     gemma4: bool = False
+    gemma3n: bool = False
     multipliers: bool = False
     logit_scale: bool = False
     scaled: bool = False
@@ -157,6 +158,26 @@ _GEMMA3 = replace(
         "max_position_embeddings": 131072,
         "rope_theta": 1e6,
         "rope_local_base_freq": 1e4,
+    },
+)
+_GEMMA3N = replace(
+    _GEMMA3,
+    unit_norms=False,
+    gemma3n=True,
+    unlike=Unlike(period=5, two_ropes=True),
+    usual={
+        **_GEMMA3.usual,
+        "vocab_size": 262400,
+        "num_key_value_heads": 2,
+        "intermediate_size": 16384,
+        "max_position_embeddings": 32768,
+        "sliding_window": 512,
+        "final_logit_softcapping": 30.0,
+        "num_kv_shared_layers": 15,
+        "altup_num_inputs": 4,
+        "laurel_rank": 64,
+        "hidden_size_per_layer_input": 256,
+        "vocab_size_per_layer_input": 262144,
     },
 )
 _GEMMA4 = replace(
@@ -247,6 +268,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "Gemma3ForCausalLM": _GEMMA3,
     "Gemma3ForConditionalGeneration": replace(_GEMMA3, text_part=True),
+    "Gemma3nForCausalLM": _GEMMA3N,
+    "Gemma3nForConditionalGeneration": replace(_GEMMA3N, text_part=True),
     "Gemma4ForCausalLM": _GEMMA4,
     "Gemma4ForConditionalGeneration": replace(_GEMMA4, text_part=True),
     "MixtralForCausalLM": Family(

@@ -6,6 +6,7 @@ from kvkeep.errors import UnsupportedModel
 from kvkeep.models.gguf_experts import MIXTURES, mixture_config
 from kvkeep.models.gguf_file import GgufFile
 from kvkeep.models.gguf_gemma import gemma_config
+from kvkeep.models.gguf_gemma3n import gemma3n_config
 from kvkeep.models.gguf_layers import is_olmo3, layers_config
 from kvkeep.models.gguf_rope import rope_scaling, shortest, two_lengths
 from kvkeep.models.gguf_tokenizer import special_token
@@ -30,9 +31,12 @@ _FAMILIES = MIXTURES | {
     "smollm3": ("SmolLM3ForCausalLM", "smollm3"),
     "gemma2": ("Gemma2ForCausalLM", "gemma2"),
     "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
+    "gemma3n": ("Gemma3nForCausalLM", "gemma3n_text"),
     "gemma4": ("Gemma4ForCausalLM", "gemma4_text"),
 }
 _OF_EACH = "attention.head_count_kv"  # Granite 4 says it of each layer, though all are the same
+_ALIKE = ("attention.head_count", _OF_EACH, "feed_forward_length")  # in all layers, but these:
+_UNLIKE = {"gemma3n": ("feed_forward_length",), "gemma4": (_OF_EACH, "feed_forward_length")}
 _COHERE = ("command-r", "cohere2")
 _MULTIPLIED = ("granite", "granitemoe")
 _ROTATE_PARTS = ("phi3", "glm4")  # of each head
@@ -93,6 +97,8 @@ def config_from_gguf(file: GgufFile) -> dict[str, Any]:
         config |= two_lengths(file)
     if family in ("gemma2", "gemma3", "gemma4"):
         config |= gemma_config(file, family, head_dim)
+    if family == "gemma3n":
+        config |= gemma3n_config(file)
     if "rope_parameters" in config:  # as transformers 5 has it alone
         del config["rope_theta"], config["rope_scaling"]
     config |= layers_config(file, family) | mixture
@@ -111,8 +117,8 @@ def _norm_eps(file: GgufFile, family: str) -> dict[str, float]:
 
 def _width(file: GgufFile, family: str) -> int:
     """Of the MLP. Granite 4 names another one beside it, that of experts which it has not."""
-    if family == "gemma4":
-        return 0  # see `gguf_gemma.py`
+    if family in ("gemma3n", "gemma4"):
+        return 0  # see `gguf_gemma3n.py`, `gguf_gemma.py`
     shared = f"{family}.expert_shared_feed_forward_length"
     said = family == "granite" and shared in file.metadata
     return file.count(shared if said else f"{family}.feed_forward_length")
@@ -179,8 +185,9 @@ def _vocab_size(file: GgufFile) -> int:
 
 def _refuse_unsupported(file: GgufFile, family: str) -> None:
     _refuse_relatives(file, family)
-    alike = ("attention.head_count", _OF_EACH, "feed_forward_length")
-    for key in alike[:1] if family == "gemma4" else alike:
+    for key in _ALIKE:
+        if key in _UNLIKE.get(family, ()):
+            continue
         each = file.metadata.get(f"{family}.{key}")
         if isinstance(each, list) and (key != _OF_EACH or any(one != each[0] for one in each)):
             raise UnsupportedModel(

@@ -21,6 +21,8 @@ from kvkeep.models.fused import part_of
 from kvkeep.models.gguf_config import config_from_gguf, eos_token_ids
 from kvkeep.models.gguf_experts import apart
 from kvkeep.models.gguf_file import GgufFile, PackedTensor
+from kvkeep.models.gguf_gemma3n import LAYER_NAMES as GEMMA3N_NAMES
+from kvkeep.models.gguf_gemma3n import streams_apart
 from kvkeep.models.gguf_tokenizer import build_tokenizer, special_token
 from kvkeep.models.packed import own_path
 from kvkeep.models.packed_file import Stored, write_packed
@@ -111,6 +113,7 @@ _LAYER_NAMES_OF = {
         "post_attention_norm": "post_attention_layernorm",
         "attn_sinks": "self_attn.sinks",  # here without "weight"
     },
+    "Gemma3nForCausalLM": GEMMA3N_NAMES,
     "Gemma4ForCausalLM": {
         **_NORMED_TWICE,
         "inp_gate": "per_layer_input_gate",
@@ -134,6 +137,7 @@ _LAYER_NAMES_OF = {
         _NORMED_TWICE,
     ),
 }
+_BARE = ("attn_sinks", "layer_output_scale", "altup_correct_scale")
 _SIDE_BY_SIDE = (
     "LlamaForCausalLM",
     "MistralForCausalLM",
@@ -154,20 +158,20 @@ def _weights(file: GgufFile, architecture: str) -> dict[str, PackedTensor]:
     names = _LAYER_NAMES | _LAYER_NAMES_OF.get(architecture, {})
     return {
         _hugging_face_name(name, names): tensor
-        for name, tensor in apart(file.tensors, architecture == _GPT_OSS).items()
+        for name, tensor in apart(streams_apart(file.tensors), architecture == _GPT_OSS).items()
         if not _NOT_WEIGHTS.fullmatch(name)
     }
 
 
 def _hugging_face_name(name: str, of_a_layer: Mapping[str, str]) -> str:
-    if name.startswith("model."):  # an expert's, named already
+    if name.startswith("model."):  # an expert's or a stream's, named already
         return name
     if name in _TOP_NAMES:
         return _TOP_NAMES[name]
     layer = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
     if layer and layer.group(2) in of_a_layer:
         ours = f"model.layers.{layer.group(1)}.{of_a_layer[layer.group(2)]}.{layer.group(3)}"
-        bare = layer.group(2) in ("attn_sinks", "layer_output_scale")
+        bare = layer.group(2) in _BARE
         return ours.removesuffix(".weight") if bare else ours
     raise UnsupportedModel(f"the GGUF tensor {name} is not one of its architecture's")
 

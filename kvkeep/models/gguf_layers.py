@@ -7,8 +7,8 @@ from kvkeep.models.gguf_file import GgufFile, shown
 from kvkeep.models.gguf_rope import shortest
 
 _MOST_LAYERS = 1 << 16
-_WITH_LOCAL = ("gemma2", "gemma3", "cohere2", "exaone4", "olmo2", "gpt-oss", "gemma4")
-_USUAL_WINDOW = {"gemma2": 4096}
+_WITH_LOCAL = ("gemma2", "gemma3", "cohere2", "exaone4", "olmo2", "gpt-oss", "gemma3n", "gemma4")
+_USUAL_WINDOW = {"gemma2": 4096, "gemma3n": 512}
 
 
 def layers_config(file: GgufFile, family: str) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def _local_rope(file: GgufFile, family: str) -> dict[str, Any]:
     whole, key = file.number(f"{family}.rope.freq_base", 10_000.0), f"{family}.rope.freq_base_swa"
     if family == "gemma4":
         return {}  # see `gemma4_config`
-    if family == "gemma3":
+    if family in ("gemma3", "gemma3n"):
         return {"rope_local_base_freq": shortest(file.number(key, 10_000.0))}
     if file.number(key, whole) != whole:
         raise UnsupportedModel(

@@ -15,13 +15,16 @@ from torch import Tensor
 
 from kvkeep.cache import Attends, Bits, KVCache
 from kvkeep.cache.step import ChunkStep
+from kvkeep.models.altup import AltUp, altup_of, streams_of
 from kvkeep.models.cells import new_cache
 from kvkeep.models.executor import AnyStep, Executor, TorchExecutor
 from kvkeep.models.experts import Experts, Mlp, Product, mlp_of
+from kvkeep.models.laurel import Laurel, laurel_of
 from kvkeep.models.linear import Linear
 from kvkeep.models.norms import Norm, norm_of
 from kvkeep.models.packing import Matrix
 from kvkeep.models.per_layer import PerLayerInput, per_layer, per_layer_input
+from kvkeep.models.sparse_gate import with_sparse_gate
 from kvkeep.models.spec import LayerGroup, ModelSpec
 from kvkeep.models.weights import EMBEDDING, HEAD, NORM, tensor_shapes
 
@@ -31,8 +34,8 @@ class Layer:
     """attention_norm, mlp_norm: of what is read. ..._output_norm: of what is given, before it is
     added. query_norm, key_norm: as wide as one head, or as all together. key: None where the cells
     of another layer are looked at. value: None there, too, and where values are keys, before these
-    are normed and rotated. own: of the vectors that the layer has of each token. scale: `[1]`, of
-    all that the layer gives on.
+    are normed and rotated. own: of the vectors that the layer has of each token, where altup has it
+    not. scale: `[1]`, of all that the layer gives on.
     """
 
     attention_norm: Norm | None
@@ -48,6 +51,8 @@ class Layer:
     mlp_output_norm: Norm | None
     own: PerLayerInput | None
     scale: Tensor | None
+    laurel: Laurel | None
+    altup: AltUp | None
 
 
 class Llama:
@@ -72,6 +77,7 @@ class Llama:
         self._embedding_multiplier = embedding_multiplier(spec, self._dtype)
         root = _rounded(math.sqrt(spec.per_layer_size), self._dtype)
         self._per_layer = per_layer(spec, tensors, product, root)
+        self._streams = streams_of(spec, product)
         self._head_dims = [spec.group_of(i).head_dim for i in range(spec.layers)]
         self._query_scales = [self._query_scale(spec.group_of(i)) for i in range(spec.layers)]
         self.head = self.embedding if spec.tied_head else product(HEAD)
@@ -80,26 +86,36 @@ class Llama:
         """Evaluates `tokens: [n]` into a step. Returns `[n, hidden_size]`, normed."""
         x = _times(self.embedding.chosen(tokens), self._embedding_multiplier)
         own = self._per_layer(tokens, x) if self._per_layer else ()
+        x = self._streams.opened(x) if self._streams else x
         for index, layer in enumerate(self.layers):
-            if lengths is not None:
-                lengths[index] = x.float().norm(dim=-1)
-            read = _normed(layer.attention_norm, x)
-            given = self._attention(index, layer, read, step)
-            x = self._sum(x, _normed(layer.attention_output_norm, given))
-            if not self.spec.parallel:
-                read = _normed(layer.mlp_norm, x)
-            x = self._sum(x, _normed(layer.mlp_output_norm, layer.mlp(read)))
+            block = partial(self._block, index, layer, step, lengths)
+            x = layer.altup(x, block, own[index]) if layer.altup else block(x)
             if layer.own is not None:
                 x = x + layer.own(x, own[index])
             if layer.scale is not None:
                 x = x * layer.scale
-        return self.norm(x)
+        return self.norm(self._streams.closed(x) if self._streams else x)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[n, hidden_size]` to `[n, vocab]`, float32."""
         logits = _times(self.head(hidden).float(), self.spec.logits_multiplier)
         cap = self.spec.logits_softcap
         return cap * torch.tanh(logits / cap) if cap else logits
+
+    def _block(
+        self, index: int, layer: Layer, step: Attends, lengths: Tensor | None, x: Tensor
+    ) -> Tensor:
+        """Attention and MLP, `[n, hidden_size]` to the same."""
+        if lengths is not None:
+            lengths[index] = x.float().norm(dim=-1)
+        read = _normed(layer.attention_norm, x)
+        given = self._attention(index, layer, read, step)
+        x = self._sum(x, _normed(layer.attention_output_norm, given))
+        if layer.laurel is not None:
+            x = layer.laurel(x, read)
+        if not self.spec.parallel:
+            read = _normed(layer.mlp_norm, x)
+        return self._sum(x, _normed(layer.mlp_output_norm, layer.mlp(read)))
 
     def _attention(self, index: int, layer: Layer, x: Tensor, step: Attends) -> Tensor:
         """`[n, hidden_size]` to the same."""
@@ -241,7 +257,7 @@ def _layer(
     def norm(name: str, there: bool) -> Norm | None:
         return norm_of(spec, tensors[f"{prefix}{name}.weight"]) if there else None
 
-    own = spec.source_of(index) == index
+    own, altup = spec.source_of(index) == index, altup_of(spec, index, tensors, product)
     values = own and not (spec.keys_as_values and index not in spec.local_layers)
     return Layer(
         attention_norm=norm("input_layernorm", spec.norms_before),
@@ -253,8 +269,10 @@ def _layer(
         key_norm=norm("self_attn.k_norm", spec.qk_norm and own),
         attention_output_norm=norm("post_self_attn_layernorm", spec.norms_after),
         mlp_norm=norm("post_attention_layernorm", spec.norms_before and not spec.parallel),
-        mlp=mlp_of(spec, index, tensors, product),
+        mlp=with_sparse_gate(spec, index, mlp_of(spec, index, tensors, product)),
         mlp_output_norm=norm("post_mlp_layernorm", spec.norms_after),
-        own=per_layer_input(spec, index, tensors, product),
+        own=None if altup else per_layer_input(spec, index, tensors, product),
         scale=tensors[f"{prefix}layer_scalar"] if spec.layer_scales else None,
+        laurel=laurel_of(spec, index, tensors, product),
+        altup=altup,
     )

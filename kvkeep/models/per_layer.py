@@ -1,4 +1,4 @@
-"""Embeddings that each layer has of its own, as Gemma 4 has them.
+"""Embeddings that each layer has of its own, as Gemma 3n and 4 have them.
 
 A token has a short vector for each layer: one from a table, to which the projection of its
 embedding is added. Behind its MLP a layer adds to the residual stream what its vector lets through.
@@ -8,12 +8,12 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import torch.nn.functional as F
+import torch
 from torch import Tensor
 
-from kvkeep.models.experts import Product
+from kvkeep.models.experts import GATED, Product
 from kvkeep.models.norms import Norm, norm_of
-from kvkeep.models.spec import ModelSpec
+from kvkeep.models.spec import Gating, ModelSpec
 
 TABLE = "model.embed_tokens_per_layer.weight"
 _PROJECTION = "model.per_layer_model_projection.weight"
@@ -23,34 +23,39 @@ _OF_A_LAYER = ("per_layer_input_gate", "per_layer_projection", "post_per_layer_i
 
 @dataclass(frozen=True)
 class PerLayer:
-    """The vectors of all layers. size: of one. factor: of what the table has."""
+    """The vectors of all layers.
+
+    size: of one. factor: of what the table has. known: its rows; other tokens have the first one.
+    """
 
     table: Product
     projection: Product
     norm: Norm
     size: int
     factor: float
+    known: int
 
     def __call__(self, tokens: Tensor, x: Tensor) -> tuple[Tensor, ...]:
         """`[n, size]` for each layer. tokens: `[n]`, x: their embeddings `[n, hidden_size]`."""
         shape = (len(tokens), -1, self.size)
-        own = (self.table.chosen(tokens) * self.factor).view(shape)
+        rows = torch.where(tokens < self.known, tokens, 0)
+        own = (self.table.chosen(rows) * self.factor).view(shape)
         projected = (self.projection(x) * x.shape[-1] ** -0.5).view(shape)
         return ((self.norm(projected) + own) * math.sqrt(0.5)).unbind(1)
 
 
 @dataclass(frozen=True)
 class PerLayerInput:
-    """What a layer does with its own vectors."""
+    """What a layer does with its own vectors. gating: as that of its MLP."""
 
     gate: Product
     projection: Product
     norm: Norm
+    gating: Gating
 
     def __call__(self, x: Tensor, own: Tensor) -> Tensor:
         """What is added to the residual stream x, `[n, hidden_size]`."""
-        gate = F.gelu(self.gate(x), approximate="tanh")
-        return self.norm(self.projection(gate * own))
+        return self.norm(self.projection(GATED[self.gating](self.gate(x), own)))
 
 
 def per_layer(
@@ -63,7 +68,8 @@ def per_layer(
     if not spec.per_layer_size:
         return None
     norm = norm_of(spec, tensors[_NORM])
-    return PerLayer(product(TABLE), product(_PROJECTION), norm, spec.per_layer_size, factor)
+    size, known = spec.per_layer_size, _known(spec)
+    return PerLayer(product(TABLE), product(_PROJECTION), norm, size, factor, known)
 
 
 def per_layer_input(
@@ -73,7 +79,8 @@ def per_layer_input(
     if not spec.per_layer_size:
         return None
     gate, projection, norm = (f"model.layers.{layer}.{name}.weight" for name in _OF_A_LAYER)
-    return PerLayerInput(product(gate), product(projection), norm_of(spec, tensors[norm]))
+    of_vectors = norm_of(spec, tensors[norm])
+    return PerLayerInput(product(gate), product(projection), of_vectors, spec.gating)
 
 
 def per_layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
@@ -82,10 +89,14 @@ def per_layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     if not size:
         return {}
     return {
-        TABLE: (spec.vocab_size, all_layers),
+        TABLE: (_known(spec), all_layers),
         _PROJECTION: (all_layers, spec.hidden_size),
         _NORM: (size,),
     }
+
+
+def _known(spec: ModelSpec) -> int:
+    return spec.per_layer_vocab or spec.vocab_size
 
 
 def per_layer_input_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:

@@ -66,6 +66,14 @@ class ModelSpec:
     values_normed: values are normed head by head, without a weight.
     per_layer_size: of the vectors that each layer has of each token; 0 for none.
     layer_scales: a layer multiplies all that it gives on by a learned number.
+    per_layer_vocab: tokens that have such vectors, where not all have; others have those of token
+        0. 0 for all.
+    altup_inputs, altup_active: residual streams (AltUp), and which of them the layers compute; 0
+        inputs for the residual stream alone.
+    laurel_rank: of the way past attention (LAuReL); 0 for none.
+    activation_sparsity: of each layer, the share of its gate's numbers that are made nothing;
+        empty where none has any.
+    mlp_widths: of the MLP of each layer, where they differ; intermediate_size is the greatest.
     sinks: each head has a learned logit that takes its share of the softmax and gives nothing.
     attention_softcap, logits_softcap: c in c * tanh(x / c), of scaled products and of logits; 0 for
         none.
@@ -127,6 +135,12 @@ class ModelSpec:
     values_normed: bool = False
     per_layer_size: int = 0
     layer_scales: bool = False
+    per_layer_vocab: int = 0
+    altup_inputs: int = 0
+    altup_active: int = 0
+    laurel_rank: int = 0
+    activation_sparsity: tuple[float, ...] = ()
+    mlp_widths: tuple[int, ...] = ()
 
     def is_sparse(self, layer: int) -> bool:
         """Whether a layer has a mixture of experts in the place of its MLP."""
@@ -135,6 +149,13 @@ class ModelSpec:
             and (layer + 1) % self.sparse_step == 0
             and layer not in self.dense_layers
         )
+
+    def mlp_width(self, layer: int) -> int:
+        """Of a layer that is not sparse: what is between its MLP's matrices."""
+        if self.mlp_widths:
+            return self.mlp_widths[layer]
+        twice = self.wide_shared_mlp and self.source_of(layer) != layer
+        return self.intermediate_size * (2 if twice else 1)
 
     @property
     def gating(self) -> Gating:

@@ -10,7 +10,6 @@ _LATENT = "keeps keys and values as one compressed vector (multi-head latent att
 _GROUPS = "chooses experts by scores with a bias, and in some by groups of them"
 _SPARSEMIXER = "chooses experts in a way of its own (SparseMixer)"
 _SHARED = "has a shared expert without a gate beside its experts"
-_LAYERS = "attends in some layers in another way than in others"
 
 _QWEN3 = "Qwen3 runs"
 _QWEN3_MOE = "Qwen3 runs, dense or of experts"
@@ -67,8 +66,6 @@ _WHY: dict[str, tuple[str, str]] = {
     "PhimoeForCausalLM": (_SPARSEMIXER, _PHI),
     "phimoe": (_SPARSEMIXER, _PHI),
     "GraniteMoeSharedForCausalLM": (_SHARED, _GRANITE),
-    "Gemma3nForConditionalGeneration": (_LAYERS, _ANY),
-    "gemma3n": (_LAYERS, _ANY),
 }
 
 

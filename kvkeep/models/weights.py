@@ -12,7 +12,9 @@ from tqdm import tqdm
 
 from kvkeep.errors import BadModelFile, UnsupportedModel
 from kvkeep.interrupts import interrupts_deferred
+from kvkeep.models.altup import altup_shapes, streams_shapes
 from kvkeep.models.config import read_json
+from kvkeep.models.laurel import laurel_shapes
 from kvkeep.models.per_layer import TABLE, per_layer_input_shapes, per_layer_shapes
 from kvkeep.models.spec import ModelSpec
 
@@ -127,16 +129,16 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor that the forward pass needs."""
     shapes: dict[str, tuple[int, ...]] = {}
     shapes[EMBEDDING] = (spec.vocab_size, spec.hidden_size)
-    alike: dict[tuple[bool, ...], dict[str, tuple[int, ...]]] = {}
+    alike: dict[tuple[int, ...], dict[str, tuple[int, ...]]] = {}
     for layer in range(spec.layers):
         local, own = layer in spec.local_layers, spec.source_of(layer) == layer
-        kind = (spec.is_sparse(layer), local, own)
+        kind = (spec.is_sparse(layer), local, own, spec.mlp_width(layer))
         if kind not in alike:
             alike[kind] = _layer_shapes(spec, layer)
         for name, shape in alike[kind].items():
             shapes[f"model.layers.{layer}.{name}"] = shape
     shapes[NORM] = (spec.hidden_size,)
-    shapes |= per_layer_shapes(spec)
+    shapes |= per_layer_shapes(spec) | streams_shapes(spec)
     if not spec.tied_head:
         shapes[HEAD] = (spec.vocab_size, spec.hidden_size)
     return shapes
@@ -166,7 +168,6 @@ def matrices(spec: ModelSpec) -> dict[str, tuple[int, int]]:
 def _layer_shapes(spec: ModelSpec, layer: int) -> dict[str, tuple[int, ...]]:
     """Of one layer. Checksums know their order."""
     hidden, group, own = spec.hidden_size, spec.group_of(layer), spec.source_of(layer) == layer
-    inner = spec.intermediate_size * (1 if own or not spec.wide_shared_mlp else 2)
     queries, keys = spec.heads * group.head_dim, group.kv_heads * group.head_dim
     sparse = spec.is_sparse(layer)
     shapes: dict[str, tuple[int, ...]] = {}
@@ -182,7 +183,7 @@ def _layer_shapes(spec: ModelSpec, layer: int) -> dict[str, tuple[int, ...]]:
         ("self_attn.k_proj", keys, hidden, spec.qkv_bias),
         ("self_attn.v_proj", keys, hidden, spec.qkv_bias),
         ("self_attn.o_proj", hidden, queries, spec.output_bias),
-        *([] if sparse else _mlp("mlp", hidden, inner, spec.mlp_bias)),
+        *([] if sparse else _mlp("mlp", hidden, spec.mlp_width(layer), spec.mlp_bias)),
         *(_experts(spec) if sparse else []),
     ):
         shapes[f"{name}.weight"] = (rows, columns)
@@ -194,7 +195,7 @@ def _layer_shapes(spec: ModelSpec, layer: int) -> dict[str, tuple[int, ...]]:
         shapes["self_attn.k_norm.weight"] = (keys if whole else group.head_dim,)
     if spec.sinks:
         shapes["self_attn.sinks"] = (spec.heads,)
-    shapes |= per_layer_input_shapes(spec)
+    shapes |= per_layer_input_shapes(spec) | altup_shapes(spec) | laurel_shapes(spec)
     if spec.layer_scales:
         shapes["layer_scalar"] = (1,)
     none = "kv" if not own else "v" if spec.keys_as_values and group.window is None else ""

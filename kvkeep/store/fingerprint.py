@@ -72,6 +72,12 @@ _CONFIG_BEYOND = (
     "values_normed",
     "per_layer_size",
     "layer_scales",
+    "per_layer_vocab",
+    "altup_inputs",
+    "altup_active",
+    "laurel_rank",
+    "activation_sparsity",
+    "mlp_widths",
 )
 _ROPE = ("kind", "inverse_frequencies", "attention_scaling")
 

@@ -187,7 +187,6 @@ LATENT = ["DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "MiniCPM3ForCausalLM
         *((name, "multi-head latent attention") for name in LATENT),
         ("Glm4MoeForCausalLM", "chooses experts by scores with a bias"),
         ("PhimoeForCausalLM", "chooses experts in a way of its own"),
-        ("Gemma3nForConditionalGeneration", "in some layers in another way"),
     ],
 )
 def test_what_has_no_cells_of_this_kind_is_refused_with_what_runs_instead(
@@ -374,6 +373,55 @@ def test_a_gemma_4_that_cannot_be_is_refused(
     assert read_spec(write(tmp_path, GEMMA4)).head_dim == 512
     with pytest.raises(error, match=named):
         read_spec(write(tmp_path, GEMMA4 | fields))
+
+
+GEMMA3N = {
+    **PLAIN,
+    "architectures": ["Gemma3nForCausalLM"],
+    "num_hidden_layers": 12,
+    "num_kv_shared_layers": 4,
+    "vocab_size_per_layer_input": 7,
+}
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "named"),
+    [
+        ({"attn_logit_softcapping": 50.0}, UnsupportedModel, "attn_logit_softcapping"),
+        ({"altup_correct_scale": False}, UnsupportedModel, "altup_correct_scale"),
+        ({"altup_num_inputs": 1 << 30}, BadModelFile, "altup_num_inputs"),
+        ({"altup_num_inputs": 0}, BadModelFile, "altup_num_inputs"),
+        ({"altup_active_idx": 4}, BadModelFile, "altup_active_idx"),
+        ({"laurel_rank": 0}, BadModelFile, "laurel_rank"),
+        ({"hidden_size_per_layer_input": 0}, BadModelFile, "hidden_size_per_layer_input"),
+        ({"num_kv_shared_layers": 8}, BadModelFile, "num_kv_shared_layers"),
+        ({"intermediate_size": [64] * 11}, BadModelFile, "each of 12 layers"),
+        ({"intermediate_size": [64] * 11 + [0]}, BadModelFile, "each of 12 layers"),
+        ({"intermediate_size": []}, BadModelFile, "each of 12 layers"),
+        ({"activation_sparsity_pattern": 0.95}, BadModelFile, "activation_sparsity_pattern"),
+        ({"activation_sparsity_pattern": [0.9] * 3}, BadModelFile, "each of 12 layers"),
+        ({"activation_sparsity_pattern": [1.0] * 12}, BadModelFile, "each of 12 layers"),
+        ({"activation_sparsity_pattern": ["a"] * 12}, BadModelFile, "each of 12 layers"),
+    ],
+)
+def test_a_gemma_3n_that_cannot_be_is_refused(
+    tmp_path: Path, fields: dict[str, Any], error: type[Exception], named: str
+) -> None:
+    assert read_spec(write(tmp_path, GEMMA3N)).altup_inputs == 4
+    with pytest.raises(error, match=named):
+        read_spec(write(tmp_path, GEMMA3N | fields))
+
+
+def test_a_gemma_3n_is_the_same_by_one_width_and_by_the_width_of_each_layer(
+    tmp_path: Path,
+) -> None:
+    """Published files say each, and a scale of attention that no forward heeds."""
+    one = read_spec(write(tmp_path, GEMMA3N | {"intermediate_size": 64}))
+    each = {"intermediate_size": [64] * 12, "query_pre_attn_scalar": 256}
+    assert read_spec(write(tmp_path, GEMMA3N | each)) == one
+    assert one.softmax_scale == 1
+    assert one.activation_sparsity == (0.95,) * 10 + (0.0,) * 2
+    assert one.local_layers == (0, 1, 2, 3, 5, 6, 7, 8, 10, 11)
 
 
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40}

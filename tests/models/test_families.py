@@ -111,6 +111,18 @@ GEMMA4 = {
     "hidden_size_per_layer_input": 8,
     "vocab_size_per_layer_input": 320,
 }
+GEMMA3N = {
+    "head_dim": 16,
+    "sliding_window": 20,
+    "num_hidden_layers": 9,
+    "layer_types": [_LOCAL, _LOCAL, _WHOLE] * 3,
+    "num_kv_shared_layers": 4,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 300,  # fewer than there are tokens
+    "altup_num_inputs": 3,
+    "laurel_rank": 5,
+    "activation_sparsity_pattern": [0.95, 0.5, 0.0, 0.8, 0.95, 0.0, 0.95, 0.0, 0.0],
+}
 TWO_ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
     "full_attention": {"rope_type": "linear", "rope_theta": 20000.0, "factor": 4.0},
@@ -200,6 +212,32 @@ FAMILIES = {
             "num_global_key_value_heads": 3,
         },
     ),
+    "gemma3n": ("Gemma3nText", GEMMA3N | {"final_logit_softcapping": 3.0}),
+    "gemma3n-as-published": (
+        "Gemma3nText",
+        GEMMA3N
+        | {
+            "num_hidden_layers": 15,
+            "layer_types": None,
+            "intermediate_size": 800,  # of which 40 are left
+            "num_kv_shared_layers": 5,
+            "altup_num_inputs": 4,
+            "activation_sparsity_pattern": None,
+        },
+    ),
+    "gemma3n-alone": (
+        "Gemma3nText",
+        GEMMA3N
+        | {
+            "num_kv_shared_layers": 0,
+            "altup_active_idx": 1,
+            "activation_sparsity_pattern": [0.0] * 9,
+            "intermediate_size": [160, 96, 128, 160, 32, 200, 64, 160, 96],
+            "rope_parameters": TWO_ROPES,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+        },
+    ),
     "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
     "mixtral-one-of-all": ("Mixtral", {"num_local_experts": 3, "num_experts_per_tok": 1}),
     "qwen3-moe": ("Qwen3Moe", EXPERTS | {"norm_topk_prob": True, "head_dim": 24}),
@@ -223,6 +261,9 @@ LOCAL = [
     "olmo3-yarn",
     "smollm3",
     "smollm3-local",
+    "gemma4",
+    "gemma3n",
+    "gemma3n-as-published",
 ]
 MIXTURES = ["mixtral", "qwen3-moe-alternating", "qwen2-moe", "olmoe", "granite-moe"]
 TOKENS = [(17 * i * i + 5 * i) % 320 for i in range(150)]
@@ -236,10 +277,11 @@ def written(folder: Path, family: str) -> transformers.PreTrainedModel:
     with torch.no_grad():
         for name, weight in model.named_parameters():
             usual = weight[0].item() if name.endswith("norm.weight") else 0  # 1, or 0 for 1 + 0
-            if kind == "Gemma4Text" and name.endswith("q_norm.weight"):
+            if kind in ("Gemma3nText", "Gemma4Text") and name.endswith("q_norm.weight"):
                 usual = 0.15  # products are not scaled
             clamped = kind == "GptOss" and "gate_up_proj" in name  # some of what it gives
-            weight.normal_(usual, 0.6 if clamped else 0.15)
+            routed = "modality_router" in name  # what it reads is divided by its width
+            weight.normal_(usual, 6 if routed else 0.6 if clamped else 0.15)
         for name, scale in model.named_buffers():
             if name.endswith("layer_scalar"):
                 scale.uniform_(0.7, 1.3)
@@ -301,6 +343,26 @@ def test_in_bfloat16_embeddings_and_norms_are_rounded_as_transformers_rounds_the
         embedded = theirs.model.embed_tokens(tokens)
         assert torch.equal(lengths[0], embedded.float().norm(dim=-1))
         assert torch.equal(ours.norm(embedded), theirs.model.norm(embedded))
+
+
+@pytest.mark.parametrize("family", ["gemma3n", "gemma3n-as-published"])
+def test_streams_are_no_further_from_float32_than_transformers_in_bfloat16(
+    tmp_path: Path, smollm2_folder: Path, family: str
+) -> None:
+    theirs = written(tmp_path, family)
+    spec = read_spec(tmp_path)
+    whole = read_tensors(tmp_path, torch.bfloat16, torch.device("cpu"), progress=False)
+    decoder = Decoder(spec, decoder_tensors(spec, whole))
+    ours = Model("small", tmp_path, decoder, TextCodec.open(smollm2_folder))
+    session, found = ours.session(policy="full"), []
+    for token in TOKENS:
+        session.feed([token])
+        found.append(session.logits)
+    with torch.no_grad():
+        rounded = theirs.to(torch.bfloat16)(torch.tensor([TOKENS])).logits[0].float()
+        exact = theirs.float()(torch.tensor([TOKENS])).logits[0]  # of the same, rounded weights
+    error = (torch.stack(found) - exact).square().mean().sqrt()
+    assert error <= 1.1 * (rounded - exact).square().mean().sqrt()
 
 
 def test_layers_that_look_at_the_cells_of_another_need_no_keys(

@@ -68,6 +68,17 @@ GEMMA4 = {
     "hidden_size_per_layer_input": 64,
     "vocab_size_per_layer_input": 259,
 }
+GEMMA3N = {
+    "head_dim": 32,
+    "sliding_window": 20,
+    "num_hidden_layers": 9,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 3,
+    "num_kv_shared_layers": 4,
+    "hidden_size_per_layer_input": 64,
+    "vocab_size_per_layer_input": 240,
+    "laurel_rank": 32,
+    "activation_sparsity_pattern": [0.95, 0.5, 0.0, 0.875, 0.95, 0.0, 0.0, 0.0, 0.0],
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 1e4,
@@ -124,6 +135,18 @@ MADE: dict[str, tuple[str, str, dict[str, Any]]] = {
         GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
     ),
     "gemma3": ("Gemma3Text", "gemma3", GEMMA | {"rope_parameters": TWO_ROPES}),
+    "gemma3n": ("Gemma3nText", "gemma3n", GEMMA3N | {"final_logit_softcapping": 3.0}),
+    "gemma3n-widths": (
+        "Gemma3nText",
+        "gemma3n",
+        GEMMA3N
+        | {
+            "intermediate_size": [512, 256, 128, 512, 64, 512, 512, 384, 32],
+            "num_kv_shared_layers": 0,
+            "activation_sparsity_pattern": [0.0] * 9,
+            "tie_word_embeddings": False,
+        },
+    ),
     "gemma4": ("Gemma4Text", "gemma4", GEMMA4 | {"final_logit_softcapping": 3.0}),
     "gemma4-alone": (
         "Gemma4Text",
@@ -140,7 +163,8 @@ MADE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3vl": ("Qwen3", "qwen3vl", {"head_dim": 32}),
     "qwen2vl": ("Qwen2", "qwen2vl", {}),
 }
-BY_TORCH = ["gemma4", "gemma4-alone"]  # of which the kernels know nothing yet
+# Of which the kernels know nothing yet.
+BY_TORCH = ["gemma3n", "gemma3n-widths", "gemma4", "gemma4-alone"]
 Edit = Callable[[GGUFWriter], None]
 
 
@@ -153,9 +177,10 @@ def made(kind: str) -> Any:
     with torch.no_grad():
         for each, weight in model.named_parameters():
             usual = weight[0].item() if each.endswith("norm.weight") else 0
-            if name == "Gemma4Text" and each.endswith("q_norm.weight"):
+            if name in ("Gemma3nText", "Gemma4Text") and each.endswith("q_norm.weight"):
                 usual = 0.15  # products are not scaled
-            weight.normal_(usual, 0.15)
+            routed = "modality_router" in each  # what it reads is divided by its width
+            weight.normal_(usual, 16 if routed else 0.15)
             weight.copy_(weight.bfloat16())
         for each, scale in model.named_buffers():
             if each.endswith("layer_scalar"):
@@ -188,6 +213,35 @@ def described_gemma4(writer: GGUFWriter, config: Any) -> None:
     writer.add_tensor("rope_freqs.weight", np.array(divisors, np.float32))
 
 
+def described_gemma3n(writer: GGUFWriter, config: Any) -> None:
+    writer.add_altup_active_idx(config.altup_active_idx)
+    writer.add_altup_num_inputs(config.altup_num_inputs)
+    writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input)
+    writer.add_shared_kv_layers(config.num_kv_shared_layers)
+    shares = torch.tensor(config.activation_sparsity_pattern, dtype=torch.float32)
+    writer.add_activation_sparsity_scale(torch.distributions.Normal(0, 1).icdf(shares).tolist())
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+    writer.add_final_logit_softcapping(config.final_logit_softcapping)
+
+
+def stacked_streams(model: Any) -> dict[str, torch.Tensor]:
+    """A model's tensors, the matrices of AltUp's streams in the two stacks that GGUF has."""
+    found, stacks = {}, {"altup_projections": [], "altup_unembed_projections": []}
+    for name, tensor in model.state_dict().items():
+        stack = next((each for each in stacks if f".{each}." in name), None)
+        if stack:
+            stacks[stack].append(tensor)
+        else:
+            found[name] = tensor
+    stacks = {f"model.{name}.weight": each for name, each in stacks.items() if each}
+    return found | {name: torch.stack(each) for name, each in stacks.items()}
+
+
+def stored_as(array: np.ndarray, stored: Type) -> Type:
+    """Vectors and what is no whole block wide are float32, as llama.cpp's converter has them."""
+    return stored if array.ndim > 1 and array.shape[-1] % 32 == 0 else Type.F32
+
+
 def described(writer: GGUFWriter, architecture: str, config: Any) -> None:
     """What llama.cpp's converter says of a model of that architecture."""
     heads = config.num_attention_heads
@@ -218,6 +272,8 @@ def described(writer: GGUFWriter, architecture: str, config: Any) -> None:
         writer.add_value_length(head_dim)
     if architecture == "gemma4":
         described_gemma4(writer, config)
+    if architecture == "gemma3n":
+        described_gemma3n(writer, config)
     if architecture == "granite":
         writer.add_attention_scale(config.attention_multiplier)
         writer.add_embedding_scale(config.embedding_multiplier)
@@ -272,7 +328,7 @@ def write(
     write_tokens(writer)
     number = next(n for n, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
-    for name, tensor in model.state_dict().items():
+    for name, tensor in stacked_streams(model).items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         array = tensor.float().numpy()
@@ -284,8 +340,8 @@ def write(
                 array = interleaved(array, heads)
         if architecture in ("gemma2", "gemma3") and name.endswith("norm.weight"):
             array = array + 1
-        form = stored if array.ndim == 2 else Type.F32
-        if name.endswith("layer_scalar"):
+        form = stored_as(array, stored)
+        if name.endswith(("layer_scalar", "correct_output_scale")):
             name += ".weight"
         there = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert there is not None, name
@@ -346,11 +402,12 @@ def test_matrices_are_packed_as_the_decoder_takes_them(
     model = load_model(str(write(tmp_path / "m.gguf", kind, theirs, stored)))
     compiled = library() is not None and kind not in BY_TORCH
     assert isinstance(model.decoder.executor, CompiledExecutor) == compiled
-    values = {
-        name: torch.from_numpy(gguf.dequantize(gguf.quantize(tensor.numpy(), stored), stored))
-        for name, tensor in theirs.state_dict().items()
-        if tensor.dim() == 2
-    }
+    values = {}
+    for name, tensor in theirs.state_dict().items():
+        if tensor.dim() == 2:
+            form = stored_as(tensor.numpy(), stored)
+            read = gguf.dequantize(gguf.quantize(tensor.numpy(), form), form)
+            values[name] = torch.from_numpy(read)
     wanted = decoder_tensors(model.spec, values)
     assert model.decoder.packed.keys() <= wanted.keys()
     held = model.decoder.packed if compiled else model.decoder.tensors
@@ -414,7 +471,6 @@ def test_kv_heads_may_be_said_of_each_layer_where_all_have_as_many(
         ("nemotron_h", "Mamba"),
         ("deepseek2", "multi-head latent attention"),
         ("glm4moe", "chooses experts by scores with a bias"),
-        ("gemma3n", "in some layers in another way"),
     ],
 )
 def test_what_cannot_run_is_refused_with_what_does(

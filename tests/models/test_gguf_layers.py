@@ -44,6 +44,8 @@ LOCAL = [True, False, False, True, True, False, True]
         ("exaone4-alike", lambda w: None, (), 0),
         ("olmo3", without(PATTERN), (0, 1, 2, 4, 5, 6, 8), 20),
         ("olmo2", lambda w: None, (), 0),
+        ("gemma3n", lambda w: None, (0, 1, 3, 4, 6, 7), 20),
+        ("gemma3n", without(PATTERN), (0, 1, 2, 3, 5, 6, 7, 8), 20),
         ("gemma3", lambda w: w.add_sliding_window_pattern(3), (0, 1, 3, 4, 6), 20),
         ("gemma3", lambda w: w.add_sliding_window_pattern(LOCAL), (0, 3, 4, 6), 20),
     ],

@@ -11,6 +11,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from kvkeep import load_model
+from kvkeep.model_facts import model_facts
 from kvkeep.models.config import read_spec
 
 TOKENS = [(17 * i * i + 5 * i) % 40_000 for i in range(90)]
@@ -123,6 +124,64 @@ def test_logits_equal_transformers(
         session.feed([token])
         found.append(session.logits)
     assert (torch.stack(found) - expected[49:]).abs().max() <= 1e-4 * expected.abs().max()
+
+
+def test_gemma_3n_is_read_by_the_names_of_published_files(
+    tmp_path: Path, smollm2_folder: Path
+) -> None:
+    """Its images go by a library of their own (timm): here by names alone, as its files have."""
+    text = TEXT | {
+        "rope_parameters": None,
+        "num_hidden_layers": 10,
+        "sliding_window": 20,
+        "num_kv_shared_layers": 5,
+        "laurel_rank": 6,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 39_000,
+    }
+    torch.manual_seed(1)
+    theirs = transformers.Gemma3nForCausalLM(transformers.Gemma3nTextConfig(**text)).eval()
+    with torch.no_grad():
+        for name, weight in theirs.named_parameters():
+            usual = 1 if name.endswith("norm.weight") else 0
+            weight.normal_(0.15 if name.endswith("q_norm.weight") else usual, 0.15)
+        expected = theirs(torch.tensor([TOKENS])).logits[0]
+    theirs.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    rope = config.pop("rope_parameters")
+    config |= {  # as transformers 4 wrote it, with what no forward heeds
+        "rope_theta": rope["full_attention"]["rope_theta"],
+        "rope_local_base_freq": rope["sliding_attention"]["rope_theta"],
+        "rope_scaling": None,
+        "query_pre_attn_scalar": 256,
+        "altup_lr_multiplier": 1.0,
+    }
+    whole = {"architectures": ["Gemma3nForConditionalGeneration"], "model_type": "gemma3n"}
+    images = {"audio_config": {"hidden_size": 1536}, "vision_config": {"hidden_size": 2048}}
+    (tmp_path / "config.json").write_text(json.dumps(whole | images | {"text_config": config}))
+    tensors = {
+        name.replace("model.", "model.language_model.", 1): x
+        for name, x in load_file(tmp_path / "model.safetensors").items()
+    }
+    others = (
+        "model.vision_tower.timm_model.conv_stem.conv.weight",
+        "model.audio_tower.conformer.0.norm.weight",
+        "model.embed_vision.embedding.weight",
+        "model.embed_audio.embedding_projection.weight",
+    )
+    save_file(
+        tensors | {name: torch.ones(3) for name in others},
+        tmp_path / "model.safetensors",
+        {"format": "pt"},
+    )
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(smollm2_folder / name, tmp_path)
+    model = load_model(str(tmp_path), dtype="float32")
+    assert not any("vision" in name or "audio" in name for name in model.decoder.tensors)
+    assert "(AltUp)" in model_facts(str(tmp_path)).decode
+    session = model.session(policy="full")
+    session.feed(TOKENS)
+    assert (session.logits - expected[-1]).abs().max() <= 1e-4 * expected.abs().max()
 
 
 def test_the_layout_of_older_files_is_read_the_same(tmp_path: Path, smollm2_folder: Path) -> None:

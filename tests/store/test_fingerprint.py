@@ -142,6 +142,12 @@ def test_a_new_field_of_ours_or_another_form_of_a_tokenizer_makes_no_other_model
         ("residual_multiplier", 0.22),
         ("logits_multiplier", 0.125),
         ("attention_multiplier", 0.25),
+        ("per_layer_vocab", 200),
+        ("altup_inputs", 4),
+        ("altup_active", 1),
+        ("laurel_rank", 5),
+        ("activation_sparsity", (0.95, 0.0)),
+        ("mlp_widths", (96, 64)),
     ],
 )
 def test_what_llama_does_not_have_is_in_the_digest_where_it_is_there(
