@@ -58,6 +58,7 @@ _UNKNOWN = (
     "values_normed",
     "per_layer_size",
     "layer_scales",
+    "experts_beside",
 )
 
 

@@ -16,9 +16,9 @@ from kvkeep.models.norms import Norm, norm_of
 from kvkeep.models.spec import ModelSpec
 
 TABLE = "model.embed_tokens_per_layer.weight"
-_PROJECTION = "model.per_layer_model_projection.weight"
-_NORM = "model.per_layer_projection_norm.weight"
-_OF_A_LAYER = ("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm")
+PROJECTION = "model.per_layer_model_projection.weight"
+NORM = "model.per_layer_projection_norm.weight"
+OF_A_LAYER = ("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm")
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ def per_layer(
     """None where the model has none."""
     if not spec.per_layer_size:
         return None
-    norm = norm_of(spec, tensors[_NORM])
-    return PerLayer(product(TABLE), product(_PROJECTION), norm, spec.per_layer_size, factor)
+    norm = norm_of(spec, tensors[NORM])
+    return PerLayer(product(TABLE), product(PROJECTION), norm, spec.per_layer_size, factor)
 
 
 def per_layer_input(
@@ -72,7 +72,7 @@ def per_layer_input(
     """None where the model has none."""
     if not spec.per_layer_size:
         return None
-    gate, projection, norm = (f"model.layers.{layer}.{name}.weight" for name in _OF_A_LAYER)
+    gate, projection, norm = (f"model.layers.{layer}.{name}.weight" for name in OF_A_LAYER)
     return PerLayerInput(product(gate), product(projection), norm_of(spec, tensors[norm]))
 
 
@@ -83,8 +83,8 @@ def per_layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         return {}
     return {
         TABLE: (spec.vocab_size, all_layers),
-        _PROJECTION: (all_layers, spec.hidden_size),
-        _NORM: (size,),
+        PROJECTION: (all_layers, spec.hidden_size),
+        NORM: (size,),
     }
 
 
@@ -94,4 +94,4 @@ def per_layer_input_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     if not size:
         return {}
     shapes = ((size, hidden), (hidden, size), (hidden,))
-    return {f"{name}.weight": shape for name, shape in zip(_OF_A_LAYER, shapes, strict=True)}
+    return {f"{name}.weight": shape for name, shape in zip(OF_A_LAYER, shapes, strict=True)}

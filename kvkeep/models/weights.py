@@ -13,6 +13,7 @@ from tqdm import tqdm
 from kvkeep.errors import BadModelFile, UnsupportedModel
 from kvkeep.interrupts import interrupts_deferred
 from kvkeep.models.config import read_json
+from kvkeep.models.experts_beside import experts_beside_shapes
 from kvkeep.models.per_layer import TABLE, per_layer_input_shapes, per_layer_shapes
 from kvkeep.models.spec import ModelSpec
 
@@ -182,7 +183,7 @@ def _layer_shapes(spec: ModelSpec, layer: int) -> dict[str, tuple[int, ...]]:
         ("self_attn.k_proj", keys, hidden, spec.qkv_bias),
         ("self_attn.v_proj", keys, hidden, spec.qkv_bias),
         ("self_attn.o_proj", hidden, queries, spec.output_bias),
-        *([] if sparse else _mlp("mlp", hidden, inner, spec.mlp_bias)),
+        *([] if sparse and not spec.experts_beside else _mlp("mlp", hidden, inner, spec.mlp_bias)),
         *(_experts(spec) if sparse else []),
     ):
         shapes[f"{name}.weight"] = (rows, columns)
@@ -194,7 +195,7 @@ def _layer_shapes(spec: ModelSpec, layer: int) -> dict[str, tuple[int, ...]]:
         shapes["self_attn.k_norm.weight"] = (keys if whole else group.head_dim,)
     if spec.sinks:
         shapes["self_attn.sinks"] = (spec.heads,)
-    shapes |= per_layer_input_shapes(spec)
+    shapes |= experts_beside_shapes(spec) | per_layer_input_shapes(spec)
     if spec.layer_scales:
         shapes["layer_scalar"] = (1,)
     none = "kv" if not own else "v" if spec.keys_as_values and group.window is None else ""

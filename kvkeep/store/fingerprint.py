@@ -72,6 +72,7 @@ _CONFIG_BEYOND = (
     "values_normed",
     "per_layer_size",
     "layer_scales",
+    "experts_beside",
 )
 _ROPE = ("kind", "inverse_frequencies", "attention_scaling")
 

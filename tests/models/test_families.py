@@ -1,5 +1,6 @@
 """Each family's logits equal transformers', on checkpoints that transformers wrote."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,19 @@ GEMMA4 = {
     "hidden_size_per_layer_input": 8,
     "vocab_size_per_layer_input": 320,
 }
+BESIDE = {
+    "enable_moe_block": True,
+    "num_experts": 7,
+    "top_k_experts": 3,
+    "moe_intermediate_size": 40,
+}
+GEMMA4_ALONE = {
+    **GEMMA4,
+    "num_kv_shared_layers": 0,
+    "hidden_size_per_layer_input": 0,
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 3,
+}
 TWO_ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
     "full_attention": {"rope_type": "linear", "rope_theta": 20000.0, "factor": 4.0},
@@ -190,16 +204,9 @@ FAMILIES = {
     "smollm3-local": ("SmolLM3", NEAR | PADDING | {"use_sliding_window": True}),
     "gemma4": ("Gemma4Text", GEMMA4 | {"final_logit_softcapping": 3.0}),
     "gemma4-as-published": ("Gemma4Text", GEMMA4 | {"num_hidden_layers": 12, "layer_types": None}),
-    "gemma4-alone": (
-        "Gemma4Text",
-        GEMMA4
-        | {
-            "num_kv_shared_layers": 0,
-            "hidden_size_per_layer_input": 0,
-            "attention_k_eq_v": True,
-            "num_global_key_value_heads": 3,
-        },
-    ),
+    "gemma4-alone": ("Gemma4Text", GEMMA4_ALONE),
+    "gemma4-experts": ("Gemma4Text", GEMMA4_ALONE | BESIDE),  # as 26B-A4B has them
+    "gemma4-experts-shared": ("Gemma4Text", GEMMA4 | BESIDE | {"top_k_experts": 5}),
     "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
     "mixtral-one-of-all": ("Mixtral", {"num_local_experts": 3, "num_experts_per_tok": 1}),
     "qwen3-moe": ("Qwen3Moe", EXPERTS | {"norm_topk_prob": True, "head_dim": 24}),
@@ -223,6 +230,8 @@ LOCAL = [
     "olmo3-yarn",
     "smollm3",
     "smollm3-local",
+    "gemma4-experts",
+    "gemma4-experts-shared",
 ]
 MIXTURES = ["mixtral", "qwen3-moe-alternating", "qwen2-moe", "olmoe", "granite-moe"]
 TOKENS = [(17 * i * i + 5 * i) % 320 for i in range(150)]
@@ -238,6 +247,8 @@ def written(folder: Path, family: str) -> transformers.PreTrainedModel:
             usual = weight[0].item() if name.endswith("norm.weight") else 0  # 1, or 0 for 1 + 0
             if kind == "Gemma4Text" and name.endswith("q_norm.weight"):
                 usual = 0.15  # products are not scaled
+            if re.search(r"norm_[12]\.weight|router\.(per_expert_)?scale", name):
+                usual = 1
             clamped = kind == "GptOss" and "gate_up_proj" in name  # some of what it gives
             weight.normal_(usual, 0.6 if clamped else 0.15)
         for name, scale in model.named_buffers():

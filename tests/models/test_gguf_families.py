@@ -1,5 +1,6 @@
 """GGUF files of families beyond Llama and Qwen, written by gguf-py under its names."""
 
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -68,6 +69,20 @@ GEMMA4 = {
     "hidden_size_per_layer_input": 64,
     "vocab_size_per_layer_input": 259,
 }
+GEMMA4_ALONE = {
+    **GEMMA4,
+    "num_kv_shared_layers": 0,
+    "use_double_wide_mlp": False,
+    "hidden_size_per_layer_input": 0,
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 4,
+}
+BESIDE = {
+    "enable_moe_block": True,
+    "num_experts": 5,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 96,
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 1e4,
@@ -125,22 +140,13 @@ MADE: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "gemma3": ("Gemma3Text", "gemma3", GEMMA | {"rope_parameters": TWO_ROPES}),
     "gemma4": ("Gemma4Text", "gemma4", GEMMA4 | {"final_logit_softcapping": 3.0}),
-    "gemma4-alone": (
-        "Gemma4Text",
-        "gemma4",
-        GEMMA4
-        | {
-            "num_kv_shared_layers": 0,
-            "use_double_wide_mlp": False,
-            "hidden_size_per_layer_input": 0,
-            "attention_k_eq_v": True,
-            "num_global_key_value_heads": 4,
-        },
-    ),
+    "gemma4-alone": ("Gemma4Text", "gemma4", GEMMA4_ALONE),
+    "gemma4-experts": ("Gemma4Text", "gemma4", GEMMA4_ALONE | BESIDE),
     "qwen3vl": ("Qwen3", "qwen3vl", {"head_dim": 32}),
     "qwen2vl": ("Qwen2", "qwen2vl", {}),
 }
-BY_TORCH = ["gemma4", "gemma4-alone"]  # of which the kernels know nothing yet
+ROUTER_SCALES = {"router.scale": "ffn_gate_inp", "router.per_expert_scale": "ffn_down_exps"}
+BY_TORCH = ["gemma4", "gemma4-alone", "gemma4-experts"]  # of which the kernels know nothing yet
 Edit = Callable[[GGUFWriter], None]
 
 
@@ -155,6 +161,8 @@ def made(kind: str) -> Any:
             usual = weight[0].item() if each.endswith("norm.weight") else 0
             if name == "Gemma4Text" and each.endswith("q_norm.weight"):
                 usual = 0.15  # products are not scaled
+            if re.search(r"norm_[12]\.weight|router\.(per_expert_)?scale", each):
+                usual = 1
             weight.normal_(usual, 0.15)
             weight.copy_(weight.bfloat16())
         for each, scale in model.named_buffers():
@@ -184,6 +192,10 @@ def described_gemma4(writer: GGUFWriter, config: Any) -> None:
     writer.add_value_length_swa(config.head_dim)
     writer.add_rope_dimension_count(whole)
     writer.add_rope_dimension_count_swa(config.head_dim)
+    if config.enable_moe_block:
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.top_k_experts)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     divisors = [1.0] * (whole // 8) + [1e30] * (whole // 2 - whole // 8)  # a quarter is rotated
     writer.add_tensor("rope_freqs.weight", np.array(divisors, np.float32))
 
@@ -284,10 +296,13 @@ def write(
                 array = interleaved(array, heads)
         if architecture in ("gemma2", "gemma3") and name.endswith("norm.weight"):
             array = array + 1
-        form = stored if array.ndim == 2 else Type.F32
-        if name.endswith("layer_scalar"):
+        form = stored if array.ndim > 1 and ".router." not in name else Type.F32
+        if name.endswith("layer_scalar") or ".experts." in name:
             name += ".weight"
         there = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        for scale, of in ROUTER_SCALES.items():  # as llama.cpp's converter has them
+            if name.endswith(scale):
+                there = f"blk.{name.split('.')[2]}.{of}.scale"
         assert there is not None, name
         writer.add_tensor(there, gguf.quantize(array, form), raw_dtype=form)
     edit(writer)
@@ -347,9 +362,11 @@ def test_matrices_are_packed_as_the_decoder_takes_them(
     compiled = library() is not None and kind not in BY_TORCH
     assert isinstance(model.decoder.executor, CompiledExecutor) == compiled
     values = {
-        name: torch.from_numpy(gguf.dequantize(gguf.quantize(tensor.numpy(), stored), stored))
+        name: tensor
+        if ".router." in name
+        else torch.from_numpy(gguf.dequantize(gguf.quantize(tensor.numpy(), stored), stored))
         for name, tensor in theirs.state_dict().items()
-        if tensor.dim() == 2
+        if tensor.dim() > 1
     }
     wanted = decoder_tensors(model.spec, values)
     assert model.decoder.packed.keys() <= wanted.keys()
