@@ -50,7 +50,7 @@ def obstacle(spec: ModelSpec, layout: Layout) -> str:
     heads = [group.head_dim for group in spec.groups]
     queries = [spec.heads * width for width in heads]
     widths = (spec.hidden_size, *_inner(spec), *queries, spec.per_layer_size)
-    unknown = [width for width in heads if width not in HEAD_DIMS]
+    unknown = ", ".join(str(width) for width in heads if width not in HEAD_DIMS)
     against = {
         f"run on a CPU, not on {layout.device}": layout.device.type != "cpu",
         f"are for bfloat16, not for {str(layout.dtype).removeprefix('torch.')}": (

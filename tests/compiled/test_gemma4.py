@@ -127,7 +127,7 @@ def test_a_gguf_file_is_read_as_well_as_by_torch(
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"local_head_dim": 48}, r"are for heads of .*, not of \[48\]"),
+        ({"local_head_dim": 48}, r"are for heads of .*, not of 48"),
         ({"per_layer_size": 40}, "groups of 32"),
         ({"intermediate_size": 330}, "groups of 32"),
     ],
