@@ -1,6 +1,7 @@
 """Small random bfloat16 models that the compiled kernels take, with packed weights."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import filterfalse
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,9 @@ ARCHITECTURES = {
     "cohere2": "Cohere2ForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
+    "gemma4": "Gemma4ForCausalLM",
+    "gemma4-alone": "Gemma4ForCausalLM",
+    "gemma4-experts": "Gemma4ForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "qwen2-moe": "Qwen2MoeForCausalLM",
@@ -56,7 +60,23 @@ GEMMA = {
     "embedding_multiplier": 192**0.5,
     "embedding_multiplier_rounded": True,
 }
+GEMMA4 = {
+    **GEMMA,
+    "unit_norms": False,
+    "layers": 6,
+    "local_layers": (0, 1, 3, 4),
+    "qk_norm": True,
+    "attention_multiplier": 0.1,
+    "values_normed": True,
+    "layer_scales": True,
+    "logits_softcap": 6.0,
+}
+# 31B and 26B-A4B: other KV heads, whose keys are values, where everything is seen.
+ALONE = {**GEMMA4, "keys_as_values": True, "kv_heads": 1, "local_kv_heads": 3}
 BEYOND: dict[str, dict[str, Any]] = {
+    "gemma4": {**GEMMA4, "shared_kv_layers": 3, "wide_shared_mlp": True, "per_layer_size": 32},
+    "gemma4-alone": ALONE,
+    "gemma4-experts": {**ALONE, **SEVEN, "norm_topk": True, "experts_beside": True},
     "gemma2": {**GEMMA, "attention_softcap": 5.0, "logits_softcap": 6.0},
     "gemma3": {**GEMMA, "local_rope": NEAR, "attention_multiplier": 0.1},
     "cohere2": {**LOCAL, "unrotated_layers": (1,), "centred_norms": True, "parallel": True},
@@ -72,16 +92,24 @@ BEYOND: dict[str, dict[str, Any]] = {
     "gpt-oss": {**LOCAL, **SEVEN, "norm_topk": True, "clamped_experts": True, "sinks": True},
     "granite-moe": {**MULTIPLIERS, **SEVEN, "norm_topk": True},
 }
-ROTATED = {"glm4": (0.5, 1.0), "phi4": (0.75, 1.19)}  # of each head; what yarn or longrope scales
+# Of each head, and what yarn or longrope scales.
+ROTATED = {"glm4": (0.5, 1.0), "phi4": (0.75, 1.19)}
+ROTATED |= dict.fromkeys(("gemma4", "gemma4-alone", "gemma4-experts"), (0.25, 1.0))
 
 
 def spec_of(head_dim: int = 64, family: str = "llama") -> ModelSpec:
-    """Three heads to each of two KV heads."""
+    """Three heads to each of two KV heads. Local layers of Gemma 4 have heads half as wide."""
     part, scaling = ROTATED.get(family, (1.0, 1.0))
     pairs = int(part * head_dim) // 2
     frequencies = tuple(10000.0 ** (-i / pairs) for i in range(pairs))
     unrotated = (0.0,) * (head_dim // 2 - pairs)
-    return ModelSpec(
+    beyond = BEYOND.get(family, {})
+    if family.startswith("gemma4"):
+        near = RopeSpec(
+            "default", tuple(100.0 ** (-4 * i / head_dim) for i in range(head_dim // 4))
+        )
+        beyond = {**beyond, "local_head_dim": head_dim // 2, "local_rope": near}
+    usual = ModelSpec(
         architecture=ARCHITECTURES[family],
         vocab_size=VOCABULARY,
         hidden_size=192,
@@ -92,7 +120,11 @@ def spec_of(head_dim: int = 64, family: str = "llama") -> ModelSpec:
         head_dim=head_dim,
         norm_eps=1e-5,
         max_positions=4096,
-        rope=RopeSpec("default", frequencies + unrotated, scaling),
+        rope=RopeSpec(
+            "proportional" if family.startswith("gemma4") else "default",
+            frequencies + unrotated,
+            scaling,
+        ),
         tied_head=family != "qwen3",
         qkv_bias=family in ("qwen2", "qwen2-moe", "glm4", "gpt-oss"),
         output_bias=family == "gpt-oss",
@@ -100,8 +132,8 @@ def spec_of(head_dim: int = 64, family: str = "llama") -> ModelSpec:
         qk_norm=family in ("qwen3", "qwen3-moe", "olmo2", "olmoe", "gemma3"),
         bos_token_id=None,
         eos_token_ids=(0,),
-        **BEYOND.get(family, {}),
     )
+    return replace(usual, **beyond)
 
 
 def packed_model(
@@ -143,12 +175,14 @@ def routed_by_tokens(tensors: Mapping[str, torch.Tensor], size: float) -> None:
             tensor[:, -32:] = 20 * size * F.one_hot(kind, 32).to(tensor.dtype)
         elif name.endswith(("mlp.gate.bias", "router.bias")):
             tensor.zero_()
-        elif "o_proj" in name or "down_proj" in name:
+        elif "o_proj" in name or "down_proj" in name or "per_layer_projection.w" in name:
             given = tensor if tensor.shape[-1] == hidden and tensor.dim() != 2 else tensor.mT
             given[..., -32:] = 0
         elif name.endswith("post_attention_layernorm.weight"):
             tensor[-32:] = 1
-        elif name.endswith(("mlp.gate.weight", "router.weight")):
+        elif name.endswith(("mlp.gate.scale", "router.scale")):
+            tensor[-32:] = hidden**0.5  # what is read is divided by that
+        elif name.endswith(("mlp.gate.weight", "router.weight", "router.proj.weight")):
             tensor.zero_()
             for kind in range(32):
                 order = torch.randperm(len(tensor), generator=random)

@@ -34,13 +34,38 @@ class CMlp(Structure):
     _fields_ = (("gate", CMatrix), ("up", CMatrix), ("down", CMatrix))
 
 
+class CBeside(Structure):
+    _fields_ = (
+        ("mlp_norm", c_void_p),
+        ("norm", c_void_p),
+        ("output_norm", c_void_p),
+        ("router_scale", c_void_p),
+    )
+
+
 class CMixture(Structure):
     _fields_ = (
         ("router", CMatrix),
         ("shared_router", CMatrix),
         ("shared", CMlp),
         ("expert", POINTER(CMlp)),
+        ("scales", c_void_p),
+        ("beside", POINTER(CBeside)),
     )
+
+
+class CPerLayer(Structure):
+    _fields_ = (
+        ("table", CMatrix),
+        ("projection", CMatrix),
+        ("norm", c_void_p),
+        ("size", c_int32),
+        ("factor", c_float),
+    )
+
+
+class COwnInput(Structure):
+    _fields_ = (("gate", CMatrix), ("projection", CMatrix), ("norm", c_void_p))
 
 
 class CLayer(Structure):
@@ -57,11 +82,12 @@ class CLayer(Structure):
         ("attention_output_norm", c_void_p),
         ("mlp_output_norm", c_void_p),
         ("mixture", POINTER(CMixture)),
+        ("own", POINTER(COwnInput)),
         ("sinks", c_void_p),
         ("group", c_int32),
         ("place", c_int32),
         ("rotated", c_int32),
-        ("reserved", c_int32),
+        ("scale", c_float),
     )
 
 
@@ -69,6 +95,8 @@ class CGroup(Structure):
     _fields_ = (
         ("layers", c_int32),
         ("kv_heads", c_int32),
+        ("head_dim", c_int32),
+        ("reserved", c_int32),
         ("scale", c_float),
         ("softcap", c_float),
         ("query_scale", c_void_p),
@@ -83,7 +111,7 @@ class CModel(Structure):
         ("hidden", c_int32),
         ("inner", c_int32),
         ("heads", c_int32),
-        ("head_dim", c_int32),
+        ("values_normed", c_int32),
         ("norm_eps", c_float),
         ("norm_plus", c_float),
         ("embedding_multiplier", c_float),
@@ -98,6 +126,7 @@ class CModel(Structure):
         ("shared_inner", c_int32),
         ("norm_topk", c_int32),
         ("norm", c_void_p),
+        ("per_layer", POINTER(CPerLayer)),
         ("layer", POINTER(CLayer)),
         ("group", POINTER(CGroup)),
         ("embedding", CMatrix),
@@ -230,10 +259,11 @@ class CSimilarity(Structure):
 
 # What a step's seconds are counted under, in this order.
 PHASES = ("norms", "projections", "cells", "attention", "output", "mlp")
-HEAD_DIMS = (32, 64, 96, 128, 256)
-_DECODE = (CModel, CLayer, CGroup, CMixture, CStep, CSeen, CSequence, CSight, CRun)
+HEAD_DIMS = (32, 64, 96, 128, 256, 512)
+_LAYERS = (CModel, CLayer, CGroup, CMixture, CBeside, CPerLayer, COwnInput)
+_DECODE = (*_LAYERS, CStep, CSeen, CSequence, CSight, CRun)
 _CHUNK = (CPart, CChunk)
-_REVISION = 7  # of the calls; `kRevision` in src/decode.h
+_REVISION = 8  # of the calls; `kRevision` in src/decode.h
 _NO_MEMORY, _NOT_FINITE = 2, 4  # as in src/guard.h
 
 

@@ -12,7 +12,6 @@ from kvkeep.cache.step import ChunkStep, View
 from kvkeep.compiled import binding as c
 from kvkeep.compiled.binding import require_done
 from kvkeep.compiled.operands import address, biases, kept, require, row
-from kvkeep.errors import KernelMismatch
 
 
 class ChunkAttention:
@@ -52,15 +51,15 @@ class ChunkAttention:
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         """As `Step.attend`. Raises KernelMismatch, OutOfMemory."""
-        if k is None or v is None:
-            raise KernelMismatch("the compiled kernels need keys and values of each layer")
         step, (n, heads, head_dim) = self._step, q.shape
         keys, values = step.new.keys[layer], step.new.values[layer]
         kv_heads = keys.shape[0]
         places = (kv_heads, n, head_dim)
         require(n == step.count, f"queries of {step.count} tokens", n)
         require(heads % kv_heads == 0, f"a multiple of {kv_heads} heads", heads)
-        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        q = q.contiguous()
+        given = [None if x is None else x.contiguous() for x in (k, v)]
+        require((k is None) == (v is None), "keys with values, or neither", given)
         own = _part(keys, values, places, n, 0, step.own_bias, causal=step.own_bias is None)
         parts = [own, *(_of_view(view, layer, places) for view in step.views)]
         out = torch.empty(n, heads * head_dim, dtype=torch.bfloat16, device="cpu")
@@ -80,8 +79,10 @@ class ChunkAttention:
             0,
             None if sinks is None else address(sinks, "sinks", torch.float32, (heads,)),
             address(q, "queries", torch.bfloat16, (n, heads, head_dim)),
-            address(k, "keys", torch.bfloat16, (n, kv_heads, head_dim)),
-            address(v, "values", torch.bfloat16, (n, kv_heads, head_dim)),
+            *(
+                None if x is None else address(x, what, torch.bfloat16, (n, kv_heads, head_dim))
+                for what, x in zip(("keys", "values"), given, strict=True)
+            ),
             ctypes.cast(angles, ctypes.POINTER(ctypes.c_float)),
             address(keys, "new keys", torch.bfloat16, places),
             address(values, "new values", torch.bfloat16, places),

@@ -6,7 +6,6 @@ stream. A sequence's results are the same to the last bit whether it decodes alo
 
 import ctypes
 from collections.abc import Mapping, Sequence
-from ctypes import pointer
 
 import torch
 from torch import Tensor
@@ -16,48 +15,28 @@ from kvkeep.cache.layers import ByLayer
 from kvkeep.cache.step import ChunkStep, DecodeStep
 from kvkeep.compiled.binding import (
     HEAD_DIMS,
-    CGroup,
-    CLayer,
-    CMatrix,
-    CMlp,
     CModel,
     library,
     require_done,
 )
 from kvkeep.compiled.chunk import ChunkAttention
-from kvkeep.compiled.experts import mixture, mlp
+from kvkeep.compiled.held import Held
 from kvkeep.compiled.instruction_sets import choice, multiplies_bf16
-from kvkeep.compiled.matrices import PackedLinear, described
+from kvkeep.compiled.matrices import PackedLinear
+from kvkeep.compiled.model import described_model
 from kvkeep.compiled.operands import address
 from kvkeep.compiled.step import describe
 from kvkeep.errors import KernelMismatch
 from kvkeep.models.executor import AnyStep
 from kvkeep.models.formats import GROUP
-from kvkeep.models.llama import Llama, embedding_multiplier
+from kvkeep.models.llama import Llama
 from kvkeep.models.packing import Matrix, as_tensor
-from kvkeep.models.spec import GATINGS, LayerGroup, ModelSpec
+from kvkeep.models.spec import ModelSpec
 from kvkeep.models.weights import (
-    EMBEDDING,
     HEAD,
     is_router,
     matrices,
     read_by_a_token,
-    tensor_shapes,
-)
-
-_LAYER = {
-    "query": "self_attn.q_proj",
-    "key": "self_attn.k_proj",
-    "value": "self_attn.v_proj",
-    "output": "self_attn.o_proj",
-}
-# Of a ModelSpec, what the kernels do not heed.
-_UNKNOWN = (
-    "wide_shared_mlp",
-    "keys_as_values",
-    "values_normed",
-    "per_layer_size",
-    "layer_scales",
 )
 
 
@@ -68,25 +47,22 @@ def can_decode(spec: ModelSpec, layout: Layout) -> bool:
 
 def obstacle(spec: ModelSpec, layout: Layout) -> str:
     """Why not, as what the kernels do or are; "" where there are some."""
-    widths = (spec.hidden_size, *_inner(spec), spec.heads * spec.head_dim)
+    heads = [group.head_dim for group in spec.groups]
+    queries = [spec.heads * width for width in heads]
+    widths = (spec.hidden_size, *_inner(spec), *queries, spec.per_layer_size)
+    unknown = ", ".join(str(width) for width in heads if width not in HEAD_DIMS)
     against = {
         f"run on a CPU, not on {layout.device}": layout.device.type != "cpu",
         f"are for bfloat16, not for {str(layout.dtype).removeprefix('torch.')}": (
             layout.dtype is not torch.bfloat16
         ),
         f"know one residual stream, not {spec.altup_inputs} (AltUp)": spec.altup_inputs > 0,
-        f"are for heads of {', '.join(map(str, HEAD_DIMS))}, not of {spec.head_dim}": (
-            spec.head_dim not in HEAD_DIMS
+        f"are for heads of {', '.join(map(str, HEAD_DIMS))}, not of {unknown}": bool(unknown),
+        "rotate whole heads": any(
+            group.head_dim != 2 * len(group.rope.inverse_frequencies) for group in spec.groups
         ),
-        "rotate whole heads": spec.head_dim != 2 * len(spec.rope.inverse_frequencies),
         f"read groups of {GROUP}, and its widths are {', '.join(map(str, widths))}": (
             any(width % GROUP for width in widths)
-        ),
-        "need heads of one width in all layers, each with cells of its own": (
-            len({group.head_dim for group in spec.groups}) > 1 or bool(spec.shared_kv_layers)
-        ),
-        "know no embeddings of each layer, normed values or scales of layers yet": any(
-            getattr(spec, name) for name in _UNKNOWN
         ),
         "take as many heads for each KV head": any(
             spec.heads % group.kv_heads for group in spec.groups
@@ -108,7 +84,8 @@ def _inner(spec: ModelSpec) -> list[int]:
     """Of all MLPs and experts that there are."""
     layers = set(map(spec.is_sparse, range(spec.layers)))
     sparse = [spec.expert_size, spec.shared_expert_size] if True in layers else []
-    return list(filter(None, [*([spec.intermediate_size] if False in layers else []), *sparse]))
+    dense = [spec.intermediate_size] if False in layers or spec.experts_beside else []
+    return list(filter(None, [*dense, *sparse]))
 
 
 class CompiledExecutor:
@@ -128,150 +105,46 @@ class CompiledExecutor:
         self, spec: ModelSpec, tensors: Mapping[str, Tensor], packed: Mapping[str, Matrix]
     ):
         self.spec = spec
-        self._shapes = tensor_shapes(spec)
-        # Whatever else there is by these names, no kernel knows of it.
-        self._tensors = {
-            name: tensors[name].contiguous() for name in self._shapes if name in tensors
-        }
-        self._packed = packed
+        self._held = Held(spec, tensors, packed)
         self._vectors = [
-            (len(group.layers), group.kv_heads, group.head_dim) for group in spec.groups
+            (len(spec.keepers(group)), group.kv_heads, group.head_dim) for group in spec.groups
         ]
-        self._held: list[Tensor] = []  # what the kernels are handed beside the model's tensors
         kernels = library()
         assert kernels is not None, "can_decode was asked"
         self._kernels = kernels
-        self._decoding = self._described(sampled=True)
-        self._prefilling = self._described(sampled=False)
+        self._decoding = described_model(spec, self._held, sampled=True)
+        self._prefilling = described_model(spec, self._held, sampled=False)
         # What the library multiplies slowly as it is goes by our products, too.
         self._products_in = prompts_in()
         self.name = f"compiled {choice().name}"
         if self._products_in is not torch.bfloat16:
             self.name += ", prompts in float32"
         self._products = {name: self._product(name) for name in self._by_products()}
-        self._network = Llama(spec, self._tensors | self._routers(), self._products)
+        self._network = Llama(spec, self._held.tensors | self._routers(), self._products)
         self.seconds: ctypes.Array[ctypes.c_double] | None = None  # by PHASES, where counted
 
-    def _described(self, sampled: bool) -> CModel:
-        spec = self.spec
-        layers = (CLayer * spec.layers)(*(self._layer(i, sampled) for i in range(spec.layers)))
-        return CModel(
-            spec.layers,
-            len(spec.groups),
-            spec.hidden_size,
-            spec.intermediate_size,
-            spec.heads,
-            spec.head_dim,
-            spec.norm_eps,
-            float(spec.unit_norms),
-            embedding_multiplier(spec, torch.bfloat16),
-            spec.residual_multiplier,
-            spec.qk_norm_whole,
-            spec.centred_norms,
-            spec.parallel,
-            GATINGS.index(spec.gating),
-            spec.experts,
-            spec.experts_per_token,
-            spec.expert_size,
-            spec.shared_expert_size,
-            spec.norm_topk,
-            self._pointer("model.norm.weight"),
-            layers,
-            (CGroup * len(spec.groups))(*map(self._group, spec.groups)),
-            self._matrix(EMBEDDING, sampled=False),
-            self._matrix(HEAD, sampled=True),
-        )
-
-    def _group(self, group: LayerGroup) -> CGroup:
-        scale = group.query_scale
-        return CGroup(
-            len(group.layers),
-            group.kv_heads,
-            group.softmax_scale,
-            self.spec.attention_softcap,
-            None if scale is None else self._kept(scale, torch.float32),
-            self._kept(group.rope.inverse_frequencies, torch.float64),
-        )
-
-    def _kept(self, numbers: Sequence[float] | Tensor, dtype: torch.dtype) -> int:
-        """The address of numbers that are held for as long as the executor is."""
-        self._held.append(torch.as_tensor(numbers, dtype=dtype, device="cpu").contiguous())
-        return self._held[-1].data_ptr()
-
-    def _layer(self, index: int, sampled: bool) -> CLayer:
-        prefix = f"model.layers.{index}."
-        matrices = {
-            role: self._matrix(f"{prefix}{name}.weight", sampled) for role, name in _LAYER.items()
-        }
-        norms = {
-            "attention_norm": "input_layernorm",
-            "mlp_norm": "post_attention_layernorm",
-            "query_norm": "self_attn.q_norm",
-            "key_norm": "self_attn.k_norm",
-            "attention_output_norm": "post_self_attn_layernorm",
-            "mlp_output_norm": "post_mlp_layernorm",
-        }
-
-        def matrix(name: str) -> CMatrix:
-            return self._matrix(name, sampled)
-
-        sparse, group = self.spec.is_sparse(index), self.spec.group_of(index)
-        sinks = self._tensors.get(f"{prefix}self_attn.sinks")
-        return CLayer(
-            **matrices,
-            mlp=CMlp() if sparse else mlp(f"{prefix}mlp", matrix),
-            mixture=pointer(mixture(self.spec, f"{prefix}mlp", matrix)) if sparse else None,
-            **{role: self._pointer(f"{prefix}{name}.weight") for role, name in norms.items()},
-            sinks=None if sinks is None else self._kept(sinks, torch.float32),
-            group=self.spec.groups.index(group),
-            place=group.layers.index(index),
-            rotated=index not in self.spec.unrotated_layers,
-        )
-
-    def _found(self, name: str, sampled: bool) -> Matrix:
-        """What tokens that were sampled are multiplied by, or those of a prompt."""
-        tied = name == HEAD and self.spec.tied_head
-        held: tuple[Mapping[str, Matrix], ...] = (self._tensors, self._packed)
-        for there in reversed(held) if sampled else held:
-            for each in (HEAD, EMBEDDING) if tied else (name,):
-                if each in there:
-                    return there[each]
-        raise KernelMismatch(f"the compiled kernels need {name}, and there is none")
-
-    def _matrix(self, name: str, sampled: bool) -> CMatrix:
-        shape = self._shapes[EMBEDDING if name == HEAD and self.spec.tied_head else name]
-        bias = self._pointer(name.removesuffix("weight") + "bias")
-        rounded = not sampled and not is_router(name)
-        return described(name, self._found(name, sampled), shape, bias, rounded)
-
     def _by_products(self) -> list[str]:
-        absent = [name for name in self._shapes if name not in self._tensors]
+        absent = [name for name in self._held.shapes if name not in self._held.tensors]
         if self._products_in is torch.bfloat16:
             return absent
         layers = set(matrices(self.spec)) - {HEAD}
-        return absent + [n for n in layers if n in self._tensors and not is_router(n)]
+        return absent + [n for n in layers if n in self._held.tensors and not is_router(n)]
 
     def _routers(self) -> dict[str, Tensor]:
         """Those that are no tensors, float32: a prompt is routed by what the file has, too."""
         names = (name for name in self._products if is_router(name))
-        return {name: as_tensor(self._found(name, False), torch.float32) for name in names}
+        return {name: as_tensor(self._held.found(name, False), torch.float32) for name in names}
 
     def _product(self, name: str) -> PackedLinear:
-        bias = self._tensors.get(name.removesuffix("weight") + "bias")
-        found = self._found(name, sampled=False)
-        matrix = self._matrix(name, sampled=False)
+        bias = self._held.tensors.get(name.removesuffix("weight") + "bias")
+        found = self._held.found(name, sampled=False)
+        matrix = self._held.matrix(name, sampled=False)
         return PackedLinear(self._kernels, matrix, bias, found, self._products_in)
-
-    def _pointer(self, name: str) -> int | None:
-        """None where the model's kind has no such tensor."""
-        if name not in self._shapes:
-            return None
-        return address(self._tensors[name], name, torch.bfloat16, self._shapes[name])
 
     def matrix_bytes(self) -> dict[str, int]:
         """What each matrix takes that is read for a token that was sampled, by name."""
         names = read_by_a_token(self.spec)
-        return {name: self._found(name, sampled=True).nbytes for name in names}
+        return {name: self._held.found(name, sampled=True).nbytes for name in names}
 
     def unpacked(self, name: str) -> Tensor:
         """A matrix that is packed alone, `[rows, columns]` bfloat16."""

@@ -19,22 +19,28 @@ def experts(config: Mapping[str, Any], family: Family, layers: int, path: Path) 
         return {}
     # The one name is that of transformers 4, the other of 5, or the other way round.
     name = "num_experts" if config.get("num_experts") is not None else "num_local_experts"
-    there, chosen = count(config, name, path), count(config, "num_experts_per_tok", path)
-    if chosen > there:
-        raise BadModelFile(
-            f"{path}: num_experts_per_tok ({chosen}) must be at most {name} ({there}); fetch the "
-            "model again"
-        )
     normed = mixture.norm_topk
     return {
-        "experts": there,
-        "experts_per_token": chosen,
+        **how_many(config, name, "num_experts_per_tok", path),
         "expert_size": count(config, mixture.width, path),
         "shared_expert_size": count(config, mixture.shared, path) if mixture.shared else 0,
         "norm_topk": bool(config.get("norm_topk_prob", False)) if normed is None else normed,
         "clamped_experts": mixture.clamped,
         **(_alternation(config, layers, path) if mixture.alternating else {}),
     }
+
+
+def how_many(config: Mapping[str, Any], every: str, some: str, path: Path) -> dict[str, int]:
+    """How many experts there are, and how many a token goes through. every, some: fields.
+
+    Raises BadModelFile.
+    """
+    there, chosen = count(config, every, path), count(config, some, path)
+    if chosen > there:
+        raise BadModelFile(
+            f"{path}: {some} ({chosen}) must be at most {every} ({there}); fetch the model again"
+        )
+    return {"experts": there, "experts_per_token": chosen}
 
 
 def _alternation(config: Mapping[str, Any], layers: int, path: Path) -> dict[str, Any]:

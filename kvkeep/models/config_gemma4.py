@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from kvkeep.errors import BadModelFile, UnsupportedModel
+from kvkeep.models.config_experts import how_many
 from kvkeep.models.config_numbers import count, whole
 
 _HEADS = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
@@ -47,11 +48,6 @@ def gemma4_fields(
 
     Raises BadModelFile, and UnsupportedModel for what is not run of it.
     """
-    if config.get("enable_moe_block"):
-        raise UnsupportedModel(
-            f"{path} is a Gemma 4 with experts beside its MLP (26B-A4B), which is not supported; "
-            "E2B, E4B and 31B are, and Gemma 3"
-        )
     size = whole(config, "hidden_size_per_layer_input", path, default=256)
     if size and config.get("vocab_size_per_layer_input", 262144) != config.get("vocab_size"):
         raise UnsupportedModel(
@@ -65,6 +61,7 @@ def gemma4_fields(
         "values_normed": True,
         "per_layer_size": size,
         "layer_scales": True,
+        **_experts(config, path),
     }
 
 
@@ -83,3 +80,15 @@ def shared_kv_layers(
             "look at; fetch the model again"
         )
     return shared
+
+
+def _experts(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Of those beside its MLPs, where it has some (26B-A4B)."""
+    if not config.get("enable_moe_block"):
+        return {}
+    return {
+        **how_many(config, "num_experts", "top_k_experts", path),
+        "expert_size": count(config, "moe_intermediate_size", path),
+        "norm_topk": True,
+        "experts_beside": True,
+    }

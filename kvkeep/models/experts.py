@@ -85,7 +85,10 @@ class Experts:
 
     def __call__(self, x: Tensor) -> Tensor:
         """`[n, hidden_size]` to the same."""
-        weights, chosen = self.route(x)
+        return self.through(x, *self.route(x))
+
+    def through(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """The same where it is known, as `route` has it, which experts each goes through."""
         sum = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         # Choices in the order of their experts; choice c is of token c // per_token.
         order = chosen.flatten().argsort(stable=True)
@@ -112,8 +115,16 @@ def mlp_of(
 ) -> Mlp | Experts:
     """A layer's MLP, or what it has in its place. product: of a matrix, by its name."""
     prefix = f"model.layers.{layer}.mlp"
-    if not spec.is_sparse(layer):
+    if spec.experts_beside or not spec.is_sparse(layer):
         return _mlp(prefix, product, spec.gating)
+    return experts_of(spec, layer, tensors, product)
+
+
+def experts_of(
+    spec: ModelSpec, layer: int, tensors: Mapping[str, Tensor], product: Callable[[str], Product]
+) -> Experts:
+    """A layer's mixture of experts."""
+    prefix = f"model.layers.{layer}.mlp"
 
     def router(name: str, rows: int) -> Linear:
         weight = tensors.get(name)

@@ -16,6 +16,7 @@ from kvkeep.errors import UnsupportedModel
 from kvkeep.files.whole import write_whole
 from kvkeep.models.checkpoint import decoder_name, decoder_shapes
 from kvkeep.models.config import spec_from_config
+from kvkeep.models.experts_beside import EXPERT_SCALES, ROUTER_SCALE
 from kvkeep.models.formats import FORMATS, Format
 from kvkeep.models.fused import part_of
 from kvkeep.models.gguf_config import config_from_gguf, eos_token_ids
@@ -106,12 +107,13 @@ _NORMED_TWICE = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 _GPT_OSS = "GptOssForCausalLM"
-# What is named otherwise in some: `qkv` and `up` are several matrices in one.
+# What is named otherwise in some: `qkv` and `up` are several matrices in one. What is no weight
+# here, or no weight there, is named with what it is.
 _LAYER_NAMES_OF = {
     "Phi3ForCausalLM": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
     _GPT_OSS: {
         "post_attention_norm": "post_attention_layernorm",
-        "attn_sinks": "self_attn.sinks",  # here without "weight"
+        "attn_sinks.weight": "self_attn.sinks",
     },
     "Gemma3nForCausalLM": GEMMA3N_NAMES,
     "Gemma4ForCausalLM": {
@@ -119,7 +121,12 @@ _LAYER_NAMES_OF = {
         "inp_gate": "per_layer_input_gate",
         "proj": "per_layer_projection",
         "post_norm": "post_per_layer_input_norm",
-        "layer_output_scale": "layer_scalar",  # here without "weight"
+        "layer_output_scale.weight": "layer_scalar",
+        "post_ffw_norm_1": "post_feedforward_layernorm_1",
+        "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+        "post_ffw_norm_2": "post_feedforward_layernorm_2",
+        "ffn_gate_inp.scale": ROUTER_SCALE,
+        "ffn_down_exps.scale": EXPERT_SCALES,
     },
     "Glm4ForCausalLM": {
         "ffn_up": "mlp.gate_up_proj",
@@ -168,11 +175,13 @@ def _hugging_face_name(name: str, of_a_layer: Mapping[str, str]) -> str:
         return name
     if name in _TOP_NAMES:
         return _TOP_NAMES[name]
-    layer = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
-    if layer and layer.group(2) in of_a_layer:
-        ours = f"model.layers.{layer.group(1)}.{of_a_layer[layer.group(2)]}.{layer.group(3)}"
-        bare = layer.group(2) in _BARE
-        return ours.removesuffix(".weight") if bare else ours
+    layer = re.fullmatch(r"blk\.(\d+)\.((\w+)\.(\w+))", name)
+    if layer:
+        index, whole, ours, kind = layer.groups()
+        if whole in of_a_layer:
+            return f"model.layers.{index}.{of_a_layer[whole]}"
+        if ours in of_a_layer and kind in ("weight", "bias"):
+            return f"model.layers.{index}.{of_a_layer[ours]}.{kind}"
     raise UnsupportedModel(f"the GGUF tensor {name} is not one of its architecture's")
 
 

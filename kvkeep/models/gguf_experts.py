@@ -49,6 +49,8 @@ def mixture_config(file: GgufFile, family: str) -> dict[str, Any]:
     Raises UnsupportedModel for a router of another kind, BadModelFile where fields are missing.
     """
     said = file.metadata.get(f"{family}.expert_count")
+    if family == "gemma4":
+        return _beside(file) if said else {}
     if family not in MIXTURES or (family == "llama" and not said):
         if said:
             raise UnsupportedModel(
@@ -80,6 +82,17 @@ def mixture_config(file: GgufFile, family: str) -> dict[str, Any]:
         biases = "blk.0.attn_q.bias" in file.tensors
         found |= {"shared_expert_intermediate_size": shared, "qkv_bias": biases}
     return found
+
+
+def _beside(file: GgufFile) -> dict[str, Any]:
+    """Gemma 4's, beside its MLPs."""
+    _refuse_routers(file, "gemma4")
+    return {
+        "enable_moe_block": True,
+        "num_experts": file.count("gemma4.expert_count"),
+        "top_k_experts": file.count("gemma4.expert_used_count"),
+        "moe_intermediate_size": file.count("gemma4.expert_feed_forward_length"),
+    }
 
 
 def _refuse_routers(file: GgufFile, family: str) -> None:

@@ -19,6 +19,7 @@ from kvkeep.models.altup import AltUp, altup_of, streams_of
 from kvkeep.models.cells import new_cache
 from kvkeep.models.executor import AnyStep, Executor, TorchExecutor
 from kvkeep.models.experts import Experts, Mlp, Product, mlp_of
+from kvkeep.models.experts_beside import ExpertsBeside, experts_beside
 from kvkeep.models.laurel import Laurel, laurel_of
 from kvkeep.models.linear import Linear
 from kvkeep.models.norms import Norm, norm_of
@@ -34,8 +35,9 @@ class Layer:
     """attention_norm, mlp_norm: of what is read. ..._output_norm: of what is given, before it is
     added. query_norm, key_norm: as wide as one head, or as all together. key: None where the cells
     of another layer are looked at. value: None there, too, and where values are keys, before these
-    are normed and rotated. own: of the vectors that the layer has of each token, where altup has it
-    not. scale: `[1]`, of all that the layer gives on.
+    are normed and rotated. beside: experts that read the residual stream, as the MLP does. own: of
+    the vectors that the layer has of each token, where altup has it not. scale: `[1]`, of all that
+    the layer gives on.
     """
 
     attention_norm: Norm | None
@@ -48,6 +50,7 @@ class Layer:
     attention_output_norm: Norm | None
     mlp_norm: Norm | None
     mlp: Mlp | Experts
+    beside: ExpertsBeside | None
     mlp_output_norm: Norm | None
     own: PerLayerInput | None
     scale: Tensor | None
@@ -75,8 +78,7 @@ class Llama:
         self.norm = norm_of(spec, tensors[NORM])
         self._dtype = tensors[NORM].dtype
         self._embedding_multiplier = embedding_multiplier(spec, self._dtype)
-        root = _rounded(math.sqrt(spec.per_layer_size), self._dtype)
-        self._per_layer = per_layer(spec, tensors, product, root)
+        self._per_layer = per_layer(spec, tensors, product, per_layer_multiplier(spec, self._dtype))
         self._streams = streams_of(spec, product)
         self._head_dims = [spec.group_of(i).head_dim for i in range(spec.layers)]
         self._query_scales = [self._query_scale(spec.group_of(i)) for i in range(spec.layers)]
@@ -91,7 +93,7 @@ class Llama:
             block = partial(self._block, index, layer, step, lengths)
             x = layer.altup(x, block, own[index]) if layer.altup else block(x)
             if layer.own is not None:
-                x = x + layer.own(x, own[index])
+                x = self._sum(x, layer.own(x, own[index]))
             if layer.scale is not None:
                 x = x * layer.scale
         return self.norm(self._streams.closed(x) if self._streams else x)
@@ -115,7 +117,10 @@ class Llama:
             x = layer.laurel(x, read)
         if not self.spec.parallel:
             read = _normed(layer.mlp_norm, x)
-        return self._sum(x, _normed(layer.mlp_output_norm, layer.mlp(read)))
+        given = layer.mlp(read)
+        if layer.beside is not None:
+            given = layer.beside(x, given)
+        return self._sum(x, _normed(layer.mlp_output_norm, given))
 
     def _attention(self, index: int, layer: Layer, x: Tensor, step: Attends) -> Tensor:
         """`[n, hidden_size]` to the same."""
@@ -236,6 +241,11 @@ def embedding_multiplier(spec: ModelSpec, dtype: torch.dtype) -> float:
     return _rounded(factor, dtype) if spec.embedding_multiplier_rounded else factor
 
 
+def per_layer_multiplier(spec: ModelSpec, dtype: torch.dtype) -> float:
+    """As what the table of embeddings of each layer has, of a dtype, is multiplied by it."""
+    return _rounded(math.sqrt(spec.per_layer_size), dtype)
+
+
 def _rounded(factor: float, dtype: torch.dtype) -> float:
     return torch.tensor(factor, dtype=dtype, device="cpu").item()
 
@@ -270,6 +280,7 @@ def _layer(
         attention_output_norm=norm("post_self_attn_layernorm", spec.norms_after),
         mlp_norm=norm("post_attention_layernorm", spec.norms_before and not spec.parallel),
         mlp=with_sparse_gate(spec, index, mlp_of(spec, index, tensors, product)),
+        beside=experts_beside(spec, index, tensors, product),
         mlp_output_norm=norm("post_mlp_layernorm", spec.norms_after),
         own=None if altup else per_layer_input(spec, index, tensors, product),
         scale=tensors[f"{prefix}layer_scalar"] if spec.layer_scales else None,

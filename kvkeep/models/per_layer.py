@@ -16,9 +16,9 @@ from kvkeep.models.norms import Norm, norm_of
 from kvkeep.models.spec import Gating, ModelSpec
 
 TABLE = "model.embed_tokens_per_layer.weight"
-_PROJECTION = "model.per_layer_model_projection.weight"
-_NORM = "model.per_layer_projection_norm.weight"
-_OF_A_LAYER = ("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm")
+PROJECTION = "model.per_layer_model_projection.weight"
+NORM = "model.per_layer_projection_norm.weight"
+OF_A_LAYER = ("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm")
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,9 @@ def per_layer(
     """None where the model has none."""
     if not spec.per_layer_size:
         return None
-    norm = norm_of(spec, tensors[_NORM])
+    norm = norm_of(spec, tensors[NORM])
     size, known = spec.per_layer_size, _known(spec)
-    return PerLayer(product(TABLE), product(_PROJECTION), norm, size, factor, known)
+    return PerLayer(product(TABLE), product(PROJECTION), norm, size, factor, known)
 
 
 def per_layer_input(
@@ -78,7 +78,7 @@ def per_layer_input(
     """None where the model has none."""
     if not spec.per_layer_size:
         return None
-    gate, projection, norm = (f"model.layers.{layer}.{name}.weight" for name in _OF_A_LAYER)
+    gate, projection, norm = (f"model.layers.{layer}.{name}.weight" for name in OF_A_LAYER)
     of_vectors = norm_of(spec, tensors[norm])
     return PerLayerInput(product(gate), product(projection), of_vectors, spec.gating)
 
@@ -90,8 +90,8 @@ def per_layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         return {}
     return {
         TABLE: (_known(spec), all_layers),
-        _PROJECTION: (all_layers, spec.hidden_size),
-        _NORM: (size,),
+        PROJECTION: (all_layers, spec.hidden_size),
+        NORM: (size,),
     }
 
 
@@ -105,4 +105,4 @@ def per_layer_input_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     if not size:
         return {}
     shapes = ((size, hidden), (hidden, size), (hidden,))
-    return {f"{name}.weight": shape for name, shape in zip(_OF_A_LAYER, shapes, strict=True)}
+    return {f"{name}.weight": shape for name, shape in zip(OF_A_LAYER, shapes, strict=True)}

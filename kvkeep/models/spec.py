@@ -50,6 +50,8 @@ class ModelSpec:
     expert_size, shared_expert_size: as intermediate_size, of an expert and of the one that every
         token goes through beside them; 0 for none of that kind.
     norm_topk: the weights of the experts that a token goes through are made to add up to 1.
+    experts_beside: they are not in the place of an MLP, but beside it, in every layer, with norms
+        of their own (Gemma 4).
     clamped_experts: experts and their router have biases, and what an expert multiplies is clamped:
         (up + 1) * gate * sigmoid(1.702 gate), no gate above 7 and no up beyond 7 (gpt-oss).
     sparse_step, dense_layers: each so-manieth layer is a mixture, but for these, by their indices;
@@ -141,9 +143,10 @@ class ModelSpec:
     laurel_rank: int = 0
     activation_sparsity: tuple[float, ...] = ()
     mlp_widths: tuple[int, ...] = ()
+    experts_beside: bool = False
 
     def is_sparse(self, layer: int) -> bool:
-        """Whether a layer has a mixture of experts in the place of its MLP."""
+        """Whether a layer has a mixture of experts, in the place of its MLP or beside it."""
         return (
             self.experts > 0
             and (layer + 1) % self.sparse_step == 0
@@ -151,7 +154,7 @@ class ModelSpec:
         )
 
     def mlp_width(self, layer: int) -> int:
-        """Of a layer that is not sparse: what is between its MLP's matrices."""
+        """What is between its MLP's matrices."""
         if self.mlp_widths:
             return self.mlp_widths[layer]
         twice = self.wide_shared_mlp and self.source_of(layer) != layer

@@ -10,6 +10,8 @@ router is `mlp.gate.weight`. Others:
                 block_sparse_moe.router.layer.weight    router
     in memory   mlp.experts.gate_up_proj, mlp.experts.down_proj: such stacks of transformers 5,
                 which it can be told to write
+    Gemma 4     experts.gate_up_proj, experts.down_proj: such stacks, beside the MLP
+                router.proj.weight                      router
 
 A part of a stack is looked at where it lies: nothing is copied. gpt-oss has others, in
 `clamped_experts.py`.
@@ -26,9 +28,16 @@ from kvkeep.models.clamped_experts import (
     clamped_stack_name,
     clamped_stack_shape,
 )
+from kvkeep.models.experts_beside import EXPERT_SCALES, ROUTER_SCALE
 from kvkeep.models.spec import ModelSpec
 
 _OF_A_LAYER = re.compile(r"(model\.layers\.\d+\.)(?:mlp|block_sparse_moe)\.(.+)")
+_BESIDE = re.compile(r"(model\.layers\.\d+\.)((?:router|experts)\..+)")
+_ROUTERS_BESIDE = {
+    "router.proj.weight": "mlp.gate.weight",
+    "router.scale": ROUTER_SCALE,
+    "router.per_expert_scale": EXPERT_SCALES,
+}
 _MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _ROUTERS = ("gate.weight", "router.layer.weight", "router.weight")
 _ROUTER_BIAS = "router.bias"
@@ -38,6 +47,11 @@ _DOWN = ("experts.down_proj", "output_linear.weight")
 
 def expert_name(spec: ModelSpec, name: str) -> str:
     """The name here of an expert's matrix or a router; any other name as it is."""
+    if spec.experts_beside:
+        beside = _BESIDE.fullmatch(name)
+        if beside is None or beside.group(2) not in _ROUTERS_BESIDE:
+            return name
+        return f"{beside.group(1)}{_ROUTERS_BESIDE[beside.group(2)]}"
     found = _OF_A_LAYER.fullmatch(name)
     if not spec.experts or found is None:
         return name
@@ -93,6 +107,11 @@ def stored_expert_name(spec: ModelSpec, name: str) -> str:
         router = matrix.replace("gate.", "router.") if matrix.startswith("gate.") else matrix
         return f"{layer}mlp.{clamped_stack_name(router)}"
     expert = re.fullmatch(r"experts\.(\d+)\.(\w+)\.weight", matrix)
+    if spec.experts_beside:
+        theirs = {ours: name for name, ours in _ROUTERS_BESIDE.items()}.get(f"mlp.{matrix}")
+        if expert:
+            theirs = f"experts.{'down' if expert.group(2) == 'down_proj' else 'gate_up'}_proj"
+        return f"{layer}{theirs}" if theirs else name
     if spec.architecture == "GraniteMoeForCausalLM":
         if matrix == "gate.weight":
             return f"{layer}block_sparse_moe.router.layer.weight"
@@ -103,8 +122,8 @@ def stored_expert_name(spec: ModelSpec, name: str) -> str:
         if matrix == "gate.weight":
             return f"{layer}block_sparse_moe.gate.weight"
         if expert:
-            theirs = {ours: theirs for theirs, ours in _MIXTRAL.items()}[expert.group(2)]
-            return f"{layer}block_sparse_moe.experts.{expert.group(1)}.{theirs}.weight"
+            matrix = {ours: theirs for theirs, ours in _MIXTRAL.items()}[expert.group(2)]
+            return f"{layer}block_sparse_moe.experts.{expert.group(1)}.{matrix}.weight"
     return name
 
 
@@ -129,7 +148,8 @@ def _parts(spec: ModelSpec, name: str) -> Iterator[tuple[str, int, range]]:
 
 def _stacked(spec: ModelSpec, name: str) -> tuple[str, dict[str, range]]:
     """How the parts of a stack begin, and the rows of each kind; none of any other tensor."""
-    found, width = _OF_A_LAYER.fullmatch(name), spec.expert_size
+    width = spec.expert_size
+    found = (_BESIDE if spec.experts_beside else _OF_A_LAYER).fullmatch(name)
     if not spec.experts or found is None:
         return "", {}
     layer, matrix = found.groups()

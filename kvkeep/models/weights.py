@@ -14,6 +14,7 @@ from kvkeep.errors import BadModelFile, UnsupportedModel
 from kvkeep.interrupts import interrupts_deferred
 from kvkeep.models.altup import altup_shapes, streams_shapes
 from kvkeep.models.config import read_json
+from kvkeep.models.experts_beside import experts_beside_shapes
 from kvkeep.models.laurel import laurel_shapes
 from kvkeep.models.per_layer import TABLE, per_layer_input_shapes, per_layer_shapes
 from kvkeep.models.spec import ModelSpec
@@ -170,6 +171,7 @@ def _layer_shapes(spec: ModelSpec, layer: int) -> dict[str, tuple[int, ...]]:
     hidden, group, own = spec.hidden_size, spec.group_of(layer), spec.source_of(layer) == layer
     queries, keys = spec.heads * group.head_dim, group.kv_heads * group.head_dim
     sparse = spec.is_sparse(layer)
+    dense = not sparse or spec.experts_beside
     shapes: dict[str, tuple[int, ...]] = {}
     if spec.norms_before:
         shapes["input_layernorm.weight"] = (hidden,)
@@ -183,7 +185,7 @@ def _layer_shapes(spec: ModelSpec, layer: int) -> dict[str, tuple[int, ...]]:
         ("self_attn.k_proj", keys, hidden, spec.qkv_bias),
         ("self_attn.v_proj", keys, hidden, spec.qkv_bias),
         ("self_attn.o_proj", hidden, queries, spec.output_bias),
-        *([] if sparse else _mlp("mlp", hidden, spec.mlp_width(layer), spec.mlp_bias)),
+        *(_mlp("mlp", hidden, spec.mlp_width(layer), spec.mlp_bias) if dense else []),
         *(_experts(spec) if sparse else []),
     ):
         shapes[f"{name}.weight"] = (rows, columns)
@@ -195,7 +197,8 @@ def _layer_shapes(spec: ModelSpec, layer: int) -> dict[str, tuple[int, ...]]:
         shapes["self_attn.k_norm.weight"] = (keys if whole else group.head_dim,)
     if spec.sinks:
         shapes["self_attn.sinks"] = (spec.heads,)
-    shapes |= per_layer_input_shapes(spec) | altup_shapes(spec) | laurel_shapes(spec)
+    shapes |= experts_beside_shapes(spec) | per_layer_input_shapes(spec)
+    shapes |= altup_shapes(spec) | laurel_shapes(spec)
     if spec.layer_scales:
         shapes["layer_scalar"] = (1,)
     none = "kv" if not own else "v" if spec.keys_as_values and group.window is None else ""

@@ -78,6 +78,7 @@ _CONFIG_BEYOND = (
     "laurel_rank",
     "activation_sparsity",
     "mlp_widths",
+    "experts_beside",
 )
 _ROPE = ("kind", "inverse_frequencies", "attention_scaling")
 

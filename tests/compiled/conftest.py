@@ -10,6 +10,7 @@ ON_EACH_SET = {
     "test_compressed",
     "test_decoding",
     "test_experts",
+    "test_gemma4",
     "test_products",
     "test_ragged",
     "test_sizes",

@@ -23,7 +23,7 @@ from kvkeep.session.session import Session
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no compiled kernels here")
 
-KINDS = ["mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "granite-moe"]
+KINDS = ["mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "granite-moe", "gemma4-experts"]
 TOKENS = [(i * i * 7 + 3 * i) % 250 + 1 for i in range(60)]
 
 
@@ -139,7 +139,7 @@ def test_experts_are_rounded_and_routers_are_not(
     assert sum(facts.formats.values()) == len(read) < len(matrices(model.spec))
     held += model.decoder.tensors.values()
     assert facts.weight_bytes_held == sum(each.nbytes for each in held)
-    layers = {"qwen3-moe": 1, "gpt-oss": 5}
+    layers = {"qwen3-moe": 1, "gpt-oss": 5, "gemma4-experts": 9}
     assert facts.sparse_layers == layers.get(kind, 3)
     of_experts = sum(".experts." in name for name in read)
     assert of_experts == 3 * facts.experts_per_token * facts.sparse_layers

@@ -1,5 +1,6 @@
 """What families have that Llama has not, in the compiled decode step against torch and float32."""
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from kvkeep.session.session import Session
 pytestmark = pytest.mark.skipif(library() is None, reason="no compiled kernels here")
 
 KINDS = [("granite", 64), ("olmo2", 96), ("glm4", 32), ("phi4", 128), ("cohere", 64)]
+KINDS += [("gemma4", 64), ("gemma4-alone", 512)]
 KINDS += [("gemma2", 128), ("gemma3", 256), ("cohere2", 64), ("smollm3", 96)]
 MIXTURES = [
     ("mixtral", 64),
@@ -27,6 +29,7 @@ MIXTURES = [
     ("olmoe", 96),
     ("granite-moe", 64),
     ("gpt-oss", 64),
+    ("gemma4-experts", 128),
 ]
 SIZES: dict[str, Any] = {
     "vocab_size": 49152,
@@ -47,6 +50,26 @@ LONGROPE = {
     "long_factor": [3 + 1.0 * pair for pair in range(24)],
 }
 LOCAL = {"sliding_window": 20, "num_hidden_layers": 5}
+_LOCAL, _WHOLE = "sliding_attention", "full_attention"
+GEMMA4 = {
+    "head_dim": 32,
+    "global_head_dim": 64,
+    "sliding_window": 20,
+    "num_hidden_layers": 9,
+    "layer_types": [_LOCAL, _LOCAL, _WHOLE] * 3,
+    "num_kv_shared_layers": 4,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 32,
+    "vocab_size_per_layer_input": SIZES["vocab_size"],
+    "final_logit_softcapping": 30.0,
+}
+GEMMA4_ALONE = {
+    **GEMMA4,
+    "num_kv_shared_layers": 0,
+    "hidden_size_per_layer_input": 0,
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+}
 MADE: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": (
         "Granite",
@@ -65,6 +88,8 @@ MADE: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere2": ("Cohere2", {"logit_scale": 0.25, "sliding_window": 20, "num_hidden_layers": 5}),
     "gemma2": ("Gemma2", LOCAL | {"head_dim": 128, "attn_logit_softcapping": 4.0}),
     "gemma3": ("Gemma3Text", LOCAL | {"head_dim": 256, "sliding_window_pattern": 3}),
+    "gemma4": ("Gemma4Text", GEMMA4),
+    "gemma4-alone": ("Gemma4Text", GEMMA4_ALONE | {"head_dim": 256, "global_head_dim": 512}),
     "exaone4": ("Exaone4", LOCAL | {"sliding_window_pattern": 4}),
     "olmo3": ("Olmo3", LOCAL),
     "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2}),
@@ -91,6 +116,16 @@ MADE_OF_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+MADE_OF_EXPERTS["gemma4-experts"] = (
+    "Gemma4Text",
+    GEMMA4_ALONE
+    | {
+        "enable_moe_block": True,
+        "num_experts": 11,
+        "top_k_experts": 3,
+        "moe_intermediate_size": 96,
+    },
+)
 MADE |= MADE_OF_EXPERTS
 TOKENS = [(17 * i * i + 5 * i) % 40_000 for i in range(90)]
 
@@ -137,7 +172,13 @@ def written(folder: Path, kind: str, tokenizer: Path) -> Path:
     )
     with torch.no_grad():
         for each, weight in model.named_parameters():
-            weight.normal_(1 if each.endswith("norm.weight") else 0, 0.1)
+            is_near_one = re.search(r"norm(_[12])?\.weight|router\.(per_expert_)?scale", each)
+            weight.normal_(1 if is_near_one else 0, 0.1)
+            if name == "Gemma4Text" and "q_norm" in each:
+                weight.mul_(0.3)  # products are not scaled
+        for each, scale in model.named_buffers():
+            if each.endswith("layer_scalar"):
+                scale.uniform_(0.7, 1.3)
         if kind in MADE_OF_EXPERTS:
             routed_by_tokens(model.state_dict(), 0.1)
     model.save_pretrained(folder)

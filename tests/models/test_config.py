@@ -350,7 +350,12 @@ GEMMA4 = {
 @pytest.mark.parametrize(
     ("fields", "error", "named"),
     [
-        ({"enable_moe_block": True}, UnsupportedModel, "26B-A4B"),
+        ({"enable_moe_block": True}, BadModelFile, "lacks the field num_experts"),
+        (
+            {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 5},
+            BadModelFile,
+            r"top_k_experts \(5\) must be at most num_experts \(4\)",
+        ),
         ({"vocab_size_per_layer_input": 7}, UnsupportedModel, "vocab_size_per_layer_input"),
         ({"num_kv_shared_layers": 7}, BadModelFile, "num_kv_shared_layers"),
         ({"num_kv_shared_layers": 99}, BadModelFile, "num_kv_shared_layers"),

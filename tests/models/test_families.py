@@ -1,5 +1,6 @@
 """Each family's logits equal transformers', on checkpoints that transformers wrote."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,19 @@ GEMMA3N = {
     "laurel_rank": 5,
     "activation_sparsity_pattern": [0.95, 0.5, 0.0, 0.8, 0.95, 0.0, 0.95, 0.0, 0.0],
 }
+BESIDE = {
+    "enable_moe_block": True,
+    "num_experts": 7,
+    "top_k_experts": 3,
+    "moe_intermediate_size": 40,
+}
+GEMMA4_ALONE = {
+    **GEMMA4,
+    "num_kv_shared_layers": 0,
+    "hidden_size_per_layer_input": 0,
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 3,
+}
 TWO_ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
     "full_attention": {"rope_type": "linear", "rope_theta": 20000.0, "factor": 4.0},
@@ -202,16 +216,9 @@ FAMILIES = {
     "smollm3-local": ("SmolLM3", NEAR | PADDING | {"use_sliding_window": True}),
     "gemma4": ("Gemma4Text", GEMMA4 | {"final_logit_softcapping": 3.0}),
     "gemma4-as-published": ("Gemma4Text", GEMMA4 | {"num_hidden_layers": 12, "layer_types": None}),
-    "gemma4-alone": (
-        "Gemma4Text",
-        GEMMA4
-        | {
-            "num_kv_shared_layers": 0,
-            "hidden_size_per_layer_input": 0,
-            "attention_k_eq_v": True,
-            "num_global_key_value_heads": 3,
-        },
-    ),
+    "gemma4-alone": ("Gemma4Text", GEMMA4_ALONE),
+    "gemma4-experts": ("Gemma4Text", GEMMA4_ALONE | BESIDE),  # as 26B-A4B has them
+    "gemma4-experts-shared": ("Gemma4Text", GEMMA4 | BESIDE | {"top_k_experts": 5}),
     "gemma3n": ("Gemma3nText", GEMMA3N | {"final_logit_softcapping": 3.0}),
     "gemma3n-as-published": (
         "Gemma3nText",
@@ -264,6 +271,8 @@ LOCAL = [
     "gemma4",
     "gemma3n",
     "gemma3n-as-published",
+    "gemma4-experts",
+    "gemma4-experts-shared",
 ]
 MIXTURES = ["mixtral", "qwen3-moe-alternating", "qwen2-moe", "olmoe", "granite-moe"]
 TOKENS = [(17 * i * i + 5 * i) % 320 for i in range(150)]
@@ -279,6 +288,8 @@ def written(folder: Path, family: str) -> transformers.PreTrainedModel:
             usual = weight[0].item() if name.endswith("norm.weight") else 0  # 1, or 0 for 1 + 0
             if kind in ("Gemma3nText", "Gemma4Text") and name.endswith("q_norm.weight"):
                 usual = 0.15  # products are not scaled
+            if re.search(r"norm_[12]\.weight|router\.(per_expert_)?scale", name):
+                usual = 1
             clamped = kind == "GptOss" and "gate_up_proj" in name  # some of what it gives
             routed = "modality_router" in name  # what it reads is divided by its width
             weight.normal_(usual, 6 if routed else 0.6 if clamped else 0.15)

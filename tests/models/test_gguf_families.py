@@ -1,5 +1,6 @@
 """GGUF files of families beyond Llama and Qwen, written by gguf-py under its names."""
 
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -79,6 +80,20 @@ GEMMA3N = {
     "laurel_rank": 32,
     "activation_sparsity_pattern": [0.95, 0.5, 0.0, 0.875, 0.95, 0.0, 0.0, 0.0, 0.0],
 }
+GEMMA4_ALONE = {
+    **GEMMA4,
+    "num_kv_shared_layers": 0,
+    "use_double_wide_mlp": False,
+    "hidden_size_per_layer_input": 0,
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 4,
+}
+BESIDE = {
+    "enable_moe_block": True,
+    "num_experts": 5,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 96,
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 1e4,
@@ -148,23 +163,14 @@ MADE: dict[str, tuple[str, str, dict[str, Any]]] = {
         },
     ),
     "gemma4": ("Gemma4Text", "gemma4", GEMMA4 | {"final_logit_softcapping": 3.0}),
-    "gemma4-alone": (
-        "Gemma4Text",
-        "gemma4",
-        GEMMA4
-        | {
-            "num_kv_shared_layers": 0,
-            "use_double_wide_mlp": False,
-            "hidden_size_per_layer_input": 0,
-            "attention_k_eq_v": True,
-            "num_global_key_value_heads": 4,
-        },
-    ),
+    "gemma4-alone": ("Gemma4Text", "gemma4", GEMMA4_ALONE),
+    "gemma4-experts": ("Gemma4Text", "gemma4", GEMMA4_ALONE | BESIDE),
     "qwen3vl": ("Qwen3", "qwen3vl", {"head_dim": 32}),
     "qwen2vl": ("Qwen2", "qwen2vl", {}),
 }
 # Of which the kernels know nothing yet.
-BY_TORCH = ["gemma3n", "gemma3n-widths", "gemma4", "gemma4-alone"]
+BY_TORCH = ["gemma3n", "gemma3n-widths"]
+ROUTER_SCALES = {"router.scale": "ffn_gate_inp", "router.per_expert_scale": "ffn_down_exps"}
 Edit = Callable[[GGUFWriter], None]
 
 
@@ -180,6 +186,8 @@ def made(kind: str) -> Any:
             if name in ("Gemma3nText", "Gemma4Text") and each.endswith("q_norm.weight"):
                 usual = 0.15  # products are not scaled
             routed = "modality_router" in each  # what it reads is divided by its width
+            if re.search(r"norm_[12]\.weight|router\.(per_expert_)?scale", each):
+                usual = 1
             weight.normal_(usual, 16 if routed else 0.15)
             weight.copy_(weight.bfloat16())
         for each, scale in model.named_buffers():
@@ -209,6 +217,10 @@ def described_gemma4(writer: GGUFWriter, config: Any) -> None:
     writer.add_value_length_swa(config.head_dim)
     writer.add_rope_dimension_count(whole)
     writer.add_rope_dimension_count_swa(config.head_dim)
+    if config.enable_moe_block:
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.top_k_experts)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     divisors = [1.0] * (whole // 8) + [1e30] * (whole // 2 - whole // 8)  # a quarter is rotated
     writer.add_tensor("rope_freqs.weight", np.array(divisors, np.float32))
 
@@ -237,9 +249,10 @@ def stacked_streams(model: Any) -> dict[str, torch.Tensor]:
     return found | {name: torch.stack(each) for name, each in stacks.items()}
 
 
-def stored_as(array: np.ndarray, stored: Type) -> Type:
-    """Vectors and what is no whole block wide are float32, as llama.cpp's converter has them."""
-    return stored if array.ndim > 1 and array.shape[-1] % 32 == 0 else Type.F32
+def stored_as(name: str, array: np.ndarray, stored: Type) -> Type:
+    """As llama.cpp's converter has it: routers, vectors and what is no whole block are float32."""
+    whole = array.ndim > 1 and array.shape[-1] % 32 == 0
+    return stored if whole and ".router." not in name else Type.F32
 
 
 def described(writer: GGUFWriter, architecture: str, config: Any) -> None:
@@ -340,10 +353,13 @@ def write(
                 array = interleaved(array, heads)
         if architecture in ("gemma2", "gemma3") and name.endswith("norm.weight"):
             array = array + 1
-        form = stored_as(array, stored)
-        if name.endswith(("layer_scalar", "correct_output_scale")):
+        form = stored_as(name, array, stored)
+        if name.endswith(("layer_scalar", "correct_output_scale")) or ".experts." in name:
             name += ".weight"
         there = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        for scale, of in ROUTER_SCALES.items():  # as llama.cpp's converter has them
+            if name.endswith(scale):
+                there = f"blk.{name.split('.')[2]}.{of}.scale"
         assert there is not None, name
         writer.add_tensor(there, gguf.quantize(array, form), raw_dtype=form)
     edit(writer)
@@ -404,8 +420,8 @@ def test_matrices_are_packed_as_the_decoder_takes_them(
     assert isinstance(model.decoder.executor, CompiledExecutor) == compiled
     values = {}
     for name, tensor in theirs.state_dict().items():
-        if tensor.dim() == 2:
-            form = stored_as(tensor.numpy(), stored)
+        if tensor.dim() > 1:
+            form = stored_as(name, tensor.numpy(), stored)
             read = gguf.dequantize(gguf.quantize(tensor.numpy(), form), form)
             values[name] = torch.from_numpy(read)
     wanted = decoder_tensors(model.spec, values)

@@ -2,6 +2,8 @@
 // (arXiv:1805.02867; by blocks as in flash attention, arXiv:2205.14135).
 #pragma once
 
+#include <type_traits>
+
 #include "cells.h"
 
 namespace kvkeep {
@@ -67,6 +69,20 @@ struct Ahead {
 struct Scoring {
   float scale, softcap;
 };
+
+// Calls `with(width)`, a constant, for a width of heads that there are kernels for. False for others.
+template <typename With>
+bool for_width(int head_dim, With with) {
+  switch (head_dim) {
+    case 32: with(std::integral_constant<int, 32>{}); return true;
+    case 64: with(std::integral_constant<int, 64>{}); return true;
+    case 96: with(std::integral_constant<int, 96>{}); return true;
+    case 128: with(std::integral_constant<int, 128>{}); return true;
+    case 256: with(std::integral_constant<int, 256>{}); return true;
+    case 512: with(std::integral_constant<int, 512>{}); return true;
+    default: return false;
+  }
+}
 
 template <int kDim>
 void attend(const Packed<kDim>& block, const Scoring& how, Row* rows, int count, const Ahead& ahead);

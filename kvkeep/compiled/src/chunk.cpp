@@ -80,7 +80,7 @@ class ChunkRun {
       for (int head = 0; head < chunk_.heads; ++head)
         rotate(chunk_.q + (std::size_t(i) * chunk_.heads + head) * kDim, angle(r, i), kDim,
                query(r, i, head));
-    for (int head = 0; head < chunk_.kv_heads; ++head) {
+    for (int head = 0; chunk_.k && head < chunk_.kv_heads; ++head) {
       const std::size_t from = (std::size_t(i) * chunk_.kv_heads + head) * kDim;
       rotate(chunk_.k + from, angle(0, i), kDim,
              chunk_.new_keys + head * chunk_.new_key_head + std::size_t(i) * kDim);
@@ -177,14 +177,9 @@ int kvkeep_chunk_interface() { return sizeof(kvkeep::Part) + sizeof(kvkeep::Chun
 int kvkeep_attend_chunk(const kvkeep::Chunk* chunk) {
   using namespace kvkeep;
   return guarded([=] {
-    switch (chunk->head_dim) {
-      case 32: ChunkRun<32>(*chunk).run(); return kDone;
-      case 64: ChunkRun<64>(*chunk).run(); return kDone;
-      case 96: ChunkRun<96>(*chunk).run(); return kDone;
-      case 128: ChunkRun<128>(*chunk).run(); return kDone;
-      case 256: ChunkRun<256>(*chunk).run(); return kDone;
-      default: return kNoKernel;
-    }
+    const bool known =
+        for_width(chunk->head_dim, [=](auto width) { ChunkRun<width.value>(*chunk).run(); });
+    return known ? kDone : kNoKernel;
   });
 }
 

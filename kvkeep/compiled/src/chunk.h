@@ -20,7 +20,8 @@ struct Part {
   Own own;  // by KV heads
 };
 
-// q: [tokens, heads, head_dim], k and v: [tokens, kv_heads, head_dim], all dense and unrotated.
+// q: [tokens, heads, head_dim], k and v: [tokens, kv_heads, head_dim], all dense and unrotated; k and v
+// null where another layer has put its cells where these would go.
 // angles: [rotations, tokens, head_dim], cosines and sines; rotation 0 is that of the new cells.
 // new_keys, new_values: [kv_heads, tokens, head_dim], where they go.
 // out: [tokens, heads * head_dim].

@@ -7,7 +7,16 @@
 
 namespace kvkeep {
 
-constexpr int kRevision = 7;  // raised where what a call does changes, and no structure
+constexpr int kRevision = 8;  // raised where what a call does changes, and no structure
+
+// What experts have that come beside an MLP (Gemma 4), each [hidden]. Norms: of what the MLP gives, of
+// what experts read, and of what they give. router_scale: of what the router reads, once it is normed.
+struct Beside {
+  const Bf16* mlp_norm;
+  const Bf16* norm;
+  const Bf16* output_norm;
+  const Bf16* router_scale;
+};
 
 // A mixture of experts (arXiv:1701.06538). Of one without a shared expert, whatever is shared is not
 // read.
@@ -15,9 +24,30 @@ struct Mixture {
   Matrix router;         // [experts, hidden]
   Matrix shared_router;  // [1, hidden]
   Mlp shared;
-  const Mlp* expert;  // [experts]
+  const Mlp* expert;     // [experts]
+  const float* scales;   // [experts], of what each gives; or null
+  const Beside* beside;  // null: in the place of the MLP
 };
 
+// The vectors that each layer has of each token (Gemma 4): what a table has, and what the embedding is
+// projected to. factor: of the table's.
+struct PerLayer {
+  Matrix table;       // [vocab, layers * size]
+  Matrix projection;  // [layers * size, hidden]
+  const Bf16* norm;   // [size], of what is projected
+  std::int32_t size;
+  float factor;
+};
+
+// What a layer does with its own. norm: [hidden], of what is added.
+struct OwnInput {
+  Matrix gate;        // [size, hidden]
+  Matrix projection;  // [hidden, size]
+  const Bf16* norm;
+};
+
+// key: of no rows where a layer looks at the cells of another, and has none. value: of none there, too,
+// and where values are keys, before these are normed and rotated.
 // Norms of [hidden], or null: of what attention and MLP read, and of what they give. query_norm and
 // key_norm: [head_dim], or of all heads together where the model says so; or null.
 struct Layer {
@@ -29,24 +59,26 @@ struct Layer {
   const Bf16* key_norm;
   const Bf16* attention_output_norm;
   const Bf16* mlp_output_norm;
-  const Mixture* mixture;  // in the place of the MLP; or null
+  const Mixture* mixture;  // in the place of the MLP, or beside it; or null
+  const OwnInput* own;     // or null
   const float* sinks;      // [heads], logits that take their share of the softmax; or null
   std::int32_t group;      // whose layers attend as this one does
-  std::int32_t place;      // of its cells among those of the group's layers
+  std::int32_t place;      // of the cells that it looks at, among those of the group's layers
   std::int32_t rotated;    // 0: without RoPE
-  std::int32_t reserved;
+  float scale;             // of all that it gives on
 };
 
-// Layers that attend alike.
+// Layers that attend alike. layers: those that have cells.
 struct Group {
-  std::int32_t layers, kv_heads;
+  std::int32_t layers, kv_heads, head_dim, reserved;
   float scale, softcap;       // of attention scores; softcap: 0 for none
   const float* query_scale;   // [head_dim], of each query; or null
   const double* frequencies;  // [head_dim / 2], radians per position
 };
 
 struct Model {
-  std::int32_t layers, groups, hidden, inner, heads, head_dim;
+  std::int32_t layers, groups, hidden, inner, heads;  // inner: of the widest MLP
+  std::int32_t values_normed;  // not 0: head by head, without a weight
   float norm_eps, norm_plus;  // norm_plus: what the weights of norms are more than is stored
   float embedding_multiplier, residual_multiplier;  // of what is looked up, and of what is added
   std::int32_t whole_norms;    // not 0: query_norm and key_norm are of all heads together
@@ -57,6 +89,7 @@ struct Model {
   // the shared one. norm_topk: not 0: the weights of a token's experts add up to 1.
   std::int32_t experts, experts_per_token, expert_inner, shared_inner, norm_topk;
   const Bf16* norm;
+  const PerLayer* per_layer;  // or null
   const Layer* layer;
   const Group* group;
   Matrix embedding;  // [vocab, hidden]
@@ -115,7 +148,7 @@ struct Step {
 
 extern "C" {
 #pragma GCC visibility push(default)
-// The size of Model, Layer, Group, Mixture, Step, Seen, Sequence, Sight and Run together; kRevision. Both sides
+// The size of Model, Layer, Group, Mixture, Beside, PerLayer, OwnInput, Step, Seen, Sequence, Sight and Run together; kRevision. Both sides
 // must agree.
 int kvkeep_interface();
 int kvkeep_revision();

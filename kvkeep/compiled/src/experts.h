@@ -42,15 +42,19 @@ class ExpertRuns {
         shared_activated_(sequences, model.shared_inner),
         shared_given_(model.shared_inner ? std::size_t(sequences) * model.hidden : 0) {}
 
-  // Calls `take(i, column, values)` for 16 columns at a time of what the experts of sequence i give,
-  // all threads together. input: [sequences, hidden].
+  // Which experts each sequence goes through, all threads together. input: [sequences, hidden].
+  void route(int me, Workers& workers, const Mixture& mixture, const Input& input) {
+    score(me, workers, mixture, input);
+    workers.share_then_barrier(me, sequences_, 1, [&](int i) { choose(i, mixture.scales); });
+    workers.share_then_barrier(me, 1, 1, [&](int) { sort(); });
+  }
+
+  // Calls `take(i, column, values)` for 16 columns at a time of what these give to sequence i. input: as
+  // above.
   template <typename Take>
   void run(int me, Workers& workers, const Mixture& mixture, const Input& input, Take take) {
     const bool shared = model_.shared_inner;
     const auto how = static_cast<Activated>(model_.activation);
-    score(me, workers, mixture, input);
-    workers.share_then_barrier(me, sequences_, 1, [&](int i) { choose(i); });
-    workers.share_then_barrier(me, 1, 1, [&](int) { sort(); });
     workers.share_then_barrier(me, choices_, 4, [&](int c) { gather(c, input); });
     each_hit(me, workers, model_.expert_inner, 8, [&](int expert, int block, int first, int count) {
       activate_rows(how, mixture.expert[expert], block, read_, first, count, activated_);
@@ -91,7 +95,8 @@ class ExpertRuns {
   }
 
   // The experts of sequence i, that of the highest score first, of equal ones that of lower index.
-  void choose(int i) {
+  // scales: of what each expert gives, or null.
+  void choose(int i, const float* scales) {
     const float* score = scores(i);
     bool* taken = taken_.get() + std::size_t(i) * model_.experts;
     std::int32_t* chosen = chosen_.get() + std::size_t(i) * per_token_;
@@ -112,6 +117,7 @@ class ExpertRuns {
       for (int e = 0; e < model_.experts; ++e) total += std::exp(score[e] - score[chosen[0]]);
     }
     for (int j = 0; j < per_token_; ++j) weight[j] /= total;
+    for (int j = 0; scales && j < per_token_; ++j) weight[j] *= scales[chosen[j]];
   }
 
   // All choices by their experts.

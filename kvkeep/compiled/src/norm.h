@@ -13,10 +13,10 @@ struct Norming {
   bool centred;
 };
 
-// RMSNorm (arXiv:1910.07467) of `size` values, a multiple of 16. `to(i, values)` takes those from i
-// on, 16 at a time.
-template <typename To>
-void norm(const float* x, const Bf16* weight, const Norming& how, int size, To to) {
+// RMSNorm (arXiv:1910.07467) of `size` values, a multiple of 16. `weight(i)` is of those from i on, and
+// `to(i, values)` takes them, 16 at a time.
+template <typename Weight, typename To>
+void norm_by(Weight weight, const float* x, const Norming& how, int size, To to) {
   Floats mean = zeros();
   if (how.centred) {
     for (int i = 0; i < size; i += kLanes) mean = mean + load(x + i);
@@ -30,7 +30,18 @@ void norm(const float* x, const Bf16* weight, const Norming& how, int size, To t
   const Floats factor =
       all(1.f / std::sqrt(sum_of(squares) / size + how.eps));
   for (int i = 0; i < size; i += kLanes)
-    to(i, (load(x + i) - mean) * factor * (load(weight + i) + all(how.plus)));
+    to(i, (load(x + i) - mean) * factor * weight(i));
+}
+
+template <typename To>
+void norm(const float* x, const Bf16* weight, const Norming& how, int size, To to) {
+  norm_by([=](int i) { return load(weight + i) + all(how.plus); }, x, how, size, to);
+}
+
+// The same without a weight.
+template <typename To>
+void norm(const float* x, const Norming& how, int size, To to) {
+  norm_by([](int) { return all(1.f); }, x, how, size, to);
 }
 
 }  // namespace kvkeep

@@ -1,0 +1,142 @@
+"""Gemma 4 on each instruction set: heads of two widths, cells that are looked at by several layers,
+what comes behind the MLP, and experts beside it."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compiled.test_decoding import by_torch, forked, last, logits_of
+from gguf import GGMLQuantizationType as Type
+from models.test_gguf_families import TOKENS, made, write
+from packed_model import packed_model, routed_by_tokens, spec_of
+from torch import Tensor
+
+from kvkeep import SessionGroup, Snapshot, load_model
+from kvkeep.compiled.binding import library
+from kvkeep.compiled.decoder import CompiledExecutor, obstacle
+from kvkeep.model import Model
+from kvkeep.models.cells import cell_layout
+from kvkeep.session.session import Session
+
+pytestmark = pytest.mark.skipif(library() is None, reason="no compiled kernels here")
+
+KINDS = [("gemma4", 64), ("gemma4-alone", 512), ("gemma4-experts", 128)]
+SETTINGS: list[dict[str, Any]] = [
+    {"policy": "full"},
+    {"max_kv_size": 64, "keep": 5, "prefill_step": 50},
+    {"max_kv_size": 90, "kv_bits": "8", "prefill_step": 50},
+    {"max_kv_size": 90, "kv_bits": "4"},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("bits", [None, 8, 4])
+@pytest.mark.parametrize(("family", "head_dim"), KINDS)
+def test_it_is_no_further_from_float32_than_torch_in_bfloat16(
+    family: str, head_dim: int, bits: int | None, settings: dict[str, Any]
+) -> None:
+    model = packed_model(spec_of(head_dim, family), bits)  # type: ignore[arg-type]
+    assert isinstance(model.decoder.executor, CompiledExecutor)
+    exact = logits_of(by_torch(model, torch.float32), settings)
+    reference = (logits_of(by_torch(model, torch.bfloat16), settings) - exact).square().mean()
+    compiled = (logits_of(model, settings) - exact).square().mean()
+    assert exact.abs().max() > 2
+    assert compiled <= 1.2 * reference
+
+
+def fed(model: Model, **settings: Any) -> Session:
+    session = model.session(**settings)
+    session.feed([i % 250 + 1 for i in range(130)])
+    return session
+
+
+@pytest.mark.parametrize("kv_bits", [None, "8/4"])
+@pytest.mark.parametrize(("family", "head_dim"), KINDS)
+def test_a_group_says_what_each_says_alone_to_the_last_bit(
+    family: str, head_dim: int, kv_bits: str | None
+) -> None:
+    model = packed_model(spec_of(head_dim, family), 4)
+    together, alone = (forked(fed(model, max_kv_size=100, kv_bits=kv_bits), 5) for _ in range(2))
+    group = SessionGroup(together)
+    for _ in range(9):
+        assert group.next_tokens() == [session.next_token() for session in alone]
+    for one, other in zip(together, alone, strict=True):
+        assert torch.equal(last(one), last(other))
+
+
+@pytest.mark.parametrize(("family", "head_dim"), KINDS)
+def test_it_is_the_same_on_any_number_of_threads(family: str, head_dim: int) -> None:
+    model = packed_model(spec_of(head_dim, family), 4)
+    threads, found = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            found.append(logits_of(model, {"max_kv_size": 60, "kv_bits": "8"}))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize(("family", "head_dim"), KINDS)
+def test_a_snapshot_goes_on_to_the_last_bit(family: str, head_dim: int, tmp_path: Path) -> None:
+    model = packed_model(spec_of(head_dim, family), 4)
+    session, path = fed(model, max_kv_size=90), tmp_path / "one.kvkeep"
+    session.snapshot().save(path)
+    again = model.restore(Snapshot.load(path))
+    for _ in range(9):
+        assert again.next_token() == session.next_token()
+        assert torch.equal(last(again), last(session))
+
+
+def written_by(model: Model) -> Tensor:
+    """`[n, vocab]`: after a prompt, and after each of some tokens that the model wrote."""
+    session = model.session(policy="full")
+    session.feed(TOKENS[:40])
+    rows = [last(session)]
+    for token in TOKENS[40:]:
+        session.score([token], written=True)
+        rows.append(last(session))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("stored", [Type.Q4_0, Type.Q8_0, Type.BF16])
+@pytest.mark.parametrize("kind", ["gemma4", "gemma4-alone", "gemma4-experts"])
+def test_a_gguf_file_is_read_as_well_as_by_torch(
+    kind: str, stored: Type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The table of embeddings of each layer is packed, too."""
+    monkeypatch.setenv("KVKEEP_HOME", str(tmp_path / "home"))
+    theirs = made(kind)
+    if kind == "gemma4-experts":
+        routed_by_tokens(theirs.state_dict(), 0.15)
+    path = str(write(tmp_path / "m.gguf", kind, theirs, stored))
+    model = load_model(path)
+    assert isinstance(model.decoder.executor, CompiledExecutor)
+    found = written_by(model)
+    exact = written_by(load_model(path, dtype="float32"))
+    monkeypatch.setenv("KVKEEP_COMPILED", "0")
+    rounded = written_by(load_model(path))
+    error = (rounded - exact).square().mean()
+    assert (found - exact).square().mean() <= 1.2 * error
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"local_head_dim": 48}, r"are for heads of .*, not of 48"),
+        ({"per_layer_size": 40}, "groups of 32"),
+        ({"intermediate_size": 330}, "groups of 32"),
+    ],
+)
+def test_what_no_kernel_takes_is_said(changes: dict[str, Any], why: str) -> None:
+    spec = spec_of(64, "gemma4")
+    layout = cell_layout(spec, packed_model(spec, None).decoder.tensors)
+    assert not obstacle(spec, layout)
+    if "local_head_dim" in changes:
+        half = tuple(100.0 ** (-i / 24) for i in range(24))
+        changes = {**changes, "local_rope": replace(spec.rope, inverse_frequencies=half)}
+    assert re.search(why, obstacle(replace(spec, **changes), layout))
