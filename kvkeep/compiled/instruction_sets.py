@@ -26,10 +26,14 @@ TORCH = "torch"
 
 @dataclass(frozen=True)
 class Choice:
-    """name: of a set, or "torch". against: why each faster one is not taken, by its name."""
+    """name: of a set, or "torch". against: why each faster one is not taken, by its name.
+
+    asked: whether the environment chose it.
+    """
 
     name: str
     against: dict[str, str] = field(default_factory=dict)
+    asked: bool = field(default=False, compare=False)
 
     @property
     def why_torch(self) -> str:
@@ -60,6 +64,12 @@ def load(name: str) -> ctypes.CDLL | None:
     return _loaded(_folder(), f"_{name}")
 
 
+def load_error(name: str) -> str:
+    """What the system said where the object of a set is there and `load` gives None."""
+    path = _path(_folder(), f"_{name}")
+    return _ERRORS.get(path, "") if path else ""
+
+
 def multiplies_bf16() -> bool:
     """Whether this processor multiplies bfloat16 as fast as float32, or faster."""
     cpu = _loaded(_folder(), "_cpu")
@@ -87,7 +97,7 @@ def _chosen(asked: str | None, compiled: str | None, folder: Path) -> Choice:
 
 
 def _none(why: str) -> Choice:
-    return Choice(TORCH, dict.fromkeys(SETS, why))
+    return Choice(TORCH, dict.fromkeys(SETS, why), asked=True)
 
 
 def _forced(asked: str, folder: Path) -> Choice:
@@ -100,7 +110,8 @@ def _forced(asked: str, folder: Path) -> Choice:
             "that there is here is used"
         )
     better = list(SETS)[: list(SETS).index(asked)]
-    return Choice(asked, dict.fromkeys(better, f"were left out by KVKEEP_ISA={asked}"))
+    why = f"were left out by KVKEEP_ISA={asked}"
+    return Choice(asked, dict.fromkeys(better, why), asked=True)
 
 
 def _obstacle(name: str, folder: Path) -> str:
@@ -117,6 +128,9 @@ def _path(folder: Path, name: str) -> Path | None:
     return next(filter(Path.exists, paths), None)
 
 
+_ERRORS: dict[Path, str] = {}  # of objects that could not be loaded
+
+
 @cache
 def _loaded(folder: Path, name: str) -> ctypes.CDLL | None:
     path = _path(folder, name)
@@ -125,5 +139,6 @@ def _loaded(folder: Path, name: str) -> ctypes.CDLL | None:
     # torch has brought the OpenMP runtime that the kernels' threads are of.
     try:
         return ctypes.CDLL(str(path))
-    except OSError:
+    except OSError as error:
+        _ERRORS[path] = str(error)
         return None
