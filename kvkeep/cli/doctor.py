@@ -67,7 +67,7 @@ def _kernels(kernels: "Kernels") -> _Lines:
 def _threads(threads: "Threads") -> str:
     parts = [f"{threads.used} on {threads.cores} cores"]
     if threads.load is not None:
-        parts[0] += f", of which {threads.load:g} were busy in the last minute"
+        parts[0] += f", load {threads.load:g}"
     if threads.quota is not None:
         parts.append(f"the control group has the time of {threads.quota:g}")
     return "; ".join([*parts, *(f"{k}={v}" for k, v in threads.environment.items())])

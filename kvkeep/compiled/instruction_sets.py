@@ -7,6 +7,7 @@ that were built to find errors (`make sanitize`).
 """
 
 import ctypes
+import json
 import os
 from dataclasses import dataclass, field
 from functools import cache
@@ -117,14 +118,25 @@ def _forced(asked: str, folder: Path) -> Choice:
 def _obstacle(name: str, folder: Path) -> str:
     """Why a set cannot be used, as what its kernels are or need. None of it is executed."""
     if _loaded(folder, "_cpu") is None:
-        return "were not built here"
+        return _not_built(folder, "cpu")
     if not runs_here(name):
         return f"need a processor with {SETS[name]}"
-    return "" if _path(folder, f"_{name}") else "were not built here"
+    return "" if _path(folder, f"_{name}") else _not_built(folder, name)
+
+
+def _not_built(folder: Path, name: str) -> str:
+    """With what the build wrote down of it (`setup.py`): nobody saw what it said."""
+    try:
+        written = json.loads((folder / "built.json").read_text(encoding="utf-8"))
+        why = written["failures"].get(name, "")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        why = ""
+    return "were not built here" + (f" ({why})" if why else "")
 
 
 def _path(folder: Path, name: str) -> Path | None:
-    paths = (folder / (name + suffix) for suffix in EXTENSION_SUFFIXES)
+    # Builds before this one named them by the version of Python, which they do not depend on.
+    paths = (folder / (name + suffix) for suffix in (".so", *EXTENSION_SUFFIXES))
     return next(filter(Path.exists, paths), None)
 
 
