@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: run test test-slow test-new fuzz lint types install clean
+.PHONY: run test test-slow test-new fuzz sanitize wheel lint types install clean
 
 install: $(READY)
 
@@ -65,6 +65,11 @@ sanitize: install
 	  tests/methods/test_similarity.py \
 	  tests/test_callers_defaults.py --ignore tests/compiled/test_real_model.py
 
+# The wheel of this platform, tried in an environment without a compiler. See docs/wheels.md.
+wheel: install
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[release]'
+	$(BIN)/python tools/wheels.py
+
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -73,4 +78,4 @@ types: install
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) build *.egg-info kvkeep/compiled/*.so
+	rm -rf $(VENV) build dist *.egg-info kvkeep/compiled/*.so kvkeep/compiled/built.json

@@ -2,15 +2,14 @@
 
 import os
 import platform
-import subprocess
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 
 import psutil
 import torch
 
 import kvkeep
+from kvkeep.doctor.processor import cpu_facts, processor_name
 
 # Instructions that decide how fast a bfloat16 or 8-bit product is.
 NOTABLE_FLAGS = (
@@ -48,10 +47,10 @@ class Machine:
 
 def describe_machine() -> Machine:
     """As it is now."""
-    facts = _cpu_facts()
+    facts = cpu_facts()
     flags = (facts.get("flags") or facts.get("Features") or "").split()
     return Machine(
-        cpu=facts.get("model name") or _brand() or platform.machine(),
+        cpu=processor_name(facts),
         cores=psutil.cpu_count() or 1,
         cpu_flags=tuple(flag for flag in NOTABLE_FLAGS if flag in flags),
         memory_bytes=psutil.virtual_memory().total,
@@ -63,24 +62,6 @@ def describe_machine() -> Machine:
         load=round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
         date=datetime.now(UTC).strftime("%Y-%m-%dT%H:%MZ"),
     )
-
-
-def _cpu_facts() -> dict[str, str]:
-    """What Linux says of its first core; empty elsewhere."""
-    try:
-        first = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return {}
-    lines = first.partition("\n\n")[0].splitlines()
-    return {name.strip(): value.strip() for name, _, value in (s.partition(":") for s in lines)}
-
-
-def _brand() -> str:
-    """The processor's name where there is no /proc."""
-    if platform.system() != "Darwin":
-        return platform.processor()
-    asked = ["sysctl", "-n", "machdep.cpu.brand_string"]
-    return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def _system() -> str:

@@ -45,6 +45,10 @@ class UnsupportedModel(ModelError):
     """The architecture, RoPE kind or tokenizer is known to be outside what kvkeep runs."""
 
 
+class SlowPathWarning(RuntimeWarning):
+    """A model is computed by something slower than this machine could have, and nobody asked so."""
+
+
 class StoreError(KvkeepError):
     """A file of kvkeep's cannot be written or read."""
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from kvkeep.compute_path import ComputePath, path_of
 from kvkeep.models.checksum import checksum_of
 from kvkeep.models.llama import Decoder
 from kvkeep.models.packing import name_of
@@ -51,6 +52,11 @@ class LoadedModel:
         for matrix in self.decoder.packed.values():
             sizes[name_of(matrix)] += matrix.nbytes
         return sizes.most_common(1)[0][0] if sizes else name_of(self.decoder.tensors[NORM])
+
+    @cached_property
+    def path(self) -> ComputePath:
+        """Who computes it here, an instruction set or torch, and why nobody faster does."""
+        return path_of(self.spec, self.decoder.new_cache().layout)
 
     @cached_property
     def packed_digest(self) -> str:

@@ -10,6 +10,7 @@ from torch import Tensor
 from kvkeep import arguments
 from kvkeep.cache import Bits
 from kvkeep.compiled.decoder import can_decode
+from kvkeep.compute_path import slowness, warn_of
 from kvkeep.errors import InvalidArgument
 from kvkeep.executors import new_decoder
 from kvkeep.loaded import LoadedModel
@@ -30,6 +31,7 @@ from kvkeep.session.kept_calibration import kept_calibration
 from kvkeep.session.session import Session
 from kvkeep.store.prefix import PrefixStore
 from kvkeep.store.snapshot import Snapshot
+from kvkeep.threads import fit_threads
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -182,12 +184,16 @@ def load_model(
             weights in `dtype` in any case.
         progress: progress bars on standard error.
 
+    Warns with SlowPathWarning, once a process, where another machine, or kernels that were built,
+    would compute it faster; `Model.path` says who computes.
+
     Raises:
         ModelNotFound, BadModelFile, UnsupportedModel: see their messages.
         InvalidArgument: an unknown dtype, a device that is not there, packed weights where there
             are no compiled kernels for them.
     """
     model, dtype = str(arguments.path("model", model)), arguments.one_of("dtype", dtype, DTYPES)
+    fit_threads()
     where, progress = _device(device), arguments.flag("progress", progress)
     folder = resolve(model, progress)
     spec = read_spec(folder)
@@ -211,7 +217,9 @@ def load_model(
                 'model, dtype, device and processor: use weights="bf16"'
             )
         packed = find_rounded(folder, spec, weights, tensors, progress)
-    return Model(model, folder, new_decoder(spec, tensors, packed), text)
+    loaded = Model(model, folder, new_decoder(spec, tensors, packed), text)
+    warn_of(slowness(loaded.path))
+    return loaded
 
 
 def _tensors(

@@ -11,7 +11,7 @@ import torch
 from kvkeep import arguments
 from kvkeep.cache import Bits
 from kvkeep.compiled.decoder import obstacle, prompts_in
-from kvkeep.compiled.instruction_sets import choice
+from kvkeep.compute_path import path_of
 from kvkeep.errors import InvalidArgument, ModelNotFound
 from kvkeep.model import DTYPES
 from kvkeep.models.cells import UNDO, layout_of
@@ -160,7 +160,7 @@ def model_facts(name: str, dtype: str = "bfloat16", weights: str | None = None) 
         weight_bytes_held=read.held,
         formats=dict(sorted(Counter(read.formats.values()).items())),
         bytes_per_token=read.by_a_token,
-        decode=f"torch: the compiled kernels {against}" if against else _kernels(),
+        decode=str(path_of(spec, layout)),
         prefill=f"torch in {dtype if against else str(prompts_in()).removeprefix('torch.')}",
         attention="torch" if against else "compiled kernels",
         thousand_cells=cells,
@@ -182,13 +182,6 @@ def _group(spec: ModelSpec, group: LayerGroup, dtype: torch.dtype) -> GroupFacts
         window=group.window,
         cell_bytes=layout.cell_bytes,
     )
-
-
-def _kernels() -> str:
-    """Those that are used, and why not faster ones."""
-    chosen = choice()
-    against = [f"those of {name} {why}" for name, why in chosen.against.items()]
-    return "; ".join([f"compiled kernels of {chosen.name}", *against])
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import click
 import kvkeep
 from kvkeep.cli.calibrate import calibrate
 from kvkeep.cli.chat import chat
+from kvkeep.cli.doctor import doctor
 from kvkeep.cli.evaluate import evaluate
 from kvkeep.cli.evaluate.grid import grid
 from kvkeep.cli.evaluate.needle import needle
@@ -103,7 +104,7 @@ _EVALUATIONS = (perplexity, passkey, needle, grid)  # also without `evaluate` be
 _COMMANDS = (
     *(generate, chat, sessions, why),
     *(*_EVALUATIONS, evaluate, calibrate),
-    *(models, pull),
+    *(models, pull, doctor),
 )
 for _command in _COMMANDS:
     main.add_command(_command)

@@ -1,11 +1,14 @@
 """Options that say which model runs and how, and the model that they stand for."""
 
+import warnings
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from kvkeep.cli.options import whole_number
+from kvkeep.cli.saying import say
 from kvkeep.cli.text_input import require_utf8
 from kvkeep.errors import ModelNotFound
 from kvkeep.models.known import KNOWN
@@ -51,11 +54,29 @@ def load_named(name: str, dtype: str, device: str, weights: str | None, progress
     """The model of that name. Raises ModelError where it cannot be had."""
     require_utf8(name, "the model's name")  # it is written into files, reports and sessions
     from kvkeep import load_model
+    from kvkeep.errors import SlowPathWarning
 
     if name.lower() not in KNOWN and Path(name).expanduser().exists():
         # What is saved remembers its model by name, and may be continued in another folder.
         name = str(Path(name).expanduser().absolute())
-    return load_model(name, dtype=dtype, device=device, weights=weights, progress=progress)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SlowPathWarning)  # which is said here in a line
+        model = load_model(name, dtype=dtype, device=device, weights=weights, progress=progress)
+    if not click.get_current_context().params.get("quiet"):
+        _say_if_slow(model)
+    return model
+
+
+def _say_if_slow(model: "Model") -> None:
+    from kvkeep.compute_path import slowness
+
+    _say_once(slowness(model.path))
+
+
+@cache
+def _say_once(text: str) -> None:
+    if text:
+        say(f"kvkeep: {text}")
 
 
 def require_here(name: str, file: object) -> None:

@@ -6,7 +6,7 @@ import click
 
 from kvkeep.cli.memory import open_prefix_store
 from kvkeep.cli.text_input import SPECIAL, read_prompt
-from kvkeep.cli.which_model import DTYPE, MODEL
+from kvkeep.cli.which_model import DTYPE, MODEL, load_named
 
 AROUND = 12  # tokens shown on each side
 
@@ -35,10 +35,9 @@ def why(
     """
     text = read_prompt(prompt, file)
 
-    from kvkeep import load_model
     from kvkeep.store.prefix_block import BLOCK
 
-    loaded = load_model(model, dtype=dtype, progress=not no_progress)
+    loaded = load_named(model, dtype, "cpu", weights=None, progress=not no_progress)
     ids = loaded.text.encode(text, special)
     stored, differs = open_prefix_store().differs_at(loaded.fingerprint, ids)
     more = len(ids) - stored >= BLOCK

@@ -21,7 +21,7 @@ from kvkeep.compiled.binding import (
 )
 from kvkeep.compiled.chunk import ChunkAttention
 from kvkeep.compiled.held import Held
-from kvkeep.compiled.instruction_sets import choice, multiplies_bf16
+from kvkeep.compiled.instruction_sets import choice, load_error, multiplies_bf16
 from kvkeep.compiled.matrices import PackedLinear
 from kvkeep.compiled.model import described_model
 from kvkeep.compiled.operands import address
@@ -68,7 +68,7 @@ def obstacle(spec: ModelSpec, layout: Layout) -> str:
             spec.heads % group.kv_heads for group in spec.groups
         ),
     }
-    return next((why for why, holds in against.items() if holds), "") or _unusable()
+    return next((why for why, holds in against.items() if holds), "") or unusable()
 
 
 def prompts_in() -> torch.dtype:
@@ -76,8 +76,14 @@ def prompts_in() -> torch.dtype:
     return torch.bfloat16 if multiplies_bf16() else torch.float32
 
 
-def _unusable() -> str:
-    return "" if library() else choice().why_torch or "were built from other sources"
+def unusable() -> str:
+    """Why this machine has no kernels, as `obstacle` says it."""
+    if library():
+        return ""
+    chosen = choice()
+    if error := load_error(chosen.name):
+        return f"cannot be loaded ({error})"
+    return chosen.why_torch or "were built from other sources"
 
 
 def _inner(spec: ModelSpec) -> list[int]:

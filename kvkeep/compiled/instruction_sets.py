@@ -7,6 +7,7 @@ that were built to find errors (`make sanitize`).
 """
 
 import ctypes
+import json
 import os
 from dataclasses import dataclass, field
 from functools import cache
@@ -28,10 +29,14 @@ TORCH = "torch"
 
 @dataclass(frozen=True)
 class Choice:
-    """name: of a set, or "torch". against: why each faster one is not taken, by its name."""
+    """name: of a set, or "torch". against: why each faster one is not taken, by its name.
+
+    asked: whether the environment chose it.
+    """
 
     name: str
     against: dict[str, str] = field(default_factory=dict)
+    asked: bool = field(default=False, compare=False)
 
     @property
     def why_torch(self) -> str:
@@ -60,6 +65,12 @@ def runs_here(name: str) -> bool:
 def load(name: str) -> ctypes.CDLL | None:
     """The object of a set, which this processor must run; None where there is none."""
     return _loaded(_folder(), f"_{name}")
+
+
+def load_error(name: str) -> str:
+    """What the system said where the object of a set is there and `load` gives None."""
+    path = _path(_folder(), f"_{name}")
+    return _ERRORS.get(path, "") if path else ""
 
 
 def multiplies_bf16() -> bool:
@@ -94,7 +105,7 @@ def _chosen(asked: str | None, compiled: str | None, folder: Path) -> Choice:
 
 
 def _none(why: str) -> Choice:
-    return Choice(TORCH, dict.fromkeys(SETS, why))
+    return Choice(TORCH, dict.fromkeys(SETS, why), asked=True)
 
 
 def _forced(asked: str, folder: Path) -> Choice:
@@ -107,21 +118,36 @@ def _forced(asked: str, folder: Path) -> Choice:
             "that there is here is used"
         )
     better = list(SETS)[: list(SETS).index(asked)]
-    return Choice(asked, dict.fromkeys(better, f"were left out by KVKEEP_ISA={asked}"))
+    why = f"were left out by KVKEEP_ISA={asked}"
+    return Choice(asked, dict.fromkeys(better, why), asked=True)
 
 
 def _obstacle(name: str, folder: Path) -> str:
     """Why a set cannot be used, as what its kernels are or need. None of it is executed."""
     if _loaded(folder, "_cpu") is None:
-        return "were not built here"
+        return _not_built(folder, "cpu")
     if not runs_here(name):
         return f"need a processor with {SETS[name]}"
-    return "" if _path(folder, f"_{name}") else "were not built here"
+    return "" if _path(folder, f"_{name}") else _not_built(folder, name)
+
+
+def _not_built(folder: Path, name: str) -> str:
+    """With what the build wrote down of it (`setup.py`): nobody saw what it said."""
+    try:
+        written = json.loads((folder / "built.json").read_text(encoding="utf-8"))
+        why = written["failures"].get(name, "")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        why = ""
+    return "were not built here" + (f" ({why})" if why else "")
 
 
 def _path(folder: Path, name: str) -> Path | None:
-    paths = (folder / (name + suffix) for suffix in EXTENSION_SUFFIXES)
+    # Builds before this one named them by the version of Python, which they do not depend on.
+    paths = (folder / (name + suffix) for suffix in (".so", *EXTENSION_SUFFIXES))
     return next(filter(Path.exists, paths), None)
+
+
+_ERRORS: dict[Path, str] = {}  # of objects that could not be loaded
 
 
 @cache
@@ -132,5 +158,6 @@ def _loaded(folder: Path, name: str) -> ctypes.CDLL | None:
     # torch has brought the OpenMP runtime that the kernels' threads are of.
     try:
         return ctypes.CDLL(str(path))
-    except OSError:
+    except OSError as error:
+        _ERRORS[path] = str(error)
         return None

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvkeep import arguments
 from kvkeep.cache import Bits
-from kvkeep.computing import computes, computing
+from kvkeep.computing import computes
 from kvkeep.errors import ContextFull, InvalidArgument
 from kvkeep.loaded import LoadedModel
 from kvkeep.policies import Policy
@@ -190,14 +190,14 @@ class Session(Reader):
         written = arguments.flag("written", written)
         done, scores = 0, list[Tensor]()
         while done < len(ids):
-            with computing():
-                scores.append(self._scored(ids, done, written))
+            scores.append(self._scored(ids, done, written))
             count = len(scores[-1])
             done += count
             if progress:
                 progress(count)
         return torch.cat(scores)
 
+    @computes
     def _scored(self, ids: list[int], done: int, written: bool) -> Tensor:
         """The scores of one step's tokens, which are taken in."""
         with self._changing() as work:
@@ -212,6 +212,7 @@ class Session(Reader):
             found = work.memory.log_probabilities(hidden[: len(targets)], targets)
             return torch.cat([*nothing, found])
 
+    @computes
     def rewind(self, count: int) -> list[int]:
         """Takes the last `count` tokens back and returns them.
 

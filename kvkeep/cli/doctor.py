@@ -1,0 +1,103 @@
+"""`kvkeep doctor`: what this machine is to kvkeep, and what could be faster on it."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import click
+
+from kvkeep.cli.report import megabytes
+from kvkeep.cli.which_model import DTYPE, WEIGHTS
+from kvkeep.models.source import DEFAULT_MODEL
+
+if TYPE_CHECKING:
+    from kvkeep.doctor.findings import Findings, Kernels, Threads
+    from kvkeep.doctor.libraries import Cuda, Torch
+    from kvkeep.doctor.outlook import Outlook
+
+_Lines = Iterator[tuple[str, str]]
+
+
+@click.command()
+@click.argument("name", default=DEFAULT_MODEL)
+@DTYPE
+@WEIGHTS
+@click.option("--measure", is_flag=True, help="Also let the model write 40 tokens.")
+@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+def doctor(name: str, dtype: str, weights: str | None, measure: bool, as_json: bool) -> None:
+    """Say what computes on this machine, why nothing faster does, and what model NAME reaches.
+
+    Takes about a second: how fast memory is read is measured. No model is fetched.
+    """
+    from kvkeep.doctor.findings import examine
+
+    found = examine(name, dtype, weights, measure)
+    if as_json:
+        click.echo(json.dumps(asdict(found), indent=2, ensure_ascii=False))
+        return
+    for what, value in _lines(found):
+        click.echo(f"{what:<12} {value}")
+
+
+def _lines(found: "Findings") -> _Lines:
+    yield "kvkeep", f"{found.kvkeep}; Python {found.python}; {found.system}"
+    features = found.processor.features
+    listed = "the system lists no features" if features is None else " ".join(features)
+    yield "processor", f"{found.processor.name}: {listed or 'no feature that matters'}"
+    yield from _kernels(found.kernels)
+    yield "threads", _threads(found.threads)
+    memory = found.memory
+    reads = f"{megabytes(memory.read_size)} are read at {_gigabytes(memory.read_per_s)}"
+    yield "memory", f"{megabytes(memory.total)}, {megabytes(memory.available)} of it free; {reads}"
+    yield "torch", _torch(found.torch)
+    yield "CUDA", _cuda(found.cuda)
+    if found.model is None:
+        yield "model", found.no_model
+    else:
+        yield from _model(found.model, memory.read_per_s)
+
+
+def _kernels(kernels: "Kernels") -> _Lines:
+    yield "kernels", "none: torch computes" if kernels.name == "torch" else kernels.name
+    yield from (("", f"those of {name} {why}") for name, why in kernels.against.items())
+    yield from (("", f"{name}={value}") for name, value in kernels.environment.items())
+
+
+def _threads(threads: "Threads") -> str:
+    parts = [f"{threads.used} on {threads.cores} cores"]
+    if threads.load is not None:
+        parts[0] += f", load {threads.load:g}"
+    if threads.quota is not None:
+        parts.append(f"the control group has the time of {threads.quota:g}")
+    return "; ".join([*parts, *(f"{k}={v}" for k, v in threads.environment.items())])
+
+
+def _torch(torch: "Torch") -> str:
+    libraries = ", ".join(torch.libraries) or "neither MKL nor oneDNN"
+    bf16 = {
+        True: "oneDNN multiplies bfloat16",
+        False: "oneDNN does not multiply bfloat16 on this processor",
+        None: "bfloat16 without oneDNN",
+    }[torch.multiplies_bf16]
+    prompts = f"prompts of bfloat16 models are multiplied in {torch.prompts} beside the kernels"
+    return f"{torch.version} with {libraries}, for {torch.capability}; {bf16}; {prompts}"
+
+
+def _cuda(cuda: "Cuda") -> str:
+    if cuda.devices:
+        return f"{', '.join(cuda.devices)}: unused without `--device cuda`"
+    return "no GPU found" if cuda.built_for else "none: this torch was built without it"
+
+
+def _model(model: "Outlook", bandwidth: float) -> _Lines:
+    yield "model", f"{model.name}: written by {model.decode}"
+    read = f"{megabytes(model.bytes_per_token)} are read for each token"
+    most = f"at most {model.most_tokens_per_s:,.0f} tokens/s at {_gigabytes(bandwidth)}"
+    yield "", f"{read}: {most}, few tokens being held"
+    if model.measured_tokens_per_s is not None:
+        yield "", f"measured: {model.measured_tokens_per_s:,.0f} tokens/s"
+
+
+def _gigabytes(rate: float) -> str:
+    return f"{rate / 1e9:,.1f} GB/s"

@@ -1,0 +1,223 @@
+"""`kvkeep doctor` tells the truth of this machine, and a slow path is said when a model loads."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from patience import PATIENCE
+from sets_here import sets_here
+from small import small_spec, write_small_folder
+
+from kvkeep import load_model
+from kvkeep.compiled import instruction_sets
+from kvkeep.compiled.binding import library
+from kvkeep.compiled.instruction_sets import SETS, choice
+from kvkeep.errors import SlowPathWarning
+from kvkeep.threads import cores
+
+Examine = Callable[..., dict[str, Any]]
+SWITCHES = ("KVKEEP_ISA", "KVKEEP_COMPILED", "KVKEEP_KERNELS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
+kernels_here = pytest.mark.skipif(library() is None, reason="no compiled kernels here")
+
+
+def run(
+    *arguments: object, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """The real command in a process of its own, without what this one's environment chooses."""
+    kept = {name: value for name, value in os.environ.items() if name not in SWITCHES}
+    return subprocess.run(
+        [sys.executable, "-m", "kvkeep", *map(str, arguments)],
+        env=kept | (environment or {}),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+
+
+@pytest.fixture
+def examine() -> Examine:
+    def call(*arguments: object, **environment: str) -> dict[str, Any]:
+        done = run("doctor", *arguments, "--json", environment=environment)
+        assert done.returncode == 0, done.stderr
+        found: dict[str, Any] = json.loads(done.stdout)
+        return found
+
+    return call
+
+
+@pytest.fixture
+def no_kernels(tmp_path: Path) -> Path:
+    folder = tmp_path / "nothing"
+    folder.mkdir()
+    return folder
+
+
+def test_the_best_set_is_named_and_the_machine_described(examine: Examine, smollm2_folder) -> None:
+    found = examine()
+    assert found["kernels"]["environment"] == {}
+    assert found["threads"]["cores"] == cores()
+    assert found["threads"]["used"] >= 1
+    assert found["torch"]["version"] == torch.__version__
+    assert found["cuda"] == {"built_for": torch.version.cuda, "devices": []}
+    assert found["memory"]["read_per_s"] > 0
+    model, memory = found["model"], found["memory"]
+    assert model["most_tokens_per_s"] * model["bytes_per_token"] == pytest.approx(
+        memory["read_per_s"]
+    )
+    assert model["measured_tokens_per_s"] is None
+    shown = json.loads(run("models", "show", "--json").stdout)
+    assert model["bytes_per_token"] == shown["bytes_per_token"] == memory["read_size"]
+    assert model["decode"] == shown["decode"]
+
+
+@kernels_here
+@pytest.mark.parametrize("name", sets_here())
+def test_a_set_that_was_asked_for_is_the_one_that_computes(
+    examine: Examine, smollm2_folder, name: str
+) -> None:
+    found = examine(KVKEEP_ISA=name)
+    better = list(SETS)[: list(SETS).index(name)]
+    why = f"were left out by KVKEEP_ISA={name}"
+    assert found["kernels"] == {
+        "name": name,
+        "against": dict.fromkeys(better, why),
+        "environment": {"KVKEEP_ISA": name},
+    }
+    assert found["model"]["decode"].startswith(f"compiled kernels of {name}")
+
+
+@pytest.mark.parametrize(("switch", "value"), [("KVKEEP_ISA", "torch"), ("KVKEEP_COMPILED", "0")])
+def test_kernels_that_were_switched_off(
+    examine: Examine, smollm2_folder, switch: str, value: str
+) -> None:
+    found, why = examine(**{switch: value}), f"were switched off by {switch}={value}"
+    assert found["kernels"] == {
+        "name": "torch",
+        "against": dict.fromkeys(SETS, why),
+        "environment": {switch: value},
+    }
+    assert found["model"]["decode"] == f"torch: the compiled kernels {why}"
+    assert found["torch"]["prompts"] == "bfloat16"
+
+
+def test_kernels_that_were_not_built(examine: Examine, smollm2_folder, no_kernels: Path) -> None:
+    found = examine(KVKEEP_KERNELS=str(no_kernels))
+    assert found["kernels"]["name"] == "torch"
+    assert all(why.startswith("were not built") for why in found["kernels"]["against"].values())
+    assert found["model"]["decode"].startswith("torch: the compiled kernels were not built")
+
+
+@kernels_here
+def test_kernels_that_cannot_be_loaded(examine: Examine, smollm2_folder, tmp_path: Path) -> None:
+    for file in Path(instruction_sets.__file__).parent.glob("_*.so"):
+        if file.name.startswith("_cpu."):
+            shutil.copy(file, tmp_path)
+        else:
+            (tmp_path / file.name).write_bytes(b"\x7fELF and no more")
+    found = examine(KVKEEP_KERNELS=str(tmp_path))
+    best = next(name for name in SETS if name not in choice().against)
+    assert found["kernels"]["name"] == "torch"
+    assert found["kernels"]["against"][best].startswith("cannot be loaded (")
+    assert "torch: the compiled kernels cannot be loaded (" in found["model"]["decode"]
+
+
+def test_a_model_in_float32(examine: Examine, smollm2_folder) -> None:
+    model = examine("--dtype", "float32")["model"]
+    assert model["decode"] == "torch: the compiled kernels are for bfloat16, not for float32"
+    assert model["bytes_per_token"] == 4 * 134_515_008 - 4 * 61 * 576  # all but the norms
+
+
+def test_a_model_whose_heads_no_kernel_takes(examine: Examine, tmp_path: Path) -> None:
+    found = examine(write_small_folder(tmp_path / "small"))
+    assert "are for heads of 32, 64, 96, 128, 256, not of 16" in found["model"]["decode"]
+
+
+def test_threads_that_were_chosen(examine: Examine, smollm2_folder) -> None:
+    found = examine(OMP_NUM_THREADS="1")["threads"]
+    assert found["used"] == 1
+    assert found["environment"] == {"OMP_NUM_THREADS": "1"}
+
+
+def test_a_model_that_is_not_here_is_not_fetched(examine: Examine, tmp_path: Path) -> None:
+    found = examine(KVKEEP_HOME=str(tmp_path))
+    assert found["model"] is None
+    assert "`kvkeep pull smollm2-135m-instruct`" in found["no_model"]
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_it_says_in_words(smollm2_folder, tmp_path: Path) -> None:
+    asked = ("doctor", write_small_folder(tmp_path / "small"), "--dtype", "float32", "--measure")
+    done = run(*asked)
+    assert done.returncode == 0
+    assert done.stderr == ""  # float32 was asked for
+    assert re.search(r"^model +\S+: written by torch: the .* not for float32$", done.stdout, re.M)
+    assert re.search(r"^ +[\d.]+ MB are read .*: at most [\d,]+ tokens/s at ", done.stdout, re.M)
+    assert re.search(r"^ +measured: [\d,]+ tokens/s$", done.stdout, re.M)
+    if not torch.cuda.is_available():
+        assert re.search(r"^CUDA +(none: this torch|no GPU found)", done.stdout, re.M)
+
+
+def test_an_instruction_set_that_is_none_is_refused() -> None:
+    done = run("doctor", environment={"KVKEEP_ISA": "avx3"})
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "KVKEEP_ISA must be one of" in done.stderr
+
+
+SLOW = "slower than it could be: the compiled kernels are for heads of"
+
+
+def test_a_slow_path_is_said_in_a_line_of_a_command_and_not_in_a_quiet_one(
+    tiny_folder: Path,
+) -> None:
+    asked = ("generate", "-p", "Once", "-n", 2, "--seed", 1, "-m", tiny_folder)
+    said = run(*asked).stderr.splitlines()
+    told = [line for line in said if SLOW in line]
+    assert len(told) == 1
+    assert told[0].startswith("kvkeep: the model is computed by torch, ")
+    assert "`kvkeep doctor`" in told[0]
+    assert "Warning" not in "".join(said)
+    assert run(*asked, "--quiet").stderr == ""
+    assert SLOW not in run(*asked, "--dtype", "float32").stderr
+    assert SLOW not in run(*asked, environment={"KVKEEP_COMPILED": "0"}).stderr
+
+
+def test_in_python_it_is_a_warning_once(tiny_folder: Path) -> None:
+    script = f"""
+import warnings
+import kvkeep
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    models = [kvkeep.load_model({str(tiny_folder)!r}) for _ in range(2)]
+print([(each.category.__name__, each.filename) for each in said])
+print(models[0].path)
+"""
+    kept = {name: value for name, value in os.environ.items() if name not in SWITCHES}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=kept, capture_output=True, text=True, check=True
+    )
+    warned, path = done.stdout.splitlines()
+    assert warned == "[('SlowPathWarning', '<string>')]"
+    assert path.startswith("torch: the compiled kernels ")
+
+
+@kernels_here
+def test_a_model_says_who_computes_it(smollm2_folder, tiny_folder: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SlowPathWarning)
+        usual = load_model().path
+        asked = load_model(str(tiny_folder), dtype="float32").path
+    assert usual.name == choice().name
+    assert list(usual.against.values()) == list(choice().against.values())
+    assert asked.name == "torch"
+    assert asked.against == {"the compiled kernels": "are for bfloat16, not for float32"}
+    assert small_spec().head_dim == 16
