@@ -19,7 +19,7 @@ SOURCES = Path("kvkeep/compiled/src")
 # not called from Python stays hidden: objects of several sets may be in one process.
 COMMON = ["-std=c++17", "-O3", "-fvisibility=hidden"]
 COMMON += ["-Wno-uninitialized", "-Wno-maybe-uninitialized", "-Wno-ignored-attributes"]
-# That of which the Python is that is built for; `make emulated` says that it is another.
+# The one that is built for: this Python's, or the one that `make emulated` names.
 ARCHITECTURE = sysconfig.get_platform().rpartition("-")[2]
 if sys.platform == "darwin":
     # Apple's compiler has OpenMP behind a preprocessor's flag, and its header is Homebrew's.
@@ -32,7 +32,8 @@ else:
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
 X86 = {"avx2": AVX2, "avx512": AVX512, "avx512bf16": [*AVX512, "-mavx512bf16"]}
-ARM = {"neon": [], "neonbf16": ["-march=armv8.2-a+bf16"]}
+# With -O3 one file alone takes GCC several minutes and more than 1.5 GB.
+ARM = {"neon": ["-O2"], "neonbf16": ["-O2", "-march=armv8.2-a+bf16"]}
 SETS = {"x86_64": X86, "amd64": X86, "aarch64": ARM, "arm64": ARM}.get(ARCHITECTURE, {})
 # KVKEEP_SETS: names of those to build, for who needs no others.
 NAMES = os.environ.get("KVKEEP_SETS", " ".join(SETS)).split()
