@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: run test test-slow test-new fuzz sanitize wheel lint types install clean
+.PHONY: run test test-slow test-new fuzz sanitize emulated wheel lint types install clean
 
 install: $(READY)
 
@@ -69,6 +69,28 @@ sanitize: install
 wheel: install
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[release]'
 	$(BIN)/python tools/wheels.py
+
+# The kernels for Arm, on any machine with Linux: built by a cross compiler, run by an emulator, under
+# the same tests. On Debian: apt-get install g++-aarch64-linux-gnu qemu-user
+EMULATED := $(CURDIR)/build/emulated
+CROSS := aarch64-linux-gnu-
+NEEDED := $(CROSS)g++ qemu-aarch64
+ON_EACH_SET := compressed decoding experts products ragged sizes
+
+emulated: install
+	@for each in $(NEEDED); do command -v $$each > /dev/null || \
+	  { echo "make emulated needs $$each: install g++-aarch64-linux-gnu and qemu-user"; exit 1; }; done
+	CC=$(CROSS)gcc CXX=$(CROSS)g++ LDSHARED='$(CROSS)gcc -shared' \
+	  LDCXXSHARED='$(CROSS)g++ -shared' _PYTHON_HOST_PLATFORM=linux-aarch64 \
+	  $(BIN)/python -W ignore setup.py --quiet build_ext \
+	  --build-lib $(EMULATED) --build-temp $(EMULATED)/objects
+	$(CROSS)g++ -std=c++17 -O2 -Wall -Wextra -fopenmp -no-pie -Wl,--no-as-needed \
+	  -Wl,-Ttext-segment=0x100000000000 -o $(EMULATED)/machine tests/emulated/machine.cpp
+	KVKEEP_KERNELS=$(EMULATED)/kvkeep/compiled PYTHONPATH=tests \
+	  $(BIN)/python -m pytest $(AT_ONCE) -p emulated.plugin -p no:cacheprovider tests/emulated \
+	  $(addprefix tests/compiled/test_,$(addsuffix .py,$(ON_EACH_SET))) \
+	  tests/methods/test_similarity.py \
+	  tests/compiled/test_instruction_sets.py::test_numbers_are_rounded_to_the_same_bits
 
 lint: install
 	$(BIN)/ruff check .

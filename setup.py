@@ -8,8 +8,9 @@ out, and without any kvkeep works by torch alone.
 import copy
 import json
 import os
-import platform
 import subprocess
+import sys
+import sysconfig
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -20,14 +21,26 @@ from setuptools.errors import BaseError, CCompilerError
 SOURCES = Path("kvkeep/compiled/src")
 # OpenMP's threads are torch's own: its symbols are found in the process, and not linked. What is
 # not called from Python stays hidden: objects of several sets may be in one process.
-COMMON = ["-std=c++17", "-O3", "-fopenmp", "-fvisibility=hidden"]
+COMMON = ["-std=c++17", "-O3", "-fvisibility=hidden"]
 COMMON += ["-Wno-uninitialized", "-Wno-maybe-uninitialized", "-Wno-ignored-attributes"]
+# The one that is built for: this Python's, or the one that `make emulated` names.
+ARCHITECTURE = sysconfig.get_platform().rpartition("-")[2]
+if sys.platform == "darwin":
+    # Apple's compiler has OpenMP behind a preprocessor's flag, and its header is Homebrew's.
+    COMMON += ["-Xpreprocessor", "-fopenmp", "-I/opt/homebrew/opt/libomp/include"]
+    # A Python may be of two architectures; the kernels are of the one that it runs on.
+    ARCHITECTURE = os.uname().machine
+    os.environ.setdefault("ARCHFLAGS", f"-arch {ARCHITECTURE}")
+else:
+    COMMON += ["-fopenmp"]
 # Python passes on that it was itself built with -g, which makes an object many times as large.
 SYMBOLS = [] if "-g" in os.environ.get("CFLAGS", "").split() else ["-g0"]
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
 X86 = {"avx2": AVX2, "avx512": AVX512, "avx512bf16": [*AVX512, "-mavx512bf16"]}
-SETS = {"x86_64": X86, "AMD64": X86}.get(platform.machine(), {})
+# With -O3 one file alone takes GCC several minutes and more than 1.5 GB.
+ARM = {"neon": ["-O2"], "neonbf16": ["-O2", "-march=armv8.2-a+bf16"]}
+SETS = {"x86_64": X86, "amd64": X86, "aarch64": ARM, "arm64": ARM}.get(ARCHITECTURE, {})
 # KVKEEP_SETS: names of those to build, for who needs no others.
 NAMES = os.environ.get("KVKEEP_SETS", " ".join(SETS)).split()
 

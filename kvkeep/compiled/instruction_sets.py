@@ -1,14 +1,15 @@
 """The instruction sets that the kernels are built for, and the one that is used here.
 
-There is an object for each (`setup.py`), from one source. The best of those that this processor
-runs is taken; KVKEEP_ISA names another one, or torch, and KVKEEP_COMPILED=0 does without any.
-KVKEEP_KERNELS names a folder whose objects are taken instead of those that lie here, such as ones
-that were built to find errors (`make sanitize`).
+There is an object for each of this architecture (`setup.py`), from one source. The best of those
+that this processor runs is taken; KVKEEP_ISA names another one, or torch, and KVKEEP_COMPILED=0
+does without any. KVKEEP_KERNELS names a folder whose objects are taken instead of those that lie
+here, such as ones that were built to find errors (`make sanitize`).
 """
 
 import ctypes
 import json
 import os
+import platform
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
@@ -18,12 +19,21 @@ import torch
 
 from kvkeep.errors import InvalidArgument
 
-# The fastest first: what each needs of a processor.
-SETS = {
-    "avx512bf16": "AVX-512 with bfloat16",
-    "avx512": "AVX-512",
-    "avx2": "AVX2 with FMA",
+# Of each architecture, the fastest first: what each needs of a processor.
+ARCHITECTURES = {
+    "x86_64": {
+        "avx512bf16": "AVX-512 with bfloat16",
+        "avx512": "AVX-512",
+        "avx2": "AVX2 with FMA",
+    },
+    "aarch64": {
+        "neonbf16": "NEON with bfloat16",
+        "neon": "NEON",
+    },
 }
+_MACHINE = platform.machine()
+ARCHITECTURE = {"AMD64": "x86_64", "arm64": "aarch64"}.get(_MACHINE, _MACHINE)
+SETS = ARCHITECTURES.get(ARCHITECTURE, {})  # those that there are for this one
 TORCH = "torch"
 
 
@@ -43,7 +53,8 @@ class Choice:
         """Why no kernels are used, as what they are or need; "" where some are."""
         if self.name != TORCH:
             return ""
-        return next(reversed(self.against.values()))  # of the one that most processors have
+        # Of the one that most processors have.
+        return next(reversed(self.against.values()), f"are for {' and '.join(ARCHITECTURES)}")
 
 
 def choice() -> Choice:
@@ -109,6 +120,12 @@ def _none(why: str) -> Choice:
 
 
 def _forced(asked: str, folder: Path) -> Choice:
+    for architecture, sets in ARCHITECTURES.items():
+        if asked in sets and asked not in SETS:
+            raise InvalidArgument(
+                f"KVKEEP_ISA={asked} cannot be had: its kernels are for {architecture}, and this "
+                f"is {ARCHITECTURE}"
+            )
     if asked not in SETS:
         known = ", ".join([*SETS, TORCH])
         raise InvalidArgument(f"KVKEEP_ISA must be one of {known}; found {asked!r}")

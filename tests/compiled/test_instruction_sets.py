@@ -13,7 +13,15 @@ from sets_here import sets_here
 
 from kvkeep.compiled import instruction_sets
 from kvkeep.compiled.binding import library, require_done
-from kvkeep.compiled.instruction_sets import SETS, Choice, choice, load, runs_here
+from kvkeep.compiled.instruction_sets import (
+    ARCHITECTURE,
+    ARCHITECTURES,
+    SETS,
+    Choice,
+    choice,
+    load,
+    runs_here,
+)
 from kvkeep.compiled.matrices import described
 from kvkeep.errors import InvalidArgument
 
@@ -24,6 +32,8 @@ FLAGS = {
     "avx2": {"avx2", "fma", "f16c"},
     "avx512": {"avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl"},
     "avx512bf16": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"},
+    "neon": {"asimd"},
+    "neonbf16": {"asimd", "bf16"},
 }
 
 
@@ -90,8 +100,33 @@ def test_they_can_be_switched_off(name: str, value: str, monkeypatch: pytest.Mon
 @pytest.mark.usefixtures("unasked")
 def test_a_word_that_is_no_set_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVKEEP_ISA", "avx3")
-    with pytest.raises(InvalidArgument, match=r"one of avx512bf16, .*, torch; found 'avx3'"):
+    known = ", ".join([*SETS, "torch"])
+    with pytest.raises(InvalidArgument, match=f"one of {known}; found 'avx3'"):
         library()
+
+
+@pytest.mark.usefixtures("unasked")
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_set_of_another_architecture_is_refused(
+    architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if architecture == ARCHITECTURE:
+        pytest.skip("this is one")
+    for name in ARCHITECTURES[architecture]:
+        monkeypatch.setenv("KVKEEP_ISA", name)
+        with pytest.raises(InvalidArgument, match=f"are for {architecture}, and this is"):
+            library()
+
+
+@pytest.mark.usefixtures("unasked")
+def test_where_there_are_no_sets_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(instruction_sets, "SETS", {})
+    instruction_sets._chosen.cache_clear()
+    try:
+        assert choice() == Choice("torch", {})
+        assert choice().why_torch == "are for x86_64 and aarch64"
+    finally:
+        instruction_sets._chosen.cache_clear()
 
 
 @kernels_here
@@ -100,7 +135,7 @@ def test_a_set_that_the_processor_lacks_is_refused_and_not_loaded(
     old_processor: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert choice().name == "torch"
-    assert choice().why_torch == f"need a processor with {SETS['avx2']}"
+    assert choice().why_torch == f"need a processor with {list(SETS.values())[-1]}"
     for name in SETS:
         monkeypatch.setenv("KVKEEP_ISA", name)
         with pytest.raises(InvalidArgument, match=f"KVKEEP_ISA={name} .* need a processor with"):
@@ -128,7 +163,7 @@ def test_where_none_were_built_that_is_said(
     monkeypatch.setenv("KVKEEP_KERNELS", str(tmp_path))
     assert library() is None
     assert choice().why_torch == "were not built here"
-    monkeypatch.setenv("KVKEEP_ISA", "avx2")
+    monkeypatch.setenv("KVKEEP_ISA", "neon" if "neon" in SETS else "avx2")
     with pytest.raises(InvalidArgument, match="were not built here"):
         library()
 

@@ -10,6 +10,24 @@ static int avx512(void) {
 }
 #endif
 
+/* The system says what a processor of Arm has: no instruction is tried. */
+#if defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+
+/* HWCAP_ASIMD and HWCAP2_BF16, which older headers lack. */
+static int neon(void) { return (getauxval(AT_HWCAP) & (1UL << 1)) != 0; }
+static int neon_bf16(void) { return neon() && (getauxval(AT_HWCAP2) & (1UL << 14)) != 0; }
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
+
+static int neon(void) { return 1; }
+static int neon_bf16(void) {
+  int has = 0;
+  size_t size = sizeof has;
+  return !sysctlbyname("hw.optional.arm.FEAT_BF16", &has, &size, 0, 0) && has;
+}
+#endif
+
 /* set: a name of kvkeep/compiled/instruction_sets.py. */
 int kvkeep_cpu_runs(const char* set) {
 #if defined(__x86_64__)
@@ -17,12 +35,15 @@ int kvkeep_cpu_runs(const char* set) {
   if (!strcmp(set, "avx2")) return avx2();
   if (!strcmp(set, "avx512")) return avx512();
   if (!strcmp(set, "avx512bf16")) return avx512() && __builtin_cpu_supports("avx512bf16");
+#elif defined(__aarch64__) && (defined(__linux__) || defined(__APPLE__))
+  if (!strcmp(set, "neon")) return neon();
+  if (!strcmp(set, "neonbf16")) return neon_bf16();
 #endif
   (void)set;
   return 0;
 }
 
-/* Whether its products of bfloat16 are as fast as those of float32. */
+/* Whether the library's products of bfloat16 are as fast here as those of float32. */
 int kvkeep_cpu_multiplies_bf16(void) {
 #if defined(__x86_64__)
   __builtin_cpu_init();
@@ -30,7 +51,9 @@ int kvkeep_cpu_multiplies_bf16(void) {
   if (__builtin_cpu_supports("amx-bf16")) return 1;
 #endif
   return __builtin_cpu_supports("avx512bf16");
+#elif defined(__aarch64__) && defined(__linux__)
+  return neon_bf16();
 #else
-  return 0;
+  return 0; /* on a Mac, too: PyTorch multiplies float32 by Accelerate there, and bfloat16 not */
 #endif
 }

@@ -7,9 +7,10 @@
 //   Mask     which of 16 lanes
 //   Paired   two bf16 for each lane, as products take them
 //
-// lanes_avx512.h and lanes_avx2.h have arithmetic, and name the instructions; pairs_bf16.h and
-// pairs_float.h what becomes of bf16, where there are instructions for it and where there are none.
-// This file has what can be said by these alone. docs/processors.md says how a set is added.
+// lanes_avx512.h, lanes_avx2.h and lanes_neon.h have arithmetic, and name the instructions;
+// pairs_bf16.h and pairs_float.h what becomes of bf16, where there are instructions for it, which
+// bf16_avx512.h and bf16_neon.h name, and where there are none. This file has what can be said by
+// these alone. docs/processors.md says how a set is added.
 #pragma once
 
 #include <cmath>
@@ -31,11 +32,17 @@ constexpr int kLanes = 16;  // floats in Floats
 #include "lanes_avx512.h"
 #elif defined(__AVX2__)
 #include "lanes_avx2.h"
+#elif defined(__aarch64__)
+#include "lanes_neon.h"
 #else
 #error "no lanes for this instruction set"
 #endif
 
 #if defined(__AVX512BF16__)
+#include "bf16_avx512.h"
+#include "pairs_bf16.h"
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#include "bf16_neon.h"
 #include "pairs_bf16.h"
 #else
 #include "pairs_float.h"

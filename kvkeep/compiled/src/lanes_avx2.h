@@ -156,6 +156,9 @@ KVKEEP_INLINE Ints load_some_ints(const void* x, int count) {
 KVKEEP_INLINE Ints sum(Ints a, Ints b) {
   return {_mm256_add_epi32(a.low, b.low), _mm256_add_epi32(a.high, b.high)};
 }
+KVKEEP_INLINE Ints difference(Ints a, Ints b) {
+  return {_mm256_sub_epi32(a.low, b.low), _mm256_sub_epi32(a.high, b.high)};
+}
 KVKEEP_INLINE Ints max(Ints a, Ints b) {
   return {_mm256_max_epi32(a.low, b.low), _mm256_max_epi32(a.high, b.high)};
 }
@@ -263,24 +266,7 @@ KVKEEP_INLINE Floats looked_up(Ints which, const float* table) {
   return {found(which.low, upper.low), found(which.high, upper.high)};
 }
 
-// Where 2 to the x is neither 0 nor infinity, and a little further. A NaN stays: max and min give
-// their second operand then.
-KVKEEP_INLINE Floats within_powers(Floats x) { return min(all(160.f), max(all(-160.f), x)); }
 KVKEEP_INLINE Floats floor_of(Floats x) { return {_mm256_floor_ps(x.low), _mm256_floor_ps(x.high)}; }
-
-// x less its floor, and y times 2 to that floor: 0 or infinity far away.
-KVKEEP_INLINE Floats fraction(Floats x) {
-  x = within_powers(x);
-  return x - floor_of(x);
-}
-KVKEEP_INLINE Floats times_power(Floats y, Floats x) {
-  // In two steps: what the whole power is need not be a float.
-  const Ints whole = to_ints(floor_of(within_powers(x))), some = right_signed<1>(whole);
-  const auto power = [](Ints n) { return as_floats(left<23>(sum(n, ints(127)))); };
-  const Ints rest = {_mm256_sub_epi32(whole.low, some.low),
-                     _mm256_sub_epi32(whole.high, some.high)};
-  return y * power(some) * power(rest);
-}
 
 // Sums and differences of lanes whose numbers differ in the bit `kBit`.
 template <int kBit>
@@ -356,3 +342,5 @@ KVKEEP_INLINE void transpose(Ints (&r)[16]) {
 }
 
 }  // namespace kvkeep
+
+#include "powers.h"
