@@ -32,6 +32,7 @@ from kvkeep.session.session import Session
 from kvkeep.store.prefix import PrefixStore
 from kvkeep.store.snapshot import Snapshot
 from kvkeep.threads import fit_threads
+from kvkeep.trim_heap import trim_heap
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -219,6 +220,7 @@ def load_model(
         packed = find_rounded(folder, spec, weights, tensors, progress)
     loaded = Model(model, folder, new_decoder(spec, tensors, packed), text)
     warn_of(slowness(loaded.path))
+    trim_heap()  # reading a tokenizer leaves as much as it takes
     return loaded
 
 

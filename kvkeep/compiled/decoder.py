@@ -22,7 +22,7 @@ from kvkeep.compiled.binding import (
 from kvkeep.compiled.chunk import ChunkAttention
 from kvkeep.compiled.held import Held
 from kvkeep.compiled.instruction_sets import choice, load_error, multiplies_bf16
-from kvkeep.compiled.matrices import PackedLinear
+from kvkeep.compiled.matrices import PackedLinear, one_scratch
 from kvkeep.compiled.model import described_model
 from kvkeep.compiled.operands import address
 from kvkeep.compiled.step import describe
@@ -168,7 +168,8 @@ class CompiledExecutor:
         if isinstance(step.local, ChunkStep):
             local = ChunkAttention(step.local, self._kernels)
             attention = ByLayer(step.places, attention, local)
-        return self._network.forward(tokens, attention, lengths)
+        with one_scratch():
+            return self._network.forward(tokens, attention, lengths)
 
     def _of_one_token_each(
         self, tokens: Sequence[int], steps: Sequence[DecodeStep], model: CModel

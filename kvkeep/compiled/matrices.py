@@ -8,6 +8,8 @@ not multiply bfloat16 the library is handed the same numbers in float32.
 
 import ctypes
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -122,8 +124,17 @@ class PackedLinear:
 _OF_THREAD = threading.local()
 
 
+@contextmanager
+def one_scratch() -> Iterator[None]:
+    """Products in the block are unpacked to one piece of memory, which then is given back."""
+    try:
+        yield
+    finally:
+        vars(_OF_THREAD).pop("scratch", None)
+
+
 def _scratch(size: int, dtype: torch.dtype) -> Tensor:
-    """Of so many numbers; the same memory for each call of a thread."""
+    """Of so many numbers; of a thread the same memory for each call."""
     held: Tensor | None = getattr(_OF_THREAD, "scratch", None)
     if held is None or held.nbytes < size * dtype.itemsize:
         held = torch.empty(size * dtype.itemsize, dtype=torch.uint8, device="cpu")

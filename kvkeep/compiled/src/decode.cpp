@@ -310,7 +310,9 @@ class DecodeRun {
   }
 
   // Rows of fewer columns in the same memory.
-  static Input narrower(const Input& rows, int columns) { return {rows.x, rows.sums, columns}; }
+  static Input narrower(const Input& rows, int columns) {
+    return {rows.x, rows.sums, columns, rows.scaled};
+  }
 
   const Model& model_;
   const Step& step_;

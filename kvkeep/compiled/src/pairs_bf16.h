@@ -47,9 +47,14 @@ struct Table {
   KVKEEP_INLINE Paired operator()(Ints which) const {
     return halves_looked_up<kSize>(which, values);
   }
+  template <int>
+  KVKEEP_INLINE Paired in_place(Ints which) const {
+    return (*this)(which);
+  }
 };
 
-constexpr bool kInPlace = false;  // codes are looked up, wherever they lie
+// Products by codes that stay where they lie are for where looking up is slow: see pairs_float.h.
+constexpr bool kInPlace = false;
 constexpr int place_of(int) { return 0; }
 inline void scale_down(Bf16*, const Bf16*, int) {}
 
