@@ -57,7 +57,7 @@ class ComputeThread:
 
     def __init__(self) -> None:
         self._asked = SimpleQueue[_Work]()
-        self._start = threading.Lock()
+        self._start = threading.RLock()  # what breaks a call off may leave it taken
         self._thread: threading.Thread | None = None
 
     @property
@@ -87,6 +87,8 @@ class ComputeThread:
             del work  # the error's traceback holds this frame
 
     def _require_started(self) -> None:
+        if self._thread is not None:
+            return
         with self._start:
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="kvkeep", daemon=True)

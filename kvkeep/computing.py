@@ -33,7 +33,7 @@ class _Turns:
         self.thread = ComputeThread()
         self.taken = self.shared = False
         self._of_thread = threading.local()  # not by its number, which the next one may be given
-        self._changing = threading.Lock()
+        self._changing = threading.RLock()  # what breaks a call off may leave it taken
 
     def here(self) -> bool:
         """Whether this thread is to compute itself, rather than to have it done."""
@@ -42,11 +42,12 @@ class _Turns:
             return True
         if self.thread.is_this or self.lock._is_owned():  # type: ignore[attr-defined]
             return True
-        with self._changing:
-            if not self.taken:
-                self.taken = self._of_thread.first = True
-                return True
-            self.shared = True
+        if not self.shared:
+            with self._changing:
+                if not self.taken:
+                    self.taken = self._of_thread.first = True
+                    return True
+                self.shared = True
         if first:  # once, and its team would be one too many from here on
             self._of_thread.first = False
             end_own_team()
