@@ -144,7 +144,6 @@ _LAYER_NAMES_OF = {
         _NORMED_TWICE,
     ),
 }
-_BARE = ("attn_sinks", "layer_output_scale", "altup_correct_scale")
 _SIDE_BY_SIDE = (
     "LlamaForCausalLM",
     "MistralForCausalLM",

@@ -25,7 +25,7 @@ LAYER_NAMES = {
     "altup_router_norm": "altup.router_norm",
     "altup_predict_coef": "altup.prediction_coefs",
     "altup_correct_coef": "altup.correction_coefs",
-    "altup_correct_scale": "altup.correct_output_scale",  # here without "weight"
+    "altup_correct_scale.weight": "altup.correct_output_scale",
     "laurel_l": "laurel.linear_left",
     "laurel_r": "laurel.linear_right",
     "laurel_post_norm": "laurel.post_laurel_norm",

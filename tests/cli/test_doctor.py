@@ -139,7 +139,7 @@ def test_a_model_in_float32(examine: Examine, smollm2_folder) -> None:
 
 def test_a_model_whose_heads_no_kernel_takes(examine: Examine, tmp_path: Path) -> None:
     found = examine(write_small_folder(tmp_path / "small"))
-    assert "are for heads of 32, 64, 96, 128, 256, not of 16" in found["model"]["decode"]
+    assert "are for heads of 32, 64, 96, 128, 256, 512, not of 16" in found["model"]["decode"]
 
 
 def test_threads_that_were_chosen(examine: Examine, smollm2_folder) -> None:
