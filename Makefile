@@ -47,7 +47,8 @@ fuzz: install
 # The kernels once more, built to stop at a read or write outside of what they were handed and at
 # undefined behaviour, under the tests that run them. They lie apart, and no one else takes them.
 # One thread, but where a test asks for more: what is looked for does not depend on their number.
-# Of the instruction sets the one that is taken here, and AVX2: between them they have every line.
+# Of the instruction sets the one that is taken here, and AVX2, between them every line; whole models go by
+# the first of these alone (tests/compiled/conftest.py).
 SANITIZED := $(CURDIR)/build/sanitize
 SANITIZERS := -fsanitize=address,undefined
 
