@@ -2,8 +2,9 @@
 
 Each thread that enters OpenMP has a team of its own there. With a second team there are more
 threads than cores, and OpenMP then lets all of them sleep between two products instead of waiting
-for the next; a new thread also has its products prepared anew. So once a second thread computes, all have it done by one, in the order in which they asked. A program that
-computes in one thread alone pays nothing for it: there it is this thread that computes.
+for the next; a new thread also has its products prepared anew. So once a second thread computes,
+all have it done by one, in the order in which they asked. A program that computes in one thread
+alone pays nothing for it: there it is this thread that computes.
 """
 
 import ctypes
