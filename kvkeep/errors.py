@@ -25,6 +25,33 @@ class ContextFull(KvkeepError):
     """The policy cannot hold another token; the message names one that can."""
 
 
+class NoRoom(KvkeepError):
+    """An engine has no memory, or no turn, to give now.
+
+    retry_after: seconds after which it may have.
+    """
+
+    def __init__(self, message: str, retry_after: float = 1.0):
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class NoSuchSession(InvalidArgument):
+    """An engine keeps no session of that name for who asks."""
+
+
+class Busy(KvkeepError):
+    """An engine's session is reading or writing, and takes no other change meanwhile."""
+
+
+class WrongRevision(KvkeepError):
+    """A session has changed since the revision that a change was meant for."""
+
+
+class Cancelled(KvkeepError):
+    """What was asked of an engine was taken back, or the engine has ended."""
+
+
 class NonFiniteLogits(KvkeepError):
     """The model produced NaN or infinity: broken weights, or a dtype too small for them."""
 

@@ -272,6 +272,14 @@ class KVCache:
             cache.observe(Queries(queries, state.observed.times))
         return cache
 
+    def twin(self) -> "KVCache":
+        """A cache with the same cells in the same segments, as if it were restored from a file.
+
+        Memory is shared until one side must write to it. A fork shares it for longer, and its cells
+        are cut where it began: sums over them are made in another order.
+        """
+        return self.holding(self.state())
+
     def _require_fits(self, segments: Sequence[Segment]) -> None:
         """Raises ValueError where a local cache cannot hold all of these."""
         most = self.window.held or 0

@@ -20,6 +20,7 @@ from kvkeep.cli.models import models
 from kvkeep.cli.perplexity import perplexity
 from kvkeep.cli.pull import pull
 from kvkeep.cli.saying import discard, say
+from kvkeep.cli.serve import serve
 from kvkeep.cli.sessions import sessions
 from kvkeep.cli.terminated import signals_interrupt, terminated
 from kvkeep.cli.why import why
@@ -102,7 +103,7 @@ def main(context: click.Context) -> None:
 
 _EVALUATIONS = (perplexity, passkey, needle, grid)  # also without `evaluate` before them
 _COMMANDS = (
-    *(generate, chat, sessions, why),
+    *(generate, chat, serve, sessions, why),
     *(*_EVALUATIONS, evaluate, calibrate),
     *(models, pull, doctor),
 )

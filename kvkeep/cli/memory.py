@@ -82,21 +82,24 @@ class MemoryChoice:
         return load_named(self.model, self.dtype, self.device, self.weights, progress)
 
     def session(self, model: "Model", keep: int, store: "PrefixStore | None" = None) -> "Session":
+        return model.session(store=store, **self.settings(model, keep))
+
+    def settings(self, model: "Model", keep: int) -> dict[str, Any]:
+        """What `Model.session` is given."""
         if self.policy == "archive":
             calibration = calibrated_or_kept(self.calibration, model, self.method)
         else:
             calibration = calibrated(self.calibration, model)
-        return model.session(
-            self.max_kv_size,
-            keep if self._keeps else None,
-            self.policy,
-            prefill_step=self.prefill_step,
-            store=store,
-            kv_bits=self.kv_bits,
-            far_bits=self.far_bits,
-            calibration=calibration,
+        return {
+            "max_kv_size": self.max_kv_size,
+            "keep": keep if self._keeps else None,
+            "policy": self.policy,
+            "prefill_step": self.prefill_step,
+            "kv_bits": self.kv_bits,
+            "far_bits": self.far_bits,
+            "calibration": calibration,
             **self._settings(),
-        )
+        }
 
     @property
     def _keeps(self) -> bool:

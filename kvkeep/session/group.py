@@ -82,8 +82,11 @@ class SessionGroup:
         logits = [_ready(index, session._memory) for index, session in enumerate(self.sessions)]
         with changing(self.sessions) as works:
             each = zip(works, logits, how, strict=True)
-            tokens = [work.choose(known, sampling) for work, known, sampling in each]
+            tokens = [work.choose(known, one) for work, known, one in each]
             _evaluate([work.memory for work in works], tokens)
+        for token, one in zip(tokens, how, strict=True):
+            if one.constraint is not None:
+                one.constraint.accept(token)
         return tokens
 
     def _each(self, sampling: Sampling | Sequence[Sampling]) -> Sequence[Sampling]:

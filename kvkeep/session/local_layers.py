@@ -38,6 +38,14 @@ def local_cells(decoder: Decoder, cache: KVCache, ids: Sequence[int]) -> list[Se
     return again.local.segments
 
 
+def sees_whole_window(cache: KVCache, tokens: int, taken: int) -> bool:
+    """Whether local layers hold all that a token sees once `taken` of so many are taken back."""
+    local = cache.local
+    if local is None or local.window.size is None:
+        return True
+    return local.cells - taken >= min(local.window.size - 1, tokens - taken)
+
+
 def newest_together(cache: KVCache, serials: Sequence[int]) -> int:
     """How many of the last tokens are held without a gap, and not in groups.
 

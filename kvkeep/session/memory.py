@@ -14,7 +14,7 @@ from kvkeep.models.finite import require_finite
 from kvkeep.models.llama import Decoder
 from kvkeep.policies import Policy
 from kvkeep.session.history import History
-from kvkeep.session.local_layers import local_cells, newest_together
+from kvkeep.session.local_layers import local_cells, newest_together, sees_whole_window
 from kvkeep.store.memory_state import MemoryState
 
 
@@ -136,10 +136,13 @@ class Memory:
     ) -> Evaluated:
         """Evaluates at most `prefill_step` of the ids, of which the first `done` are in memory.
 
+        Steps end at multiples of `prefill_step`, whatever the policy made of those before: two
+        prompts that begin alike are evaluated in the same steps for as long as they are alike.
+
         sampled: the model itself has chosen them; `prefill_step` must be 1 then.
         """
         before, where = self.cache.cells, self.cache.layout.device
-        wanted = min(len(ids) - done, prefill_step)
+        wanted = min(len(ids) - done, prefill_step - done % prefill_step)
         count = self.policy.open(self.cache, wanted, len(ids) - done - wanted)
         chunk = ids[done : done + count]
         with self.cache.step(count, sampled) as step:
@@ -213,6 +216,28 @@ class Memory:
             self.change()
         self.evaluate_last()
         return taken
+
+    def beginning(self, count: int) -> "Memory":
+        """A memory of the first `count` tokens, as if no others had come; it has no logits.
+
+        Unlike a fork's, its cells lie as those of a memory that was given these tokens alone, so
+        that it goes on to the bit as that one would: it copies them when it first adds to them.
+
+        Raises InvalidArgument where these tokens are not all held.
+        """
+        held, total = self.rewindable, len(self.tokens)
+        if held < total or not sees_whole_window(self.cache, total, total - count):
+            raise InvalidArgument(
+                f"the first {count} tokens are not all held: of {total} only the last {held} are, "
+                "without a gap, or local layers have gone past them"
+            )
+        memory = shallow(self)
+        memory.cache = self.cache.twin()
+        memory._drop_newest(total - count)
+        if pins := self.pins - set(memory.serials):
+            memory.pins = self.pins - pins
+            memory.change()
+        return memory
 
     def evaluate_last(self, most: int | None = None) -> None:
         """Evaluates the last token anew, over the cells that are there now.

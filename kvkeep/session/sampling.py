@@ -1,7 +1,7 @@
 """Choosing the next token from logits."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import numpy as np
@@ -10,16 +10,20 @@ from torch import Tensor
 
 from kvkeep import arguments
 from kvkeep.errors import InvalidArgument
+from kvkeep.session.penalties import Constraint, penalised
 
+_NUMBERS = (
+    *("temperature", "top_p", "min_p"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
 _COLDEST = float(np.finfo(np.float32).tiny)  # below it a division by the temperature overflows
-_LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
 class Sampling:
     """How a token is chosen. The default is greedy.
 
-    Filters apply in the order: repetition penalty, temperature, top_k, top_p, min_p, as in
+    Filters apply in the order: bias, penalties, constraint, temperature, top_k, top_p, min_p, as in
     transformers.
 
     temperature: divides the logits; 0 takes the likeliest token, and so does what float32 cannot
@@ -29,8 +33,12 @@ class Sampling:
     min_p: only tokens at least this fraction of the likeliest (arXiv:2407.01082).
     repetition_penalty: divides positive and multiplies negative logits of tokens that occur in
         the last `repetition_window` (CTRL, arXiv:1909.05858); 1 is off.
+    presence_penalty: subtracted from the logits of tokens that occur in that window.
+    frequency_penalty: the same, once for each time that a token occurs.
     seed: the same seed gives the same tokens; None draws one from the system.
     stop: `Session.stream` ends before the first of these strings.
+    logit_bias: pairs of a token id and what is added to its logit.
+    constraint: says which tokens may come at all, such as a grammar; it is told each that came.
     """
 
     temperature: float = 0.0
@@ -39,16 +47,21 @@ class Sampling:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     repetition_window: int = 64
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    constraint: Constraint | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+        for name in _NUMBERS:
             self._set(name, arguments.number(name, getattr(self, name)))
         for name in ("top_k", "repetition_window"):
             self._set(name, arguments.whole(name, getattr(self, name), 0))
         self._set("seed", arguments.optional_whole("seed", self.seed, 0))
         self._set("stop", _stop_strings(self.stop))
+        self._set("logit_bias", _biases(self.logit_bias))
         _require(self.temperature >= 0, "temperature", "0 or more", self.temperature)
         _require(0 < self.top_p <= 1, "top_p", "above 0, at most 1", self.top_p)
         _require(0 <= self.min_p <= 1, "min_p", "0 to 1", self.min_p)
@@ -62,6 +75,17 @@ class Sampling:
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
+
+
+def _biases(given: object) -> tuple[tuple[int, float], ...]:
+    try:
+        pairs = [(token, bias) for token, bias in cast(Iterable[tuple[object, object]], given)]
+    except (TypeError, ValueError):
+        _require(False, "logit_bias", "pairs of a token id and a number", given)
+    return tuple(
+        (arguments.whole("a token of logit_bias", token, 0), arguments.number("logit_bias", bias))
+        for token, bias in pairs
+    )
 
 
 def _stop_strings(given: object) -> tuple[str, ...]:
@@ -109,7 +133,7 @@ class Sampler:
     def choose(self, logits: Tensor, tokens: Sequence[int], how: Sampling) -> int:
         """A token id. logits: `[vocab]` float32, finite; tokens: all so far, for the penalty."""
         if how.greedy:
-            return _likeliest_of(_penalised(logits.cpu(), tokens, how))
+            return _likeliest_of(penalised(logits.cpu(), tokens, how))
         ids, weights = distribution(logits, tokens, how)
         cumulative = weights.double().cumsum(-1)
         mark = self._uniform(how.seed) * float(cumulative[-1])
@@ -127,7 +151,7 @@ def distribution(logits: Tensor, tokens: Sequence[int], how: Sampling) -> tuple[
 
     logits: `[vocab]` float32, finite; tokens: all so far, for the penalty.
     """
-    scores = _penalised(logits.cpu(), tokens, how)  # float64 is not on every device
+    scores = penalised(logits.cpu(), tokens, how)  # float64 is not on every device
     if how.greedy:
         ids = torch.tensor([_likeliest_of(scores)], dtype=torch.int64, device="cpu")
         return ids, torch.ones(1, dtype=torch.float32, device="cpu")
@@ -138,19 +162,6 @@ def distribution(logits: Tensor, tokens: Sequence[int], how: Sampling) -> tuple[
 def _likeliest_of(scores: Tensor) -> int:
     """By numpy: for a vector, waking torch's threads takes longer than the search."""
     return int(scores.numpy().argmax())
-
-
-def _penalised(logits: Tensor, tokens: Sequence[int], how: Sampling) -> Tensor:
-    if how.repetition_penalty == 1 or how.repetition_window == 0:
-        return logits
-    seen = sorted(set(tokens[-how.repetition_window :]))
-    recent = torch.tensor(seen, dtype=torch.int64, device=logits.device)
-    if not recent.numel():
-        return logits
-    scores, factor = logits[recent].double(), how.repetition_penalty
-    scores = torch.where(scores > 0, scores / factor, scores * factor)
-    # As far as float32 goes: infinity less infinity would be no number.
-    return logits.index_put((recent,), scores.clamp(-_LARGEST, _LARGEST).float())
 
 
 def _likeliest(scores: Tensor, count: int) -> Tensor | None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvkeep import arguments
 from kvkeep.cache import Bits
+from kvkeep.cache.shallow import shallow
 from kvkeep.computing import computes
 from kvkeep.errors import ContextFull, InvalidArgument
 from kvkeep.loaded import LoadedModel
@@ -112,6 +113,8 @@ class Session(Reader):
         with changing([self]) as (work,):
             token = work.choose(logits, sampling)
             work.memory.step([token], 0, 1, sampled=True)
+        if sampling.constraint is not None:
+            sampling.constraint.accept(token)
         return token
 
     def stream(
@@ -268,6 +271,24 @@ class Session(Reader):
         if at is not None:
             fork.rewind(total - at)
         return fork
+
+    @computes
+    def beginning(self, count: int) -> "Session":
+        """A session that holds the first `count` tokens of this one, to be fed what comes next.
+
+        As `fork(at)`, but nothing is evaluated anew, so that there are no logits until more is
+        fed; and it goes on to the bit as a session that was fed these tokens alone, in the same
+        steps. Memory is shared until it adds to it.
+
+        Raises InvalidArgument where these tokens are not all held, each in a cell of its own, or
+        for a count that is none of 0 to as many as there are.
+        """
+        count = arguments.whole("count", count, 0, len(self._memory.tokens))
+        beginning, state = copy.copy(self), shallow(self._state)
+        state.memory = self._memory.beginning(count)
+        state.move_spans(lambda span: after_rewind(span, count))
+        beginning._take(state)
+        return beginning
 
     # How
 

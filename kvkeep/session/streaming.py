@@ -11,6 +11,7 @@ class TextStream:
     """Pushes tokens in, gets text out, with what may begin a stop string held back.
 
     before: the tokens that the text follows on, which may end inside a character.
+    found: the stop string that ended it.
     """
 
     def __init__(self, text: TextCodec, stop: tuple[str, ...], before: Sequence[int] = ()):
@@ -19,7 +20,11 @@ class TextStream:
             self._pieces.push(token)
         self._stop = stop
         self._held = ""
-        self.stopped = False
+        self.found: str | None = None
+
+    @property
+    def stopped(self) -> bool:
+        return self.found is not None
 
     def push(self, token: int) -> Iterator[str]:
         """Text that is now certain, if there is any."""
@@ -43,10 +48,10 @@ class TextStream:
         if self.stopped:
             return ""
         self._held += piece
-        found = [at for s in self._stop if (at := self._held.find(s)) >= 0]
+        found = [(at, s) for s in self._stop if (at := self._held.find(s)) >= 0]
         if found:
-            self.stopped = True
-            certain, self._held = self._held[: min(found)], ""
+            end, self.found = min(found)
+            certain, self._held = self._held[:end], ""
             return certain
         doubtful = max((_overlap(self._held, s) for s in self._stop), default=0)
         cut = len(self._held) - doubtful

@@ -1,0 +1,142 @@
+"""`kvkeep serve`: one model for many, over HTTP."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvkeep.cli.memory import SINKS, MemoryChoice, memory_options
+from kvkeep.cli.options import given, whole_number
+from kvkeep.cli.saying import say
+from kvkeep.errors import InvalidArgument
+from kvkeep.models.source import home
+
+if TYPE_CHECKING:
+    from kvkeep.engine import Engine
+
+_STEP = 128  # others wait for a step of a prompt, so it is shorter than where nobody does
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_KEEP = click.option(
+    "--keep",
+    metavar="N",
+    type=whole_number(0),
+    default=SINKS,
+    help="First tokens that are never forgotten.",
+)
+
+
+def nbytes(text: str) -> int:
+    """A number of bytes, such as 8GB or 500MB."""
+    number = text.strip().upper()
+    unit = next((unit for unit in _UNITS if number.endswith(unit)), "")
+    try:
+        found = int(float(number.removesuffix(unit)) * _UNITS.get(unit, 1))
+    except (ValueError, OverflowError):
+        found = 0
+    if found < 1:
+        raise click.BadParameter(f"expected a size such as 8GB or 500MB; found {text!r}")
+    return found
+
+
+@click.command()
+@memory_options(_KEEP)
+@click.option("--host", metavar="ADDRESS", default="127.0.0.1", help="Where to listen.")
+@click.option("--port", metavar="N", type=click.IntRange(0, 65535), default=8080, help="0 for any.")
+@click.option(
+    "--memory",
+    "most_bytes",
+    metavar="SIZE",
+    type=nbytes,
+    default="4GB",
+    help="For the cells of all sessions.",
+)
+@click.option(
+    "--store",
+    metavar="FOLDER",
+    type=click.Path(path_type=Path),
+    show_default="in kvkeep's own",
+    help="Where sessions are kept when they are not in memory.",
+)
+@click.option("--prefix-cache", is_flag=True, help="Keep evaluated beginnings of prompts on disk.")
+@click.option(
+    "--api-key-file",
+    metavar="FILE",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Keys that are let in, one in each line.",
+)
+@click.option(
+    "--allow-host", metavar="NAME", multiple=True, help="Another name of this server. Repeatable."
+)
+@click.option(
+    "--allow-origin", metavar="URL", multiple=True, help="A page that may ask it. Repeatable."
+)
+@click.option("--allow-edit", is_flag=True, help="Let the page change sessions.")
+@click.option(
+    "--alias", metavar="NAME", show_default="its own", help="The model's name for clients."
+)
+@click.option(
+    "--grace",
+    metavar="SECONDS",
+    type=click.FloatRange(0, 3600),
+    default=10.0,
+    help="For running answers to end, when the server is to stop.",
+)
+@click.option("-q", "--quiet", is_flag=True, help="Say nothing but errors.")
+def serve(memory: MemoryChoice, **options: Any) -> None:
+    """Serve a model over HTTP: OpenAI's API, and sessions.
+
+    Every request is evaluated by one engine: answers are written together, each as if it were
+    alone. What a request has in common with an earlier one is not evaluated again.
+    """
+    _require_safe(options["host"], options["api_key_file"])
+    _require_installed()
+    choice = memory
+    if not given("prefill_step"):
+        choice = replace(choice, prefill_step=_STEP)
+    choice.check()
+    engine = _engine(choice, options)
+    from kvkeep.server.running import serve_on
+
+    try:
+        serve_on(engine, options)
+    finally:
+        engine.close()
+
+
+def _engine(choice: MemoryChoice, options: dict[str, Any]) -> "Engine":
+    model = choice.load(progress=not options["quiet"])
+    from kvkeep.engine import Engine, Limits
+
+    folder = options["store"] or home() / "server"
+    engine = Engine(
+        model,
+        settings=choice.settings(model, choice.keep if choice.keep is not None else SINKS),
+        limits=Limits(memory=options["most_bytes"]),
+        folder=folder / "sessions",
+        stores=folder / "prefixes" if options["prefix_cache"] else None,
+    )
+    options["folder"] = folder
+    for line in engine.losses:
+        say(line)
+    return engine
+
+
+def _require_safe(host: str, keys: Path | None) -> None:
+    if host not in _LOOPBACK and keys is None:
+        raise InvalidArgument(
+            f"at {host} others than you can reach the server: give the keys that are to be let in "
+            "by --api-key-file, or stay at 127.0.0.1"
+        )
+
+
+def _require_installed() -> None:
+    try:
+        import fastapi  # noqa: F401
+        import prometheus_client  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise InvalidArgument(
+            f"the server needs more ({error.name} is missing): pip install 'kvkeep[server]'"
+        ) from None

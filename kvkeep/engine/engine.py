@@ -1,0 +1,498 @@
+"""One thread that computes for many: answers, sessions, and changes of them, in turn."""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
+
+from kvkeep import arguments
+from kvkeep.engine.answer import Answer, Ask
+from kvkeep.engine.events import Event, Reuse
+from kvkeep.engine.keeping import Keeping
+from kvkeep.engine.kept import Kept
+from kvkeep.engine.reuse import best_match
+from kvkeep.engine.schedule import Schedule
+from kvkeep.errors import Cancelled, NoRoom
+from kvkeep.model import Model
+from kvkeep.session.session import Session
+from kvkeep.store.prefix import PrefixStore
+
+T = TypeVar("T")
+STEP = 128  # tokens of a prompt between two tokens of those who write meanwhile
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What an engine takes on.
+
+    memory: bytes of cells, of all sessions. answers: at work at a time, of all owners; each: of
+    one. sessions: that one owner may have by name. saved_after: seconds for which a session is
+    idle before what is new in it is written to disk.
+    """
+
+    memory: int = 4_000_000_000
+    answers: int = 256
+    each: int = 128
+    sessions: int = 1_000
+    saved_after: float = 2.0
+
+
+@dataclass(frozen=True)
+class Operation:
+    """Something was done to a session: `what` with `tokens` of them, in `seconds`."""
+
+    owner: str
+    session: str
+    what: str
+    revision: int
+    tokens: int
+    seconds: float
+    nbytes: int
+
+
+@dataclass
+class _Call:
+    """What somebody wants done in the engine's thread."""
+
+    function: Callable[[], Any]
+    future: Future[Any]
+
+
+class Engine:
+    """Reads and writes for many at once, over one model.
+
+        with Engine(load_model()) as engine:
+            answers = [engine.generate(Ask(prompt, 100)) for prompt in prompts]
+            print([answer.text() for answer in answers])
+
+    All methods may be called from any thread; what is to be waited for comes as a
+    `concurrent.futures.Future`. One thread computes: one token of all answers that write, then a
+    step of one prompt. How many there are changes the speed of an answer, and no bit of it.
+
+    A prompt without a session takes what it can from the owner's sessions and from a prefix store.
+    Who may see what is said by `owner`: a short name, such as the digest of a key.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        settings: Mapping[str, Any] | None = None,
+        limits: Limits | None = None,
+        folder: str | Path | None = None,
+        stores: str | Path | None = None,
+    ):
+        """settings: of sessions that are made for a prompt, as of `Model.session`, by default those
+        of that and a prefill step of 128. folder: where sessions are kept; None for memory
+        alone. stores: a folder for each owner's prefix store; None for none."""
+        self.model = model
+        self.settings = {"prefill_step": STEP, **(settings or {})}
+        self.limits = limits or Limits()
+        place = None if folder is None else arguments.path("folder", folder)
+        self._stores = None if stores is None else arguments.path("stores", stores)
+        self._new_session("0")  # refused here, not at the first request
+        self._keeping = Keeping(model, place, self.limits.memory)
+        self._schedule = Schedule(model.spec.eos_token_ids, self._over, self._has_read)
+        self._followers: dict[Answer, list[Answer]] = {}
+        self._calls: SimpleQueue[_Call] = SimpleQueue()
+        self._listeners: list[Callable[[Operation], None]] = []
+        self._ending = threading.Event()
+        self._pace = 0.02  # seconds of a turn, lately
+        self._writer = ThreadPoolExecutor(1, "kvkeep-save")
+        self._thread = threading.Thread(target=self._run, name="kvkeep-engine", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self.close()
+
+    @property
+    def losses(self) -> list[str]:
+        """What of earlier sessions is not there: a line for each."""
+        return self._keeping.losses
+
+    # Answers
+
+    def generate(self, ask: Ask, session: str | None = None, owner: str = "0") -> Answer:
+        """As `ask`, once the engine has taken it on."""
+        return self.ask(ask, session, owner).result()[0]
+
+    def ask(
+        self,
+        ask: Ask,
+        session: str | None = None,
+        owner: str = "0",
+        listener: Callable[[Event], None] | None = None,
+        revision: int | None = None,
+    ) -> Future[list[Answer]]:
+        """An answer to be made, in a session, or in one that is made for it.
+
+        listener: see `Answer`. revision: that the session must be at.
+
+        Raises InvalidArgument and ContextFull as `Session.feed`, NoRoom, NoSuchSession, Busy,
+        WrongRevision.
+        """
+        wanted = arguments.instance("ask", ask, Ask)
+        return self.call(lambda: [self._take_on(wanted, session, owner, listener, revision)])
+
+    def several(
+        self,
+        ask: Ask,
+        samplings: Sequence[Any],
+        owner: str = "0",
+        listeners: Sequence[Callable[[Event], None] | None] | None = None,
+    ) -> Future[list[Answer]]:
+        """As many answers to one prompt as there are samplings; it is read once for all of them."""
+        told = listeners or [None] * len(samplings)
+        return self.call(partial(self._take_on_several, ask, samplings, owner, told))
+
+    # Sessions
+
+    def create(
+        self,
+        owner: str = "0",
+        name: str | None = None,
+        session: Session | None = None,
+        notes: dict[str, Any] | None = None,
+        **settings: Any,
+    ) -> Future[Kept]:
+        """Keeps a new session, or one that was made elsewhere; settings: as of `Model.session`."""
+
+        def made() -> Kept:
+            held = sum(kept.named for kept in self._keeping.of(owner))
+            if held >= self.limits.sessions:
+                raise NoRoom(f"there are {held} sessions already: delete some", float("inf"))
+            new = session or self._new_session(owner, **settings)
+            kept = self._keeping.add(new, owner, name, notes=notes)
+            self._done(kept, "create", 0, 0.0)
+            return kept
+
+        return self.call(made)
+
+    def sessions(self, owner: str = "0") -> Future[list[Kept]]:
+        """All that an owner has by name, the one used last first. To be looked at only."""
+        return self.call(lambda: [kept for kept in self._keeping.of(owner) if kept.named])
+
+    def look(self, name: str, owner: str, function: Callable[[Kept], T]) -> Future[T]:
+        """What a function says of a session, brought back to memory for it; it changes nothing."""
+
+        def looked() -> T:
+            kept = self._keeping.find(name, owner)
+            self._keeping.reserve_idle(kept)
+            return function(kept)
+
+        return self.call(looked)
+
+    def change(
+        self,
+        name: str,
+        owner: str,
+        what: str,
+        function: Callable[[Session], T],
+        revision: int | None = None,
+    ) -> Future[T]:
+        """What a function does to a session, while nothing else does.
+
+        what: for those who watch. A function that takes long hands `engine.between` on as
+        `progress`: others go on at each of its steps.
+        """
+
+        def changed() -> T:
+            kept = self._keeping.find(name, owner)
+            kept.require_idle()
+            kept.require_revision(revision)
+            self._keeping.reserve(kept, None)
+            begun, before = time.perf_counter(), len(kept.live.tokens)
+            kept.answer = function
+            try:
+                result = function(kept.live)
+            finally:
+                kept.answer = None
+            kept.touched("" if what in ("feed", "generate") else what)
+            self._done(kept, what, len(kept.live.tokens) - before, time.perf_counter() - begun)
+            return result
+
+        return self.call(changed)
+
+    def fork(
+        self,
+        name: str,
+        owner: str = "0",
+        at: int | None = None,
+        new: str | None = None,
+        revision: int | None = None,
+        notes: dict[str, Any] | None = None,
+    ) -> Future[Kept]:
+        """A session that goes on where another stands, or stood after `at` tokens."""
+
+        def forked() -> Kept:
+            kept = self._keeping.find(name, owner)
+            kept.require_revision(revision)
+            self._keeping.reserve_idle(kept)
+            found = self._keeping.add(
+                kept.live.fork(at), owner, new, parent=kept.name, notes=notes or dict(kept.notes)
+            )
+            found.evaluated, found.changed = min(kept.evaluated, at or kept.evaluated), kept.changed
+            self._done(found, "fork", 0, 0.0)
+            return found
+
+        return self.call(forked)
+
+    def delete(self, name: str, owner: str = "0", revision: int | None = None) -> Future[None]:
+        """Forgets a session, on disk too. What is at work in it is to be cancelled first."""
+
+        def deleted() -> None:
+            kept = self._keeping.find(name, owner)
+            kept.require_revision(revision)
+            self._keeping.remove(kept)
+            self._told(Operation(owner, name, "delete", kept.revision, 0, 0.0, 0))
+
+        return self.call(deleted)
+
+    def save(self, name: str, owner: str = "0") -> Future[int]:
+        """The revision that is on disk from then on. Raises StoreError."""
+        saved: Future[int] = Future()
+
+        def begun() -> None:
+            self._save(self._keeping.find(name, owner), saved)
+
+        def failed(call: Future[None]) -> None:
+            if (error := call.exception()) is not None and not saved.done():
+                saved.set_exception(error)
+
+        self.call(begun).add_done_callback(failed)
+        return saved
+
+    # The thread
+
+    def call(self, function: Callable[[], T]) -> Future[T]:
+        """What a function gives that is run in the engine's thread, between two turns."""
+        future: Future[T] = Future()
+        if self._ending.is_set():
+            future.set_exception(Cancelled("the engine has ended"))
+        else:
+            self._calls.put(_Call(function, future))
+        return future
+
+    def between(self, tokens: int = 0) -> None:
+        """For work that takes long: others have their turn."""
+        self._schedule.turn()
+
+    def watch(self, listener: Callable[[Operation], None]) -> Callable[[], None]:
+        """Tells of each operation, in the engine's thread; what is returned ends that."""
+        self._listeners.append(listener)
+        return lambda: self._listeners.remove(listener)
+
+    def close(self, grace: float = 0.0) -> None:
+        """Takes on nothing more, lets answers go on for `grace` seconds, and saves what is not."""
+        if self._ending.is_set():
+            return
+        self._ending.set()
+        self._deadline = time.monotonic() + grace
+        self._calls.put(_Call(lambda: None, Future()))
+        self._thread.join()
+        self._writer.shutdown()
+
+    def _run(self) -> None:
+        while not (self._ending.is_set() and self._ended()):
+            self._do_calls()
+            begun = time.perf_counter()
+            self._schedule.turn()
+            self._pace += 0.1 * (time.perf_counter() - begun - self._pace)
+            self._save_idle()
+        for kept in self._keeping:
+            if kept.dirty and kept.file is not None:
+                self._keeping.save(kept)
+        self._keeping.close()
+
+    def _ended(self) -> bool:
+        if time.monotonic() >= self._deadline:
+            self._schedule.cancel_all()
+            self._schedule.turn()
+        return not len(self._schedule)
+
+    def _do_calls(self) -> None:
+        """All that are there; where there is nothing else to do, waits for one."""
+        wait = not len(self._schedule) and not self._ending.is_set()
+        while True:
+            try:
+                call = self._calls.get(wait, timeout=self.limits.saved_after / 2 + 0.05)
+            except Empty:
+                return
+            wait = False
+            if not call.future.set_running_or_notify_cancel():
+                continue
+            try:
+                call.future.set_result(call.function())
+            except BaseException as error:
+                call.future.set_exception(error)
+            del call
+
+    # Taking on
+
+    def _take_on(
+        self,
+        ask: Ask,
+        session: str | None,
+        owner: str,
+        listener: Callable[[Event], None] | None,
+        revision: int | None = None,
+    ) -> Answer:
+        self._require_turn(owner)
+        if session is None:
+            kept, reuse = self._placed(ask, owner)
+        else:
+            kept, reuse = self._keeping.find(session, owner), Reuse()
+            kept.require_idle()
+            kept.require_revision(revision)
+        try:
+            tokens = None if ask.max_tokens is None else len(ask.prompt) + ask.max_tokens
+            self._keeping.reserve(kept, tokens)
+            rest = ask.prompt[reuse.tokens :]
+            feeding = kept.live.feeding(rest) if rest else None
+        except BaseException:
+            if not kept.named and not kept.live.tokens:
+                self._keeping.remove(kept)
+            raise
+        answer = Answer(ask, kept, self.model.text, listener)
+        kept.answer = answer
+        kept.used = time.monotonic()
+        answer.start(feeding, reuse)
+        self._schedule.add(answer)
+        return answer
+
+    def _placed(self, ask: Ask, owner: str) -> tuple[Kept, Reuse]:
+        """A session for a prompt, and what of the prompt is in it."""
+        fresh = Kept("", owner, False, None, self._new_session(owner))
+        match = best_match(ask.prompt, self._keeping.of(owner), fresh)
+        reason = "" if match.tokens == len(ask.prompt) else match.reason
+        differs = match.common if match.common < len(ask.prompt) else None
+        source = match.kept
+        reuse = Reuse(match.tokens, "session" if source else "", reason, differs)
+        if source is None:
+            return self._keeping.add(fresh.live, owner, named=False), reuse
+        reuse = replace(reuse, session=source.name)
+        if match.whole and not source.named:
+            return source, reuse
+        live = source.live.beginning(match.tokens)
+        kept = self._keeping.add(live, owner, parent=source.name, named=False)
+        kept.evaluated = min(source.evaluated, match.tokens)
+        return kept, reuse
+
+    def _take_on_several(
+        self,
+        ask: Ask,
+        samplings: Sequence[Any],
+        owner: str,
+        listeners: Sequence[Callable[[Event], None] | None],
+    ) -> list[Answer]:
+        asks = [replace(ask, sampling=sampling) for sampling in samplings]
+        first = self._take_on(asks[0], None, owner, listeners[0])
+        others = [
+            Answer(one, first.kept, self.model.text, told)
+            for one, told in zip(asks[1:], listeners[1:], strict=True)
+        ]
+        self._followers[first] = others
+        if first.writes:
+            self._has_read(first)
+        return [first, *others]
+
+    def _has_read(self, answer: Answer) -> None:
+        """Those who wait for its prompt go on from there, each in a fork."""
+        kept = answer.kept
+        for other in self._followers.pop(answer, ()):
+            if other.cancelled:
+                other.dismiss()
+                continue
+            try:
+                fork = self._keeping.add(kept.live.fork(), kept.owner, named=False)
+                self._keeping.reserve(fork, other.ask.max_tokens)
+            except Exception as error:
+                other.fail(error)
+                continue
+            fork.evaluated, other.kept, fork.answer = kept.evaluated, fork, other
+            other.start(None, answer.reuse)
+            self._schedule.add(other)
+
+    def _over(self, answer: Answer) -> None:
+        """An answer has come to its end: the session is idle."""
+        for other in self._followers.pop(answer, ()):
+            other.fail(answer.error or Cancelled("the prompt was not read to its end"))
+        kept, usage = answer.kept, answer.usage
+        kept.answer = None
+        kept.reserved = 0
+        if not kept.named and kept.live.cache.cells == 0:
+            self._keeping.remove(kept)
+            return
+        kept.touched()
+        seconds = usage.reading + usage.writing
+        self._done(kept, "generate", usage.evaluated + usage.written, seconds)
+
+    def _new_session(self, owner: str, **settings: Any) -> Session:
+        store = None if self._stores is None else PrefixStore(self._stores / owner)
+        return self.model.session(store=store, **{**self.settings, **settings})
+
+    def _require_turn(self, owner: str) -> None:
+        owners = Counter(answer.kept.owner for answer in self._schedule.answers)
+        if len(self._schedule) >= self.limits.answers or owners[owner] >= self.limits.each:
+            raise NoRoom(
+                f"{len(self._schedule)} answers are being made, {owners[owner]} of them yours: "
+                "come back when one is done",
+                self._soonest(),
+            )
+
+    def _soonest(self) -> float:
+        """Seconds until an answer may be done, as things go."""
+        left = [
+            (answer.ask.max_tokens or 512) - len(answer.written) + answer.owed / STEP
+            for answer in self._schedule.answers
+        ]
+        return max(1.0, min(left, default=0) * self._pace)
+
+    # Saving
+
+    def _save(self, kept: Kept, saved: Future[int]) -> None:
+        """Writes a session in a thread of its own, as it is now."""
+        snapshot, revision = self._keeping.snapshot(kept), kept.revision
+        file = self._keeping.file(kept)
+        kept.saving = revision
+
+        def written() -> None:
+            snapshot.save(file)
+            self._calls.put(_Call(partial(self._keeping.is_saved, kept, revision), Future()))
+
+        def done(work: Future[None]) -> None:
+            error = work.exception()
+            saved.set_result(revision) if error is None else saved.set_exception(error)
+
+        self._writer.submit(written).add_done_callback(done)
+
+    def _save_idle(self) -> None:
+        """Begins to save what nobody has used for a while."""
+        if self._writer._work_queue.qsize():
+            return
+        longest_ago = time.monotonic() - self.limits.saved_after
+        for kept in self._keeping:
+            waits = kept.dirty and kept.file is not None and not kept.busy
+            if waits and kept.used < longest_ago and kept.saving != kept.revision:
+                self._save(kept, Future())
+                return
+
+    # Telling
+
+    def _done(self, kept: Kept, what: str, tokens: int, seconds: float) -> None:
+        self._keeping.changed(kept)
+        nbytes = kept.live.cache.nbytes
+        self._told(Operation(kept.owner, kept.name, what, kept.revision, tokens, seconds, nbytes))
+
+    def _told(self, operation: Operation) -> None:
+        for listener in list(self._listeners):
+            listener(operation)

@@ -1,0 +1,98 @@
+"""What an engine tells of an answer while it makes it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+# "length": as many tokens as were asked for. "full": the policy holds no more. "cancelled": nobody
+# wants the rest.
+Reason = Literal["eos", "stop", "length", "full", "cancelled"]
+
+
+@dataclass(frozen=True)
+class Reuse:
+    """What of a prompt was there already.
+
+    tokens: so many, from `source`: "session" (one that was or is live), "store" (the prefix store),
+    or "" where none was. reason: why the rest was not: see `kvkeep.engine.reuse`; "" where all of
+    it was. differs_at: the first token of the prompt that the nearest text does not have; None
+    where there is none. session: which session it came from.
+    """
+
+    tokens: int = 0
+    source: Literal["", "session", "store"] = ""
+    reason: str = ""
+    differs_at: int | None = None
+    session: str | None = None
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What an answer took.
+
+    prompt, written: tokens. evaluated: of the prompt, those that were not reused. seconds of the
+    engine's time from the moment it was asked: waited (before its first step), reading, writing.
+    """
+
+    prompt: int
+    written: int
+    reuse: Reuse
+    waited: float
+    reading: float
+    writing: float
+
+    @property
+    def evaluated(self) -> int:
+        return self.prompt - self.reuse.tokens
+
+
+@dataclass(frozen=True)
+class Read:
+    """A step of the prompt is in. done, total: of the prompt, what was reused included."""
+
+    done: int
+    total: int
+    reuse: Reuse
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Likely:
+    """A token and the natural log of its probability, before penalties and temperature."""
+
+    token: int
+    log_probability: float
+
+
+@dataclass(frozen=True)
+class Written:
+    """A token was written.
+
+    text: what is certain now: whole characters, "" while a stop string or a character may go on.
+    likely: of the token itself, and top: of the likeliest ones, where that was asked for.
+    """
+
+    token: int
+    text: str
+    likely: Likely | None = None
+    top: Sequence[Likely] = ()
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The answer is whole. text: what was held back until now. stop: the string that ended it."""
+
+    reason: Reason
+    text: str
+    usage: Usage
+    stop: str | None = None
+
+
+@dataclass(frozen=True)
+class Failed:
+    """There will be no more of the answer; the session is as after the last token written."""
+
+    error: BaseException
+
+
+Event = Read | Written | Finished | Failed

@@ -1,0 +1,95 @@
+"""A session that an engine keeps: who it is, where it is, and what it may take."""
+
+import math
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvkeep.errors import Busy, WrongRevision
+from kvkeep.session.session import Session
+
+# Storage takes no more than that over the cells of a budget, whatever was edited, pinned or forked.
+_OVER = 9 / 8
+
+
+@dataclass(eq=False)
+class Kept:
+    """A session under a name, in memory or on disk.
+
+    owner: whose it is; nobody else sees it. named: whether it was asked for by name, and is kept
+    until it is deleted; others make room for what is new. session: None while it is on disk alone.
+    revision: grows with each change. saved, saving: the revision that is on disk, and the one on
+    its way there; None for none. pinned: it stays in memory. answer: what is at work in it.
+    evaluated: how many of its first tokens were evaluated in whole steps, so that any text that
+    begins like it would have got the same cells, to the bit. changed: how it was changed by other
+    than adding to its end. lost: of a session that was found on disk, the revision that an engine
+    which was killed had brought it to. notes: JSON values of whoever made it. reserved: bytes that
+    it may come to take while it is at work.
+    """
+
+    name: str
+    owner: str
+    named: bool
+    file: Path | None
+    session: Session | None
+    revision: int = 0
+    saved: int | None = None
+    saving: int | None = None
+    pinned: bool = False
+    parent: str | None = None
+    evaluated: int = 0
+    changed: str = ""
+    lost: int | None = None
+    notes: dict[str, Any] = field(default_factory=dict)
+    answer: object | None = None
+    reserved: int = 0
+    created: float = field(default_factory=time.time)
+    used: float = field(default_factory=time.monotonic)
+
+    @property
+    def live(self) -> Session:
+        assert self.session is not None, "brought back before it is used"
+        return self.session
+
+    @property
+    def busy(self) -> bool:
+        return self.answer is not None
+
+    @property
+    def dirty(self) -> bool:
+        """Whether what is in memory would be lost with it."""
+        return self.named and self.session is not None and self.saved != self.revision
+
+    def require_idle(self) -> None:
+        if self.busy:
+            raise Busy(f"session {self.name!r} is reading or writing; wait for it, or cancel that")
+
+    def require_revision(self, wanted: int | None) -> None:
+        if wanted is not None and wanted != self.revision:
+            raise WrongRevision(
+                f"session {self.name!r} is at revision {self.revision}, and the change was meant "
+                f"for {wanted}: look at it again"
+            )
+
+    def touched(self, changed: str = "") -> None:
+        """It was changed."""
+        self.revision += 1
+        self.used = time.monotonic()
+        self.changed = self.changed or changed
+
+
+def most_bytes(session: Session, tokens: int | None) -> int:
+    """Bytes that its cells can come to take once it has read and written so many more tokens.
+
+    tokens: None for any number of them.
+    """
+    cache, budget = session.cache, session.max_kv_size
+    held = budget if tokens is None else min(budget, cache.cells + tokens)
+    cell = max(cache.layout.cell_bytes, cache.far_layout.cell_bytes)
+    step = session.prefill_step * cache.layout.plain.cell_bytes
+    total = math.ceil(held * cell * _OVER) + step
+    if cache.local is not None:
+        window, reads = cache.local.window.size or budget, cache.local.layout.cell_bytes
+        total += math.ceil(min(budget, window + 128) * reads * _OVER) + session.prefill_step * reads
+    return max(total, cache.nbytes)

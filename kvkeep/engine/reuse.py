@@ -1,0 +1,111 @@
+"""What of a prompt an engine has in its memory already, and why not more of it.
+
+A session that holds the first tokens of a prompt, each in a cell of its own as its tokens alone
+give it, is taken from at the end of a step. So an answer is the same, to the bit, whether a part of
+its prompt was reused or not. One exception is meant: a prompt that goes on where a session stands,
+as the next turn of a chat does, goes on with all of its cells, those of written tokens too. They
+are what the model read when it wrote them; evaluated as a prompt they would differ by rounding.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvkeep.engine.kept import Kept
+
+# Why a part of a prompt was not reused that somebody's text begins with:
+# "cold": no text begins like it. "differs": the nearest text goes on otherwise. "below_step": what
+# they have in common ends within a step. "forgotten", "compressed", "quantised", "edited": the
+# session's cells are no longer those that its tokens give. "written": its tokens were written, not
+# read. "settings": its policy, step or bits are others.
+Miss = Literal[
+    "",
+    "cold",
+    "differs",
+    "below_step",
+    "forgotten",
+    "compressed",
+    "quantised",
+    "edited",
+    "written",
+    "settings",
+]
+
+
+@dataclass(frozen=True)
+class Match:
+    """The best of what is there for a prompt.
+
+    kept: whose first `tokens` are reused; None for nobody's. whole: whether it goes on where that
+    session stands. common: how many first tokens the nearest text shares. reason: see `Miss`.
+    """
+
+    kept: Kept | None = None
+    tokens: int = 0
+    whole: bool = False
+    common: int = 0
+    reason: Miss = "cold"
+
+
+def best_match(prompt: Sequence[int], candidates: Iterable[Kept], like: Kept) -> Match:
+    """The session that the prompt takes most from.
+
+    candidates: in memory, of the owner who asks. like: one with the settings that are wanted.
+    """
+    ids = np.asarray(prompt, dtype=np.int32)
+    best = Match()
+    for kept in candidates:
+        if kept is like or kept.session is None:
+            continue
+        found = _match(ids, kept, like)
+        if (found.tokens, found.common) > (best.tokens, best.common):
+            best = found
+    return best
+
+
+def _match(ids: NDArray[np.int32], kept: Kept, like: Kept) -> Match:
+    session, wanted = kept.live, like.live
+    held = np.frombuffer(session.tokens.array(), dtype=np.int32)
+    common = common_length(ids, held)
+    if common == 0:
+        return Match()
+    if _settings(kept) != _settings(like):
+        return Match(common=common, reason="settings")
+    # One token at least is evaluated, for its logits.
+    if common == len(held) < len(ids) and not kept.busy and not kept.changed:
+        return Match(kept, common, True, common, "differs")
+    most, reason = _exact(kept, min(common, len(ids) - 1))
+    tokens = most // wanted.prefill_step * wanted.prefill_step
+    if not tokens:
+        return Match(common=common, reason=reason or "below_step")
+    return Match(kept, tokens, False, common, reason or "differs")
+
+
+def _exact(kept: Kept, most: int) -> tuple[int, Miss]:
+    """How many of the first `most` cells are what any such text has, and what ended them."""
+    cache, session = kept.live.cache, kept.live
+    if kept.changed:
+        return 0, "edited"
+    if any(segment.compressed for segment in cache.segments):
+        return 0, "compressed"
+    if cache.layout.quantised or cache.far_layout.quantised:
+        return 0, "quantised"
+    if cache.cells < len(session.tokens) or cache.local is not None:
+        return 0, "forgotten"
+    return (most, "") if most <= kept.evaluated else (kept.evaluated, "written")
+
+
+def common_length(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:
+    """How many first numbers are the same."""
+    shorter = min(len(a), len(b))
+    differs = a[:shorter] != b[:shorter]
+    return int(differs.argmax()) if differs.any() else shorter
+
+
+def _settings(kept: Kept) -> tuple[object, ...]:
+    session = kept.live
+    keep = session.keep if session.keep >= 0 else None
+    return (session._memory.policy, session.bits, session.prefill_step, keep)

@@ -1,0 +1,1 @@
+"""`kvkeep serve`: an engine over HTTP. Needs `pip install kvkeep[server]`."""

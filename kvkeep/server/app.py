@@ -1,0 +1,71 @@
+"""The application: every API over one service."""
+
+import logging
+from collections.abc import Collection
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import JSONResponse
+
+from kvkeep.errors import KvkeepError
+from kvkeep.server import basics
+from kvkeep.server.openai import completions
+from kvkeep.server.problems import Problem, problem_of
+from kvkeep.server.safety import Safety
+from kvkeep.server.service import Service
+from kvkeep.version import __version__
+
+_log = logging.getLogger("kvkeep.server")
+LOCAL_HOSTS = ("127.0.0.1", "localhost", "[::1]")
+
+
+def application(
+    service: Service,
+    hosts: Collection[str] = LOCAL_HOSTS,
+    origins: Collection[str] = (),
+) -> Any:
+    """An ASGI application. hosts: under which it may be asked; origins: pages that may ask it."""
+    app = FastAPI(title="kvkeep", version=__version__, docs_url=None, redoc_url=None)
+    app.state.service = service
+    for rooms in (basics, completions):
+        app.include_router(rooms.router)
+    for kind in (Problem, KvkeepError):
+        app.add_exception_handler(kind, _told)
+    app.add_exception_handler(RequestValidationError, _malformed)
+    app.add_exception_handler(HTTPException, _refused)
+    app.add_exception_handler(Exception, _failed)
+    if origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"]
+        )
+    return Safety(app, service.keys, hosts)
+
+
+async def _told(request: Request, error: Exception) -> JSONResponse:
+    return problem_of(error).response(_is_anthropic(request))
+
+
+async def _malformed(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    place = ".".join(str(part) for part in first["loc"] if part != "body")
+    message = f"{place}: {first['msg']}" if place else str(first["msg"])
+    return Problem(400, message, param=place or None).response(_is_anthropic(request))
+
+
+async def _refused(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
+    return Problem(error.status_code, str(error.detail), kind).response(_is_anthropic(request))
+
+
+async def _failed(request: Request, error: Exception) -> JSONResponse:
+    _log.error("%s %s", request.method, request.url.path, exc_info=error)
+    return problem_of(error).response(_is_anthropic(request))
+
+
+def _is_anthropic(request: Request) -> bool:
+    return request.url.path.startswith("/v1/messages")

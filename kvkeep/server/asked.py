@@ -1,0 +1,88 @@
+"""What every API's requests have in common: who asks, and how tokens are to be chosen."""
+
+import secrets
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from fastapi import Depends, Request
+from pydantic import BaseModel, ConfigDict, Field
+
+from kvkeep.errors import InvalidArgument
+from kvkeep.server.service import Service
+from kvkeep.session.sampling import Sampling
+
+MOST_TOKENS = 1_000_000  # of an answer
+MOST_ANSWERS = 64  # to one prompt
+_SEEDS = 2**53
+
+
+def _service(request: Request) -> Service:
+    service: Service = request.app.state.service
+    return service
+
+
+def _owner(request: Request) -> str:
+    owner: str = request.scope["owner"]
+    return owner
+
+
+Serving = Annotated[Service, Depends(_service)]
+Owner = Annotated[str, Depends(_owner)]
+
+
+class Body(BaseModel):
+    """A request's body. Fields that kvkeep has no use for are taken, as other servers do."""
+
+    model_config = ConfigDict(extra="allow", arbitrary_types_allowed=True)
+
+
+class Choosing(Body):
+    """How tokens are chosen, by OpenAI's names, and llama.cpp's for what it has not."""
+
+    temperature: Annotated[float | None, Field(ge=0, le=100)] = None
+    top_p: Annotated[float | None, Field(gt=0, le=1)] = None
+    top_k: Annotated[int | None, Field(ge=-1, le=10_000_000)] = None
+    min_p: Annotated[float | None, Field(ge=0, le=1)] = None
+    repeat_penalty: Annotated[float | None, Field(gt=0, le=100)] = None
+    repeat_last_n: Annotated[int | None, Field(ge=-1, le=10_000_000)] = None
+    presence_penalty: Annotated[float | None, Field(ge=-100, le=100)] = None
+    frequency_penalty: Annotated[float | None, Field(ge=-100, le=100)] = None
+    seed: Annotated[int | None, Field(ge=-(2**63), lt=2**64)] = None
+    stop: Annotated[list[str], Field(max_length=64)] | str | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-1e6, le=1e6)]] | None = None
+
+    def samplings(self, count: int = 1, temperature: float = 1.0) -> list[Sampling]:
+        """One for each of so many answers. temperature: where none is asked for.
+
+        With a seed the same request gives the same answers, each by a seed of its own.
+        """
+        given = self.seed is not None and self.seed >= 0
+        first = self.seed if given and self.seed is not None else secrets.randbelow(_SEEDS)
+        return [self._sampling(first + index, temperature) for index in range(count)]
+
+    def _sampling(self, seed: int, temperature: float) -> Sampling:
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        last = _or(self.repeat_last_n, 64)
+        return Sampling(
+            temperature=_or(self.temperature, temperature),
+            top_k=max(0, _or(self.top_k, 0)),
+            top_p=_or(self.top_p, 1.0),
+            min_p=_or(self.min_p, 0.0),
+            repetition_penalty=_or(self.repeat_penalty, 1.0),
+            repetition_window=2**31 if last < 0 else last,  # all of them
+            presence_penalty=_or(self.presence_penalty, 0.0),
+            frequency_penalty=_or(self.frequency_penalty, 0.0),
+            seed=seed,
+            stop=tuple(text for text in stop if text),
+            logit_bias=_biases(self.logit_bias or {}),
+        )
+
+
+def _or(value: Any, default: Any) -> Any:
+    return default if value is None else value
+
+
+def _biases(given: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
+    if any(not (token.isascii() and token.isdigit()) for token in given):
+        raise InvalidArgument("logit_bias: each name is a token id, written in digits")
+    return tuple((int(token), bias) for token, bias in given.items())

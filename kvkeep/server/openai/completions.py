@@ -1,0 +1,100 @@
+"""`/v1/completions`: text that goes on from a text."""
+
+import secrets
+from collections.abc import AsyncIterator
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request
+from pydantic import Field
+from starlette.responses import Response
+
+from kvkeep.engine import Ask, Finished, Usage, Written
+from kvkeep.server.asked import MOST_ANSWERS, MOST_TOKENS, Body, Choosing, Owner, Serving
+from kvkeep.server.basics import now
+from kvkeep.server.openai.usage import REASONS, timings_of, usage_of
+from kvkeep.server.problems import problem_of
+from kvkeep.server.service import Running, Service
+from kvkeep.server.sse import DONE, event, stream
+
+router = APIRouter()
+_Id = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+
+
+class Completion(Choosing):
+    """A request. prompt: a text or token ids; a list of one of them is taken, too."""
+
+    prompt: str | list[_Id] | Annotated[list[str | list[_Id]], Field(max_length=1)]
+    max_tokens: Annotated[int | None, Field(ge=0, le=MOST_TOKENS)] = 16
+    n: Annotated[int, Field(ge=1, le=MOST_ANSWERS)] = 1
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    echo: bool = False
+    logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
+    ignore_eos: bool = False
+
+
+@router.post("/v1/completions", response_model=None)
+async def completions(
+    body: Completion, request: Request, service: Serving, owner: Owner
+) -> Response | dict[str, Any]:
+    """Goes on from a prompt, in `n` ways."""
+    ids = _ids(service, body.prompt)
+    ask = Ask(tuple(ids), body.max_tokens, ignore_eos=body.ignore_eos, likely=body.logprobs)
+    running = await service.answers(ask, owner, body.samplings(body.n))
+    head = {"id": f"cmpl-{secrets.token_hex(12)}", "created": now(), "model": service.name}
+    head["object"] = "text_completion"
+    echoed = service.model.text.decode(ids) if body.echo else ""
+    if body.stream:
+        return stream(_streamed(running, head, body, echoed))
+    async with running.until_gone(request):
+        return await _whole(running, head, body, echoed)
+
+
+def _ids(service: Service, prompt: Any) -> list[int]:
+    if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
+        prompt = prompt[0]
+    text = service.model.text
+    return [*text.opening_ids, *text.encode(prompt)] if isinstance(prompt, str) else list(prompt)
+
+
+async def _whole(
+    running: Running, head: dict[str, Any], body: Completion, echoed: str
+) -> dict[str, Any]:
+    texts, ends = [echoed] * body.n, dict[int, Finished]()
+    async for index, each in running:
+        if isinstance(each, (Written, Finished)):
+            texts[index] += each.text
+        if isinstance(each, Finished):
+            ends[index] = each
+    choices = [_choice(index, texts[index], ends[index]) for index in range(body.n)]
+    usages = [ends[index].usage for index in range(body.n)]
+    return {**head, "choices": choices, "usage": usage_of(usages), "timings": timings_of(usages[0])}
+
+
+async def _streamed(
+    running: Running, head: dict[str, Any], body: Completion, echoed: str
+) -> AsyncIterator[bytes]:
+    usages: list[Usage] = []
+    try:
+        for index in range(body.n if echoed else 0):
+            yield event({**head, "choices": [_choice(index, echoed, None)]})
+        async for index, each in running:
+            if isinstance(each, Finished):
+                usages.append(each.usage)
+            if isinstance(each, Finished) or (isinstance(each, Written) and each.text):
+                end = each if isinstance(each, Finished) else None
+                yield event({**head, "choices": [_choice(index, each.text, end)]})
+        if body.stream_options and body.stream_options.include_usage:
+            yield event({**head, "choices": [], "usage": usage_of(usages)})
+        yield DONE
+    except Exception as error:  # the status is sent: what happened is the last event
+        yield event(problem_of(error).body())
+
+
+def _choice(index: int, text: str, end: Finished | None) -> dict[str, Any]:
+    reason = None if end is None else REASONS[end.reason]
+    return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}

@@ -1,0 +1,74 @@
+"""The server while it runs: its socket, its signals, and how it ends."""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from kvkeep.engine import Engine
+from kvkeep.errors import InvalidArgument
+from kvkeep.server.app import LOCAL_HOSTS, application
+from kvkeep.server.basics import now
+from kvkeep.server.keys import Keys
+from kvkeep.server.service import Service
+
+_BACKLOG = 512
+
+
+class _Server(uvicorn.Server):
+    """Ends with its work done on a signal, and with status 0."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self.handle_exit, number, None)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
+
+
+def serve_on(engine: Engine, options: dict[str, Any]) -> None:
+    """Serves until a signal comes. options: of `kvkeep serve`."""
+    listening = _listening(options["host"], options["port"])
+    host, port = listening.getsockname()[:2]
+    keys = Keys.read(options["api_key_file"], options["folder"])
+    name = options["alias"] or Path(engine.model.name).name
+    service = Service(engine, name, keys, options["allow_edit"], now())
+    hosts = {*LOCAL_HOSTS, options["host"], *options["allow_host"]}
+    app = application(service, hosts, options["allow_origin"])
+    config = uvicorn.Config(
+        app,
+        log_level=logging.WARNING,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=max(1, round(options["grace"])),
+        lifespan="off",
+    )
+    if not options["quiet"]:
+        shown = f"[{host}]" if ":" in host else host
+        print(f"kvkeep serves {name} on http://{shown}:{port}", flush=True)
+    asyncio.run(_Server(config).serve(sockets=[listening]))
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((host, port))
+    except OSError as error:
+        listening.close()
+        raise InvalidArgument(
+            f"cannot listen on {host}:{port} ({error.strerror}); choose another --port"
+        ) from error
+    listening.listen(_BACKLOG)
+    return listening

@@ -1,0 +1,112 @@
+"""What holds of every request, before any route sees it: hosts, sizes, keys, headers."""
+
+from collections.abc import Awaitable, Callable, Collection, MutableMapping
+from typing import Any
+
+from kvkeep.server.keys import Keys
+from kvkeep.server.problems import Problem
+
+LARGEST = 8_000_000  # bytes of a body
+PUBLIC = frozenset(("/health", "/v1/health", "/v1/models", "/models", "/"))
+_FILES = "/page/"  # what the page is made of
+
+_Scope = MutableMapping[str, Any]
+_Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+_Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+_HEADERS = (
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"x-frame-options", b"DENY"),
+    (
+        b"content-security-policy",
+        b"default-src 'self'; object-src 'none'; base-uri 'none'; frame-ancestors 'none'",
+    ),
+)
+
+
+class Safety:
+    """Refuses requests for another host (DNS rebinding), without a key, or too large to be meant.
+
+    hosts: names under which the server is asked, without ports. The owner of the key is
+    `scope["owner"]` from here on.
+    """
+
+    def __init__(self, app: Any, keys: Keys, hosts: Collection[str]):
+        self._app, self._keys = app, keys
+        self._hosts = frozenset(host.lower() for host in hosts)
+
+    async def __call__(self, scope: _Scope, receive: _Receive, send: _Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = _headers(scope)
+        problem = self._refused(scope, headers)
+        if problem is not None:
+            anthropic = scope["path"].startswith("/v1/messages")
+            await problem.response(anthropic)(scope, receive, _guarded(send))
+            return
+        await self._app(scope, _bounded(receive), _guarded(send))
+
+    def _refused(self, scope: _Scope, headers: dict[str, str]) -> Problem | None:
+        host = _without_port(headers.get("host", ""))
+        if host.lower() not in self._hosts:
+            return Problem(
+                421, f"this server is not {host!r}: name that host when it is started", code="host"
+            )
+        length = headers.get("content-length", "0")
+        if not (length.isascii() and length.isdigit()):
+            return Problem(400, "Content-Length must be a number")
+        if len(length) > 12 or int(length) > LARGEST:
+            return Problem(413, f"a request has at most {LARGEST:,} bytes", code="too_large")
+        owner = self._keys.owner(_key(headers))
+        if owner is None and not _public(scope["path"]) and scope["method"] != "OPTIONS":
+            return Problem(401, "no key that this server knows", "authentication_error", "key")
+        scope["owner"] = owner
+        return None
+
+
+def _public(path: str) -> bool:
+    return path in PUBLIC or path.startswith(_FILES)
+
+
+def _key(headers: dict[str, str]) -> str | None:
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer" and key:
+        return key.strip()
+    return headers.get("x-api-key")
+
+
+def _headers(scope: _Scope) -> dict[str, str]:
+    return {
+        name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]
+    }
+
+
+def _without_port(host: str) -> str:
+    if host.startswith("["):  # an address of IPv6
+        return host.partition("]")[0] + "]"
+    return host.rpartition(":")[0] if ":" in host else host
+
+
+def _bounded(receive: _Receive) -> _Receive:
+    """Whatever length was named, no more than so many bytes are taken in."""
+    taken = 0
+
+    async def bounded() -> MutableMapping[str, Any]:
+        nonlocal taken
+        message = await receive()
+        taken += len(message.get("body", b""))
+        if taken > LARGEST:
+            raise Problem(413, f"a request has at most {LARGEST:,} bytes", code="too_large")
+        return message
+
+    return bounded
+
+
+def _guarded(send: _Send) -> _Send:
+    async def guarded(message: MutableMapping[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message.get("headers", ()), *_HEADERS]
+        await send(message)
+
+    return guarded

@@ -1,0 +1,126 @@
+"""Between HTTP, which waits in an event loop, and the engine, which computes in a thread."""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from starlette.requests import Request
+
+from kvkeep.engine import Answer, Ask, Engine, Event, Failed, Finished
+from kvkeep.model import Model
+from kvkeep.server.keys import Keys
+from kvkeep.session.sampling import Sampling
+
+
+@dataclass
+class Service:
+    """What all routes share. name: of the model, as clients see it."""
+
+    engine: Engine
+    name: str
+    keys: Keys
+    edits: bool = False
+    created: int = 0
+    extra: dict[str, object] = field(default_factory=dict)
+
+    @property
+    def model(self) -> Model:
+        return self.engine.model
+
+    async def answers(
+        self,
+        ask: Ask,
+        owner: str,
+        samplings: Sequence[Sampling] | None = None,
+        session: str | None = None,
+        revision: int | None = None,
+    ) -> "Running":
+        """Answers to a prompt, on their way: one, or as many as there are samplings.
+
+        Raises what `Engine.ask` does.
+        """
+        running = Running(asyncio.get_running_loop())
+        if samplings is None:
+            future = self.engine.ask(ask, session, owner, running.listener(0), revision)
+        else:
+            listeners = [running.listener(index) for index in range(len(samplings))]
+            future = self.engine.several(ask, samplings, owner, listeners)
+        try:
+            running.answers = await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            future.add_done_callback(_cancel)
+            raise
+        return running
+
+
+class Running:
+    """Answers on their way, as an event loop sees them: pairs of an index and an event."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop):
+        self.answers: list[Answer] = []
+        self._loop = loop
+        self._came: deque[tuple[int, Event]] = deque()
+        self._some = asyncio.Event()
+        self._told = False
+
+    def listener(self, index: int):  # type: ignore[no-untyped-def]
+        """For the engine's thread."""
+
+        def came(event: Event) -> None:
+            self._came.append((index, event))
+            if not self._told:  # one call for all that come before the loop looks
+                self._told = True
+                self._loop.call_soon_threadsafe(self._wake)
+
+        return came
+
+    def _wake(self) -> None:
+        self._told = False
+        self._some.set()
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, Event]]:
+        """Ends when all answers have. Raises what the first one failed with.
+
+        Whoever stops asking before that cancels them.
+        """
+        over = 0
+        try:
+            while over < len(self.answers):
+                await self._some.wait()
+                self._some.clear()
+                while self._came:
+                    index, event = self._came.popleft()
+                    if isinstance(event, Failed):
+                        raise event.error
+                    over += isinstance(event, Finished)
+                    yield index, event
+        finally:
+            self.cancel()
+
+    def cancel(self) -> None:
+        """Nobody wants the rest; those that are whole stay so."""
+        for answer in self.answers:
+            answer.cancel()
+
+    @asynccontextmanager
+    async def until_gone(self, request: Request) -> AsyncIterator[None]:
+        """Cancels them when the client goes away. The request's body has been read."""
+
+        async def watch() -> None:
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+            self.cancel()
+
+        watching = asyncio.create_task(watch())
+        try:
+            yield
+        finally:
+            watching.cancel()
+
+
+def _cancel(future: object) -> None:
+    answers = future.result() if future.exception() is None else ()  # type: ignore[attr-defined]
+    for answer in answers:
+        answer.cancel()
