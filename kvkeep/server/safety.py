@@ -10,6 +10,7 @@ LARGEST = 8_000_000  # bytes of a body
 PUBLIC = frozenset(("/health", "/v1/health", "/v1/models", "/models", "/"))
 _FILES = "/page/"  # what the page is made of
 
+_TOO_LARGE = Problem(413, f"a request has at most {LARGEST:,} bytes", code="too_large")
 _Scope = MutableMapping[str, Any]
 _Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 _Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
@@ -45,7 +46,10 @@ class Safety:
             anthropic = scope["path"].startswith("/v1/messages")
             await problem.response(anthropic)(scope, receive, _guarded(send))
             return
-        await self._app(scope, _bounded(receive), _guarded(send))
+        body = _Body(receive, _guarded(send))
+        await self._app(scope, body.receive, body.send)
+        if body.too_large:
+            await _TOO_LARGE.response()(scope, receive, _guarded(send))
 
     def _refused(self, scope: _Scope, headers: dict[str, str]) -> Problem | None:
         host = _without_port(headers.get("host", ""))
@@ -57,7 +61,7 @@ class Safety:
         if not (length.isascii() and length.isdigit()):
             return Problem(400, "Content-Length must be a number")
         if len(length) > 12 or int(length) > LARGEST:
-            return Problem(413, f"a request has at most {LARGEST:,} bytes", code="too_large")
+            return _TOO_LARGE
         owner = self._keys.owner(_key(headers))
         if owner is None and not _public(scope["path"]) and scope["method"] != "OPTIONS":
             return Problem(401, "no key that this server knows", "authentication_error", "key")
@@ -88,19 +92,27 @@ def _without_port(host: str) -> str:
     return host.rpartition(":")[0] if ":" in host else host
 
 
-def _bounded(receive: _Receive) -> _Receive:
-    """Whatever length was named, no more than so many bytes are taken in."""
-    taken = 0
+class _Body:
+    """A body of any length that was named, or of none: no more than so many bytes are taken in."""
 
-    async def bounded() -> MutableMapping[str, Any]:
-        nonlocal taken
-        message = await receive()
-        taken += len(message.get("body", b""))
-        if taken > LARGEST:
-            raise Problem(413, f"a request has at most {LARGEST:,} bytes", code="too_large")
-        return message
+    def __init__(self, receive: _Receive, send: _Send):
+        self._receive, self._send, self._taken = receive, send, 0
+        self._begun = False
 
-    return bounded
+    @property
+    def too_large(self) -> bool:
+        """Whether the client is still to be told."""
+        return self._taken > LARGEST and not self._begun
+
+    async def receive(self) -> MutableMapping[str, Any]:
+        message = await self._receive()
+        self._taken += len(message.get("body", b""))
+        return {"type": "http.disconnect"} if self.too_large else message
+
+    async def send(self, message: MutableMapping[str, Any]) -> None:
+        if not self.too_large:  # what the application makes of the half of a body is no answer
+            self._begun = True
+            await self._send(message)
 
 
 def _guarded(send: _Send) -> _Send:

@@ -284,7 +284,7 @@ def test_a_corrupt_block_is_a_miss_and_is_replaced(tmp_path: Path, damage: str) 
     broken = {"flip": data, "truncate": data[:-9], "empty": b"", "foreign": b"what is this?"}
     second.write_bytes(broken[damage])
     session, alone = (MODEL.session(policy="full", store=each) for each in (store, None))
-    assert session.feed(ids).reused == 512
+    assert session.feed(ids).reused == 256
     alone.feed(ids)
     assert (session.logits - alone.logits).abs().max() <= 1e-4
     assert MODEL.session(policy="full", store=store).feed(ids).reused == 768

@@ -1,0 +1,57 @@
+"""A server over the default model, in this process, for all tests of its APIs."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+import uvicorn
+
+from kvkeep.engine import Engine, Limits
+from kvkeep.model import Model
+from kvkeep.server.app import application
+from kvkeep.server.keys import Keys
+from kvkeep.server.service import Service
+
+
+class Running:
+    """A server that runs. url: where."""
+
+    def __init__(self, url: str, service: Service):
+        self.url, self.service = url, service
+
+    def client(self, key: str | None = None) -> httpx.Client:
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        return httpx.Client(base_url=self.url, headers=headers, timeout=120)
+
+
+@contextmanager
+def running(model: Model, folder: Path, keys: Keys | None = None) -> Iterator[Running]:
+    """A server of its own. keys: that are let in; None for anybody."""
+    limits = Limits(memory=1_000_000_000)
+    engine = Engine(model, settings={"max_kv_size": 2048}, limits=limits, folder=folder)
+    service = Service(engine, "smollm2", keys or Keys(), edits=True)
+    config = uvicorn.Config(application(service), port=0, log_level="warning", lifespan="off")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        assert thread.is_alive()
+        time.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    try:
+        yield Running(f"http://127.0.0.1:{port}", service)
+    finally:
+        server.should_exit = True
+        thread.join()
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def server(smollm2: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """For all tests of a module; they leave nothing behind that others would meet."""
+    with running(smollm2, tmp_path_factory.mktemp("server")) as found:
+        yield found
