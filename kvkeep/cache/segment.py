@@ -210,6 +210,11 @@ class Segment:
         self.frozen, self.limit = False, limit
         return True
 
+    def unseal(self) -> None:
+        """Lets a twin of what others build on take new cells, in storage of its own."""
+        if self.place == 0 and not self.compressed:
+            self.sealed = False
+
     def part(self, first: int, count: int) -> "list[Segment]":
         """Some of its cells where they lie, as segments that take no more: one for each run."""
         parts = []

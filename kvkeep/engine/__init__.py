@@ -1,9 +1,10 @@
 """One engine, many users: a thread that computes for all, and keeps their sessions."""
 
 from kvkeep.engine.answer import Answer, Ask
-from kvkeep.engine.engine import Engine, Limits, Operation
+from kvkeep.engine.engine import Engine
 from kvkeep.engine.events import Event, Failed, Finished, Likely, Read, Reuse, Usage, Written
 from kvkeep.engine.kept import Kept
+from kvkeep.engine.limits import Limits, Operation
 
 __all__ = [
     "Answer",

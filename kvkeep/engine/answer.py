@@ -89,7 +89,7 @@ class Answer(Iterator[Event]):
         self._moments: dict[str, float] = {}
         self._text: TextStream | None = None
         self._events: SimpleQueue[Event] = SimpleQueue()
-        self._tell = listener or self._events.put
+        self._listener = listener or self._events.put
 
     # For those who asked
 
@@ -128,8 +128,7 @@ class Answer(Iterator[Event]):
         # Steps then end at multiples of the prefill step, as those of any prompt that begins so.
         self._in_step = self.kept.evaluated == len(self.kept.live.tokens)
         if feeding is None:
-            self._mark("first step")
-            self._mark("read")
+            self._moments["first step"] = self._moments["read"] = time.perf_counter()
         if reuse.tokens:
             self._tell_read()
 
@@ -212,6 +211,12 @@ class Answer(Iterator[Event]):
             self.over = True
             self.feeding = None
             self._tell(event)
+
+    def _tell(self, event: Event) -> None:
+        try:
+            self._listener(event)
+        except Exception:  # who listens is gone: others must not suffer from it
+            self.cancelled = True
 
     def _tell_read(self) -> None:
         total = len(self.ask.prompt)

@@ -4,7 +4,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,9 @@ from kvkeep.engine.answer import Answer, Ask
 from kvkeep.engine.events import Event, Reuse
 from kvkeep.engine.keeping import Keeping
 from kvkeep.engine.kept import Kept
+from kvkeep.engine.limits import Limits, Operation
 from kvkeep.engine.reuse import best_match
+from kvkeep.engine.saving import Saving
 from kvkeep.engine.schedule import Schedule
 from kvkeep.errors import Cancelled, NoRoom
 from kvkeep.model import Model
@@ -25,35 +27,6 @@ from kvkeep.store.prefix import PrefixStore
 
 T = TypeVar("T")
 STEP = 128  # tokens of a prompt between two tokens of those who write meanwhile
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What an engine takes on.
-
-    memory: bytes of cells, of all sessions. answers: at work at a time, of all owners; each: of
-    one. sessions: that one owner may have by name. saved_after: seconds for which a session is
-    idle before what is new in it is written to disk.
-    """
-
-    memory: int = 4_000_000_000
-    answers: int = 256
-    each: int = 128
-    sessions: int = 1_000
-    saved_after: float = 2.0
-
-
-@dataclass(frozen=True)
-class Operation:
-    """Something was done to a session: `what` with `tokens` of them, in `seconds`."""
-
-    owner: str
-    session: str
-    what: str
-    revision: int
-    tokens: int
-    seconds: float
-    nbytes: int
 
 
 @dataclass
@@ -102,9 +75,9 @@ class Engine:
         self._followers: dict[Answer, list[Answer]] = {}
         self._calls: SimpleQueue[_Call] = SimpleQueue()
         self._listeners: list[Callable[[Operation], None]] = []
-        self._ending = threading.Event()
+        self._ending, self._deadline = threading.Event(), 0.0
         self._pace = 0.02  # seconds of a turn, lately
-        self._writer = ThreadPoolExecutor(1, "kvkeep-save")
+        self._saving = Saving(self._keeping, self._post)
         self._thread = threading.Thread(target=self._run, name="kvkeep-engine", daemon=True)
         self._thread.start()
 
@@ -198,18 +171,19 @@ class Engine:
         what: str,
         function: Callable[[Session], T],
         revision: int | None = None,
+        adds: int = 0,
     ) -> Future[T]:
         """What a function does to a session, while nothing else does.
 
-        what: for those who watch. A function that takes long hands `engine.between` on as
-        `progress`: others go on at each of its steps.
+        what: for those who watch. adds: at most so many tokens. A function that takes long hands
+        `engine.between` on as `progress`: others go on at each of its steps.
         """
 
         def changed() -> T:
             kept = self._keeping.find(name, owner)
             kept.require_idle()
             kept.require_revision(revision)
-            self._keeping.reserve(kept, None)
+            self._keeping.reserve(kept, adds)
             begun, before = time.perf_counter(), len(kept.live.tokens)
             kept.answer = function
             try:
@@ -259,16 +233,18 @@ class Engine:
 
     def save(self, name: str, owner: str = "0") -> Future[int]:
         """The revision that is on disk from then on. Raises StoreError."""
-        saved: Future[int] = Future()
+        saved = Future[int]()
 
-        def begun() -> None:
-            self._save(self._keeping.find(name, owner), saved)
-
-        def failed(call: Future[None]) -> None:
-            if (error := call.exception()) is not None and not saved.done():
+        def begun(call: Future[Future[int]]) -> None:
+            error = call.exception()
+            if error is not None:
                 saved.set_exception(error)
+            else:
+                call.result().add_done_callback(partial(_hand_on, saved))
 
-        self.call(begun).add_done_callback(failed)
+        self.call(lambda: self._saving.save(self._keeping.find(name, owner))).add_done_callback(
+            begun
+        )
         return saved
 
     # The thread
@@ -281,6 +257,10 @@ class Engine:
         else:
             self._calls.put(_Call(function, future))
         return future
+
+    def _post(self, function: Callable[[], None]) -> None:
+        """To be done by the engine's thread, even as the engine ends."""
+        self._calls.put(_Call(function, Future()))
 
     def between(self, tokens: int = 0) -> None:
         """For work that takes long: others have their turn."""
@@ -295,11 +275,10 @@ class Engine:
         """Takes on nothing more, lets answers go on for `grace` seconds, and saves what is not."""
         if self._ending.is_set():
             return
-        self._ending.set()
         self._deadline = time.monotonic() + grace
-        self._calls.put(_Call(lambda: None, Future()))
+        self._ending.set()
+        self._post(lambda: None)
         self._thread.join()
-        self._writer.shutdown()
 
     def _run(self) -> None:
         while not (self._ending.is_set() and self._ended()):
@@ -307,10 +286,8 @@ class Engine:
             begun = time.perf_counter()
             self._schedule.turn()
             self._pace += 0.1 * (time.perf_counter() - begun - self._pace)
-            self._save_idle()
-        for kept in self._keeping:
-            if kept.dirty and kept.file is not None:
-                self._keeping.save(kept)
+            self._saving.save_idle(self.limits.saved_after)
+        self._saving.save_all()
         self._keeping.close()
 
     def _ended(self) -> bool:
@@ -345,6 +322,7 @@ class Engine:
         owner: str,
         listener: Callable[[Event], None] | None,
         revision: int | None = None,
+        times: int = 1,
     ) -> Answer:
         self._require_turn(owner)
         if session is None:
@@ -355,11 +333,11 @@ class Engine:
             kept.require_revision(revision)
         try:
             tokens = None if ask.max_tokens is None else len(ask.prompt) + ask.max_tokens
-            self._keeping.reserve(kept, tokens)
+            self._keeping.reserve(kept, tokens, times)
             rest = ask.prompt[reuse.tokens :]
             feeding = kept.live.feeding(rest) if rest else None
         except BaseException:
-            if not kept.named and not kept.live.tokens:
+            if not kept.named and kept.revision == 0:  # made for this prompt
                 self._keeping.remove(kept)
             raise
         answer = Answer(ask, kept, self.model.text, listener)
@@ -381,6 +359,7 @@ class Engine:
             return self._keeping.add(fresh.live, owner, named=False), reuse
         reuse = replace(reuse, session=source.name)
         if match.whole and not source.named:
+            source.live.draw_anew()
             return source, reuse
         live = source.live.beginning(match.tokens)
         kept = self._keeping.add(live, owner, parent=source.name, named=False)
@@ -395,7 +374,7 @@ class Engine:
         listeners: Sequence[Callable[[Event], None] | None],
     ) -> list[Answer]:
         asks = [replace(ask, sampling=sampling) for sampling in samplings]
-        first = self._take_on(asks[0], None, owner, listeners[0])
+        first = self._take_on(asks[0], None, owner, listeners[0], times=len(asks))
         others = [
             Answer(one, first.kept, self.model.text, told)
             for one, told in zip(asks[1:], listeners[1:], strict=True)
@@ -407,8 +386,9 @@ class Engine:
 
     def _has_read(self, answer: Answer) -> None:
         """Those who wait for its prompt go on from there, each in a fork."""
-        kept = answer.kept
-        for other in self._followers.pop(answer, ()):
+        kept, others = answer.kept, self._followers.pop(answer, ())
+        kept.reserved //= 1 + len(others)
+        for other in others:
             if other.cancelled:
                 other.dismiss()
                 continue
@@ -419,7 +399,7 @@ class Engine:
                 other.fail(error)
                 continue
             fork.evaluated, other.kept, fork.answer = kept.evaluated, fork, other
-            other.start(None, answer.reuse)
+            other.start(None, Reuse(len(other.ask.prompt), "session", session=kept.name))
             self._schedule.add(other)
 
     def _over(self, answer: Answer) -> None:
@@ -457,35 +437,6 @@ class Engine:
         ]
         return max(1.0, min(left, default=0) * self._pace)
 
-    # Saving
-
-    def _save(self, kept: Kept, saved: Future[int]) -> None:
-        """Writes a session in a thread of its own, as it is now."""
-        snapshot, revision = self._keeping.snapshot(kept), kept.revision
-        file = self._keeping.file(kept)
-        kept.saving = revision
-
-        def written() -> None:
-            snapshot.save(file)
-            self._calls.put(_Call(partial(self._keeping.is_saved, kept, revision), Future()))
-
-        def done(work: Future[None]) -> None:
-            error = work.exception()
-            saved.set_result(revision) if error is None else saved.set_exception(error)
-
-        self._writer.submit(written).add_done_callback(done)
-
-    def _save_idle(self) -> None:
-        """Begins to save what nobody has used for a while."""
-        if self._writer._work_queue.qsize():
-            return
-        longest_ago = time.monotonic() - self.limits.saved_after
-        for kept in self._keeping:
-            waits = kept.dirty and kept.file is not None and not kept.busy
-            if waits and kept.used < longest_ago and kept.saving != kept.revision:
-                self._save(kept, Future())
-                return
-
     # Telling
 
     def _done(self, kept: Kept, what: str, tokens: int, seconds: float) -> None:
@@ -496,3 +447,8 @@ class Engine:
     def _told(self, operation: Operation) -> None:
         for listener in list(self._listeners):
             listener(operation)
+
+
+def _hand_on(saved: Future[int], written: Future[int]) -> None:
+    error = written.exception()
+    saved.set_result(written.result()) if error is None else saved.set_exception(error)

@@ -106,12 +106,11 @@ class Keeping:
         """Forgets a session, its file too."""
         kept.require_idle()
         del self._all[kept.owner, kept.name]
-        kept.session = None
+        kept.session, kept.removed = None, True
         if kept.file is not None:
-            kept.file.unlink(missing_ok=True)
             _marker(kept.file).unlink(missing_ok=True)
-            if lock := self._locks.pop(kept, None):
-                lock.close()
+            with self._locks.pop(kept):
+                self._of_owner(kept.owner).discard(kept.name)
 
     # Within the limit
 
@@ -124,21 +123,22 @@ class Keeping:
         held = nbytes([segment for cache in idle for segment in cache.every_segment])
         return held + sum(kept.reserved for kept in busy)
 
-    def reserve(self, kept: Kept, tokens: int | None) -> None:
-        """Makes room for what the session may come to take with so many more tokens.
+    def reserve(self, kept: Kept, tokens: int | None, times: int = 1) -> None:
+        """Makes room for what so many like the session may come to take with so many more tokens.
 
         Sessions that nobody asked for by name go first, then named ones go to disk, of each kind
         the one used longest ago. Raises NoRoom where all that is left is pinned or at work.
         """
         session = self.back(kept)
-        wanted = most_bytes(session, tokens)
+        wanted = times * most_bytes(session, tokens)
         if wanted > self.limit:
             raise NoRoom(
                 f"the session could take {wanted / 1e6:,.0f} MB, and the engine has "
                 f"{self.limit / 1e6:,.0f} MB for all: take a smaller max_kv_size, or fewer tokens",
                 retry_after=float("inf"),
             )
-        own = 0 if kept.busy else session.cache.nbytes
+        known = self._all.get((kept.owner, kept.name)) is kept and not kept.busy
+        own = session.cache.nbytes if known else 0
         candidates = self._may_go(kept)
         while self.nbytes - own + wanted > self.limit:
             if not candidates:
@@ -268,6 +268,7 @@ class Keeping:
             setattr(kept, field, engine.get(field, getattr(kept, field)))
         if marked > kept.revision:
             kept.lost = marked
+        _marker(file).unlink(missing_ok=True)
         self._lock(kept)
         self._all[owner, name] = kept
 

@@ -6,10 +6,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvkeep.cache.segment import GROWTH
 from kvkeep.errors import Busy, WrongRevision
 from kvkeep.session.session import Session
 
-# Storage takes no more than that over the cells of a budget, whatever was edited, pinned or forked.
+# Storage takes no more than that over the cells of a budget, whatever was edited, pinned or forked;
+# and as it grows no more than that, or a few cells, over those that are held.
 _OVER = 9 / 8
 
 
@@ -25,7 +27,7 @@ class Kept:
     begins like it would have got the same cells, to the bit. changed: how it was changed by other
     than adding to its end. lost: of a session that was found on disk, the revision that an engine
     which was killed had brought it to. notes: JSON values of whoever made it. reserved: bytes that
-    it may come to take while it is at work.
+    it may come to take while it is at work. removed: whether it was deleted.
     """
 
     name: str
@@ -42,6 +44,7 @@ class Kept:
     changed: str = ""
     lost: int | None = None
     notes: dict[str, Any] = field(default_factory=dict)
+    removed: bool = False
     answer: object | None = None
     reserved: int = 0
     created: float = field(default_factory=time.time)
@@ -85,10 +88,11 @@ def most_bytes(session: Session, tokens: int | None) -> int:
     tokens: None for any number of them.
     """
     cache, budget = session.cache, session.max_kv_size
-    held = budget if tokens is None else min(budget, cache.cells + tokens)
+    held = budget if tokens is None else cache.cells + tokens
+    slots = min(_OVER * held + GROWTH, _OVER * budget)
     cell = max(cache.layout.cell_bytes, cache.far_layout.cell_bytes)
     step = session.prefill_step * cache.layout.plain.cell_bytes
-    total = math.ceil(held * cell * _OVER) + step
+    total = math.ceil(slots * cell) + step
     if cache.local is not None:
         window, reads = cache.local.window.size or budget, cache.local.layout.cell_bytes
         total += math.ceil(min(budget, window + 128) * reads * _OVER) + session.prefill_step * reads

@@ -95,6 +95,8 @@ def _exact(kept: Kept, most: int) -> tuple[int, Miss]:
         return 0, "quantised"
     if cache.cells < len(session.tokens) or cache.local is not None:
         return 0, "forgotten"
+    window = next((segment.length for segment in cache.segments if not segment.anchor), 0)
+    most = min(most, window + sum(each.length for each in cache.segments if each.anchor))
     return (most, "") if most <= kept.evaluated else (kept.evaluated, "written")
 
 

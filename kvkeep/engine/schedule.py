@@ -45,11 +45,18 @@ class Schedule:
     def turn(self) -> None:
         """Writes a token of each answer that writes, and reads a step of one that reads."""
         self._end_cancelled()
+        try:
+            self._work()
+        except Exception as error:  # nobody may wait for ever, whatever it was
+            for answer in self._answers:
+                answer.fail(error)
+        self._leave()
+
+    def _work(self) -> None:
         writing = [answer for answer in self._answers if answer.writes]
         for first in range(0, len(writing), ROWS):
             self._write(writing[first : first + ROWS])
         self._read()
-        self._leave()
 
     def cancel_all(self) -> None:
         for answer in self._answers:

@@ -234,6 +234,8 @@ class Memory:
         memory = shallow(self)
         memory.cache = self.cache.twin()
         memory._drop_newest(total - count)
+        if memory.cache.segments:
+            memory.cache.segments[-1].unseal()
         if pins := self.pins - set(memory.serials):
             memory.pins = self.pins - pins
             memory.change()

@@ -18,7 +18,7 @@ from kvkeep.loaded import LoadedModel
 from kvkeep.policies import Policy
 from kvkeep.session.feeding import Feeding, FeedReport, Reader
 from kvkeep.session.held import changing
-from kvkeep.session.sampling import Sampling
+from kvkeep.session.sampling import Sampler, Sampling
 from kvkeep.session.snapshots import restored_state, snapshot_of
 from kvkeep.session.spans import after_rewind
 from kvkeep.session.streaming import TextStream
@@ -285,10 +285,19 @@ class Session(Reader):
         """
         count = arguments.whole("count", count, 0, len(self._memory.tokens))
         beginning, state = copy.copy(self), shallow(self._state)
-        state.memory = self._memory.beginning(count)
+        state.memory, state.sampler = self._memory.beginning(count), Sampler()
         state.move_spans(lambda span: after_rewind(span, count))
         beginning._take(state)
         return beginning
+
+    @computes
+    def draw_anew(self) -> None:
+        """The next tokens are drawn as a new session draws them.
+
+        Otherwise one seed goes on from token to token, whatever is fed in between.
+        """
+        with self._changing() as work:
+            work.sampler = Sampler()
 
     # How
 

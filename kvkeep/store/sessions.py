@@ -103,6 +103,12 @@ class SessionFolder:
         fsync_folder(self._folder)
         return size
 
+    def discard(self, name: str) -> None:
+        """Removes a session that the caller has locked, saved or not, and its lock."""
+        self.path(name).unlink(missing_ok=True)
+        self._lock_file(name).unlink(missing_ok=True)
+        fsync_folder(self._folder)
+
     def sweep(self) -> list[Path]:
         """Removes what killed processes left: half-written files, and locks of no session."""
         removed = self._older.sweep() if self._older is not None else []

@@ -1,0 +1,35 @@
+"""What an engine takes on, and what it says that it did."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What an engine takes on.
+
+    memory: bytes of cells, of all sessions. answers: at work at a time, of all owners; each: of
+    one. sessions: that one owner may have by name. saved_after: seconds for which a session is
+    idle before what is new in it is written to disk.
+    """
+
+    memory: int = 4_000_000_000
+    answers: int = 256
+    each: int = 128
+    sessions: int = 1_000
+    saved_after: float = 2.0
+
+
+@dataclass(frozen=True)
+class Operation:
+    """Something was done to a session: `what` with `tokens` of them, in `seconds`.
+
+    revision: that it is at since. nbytes: of its cells.
+    """
+
+    owner: str
+    session: str
+    what: str
+    revision: int
+    tokens: int
+    seconds: float
+    nbytes: int

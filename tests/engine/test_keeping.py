@@ -1,0 +1,272 @@
+"""Sessions of an engine: within its memory, whose they are, and what a kill leaves of them."""
+
+import contextlib
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from small import small_model
+
+from kvkeep.engine import Ask, Engine, Limits, Written
+from kvkeep.errors import Busy, InvalidArgument, NoRoom, NoSuchSession, WrongRevision
+from kvkeep.session.sampling import Sampling
+
+MODEL = small_model()
+CELL = MODEL.session(64).cache.layout.cell_bytes
+SETTINGS = {"max_kv_size": 64, "prefill_step": 16}
+DRAWN = Sampling(temperature=1.0, seed=1)
+
+
+def engine(folder: Path | None = None, cells: int = 10_000, **limits: float) -> Engine:
+    """With memory for so many cells."""
+    given = Limits(memory=cells * CELL, **limits)  # type: ignore[arg-type]
+    return Engine(MODEL, settings=SETTINGS, limits=given, folder=folder)
+
+
+def text(seed: int, count: int) -> tuple[int, ...]:
+    draw = random.Random(seed)
+    return tuple(draw.randrange(1, 256) for _ in range(count))
+
+
+def write(made: Engine, name: str, count: int, prompt: tuple[int, ...] = ()) -> list[int]:
+    answer = made.generate(Ask(prompt, count, DRAWN, ignore_eos=True), name)
+    return [event.token for event in answer if isinstance(event, Written)]
+
+
+def in_memory(made: Engine) -> set[str]:
+    return {kept.name for kept in made.sessions().result() if kept.session is not None}
+
+
+def test_the_session_used_longest_ago_goes_to_disk_and_a_pinned_one_never(tmp_path: Path) -> None:
+    with engine(tmp_path, cells=270) as made:
+        for name in "abc":
+            made.create(name=name).result()
+            write(made, name, 1, text(0, 60))
+        made.call(lambda: setattr(made._keeping.find("a", "0"), "pinned", True)).result()
+        made.create(name="d").result()
+        write(made, "d", 1, text(1, 60))
+        assert in_memory(made) == {"a", "c", "d"}
+        write(made, "b", 1)
+        assert in_memory(made) == {"a", "b", "d"}
+
+
+def test_cells_stay_within_the_limit(tmp_path: Path) -> None:
+    draw, names = random.Random(3), "abcdefgh"
+    with engine(tmp_path, cells=250) as made:
+        for name in names:
+            made.create(name=name).result()
+        for _ in range(60):
+            write(made, draw.choice(names), draw.randrange(1, 20), text(draw.randrange(9), 30))
+            held = made.call(lambda: made._keeping.nbytes).result()
+            assert held <= 250 * CELL
+
+
+def test_without_room_an_answer_is_refused_and_nothing_is_left_behind() -> None:
+    with engine(cells=250) as made:
+        busy = [made.generate(Ask(text(at, 40), 10_000, ignore_eos=True)) for at in range(2)]
+        with pytest.raises(NoRoom) as refused:
+            made.generate(Ask(text(5, 40), 10_000, ignore_eos=True))
+        assert 1 <= refused.value.retry_after < 60
+        for answer in busy:
+            answer.cancel()
+        while made.call(lambda: len(made._schedule)).result():
+            time.sleep(0.01)
+        assert len(list(made.generate(Ask(text(5, 40), 3, ignore_eos=True)))) > 3
+
+
+def test_what_could_never_fit_is_refused_for_good() -> None:
+    with engine(cells=50) as made, pytest.raises(NoRoom) as refused:
+        made.generate(Ask(text(0, 40), 1000))
+    assert refused.value.retry_after == float("inf")
+
+
+def test_one_owner_sees_nothing_of_another(tmp_path: Path) -> None:
+    with engine(tmp_path) as made:
+        made.create("one", "mine").result()
+        made.generate(Ask(text(0, 50), 1), "mine", "one").text()
+        with pytest.raises(NoSuchSession):
+            made.generate(Ask((), 1), "mine", "two")
+        with pytest.raises(NoSuchSession):
+            made.delete("mine", "two").result()
+        assert made.sessions("two").result() == []
+        prompt = text(7, 50)
+        made.generate(Ask(prompt, 1), owner="one").text()
+        assert made.generate(Ask(prompt, 1), owner="two").reuse.tokens == 0
+        assert made.generate(Ask(prompt, 1), owner="one").reuse.tokens == 48
+
+
+@pytest.mark.parametrize("owner", ["", "../x", "A", "a" * 65])
+def test_an_owner_is_no_path(tmp_path: Path, owner: str) -> None:
+    with engine(tmp_path) as made, pytest.raises(InvalidArgument, match="owner"):
+        made.create(owner, "name").result()
+
+
+def test_a_busy_session_takes_no_other_change(tmp_path: Path) -> None:
+    with engine(tmp_path) as made:
+        made.create(name="a").result()
+        answer = made.generate(Ask(text(0, 20), 10**6, ignore_eos=True), "a")
+        for change in (
+            lambda: made.generate(Ask((), 1), "a"),
+            lambda: made.delete("a").result(),
+            lambda: made.change("a", "0", "rewind", lambda session: session.rewind(1)).result(),
+        ):
+            with pytest.raises(Busy):
+                change()
+        answer.cancel()
+
+
+def test_a_change_meant_for_another_revision_is_refused(tmp_path: Path) -> None:
+    with engine(tmp_path) as made:
+        kept = made.create(name="a").result()
+        write(made, "a", 2, text(0, 20))
+        revision = kept.revision
+        with pytest.raises(WrongRevision):
+            made.delete("a", revision=revision - 1).result()
+        made.change("a", "0", "rewind", lambda session: session.rewind(1), revision).result()
+        assert kept.revision == revision + 1
+
+
+def test_idle_sessions_are_saved_by_themselves(tmp_path: Path) -> None:
+    with engine(tmp_path, saved_after=0.05) as made:
+        kept = made.create(name="a").result()
+        written = write(made, "a", 9, text(0, 20))
+        while kept.dirty:
+            time.sleep(0.01)
+    with engine(tmp_path) as made:
+        assert made.losses == []
+        session = MODEL.session(**SETTINGS)
+        session.feed(text(0, 20))
+        assert [session.next_token(DRAWN) for _ in range(9)] == written
+        assert write(made, "a", 9) == [session.next_token(DRAWN) for _ in range(9)]
+
+
+def test_ended_it_saves_what_is_not(tmp_path: Path) -> None:
+    with engine(tmp_path, saved_after=1e9) as made:
+        made.create(name="a").result()
+        write(made, "a", 9, text(0, 20))
+        revision = made.sessions().result()[0].revision
+    with engine(tmp_path) as made:
+        assert made.losses == []
+        assert made.sessions().result()[0].revision == revision
+
+
+def test_a_deleted_session_is_gone_whatever_was_being_saved(tmp_path: Path) -> None:
+    with engine(tmp_path) as made:
+        for _ in range(20):
+            made.create(name="a").result()
+            write(made, "a", 1, text(0, 60))
+            saved = made.save("a")
+            made.delete("a").result()
+            with contextlib.suppress(NoSuchSession):
+                saved.result()
+    assert [path.name for path in (tmp_path / "0").iterdir()] == []
+
+
+def test_another_engine_cannot_have_the_same_session(tmp_path: Path) -> None:
+    with engine(tmp_path) as one:
+        one.create(name="a").result()
+        with pytest.raises(InvalidArgument, match="already"):
+            one.create(name="a").result()
+
+
+def serve_and_be_killed(folder: Path, work: Callable[[Engine, int], None], after: float) -> None:
+    """In a process of its own, which tells by a pipe what it has had acknowledged."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            with engine(folder, saved_after=1e9) as made:
+                work(made, writing)
+        finally:
+            os._exit(0)
+    os.close(writing)
+    first = os.read(reading, 1)
+    time.sleep(after)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    told = first
+    while piece := os.read(reading, 1 << 16):
+        told += piece
+    os.close(reading)
+    (folder / "told").write_bytes(told)
+
+
+@pytest.mark.parametrize("moment", range(12))
+def test_killed_what_was_acknowledged_as_saved_is_there_to_the_bit(
+    tmp_path: Path, moment: int
+) -> None:
+    """The session is written to and saved, over and over, and each acknowledged save is told."""
+
+    def work(made: Engine, told: int) -> None:
+        made.create(name="a").result()
+        write(made, "a", 1, text(0, 40))
+        while True:
+            made.save("a").result()
+            tokens = made.look("a", "0", lambda kept: len(kept.live.tokens)).result()
+            os.write(told, f"{tokens}\n".encode())
+            write(made, "a", 3)
+
+    serve_and_be_killed(tmp_path, work, 0.013 * moment)
+    lines = (tmp_path / "told").read_bytes().split(b"\n")[:-1]
+    acknowledged = int(lines[-1])
+    session = MODEL.session(**SETTINGS)
+    session.feed(text(0, 40))
+    with engine(tmp_path) as made:
+        held = made.look("a", "0", lambda kept: kept.live.tokens.tolist()).result()
+        assert len(held) >= acknowledged
+        while len(session.tokens) < len(held):
+            session.next_token(DRAWN)
+        assert session.tokens == held
+        assert write(made, "a", 20) == [session.next_token(DRAWN) for _ in range(20)]
+
+
+def test_killed_it_says_what_was_lost(tmp_path: Path) -> None:
+    def work(made: Engine, told: int) -> None:
+        for name in ("kept", "new"):
+            made.create(name=name).result()
+        write(made, "kept", 5, text(0, 40))
+        made.save("kept").result()
+        write(made, "kept", 5)
+        write(made, "new", 5, text(1, 40))
+        os.write(told, b".")
+        time.sleep(60)
+
+    serve_and_be_killed(tmp_path, work, 0)
+    with engine(tmp_path) as made:
+        lost, never = sorted(made.losses)
+        assert "'kept' goes on from revision 1" in lost
+        assert "up to 2" in lost
+        assert "'new' was never saved" in never
+        assert [kept.name for kept in made.sessions().result()] == ["kept"]
+    with engine(tmp_path) as made:
+        assert made.losses == []
+
+
+def test_a_file_that_is_no_session_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "0").mkdir()
+    foreign = tmp_path / "0" / "a.kvkeep"
+    foreign.write_bytes(b"something else")
+    with engine(tmp_path) as made:
+        assert made.sessions().result() == []
+        (line,) = made.losses
+        assert str(foreign) in line
+    assert foreign.read_bytes() == b"something else"
+
+
+def test_many_answers_leave_memory_as_it_was() -> None:
+    with engine(cells=1000) as made:
+
+        def some(seed: int) -> int:
+            for at in range(150):
+                made.generate(Ask(text(seed + at, 30), 2, DRAWN, ignore_eos=True)).text()
+            return int(psutil.Process().memory_info().rss)
+
+        some(0)
+        before = some(1000)
+        assert some(2000) - before < 8_000_000
+        assert made.call(lambda: made._keeping.nbytes).result() <= 1000 * CELL
