@@ -22,10 +22,10 @@ from kvkeep.engine.events import (
     Usage,
     Written,
 )
-from kvkeep.engine.kept import Kept
+from kvkeep.engine.kept import Kept, step_at
 from kvkeep.errors import Cancelled, InvalidArgument
 from kvkeep.models.text import TextCodec
-from kvkeep.session.feeding import Feeding
+from kvkeep.session.feeding import Feeding, FeedStep
 from kvkeep.session.sampling import Sampling
 from kvkeep.session.session import GREEDY
 from kvkeep.session.streaming import TextStream
@@ -136,7 +136,7 @@ class Answer(Iterator[Event]):
         """Takes one step of the prompt."""
         assert self.feeding is not None
         self._mark("first step")
-        step = next(self.feeding)
+        step = self._next_step(self.feeding)
         if step.reused:
             self.reuse = Reuse(
                 self.reuse.tokens + step.tokens,
@@ -146,13 +146,19 @@ class Answer(Iterator[Event]):
                 self.reuse.session,
             )
         if self._in_step:
-            session = self.kept.live
-            whole = len(session.tokens) // session.prefill_step
-            self.kept.evaluated = whole * session.prefill_step
+            self.kept.evaluated = self.kept.whole_steps(len(self.kept.live.tokens))
         self._tell_read()
         if not self.owed:
             self.feeding = None
             self._mark("read")
+
+    def _next_step(self, feeding: Feeding) -> FeedStep:
+        session, usual = self.kept.live, self.kept.live.prefill_step
+        session.prefill_step = step_at(usual, len(session.tokens))
+        try:
+            return next(feeding)
+        finally:
+            session.prefill_step = usual
 
     def likely_of(self, logits: Tensor) -> tuple[Tensor, Sequence[Likely]]:
         """The logs of all probabilities, and the likeliest as asked for. logits: `[vocab]`."""

@@ -13,6 +13,7 @@ from kvkeep.session.session import Session
 # Storage takes no more than that over the cells of a budget, whatever was edited, pinned or forked;
 # and as it grows no more than that, or a few cells, over those that are held.
 _OVER = 9 / 8
+_SHALLOW = 12  # steps, from which on they are half as long
 
 
 @dataclass(eq=False)
@@ -75,11 +76,26 @@ class Kept:
                 f"for {wanted}: look at it again"
             )
 
+    def whole_steps(self, tokens: int) -> int:
+        """Of so many first tokens those in steps that end where any longer prompt's would."""
+        step = step_at(self.live.prefill_step, tokens)
+        return tokens // step * step
+
     def touched(self, changed: str = "") -> None:
         """It was changed."""
         self.revision += 1
         self.used = time.monotonic()
         self.changed = self.changed or changed
+
+
+def step_at(step: int, position: int) -> int:
+    """How many tokens of a prompt are evaluated at once there, of a session with that prefill step.
+
+    Those who write meanwhile wait for a step, and its attention takes longer the more there is
+    before it: half as many tokens, then. It depends on nothing but the position, so that a prompt
+    is always evaluated in the same steps.
+    """
+    return step if position < _SHALLOW * step else max(1, step // 2)
 
 
 def most_bytes(session: Session, tokens: int | None) -> int:

@@ -67,7 +67,7 @@ def best_match(prompt: Sequence[int], candidates: Iterable[Kept], like: Kept) ->
 
 
 def _match(ids: NDArray[np.int32], kept: Kept, like: Kept) -> Match:
-    session, wanted = kept.live, like.live
+    session = kept.live
     held = np.frombuffer(session.tokens.array(), dtype=np.int32)
     common = common_length(ids, held)
     if common == 0:
@@ -78,7 +78,7 @@ def _match(ids: NDArray[np.int32], kept: Kept, like: Kept) -> Match:
     if common == len(held) < len(ids) and not kept.busy and not kept.changed:
         return Match(kept, common, True, common, "differs")
     most, reason = _exact(kept, min(common, len(ids) - 1))
-    tokens = most // wanted.prefill_step * wanted.prefill_step
+    tokens = kept.whole_steps(most)
     if not tokens:
         return Match(common=common, reason=reason or "below_step")
     return Match(kept, tokens, False, common, reason or "differs")

@@ -197,3 +197,30 @@ def test_a_change_that_takes_long_lets_others_write(engine: Engine, smollm2: Mod
     assert during[0].cells_after < 500
     assert during[1] > before
     answer.cancel()
+
+
+def test_deep_in_a_long_prompt_steps_are_shorter_and_what_is_reused_the_same(
+    smollm2: Model,
+) -> None:
+    """So that those who write meanwhile do not wait for longer than at its beginning."""
+    ids = topic_ids(smollm2)
+    long, other = tuple(ids[:1900]), tuple(ids[:1700]) + tuple(ids[5000:5100])
+    with Engine(smollm2, settings={"max_kv_size": 2048}) as engine:
+        answer = engine.generate(ask(long))
+        done = [event.done for event in answer if isinstance(event, Read)]
+        assert done == [4, *range(128, 1537, 128), *range(1600, 1900, 64), 1900]
+        again = engine.generate(ask(other))
+        found = told(again)
+        assert again.reuse.tokens == 1664
+    with Engine(smollm2, settings={"max_kv_size": 2048}) as engine:
+        assert told(engine.generate(ask(other))) == found
+
+
+def test_what_a_prefix_store_gives_changes_no_bit(smollm2: Model, tmp_path: Path) -> None:
+    (prompt,) = prompts(smollm2, 1, 590)
+    cold = alone(smollm2, prompt)
+    for reused in (0, 512):
+        with Engine(smollm2, settings={"max_kv_size": 600}, stores=tmp_path) as engine:
+            answer = engine.generate(ask(prompt))
+            assert told(answer) == cold
+            assert (answer.reuse.tokens, answer.reuse.source) == (reused, "store" if reused else "")
