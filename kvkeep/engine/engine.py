@@ -24,6 +24,8 @@ from kvkeep.errors import Cancelled, NoRoom
 from kvkeep.model import Model
 from kvkeep.session.session import Session
 from kvkeep.store.prefix import PrefixStore
+from kvkeep.store.sessions import SessionFolder
+from kvkeep.store.snapshot import Snapshot
 
 T = TypeVar("T")
 STEP = 128  # tokens of a prompt between two tokens of those who write meanwhile
@@ -233,19 +235,38 @@ class Engine:
 
     def save(self, name: str, owner: str = "0") -> Future[int]:
         """The revision that is on disk from then on. Raises StoreError."""
-        saved = Future[int]()
+        return _flat(self.call(lambda: self._saving.save(self._keeping.find(name, owner))))
 
-        def begun(call: Future[Future[int]]) -> None:
-            error = call.exception()
-            if error is not None:
-                saved.set_exception(error)
-            else:
-                call.result().add_done_callback(partial(_hand_on, saved))
+    def snapshot(self, name: str, label: str, owner: str = "0") -> Future[int]:
+        """Writes what a session is now under a label of the owner's; the bytes that it takes.
 
-        self.call(lambda: self._saving.save(self._keeping.find(name, owner))).add_done_callback(
-            begun
-        )
-        return saved
+        Raises InvalidArgument where the engine has no folder, StoreError.
+        """
+
+        def begun() -> Future[int]:
+            kept = self._keeping.find(name, owner)
+            self._keeping.reserve_idle(kept)
+            path = self.snapshots(owner).path(label)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            return self._saving.write(self._keeping.snapshot(kept), path)
+
+        return _flat(self.call(begun))
+
+    def restore(self, label: str, owner: str = "0", name: str | None = None) -> Future[Kept]:
+        """A new session that goes on where the one stood that a snapshot was taken of."""
+
+        def restored() -> Kept:
+            snapshot = Snapshot.load(self.snapshots(owner).existing(label))
+            kept = self._keeping.add(self.model.restore(snapshot), owner, name)
+            self._keeping.tell_again(kept, snapshot.notes)
+            self._done(kept, "restore", 0, 0.0)
+            return kept
+
+        return self.call(restored)
+
+    def snapshots(self, owner: str = "0") -> SessionFolder:
+        """The owner's snapshots, by label."""
+        return self._keeping.snapshots_of(owner)
 
     # The thread
 
@@ -449,6 +470,20 @@ class Engine:
             listener(operation)
 
 
-def _hand_on(saved: Future[int], written: Future[int]) -> None:
-    error = written.exception()
-    saved.set_result(written.result()) if error is None else saved.set_exception(error)
+def _flat(outer: Future[Future[T]]) -> Future[T]:
+    """What a future gives that a future gives."""
+    flat: Future[T] = Future()
+
+    def given(inner: Future[T]) -> None:
+        error = inner.exception()
+        flat.set_result(inner.result()) if error is None else flat.set_exception(error)
+
+    def begun(first: Future[Future[T]]) -> None:
+        error = first.exception()
+        if error is not None:
+            flat.set_exception(error)
+        else:
+            first.result().add_done_callback(given)
+
+    outer.add_done_callback(begun)
+    return flat

@@ -197,6 +197,7 @@ class Keeping:
     def snapshot(self, kept: Kept) -> Snapshot:
         """What `save` writes, for who writes it elsewhere and then says so by `is_saved`."""
         notes = {
+            "name": kept.name,
             "revision": kept.revision,
             "evaluated": kept.evaluated,
             "changed": kept.changed,
@@ -215,6 +216,20 @@ class Keeping:
         """A session was changed: a kill is to find that out, should it come before the save."""
         if kept.file is not None:
             self._mark(kept, kept.file)
+
+    def tell_again(self, kept: Kept, notes: dict[str, Any]) -> None:
+        """What a snapshot knows of the session that it was taken of, for the one made of it."""
+        engine = notes.get(_NOTES, {})
+        kept.notes = {key: value for key, value in notes.items() if key != _NOTES}
+        kept.evaluated = engine.get("evaluated", 0)
+        kept.changed = engine.get("changed", "")
+        kept.parent = engine.get("name")
+
+    def snapshots_of(self, owner: str) -> SessionFolder:
+        """Raises InvalidArgument where the engine keeps nothing on disk."""
+        if self._folder is None:
+            raise InvalidArgument("the engine has no folder for snapshots")
+        return SessionFolder(self._folder / owner / "snapshots")
 
     def _mark(self, kept: Kept, file: Path) -> None:
         tokens = len(kept.live.tokens)

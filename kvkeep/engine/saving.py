@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 from kvkeep.engine.keeping import Keeping
 from kvkeep.engine.kept import Kept
@@ -55,7 +56,7 @@ class Saving:
                 self.save(kept)
                 return
 
-    def write(self, snapshot: Snapshot, path: str) -> "Future[int]":
+    def write(self, snapshot: Snapshot, path: Path) -> "Future[int]":
         """Writes a snapshot elsewhere; its bytes."""
         return self._writer.submit(snapshot.save, path)
 

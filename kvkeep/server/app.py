@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse
 
 from kvkeep.errors import KvkeepError
 from kvkeep.server import basics
-from kvkeep.server.openai import completions
+from kvkeep.server.openai import chat, completions
 from kvkeep.server.problems import Problem, problem_of
 from kvkeep.server.safety import Safety
 from kvkeep.server.service import Service
@@ -30,7 +30,7 @@ def application(
     """An ASGI application. hosts: under which it may be asked; origins: pages that may ask it."""
     app = FastAPI(title="kvkeep", version=__version__, docs_url=None, redoc_url=None)
     app.state.service = service
-    for rooms in (basics, completions):
+    for rooms in (basics, chat, completions):
         app.include_router(rooms.router)
     for kind in (Problem, KvkeepError):
         app.add_exception_handler(kind, _told)

@@ -270,3 +270,22 @@ def test_many_answers_leave_memory_as_it_was() -> None:
         before = some(1000)
         assert some(2000) - before < 8_000_000
         assert made.call(lambda: made._keeping.nbytes).result() <= 1000 * CELL
+
+
+def test_a_snapshot_goes_on_as_the_session_does_and_is_no_session(tmp_path: Path) -> None:
+    with engine(tmp_path) as made:
+        made.create(name="a").result()
+        write(made, "a", 5, text(0, 40))
+        assert made.snapshot("a", "then").result() > 1000
+        ahead = write(made, "a", 20)
+        assert made.snapshots().names() == ["then"]
+    with engine(tmp_path) as made:
+        assert [kept.name for kept in made.sessions().result()] == ["a"]
+        kept = made.restore("then", name="b").result()
+        assert kept.parent == "a"
+        assert write(made, "b", 20) == ahead
+        for label in ("../a", "", "other"):
+            with pytest.raises(InvalidArgument):
+                made.restore(label).result()
+        with pytest.raises(InvalidArgument):
+            made.snapshot("a", "../../x").result()

@@ -9,8 +9,11 @@ from pydantic import Field
 from starlette.responses import Response
 
 from kvkeep.engine import Ask, Finished, Usage, Written
+from kvkeep.models.text import TextCodec
 from kvkeep.server.asked import MOST_ANSWERS, MOST_TOKENS, Body, Choosing, Owner, Serving
 from kvkeep.server.basics import now
+from kvkeep.server.openai.chat import asked, longest
+from kvkeep.server.openai.likely import old_entry
 from kvkeep.server.openai.usage import REASONS, timings_of, usage_of
 from kvkeep.server.problems import problem_of
 from kvkeep.server.service import Running, Service
@@ -43,15 +46,20 @@ async def completions(
 ) -> Response | dict[str, Any]:
     """Goes on from a prompt, in `n` ways."""
     ids = _ids(service, body.prompt)
-    ask = Ask(tuple(ids), body.max_tokens, ignore_eos=body.ignore_eos, likely=body.logprobs)
-    running = await service.answers(ask, owner, body.samplings(body.n))
+    ask = Ask(
+        tuple(ids),
+        longest(service, body.max_tokens),
+        ignore_eos=body.ignore_eos,
+        likely=body.logprobs,
+    )
+    running = await asked(service, ask, owner, body.samplings(body.n))
     head = {"id": f"cmpl-{secrets.token_hex(12)}", "created": now(), "model": service.name}
     head["object"] = "text_completion"
     echoed = service.model.text.decode(ids) if body.echo else ""
     if body.stream:
-        return stream(_streamed(running, head, body, echoed))
+        return stream(_streamed(running, head, body, echoed, service.model.text))
     async with running.until_gone(request):
-        return await _whole(running, head, body, echoed)
+        return await _whole(running, head, body, echoed, service.model.text)
 
 
 def _ids(service: Service, prompt: Any) -> list[int]:
@@ -62,21 +70,27 @@ def _ids(service: Service, prompt: Any) -> list[int]:
 
 
 async def _whole(
-    running: Running, head: dict[str, Any], body: Completion, echoed: str
+    running: Running, head: dict[str, Any], body: Completion, echoed: str, codec: TextCodec
 ) -> dict[str, Any]:
     texts, ends = [echoed] * body.n, dict[int, Finished]()
+    written: list[list[Written]] = [[] for _ in texts]
     async for index, each in running:
+        if isinstance(each, Written):
+            written[index].append(each)
         if isinstance(each, (Written, Finished)):
             texts[index] += each.text
         if isinstance(each, Finished):
             ends[index] = each
-    choices = [_choice(index, texts[index], ends[index]) for index in range(body.n)]
+    choices = [
+        _choice(index, texts[index], ends[index], old_entry(codec, written[index]))
+        for index in range(body.n)
+    ]
     usages = [ends[index].usage for index in range(body.n)]
     return {**head, "choices": choices, "usage": usage_of(usages), "timings": timings_of(usages[0])}
 
 
 async def _streamed(
-    running: Running, head: dict[str, Any], body: Completion, echoed: str
+    running: Running, head: dict[str, Any], body: Completion, echoed: str, codec: TextCodec
 ) -> AsyncIterator[bytes]:
     usages: list[Usage] = []
     try:
@@ -85,9 +99,10 @@ async def _streamed(
         async for index, each in running:
             if isinstance(each, Finished):
                 usages.append(each.usage)
-            if isinstance(each, Finished) or (isinstance(each, Written) and each.text):
-                end = each if isinstance(each, Finished) else None
-                yield event({**head, "choices": [_choice(index, each.text, end)]})
+                yield event({**head, "choices": [_choice(index, each.text, each)]})
+            elif isinstance(each, Written) and (each.text or each.likely):
+                likely = old_entry(codec, [each])
+                yield event({**head, "choices": [_choice(index, each.text, None, likely)]})
         if body.stream_options and body.stream_options.include_usage:
             yield event({**head, "choices": [], "usage": usage_of(usages)})
         yield DONE
@@ -95,6 +110,8 @@ async def _streamed(
         yield event(problem_of(error).body())
 
 
-def _choice(index: int, text: str, end: Finished | None) -> dict[str, Any]:
+def _choice(
+    index: int, text: str, end: Finished | None, likely: dict[str, Any] | None = None
+) -> dict[str, Any]:
     reason = None if end is None else REASONS[end.reason]
-    return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
+    return {"index": index, "text": text, "logprobs": likely, "finish_reason": reason}
