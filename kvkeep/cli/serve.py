@@ -72,7 +72,6 @@ def nbytes(text: str) -> int:
 @click.option(
     "--allow-origin", metavar="URL", multiple=True, help="A page that may ask it. Repeatable."
 )
-@click.option("--allow-edit", is_flag=True, help="Let the page change sessions.")
 @click.option(
     "--alias", metavar="NAME", show_default="its own", help="The model's name for clients."
 )

@@ -17,7 +17,7 @@ from kvkeep.engine.events import Event, Reuse
 from kvkeep.engine.keeping import Keeping
 from kvkeep.engine.kept import Kept
 from kvkeep.engine.limits import Limits, Operation
-from kvkeep.engine.reuse import best_match
+from kvkeep.engine.reuse import Match, best_match
 from kvkeep.engine.saving import Saving
 from kvkeep.engine.schedule import Schedule
 from kvkeep.errors import Cancelled, NoRoom
@@ -28,6 +28,7 @@ from kvkeep.store.sessions import SessionFolder
 from kvkeep.store.snapshot import Snapshot
 
 T = TypeVar("T")
+_ADDING = ("span", "rewind")  # changes that leave the cells of what is held as they were
 STEP = 128  # tokens of a prompt between two tokens of those who write meanwhile
 
 
@@ -156,6 +157,23 @@ class Engine:
         """All that an owner has by name, the one used last first. To be looked at only."""
         return self.call(lambda: [kept for kept in self._keeping.of(owner) if kept.named])
 
+    def find(self, name: str, owner: str = "0") -> Future[Kept]:
+        """A session as it is, in memory or not. To be looked at only."""
+        return self.call(lambda: self._keeping.find(name, owner))
+
+    def explain(self, prompt: Sequence[int], owner: str = "0") -> Future[Match]:
+        """What of a prompt would be reused, and why not more. Changes nothing."""
+
+        def explained() -> Match:
+            fresh = Kept("", owner, False, None, self._new_session(owner))
+            return best_match(prompt, self._keeping.of(owner), fresh)
+
+        return self.call(explained)
+
+    def shared_bytes(self, kept: Kept) -> int:
+        """Bytes of its storage that other sessions look at, too. In the engine's thread."""
+        return self._keeping.shared_bytes(kept)
+
     def look(self, name: str, owner: str, function: Callable[[Kept], T]) -> Future[T]:
         """What a function says of a session, brought back to memory for it; it changes nothing."""
 
@@ -192,7 +210,7 @@ class Engine:
                 result = function(kept.live)
             finally:
                 kept.answer = None
-            kept.touched("" if what in ("feed", "generate") else what)
+            kept.touched("" if what in _ADDING else what)
             self._done(kept, what, len(kept.live.tokens) - before, time.perf_counter() - begun)
             return result
 

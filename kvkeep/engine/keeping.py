@@ -123,6 +123,17 @@ class Keeping:
         held = nbytes([segment for cache in idle for segment in cache.every_segment])
         return held + sum(kept.reserved for kept in busy)
 
+    def shared_bytes(self, kept: Kept) -> int:
+        """Bytes of a session's storage that other sessions look at, too."""
+        others = {
+            segment.block.storage
+            for other in self
+            if other is not kept and other.session is not None
+            for segment in other.session.cache.every_segment
+        }
+        own = {segment.block.storage for segment in kept.live.cache.every_segment}
+        return sum(storage.nbytes for storage in own & others)
+
     def reserve(self, kept: Kept, tokens: int | None, times: int = 1) -> None:
         """Makes room for what so many like the session may come to take with so many more tokens.
 

@@ -8,7 +8,7 @@ are what the model read when it wrote them; evaluated as a prompt they would dif
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -48,6 +48,7 @@ class Match:
     whole: bool = False
     common: int = 0
     reason: Miss = "cold"
+    nearest: Sequence[int] | None = None
 
 
 def best_match(prompt: Sequence[int], candidates: Iterable[Kept], like: Kept) -> Match:
@@ -62,7 +63,7 @@ def best_match(prompt: Sequence[int], candidates: Iterable[Kept], like: Kept) ->
             continue
         found = _match(ids, kept, like)
         if (found.tokens, found.common) > (best.tokens, best.common):
-            best = found
+            best = replace(found, nearest=kept.live.tokens)
     return best
 
 
@@ -97,7 +98,8 @@ def _exact(kept: Kept, most: int) -> tuple[int, Miss]:
         return 0, "forgotten"
     window = next((segment.length for segment in cache.segments if not segment.anchor), 0)
     most = min(most, window + sum(each.length for each in cache.segments if each.anchor))
-    return (most, "") if most <= kept.evaluated else (kept.evaluated, "written")
+    step = kept.live.prefill_step  # the last one of a prompt is rarely whole
+    return min(most, kept.evaluated), "written" if most >= kept.evaluated + step else ""
 
 
 def common_length(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:

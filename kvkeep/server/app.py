@@ -16,6 +16,7 @@ from kvkeep.server.openai import chat, completions
 from kvkeep.server.problems import Problem, problem_of
 from kvkeep.server.safety import Safety
 from kvkeep.server.service import Service
+from kvkeep.server.sessions import changes, events, lifecycle, memory, writing
 from kvkeep.version import __version__
 
 _log = logging.getLogger("kvkeep.server")
@@ -30,7 +31,7 @@ def application(
     """An ASGI application. hosts: under which it may be asked; origins: pages that may ask it."""
     app = FastAPI(title="kvkeep", version=__version__, docs_url=None, redoc_url=None)
     app.state.service = service
-    for rooms in (basics, chat, completions):
+    for rooms in (basics, chat, completions, lifecycle, writing, changes, memory, events):
         app.include_router(rooms.router)
     for kind in (Problem, KvkeepError):
         app.add_exception_handler(kind, _told)

@@ -7,6 +7,7 @@ import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -23,6 +24,14 @@ _BACKLOG = 512
 
 class _Server(uvicorn.Server):
     """Ends with its work done on a signal, and with status 0."""
+
+    def __init__(self, config: uvicorn.Config, service: Service):
+        super().__init__(config)
+        self._service = service
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._service.closing = True
+        super().handle_exit(sig, frame)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -42,7 +51,7 @@ def serve_on(engine: Engine, options: dict[str, Any]) -> None:
     host, port = listening.getsockname()[:2]
     keys = Keys.read(options["api_key_file"], options["folder"])
     name = options["alias"] or Path(engine.model.name).name
-    service = Service(engine, name, keys, options["allow_edit"], now())
+    service = Service(engine, name, keys, now())
     hosts = {*LOCAL_HOSTS, options["host"], *options["allow_host"]}
     app = application(service, hosts, options["allow_origin"])
     config = uvicorn.Config(
@@ -56,7 +65,7 @@ def serve_on(engine: Engine, options: dict[str, Any]) -> None:
     if not options["quiet"]:
         shown = f"[{host}]" if ":" in host else host
         print(f"kvkeep serves {name} on http://{shown}:{port}", flush=True)
-    asyncio.run(_Server(config).serve(sockets=[listening]))
+    asyncio.run(_Server(config, service).serve(sockets=[listening]))
 
 
 def _listening(host: str, port: int) -> socket.socket:

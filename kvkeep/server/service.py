@@ -4,7 +4,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from starlette.requests import Request
 
@@ -16,14 +16,17 @@ from kvkeep.session.sampling import Sampling
 
 @dataclass
 class Service:
-    """What all routes share. name: of the model, as clients see it."""
+    """What all routes share.
+
+    name: of the model, as clients see it. created: when, in seconds since 1970. closing: whether
+    the server is about to end, and streams without an end are to.
+    """
 
     engine: Engine
     name: str
     keys: Keys
-    edits: bool = False
     created: int = 0
-    extra: dict[str, object] = field(default_factory=dict)
+    closing: bool = False
 
     @property
     def model(self) -> Model:

@@ -33,7 +33,7 @@ def running(model: Model, folder: Path, keys: Keys | None = None) -> Iterator[Ru
     """A server of its own. keys: that are let in; None for anybody."""
     limits = Limits(memory=1_000_000_000)
     engine = Engine(model, settings={"max_kv_size": 2048}, limits=limits, folder=folder)
-    service = Service(engine, "smollm2", keys or Keys(), edits=True)
+    service = Service(engine, "smollm2", keys or Keys())
     config = uvicorn.Config(application(service), port=0, log_level="warning", lifespan="off")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
@@ -45,7 +45,7 @@ def running(model: Model, folder: Path, keys: Keys | None = None) -> Iterator[Ru
     try:
         yield Running(f"http://127.0.0.1:{port}", service)
     finally:
-        server.should_exit = True
+        service.closing = server.should_exit = True
         thread.join()
         engine.close()
 

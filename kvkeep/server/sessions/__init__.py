@@ -1,0 +1,1 @@
+"""Sessions over HTTP: memories that can be fed, written from, edited, forked and kept."""

@@ -1,0 +1,87 @@
+"""What is done to sessions, as it is done; and why a prompt would be evaluated again."""
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.responses import StreamingResponse
+
+from kvkeep.engine import Operation
+from kvkeep.server.asked import Owner, Serving
+from kvkeep.server.problems import Problem
+from kvkeep.server.service import Service
+from kvkeep.server.sessions.entry import Name
+from kvkeep.server.sessions.writing import Fed
+from kvkeep.server.sse import event, stream
+
+router = APIRouter()
+_BEAT, _LOOK = 15, 1.0  # seconds: between signs of life, and between looks whether to end
+_WAITING = 1000  # events that a client may be behind
+_AROUND = 40  # tokens that are shown of each text
+
+
+@router.get("/v1/events", response_model=None)
+async def events(service: Serving, owner: Owner) -> StreamingResponse:
+    """Each operation on any of the owner's sessions, from now on."""
+    return stream(_told(service, owner, None))
+
+
+@router.get("/v1/sessions/{name}/events", response_model=None)
+async def events_of(name: Name, service: Serving, owner: Owner) -> StreamingResponse:
+    """The same of one session."""
+    await asyncio.wrap_future(service.engine.find(name, owner))
+    return stream(_told(service, owner, name))
+
+
+@router.post("/v1/prefix/explain")
+async def explain(body: Fed, service: Serving, owner: Owner) -> dict[str, Any]:
+    """How much of a prompt would not be evaluated again, and why the rest would be."""
+    ids = body.ids(service, reply=True)
+    if not ids:
+        raise Problem(400, "give text, tokens or messages")
+    match = await asyncio.wrap_future(service.engine.explain(ids, owner))
+    found: dict[str, Any] = {
+        "prompt_tokens": len(ids),
+        "reused": match.tokens,
+        "session": match.kept.name if match.kept else None,
+        "reason": match.reason,
+        "differs_at": match.common if match.common < len(ids) else None,
+    }
+    if match.nearest is not None and found["differs_at"] is not None:
+        first, decode = max(0, match.common - _AROUND), service.model.text.decode
+        last = match.common + _AROUND
+        found["prompt_text"] = decode(ids[first:last])
+        found["nearest_text"] = decode(match.nearest[first:last])
+    return found
+
+
+async def _told(service: Service, owner: str, name: str | None) -> AsyncIterator[bytes]:
+    loop, queue = asyncio.get_running_loop(), asyncio.Queue[Operation](_WAITING)
+
+    def put(operation: Operation) -> None:
+        if not queue.full():
+            queue.put_nowait(operation)
+
+    def came(operation: Operation) -> None:
+        if operation.owner == owner and name in (None, operation.session):
+            loop.call_soon_threadsafe(put, operation)
+
+    stop = service.engine.watch(came)
+    try:
+        yield b": kvkeep\n\n"
+        quiet = 0
+        while not service.closing:
+            try:
+                operation = await asyncio.wait_for(queue.get(), _LOOK)
+            except TimeoutError:
+                quiet += 1
+                if quiet % _BEAT == 0:
+                    yield b": still here\n\n"
+                continue
+            entry = dataclasses.asdict(operation)
+            del entry["owner"]
+            yield event(entry, "operation")
+    finally:
+        stop()

@@ -1,0 +1,94 @@
+"""What a session holds, to look at: tokens by standing, cells by head, bytes, and the text."""
+
+from itertools import groupby
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query
+
+from kvkeep.cache.ragged import Ragged
+from kvkeep.engine import Engine, Kept
+from kvkeep.errors import InvalidArgument
+from kvkeep.server.asked import Owner, Serving
+from kvkeep.server.sessions.entry import Name, look
+from kvkeep.session.session import Session
+
+router = APIRouter()
+_MOST_PIECES = 4096
+_Place = Annotated[int, Query(ge=0, lt=2**40)]
+
+
+@router.get("/v1/sessions/{name}/memory")
+async def memory(name: Name, service: Serving, owner: Owner) -> dict[str, Any]:
+    """Which tokens are kept, pinned, in the window, compressed, forgotten; run by run."""
+    engine = service.engine
+    return await look(service, name, owner, lambda kept: _memory(kept, engine))
+
+
+@router.get("/v1/sessions/{name}/text")
+async def text(
+    name: Name,
+    service: Serving,
+    owner: Owner,
+    start: _Place = 0,
+    end: Annotated[int | None, Query(ge=0, lt=2**40)] = None,
+) -> dict[str, Any]:
+    """Tokens `start ... end - 1` with what each of them says; at most 4,096."""
+    decode = service.model.text.decode
+
+    def pieces(kept: Kept) -> dict[str, Any]:
+        tokens = kept.live.tokens
+        last = min(len(tokens) if end is None else end, start + _MOST_PIECES, len(tokens))
+        if start > len(tokens):
+            raise InvalidArgument(f"there are {len(tokens)} tokens; found start {start}")
+        ids = tokens[start:last]
+        return {
+            "start": start,
+            "total": len(tokens),
+            "revision": kept.revision,
+            "pieces": [{"id": token, "text": decode([token])} for token in ids],
+        }
+
+    return await look(service, name, owner, pieces)
+
+
+@router.get("/v1/sessions/{name}/heads")
+async def heads(name: Name, service: Serving, owner: Owner) -> dict[str, Any]:
+    """How many cells each layer and KV head holds, which differs after compression."""
+    return await look(service, name, owner, lambda kept: _heads(kept.live))
+
+
+def _memory(kept: Kept, engine: Engine) -> dict[str, Any]:
+    session = kept.live
+    runs, start = list[dict[str, Any]](), 0
+    for standing, each in groupby(session.standing):
+        count = sum(1 for _ in each)
+        runs.append({"standing": standing, "start": start, "count": count})
+        start += count
+    spans = {
+        span.name: {"start": span.start, "end": span.end, "remembered": span.remembered}
+        for span in session.spans.values()
+    }
+    shared = engine.shared_bytes(kept)
+    return {
+        "name": kept.name,
+        "revision": kept.revision,
+        "tokens": len(session.tokens),
+        "cells": session.cache.cells,
+        "max_kv_size": session.max_kv_size,
+        "bytes": session.cache.nbytes,
+        "bytes_shared": shared,
+        "runs": runs,
+        "spans": spans,
+    }
+
+
+def _heads(session: Session) -> dict[str, Any]:
+    layout = session.cache.layout
+    counts = [[0] * layout.kv_heads for _ in range(layout.layers)]
+    for segment in session.cache.segments:
+        cells = segment.block.slots
+        ragged = cells.counts if isinstance(cells, Ragged) else None
+        for layer, row in enumerate(counts):
+            for head in range(layout.kv_heads):
+                row[head] += segment.length if ragged is None else int(ragged[layer][head])
+    return {"layers": layout.layers, "kv_heads": layout.kv_heads, "cells": counts}

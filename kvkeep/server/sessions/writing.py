@@ -1,0 +1,140 @@
+"""A session is fed, and writes."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request
+from pydantic import Field
+from starlette.responses import Response
+
+from kvkeep.engine import Ask, Event, Finished, Read, Written
+from kvkeep.errors import InvalidArgument
+from kvkeep.server.asked import MOST_TOKENS, Choosing, Owner, Serving
+from kvkeep.server.messages import template_messages
+from kvkeep.server.openai.usage import timings_of
+from kvkeep.server.problems import problem_of
+from kvkeep.server.service import Running, Service
+from kvkeep.server.sessions.entry import Name, Revision, look
+from kvkeep.server.sse import event, stream
+
+router = APIRouter()
+_Id = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class Fed(Choosing):
+    """What is to be read: a text, token ids, or messages as the model's template writes them.
+
+    span: the name that it gets. special: whether the text of a control token is one.
+    """
+
+    text: str | None = None
+    tokens: list[_Id] | None = None
+    messages: list[dict[str, Any]] | None = None
+    span: Annotated[str | None, Field(min_length=1, max_length=200)] = None
+    special: bool = False
+    stream: bool = False
+
+    def ids(self, service: Service, reply: bool) -> tuple[int, ...]:
+        """reply: whether messages end where the assistant's next one begins."""
+        given = [self.text is not None, self.tokens is not None, self.messages is not None]
+        if sum(given) > 1:
+            raise InvalidArgument("give one of text, tokens and messages")
+        codec = service.model.text
+        if self.messages is not None:
+            chat = codec.chat(template_messages(self.messages), add_generation_prompt=reply)
+            return tuple(codec.encode(chat))
+        return tuple(self.tokens or codec.encode(self.text or "", self.special))
+
+
+class Generate(Fed):
+    max_tokens: Annotated[int, Field(ge=0, le=MOST_TOKENS)] = 256
+    ignore_eos: bool = False
+
+
+@router.post("/v1/sessions/{name}/feed", response_model=None)
+async def feed(
+    name: Name, body: Fed, request: Request, service: Serving, owner: Owner, revision: Revision
+) -> Response | dict[str, Any]:
+    """Reads a text on where the session stands."""
+    ids = body.ids(service, reply=False)
+    if not ids:
+        raise InvalidArgument("nothing to read: give text, tokens or messages")
+    return await _answer(name, body, Ask(ids, 0), request, service, owner, revision)
+
+
+@router.post("/v1/sessions/{name}/generate", response_model=None)
+async def generate(
+    name: Name, body: Generate, request: Request, service: Serving, owner: Owner, revision: Revision
+) -> Response | dict[str, Any]:
+    """Reads what is given, if anything is, and writes on."""
+    ids = body.ids(service, reply=True)
+    (sampling,) = body.samplings(temperature=0.0)
+    ask = Ask(ids, body.max_tokens, sampling, body.ignore_eos)
+    return await _answer(name, body, ask, request, service, owner, revision)
+
+
+async def _answer(
+    name: str,
+    body: Fed,
+    ask: Ask,
+    request: Request,
+    service: Service,
+    owner: str,
+    revision: int | None,
+) -> Response | dict[str, Any]:
+    running = await service.answers(ask, owner, session=name, revision=revision)
+    if body.stream:
+        return stream(_streamed(running, name, body, service, owner))
+    async with running.until_gone(request):
+        events = [each async for _, each in running]
+    return await _total(events, name, body, service, owner)
+
+
+async def _streamed(
+    running: Running, name: str, body: Fed, service: Service, owner: str
+) -> AsyncIterator[bytes]:
+    """Events `read`, `token`, and at last `done` or `error`."""
+    events: list[Event] = []
+    try:
+        async for _, each in running:
+            events.append(each)
+            if isinstance(each, Read):
+                yield event({"done": each.done, "total": each.total}, "read")
+            elif isinstance(each, Written):
+                yield event({"token": each.token, "text": each.text}, "token")
+        yield event(await _total(events, name, body, service, owner), "done")
+    except Exception as error:  # the status is sent: what happened is the last event
+        yield event(problem_of(error).body(), "error")
+
+
+async def _total(
+    events: list[Event], name: str, body: Fed, service: Service, owner: str
+) -> dict[str, Any]:
+    end = events[-1]
+    assert isinstance(end, Finished)
+    if body.span is not None and end.usage.prompt:
+        await _name_span(service, name, owner, body.span, end)
+    written = [each for each in events if isinstance(each, Written)]
+    tokens, now = await look(
+        service, name, owner, lambda kept: (len(kept.live.tokens), kept.revision)
+    )
+    return {
+        "text": "".join(each.text for each in written) + end.text,
+        "tokens": [each.token for each in written],
+        "finish_reason": end.reason,
+        "read": end.usage.prompt,
+        "total_tokens": tokens,
+        "revision": now,
+        "timings": timings_of(end.usage),
+    }
+
+
+async def _name_span(service: Service, name: str, owner: str, span: str, end: Finished) -> None:
+    """Of what was read: it lies before what was written."""
+
+    def named(session: Any) -> None:
+        behind = len(session.tokens) - end.usage.written
+        session.name(span, behind - end.usage.prompt, behind)
+
+    await asyncio.wrap_future(service.engine.change(name, owner, "span", named))
