@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse
 
 from kvkeep.errors import KvkeepError
 from kvkeep.server import basics
+from kvkeep.server.anthropic import messages
 from kvkeep.server.openai import chat, completions
 from kvkeep.server.problems import Problem, problem_of
 from kvkeep.server.safety import Safety
@@ -20,6 +21,10 @@ from kvkeep.server.sessions import changes, events, lifecycle, memory, writing
 from kvkeep.version import __version__
 
 _log = logging.getLogger("kvkeep.server")
+_ROOMS = (
+    *(basics, chat, completions, messages),
+    *(lifecycle, writing, changes, memory, events),
+)
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "[::1]")
 
 
@@ -31,7 +36,7 @@ def application(
     """An ASGI application. hosts: under which it may be asked; origins: pages that may ask it."""
     app = FastAPI(title="kvkeep", version=__version__, docs_url=None, redoc_url=None)
     app.state.service = service
-    for rooms in (basics, chat, completions, lifecycle, writing, changes, memory, events):
+    for rooms in _ROOMS:
         app.include_router(rooms.router)
     for kind in (Problem, KvkeepError):
         app.add_exception_handler(kind, _told)

@@ -109,20 +109,28 @@ async def asked(service: Service, ask: Ask, owner: str, samplings: list[Sampling
 def _samplings(service: Service, body: Chat, tools: Tools | None) -> list[Sampling]:
     samplings, schema = body.samplings(body.n or 1), None
     form = body.response_format or Format()
-    if tools is not None and tools.forced:
-        schema = tools.schema()
-    elif form.type == "json_object":
+    if form.type == "json_object":
         schema = dict(ANY_OBJECT)
     elif form.type == "json_schema":
-        found = (form.json_schema or {}).get("schema")
-        if not isinstance(found, dict):
+        schema = (form.json_schema or {}).get("schema")
+        if not isinstance(schema, dict):
             raise InvalidArgument("response_format.json_schema.schema must be a JSON schema")
-        schema = found
     elif form.type != "text":
         raise InvalidArgument(f"response_format.type cannot be {form.type!r}")
-    if schema is None:
+    return forced_by(service, samplings, tools, schema)
+
+
+def forced_by(
+    service: Service,
+    samplings: list[Sampling],
+    tools: Tools | None,
+    schema: dict[str, Any] | None = None,
+) -> list[Sampling]:
+    """The same, held to the call that must be made, or to a schema. Raises InvalidArgument."""
+    wanted = tools.schema() if tools is not None and tools.forced else schema
+    if wanted is None:
         return samplings
-    model, wanted = service.model, schema
+    model = service.model
     return [replace(each, constraint=Grammar.of_schema(model, wanted)) for each in samplings]
 
 
