@@ -174,6 +174,30 @@ class Engine:
         """Bytes of its storage that other sessions look at, too. In the engine's thread."""
         return self._keeping.shared_bytes(kept)
 
+    def prepare(self, prompt: Sequence[int], name: str, owner: str = "0") -> Future[int]:
+        """Makes a named session hold the beginning of a prompt, and nothing else; how much of it.
+
+        What it holds of the prompt stays, as far as an answer will be the same to the bit; a prompt
+        that goes on where it stands keeps all. There is one of that name afterwards.
+        """
+
+        def prepared() -> int:
+            fresh = Kept("", owner, False, None, self._new_session(owner))
+            if not self._keeping.has(name, owner):
+                self._keeping.add(fresh.live, owner, name)
+                return 0
+            kept = self._keeping.find(name, owner)
+            kept.require_idle()
+            self._keeping.reserve(kept, 0)
+            match = best_match(prompt, [kept], fresh)
+            if not match.whole:
+                kept.session = kept.live.beginning(match.tokens) if match.tokens else fresh.live
+                kept.evaluated, kept.changed = min(kept.evaluated, match.tokens), ""
+                kept.touched()
+            return match.tokens
+
+        return self.call(prepared)
+
     def look(self, name: str, owner: str, function: Callable[[Kept], T]) -> Future[T]:
         """What a function says of a session, brought back to memory for it; it changes nothing."""
 

@@ -65,6 +65,9 @@ class Keeping:
         found = [kept for kept in self if kept.owner == owner]
         return sorted(found, key=lambda kept: kept.used, reverse=True)
 
+    def has(self, name: str, owner: str) -> bool:
+        return (owner, name) in self._all
+
     def find(self, name: str, owner: str) -> Kept:
         """Raises NoSuchSession, also for one that is somebody else's."""
         kept = self._all.get((owner, name))

@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse
 from kvkeep.errors import KvkeepError
 from kvkeep.server import basics
 from kvkeep.server.anthropic import messages
+from kvkeep.server.llamacpp import completion, text
 from kvkeep.server.openai import chat, completions
 from kvkeep.server.problems import Problem, problem_of
 from kvkeep.server.safety import Safety
@@ -22,7 +23,7 @@ from kvkeep.version import __version__
 
 _log = logging.getLogger("kvkeep.server")
 _ROOMS = (
-    *(basics, chat, completions, messages),
+    *(basics, chat, completions, messages, completion, text),
     *(lifecycle, writing, changes, memory, events),
 )
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "[::1]")

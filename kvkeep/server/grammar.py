@@ -60,6 +60,11 @@ class Grammar:
             self._matcher.consume_token(token)
 
 
+def token_bytes(model: Model, token: int) -> bytes:
+    """What a token stands for, also where that is no whole character."""
+    return bytes(_tokenizer(model).decode_bytes([token]))
+
+
 def _tokenizer(model: Model) -> LLTokenizer:
     return _tokenizer_of(str(model.text.folder / "tokenizer.json"), model.spec.eos_token_ids)
 

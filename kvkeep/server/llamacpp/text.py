@@ -1,0 +1,102 @@
+"""Text to tokens and back, and what the server is."""
+
+import asyncio
+from typing import Annotated, Any
+
+from fastapi import APIRouter
+from pydantic import Field
+
+from kvkeep.server.asked import Body, Owner, Serving
+from kvkeep.server.grammar import token_bytes
+from kvkeep.server.messages import template_messages
+from kvkeep.server.service import Service
+from kvkeep.version import __version__
+
+router = APIRouter()
+_Id = Annotated[int, Field(ge=0, lt=2**31)]
+SLOTS = 4  # names for sessions that clients of llama.cpp know by number
+
+
+class Tokenize(Body):
+    content: str
+    add_special: bool = False
+    parse_special: bool = True
+    with_pieces: bool = False
+
+
+class Detokenize(Body):
+    tokens: list[_Id]
+
+
+class Template(Body):
+    messages: Annotated[list[dict[str, Any]], Field(max_length=10_000)]
+
+
+@router.post("/tokenize")
+async def tokenize(body: Tokenize, service: Serving) -> dict[str, Any]:
+    """Token ids of a text; control tokens are parsed unless that is refused, as in llama.cpp."""
+    codec = service.model.text
+    ids = codec.encode(body.content, body.parse_special)
+    ids = [*codec.opening_ids, *ids] if body.add_special else ids
+    if not body.with_pieces:
+        return {"tokens": ids}
+    return {"tokens": [{"id": token, "piece": piece_of(service, token)} for token in ids]}
+
+
+@router.post("/detokenize")
+async def detokenize(body: Detokenize, service: Serving) -> dict[str, str]:
+    return {"content": service.model.text.decode(body.tokens)}
+
+
+@router.post("/apply-template")
+async def apply_template(body: Template, service: Serving) -> dict[str, str]:
+    """The prompt that messages become."""
+    return {"prompt": str(service.model.text.chat(template_messages(body.messages)))}
+
+
+@router.get("/props")
+async def props(service: Serving) -> dict[str, Any]:
+    """What clients ask before they begin."""
+    return {
+        "default_generation_settings": {"n_ctx": context(service), "params": {}},
+        "total_slots": SLOTS,
+        "model_alias": service.name,
+        "model_path": service.name,
+        "modalities": {"vision": False, "audio": False},
+        "build_info": f"kvkeep {__version__}",
+        "bos_token": "",
+        "eos_token": service.model.text.decode(service.model.spec.eos_token_ids[:1]),
+    }
+
+
+@router.get("/slots")
+async def slots(service: Serving, owner: Owner) -> list[dict[str, Any]]:
+    """The sessions that clients of llama.cpp know by number, as far as there are any."""
+    known = {kept.name: kept for kept in await asyncio.wrap_future(service.engine.sessions(owner))}
+    found = [known.get(slot_name(index)) for index in range(SLOTS)]
+    return [
+        {
+            "id": index,
+            "n_ctx": context(service),
+            "is_processing": kept is not None and kept.busy,
+        }
+        for index, kept in enumerate(found)
+    ]
+
+
+def slot_name(index: int) -> str:
+    return f"slot-{index}"
+
+
+def context(service: Service) -> int:
+    """How many tokens a session holds at most."""
+    return service.engine.settings.get("max_kv_size") or service.model.spec.max_positions
+
+
+def piece_of(service: Service, token: int) -> str | list[int]:
+    """The text of a token; its bytes where they are no whole characters."""
+    codec = service.model.text
+    text = codec.decode([token])
+    if "\ufffd" not in text:
+        return text
+    return list(token_bytes(service.model, token))
