@@ -4,7 +4,7 @@ from kvkeep.engine.answer import Answer, Ask
 from kvkeep.engine.engine import Engine
 from kvkeep.engine.events import Event, Failed, Finished, Likely, Read, Reuse, Usage, Written
 from kvkeep.engine.kept import Kept
-from kvkeep.engine.limits import Limits, Operation
+from kvkeep.engine.limits import Limits, Operation, Totals
 
 __all__ = [
     "Answer",
@@ -19,6 +19,7 @@ __all__ = [
     "Operation",
     "Read",
     "Reuse",
+    "Totals",
     "Usage",
     "Written",
 ]

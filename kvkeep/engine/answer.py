@@ -83,6 +83,8 @@ class Answer(Iterator[Event]):
         self.over = False
         self._given_all = False
         self.error: BaseException | None = None
+        self.ended = ""  # how
+        self.unread = 0  # tokens of the prompt, when it ended
         self.written: list[int] = []
         self.aged = 0  # tokens that were evaluated for others while it waited
         self._in_step = False
@@ -214,7 +216,8 @@ class Answer(Iterator[Event]):
 
     def _end(self, event: Finished | Failed) -> None:
         if not self.over:
-            self.over = True
+            self.over, self.unread = True, self.owed
+            self.ended = event.reason if isinstance(event, Finished) else _how(event.error)
             self.feeding = None
             self._tell(event)
 
@@ -237,6 +240,10 @@ class Answer(Iterator[Event]):
             before = session.tokens.first(len(session.tokens) - len(self.written))
             self._text = TextStream(self._codec, self.ask.sampling.stop, before)
         return self._text
+
+
+def _how(error: BaseException) -> str:
+    return "cancelled" if isinstance(error, Cancelled) else "failed"
 
 
 def _floored(value: float) -> float:

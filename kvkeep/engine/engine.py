@@ -16,7 +16,7 @@ from kvkeep.engine.answer import Answer, Ask
 from kvkeep.engine.events import Event, Reuse
 from kvkeep.engine.keeping import Keeping
 from kvkeep.engine.kept import Kept
-from kvkeep.engine.limits import Limits, Operation
+from kvkeep.engine.limits import Limits, Operation, Totals
 from kvkeep.engine.reuse import Match, best_match
 from kvkeep.engine.saving import Saving
 from kvkeep.engine.schedule import Schedule
@@ -78,6 +78,8 @@ class Engine:
         self._followers: dict[Answer, list[Answer]] = {}
         self._calls: SimpleQueue[_Call] = SimpleQueue()
         self._listeners: list[Callable[[Operation], None]] = []
+        self._ended_by = Counter[str]()
+        self._sums = Counter[str]()
         self._ending, self._deadline = threading.Event(), 0.0
         self._pace = 0.02  # seconds of a turn, lately
         self._saving = Saving(self._keeping, self._post)
@@ -169,6 +171,28 @@ class Engine:
             return best_match(prompt, self._keeping.of(owner), fresh)
 
         return self.call(explained)
+
+    def totals(self) -> Future[Totals]:
+        """What was done, and what is held, as of now."""
+
+        def summed() -> Totals:
+            held, sums = list(self._keeping), self._sums
+            live = sum(kept.session is not None for kept in held)
+            return Totals(
+                answers=dict(self._ended_by),
+                read=sums["read"],
+                reused=sums["reused"],
+                written=sums["written"],
+                reading=sums["reading"] / 1e6,
+                writing=sums["writing"] / 1e6,
+                working=len(self._schedule),
+                live=live,
+                on_disk=len(held) - live,
+                nbytes=self._keeping.nbytes,
+                limit=self.limits.memory,
+            )
+
+        return self.call(summed)
 
     def shared_bytes(self, kept: Kept) -> int:
         """Bytes of its storage that other sessions look at, too. In the engine's thread."""
@@ -470,6 +494,7 @@ class Engine:
         for other in self._followers.pop(answer, ()):
             other.fail(answer.error or Cancelled("the prompt was not read to its end"))
         kept, usage = answer.kept, answer.usage
+        self._count(answer)
         kept.answer = None
         kept.reserved = 0
         if not kept.named and kept.live.cache.cells == 0:
@@ -501,6 +526,16 @@ class Engine:
         return max(1.0, min(left, default=0) * self._pace)
 
     # Telling
+
+    def _count(self, answer: Answer) -> None:
+        usage = answer.usage
+        self._ended_by[answer.ended] += 1
+        # A prompt that was broken off is counted as far as it was read.
+        self._sums["read"] += max(0, usage.evaluated - answer.unread)
+        self._sums["reused"] += usage.reuse.tokens
+        self._sums["written"] += usage.written
+        self._sums["reading"] += round(1e6 * usage.reading)
+        self._sums["writing"] += round(1e6 * usage.writing)
 
     def _done(self, kept: Kept, what: str, tokens: int, seconds: float) -> None:
         self._keeping.changed(kept)

@@ -33,3 +33,24 @@ class Operation:
     tokens: int
     seconds: float
     nbytes: int
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What an engine has done since it began, and what it does now.
+
+    answers: by how they ended. read, reused, written: tokens. reading, writing: seconds. working:
+    answers at work. live, on_disk: sessions. nbytes: reserved of the limit.
+    """
+
+    answers: dict[str, int]
+    read: int
+    reused: int
+    written: int
+    reading: float
+    writing: float
+    working: int
+    live: int
+    on_disk: int
+    nbytes: int
+    limit: int

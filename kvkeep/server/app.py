@@ -11,7 +11,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse
 
 from kvkeep.errors import KvkeepError
-from kvkeep.server import basics
+from kvkeep.server import basics, metrics
 from kvkeep.server.anthropic import messages
 from kvkeep.server.llamacpp import completion, text
 from kvkeep.server.openai import chat, completions
@@ -23,7 +23,7 @@ from kvkeep.version import __version__
 
 _log = logging.getLogger("kvkeep.server")
 _ROOMS = (
-    *(basics, chat, completions, messages, completion, text),
+    *(basics, metrics, chat, completions, messages, completion, text),
     *(lifecycle, writing, changes, memory, events),
 )
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "[::1]")
@@ -48,7 +48,7 @@ def application(
         app.add_middleware(
             CORSMiddleware, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"]
         )
-    return Safety(app, service.keys, hosts)
+    return Safety(app, service, hosts)
 
 
 async def _told(request: Request, error: Exception) -> JSONResponse:

@@ -1,11 +1,9 @@
-"""Whether the server is well, which model it has, and what it has done."""
+"""Whether the server is well, and which model it has."""
 
 import time
 from typing import Any
 
 from fastapi import APIRouter
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from starlette.responses import Response
 
 from kvkeep.server.asked import Serving
 from kvkeep.server.problems import Problem
@@ -46,12 +44,6 @@ async def model(name: str, service: Serving) -> dict[str, Any]:
             404, f"there is no model {name!r}; there is {entry['id']!r}", "not_found_error"
         )
     return entry
-
-
-@router.get("/metrics")
-async def metrics(service: Serving) -> Response:
-    """Counters and gauges, in Prometheus' format."""
-    return Response(generate_latest(), media_type=CONTENT_TYPE_LATEST)
 
 
 def now() -> int:

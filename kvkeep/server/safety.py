@@ -3,8 +3,8 @@
 from collections.abc import Awaitable, Callable, Collection, MutableMapping
 from typing import Any
 
-from kvkeep.server.keys import Keys
 from kvkeep.server.problems import Problem
+from kvkeep.server.service import Service
 
 LARGEST = 8_000_000  # bytes of a body
 PUBLIC = frozenset(("/health", "/v1/health", "/v1/models", "/models", "/"))
@@ -32,8 +32,9 @@ class Safety:
     `scope["owner"]` from here on.
     """
 
-    def __init__(self, app: Any, keys: Keys, hosts: Collection[str]):
-        self._app, self._keys = app, keys
+    def __init__(self, app: Any, service: Service, hosts: Collection[str]):
+        self._app, self._keys = app, service.keys
+        self._statuses = service.statuses
         self._hosts = frozenset(host.lower() for host in hosts)
 
     async def __call__(self, scope: _Scope, receive: _Receive, send: _Send) -> None:
@@ -44,12 +45,21 @@ class Safety:
         problem = self._refused(scope, headers)
         if problem is not None:
             anthropic = scope["path"].startswith("/v1/messages")
-            await problem.response(anthropic)(scope, receive, _guarded(send))
+            await problem.response(anthropic)(scope, receive, self._guarded(send))
             return
-        body = _Body(receive, _guarded(send))
+        body = _Body(receive, self._guarded(send))
         await self._app(scope, body.receive, body.send)
         if body.too_large:
-            await _TOO_LARGE.response()(scope, receive, _guarded(send))
+            await _TOO_LARGE.response()(scope, receive, self._guarded(send))
+
+    def _guarded(self, send: _Send) -> _Send:
+        async def guarded(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                self._statuses[message["status"]] += 1
+                message["headers"] = [*message.get("headers", ()), *_HEADERS]
+            await send(message)
+
+        return guarded
 
     def _refused(self, scope: _Scope, headers: dict[str, str]) -> Problem | None:
         host = _without_port(headers.get("host", ""))
@@ -113,12 +123,3 @@ class _Body:
         if not self.too_large:  # what the application makes of the half of a body is no answer
             self._begun = True
             await self._send(message)
-
-
-def _guarded(send: _Send) -> _Send:
-    async def guarded(message: MutableMapping[str, Any]) -> None:
-        if message["type"] == "http.response.start":
-            message["headers"] = [*message.get("headers", ()), *_HEADERS]
-        await send(message)
-
-    return guarded

@@ -1,10 +1,10 @@
 """Between HTTP, which waits in an event loop, and the engine, which computes in a thread."""
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from starlette.requests import Request
 
@@ -19,7 +19,8 @@ class Service:
     """What all routes share.
 
     name: of the model, as clients see it. created: when, in seconds since 1970. closing: whether
-    the server is about to end, and streams without an end are to.
+    the server is about to end, and streams without an end are to. statuses: how many requests had
+    each.
     """
 
     engine: Engine
@@ -27,6 +28,7 @@ class Service:
     keys: Keys
     created: int = 0
     closing: bool = False
+    statuses: Counter[int] = field(default_factory=Counter)
 
     @property
     def model(self) -> Model:
