@@ -1,7 +1,7 @@
 r"""`kvkeep serve` and another server under the same load, in turn.
 
-    python -m benchmarks.serving --peer \
-      'llama-server -m {gguf} --port {port} -np {clients} -c {context} -t 2 --no-webui'
+    python -m benchmarks.serving --peer llama.cpp \
+      'llama-server -m {gguf} --port {port} -np {clients} -c {context} -t 2'
 
 Each client has a prompt of its own and is answered in a stream. Then one long prompt comes while
 others are being answered. The other server is asked by the same API, `/v1/completions`.
@@ -186,21 +186,32 @@ def measure(name: str, command: str, model: str, ids: Sequence[int], clients: in
 @click.option("--clients", default=16, type=click.IntRange(2), help="At once.")
 @click.option("--rounds", default=3, type=click.IntRange(1), help="Measurements of each server.")
 @click.option("--max-kv-size", default=8192, help="Of kvkeep's sessions.")
-@click.option("--peer", metavar="COMMAND", help="That starts the other server; see above.")
+@click.option(
+    "--peer",
+    "peers",
+    metavar="NAME COMMAND",
+    type=(str, str),
+    multiple=True,
+    help="Another server, and what starts it; see above. Repeatable.",
+)
 @model_option
 @out_option
 def serving(
-    clients: int, rounds: int, max_kv_size: int, peer: str | None, name: str, out: Path | None
+    clients: int,
+    rounds: int,
+    max_kv_size: int,
+    peers: Sequence[tuple[str, str]],
+    name: str,
+    out: Path | None,
 ) -> None:
-    """Print what clients see of `kvkeep serve`, and of another server, under one load."""
+    """Print what clients see of `kvkeep serve`, and of other servers, under one load."""
     check_outputs(out)
     ids = TextCodec.open(resolve(name, progress=True)).encode(manual_text())
     commands = {"kvkeep": f"{shlex.quote(sys.executable)} {_OURS} --max-kv-size {max_kv_size}"}
-    if peer:
-        commands["peer"] = peer
+    commands |= dict(peers)
     found = []
     click.echo(
-        f"{'':8s}{'tokens/s':>10s}{'first token':>13s}{'gap':>10s}{'99%':>10s}{'worst':>10s}"
+        f"{'':18s}{'tokens/s':>10s}{'first token':>13s}{'gap':>10s}{'99%':>10s}{'worst':>10s}"
         f"{'stall':>10s}{'long first':>12s}"
     )
     for _ in range(rounds):
@@ -208,7 +219,7 @@ def serving(
             each = measure(server, command, name, ids, clients)
             found.append(each)
             click.echo(
-                f"{server:8s}{each.tokens_per_second:10.1f}{each.first_token:11.2f} s"
+                f"{server:18s}{each.tokens_per_second:10.1f}{each.first_token:11.2f} s"
                 f"{1000 * each.gap:7.0f} ms{1000 * each.gap_99:7.0f} ms"
                 f"{1000 * each.worst_gap:7.0f} ms{1000 * each.stall:7.0f} ms"
                 f"{each.long_first:10.2f} s"

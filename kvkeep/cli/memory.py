@@ -145,7 +145,7 @@ def open_prefix_store(max_bytes: int = PREFIX_BYTES) -> "PrefixStore":
     return PrefixStore(home() / "prefixes", max_bytes)
 
 
-def memory_options(keep: Decorator) -> Decorator:
+def memory_options(keep: Decorator, step: Decorator = PREFILL_STEP) -> Decorator:
     """keep: the `--keep` option, whose meaning differs between commands."""
     return collected(
         MemoryChoice,
@@ -217,7 +217,7 @@ def memory_options(keep: Decorator) -> Decorator:
                 show_default="not quantised",
                 help="The same of all that is not in the window.",
             ),
-            PREFILL_STEP,
+            step,
             DTYPE,
             WEIGHTS,
             DEVICE,

@@ -1,21 +1,21 @@
 """`kvkeep serve`: one model for many, over HTTP."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from kvkeep.cli.memory import SINKS, MemoryChoice, memory_options
-from kvkeep.cli.options import given, whole_number
+from kvkeep.cli.options import whole_number
 from kvkeep.cli.saying import say
+from kvkeep.cli.which_model import prefill_step
 from kvkeep.errors import InvalidArgument
 from kvkeep.models.source import home
 
 if TYPE_CHECKING:
     from kvkeep.engine import Engine
 
-_STEP = 128  # others wait for a step of a prompt, so it is shorter than where nobody does
+_STEP = prefill_step(128)  # others wait for a step, so it is shorter than where nobody does
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _KEEP = click.option(
@@ -41,7 +41,7 @@ def nbytes(text: str) -> int:
 
 
 @click.command()
-@memory_options(_KEEP)
+@memory_options(_KEEP, _STEP)
 @click.option("--host", metavar="ADDRESS", default="127.0.0.1", help="Where to listen.")
 @click.option("--port", metavar="N", type=click.IntRange(0, 65535), default=8080, help="0 for any.")
 @click.option(
@@ -91,11 +91,8 @@ def serve(memory: MemoryChoice, **options: Any) -> None:
     """
     _require_safe(options["host"], options["api_key_file"])
     _require_installed()
-    choice = memory
-    if not given("prefill_step"):
-        choice = replace(choice, prefill_step=_STEP)
-    choice.check()
-    engine = _engine(choice, options)
+    memory.check()
+    engine = _engine(memory, options)
     from kvkeep.server.running import serve_on
 
     try:

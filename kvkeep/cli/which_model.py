@@ -1,9 +1,10 @@
 """Options that say which model runs and how, and the model that they stand for."""
 
 import warnings
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -41,13 +42,19 @@ WEIGHTS = click.option(
     help="What is read of the model for each token written.",
 )
 DEVICE = click.option("--device", metavar="NAME", default="cpu", help="Torch device.")
-PREFILL_STEP = click.option(
-    "--prefill-step",
-    metavar="N",
-    type=whole_number(1),
-    default=512,
-    help="Tokens evaluated at once.",
-)
+
+
+def prefill_step(default: int) -> Callable[[Any], Any]:
+    return click.option(
+        "--prefill-step",
+        metavar="N",
+        type=whole_number(1),
+        default=default,
+        help="Tokens evaluated at once.",
+    )
+
+
+PREFILL_STEP = prefill_step(512)
 
 
 def load_named(name: str, dtype: str, device: str, weights: str | None, progress: bool) -> "Model":
