@@ -1,26 +1,23 @@
 """One thread that computes for many: answers, sessions, and changes of them, in turn."""
 
-import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from kvkeep import arguments
 from kvkeep.engine.answer import Answer, Ask
-from kvkeep.engine.events import Event, Reuse
+from kvkeep.engine.events import Event
 from kvkeep.engine.keeping import Keeping
 from kvkeep.engine.kept import Kept
 from kvkeep.engine.limits import Limits, Operation, Totals
 from kvkeep.engine.reuse import Match, best_match
 from kvkeep.engine.saving import Saving
-from kvkeep.engine.schedule import Schedule
-from kvkeep.errors import Cancelled, NoRoom
+from kvkeep.engine.taking_on import STEP, TakingOn
+from kvkeep.engine.thread import EngineThread
+from kvkeep.errors import NoRoom
 from kvkeep.model import Model
 from kvkeep.session.session import Session
 from kvkeep.store.prefix import PrefixStore
@@ -29,15 +26,6 @@ from kvkeep.store.snapshot import Snapshot
 
 T = TypeVar("T")
 _ADDING = ("span", "rewind")  # changes that leave the cells of what is held as they were
-STEP = 128  # tokens of a prompt between two tokens of those who write meanwhile
-
-
-@dataclass
-class _Call:
-    """What somebody wants done in the engine's thread."""
-
-    function: Callable[[], Any]
-    future: Future[Any]
 
 
 class Engine:
@@ -74,16 +62,13 @@ class Engine:
         self._stores = None if stores is None else arguments.path("stores", stores)
         self._new_session("0")  # refused here, not at the first request
         self._keeping = Keeping(model, place, self.limits.memory)
-        self._schedule = Schedule(model.spec.eos_token_ids, self._over, self._has_read)
-        self._followers: dict[Answer, list[Answer]] = {}
-        self._calls: SimpleQueue[_Call] = SimpleQueue()
+        self._answers = TakingOn(model, self._keeping, self.limits, self._new_session, self._done)
+        self._schedule = self._answers.schedule
         self._listeners: list[Callable[[Operation], None]] = []
-        self._ended_by = Counter[str]()
-        self._sums = Counter[str]()
-        self._ending, self._deadline = threading.Event(), 0.0
-        self._pace = 0.02  # seconds of a turn, lately
-        self._saving = Saving(self._keeping, self._post)
-        self._thread = threading.Thread(target=self._run, name="kvkeep-engine", daemon=True)
+        self._deadline = 0.0
+        idle = self.limits.saved_after / 2 + 0.05
+        self._thread = EngineThread(self._turn, idle, self._end)
+        self._saving = Saving(self._keeping, self._thread.post)
         self._thread.start()
 
     def __enter__(self) -> "Engine":
@@ -119,7 +104,9 @@ class Engine:
         WrongRevision.
         """
         wanted = arguments.instance("ask", ask, Ask)
-        return self.call(lambda: [self._take_on(wanted, session, owner, listener, revision)])
+        return self.call(
+            lambda: [self._answers.take_on(wanted, session, owner, listener, revision)]
+        )
 
     def several(
         self,
@@ -130,7 +117,7 @@ class Engine:
     ) -> Future[list[Answer]]:
         """As many answers to one prompt as there are samplings; it is read once for all of them."""
         told = listeners or [None] * len(samplings)
-        return self.call(partial(self._take_on_several, ask, samplings, owner, told))
+        return self.call(partial(self._answers.take_on_several, ask, samplings, owner, told))
 
     # Sessions
 
@@ -175,24 +162,7 @@ class Engine:
     def totals(self) -> Future[Totals]:
         """What was done, and what is held, as of now."""
 
-        def summed() -> Totals:
-            held, sums = list(self._keeping), self._sums
-            live = sum(kept.session is not None for kept in held)
-            return Totals(
-                answers=dict(self._ended_by),
-                read=sums["read"],
-                reused=sums["reused"],
-                written=sums["written"],
-                reading=sums["reading"] / 1e6,
-                writing=sums["writing"] / 1e6,
-                working=len(self._schedule),
-                live=live,
-                on_disk=len(held) - live,
-                nbytes=self._keeping.nbytes,
-                limit=self.limits.memory,
-            )
-
-        return self.call(summed)
+        return self.call(self._answers.totals)
 
     def shared_bytes(self, kept: Kept) -> int:
         """Bytes of its storage that other sessions look at, too. In the engine's thread."""
@@ -338,16 +308,7 @@ class Engine:
 
     def call(self, function: Callable[[], T]) -> Future[T]:
         """What a function gives that is run in the engine's thread, between two turns."""
-        future: Future[T] = Future()
-        if self._ending.is_set():
-            future.set_exception(Cancelled("the engine has ended"))
-        else:
-            self._calls.put(_Call(function, future))
-        return future
-
-    def _post(self, function: Callable[[], None]) -> None:
-        """To be done by the engine's thread, even as the engine ends."""
-        self._calls.put(_Call(function, Future()))
+        return self._thread.call(function)
 
     def between(self, tokens: int = 0) -> None:
         """For work that takes long: others have their turn."""
@@ -360,182 +321,28 @@ class Engine:
 
     def close(self, grace: float = 0.0) -> None:
         """Takes on nothing more, lets answers go on for `grace` seconds, and saves what is not."""
-        if self._ending.is_set():
-            return
-        self._deadline = time.monotonic() + grace
-        self._ending.set()
-        self._post(lambda: None)
-        self._thread.join()
+        if not self._thread.closing.is_set():
+            self._deadline = time.monotonic() + grace
+            self._thread.close()
 
-    def _run(self) -> None:
-        while not (self._ending.is_set() and self._ended()):
-            self._do_calls()
-            begun = time.perf_counter()
-            self._schedule.turn()
-            self._pace += 0.1 * (time.perf_counter() - begun - self._pace)
-            self._saving.save_idle(self.limits.saved_after)
+    def _turn(self) -> bool:
+        if self._thread.closing.is_set() and time.monotonic() >= self._deadline:
+            self._schedule.cancel_all()
+        begun = time.perf_counter()
+        self._schedule.turn()
+        self._answers.turned(time.perf_counter() - begun)
+        self._saving.save_idle(self.limits.saved_after)
+        return len(self._schedule) > 0
+
+    def _end(self) -> None:
         self._saving.save_all()
         self._keeping.close()
 
-    def _ended(self) -> bool:
-        if time.monotonic() >= self._deadline:
-            self._schedule.cancel_all()
-            self._schedule.turn()
-        return not len(self._schedule)
-
-    def _do_calls(self) -> None:
-        """All that are there; where there is nothing else to do, waits for one."""
-        wait = not len(self._schedule) and not self._ending.is_set()
-        while True:
-            try:
-                call = self._calls.get(wait, timeout=self.limits.saved_after / 2 + 0.05)
-            except Empty:
-                return
-            wait = False
-            if not call.future.set_running_or_notify_cancel():
-                continue
-            try:
-                call.future.set_result(call.function())
-            except BaseException as error:
-                call.future.set_exception(error)
-            del call
-
-    # Taking on
-
-    def _take_on(
-        self,
-        ask: Ask,
-        session: str | None,
-        owner: str,
-        listener: Callable[[Event], None] | None,
-        revision: int | None = None,
-        times: int = 1,
-    ) -> Answer:
-        self._require_turn(owner)
-        if session is None:
-            kept, reuse = self._placed(ask, owner)
-        else:
-            kept, reuse = self._keeping.find(session, owner), Reuse()
-            kept.require_idle()
-            kept.require_revision(revision)
-        try:
-            tokens = None if ask.max_tokens is None else len(ask.prompt) + ask.max_tokens
-            self._keeping.reserve(kept, tokens, times)
-            rest = ask.prompt[reuse.tokens :]
-            feeding = kept.live.feeding(rest) if rest else None
-        except BaseException:
-            if not kept.named and kept.revision == 0:  # made for this prompt
-                self._keeping.remove(kept)
-            raise
-        answer = Answer(ask, kept, self.model.text, listener)
-        kept.answer = answer
-        kept.used = time.monotonic()
-        answer.start(feeding, reuse)
-        self._schedule.add(answer)
-        return answer
-
-    def _placed(self, ask: Ask, owner: str) -> tuple[Kept, Reuse]:
-        """A session for a prompt, and what of the prompt is in it."""
-        fresh = Kept("", owner, False, None, self._new_session(owner))
-        match = best_match(ask.prompt, self._keeping.of(owner), fresh)
-        reason = "" if match.tokens == len(ask.prompt) else match.reason
-        differs = match.common if match.common < len(ask.prompt) else None
-        source = match.kept
-        reuse = Reuse(match.tokens, "session" if source else "", reason, differs)
-        if source is None:
-            return self._keeping.add(fresh.live, owner, named=False), reuse
-        reuse = replace(reuse, session=source.name)
-        if match.whole and not source.named:
-            source.live.draw_anew()
-            return source, reuse
-        live = source.live.beginning(match.tokens)
-        kept = self._keeping.add(live, owner, parent=source.name, named=False)
-        kept.evaluated = min(source.evaluated, match.tokens)
-        return kept, reuse
-
-    def _take_on_several(
-        self,
-        ask: Ask,
-        samplings: Sequence[Any],
-        owner: str,
-        listeners: Sequence[Callable[[Event], None] | None],
-    ) -> list[Answer]:
-        asks = [replace(ask, sampling=sampling) for sampling in samplings]
-        first = self._take_on(asks[0], None, owner, listeners[0], times=len(asks))
-        others = [
-            Answer(one, first.kept, self.model.text, told)
-            for one, told in zip(asks[1:], listeners[1:], strict=True)
-        ]
-        self._followers[first] = others
-        if first.writes:
-            self._has_read(first)
-        return [first, *others]
-
-    def _has_read(self, answer: Answer) -> None:
-        """Those who wait for its prompt go on from there, each in a fork."""
-        kept, others = answer.kept, self._followers.pop(answer, ())
-        kept.reserved //= 1 + len(others)
-        for other in others:
-            if other.cancelled:
-                other.dismiss()
-                continue
-            try:
-                fork = self._keeping.add(kept.live.fork(), kept.owner, named=False)
-                self._keeping.reserve(fork, other.ask.max_tokens)
-            except Exception as error:
-                other.fail(error)
-                continue
-            fork.evaluated, other.kept, fork.answer = kept.evaluated, fork, other
-            other.start(None, Reuse(len(other.ask.prompt), "session", session=kept.name))
-            self._schedule.add(other)
-
-    def _over(self, answer: Answer) -> None:
-        """An answer has come to its end: the session is idle."""
-        for other in self._followers.pop(answer, ()):
-            other.fail(answer.error or Cancelled("the prompt was not read to its end"))
-        kept, usage = answer.kept, answer.usage
-        self._count(answer)
-        kept.answer = None
-        kept.reserved = 0
-        if not kept.named and kept.live.cache.cells == 0:
-            self._keeping.remove(kept)
-            return
-        kept.touched()
-        seconds = usage.reading + usage.writing
-        self._done(kept, "generate", usage.evaluated + usage.written, seconds)
+    # How
 
     def _new_session(self, owner: str, **settings: Any) -> Session:
         store = None if self._stores is None else PrefixStore(self._stores / owner)
         return self.model.session(store=store, **{**self.settings, **settings})
-
-    def _require_turn(self, owner: str) -> None:
-        owners = Counter(answer.kept.owner for answer in self._schedule.answers)
-        if len(self._schedule) >= self.limits.answers or owners[owner] >= self.limits.each:
-            raise NoRoom(
-                f"{len(self._schedule)} answers are being made, {owners[owner]} of them yours: "
-                "come back when one is done",
-                self._soonest(),
-            )
-
-    def _soonest(self) -> float:
-        """Seconds until an answer may be done, as things go."""
-        left = [
-            (answer.ask.max_tokens or 512) - len(answer.written) + answer.owed / STEP
-            for answer in self._schedule.answers
-        ]
-        return max(1.0, min(left, default=0) * self._pace)
-
-    # Telling
-
-    def _count(self, answer: Answer) -> None:
-        usage = answer.usage
-        self._ended_by[answer.ended] += 1
-        # A prompt that was broken off is counted as far as it was read.
-        self._sums["read"] += max(0, usage.evaluated - answer.unread)
-        self._sums["reused"] += usage.reuse.tokens
-        self._sums["written"] += usage.written
-        self._sums["reading"] += round(1e6 * usage.reading)
-        self._sums["writing"] += round(1e6 * usage.writing)
 
     def _done(self, kept: Kept, what: str, tokens: int, seconds: float) -> None:
         self._keeping.changed(kept)
