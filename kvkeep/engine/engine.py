@@ -132,9 +132,7 @@ class Engine:
         """Keeps a new session, or one that was made elsewhere; settings: as of `Model.session`."""
 
         def made() -> Kept:
-            held = sum(kept.named for kept in self._keeping.of(owner))
-            if held >= self.limits.sessions:
-                raise NoRoom(f"there are {held} sessions already: delete some", float("inf"))
+            self._require_fewer(owner)
             new = session or self._new_session(owner, **settings)
             kept = self._keeping.add(new, owner, name, notes=notes)
             self._done(kept, "create", 0, 0.0)
@@ -171,26 +169,46 @@ class Engine:
     def prepare(self, prompt: Sequence[int], name: str, owner: str = "0") -> Future[int]:
         """Makes a named session hold the beginning of a prompt, and nothing else; how much of it.
 
-        What it holds of the prompt stays, as far as an answer will be the same to the bit; a prompt
-        that goes on where it stands keeps all. There is one of that name afterwards.
+        What it or any other session of the owner's holds of the prompt is taken, as far as an
+        answer will be the same to the bit; a prompt that goes on where it stands keeps all. There
+        is a session of that name afterwards.
         """
 
         def prepared() -> int:
             fresh = Kept("", owner, False, None, self._new_session(owner))
-            if not self._keeping.has(name, owner):
-                self._keeping.add(fresh.live, owner, name)
-                return 0
-            kept = self._keeping.find(name, owner)
+            known = self._keeping.has(name, owner)
+            kept = self._keeping.find(name, owner) if known else fresh
             kept.require_idle()
-            self._keeping.reserve(kept, 0)
-            match = best_match(prompt, [kept], fresh)
-            if not match.whole:
-                kept.session = kept.live.beginning(match.tokens) if match.tokens else fresh.live
-                kept.evaluated, kept.changed = min(kept.evaluated, match.tokens), ""
+            if known:
+                self._keeping.reserve(kept, 0)
+            match = best_match(prompt, self._keeping.of(owner), fresh)
+            if match.whole and match.kept is kept:
+                return match.tokens
+            source = match.kept
+            session = source.live.beginning(match.tokens) if source else fresh.live
+            if known:
+                kept.session, kept.changed = session, ""
                 kept.touched()
+            else:
+                self._require_fewer(owner)
+                kept = self._keeping.add(session, owner, name)
+            kept.evaluated = min(source.evaluated, match.tokens) if source else 0
             return match.tokens
 
         return self.call(prepared)
+
+    def discard(self, name: str, owner: str = "0") -> Future[None]:
+        """Forgets a session, whatever is at work in it."""
+
+        def discarded() -> None:
+            kept = self._keeping.find(name, owner)
+            for answer in self._schedule.answers:
+                if answer.kept is kept:
+                    answer.cancel()
+            self._schedule.end_cancelled()
+            self._keeping.remove(kept)
+
+        return self.call(discarded)
 
     def look(self, name: str, owner: str, function: Callable[[Kept], T]) -> Future[T]:
         """What a function says of a session, brought back to memory for it; it changes nothing."""
@@ -288,12 +306,27 @@ class Engine:
 
         return _flat(self.call(begun))
 
-    def restore(self, label: str, owner: str = "0", name: str | None = None) -> Future[Kept]:
-        """A new session that goes on where the one stood that a snapshot was taken of."""
+    def restore(
+        self, label: str, owner: str = "0", name: str | None = None, instead: bool = False
+    ) -> Future[Kept]:
+        """A new session that goes on where the one stood that a snapshot was taken of.
+
+        instead: whether a session of that name, if there is one, becomes it. It stays as it is
+        where the snapshot cannot be restored.
+        """
 
         def restored() -> Kept:
             snapshot = Snapshot.load(self.snapshots(owner).existing(label))
-            kept = self._keeping.add(self.model.restore(snapshot), owner, name)
+            session = self.model.restore(snapshot)
+            if instead and name is not None and self._keeping.has(name, owner):
+                kept = self._keeping.find(name, owner)
+                kept.require_idle()
+                kept.session = session
+                kept.touched()
+                self._keeping.reserve(kept, 0)
+            else:
+                self._require_fewer(owner)
+                kept = self._keeping.add(session, owner, name)
             self._keeping.tell_again(kept, snapshot.notes)
             self._done(kept, "restore", 0, 0.0)
             return kept
@@ -339,6 +372,11 @@ class Engine:
         self._keeping.close()
 
     # How
+
+    def _require_fewer(self, owner: str) -> None:
+        held = sum(kept.named for kept in self._keeping.of(owner))
+        if held >= self.limits.sessions:
+            raise NoRoom(f"there are {held} sessions already: delete some", float("inf"))
 
     def _new_session(self, owner: str, **settings: Any) -> Session:
         store = None if self._stores is None else PrefixStore(self._stores / owner)

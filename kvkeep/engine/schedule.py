@@ -44,7 +44,7 @@ class Schedule:
 
     def turn(self) -> None:
         """Writes a token of each answer that writes, and reads a step of one that reads."""
-        self._end_cancelled()
+        self.end_cancelled()
         try:
             self._work()
         except Exception as error:  # nobody may wait for ever, whatever it was
@@ -111,7 +111,8 @@ class Schedule:
 
     # Ending
 
-    def _end_cancelled(self) -> None:
+    def end_cancelled(self) -> None:
+        """Between two turns."""
         for answer in self._answers:
             if answer.cancelled and not answer.over:
                 answer.dismiss()

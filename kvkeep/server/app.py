@@ -14,7 +14,7 @@ from kvkeep.errors import KvkeepError
 from kvkeep.server import basics, metrics
 from kvkeep.server.anthropic import messages
 from kvkeep.server.llamacpp import completion, text
-from kvkeep.server.openai import chat, completions
+from kvkeep.server.openai import chat, completions, responses
 from kvkeep.server.problems import Problem, problem_of
 from kvkeep.server.safety import Safety
 from kvkeep.server.service import Service
@@ -23,7 +23,7 @@ from kvkeep.version import __version__
 
 _log = logging.getLogger("kvkeep.server")
 _ROOMS = (
-    *(basics, metrics, chat, completions, messages, completion, text),
+    *(basics, metrics, chat, completions, responses, messages, completion, text),
     *(lifecycle, writing, changes, memory, events),
 )
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "[::1]")

@@ -5,6 +5,7 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from starlette.requests import Request
 
@@ -20,7 +21,7 @@ class Service:
 
     name: of the model, as clients see it. created: when, in seconds since 1970. closing: whether
     the server is about to end, and streams without an end are to. statuses: how many requests had
-    each.
+    each. making: by owner and name, what is being made that others may ask for.
     """
 
     engine: Engine
@@ -29,6 +30,7 @@ class Service:
     created: int = 0
     closing: bool = False
     statuses: Counter[int] = field(default_factory=Counter)
+    making: dict[tuple[str, str], Any] = field(default_factory=dict)
 
     @property
     def model(self) -> Model:

@@ -29,9 +29,13 @@ class Running:
 
 
 @contextmanager
-def running(model: Model, folder: Path, keys: Keys | None = None) -> Iterator[Running]:
+def running(
+    model: Model,
+    folder: Path,
+    keys: Keys | None = None,
+    limits: Limits = Limits(memory=1_000_000_000),  # noqa: B008 (frozen)
+) -> Iterator[Running]:
     """A server of its own. keys: that are let in; None for anybody."""
-    limits = Limits(memory=1_000_000_000)
     engine = Engine(model, settings={"max_kv_size": 2048}, limits=limits, folder=folder)
     service = Service(engine, "smollm2", keys or Keys())
     config = uvicorn.Config(application(service), port=0, log_level="warning", lifespan="off")

@@ -96,20 +96,21 @@ def test_it_says_what_it_is_and_no_path(client: httpx.Client) -> None:
 
 
 def test_a_slot_is_saved_restored_and_erased(client: httpx.Client) -> None:
-    first = completed(client, LONG, id_slot=1)
+    text = topic_text()[5000:7000]
+    first = completed(client, text, id_slot=1)
     assert first["tokens_cached"] == 0
     whole = client.post("/slots/1?action=save", json={"filename": "one.bin"}).json()
     assert whole["n_saved"] == first["tokens_evaluated"] + first["tokens_predicted"]
-    again = completed(client, LONG, id_slot=1)
+    again = completed(client, text, id_slot=1)
     assert again["content"] == first["content"]
     assert again["tokens_cached"] > 256
     assert client.post("/slots/1?action=erase").json()["n_erased"] > 0
     found = client.post("/slots/0?action=restore", json={"filename": "one.bin"}).json()
     assert found["n_restored"] == whole["n_saved"]
-    restored = completed(client, LONG, id_slot=0)
+    restored = completed(client, text, id_slot=0)
     assert restored["content"] == first["content"]
     assert restored["tokens_cached"] > 256
-    on = completed(client, LONG + first["content"] + " And", id_slot=0, n_predict=3)
+    on = completed(client, text + first["content"] + " And", id_slot=0, n_predict=3)
     assert on["tokens_cached"] >= first["tokens_evaluated"]
 
 

@@ -33,7 +33,6 @@ class Completion(Choosing):
     stream: bool = False
     n_probs: Annotated[int, Field(ge=0, le=100)] = 0
     ignore_eos: bool = False
-    cache_prompt: bool = True
     return_tokens: bool = False
     return_progress: bool = False
     id_slot: Annotated[int, Field(ge=-1, lt=SLOTS)] = -1
@@ -86,22 +85,22 @@ async def slots(
         spent = 1000 * (time.perf_counter() - begun)
         done = {"filename": label, "n_saved": tokens, "n_written": size}
         return {"id_slot": slot, **done, "timings": {"save_ms": spent}}
-    tokens = 0
-    try:
-        if action == "erase":
-            tokens = await _tokens(service, name, owner)
-        else:
-            engine.snapshots(owner).existing(label)  # refused before anything is lost
-        await asyncio.wrap_future(engine.delete(name, owner))
-    except NoSuchSession:
-        pass
     if action == "erase":
-        return {"id_slot": slot, "n_erased": tokens}
-    await asyncio.wrap_future(engine.restore(label, owner, name))
+        return {"id_slot": slot, "n_erased": await _erased(service, name, owner)}
+    await asyncio.wrap_future(engine.restore(label, owner, name, instead=True))
     spent = 1000 * (time.perf_counter() - begun)
     size = engine.snapshots(owner).path(label).stat().st_size
     done = {"n_restored": await _tokens(service, name, owner), "n_read": size}
     return {"id_slot": slot, "filename": label, **done, "timings": {"restore_ms": spent}}
+
+
+async def _erased(service: Service, name: str, owner: str) -> int:
+    try:
+        tokens = await _tokens(service, name, owner)
+    except NoSuchSession:
+        return 0
+    await asyncio.wrap_future(service.engine.delete(name, owner))
+    return tokens
 
 
 async def _tokens(service: Service, name: str, owner: str) -> int:
@@ -191,7 +190,7 @@ class _Reply:
             "tokens_cached": cached,
             "generation_settings": settings,
             "prompt": self._service.model.text.decode(self._ids),
-            "truncated": False,
+            "truncated": end.reason == "full",
             "stop_type": _STOPS[end.reason],
             "stopping_word": end.stop or "",
             "timings": {**timings_of(usage), "cache_n": cached},
