@@ -16,7 +16,7 @@ from kvkeep.server.keys import Keys
 
 KEYS = ("one-key-of-sixteen", "two-key-of-sixteen")
 CONVERSATIONS, TURNS = 64, 2
-SHARED = "You answer in a few words. " * 12
+SHARED = "You answer in a few words. " * 20
 
 
 def marker(number: int) -> str:
@@ -81,7 +81,7 @@ async def all_at_once(server: Running, first: int, count: int) -> list[dict[str,
 def test_no_words_of_one_conversation_come_up_in_another(smollm2: Model, tmp_path: Path) -> None:
     """Room for a few dozen conversations, so that others are dropped, and forked, all the time."""
     cell = smollm2.session(64).cache.layout.cell_bytes
-    limits = Limits(memory=40 * 450 * cell)
+    limits = Limits(memory=40 * 500 * cell)
     with running(smollm2, tmp_path, Keys(KEYS), limits) as server:
         engine = server.service.engine
         found = asyncio.run(all_at_once(server, 0, CONVERSATIONS))
