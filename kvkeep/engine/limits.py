@@ -8,14 +8,15 @@ class Limits:
     """What an engine takes on.
 
     memory: bytes of cells, of all sessions. answers: at work at a time, of all owners; each: of
-    one. sessions: that one owner may have by name. saved_after: seconds for which a session is
-    idle before what is new in it is written to disk.
+    one. sessions: that one owner may have by name. prompt: tokens of one. saved_after: seconds for
+    which a session is idle before what is new in it is written to disk.
     """
 
     memory: int = 4_000_000_000
     answers: int = 256
     each: int = 128
     sessions: int = 1_000
+    prompt: int = 250_000
     saved_after: float = 2.0
 
 

@@ -13,7 +13,7 @@ from kvkeep.engine.kept import Kept
 from kvkeep.engine.limits import Limits, Totals
 from kvkeep.engine.reuse import best_match
 from kvkeep.engine.schedule import Schedule
-from kvkeep.errors import Cancelled, NoRoom
+from kvkeep.errors import Cancelled, InvalidArgument, NoRoom
 from kvkeep.model import Model
 from kvkeep.session.session import Session
 
@@ -57,6 +57,11 @@ class TakingOn:
         revision: int | None = None,
         times: int = 1,
     ) -> Answer:
+        if len(ask.prompt) > self._limits.prompt:
+            raise InvalidArgument(
+                f"a prompt has at most {self._limits.prompt:,} tokens here; found "
+                f"{len(ask.prompt):,}: feed a session in parts"
+            )
         self._require_turn(owner)
         if session is None:
             kept, reuse = self._placed(ask, owner)

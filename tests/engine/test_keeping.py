@@ -289,3 +289,10 @@ def test_a_snapshot_goes_on_as_the_session_does_and_is_no_session(tmp_path: Path
                 made.restore(label).result()
         with pytest.raises(InvalidArgument):
             made.snapshot("a", "../../x").result()
+
+
+def test_a_prompt_that_is_too_long_is_refused_before_anything_is_done() -> None:
+    with engine(prompt=100) as made:
+        with pytest.raises(InvalidArgument, match="at most 100 tokens"):
+            made.generate(Ask(text(0, 101), 1))
+        assert made.generate(Ask(text(0, 100), 1)).text() is not None

@@ -57,10 +57,10 @@ class Counted(Body):
             functions, kinds.get(choice, choice) if isinstance(choice, str) else choice
         )
 
-    def ids(self, service: Service) -> list[int]:
+    async def ids(self, service: Service) -> list[int]:
         said = [] if self.system is None else [{"role": "system", "content": _plain(self.system)}]
         said += [each for message in self.messages for each in _messages(message)]
-        return prompt_ids(service, said, self.known_tools())
+        return await prompt_ids(service, said, self.known_tools())
 
 
 class Message(Counted):
@@ -87,7 +87,7 @@ async def messages(
     body: Message, request: Request, service: Serving, owner: Owner
 ) -> Response | dict[str, Any]:
     """What the assistant says next."""
-    ids, tools = body.ids(service), body.known_tools()
+    ids, tools = await body.ids(service), body.known_tools()
     samplings = forced_by(service, body.choosing().samplings(), tools)
     running = await asked(service, Ask(tuple(ids), body.max_tokens), owner, samplings)
     head = {
@@ -105,7 +105,7 @@ async def messages(
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(body: Counted, service: Serving) -> dict[str, int]:
     """How many tokens a prompt has, of the template too."""
-    return {"input_tokens": len(body.ids(service))}
+    return {"input_tokens": len(await body.ids(service))}
 
 
 async def _whole(running: Running, head: dict[str, Any], tools: Tools | None) -> dict[str, Any]:

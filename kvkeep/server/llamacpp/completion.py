@@ -57,7 +57,7 @@ async def completion(
     body: Completion, request: Request, service: Serving, owner: Owner
 ) -> Response | dict[str, Any]:
     """Goes on from a prompt."""
-    ids = body.ids(service)
+    ids = await asyncio.to_thread(body.ids, service)
     if not ids:
         raise InvalidArgument("the prompt is empty")
     running = await _running(body, ids, service, owner)

@@ -36,7 +36,7 @@ class Template(Body):
 async def tokenize(body: Tokenize, service: Serving) -> dict[str, Any]:
     """Token ids of a text; control tokens are parsed unless that is refused, as in llama.cpp."""
     codec = service.model.text
-    ids = codec.encode(body.content, body.parse_special)
+    ids = await asyncio.to_thread(codec.encode, body.content, body.parse_special)
     ids = [*codec.opening_ids, *ids] if body.add_special else ids
     if not body.with_pieces:
         return {"tokens": ids}

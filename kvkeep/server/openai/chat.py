@@ -1,5 +1,6 @@
 """`/v1/chat/completions`: the assistant's next message."""
 
+import asyncio
 import secrets
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
@@ -68,7 +69,7 @@ async def chat(
 ) -> Response | dict[str, Any]:
     """What the assistant says next, in `n` ways; as one answer or as a stream of events."""
     tools = checked_tools(body.tools or (), body.tool_choice)
-    prompt = prompt_ids(service, body.messages, tools)
+    prompt = await prompt_ids(service, body.messages, tools)
     likely = (body.top_logprobs or 0) if body.logprobs else None
     most = longest(service, body.most)
     ask = Ask(tuple(prompt), most, ignore_eos=body.ignore_eos, likely=likely)
@@ -81,14 +82,19 @@ async def chat(
         return await reply.whole(running)
 
 
-def prompt_ids(
+async def prompt_ids(
     service: Service, messages: list[dict[str, Any]], tools: Tools | None = None
 ) -> list[int]:
     """The messages as the model's template writes them, up to where the assistant begins."""
-    codec, said, given = service.model.text, template_messages(messages), None
-    if tools is not None:
-        said, given = tools.messages(codec, said)
-    return codec.encode(codec.chat(said, tools=given))
+    codec = service.model.text
+
+    def encoded() -> list[int]:
+        said, given = template_messages(messages), None
+        if tools is not None:
+            said, given = tools.messages(codec, said)
+        return codec.encode(codec.chat(said, tools=given))
+
+    return await asyncio.to_thread(encoded)  # of a long text it takes longer than others can wait
 
 
 def longest(service: Service, most: int | None) -> int:

@@ -1,5 +1,6 @@
 """`/v1/completions`: text that goes on from a text."""
 
+import asyncio
 import secrets
 from collections.abc import AsyncIterator
 from typing import Annotated, Any
@@ -45,7 +46,7 @@ async def completions(
     body: Completion, request: Request, service: Serving, owner: Owner
 ) -> Response | dict[str, Any]:
     """Goes on from a prompt, in `n` ways."""
-    ids = _ids(service, body.prompt)
+    ids = await asyncio.to_thread(_ids, service, body.prompt)
     ask = Ask(
         tuple(ids),
         longest(service, body.max_tokens),

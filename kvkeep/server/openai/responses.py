@@ -136,7 +136,7 @@ async def _begun(body: Create, service: Service, owner: str) -> _Making:
     before = await _messages_before(body.previous_response_id, service, owner)
     messages = [*before, *messages_of(body.input)]
     system = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    ids = prompt_ids(service, [*system, *messages], tools)
+    ids = await prompt_ids(service, [*system, *messages], tools)
     samplings = forced_by(service, body.samplings(), tools, schema)
     most = longest(service, body.max_output_tokens)
     _require_fits(body, len(ids), service)

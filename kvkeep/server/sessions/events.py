@@ -38,7 +38,7 @@ async def events_of(name: Name, service: Serving, owner: Owner) -> StreamingResp
 @router.post("/v1/prefix/explain")
 async def explain(body: Fed, service: Serving, owner: Owner) -> dict[str, Any]:
     """How much of a prompt would not be evaluated again, and why the rest would be."""
-    ids = body.ids(service, reply=True)
+    ids = await asyncio.to_thread(body.ids, service, True)
     if not ids:
         raise Problem(400, "give text, tokens or messages")
     match = await asyncio.wrap_future(service.engine.explain(ids, owner))

@@ -57,7 +57,7 @@ async def feed(
     name: Name, body: Fed, request: Request, service: Serving, owner: Owner, revision: Revision
 ) -> Response | dict[str, Any]:
     """Reads a text on where the session stands."""
-    ids = body.ids(service, reply=False)
+    ids = await asyncio.to_thread(body.ids, service, False)
     if not ids:
         raise InvalidArgument("nothing to read: give text, tokens or messages")
     return await _answer(name, body, Ask(ids, 0), request, service, owner, revision)
@@ -68,7 +68,7 @@ async def generate(
     name: Name, body: Generate, request: Request, service: Serving, owner: Owner, revision: Revision
 ) -> Response | dict[str, Any]:
     """Reads what is given, if anything is, and writes on."""
-    ids = body.ids(service, reply=True)
+    ids = await asyncio.to_thread(body.ids, service, True)
     (sampling,) = body.samplings(temperature=0.0)
     ask = Ask(ids, body.max_tokens, sampling, body.ignore_eos)
     return await _answer(name, body, ask, request, service, owner, revision)
