@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse
 from kvkeep.errors import KvkeepError
 from kvkeep.server import basics, metrics
 from kvkeep.server.anthropic import messages
+from kvkeep.server.described import ERRORS, describe
 from kvkeep.server.llamacpp import completion, text
 from kvkeep.server.openai import chat, completions, responses
 from kvkeep.server.problems import Problem, problem_of
@@ -35,7 +36,10 @@ def application(
     origins: Collection[str] = (),
 ) -> Any:
     """An ASGI application. hosts: under which it may be asked; origins: pages that may ask it."""
-    app = FastAPI(title="kvkeep", version=__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="kvkeep", version=__version__, docs_url=None, redoc_url=None, responses=ERRORS
+    )
+    describe(app)
     app.state.service = service
     for rooms in _ROOMS:
         app.include_router(rooms.router)

@@ -1,0 +1,114 @@
+"""`kvkeep serve` as a process: it says where it is, ends with its work done, and says no."""
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from patience import PATIENCE
+
+COMMAND = [sys.executable, "-c", "from kvkeep.cli.start import run; run()", "serve"]
+
+
+@contextmanager
+def serving(
+    folder: Path, store: Path, *options: str
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The process and its address."""
+    command = [*COMMAND, "--model", str(folder), "--port", "0", "--store", str(store), *options]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, encoding="utf-8"
+    )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        found = re.search(r"http://127\.0\.0\.1:\d+", line)
+        assert found, process.communicate()
+        yield process, found.group()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def refused(*options: str) -> str:
+    done = subprocess.run(
+        [*COMMAND, *options], capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
+    assert done.returncode == 2, done
+    return done.stderr
+
+
+def test_it_answers_once_it_says_where_it_is(tiny_folder: Path, tmp_path: Path) -> None:
+    with serving(tiny_folder, tmp_path, "--alias", "tiny") as (_, url):
+        assert httpx.get(f"{url}/health").json() == {"status": "ok"}
+        (model,) = httpx.get(f"{url}/v1/models").json()["data"]
+        assert model["id"] == "tiny"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_told_to_end_it_finishes_what_it_does_and_keeps_sessions(
+    tiny_folder: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    asked = {"max_tokens": 300, "ignore_eos": True, "stream": True}
+    with serving(tiny_folder, tmp_path, "--grace", "60") as (process, url):
+        httpx.post(f"{url}/v1/sessions", json={"name": "a"})
+        httpx.post(f"{url}/v1/sessions/a/feed", json={"text": "Once upon a time"})
+        with httpx.stream(
+            "POST", f"{url}/v1/sessions/a/generate", json=asked, timeout=PATIENCE
+        ) as answer:
+            lines = answer.iter_lines()
+            assert next(lines) == "event: token"
+            process.send_signal(number)
+            whole = [line for line in lines if line.startswith("data: ")]
+        assert json.loads(whole[-1][6:])["finish_reason"] == "length"
+        assert process.wait(PATIENCE) == 0
+    with serving(tiny_folder, tmp_path) as (_, url):
+        entry = httpx.get(f"{url}/v1/sessions/a").json()
+        assert not entry["in_memory"]
+        assert entry["saved_revision"] == 2
+        text = httpx.get(f"{url}/v1/sessions/a/text").json()
+        assert text["total"] > 300
+
+
+def test_killed_it_says_what_was_lost(tiny_folder: Path, tmp_path: Path) -> None:
+    with serving(tiny_folder, tmp_path) as (process, url):
+        httpx.post(f"{url}/v1/sessions", json={"name": "a"})
+        httpx.post(f"{url}/v1/sessions/a/save")
+        httpx.post(f"{url}/v1/sessions/a/feed", json={"text": "Once upon a time"})
+        process.kill()
+    with serving(tiny_folder, tmp_path) as (process, url):
+        entry = httpx.get(f"{url}/v1/sessions/a").json()
+        assert entry["lost_revision"] in (None, 1)
+        assert entry["revision"] == (0 if entry["lost_revision"] else 1)
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=PATIENCE)
+        assert ("'a' goes on from revision 0" in errors) is (entry["lost_revision"] == 1)
+
+
+def test_it_lets_others_in_by_keys_alone(tiny_folder: Path, tmp_path: Path) -> None:
+    assert "--api-key-file" in refused("--host", "0.0.0.0", "--model", str(tiny_folder))
+    keys = tmp_path / "keys"
+    keys.write_text("a-key-of-sixteen-1\n")
+    with serving(tiny_folder, tmp_path / "store", "--api-key-file", str(keys)) as (_, url):
+        assert httpx.post(f"{url}/v1/sessions", json={}).status_code == 401
+        headers = {"Authorization": "Bearer a-key-of-sixteen-1"}
+        assert httpx.post(f"{url}/v1/sessions", json={}, headers=headers).status_code == 201
+
+
+def test_what_cannot_be_is_refused_in_a_line(tiny_folder: Path, tmp_path: Path) -> None:
+    model = ["--model", str(tiny_folder), "--store", str(tmp_path)]
+    assert "8GB" in refused("--memory", "much")
+    assert "port" in refused("--port", "99999")
+    assert "keep" in refused(*model, "--max-kv-size", "3", "--keep", "5")
+    empty = tmp_path / "none"
+    empty.write_text("")
+    assert "no key" in refused(*model, "--api-key-file", str(empty))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert "--port" in refused(*model, "--port", str(taken.getsockname()[1]))

@@ -1,0 +1,23 @@
+"""The OpenAPI document says what the server answers."""
+
+import pytest
+from server.conftest import Running
+
+
+def test_every_route_is_in_the_document_with_its_errors(server: Running) -> None:
+    with server.client() as client:
+        document = client.get("/openapi.json").json()
+    paths = document["paths"]
+    assert {"/v1/chat/completions", "/v1/responses", "/v1/messages", "/completion"} <= set(paths)
+    assert "/v1/sessions/{name}/edit" in paths
+    for path in paths.values():
+        for operation in path.values():
+            assert {"400", "401", "404", "429"} <= set(operation["responses"])
+            assert "422" not in operation["responses"]
+    assert "HTTPValidationError" not in document["components"]["schemas"]
+
+
+@pytest.mark.parametrize("path", ["/docs", "/redoc", "/page/../../etc/passwd", "/%2e%2e/x", "//"])
+def test_what_is_not_there_is_not_found(server: Running, path: str) -> None:
+    with server.client() as client:
+        assert client.get(path).status_code == 404
