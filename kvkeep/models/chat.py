@@ -52,6 +52,12 @@ def render_chat(
         ) from error
 
 
+def template_source(folder: Path) -> str:
+    """The chat template of the model in `folder`. Raises UnsupportedModel where it has none."""
+    config = read_json(folder / _CONFIG) if (folder / _CONFIG).exists() else {}
+    return _find_template(folder, config, with_tools=False)
+
+
 def checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The messages; raises InvalidArgument where one lacks a role or a content, both text.
 

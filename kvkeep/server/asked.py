@@ -1,8 +1,8 @@
 """What every API's requests have in common: who asks, and how tokens are to be chosen."""
 
 import secrets
-from collections.abc import Mapping
-from typing import Annotated, Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
 
 from fastapi import Depends, Request
 from pydantic import BaseModel, ConfigDict, Field
@@ -14,6 +14,8 @@ from kvkeep.session.sampling import Sampling
 MOST_TOKENS = 1_000_000  # of an answer
 MOST_ANSWERS = 64  # to one prompt
 _SEEDS = 2**53
+_NEVER = -1e6  # a bias: llama.cpp's clients say false
+_Bias = Annotated[float, Field(ge=-1e6, le=1e6)]
 
 
 def _service(request: Request) -> Service:
@@ -49,7 +51,7 @@ class Choosing(Body):
     frequency_penalty: Annotated[float | None, Field(ge=-100, le=100)] = None
     seed: Annotated[int | None, Field(ge=-(2**63), lt=2**64)] = None
     stop: Annotated[list[str], Field(max_length=64)] | str | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-1e6, le=1e6)]] | None = None
+    logit_bias: dict[str, _Bias] | list[tuple[int, _Bias | Literal[False]]] | None = None
 
     def samplings(self, count: int = 1, temperature: float = 1.0) -> list[Sampling]:
         """One for each of so many answers. temperature: where none is asked for.
@@ -82,7 +84,10 @@ def _or(value: Any, default: Any) -> Any:
     return default if value is None else value
 
 
-def _biases(given: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
+def _biases(given: Mapping[str, float] | Sequence[Any]) -> tuple[tuple[int, float], ...]:
+    """By OpenAI's names, which are ids in digits, or by llama.cpp's pairs."""
+    if not isinstance(given, Mapping):
+        return tuple((token, _NEVER if bias is False else bias) for token, bias in given)
     if any(not (token.isascii() and token.isdigit()) for token in given):
         raise InvalidArgument("logit_bias: each name is a token id, written in digits")
     return tuple((int(token), bias) for token, bias in given.items())

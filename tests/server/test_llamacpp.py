@@ -93,6 +93,15 @@ def test_it_says_what_it_is_and_no_path(client: httpx.Client) -> None:
     assert props["default_generation_settings"]["n_ctx"] == 2048
     assert props["total_slots"] == len(client.get("/slots").json())
     assert "/" not in props["model_path"]
+    assert "im_start" in props["chat_template"]
+    assert props["eos_token"] == "<|im_end|>"
+
+
+def test_a_bias_bans_a_token_in_each_form(client: httpx.Client) -> None:
+    first = completed(client, return_tokens=True)["tokens"][0]
+    for bias in ({str(first): -1000}, [[first, False]], [[first, -1000]]):
+        found = completed(client, return_tokens=True, logit_bias=bias)
+        assert found["tokens"][0] != first
 
 
 def test_a_slot_is_saved_restored_and_erased(client: httpx.Client) -> None:

@@ -137,6 +137,7 @@ async def _streamed(
                 usage = {**_usage(prompt, reuse), "output_tokens": 0}
                 start = {**head, "content": [], **_NO_END, "usage": usage}
                 yield _event("message_start", message=start)
+                yield _event("ping")
                 if tools is None:
                     yield _block(0, {"type": "text", "text": ""})
             assert isinstance(each, (Written, Finished))

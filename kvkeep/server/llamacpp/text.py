@@ -6,6 +6,8 @@ from typing import Annotated, Any
 from fastapi import APIRouter
 from pydantic import Field
 
+from kvkeep.errors import UnsupportedModel
+from kvkeep.models.chat import template_source
 from kvkeep.server.asked import Body, Owner, Serving
 from kvkeep.server.grammar import token_bytes
 from kvkeep.server.messages import template_messages
@@ -64,7 +66,8 @@ async def props(service: Serving) -> dict[str, Any]:
         "model_path": service.name,
         "modalities": {"vision": False, "audio": False},
         "build_info": f"kvkeep {__version__}",
-        "bos_token": "",
+        "chat_template": _template(service),
+        "bos_token": service.model.text.decode(service.model.text.opening_ids),
         "eos_token": service.model.text.decode(service.model.spec.eos_token_ids[:1]),
     }
 
@@ -82,6 +85,13 @@ async def slots(service: Serving, owner: Owner) -> list[dict[str, Any]]:
         }
         for index, kept in enumerate(found)
     ]
+
+
+def _template(service: Service) -> str:
+    try:
+        return template_source(service.model.text.folder)
+    except UnsupportedModel:
+        return ""
 
 
 def slot_name(index: int) -> str:
