@@ -79,12 +79,15 @@ class ComputeThread:
                 with suppress(BaseException):
                     work.wait()
             raise
+        # The error's traceback holds this frame, and that of `do`, which holds the work. Were the
+        # error still in either, what the call looked at would stay until garbage is collected.
+        error, work.error = work.error, None
         try:
-            if work.error is not None:
-                raise work.error
+            if error is not None:
+                raise error
             return work.result
         finally:
-            del work  # the error's traceback holds this frame
+            del work, error
 
     def _require_started(self) -> None:
         if self._thread is not None:

@@ -8,7 +8,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,7 @@ from small import small_model
 from torch import Tensor
 
 from kvkeep import computing
+from kvkeep.compute_thread import ComputeThread
 from kvkeep.errors import ContextFull
 from kvkeep.models.executor import AnyStep
 from kvkeep.models.llama import Decoder
@@ -221,3 +222,27 @@ def test_a_forked_child_computes_and_so_does_its_parent(in_threads: bool) -> Non
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_an_error_that_is_dropped_holds_nothing_of_its_call() -> None:
+    """Cells that a call looked at go at once, not when garbage is collected."""
+    held: list[weakref.ref[object]] = []
+
+    class Held:
+        pass
+
+    def fails() -> None:
+        looked_at = Held()
+        held.append(weakref.ref(looked_at))
+        raise ContextFull("no room")
+
+    thread = ComputeThread()
+    gc.disable()
+    try:
+        for _ in range(3):
+            with suppress(ContextFull):
+                thread.done(fails)
+        thread.done(lambda: None)  # by then the thread has let go of the last one
+        assert [each() for each in held] == [None] * 3
+    finally:
+        gc.enable()
