@@ -39,7 +39,7 @@ class Ask:
 
     prompt: token ids. max_tokens: at most so many are written; None for no end but the model's own.
     likely: of how many of the likeliest tokens the probabilities are told, 0 for the written one
-        alone; None for none. special: whether the text has special tokens, too.
+        alone; None for none.
     priority: greater is sooner. A prompt that waits gains on those that came later.
     """
 

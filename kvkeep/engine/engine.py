@@ -132,9 +132,8 @@ class Engine:
         """Keeps a new session, or one that was made elsewhere; settings: as of `Model.session`."""
 
         def made() -> Kept:
-            self._require_fewer(owner)
             new = session or self._new_session(owner, **settings)
-            kept = self._keeping.add(new, owner, name, notes=notes)
+            kept = self._keep(new, owner, name, notes=notes)
             self._done(kept, "create", 0, 0.0)
             return kept
 
@@ -159,7 +158,6 @@ class Engine:
 
     def totals(self) -> Future[Totals]:
         """What was done, and what is held, as of now."""
-
         return self.call(self._answers.totals)
 
     def shared_bytes(self, kept: Kept) -> int:
@@ -183,6 +181,7 @@ class Engine:
                 self._keeping.reserve(kept, 0)
             match = best_match(prompt, self._keeping.of(owner), fresh)
             if match.whole and match.kept is kept:
+                kept.live.draw_anew()
                 return match.tokens
             source = match.kept
             session = source.live.beginning(match.tokens) if source else fresh.live
@@ -190,8 +189,7 @@ class Engine:
                 kept.session, kept.changed = session, ""
                 kept.touched()
             else:
-                self._require_fewer(owner)
-                kept = self._keeping.add(session, owner, name)
+                kept = self._keep(session, owner, name)
             kept.evaluated = min(source.evaluated, match.tokens) if source else 0
             return match.tokens
 
@@ -209,6 +207,26 @@ class Engine:
             self._keeping.remove(kept)
 
         return self.call(discarded)
+
+    def note(self, name: str, owner: str, notes: dict[str, Any]) -> Future[None]:
+        """Keeps JSON values beside a session, in the place of those of the same name."""
+
+        def noted() -> None:
+            kept = self._keeping.find(name, owner)
+            kept.notes = {**kept.notes, **notes}
+            self._settled(kept)
+
+        return self.call(noted)
+
+    def pin(self, name: str, owner: str, pinned: bool) -> Future[None]:
+        """Whether a session stays in memory, whatever others need."""
+
+        def held() -> None:
+            kept = self._keeping.find(name, owner)
+            kept.pinned = pinned
+            self._settled(kept)
+
+        return self.call(held)
 
     def look(self, name: str, owner: str, function: Callable[[Kept], T]) -> Future[T]:
         """What a function says of a session, brought back to memory for it; it changes nothing."""
@@ -247,7 +265,10 @@ class Engine:
             finally:
                 kept.answer = None
             kept.touched("" if what in _ADDING else what)
-            self._done(kept, what, len(kept.live.tokens) - before, time.perf_counter() - begun)
+            added = len(kept.live.tokens) - before
+            if added < 0:
+                kept.stands_at(len(kept.live.tokens))
+            self._done(kept, what, added, time.perf_counter() - begun)
             return result
 
         return self.call(changed)
@@ -261,16 +282,20 @@ class Engine:
         revision: int | None = None,
         notes: dict[str, Any] | None = None,
     ) -> Future[Kept]:
-        """A session that goes on where another stands, or stood after `at` tokens."""
+        """A session that goes on where another stands, or stood after `at` tokens.
+
+        notes: in the place of those of the other.
+        """
 
         def forked() -> Kept:
             kept = self._keeping.find(name, owner)
             kept.require_revision(revision)
             self._keeping.reserve_idle(kept)
-            found = self._keeping.add(
-                kept.live.fork(at), owner, new, parent=kept.name, notes=notes or dict(kept.notes)
-            )
-            found.evaluated, found.changed = min(kept.evaluated, at or kept.evaluated), kept.changed
+            told = dict(kept.notes) if notes is None else notes
+            found = self._keep(kept.live.fork(at), owner, new, kept.name, told)
+            found.evaluated, found.changed = kept.evaluated, kept.changed
+            if at is not None and at < len(kept.live.tokens):
+                found.stands_at(at)
             self._done(found, "fork", 0, 0.0)
             return found
 
@@ -325,8 +350,7 @@ class Engine:
                 kept.touched()
                 self._keeping.reserve(kept, 0)
             else:
-                self._require_fewer(owner)
-                kept = self._keeping.add(session, owner, name)
+                kept = self._keep(session, owner, name)
             self._keeping.tell_again(kept, snapshot.notes)
             self._done(kept, "restore", 0, 0.0)
             return kept
@@ -373,10 +397,25 @@ class Engine:
 
     # How
 
-    def _require_fewer(self, owner: str) -> None:
+    def _keep(
+        self,
+        session: Session,
+        owner: str,
+        name: str | None,
+        parent: str | None = None,
+        notes: dict[str, Any] | None = None,
+    ) -> Kept:
+        """Keeps a session by name. Raises NoRoom where the owner has as many as there may be."""
         held = sum(kept.named for kept in self._keeping.of(owner))
         if held >= self.limits.sessions:
             raise NoRoom(f"there are {held} sessions already: delete some", float("inf"))
+        return self._keeping.add(session, owner, name, parent, notes=notes)
+
+    def _settled(self, kept: Kept) -> None:
+        """What is kept beside a session was changed: it is to be saved with that."""
+        self._keeping.reserve_idle(kept)
+        kept.touched()
+        self._keeping.changed(kept)
 
     def _new_session(self, owner: str, **settings: Any) -> Session:
         store = None if self._stores is None else PrefixStore(self._stores / owner)

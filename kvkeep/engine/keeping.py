@@ -4,7 +4,7 @@ import json
 import re
 import secrets
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -279,11 +279,18 @@ class Keeping:
                     self._take_over(place.name, name, sessions.path(name))
                 for marker in place.glob(f"*{_UNSAVED}"):
                     if marker.stem not in names:
-                        self.never_saved.append((place.name, marker.stem))
-                        marker.unlink(missing_ok=True)
+                        self._tell_lost(sessions, marker)
+
+    def _tell_lost(self, sessions: SessionFolder, marker: Path) -> None:
+        """Of a session that has no file. Raises Locked where an engine that runs has it."""
+        with (
+            suppress(InvalidArgument),
+            sessions.lock(marker.stem),
+        ):  # by a name that is none: not ours
+            marker.unlink(missing_ok=True)
+            self.never_saved.append((marker.parent.name, marker.stem))
 
     def _take_over(self, owner: str, name: str, file: Path) -> None:
-        marked = _marked(file)
         try:
             known = describe(file).get("notes", {})
         except StoreError as error:
@@ -292,13 +299,14 @@ class Keeping:
         engine = known.get(_NOTES, {})
         kept = Kept(name, owner, True, file, None, notes=known)
         kept.notes.pop(_NOTES, None)
+        self._lock(kept)  # whoever has it has its marker, too
+        marked = _marked(file)
         kept.revision = kept.saved = engine.get("revision", 0)
         for field in ("evaluated", "changed", "parent", "pinned", "created"):
             setattr(kept, field, engine.get(field, getattr(kept, field)))
         if marked > kept.revision:
             kept.lost = marked
         _marker(file).unlink(missing_ok=True)
-        self._lock(kept)
         self._all[owner, name] = kept
 
     def close(self) -> None:

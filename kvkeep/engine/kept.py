@@ -81,6 +81,11 @@ class Kept:
         step = step_at(self.live.prefill_step, tokens)
         return tokens // step * step
 
+    def stands_at(self, tokens: int) -> None:
+        """It was taken back to so many tokens, of which the last was evaluated again by itself."""
+        if tokens <= self.evaluated:
+            self.evaluated = self.whole_steps(max(0, tokens - 1))
+
     def touched(self, changed: str = "") -> None:
         """It was changed."""
         self.revision += 1

@@ -69,14 +69,15 @@ def best_match(prompt: Sequence[int], candidates: Iterable[Kept], like: Kept) ->
 
 def _match(ids: NDArray[np.int32], kept: Kept, like: Kept) -> Match:
     session = kept.live
-    held = np.frombuffer(session.tokens.array(), dtype=np.int32)
+    # No more of it than the prompt is long: a session may have read for days.
+    held = np.frombuffer(session.tokens.first(len(ids)).array(), dtype=np.int32)
     common = common_length(ids, held)
     if common == 0:
         return Match()
     if _settings(kept) != _settings(like):
         return Match(common=common, reason="settings")
     # One token at least is evaluated, for its logits.
-    if common == len(held) < len(ids) and not kept.busy and not kept.changed:
+    if common == len(session.tokens) < len(ids) and not kept.busy and not kept.changed:
         return Match(kept, common, True, common, "differs")
     most, reason = _exact(kept, min(common, len(ids) - 1))
     tokens = kept.whole_steps(most)

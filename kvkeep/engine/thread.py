@@ -62,6 +62,14 @@ class EngineThread:
             more = self._turn()
         self._do_calls(wait=False)
         self._end()
+        self._refuse_calls()
+
+    def _refuse_calls(self) -> None:
+        """Those that came as it ended: nobody is to wait for them."""
+        while not self._calls.empty():
+            call = self._calls.get()
+            if call.future.set_running_or_notify_cancel():
+                call.future.set_exception(Cancelled("the engine has ended"))
 
     def _do_calls(self, wait: bool) -> None:
         """All that are there; where there is nothing else to do, waits for one."""

@@ -7,8 +7,7 @@ from kvkeep.server.problems import Problem
 from kvkeep.server.service import Service
 
 LARGEST = 8_000_000  # bytes of a body
-PUBLIC = frozenset(("/health", "/v1/health", "/v1/models", "/models", "/"))
-_FILES = "/page/"  # what the page is made of
+PUBLIC = frozenset(("/health", "/v1/health", "/v1/models", "/models"))
 
 _TOO_LARGE = Problem(413, f"a request has at most {LARGEST:,} bytes", code="too_large")
 _Scope = MutableMapping[str, Any]
@@ -73,14 +72,10 @@ class Safety:
         if len(length) > 12 or int(length) > LARGEST:
             return _TOO_LARGE
         owner = self._keys.owner(_key(headers))
-        if owner is None and not _public(scope["path"]) and scope["method"] != "OPTIONS":
+        if owner is None and scope["path"] not in PUBLIC and scope["method"] != "OPTIONS":
             return Problem(401, "no key that this server knows", "authentication_error", "key")
         scope["owner"] = owner
         return None
-
-
-def _public(path: str) -> bool:
-    return path in PUBLIC or path.startswith(_FILES)
 
 
 def _key(headers: dict[str, str]) -> str | None:

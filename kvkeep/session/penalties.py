@@ -26,7 +26,7 @@ class Constraint(Protocol):
         """
 
     def accept(self, token: int) -> None:
-        """That token was taken."""
+        """That token was taken. It must not raise: the session has the token by now."""
 
 
 class Penalties(Protocol):

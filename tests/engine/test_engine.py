@@ -224,3 +224,25 @@ def test_what_a_prefix_store_gives_changes_no_bit(smollm2: Model, tmp_path: Path
             answer = engine.generate(ask(prompt))
             assert told(answer) == cold
             assert (answer.reuse.tokens, answer.reuse.source) == (reused, "store" if reused else "")
+
+
+@pytest.mark.parametrize("taken", ["rewind", "fork"])
+def test_of_what_was_taken_back_no_more_is_reused_than_was_read(
+    engine: Engine, smollm2: Model, taken: str
+) -> None:
+    """What is written in the place of it has other cells than the same text that is read."""
+    (prompt,) = prompts(smollm2, 1, 500)
+    engine.create(name="a").result()
+    list(engine.generate(Ask(prompt, 0), session="a"))
+    name = "a"
+    if taken == "rewind":
+        engine.change("a", "0", "rewind", lambda session: session.rewind(244)).result()
+    else:
+        name = engine.fork("a", at=256).result().name
+    written = [token for token, _ in told(engine.generate(ask((), count=200), session=name))]
+    if taken == "fork":
+        engine.delete("a").result()
+    again = prompt[:256] + tuple(written) + prompt[:20]
+    answer = engine.generate(ask(again[:440]))
+    assert answer.reuse.tokens == 128
+    assert told(answer) == alone(smollm2, again[:440])

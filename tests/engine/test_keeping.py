@@ -4,6 +4,7 @@ import contextlib
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,15 @@ import pytest
 from small import small_model
 
 from kvkeep.engine import Ask, Engine, Limits, Written
-from kvkeep.errors import Busy, InvalidArgument, NoRoom, NoSuchSession, WrongRevision
+from kvkeep.errors import (
+    Busy,
+    Cancelled,
+    InvalidArgument,
+    Locked,
+    NoRoom,
+    NoSuchSession,
+    WrongRevision,
+)
 from kvkeep.session.sampling import Sampling
 
 MODEL = small_model()
@@ -47,7 +56,7 @@ def test_the_session_used_longest_ago_goes_to_disk_and_a_pinned_one_never(tmp_pa
         for name in "abc":
             made.create(name=name).result()
             write(made, name, 1, text(0, 60))
-        made.call(lambda: setattr(made._keeping.find("a", "0"), "pinned", True)).result()
+        made.pin("a", "0", True).result()
         made.create(name="d").result()
         write(made, "d", 1, text(1, 60))
         assert in_memory(made) == {"a", "c", "d"}
@@ -296,3 +305,67 @@ def test_a_prompt_that_is_too_long_is_refused_before_anything_is_done() -> None:
         with pytest.raises(InvalidArgument, match="at most 100 tokens"):
             made.generate(Ask(text(0, 101), 1))
         assert made.generate(Ask(text(0, 100), 1)).text() is not None
+
+
+def test_a_second_engine_on_a_folder_is_refused_and_the_first_loses_nothing(tmp_path: Path) -> None:
+    """Not even what tells of a kill: of a session that was saved, and of one that never was."""
+    with engine(tmp_path, saved_after=1e9) as made:
+        made.create(name="new").result()
+        with pytest.raises(Locked):
+            engine(tmp_path)
+        made.create(name="saved").result()
+        made.save("saved").result()
+        write(made, "saved", 2, text(0, 20))
+        made.delete("new").result()
+        with pytest.raises(Locked):
+            engine(tmp_path)
+        assert [path.name for path in (tmp_path / "0").glob("*.unsaved")] == ["saved.unsaved"]
+
+
+def test_forks_and_snapshots_count_among_an_owners_sessions(tmp_path: Path) -> None:
+    with engine(tmp_path, sessions=2) as made:
+        made.create(name="a").result()
+        write(made, "a", 1, text(0, 20))
+        made.snapshot("a", "then").result()
+        made.fork("a", new="b").result()
+        for more in (
+            lambda: made.create(),
+            lambda: made.fork("a"),
+            lambda: made.restore("then"),
+            lambda: made.prepare(text(0, 20), "c"),
+        ):
+            with pytest.raises(NoRoom, match="2 sessions already"):
+                more().result()
+        made.restore("then", name="b", instead=True).result()
+        assert len(made.sessions().result()) == 2
+
+
+def test_what_is_kept_beside_a_session_is_saved_with_it(tmp_path: Path) -> None:
+    with engine(tmp_path) as made:
+        made.create(name="a", notes={"one": 1}).result()
+        made.save("a").result()
+        made.note("a", "0", {"two": [2]}).result()
+        made.pin("a", "0", True).result()
+    with engine(tmp_path) as made:
+        (kept,) = made.sessions().result()
+        assert (kept.notes, kept.pinned) == ({"one": 1, "two": [2]}, True)
+
+
+def test_who_asks_an_engine_that_ends_is_told(tmp_path: Path) -> None:
+    made, answers = engine(tmp_path), list[object]()
+
+    def ask() -> None:
+        while True:
+            try:
+                made.call(lambda: None).result()
+            except Cancelled as error:
+                answers.append(error)
+                return
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    made.close()
+    for thread in threads:
+        thread.join()
+    assert len(answers) == 8

@@ -142,7 +142,7 @@ async def _begun(body: Create, service: Service, owner: str) -> _Making:
     _require_fits(body, len(ids), service)
     engine = service.engine
     if body.previous_response_id is not None:
-        fork = engine.fork(body.previous_response_id, owner, new=name)
+        fork = engine.fork(body.previous_response_id, owner, new=name, notes={})
         await asyncio.wrap_future(fork)
     try:
         held = await asyncio.wrap_future(engine.prepare(ids, name, owner))
@@ -207,8 +207,7 @@ async def _done(
         await _forget(name, service, owner)
         return made
     notes = {_RESPONSE: made, _MESSAGES: [*making.messages, reply.message()]}
-    kept = service.engine.look(name, owner, lambda kept: kept.notes.update(notes))
-    await asyncio.wrap_future(kept)
+    await asyncio.wrap_future(service.engine.note(name, owner, notes))
     return made
 
 

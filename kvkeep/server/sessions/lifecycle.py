@@ -8,7 +8,7 @@ from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
 from kvkeep.server.asked import MOST_TOKENS, Body, Owner, Serving
-from kvkeep.server.sessions.entry import Name, Revision, answer, entry_of, look
+from kvkeep.server.sessions.entry import Name, Revision, answer, entry_of
 
 router = APIRouter()
 _Named = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}$")]
@@ -109,8 +109,7 @@ async def save(name: Name, service: Serving, owner: Owner) -> Response:
 @router.put("/v1/sessions/{name}/resident", response_model=None)
 async def resident(name: Name, body: Resident, service: Serving, owner: Owner) -> Response:
     """Whether it stays in memory, whatever others need."""
-    pinned = body.resident
-    await look(service, name, owner, lambda kept: setattr(kept, "pinned", pinned))
+    await asyncio.wrap_future(service.engine.pin(name, owner, body.resident))
     return answer(await asyncio.wrap_future(service.engine.find(name, owner)))
 
 
