@@ -2,9 +2,9 @@
 
 import re
 
-from kvkeep.cli.conversation import Conversation
 from kvkeep.cli.report import counted, megabytes
 from kvkeep.errors import InvalidArgument
+from kvkeep.session.conversation import Conversation
 
 FIRST = "main"
 

@@ -9,7 +9,7 @@ import click
 
 from kvkeep.cli.keeper import Keeper, session_folder
 from kvkeep.cli.memory import SINKS, MemoryChoice, Prefixes, memory_options, prefix_options
-from kvkeep.cli.opened import CHAT, UNREAD, Opened, apply_keep, resume
+from kvkeep.cli.opened import UNREAD, Opened, apply_keep, resume
 from kvkeep.cli.options import (
     Output,
     SamplingChoice,
@@ -23,11 +23,12 @@ from kvkeep.cli.slash import run_command
 from kvkeep.cli.terminated import terminated
 from kvkeep.cli.text_input import decode, require_utf8
 from kvkeep.errors import ContextFull, InvalidArgument, KvkeepError, StoreError
+from kvkeep.session.conversation import CHAT
 
 if TYPE_CHECKING:
     from kvkeep import Model, Sampling
-    from kvkeep.cli.conversation import Conversation
     from kvkeep.cli.run import Run
+    from kvkeep.session.conversation import Conversation
 
 
 @click.command()
@@ -126,7 +127,7 @@ def _open(
     output: Output,
 ) -> tuple[Opened, "Conversation"]:
     """The session, and the conversation in it."""
-    from kvkeep.cli.conversation import Conversation
+    from kvkeep.session.conversation import Conversation
 
     if source is None:
         model = memory.load(output.progress)
@@ -152,7 +153,7 @@ def _open(
 def _keep(memory: MemoryChoice, model: "Model", system: str | None) -> int:
     if memory.keep is not None:
         return memory.keep
-    from kvkeep.cli.conversation import system_tokens
+    from kvkeep.session.conversation import system_tokens
 
     budget = memory.max_kv_size or model.spec.max_positions
     if system is None:

@@ -10,13 +10,13 @@ from kvkeep.cli.options import given
 from kvkeep.cli.saying import say
 from kvkeep.cli.which_model import require_here
 from kvkeep.errors import CorruptFile, InvalidArgument
+from kvkeep.session.conversation import CHAT
 
 if TYPE_CHECKING:
     from kvkeep import Model, Session, Snapshot
 
 FIRST_PROMPT = "first_prompt"  # note: tokens of a session's first prompt
 UNREAD = "unread"  # note: tokens of a prompt that an interrupt left to be evaluated
-CHAT = "chat"  # note: what a chat needs beside its tokens; see Conversation.notes
 
 # Options that a file has been saved with, for good.
 _FIXED = (

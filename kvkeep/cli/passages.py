@@ -4,8 +4,8 @@ import re
 from bisect import bisect_left
 from dataclasses import dataclass
 
-from kvkeep.cli.conversation import Conversation
 from kvkeep.errors import InvalidArgument
+from kvkeep.session.conversation import Conversation
 
 _QUOTED = re.compile(r'"([^"]+)"|“([^”]+)”')
 _TURN = re.compile(r"(\d+|last)(?:\.(question|answer|q|a))?")

@@ -72,6 +72,7 @@ def nbytes(text: str) -> int:
 @click.option(
     "--allow-origin", metavar="URL", multiple=True, help="A page that may ask it. Repeatable."
 )
+@click.option("--allow-edit", is_flag=True, help="The page may change sessions, and chat.")
 @click.option(
     "--alias", metavar="NAME", show_default="its own", help="The model's name for clients."
 )

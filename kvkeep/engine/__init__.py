@@ -5,10 +5,13 @@ from kvkeep.engine.engine import Engine
 from kvkeep.engine.events import Event, Failed, Finished, Likely, Read, Reuse, Usage, Written
 from kvkeep.engine.kept import Kept
 from kvkeep.engine.limits import Limits, Operation, Totals
+from kvkeep.engine.misses import Differing, Missed, differing
+from kvkeep.engine.turn import turn
 
 __all__ = [
     "Answer",
     "Ask",
+    "Differing",
     "Engine",
     "Event",
     "Failed",
@@ -16,10 +19,13 @@ __all__ = [
     "Kept",
     "Likely",
     "Limits",
+    "Missed",
     "Operation",
     "Read",
     "Reuse",
     "Totals",
     "Usage",
     "Written",
+    "differing",
+    "turn",
 ]

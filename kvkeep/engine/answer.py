@@ -4,7 +4,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import SimpleQueue
 
 import torch
@@ -27,7 +27,7 @@ from kvkeep.errors import Cancelled, InvalidArgument
 from kvkeep.models.text import TextCodec
 from kvkeep.session.feeding import Feeding, FeedStep
 from kvkeep.session.sampling import Sampling
-from kvkeep.session.session import GREEDY
+from kvkeep.session.session import GREEDY, Session
 from kvkeep.session.streaming import TextStream
 
 _numbers = itertools.count(1)
@@ -41,6 +41,8 @@ class Ask:
     likely: of how many of the likeliest tokens the probabilities are told, 0 for the written one
         alone; None for none.
     priority: greater is sooner. A prompt that waits gains on those that came later.
+    after: is called in the engine's thread with the session, how many tokens of the prompt were
+        read and how many written, once the answer is over, however it ended.
     """
 
     prompt: tuple[int, ...] = ()
@@ -49,6 +51,7 @@ class Ask:
     ignore_eos: bool = False
     likely: int | None = None
     priority: int = 0
+    after: Callable[[Session, int, int], None] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         arguments.optional_whole("max_tokens", self.max_tokens, 0)

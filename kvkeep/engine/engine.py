@@ -13,6 +13,8 @@ from kvkeep.engine.events import Event
 from kvkeep.engine.keeping import Keeping
 from kvkeep.engine.kept import Kept
 from kvkeep.engine.limits import Limits, Operation, Totals
+from kvkeep.engine.misses import Missed
+from kvkeep.engine.recent import Recent
 from kvkeep.engine.reuse import Match, best_match
 from kvkeep.engine.saving import Saving
 from kvkeep.engine.taking_on import STEP, TakingOn
@@ -25,6 +27,7 @@ from kvkeep.store.sessions import SessionFolder
 from kvkeep.store.snapshot import Snapshot
 
 T = TypeVar("T")
+_OPERATIONS = 200  # that are known of one owner
 _ADDING = ("span", "rewind")  # changes that leave the cells of what is held as they were
 
 
@@ -65,6 +68,7 @@ class Engine:
         self._answers = TakingOn(model, self._keeping, self.limits, self._new_session, self._done)
         self._schedule = self._answers.schedule
         self._listeners: list[Callable[[Operation], None]] = []
+        self._recent = Recent[Operation](_OPERATIONS)
         self._deadline = 0.0
         idle = self.limits.saved_after / 2 + 0.05
         self._thread = EngineThread(self._turn, idle, self._end)
@@ -90,7 +94,7 @@ class Engine:
 
     def ask(
         self,
-        ask: Ask,
+        ask: Ask | Callable[[Kept], Ask],
         session: str | None = None,
         owner: str = "0",
         listener: Callable[[Event], None] | None = None,
@@ -98,15 +102,15 @@ class Engine:
     ) -> Future[list[Answer]]:
         """An answer to be made, in a session, or in one that is made for it.
 
-        listener: see `Answer`. revision: that the session must be at.
+        ask: or, for a session, a function that says it of the session as it stands then. listener:
+        see `Answer`. revision: that the session must be at.
 
         Raises InvalidArgument and ContextFull as `Session.feed`, NoRoom, NoSuchSession, Busy,
         WrongRevision.
         """
-        wanted = arguments.instance("ask", ask, Ask)
-        return self.call(
-            lambda: [self._answers.take_on(wanted, session, owner, listener, revision)]
-        )
+        if not callable(ask) or session is None:
+            arguments.instance("ask", ask, Ask)
+        return self.call(lambda: [self._answers.take_on(ask, session, owner, listener, revision)])
 
     def several(
         self,
@@ -139,9 +143,14 @@ class Engine:
 
         return self.call(made)
 
-    def sessions(self, owner: str = "0") -> Future[list[Kept]]:
-        """All that an owner has by name, the one used last first. To be looked at only."""
-        return self.call(lambda: [kept for kept in self._keeping.of(owner) if kept.named])
+    def sessions(self, owner: str = "0", unnamed: bool = False) -> Future[list[Kept]]:
+        """All that an owner has by name, the one used last first. To be looked at only.
+
+        unnamed: with those that were made for a prompt, and make room for others.
+        """
+        return self.call(
+            lambda: [kept for kept in self._keeping.of(owner) if kept.named or unnamed]
+        )
 
     def find(self, name: str, owner: str = "0") -> Future[Kept]:
         """A session as it is, in memory or not. To be looked at only."""
@@ -155,6 +164,14 @@ class Engine:
             return best_match(prompt, self._keeping.of(owner), fresh)
 
         return self.call(explained)
+
+    def misses(self, owner: str = "0") -> Future[list[Missed]]:
+        """The newest prompts that no session went on with, the last one first."""
+        return self.call(lambda: self._answers.misses.of(owner))
+
+    def operations(self, owner: str = "0") -> Future[list[Operation]]:
+        """What was done lately, the last one first."""
+        return self.call(lambda: self._recent.of(owner))
 
     def totals(self) -> Future[Totals]:
         """What was done, and what is held, as of now."""
@@ -361,6 +378,10 @@ class Engine:
         """The owner's snapshots, by label."""
         return self._keeping.snapshots_of(owner)
 
+    def snapshot_of(self, file: Path) -> str | None:
+        """The name of the session that a snapshot was taken of. Raises StoreError."""
+        return self._keeping.snapshot_of(file)
+
     # The thread
 
     def call(self, function: Callable[[], T]) -> Future[T]:
@@ -427,6 +448,7 @@ class Engine:
         self._told(Operation(kept.owner, kept.name, what, kept.revision, tokens, seconds, nbytes))
 
     def _told(self, operation: Operation) -> None:
+        self._recent.add(operation.owner, operation)
         for listener in list(self._listeners):
             listener(operation)
 

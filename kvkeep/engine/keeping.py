@@ -239,6 +239,11 @@ class Keeping:
         kept.changed = engine.get("changed", "")
         kept.parent = engine.get("name")
 
+    def snapshot_of(self, file: Path) -> str | None:
+        """The name of the session that a snapshot was taken of. Raises StoreError."""
+        name = describe(file).get("notes", {}).get(_NOTES, {}).get("name")
+        return name if isinstance(name, str) else None
+
     def snapshots_of(self, owner: str) -> SessionFolder:
         """Raises InvalidArgument where the engine keeps nothing on disk."""
         if self._folder is None:

@@ -1,6 +1,7 @@
 """What an engine takes on, and what it says that it did."""
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Limits:
 class Operation:
     """Something was done to a session: `what` with `tokens` of them, in `seconds`.
 
-    revision: that it is at since. nbytes: of its cells.
+    revision: that it is at since. nbytes: of its cells. when: in seconds since 1970.
     """
 
     owner: str
@@ -34,6 +35,7 @@ class Operation:
     tokens: int
     seconds: float
     nbytes: int
+    when: float = field(default_factory=time.time)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Answers are taken on: each is given a session, what of its prompt is there, and memory."""
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -11,12 +12,16 @@ from kvkeep.engine.events import Event, Reuse
 from kvkeep.engine.keeping import Keeping
 from kvkeep.engine.kept import Kept
 from kvkeep.engine.limits import Limits, Totals
+from kvkeep.engine.misses import Missed, missed
+from kvkeep.engine.recent import Recent
 from kvkeep.engine.reuse import best_match
 from kvkeep.engine.schedule import Schedule
 from kvkeep.errors import Cancelled, InvalidArgument, NoRoom
 from kvkeep.model import Model
 from kvkeep.session.session import Session
 
+_log = logging.getLogger("kvkeep.engine")
+_MISSES = 50  # that are known of one owner
 STEP = 128  # tokens of a prompt between two tokens of those who write meanwhile
 
 
@@ -46,29 +51,26 @@ class TakingOn:
         self._followers: dict[Answer, list[Answer]] = {}
         self._ended_by = Counter[str]()
         self._sums = Counter[str]()
+        self.misses = Recent[Missed](_MISSES)
         self.pace = 0.02  # seconds of a turn, lately
 
     def take_on(
         self,
-        ask: Ask,
+        ask: Ask | Callable[[Kept], Ask],
         session: str | None,
         owner: str,
         listener: Callable[[Event], None] | None,
         revision: int | None = None,
         times: int = 1,
     ) -> Answer:
-        if len(ask.prompt) > self._limits.prompt:
-            raise InvalidArgument(
-                f"a prompt has at most {self._limits.prompt:,} tokens here; found "
-                f"{len(ask.prompt):,}: feed a session in parts"
-            )
         self._require_turn(owner)
         if session is None:
+            assert isinstance(ask, Ask)
+            self._require_short(ask)
             kept, reuse = self._placed(ask, owner)
         else:
             kept, reuse = self._keeping.find(session, owner), Reuse()
-            kept.require_idle()
-            kept.require_revision(revision)
+            ask = self._said(ask, kept, revision)
         try:
             tokens = None if ask.max_tokens is None else len(ask.prompt) + ask.max_tokens
             self._keeping.reserve(kept, tokens, times)
@@ -85,6 +87,23 @@ class TakingOn:
         self.schedule.add(answer)
         return answer
 
+    def _said(self, ask: Ask | Callable[[Kept], Ask], kept: Kept, revision: int | None) -> Ask:
+        """What is asked of a session."""
+        kept.require_idle()
+        kept.require_revision(revision)
+        if callable(ask):
+            self._keeping.reserve(kept, 0)
+            ask = ask(kept)
+        self._require_short(ask)
+        return ask
+
+    def _require_short(self, ask: Ask) -> None:
+        if len(ask.prompt) > self._limits.prompt:
+            raise InvalidArgument(
+                f"a prompt has at most {self._limits.prompt:,} tokens here; found "
+                f"{len(ask.prompt):,}: feed a session in parts"
+            )
+
     def _placed(self, ask: Ask, owner: str) -> tuple[Kept, Reuse]:
         """A session for a prompt, and what of the prompt is in it."""
         fresh = Kept("", owner, False, None, self._new_session(owner))
@@ -93,6 +112,8 @@ class TakingOn:
         differs = match.common if match.common < len(ask.prompt) else None
         source = match.kept
         reuse = Reuse(match.tokens, "session" if source else "", reason, differs)
+        if not match.whole:
+            self.misses.add(owner, missed(ask.prompt, match))
         if source is None:
             return self._keeping.add(fresh.live, owner, named=False), reuse
         reuse = replace(reuse, session=source.name)
@@ -146,6 +167,8 @@ class TakingOn:
             other.fail(answer.error or Cancelled("the prompt was not read to its end"))
         kept, usage = answer.kept, answer.usage
         self._count(answer)
+        if answer.ask.after is not None:
+            self._do_after(answer)
         kept.answer = None
         kept.reserved = 0
         if not kept.named and kept.live.cache.cells == 0:
@@ -154,6 +177,17 @@ class TakingOn:
         kept.touched()
         seconds = usage.reading + usage.writing
         self._done(kept, "generate", usage.evaluated + usage.written, seconds)
+
+    def _do_after(self, answer: Answer) -> None:
+        kept, ask = answer.kept, answer.ask
+        before = len(kept.live.tokens)
+        try:
+            assert ask.after is not None
+            ask.after(kept.live, len(ask.prompt) - answer.unread, len(answer.written))
+        except Exception:  # the answer is made: what others do with it is their own
+            _log.exception("what was to be done after an answer in %r", kept.name)
+        if len(kept.live.tokens) < before:
+            kept.stands_at(len(kept.live.tokens))
 
     def _require_turn(self, owner: str) -> None:
         owners = Counter(answer.kept.owner for answer in self.schedule.answers)

@@ -11,21 +11,22 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse
 
 from kvkeep.errors import KvkeepError
-from kvkeep.server import basics, metrics
+from kvkeep.server import basics, metrics, page
 from kvkeep.server.anthropic import messages
 from kvkeep.server.described import ERRORS, describe
+from kvkeep.server.idempotent import Idempotent
 from kvkeep.server.llamacpp import completion, text
 from kvkeep.server.openai import chat, completions, responses
 from kvkeep.server.problems import Problem, problem_of
 from kvkeep.server.safety import Safety
 from kvkeep.server.service import Service
-from kvkeep.server.sessions import changes, events, lifecycle, memory, writing
+from kvkeep.server.sessions import changes, events, lifecycle, memory, turns, writing
 from kvkeep.version import __version__
 
 _log = logging.getLogger("kvkeep.server")
 _ROOMS = (
-    *(basics, metrics, chat, completions, responses, messages, completion, text),
-    *(lifecycle, writing, changes, memory, events),
+    *(basics, metrics, page, chat, completions, responses, messages, completion, text),
+    *(lifecycle, writing, turns, changes, memory, events),
 )
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "[::1]")
 
@@ -43,6 +44,7 @@ def application(
     app.state.service = service
     for rooms in _ROOMS:
         app.include_router(rooms.router)
+    app.mount("/page", page.FILES)
     for kind in (Problem, KvkeepError):
         app.add_exception_handler(kind, _told)
     app.add_exception_handler(RequestValidationError, _malformed)
@@ -52,7 +54,7 @@ def application(
         app.add_middleware(
             CORSMiddleware, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"]
         )
-    return Safety(app, service, hosts)
+    return Safety(Idempotent(app), service, hosts, origins)
 
 
 async def _told(request: Request, error: Exception) -> JSONResponse:

@@ -51,7 +51,7 @@ def serve_on(engine: Engine, options: dict[str, Any]) -> None:
     host, port = listening.getsockname()[:2]
     keys = Keys.read(options["api_key_file"], options["folder"])
     name = options["alias"] or Path(engine.model.name).name
-    service = Service(engine, name, keys, now())
+    service = Service(engine, name, keys, now(), edits=options["allow_edit"])
     hosts = {*LOCAL_HOSTS, options["host"], *options["allow_host"]}
     app = application(service, hosts, options["allow_origin"])
     config = uvicorn.Config(

@@ -7,7 +7,10 @@ from kvkeep.server.problems import Problem
 from kvkeep.server.service import Service
 
 LARGEST = 8_000_000  # bytes of a body
-PUBLIC = frozenset(("/health", "/v1/health", "/v1/models", "/models"))
+PAGE = "/page/"  # the files of the page, which hold nothing of anybody's
+PUBLIC = frozenset(("/", "/favicon.ico", "/health", "/v1/health", "/v1/models", "/models"))
+SAFE = frozenset(("GET", "HEAD", "OPTIONS"))
+ASKING = frozenset(("/v1/prefix/explain", "/tokenize"))  # by POST, but they change nothing
 
 _TOO_LARGE = Problem(413, f"a request has at most {LARGEST:,} bytes", code="too_large")
 _Scope = MutableMapping[str, Any]
@@ -27,12 +30,16 @@ _HEADERS = (
 class Safety:
     """Refuses requests for another host (DNS rebinding), without a key, or too large to be meant.
 
-    hosts: names under which the server is asked, without ports. The owner of the key is
-    `scope["owner"]` from here on.
+    hosts: names under which the server is asked, without ports. origins: pages, beside the
+    server's own, that may ask it: a browser sends what any page says, so those of others are
+    refused here. The owner of the key is `scope["owner"]` from here on.
     """
 
-    def __init__(self, app: Any, service: Service, hosts: Collection[str]):
+    def __init__(
+        self, app: Any, service: Service, hosts: Collection[str], origins: Collection[str] = ()
+    ):
         self._app, self._keys = app, service.keys
+        self._origins, self._edits = frozenset(origins), service.edits
         self._statuses = service.statuses
         self._hosts = frozenset(host.lower() for host in hosts)
 
@@ -66,15 +73,39 @@ class Safety:
             return Problem(
                 421, f"this server is not {host!r}: name that host when it is started", code="host"
             )
+        problem = self._page_refused(scope, headers)
+        if problem is not None:
+            return problem
         length = headers.get("content-length", "0")
         if not (length.isascii() and length.isdigit()):
             return Problem(400, "Content-Length must be a number")
         if len(length) > 12 or int(length) > LARGEST:
             return _TOO_LARGE
         owner = self._keys.owner(_key(headers))
-        if owner is None and scope["path"] not in PUBLIC and scope["method"] != "OPTIONS":
+        public = scope["path"] in PUBLIC or scope["path"].startswith(PAGE)
+        if owner is None and not public and scope["method"] != "OPTIONS":
             return Problem(401, "no key that this server knows", "authentication_error", "key")
         scope["owner"] = owner
+        return None
+
+    def _page_refused(self, scope: _Scope, headers: dict[str, str]) -> Problem | None:
+        """What browsers say of the page that asks: other programs say nothing."""
+        origin = headers.get("origin")
+        own = origin is not None and origin.partition("://")[2] == headers.get("host")
+        if origin is not None and not own and origin not in self._origins:
+            return Problem(
+                403,
+                f"pages of {origin} may not ask this server: allow that when it is started",
+                "permission_error",
+                "origin",
+            )
+        if own and not self._edits and scope["path"] not in ASKING and scope["method"] not in SAFE:
+            return Problem(
+                403,
+                "the page only shows: start the server with --allow-edit to change anything by it",
+                "permission_error",
+                "read_only",
+            )
         return None
 
 

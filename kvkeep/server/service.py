@@ -2,14 +2,14 @@
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.requests import Request
 
-from kvkeep.engine import Answer, Ask, Engine, Event, Failed, Finished
+from kvkeep.engine import Answer, Ask, Engine, Event, Failed, Finished, Kept
 from kvkeep.model import Model
 from kvkeep.server.keys import Keys
 from kvkeep.session.sampling import Sampling
@@ -30,6 +30,7 @@ class Service:
     created: int = 0
     closing: bool = False
     statuses: Counter[int] = field(default_factory=Counter)
+    edits: bool = False
     making: dict[tuple[str, str], Any] = field(default_factory=dict)
 
     @property
@@ -38,7 +39,7 @@ class Service:
 
     async def answers(
         self,
-        ask: Ask,
+        ask: Ask | Callable[[Kept], Ask],
         owner: str,
         samplings: Sequence[Sampling] | None = None,
         session: str | None = None,
@@ -52,6 +53,7 @@ class Service:
         if samplings is None:
             future = self.engine.ask(ask, session, owner, running.listener(0), revision)
         else:
+            assert isinstance(ask, Ask)
             listeners = [running.listener(index) for index in range(len(samplings))]
             future = self.engine.several(ask, samplings, owner, listeners)
         try:

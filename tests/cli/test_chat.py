@@ -9,12 +9,12 @@ import pytest
 
 from kvkeep import Session, load_model
 from kvkeep.cli.branches import Branches
-from kvkeep.cli.conversation import Conversation, system_tokens
 from kvkeep.cli.keeper import Keeper
 from kvkeep.cli.passages import content as find_content
 from kvkeep.cli.slash import run_command
 from kvkeep.errors import InvalidArgument
 from kvkeep.model import Model
+from kvkeep.session.conversation import Conversation, system_tokens
 
 SYSTEM = "You are a teacher. You speak of nothing but water."
 

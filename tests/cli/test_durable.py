@@ -19,9 +19,9 @@ from safetensors.torch import load_file, save_file
 from small_files import small_files_only
 
 from kvkeep import Snapshot
-from kvkeep.cli.conversation import turns_in
 from kvkeep.cli.memory import CODEC_NAMES
 from kvkeep.models.source import DEFAULT_MODEL
+from kvkeep.session.conversation import turns_in
 
 GREEDY = ["--temperature", "0", "--repetition-penalty", "1"]
 TEXT = "One two three four five six seven eight nine ten big small."

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kvkeep import Snapshot
-from kvkeep.cli.conversation import turns_in
+from kvkeep.session.conversation import turns_in
 from kvkeep.store.snapshot import describe
 
 TEXT = "One two three four five six seven eight nine ten big small."

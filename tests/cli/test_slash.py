@@ -9,11 +9,11 @@ import pytest
 from kvkeep import load_model
 from kvkeep.cache import Ragged
 from kvkeep.cli.branches import Branches
-from kvkeep.cli.conversation import Conversation
 from kvkeep.cli.memory_map import bar, memory_map
 from kvkeep.cli.slash import run_command
 from kvkeep.errors import InvalidArgument, KvkeepError
 from kvkeep.model import Model
+from kvkeep.session.conversation import Conversation
 
 SYSTEM = "You speak of roses."
 TURNS = [

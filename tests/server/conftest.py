@@ -34,10 +34,11 @@ def running(
     folder: Path,
     keys: Keys | None = None,
     limits: Limits = Limits(memory=1_000_000_000),  # noqa: B008 (frozen)
+    edits: bool = False,
 ) -> Iterator[Running]:
-    """A server of its own. keys: that are let in; None for anybody."""
+    """A server of its own. keys: that are let in; None for anybody. edits: whether by the page."""
     engine = Engine(model, settings={"max_kv_size": 2048}, limits=limits, folder=folder)
-    service = Service(engine, "smollm2", keys or Keys())
+    service = Service(engine, "smollm2", keys or Keys(), edits=edits)
     config = uvicorn.Config(application(service), port=0, log_level="warning", lifespan="off")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)

@@ -8,10 +8,10 @@ from pathlib import Path
 import click
 
 from kvkeep.cli.keeper import session_folder
-from kvkeep.cli.opened import CHAT
 from kvkeep.cli.report import megabytes
 from kvkeep.cli.saying import say
 from kvkeep.errors import StoreError
+from kvkeep.session.conversation import CHAT
 
 
 @click.command("list")

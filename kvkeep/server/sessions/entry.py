@@ -39,6 +39,7 @@ def entry_of(kept: Kept) -> dict[str, Any]:
         "busy": kept.busy,
         "in_memory": kept.session is not None,
         "resident": kept.pinned,
+        "named": kept.named,
         "parent": kept.parent,
         "created": int(kept.created),
         "lost_revision": kept.lost,

@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.responses import StreamingResponse
 
-from kvkeep.engine import Operation
+from kvkeep.engine import Differing, Operation, differing
 from kvkeep.server.asked import Owner, Serving
 from kvkeep.server.problems import Problem
 from kvkeep.server.service import Service
@@ -19,13 +19,19 @@ from kvkeep.server.sse import event, stream
 router = APIRouter()
 _BEAT, _LOOK = 15, 1.0  # seconds: between signs of life, and between looks whether to end
 _WAITING = 1000  # events that a client may be behind
-_AROUND = 40  # tokens that are shown of each text
 
 
 @router.get("/v1/events", response_model=None)
 async def events(service: Serving, owner: Owner) -> StreamingResponse:
     """Each operation on any of the owner's sessions, from now on."""
     return stream(_told(service, owner, None))
+
+
+@router.get("/v1/operations")
+async def operations(service: Serving, owner: Owner) -> dict[str, Any]:
+    """The last of them, until now; the newest one first."""
+    found = await asyncio.wrap_future(service.engine.operations(owner))
+    return {"object": "list", "data": [_entry(each) for each in found]}
 
 
 @router.get("/v1/sessions/{name}/events", response_model=None)
@@ -42,19 +48,52 @@ async def explain(body: Fed, service: Serving, owner: Owner) -> dict[str, Any]:
     if not ids:
         raise Problem(400, "give text, tokens or messages")
     match = await asyncio.wrap_future(service.engine.explain(ids, owner))
-    found: dict[str, Any] = {
+    return {
         "prompt_tokens": len(ids),
         "reused": match.tokens,
         "session": match.kept.name if match.kept else None,
         "reason": match.reason,
         "differs_at": match.common if match.common < len(ids) else None,
+        **_texts(differing(ids, match), service),
     }
-    if match.nearest is not None and found["differs_at"] is not None:
-        first, decode = max(0, match.common - _AROUND), service.model.text.decode
-        last = match.common + _AROUND
-        found["prompt_text"] = decode(ids[first:last])
-        found["nearest_text"] = decode(match.nearest[first:last])
-    return found
+
+
+@router.get("/v1/prefix/misses")
+async def misses(service: Serving, owner: Owner) -> dict[str, Any]:
+    """The last prompts that were evaluated from some token on, as `explain` says it of them."""
+    found = await asyncio.wrap_future(service.engine.misses(owner))
+    data = [
+        {
+            "number": miss.number,
+            "created": int(miss.when),
+            "prompt_tokens": miss.tokens,
+            "reused": miss.reused,
+            "session": miss.session,
+            "reason": miss.reason,
+            "differs_at": miss.differing.at if miss.differing else None,
+            **_texts(miss.differing, service),
+        }
+        for miss in found
+    ]
+    return {"object": "list", "data": data}
+
+
+def _texts(found: Differing | None, service: Service) -> dict[str, str]:
+    """What both texts have before they part, and how each goes on."""
+    if found is None:
+        return {}
+    decode, shared = service.model.text.decode, found.at - found.start
+    return {
+        "common_text": decode(found.prompt[:shared]),
+        "prompt_text": decode(found.prompt[shared:]),
+        "nearest_text": decode(found.nearest[shared:]),
+    }
+
+
+def _entry(operation: Operation) -> dict[str, Any]:
+    entry = dataclasses.asdict(operation)
+    del entry["owner"]
+    return entry
 
 
 async def _told(service: Service, owner: str, name: str | None) -> AsyncIterator[bytes]:
@@ -80,8 +119,6 @@ async def _told(service: Service, owner: str, name: str | None) -> AsyncIterator
                 if quiet % _BEAT == 0:
                     yield b": still here\n\n"
                 continue
-            entry = dataclasses.asdict(operation)
-            del entry["owner"]
-            yield event(entry, "operation")
+            yield event(_entry(operation), "operation")
     finally:
         stop()

@@ -1,12 +1,16 @@
 """Sessions begin, are listed, forked, saved, snapshotted and deleted."""
 
 import asyncio
+from contextlib import suppress
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
 from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
+from kvkeep.engine import Engine
+from kvkeep.errors import StoreError
 from kvkeep.server.asked import MOST_TOKENS, Body, Owner, Serving
 from kvkeep.server.sessions.entry import Name, Revision, answer, entry_of
 
@@ -71,9 +75,9 @@ async def create(body: Create, service: Serving, owner: Owner) -> Response:
 
 
 @router.get("/v1/sessions")
-async def sessions(service: Serving, owner: Owner) -> dict[str, Any]:
-    """All of them, the one used last first."""
-    found = await asyncio.wrap_future(service.engine.sessions(owner))
+async def sessions(service: Serving, owner: Owner, unnamed: bool = False) -> dict[str, Any]:
+    """All of them, the one used last first; `unnamed`: with those made for a prompt."""
+    found = await asyncio.wrap_future(service.engine.sessions(owner, unnamed))
     return {"object": "list", "data": [entry_of(kept) for kept in found]}
 
 
@@ -122,13 +126,27 @@ async def snapshot(name: Name, body: Label, service: Serving, owner: Owner) -> R
 
 @router.get("/v1/snapshots")
 async def snapshots(service: Serving, owner: Owner) -> dict[str, Any]:
-    folder = service.engine.snapshots(owner)
-    entries = [(label, folder.path(label).stat()) for label in folder.names()]
-    data = [
-        {"name": label, "object": "snapshot", "bytes": s.st_size, "created": int(s.st_mtime)}
-        for label, s in entries
-    ]
-    return {"object": "list", "data": data}
+    """All of them, with the session that each was taken of."""
+    found = await asyncio.to_thread(_snapshots, service.engine, owner)
+    return {"object": "list", "data": found}
+
+
+def _snapshots(engine: Engine, owner: str) -> list[dict[str, Any]]:
+    folder, found = engine.snapshots(owner), list[dict[str, Any]]()
+    for label in folder.names():
+        file = folder.path(label)
+        with suppress(FileNotFoundError):  # somebody deletes it meanwhile
+            size, created = file.stat().st_size, int(file.stat().st_mtime)
+            entry = {"name": label, "object": "snapshot", "bytes": size, "created": created}
+            found.append({**entry, "session": _taken_of(engine, file)})
+    return found
+
+
+def _taken_of(engine: Engine, file: Path) -> str | None:
+    try:
+        return engine.snapshot_of(file)
+    except StoreError:  # a file that is not sound says so when it is restored
+        return None
 
 
 @router.delete("/v1/snapshots/{name}")

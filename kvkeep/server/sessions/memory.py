@@ -14,6 +14,7 @@ from kvkeep.session.session import Session
 
 router = APIRouter()
 _MOST_PIECES = 4096
+_Index = Annotated[int, Query(ge=0, lt=2**16)]
 _Place = Annotated[int, Query(ge=0, lt=2**40)]
 
 
@@ -52,9 +53,22 @@ async def text(
 
 
 @router.get("/v1/sessions/{name}/heads")
-async def heads(name: Name, service: Serving, owner: Owner) -> dict[str, Any]:
-    """How many cells each layer and KV head holds, which differs after compression."""
-    return await look(service, name, owner, lambda kept: _heads(kept.live))
+async def heads(
+    name: Name,
+    service: Serving,
+    owner: Owner,
+    layer: _Index | None = None,
+    head: _Index | None = None,
+) -> dict[str, Any]:
+    """How many cells each layer and KV head holds, which differs after compression.
+
+    With `layer` and `head`: at which positions of `0 ... end - 1` those of one head stand.
+    """
+    if (layer is None) != (head is None):
+        raise InvalidArgument("give both layer and head, or neither")
+    if layer is None or head is None:
+        return await look(service, name, owner, lambda kept: _heads(kept.live))
+    return await look(service, name, owner, lambda kept: _of_head(kept.live, layer, head))
 
 
 def _memory(kept: Kept, engine: Engine) -> dict[str, Any]:
@@ -77,6 +91,11 @@ def _memory(kept: Kept, engine: Engine) -> dict[str, Any]:
         "max_kv_size": session.max_kv_size,
         "bytes": session.cache.nbytes,
         "bytes_shared": shared,
+        "parent": kept.parent,
+        "busy": kept.busy,
+        "resident": kept.pinned,
+        "saved_revision": kept.saved,
+        "policy": session.policy,
         "runs": runs,
         "spans": spans,
     }
@@ -92,3 +111,23 @@ def _heads(session: Session) -> dict[str, Any]:
             for head in range(layout.kv_heads):
                 row[head] += segment.length if ragged is None else int(ragged[layer][head])
     return {"layers": layout.layers, "kv_heads": layout.kv_heads, "cells": counts}
+
+
+def _of_head(session: Session, layer: int, head: int) -> dict[str, Any]:
+    layout = session.cache.layout
+    if layer >= layout.layers or head >= layout.kv_heads:
+        raise InvalidArgument(
+            f"there are {layout.layers} layers with {layout.kv_heads} KV heads; found layer {layer}, "
+            f"head {head}"
+        )
+    found = list[int]()
+    for segment in session.cache.segments:
+        cells = segment.look(0, segment.length)
+        if isinstance(cells, Ragged):
+            positions = cells.positions[cells.of_head(layer, head)]
+        else:
+            every = cells.positions
+            positions = every[layer, head] if every.ndim == 3 else every
+        found += positions.tolist()
+    end = max(len(session.tokens), *(at + 1 for at in found)) if found else len(session.tokens)
+    return {"layer": layer, "head": head, "positions": sorted(found), "end": end}

@@ -1,14 +1,14 @@
 """A session is fed, and writes."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import Response
 
-from kvkeep.engine import Ask, Event, Finished, Read, Written
+from kvkeep.engine import Ask, Event, Finished, Kept, Read, Written
 from kvkeep.errors import InvalidArgument
 from kvkeep.server.asked import MOST_TOKENS, Choosing, Owner, Serving
 from kvkeep.server.messages import template_messages
@@ -17,6 +17,7 @@ from kvkeep.server.problems import problem_of
 from kvkeep.server.service import Running, Service
 from kvkeep.server.sessions.entry import Name, Revision, look
 from kvkeep.server.sse import event, stream
+from kvkeep.session.session import Session
 
 router = APIRouter()
 _Id = Annotated[int, Field(ge=0, lt=2**31)]
@@ -46,6 +47,19 @@ class Fed(Choosing):
             return tuple(codec.encode(chat))
         return tuple(self.tokens or codec.encode(self.text or "", self.special))
 
+    def naming(self) -> Callable[[Session, int, int], None] | None:
+        """Gives what was read its name; it lies before what was written."""
+        name = self.span
+        if name is None:
+            return None
+
+        def named(session: Session, read: int, written: int) -> None:
+            behind = len(session.tokens) - written
+            if read:
+                session.name(name, behind - read, behind)
+
+        return named
+
 
 class Generate(Fed):
     max_tokens: Annotated[int, Field(ge=0, le=MOST_TOKENS)] = 256
@@ -60,7 +74,8 @@ async def feed(
     ids = await asyncio.to_thread(body.ids, service, False)
     if not ids:
         raise InvalidArgument("nothing to read: give text, tokens or messages")
-    return await _answer(name, body, Ask(ids, 0), request, service, owner, revision)
+    ask = Ask(ids, 0, after=body.naming())
+    return await answered(name, body.stream, ask, request, service, owner, revision)
 
 
 @router.post("/v1/sessions/{name}/generate", response_model=None)
@@ -70,29 +85,30 @@ async def generate(
     """Reads what is given, if anything is, and writes on."""
     ids = await asyncio.to_thread(body.ids, service, True)
     (sampling,) = body.samplings(temperature=0.0)
-    ask = Ask(ids, body.max_tokens, sampling, body.ignore_eos)
-    return await _answer(name, body, ask, request, service, owner, revision)
+    ask = Ask(ids, body.max_tokens, sampling, body.ignore_eos, after=body.naming())
+    return await answered(name, body.stream, ask, request, service, owner, revision)
 
 
-async def _answer(
+async def answered(
     name: str,
-    body: Fed,
-    ask: Ask,
+    streamed: bool,
+    ask: Ask | Callable[[Kept], Ask],
     request: Request,
     service: Service,
     owner: str,
     revision: int | None,
 ) -> Response | dict[str, Any]:
+    """What a session writes when it is asked, whole or as it comes."""
     running = await service.answers(ask, owner, session=name, revision=revision)
-    if body.stream:
-        return stream(_streamed(running, name, body, service, owner))
+    if streamed:
+        return stream(_streamed(running, name, service, owner))
     async with running.until_gone(request):
         events = [each async for _, each in running]
-    return await _total(events, name, body, service, owner)
+    return await _total(events, name, service, owner)
 
 
 async def _streamed(
-    running: Running, name: str, body: Fed, service: Service, owner: str
+    running: Running, name: str, service: Service, owner: str
 ) -> AsyncIterator[bytes]:
     """Events `read`, `token`, and at last `done` or `error`."""
     events: list[Event] = []
@@ -103,18 +119,14 @@ async def _streamed(
                 yield event({"done": each.done, "total": each.total}, "read")
             elif isinstance(each, Written):
                 yield event({"token": each.token, "text": each.text}, "token")
-        yield event(await _total(events, name, body, service, owner), "done")
+        yield event(await _total(events, name, service, owner), "done")
     except Exception as error:  # the status is sent: what happened is the last event
         yield event(problem_of(error).body(), "error")
 
 
-async def _total(
-    events: list[Event], name: str, body: Fed, service: Service, owner: str
-) -> dict[str, Any]:
+async def _total(events: list[Event], name: str, service: Service, owner: str) -> dict[str, Any]:
     end = events[-1]
     assert isinstance(end, Finished)
-    if body.span is not None and end.usage.prompt:
-        await _name_span(service, name, owner, body.span, end)
     written = [each for each in events if isinstance(each, Written)]
     tokens, now = await look(
         service, name, owner, lambda kept: (len(kept.live.tokens), kept.revision)
@@ -128,13 +140,3 @@ async def _total(
         "revision": now,
         "timings": timings_of(end.usage),
     }
-
-
-async def _name_span(service: Service, name: str, owner: str, span: str, end: Finished) -> None:
-    """Of what was read: it lies before what was written."""
-
-    def named(session: Any) -> None:
-        behind = len(session.tokens) - end.usage.written
-        session.name(span, behind - end.usage.prompt, behind)
-
-    await asyncio.wrap_future(service.engine.change(name, owner, "span", named))

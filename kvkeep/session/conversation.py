@@ -1,16 +1,20 @@
 """A chat in a session: the model's own template, of which each turn feeds only what is new."""
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
-from kvkeep import Session
 from kvkeep.errors import InvalidArgument, KvkeepError
-from kvkeep.models.text import TextCodec
-from kvkeep.session.spans import Place
 
+if TYPE_CHECKING:
+    from kvkeep.models.text import TextCodec
+    from kvkeep.session.session import Session
+    from kvkeep.session.spans import Place
+
+CHAT = "chat"  # note of a snapshot: what a chat needs beside its tokens; see Conversation.notes
 _MARK = "kvkeepanswer"  # stands for an answer in a rendering; letters only, so nothing trims it
 
 
-def system_tokens(codec: TextCodec, system: str) -> int:
+def system_tokens(codec: "TextCodec", system: str) -> int:
     """How many of a chat's first tokens are its system prompt, as the template writes it.
 
     Raises InvalidArgument if the template takes no system prompt, UnsupportedModel if there is no
@@ -43,8 +47,8 @@ class Conversation:
 
     def __init__(
         self,
-        session: Session,
-        codec: TextCodec,
+        session: "Session",
+        codec: "TextCodec",
         eos_token_ids: tuple[int, ...],
         system: str | None,
     ):
@@ -98,11 +102,11 @@ class Conversation:
             self.session.rewind(1)
         return ids[_overlap(self.session.tokens, ids[: len(closing)]) :]
 
-    def name_turn(self, words: str, fed: int) -> None:
-        """Names what the last `fed` tokens are, those that `begin_turn` said."""
-        total, newest = len(self.session.tokens), self.last_turn
+    def name_turn(self, words: str, fed: int, written: int = 0) -> None:
+        """Names what `fed` tokens are, those that `begin_turn` said, `written` ones ago."""
+        total, newest = len(self.session.tokens) - written, self.last_turn
         opening = self.codec.encode_sealed(self._opening(words))
-        ids = self.session.tokens[total - fed :]
+        ids = self.session.tokens[total - fed : total]
         own = len(opening) if ids[-len(opening) :] == opening else fed
         first, turn = total - own, f"turn {newest + 1}"
         if newest:
@@ -119,6 +123,12 @@ class Conversation:
         start, end = self._inside(ids[fed - own :], before, after)
         if start < end:
             self.session.name(f"{turn} question", first + start, first + end)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the newest turn has no answer yet."""
+        last, places = f"turn {self.last_turn}", self.session.places
+        return last in places and f"{last} answer" not in places
 
     def end_turn(self) -> None:
         """Names the answer, once all of it is there."""
@@ -145,7 +155,7 @@ class Conversation:
         return count
 
     @property
-    def _head(self) -> Place | None:
+    def _head(self) -> "Place | None":
         """What comes before the first turn."""
         places = self.session.places
         return places.get("system", places.get("opening"))

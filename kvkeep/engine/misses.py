@@ -1,0 +1,52 @@
+"""Prompts that were evaluated again from some token on, for who asks why."""
+
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvkeep.engine.reuse import Match
+
+_AROUND = 40  # tokens that are shown of each text
+_numbers = itertools.count(1)
+
+
+@dataclass(frozen=True)
+class Differing:
+    """Where two texts part: the tokens around it, from `start` of both on. at: the first that
+    differs."""
+
+    start: int
+    at: int
+    prompt: tuple[int, ...]
+    nearest: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Missed:
+    """A prompt of which not all was reused. number: by which it is asked for. when: in seconds
+    since 1970. tokens: of the prompt; reused: of those. session: that they are from. reason: see
+    `kvkeep.engine.reuse`. differing: None where no text begins like it."""
+
+    number: int
+    when: float
+    tokens: int
+    reused: int
+    session: str | None
+    reason: str
+    differing: Differing | None
+
+
+def differing(prompt: Sequence[int], match: Match) -> Differing | None:
+    """A prompt beside the text that is nearest to it."""
+    if match.nearest is None or match.common >= len(prompt):
+        return None
+    first, last = max(0, match.common - _AROUND), match.common + _AROUND
+    shown = tuple(prompt[first:last]), tuple(match.nearest[first:last])
+    return Differing(first, match.common, *shown)
+
+
+def missed(prompt: Sequence[int], match: Match) -> Missed:
+    name, shown = match.kept.name if match.kept else None, differing(prompt, match)
+    number = next(_numbers)
+    return Missed(number, time.time(), len(prompt), match.tokens, name, match.reason, shown)

@@ -1,0 +1,43 @@
+// The log of what was done, the newest first.
+
+import { get } from "./api.js";
+import { bytes, clock, fill, h, number, sessionLink, title } from "./dom.js";
+import { listen } from "./live.js";
+
+const PATH = "/v1/operations";
+const MOST = 200;
+
+export async function operations(place, { signal }) {
+  const rows = h("tbody");
+  const { data } = await get(PATH);
+  fill(rows, data.map(row));
+  listen((operation) => {
+    if (!operation) return;
+    rows.prepend(row(operation));
+    while (rows.children.length > MOST) rows.lastChild.remove();
+  }, signal);
+  const names = ["When", "Session", "What", "Tokens", "Milliseconds", "Bytes", "Revision"];
+  fill(
+    place,
+    title("Operations", PATH),
+    h(
+      "div",
+      { class: "scroll", tabindex: "0", role: "region", "aria-label": "Operations" },
+      h("table", {}, h("thead", {}, h("tr", {}, names.map((name) => h("th", { scope: "col" }, name)))), rows),
+    ),
+  );
+}
+
+function row(operation) {
+  return h(
+    "tr",
+    {},
+    h("td", {}, clock(operation.when)),
+    h("td", {}, sessionLink(operation.session)),
+    h("td", {}, operation.what),
+    h("td", {}, number(operation.tokens)),
+    h("td", {}, number(Math.round(operation.seconds * 1000))),
+    h("td", {}, bytes(operation.nbytes)),
+    h("td", {}, number(operation.revision)),
+  );
+}

@@ -1,0 +1,89 @@
+// All sessions: what they hold and how fast they go.
+
+import { get, send } from "./api.js";
+import { asked, bytes, fill, h, number, sessionLink, tell, title } from "./dom.js";
+import { listen, rate, soon } from "./live.js";
+
+const PATH = "/v1/sessions?unnamed=true";
+
+export async function sessions(place, { signal, edits }) {
+  const rows = h("tbody");
+  const summary = h("p");
+  const again = async () => {
+    try {
+      const { data } = await get(PATH);
+      if (signal.aborted) return;
+      fill(rows, data.map(row));
+      const held = data.reduce((sum, each) => sum + (each.bytes || 0), 0);
+      summary.textContent = data.length
+        ? `${number(data.length)} sessions, ${bytes(held)} in memory, counted once for each that shares them.`
+        : "There are no sessions yet.";
+    } catch (error) {
+      tell(error.message, true);
+    }
+  };
+  const changed = soon(again);
+  listen(changed, signal);
+  const timer = setInterval(() => {
+    for (const cell of rows.querySelectorAll("[data-rate]")) cell.textContent = pace(cell.dataset.rate);
+  }, 1000);
+  signal.addEventListener("abort", () => clearInterval(timer));
+  const names = ["Session", "Tokens", "Cells", "Bytes", "Tokens/s", "State"];
+  fill(
+    place,
+    title("Sessions", PATH, edits ? h("button", { onclick: begin }, "New session") : null),
+    summary,
+    h(
+      "div",
+      { class: "scroll", tabindex: "0", role: "region", "aria-label": "Sessions" },
+      h("table", {}, h("thead", {}, h("tr", {}, names.map((name) => h("th", { scope: "col" }, name)))), rows),
+    ),
+  );
+  await again();
+}
+
+const pace = (name) => (rate(name) ? rate(name).toFixed(1) : "");
+
+function row(entry) {
+  const budget = entry.max_kv_size ? ` of ${number(entry.max_kv_size)}` : "";
+  const there = entry.in_memory;
+  return h(
+    "tr",
+    {},
+    h("th", { scope: "row" }, sessionLink(entry.name), entry.named ? null : h("small", {}, " of a prompt")),
+    h("td", {}, there ? number(entry.tokens) : ""),
+    h("td", {}, there ? `${number(entry.cells)}${budget}` : ""),
+    h("td", {}, there ? bytes(entry.bytes) : ""),
+    h("td", { "data-rate": entry.name }, pace(entry.name)),
+    h("td", {}, state(entry)),
+  );
+}
+
+export function state(entry) {
+  const words = [];
+  if (entry.busy) words.push("at work");
+  if (entry.in_memory === false) words.push("on disk");
+  if (entry.resident) words.push("stays in memory");
+  words.push(entry.saved_revision === entry.revision ? "saved" : `revision ${entry.revision}`);
+  return words.join(", ");
+}
+
+async function begin() {
+  const given = await asked(
+    "New session",
+    [
+      { name: "name", label: "Name (or one is made up)", pattern: "[A-Za-z0-9_\\-][A-Za-z0-9._\\-]*", maxlength: "100" },
+      { name: "policy", label: "Policy", choices: ["", "sliding", "shift", "archive", "self_extend", "full"] },
+      { name: "max_kv_size", label: "Most cells (or as the server)", kind: "number", min: "1" },
+    ],
+    "Begin",
+  );
+  if (!given) return;
+  const body = Object.fromEntries(Object.entries(given).filter(([, value]) => value));
+  try {
+    const made = await send("POST", "/v1/sessions", body);
+    location.hash = `#/sessions/${made.name}`;
+  } catch (error) {
+    tell(error.message, true);
+  }
+}
