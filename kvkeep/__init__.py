@@ -7,6 +7,7 @@ from kvkeep.version import __version__
 
 if TYPE_CHECKING:
     from kvkeep.cache import Bits
+    from kvkeep.client import AsyncClient, Client
     from kvkeep.model import Model, load_model
     from kvkeep.policies import Archive, Full, SelfExtend, Shift, Sliding
     from kvkeep.session.calibrating import calibrate
@@ -22,8 +23,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Archive",
+    "AsyncClient",
     "Bits",
     "Calibration",
+    "Client",
     "CompressionReport",
     "Exactness",
     "FeedReport",
@@ -48,8 +51,10 @@ __all__ = [
 
 _HOMES = {
     "Archive": "kvkeep.policies",
+    "AsyncClient": "kvkeep.client",
     "Bits": "kvkeep.cache",
     "Calibration": "kvkeep.session.calibration",
+    "Client": "kvkeep.client",
     "CompressionReport": "kvkeep.session.compressing",
     "Exactness": "kvkeep.store.exactness",
     "FeedReport": "kvkeep.session.feeding",

@@ -52,6 +52,10 @@ class Cancelled(KvkeepError):
     """What was asked of an engine was taken back, or the engine has ended."""
 
 
+class ServerError(KvkeepError):
+    """A server failed, or did not answer."""
+
+
 class NonFiniteLogits(KvkeepError):
     """The model produced NaN or infinity: broken weights, or a dtype too small for them."""
 

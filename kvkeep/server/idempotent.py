@@ -67,7 +67,9 @@ class Idempotent:
             )
             await problem.response()(scope, receive, send)
         elif not known.whole:
-            problem = Problem(409, "the request with this key is at work", "conflict_error")
+            problem = Problem(
+                409, "the request with this key is at work", "conflict_error", "key_at_work"
+            )
             await problem.response()(scope, receive, send)
         else:
             for message in known.messages:

@@ -108,3 +108,25 @@ def test_what_one_key_asked_another_does_not_reuse(smollm2: Model, tmp_path: Pat
         assert reused(ONE) == 0
         assert reused(ONE) > 0
         assert reused(TWO) == 0
+
+
+@pytest.mark.parametrize("origin", ["https://elsewhere.example", "null", "http://127.0.0.1:1"])
+def test_pages_of_others_are_refused(server: Running, origin: str) -> None:
+    """A browser sends what any page says, and asks nobody first where the body is plain text."""
+    with server.client() as client:
+        headers = {"Origin": origin, "Content-Type": "text/plain"}
+        answer = client.post("/v1/sessions", content='{"name": "theirs"}', headers=headers)
+        assert answer.status_code == 403
+        assert client.get("/v1/sessions/theirs").status_code == 404
+
+
+def test_the_page_itself_is_let_in_only_to_look(server: Running) -> None:
+    """Where nobody allowed more, and in what a browser says of it."""
+    with server.client() as client:
+        headers = {"Origin": server.url}
+        assert client.get("/v1/sessions", headers=headers).status_code == 200
+        refused = client.post("/v1/sessions", json={}, headers=headers)
+        assert refused.status_code == 403
+        assert refused.json()["error"]["code"] == "read_only"
+        asked = client.post("/v1/prefix/explain", json={"text": "A text"}, headers=headers)
+        assert asked.status_code == 200

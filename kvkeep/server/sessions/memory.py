@@ -117,8 +117,8 @@ def _of_head(session: Session, layer: int, head: int) -> dict[str, Any]:
     layout = session.cache.layout
     if layer >= layout.layers or head >= layout.kv_heads:
         raise InvalidArgument(
-            f"there are {layout.layers} layers with {layout.kv_heads} KV heads; found layer {layer}, "
-            f"head {head}"
+            f"there are {layout.layers} layers with {layout.kv_heads} KV heads; found layer "
+            f"{layer}, head {head}"
         )
     found = list[int]()
     for segment in session.cache.segments:

@@ -1,0 +1,175 @@
+"""kvkeep's own clients against a server: as in Python, and as they say they fail."""
+
+import asyncio
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+
+import httpx
+import pytest
+from server.conftest import Running, running
+from topics import topic_text
+
+import kvkeep
+from kvkeep import AsyncClient, Client, errors
+from kvkeep.engine import Limits
+from kvkeep.model import Model
+from kvkeep.server.keys import Keys
+
+TEXT = topic_text()
+SETTINGS = {"policy": "sliding", "max_kv_size": 300, "keep": 4}
+names = (f"client-{number}" for number in count())
+
+
+@pytest.fixture(scope="module")
+def server(smollm2: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    folder, limits = tmp_path_factory.mktemp("server"), Limits(memory=200_000_000)
+    with running(smollm2, folder, limits=limits) as found:
+        yield found
+
+
+@pytest.fixture
+def client(server: Running) -> Iterator[Client]:
+    with Client(server.url) as made:
+        yield made
+
+
+def test_a_session_does_what_it_does_here(client: Client, smollm2: Model) -> None:
+    """The same calls on a session over HTTP and on one in this process."""
+    remote, session = client.create(next(names), **SETTINGS), smollm2.session(300, prefill_step=128)
+    remote.feed(TEXT[:2000], span="text")
+    session.feed(TEXT[:2000])
+    assert remote.memory()["spans"]["text"]["end"] == len(session.tokens)
+    written = remote.generate(max_tokens=6, ignore_eos=True)
+    assert written["tokens"] == [session.next_token() for _ in range(6)]
+    at = len(session.tokens)
+    remote.pin(at - 60, at - 50)
+    session.pin(at - 60, at - 50)
+    remote.replace(at - 20, at - 10, " other words")
+    session.replace(at - 20, at - 10, " other words")
+    remote.insert(at - 30, [5, 6], recompute="suffix")
+    session.insert(at - 30, [5, 6], "suffix")
+    remote.delete(at - 40, at - 38)
+    session.delete(at - 40, at - 38)
+    remote.unpin(at - 60, at - 50)
+    session.unpin(at - 60, at - 50)
+    assert remote.rewind(2)["result"] == session.rewind(2)
+    pieces = remote.text(at - 30)["pieces"]
+    assert [each["id"] for each in pieces] == session.tokens[at - 30 :]
+    for _, told in remote.stream(max_tokens=5, ignore_eos=True):
+        last = told
+    assert last["tokens"] == [session.next_token() for _ in range(5)]
+
+
+def test_what_was_kept_goes_on_elsewhere(client: Client) -> None:
+    name, label = next(names), next(names)
+    remote = client.create(name, policy="full", max_kv_size=1024)
+    remote.feed([5, 6, 7, 8] * 20)
+    fork = remote.fork(at=60)
+    assert fork.info()["tokens"] == 60
+    assert fork.info()["parent"] == name
+    remote.snapshot(label)
+    assert {"name": label, "session": name}.items() <= client.snapshots()[0].items()
+    again = client.restore(label)
+    assert again.generate(max_tokens=8)["tokens"] == remote.generate(max_tokens=8)["tokens"]
+    cells = remote.info()["cells"]
+    result = remote.compress(2)["result"]
+    assert result["cells_after"] < result["cells_before"] == cells
+    assert remote.heads(1, 2)["positions"]
+    assert remote.save()["saved_revision"] == remote.info()["revision"]
+    assert remote.stay()["resident"]
+    client.delete_snapshot(label)
+    assert label not in [each["name"] for each in client.snapshots()]
+    client.delete(name)
+    assert name not in [each["name"] for each in client.sessions(unnamed=True)]
+    assert client.operations()[0]["what"] == "delete"
+
+
+def test_a_chat(client: Client) -> None:
+    remote = client.create(next(names), max_kv_size=512)
+    first = remote.say("What is the capital of France?", system="You are terse.")
+    assert "Paris" in first["text"]
+    events = list(remote.stream_turn("And of Italy?"))
+    assert events[-1][0] == "done"
+    text = "".join(told["text"] for name, told in events if name == "token")
+    assert text == events[-1][1]["text"]
+    assert "Rome" in text
+    spans = remote.memory()["spans"]
+    assert {"system text", "turn 1 question", "turn 2 answer"} <= set(spans)
+    with pytest.raises(errors.InvalidArgument, match="system prompt"):
+        remote.say("More.", system="You are not terse.")
+
+
+def test_awaited_it_is_the_same(server: Running) -> None:
+    async def talks() -> None:
+        async with AsyncClient(server.url) as client:
+            remote = await client.create(next(names), **SETTINGS)
+            await remote.feed(TEXT[:300])
+            fork = await remote.fork()
+            told = [each async for each in fork.stream(max_tokens=5, ignore_eos=True)]
+            assert [name for name, _ in told] == ["token"] * 5 + ["done"]
+            found = await remote.generate(max_tokens=5, ignore_eos=True)
+            assert found["tokens"] == told[-1][1]["tokens"]
+            with pytest.raises(errors.NoSuchSession):
+                await client.session("nobody").info()
+            seen = client.events()
+            heard = asyncio.create_task(anext(seen))
+            while not heard.done():  # from when on it listens is not told
+                await remote.generate(max_tokens=1, ignore_eos=True)
+            assert heard.result()[1]["session"] == remote.name
+            await seen.aclose()
+
+    asyncio.run(talks())
+
+
+def test_errors_are_those_of_the_engine(client: Client) -> None:
+    remote = client.create(next(names), **SETTINGS)
+    revision = remote.feed("A few words.")["revision"]
+    with pytest.raises(errors.WrongRevision):
+        remote.rewind(1, revision=revision + 1)
+    remote.rewind(1, revision=revision)
+    with pytest.raises(errors.NoSuchSession):
+        client.session("nobody").memory()
+    with pytest.raises(errors.InvalidArgument):
+        remote.rewind(10_000)
+    with pytest.raises(errors.NoRoom) as found:
+        client.create(max_kv_size=8192).generate([5], max_tokens=8000)
+    assert found.value.retry_after == float("inf")
+    streaming = remote.stream("More words.", max_tokens=400, ignore_eos=True)
+    next(streaming)
+    with pytest.raises(errors.Busy):
+        remote.pin(0, 1)
+    streaming.close()
+
+
+def test_who_is_not_there_or_not_let_in(smollm2: Model, tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("a-key-that-is-long-enough\n")
+    with running(smollm2, tmp_path / "server", Keys.read(file, tmp_path)) as server:
+        with Client(server.url) as client, pytest.raises(errors.ServerError, match="key"):
+            client.sessions()
+        with Client(server.url, "a-key-that-is-long-enough") as client:
+            assert client.sessions() == []
+    with Client(server.url) as client, pytest.raises(kvkeep.KvkeepError, match="no answer"):
+        client.sessions()
+
+
+def test_an_answer_that_is_lost_is_asked_for_again(server: Running) -> None:
+    """The change is made once, though it was sent twice."""
+    lost = []
+
+    class Losing(httpx.HTTPTransport):
+        def handle_request(self, request: httpx.Request) -> httpx.Response:
+            response = super().handle_request(request)
+            if request.url.path.endswith("/feed") and not lost:
+                response.read()
+                lost.append(response)
+                raise httpx.ReadError("the line is down")
+            return response
+
+    with Client(server.url, transport=Losing()) as client:
+        remote = client.create(next(names), **SETTINGS)
+        fed = remote.feed([5, 6, 7])
+        assert lost
+        assert fed == lost[0].json()
+        assert remote.info()["tokens"] == 3
