@@ -1,6 +1,7 @@
 """Conversations that began as one: each goes its own way, and one of them is talked in."""
 
 import re
+from collections.abc import Mapping
 
 from kvkeep.cli.report import counted, megabytes
 from kvkeep.errors import InvalidArgument
@@ -19,6 +20,10 @@ class Branches:
     @property
     def current(self) -> Conversation:
         return self._all[self.name]
+
+    @property
+    def conversations(self) -> Mapping[str, Conversation]:
+        return self._all
 
     @property
     def others(self) -> list[str]:

@@ -1,6 +1,5 @@
 """`kvkeep chat`: a conversation without end on a fixed memory."""
 
-import sys
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,11 +16,12 @@ from kvkeep.cli.options import (
     sampling_options,
     whole_number,
 )
+from kvkeep.cli.prompt import Prompt
 from kvkeep.cli.report import counted
 from kvkeep.cli.saying import say
 from kvkeep.cli.slash import run_command
 from kvkeep.cli.terminated import terminated
-from kvkeep.cli.text_input import decode, require_utf8
+from kvkeep.cli.text_input import require_utf8
 from kvkeep.errors import ContextFull, InvalidArgument, KvkeepError, StoreError
 from kvkeep.session.conversation import CHAT
 
@@ -37,6 +37,10 @@ if TYPE_CHECKING:
 )
 @click.option("-c", "--continue", "resumed", is_flag=True, help="Go on with the latest session.")
 @click.option("--system", metavar="TEXT", help="System prompt; it is never forgotten.")
+@click.option("--server", metavar="URL", help="Talk in a session of a `kvkeep serve`.")
+@click.option(
+    "--api-key", metavar="KEY", envvar="KVKEEP_API_KEY", show_envvar=True, help="For that server."
+)
 @click.option(
     "-n",
     "--max-tokens",
@@ -61,6 +65,8 @@ def chat(
     session: str | None,
     resumed: bool,
     system: str | None,
+    server: str | None,
+    api_key: str | None,
     max_tokens: int,
     memory: MemoryChoice,
     prefixes: Prefixes,
@@ -74,13 +80,18 @@ def chat(
     With standard input from a pipe or file, each line is a turn.
 
     With --session the chat is saved after each turn and goes on where it was, with the model and
-    memory that it had.
+    memory that it had. With --server it is a session there, and the model is the server's.
     """
     if system is not None:
         require_utf8(system, "the system prompt")
     output.check()
     sampling.resolve()
     memory.check()
+    if server is not None:
+        from kvkeep.cli.remote.chat import talk_at
+
+        talk_at(server, api_key, session, system, max_tokens, memory, sampling)
+        return
     if resumed:
         session = _latest(session)
     with session_folder().lock(session) if session is not None else nullcontext() as kept:
@@ -179,10 +190,10 @@ class _Chat:
         self.branches = Branches(conversation)
         self._how = how
         self._max_tokens = max_tokens
-        self._interactive = sys.stdin.isatty()
+        self._prompt = Prompt()
 
     def talk(self) -> None:
-        if self._interactive:
+        if self._prompt.interactive:
             kept = f", {self.run.keeper.what}" if self.run.keeper else ""
             past = f", {counted(self.run.reused, 'token')} so far" if self.run.reused else ""
             say(f"{self.run.model.name}{kept}{past}: /help lists commands, Ctrl-D ends")
@@ -194,7 +205,7 @@ class _Chat:
                 say(f"branch {self.branches.name} is what is saved; not saved: {others}")
 
     def _talk(self) -> None:
-        while (line := self._read()) is not None:
+        while (line := self._prompt.read()) is not None:
             words = line.strip()
             if words == "/exit":
                 return
@@ -208,10 +219,10 @@ class _Chat:
         try:
             self._turn(words)
         except KeyboardInterrupt:
-            if not self._interactive or terminated():
+            if not self._prompt.interactive or terminated():
                 raise
         except ContextFull as error:
-            if not self._interactive:
+            if not self._prompt.interactive:
                 raise
             say(f"{error}; /undo takes the last turn back")
 
@@ -248,42 +259,9 @@ class _Chat:
         except KvkeepError as error:
             say(str(error))
         except KeyboardInterrupt:
-            if not self._interactive or terminated():
+            if not self._prompt.interactive or terminated():
                 raise
             say("stopped")
         self.run.session = self.branches.current.session
         if self.run.keeper:
             self.run.keeper.follow(self.run.session, {CHAT: self.branches.current.notes})
-
-    def _read(self) -> str | None:
-        """A line, or None at the end: of the input, or by Ctrl-C at the prompt."""
-        if not self._interactive:
-            content = sys.stdin.buffer.readline()
-            return decode(content, "standard input").rstrip("\r\n") if content else None
-        while True:
-            try:
-                return _ask("> ")
-            except InvalidArgument as error:
-                say(str(error))
-            except (EOFError, KeyboardInterrupt):
-                say("")
-                if terminated():
-                    raise
-                return None
-            except OSError:  # the terminal is gone
-                return None
-
-
-def _ask(prompt: str) -> str:
-    if sys.stdout.isatty():
-        with suppress(ImportError):
-            import readline  # noqa: F401 (line editing and history for input())
-        line = input(prompt)
-    else:
-        # Standard output belongs to the answers.
-        say(prompt, end="")
-        line = sys.stdin.readline()
-        if not line:
-            raise EOFError
-    require_utf8(line, "the line")
-    return line.rstrip("\n")

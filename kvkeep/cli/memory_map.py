@@ -4,7 +4,7 @@ import itertools
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvkeep.cli.report import counted, megabytes
@@ -30,22 +30,36 @@ def memory_map(session: "Session", width: int | None = None, plain: bool | None 
     width: of the bar; the terminal's if None. plain: ASCII only; where None, as the terminal needs.
     """
     standing = session.standing
-    style = int(_needs_ascii() if plain is None else plain)
-    counts = Counter(standing)
-    sizes = _sizes(session, counts)
-    lines = [bar(standing, width or min(100, shutil.get_terminal_size().columns - 1), style)]
-    for kind, characters in KINDS.items():
-        if counts[kind]:
-            size = f"  {megabytes(sizes[kind]):>9}" if kind != "forgotten" else ""
-            tokens = counted(counts[kind], "token")
-            name = "held" if kind == "window" and session.policy == "full" else kind
-            lines.append(f"{characters[style]} {name:<10}  {tokens:>13}{size}")
+    sizes = _sizes(session, Counter(standing))
+    names: dict[Standing, str] = {"window": "held"} if session.policy == "full" else {}
     cache = session.cache
-    lines.append(
+    last = (
         f"{cache.cells} of {session.max_kv_size} cells, {megabytes(sum(sizes.values()))} "
         f"({megabytes(cache.nbytes)} set aside); policy {session.policy}"
     )
-    return "\n".join(line for line in lines if line)
+    return "\n".join([*drawn(standing, sizes, names, width, plain), last])
+
+
+def drawn(
+    standing: "Sequence[Standing]",
+    sizes: "Mapping[Standing, int] | None" = None,
+    names: "Mapping[Standing, str] | None" = None,
+    width: int | None = None,
+    plain: bool | None = None,
+) -> list[str]:
+    """The bar, and a line for each kind. sizes: bytes; names: of kinds, in the place of their own.
+
+    width, plain: as of `memory_map`.
+    """
+    style, counts = int(_needs_ascii() if plain is None else plain), Counter(standing)
+    lines = [bar(standing, width or min(100, shutil.get_terminal_size().columns - 1), style)]
+    for kind, characters in KINDS.items():
+        if counts[kind]:
+            known = sizes is not None and kind != "forgotten"
+            size = f"  {megabytes(sizes[kind]):>9}" if known and sizes is not None else ""
+            tokens, name = counted(counts[kind], "token"), (names or {}).get(kind, kind)
+            lines.append(f"{characters[style]} {name:<10}  {tokens:>13}{size}")
+    return [line for line in lines if line]
 
 
 def bar(standing: Sequence["Standing"], width: int, style: int) -> str:

@@ -17,7 +17,7 @@ def test_every_route_is_in_the_document_with_its_errors(server: Running) -> None
     assert "HTTPValidationError" not in document["components"]["schemas"]
 
 
-@pytest.mark.parametrize("path", ["/docs", "/redoc", "/page/../../etc/passwd", "/%2e%2e/x", "/page/nothing.js"])
+@pytest.mark.parametrize("path", ["/docs", "/redoc", "/page/../../x", "/%2e%2e/x", "/page/no.js"])
 def test_what_is_not_there_is_not_found(server: Running, path: str) -> None:
     with server.client() as client:
         assert client.get(path).status_code == 404

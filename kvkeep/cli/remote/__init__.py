@@ -1,0 +1,1 @@
+"""The chat in a session of a server."""

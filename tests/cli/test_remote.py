@@ -1,0 +1,69 @@
+"""`kvkeep chat --server`: the same talk in a session of a server."""
+
+from collections.abc import Iterator
+
+import pytest
+from cli.conftest import Invoke
+from server.conftest import Running, running
+
+from kvkeep.client import Client
+from kvkeep.model import Model
+
+TALK = "What is the capital of France?\n/pin 1.answer\nAnd of Italy?\n/memory\n"
+GREEDY = ("--temperature", 0, "--system", "You are terse.")
+
+
+@pytest.fixture(scope="module")
+def server(smollm2: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with running(smollm2, tmp_path_factory.mktemp("server")) as found:
+        yield found
+
+
+def test_it_says_what_the_chat_here_says(invoke: Invoke, server: Running) -> None:
+    """And its commands do what they do here."""
+    here = invoke("chat", *GREEDY, "--prefill-step", 128, "--max-kv-size", 2048, input=TALK)
+    there = invoke("chat", "--server", server.url, *GREEDY, input=TALK)
+    assert there.exit_code == here.exit_code == 0
+    assert there.stdout == here.stdout
+    assert "Rome" in there.stdout
+    for said in ("the answer of turn 1 is never forgotten", "pinned"):
+        assert said in there.stderr
+        assert said in here.stderr
+
+
+def test_what_has_a_name_goes_on(invoke: Invoke, server: Running) -> None:
+    first = ("chat", "--server", server.url, "--session", "kept", *GREEDY)
+    assert invoke(*first, "--max-kv-size", 512, input="What is the capital of France?\n").stdout
+    again = invoke(*first[:-2], input="And of Italy?\n/undo\n/undo\n/undo\n")
+    assert "Rome" in again.stdout
+    assert "there is no turn to take back" in again.stderr
+    with Client(server.url) as client:
+        info = client.session("kept").info()
+        assert info["max_kv_size"] == 512
+    refused = invoke(*first, "--max-kv-size", 1024, input="Hello.\n")
+    assert refused.exit_code == 2
+    assert "--max-kv-size" in refused.stderr
+
+
+def test_what_has_none_is_gone_with_its_branches(invoke: Invoke, server: Running) -> None:
+    with Client(server.url) as client:
+        before = client.sessions()
+        talk = 'Hello.\n/branch side\nAnd more.\n/branches\n/edit "more" less\n/switch main\n'
+        talked = invoke("chat", "--server", server.url, *GREEDY, "-n", 8, input=talk)
+        assert talked.exit_code == 0
+        assert "* side: session s-" in talked.stderr
+        assert '"more" in the question of turn 2 is changed' in talked.stderr
+        assert client.sessions() == before
+
+
+@pytest.mark.parametrize("option", ["--model=x", "--prefix-cache", "--weights=bf16", "--continue"])
+def test_options_of_a_model_here_are_refused(invoke: Invoke, server: Running, option: str) -> None:
+    refused = invoke("chat", "--server", server.url, option, input="Hello.\n")
+    assert refused.exit_code == 2
+    assert "not with --server" in refused.stderr
+
+
+def test_a_server_that_is_not_there(invoke: Invoke) -> None:
+    refused = invoke("chat", "--server", "http://127.0.0.1:1", input="Hello.\n")
+    assert refused.exit_code != 0
+    assert "no answer from http://127.0.0.1:1" in refused.stderr
