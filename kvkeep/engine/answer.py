@@ -134,7 +134,7 @@ class Answer(Iterator[Event]):
         self._in_step = self.kept.evaluated == len(self.kept.live.tokens)
         if feeding is None:
             self._moments["first step"] = self._moments["read"] = time.perf_counter()
-        if reuse.tokens:
+        if feeding is not None or reuse.tokens:
             self._tell_read()
 
     def read(self) -> None:

@@ -16,6 +16,7 @@ from kvkeep.models.chat import checked_messages, checked_tools, render_chat
 from kvkeep.models.control import ChatText, ControlTokens
 
 _REPLACEMENT = "\ufffd"  # what decoding gives for bytes that are not, or not yet, a character
+_MARK = "kvkeepgoeson"  # stands for what follows in a rendering; letters only, so nothing trims it
 _LONGEST_WAIT = 64  # tokens; a character has 4 bytes at most, so these are noise, not text
 
 
@@ -118,6 +119,26 @@ class TextCodec:
         schemas = self._control.stand_in(checked_tools(tools))
         rendered = render_chat(self.folder, guarded, add_generation_prompt, schemas)
         return self._control.chat_text(arguments.text("the chat", rendered))
+
+    def chat_to_continue(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[int]:
+        """The tokens of a chat whose last message, the assistant's, is open: it goes on from there.
+
+        Raises what `chat` does, and InvalidArgument where the last message is another one's, or
+        where the template does not write it as it is.
+        """
+        given = checked_messages(messages)
+        if not given or given[-1]["role"] != "assistant":
+            raise InvalidArgument("the last message must be the assistant's for it to go on")
+        last = {**given[-1], "content": given[-1].get("content", "") + _MARK}
+        sealed = self.chat([*given[:-1], last], False, tools).sealed
+        before, found, _ = sealed.rpartition(_MARK)
+        if not found:
+            raise InvalidArgument("the model's chat template does not let a message go on")
+        return self.encode_sealed(before)
 
     @cached_property
     def _bytes(self) -> ByteTokens:

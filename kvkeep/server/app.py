@@ -15,7 +15,7 @@ from kvkeep.server import basics, metrics, page
 from kvkeep.server.anthropic import messages
 from kvkeep.server.described import ERRORS, describe
 from kvkeep.server.idempotent import Idempotent
-from kvkeep.server.llamacpp import completion, text
+from kvkeep.server.llamacpp import completion, slots, text
 from kvkeep.server.openai import chat, completions, responses
 from kvkeep.server.problems import Problem, problem_of
 from kvkeep.server.safety import Safety
@@ -25,7 +25,7 @@ from kvkeep.version import __version__
 
 _log = logging.getLogger("kvkeep.server")
 _ROOMS = (
-    *(basics, metrics, page, chat, completions, responses, messages, completion, text),
+    *(basics, metrics, page, chat, completions, responses, messages, completion, slots, text),
     *(lifecycle, writing, turns, changes, memory, events),
 )
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "[::1]")

@@ -15,7 +15,7 @@ MOST_TOKENS = 1_000_000  # of an answer
 MOST_ANSWERS = 64  # to one prompt
 _SEEDS = 2**53
 _NEVER = -1e6  # a bias: llama.cpp's clients say false
-_Bias = Annotated[float, Field(ge=-1e6, le=1e6)]
+Bias = Annotated[float, Field(ge=-1e6, le=1e6)]
 
 
 def _service(request: Request) -> Service:
@@ -51,7 +51,7 @@ class Choosing(Body):
     frequency_penalty: Annotated[float | None, Field(ge=-100, le=100)] = None
     seed: Annotated[int | None, Field(ge=-(2**63), lt=2**64)] = None
     stop: Annotated[list[str], Field(max_length=64)] | str | None = None
-    logit_bias: dict[str, _Bias] | list[tuple[int, _Bias | Literal[False]]] | None = None
+    logit_bias: dict[str, Bias] | list[tuple[int, Bias | Literal[False]]] | None = None
 
     def samplings(self, count: int = 1, temperature: float = 1.0) -> list[Sampling]:
         """One for each of so many answers. temperature: where none is asked for.

@@ -1,4 +1,4 @@
-"""What an answer must look like: JSON of a schema, by llguidance, which knows what may come."""
+"""What an answer must look like: JSON of a schema, or a grammar; llguidance knows what may come."""
 
 import json
 from collections.abc import Mapping
@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from llguidance import LLMatcher, LLTokenizer
+from llguidance.gbnf_to_lark import gbnf_to_lark
 from torch import Tensor
 
 from kvkeep.errors import InvalidArgument
@@ -24,7 +25,7 @@ class Grammar:
         """grammar: in llguidance's own form. Raises InvalidArgument for one that is none."""
         tokenizer = _tokenizer(model)
         if problem := LLMatcher.validate_grammar(grammar, tokenizer):
-            raise InvalidArgument(f"the schema cannot be used: {problem[:500]}")
+            raise InvalidArgument(f"the schema or grammar cannot be used: {problem[:500]}")
         self._matcher = LLMatcher(tokenizer, grammar, log_level=0)
         self._mask = np.zeros((tokenizer.vocab_size + 31) // 32, dtype=np.int32)
 
@@ -46,10 +47,21 @@ class Grammar:
             raise InvalidArgument(f"the schema cannot be used: {str(error)[:500]}") from error
         return cls(model, grammar)
 
+    @classmethod
+    def of_gbnf(cls, model: Model, text: str) -> "Grammar":
+        """Of a grammar as llama.cpp's clients write it. Raises InvalidArgument for none."""
+        if len(text) > _LARGEST:
+            raise InvalidArgument(f"a grammar has at most {_LARGEST:,} characters")
+        try:
+            grammar = LLMatcher.grammar_from_lark(gbnf_to_lark(text))
+        except Exception as error:  # the library's own kinds
+            raise InvalidArgument(f"the grammar cannot be used: {str(error)[:500]}") from error
+        return cls(model, grammar)
+
     def masked(self, logits: Tensor) -> Tensor:
         self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
         if problem := self._matcher.get_error():
-            raise InvalidArgument(f"the schema cannot be followed: {problem[:500]}")
+            raise InvalidArgument(f"the schema or grammar cannot be followed: {problem[:500]}")
         bits = np.unpackbits(self._mask.view(np.uint8), bitorder="little")
         allowed = np.zeros(logits.shape[0], dtype=bool)
         allowed[: len(bits)] = bits[: len(allowed)]

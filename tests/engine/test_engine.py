@@ -167,7 +167,7 @@ def test_events_tell_how_far_it_is(engine: Engine, smollm2: Model) -> None:
     (prompt,) = prompts(smollm2, 1, 500)
     events = list(engine.generate(ask(prompt, count=3)))
     read = [event for event in events if isinstance(event, Read)]
-    assert [event.done for event in read] == [4, 128, 256, 384, 500]
+    assert [event.done for event in read] == [0, 4, 128, 256, 384, 500]
     assert {event.total for event in read} == {500}
     end = events[-1]
     assert isinstance(end, Finished)
@@ -208,7 +208,7 @@ def test_deep_in_a_long_prompt_steps_are_shorter_and_what_is_reused_the_same(
     with Engine(smollm2, settings={"max_kv_size": 2048}) as engine:
         answer = engine.generate(ask(long))
         done = [event.done for event in answer if isinstance(event, Read)]
-        assert done == [4, *range(128, 1537, 128), *range(1600, 1900, 64), 1900]
+        assert done == [0, 4, *range(128, 1537, 128), *range(1600, 1900, 64), 1900]
         again = engine.generate(ask(other))
         found = told(again)
         assert again.reuse.tokens == 1664

@@ -278,3 +278,43 @@ def test_progress_is_told_where_that_is_asked_for(server: Running) -> None:
     progress = [each for each in told if each]
     assert progress[-1]["processed"] == progress[-1]["total"] > 400
     assert [each["processed"] for each in progress] == sorted(e["processed"] for e in progress)
+
+
+def test_the_assistants_last_message_goes_on(server: Running, smollm2: Model) -> None:
+    """As llama.cpp's server and Anthropic's have it; asked for by name, or forbidden."""
+    said = [
+        {"role": "user", "content": "What is the capital of France?"},
+        {"role": "assistant", "content": "The capital of France is"},
+    ]
+    with server.client() as client:
+
+        def asked(**more: object) -> httpx.Response:
+            body = {"messages": said, "max_tokens": 4, "temperature": 0, **more}
+            return client.post("/v1/chat/completions", json=body)
+
+        for more in ({}, {"continue_final_message": True, "add_generation_prompt": False}):
+            assert asked(**more).json()["choices"][0]["message"]["content"].startswith(" Paris")
+        count = client.post("/v1/chat/completions/input_tokens", json={"messages": said}).json()
+        ids = smollm2.text.chat_to_continue(said)
+        assert count["input_tokens"] == len(ids) == asked().json()["usage"]["prompt_tokens"]
+        assert smollm2.text.decode(ids).endswith("assistant\nThe capital of France is")
+        begun = asked(add_generation_prompt=True).json()
+        assert begun["usage"]["prompt_tokens"] > len(ids)
+        assert asked(add_generation_prompt=True, continue_final_message=True).status_code == 400
+        assert asked(messages=[*said, said[1]]).status_code == 400
+        assert asked(messages=said[:1], continue_final_message=True).status_code == 400
+
+
+def test_a_schema_may_stand_beside_its_kind(server: Running) -> None:
+    """As llama.cpp's clients write it."""
+    with server.client() as client:
+
+        def asked(schema: object) -> httpx.Response:
+            form = {"type": "json_object", "schema": schema}
+            messages = [{"role": "user", "content": "Write an example."}]
+            body = {"messages": messages, "max_tokens": 8, "response_format": form}
+            return client.post("/v1/chat/completions", json=body)
+
+        assert asked({"const": "42"}).json()["choices"][0]["message"]["content"] == '"42"'
+        for wrong in (123, {"type": 123}, {"type": "hiccup"}):
+            assert asked(wrong).status_code == 400

@@ -139,7 +139,7 @@ def test_a_slots_file_is_a_name_and_no_path(client: httpx.Client, name: str) -> 
         ("/completion", {"prompt": None}),
         ("/completion", {"prompt": [10**6]}),
         ("/completion", {"prompt": [-1]}),
-        ("/completion", {"prompt": [[1]]}),
+        ("/completion", {"prompt": [[[1]]]}),
         ("/completion", {"prompt": "a", "n_predict": 1e30}),
         ("/completion", {"prompt": "a", "n_predict": -2}),
         ("/completion", {"prompt": "a", "n_probs": 10**9}),
@@ -162,3 +162,61 @@ def test_what_is_malformed_is_refused(client: httpx.Client, path: str, body: Any
     answer = client.post(path, json=body)
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["message"]
+
+
+def test_several_prompts_have_an_answer_each(client: httpx.Client) -> None:
+    """Texts, tokens, objects, and both in one; each as if it were alone."""
+    ids = client.post("/tokenize", json={"content": PROMPT}).json()["tokens"]
+    body = {"n_predict": 4, "temperature": 0}
+    alone = client.post("/completion", json={"prompt": PROMPT, **body}).json()["content"]
+    prompts = [
+        PROMPT,
+        ids,
+        {"prompt_string": PROMPT},
+        [*ids[:2], client.post("/detokenize", json={"tokens": ids[2:]}).json()["content"]],
+    ]
+    answers = client.post("/completion", json={"prompt": prompts, **body}).json()
+    assert [answer["content"] for answer in answers] == [alone] * 4
+    assert [answer["index"] for answer in answers] == [0, 1, 2, 3]
+    one = client.post("/completion", json={"prompt": [PROMPT], **body}).json()
+    assert one[0]["content"] == alone
+    assert client.post("/completion", json={"prompt": prompts, "stream": True}).status_code == 400
+    picture = {"prompt_string": PROMPT, "multimodal_data": ["aGk="]}
+    assert client.post("/completion", json={"prompt": picture}).status_code == 400
+
+
+def test_only_what_is_wanted_is_told(client: httpx.Client) -> None:
+    fields = ["content", "generation_settings/n_predict", "nothing/there"]
+    body = {"prompt": PROMPT, "n_predict": 3, "response_fields": fields}
+    found = client.post("/completion", json=body).json()
+    assert set(found) == {"content", "generation_settings/n_predict"}
+    assert found["generation_settings/n_predict"] == 3
+
+
+def test_biases_of_texts_are_of_their_tokens(client: httpx.Client) -> None:
+    body = {"prompt": PROMPT, "n_predict": 12, "temperature": 0}
+    plain = client.post("/completion", json=body).json()["content"]
+    word = plain.split()[0]
+    for bias in ([[f" {word}", False]], {f" {word}": -100.0}):
+        other = client.post("/completion", json={**body, "logit_bias": bias}).json()["content"]
+        assert f" {word}" not in other
+
+
+@pytest.mark.parametrize("path", ["/completion", "/v1/chat/completions"])
+def test_an_answer_is_held_to_a_grammar(client: httpx.Client, path: str) -> None:
+    """As llama.cpp's clients write it, and to a schema at the top of a request."""
+
+    def said(**more: object) -> httpx.Response:
+        messages = [{"role": "user", "content": PROMPT}]
+        body = {"prompt": PROMPT, "messages": messages, "max_tokens": 12, "n_predict": 12}
+        return client.post(path, json={**body, **more})
+
+    def text(answer: httpx.Response) -> str:
+        assert answer.status_code == 200, answer.text
+        found = answer.json()
+        return found["content"] if "content" in found else found["choices"][0]["message"]["content"]
+
+    assert text(said(grammar='root ::= "a"{5,5}')) == "aaaaa"
+    assert text(said(json_schema={"const": "42"})) == '"42"'
+    assert said(grammar="root ::= (not valid").status_code == 400
+    assert said(grammar='root ::= "a"', json_schema={"const": 1}).status_code == 400

@@ -16,6 +16,7 @@ from kvkeep.version import __version__
 
 router = APIRouter()
 _Id = Annotated[int, Field(ge=0, lt=2**31)]
+DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}  # llama.cpp's
 SLOTS = 4  # names for sessions that clients of llama.cpp know by number
 
 
@@ -32,6 +33,7 @@ class Detokenize(Body):
 
 class Template(Body):
     messages: Annotated[list[dict[str, Any]], Field(max_length=10_000)]
+    add_generation_prompt: bool = True
 
 
 @router.post("/tokenize")
@@ -53,14 +55,18 @@ async def detokenize(body: Detokenize, service: Serving) -> dict[str, str]:
 @router.post("/apply-template")
 async def apply_template(body: Template, service: Serving) -> dict[str, str]:
     """The prompt that messages become."""
-    return {"prompt": str(service.model.text.chat(template_messages(body.messages)))}
+    messages = template_messages(body.messages)
+    return {"prompt": str(service.model.text.chat(messages, body.add_generation_prompt))}
 
 
 @router.get("/props")
 async def props(service: Serving) -> dict[str, Any]:
     """What clients ask before they begin."""
     return {
-        "default_generation_settings": {"n_ctx": context(service), "params": {}},
+        "default_generation_settings": {
+            "n_ctx": context(service),
+            "params": {**DEFAULTS, "n_predict": -1, "seed": 2**32 - 1},  # one that is drawn
+        },
         "total_slots": SLOTS,
         "model_alias": service.name,
         "model_path": service.name,

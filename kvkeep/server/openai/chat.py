@@ -17,7 +17,7 @@ from kvkeep.server.basics import now
 from kvkeep.server.grammar import ANY_OBJECT, Grammar
 from kvkeep.server.messages import template_messages
 from kvkeep.server.openai.likely import chat_entry
-from kvkeep.server.openai.usage import REASONS, timings_of, usage_of
+from kvkeep.server.openai.usage import FINGERPRINT, REASONS, progress_of, timings_of, usage_of
 from kvkeep.server.problems import Problem, problem_of
 from kvkeep.server.service import Running, Service
 from kvkeep.server.sse import DONE, event, stream
@@ -33,10 +33,12 @@ class StreamOptions(Body):
 
 
 class Format(Body):
-    """type: text, json_object or json_schema; json_schema: {"name", "schema"} as OpenAI has it."""
+    """type: text, json_object or json_schema; json_schema: {"name", "schema"} as OpenAI has it;
+    schema: beside json_object, as llama.cpp has it."""
 
     type: str = "text"
     json_schema: dict[str, Any] | None = None
+    of_object: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
 
 
 class Chat(Choosing):
@@ -51,6 +53,10 @@ class Chat(Choosing):
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
     response_format: Format | None = None
+    json_schema: dict[str, Any] | None = None
+    grammar: str | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     ignore_eos: bool = False
@@ -61,6 +67,16 @@ class Chat(Choosing):
         given = (self.max_completion_tokens, self.max_tokens)
         return next((number for number in given if number is not None), None)
 
+    @property
+    def continues(self) -> bool | None:
+        """Whether the last message goes on; None where it does if it is the assistant's."""
+        if self.continue_final_message and self.add_generation_prompt:
+            raise InvalidArgument(
+                "continue_final_message lets the last message go on, and add_generation_prompt "
+                "begins another: give one of them"
+            )
+        return False if self.add_generation_prompt else self.continue_final_message
+
 
 @router.post("/v1/chat/completions", response_model=None)
 @router.post("/chat/completions", response_model=None, include_in_schema=False)
@@ -69,7 +85,7 @@ async def chat(
 ) -> Response | dict[str, Any]:
     """What the assistant says next, in `n` ways; as one answer or as a stream of events."""
     tools = checked_tools(body.tools or (), body.tool_choice)
-    prompt = await prompt_ids(service, body.messages, tools)
+    prompt = await prompt_ids(service, body.messages, tools, body.continues)
     likely = (body.top_logprobs or 0) if body.logprobs else None
     most = longest(service, body.most)
     ask = Ask(tuple(prompt), most, ignore_eos=body.ignore_eos, likely=likely)
@@ -82,17 +98,37 @@ async def chat(
         return await reply.whole(running)
 
 
+@router.post("/v1/chat/completions/input_tokens", response_model=None)
+@router.post("/chat/completions/input_tokens", response_model=None, include_in_schema=False)
+async def input_tokens(body: Chat, service: Serving, owner: Owner) -> dict[str, Any]:
+    """How many tokens the messages are; nothing is evaluated."""
+    tools = checked_tools(body.tools or (), body.tool_choice)
+    prompt = await prompt_ids(service, body.messages, tools, body.continues)
+    return {"object": "response.input_tokens", "input_tokens": len(prompt)}
+
+
 async def prompt_ids(
-    service: Service, messages: list[dict[str, Any]], tools: Tools | None = None
+    service: Service,
+    messages: list[dict[str, Any]],
+    tools: Tools | None = None,
+    continues: bool | None = None,
 ) -> list[int]:
-    """The messages as the model's template writes them, up to where the assistant begins."""
+    """The messages as the model's template writes them, up to where the assistant begins.
+
+    continues: whether it goes on with the last message; None where that is its own.
+    """
     codec = service.model.text
 
     def encoded() -> list[int]:
         said, given = template_messages(messages), None
         if tools is not None:
             said, given = tools.messages(codec, said)
-        return codec.encode(codec.chat(said, tools=given))
+        own = [message["role"] == "assistant" for message in said[-2:]]
+        if not (own[-1] if continues is None else continues):
+            return codec.encode(codec.chat(said, tools=given))
+        if own == [True, True]:
+            raise InvalidArgument("the assistant's last message goes on, and there are two of them")
+        return codec.chat_to_continue(said, given)
 
     return await asyncio.to_thread(encoded)  # of a long text it takes longer than others can wait
 
@@ -116,14 +152,15 @@ def _samplings(service: Service, body: Chat, tools: Tools | None) -> list[Sampli
     samplings, schema = body.samplings(body.n or 1), None
     form = body.response_format or Format()
     if form.type == "json_object":
-        schema = dict(ANY_OBJECT)
+        schema = dict(ANY_OBJECT) if form.of_object is None else form.of_object
     elif form.type == "json_schema":
         schema = (form.json_schema or {}).get("schema")
         if not isinstance(schema, dict):
             raise InvalidArgument("response_format.json_schema.schema must be a JSON schema")
     elif form.type != "text":
         raise InvalidArgument(f"response_format.type cannot be {form.type!r}")
-    return forced_by(service, samplings, tools, schema)
+    schema = body.json_schema if schema is None else schema
+    return forced_by(service, samplings, tools, schema, body.grammar)
 
 
 def forced_by(
@@ -131,13 +168,20 @@ def forced_by(
     samplings: list[Sampling],
     tools: Tools | None,
     schema: dict[str, Any] | None = None,
+    grammar: str | None = None,
 ) -> list[Sampling]:
-    """The same, held to the call that must be made, or to a schema. Raises InvalidArgument."""
-    wanted = tools.schema() if tools is not None and tools.forced else schema
-    if wanted is None:
-        return samplings
-    model = service.model
-    return [replace(each, constraint=Grammar.of_schema(model, wanted)) for each in samplings]
+    """The same, held to the call that must be made, to a schema, or to a grammar (GBNF).
+
+    Raises InvalidArgument.
+    """
+    wanted, model = tools.schema() if tools is not None and tools.forced else schema, service.model
+    if wanted is not None and grammar:
+        raise InvalidArgument("a grammar goes with no schema, and with no call that must be made")
+    if wanted is not None:
+        return [replace(each, constraint=Grammar.of_schema(model, wanted)) for each in samplings]
+    if grammar:
+        return [replace(each, constraint=Grammar.of_gbnf(model, grammar)) for each in samplings]
+    return samplings
 
 
 @dataclass
@@ -164,6 +208,7 @@ class _Reply:
         return {
             **self._head,
             "object": "chat.completion",
+            "system_fingerprint": FINGERPRINT,
             "choices": choices,
             **self._totals(),
         }
@@ -171,7 +216,7 @@ class _Reply:
     async def streamed(self, running: Running) -> AsyncIterator[bytes]:
         try:
             for index in range(len(self._choices)):
-                yield self._chunk(index, {"role": "assistant", "content": ""})
+                yield self._chunk(index, {"role": "assistant", "content": None})
             async for index, each in running:
                 for chunk in self._chunks(index, each):
                     yield chunk
@@ -252,13 +297,7 @@ class _Reply:
         return {"usage": usage_of(usages), "timings": timings_of(usages[0])}
 
     def _progress(self, index: int, each: Read) -> bytes:
-        told = {
-            "total": each.total,
-            "cache": each.reuse.tokens,
-            "processed": each.done,
-            "time_ms": round(1000 * each.seconds),
-        }
-        return self._chunk(index, {}, more={"prompt_progress": told})
+        return self._chunk(index, {}, more={"prompt_progress": progress_of(each)})
 
     def _chunk(
         self,
@@ -273,7 +312,7 @@ class _Reply:
         return event({**self._head, **_CHUNK, "choices": [choice], **(more or {})})
 
 
-_CHUNK = {"object": "chat.completion.chunk"}
+_CHUNK = {"object": "chat.completion.chunk", "system_fingerprint": FINGERPRINT}
 
 
 def _reason(end: Finished, calls: list[dict[str, Any]]) -> str:

@@ -17,7 +17,7 @@ from fastapi import APIRouter, Path, Request
 from pydantic import Field
 from starlette.responses import Response
 
-from kvkeep.engine import Ask, Finished, Written
+from kvkeep.engine import Ask, Finished, Read, Written
 from kvkeep.errors import InvalidArgument, KvkeepError, NoSuchSession
 from kvkeep.server.asked import MOST_TOKENS, Body, Choosing, Owner, Serving
 from kvkeep.server.basics import now
@@ -30,6 +30,7 @@ from kvkeep.server.openai.items import (
     messages_of,
     text_part,
 )
+from kvkeep.server.openai.usage import progress_of, timings_of
 from kvkeep.server.problems import Problem, problem_of
 from kvkeep.server.service import Running, Service
 from kvkeep.server.sse import event, stream
@@ -58,6 +59,8 @@ class Create(Choosing):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     metadata: dict[str, str] | None = None
+    return_progress: bool = False
+    timings_per_token: bool = False
 
     def wanted_schema(self) -> dict[str, Any] | None:
         form = (self.text.format if self.text else None) or {"type": "text"}
@@ -73,7 +76,11 @@ class Create(Choosing):
 
 @dataclass
 class _Making:
-    """A response on its way. held: tokens of its prompt that were there. body: as it is now."""
+    """A response on its way.
+
+    held: tokens of its prompt that were there. body: as it is now. progress, timed: whether steps
+    of the prompt, and the time of each token, are told.
+    """
 
     body: dict[str, Any]
     messages: list[dict[str, Any]]
@@ -81,10 +88,17 @@ class _Making:
     held: int
     running: Running
     tools: Tools | None
+    progress: bool = False
+    timed: bool = False
     item: str = field(default_factory=lambda: f"msg_{secrets.token_hex(12)}")
+
+    def timings(self) -> dict[str, Any]:
+        """Until now, where that is wanted."""
+        return {"timings": timings_of(self.running.answers[0].usage)} if self.timed else {}
 
 
 @router.post("/v1/responses", response_model=None)
+@router.post("/responses", response_model=None, include_in_schema=False)
 async def create(
     body: Create, request: Request, service: Serving, owner: Owner
 ) -> Response | dict[str, Any]:
@@ -104,6 +118,15 @@ async def create(
         raise
     assert isinstance(end, Finished)
     return await _done(making, text, end, service, owner)
+
+
+@router.post("/v1/responses/input_tokens")
+async def input_tokens(body: Create, service: Serving, owner: Owner) -> dict[str, Any]:
+    """How many tokens the prompt would be; nothing is evaluated."""
+    tools = checked_tools(function_tools(body.tools or ()), body.tool_choice)
+    system, messages = await _all_messages(body, service, owner)
+    ids = await prompt_ids(service, [*system, *messages], tools)
+    return {"object": "response.input_tokens", "input_tokens": len(ids)}
 
 
 @router.get("/v1/responses/{response}")
@@ -133,9 +156,7 @@ async def cancel(response: _Id, service: Serving, owner: Owner) -> dict[str, Any
 async def _begun(body: Create, service: Service, owner: str) -> _Making:
     tools = checked_tools(function_tools(body.tools or ()), body.tool_choice)
     schema, name = body.wanted_schema(), f"resp_{secrets.token_hex(12)}"
-    before = await _messages_before(body.previous_response_id, service, owner)
-    messages = [*before, *messages_of(body.input)]
-    system = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    system, messages = await _all_messages(body, service, owner)
     ids = await prompt_ids(service, [*system, *messages], tools)
     samplings = forced_by(service, body.samplings(), tools, schema)
     most = longest(service, body.max_output_tokens)
@@ -151,7 +172,9 @@ async def _begun(body: Create, service: Service, owner: str) -> _Making:
     except BaseException:
         await _forget(name, service, owner)
         raise
-    made = _Making(_response(name, body, service), messages, len(ids), held, running, tools)
+    told = _response(name, body, service)
+    made = _Making(told, messages, len(ids), held, running, tools)
+    made.progress, made.timed = body.return_progress, body.timings_per_token
     service.making[owner, name] = made
     return made
 
@@ -227,11 +250,15 @@ async def _streamed(making: _Making, service: Service, owner: str) -> AsyncItera
             yield told("response.output_item.added", output_index=0, item=started)
             yield told("response.content_part.added", **part, part=text_part(""))
         async for _, each in making.running:
+            if isinstance(each, Read) and making.progress:
+                seen = {"prompt_progress": progress_of(each)}
+                yield told("response.in_progress", response=making.body, **seen)
             if not isinstance(each, (Written, Finished)):
                 continue
             text += each.text
             if each.text and making.tools is None:
-                yield told("response.output_text.delta", **part, delta=each.text, logprobs=[])
+                delta = {"delta": each.text, "logprobs": [], **making.timings()}
+                yield told("response.output_text.delta", **part, **delta)
             if isinstance(each, Finished):
                 made = await _done(making, text, each, service, owner)
                 finished = True
@@ -242,7 +269,8 @@ async def _streamed(making: _Making, service: Service, owner: str) -> AsyncItera
                     if making.tools is not None:
                         yield told("response.output_item.added", output_index=index, item=one)
                     yield told("response.output_item.done", output_index=index, item=one)
-                yield told(f"response.{made['status']}", response=made)
+                spent = {"timings": timings_of(each.usage)}
+                yield told(f"response.{made['status']}", response=made, **spent)
     except Exception as error:  # the status is sent: what happened is the last event
         problem = problem_of(error)
         yield told("error", code=problem.kind, message=problem.message, param=problem.param)
@@ -260,6 +288,15 @@ async def _stored(name: str, service: Service, owner: str) -> dict[str, Any]:
     if found is None:
         raise Problem(404, f"response {name!r} is not there yet", "not_found_error")
     return found
+
+
+async def _all_messages(
+    body: Create, service: Service, owner: str
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The instructions, and all that was said."""
+    before = await _messages_before(body.previous_response_id, service, owner)
+    system = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    return system, [*before, *messages_of(body.input)]
 
 
 async def _messages_before(name: str | None, service: Service, owner: str) -> list[dict[str, Any]]:

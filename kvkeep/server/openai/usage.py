@@ -2,8 +2,10 @@
 
 from typing import Any
 
-from kvkeep.engine import Usage
+from kvkeep.engine import Read, Usage
+from kvkeep.version import __version__
 
+FINGERPRINT = f"kvkeep-{__version__}"  # what the same seed gives the same answers by
 # How OpenAI's API names the reasons for which an answer ends.
 REASONS = {"eos": "stop", "stop": "stop", "length": "length", "full": "length"}
 
@@ -33,4 +35,14 @@ def timings_of(usage: Usage) -> dict[str, Any]:
         "predicted_ms": writing,
         "predicted_per_token_ms": writing / written if written else 0.0,
         "predicted_per_second": 1000 * written / writing if writing else 0.0,
+    }
+
+
+def progress_of(read: Read) -> dict[str, Any]:
+    """llama.cpp's `prompt_progress`."""
+    return {
+        "total": read.total,
+        "cache": read.reuse.tokens,
+        "processed": read.done,
+        "time_ms": round(1000 * read.seconds),
     }
