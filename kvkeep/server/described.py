@@ -24,6 +24,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     for status, what in (
         (400, "What was asked is malformed, or cannot be done."),
         (401, "There is no such key."),
+        (403, "A page that asks is not allowed to."),
         (404, "There is nothing of that name."),
         (405, "Not by that method."),
         (409, "The session reads or writes."),
@@ -34,6 +35,18 @@ ERRORS: dict[int | str, dict[str, Any]] = {
         (500, "Something failed inside."),
         (503, "The server is about to end."),
     )
+}
+
+
+_EVENTS: dict[str, Any] = {"text/event-stream": {"schema": {"type": "string"}}}
+EVENTS: dict[int | str, dict[str, Any]] = {
+    200: {"description": "Server-sent events.", "content": _EVENTS}
+}
+STREAMED: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The answer; server-sent events where `stream` is true.",
+        "content": {"application/json": {"schema": {}}, **_EVENTS},
+    }
 }
 
 

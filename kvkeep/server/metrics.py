@@ -7,7 +7,7 @@ from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from kvkeep.engine import Totals
 from kvkeep.server.asked import Serving
@@ -16,7 +16,7 @@ router = APIRouter()
 _Metric = CounterMetricFamily | GaugeMetricFamily
 
 
-@router.get("/metrics", response_model=None)
+@router.get("/metrics", response_model=None, response_class=PlainTextResponse)
 async def metrics(service: Serving) -> Response:
     """Of all owners together."""
     totals = await asyncio.wrap_future(service.engine.totals())

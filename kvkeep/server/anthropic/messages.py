@@ -12,6 +12,7 @@ from starlette.responses import Response
 from kvkeep.engine import Ask, Finished, Read, Reuse, Written
 from kvkeep.errors import InvalidArgument
 from kvkeep.server.asked import MOST_TOKENS, Body, Choosing, Owner, Serving
+from kvkeep.server.described import STREAMED
 from kvkeep.server.openai.chat import asked, forced_by, prompt_ids
 from kvkeep.server.problems import problem_of
 from kvkeep.server.service import Running, Service
@@ -82,7 +83,7 @@ class Message(Counted):
         )
 
 
-@router.post("/v1/messages", response_model=None)
+@router.post("/v1/messages", response_model=None, responses=STREAMED)
 async def messages(
     body: Message, request: Request, service: Serving, owner: Owner
 ) -> Response | dict[str, Any]:
@@ -231,7 +232,7 @@ def _messages(message: Mapping[str, Any]) -> list[dict[str, Any]]:
     if not isinstance(content, list):
         return [{"role": role, "content": _plain(content)}]
     made: list[dict[str, Any]] = []
-    rest, calls = [], []
+    rest, calls, thought = [], [], []
     for block in content:
         kind = block.get("type") if isinstance(block, Mapping) else None
         if kind == "tool_result":
@@ -239,10 +240,13 @@ def _messages(message: Mapping[str, Any]) -> list[dict[str, Any]]:
         elif kind == "tool_use":
             function = {"name": str(block.get("name")), "arguments": block.get("input") or {}}
             calls.append({"type": "function", "function": function})
+        elif kind in ("thinking", "redacted_thinking"):  # the latter for nobody's eyes
+            thought.append(str(block.get("thinking") or ""))
         else:
             rest.append(block)
+    thinking = {"reasoning_content": "".join(thought)} if any(thought) else {}
     if calls:
-        made.append({"role": role, "content": _plain(rest), "tool_calls": calls})
+        made.append({"role": role, "content": _plain(rest), "tool_calls": calls, **thinking})
     elif rest:
-        made.append({"role": role, "content": _plain(rest)})
+        made.append({"role": role, "content": _plain(rest), **thinking})
     return made

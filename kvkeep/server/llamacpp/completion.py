@@ -11,6 +11,7 @@ from starlette.responses import Response
 from kvkeep.engine import Ask, Finished, Likely, Read, Written
 from kvkeep.errors import InvalidArgument
 from kvkeep.server.asked import MOST_ANSWERS, MOST_TOKENS, Bias, Body, Choosing, Owner, Serving
+from kvkeep.server.described import STREAMED
 from kvkeep.server.llamacpp.text import DEFAULTS, SLOTS, piece_of, slot_name
 from kvkeep.server.openai.chat import asked, forced_by
 from kvkeep.server.openai.usage import progress_of, timings_of
@@ -98,7 +99,7 @@ def _tokens_of(text: int | str, service: Service) -> list[int]:
     return service.model.text.encode(text)
 
 
-@router.post("/completion", response_model=None)
+@router.post("/completion", response_model=None, responses=STREAMED)
 @router.post("/completions", response_model=None, include_in_schema=False)
 async def completion(
     body: Completion, request: Request, service: Serving, owner: Owner

@@ -14,6 +14,7 @@ from kvkeep.engine import Ask, Event, Finished, Read, Written
 from kvkeep.errors import ContextFull, InvalidArgument
 from kvkeep.server.asked import MOST_ANSWERS, MOST_TOKENS, Body, Choosing, Owner, Serving
 from kvkeep.server.basics import now
+from kvkeep.server.described import STREAMED
 from kvkeep.server.grammar import ANY_OBJECT, Grammar
 from kvkeep.server.messages import template_messages
 from kvkeep.server.openai.likely import chat_entry
@@ -78,7 +79,7 @@ class Chat(Choosing):
         return False if self.add_generation_prompt else self.continue_final_message
 
 
-@router.post("/v1/chat/completions", response_model=None)
+@router.post("/v1/chat/completions", response_model=None, responses=STREAMED)
 @router.post("/chat/completions", response_model=None, include_in_schema=False)
 async def chat(
     body: Chat, request: Request, service: Serving, owner: Owner

@@ -13,6 +13,7 @@ from kvkeep.engine import Ask, Finished, Usage, Written
 from kvkeep.models.text import TextCodec
 from kvkeep.server.asked import MOST_ANSWERS, MOST_TOKENS, Body, Choosing, Owner, Serving
 from kvkeep.server.basics import now
+from kvkeep.server.described import STREAMED
 from kvkeep.server.openai.chat import asked, longest
 from kvkeep.server.openai.likely import old_entry
 from kvkeep.server.openai.usage import REASONS, timings_of, usage_of
@@ -41,7 +42,7 @@ class Completion(Choosing):
     ignore_eos: bool = False
 
 
-@router.post("/v1/completions", response_model=None)
+@router.post("/v1/completions", response_model=None, responses=STREAMED)
 async def completions(
     body: Completion, request: Request, service: Serving, owner: Owner
 ) -> Response | dict[str, Any]:

@@ -21,6 +21,7 @@ from kvkeep.engine import Ask, Finished, Read, Written
 from kvkeep.errors import InvalidArgument, KvkeepError, NoSuchSession
 from kvkeep.server.asked import MOST_TOKENS, Body, Choosing, Owner, Serving
 from kvkeep.server.basics import now
+from kvkeep.server.described import STREAMED
 from kvkeep.server.openai.chat import forced_by, longest, prompt_ids
 from kvkeep.server.openai.items import (
     Reply,
@@ -97,7 +98,7 @@ class _Making:
         return {"timings": timings_of(self.running.answers[0].usage)} if self.timed else {}
 
 
-@router.post("/v1/responses", response_model=None)
+@router.post("/v1/responses", response_model=None, responses=STREAMED)
 @router.post("/responses", response_model=None, include_in_schema=False)
 async def create(
     body: Create, request: Request, service: Serving, owner: Owner

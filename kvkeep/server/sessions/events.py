@@ -10,6 +10,7 @@ from starlette.responses import StreamingResponse
 
 from kvkeep.engine import Differing, Operation, differing
 from kvkeep.server.asked import Owner, Serving
+from kvkeep.server.described import EVENTS
 from kvkeep.server.problems import Problem
 from kvkeep.server.service import Service
 from kvkeep.server.sessions.entry import Name
@@ -21,7 +22,7 @@ _BEAT, _LOOK = 15, 1.0  # seconds: between signs of life, and between looks whet
 _WAITING = 1000  # events that a client may be behind
 
 
-@router.get("/v1/events", response_model=None)
+@router.get("/v1/events", response_model=None, responses=EVENTS)
 async def events(service: Serving, owner: Owner) -> StreamingResponse:
     """Each operation on any of the owner's sessions, from now on."""
     return stream(_told(service, owner, None))
@@ -34,7 +35,7 @@ async def operations(service: Serving, owner: Owner) -> dict[str, Any]:
     return {"object": "list", "data": [_entry(each) for each in found]}
 
 
-@router.get("/v1/sessions/{name}/events", response_model=None)
+@router.get("/v1/sessions/{name}/events", response_model=None, responses=EVENTS)
 async def events_of(name: Name, service: Serving, owner: Owner) -> StreamingResponse:
     """The same of one session."""
     await asyncio.wrap_future(service.engine.find(name, owner))

@@ -63,7 +63,7 @@ class Resident(Body):
     resident: bool
 
 
-@router.post("/v1/sessions", response_model=None)
+@router.post("/v1/sessions", status_code=201, response_model=None)
 async def create(body: Create, service: Serving, owner: Owner) -> Response:
     """A new session, empty or where a snapshot stands."""
     engine = service.engine
@@ -94,7 +94,7 @@ async def delete(name: Name, service: Serving, owner: Owner, revision: Revision)
     return {"name": name, "object": "session", "deleted": True}
 
 
-@router.post("/v1/sessions/{name}/fork", response_model=None)
+@router.post("/v1/sessions/{name}/fork", status_code=201, response_model=None)
 async def fork(
     name: Name, body: Fork, service: Serving, owner: Owner, revision: Revision
 ) -> Response:
@@ -117,7 +117,7 @@ async def resident(name: Name, body: Resident, service: Serving, owner: Owner) -
     return answer(await asyncio.wrap_future(service.engine.find(name, owner)))
 
 
-@router.post("/v1/sessions/{name}/snapshot", response_model=None)
+@router.post("/v1/sessions/{name}/snapshot", status_code=201, response_model=None)
 async def snapshot(name: Name, body: Label, service: Serving, owner: Owner) -> Response:
     """Writes what it is now under a name; answers once that is on disk."""
     size = await asyncio.wrap_future(service.engine.snapshot(name, body.name, owner))
@@ -155,7 +155,7 @@ async def delete_snapshot(name: Name, service: Serving, owner: Owner) -> dict[st
     return {"name": name, "object": "snapshot", "deleted": True, "bytes": freed}
 
 
-@router.post("/v1/snapshots/{name}/restore", response_model=None)
+@router.post("/v1/snapshots/{name}/restore", status_code=201, response_model=None)
 async def restore(name: Name, body: Restore, service: Serving, owner: Owner) -> Response:
     """A new session that goes on, to the bit, where the snapshot was taken."""
     made = service.engine.restore(name, owner, body.name)

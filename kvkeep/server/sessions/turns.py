@@ -8,6 +8,7 @@ from starlette.responses import Response
 
 from kvkeep.engine import Ask, turn
 from kvkeep.server.asked import MOST_TOKENS, Choosing, Owner, Serving
+from kvkeep.server.described import STREAMED
 from kvkeep.server.sessions.entry import Name, Revision
 from kvkeep.server.sessions.writing import answered
 
@@ -23,7 +24,7 @@ class Turn(Choosing):
     stream: bool = False
 
 
-@router.post("/v1/sessions/{name}/turns", response_model=None)
+@router.post("/v1/sessions/{name}/turns", response_model=None, responses=STREAMED)
 async def say(
     name: Name, body: Turn, request: Request, service: Serving, owner: Owner, revision: Revision
 ) -> Response | dict[str, Any]:

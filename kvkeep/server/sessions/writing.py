@@ -11,6 +11,7 @@ from starlette.responses import Response
 from kvkeep.engine import Ask, Event, Finished, Kept, Read, Written
 from kvkeep.errors import InvalidArgument
 from kvkeep.server.asked import MOST_TOKENS, Choosing, Owner, Serving
+from kvkeep.server.described import STREAMED
 from kvkeep.server.messages import template_messages
 from kvkeep.server.openai.usage import timings_of
 from kvkeep.server.problems import problem_of
@@ -66,7 +67,7 @@ class Generate(Fed):
     ignore_eos: bool = False
 
 
-@router.post("/v1/sessions/{name}/feed", response_model=None)
+@router.post("/v1/sessions/{name}/feed", response_model=None, responses=STREAMED)
 async def feed(
     name: Name, body: Fed, request: Request, service: Serving, owner: Owner, revision: Revision
 ) -> Response | dict[str, Any]:
@@ -78,7 +79,7 @@ async def feed(
     return await answered(name, body.stream, ask, request, service, owner, revision)
 
 
-@router.post("/v1/sessions/{name}/generate", response_model=None)
+@router.post("/v1/sessions/{name}/generate", response_model=None, responses=STREAMED)
 async def generate(
     name: Name, body: Generate, request: Request, service: Serving, owner: Owner, revision: Revision
 ) -> Response | dict[str, Any]:
