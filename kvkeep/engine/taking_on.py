@@ -66,11 +66,13 @@ class TakingOn:
         self._require_turn(owner)
         if session is None:
             assert isinstance(ask, Ask)
+            _require_something(ask, 0)
             self._require_short(ask)
             kept, reuse = self._placed(ask, owner)
         else:
             kept, reuse = self._keeping.find(session, owner), Reuse()
             ask = self._said(ask, kept, revision)
+            _require_something(ask, len(kept.live.tokens))
         try:
             tokens = None if ask.max_tokens is None else len(ask.prompt) + ask.max_tokens
             self._keeping.reserve(kept, tokens, times)
@@ -91,8 +93,8 @@ class TakingOn:
         """What is asked of a session."""
         kept.require_idle()
         kept.require_revision(revision)
+        self._keeping.reserve(kept, 0)
         if callable(ask):
-            self._keeping.reserve(kept, 0)
             ask = ask(kept)
         self._require_short(ask)
         return ask
@@ -237,3 +239,9 @@ class TakingOn:
         self._sums["written"] += usage.written
         self._sums["reading"] += round(1e6 * usage.reading)
         self._sums["writing"] += round(1e6 * usage.writing)
+
+
+def _require_something(ask: Ask, held: int) -> None:
+    """Before anything is begun. held: tokens of the session."""
+    if not ask.prompt and not held:
+        raise InvalidArgument("nothing to continue: feed a prompt before asking for tokens")

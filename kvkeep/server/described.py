@@ -38,7 +38,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 
-_EVENTS: dict[str, Any] = {"text/event-stream": {"schema": {"type": "string"}}}
+_EVENTS: dict[str, Any] = {"text/event-stream": {}}
 EVENTS: dict[int | str, dict[str, Any]] = {
     200: {"description": "Server-sent events.", "content": _EVENTS}
 }

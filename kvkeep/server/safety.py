@@ -123,7 +123,7 @@ def _headers(scope: _Scope) -> dict[str, str]:
 
 
 def _without_port(host: str) -> str:
-    if host.startswith("["):  # an address of IPv6
+    if host.startswith("[") and "]" in host:  # an address of IPv6
         return host.partition("]")[0] + "]"
     return host.rpartition(":")[0] if ":" in host else host
 

@@ -4,6 +4,7 @@ import contextlib
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -232,6 +233,100 @@ def test_killed_what_was_acknowledged_as_saved_is_there_to_the_bit(
             session.next_token(DRAWN)
         assert session.tokens == held
         assert write(made, "a", 20) == [session.next_token(DRAWN) for _ in range(20)]
+
+
+def all_that_touches_the_disk(made: Engine, told: int) -> None:
+    """Saves, moves to disk and back, forks, snapshots, deletes; says what is acknowledged."""
+
+    def acknowledged(name: str, tokens: int | None = None) -> None:
+        count = tokens if tokens is not None else len(text(0, 40))
+        os.write(told, f"{name} {count}\n".encode())
+
+    def held(name: str) -> int:
+        return made.look(name, "0", lambda kept: len(kept.live.tokens)).result()
+
+    os.write(told, b"\n")
+    for name in ("a", "b"):
+        made.create(name=name).result()
+        write(made, name, 3, text(0, 40))
+        made.save(name).result()
+        acknowledged(name, held(name))
+    made.fork("a", new="c").result()
+    write(made, "c", 4)
+    made.save("c").result()
+    acknowledged("c", held("c"))
+    made.snapshot("a", "s").result()
+    acknowledged("snapshot", held("a"))
+    for name in ("d", "e"):  # no room for all: others go to disk, and come back
+        made.create(name=name).result()
+        write(made, name, 3, text(0, 40))
+    write(made, "a", 3)
+    write(made, "b", 3)
+    made.save("a").result()
+    acknowledged("a", held("a"))
+    acknowledged("b", 0)
+    made.delete("b").result()
+    made.change("a", "0", "name", lambda session: session.name("all", 0, 9)).result()
+    made.save("a").result()
+    acknowledged("a", held("a"))
+
+
+def killed_at(folder: Path, moment: int) -> dict[str, int] | None:
+    """What was acknowledged before the so-many-th change of the folder; None if there were fewer.
+
+    A change is what Python tells its auditors of: a file opened to be written, renamed, removed.
+    """
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        left = [moment]
+
+        def audited(event: str, arguments: tuple[object, ...]) -> None:
+            writes = event == "open" and str(arguments[1])[:1] != "r"
+            if not (writes or event in ("os.rename", "os.remove", "os.link", "os.mkdir")):
+                return
+            if str(folder) not in str(arguments[0]):
+                return
+            if left[0] == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            left[0] -= 1
+
+        try:
+            sys.addaudithook(audited)
+            with engine(folder, cells=250, saved_after=1e9) as made:
+                all_that_touches_the_disk(made, writing)
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as told:
+        lines = told.read().split(b"\n")
+    _, status = os.waitpid(child, 0)
+    if not os.WIFSIGNALED(status):
+        return None
+    pairs = [line.decode().split() for line in lines if line]
+    return {name: int(count) for name, count in pairs}
+
+
+def test_killed_at_any_change_of_the_disk_what_was_acknowledged_is_there(tmp_path: Path) -> None:
+    """And goes on to the bit; another session than those is never half there."""
+    session = MODEL.session(**SETTINGS)
+    session.feed(text(0, 40))
+    expected = [*text(0, 40), *(session.next_token(DRAWN) for _ in range(60))]
+    moment = 0
+    while (acknowledged := killed_at(folder := tmp_path / str(moment), moment)) is not None:
+        with engine(folder) as made:
+            if "snapshot" in acknowledged:
+                made.restore("s", name="snapshot").result()
+            there = {kept.name for kept in made.sessions().result()}
+            assert {name for name, count in acknowledged.items() if count} - {"b"} <= there
+            for name in there:
+                held = made.look(name, "0", lambda kept: kept.live.tokens.tolist()).result()
+                assert len(held) >= acknowledged.get(name, 0)
+                assert held == expected[: len(held)]
+                if len(held) > 40:
+                    assert write(made, name, 5) == expected[len(held) : len(held) + 5]
+        moment += 1
+    assert moment > 40
 
 
 def test_killed_it_says_what_was_lost(tmp_path: Path) -> None:

@@ -78,3 +78,16 @@ def test_what_is_malformed_is_refused(server: Running, body: dict[str, Any]) -> 
 def test_what_is_no_json_is_refused(server: Running, content: bytes) -> None:
     answer = httpx.post(f"{server.url}/v1/completions", content=content)
     assert answer.status_code == 400
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_nothing_to_go_on_from_is_refused_before_a_stream_begins(
+    server: Running, streamed: bool
+) -> None:
+    with server.client() as client:
+        body = {"prompt": "", "stream": streamed}
+        assert client.post("/v1/completions", json=body).status_code == 400
+        name = client.post("/v1/sessions", json={}).json()["name"]
+        asked = client.post(f"/v1/sessions/{name}/generate", json={"stream": streamed})
+        assert asked.status_code == 400
+        assert "nothing to continue" in asked.json()["error"]["message"]
