@@ -1,7 +1,8 @@
 """`kvkeep chat --server`: the same talk, in a session that lives on a server."""
 
+import time
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import closing
 from typing import TYPE_CHECKING, Any, cast
 
 from kvkeep.cli.branches import Branches
@@ -15,7 +16,7 @@ from kvkeep.cli.saying import say
 from kvkeep.cli.slash import run_command
 from kvkeep.cli.terminated import terminated
 from kvkeep.client import Client, RemoteSession
-from kvkeep.errors import InvalidArgument, KvkeepError, NoSuchSession
+from kvkeep.errors import Busy, InvalidArgument, KvkeepError, NoSuchSession
 
 if TYPE_CHECKING:
     from kvkeep.session.conversation import Conversation
@@ -54,8 +55,7 @@ def talk_at(
             talk.talk(tokens)
         finally:
             for each in talk.remotes.values() if name is None else ():  # not asked for by name
-                with suppress(KvkeepError):
-                    client.delete(each.name)
+                _delete(client, each.name)
 
 
 def _opened(
@@ -73,6 +73,19 @@ def _opened(
             raise InvalidArgument(f"{options}: session {name} is there, with settings of its own")
         return remote, tokens
     return client.create(**settings), 0
+
+
+def _delete(client: Client, name: str) -> None:
+    """An answer that was broken off may still be at its last token, or at a step of the prompt."""
+    for _ in range(50):
+        try:
+            client.delete(name)
+        except Busy:
+            time.sleep(0.1)
+        except KvkeepError:  # it is gone, or the server is
+            return
+        else:
+            return
 
 
 def _written(option: str) -> str:
