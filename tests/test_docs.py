@@ -45,6 +45,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "manual.txt").write_text(topic_text()[:7000])
     (tmp_path / "sea.txt").write_text(SEA)
     (tmp_path / "ada.txt").write_text("My name is Ada.\n")
+    (tmp_path / "questions.jsonl").write_text('{"prompt": "The sea is"}\n' * 3)
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "sea.txt").write_text(SEA)
     shutil.copy(ROOT / "docs" / "architecture.md", tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import click
 
 import kvkeep
+from kvkeep.cli.batch import batch
 from kvkeep.cli.calibrate import calibrate
 from kvkeep.cli.chat import chat
 from kvkeep.cli.doctor import doctor
@@ -103,7 +104,7 @@ def main(context: click.Context) -> None:
 
 _EVALUATIONS = (perplexity, passkey, needle, grid)  # also without `evaluate` before them
 _COMMANDS = (
-    *(generate, chat, serve, sessions, why),
+    *(generate, chat, batch, serve, sessions, why),
     *(*_EVALUATIONS, evaluate, calibrate),
     *(models, pull, doctor),
 )

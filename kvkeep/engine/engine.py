@@ -53,16 +53,17 @@ class Engine:
         settings: Mapping[str, Any] | None = None,
         limits: Limits | None = None,
         folder: str | Path | None = None,
-        stores: str | Path | None = None,
+        stores: str | Path | Callable[[str], PrefixStore] | None = None,
     ):
         """settings: of sessions that are made for a prompt, as of `Model.session`, by default those
         of that and a prefill step of 128. folder: where sessions are kept; None for memory
-        alone. stores: a folder for each owner's prefix store; None for none."""
+        alone. stores: a folder for each owner's prefix store, or what gives an owner's; None for
+        none."""
         self.model = model
         self.settings = {"prefill_step": STEP, **(settings or {})}
         self.limits = limits or Limits()
         place = None if folder is None else arguments.path("folder", folder)
-        self._stores = None if stores is None else arguments.path("stores", stores)
+        self._stores = stores if callable(stores) or stores is None else _stores_in(stores)
         self._new_session("0")  # refused here, not at the first request
         self._keeping = Keeping(model, place, self.limits.memory)
         self._answers = TakingOn(model, self._keeping, self.limits, self._new_session, self._done)
@@ -439,7 +440,7 @@ class Engine:
         self._keeping.changed(kept)
 
     def _new_session(self, owner: str, **settings: Any) -> Session:
-        store = None if self._stores is None else PrefixStore(self._stores / owner)
+        store = None if self._stores is None else self._stores(owner)
         return self.model.session(store=store, **{**self.settings, **settings})
 
     def _done(self, kept: Kept, what: str, tokens: int, seconds: float) -> None:
@@ -451,6 +452,11 @@ class Engine:
         self._recent.add(operation.owner, operation)
         for listener in list(self._listeners):
             listener(operation)
+
+
+def _stores_in(stores: str | Path) -> Callable[[str], PrefixStore]:
+    folder = arguments.path("stores", stores)
+    return lambda owner: PrefixStore(folder / owner)
 
 
 def _flat(outer: Future[Future[T]]) -> Future[T]:

@@ -1,0 +1,221 @@
+"""`kvkeep batch`: the options, progress, and what is said at the end."""
+
+import json
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from kvkeep.cli.memory import SINKS, MemoryChoice, Prefixes, memory_options, prefix_options
+from kvkeep.cli.options import (
+    Output,
+    SamplingChoice,
+    output_options,
+    sampling_options,
+    whole_number,
+)
+from kvkeep.cli.report import counted
+from kvkeep.cli.saying import say
+from kvkeep.cli.serve import nbytes
+from kvkeep.cli.which_model import prefill_step
+from kvkeep.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from kvkeep import Model
+    from kvkeep.cli.batch.asking import Asked
+    from kvkeep.cli.batch.requests import Request
+    from kvkeep.cli.batch.results import Results
+    from kvkeep.engine import Ask, Engine, Event
+
+
+@click.command()
+@click.argument(
+    "file", required=False, type=click.Path(exists=True, dir_okay=False, path_type=Path)
+)
+@click.option(
+    "--each",
+    "folder",
+    metavar="FOLDER",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Ask of each file in a folder, in the place of FILE.",
+)
+@click.option("--ask", "question", metavar="TEXT", help="Of --each: what is asked of each file.")
+@click.option("--system", metavar="TEXT", help="Of --each: the system prompt.")
+@click.option(
+    "-o",
+    "--out",
+    metavar="FILE.jsonl",
+    required=True,
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Where answers go; those that are there are not asked for again.",
+)
+@click.option("--again", is_flag=True, help="Begin anew, whatever is there.")
+@click.option(
+    "-n", "--max-tokens", metavar="N", type=whole_number(1), default=256, help="Of an answer."
+)
+@click.option(
+    "--at-once", metavar="N", type=whole_number(1), default=16, help="Answers written together."
+)
+@click.option(
+    "--memory-bytes",
+    metavar="SIZE",
+    type=nbytes,
+    default="4GB",
+    help="For the cells of all of them.",
+)
+@memory_options(
+    click.option(
+        "--keep", metavar="N", type=whole_number(0), default=SINKS, help="First tokens kept."
+    ),
+    prefill_step(128),  # what prompts have in common is shared up to the end of a step
+)
+@prefix_options()
+@sampling_options()
+@output_options()
+def batch(
+    file: Path | None,
+    folder: Path | None,
+    question: str | None,
+    system: str | None,
+    out: Path,
+    again: bool,
+    max_tokens: int,
+    at_once: int,
+    memory_bytes: int,
+    memory: MemoryChoice,
+    prefixes: Prefixes,
+    sampling: SamplingChoice,
+    output: Output,
+) -> None:
+    """Answer many prompts: those of FILE.jsonl, or one about each file of a folder.
+
+    A line is {"prompt": "..."} or {"messages": [...]}, with an "id", "max_tokens", "temperature"
+    and the like if wanted; or a line of an OpenAI batch, which is answered in that form. What
+    prompts have in common is evaluated once, and answers are written together. Each is on disk as
+    soon as it is whole: the same command goes on where an earlier one was stopped.
+    """
+    if (file is None) == (folder is None) or (folder is None) != (question is None):
+        raise InvalidArgument("give FILE.jsonl, or --each FOLDER with --ask TEXT")
+    output.check()
+    sampling.resolve()
+    memory.check()
+    from kvkeep.cli.batch.requests import of_folder, of_lines
+    from kvkeep.cli.batch.results import results_in
+
+    if file is not None:
+        requests = of_lines(file)
+    else:
+        assert folder is not None
+        assert question is not None
+        requests = of_folder(folder, question, system)
+    with results_in(out, requests, again) as results:
+        left = [each for each in requests if each.digest not in results.done]
+        job = _Job(results, len(requests), len(left), output)
+        if left:
+            model = memory.load(output.progress)
+            how = sampling.resolve(saved_seed=0)  # so that one that goes on draws the same
+            asks = [(each, each.ask(model, how, max_tokens)) for each in left]
+            with _engine(model, memory, prefixes, memory_bytes, at_once) as engine:
+                job.run(engine, asks, at_once)
+        job.close()
+
+
+def _engine(
+    model: "Model", memory: MemoryChoice, prefixes: Prefixes, nbytes: int, at_once: int
+) -> "Engine":
+    from kvkeep.engine import Engine, Limits
+
+    store = prefixes.store()
+    return Engine(
+        model,
+        settings=memory.settings(model, memory.keep if memory.keep is not None else SINKS),
+        limits=Limits(memory=nbytes, answers=at_once, each=at_once),
+        stores=None if store is None else lambda owner: store,
+    )
+
+
+@dataclass
+class _Report:
+    """requests: in all. before: answered by an earlier run. seconds: of this one."""
+
+    requests: int
+    before: int
+    answered: int = 0
+    failed: int = 0
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    generated_tokens: int = 0
+    seconds: float = 0.0
+    finish_reason: str = "end"
+
+    def line(self) -> str:
+        done = f"{self.before + self.answered} of {counted(self.requests, 'answer')}"
+        failed = f", {self.failed} failed" if self.failed else ""
+        rate = f" at {self.generated_tokens / self.seconds:,.1f} tok/s" if self.seconds else ""
+        return (
+            f"{done}{failed} | prompts {self.prompt_tokens} tokens, {self.reused_tokens} reused | "
+            f"generated {self.generated_tokens}{rate} | {self.seconds:,.1f} s"
+        )
+
+
+class _Job:
+    """The requests of this run: shown as they are answered, and counted."""
+
+    def __init__(self, results: "Results", requests: int, left: int, output: Output):
+        self._results, self._output = results, output
+        self._report = _Report(requests, requests - left)
+
+    def run(self, engine: "Engine", asks: "list[tuple[Request, Ask]]", at_once: int) -> None:
+        from tqdm import tqdm
+
+        from kvkeep.cli.batch.asking import answers
+
+        report, begun = self._report, time.perf_counter()
+        bar = tqdm(
+            total=report.requests,
+            initial=report.before,
+            unit=" answers",
+            disable=None if self._output.progress else True,
+        )
+        try:
+            with bar:
+                for asked in answers(engine, asks, at_once, self._seen):
+                    self._results.add(asked.line(engine.model.name))
+                    self._count(asked)
+                    bar.update()
+        except KeyboardInterrupt:
+            report.finish_reason = "interrupt"
+            raise
+        finally:
+            report.seconds = time.perf_counter() - begun
+            if report.finish_reason == "interrupt":
+                self.close()
+                say("the same command goes on from here")
+
+    def _seen(self, asked: "Asked", event: "Event") -> None:
+        from kvkeep.engine import Written
+
+        self._report.generated_tokens += isinstance(event, Written)
+
+    def _count(self, asked: "Asked") -> None:
+        report = self._report
+        if asked.end is None:
+            report.failed += 1
+            say(f"{asked.request.where}: {asked.error}")
+            return
+        report.prompt_tokens += asked.end.usage.prompt
+        report.reused_tokens += asked.end.usage.reuse.tokens
+
+    def close(self) -> None:
+        self._report.answered = self._results.added
+        if self._output.report is not None:
+            from kvkeep.files.whole import write_whole
+
+            text = json.dumps({"command": "batch", **asdict(self._report)}, indent=2)
+            write_whole(self._output.report, f"{text}\n".encode())
+        if not self._output.quiet:
+            say(self._report.line())
+        if self._report.failed:
+            raise InvalidArgument(f"{counted(self._report.failed, 'request')} failed; see above")

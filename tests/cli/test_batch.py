@@ -1,0 +1,221 @@
+"""`kvkeep batch`: each prompt is answered as if it were alone, once, and that is there for good."""
+
+import fcntl
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli.conftest import Invoke, Start
+from topics import topic_text
+
+from kvkeep import Sampling
+from kvkeep.cli.batch.results import Results
+from kvkeep.model import Model
+
+SYSTEM = "You answer in one word, and you never explain. " * 20
+QUESTIONS = ("What is the capital of France?", "And of Italy?", "What is two and two?")
+
+
+def written(path: Path, lines: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return path
+
+
+def results(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def prompts(count: int) -> list[dict[str, Any]]:
+    text = topic_text()
+    return [{"id": f"p{n}", "prompt": text[100 * n : 100 * n + 200]} for n in range(count)]
+
+
+def test_each_is_answered_as_if_it_were_alone(
+    invoke: Invoke, smollm2: Model, tmp_path: Path
+) -> None:
+    """On the default model, in both forms; what they begin with is evaluated once."""
+    said = [
+        [{"role": "system", "content": SYSTEM}, {"role": "user", "content": each}]
+        for each in QUESTIONS
+    ]
+    settings = {"max_tokens": 6, "temperature": 0}
+    lines = [{"id": f"q{n}", "messages": each, **settings} for n, each in enumerate(said)]
+    body = {"model": "x", "messages": said[0], **settings}
+    lines.append({"custom_id": "o", "method": "POST", "url": "/v1/chat/completions", "body": body})
+    lines.append({"prompt": "Once upon a time", **settings})
+    out = tmp_path / "out.jsonl"
+    done = invoke("batch", written(tmp_path / "in.jsonl", lines), "-o", out, "-q")
+    assert done.exit_code == 0, done.stderr
+    found = {each.get("id") if "text" in each else "o": each for each in results(out)}
+    assert set(found) == {"q0", "q1", "q2", "o", "5"}
+    usual = Sampling(repetition_penalty=1.1)  # the command's, and with temperature 0 no more of it
+    for number, messages in enumerate(said):
+        session = smollm2.session(prefill_step=128, keep=4)
+        session.feed(smollm2.text.chat(messages))
+        assert found[f"q{number}"]["text"] == "".join(session.stream(6, usual))
+    choice = found["o"]["response"]["body"]["choices"][0]
+    assert choice["message"]["content"] == found["q0"]["text"]
+    usages = [each["usage"] for name, each in found.items() if name.startswith("q")]
+    usages.append(found["o"]["response"]["body"]["usage"])
+    cached = [each["prompt_tokens_details"]["cached_tokens"] for each in usages]
+    assert sum(each >= 128 for each in cached) == 3
+
+
+def test_it_goes_on_where_it_was_stopped(
+    invoke: Invoke, tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By Ctrl-C: what was answered is not asked again, and comes to be as it would have."""
+    source, out, whole = written(tmp_path / "in.jsonl", prompts(6)), tmp_path / "o", tmp_path / "w"
+    options = (*tiny, "-n", 5, "--at-once", 2)
+    invoke("batch", source, "-o", whole, *options)
+    add = Results.add
+
+    def stopped(self: Results, line: dict[str, Any]) -> None:
+        add(self, line)
+        if len(results(out)) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Results, "add", stopped)
+    broken = invoke("batch", source, "-o", out, *options)
+    assert broken.exit_code == 130
+    assert "2 of 6 answers" in broken.stderr
+    assert "goes on from here" in broken.stderr
+    monkeypatch.undo()
+    again = invoke("batch", source, "-o", out, *options, "--report", tmp_path / "r.json")
+    assert again.exit_code == 0
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert (report["before"], report["answered"], report["requests"]) == (2, 4, 6)
+    texts = {each["id"]: each["text"] for each in results(out)}
+    assert texts == {each["id"]: each["text"] for each in results(whole)}
+    assert len(results(out)) == 6
+    for _ in range(2):  # nothing is left to do, and no model is needed for that
+        assert "6 of 6 answers" in invoke("batch", source, "-o", out, "-m", "nowhere").stderr
+
+
+def test_killed_nothing_is_lost_or_asked_twice(
+    start: Start, invoke: Invoke, tiny: list[str], tmp_path: Path
+) -> None:
+    source, out = written(tmp_path / "in.jsonl", prompts(40)), tmp_path / "out"
+    process = start("batch", source, "-o", out, *tiny, "-n", 40, "--at-once", 4, "-q")
+    while not (out.exists() and out.read_bytes().count(b"\n") > 2):
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    before = out.read_bytes().count(b"\n")
+    with out.open("ab") as file:
+        file.write(b'{"half": "a li')
+    again = invoke("batch", source, "-o", out, *tiny, "-n", 40)
+    assert again.exit_code == 0
+    assert f"{before} of" not in again.stderr
+    assert sorted(each["id"] for each in results(out)) == sorted(f"p{n}" for n in range(40))
+
+
+def test_files_of_a_folder(invoke: Invoke, tiny: list[str], tmp_path: Path) -> None:
+    folder, out = tmp_path / "docs", tmp_path / "out"
+    folder.mkdir()
+    for name in ("b.txt", "a.md", ".hidden"):
+        (folder / name).write_text(f"This is {name}.")
+    asked = ("--each", folder, "--ask", "What is this?", "--system", "Be terse.")
+    assert invoke("batch", *asked, "-o", out, *tiny, "-n", 3).exit_code == 0
+    assert sorted(each["id"] for each in results(out)) == ["a.md", "b.txt"]
+    (folder / "c").write_bytes(b"\xff\xfe")
+    refused = invoke("batch", *asked, "-o", out, *tiny)
+    assert refused.exit_code == 2
+    assert "not UTF-8" in refused.stderr
+
+
+def test_what_fails_is_said_and_asked_again(
+    invoke: Invoke, tiny: list[str], tmp_path: Path
+) -> None:
+    """A prompt for which there is no room, among others."""
+    lines = [*prompts(2), {"id": "long", "prompt": topic_text()[:2000]}]
+    source, out = written(tmp_path / "in.jsonl", lines), tmp_path / "out"
+    options = ("-o", out, *tiny, "-n", 3, "--policy", "full")
+    failed = invoke("batch", source, *options, "--max-kv-size", 128)
+    assert failed.exit_code == 2
+    assert "line 3" in failed.stderr
+    assert "2 of 3 answers, 1 failed" in failed.stderr
+    errors = {each["id"]: each.get("error") for each in results(out)}
+    assert errors.pop("long")["code"] == "ContextFull"
+    assert set(errors.values()) == {None}
+    assert invoke("batch", source, *options, "--max-kv-size", 2048).exit_code == 0
+    assert sorted(each["id"] for each in results(out)) == ["long", "p0", "p1"]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("{", "not JSON"),
+        ("[1]", "object"),
+        ('{"prompt": "x", "messages": []}', "messages, or a prompt"),
+        ("{}", "messages, or a prompt"),
+        ('{"prompt": 5}', "a prompt is text"),
+        ('{"prompt": "x", "n": 2}', "n is nothing that a batch can do"),
+        ('{"prompt": "x", "tools": [{}]}', "tools is nothing"),
+        ('{"prompt": "x", "max_tokens": 0}', "max_tokens"),
+        ('{"prompt": "x", "stop": 5}', "stop is text"),
+        ('{"custom_id": "x", "url": "/v1/embeddings", "body": {}}', "url"),
+        ('{"prompt": "x", "id": "a"}\n{"prompt": "y", "id": "a"}', "has the name"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused_before_anything_is_done(
+    invoke: Invoke, tmp_path: Path, line: str, said: str
+) -> None:
+    """Not even the model is looked for."""
+    source, out = tmp_path / "in.jsonl", tmp_path / "out"
+    source.write_text('{"prompt": "fine"}\n' + line + "\n")
+    refused = invoke("batch", source, "-o", out, "-m", "nowhere")
+    assert refused.exit_code == 2
+    assert said in refused.stderr
+    assert "line" in refused.stderr
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [{"temperature": -1}, {"messages": [{"role": 5}]}, {"top_p": "x"}, {"prompt": ""}],
+)
+def test_so_is_what_only_the_model_tells(
+    invoke: Invoke, tiny: list[str], tmp_path: Path, body: dict[str, Any]
+) -> None:
+    text = {} if "messages" in body else {"prompt": "x"}
+    source, out = written(tmp_path / "in.jsonl", [{**text, **body}]), tmp_path / "out"
+    refused = invoke("batch", source, "-o", out, *tiny)
+    assert refused.exit_code == 2
+    assert "line 1" in refused.stderr
+    assert out.read_bytes() == b""
+
+
+def test_answers_to_other_requests_are_not_touched(
+    invoke: Invoke, tiny: list[str], tmp_path: Path
+) -> None:
+    source, other = written(tmp_path / "a", prompts(1)), written(tmp_path / "b", prompts(2))
+    out = tmp_path / "out"
+    invoke("batch", source, "-o", out, *tiny, "-n", 2)
+    kept = out.read_bytes()
+    changed = written(tmp_path / "c", [{**prompts(1)[0], "max_tokens": 3}])
+    refused = invoke("batch", changed, "-o", out, *tiny)
+    assert refused.exit_code == 2
+    assert "--again" in refused.stderr
+    assert out.read_bytes() == kept
+    assert invoke("batch", other, "-o", out, *tiny, "-n", 2).exit_code == 0  # one more: goes on
+    assert invoke("batch", changed, "-o", out, *tiny, "--again").exit_code == 0
+    assert [each["usage"]["completion_tokens"] for each in results(out)] == [3]
+    with out.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        locked = invoke("batch", changed, "-o", out, *tiny)
+    assert locked.exit_code == 2
+    assert "another process" in locked.stderr
+
+
+def test_options_that_do_not_go_together(invoke: Invoke, tmp_path: Path) -> None:
+    source = written(tmp_path / "in.jsonl", prompts(1))
+    for options in ((), (source, "--each", tmp_path, "--ask", "x"), ("--each", tmp_path)):
+        assert invoke("batch", *options, "-o", tmp_path / "o").exit_code == 2
+    assert invoke("batch", source).exit_code == 2
+    assert os.listdir(tmp_path) == ["in.jsonl"]
