@@ -15,9 +15,12 @@ _PATIENCE = 60_000  # milliseconds, on a machine that is busy
 expect.set_options(timeout=_PATIENCE)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """The Chromium that is installed; Debian has it as `chromium`."""
+    """The Chromium that is installed; Debian has it as `chromium`.
+
+    Of a module: while it is there an event loop runs in this thread, which others would trip over.
+    """
     path = next(filter(None, map(shutil.which, _BROWSERS)), None)
     if path is None and not os.environ.get("CI"):
         pytest.skip("there is no Chromium: install chromium")

@@ -160,7 +160,9 @@ def test_it_is_compressed_and_each_head_shows_what_it_keeps(
     expect(page.locator(".legend")).to_contain_text("compressed")
     page.get_by_role("link", name="Cells by head").click()
     cells = client.get(f"/v1/sessions/{name}/heads").json()["cells"]
-    shown = page.locator(".heads td button").all_text_contents()
+    buttons = page.locator(".heads td button")
+    expect(buttons).to_have_count(sum(map(len, cells)))
+    shown = buttons.all_text_contents()
     assert [int(each) for each in shown] == [count for layer in cells for count in layer]
     page.get_by_role("button", name="layer 3, head 1").click()
     expect(page.locator(".positions span")).to_have_count(cells[3][1])
