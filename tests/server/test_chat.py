@@ -224,6 +224,18 @@ def test_many_at_once_by_the_asynchronous_client(server: Running) -> None:
     assert asyncio.run(ask()) == asyncio.run(ask())
 
 
+def test_a_stream_of_the_asynchronous_client(client: openai.OpenAI, server: Running) -> None:
+    asked: dict[str, Any] = {"model": "x", "messages": QUESTION, "max_tokens": 8, "temperature": 0}
+
+    async def streamed() -> str:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as found:
+            stream = await found.chat.completions.create(stream=True, **asked)
+            return "".join([each.choices[0].delta.content or "" async for each in stream])
+
+    whole = client.chat.completions.create(**asked).choices[0].message.content
+    assert asyncio.run(streamed()) == whole
+
+
 @pytest.mark.parametrize(
     "body",
     [

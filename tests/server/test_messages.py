@@ -1,5 +1,7 @@
 """Messages by Anthropic's own client."""
 
+import asyncio
+import time
 from typing import Any
 
 import anthropic
@@ -120,3 +122,52 @@ def test_what_is_malformed_is_refused_in_its_form(server: Running, body: dict[st
     assert answer.status_code == 400, answer.text
     assert answer.json()["type"] == "error"
     assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_the_clients_errors_are_its_own(client: anthropic.Anthropic) -> None:
+    with pytest.raises(anthropic.BadRequestError, match="role"):
+        said(client, [{"role": "robot", "content": "a"}])
+
+
+def test_who_goes_away_is_no_longer_worked_for(
+    client: anthropic.Anthropic, server: Running
+) -> None:
+    engine = server.service.engine
+    with client.messages.stream(
+        model="smollm2",
+        messages=[{"role": "user", "content": "Tell me a very long story."}],
+        max_tokens=2000,
+        extra_body={"temperature": 0, "ignore_eos": True},
+    ) as stream:
+        assert next(iter(stream.text_stream))
+        assert engine.call(lambda: len(engine._schedule)).result() == 1
+    while engine.call(lambda: len(engine._schedule)).result():
+        time.sleep(0.01)
+
+
+def test_the_assistants_last_message_goes_on(client: anthropic.Anthropic) -> None:
+    """As this API has it; and what it thought is taken, as in a history with tools."""
+    begun = {"role": "assistant", "content": "The capital of France is"}
+    assert said(client, [*QUESTION, begun]).content[0].text.startswith(" Paris")
+    thought = [
+        {"type": "thinking", "thinking": "It is Paris.", "signature": "x"},
+        {"type": "redacted_thinking", "data": "x"},
+        {"type": "text", "text": "Paris."},
+    ]
+    history = [*QUESTION, {"role": "assistant", "content": thought}]
+    more = {"role": "user", "content": "And of Italy?"}
+    assert "Rome" in said(client, [*history, more]).content[0].text
+
+
+def test_the_asynchronous_client(server: Running) -> None:
+    async def talk() -> tuple[str, str]:
+        async with anthropic.AsyncAnthropic(base_url=server.url, api_key="none") as client:
+            asked: dict[str, Any] = {"model": "x", "messages": QUESTION, "max_tokens": 12}
+            asked["extra_body"] = {"temperature": 0}
+            whole = await client.messages.create(**asked)
+            async with client.messages.stream(**asked) as stream:
+                text = "".join([each async for each in stream.text_stream])
+            return whole.content[0].text, text
+
+    one, other = asyncio.run(talk())
+    assert one == other
