@@ -3,6 +3,8 @@
 import contextlib
 import os
 import random
+import select
+import shutil
 import signal
 import sys
 import threading
@@ -298,12 +300,23 @@ def killed_at(folder: Path, moment: int) -> dict[str, int] | None:
         finally:
             os._exit(0)
     os.close(writing)
-    with os.fdopen(reading, "rb") as told:
-        lines = told.read().split(b"\n")
+    content, hung = b"", False
+    while not hung:
+        hung = not select.select([reading], [], [], 60)[0]
+        piece = b"" if hung else os.read(reading, 1 << 16)
+        if not piece:
+            break
+        content += piece
+    os.close(reading)
+    if hung:  # a fork of a process with threads may have inherited a lock that nobody lets go
+        os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
+    if hung:
+        shutil.rmtree(folder, ignore_errors=True)
+        return killed_at(folder, moment)
     if not os.WIFSIGNALED(status):
         return None
-    pairs = [line.decode().split() for line in lines if line]
+    pairs = [line.decode().split() for line in content.split(b"\n") if line]
     return {name: int(count) for name, count in pairs}
 
 
