@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -396,7 +397,11 @@ class Engine:
     def watch(self, listener: Callable[[Operation], None]) -> Callable[[], None]:
         """Tells of each operation, in the engine's thread; what is returned ends that."""
         self._listeners.append(listener)
-        return lambda: self._listeners.remove(listener)
+        return lambda: self._unwatch(listener)
+
+    def _unwatch(self, listener: Callable[[Operation], None]) -> None:
+        with suppress(ValueError):
+            self._listeners.remove(listener)
 
     def close(self, grace: float = 0.0) -> None:
         """Takes on nothing more, lets answers go on for `grace` seconds, and saves what is not."""
@@ -451,7 +456,10 @@ class Engine:
     def _told(self, operation: Operation) -> None:
         self._recent.add(operation.owner, operation)
         for listener in list(self._listeners):
-            listener(operation)
+            try:
+                listener(operation)
+            except Exception:  # who listens is gone, such as an event loop that has closed
+                self._unwatch(listener)
 
 
 def _stores_in(stores: str | Path) -> Callable[[str], PrefixStore]:

@@ -95,7 +95,10 @@ class TakingOn:
         kept.require_revision(revision)
         self._keeping.reserve(kept, 0)
         if callable(ask):
+            before = len(kept.live.tokens)
             ask = ask(kept)
+            if len(kept.live.tokens) < before:
+                kept.stands_at(len(kept.live.tokens))
         self._require_short(ask)
         return ask
 

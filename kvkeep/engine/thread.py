@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
@@ -30,7 +31,7 @@ class EngineThread:
     def __init__(self, turn: Callable[[], bool], idle: float, end: Callable[[], None]):
         self._turn, self._idle, self._end = turn, idle, end
         self._calls: SimpleQueue[_Call] = SimpleQueue()
-        self.closing = threading.Event()
+        self.closing, self._over = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvkeep-engine", daemon=True)
 
     def start(self) -> None:
@@ -43,6 +44,8 @@ class EngineThread:
             future.set_exception(Cancelled("the engine has ended"))
         else:
             self._calls.put(_Call(function, future))
+            if self._over.is_set():  # it ended meanwhile, and has looked for the last time
+                self._refuse_calls()
         return future
 
     def post(self, function: Callable[[], None]) -> None:
@@ -57,19 +60,24 @@ class EngineThread:
 
     def _run(self) -> None:
         more = False
-        while more or not self.closing.is_set():
-            self._do_calls(wait=not more)
-            more = self._turn()
-        self._do_calls(wait=False)
-        self._end()
-        self._refuse_calls()
+        try:
+            while more or not self.closing.is_set():
+                self._do_calls(wait=not more)
+                more = self._turn()
+            self._do_calls(wait=False)
+            self._end()
+        finally:  # however it ends, nobody is to wait for it
+            self.closing.set()
+            self._over.set()
+            self._refuse_calls()
 
     def _refuse_calls(self) -> None:
-        """Those that came as it ended: nobody is to wait for them."""
-        while not self._calls.empty():
-            call = self._calls.get()
-            if call.future.set_running_or_notify_cancel():
-                call.future.set_exception(Cancelled("the engine has ended"))
+        """Those that came as it ended."""
+        with suppress(Empty):
+            while True:
+                call = self._calls.get_nowait()
+                if call.future.set_running_or_notify_cancel():
+                    call.future.set_exception(Cancelled("the engine has ended"))
 
     def _do_calls(self, wait: bool) -> None:
         """All that are there; where there is nothing else to do, waits for one."""

@@ -10,7 +10,7 @@ LARGEST = 8_000_000  # bytes of a body
 PAGE = "/page/"  # the files of the page, which hold nothing of anybody's
 PUBLIC = frozenset(("/", "/favicon.ico", "/health", "/v1/health", "/v1/models", "/models"))
 SAFE = frozenset(("GET", "HEAD", "OPTIONS"))
-ASKING = frozenset(("/v1/prefix/explain", "/tokenize"))  # by POST, but they change nothing
+ASKING = frozenset(("/v1/prefix/explain",))  # by POST, but it changes nothing
 
 _TOO_LARGE = Problem(413, f"a request has at most {LARGEST:,} bytes", code="too_large")
 _Scope = MutableMapping[str, Any]

@@ -197,6 +197,14 @@ def serve_and_be_killed(folder: Path, work: Callable[[Engine, int], None], after
         finally:
             os._exit(0)
     os.close(writing)
+    if not select.select([reading], [], [], 60)[0]:  # see killed_at
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(reading)
+        shutil.rmtree(folder)
+        folder.mkdir()
+        serve_and_be_killed(folder, work, after)
+        return
     first = os.read(reading, 1)
     time.sleep(after)
     os.kill(child, signal.SIGKILL)
@@ -477,3 +485,37 @@ def test_who_asks_an_engine_that_ends_is_told(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert len(answers) == 8
+
+
+def test_a_listener_that_fails_ends_nobody_elses_work() -> None:
+    """Such as one whose event loop has closed: without a guard the engine's thread died of it."""
+    told: list[str] = []
+
+    def fails(operation: object) -> None:
+        raise RuntimeError("Event loop is closed")
+
+    with engine() as made:
+        stop = made.watch(fails)
+        made.watch(lambda operation: told.append(operation.what))
+        made.create(name="a").result(60)
+        assert write(made, "a", 3, text(0, 20))
+        stop()
+    assert told == ["create", "generate"]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_nobody_waits_for_an_engine_that_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = engine()
+
+    def fails() -> bool:
+        raise RuntimeError("a mistake of ours")
+
+    monkeypatch.setattr(made._thread, "_turn", fails)
+    asked = [made.call(lambda: None) for _ in range(3)]
+    for each in (*asked, made.sessions()):
+        with contextlib.suppress(Cancelled):
+            each.result(60)
+    made._thread._thread.join(60)
+    with pytest.raises(Cancelled):
+        made.sessions().result(60)
+    made.close()
