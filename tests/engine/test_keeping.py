@@ -1,22 +1,28 @@
 """Sessions of an engine: within its memory, whose they are, and what a kill leaves of them."""
 
 import contextlib
-import os
 import random
-import select
-import shutil
-import signal
-import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
-from small import small_model
+from engine.killed import (
+    CELL,
+    DRAWN,
+    MODEL,
+    SETTINGS,
+    engine,
+    killed_after,
+    killed_at,
+    leaves_something_unsaved,
+    saves_over_and_over,
+    text,
+    write,
+)
 
-from kvkeep.engine import Ask, Engine, Limits, Written
+from kvkeep.engine import Ask, Engine
 from kvkeep.errors import (
     Busy,
     Cancelled,
@@ -26,28 +32,6 @@ from kvkeep.errors import (
     NoSuchSession,
     WrongRevision,
 )
-from kvkeep.session.sampling import Sampling
-
-MODEL = small_model()
-CELL = MODEL.session(64).cache.layout.cell_bytes
-SETTINGS = {"max_kv_size": 64, "prefill_step": 16}
-DRAWN = Sampling(temperature=1.0, seed=1)
-
-
-def engine(folder: Path | None = None, cells: int = 10_000, **limits: float) -> Engine:
-    """With memory for so many cells."""
-    given = Limits(memory=cells * CELL, **limits)  # type: ignore[arg-type]
-    return Engine(MODEL, settings=SETTINGS, limits=given, folder=folder)
-
-
-def text(seed: int, count: int) -> tuple[int, ...]:
-    draw = random.Random(seed)
-    return tuple(draw.randrange(1, 256) for _ in range(count))
-
-
-def write(made: Engine, name: str, count: int, prompt: tuple[int, ...] = ()) -> list[int]:
-    answer = made.generate(Ask(prompt, count, DRAWN, ignore_eos=True), name)
-    return [event.token for event in answer if isinstance(event, Written)]
 
 
 def in_memory(made: Engine) -> set[str]:
@@ -186,54 +170,13 @@ def test_another_engine_cannot_have_the_same_session(tmp_path: Path) -> None:
             one.create(name="a").result()
 
 
-def serve_and_be_killed(folder: Path, work: Callable[[Engine, int], None], after: float) -> None:
-    """In a process of its own, which tells by a pipe what it has had acknowledged."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if not child:
-        try:
-            with engine(folder, saved_after=1e9) as made:
-                work(made, writing)
-        finally:
-            os._exit(0)
-    os.close(writing)
-    if not select.select([reading], [], [], 60)[0]:  # see killed_at
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        os.close(reading)
-        shutil.rmtree(folder)
-        folder.mkdir()
-        serve_and_be_killed(folder, work, after)
-        return
-    first = os.read(reading, 1)
-    time.sleep(after)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    told = first
-    while piece := os.read(reading, 1 << 16):
-        told += piece
-    os.close(reading)
-    (folder / "told").write_bytes(told)
-
-
 @pytest.mark.parametrize("moment", range(12))
 def test_killed_what_was_acknowledged_as_saved_is_there_to_the_bit(
     tmp_path: Path, moment: int
 ) -> None:
     """The session is written to and saved, over and over, and each acknowledged save is told."""
 
-    def work(made: Engine, told: int) -> None:
-        made.create(name="a").result()
-        write(made, "a", 1, text(0, 40))
-        while True:
-            made.save("a").result()
-            tokens = made.look("a", "0", lambda kept: len(kept.live.tokens)).result()
-            os.write(told, f"{tokens}\n".encode())
-            write(made, "a", 3)
-
-    serve_and_be_killed(tmp_path, work, 0.013 * moment)
-    lines = (tmp_path / "told").read_bytes().split(b"\n")[:-1]
-    acknowledged = int(lines[-1])
+    acknowledged = killed_after(tmp_path, saves_over_and_over, 0.013 * moment)[-1][1]
     session = MODEL.session(**SETTINGS)
     session.feed(text(0, 40))
     with engine(tmp_path) as made:
@@ -245,96 +188,14 @@ def test_killed_what_was_acknowledged_as_saved_is_there_to_the_bit(
         assert write(made, "a", 20) == [session.next_token(DRAWN) for _ in range(20)]
 
 
-def all_that_touches_the_disk(made: Engine, told: int) -> None:
-    """Saves, moves to disk and back, forks, snapshots, deletes; says what is acknowledged."""
-
-    def acknowledged(name: str, tokens: int | None = None) -> None:
-        count = tokens if tokens is not None else len(text(0, 40))
-        os.write(told, f"{name} {count}\n".encode())
-
-    def held(name: str) -> int:
-        return made.look(name, "0", lambda kept: len(kept.live.tokens)).result()
-
-    os.write(told, b"\n")
-    for name in ("a", "b"):
-        made.create(name=name).result()
-        write(made, name, 3, text(0, 40))
-        made.save(name).result()
-        acknowledged(name, held(name))
-    made.fork("a", new="c").result()
-    write(made, "c", 4)
-    made.save("c").result()
-    acknowledged("c", held("c"))
-    made.snapshot("a", "s").result()
-    acknowledged("snapshot", held("a"))
-    for name in ("d", "e"):  # no room for all: others go to disk, and come back
-        made.create(name=name).result()
-        write(made, name, 3, text(0, 40))
-    write(made, "a", 3)
-    write(made, "b", 3)
-    made.save("a").result()
-    acknowledged("a", held("a"))
-    acknowledged("b", 0)
-    made.delete("b").result()
-    made.change("a", "0", "name", lambda session: session.name("all", 0, 9)).result()
-    made.save("a").result()
-    acknowledged("a", held("a"))
-
-
-def killed_at(folder: Path, moment: int) -> dict[str, int] | None:
-    """What was acknowledged before the so-many-th change of the folder; None if there were fewer.
-
-    A change is what Python tells its auditors of: a file opened to be written, renamed, removed.
-    """
-    reading, writing = os.pipe()
-    child = os.fork()
-    if not child:
-        left = [moment]
-
-        def audited(event: str, arguments: tuple[object, ...]) -> None:
-            writes = event == "open" and str(arguments[1])[:1] != "r"
-            if not (writes or event in ("os.rename", "os.remove", "os.link", "os.mkdir")):
-                return
-            if str(folder) not in str(arguments[0]):
-                return
-            if left[0] == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-            left[0] -= 1
-
-        try:
-            sys.addaudithook(audited)
-            with engine(folder, cells=250, saved_after=1e9) as made:
-                all_that_touches_the_disk(made, writing)
-        finally:
-            os._exit(0)
-    os.close(writing)
-    content, hung = b"", False
-    while not hung:
-        hung = not select.select([reading], [], [], 60)[0]
-        piece = b"" if hung else os.read(reading, 1 << 16)
-        if not piece:
-            break
-        content += piece
-    os.close(reading)
-    if hung:  # a fork of a process with threads may have inherited a lock that nobody lets go
-        os.kill(child, signal.SIGKILL)
-    _, status = os.waitpid(child, 0)
-    if hung:
-        shutil.rmtree(folder, ignore_errors=True)
-        return killed_at(folder, moment)
-    if not os.WIFSIGNALED(status):
-        return None
-    pairs = [line.decode().split() for line in content.split(b"\n") if line]
-    return {name: int(count) for name, count in pairs}
-
-
 def test_killed_at_any_change_of_the_disk_what_was_acknowledged_is_there(tmp_path: Path) -> None:
     """And goes on to the bit; another session than those is never half there."""
     session = MODEL.session(**SETTINGS)
     session.feed(text(0, 40))
     expected = [*text(0, 40), *(session.next_token(DRAWN) for _ in range(60))]
     moment = 0
-    while (acknowledged := killed_at(folder := tmp_path / str(moment), moment)) is not None:
+    while (told := killed_at(folder := tmp_path / str(moment), moment)) is not None:
+        acknowledged = dict(told)
         with engine(folder) as made:
             if "snapshot" in acknowledged:
                 made.restore("s", name="snapshot").result()
@@ -351,17 +212,7 @@ def test_killed_at_any_change_of_the_disk_what_was_acknowledged_is_there(tmp_pat
 
 
 def test_killed_it_says_what_was_lost(tmp_path: Path) -> None:
-    def work(made: Engine, told: int) -> None:
-        for name in ("kept", "new"):
-            made.create(name=name).result()
-        write(made, "kept", 5, text(0, 40))
-        made.save("kept").result()
-        write(made, "kept", 5)
-        write(made, "new", 5, text(1, 40))
-        os.write(told, b".")
-        time.sleep(60)
-
-    serve_and_be_killed(tmp_path, work, 0)
+    killed_after(tmp_path, leaves_something_unsaved, 0)
     with engine(tmp_path) as made:
         lost, never = sorted(made.losses)
         assert "'kept' goes on from revision 1" in lost
