@@ -8,10 +8,10 @@ from tqdm import tqdm
 
 
 @contextmanager
-def bar(total: int, what: str) -> Iterator[Callable[[int], None]]:
-    """Hands out what is to be called with each number of tokens done."""
+def bar(total: int, what: str, unit: str = " tokens") -> Iterator[Callable[[int], None]]:
+    """Hands out what is to be called with each number of units done."""
     shown: tqdm[Never]
-    with tqdm(total=total, desc=what, unit=" tokens", leave=False, disable=None) as shown:
+    with tqdm(total=total, desc=what, unit=unit, leave=False, disable=None) as shown:
 
         def advance(count: int) -> None:
             shown.update(count)

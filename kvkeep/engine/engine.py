@@ -12,13 +12,13 @@ from kvkeep import arguments
 from kvkeep.engine.answer import Answer, Ask
 from kvkeep.engine.events import Event
 from kvkeep.engine.keeping import Keeping
-from kvkeep.engine.kept import Kept
+from kvkeep.engine.kept import STEP, Kept
 from kvkeep.engine.limits import Limits, Operation, Totals
 from kvkeep.engine.misses import Missed
 from kvkeep.engine.recent import Recent
 from kvkeep.engine.reuse import Match, best_match
 from kvkeep.engine.saving import Saving
-from kvkeep.engine.taking_on import STEP, TakingOn
+from kvkeep.engine.taking_on import TakingOn
 from kvkeep.engine.thread import EngineThread
 from kvkeep.errors import NoRoom
 from kvkeep.model import Model

@@ -13,6 +13,7 @@ from kvkeep.session.session import Session
 # Storage takes no more than that over the cells of a budget, whatever was edited, pinned or forked;
 # and as it grows no more than that, or a few cells, over those that are held.
 _OVER = 9 / 8
+STEP = 128  # tokens of a prompt between two tokens of those who write meanwhile
 _SHALLOW = 12  # steps, from which on they are half as long
 
 
@@ -97,10 +98,11 @@ def step_at(step: int, position: int) -> int:
     """How many tokens of a prompt are evaluated at once there, of a session with that prefill step.
 
     Those who write meanwhile wait for a step, and its attention takes longer the more there is
-    before it: half as many tokens, then. It depends on nothing but the position, so that a prompt
-    is always evaluated in the same steps.
+    before it: half as many tokens, then, unless longer steps than usual were asked for, which is to
+    say that nobody minds. It depends on nothing but the position, so that a prompt is always
+    evaluated in the same steps.
     """
-    return step if position < _SHALLOW * step else max(1, step // 2)
+    return step if step > STEP or position < _SHALLOW * step else max(1, step // 2)
 
 
 def most_bytes(session: Session, tokens: int | None) -> int:

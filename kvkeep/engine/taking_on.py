@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from kvkeep.engine.answer import Answer, Ask
 from kvkeep.engine.events import Event, Reuse
 from kvkeep.engine.keeping import Keeping
-from kvkeep.engine.kept import Kept
+from kvkeep.engine.kept import STEP, Kept
 from kvkeep.engine.limits import Limits, Totals
 from kvkeep.engine.misses import Missed, missed
 from kvkeep.engine.recent import Recent
@@ -22,7 +22,6 @@ from kvkeep.session.session import Session
 
 _log = logging.getLogger("kvkeep.engine")
 _MISSES = 50  # that are known of one owner
-STEP = 128  # tokens of a prompt between two tokens of those who write meanwhile
 
 
 class Tells(Protocol):

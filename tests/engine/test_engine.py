@@ -8,6 +8,7 @@ import torch
 from topics import topic_ids
 
 from kvkeep.engine import Answer, Ask, Engine, Finished, Limits, Read, Written
+from kvkeep.engine.kept import step_at
 from kvkeep.errors import Cancelled, InvalidArgument, NonFiniteLogits
 from kvkeep.model import Model
 from kvkeep.session.sampling import Sampling
@@ -246,3 +247,9 @@ def test_of_what_was_taken_back_no_more_is_reused_than_was_read(
     answer = engine.generate(ask(again[:440]))
     assert answer.reuse.tokens == 128
     assert told(answer) == alone(smollm2, again[:440])
+
+
+def test_long_steps_stay_long_and_short_ones_halve_deep_in_a_prompt() -> None:
+    assert [step_at(128, at) for at in (0, 1535, 1536, 9999)] == [128, 128, 64, 64]
+    assert [step_at(512, at) for at in (0, 1536, 99_999)] == [512, 512, 512]
+    assert step_at(1, 5000) == 1

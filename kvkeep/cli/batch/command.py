@@ -19,7 +19,6 @@ from kvkeep.cli.options import (
 from kvkeep.cli.report import counted
 from kvkeep.cli.saying import say
 from kvkeep.cli.serve import nbytes
-from kvkeep.cli.which_model import prefill_step
 from kvkeep.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -69,7 +68,6 @@ if TYPE_CHECKING:
     click.option(
         "--keep", metavar="N", type=whole_number(0), default=SINKS, help="First tokens kept."
     ),
-    prefill_step(128),  # what prompts have in common is shared up to the end of a step
 )
 @prefix_options()
 @sampling_options()
