@@ -17,7 +17,7 @@ from patience import PATIENCE
 from snippets import KINDS, Snippet, indented_code, snippets
 from topics import topic_text
 
-from kvkeep.cli.main import main
+from kvkeep.cli.main import COMMANDS, main
 from kvkeep.compiled.binding import library
 from kvkeep.models.library import home, keep
 from kvkeep.models.source import DEFAULT_MODEL
@@ -125,7 +125,7 @@ def test_commands_that_are_not_run_exist(snippet: Snippet) -> None:
         if words[0] == "make":
             assert f"\n{words[1]}:" in (ROOT / "Makefile").read_text()
         elif words[0] == "kvkeep":
-            require_options(main.commands[words[1]], words[2:])
+            require_options(COMMANDS[words[1]].command(), words[2:])
         elif words[:2] == ["python", "-m"]:
             require_options(measurement(words[2]), words[3:])
         else:

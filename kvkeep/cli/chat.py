@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvkeep.cli.completion import session_names
 from kvkeep.cli.keeper import Keeper, session_folder
 from kvkeep.cli.memory import SINKS, MemoryChoice, Prefixes, memory_options, prefix_options
 from kvkeep.cli.opened import UNREAD, Opened, apply_keep, resume
@@ -24,6 +25,7 @@ from kvkeep.cli.terminated import terminated
 from kvkeep.cli.text_input import require_utf8
 from kvkeep.errors import ContextFull, InvalidArgument, KvkeepError, StoreError
 from kvkeep.session.conversation import CHAT
+from kvkeep.store.summary import summary
 
 if TYPE_CHECKING:
     from kvkeep import Model, Sampling
@@ -33,7 +35,10 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.option(
-    "--session", metavar="NAME", help="Go on with this chat, or begin it; saved after each turn."
+    "--session",
+    metavar="NAME",
+    shell_complete=session_names,
+    help="Go on with this chat, or begin it; saved after each turn.",
 )
 @click.option("-c", "--continue", "resumed", is_flag=True, help="Go on with the latest session.")
 @click.option("--system", metavar="TEXT", help="System prompt; it is never forgotten.")
@@ -115,11 +120,9 @@ def _latest(session: str | None) -> str:
     """The name of the chat that was saved last."""
     if session is not None:
         raise InvalidArgument("--continue takes the latest session; leave it or --session out")
-    from kvkeep.store.snapshot import describe
-
     for path in session_folder().newest():
         try:
-            if CHAT in describe(path).get("notes", {}):
+            if CHAT in summary(path).notes:
                 return path.stem
         except StoreError:
             if path.exists():

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvkeep.cli.completion import model_names
 from kvkeep.cli.report import megabytes
 from kvkeep.cli.which_model import DTYPE, WEIGHTS
 from kvkeep.models.source import DEFAULT_MODEL
@@ -20,7 +21,7 @@ _Lines = Iterator[tuple[str, str]]
 
 
 @click.command()
-@click.argument("name", default=DEFAULT_MODEL)
+@click.argument("name", default=DEFAULT_MODEL, shell_complete=model_names)
 @DTYPE
 @WEIGHTS
 @click.option("--measure", is_flag=True, help="Also let the model write 40 tokens.")

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvkeep.cli.completion import session_names
 from kvkeep.cli.keeper import Keeper, session_folder
 from kvkeep.cli.memory import (
     CODEC_NAMES,
@@ -47,7 +48,10 @@ if TYPE_CHECKING:
     help="Most tokens to write; -1: no end.",
 )
 @click.option(
-    "--session", metavar="NAME", help="Go on with this session, or begin it; saved at the end."
+    "--session",
+    metavar="NAME",
+    shell_complete=session_names,
+    help="Go on with this session, or begin it; saved at the end.",
 )
 @click.option(
     "--cache-prompt",

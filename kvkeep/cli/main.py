@@ -8,31 +8,38 @@ from typing import Any, NoReturn
 import click
 
 import kvkeep
-from kvkeep.cli.batch import batch
-from kvkeep.cli.calibrate import calibrate
-from kvkeep.cli.chat import chat
-from kvkeep.cli.doctor import doctor
-from kvkeep.cli.evaluate import evaluate
-from kvkeep.cli.evaluate.grid import grid
-from kvkeep.cli.evaluate.needle import needle
-from kvkeep.cli.evaluate.passkey import passkey
-from kvkeep.cli.generate import generate
-from kvkeep.cli.models import models
-from kvkeep.cli.perplexity import perplexity
-from kvkeep.cli.pull import pull
+from kvkeep.cli.evaluate import EVALUATIONS
+from kvkeep.cli.lazy import Lazy, LazyGroup
 from kvkeep.cli.saying import discard, say
-from kvkeep.cli.serve import serve
-from kvkeep.cli.sessions import sessions
 from kvkeep.cli.terminated import signals_interrupt, terminated
-from kvkeep.cli.why import why
 from kvkeep.errors import KvkeepError
 
 BAD_INPUT = 2
 INTERRUPTED = 128 + signal.SIGINT  # as shells report it
 PIPE_CLOSED = 128 + 13  # SIGPIPE
+COMMANDS = {
+    "generate": Lazy("kvkeep.cli.generate:generate", "Continue a text."),
+    "chat": Lazy("kvkeep.cli.chat:chat", "Talk with a model, for as long as you like."),
+    "batch": Lazy("kvkeep.cli.batch:batch", "Answer many prompts at once."),
+    "serve": Lazy("kvkeep.cli.serve:serve", "Serve a model to many over HTTP."),
+    "sessions": Lazy(
+        "kvkeep.cli.sessions:sessions", "List, check, copy and remove saved sessions."
+    ),
+    "prefixes": Lazy("kvkeep.cli.prefixes:prefixes", "List and clear what prompts began with."),
+    "why": Lazy("kvkeep.cli.why:why", "Say why a prompt is not taken from the prefix cache."),
+    "models": Lazy("kvkeep.cli.models:models", "List, show, export and remove models."),
+    "pull": Lazy("kvkeep.cli.pull:pull", "Fetch a model now, and say where it is."),
+    "calibrate": Lazy("kvkeep.cli.calibrate:calibrate", "Measure what compression needs to know."),
+    "evaluate": Lazy("kvkeep.cli.evaluate:evaluate", "Measure what a memory still knows."),
+    # Those of `evaluate`, also without that word before them.
+    **EVALUATIONS,
+    "doctor": Lazy("kvkeep.cli.doctor:doctor", "Say what computes here, and why nothing faster."),
+    "disk": Lazy("kvkeep.cli.disk:disk", "Say what kvkeep takes on disk, and where."),
+    "completion": Lazy("kvkeep.cli.completion:completion", "Let a shell complete commands."),
+}
 
 
-class Commands(click.Group):
+class Commands(LazyGroup):
     """What is wrong with the input is one line on standard error and status 2, no traceback."""
 
     def main(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -87,6 +94,7 @@ class Commands(click.Group):
 @click.group(
     "kvkeep",
     cls=Commands,
+    lazy=COMMANDS,
     invoke_without_command=True,
     context_settings={
         "help_option_names": ["-h", "--help"],
@@ -100,16 +108,6 @@ def main(context: click.Context) -> None:
     """A bounded, durable and editable memory for language models."""
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
-
-
-_EVALUATIONS = (perplexity, passkey, needle, grid)  # also without `evaluate` before them
-_COMMANDS = (
-    *(generate, chat, batch, serve, sessions, why),
-    *(*_EVALUATIONS, evaluate, calibrate),
-    *(models, pull, doctor),
-)
-for _command in _COMMANDS:
-    main.add_command(_command)
 
 
 def _refuse(message: str) -> NoReturn:

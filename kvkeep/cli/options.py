@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kvkeep import Sampling
 
 Decorator: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 def whole_number(minimum: int) -> Callable[[str], int]:
@@ -32,6 +33,19 @@ def whole_number(minimum: int) -> Callable[[str], int]:
         return number
 
     return read
+
+
+def nbytes(text: str) -> int:
+    """A number of bytes, such as 8GB or 500MB."""
+    number = text.strip().upper()
+    unit = next((unit for unit in _UNITS if number.endswith(unit)), "")
+    try:
+        found = int(float(number.removesuffix(unit)) * _UNITS.get(unit, 1))
+    except (ValueError, OverflowError):
+        found = 0
+    if found < 1:
+        raise click.BadParameter(f"expected a size such as 8GB or 500MB; found {text!r}")
+    return found
 
 
 def given(option: str) -> bool:

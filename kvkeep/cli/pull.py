@@ -2,12 +2,13 @@
 
 import click
 
+from kvkeep.cli.completion import model_names
 from kvkeep.cli.saying import say
 from kvkeep.models.source import DEFAULT_MODEL
 
 
 @click.command()
-@click.argument("name", default=DEFAULT_MODEL)
+@click.argument("name", default=DEFAULT_MODEL, shell_complete=model_names)
 @click.option(
     "--calibrate",
     "calibrating",

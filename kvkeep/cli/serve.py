@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvkeep.cli.memory import SINKS, MemoryChoice, memory_options
-from kvkeep.cli.options import whole_number
+from kvkeep.cli.options import nbytes, whole_number
 from kvkeep.cli.saying import say
 from kvkeep.cli.which_model import prefill_step
 from kvkeep.errors import InvalidArgument
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from kvkeep.engine import Engine
 
 _STEP = prefill_step(128)  # others wait for a step, so it is shorter than where nobody does
-_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _KEEP = click.option(
     "--keep",
@@ -25,19 +24,6 @@ _KEEP = click.option(
     default=SINKS,
     help="First tokens that are never forgotten.",
 )
-
-
-def nbytes(text: str) -> int:
-    """A number of bytes, such as 8GB or 500MB."""
-    number = text.strip().upper()
-    unit = next((unit for unit in _UNITS if number.endswith(unit)), "")
-    try:
-        found = int(float(number.removesuffix(unit)) * _UNITS.get(unit, 1))
-    except (ValueError, OverflowError):
-        found = 0
-    if found < 1:
-        raise click.BadParameter(f"expected a size such as 8GB or 500MB; found {text!r}")
-    return found
 
 
 @click.command()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvkeep.cli.completion import model_names
 from kvkeep.cli.options import whole_number
 from kvkeep.cli.saying import say
 from kvkeep.cli.text_input import require_utf8
@@ -27,6 +28,7 @@ MODEL = click.option(
     "--model",
     metavar="NAME",
     default=DEFAULT_MODEL,
+    shell_complete=model_names,
     help="Known name, GGUF file, model folder or hub id.",
 )
 SAVED_MODEL = click.option(

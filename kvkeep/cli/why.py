@@ -35,7 +35,7 @@ def why(
     """
     text = read_prompt(prompt, file)
 
-    from kvkeep.store.prefix_block import BLOCK
+    from kvkeep.store.prefix_names import BLOCK
 
     loaded = load_named(model, dtype, "cpu", weights=None, progress=not no_progress)
     ids = loaded.text.encode(text, special)

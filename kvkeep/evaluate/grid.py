@@ -44,13 +44,15 @@ class Reading:
 
 @dataclass
 class Grid:
-    """Readings, none of them twice. about: what they have in common, such as the model.
+    """Readings, none of them twice. about: what they have in common, such as the model. asked: all
+    that was asked for, so that what is left of it can be measured later.
 
     It grows as readings come in.
     """
 
     about: dict[str, Any]
     readings: dict[Setting, Reading] = field(default_factory=dict)
+    asked: dict[str, Any] = field(default_factory=dict)
 
     def add(self, reading: Reading) -> None:
         self.readings[reading.of] = reading
@@ -100,12 +102,12 @@ class Grid:
         for reading in self.readings.values():
             row = dataclasses.asdict(reading)
             rows.append({**row.pop("of"), **row})
-        return {"about": self.about, "readings": rows}
+        return {"about": self.about, "asked": self.asked, "readings": rows}
 
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> Self:
         """Raises KeyError, TypeError or AttributeError for what is no grid."""
-        grid = cls(dict(found["about"]))
+        grid = cls(dict(found["about"]), asked=dict(found.get("asked", {})))
         names = [each.name for each in dataclasses.fields(Setting)]
         for row in found["readings"]:
             of = Setting(**{name: row.pop(name) for name in names})

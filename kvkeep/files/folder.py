@@ -2,8 +2,9 @@
 
 import os
 import shutil
+import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvkeep.files.whole import fsync_folder
@@ -41,6 +42,16 @@ def remove_folder(folder: Path) -> None:
     doomed = folder.with_name(f"{folder.name}.old{PARTIAL}")
     folder.rename(doomed)
     shutil.rmtree(doomed)
+
+
+def folder_bytes(folder: Path) -> int:
+    """What all files below a folder take, and nothing if it is not there. No link is followed."""
+    found = 0
+    for path in folder.rglob("*"):
+        with suppress(FileNotFoundError):  # removed meanwhile
+            status = path.lstat()
+            found += status.st_size if stat.S_ISREG(status.st_mode) else 0
+    return found
 
 
 def sweep_folders(parent: Path) -> None:

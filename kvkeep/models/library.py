@@ -1,15 +1,17 @@
 """The models that were pulled or converted, under one folder, each whole or not there at all."""
 
+import glob
 import json
 import os
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvkeep.errors import Locked, ModelError
-from kvkeep.files.folder import PARTIAL, making, remove_folder, sweep_folders
+from kvkeep.files.folder import PARTIAL, folder_bytes, making, remove_folder, sweep_folders
 from kvkeep.files.whole import write_whole
 
 PATIENCE = 3600.0  # seconds; of a large model, a download takes long
@@ -20,12 +22,15 @@ _LAYOUT = 4
 
 @dataclass(frozen=True)
 class PulledModel:
-    """name: what to call it by. folder: Hugging Face layout. source: package, file or hub id."""
+    """name: what to call it by. folder: Hugging Face layout. source: package, file or hub id. slug:
+    what it is kept under.
+    """
 
     name: str
     folder: Path
     bytes: int
     source: str
+    slug: str = ""
 
 
 def home() -> Path:
@@ -61,7 +66,9 @@ def find(slug: str) -> PulledModel | None:
                 return None
         except OSError:
             return None
-    return PulledModel(record["name"], folder, sum(record["files"].values()), record["source"])
+    return PulledModel(
+        record["name"], folder, sum(record["files"].values()), record["source"], slug
+    )
 
 
 def keep(
@@ -102,6 +109,32 @@ def keep(
             f"cannot write the model to {home()} ({error}); free some space, or set KVKEEP_HOME to "
             "a folder that can be written"
         ) from error
+
+
+def remove(model: PulledModel, progress: bool) -> int:
+    """Removes a model that is kept, and what was made of its weights; the bytes freed.
+
+    A folder that is not under kvkeep's own stays. Raises ModelError, and Locked as `keep`.
+    """
+    try:
+        with _only_one(home() / "pull.lock", progress):
+            folders = [_models() / model.slug, *_made_of(model)]
+            freed = sum(map(folder_bytes, folders))
+            for folder in folders:
+                if folder.is_dir():
+                    remove_folder(folder)
+    except OSError as error:
+        raise ModelError(f"{model.name} cannot be removed: {error}") from error
+    return freed
+
+
+def _made_of(model: PulledModel) -> Iterator[Path]:
+    """Folders of packed and unpacked weights: named after the model's, and a state of it."""
+    for kind, states in (("packed", r"[0-9a-f]{16}"), ("unpacked", r"[0-9]+-[0-9]+")):
+        for path in (home() / kind).glob(f"{glob.escape(model.folder.name)}-*"):
+            state = path.name.removeprefix(f"{model.folder.name}-")
+            if re.fullmatch(states, state):
+                yield path
 
 
 def _models() -> Path:

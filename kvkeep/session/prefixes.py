@@ -11,7 +11,7 @@ from kvkeep.errors import StoreError
 from kvkeep.session.memory import Memory
 from kvkeep.store.fingerprint import Fingerprint
 from kvkeep.store.prefix import PrefixStore
-from kvkeep.store.prefix_block import BLOCK
+from kvkeep.store.prefix_names import BLOCK
 
 _LOCAL = (
     "some layers of this model see the newest tokens alone, and keep no others: its prompts are "

@@ -10,10 +10,9 @@ import itertools
 import json
 import math
 import mmap
-import struct
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -22,7 +21,7 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from kvkeep.errors import CorruptFile, ForeignFile, NewerFormat, StoreError, TruncatedFile
+from kvkeep.errors import CorruptFile, StoreError
 from kvkeep.files.tensors import (
     ALIGNMENT,
     DTYPE_NAMES,
@@ -31,11 +30,9 @@ from kvkeep.files.tensors import (
     header_bytes,
 )
 from kvkeep.files.whole import replacing
+from kvkeep.store.header import NO_CHECKSUM, Placed, opened, read_header
 
-NO_CHECKSUM = "0" * 64  # what stands for the header's checksum while it is computed
 PADDING = "padding."  # begins the names of tensors that only fill up
-MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors format
-_MAGIC, _CHECKSUM = b'{"__metadata__":{"kvkeep":', b'"checksum":"'
 _PIECE = 1 << 22  # bytes read at once
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
@@ -145,8 +142,8 @@ def read_container(
         StoreError: it cannot be read at all.
     """
     # One open file for all of it: by the next look at its path it may have been replaced.
-    with _opened(path) as file:
-        header = _read_header(file, path, kind, newest)
+    with opened(path) as file:
+        header = read_header(file, path, kind, newest)
         entries = header.entries.items()
         wanted = {name: entry for name, entry in entries if only is None or name in only}
         read = _read_tensors(file, wanted)
@@ -160,105 +157,7 @@ def read_container(
     return Container(header.document, tensors)
 
 
-def read_document(path: Path, kind: str, newest: int) -> dict[str, Any]:
-    """The document alone, from a checked header; tensors are not looked at. Raises as above."""
-    with _opened(path) as file:
-        return _read_header(file, path, kind, newest).document
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[BinaryIO]:
-    try:
-        with path.open("rb") as file:
-            yield file
-    except OSError as error:
-        raise StoreError(f"{path} cannot be read: {error.strerror or error}") from error
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """A tensor in a file. begin, end: its bytes, counted from the file's first."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-
-
-@dataclass(frozen=True)
-class _Read:
-    """A header that was read and checked."""
-
-    document: dict[str, Any]
-    checksums: dict[str, str]
-    entries: dict[str, _Entry]
-
-
-def _read_header(file: BinaryIO, path: Path, kind: str, newest: int) -> _Read:
-    size = file.seek(0, 2)
-    file.seek(0)
-    start = file.read(8)
-    if not size:
-        raise ForeignFile(f"{path} is not a kvkeep {kind}: it is empty")
-    length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-    text = file.read(length) if length <= MAX_HEADER else b""
-    if not text or not (text.startswith(_MAGIC) or _MAGIC.startswith(text)):
-        raise ForeignFile(f"{path} is not a kvkeep {kind}: it does not begin like one")
-    if len(text) < length:
-        raise TruncatedFile(f"{path} is truncated: it ends within its header")
-    found = text.find(_CHECKSUM) + len(_CHECKSUM)
-    blank = text[:found] + NO_CHECKSUM.encode() + text[found + len(NO_CHECKSUM) :]
-    recorded = text[found : found + len(NO_CHECKSUM)]
-    if blake3(start + blank).hexdigest().encode() != recorded:
-        raise CorruptFile(f"{path} is corrupt: its header is not what was saved")
-    try:
-        entries = json.loads(text, object_pairs_hook=_each_once)
-        metadata = entries.pop("__metadata__")
-        holds, version = metadata["kvkeep"], int(metadata["version"])
-        if version < 1:
-            raise ValueError(f"there is no format {version}")
-        if holds == kind and version <= newest:
-            return _checked(path, size, 8 + length, metadata, entries)
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptFile(f"{path} is corrupt: its header makes no sense ({error!r})") from error
-    if holds != kind:
-        raise ForeignFile(f"{path} is a kvkeep {holds}; expected a {kind}")
-    raise NewerFormat(
-        f"{path} has format {version}; this kvkeep reads up to {newest}: upgrade kvkeep"
-    )
-
-
-def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("a name occurs twice")
-    return found
-
-
-def _checked(
-    path: Path, size: int, begin: int, metadata: dict[str, str], entries: dict[str, Any]
-) -> _Read:
-    """That the tensors fill the file from `begin` to its end, each as large as its shape says."""
-    found, end = dict[str, _Entry](), begin
-    for name, entry in entries.items():
-        dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
-        first, last = (begin + offset for offset in entry["data_offsets"])
-        if not all(type(number) is int and number >= 0 for number in (*shape, first, last)):
-            raise ValueError(f"tensor {name!r} has sizes that are no whole numbers")
-        if (first, last) != (end, end + math.prod(shape) * dtype.itemsize) or last < first:
-            raise ValueError(f"tensor {name!r} has another size or place than its shape asks for")
-        found[name], end = _Entry(dtype, shape, first, last), last
-    checksums, document = json.loads(metadata["checksums"]), json.loads(metadata["document"])
-    if checksums.keys() != found.keys() or not isinstance(document, dict):
-        raise ValueError("checksums and tensors do not match")
-    if size < end:
-        raise TruncatedFile(f"{path} is truncated: {end - size} of its bytes are missing")
-    if size > end:
-        raise CorruptFile(f"{path} is corrupt: {size - end} bytes too many")
-    return _Read(document, checksums, found)
-
-
-def _read_tensors(file: BinaryIO, wanted: Mapping[str, _Entry]) -> dict[str, tuple[Tensor, str]]:
+def _read_tensors(file: BinaryIO, wanted: Mapping[str, Placed]) -> dict[str, tuple[Tensor, str]]:
     """Tensors, and for each the checksum of just the bytes that it was given."""
     places = list(
         itertools.accumulate((_aligned(e.end - e.begin) for e in wanted.values()), initial=0)
@@ -281,11 +180,11 @@ def _read_into(into: memoryview, file: BinaryIO, begin: int) -> str:
     return digest.hexdigest()
 
 
-def _tensor(room: mmap.mmap, place: int, entry: _Entry) -> Tensor:
-    count = math.prod(entry.shape)
+def _tensor(room: mmap.mmap, place: int, entry: Placed) -> Tensor:
+    count, dtype = math.prod(entry.shape), _DTYPES[entry.dtype]
     if not count:
-        return torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
-    flat = torch.frombuffer(room, dtype=entry.dtype, count=count, offset=place)
+        return torch.empty(entry.shape, dtype=dtype, device="cpu")
+    flat = torch.frombuffer(room, dtype=dtype, count=count, offset=place)
     return flat.reshape(entry.shape)
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from kvkeep.errors import ForeignFile, InvalidArgument, StoreError
 from kvkeep.files.whole import check_writable
+from kvkeep.store.header import read_document
 
 
 def check_store_place(path: Path, kind: str) -> None:
@@ -17,8 +18,6 @@ def check_store_place(path: Path, kind: str) -> None:
         return
     if not path.is_file():
         raise InvalidArgument(f"{path} is a device or a pipe; expected a file to write to")
-    from kvkeep.store.container import read_document
-
     try:
         if path.stat().st_size:
             read_document(path, kind, newest=1)

@@ -21,14 +21,8 @@ from kvkeep import arguments
 from kvkeep.errors import InvalidArgument, Locked, StoreError
 from kvkeep.files.whole import sweep
 from kvkeep.store.fingerprint import Fingerprint
-from kvkeep.store.prefix_block import (
-    BLOCK,
-    ENDING,
-    OVERHEAD,
-    PrefixBlock,
-    blocks_of,
-    tokens_in,
-)
+from kvkeep.store.prefix_block import OVERHEAD, PrefixBlock, blocks_of, tokens_in
+from kvkeep.store.prefix_names import BLOCK, ENDING
 
 PATIENCE = 5.0  # seconds for which another process may hold the lock
 

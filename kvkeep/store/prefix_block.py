@@ -11,10 +11,9 @@ from torch import Tensor
 from kvkeep.errors import StoreError
 from kvkeep.store.container import Container, read_container, write_container
 from kvkeep.store.fingerprint import Fingerprint
+from kvkeep.store.prefix_names import BLOCK, ENDING
 
-BLOCK = 256  # tokens
 KIND, FORMAT = "prefix-block", 1
-ENDING = ".kvblock"
 OVERHEAD = 8192  # bytes that a block's file may need beside its cells
 
 

@@ -32,6 +32,10 @@ class SessionFolder:
         self._folder = Path(path)
         self._older = SessionFolder(older) if older is not None else None
 
+    @property
+    def place(self) -> Path:
+        return self._folder
+
     def path(self, name: str) -> Path:
         """The file for a session of that name, whether it exists or not.
 

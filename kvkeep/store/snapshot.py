@@ -12,8 +12,9 @@ from kvkeep.cache import Bits, CacheState, Layout, Queries, Segment, Window
 from kvkeep.cache.checks import require, require_tensor
 from kvkeep.errors import CorruptFile
 from kvkeep.store.codec import Codec, decode, encode
-from kvkeep.store.container import read_container, read_document, write_container
+from kvkeep.store.container import read_container, write_container
 from kvkeep.store.document import check_document, layout_of
+from kvkeep.store.header import SNAPSHOT, SNAPSHOT_FORMAT, read_document
 from kvkeep.store.memory_state import MemoryState
 from kvkeep.store.segments import (
     is_ragged,
@@ -23,7 +24,6 @@ from kvkeep.store.segments import (
     segment_tensors,
 )
 
-KIND, FORMAT = "snapshot", 5
 # The formats of files that hold nothing which their readers cannot ignore.
 _OF_PLAIN_CELLS, _OF_EVEN_CELLS, _WITHOUT_WORTH, _OF_ONE_LAYOUT = 1, 2, 3, 4
 
@@ -122,13 +122,13 @@ class Snapshot:
         }
         if self.local_layout is not None:
             document["local_layout"] = _layout_entry(self.local_layout)
-        return write_container(Path(path), KIND, self._format, document, stored)
+        return write_container(Path(path), SNAPSHOT, self._format, document, stored)
 
     @property
     def _format(self) -> int:
         """The oldest whose readers know all that is in it."""
         if self.local:
-            return FORMAT
+            return SNAPSHOT_FORMAT
         if any(knows_worth(segment) for segment in self.segments):
             return _OF_ONE_LAYOUT
         if "budget" in self.policy or any(is_ragged(segment) for segment in self.segments):
@@ -143,7 +143,7 @@ class Snapshot:
 
         Raises StoreError and its kinds: foreign, newer, truncated, corrupt.
         """
-        container = read_container(Path(path), KIND, FORMAT)
+        container = read_container(Path(path), SNAPSHOT, SNAPSHOT_FORMAT)
         document = container.document
         try:
             check_document(document)
@@ -161,7 +161,7 @@ class Snapshot:
 
 def describe(path: str | Path) -> dict[str, Any]:
     """What a snapshot file says of itself, from its checked header alone. Raises as `load`."""
-    document = read_document(Path(path), KIND, FORMAT)
+    document = read_document(Path(path), SNAPSHOT, SNAPSHOT_FORMAT)
     try:
         check_document(document)
     except (LookupError, ValueError, TypeError, AttributeError) as error:

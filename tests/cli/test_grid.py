@@ -84,7 +84,7 @@ def test_a_grid_is_of_one_haystack_and_says_of_which(invoke, tiny, tmp_path: Pat
     asked = ("grid", *SMALL, "--tasks", "needle-variables", "--samples", 1, "--out", out, *tiny)
     assert invoke(*asked, "--haystack", "docstrings").exit_code == 0
     assert json.loads(out.read_text())["about"]["haystack"] == "docstrings"
-    other = invoke(*asked, "--resume")
+    other = invoke(*asked, "--haystack", "manual", "--resume")
     assert other.exit_code == 2
     assert "haystack is 'docstrings' in one and 'manual' in the other" in other.stderr
 
@@ -111,8 +111,22 @@ def test_cells_are_compressed_in_fewer_bits_as_well(invoke, tiny, tmp_path: Path
         taken[name] = [each["nbytes"] for each in json.loads(out.read_text())["readings"]]
     for plain, fewer in zip(taken["plain"], taken["fewer"], strict=True):
         assert fewer < 0.6 * plain
-    other = invoke(*asked, "--out", tmp_path / "fewer.json", "--resume")
-    assert "kv_bits is '8' in one and None in the other" in other.stderr
+    other = invoke(*asked, "--kv-bits", "4", "--out", tmp_path / "fewer.json", "--resume")
+    assert "kv_bits is '8' in one and '4' in the other" in other.stderr
+
+
+def test_what_was_asked_for_need_not_be_said_again(invoke, tiny, tmp_path: Path) -> None:
+    """But for what is now to be another: more samples, here."""
+    out, whole = tmp_path / "grid.json", tmp_path / "whole.json"
+    asked = ("grid", *SMALL, "--tasks", "several,needle", "--seed", 3, "--kv-bits", "8", *tiny)
+    assert invoke(*asked, "--samples", 2, "--out", whole).exit_code == 0
+    assert invoke(*asked, "--samples", 1, "--out", out).exit_code == 0
+    assert invoke("grid", "--samples", 2, "--out", out, "--resume").exit_code == 0
+    rows, expected = (json.loads(path.read_text())["readings"] for path in (out, whole))
+    assert sorted(rows, key=str) == sorted(expected, key=str)
+    again = invoke("grid", "--out", out, "--resume")  # nothing is left
+    assert again.exit_code == 0
+    assert json.loads(out.read_text())["readings"] == rows
 
 
 def test_an_interrupt_leaves_what_was_measured(invoke, tiny, tmp_path: Path, ctrl_c_at) -> None:

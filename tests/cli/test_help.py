@@ -3,24 +3,37 @@
 import subprocess
 import sys
 
+import pytest
+
 from kvkeep.cli import memory, which_model
-from kvkeep.cli.main import main
-from kvkeep.cli.sessions import sessions
+from kvkeep.cli.lazy import Lazy, LazyGroup
+from kvkeep.cli.main import COMMANDS as COMMANDS_BY_NAME
 from kvkeep.model import DTYPES
 from kvkeep.policies import POLICIES
 from kvkeep.store.codec import CODECS
 
-COMMANDS = sorted(main.commands)
+COMMANDS = sorted(COMMANDS_BY_NAME)
 HEAVY = {"torch", "numpy", "transformers", "tokenizers", "safetensors", "huggingface_hub", "gguf"}
 HEAVY |= {"jinja2", "matplotlib", "psutil"}
-SESSIONS = [f"sessions {name}" for name in sorted(sessions.commands)]
+GROUPS = {
+    name: found.lazy
+    for name, each in COMMANDS_BY_NAME.items()
+    if isinstance(found := each.command(), LazyGroup)
+}
+INNER = [f"{group} {name}" for group, lazy in GROUPS.items() for name in lazy]
+EVERY: list[tuple[str, Lazy]] = [
+    *COMMANDS_BY_NAME.items(),
+    *(pair for lazy in GROUPS.values() for pair in lazy.items()),
+]
 
 
 def test_help_loads_nothing_that_takes_long_to_load() -> None:
-    commands = [*COMMANDS, *SESSIONS]
+    commands = [*COMMANDS, *INNER]
     asked = [[], ["--help"], ["--version"], *([*name.split(), "--help"] for name in commands)]
     program = f"""
 import sys
+
+import pytest
 from kvkeep.cli.main import main
 for arguments in {asked}:
     try:
@@ -50,3 +63,19 @@ def test_names_written_out_for_help_are_those_that_exist() -> None:
     assert sorted(memory.POLICY_NAMES) == sorted(POLICIES)
     assert sorted(which_model.DTYPE_NAMES) == sorted(DTYPES)
     assert sorted(memory.CODEC_NAMES) == sorted(CODECS)
+
+
+@pytest.mark.parametrize(("name", "lazy"), EVERY)
+def test_each_command_is_where_its_group_says(name: str, lazy: Lazy) -> None:
+    found = lazy.command()
+    assert found.name == name
+    assert lazy.summary.endswith(".")
+    assert len(lazy.summary) < 66, "one line of a terminal of 80 columns"
+
+
+def test_what_may_have_been_meant_is_said(invoke) -> None:
+    for asked, meant in (("sesions", "sessions"), ("gnerate", "generate")):
+        refused = invoke(asked)
+        assert refused.exit_code == 2
+        assert f"Did you mean {meant}?" in refused.stderr
+    assert "Did you mean" not in invoke("xyzzy").stderr

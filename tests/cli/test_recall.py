@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from kvkeep.cli.evaluate import evaluate
-from kvkeep.cli.main import main
+from kvkeep.cli.evaluate import EVALUATIONS
+from kvkeep.cli.main import COMMANDS
 from kvkeep.evaluate.passkey import Passkey
 from kvkeep.evaluate.tasks import TASKS
 
@@ -170,6 +170,6 @@ def test_more_text_than_can_be_read_is_refused(invoke, tiny, arguments, said) ->
 
 
 def test_evaluate_has_all_measurements_and_each_is_also_a_command_of_its_own() -> None:
-    assert sorted(evaluate.commands) == ["grid", "needle", "passkey", "perplexity"]
-    for name, command in evaluate.commands.items():
-        assert main.commands[name] is command
+    assert sorted(EVALUATIONS) == ["grid", "needle", "passkey", "perplexity"]
+    for name, command in EVALUATIONS.items():
+        assert COMMANDS[name] is command

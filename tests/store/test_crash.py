@@ -322,7 +322,7 @@ def test_a_file_replaced_while_it_is_read_is_read_whole(
     tmp_path: Path, two: list[Snapshot], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between the header and the tensors, the file at the path becomes another one."""
-    path, read = tmp_path / "a.kvkeep", container._read_header
+    path, read = tmp_path / "a.kvkeep", container.read_header
     two[0].save(path)
 
     def replaced_after(*args: object) -> object:
@@ -330,5 +330,5 @@ def test_a_file_replaced_while_it_is_read_is_read_whole(
         two[1].save(path)
         return header
 
-    monkeypatch.setattr(container, "_read_header", replaced_after)
+    monkeypatch.setattr(container, "read_header", replaced_after)
     assert torch.equal(Snapshot.load(path).tokens, two[0].tokens)

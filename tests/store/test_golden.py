@@ -12,7 +12,8 @@ from kvkeep.cache import Ragged
 from kvkeep.model import Model
 from kvkeep.session.session import Session
 from kvkeep.store.container import read_container
-from kvkeep.store.prefix_block import BLOCK, blocks_of
+from kvkeep.store.prefix_block import blocks_of
+from kvkeep.store.prefix_names import BLOCK
 from kvkeep.store.snapshot import Snapshot, describe
 
 PROMPT = [(i * i * 7 + 3 * i) % 255 + 1 for i in range(300)]

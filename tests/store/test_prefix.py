@@ -23,7 +23,8 @@ from kvkeep.model import Model, load_model
 from kvkeep.store import prefix_block
 from kvkeep.store.container import read_container, write_container
 from kvkeep.store.prefix import PrefixStore
-from kvkeep.store.prefix_block import BLOCK, FORMAT, KIND
+from kvkeep.store.prefix_block import FORMAT, KIND
+from kvkeep.store.prefix_names import BLOCK
 
 MODEL = small_model()
 SCRIPT = Path(__file__).with_name("prefill.py")

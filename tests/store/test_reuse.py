@@ -20,7 +20,7 @@ from kvkeep.model import Model
 from kvkeep.session.session import Session
 from kvkeep.store import prefix
 from kvkeep.store.prefix import PrefixStore
-from kvkeep.store.prefix_block import BLOCK
+from kvkeep.store.prefix_names import BLOCK
 
 MODEL = small_model()
 WINDOW = 300  # of tokens that come one after another, before self-extend begins to group

@@ -12,13 +12,13 @@ from kvkeep.cli.memory import SINKS, MemoryChoice, Prefixes, memory_options, pre
 from kvkeep.cli.options import (
     Output,
     SamplingChoice,
+    nbytes,
     output_options,
     sampling_options,
     whole_number,
 )
 from kvkeep.cli.report import counted
 from kvkeep.cli.saying import say
-from kvkeep.cli.serve import nbytes
 from kvkeep.errors import InvalidArgument
 
 if TYPE_CHECKING:

@@ -2,16 +2,22 @@
 
 import click
 
-from kvkeep.cli.evaluate.grid import grid
-from kvkeep.cli.evaluate.needle import needle
-from kvkeep.cli.evaluate.passkey import passkey
-from kvkeep.cli.perplexity import perplexity
+from kvkeep.cli.lazy import Lazy, LazyGroup
+
+EVALUATIONS = {
+    "perplexity": Lazy("kvkeep.cli.perplexity:perplexity", "Measure the perplexity of a text."),
+    "passkey": Lazy(
+        "kvkeep.cli.evaluate.passkey:passkey", "Hide a key in a long text, compress, ask for it."
+    ),
+    "needle": Lazy(
+        "kvkeep.cli.evaluate.needle:needle", "Hide a sentence in real text, compress, ask for it."
+    ),
+    "grid": Lazy(
+        "kvkeep.cli.evaluate.grid:grid", "Measure all methods of compression on all tasks."
+    ),
+}
 
 
-@click.group()
+@click.group(cls=LazyGroup, lazy=EVALUATIONS)
 def evaluate() -> None:
     """Measure what a memory still knows, compressed or bounded."""
-
-
-for _command in (passkey, needle, grid, perplexity):
-    evaluate.add_command(_command)

@@ -13,7 +13,13 @@ from kvkeep.cli.compression import (
     ratio,
     way,
 )
-from kvkeep.cli.evaluate.grid_choice import GRID_TASKS, GridChoice, GridFiles
+from kvkeep.cli.evaluate.grid_choice import (
+    GRID_TASKS,
+    GridChoice,
+    GridFiles,
+    as_asked,
+    asked_json,
+)
 from kvkeep.cli.evaluate.options import (
     ModelChoice,
     haystack_option,
@@ -98,7 +104,11 @@ _FILES = [
         type=click.Path(path_type=Path),
         help="Write every reading there, after each sample.",
     ),
-    click.option("--resume", is_flag=True, help="Go on with what is in --out, if it is there."),
+    click.option(
+        "--resume",
+        is_flag=True,
+        help="Go on with what is in --out, as it was asked for but for what is said now.",
+    ),
     click.option(
         "--plot",
         metavar="FILE.png",
@@ -134,6 +144,9 @@ def grid(plan: GridChoice, files: GridFiles, choice: ModelChoice, no_progress: b
         found = _joined(files.earlier)
         _show(found, files)
         return
+    if files.resume and files.out is not None and files.out.is_file():
+        earlier = _read(files.out).asked
+        plan, choice = as_asked(plan, earlier), as_asked(choice, earlier)
     check_calibrated(plan.methods, choice.calibration)
     passkeys = plan.passkeys()
 
@@ -142,6 +155,7 @@ def grid(plan: GridChoice, files: GridFiles, choice: ModelChoice, no_progress: b
     model = choice.load(not no_progress)
     about = _about(plan, choice, model.name)
     found = _opened(files, about)
+    found.asked = asked_json(plan, choice)
     try:
         measure_grid(model, found, plan, passkeys, choice, files.out, not no_progress)
     finally:

@@ -1,8 +1,12 @@
 """What the user asks of `kvkeep grid`, and the files that it reads and writes."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import Any, TypeVar
 
+from kvkeep.cli.evaluate.options import ModelChoice
+from kvkeep.cli.options import given
 from kvkeep.errors import InvalidArgument
 from kvkeep.evaluate.continuation import Continuation
 from kvkeep.evaluate.facts import Samples
@@ -55,6 +59,34 @@ class GridChoice:
         if PERPLEXITY in self.tasks:
             found[PERPLEXITY] = Continuation(haystack, self.tokens, self.seed)
         return found
+
+
+Choice = TypeVar("Choice", GridChoice, ModelChoice)
+
+
+def asked_json(*choices: GridChoice | ModelChoice) -> dict[str, Any]:
+    """All that was asked for, to be kept beside the readings."""
+    found = {name: value for choice in choices for name, value in asdict(choice).items()}
+    return {
+        name: str(value.absolute()) if isinstance(value, Path) else value
+        for name, value in found.items()
+    }
+
+
+def as_asked(choice: Choice, earlier: Mapping[str, Any]) -> Choice:
+    """A choice of which all that the user does not say now is as it was said earlier."""
+    said = {
+        each.name: _value(each.name, earlier[each.name])
+        for each in fields(choice)
+        if each.name in earlier and not given(each.name)
+    }
+    return replace(choice, **said)
+
+
+def _value(name: str, found: Any) -> Any:
+    if name == "calibration" and found is not None:
+        return Path(found)
+    return tuple(found) if isinstance(found, list) else found
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,12 @@ from pathlib import Path
 
 import click
 
+from kvkeep.cli.completion import model_names
 from kvkeep.cli.which_model import DTYPE
 
 
 @click.command()
-@click.argument("name")
+@click.argument("name", shell_complete=model_names)
 @click.argument("folder", type=click.Path(path_type=Path))
 @DTYPE
 @click.option("-q", "--quiet", is_flag=True, help="No progress bars.")

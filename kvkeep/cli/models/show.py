@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvkeep.cli.completion import model_names
 from kvkeep.cli.report import megabytes
 from kvkeep.cli.which_model import DTYPE, WEIGHTS
 from kvkeep.models.source import DEFAULT_MODEL
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("name", default=DEFAULT_MODEL)
+@click.argument("name", default=DEFAULT_MODEL, shell_complete=model_names)
 @DTYPE
 @WEIGHTS
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")

@@ -2,17 +2,21 @@
 
 import click
 
-from kvkeep.cli.sessions.copying import export, fork, import_
-from kvkeep.cli.sessions.listing import list_
-from kvkeep.cli.sessions.removing import gc, rm
-from kvkeep.cli.sessions.show import show
-from kvkeep.cli.sessions.verify import verify
+from kvkeep.cli.lazy import Lazy, LazyGroup
+
+_COPYING, _REMOVING = "kvkeep.cli.sessions.copying", "kvkeep.cli.sessions.removing"
+SESSIONS = {
+    "list": Lazy("kvkeep.cli.sessions.listing:list_", "List sessions, the one saved last first."),
+    "show": Lazy("kvkeep.cli.sessions.show:show", "Show what a session holds."),
+    "verify": Lazy("kvkeep.cli.sessions.verify:verify", "Check every byte of sessions."),
+    "fork": Lazy(f"{_COPYING}:fork", "Copy a session under another name."),
+    "rm": Lazy(f"{_REMOVING}:rm", "Remove sessions."),
+    "export": Lazy(f"{_COPYING}:export", "Copy a session to a file."),
+    "import": Lazy(f"{_COPYING}:import_", "Make a session of a file."),
+    "gc": Lazy(f"{_REMOVING}:gc", "Remove what processes that were killed left behind."),
+}
 
 
-@click.group()
+@click.group(cls=LazyGroup, lazy=SESSIONS)
 def sessions() -> None:
     """List, look at, check, copy and remove saved sessions."""
-
-
-for _command in (list_, show, verify, fork, rm, export, import_, gc):
-    sessions.add_command(_command)

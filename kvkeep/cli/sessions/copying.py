@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvkeep.cli.completion import session_names
 from kvkeep.cli.compression import began_with, calibration_option, check_begun_with
 from kvkeep.cli.keeper import session_folder
 from kvkeep.cli.memory import CODEC_NAMES
@@ -79,7 +80,7 @@ def _notes_at(notes: dict[str, Any], count: int) -> dict[str, Any]:
 
 
 @click.command()
-@click.argument("name", metavar="NAME")
+@click.argument("name", metavar="NAME", shell_complete=session_names)
 @click.argument("file", metavar="FILE", type=click.Path(path_type=Path))
 @click.option(
     "--codec",
@@ -103,7 +104,7 @@ def export(name: str, file: Path, codec: "Codec | None") -> None:
 
 @click.command("import")
 @click.argument("file", metavar="FILE", type=click.Path(path_type=Path))
-@click.argument("name", metavar="NAME")
+@click.argument("name", metavar="NAME", shell_complete=session_names)
 @click.option("--force", is_flag=True, help="Replace a session of that name.")
 def import_(file: Path, name: str, force: bool) -> None:
     """Make a session of a file that `export` or `generate --cache-prompt` wrote.

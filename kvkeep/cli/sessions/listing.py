@@ -12,6 +12,7 @@ from kvkeep.cli.report import megabytes
 from kvkeep.cli.saying import say
 from kvkeep.errors import StoreError
 from kvkeep.session.conversation import CHAT
+from kvkeep.store.summary import summary
 
 
 @click.command("list")
@@ -53,31 +54,27 @@ class _Row:
 
 def _row(path: Path) -> _Row | None:
     """None for a session that somebody removes meanwhile."""
-    from kvkeep.store.snapshot import describe
-
     try:
         status = path.stat()
     except FileNotFoundError:
         return None
     try:
-        found = describe(path)
+        found = summary(path)
         return _Row(
             path.stem,
             status.st_size,
             status.st_mtime,
-            "chat" if CHAT in found.get("notes", {}) else "text",
-            found["model"],
-            found["policy"]["name"],
-            found["policy"]["max_kv_size"],
-            found["tokens"],
-            sum(each["length"] for each in found["segments"] if not each.get("local", False)),
+            "chat" if CHAT in found.notes else "text",
+            found.model,
+            found.policy,
+            found.max_kv_size,
+            found.tokens,
+            found.cells,
         )
     except StoreError as error:
         if not path.exists():
             return None
         why = str(error)
-    except KeyError as error:
-        why = f"{path} does not say its {error}: another version of kvkeep made it"
     return _Row(path.stem, status.st_size, status.st_mtime, error=why)
 
 

@@ -2,6 +2,7 @@
 
 import click
 
+from kvkeep.cli.completion import session_names
 from kvkeep.cli.keeper import session_folder
 from kvkeep.cli.report import counted, megabytes
 from kvkeep.files.whole import sweep
@@ -9,7 +10,7 @@ from kvkeep.models.library import home
 
 
 @click.command()
-@click.argument("names", metavar="NAME...", nargs=-1, required=True)
+@click.argument("names", metavar="NAME...", nargs=-1, required=True, shell_complete=session_names)
 def rm(names: tuple[str, ...]) -> None:
     """Remove sessions."""
     folder = session_folder()

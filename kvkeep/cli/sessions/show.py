@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvkeep.cli.completion import session_names
 from kvkeep.cli.opened import UNREAD, checked_notes
 from kvkeep.cli.report import counted, megabytes
 from kvkeep.cli.sessions.verify import session_or_file
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("name", metavar="NAME|FILE")
+@click.argument("name", metavar="NAME|FILE", shell_complete=session_names)
 @SAVED_MODEL
 @click.option(
     "--forgotten", is_flag=True, help="Show the text that is forgotten or compressed, too."

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import click
 
+from kvkeep.cli.completion import session_names
 from kvkeep.cli.keeper import session_folder
 from kvkeep.cli.report import counted, megabytes
 from kvkeep.errors import InvalidArgument, StoreError
@@ -12,7 +13,7 @@ DAMAGED = 2  # exit status
 
 
 @click.command()
-@click.argument("names", metavar="[NAME|FILE]...", nargs=-1)
+@click.argument("names", metavar="[NAME|FILE]...", nargs=-1, shell_complete=session_names)
 def verify(names: tuple[str, ...]) -> None:
     """Check every byte of sessions, or of snapshot files; without names, of all sessions.
 

@@ -1,0 +1,47 @@
+"""`kvkeep completion`: what lets a shell complete commands, options and names."""
+
+import click
+from click.shell_completion import CompletionItem, get_completion_class
+
+from kvkeep.errors import InvalidArgument
+
+_SHELLS = ("bash", "zsh", "fish")
+
+
+@click.command()
+@click.argument("shell", type=click.Choice(_SHELLS))
+@click.pass_context
+def completion(context: click.Context, shell: str) -> None:
+    """Write what lets SHELL complete commands, options, and the names of sessions and models.
+
+    \b
+    bash:  eval "$(kvkeep completion bash)"      in ~/.bashrc
+    zsh:   eval "$(kvkeep completion zsh)"       in ~/.zshrc
+    fish:  kvkeep completion fish | source       in ~/.config/fish/config.fish
+    """
+    kind = get_completion_class(shell)
+    if kind is None:
+        raise InvalidArgument(f"nothing completes for {shell}")
+    root = context.find_root().command
+    click.echo(kind(root, {}, "kvkeep", "_KVKEEP_COMPLETE").source())
+
+
+def session_names(
+    context: click.Context, parameter: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
+    """For options and arguments that name a session."""
+    from kvkeep.cli.keeper import session_folder
+
+    return [CompletionItem(n) for n in session_folder().names() if n.startswith(incomplete)]
+
+
+def model_names(
+    context: click.Context, parameter: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
+    """For those that name a model: what is here, and files."""
+    from kvkeep.models.known import KNOWN
+    from kvkeep.models.library import pulled
+
+    names = sorted({*KNOWN, *(model.name for model in pulled())})
+    found = [CompletionItem(name) for name in names if name.startswith(incomplete)]
+    return found or [CompletionItem(incomplete, type="file")]

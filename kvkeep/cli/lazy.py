@@ -1,0 +1,56 @@
+"""Groups of commands of which each is imported when it is asked for: help opens at once."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import click
+
+
+@dataclass(frozen=True)
+class Lazy:
+    """A command that is not imported yet. place: "module:attribute"; summary: its line of help."""
+
+    place: str
+    summary: str
+
+    def command(self) -> click.Command:
+        module, _, attribute = self.place.partition(":")
+        found = getattr(import_module(module), attribute)
+        assert isinstance(found, click.Command)
+        return found
+
+
+class LazyGroup(click.Group):
+    """lazy: the commands by name, in the order in which help lists them."""
+
+    def __init__(self, *args: Any, lazy: Mapping[str, Lazy], **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.lazy = lazy
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.lazy)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        found = self.lazy.get(cmd_name)
+        return None if found is None else found.command()
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, each.summary) for name, each in self.lazy.items()])
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """With what may have been meant, where there is no such command."""
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            from difflib import get_close_matches
+
+            near = get_close_matches(args[0], self.lazy, 1)
+            if not near:
+                raise
+            meant = f"{error.message} Did you mean {near[0]}?"
+            raise click.UsageError(meant, ctx) from None

@@ -1,0 +1,76 @@
+"""`kvkeep prefixes list`."""
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+
+import click
+
+from kvkeep.cli.report import counted, megabytes
+from kvkeep.cli.saying import say
+from kvkeep.cli.which_model import MODEL
+from kvkeep.models.library import home
+from kvkeep.store.prefix_names import StoredPrompt, stored_prompts
+
+_SHOWN = 60  # characters of a text
+
+
+@click.command("list")
+@click.option("--text", "with_text", is_flag=True, help="Show how each begins; reads the model.")
+@MODEL
+@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+def list_(with_text: bool, model: str, as_json: bool) -> None:
+    """List the prompts of which the prefix cache holds the beginning, the one used last first.
+
+    SIZE is what a prompt takes beside those above it, with which it may begin alike. With --text,
+    those of --model are shown alone.
+    """
+    found = stored_prompts(home() / "prefixes")
+    texts = _texts(found, model) if with_text else {}
+    if with_text:
+        found = [each for each in found if each.files[-1] in texts]
+    if as_json:
+        click.echo(
+            json.dumps([_entry(each, texts.get(each.files[-1])) for each in found], indent=2)
+        )
+        return
+    if not found:
+        say("no prompts; --prefix-cache of generate, chat and batch keeps them")
+        return
+    click.echo(
+        f"{'USED':<16}  {'TOKENS':>7}  {'SIZE':>9}  MODEL     {'TEXT' if texts else ''}".rstrip()
+    )
+    for each in found:
+        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(each.used))
+        line = f"{used}  {each.tokens:>7,}  {megabytes(each.nbytes):>9}  {each.root[:8]}"
+        click.echo(f"{line}  {texts.get(each.files[-1], '')}".rstrip())
+    total = megabytes(sum(each.nbytes for each in found))
+    say(f"{counted(len(found), 'prompt')}, {total}")
+
+
+def _entry(prompt: StoredPrompt, text: str | None) -> dict[str, object]:
+    found: dict[str, object] = {
+        "key": prompt.files[-1].stem.partition("-")[2],
+        "model": prompt.root,
+        "tokens": prompt.tokens,
+        "bytes": prompt.nbytes,
+        "used": prompt.used,
+    }
+    return found if text is None else {**found, "text": text}
+
+
+def _texts(found: Sequence[StoredPrompt], name: str) -> dict[object, str]:
+    """How the prompts of a model begin, by the file of their last block."""
+    from kvkeep.cli.which_model import load_named
+    from kvkeep.store.prefix_block import tokens_in
+
+    model = load_named(name, "bfloat16", "cpu", weights=None, progress=True)
+    root = model.fingerprint.digest()[:32]
+
+    def each() -> Iterator[tuple[object, str]]:
+        for prompt in found:
+            if prompt.root == root:
+                text = " ".join(model.text.decode(tokens_in(prompt.files[0])).split())
+                yield prompt.files[-1], text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+
+    return dict(each())

@@ -1,0 +1,172 @@
+"""What lies on disk is listed, and goes when it is told to: nothing of others' with it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cli.conftest import Invoke
+from topics import topic_text
+
+from kvkeep.models.library import find, keep, pulled
+from kvkeep.store.prefix_names import stored_prompts
+
+
+@pytest.fixture
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("KVKEEP_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+def listed(invoke: Invoke, *command: str) -> list[dict[str, object]]:
+    found = json.loads(invoke(*command, "--json").stdout)
+    assert isinstance(found, list)
+    return found
+
+
+def test_prompts_are_listed_with_what_they_take_and_removed(
+    invoke: Invoke, tiny: list[str], own_home: Path
+) -> None:
+    """Two that begin alike: what they share counts once."""
+    text = topic_text()
+    assert "no prompts" in invoke("prefixes", "list").stderr
+    for rest in ("", text[4000:9000]):
+        asked = ("-p", text[:2000] + rest, "-n", 1, "--prefix-cache", *tiny)
+        assert invoke("generate", *asked).exit_code == 0
+    blocks = list((own_home / "prefixes").glob("*.kvblock"))
+    found = listed(invoke, "prefixes", "list")
+    assert sum(int(str(each["bytes"])) for each in found) == sum(b.stat().st_size for b in blocks)
+    assert max(int(str(each["tokens"])) for each in found) >= 1024
+    shown = invoke("prefixes", "list").stdout
+    assert shown.count("\n") == 1 + len(found)
+    texts = invoke("prefixes", "list", "--text", "-m", tiny[1]).stdout
+    assert "TEXT" not in texts, "in float32 it is another model's"
+    prompts = stored_prompts(own_home / "prefixes")
+    keep_bytes = min(each.nbytes for each in prompts)
+    assert "removed" in invoke("prefixes", "gc", "--max-bytes", keep_bytes).stdout
+    assert sum(each.nbytes for each in stored_prompts(own_home / "prefixes")) <= keep_bytes
+    assert ", 0.0 MB left" in invoke("prefixes", "clear").stdout
+    assert stored_prompts(own_home / "prefixes") == []
+    assert invoke("prefixes", "gc", "--max-bytes", "some").exit_code == 2
+
+
+def test_how_prompts_begin_is_read_by_their_model(
+    invoke: Invoke, tiny_folder: Path, own_home: Path
+) -> None:
+    asked = ("-p", "The sea is wide. " * 300, "-n", 1, "--prefix-cache", "-m", tiny_folder)
+    assert invoke("generate", *asked).exit_code == 0
+    assert "The sea is wide. The" in invoke("prefixes", "list", "--text", "-m", tiny_folder).stdout
+
+
+def test_a_block_without_those_before_it_is_no_prompt(tmp_path: Path) -> None:
+    for parent, key in (("root", "a"), ("a", "b"), ("a", "c"), ("lost", "d"), ("d", "e")):
+        (tmp_path / f"{parent}-{key}.kvblock").write_bytes(b"x" * 10)
+    (tmp_path / "lock").touch()
+    found = stored_prompts(tmp_path)
+    names = [[file.stem for file in each.files] for each in found]
+    assert sorted(names) == [["lost-d", "d-e"], ["root-a", "a-b"], ["root-a", "a-c"]]
+    assert sum(each.nbytes for each in found) == 50
+    assert {each.root for each in found} == {"root", "lost"}
+    assert stored_prompts(tmp_path / "none") == []
+
+
+def made(slug: str, name: str, elsewhere: Path | None = None) -> None:
+    def fill(folder: Path) -> Path | None:
+        ((elsewhere or folder) / "model.safetensors").write_bytes(b"w" * 1000)
+        return elsewhere
+
+    keep(slug, name, f"from {name}", fill, progress=False)
+
+
+def test_a_model_goes_with_what_was_made_of_it(
+    invoke: Invoke, own_home: Path, tmp_path: Path
+) -> None:
+    hub = tmp_path / "hub"
+    hub.mkdir()
+    made("one", "one")
+    made("one-2", "one-2")
+    made("far", "owner/far", hub)
+    for place in ("packed/one-0123456789abcdef", "unpacked/one-77-88", "packed/one-2-" + "0" * 16):
+        (own_home / place).mkdir(parents=True)
+        (own_home / place / "int4.safetensors").write_bytes(b"p" * 500)
+    refused = invoke("models", "rm", "one", "none")
+    assert refused.exit_code == 2
+    assert "there is no model 'none' here; there is: owner/far, one, one-2" in refused.stderr
+    assert len(pulled()) == 3
+    disk = {row["kind"]: row["bytes"] for row in listed(invoke, "disk")}
+    assert disk["packed"] == 1000
+    assert disk["unpacked"] == 500
+    assert invoke("models", "rm", "one").stdout.startswith("removed one, 0.0 MB")
+    assert {model.slug for model in pulled()} == {"far", "one-2"}
+    assert [path.name for path in (own_home / "packed").iterdir()] == ["one-2-" + "0" * 16]
+    assert list((own_home / "unpacked").iterdir()) == []
+    assert invoke("models", "rm", "owner/far", "one-2").exit_code == 0
+    assert (hub / "model.safetensors").exists(), "the hub's cache is not ours"
+    assert find("far") is None
+    assert list((own_home / "models").iterdir()) == []
+
+
+def test_disk_use_by_kind_adds_up(invoke: Invoke, own_home: Path, tiny: list[str]) -> None:
+    invoke("generate", "-p", "The sea " * 400, "-n", 1, "--prefix-cache", "--session", "s", *tiny)
+    rows = listed(invoke, "disk")
+    sizes = {row["kind"]: int(str(row["bytes"])) for row in rows}
+    assert sizes["sessions"] == (own_home / "sessions" / "s.kvkeep").stat().st_size
+    assert sizes["prefixes"] > 0
+    whole = sum(path.stat().st_size for path in own_home.rglob("*") if path.is_file())
+    assert sum(sizes.values()) == whole
+    assert "kvkeep prefixes gc" in invoke("disk").stdout
+
+
+def completed(*words: str) -> list[str]:
+    said = subprocess.run(
+        [sys.executable, "-c", "from kvkeep.cli.start import run; run()"],
+        env=os.environ
+        | {
+            "COMP_WORDS": " ".join(("kvkeep", *words)),
+            "COMP_CWORD": str(len(words)),
+            "_KVKEEP_COMPLETE": "bash_complete",
+        },
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return [line.partition(",")[2] for line in said.stdout.splitlines()]
+
+
+def test_a_shell_completes_commands_options_and_names(
+    invoke: Invoke, own_home: Path, tiny: list[str]
+) -> None:
+    for name in ("alpha", "beta"):
+        assert invoke("generate", "-p", "x", "-n", 1, "--session", name, *tiny).exit_code == 0
+    made("one", "one")
+    assert completed("mod") == ["models"]
+    assert completed("sessions", "show", "al") == ["alpha"]
+    assert completed("chat", "--session", "") == ["alpha", "beta"]
+    assert "--system" in completed("chat", "--sy")
+    assert completed("models", "rm", "o") == ["one"]
+    for shell in ("bash", "zsh", "fish"):
+        script = invoke("completion", shell)
+        assert script.exit_code == 0
+        assert "_KVKEEP_COMPLETE" in script.stdout
+    assert invoke("completion", "tcsh").exit_code == 2
+
+
+def test_lists_open_without_torch(invoke: Invoke, own_home: Path, tiny: list[str]) -> None:
+    asked = ("-p", "The sea " * 400, "-n", 1, "--session", "s", "--prefix-cache", *tiny)
+    assert invoke("generate", *asked).exit_code == 0
+    lists = [["sessions", "list"], ["prefixes", "list"], ["models"], ["disk"]]
+    program = f"""
+import sys
+from kvkeep.cli.main import main
+for arguments in {lists}:
+    try:
+        main(arguments)
+    except SystemExit as end:
+        assert end.code == 0, arguments
+found = {{"torch", "numpy", "tokenizers", "safetensors"}} & sys.modules.keys()
+assert not found, found
+"""
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+    assert b"tiny" in done.stdout
