@@ -10,6 +10,7 @@ from kvkeep.errors import ContextFull, InvalidArgument, NonFiniteLogits
 from kvkeep.model import Model
 
 MODEL = small_model()
+LONG = [7 + n % 40 for n in range(90)]
 TEXT = list(b"keys are written once; queries choose where they stand")
 
 
@@ -115,6 +116,25 @@ def test_rewinding_everything_leaves_an_empty_session() -> None:
     for each in (session, fresh):
         each.feed(TEXT)
     assert torch.equal(session.logits, fresh.logits)
+
+
+@pytest.mark.parametrize("policy", ["sliding", "shift", "archive"])
+def test_all_can_be_taken_back_whatever_was_forgotten(policy: str) -> None:
+    """And the session goes on to the bit as one that has just begun."""
+    session, fresh = (small_model().session(16, policy=policy) for _ in range(2))
+    session.feed(LONG)
+    session.pin(len(LONG) - 3, len(LONG))
+    session.name("end", len(LONG) - 2, len(LONG))
+    fork = session.fork()
+    assert session.rewind(len(LONG)) == LONG
+    assert (session.tokens, session.logits, session.cache.cells) == ([], None, 0)
+    assert session.spans == {}
+    session.feed(LONG[3:9])
+    fresh.feed(LONG[3:9])
+    assert torch.equal(session.logits, fresh.logits)
+    assert session.cache.cells == fresh.cache.cells
+    assert fork.tokens == LONG
+    assert fork.next_token() == fork.tokens[-1]
 
 
 def test_rewind_within_the_ring_shortens_the_window_until_it_fills_again() -> None:

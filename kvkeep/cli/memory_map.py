@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from kvkeep import Session
     from kvkeep.session.spans import Standing
 
+_SHORT = 24  # characters of a bar that has other things beside it
 # Each with its two characters: for terminals that can, and for all.
 KINDS: dict["Standing", tuple[str, str]] = {
     "kept": ("█", "#"),
@@ -38,6 +39,18 @@ def memory_map(session: "Session", width: int | None = None, plain: bool | None 
         f"({megabytes(cache.nbytes)} set aside); policy {session.policy}"
     )
     return "\n".join([*drawn(standing, sizes, names, width, plain), last])
+
+
+def memory_line(session: "Session") -> str:
+    """The same in a line, for the foot of a screen."""
+    cache = session.cache
+    held = f"{cache.cells:,} of {session.max_kv_size:,} cells, {megabytes(cache.nbytes)}"
+    return line_of(session.standing, held)
+
+
+def line_of(standing: "Sequence[Standing]", held: str) -> str:
+    """A short bar, and what is said of it."""
+    return f"{bar(standing, _SHORT, int(_needs_ascii()))} {held}".strip()
 
 
 def drawn(

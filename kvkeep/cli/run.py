@@ -18,6 +18,7 @@ from kvkeep.cli.opened import Opened
 from kvkeep.cli.options import Output, given
 from kvkeep.cli.report import Report
 from kvkeep.cli.saying import say
+from kvkeep.cli.screen import Screen
 from kvkeep.errors import KvkeepError
 from kvkeep.resident import peak_rss
 
@@ -68,26 +69,33 @@ class Run:
         if fed.store_error is not None:
             say_without_prefixes(fed.store_error)
 
-    def write(self, max_tokens: int | None, how: Sampling, ignore_eos: bool = False) -> str:
-        """Streams text to standard output, ends it with a new line and returns why it ended."""
-        first, shown, last = len(self.session.tokens), 0, "\n"
+    def write(
+        self,
+        max_tokens: int | None,
+        how: Sampling,
+        ignore_eos: bool = False,
+        on: Screen | None = None,
+    ) -> str:
+        """Streams text to standard output, ends it with a new line and returns why it ended.
+
+        on: how it is shown there; None for as it is.
+        """
+        first, shown, screen = len(self.session.tokens), 0, on or Screen()
         with self.counting(self.decode):
             try:
                 for piece in self.session.stream(max_tokens, how, ignore_eos):
-                    _show(piece)
-                    shown, last = shown + len(piece), piece
+                    screen.write(piece)
+                    shown += len(piece)
             except KeyboardInterrupt:
                 # The last token is in memory; its text must not be missing on the screen.
                 written = self.model.text.decode(self.session.tokens[first:], skip_special=True)
-                if rest := written[shown:]:
-                    with suppress(OSError):
-                        _show(rest)
-                        last = rest
+                with suppress(OSError):
+                    screen.write(written[shown:])
                 raise
             finally:
-                if not last.endswith("\n") and not isinstance(sys.exception(), OSError):
+                if not isinstance(sys.exception(), OSError):
                     with suppress(OSError):
-                        _show("\n")
+                        screen.end()
         return self.session.finish_reason or "length"
 
     def bar(self, total: int, what: str) -> "tqdm[Never]":
@@ -174,8 +182,3 @@ class Run:
 
 def _advance(bar: "tqdm[Never]", count: int) -> None:
     bar.update(count)
-
-
-def _show(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()

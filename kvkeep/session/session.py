@@ -221,6 +221,7 @@ class Session(Reader):
 
         `logits` are then those of the token before, evaluated anew, as a prompt's, over the cells
         still held. Cells that a window forgot do not come back: it is shorter until it fills again.
+        All tokens can always be taken back, and the session is empty then.
 
         Raises InvalidArgument for a negative count, and where the token to stand on is no longer
         held.

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from kvkeep import Session, load_model
-from kvkeep.cli.branches import Branches
+from kvkeep.cli.chat.branches import Branches
+from kvkeep.cli.chat.passages import content as find_content
+from kvkeep.cli.chat.slash import run_command
 from kvkeep.cli.keeper import Keeper
-from kvkeep.cli.passages import content as find_content
-from kvkeep.cli.slash import run_command
 from kvkeep.errors import InvalidArgument
 from kvkeep.model import Model
 from kvkeep.session.conversation import Conversation, system_tokens
@@ -182,7 +182,7 @@ def test_commands_work_from_a_pipe(invoke, tiny) -> None:
     result = invoke("chat", "-n", 5, "--max-kv-size", 256, *tiny, input=script)
     assert result.exit_code == 0
     said = result.stderr
-    for command in ("/help", "/keep N", "/undo", "/memory", "/exit"):
+    for command in ("/help", "/keep N", "/undo", "/memory", "/quit"):
         assert f"\n  {command}" in f"\n{said}"
     assert "there is no turn to take back" in said
     assert "there is no command /dance" in said

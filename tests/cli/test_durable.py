@@ -25,6 +25,7 @@ from kvkeep.session.conversation import turns_in
 
 GREEDY = ["--temperature", "0", "--repetition-penalty", "1"]
 TEXT = "One two three four five six seven eight nine ten big small."
+PROMPT = b"\x1b[?2004h"  # from here on, what is pasted is marked as such
 QUIET = ["--no-progress", "--ignore-eos"]
 
 
@@ -464,12 +465,12 @@ def test_a_terminal_that_is_closed_loses_nothing(start, tiny, home, in_an_answer
     count = -1 if in_an_answer else 4
     process = start(*asked, "-n", count, "-q", **streams, preexec_fn=_in_a_terminal)
     os.close(theirs)
-    read_until(b"> ")
+    read_until(PROMPT)
     os.write(ours, b"Tell me a story.\n")
     if in_an_answer:
         read_until(b"story", 400)
     else:
-        read_until(b"> ")
+        read_until(PROMPT)
         os.write(ours, b"/pin last.question\n")
         read_until(b"never forgotten")
     os.close(ours)

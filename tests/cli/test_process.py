@@ -17,6 +17,7 @@ from patience import PATIENCE
 from kvkeep import Snapshot
 
 LONG = "The sea is wide and the night is long. " * 4000
+PROMPT = "\x1b[?2004h"  # from here on, what is pasted is marked as such
 ENDLESS = ["-n", "-1", "--ignore-eos", "--max-kv-size", "64"]
 
 
@@ -136,7 +137,7 @@ def test_without_a_prompt_a_terminal_is_not_waited_for(start, terminal) -> None:
 
 
 def test_chat_in_a_terminal(start, tiny, terminal, tmp_path: Path) -> None:
-    """Ctrl-C stops an answer; the next one comes all the same; Ctrl-C at the prompt ends it."""
+    """Ctrl-C stops an answer; the next one comes all the same. At the prompt it ends nothing."""
     ours, theirs = terminal
     file = tmp_path / "report.json"
     process = start(
@@ -145,15 +146,18 @@ def test_chat_in_a_terminal(start, tiny, terminal, tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=theirs,
     )
-    _read_until(ours, "> ")
+    _read_until(ours, PROMPT)
     for _ in range(2):
         os.write(ours, b"Tell me a story.\n")
         assert process.stdout.read(300)
         process.send_signal(signal.SIGINT)
-        _read_until(ours, "> ")
+        _read_until(ours, PROMPT)
     os.write(ours, b"/memory\n")
-    assert "kept             4 tokens" in _read_until(ours, "> ")
+    assert "kept             4 tokens" in _read_until(ours, PROMPT)
     process.send_signal(signal.SIGINT)
+    _read_until(ours, "Ctrl-D ends the chat")
+    _read_until(ours, PROMPT)
+    os.write(ours, b"\x04")
     assert process.wait(timeout=PATIENCE) == 0
     assert "cells 64 of 64" in _read_until(ours, "peak RAM")
     assert json.loads(file.read_text())["finish_reason"] == "end"

@@ -8,9 +8,9 @@ import pytest
 
 from kvkeep import load_model
 from kvkeep.cache import Ragged
-from kvkeep.cli.branches import Branches
+from kvkeep.cli.chat.branches import Branches
+from kvkeep.cli.chat.slash import run_command
 from kvkeep.cli.memory_map import bar, memory_map
-from kvkeep.cli.slash import run_command
 from kvkeep.errors import InvalidArgument, KvkeepError
 from kvkeep.model import Model
 from kvkeep.session.conversation import Conversation

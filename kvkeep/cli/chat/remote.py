@@ -50,6 +50,9 @@ class RemoteMemory:
             found += max(0, last - first) if run["standing"] not in _GONE else 0
         return found
 
+    def rewind(self, count: int) -> None:
+        self.remote.rewind(count)
+
     def pin(self, start: int, end: int) -> None:
         self.remote.pin(start, end)
 

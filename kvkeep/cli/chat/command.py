@@ -1,11 +1,12 @@
 """`kvkeep chat`: a conversation without end on a fixed memory."""
 
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from kvkeep.cli.chat.settings import Settings
 from kvkeep.cli.completion import session_names
 from kvkeep.cli.keeper import Keeper, session_folder
 from kvkeep.cli.memory import SINKS, MemoryChoice, Prefixes, memory_options, prefix_options
@@ -17,19 +18,13 @@ from kvkeep.cli.options import (
     sampling_options,
     whole_number,
 )
-from kvkeep.cli.prompt import Prompt
-from kvkeep.cli.report import counted
-from kvkeep.cli.saying import say
-from kvkeep.cli.slash import run_command
-from kvkeep.cli.terminated import terminated
 from kvkeep.cli.text_input import require_utf8
-from kvkeep.errors import ContextFull, InvalidArgument, KvkeepError, StoreError
+from kvkeep.errors import InvalidArgument, StoreError
 from kvkeep.session.conversation import CHAT
 from kvkeep.store.summary import summary
 
 if TYPE_CHECKING:
-    from kvkeep import Model, Sampling
-    from kvkeep.cli.run import Run
+    from kvkeep import Model
     from kvkeep.session.conversation import Conversation
 
 
@@ -80,9 +75,10 @@ def chat(
 ) -> None:
     """Talk with a model, for as long as you like.
 
-    Memory stays within --max-kv-size: the system prompt and the newest tokens. Ctrl-C stops an
-    answer; Ctrl-C or Ctrl-D at the prompt ends the chat; /help lists what else can be done there.
-    With standard input from a pipe or file, each line is a turn.
+    Memory stays within --max-kv-size: the system prompt and the newest tokens. What is pasted is
+    one message; Alt-Enter begins another line. Ctrl-C stops an answer, Ctrl-D ends the chat, and
+    /help lists what else can be done at the prompt. With standard input from a pipe or file, each
+    line is a turn.
 
     With --session the chat is saved after each turn and goes on where it was, with the model and
     memory that it had. With --server it is a session there, and the model is the server's.
@@ -93,26 +89,29 @@ def chat(
     sampling.resolve()
     memory.check()
     if server is not None:
-        from kvkeep.cli.remote.chat import talk_at
+        from kvkeep.cli.chat.there import talk_at
 
-        talk_at(server, api_key, session, system, max_tokens, memory, sampling)
+        settings = Settings(sampling, None if max_tokens < 0 else max_tokens)
+        talk_at(server, api_key, session, system, memory, settings)
         return
     if resumed:
         session = _latest(session)
-    with session_folder().lock(session) if session is not None else nullcontext() as kept:
+    with ExitStack() as held:
+        kept = held.enter_context(session_folder().lock(session)) if session is not None else None
+        from kvkeep.cli.chat.here import TalkHere
         from kvkeep.cli.run import Run
 
         source = kept if kept is not None and kept.exists() else None
         opened, conversation = _open(source, system, memory, prefixes, output)
-        how = sampling.resolve(opened.seed)
-        run = Run("chat", opened, output, how.seed)
+        settings = Settings(sampling, None if max_tokens < 0 else max_tokens, opened.seed)
+        run = Run("chat", opened, output, settings.how.seed)
         if kept is not None:
             run.keeper = Keeper(opened.session, kept, f"session {session}", opened.notes)
             run.keeper.follow(opened.session, {CHAT: conversation.notes})
         if source is not None:
             apply_keep(opened, memory.keep)
         with run.reported():
-            _Chat(run, conversation, how, None if max_tokens < 0 else max_tokens).talk()
+            TalkHere(run, conversation, settings, held).talk()
         run.close("end")
 
 
@@ -179,92 +178,3 @@ def _keep(memory: MemoryChoice, model: "Model", system: str | None) -> int:
             f"in a memory of {budget}; shorten it, raise --max-kv-size, or give --keep"
         )
     return needed
-
-
-class _Chat:
-    """The loop: a line from the user, a command's effect or the model's answer."""
-
-    def __init__(
-        self, run: "Run", conversation: "Conversation", how: "Sampling", max_tokens: int | None
-    ):
-        from kvkeep.cli.branches import Branches
-
-        self.run = run
-        self.branches = Branches(conversation)
-        self._how = how
-        self._max_tokens = max_tokens
-        self._prompt = Prompt()
-
-    def talk(self) -> None:
-        if self._prompt.interactive:
-            kept = f", {self.run.keeper.what}" if self.run.keeper else ""
-            past = f", {counted(self.run.reused, 'token')} so far" if self.run.reused else ""
-            say(f"{self.run.model.name}{kept}{past}: /help lists commands, Ctrl-D ends")
-        try:
-            self._talk()
-        finally:
-            if self.run.keeper and self.branches.others:
-                others = ", ".join(self.branches.others)
-                say(f"branch {self.branches.name} is what is saved; not saved: {others}")
-
-    def _talk(self) -> None:
-        while (line := self._prompt.read()) is not None:
-            words = line.strip()
-            if words == "/exit":
-                return
-            if words.startswith("/"):
-                self._command(words)
-            elif words:
-                self._answer(line)
-            self._save()
-
-    def _answer(self, words: str) -> None:
-        try:
-            self._turn(words)
-        except KeyboardInterrupt:
-            if not self._prompt.interactive or terminated():
-                raise
-        except ContextFull as error:
-            if not self._prompt.interactive:
-                raise
-            say(f"{error}; /undo takes the last turn back")
-
-    def _turn(self, words: str) -> None:
-        conversation = self.branches.current
-        ids = conversation.begin_turn(words)
-        before = len(self.run.session.tokens)
-        try:
-            self.run.feed(ids)
-        except (KeyboardInterrupt, KvkeepError):
-            # Half a question is taken back, unless it already pushed out what came before it: then
-            # it stays, and the next turn closes it.
-            with suppress(InvalidArgument):
-                self.run.session.rewind(len(self.run.session.tokens) - before)
-            raise
-        conversation.name_turn(words, len(ids))
-        try:
-            self.run.write(self._max_tokens, self._how)
-        finally:
-            conversation.end_turn()
-
-    def _save(self) -> None:
-        if self.run.keeper is None:
-            return
-        try:
-            self.run.keeper.save()
-        except StoreError as error:
-            # The talk is worth more than an end here; at its end, saving is tried once more.
-            say(str(error))
-
-    def _command(self, line: str) -> None:
-        try:
-            say(run_command(line, self.branches))
-        except KvkeepError as error:
-            say(str(error))
-        except KeyboardInterrupt:
-            if not self._prompt.interactive or terminated():
-                raise
-            say("stopped")
-        self.run.session = self.branches.current.session
-        if self.run.keeper:
-            self.run.keeper.follow(self.run.session, {CHAT: self.branches.current.notes})

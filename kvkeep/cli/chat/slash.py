@@ -1,15 +1,26 @@
-"""What can be done at the chat's prompt besides talking: one row of `COMMANDS` each."""
+"""What the chat's commands change in memory: one row of `COMMANDS` each."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from kvkeep.cli.report import counted
 from kvkeep.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from kvkeep.cli.branches import Branches
-    from kvkeep.cli.passages import Passage
+    from kvkeep.cli.chat.branches import Branches
+    from kvkeep.cli.chat.passages import Passage
+
+On = TypeVar("On")
+
+
+@dataclass(frozen=True)
+class Command(Generic[On]):
+    """do: to what, and with which words after its name; what to tell the user."""
+
+    usage: str
+    meaning: str
+    do: Callable[[On, str], str]
 
 
 def run_command(line: str, branches: "Branches") -> str:
@@ -24,13 +35,8 @@ def run_command(line: str, branches: "Branches") -> str:
     return command.do(branches, argument.strip())
 
 
-def _help(branches: "Branches", argument: str) -> str:
-    rows = [f"  {command.usage:<20}  {command.meaning}" for command in COMMANDS.values()]
-    return "\n".join([*rows, _WHAT])
-
-
 def _pin(branches: "Branches", argument: str) -> str:
-    from kvkeep.cli.passages import whole
+    from kvkeep.cli.chat.passages import whole
 
     part = whole(branches.current, argument)
     branches.current.session.pin(part.start, part.end)
@@ -38,7 +44,7 @@ def _pin(branches: "Branches", argument: str) -> str:
 
 
 def _unpin(branches: "Branches", argument: str) -> str:
-    from kvkeep.cli.passages import whole
+    from kvkeep.cli.chat.passages import whole
 
     part = whole(branches.current, argument)
     branches.current.session.unpin(part.start, part.end)
@@ -46,7 +52,7 @@ def _unpin(branches: "Branches", argument: str) -> str:
 
 
 def _forget(branches: "Branches", argument: str) -> str:
-    from kvkeep.cli.passages import whole
+    from kvkeep.cli.chat.passages import whole
 
     conversation = branches.current
     part = whole(conversation, argument)
@@ -62,7 +68,7 @@ def _forget(branches: "Branches", argument: str) -> str:
 
 
 def _edit(branches: "Branches", argument: str) -> str:
-    from kvkeep.cli.passages import content, split
+    from kvkeep.cli.chat.passages import content, split
 
     what, text = split(argument)
     exact = what == "--exact"
@@ -128,33 +134,19 @@ def _memory(branches: "Branches", argument: str) -> str:
     return memory_map(branches.current.session)
 
 
-_WHAT = """\
-WHAT is a turn's number (3), a part of it (3.question, 3.answer), last, system, or "quoted words".
-With --session, the branch that is current at the end is saved; the others end with the chat."""
-
-
-@dataclass(frozen=True)
-class _Command:
-    usage: str
-    meaning: str
-    do: Callable[["Branches", str], str]
-
-
-COMMANDS = {
-    "/help": _Command("/help", "this list", _help),
-    "/memory": _Command("/memory", "a picture of what is held, and what that takes", _memory),
-    "/pin": _Command("/pin WHAT", "never forget it", _pin),
-    "/unpin": _Command("/unpin WHAT", "let it be forgotten in its time", _unpin),
-    "/forget": _Command("/forget WHAT", "take it out of memory now", _forget),
-    "/edit": _Command(
+COMMANDS: dict[str, "Command[Branches]"] = {
+    "/memory": Command("/memory", "a picture of what is held, and what that takes", _memory),
+    "/pin": Command("/pin WHAT", "never forget it", _pin),
+    "/unpin": Command("/unpin WHAT", "let it be forgotten in its time", _unpin),
+    "/forget": Command("/forget WHAT", "take it out of memory now", _forget),
+    "/edit": Command(
         "/edit WHAT NEW TEXT",
         "change it where it is; --exact before WHAT evaluates what follows anew",
         _edit,
     ),
-    "/undo": _Command("/undo", "take the last turn back, as far as memory still holds it", _undo),
-    "/keep": _Command("/keep N", "never forget the first N tokens", _keep),
-    "/branch": _Command("/branch [NAME]", "go on in a copy; it shares memory", _branch),
-    "/branches": _Command("/branches", "list them", _branches),
-    "/switch": _Command("/switch NAME", "go on in another branch", _switch),
-    "/exit": _Command("/exit", "end the chat, as Ctrl-D does", lambda *_: ""),
+    "/undo": Command("/undo", "take the last turn back, as far as memory still holds it", _undo),
+    "/keep": Command("/keep N", "never forget the first N tokens", _keep),
+    "/branch": Command("/branch [NAME]", "go on in a copy; it shares memory", _branch),
+    "/branches": Command("/branches", "list them", _branches),
+    "/switch": Command("/switch NAME", "go on in another branch", _switch),
 }

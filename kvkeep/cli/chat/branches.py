@@ -39,6 +39,10 @@ class Branches:
         self._all[name] = self.current.fork()
         self.name = name
 
+    def replace(self, conversation: Conversation) -> None:
+        """The current branch goes on in another session."""
+        self._all[self.name] = conversation
+
     def switch(self, name: str) -> None:
         if name not in self._all:
             known = ", ".join(self._all)

@@ -1,0 +1,128 @@
+"""What can be done at the chat's prompt besides talking; those that change memory: `slash.py`."""
+
+import difflib
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvkeep.cli.chat.slash import COMMANDS as OF_MEMORY
+from kvkeep.cli.chat.slash import Command
+from kvkeep.cli.text_input import decode
+from kvkeep.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from kvkeep.cli.chat.loop import Talk
+
+_LEAVING = ("/quit", "/exit", "/bye")
+_FILE = re.compile(r'"([^"]+)"|((?:\\.|\S)+)')
+
+
+class Leave(Exception):
+    """The user ends the chat."""
+
+
+def is_command(words: str) -> bool:
+    """Whether what was typed is to be done, rather than said.
+
+    Not where it has several lines, as what is pasted has, nor where it begins with a path.
+    """
+    line = words.strip()
+    if not line.startswith("/") or "\n" in line:
+        return False
+    first = line.split()[0]
+    return first in every_command() or not ("/" in first[1:] or _exists(first))
+
+
+def run_talk_command(line: str, talk: "Talk") -> str:
+    """Does it; what to tell the user, if anything. Raises KvkeepError, Leave."""
+    name, _, argument = line.strip().partition(" ")
+    if name in _LEAVING:
+        raise Leave
+    own = COMMANDS.get(name)
+    if own is not None:
+        return own.do(talk, argument.strip())
+    of_memory = OF_MEMORY.get(name)
+    if of_memory is not None:
+        replaced = talk.commands.get(name)
+        return replaced(argument) if replaced else of_memory.do(talk.branches, argument.strip())
+    near = difflib.get_close_matches(name, every_command(), 1)
+    meant = f"did you mean {near[0]}? " if near else ""
+    raise InvalidArgument(f"there is no command {name}; {meant}/help lists them")
+
+
+def every_command() -> "dict[str, Command[Any]]":
+    """In the order of help."""
+    return {**COMMANDS, **OF_MEMORY, **dict.fromkeys(_LEAVING, _QUIT)}
+
+
+def _help(talk: "Talk", argument: str) -> str:
+    shown: dict[str, Command[Any]] = {**COMMANDS, **OF_MEMORY, "/quit": _QUIT}
+    rows = [f"  {command.usage:<21}  {command.meaning}" for command in shown.values()]
+    return "\n".join([*rows, _WHAT, *([_KEYS] if talk.prompt.interactive else [])])
+
+
+def _regenerate(talk: "Talk", argument: str) -> str:
+    talk.again()
+    return ""
+
+
+def _clear(talk: "Talk", argument: str) -> str:
+    session = talk.branches.current.session
+    session.rewind(len(session.tokens))
+    return "all turns are forgotten; the chat begins anew"
+
+
+def _save(talk: "Talk", argument: str) -> str:
+    return talk.save(argument)
+
+
+def _set(talk: "Talk", argument: str) -> str:
+    name, _, value = argument.partition(" ")
+    if not name:
+        return "\n".join(talk.settings.lines())
+    if not value and name != "stop":
+        raise InvalidArgument(f"/set {name} takes a value; /set alone shows what there is")
+    talk.settings.set(name, value.strip())
+    return next(line.strip() for line in talk.settings.lines() if line.split()[0] == name)
+
+
+def _file(talk: "Talk", argument: str) -> str:
+    found = _FILE.match(argument)
+    if found is None:
+        raise InvalidArgument("/file takes the path of a text, and what is asked about it, if any")
+    path = Path(found[1] or re.sub(r"\\(.)", r"\1", found[2])).expanduser()
+    try:
+        text = decode(path.read_bytes(), str(path))
+    except OSError as error:
+        raise InvalidArgument(f"{path} cannot be read: {error.strerror or error}") from error
+    question = argument[found.end() :].strip()
+    if not text.strip():
+        raise InvalidArgument(f"{path} is empty")
+    talk.ask(f"{text.rstrip()}\n\n{question}" if question else text, line=f"/file {argument}")
+    return ""
+
+
+def _exists(path: str) -> bool:
+    try:
+        return os.path.exists(path)
+    except ValueError:  # a zero byte
+        return False
+
+
+_WHAT = """\
+WHAT is a turn's number (3), a part of it (3.question, 3.answer), last, system, or "quoted words".
+With --session, the branch that is current at the end is saved; the others end with the chat."""
+_KEYS = """\
+Alt-Enter begins another line, and so does Enter within three quotes (\"\"\"). Tab completes. Ctrl-C
+stops an answer or clears the line; Ctrl-D ends the chat."""
+_QUIT: Command[Any] = Command("/quit", "end the chat, as Ctrl-D and /exit do", lambda *_: "")
+
+COMMANDS: dict[str, "Command[Talk]"] = {
+    "/help": Command("/help", "this list", _help),
+    "/file": Command("/file PATH [TEXT]", "say what is in a file, and TEXT after it", _file),
+    "/regenerate": Command("/regenerate", "have the last answer written anew", _regenerate),
+    "/clear": Command("/clear", "forget all turns; the system prompt stays", _clear),
+    "/save": Command("/save [NAME]", "save now, under a name from now on", _save),
+    "/set": Command("/set [NAME VALUE]", "show or change temperature, markdown...", _set),
+}

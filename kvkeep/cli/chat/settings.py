@@ -1,0 +1,100 @@
+"""What `/set` changes: how tokens are chosen, how long answers become, what is shown."""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from kvkeep.cli.options import SamplingChoice
+from kvkeep.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from kvkeep import Sampling
+
+_NO = ("off", "no", "false", "0")
+_YES = ("on", "yes", "true", "1")
+
+
+@dataclass
+class Settings:
+    """sampling: as the options said. max_tokens: of an answer; None: no end. seed: of a session
+    that goes on, where none was given. markdown, bar: whether answers are shown as Markdown, and
+    memory at the foot of the screen.
+    """
+
+    sampling: SamplingChoice
+    max_tokens: int | None
+    seed: int | None = None
+    markdown: bool = True
+    bar: bool = True
+    _how: "Sampling | None" = field(default=None, repr=False)
+
+    @property
+    def how(self) -> "Sampling":
+        if self._how is None:
+            self._how = self.sampling.resolve(self.seed)
+            self.seed = self._how.seed  # one for the whole chat
+        return self._how
+
+    def set(self, name: str, value: str) -> None:
+        """Raises InvalidArgument for a name or a value that is none; nothing changed."""
+        read = _READ.get(name)
+        if read is None:
+            raise InvalidArgument(f"there is no setting {name!r}; there are: {', '.join(_READ)}")
+        try:
+            found = read(value)
+        except ValueError:
+            raise InvalidArgument(f"{name} cannot be {value!r}") from None
+        if name in ("markdown", "bar"):
+            setattr(self, name, found)
+        elif name == "max-tokens":
+            self.max_tokens = None if found < 0 else found
+        else:
+            changed = dataclasses.replace(self.sampling, **{name.replace("-", "_"): found})
+            self._how = changed.resolve(self.seed)  # refused here, if it is
+            self.sampling = changed
+
+    def lines(self) -> list[str]:
+        return [f"  {name:<18}  {self._shown(name)}" for name in _READ]
+
+    def _shown(self, name: str) -> str:
+        if name in ("markdown", "bar"):
+            return "on" if getattr(self, name) else "off"
+        if name == "max-tokens":
+            return "-1 (no end)" if self.max_tokens is None else str(self.max_tokens)
+        value = getattr(self.sampling, name.replace("-", "_"))
+        if name == "seed" and value is None:
+            return f"{self.seed} (drawn)" if self.seed is not None else "random"
+        return ", ".join(map(repr, value)) or "none" if name == "stop" else str(value)
+
+
+def setting_names() -> list[str]:
+    return list(_READ)
+
+
+def _switch(text: str) -> bool:
+    if text.lower() not in (*_YES, *_NO):
+        raise ValueError(text)
+    return text.lower() in _YES
+
+
+def _length(text: str) -> int:
+    found = int(text)
+    if found < -1:
+        raise ValueError(text)
+    return found
+
+
+_READ: dict[str, Callable[[str], Any]] = {
+    "temperature": float,
+    "top-k": int,
+    "top-p": float,
+    "min-p": float,
+    "repetition-penalty": float,
+    "repetition-window": int,
+    "seed": int,
+    "stop": lambda text: (text,) if text else (),
+    "max-tokens": _length,
+    "markdown": _switch,
+    "bar": _switch,
+}

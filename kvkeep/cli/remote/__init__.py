@@ -1,1 +1,0 @@
-"""The chat in a session of a server."""

@@ -1,0 +1,303 @@
+"""The chat as somebody at a terminal has it: in a terminal that is drawn, key by key."""
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from patience import PATIENCE
+
+from kvkeep.models.library import home
+from tools.terminal import Terminal
+
+READY = "Ctrl-D ends"
+UP, TAB, CTRL_C, CTRL_D, CTRL_U, ALT_ENTER = "\x1b[A", "\t", "\x03", "\x04", "\x15", "\x1b\r"
+Chat = Callable[..., Terminal]
+
+
+@pytest.fixture
+def own_home(tmp_path: Path) -> Path:
+    place = tmp_path / "home"
+    place.mkdir()
+    for kind in ("models", "packed", "unpacked"):
+        if (home() / kind).is_dir():
+            (place / kind).symlink_to(home() / kind)
+    return place
+
+
+@pytest.fixture
+def chat(tiny: list[str], own_home: Path) -> Iterator[Chat]:
+    """A chat in a terminal that has come to its prompt."""
+    begun = list[Terminal]()
+
+    def call(*arguments: object, model: bool = True, **options: object) -> Terminal:
+        chosen = [*tiny, "--seed", "1", "-n", "12", "--max-kv-size", "256"] if model else []
+        terminal = Terminal(
+            *("chat", "--no-progress", *chosen, *arguments),
+            environment={"KVKEEP_HOME": str(own_home), "OMP_NUM_THREADS": "1"},
+            **options,  # type: ignore[arg-type]
+        )
+        begun.append(terminal)
+        terminal.wait(READY, PATIENCE)
+        terminal.wait(" cells", PATIENCE)
+        return terminal
+
+    yield call
+    for each in begun:
+        each.process.close(force=True)
+
+
+def said(terminal: Terminal, command: str, answer: str) -> str:
+    """What is on the screen once a command was answered."""
+    terminal.type(command, "\r")
+    return terminal.wait(answer, PATIENCE)
+
+
+def test_what_is_pasted_is_one_message(chat: Chat) -> None:
+    """A line of it that begins like a command is said, and not done."""
+    terminal = chat()
+    terminal.paste("One thing.\n/clear\nAnd a third.")
+    assert "0 turns" in terminal.text.splitlines()[-1]
+    terminal.type("\r")
+    terminal.wait("1 turn", PATIENCE)
+    assert "forgotten" not in terminal.text
+    said(terminal, "/edit 1 Hm.", "is changed")
+    terminal.paste("/undo\nis what they say.")
+    terminal.type("\r")
+    terminal.wait("2 turns", PATIENCE)
+    assert "took" not in terminal.text
+
+
+def test_lines_of_ones_own_by_alt_enter_and_by_quotes(chat: Chat) -> None:
+    terminal = chat("--session", "s")
+    terminal.type("First line", ALT_ENTER, "second line", "\r")
+    terminal.wait("1 turn", PATIENCE)
+    terminal.type('"""', "\r", "third", "\r", "fourth", '"""')
+    assert "2 turns" not in terminal.text
+    terminal.type("\r")
+    terminal.wait("2 turns", PATIENCE)
+    terminal.type(CTRL_D)
+    assert terminal.ended(PATIENCE) == 0
+    again = chat("--session", "s", model=False)
+    assert "> third\n> fourth" in again.text
+    said(again, "/undo", "took")
+    again.type(CTRL_D)
+    assert again.ended(PATIENCE) == 0
+    assert "> First line\n> second line" in chat("--session", "s", model=False).text
+
+
+def test_history_goes_on_in_the_next_chat(chat: Chat, own_home: Path) -> None:
+    first = chat()
+    said(first, "/set temperature 0.5", "temperature")
+    first.type("Hello there", "\r")
+    first.wait("1 turn", PATIENCE)
+    first.type(CTRL_D)
+    assert first.ended(PATIENCE) == 0
+    second = chat()
+    second.type(UP)
+    second.wait("> Hello there", PATIENCE)
+    second.type(UP)
+    second.wait("> /set temperature 0.5", PATIENCE)
+    assert (own_home / "history").stat().st_mode & 0o077 == 0, "nobody else reads it"
+
+
+def test_ctrl_c_clears_a_line_and_only_hints_on_an_empty_one(chat: Chat) -> None:
+    terminal = chat()
+    terminal.type("half a line", CTRL_C)
+    assert "half a line" not in terminal.text
+    terminal.type(CTRL_C)
+    terminal.wait("/quit; /help lists", PATIENCE)
+    terminal.type(CTRL_C)
+    terminal.wait("/quit; /help lists", PATIENCE, times=2)
+    terminal.type("/quit", "\r")
+    assert terminal.ended(PATIENCE) == 0
+    assert "generated 0 tokens" in terminal.text
+
+
+def test_an_answer_that_is_stopped_stays_and_is_saved(chat: Chat) -> None:
+    terminal = chat("-n", "-1", "--session", "s", "--max-kv-size", "64")
+    terminal.type("Tell me all", "\r")
+    terminal.settle(1.0)
+    terminal.type(CTRL_C)
+    terminal.wait("1 turn", PATIENCE)
+    terminal.type(CTRL_D)
+    assert terminal.ended(PATIENCE) == 0
+    assert "session s saved" in terminal.text.replace("\n", "")
+
+
+def test_a_question_that_was_not_read_is_there_again(chat: Chat) -> None:
+    """One that does not fit, here."""
+    terminal = chat("--policy", "full", "--max-kv-size", "128")
+    question = "What is this all about? " * 20
+    terminal.type(question, "\r")
+    terminal.wait("holds at most 128 tokens", PATIENCE)
+    assert "> What is this all about?" in terminal.text.partition("holds at most")[2]
+    assert "0 turns" in terminal.text
+    terminal.type(CTRL_U, CTRL_C, "Hm", "\r")
+    terminal.wait("1 turn", PATIENCE)
+
+
+def test_tab_completes_commands_turns_settings_and_files(chat: Chat, tmp_path: Path) -> None:
+    (tmp_path / "notes of mine.txt").write_text("The sea is wide.")
+    terminal = chat("--system", "Be.")
+    terminal.type("Hello", "\r")
+    terminal.wait("1 turn", PATIENCE)
+    terminal.type("/reg", TAB)
+    terminal.wait("> /regenerate", PATIENCE)
+    terminal.type(CTRL_C, "/pin 1.", TAB)
+    terminal.wait("1.question", PATIENCE)
+    assert "1.answer" in terminal.text
+    terminal.type("q", TAB, "\r")
+    terminal.wait("never forgotten", PATIENCE)
+    terminal.type("/set mark", TAB, " of", TAB, "\r")
+    terminal.wait("markdown            off", PATIENCE)
+    terminal.type(f"/file {tmp_path}/not", TAB)
+    assert "mine.txt" in terminal.text
+    terminal.type(CTRL_C, f'/file "{tmp_path}/notes of mine.txt" What is wide?', "\r")
+    terminal.wait("2 turns", PATIENCE)
+
+
+def test_paths_are_said_and_unknown_commands_are_not(chat: Chat) -> None:
+    terminal = chat()
+    said(terminal, "/regenrate", "did you mean /regenerate?")
+    assert "0 turns" in terminal.text
+    terminal.type("/usr/bin/env is a path", "\r")
+    terminal.wait("1 turn", PATIENCE)
+    terminal.type("/file /nowhere/at/all", "\r")
+    terminal.wait("No such file", PATIENCE)
+    terminal.type("/file", "\r")
+    terminal.wait("takes the path of a text", PATIENCE)
+
+
+def test_what_a_long_question_pushed_out_is_said(chat: Chat) -> None:
+    terminal = chat("--max-kv-size", "64")
+    terminal.type("Hello", "\r")
+    terminal.wait("1 turn", PATIENCE)
+    terminal.paste("The sea is wide. " * 60)
+    terminal.type("\r")
+    text = terminal.wait("2 turns", PATIENCE).replace("\n", "")
+    assert "memory was too small for this question" in text
+    assert "and the 1 turn before it" in text
+
+
+def test_regenerate_clear_save_and_set(chat: Chat, own_home: Path) -> None:
+    terminal = chat("--system", "Be brief.", "--temperature", "1.5")
+    said(terminal, "/regenerate", "there is no answer yet")
+    terminal.type("Hello there", "\r")
+    terminal.wait("1 turn", PATIENCE)
+    said(terminal, "/save", "/save NAME gives it one")
+    terminal.type("/regenerate", "\r")
+    terminal.settle(1.0)
+    answer = terminal.text.rpartition("> /regenerate\n")[2].partition("\n>")[0]
+    assert len(answer.strip()) > 5
+    assert "1 turn" in terminal.text.splitlines()[-1]
+    said(terminal, "/save kept", "session kept saved")
+    assert (own_home / "sessions" / "kept.kvkeep").exists()
+    said(terminal, "/clear", "begins anew")
+    assert "0 turns" in terminal.text.splitlines()[-1]
+    said(terminal, "/set temperature -1", "temperature must be")
+    said(terminal, "/set top-k x", "top-k cannot be 'x'")
+    said(terminal, "/set bar off", "bar                 off")
+    terminal.type("Again", "\r")
+    terminal.settle(1.0)
+    assert " turn" not in terminal.text.splitlines()[-1]
+    terminal.type(CTRL_D)
+    assert terminal.ended(PATIENCE) == 0
+    again = chat("--session", "kept", model=False)
+    assert "> Again" in again.text
+    assert "Hello there" not in again.text
+
+
+def test_the_memory_bar_follows(chat: Chat) -> None:
+    terminal = chat()
+    assert "0 of 256 cells" in terminal.text.splitlines()[-1]
+    terminal.type("Hello", "\r")
+    terminal.wait("1 turn", PATIENCE)
+    assert "0 of 256 cells" not in terminal.text.splitlines()[-1]
+    assert terminal.text.splitlines()[-1][0] in "█░"
+    said(terminal, "/branch side", "now in side")
+    assert "branch side" in terminal.text.splitlines()[-1]
+
+
+def test_bytes_that_are_no_text_end_no_chat(chat: Chat) -> None:
+    terminal = chat()
+    terminal.process.send(b"caf\xe9 \xff")
+    terminal.type("\r")
+    terminal.settle(1.0)
+    terminal.type("Hello", "\r")
+    terminal.wait("turn", PATIENCE)
+    terminal.type(CTRL_D)
+    assert terminal.ended(PATIENCE) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_at_the_prompt_saves_and_ends(chat: Chat, own_home: Path, number: int) -> None:
+    terminal = chat("--session", "s")
+    terminal.type("Hello", "\r")
+    terminal.wait("1 turn", PATIENCE)
+    os.kill(terminal.process.pid, number)
+    assert terminal.ended(PATIENCE) == 128 + number
+    assert (own_home / "sessions" / "s.kvkeep").exists()
+
+
+TEXT = """\
+# A title
+
+Some **bold** words and a line that is longer than the terminal is wide: it has to be broken.
+
+1. one
+2. two
+
+```python
+print("a fence")
+
+print("with an empty line in it")
+```
+
+| a | b |
+|---|---|
+| 1 | 2 |
+
+The \x1b[2Jend."""
+WRITES = """
+import sys
+from kvkeep.cli.screen import screen
+text, size, markdown = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "yes"
+shown = screen(markdown)
+for at in range(0, len(text), size):
+    shown.write(text[at : at + size])
+shown.end()
+print("ended")
+"""
+
+
+def drawn(text: str, size: int, markdown: bool, rows: int = 24) -> Terminal:
+    terminal = Terminal(
+        *(text, size, "yes" if markdown else "no"), program=("-c", WRITES), size=(60, rows)
+    )
+    assert terminal.ended(PATIENCE) == 0
+    return terminal
+
+
+@pytest.mark.parametrize("rows", [6, 40])
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_an_answer_is_markdown_however_it_comes(size: int, rows: int) -> None:
+    """In pieces or at once, also where it is longer than the screen: nothing is there twice."""
+    text = drawn(TEXT, size, True, rows).text
+    assert text == drawn(TEXT, 1000, True, 40).text
+    assert "**" not in text
+    assert "```" not in text
+    for words in ("A title", "a fence", "with an empty line", " 2 two", "ended"):
+        assert text.count(words) == 1
+    assert "─" in text or "━" in text, "a table"
+    assert max(map(len, text.splitlines())) <= 60
+
+
+@pytest.mark.parametrize("size", [1, 5, 1000])
+def test_plain_answers_are_wrapped_at_words(size: int) -> None:
+    text = drawn(TEXT, size, False).text
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 60
+    assert text.replace("\n", " ").split() == f"{TEXT} ended".replace("\x1b", "").split()
+    assert drawn("x" * 150, size, False).text.replace("\n", "") == "x" * 150 + "ended"
