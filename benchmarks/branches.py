@@ -26,6 +26,7 @@ from benchmarks.machine import describe_machine
 from benchmarks.prefill import Spread
 from benchmarks.progress import bar
 from kvkeep import Model, Session, SessionGroup, load_model
+from kvkeep.choices import DtypeName, WeightsName
 from kvkeep.errors import InvalidArgument
 from kvkeep.evaluate.manual import manual_text
 from kvkeep.files.whole import write_json
@@ -169,8 +170,8 @@ def branches(
     tokens: int,
     rounds: int,
     name: str,
-    dtype: str,
-    weights: str | None,
+    dtype: DtypeName,
+    weights: WeightsName | None,
     out: Path | None,
 ) -> None:
     """Fork one prompt and let the forks write: in a group, and one after another."""

@@ -27,6 +27,7 @@ from benchmarks.endless_run import WRITING, Endless, Plan, measure_endless
 from benchmarks.machine import Machine, describe_machine
 from benchmarks.progress import bar
 from kvkeep import load_model
+from kvkeep.choices import DtypeName
 from kvkeep.evaluate.manual import manual_text
 from kvkeep.evaluate.plot import check_plottable
 from kvkeep.files.whole import write_json, write_whole
@@ -56,7 +57,7 @@ def endless(
     keep: int,
     rounds: int,
     name: str,
-    dtype: str,
+    dtype: DtypeName,
     plot: Path | None,
     out: Path | None,
 ) -> None:
@@ -112,7 +113,7 @@ def _or_dash(ratio: float | None) -> str:
 
 
 def _as_json(
-    result: Endless, machine: Machine, model: str, dtype: str, keep: int
+    result: Endless, machine: Machine, model: str, dtype: DtypeName, keep: int
 ) -> dict[str, object]:
     settings = {"model": model, "dtype": dtype, "keep": keep, **dataclasses.asdict(WRITING)}
     return {

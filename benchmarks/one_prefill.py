@@ -10,12 +10,14 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import psutil
 
 from benchmarks.apart import run_apart
 from benchmarks.figures import rounded
 from kvkeep import load_model
+from kvkeep.choices import DtypeName, PolicyName
 from kvkeep.evaluate.manual import manual_text
 from kvkeep.resident import peak_rss
 
@@ -45,7 +47,7 @@ class Prefill:
     kv_bytes: int
 
 
-def measure_prefill(name: str, dtype: str, tokens: int, way: Way) -> Prefill:
+def measure_prefill(name: str, dtype: DtypeName, tokens: int, way: Way) -> Prefill:
     """Reads the first `tokens` of the manual: policy `full`, or `sliding` on a budget."""
     model = load_model(name, dtype=dtype)
     ids = model.text.encode(manual_text())[:tokens]
@@ -54,7 +56,7 @@ def measure_prefill(name: str, dtype: str, tokens: int, way: Way) -> Prefill:
     # measured prefill could use again.
     model.fingerprint  # noqa: B018 (reads all weights)
     model.session(policy="full").feed(ids[:8])
-    policy = "full" if way.budget is None else "sliding"
+    policy: PolicyName = "full" if way.budget is None else "sliding"
     session = model.session(way.budget, policy=policy, prefill_step=way.prefill_step)
     gc.collect()
     _forget_peak()
@@ -71,7 +73,7 @@ def measure_prefill(name: str, dtype: str, tokens: int, way: Way) -> Prefill:
     )
 
 
-def measure_apart(name: str, dtype: str, tokens: int, way: Way) -> Prefill:
+def measure_apart(name: str, dtype: DtypeName, tokens: int, way: Way) -> Prefill:
     """As `measure_prefill`, in a process of its own.
 
     Raises KvkeepError if that process fails; what it said went to standard error.
@@ -89,5 +91,5 @@ def _forget_peak() -> None:
 if __name__ == "__main__":
     model_name, dtype_name, length, asked_way = sys.argv[1:]
     way_given = Way(**json.loads(asked_way))
-    measured = measure_prefill(model_name, dtype_name, int(length), way_given)
+    measured = measure_prefill(model_name, cast(DtypeName, dtype_name), int(length), way_given)
     print(json.dumps(dataclasses.asdict(measured)))

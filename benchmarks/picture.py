@@ -18,6 +18,7 @@ from benchmarks.machine import Machine, describe_machine
 from benchmarks.picture_plot import draw_picture
 from benchmarks.progress import bar
 from kvkeep import Model, Session, load_model
+from kvkeep.choices import DtypeName
 from kvkeep.errors import ContextFull
 from kvkeep.evaluate.manual import manual_text
 from kvkeep.evaluate.perplexity import PerplexityPoint, perplexity_points
@@ -115,7 +116,7 @@ def table(curves: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _as_json(curves: list[Curve], machine: Machine, model: str, dtype: str) -> dict[str, Any]:
+def _as_json(curves: list[Curve], machine: Machine, model: str, dtype: DtypeName) -> dict[str, Any]:
     settings = {"model": model, "dtype": dtype, "first": FIRST, "compared_end": COMPARED}
     return {
         "machine": dataclasses.asdict(machine),
@@ -145,7 +146,7 @@ def _as_json(curves: list[Curve], machine: Machine, model: str, dtype: str) -> d
 )
 @click.option("--redraw", is_flag=True, help="Draw what --out already holds; measure nothing.")
 def picture(
-    tokens: int, max_kv_size: int, name: str, dtype: str, out: Path, plot: Path, redraw: bool
+    tokens: int, max_kv_size: int, name: str, dtype: DtypeName, out: Path, plot: Path, redraw: bool
 ) -> None:
     """Measure and draw perplexity and memory of three memories."""
     check_plottable(plot)

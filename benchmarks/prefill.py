@@ -25,6 +25,7 @@ from benchmarks.command import (
 from benchmarks.machine import describe_machine
 from benchmarks.one_prefill import Prefill, Way, measure_apart
 from benchmarks.progress import bar
+from kvkeep.choices import DtypeName
 from kvkeep.files.whole import write_json
 from kvkeep.models.source import resolve
 
@@ -68,7 +69,7 @@ def summarise(found: list[Prefill], way: Way) -> Summary:
 
 
 def measurements(
-    name: str, dtype: str, tokens: int, compared: Sequence[Way], rounds: int
+    name: str, dtype: DtypeName, tokens: int, compared: Sequence[Way], rounds: int
 ) -> Iterator[Prefill]:
     """Each way once a round, each in a fresh process; who goes first changes."""
     for index in range(rounds):
@@ -111,7 +112,7 @@ def prefill(
     budget: int,
     rounds: int,
     name: str,
-    dtype: str,
+    dtype: DtypeName,
     out: Path | None,
 ) -> None:
     """Evaluate a prompt in steps and whole: speed, and memory above the weights."""

@@ -27,6 +27,7 @@ from benchmarks.snapshots_run import (
     peers,
 )
 from kvkeep import load_model
+from kvkeep.choices import DtypeName
 from kvkeep.evaluate.manual import manual_text
 from kvkeep.files.whole import write_json
 from kvkeep.model import Model
@@ -112,7 +113,7 @@ def snapshots(
     following: int,
     repeats: int,
     name: str,
-    dtype: str,
+    dtype: DtypeName,
     gguf: Path | None,
     folder: Path | None,
     out: Path | None,

@@ -20,6 +20,7 @@ from benchmarks.command import Measurement, check_outputs, dtype_option, model_o
 from benchmarks.figures import rounded
 from benchmarks.machine import describe_machine
 from kvkeep import load_model
+from kvkeep.choices import DtypeName
 from kvkeep.errors import KvkeepError
 from kvkeep.evaluate.manual import manual_text
 from kvkeep.files.whole import write_json
@@ -47,7 +48,7 @@ class Work:
     """sessions: that read a prompt of their own and write so many tokens each."""
 
     name: str
-    dtype: str
+    dtype: DtypeName
     sessions: int
     tokens: int
 
@@ -128,7 +129,7 @@ def threads(
     rounds: int,
     one: str | None,
     name: str,
-    dtype: str,
+    dtype: DtypeName,
     out: Path | None,
 ) -> None:
     """Print how much longer sessions take in threads than one after the other."""

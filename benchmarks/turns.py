@@ -19,6 +19,7 @@ from benchmarks.figures import rounded
 from benchmarks.machine import describe_machine
 from benchmarks.progress import bar
 from kvkeep import load_model
+from kvkeep.choices import DtypeName
 from kvkeep.evaluate.manual import manual_text
 from kvkeep.files.whole import write_json
 from kvkeep.model import Model
@@ -64,7 +65,7 @@ def chat(
 @model_option
 @dtype_option
 @out_option
-def turns(turns: int, max_kv_size: int, name: str, dtype: str, out: Path | None) -> None:
+def turns(turns: int, max_kv_size: int, name: str, dtype: DtypeName, out: Path | None) -> None:
     """Print resident memory over the turns of a chat."""
     check_outputs(out)
     model = load_model(name, dtype=dtype, progress=True)

@@ -16,6 +16,8 @@ from kvkeep.errors import InvalidArgument
 
 T = TypeVar("T")
 
+Word = TypeVar("Word", bound=str)
+
 
 def whole(name: str, value: Any, minimum: int | None = None, maximum: int | None = None) -> int:
     """A whole number, of Python or of numpy or torch; no bool, and no float.
@@ -72,11 +74,11 @@ def text(name: str, value: Any) -> str:
     return str(value)
 
 
-def one_of(name: str, value: Any, choices: Collection[str]) -> str:
+def one_of(name: str, value: Word, choices: Collection[str]) -> Word:
     """One of a few words. Raises InvalidArgument, naming all of them."""
     if not isinstance(value, str) or value not in choices:
         raise InvalidArgument(f"{name} must be one of {', '.join(choices)}; found {value!r}")
-    return str(value)
+    return value
 
 
 def path(name: str, value: Any) -> Path:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvkeep import arguments
 from kvkeep.cache import Bits
+from kvkeep.choices import BitsName, DtypeName, PolicyName, WeightsName
 from kvkeep.compiled.decoder import can_decode
 from kvkeep.compute_path import slowness, warn_of
 from kvkeep.errors import InvalidArgument
@@ -80,13 +81,13 @@ class Model(LoadedModel):
         self,
         max_kv_size: int | None = None,
         keep: int | None = None,
-        policy: str | Policy = "sliding",
+        policy: PolicyName | Policy = "sliding",
         prefill_step: int = 512,
         store: PrefixStore | None = None,
         *,
         bits: Bits | None = None,
-        kv_bits: str | None = None,
-        far_bits: str | None = None,
+        kv_bits: BitsName | None = None,
+        far_bits: BitsName | None = None,
         calibration: Calibration | None = None,
         **settings: Unpack[Settings],
     ) -> Session:
@@ -168,9 +169,9 @@ def _given(**settings: object) -> list[str]:
 def load_model(
     model: str = DEFAULT_MODEL,
     *,
-    dtype: str = "bfloat16",
+    dtype: DtypeName = "bfloat16",
     device: str = "cpu",
-    weights: str | None = None,
+    weights: WeightsName | None = None,
     progress: bool = False,
 ) -> Model:
     """Loads a model, pulling or converting it first where that was not done before.

@@ -17,8 +17,10 @@ from patience import PATIENCE
 from snippets import KINDS, Snippet, indented_code, snippets
 from topics import topic_text
 
+import kvkeep
 from kvkeep.cli.main import COMMANDS, main
 from kvkeep.compiled.binding import library
+from kvkeep.model import Model
 from kvkeep.models.library import home, keep
 from kvkeep.models.source import DEFAULT_MODEL
 
@@ -80,6 +82,19 @@ def test_python_runs(
             exec(compile(code, str(page), "exec"), names)
         if snippet.kind == "output":
             require_said(snippet.text.splitlines(), (capsys.readouterr().out,), snippet.where)
+
+
+@pytest.mark.parametrize(
+    "snippet",
+    [s for s in SNIPPETS if s.page.name == "README.md" and s.kind == "python" and not s.not_run],
+    ids=lambda snippet: snippet.where,
+)
+def test_each_of_the_first_page_runs_by_itself(
+    snippet: Snippet, folder: Path, smollm2: Model
+) -> None:
+    """Whoever tries one has a model, and nothing of those before it."""
+    exec(snippet.before, names := {"kvkeep": kvkeep, "model": smollm2})
+    exec(compile(snippet.text, snippet.where, "exec"), names)
 
 
 @of("sh")

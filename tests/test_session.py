@@ -121,7 +121,7 @@ def test_rewinding_everything_leaves_an_empty_session() -> None:
 @pytest.mark.parametrize("policy", ["sliding", "shift", "archive"])
 def test_all_can_be_taken_back_whatever_was_forgotten(policy: str) -> None:
     """And the session goes on to the bit as one that has just begun."""
-    session, fresh = (small_model().session(16, policy=policy) for _ in range(2))
+    session, fresh = (MODEL.session(64, policy=policy) for _ in range(2))
     session.feed(LONG)
     session.pin(len(LONG) - 3, len(LONG))
     session.name("end", len(LONG) - 2, len(LONG))

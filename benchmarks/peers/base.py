@@ -4,7 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-DTYPE = "bfloat16"  # of weights and cells, for those peers that read the model's folder
+from kvkeep.choices import DtypeName
+
+DTYPE: DtypeName = "bfloat16"  # of weights and cells, for those peers that read the model's folder
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvkeep.choices import DtypeName
 from kvkeep.cli.saying import say
 from kvkeep.cli.text_input import read_text
 from kvkeep.cli.which_model import DEVICE, DTYPE, MODEL, load_named
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 @DEVICE
 @click.option("-q", "--quiet", is_flag=True, help="No progress bars, no closing line.")
 def calibrate(
-    text: str, output: Path | None, model: str, dtype: str, device: str, quiet: bool
+    text: str, output: Path | None, model: str, dtype: DtypeName, device: str, quiet: bool
 ) -> None:
     """Measure a model on the file TEXT ("-": standard input), for compressing its memory.
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvkeep.choices import DtypeName, WeightsName
 from kvkeep.cli.completion import model_names
 from kvkeep.cli.report import megabytes
 from kvkeep.cli.which_model import DTYPE, WEIGHTS
@@ -26,7 +27,9 @@ _Lines = Iterator[tuple[str, str]]
 @WEIGHTS
 @click.option("--measure", is_flag=True, help="Also let the model write 40 tokens.")
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
-def doctor(name: str, dtype: str, weights: str | None, measure: bool, as_json: bool) -> None:
+def doctor(
+    name: str, dtype: DtypeName, weights: WeightsName | None, measure: bool, as_json: bool
+) -> None:
     """Say what computes on this machine, why nothing faster does, and what model NAME reaches.
 
     Takes about a second: how fast memory is read is measured. No model is fetched.

@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
+from kvkeep.choices import BitsName, DtypeName, PolicyName, WeightsName
 from kvkeep.cli.compression import (
     BEST,
     METHOD_NAMES,
@@ -25,9 +26,9 @@ if TYPE_CHECKING:
 
 # Written out, because the modules that define them import torch, and help must open at once.
 KEEPING = ("sliding", "shift", "archive")  # policies that forget, but not the first tokens
-POLICY_NAMES = ("sliding", "shift", "archive", "self_extend", "full")
+POLICY_NAMES = get_args(PolicyName)
 CODEC_NAMES = ("none", "zstd", "int8")
-BIT_NAMES = ("8", "8/4", "4")
+BIT_NAMES = get_args(BitsName)
 
 SINKS = 4
 WHOLE_PROMPT = -1
@@ -44,18 +45,18 @@ class MemoryChoice:
     """
 
     model: str
-    dtype: str
+    dtype: DtypeName
     device: str
     max_kv_size: int | None
     keep: int | None
-    policy: str
+    policy: PolicyName
     discard: int | None
     group: int | None
     window: int | None
     prefill_step: int
-    weights: str | None = None
-    kv_bits: str | None = None
-    far_bits: str | None = None
+    weights: WeightsName | None = None
+    kv_bits: BitsName | None = None
+    far_bits: BitsName | None = None
     method: str | None = None
     ratio: float | None = None
     calibration: Path | None = None

@@ -43,9 +43,10 @@ def memory_map(session: "Session", width: int | None = None, plain: bool | None 
 
 def memory_line(session: "Session") -> str:
     """The same in a line, for the foot of a screen."""
-    cache = session.cache
-    held = f"{cache.cells:,} of {session.max_kv_size:,} cells, {megabytes(cache.nbytes)}"
-    return line_of(session.standing, held)
+    standing = session.standing
+    size = megabytes(sum(_sizes(session, Counter(standing)).values()))
+    held = f"{session.cache.cells:,} of {session.max_kv_size:,} cells, {size}"
+    return line_of(standing, held)
 
 
 def line_of(standing: "Sequence[Standing]", held: str) -> str:

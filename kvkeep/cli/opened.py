@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+from kvkeep.choices import DtypeName
 from kvkeep.cli.compression import began_with, check_begun_with
 from kvkeep.cli.memory import WHOLE_PROMPT, MemoryChoice
 from kvkeep.cli.options import given
@@ -13,6 +14,8 @@ from kvkeep.errors import CorruptFile, InvalidArgument
 from kvkeep.session.conversation import CHAT
 
 if TYPE_CHECKING:
+    import torch
+
     from kvkeep import Model, Session, Snapshot
 
 FIRST_PROMPT = "first_prompt"  # note: tokens of a session's first prompt
@@ -93,8 +96,13 @@ def saved_on(file: Path, memory: MemoryChoice, snapshot: "Snapshot") -> MemoryCh
     return replace(
         memory,
         model=memory.model if given("model") else snapshot.model,
-        dtype=memory.dtype if given("dtype") else str(snapshot.layout.dtype).removeprefix("torch."),
+        dtype=memory.dtype if given("dtype") else dtype_name(snapshot.layout.dtype),
     )
+
+
+def dtype_name(dtype: "torch.dtype") -> DtypeName:
+    """As `--dtype` says it."""
+    return cast(DtypeName, str(dtype).removeprefix("torch."))
 
 
 def apply_keep(opened: Opened, keep: int | None) -> None:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
     from rich.live import Live
-    from rich.markdown import Markdown as Rendered
 
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # what could command a terminal
 _FENCE = re.compile(r"^ {0,3}(```|~~~)", re.MULTILINE)
@@ -110,7 +109,7 @@ class Markdown(Screen):
         if self._live is None:
             self._live = Live(console=_console(), auto_refresh=False, transient=True)
             self._live.start()
-        self._live.update(_Newest(self._text), refresh=True)
+        self._live.update(_Rendered(self._text, newest=True), refresh=True)
         self._drawn = time.monotonic()
 
     def _print(self, text: str) -> None:
@@ -121,21 +120,25 @@ class Markdown(Screen):
             if self._begun:
                 _out("\n")  # between two blocks
             self._begun = True
-            _console().print(_markdown(text))
+            _console().print(_Rendered(text))
             sys.stdout.flush()
 
 
-class _Newest:
-    """The last lines of a text that is longer than the screen."""
+class _Rendered:
+    """Markdown without empty lines around it. newest: its last lines, as many as there is room."""
 
-    def __init__(self, text: str):
-        self._text = text
+    def __init__(self, text: str, newest: bool = False):
+        self._text, self._newest = text, newest
 
     def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
+        from rich.markdown import Markdown
         from rich.segment import Segment
 
-        lines = console.render_lines(_markdown(self._text), options, pad=False)
-        for line in lines[-max(1, console.height - 2) :]:
+        markdown = Markdown(self._text, code_theme="ansi_dark", hyperlinks=False)
+        lines = console.render_lines(markdown, options, pad=False)
+        full = [n for n, line in enumerate(lines) if any(part.text.strip() for part in line)]
+        lines = lines[full[0] : full[-1] + 1] if full else []
+        for line in lines[-max(1, console.height - 2) :] if self._newest else lines:
             yield from line
             yield Segment.line()
 
@@ -152,12 +155,6 @@ def shown_whole(text: str, on: Screen) -> None:
     on.write(text)
     with suppress(OSError):
         on.end()
-
-
-def _markdown(text: str) -> "Rendered":
-    from rich.markdown import Markdown
-
-    return Markdown(text, code_theme="ansi_dark", hyperlinks=False)
 
 
 def _console() -> "Console":

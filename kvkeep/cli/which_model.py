@@ -4,10 +4,11 @@ import warnings
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
+from kvkeep.choices import DtypeName, WeightsName
 from kvkeep.cli.completion import model_names
 from kvkeep.cli.options import whole_number
 from kvkeep.cli.saying import say
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
     from kvkeep import Model
 
 # Written out, because the modules that define them import torch, and help must open at once.
-DTYPE_NAMES = ("bfloat16", "float32")
-WEIGHT_NAMES = ("bf16", "int8", "int4")
+DTYPE_NAMES = get_args(DtypeName)
+WEIGHT_NAMES = get_args(WeightsName)
 
 MODEL = click.option(
     "-m",
@@ -59,7 +60,9 @@ def prefill_step(default: int) -> Callable[[Any], Any]:
 PREFILL_STEP = prefill_step(512)
 
 
-def load_named(name: str, dtype: str, device: str, weights: str | None, progress: bool) -> "Model":
+def load_named(
+    name: str, dtype: DtypeName, device: str, weights: WeightsName | None, progress: bool
+) -> "Model":
     """The model of that name. Raises ModelError where it cannot be had."""
     require_utf8(name, "the model's name")  # it is written into files, reports and sessions
     from kvkeep import load_model

@@ -4,6 +4,7 @@ import json
 
 import click
 
+from kvkeep.choices import DtypeName
 from kvkeep.cli.memory import open_prefix_store
 from kvkeep.cli.text_input import SPECIAL, read_prompt
 from kvkeep.cli.which_model import DTYPE, MODEL, load_named
@@ -24,7 +25,7 @@ def why(
     file: str | None,
     special: bool,
     model: str,
-    dtype: str,
+    dtype: DtypeName,
     as_json: bool,
     no_progress: bool,
 ) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import psutil
 import torch
 
+from kvkeep.choices import DtypeName, WeightsName
 from kvkeep.compiled.binding import library
 from kvkeep.compiled.decoder import unusable
 from kvkeep.compiled.instruction_sets import TORCH, choice
@@ -76,7 +77,7 @@ class Findings:
     no_model: str
 
 
-def examine(name: str, dtype: str, weights: str | None, measure: bool) -> Findings:
+def examine(name: str, dtype: DtypeName, weights: WeightsName | None, measure: bool) -> Findings:
     """name, dtype, weights: of the model to look at, which is not fetched; as of `load_model`.
 
     measure: lets it write some tokens, too. Raises InvalidArgument for an environment that asks for
@@ -119,7 +120,9 @@ def _environment(names: tuple[str, ...]) -> dict[str, str]:
     return {name: os.environ[name] for name in names if os.environ.get(name)}
 
 
-def _facts(name: str, dtype: str, weights: str | None) -> tuple[ModelFacts | None, str]:
+def _facts(
+    name: str, dtype: DtypeName, weights: WeightsName | None
+) -> tuple[ModelFacts | None, str]:
     """Of a model that is here and sound; or None, and why not."""
     try:
         return model_facts(name, dtype, weights), ""

@@ -4,6 +4,7 @@ import time
 from dataclasses import dataclass
 from statistics import median
 
+from kvkeep.choices import DtypeName, WeightsName
 from kvkeep.model import load_model
 from kvkeep.model_facts import ModelFacts
 
@@ -32,7 +33,7 @@ def outlook(facts: ModelFacts, bandwidth: float, measured: float | None) -> Outl
     return Outlook(facts.name, facts.decode, facts.bytes_per_token, most, measured)
 
 
-def measured_tokens_per_s(name: str, dtype: str, weights: str | None) -> float:
+def measured_tokens_per_s(name: str, dtype: DtypeName, weights: WeightsName | None) -> float:
     """Of the model itself: the median of some tokens, few being held. Raises as `load_model`."""
     session = load_model(name, dtype=dtype, weights=weights).session(_CELLS)
     session.feed([1])

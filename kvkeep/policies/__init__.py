@@ -6,6 +6,7 @@ from typing import Any, TypedDict
 from kvkeep import arguments
 from kvkeep.cache import BITS, Bits
 from kvkeep.errors import InvalidArgument
+from kvkeep.methods.budget import Budget
 from kvkeep.policies.archive import Archive
 from kvkeep.policies.base import Policy
 from kvkeep.policies.full import Full
@@ -39,7 +40,7 @@ class Settings(TypedDict, total=False):
     group: int | None
     window: int | None
     method: str | None
-    budget: str | None
+    budget: Budget | None
     ratio: float | None
 
 

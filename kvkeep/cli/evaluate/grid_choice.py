@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from kvkeep.choices import BitsName
 from kvkeep.cli.evaluate.options import ModelChoice
 from kvkeep.cli.options import given
 from kvkeep.errors import InvalidArgument
@@ -38,7 +39,7 @@ class GridChoice:
     junk: int
     tokens: int
     haystack: str
-    kv_bits: str | None
+    kv_bits: BitsName | None
     seed: int
 
     def passkeys(self) -> dict[str, Samples]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvkeep.choices import DtypeName, WeightsName
 from kvkeep.cli.compression import (
     BEST,
     METHOD_NAMES,
@@ -53,9 +54,9 @@ class ModelChoice:
     """Which model answers. calibration: a file made for it."""
 
     model: str
-    dtype: str
+    dtype: DtypeName
     device: str
-    weights: str | None
+    weights: WeightsName | None
     prefill_step: int
     calibration: Path | None
 

@@ -11,7 +11,7 @@ from kvkeep.cli.completion import session_names
 from kvkeep.cli.compression import began_with, calibration_option, check_begun_with
 from kvkeep.cli.keeper import session_folder
 from kvkeep.cli.memory import CODEC_NAMES
-from kvkeep.cli.opened import FIRST_PROMPT, UNREAD, checked_notes
+from kvkeep.cli.opened import FIRST_PROMPT, UNREAD, checked_notes, dtype_name
 from kvkeep.cli.options import whole_number
 from kvkeep.cli.report import counted, megabytes
 from kvkeep.cli.which_model import SAVED_MODEL, load_named, require_here
@@ -63,7 +63,7 @@ def _at(
     source: str, snapshot: "Snapshot", count: int, calibration: Path | None, name: str
 ) -> "Snapshot":
     """The snapshot of session `source` as it was after `count` tokens."""
-    dtype = str(snapshot.layout.dtype).removeprefix("torch.")
+    dtype = dtype_name(snapshot.layout.dtype)
     model = load_named(name, dtype, "cpu", weights=None, progress=False)
     known = began_with(source, snapshot, calibration, model)
     session = model.restore(snapshot, calibration=known)

@@ -1,0 +1,8 @@
+"""Arguments that are one of a few words: for type checkers, and for options of commands."""
+
+from typing import Literal
+
+PolicyName = Literal["sliding", "shift", "archive", "self_extend", "full"]
+DtypeName = Literal["bfloat16", "float32"]
+WeightsName = Literal["bf16", "int8", "int4"]
+BitsName = Literal["8", "8/4", "4"]
