@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: run test test-slow test-new fuzz sanitize emulated wheel lint types install clean
+.PHONY: run test test-slow test-new fuzz sanitize emulated wheel release site lint types install clean
 
 install: $(READY)
 
@@ -71,6 +71,15 @@ wheel: install
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[release]'
 	$(BIN)/python tools/wheels.py
 
+# All that a release is made of, built and tried; nothing is uploaded (tools/release.py --help).
+release: install
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[release]'
+	$(BIN)/python tools/release.py
+
+# The documentation, in site/. A link that leads nowhere is an error.
+site: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --site-dir site
+
 # The kernels for Arm, on any machine with Linux: built by a cross compiler, run by an emulator, under
 # the same tests. On Debian: apt-get install g++-aarch64-linux-gnu qemu-user
 EMULATED := $(CURDIR)/build/emulated
@@ -101,4 +110,4 @@ types: install
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info kvkeep/compiled/*.so kvkeep/compiled/built.json
+	rm -rf $(VENV) build dist site *.egg-info kvkeep/compiled/*.so kvkeep/compiled/built.json

@@ -8,9 +8,11 @@ out, and without any kvkeep works by torch alone.
 import copy
 import json
 import os
+import re
 import subprocess
 import sys
 import sysconfig
+import tomllib
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -110,6 +112,15 @@ class ForAnyPython(bdist_wheel):
         return "py3", "none", super().get_tag()[2]
 
 
+def readme() -> str:
+    """README.md for places other than the repository: links and pictures say where they are."""
+    project = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["project"]
+    there = f"{project['urls']['Homepage']}/%s/v{project['version']}/"
+    text = Path("README.md").read_text(encoding="utf-8")
+    pictures = re.sub(r"(!\[[^\]]*\]\()(?=docs/)", rf"\g<1>{there % 'raw'}", text)
+    return re.sub(r"(\]\()(?=docs/|LICENSE)", rf"\g<1>{there % 'blob'}", pictures)
+
+
 cpu = Extension(
     "kvkeep.compiled._cpu",
     [str(SOURCES / "cpu.c")],
@@ -117,6 +128,8 @@ cpu = Extension(
     optional=True,
 )
 setup(
+    long_description=readme(),
+    long_description_content_type="text/markdown",
     ext_modules=[cpu, *(kernels(name, SETS[name]) for name in NAMES)],
     cmdclass={"build_ext": EachApart, "bdist_wheel": ForAnyPython},
     options={"build_ext": {"parallel": os.cpu_count()}},

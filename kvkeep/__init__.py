@@ -1,6 +1,10 @@
 """kvkeep: a bounded, durable and editable memory for language models."""
 
+import sys
 from typing import TYPE_CHECKING, Any
+
+if sys.platform == "win32":
+    raise ImportError("kvkeep runs on Linux and macOS; on Windows it runs in WSL 2")
 
 from kvkeep.errors import KvkeepError
 from kvkeep.version import __version__

@@ -24,24 +24,30 @@ MOST_BYTES = 8 << 20  # of a wheel: with what debuggers read it would be several
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory(prefix="kvkeep-wheel-") as folder:
-        built = build(Path(folder) / "built")
-        require_whole(built)
-        wheel = named_for_old_systems(built)
-        require_decoding(wheel, Path(folder) / "empty")
+    wheel, _ = build_and_try()
     print(f"{wheel.relative_to(ROOT)}: {wheel.stat().st_size / 1e6:.1f} MB")
 
 
-def build(to: Path) -> Path:
-    """By way of the sdist, so that it holds all that a build needs."""
+def build_and_try() -> tuple[Path, Path]:
+    """The wheel and the sdist, in dist/."""
+    with tempfile.TemporaryDirectory(prefix="kvkeep-wheel-") as folder:
+        built, source = build(Path(folder) / "built")
+        require_whole(built)
+        wheel = named_for_old_systems(built)
+        require_decoding(wheel, Path(folder) / "empty")
+        return wheel, Path(shutil.copy(source, DIST))
+
+
+def build(to: Path) -> tuple[Path, Path]:
+    """By way of the sdist, so that it holds all that a build needs: wheel, sdist."""
     # What Python was linked with is a place on this machine, and none for an object to name.
     environment = {**os.environ, "LDSHARED": "gcc -shared", "LDCXXSHARED": "g++ -shared"}
     environment.pop("KVKEEP_SETS", None)
     if sys.platform != "linux":
         environment = dict(os.environ)
     run(sys.executable, "-m", "build", "--outdir", to, ROOT, environment=environment)
-    (wheel,) = to.glob("*.whl")
-    return wheel
+    (wheel,), (source,) = to.glob("*.whl"), to.glob("*.tar.gz")
+    return wheel, source
 
 
 def require_whole(wheel: Path) -> None:
