@@ -8,6 +8,7 @@ import click
 
 from kvkeep.cli.memory import SINKS, MemoryChoice, memory_options
 from kvkeep.cli.options import Output, output_options, whole_number
+from kvkeep.cli.saying import say
 from kvkeep.cli.text_input import read_text
 from kvkeep.errors import InvalidArgument
 from kvkeep.files.whole import check_writable, write_whole
@@ -126,5 +127,7 @@ def _show(run: "Run", points: list["PerplexityPoint"], plot: Path | None) -> Non
             f"{run.model.name}, {session.policy}, {session.max_kv_size} cells, {session.keep} kept"
         )
         write_whole(plot, draw_perplexity(points, title, plot.suffix))
+        if len(points) == 1:
+            say(f"{plot} shows one point, as the text is one step: a smaller --prefill-step, more")
     if run.perplexity is not None:
         click.echo(f"perplexity {run.perplexity:.4f} of {points[-1].scored} tokens")

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#666666")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 STYLES = ("-", "-.", ":")
+_SPREAD = 0.5  # octaves over which methods of one ratio stand side by side: all of them are seen
 
 
 def draw_grid(grid: Grid, suffix: str) -> bytes:
@@ -39,9 +40,10 @@ def _draw_task(axes: "Axes", grid: Grid, task: str) -> None:
         found = {ratio: grid.of(task, method, ratio) for ratio in grid.ratios}
         ratios = [ratio for ratio, readings in found.items() if readings]
         heights = [_height(found[ratio]) for ratio in ratios]
+        beside = 2 ** (_SPREAD * ((index + 0.5) / len(grid.methods) - 0.5))
         again = index // len(COLOURS)  # how often all colours were used before
         axes.plot(
-            *(ratios, heights),
+            *([ratio * beside for ratio in ratios], heights),
             color=COLOURS[index % len(COLOURS)],
             marker=MARKERS[(index + again) % len(MARKERS)],
             ls=STYLES[again % len(STYLES)],

@@ -34,23 +34,28 @@ def draw_perplexity(points: Sequence[PerplexityPoint], title: str, suffix: str) 
     tokens = [point.tokens for point in points]
     figure.suptitle(title)
 
-    above.plot(tokens, [p.perplexity for p in points], marker=".", label="all scored tokens")
-    above.plot(tokens, [p.recent for p in points], marker=".", alpha=0.5, label=f"last {RECENT}")
+    whole, recent = [p.perplexity for p in points], [p.recent for p in points]
+    above.plot(tokens, whole, marker="o", ms=4, label="all scored tokens")
+    if recent != whole:  # as they are where there are no more
+        style = {"marker": "s", "ms": 4, "ls": "--", "mfc": "none"}
+        above.plot(tokens, recent, label=f"last {RECENT}", **style)
     above.set_ylabel("perplexity")
     above.legend()
-    above.set_xlim(0, tokens[-1])
+    above.set_xlim(0, tokens[-1] * 1.02)
     above.grid(alpha=0.3)
 
-    below.plot(tokens, [p.kv_bytes / 1e6 for p in points], color="C2", label="memory (MB)")
+    sizes, cells = [p.kv_bytes / 1e6 for p in points], [p.kv_cells for p in points]
+    below.plot(tokens, sizes, color="C2", marker="o", ms=4, label="memory (MB)")
     below.set_ylabel("keys and values (MB)")
     below.set_xlabel("tokens")
-    below.set_ylim(bottom=0)
+    below.set_ylim(0, 1.08 * max(*sizes, 1e-6))
     below.grid(alpha=0.3)
-    cells = below.twinx()
-    cells.plot(tokens, [p.kv_cells for p in points], color="C3", linestyle="--", label="cells")
-    cells.set_ylabel("cells")
-    cells.set_ylim(bottom=0)
-    below.legend(handles=[*below.lines, *cells.lines], loc="lower right")
+    other = below.twinx()
+    style = {"marker": "s", "ms": 4, "ls": "--", "mfc": "none"}
+    other.plot(tokens, cells, color="C3", label="cells", **style)
+    other.set_ylabel("cells")
+    other.set_ylim(0, 1.25 * max(*cells, 1))  # beside the other curve, which it would often cover
+    below.legend(handles=[*below.lines, *other.lines], loc="lower right")
     return picture(figure, suffix)
 
 

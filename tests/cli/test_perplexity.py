@@ -62,3 +62,11 @@ def test_a_text_can_be_read_as_if_it_were_written(invoke, tiny, tiny_folder: Pat
     given = ("perplexity", "-", "--to", 60, "--max-kv-size", 32, "--written", *tiny)
     result = invoke(*given, input=TEXT)
     assert result.stdout == f"perplexity {expected:.4f} of 59 tokens\n"
+
+
+def test_a_picture_of_one_point_says_how_more_are_drawn(invoke, tiny, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "short.txt").write_text("The sea is wide and the night is long.")
+    asked = ("perplexity", tmp_path / "short.txt", "--plot", tmp_path / "plot.png", *tiny)
+    assert "--prefill-step" in invoke(*asked).stderr
+    assert "one point" not in invoke(*asked, "--prefill-step", 8).stderr
