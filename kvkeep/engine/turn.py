@@ -17,7 +17,8 @@ def turn(model: Model, words: str, ask: Ask, system: str | None = None) -> Calla
 
     Its tokens, and only what is new of them, are evaluated; spans name the question and the
     answer (see `Conversation`). ask: how the answer is written; without a prompt. system: what
-    comes before all turns; None for what the session has begun with.
+    comes before all turns; None for what the session has begun with, also where all of that was
+    taken back.
 
     A question that is cancelled before it is read is taken back. Raises InvalidArgument for a
     system prompt that is another than the session's.
@@ -45,8 +46,8 @@ def turn(model: Model, words: str, ask: Ask, system: str | None = None) -> Calla
 def _conversation(model: Model, kept: Kept, system: str | None) -> Conversation:
     session, known = kept.live, kept.notes.get(CHAT, {}).get("system")
     if not session.tokens:
-        known = system
         if system is not None:
+            known = system
             _keep(model, session, system)
     elif system not in (None, known):
         raise InvalidArgument(

@@ -1,13 +1,16 @@
 """`kvkeep chat --server`: the same talk in a session of a server."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from cli.conftest import Invoke
+from patience import PATIENCE
 from server.conftest import Running, running
 
 from kvkeep.client import Client
 from kvkeep.model import Model
+from tools.terminal import Terminal
 
 TALK = "What is the capital of France?\n/pin 1.answer\nAnd of Italy?\n/memory\n"
 GREEDY = ("--temperature", 0, "--system", "You are terse.")
@@ -67,3 +70,59 @@ def test_a_server_that_is_not_there(invoke: Invoke) -> None:
     refused = invoke("chat", "--server", "http://127.0.0.1:1", input="Hello.\n")
     assert refused.exit_code != 0
     assert "no answer from http://127.0.0.1:1" in refused.stderr
+
+
+def test_a_chat_that_is_saved_stays_and_the_rest_of_it_goes(
+    invoke: Invoke, server: Running, tmp_path: Path
+) -> None:
+    (tmp_path / "word.txt").write_text("The word is lighthouse.")
+    with Client(server.url) as client:
+        before = {each["name"] for each in client.sessions()}
+        talk = f"Hello.\n/file {tmp_path}/word.txt What is the word?\n/branch side\n/save later\n"
+        talk += "/regenerate\n/save\n"
+        talked = invoke("chat", "--server", server.url, *GREEDY, "-n", 12, input=talk)
+        assert talked.exit_code == 0, talked.stderr
+        assert "goes on in session later" in talked.stderr
+        assert "session later is on the server's disk" in talked.stderr
+        *_, answer, again = talked.stdout.splitlines()
+        assert answer == again, "the likeliest tokens, both times"
+        assert {each["name"] for each in client.sessions()} - before == {"later"}
+        spans = client.session("later").memory()["spans"]
+        assert {"turn 1 answer", "turn 2 answer"} <= spans.keys()
+
+
+def test_a_cleared_chat_keeps_its_system_prompt(invoke: Invoke, server: Running) -> None:
+    """Also one that is taken up by its name alone."""
+    first = ("chat", "--server", server.url, "--session", "bare", "--temperature", 0, "-n", 8)
+    system = ("--system", "You are terse.", "--max-kv-size", 128)
+    assert invoke(*first, *system, input="Hello.\n").exit_code == 0
+    again = invoke(*first, input="Tell me more.\nAnd more.\n/clear\nHello.\n")
+    assert "begins anew" in again.stderr
+    with Client(server.url) as client:
+        session = client.session("bare")
+        text = "".join(piece["text"] for piece in session.text()["pieces"])
+        assert text.count("You are terse.") == 1
+        assert text.count("Hello.") == 1
+        assert "Tell me more." not in text
+
+
+def test_in_a_terminal(server: Running, tmp_path: Path) -> None:
+    """The same prompt, bar and pictures as of a chat here."""
+    options = ("--server", server.url, "--temperature", "0", "-n", "12", "--session", "seen")
+    home = {"KVKEEP_HOME": str(tmp_path)}
+    with Terminal("chat", *options, environment=home) as terminal:
+        terminal.wait("0 of 2,048 cells", PATIENCE)
+        terminal.paste("What is the capital\n/clear\nof France?")
+        terminal.type("\r", "/pin 1.", "\t")
+        text = terminal.wait("1.question", PATIENCE)
+        assert "begins anew" not in text
+        answer = text.partition("of France?\n")[2].partition("\n")[0]
+        assert len(answer) > 10
+        terminal.type("\x03", "/regenerate", "\r")
+        terminal.wait(answer, PATIENCE, times=2)
+        terminal.settle()
+        terminal.type("\x04")
+        assert terminal.ended(PATIENCE) == 0
+    with Terminal("chat", *options, environment=home) as terminal:
+        terminal.wait("> What is the capital", PATIENCE)
+        terminal.wait(answer, PATIENCE)

@@ -116,7 +116,8 @@ class TalkThere(Talk):
         branches = Branches(cast("Conversation", conversation))  # for what commands ask of it
         super().__init__(branches, settings)
         self._client, self._system = client, system
-        self._kept = {remote.name} if kept else set[str]()
+        self._lasting = kept
+        self._left, self._kept = list[str](), set[str]()
         self.commands = {
             "/memory": lambda argument: self._memory(),
             "/branches": lambda argument: self._lines(),
@@ -131,9 +132,9 @@ class TalkThere(Talk):
 
     @property
     def unnamed(self) -> list[str]:
-        """Sessions that nobody asked for by name."""
-        names = [each.name for each in self.remotes.values()]
-        return [] if self._kept else names
+        """Sessions of a chat without a name, but for those that were saved under one."""
+        names = [*self._left, *(each.name for each in self.remotes.values())]
+        return [] if self._lasting else [name for name in names if name not in self._kept]
 
     @property
     def _remote(self) -> RemoteSession:
@@ -163,7 +164,6 @@ class TalkThere(Talk):
             raise
         finally:
             screen.end()
-            self._system = None  # from the first turn on the session has it
         self.tell_forgotten()
 
     def again(self) -> None:
@@ -179,9 +179,10 @@ class TalkThere(Talk):
             self._remote.save()
             return f"session {self._remote.name} is on the server's disk"
         fork = self._remote.fork(name)
-        self.branches.replace(cast("Conversation", RemoteConversation(self._client, fork)))
-        self._kept.add(name)
         fork.save()
+        self._left.append(self._remote.name)
+        self._kept.add(name)
+        self.branches.replace(cast("Conversation", RemoteConversation(self._client, fork)))
         return f"goes on in session {name}, which is on the server's disk"
 
     def bar(self) -> str:
