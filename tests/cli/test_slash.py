@@ -9,6 +9,7 @@ import pytest
 from kvkeep import load_model
 from kvkeep.cache import Ragged
 from kvkeep.cli.chat.branches import Branches
+from kvkeep.cli.chat.commands import is_command
 from kvkeep.cli.chat.slash import run_command
 from kvkeep.cli.memory_map import bar, memory_map
 from kvkeep.errors import InvalidArgument, KvkeepError
@@ -294,3 +295,11 @@ def test_all_commands_in_a_pipe(invoke, tiny) -> None:
     assert "  b     2 turns" in result.stderr
     assert "there is no 9 here; there is: 1, last" in result.stderr
     assert "not saved" not in result.stderr, "nothing was to be saved"
+
+
+def test_what_is_done_and_what_is_said(tmp_path: Path) -> None:
+    for line in ("/help", "/undo ", "/nope", "/nope a/b", "/", " /pin 1"):
+        assert is_command(line), line
+    said = ("Hm", "", "//", "/usr/bin/env is what?", f"{tmp_path} is a folder", "/undo\nis done")
+    for line in said:
+        assert not is_command(line), line

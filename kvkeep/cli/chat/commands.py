@@ -31,7 +31,7 @@ def is_command(words: str) -> bool:
     if not line.startswith("/") or "\n" in line:
         return False
     first = line.split()[0]
-    return first in every_command() or not ("/" in first[1:] or _exists(first))
+    return first in every_command() or first == "/" or not ("/" in first[1:] or _exists(first))
 
 
 def run_talk_command(line: str, talk: "Talk") -> str:

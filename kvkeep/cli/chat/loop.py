@@ -3,6 +3,7 @@
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from kvkeep.cli.chat.branches import Branches
@@ -86,7 +87,8 @@ class Talk(ABC):
             say(f"{error}; /undo takes the last turn back")
         finally:
             if self.prompt.interactive and sys.stdout.isatty():
-                print(flush=True)  # a line between turns
+                with suppress(OSError):  # the terminal is gone
+                    print(flush=True)  # a line between turns
 
     def show_last(self) -> None:
         """The last exchange, for somebody who comes back to it."""
