@@ -118,7 +118,7 @@ def readme() -> str:
     there = f"{project['urls']['Homepage']}/%s/v{project['version']}/"
     text = Path("README.md").read_text(encoding="utf-8")
     pictures = re.sub(r"(!\[[^\]]*\]\()(?=docs/)", rf"\g<1>{there % 'raw'}", text)
-    return re.sub(r"(\]\()(?=docs/|LICENSE)", rf"\g<1>{there % 'blob'}", pictures)
+    return re.sub(r"(\]\()(?=docs/|[A-Z]+(\.md)?\))", rf"\g<1>{there % 'blob'}", pictures)
 
 
 cpu = Extension(
