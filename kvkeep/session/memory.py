@@ -195,7 +195,7 @@ class Memory:
         """Raises InvalidArgument where the last `count` tokens cannot be taken back."""
         held, total = self.rewindable, len(self.tokens)
         most = total if held == total else held - 1
-        if not 0 <= count <= most and count != total:
+        if not 0 <= count <= most:
             raise InvalidArgument(
                 f"rewind takes 0 to {most} tokens here, or all {total}; found {count}: the last "
                 f"{held} are held without a gap, and one of them must remain to go on from"
@@ -210,9 +210,6 @@ class Memory:
         if count == 0:
             return []
         taken = self.tokens[len(self.tokens) - count :]
-        if count == len(self.tokens) > self.rewindable:
-            self._empty()
-            return taken
         self._drop_newest(count)
         if self.pins - set(self.serials):
             self.pins &= set(self.serials)
@@ -220,13 +217,15 @@ class Memory:
         self.evaluate_last()
         return taken
 
-    def _empty(self) -> None:
-        """Holds nothing, as if it had just begun."""
+    def take_all(self) -> list[int]:
+        """Takes every token back, held or not: nothing must remain to go on from."""
+        taken = list(self.tokens)
         self.pins = frozenset()
         self.change()
         fresh = Memory(self.decoder, self.policy, self.bits)
         self.cache, self.hidden, self._logits = fresh.cache, None, None
         self.tokens, self.serials = fresh.tokens, fresh.serials
+        return taken
 
     def beginning(self, count: int) -> "Memory":
         """A memory of the first `count` tokens, as if no others had come; it has no logits.

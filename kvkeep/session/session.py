@@ -227,7 +227,9 @@ class Session(Reader):
         held.
         """
         with self._changing() as work:
-            taken = work.memory.take_back(arguments.whole("count", count))
+            count, memory = arguments.whole("count", count), work.memory
+            every = count == len(memory.tokens) > memory.rewindable
+            taken = memory.take_all() if every else memory.take_back(count)
             left = len(work.memory.tokens)
             work.move_spans(lambda span: after_rewind(span, left))
         return taken

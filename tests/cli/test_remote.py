@@ -1,5 +1,6 @@
 """`kvkeep chat --server`: the same talk in a session of a server."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -113,7 +114,10 @@ def test_in_a_terminal(server: Running, tmp_path: Path) -> None:
     with Terminal("chat", *options, environment=home) as terminal:
         terminal.wait("0 of 2,048 cells", PATIENCE)
         terminal.paste("What is the capital\n/clear\nof France?")
-        terminal.type("\r", "/pin 1.", "\t")
+        terminal.type("\r")
+        while not re.search(r"\b[1-9]\d* of 2,048 cells", terminal.text):
+            terminal.settle()
+        terminal.type("/pin 1.", "\t")
         text = terminal.wait("1.question", PATIENCE)
         assert "begins anew" not in text
         answer = text.partition("of France?\n")[2].partition("\n")[0]

@@ -3,8 +3,9 @@
 import difflib
 import os
 import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvkeep.cli.chat.slash import COMMANDS as OF_MEMORY
 from kvkeep.cli.chat.slash import Command
@@ -12,7 +13,23 @@ from kvkeep.cli.text_input import decode
 from kvkeep.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from kvkeep.cli.chat.loop import Talk
+    from kvkeep.cli.chat.branches import Branches
+    from kvkeep.cli.chat.prompt import Prompt
+    from kvkeep.cli.chat.settings import Settings
+
+
+class Talk(Protocol):
+    """What commands ask of a chat; see `loop.Talk`."""
+
+    branches: "Branches"
+    settings: "Settings"
+    prompt: "Prompt"
+    commands: Mapping[str, Callable[[str], str]]
+
+    def ask(self, words: str, line: str | None = None) -> None: ...
+    def again(self) -> None: ...
+    def save(self, name: str) -> str: ...
+
 
 _LEAVING = ("/quit", "/exit", "/bye")
 _FILE = re.compile(r'"([^"]+)"|((?:\\.|\S)+)')
