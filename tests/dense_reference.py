@@ -100,6 +100,13 @@ class DenseMemory:
             self.hidden = self._evaluate(token, self.held)
 
     def rewind(self, count: int) -> None:
+        if count == len(self.tokens):  # nothing must remain to go on from
+            self.tokens, self.near = [], []
+            self.evaluate_last()
+        else:
+            self._take_back(count)
+
+    def _take_back(self, count: int) -> None:
         total, held = len(self.tokens), self._held_at_the_end()
         if count > (total if held == total else held - 1):
             raise Refused
@@ -165,7 +172,7 @@ class DenseMemory:
             if len(self.held) + len(ids) - (end - start) > self.max_kv_size:
                 raise Refused
             keep = self.keep
-        self.rewind(len(self.tokens) - start)
+        self._take_back(len(self.tokens) - start)
         if self.bounded:
             self.set_keep(keep)
         run: list[int] = []
