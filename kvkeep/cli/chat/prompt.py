@@ -99,7 +99,7 @@ class Edited(Prompt):
         while True:
             default, self._offered = self._offered, ""
             try:
-                # Ctrl-C is a key here. As a signal it comes from elsewhere, and ends the chat.
+                # Ctrl-C is a key here; as a signal it comes from another program.
                 words = self._session.prompt(default=default, handle_sigint=False)
             except _Nothing:
                 say(_HINT)
