@@ -12,7 +12,8 @@ from kvkeep.version import __version__
 if TYPE_CHECKING:
     from kvkeep.cache import Bits
     from kvkeep.client import AsyncClient, Client
-    from kvkeep.model import Model, load_model
+    from kvkeep.loading import load_model
+    from kvkeep.model import Model
     from kvkeep.policies import Archive, Full, SelfExtend, Shift, Sliding
     from kvkeep.session.calibrating import calibrate
     from kvkeep.session.calibration import Calibration, load_calibration
@@ -76,7 +77,7 @@ _HOMES = {
     "Snapshot": "kvkeep.store.snapshot",
     "calibrate": "kvkeep.session.calibrating",
     "load_calibration": "kvkeep.session.calibration",
-    "load_model": "kvkeep.model",
+    "load_model": "kvkeep.loading",
 }
 
 

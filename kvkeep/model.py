@@ -174,29 +174,10 @@ def load_model(
     weights: WeightsName | None = None,
     progress: bool = False,
 ) -> Model:
-    """Loads a model, pulling or converting it first where that was not done before.
-
-    Args:
-        model: a known name, a GGUF file, a local Hugging Face folder, or a hub id.
-        dtype: "bfloat16" or "float32", of weights and cells.
-        device: any torch device.
-        weights: what a decode step reads for each token: "bf16", "int8" or "int4". None for what
-            the model's file has: matrices that a GGUF packs are read as they are, and held in
-            no other form. Other weights are rounded, or unpacked first. Prompts are multiplied by
-            weights in `dtype` in any case.
-        progress: progress bars on standard error.
-
-    Warns with SlowPathWarning, once a process, where another machine, or kernels that were built,
-    would compute it faster; `Model.path` says who computes.
-
-    Raises:
-        ModelNotFound, BadModelFile, UnsupportedModel: see their messages.
-        InvalidArgument: an unknown dtype, a device that is not there, packed weights where there
-            are no compiled kernels for them.
-    """
+    """As `kvkeep.load_model`, of a model that kvkeep computes."""
     model, dtype = str(arguments.path("model", model)), arguments.one_of("dtype", dtype, DTYPES)
     fit_threads()
-    where, progress = _device(device), arguments.flag("progress", progress)
+    where, progress = on_device(device), arguments.flag("progress", progress)
     folder = resolve(model, progress)
     spec = read_spec(folder)
     if weights is not None:
@@ -253,7 +234,8 @@ def _as_they_are(
     return tensors, packed
 
 
-def _device(name: str) -> torch.device:
+def on_device(name: str) -> torch.device:
+    """A device by its name. Raises InvalidArgument for one that is not there."""
     try:
         device = torch.device(name)
         torch.empty(1, dtype=torch.float32, device=device)

@@ -1,6 +1,6 @@
 """The KV cache: segments, the clock, and one step at a time."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -36,6 +36,9 @@ class KVCache:
         where the decoder has such. It has segments and a window of its own, follows this one's
         clock, and holds no more than its window, whatever a policy does here. places: where each of
         the decoder's layers has its cells.
+    recurrent: states of layers that have such in the place of cells (linear attention,
+        convolution), by name, where the decoder has any. They are of all tokens so far, and none
+        can be taken out of them.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class KVCache:
         self.window = Window()
         self.time = 0
         self.serial = 0
+        self.recurrent: Mapping[str, Tensor] = {}
         self._overwritten: list[Overwritten] = []
 
     def __repr__(self) -> str:
@@ -96,7 +100,8 @@ class KVCache:
     @property
     def nbytes(self) -> int:
         """Bytes that keys and values take in memory, storage not yet filled included."""
-        return nbytes(self.every_segment)
+        states = sum(state.nbytes for state in self.recurrent.values())
+        return nbytes(self.every_segment) + states
 
     @property
     def every_segment(self) -> list[Segment]:
@@ -117,7 +122,7 @@ class KVCache:
         an exception the cache is of no use: who needs it as it was steps a `successor` of it.
         """
         step = self._begin(count)
-        step.sampled = sampled
+        step.sampled, step.recurrent = sampled, self.recurrent
         if self.observer is not None:
             step.queries = self._room_for_queries(count)
         if self.local is not None:
@@ -144,6 +149,7 @@ class KVCache:
         step.commit(self.serial)
         if self.observer is not None and step.queries is not None:
             self.observer.take(self.time, step.queries)
+        self.recurrent = step.recurrent
         self.time += count
         self.serial += count
         for segment in self.segments:
@@ -252,7 +258,9 @@ class KVCache:
         observed = None if self.observer is None else self.observer.queries()
         segments = tuple(segment.twin() for segment in self.segments)
         local = () if self.local is None else self.local.state().segments
-        return CacheState(segments, self.window, self.time, self.serial, observed, local)
+        return CacheState(
+            segments, self.window, self.time, self.serial, observed, local, self.recurrent
+        )
 
     def holding(self, state: CacheState) -> "KVCache":
         """A cache for the same kind of cells that holds what another did.
@@ -267,6 +275,7 @@ class KVCache:
             cache.local._require_fits(state.local)
             cache.local.segments = [each.twin().settled().to(device) for each in state.local]
         cache.window, cache.time, cache.serial = state.window, state.time, state.serial
+        cache.recurrent = {name: each.to(device) for name, each in state.recurrent.items()}
         if state.observed is not None:
             queries = state.observed.values.to(device)
             cache.observe(Queries(queries, state.observed.times))
@@ -295,6 +304,7 @@ class KVCache:
         fork.observer = None if self.observer is None else self.observer.fork()
         fork.segments = [s.branch() for s in self.segments]
         fork.window, fork.time, fork.serial = self.window, self.time, self.serial
+        fork.recurrent = self.recurrent
         fork.local = None if self.local is None else self.local.fork()
         return fork
 

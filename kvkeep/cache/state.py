@@ -1,7 +1,8 @@
 """All that a cache holds, at rest: taken out of one, and checked before another takes it in."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ class CacheState:
     """What a cache holds; see `KVCache`.
 
     observed: the newest queries, where they are wanted. local: the segments of local layers.
+    recurrent: the states of layers that have no cells, by name.
     """
 
     segments: tuple[Segment, ...]
@@ -40,6 +42,7 @@ class CacheState:
     serial: int
     observed: Queries | None
     local: tuple[Segment, ...] = ()
+    recurrent: Mapping[str, Tensor] = field(default_factory=dict)
 
     def check(
         self, layout: Layout, far_layout: Layout, heads: int, local: Layout | None = None
@@ -61,6 +64,8 @@ class CacheState:
         if self.observed is not None:
             _check_queries(self.observed, layout, heads, self.time)
         self._check_local(local)
+        for name, each in self.recurrent.items():
+            require_finite(f"the state {name!r}", each)
 
     def _check_local(self, layout: Layout | None) -> None:
         require(layout is not None or not self.local, "cells of local layers, which it has not")

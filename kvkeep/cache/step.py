@@ -4,9 +4,10 @@ A step adds `count` tokens at times `time ... time + count - 1` to the newest se
 it counts until `commit`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -78,11 +79,14 @@ class Step:
         prompt is. Nothing in a cache depends on it, but which weights are read may.
     local: the step of the local layers' cache, where the decoder has such layers. places: where
         each of its layers has its cells.
+    recurrent: states of the decoder's layers that have such in the place of cells, by name. Who
+        computes the step puts others there; none is written to.
     """
 
     sampled = False
     local: "Step | None" = None
     places: Sequence[Place] = ()
+    recurrent: Mapping[str, Tensor] = MappingProxyType({})
 
     def __init__(
         self,

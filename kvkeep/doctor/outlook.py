@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from kvkeep.choices import DtypeName, WeightsName
-from kvkeep.model import load_model
+from kvkeep.loading import load_model
 from kvkeep.model_facts import ModelFacts
 
 _CELLS, _WARM, _TOKENS = 128, 8, 32

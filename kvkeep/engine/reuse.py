@@ -95,7 +95,7 @@ def _exact(kept: Kept, most: int) -> tuple[int, Miss]:
         return 0, "compressed"
     if cache.layout.quantised or cache.far_layout.quantised:
         return 0, "quantised"
-    if cache.cells < len(session.tokens) or cache.local is not None:
+    if cache.cells < len(session.tokens) or cache.local is not None or cache.recurrent:
         return 0, "forgotten"
     window = next((segment.length for segment in cache.segments if not segment.anchor), 0)
     most = min(most, window + sum(each.length for each in cache.segments if each.anchor))

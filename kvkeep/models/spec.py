@@ -79,6 +79,8 @@ class ModelSpec:
     sinks: each head has a learned logit that takes its share of the softmax and gives nothing.
     attention_softcap, logits_softcap: c in c * tanh(x / c), of scaled products and of logits; 0 for
         none.
+    recurrent: other layers, which are not counted here, keep states in the place of cells (linear
+        attention, convolution).
     activation: of the MLP's gate.
     unit_norms: norms are computed in float32, and their weight is 1 more than what is stored: as
         checkpoints have it, in GGUF files less 1. Added in bfloat16 it would be rounded away.
@@ -144,6 +146,7 @@ class ModelSpec:
     activation_sparsity: tuple[float, ...] = ()
     mlp_widths: tuple[int, ...] = ()
     experts_beside: bool = False
+    recurrent: bool = False
 
     def is_sparse(self, layer: int) -> bool:
         """Whether a layer has a mixture of experts, in the place of its MLP or beside it."""

@@ -111,6 +111,7 @@ def compress_held(memory: Memory, how: CompressionPlan) -> tuple[Memory, Compres
     The given one stays as it is. Raises InvalidArgument before anything is evaluated.
     """
     how.check()
+    memory.require_no_states("compressed")
     if memory.policy.name != "full":
         raise InvalidArgument(
             f'policy "{memory.policy.name}" cannot be compressed at once: policy="archive" '

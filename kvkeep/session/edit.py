@@ -73,6 +73,7 @@ def prepare_edit(
     ContextFull where the result would not fit.
     """
     begun, total = time.perf_counter(), len(memory.tokens)
+    memory.require_no_states("edited")
     if recompute not in get_args(Recompute):
         raise InvalidArgument(f'recompute must be "none" or "suffix"; found {recompute!r}')
     if not 0 <= start <= end <= total:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvkeep import arguments
 from kvkeep.cache import Bits, Cells
 from kvkeep.cache.shallow import shallow
 from kvkeep.errors import ContextFull, InvalidArgument
@@ -141,14 +142,18 @@ class Memory:
 
         sampled: the model itself has chosen them; `prefill_step` must be 1 then.
         """
-        before, where = self.cache.cells, self.cache.layout.device
         wanted = min(len(ids) - done, prefill_step - done % prefill_step)
         count = self.policy.open(self.cache, wanted, len(ids) - done - wanted)
-        chunk = ids[done : done + count]
+        return self.step_opened(ids[done : done + count], done + count == len(ids), sampled)
+
+    def step_opened(
+        self, chunk: Sequence[int], last: bool = False, sampled: bool = False
+    ) -> Evaluated:
+        """Evaluates tokens for which the policy has just opened the cache. last: of all to come."""
+        before, count, where = self.cache.cells, len(chunk), self.cache.layout.device
         with self.cache.step(count, sampled) as step:
             taken = torch.tensor(chunk, dtype=torch.int64, device=where)
             hidden = self.decoder.hidden(taken, step)
-            last = done + count == len(ids)
             logits = self.decoder.logits(hidden[-1:])[0] if last else None
             if logits is None:
                 require_finite(hidden)
@@ -163,9 +168,23 @@ class Memory:
         self.serials = self.serials.extended(fresh)
         self.hidden, self._logits = hidden, logits
 
+    def require_no_states(self, what: str) -> None:
+        """Raises InvalidArgument where layers keep states, out of which no token can be taken."""
+        if self.cache.recurrent:
+            raise InvalidArgument(
+                f"this memory cannot be {what}: some layers of the model keep states of all tokens "
+                "so far in the place of cells, and nothing can be taken out of these; fork or save "
+                "the session before what may have to be taken back"
+            )
+
     @property
     def rewindable(self) -> int:
-        """How many of the newest tokens are held without a gap, and not in groups."""
+        """How many of the newest tokens are held without a gap, and not in groups.
+
+        None where layers keep states: they go on from the last token alone.
+        """
+        if self.cache.recurrent:
+            return 0
         return newest_together(self.cache, self.serials)
 
     def append_evaluated(self, ids: Sequence[int], keys: Tensor, values: Tensor) -> None:
@@ -193,6 +212,8 @@ class Memory:
 
     def require_rewind(self, count: int) -> None:
         """Raises InvalidArgument where the last `count` tokens cannot be taken back."""
+        if count:
+            self.require_no_states("rewound")
         held, total = self.rewindable, len(self.tokens)
         most = total if held == total else held - 1
         if not 0 <= count <= most:
@@ -217,6 +238,23 @@ class Memory:
         self.evaluate_last()
         return taken
 
+    def drop(self, count: int) -> None:
+        """Takes the last `count` tokens back, as if they had not come; there are no logits then.
+
+        Raises InvalidArgument where some of what was there before them is forgotten.
+        """
+        left = len(self.tokens) - count
+        held = self.rewindable == len(self.tokens)
+        if not held or not sees_whole_window(self.cache, len(self.tokens), count):
+            raise InvalidArgument(
+                f"the last {count} tokens cannot be taken back without a trace: what was there "
+                "before them is not all held any more, or layers keep states of it"
+            )
+        self._drop_newest(arguments.whole("count", count, 0, left + count))
+        if self.pins - set(self.serials):
+            self.pins &= set(self.serials)
+            self.change()
+
     def take_all(self) -> list[int]:
         """Takes every token back, held or not: nothing must remain to go on from."""
         taken = list(self.tokens)
@@ -235,7 +273,11 @@ class Memory:
 
         Raises InvalidArgument where these tokens are not all held.
         """
+        if count < len(self.tokens):
+            self.require_no_states("rewound")
         held, total = self.rewindable, len(self.tokens)
+        if self.cache.recurrent:
+            held = total  # none is taken back
         if held < total or not sees_whole_window(self.cache, total, total - count):
             raise InvalidArgument(
                 f"the first {count} tokens are not all held: of {total} only the last {held} are, "

@@ -17,6 +17,10 @@ _LOCAL = (
     "some layers of this model see the newest tokens alone, and keep no others: its prompts are "
     "evaluated from the beginning; save a session and restore it instead"
 )
+_RECURRENT = (
+    "some layers of this model keep states of all tokens so far: its prompts are evaluated from "
+    "the beginning; save a session and restore it instead"
+)
 
 
 @dataclass
@@ -51,8 +55,8 @@ def load_prefix(
     it decides by the same queries as without a store.
     """
     prefix, policy = PromptPrefix(store, fingerprint), memory.policy
-    if memory.cache.local is not None:
-        prefix.fail(StoreError(_LOCAL))
+    if memory.cache.local is not None or memory.decoder.spec.recurrent:
+        prefix.fail(StoreError(_LOCAL if memory.cache.local is not None else _RECURRENT))
         return prefix
     most = min(len(ids), policy.exact + 1) - max(1, policy.observed)
     try:

@@ -234,6 +234,18 @@ class Session(Reader):
             work.move_spans(lambda span: after_rewind(span, left))
         return taken
 
+    @computes
+    def take_back(self, count: int) -> None:
+        """Takes the last `count` tokens back, as if they had not come, and evaluates nothing.
+
+        There are no logits until more is fed. For who tries tokens out, as speculative decoding
+        does. Raises InvalidArgument where some of what was there before them is forgotten.
+        """
+        with self._changing() as work:
+            work.memory.drop(arguments.whole("count", count, 0))
+            left = len(work.memory.tokens)
+            work.move_spans(lambda span: after_rewind(span, left))
+
     # Going on elsewhere
 
     @computes

@@ -46,6 +46,7 @@ def snapshot_of(model: LoadedModel, state: State, prefill_step: int) -> Snapshot
         arithmetic=model.arithmetic,
         local=memory.cache.local,
         local_layout=None if cache.local is None else cache.local.layout.plain,
+        recurrent=memory.cache.recurrent,
     )
 
 

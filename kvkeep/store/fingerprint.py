@@ -79,6 +79,7 @@ _CONFIG_BEYOND = (
     "activation_sparsity",
     "mlp_widths",
     "experts_beside",
+    "recurrent",
 )
 _ROPE = ("kind", "inverse_frequencies", "attention_scaling")
 

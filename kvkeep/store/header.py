@@ -16,7 +16,7 @@ from blake3 import blake3
 
 from kvkeep.errors import CorruptFile, ForeignFile, NewerFormat, StoreError, TruncatedFile
 
-SNAPSHOT, SNAPSHOT_FORMAT = "snapshot", 5  # the kind of a session's file, and the newest format
+SNAPSHOT, SNAPSHOT_FORMAT = "snapshot", 6  # the kind of a session's file, and the newest format
 NO_CHECKSUM = "0" * 64  # what stands for the header's checksum while it is computed
 MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors format
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I8": 1, "U8": 1}

@@ -1,6 +1,7 @@
 """A snapshot: all that a session is at one moment, in memory or in a file."""
 
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,8 @@ from kvkeep.store.segments import (
 )
 
 # The formats of files that hold nothing which their readers cannot ignore.
-_OF_PLAIN_CELLS, _OF_EVEN_CELLS, _WITHOUT_WORTH, _OF_ONE_LAYOUT = 1, 2, 3, 4
+_OF_PLAIN_CELLS, _OF_EVEN_CELLS, _WITHOUT_WORTH, _OF_ONE_LAYOUT, _OF_CELLS = 1, 2, 3, 4, 5
+_STATE = "recurrent."  # begins the names of the tensors that are states
 
 
 @dataclass(frozen=True)
@@ -39,9 +41,9 @@ class Snapshot:
     found; serial: the next. clock: the time of the next token. hidden: `[1, hidden_size]` and
     logits: `[vocab]` of the last token; None in an empty session. sampler: the seed and the random
     generator's state. layout: of plain cells. local, local_layout: the same of local layers, where
-    the model has such. bits: in how many cells are kept. observed: the
-    newest queries, where the policy decides by them. arithmetic: what it was computed with; see
-    `LoadedModel`; empty in files of earlier releases. codec: of the file that it was in. created:
+    the model has such. recurrent: the states of layers that have no cells. bits: in how many cells
+    are kept. observed: the newest queries, where the policy decides by them. arithmetic: what it was
+    computed with; see `LoadedModel`; empty in files of earlier releases. codec: of the file that it was in. created:
     seconds since 1970. notes: JSON values of whoever keeps the session, such as what a chat must
     remember beside it; kvkeep's library reads none of them.
     """
@@ -67,6 +69,7 @@ class Snapshot:
     notes: dict[str, Any] = field(default_factory=dict)
     local: tuple[Segment, ...] = ()
     local_layout: Layout | None = None
+    recurrent: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         spans = self.settings.get("spans", {})
@@ -98,6 +101,7 @@ class Snapshot:
             tensors |= {"hidden": self.hidden, "logits": self.logits}
         if self.observed is not None:
             tensors |= {"queries": self.observed.values, "query_times": self.observed.times}
+        tensors |= {f"{_STATE}{name}": state for name, state in self.recurrent.items()}
         stored, coding = encode(tensors, codec)
         document = {
             "fingerprint": self.fingerprint,
@@ -127,8 +131,10 @@ class Snapshot:
     @property
     def _format(self) -> int:
         """The oldest whose readers know all that is in it."""
-        if self.local:
+        if self.recurrent:
             return SNAPSHOT_FORMAT
+        if self.local:
+            return _OF_CELLS
         if any(knows_worth(segment) for segment in self.segments):
             return _OF_ONE_LAYOUT
         if "budget" in self.policy or any(is_ragged(segment) for segment in self.segments):
@@ -154,7 +160,15 @@ class Snapshot:
     def memory(self) -> MemoryState:
         """What the session's memory was."""
         window = Window(**self.settings.get("window", {}))
-        held = CacheState(self.segments, window, self.clock, self.serial, self.observed, self.local)
+        held = CacheState(
+            self.segments,
+            window,
+            self.clock,
+            self.serial,
+            self.observed,
+            self.local,
+            self.recurrent,
+        )
         pins = self.settings.get("pins", [])
         return MemoryState(self.tokens, self.serials, pins, self.hidden, self.logits, held)
 
@@ -224,6 +238,11 @@ def _assemble(document: dict[str, Any], tensors: dict[str, Tensor]) -> Snapshot:
         notes=document.get("notes", {}),
         local=tuple(each for each, near in zip(read, is_local, strict=True) if near),
         local_layout=local[0] if local else None,
+        recurrent={
+            name.removeprefix(_STATE): state
+            for name, state in tensors.items()
+            if name.startswith(_STATE)
+        },
     )
     memory, observed = snapshot.memory(), snapshot.observed
     near, far, *of_local = layouts

@@ -1,0 +1,201 @@
+"""A forward of a model of transformers into a cache of ours: hooks before and after its layers."""
+
+import inspect
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from kvkeep.errors import InvalidArgument, UnsupportedModel
+from kvkeep.integrations.transformers.interface import attended_by
+from kvkeep.integrations.transformers.step_cache import StepCache
+from kvkeep.integrations.transformers.stepping import Stepping
+from kvkeep.session.outside import OutsideStep
+
+if TYPE_CHECKING:
+    from kvkeep.integrations.transformers.cache import KvkeepCache
+
+_READ = {"input_ids", "attention_mask", "position_ids", "past_key_values"}
+_NOTHING_NEW = {"use_cache", "cache_position", "return_dict", "logits_to_keep"}
+
+
+def hook_body(body: nn.Module) -> list[RemovableHandle]:
+    """Has the model's layers read into our cache where they are handed one."""
+    reads = _Reads(inspect.signature(body.forward))
+    return [
+        body.register_forward_pre_hook(reads.begin, with_kwargs=True),
+        body.register_forward_hook(reads.end, with_kwargs=True, always_call=True),
+    ]
+
+
+class Reading:
+    """One forward: which tokens go to which session, and the step that takes them."""
+
+    def __init__(self, cache: "KvkeepCache", ids: Tensor, mask: Tensor | None):
+        """ids: `[batch, n]`. mask: `[batch, all tokens so far and these]`, or None."""
+        self.cache, self.shape = cache, ids.shape
+        sessions = cache.sessions_for(len(ids))
+        self.columns = _columns(cache, ids, mask)
+        rows = ids.tolist()
+        given = [[row[i] for i in own] for row, own in zip(rows, self.columns, strict=True)]
+        self.rows = [index for index, own in enumerate(given) if own]
+        if not self.rows:
+            raise InvalidArgument("attention_mask hides every token of this forward")
+        executor = cache.model.executor
+        self._step = OutsideStep([sessions[i] for i in self.rows], [given[i] for i in self.rows])
+        self._open = ExitStack()
+        try:
+            self.stepping = Stepping(executor.adapted, self._step.step)
+            self.handed = self.stepping.cache(executor.configs[0])
+            self.handed.reading = self
+            self._open.enter_context(attended_by(self.stepping, executor.configs))
+        except BaseException:
+            self.put_back()
+            raise
+
+    @property
+    def tokens(self) -> Tensor:
+        """What the model is to evaluate now, the last of it all."""
+        return self._step.tokens
+
+    def put_back(self) -> None:
+        self._open.close()
+        self._step.put_back()
+
+    def keep(self, hidden: Tensor) -> Tensor:
+        """hidden: what the model made of `tokens`. Returns `[batch, n, hidden_size]`, of all."""
+        self._open.close()
+        try:
+            self.stepping.finish(self.handed)
+            found = self._step.keep(hidden[0] if len(self.rows) == 1 else hidden[:, 0])
+        except BaseException:
+            self._step.put_back()
+            raise
+        self.cache.read(self.shape[1], [len(own) for own in self.columns])
+        if len(found) == len(self.columns) == 1 and len(found[0]) == self.shape[1]:
+            return found[0].clone().unsqueeze(0)
+        whole = hidden.new_zeros(*self.shape, hidden.shape[-1])
+        for row, states in zip(self.rows, found, strict=True):
+            whole[row, self.columns[row]] = states
+        return whole
+
+
+def _columns(cache: "KvkeepCache", ids: Tensor, mask: Tensor | None) -> list[list[int]]:
+    """Which columns of each row are tokens, and no padding."""
+    batch, n = ids.shape
+    if mask is None:
+        return [list(range(n))] * batch
+    before = cache.get_seq_length()
+    if mask.shape != (batch, before + n):
+        raise InvalidArgument(
+            f"attention_mask must be of the {before} tokens in the cache and these {n}, "
+            f"[{batch}, {before + n}]; found {list(mask.shape)}"
+        )
+    mask = mask.bool()
+    held = mask[:, :before].sum(1).tolist()
+    known = [before - padding for padding in cache.padding]
+    if held != known:
+        raise InvalidArgument(
+            f"attention_mask must be 1 for the tokens that the cache has read, and 0 for padding: "
+            f"expected {known} of the first {before} in each row, found {held}"
+        )
+    new = mask[:, before:].tolist()
+    return [[column for column, there in enumerate(row) if there] for row in new]
+
+
+class _Reads:
+    """The two hooks of one model."""
+
+    def __init__(self, signature: inspect.Signature):
+        self._signature = signature
+
+    def begin(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Before the layers: hands them the last step of what comes, instead of all of it."""
+        given: dict[str, Any] = dict(kwargs)
+        if args:
+            given = self._signature.bind(*args, **kwargs).arguments
+            given |= given.pop("kwargs", {})
+        cache: Any = given.get("past_key_values")
+        if not hasattr(cache, "sessions_for"):
+            return None
+        if cache.model.executor.body is not module:
+            raise InvalidArgument("this cache was made for another model")
+        _check(given)
+        ids, mask = given["input_ids"], given.get("attention_mask")
+        cache.sessions_for(len(ids))
+        _check_positions(cache, ids, mask, given.get("position_ids"))
+        reading = Reading(cache, ids, mask)
+        plain = {name: value for name, value in given.items() if name in ("return_dict",)}
+        handed = {"input_ids": reading.tokens, "past_key_values": reading.handed, "use_cache": True}
+        return (), plain | handed
+
+    def end(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> Any:
+        """After the layers, also where they failed: the sessions have all of it, or nothing."""
+        handed = kwargs.get("past_key_values")
+        reading: Reading | None = handed.reading if isinstance(handed, StepCache) else None
+        if reading is None or not isinstance(handed, StepCache):
+            return None
+        handed.reading = None
+        if output is None:
+            reading.put_back()
+            return None
+        output["last_hidden_state"] = reading.keep(output.last_hidden_state)
+        output["past_key_values"] = reading.cache
+        return output
+
+
+def _check(given: dict[str, Any]) -> None:
+    """Raises where a forward is asked for what it cannot do with our cache."""
+    ids, mask = given.get("input_ids"), given.get("attention_mask")
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or not ids.numel():
+        raise InvalidArgument(
+            "a forward into a KvkeepCache takes input_ids, [batch, n] with n at least 1: what has "
+            "no token ids (inputs_embeds, images) cannot be listed, edited or saved"
+        )
+    if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
+        raise InvalidArgument(
+            "attention_mask must say of each token whether it is there, [batch, tokens]: a mask of "
+            "another shape is for the model's own attention"
+        )
+    if given.get("return_dict") is False:
+        raise InvalidArgument("return_dict=False is not for a forward into a KvkeepCache")
+    others = [
+        name
+        for name, value in given.items()
+        if name not in _READ | _NOTHING_NEW and value is not None and value is not False
+    ]
+    if others:
+        raise UnsupportedModel(
+            f"a forward into a KvkeepCache takes no {', '.join(sorted(others))}: its attention is "
+            "kvkeep's, and its input is text"
+        )
+
+
+def _check_positions(
+    cache: "KvkeepCache", ids: Tensor, mask: Tensor | None, positions: Tensor | None
+) -> None:
+    """Raises where positions are given that are not those which tokens have here.
+
+    They may count padding or not: distances are the same.
+    """
+    if positions is None:
+        return
+    positions = positions[0] if positions.dim() == 3 else positions
+    n, before = ids.shape[1], cache.get_seq_length()
+    steps = positions[:, -n:].diff(dim=-1)
+    last = positions[:, -1].tolist()
+    for row, place in enumerate(last if len(last) == len(ids) else last * len(ids)):
+        hidden = 0 if mask is None else int((mask[row, -n:] == 0).sum())
+        if not before + n - 1 - cache.padding[row] - hidden <= place < before + n:
+            raise InvalidArgument(
+                f"position_ids say that token {before + n - 1} is at {place}: a KvkeepCache counts "
+                "from the first token on, with padding or without"
+            )
+    leaps = steps.numel() and not bool(((steps == 1) | (steps == 0)).all())
+    if leaps and (mask is None or bool(mask[:, -n:].all())):
+        raise InvalidArgument("position_ids must go on one by one in a KvkeepCache")
