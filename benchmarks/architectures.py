@@ -112,6 +112,7 @@ MORE: dict[str, dict[str, Any]] = {
         "layer_types": ["linear_attention", "full_attention"] * 2,
     },
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 8},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {
         "layer_types": ["conv", "full_attention"] * 2,
         "num_dense_layers": 1,
@@ -177,12 +178,13 @@ def small_model(name: str) -> PreTrainedModel:
     if count > MOST_WEIGHTS:
         raise ValueError(f"{count / 1e6:,.0f} million weights at its smallest")
     torch.manual_seed(0)
-    model = _from_config(config).eval()
+    model = _from_config(config)
+    model.train(False)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.is_floating_point():
                 parameter.add_(torch.randn_like(parameter) * 0.05)
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 def _from_config(config: Any) -> PreTrainedModel:

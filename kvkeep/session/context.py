@@ -270,6 +270,7 @@ class Context(Held):
 
     def _strike(self, start: int, end: int) -> EditReport:
         """Takes forgotten tokens off the list."""
+        self._memory.require_no_states("edited")
         if any(segment.compressed for segment in self.cache.segments):
             raise InvalidArgument(
                 f"tokens {start} to {end} are not remembered, but may live on in compressed "

@@ -21,8 +21,8 @@ class OutsideStep:
     """Tokens on their way into sessions, all or nothing.
 
     What cannot be one step, as a policy has it, is evaluated here; the last step is left open for
-    whoever computes it, and then `keep` is called, or `put_back`. Meanwhile no other thread
-    computes, and Ctrl-C waits.
+    whoever computes it, and then `keep` is called, and `end`, or `put_back`. Meanwhile no other
+    thread computes, and Ctrl-C waits.
 
     step: the open one: of one session, or of one token of each. tokens: what it is of, `[1, n]` or
     `[sessions, 1]`.
@@ -116,8 +116,11 @@ class OutsideStep:
         self._before.clear()
         for work in self._works:
             work.memory.confirm()
-        self._held.close()
         return [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in self._hidden]
+
+    def end(self) -> None:
+        """Lets other threads compute. Raises KeyboardInterrupt if Ctrl-C came meanwhile."""
+        self._held.close()
 
     def put_back(self) -> None:
         """Leaves the sessions as they were."""

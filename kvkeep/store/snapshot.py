@@ -42,10 +42,10 @@ class Snapshot:
     logits: `[vocab]` of the last token; None in an empty session. sampler: the seed and the random
     generator's state. layout: of plain cells. local, local_layout: the same of local layers, where
     the model has such. recurrent: the states of layers that have no cells. bits: in how many cells
-    are kept. observed: the newest queries, where the policy decides by them. arithmetic: what it was
-    computed with; see `LoadedModel`; empty in files of earlier releases. codec: of the file that it was in. created:
-    seconds since 1970. notes: JSON values of whoever keeps the session, such as what a chat must
-    remember beside it; kvkeep's library reads none of them.
+    are kept. observed: the newest queries, where the policy decides by them. arithmetic: what it
+    was computed with; see `LoadedModel`; empty in files of earlier releases. codec: of the file
+    that it was in. created: seconds since 1970. notes: JSON values of whoever keeps the session,
+    such as what a chat must remember beside it; kvkeep's library reads none of them.
     """
 
     fingerprint: dict[str, str]

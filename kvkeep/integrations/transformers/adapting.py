@@ -37,12 +37,25 @@ def adapted(model: PreTrainedModel, configs: Sequence[PreTrainedConfig]) -> Adap
         "its attention is latent (MLA): what layers keep of a token are no keys and values, but "
         "what they make these of",
     )
+    _require(
+        "dynamic" not in rope_kinds(config),
+        "its RoPE is dynamic: frequencies change with the length of the text, which keys that "
+        "are written once cannot follow",
+    )
     seen = [look(body, configs, token, rotated=place).seen for place in PLACES]
     first = seen[0]
     _require(bool(first), "none of its layers attends by way of transformers' attention interface")
     _require_still(body, configs, token, first)
     rotations = [_rotation(body, [run[i] for run in seen]) for i in range(len(first))]
     return _Description(model, config, first, rotations).adapted()
+
+
+def rope_kinds(config: PreTrainedConfig) -> list[str]:
+    """The kinds of RoPE that its layers have."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    kinds = [parameters.get("rope_type")]
+    kinds += [each.get("rope_type") for each in parameters.values() if isinstance(each, dict)]
+    return sorted({kind for kind in kinds if kind})
 
 
 def _require(holds: bool, why: str) -> None:
@@ -180,16 +193,7 @@ class _Description:
         }
 
     def _kind(self) -> str:
-        parameters = getattr(self.config, "rope_parameters", None) or {}
-        kinds = [parameters.get("rope_type")]
-        kinds += [each.get("rope_type") for each in parameters.values() if isinstance(each, dict)]
-        kinds = sorted({kind for kind in kinds if kind})
-        _require(
-            "dynamic" not in kinds,
-            "its RoPE is dynamic: frequencies change with the length of the text, which keys that "
-            "are written once cannot follow",
-        )
-        return next((kind for kind in kinds if kind != "default"), "default")
+        return next((kind for kind in rope_kinds(self.config) if kind != "default"), "default")
 
     def _rope(self, group: Sequence[int]) -> RopeSpec:
         found = {self.rotations[i].frequencies for i in group if self.rotations[i].rotates}

@@ -19,7 +19,7 @@ class Seen:
     """One call of attention.
 
     layer: the index under which its keys were given to the cache. own: whether it is the first to
-    attend to them. q: `[heads, head_dim]`; k, v: `[kv_heads, head_dim]`. window: of its mask.
+    attend to them. q: `[heads, head_dim]`; k: `[kv_heads, head_dim]`. window: of its mask.
     """
 
     module: nn.Module
@@ -27,7 +27,6 @@ class Seen:
     own: bool
     q: Tensor
     k: Tensor
-    v: Tensor
     asked: Asked
     window: int | None
     sinks: Tensor | None
@@ -81,8 +80,8 @@ class Looking:
             )
         own = all(each.layer != layer for each in self.seen)
         window = self._window(module, mask)
-        alone = [x[0, :, 0].clone() for x in (q, k, v)]
-        self.seen.append(Seen(module, layer, own, *alone, asked, window, sinks))
+        alone = [x[0, :, 0].clone() for x in (q, k)]
+        self.seen.append(Seen(module, layer, own, alone[0], alone[1], asked, window, sinks))
         return v.repeat_interleave(q.shape[1] // v.shape[1], 1).transpose(1, 2)
 
     def _window(self, module: nn.Module, mask: Tensor | None) -> int | None:

@@ -68,11 +68,12 @@ class Reading:
         self._open.close()
         try:
             self.stepping.finish(self.handed)
-            found = self._step.keep(hidden[0] if len(self.rows) == 1 else hidden[:, 0])
         except BaseException:
             self._step.put_back()
             raise
+        found = self._step.keep(hidden[0] if len(self.rows) == 1 else hidden[:, 0])
         self.cache.read(self.shape[1], [len(own) for own in self.columns])
+        self._step.end()
         if len(found) == len(self.columns) == 1 and len(found[0]) == self.shape[1]:
             return found[0].clone().unsqueeze(0)
         whole = hidden.new_zeros(*self.shape, hidden.shape[-1])

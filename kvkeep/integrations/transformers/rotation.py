@@ -46,7 +46,7 @@ def _distance(at: Sequence[Tensor], rotation: Rotation) -> float:
     """How far the rows are from where the rotation would have them, as a part of their length."""
     first, width = at[0][:, list(rotation.order)], at[0].shape[-1]
     frequencies = torch.tensor(rotation.frequencies, dtype=torch.float64)
-    a, b = first.split(width // 2, -1)
+    a, b = torch.split(first, width // 2, -1)
     worst = 0.0
     for place, rows in zip(PLACES, at, strict=True):
         angles = place * frequencies

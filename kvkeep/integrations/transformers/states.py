@@ -46,8 +46,9 @@ def put_states(rows: Sequence[Mapping[str, Tensor]], cache: StepCache) -> None:
     for name in rows[0]:
         place, kind, index = name.split(".")
         layer, number = cache.layers[int(place)], int(index)
+        assert isinstance(layer, LinearAttentionCacheLayerMixin), "the model's own states"
         state = torch.cat([row[name] for row in rows])  # a copy, which the layer may write to
-        layer.dtype, layer.device = state.dtype, state.device
+        layer.dtype, layer.device = state.dtype, state.device  # type: ignore[assignment]
         getattr(layer, f"{kind}_states")[number] = state
         getattr(layer, f"is_{kind}_states_initialized")[number] = True
         layer.has_previous_state[number] = True
@@ -59,7 +60,7 @@ def states_of(cache: StepCache, rows: int) -> list[dict[str, Tensor]]:
     """What each of so many rows of a cache has come to."""
     found: list[dict[str, Tensor]] = [{} for _ in range(rows)]
     for name, state in _named(cache):
-        for row, each in zip(found, state.split(1), strict=True):
+        for row, each in zip(found, torch.split(state, 1), strict=True):
             row[name] = each.clone() if rows > 1 else each
     return found
 

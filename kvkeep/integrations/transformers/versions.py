@@ -2,13 +2,13 @@
 
 import re
 
-import transformers
-
 OLDEST, BELOW = (5, 0), (6, 0)
 
 
 def require_version() -> None:
     """Raises ImportError, saying what to install, outside of the versions that are tested."""
+    import transformers
+
     found = transformers.__version__
     numbers = tuple(int(number) for number in re.findall(r"\d+", found)[:2])
     if not OLDEST <= numbers < BELOW:

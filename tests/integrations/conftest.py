@@ -1,0 +1,63 @@
+"""The default model, as transformers loads it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from filelock import FileLock
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from benchmarks.peers.unpacked import unpacked
+from kvkeep.integrations.transformers import unhook
+from kvkeep.model import Model, load_model
+from kvkeep.models.source import home
+
+
+@pytest.fixture(scope="session")
+def unpacked_folder(smollm2_folder: Path) -> Path:
+    """In Hugging Face layout; unpacked once."""
+    with FileLock(home() / "unpacking.lock"):
+        return unpacked(smollm2_folder, progress=False)
+
+
+@pytest.fixture(scope="session")
+def loaded_fp32(unpacked_folder: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(unpacked_folder, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="session")
+def loaded_bf16(unpacked_folder: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(unpacked_folder, dtype=torch.bfloat16).eval()
+
+
+@pytest.fixture(scope="session")
+def own_fp32(unpacked_folder: Path) -> Model:
+    """The same weights by kvkeep's own forward."""
+    return load_model(str(unpacked_folder), dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def own_bf16(unpacked_folder: Path) -> Model:
+    return load_model(str(unpacked_folder))
+
+
+@pytest.fixture
+def model(loaded_fp32: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """In float32, where two ways to compute choose the same tokens."""
+    yield loaded_fp32
+    unhook(loaded_fp32)
+
+
+@pytest.fixture
+def rounded(loaded_bf16: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """In bfloat16, as users run it."""
+    yield loaded_bf16
+    unhook(loaded_bf16)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(unpacked_folder: Path):
+    found = AutoTokenizer.from_pretrained(unpacked_folder)
+    found.pad_token, found.padding_side = found.eos_token, "left"
+    return found
