@@ -12,6 +12,7 @@ from kvkeep.version import __version__
 if TYPE_CHECKING:
     from kvkeep.cache import Bits
     from kvkeep.client import AsyncClient, Client
+    from kvkeep.integrations.transformers import from_transformers
     from kvkeep.loading import load_model
     from kvkeep.model import Model
     from kvkeep.policies import Archive, Full, SelfExtend, Shift, Sliding
@@ -50,6 +51,7 @@ __all__ = [
     "Snapshot",
     "__version__",
     "calibrate",
+    "from_transformers",
     "load_calibration",
     "load_model",
 ]
@@ -76,6 +78,7 @@ _HOMES = {
     "Sliding": "kvkeep.policies",
     "Snapshot": "kvkeep.store.snapshot",
     "calibrate": "kvkeep.session.calibrating",
+    "from_transformers": "kvkeep.integrations.transformers",
     "load_calibration": "kvkeep.session.calibration",
     "load_model": "kvkeep.loading",
 }

@@ -13,6 +13,7 @@ from kvkeep.cache import Bits
 from kvkeep.compiled.decoder import obstacle, prompts_in
 from kvkeep.compute_path import path_of
 from kvkeep.errors import InvalidArgument, ModelNotFound
+from kvkeep.loading import BY_TRANSFORMERS
 from kvkeep.model import DTYPES
 from kvkeep.models.cells import UNDO, layout_of
 from kvkeep.models.checkpoint import decoder_shapes
@@ -104,6 +105,11 @@ def model_facts(name: str, dtype: str = "bfloat16", weights: str | None = None) 
     UnsupportedModel as `load_model`, InvalidArgument for packed weights that nothing here reads.
     """
     dtype = arguments.one_of("dtype", dtype, DTYPES)
+    if name.startswith(BY_TRANSFORMERS):
+        raise InvalidArgument(
+            f"{name} is computed by transformers: kvkeep knows of it once it is loaded, and not "
+            "from its files"
+        )
     folder = here(name)
     if folder is None:
         raise ModelNotFound(

@@ -30,7 +30,8 @@ MODEL = click.option(
     metavar="NAME",
     default=DEFAULT_MODEL,
     shell_complete=model_names,
-    help="Known name, GGUF file, model folder or hub id.",
+    help="Known name, GGUF file, model folder or hub id; transformers:FOLDER for one that "
+    "transformers computes.",
 )
 SAVED_MODEL = click.option(
     "-m", "--model", metavar="NAME", show_default="as it was saved", help="The model it belongs to."

@@ -170,7 +170,7 @@ def test_pins_and_names_hold(model: PreTrainedModel, own_fp32: Model) -> None:
     assert cache.spans["rule"].remembered == 0
 
 
-@pytest.mark.parametrize("method", [None, "keydiff", "snapkv"])
+@pytest.mark.parametrize("method", [None, "keydiff", "snapkv", "kvzip+"])
 def test_it_compresses(model: PreTrainedModel, own_fp32: Model, tokenizer, method) -> None:
     ids = topic_ids(own_fp32)[:400]
     cache = KvkeepCache(model, 1024, policy="full", tokenizer=tokenizer)

@@ -13,6 +13,7 @@ from kvkeep import arguments
 from kvkeep.cache import Bits
 from kvkeep.choices import BitsName, PolicyName
 from kvkeep.errors import InvalidArgument
+from kvkeep.integrations.transformers.executor import TransformersExecutor
 from kvkeep.integrations.transformers.model import TransformersModel, from_transformers
 from kvkeep.policies import Policy, Settings
 from kvkeep.session.calibration import Calibration
@@ -223,6 +224,10 @@ class KvkeepCache(Cache):
         return report
 
     # As transformers asks
+
+    @property
+    def executor(self) -> TransformersExecutor:
+        return self.model.executor
 
     def sessions_for(self, rows: int) -> tuple[Session, ...]:
         """Those of a batch. Raises InvalidArgument where the cache is of another number."""

@@ -1,11 +1,17 @@
 """A model of transformers as the executor of kvkeep's steps."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvkeep.cache.group_step import GroupStep
 from kvkeep.cache.step import ChunkStep
+from kvkeep.errors import InvalidArgument
 from kvkeep.integrations.transformers.adapting import adapted
 from kvkeep.integrations.transformers.head import Head
 from kvkeep.integrations.transformers.hooks import body_of, configs_of, hold_rotary
@@ -59,13 +65,41 @@ class TransformersExecutor:
         return rows[:, 0] if alone else rows[0]
 
     def chunk(self, tokens: Tensor, step: ChunkStep, lengths: Tensor | None) -> Tensor:
-        return self.hidden(tokens, step)
+        if lengths is None:
+            return self.hidden(tokens, step)
+        with self._measuring(lengths):
+            return self.hidden(tokens, step)
+
+    @contextmanager
+    def _measuring(self, lengths: Tensor) -> Iterator[None]:
+        """Notes how long what each layer reads is: of the modules that attention is a part of."""
+        names = {module: name for name, module in self.body.named_modules()}
+
+        def note(index: int, *given: Any) -> None:
+            _, args, kwargs = given
+            read = args[0] if args else kwargs["hidden_states"]
+            lengths[index] = read[0].float().norm(dim=-1)
+
+        handles = [
+            self.body.get_submodule(
+                names[call.module].rpartition(".")[0]
+            ).register_forward_pre_hook(partial(note, index), with_kwargs=True)
+            for index, call in enumerate(self.adapted.calls)
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def logits(self, hidden: Tensor) -> Tensor:
         return checked(self._head.logits(hidden))
 
     def unpacked(self, name: str) -> Tensor:
-        raise KeyError(name)  # all are tensors
+        raise InvalidArgument(
+            f"this needs {name}, and kvkeep does not know which weights of "
+            f"{type(self.model).__name__} these are: choose another method"
+        )
 
 
 def _kind(model: PreTrainedModel) -> tuple[torch.dtype, torch.device]:

@@ -12,7 +12,7 @@ import transformers
 from blake3 import blake3
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvkeep.compute_path import ComputePath
@@ -27,6 +27,7 @@ from kvkeep.models.text import TextCodec
 from kvkeep.models.weights import NORM
 from kvkeep.store.fingerprint import Fingerprint
 
+_OUTPUTS = ("o_proj", "out_proj", "dense")  # as models call what projects what attention found
 _MINE = "_kvkeep_executor"  # the name of what kvkeep knows of a model, among its attributes
 # What a config says of files and of this machine, and not of what a cell means.
 _PASSING = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "_attn_implementation")
@@ -181,6 +182,11 @@ def _tensors(executor: TransformersExecutor) -> dict[str, Tensor]:
     found = {f"transformers.{name}": each.detach() for name, each in model.state_dict().items()}
     first = next(model.parameters()).detach()
     found[NORM] = first.new_zeros(0)
+    for index, call in enumerate(executor.adapted.calls):
+        for name in _OUTPUTS:
+            output = getattr(call.module, name, None)
+            if isinstance(output, nn.Linear):
+                found[f"model.layers.{index}.self_attn.o_proj.weight"] = output.weight.detach()
     for index, sinks in enumerate(executor.adapted.sinks):
         found[f"model.layers.{index}.self_attn.sinks"] = sinks
     return found

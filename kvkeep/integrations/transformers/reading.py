@@ -1,20 +1,21 @@
 """A forward of a model of transformers into a cache of ours: hooks before and after its layers."""
 
 import inspect
+from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedConfig
 
 from kvkeep.errors import InvalidArgument, UnsupportedModel
 from kvkeep.integrations.transformers.interface import attended_by
+from kvkeep.integrations.transformers.layers import Adapted
 from kvkeep.integrations.transformers.step_cache import StepCache
 from kvkeep.integrations.transformers.stepping import Stepping
 from kvkeep.session.outside import OutsideStep
-
-if TYPE_CHECKING:
-    from kvkeep.integrations.transformers.cache import KvkeepCache
+from kvkeep.session.session import Session
 
 _READ = {"input_ids", "attention_mask", "position_ids", "past_key_values"}
 _NOTHING_NEW = {"use_cache", "cache_position", "return_dict", "logits_to_keep"}
@@ -29,10 +30,40 @@ def hook_body(body: nn.Module) -> list[RemovableHandle]:
     ]
 
 
+class Computes(Protocol):
+    """A model that was looked at. body: below its head."""
+
+    body: nn.Module
+    adapted: Adapted
+    configs: list[PreTrainedConfig]
+
+
+class Rows(Protocol):
+    """A cache of ours, as a forward sees it: sessions, one for each row of a batch; `KvkeepCache`.
+
+    padding: of each row, how many columns were none of its tokens.
+    """
+
+    padding: list[int]
+
+    @property
+    def executor(self) -> Computes:
+        """Of the model that it was made for."""
+
+    def sessions_for(self, rows: int) -> tuple[Session, ...]:
+        """Raises InvalidArgument where there is another number of them."""
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns that were read."""
+
+    def read(self, columns: int, tokens: Sequence[int]) -> None:
+        """So many columns were given, and so many of them were tokens of each row."""
+
+
 class Reading:
     """One forward: which tokens go to which session, and the step that takes them."""
 
-    def __init__(self, cache: "KvkeepCache", ids: Tensor, mask: Tensor | None):
+    def __init__(self, cache: Rows, ids: Tensor, mask: Tensor | None):
         """ids: `[batch, n]`. mask: `[batch, all tokens so far and these]`, or None."""
         self.cache, self.shape = cache, ids.shape
         sessions = cache.sessions_for(len(ids))
@@ -42,7 +73,7 @@ class Reading:
         self.rows = [index for index, own in enumerate(given) if own]
         if not self.rows:
             raise InvalidArgument("attention_mask hides every token of this forward")
-        executor = cache.model.executor
+        executor = cache.executor
         self._step = OutsideStep([sessions[i] for i in self.rows], [given[i] for i in self.rows])
         self._open = ExitStack()
         try:
@@ -82,7 +113,7 @@ class Reading:
         return whole
 
 
-def _columns(cache: "KvkeepCache", ids: Tensor, mask: Tensor | None) -> list[list[int]]:
+def _columns(cache: Rows, ids: Tensor, mask: Tensor | None) -> list[list[int]]:
     """Which columns of each row are tokens, and no padding."""
     batch, n = ids.shape
     if mask is None:
@@ -122,7 +153,7 @@ class _Reads:
         cache: Any = given.get("past_key_values")
         if not hasattr(cache, "sessions_for"):
             return None
-        if cache.model.executor.body is not module:
+        if cache.executor.body is not module:
             raise InvalidArgument("this cache was made for another model")
         _check(given)
         ids, mask = given["input_ids"], given.get("attention_mask")
@@ -178,7 +209,7 @@ def _check(given: dict[str, Any]) -> None:
 
 
 def _check_positions(
-    cache: "KvkeepCache", ids: Tensor, mask: Tensor | None, positions: Tensor | None
+    cache: Rows, ids: Tensor, mask: Tensor | None, positions: Tensor | None
 ) -> None:
     """Raises where positions are given that are not those which tokens have here.
 

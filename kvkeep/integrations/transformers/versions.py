@@ -2,7 +2,7 @@
 
 import re
 
-OLDEST, BELOW = (5, 0), (6, 0)
+OLDEST, BELOW = (5, 16), (6, 0)
 
 
 def require_version() -> None:
