@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: run test test-slow test-new fuzz sanitize emulated wheel release site lint types install clean
+.PHONY: run test test-oldest test-slow test-new fuzz sanitize emulated wheel release site lint types install clean
 
 install: $(READY)
 
@@ -32,6 +32,16 @@ AT_ONCE := -n auto --maxprocesses=8 --dist=worksteal
 
 test: install
 	$(BIN)/python -m pytest $(AT_ONCE)
+
+# What is inside of transformers, by the oldest release of it that kvkeep says it works with.
+OLDEST := $(CURDIR)/build/oldest
+OLDEST_TRANSFORMERS := $(shell sed -n 's/^transformers = \["transformers>=\([0-9.]*\),.*/\1/p' pyproject.toml).0
+
+test-oldest: install
+	rm -rf $(OLDEST)
+	$(BIN)/pip install --quiet --no-deps --target $(OLDEST) \
+	  "transformers==$(OLDEST_TRANSFORMERS)" "huggingface-hub<2"
+	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest $(AT_ONCE) tests/integrations
 
 test-slow: install
 	$(BIN)/python -m pytest -m slow --hypothesis-profile=new
