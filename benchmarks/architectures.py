@@ -23,7 +23,13 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 import torch
 import transformers
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    DynamicCache,
+    PreTrainedModel,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from kvkeep.errors import KvkeepError
@@ -96,6 +102,7 @@ SMALL = {
 # What else these need.
 MORE: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
+    "bart": {"decoder_layers": 2, "encoder_layers": 2, "num_hidden_layers": 2},
     "codegen": {"rotary_dim": 8},
     "cohere_compass_text": {"layer_types": ["full_attention"] * LAYERS},
     "ctrl": {"dff": 96},
@@ -153,21 +160,30 @@ class Found:
 def small_config(name: str) -> Any:
     """A config of an architecture, with few and narrow layers."""
     made = CONFIG_MAPPING[name]
+    return made(**_small(made, name))
+
+
+def _small(made: Any, name: str) -> dict[str, Any]:
+    """What to make such a config with, and the configs of the parts that it has."""
     default = made()
-    stated = default.get_text_config(decoder=True).to_dict()
+    stated = default.to_dict()
     chosen: dict[str, Any] = {key: value for key, value in SMALL.items() if key in stated}
     if stated.get("sliding_window") is None:
         chosen.pop("sliding_window", None)
-    if stated.get("layer_types") and not isinstance(
-        getattr(type(default), "layer_types", None), property
-    ):
+    if stated.get("layer_types") and not isinstance(getattr(made, "layer_types", None), property):
         kinds = list(dict.fromkeys(stated["layer_types"]))
         chosen["layer_types"] = [kinds[i % len(kinds)] for i in range(LAYERS)]
         if chosen.get("sliding_window") and "full_attention" in kinds:
             chosen["sliding_window"] = 16  # shorter than the text
     if "kv_lora_rank" in stated:  # latent attention has as many KV heads as heads
         chosen["num_key_value_heads"] = 4
-    return made(**{**chosen, **MORE.get(name, {})})
+    for part, kind in made.sub_configs.items():
+        own = getattr(default, part, None)
+        if own is not None and kind is not AutoConfig:
+            chosen[part] = _small(type(own), own.model_type)
+        elif own is not None:
+            chosen[part] = {**_small(type(own), own.model_type), "model_type": own.model_type}
+    return {**chosen, **MORE.get(name, {})}
 
 
 def small_model(name: str) -> PreTrainedModel:

@@ -149,7 +149,7 @@ def fingerprint(
 ) -> Fingerprint:
     """Reads all weights."""
     return Fingerprint(
-        weights=_weights_digest(tensors),
+        weights=weights_digest(tensors),
         config=_digest({name: getattr(spec, name) for name in _CONFIG} | _beyond(spec)),
         rope=_digest(_table(spec.rope) | _local_table(spec)),
         tokenizer=_vocabulary_digest(tokenizer),
@@ -203,7 +203,8 @@ def _digest(value: object) -> str:
     return blake3(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def _weights_digest(tensors: Mapping[str, Tensor]) -> str:
+def weights_digest(tensors: Mapping[str, Tensor]) -> str:
+    """Of every tensor's name, shape and bytes."""
     digest = blake3(max_threads=blake3.AUTO)
     for name in sorted(tensors):
         tensor = tensors[name]

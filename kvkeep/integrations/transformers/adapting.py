@@ -72,12 +72,10 @@ def _require_still(
         "embeddings, or queries that are scaled by their position); its cells mean something at "
         "one place alone"
     )
-    try:
-        away = look(body, configs, token, position=_ANYWHERE).seen
-    except (IndexError, RuntimeError) as error:
-        raise UnsupportedModel(why) from error
-    for one, other in zip(first, away, strict=True):
-        _require(torch.equal(one.q, other.q) and torch.equal(one.k, other.k), why)
+    for position in (1, _ANYWHERE):  # a table has a second row, and seldom the other one
+        away = look(body, configs, token, position=position).seen
+        for one, other in zip(first, away, strict=True):
+            _require(torch.equal(one.q, other.q) and torch.equal(one.k, other.k), why)
 
 
 def _rotation(body: nn.Module, runs: Sequence[Seen]) -> Rotation:
@@ -129,9 +127,11 @@ class _Description:
     def adapted(self) -> Adapted:
         spec = self._spec()
         calls = tuple(self._call(spec, index) for index in range(len(self.seen)))
-        sinks = [each.sinks.float() for each in self.seen if each.sinks is not None]
+        sinks = [each.sinks.detach().float() for each in self.seen if each.sinks is not None]
         _require(len(sinks) in (0, len(calls)), "some of its layers have sinks, and others none")
-        return Adapted(spec, calls, sinks)
+        dtype = self._one("dtypes of keys", [each.k.dtype for each in self.seen])
+        device = self._one("devices", [each.k.device for each in self.seen])
+        return Adapted(spec, calls, sinks, dtype, device)
 
     def _spec(self) -> ModelSpec:
         seen, (whole, local) = self.seen, self.groups

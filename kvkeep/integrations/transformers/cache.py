@@ -116,6 +116,10 @@ class KvkeepCache(Cache):
         cache._hold(known, known.restore(snapshot, calibration=calibration))
         return cache
 
+    def __len__(self) -> int:
+        """Layers that have cells."""
+        return self.model.spec.layers
+
     def __repr__(self) -> str:
         return f"<KvkeepCache of {len(self.sessions)}: {self.sessions[0]!r}>"
 

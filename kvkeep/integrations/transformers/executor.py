@@ -1,13 +1,16 @@
 """A model of transformers as the executor of kvkeep's steps."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvkeep.cache.group_step import GroupStep
 from kvkeep.cache.step import ChunkStep
@@ -20,6 +23,8 @@ from kvkeep.integrations.transformers.reading import hook_body
 from kvkeep.integrations.transformers.stepping import Stepping
 from kvkeep.models.executor import AnyStep
 from kvkeep.models.finite import checked
+from kvkeep.models.text import TextCodec
+from kvkeep.store.fingerprint import weights_digest
 
 
 class TransformersExecutor:
@@ -37,12 +42,32 @@ class TransformersExecutor:
         self.configs = configs_of(model)
         self.handles = [*hold_rotary(self.body), *hook_body(self.body)]
         self._made_for = _kind(model)
+        self._texts: WeakKeyDictionary[
+            PreTrainedTokenizerBase, tuple[int, TemporaryDirectory[str], TextCodec]
+        ] = WeakKeyDictionary()
+        self._digest: tuple[list[tuple[int, int]], str] | None = None
         try:
             self.adapted = adapted(model, self.configs)
             self._head = Head(model)
         except BaseException:
             self.unhook()
             raise
+
+    def text_of(self, tokenizer: PreTrainedTokenizerBase) -> TextCodec:
+        """As kvkeep reads it, from a folder that is there for as long as the tokenizer is."""
+        size, known = len(tokenizer), self._texts.get(tokenizer)
+        if known is None or known[0] != size:
+            kept = TemporaryDirectory(prefix="kvkeep-tokenizer-")
+            tokenizer.save_pretrained(kept.name)
+            known = self._texts[tokenizer] = size, kept, TextCodec.open(Path(kept.name))
+        return known[2]
+
+    def digest_of(self, tensors: Mapping[str, Tensor]) -> str:
+        """Of these weights; they are read again where any was written to since."""
+        versions = [(each.data_ptr(), each._version) for each in tensors.values()]
+        if self._digest is None or self._digest[0] != versions:
+            self._digest = versions, weights_digest(tensors)
+        return self._digest[1]
 
     def is_as_it_was(self) -> bool:
         """Whether the model is still where it was looked at, and in that dtype."""

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from kvkeep.integrations.transformers.interface import Asked
@@ -33,9 +34,11 @@ class Adapted:
     """What kvkeep must know of a model of transformers.
 
     spec: its layers that attend, as kvkeep counts them. calls: one for each of them. sinks:
-    `[heads]` of each, where they have such.
+    `[heads]` of each, where they have such. dtype, device: of keys and values.
     """
 
     spec: ModelSpec
     calls: Sequence[Attends]
     sinks: Sequence[Tensor]
+    dtype: torch.dtype
+    device: torch.device

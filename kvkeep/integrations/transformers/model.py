@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 import transformers
@@ -25,7 +24,7 @@ from kvkeep.model import Model
 from kvkeep.models.llama import Decoder
 from kvkeep.models.text import TextCodec
 from kvkeep.models.weights import NORM
-from kvkeep.store.fingerprint import Fingerprint
+from kvkeep.store.fingerprint import Fingerprint, fingerprint
 
 _OUTPUTS = ("o_proj", "out_proj", "dense")  # as models call what projects what attention found
 _MINE = "_kvkeep_executor"  # the name of what kvkeep knows of a model, among its attributes
@@ -34,11 +33,15 @@ _PASSING = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "_a
 
 
 class TransformersModel(Model):
-    """A model of kvkeep whose layers transformers computes; see `from_transformers`."""
+    """A model of kvkeep whose layers transformers computes; see `from_transformers`.
+
+    executor: which hangs on the model of transformers. tokenizer: its own, where it came with one.
+    """
+
+    tokenizer: PreTrainedTokenizerBase | None = None
 
     def __init__(self, name: str, folder: Path, executor: TransformersExecutor, text: TextCodec):
         self.executor = executor
-        self._folder: TemporaryDirectory[str] | None = None
         decoder = Decoder(executor.adapted.spec, _tensors(executor), executor=executor)
         super().__init__(name, folder, decoder, text)
 
@@ -70,7 +73,12 @@ class TransformersModel(Model):
         config = self.executor.configs[0].to_dict()
         known = {name: value for name, value in config.items() if name not in _PASSING}
         said = json.dumps(known, sort_keys=True, default=str)
-        return replace(super().fingerprint, config=blake3(said.encode()).hexdigest())
+        layout = self.decoder.new_cache().layout
+        return replace(
+            fingerprint(self.spec, {}, self.text.tokenizer, layout),
+            weights=self.executor.digest_of(self.decoder.tensors),
+            config=blake3(said.encode()).hexdigest(),
+        )
 
 
 class _WithoutText(TextCodec):
@@ -120,11 +128,9 @@ def from_transformers(
     if isinstance(tokenizer, str | Path):
         folder = Path(tokenizer)
         return TransformersModel(name, folder, executor, TextCodec.open(folder))
-    kept = TemporaryDirectory(prefix="kvkeep-tokenizer-")
-    tokenizer.save_pretrained(kept.name)
-    folder = Path(kept.name)
-    found = TransformersModel(name, folder, executor, TextCodec.open(folder))
-    found._folder = kept  # it is there for as long as the model is
+    codec = executor.text_of(tokenizer)
+    found = TransformersModel(name, codec.folder, executor, codec)
+    found.tokenizer = tokenizer  # the folder is there for as long as this is
     return found
 
 
@@ -180,8 +186,8 @@ def _tensors(executor: TransformersExecutor) -> dict[str, Tensor]:
     """The weights under transformers' names, and the few that kvkeep asks for under its own."""
     model = executor.model
     found = {f"transformers.{name}": each.detach() for name, each in model.state_dict().items()}
-    first = next(model.parameters()).detach()
-    found[NORM] = first.new_zeros(0)
+    adapted = executor.adapted
+    found[NORM] = torch.zeros(0, dtype=adapted.dtype, device=adapted.device)
     for index, call in enumerate(executor.adapted.calls):
         for name in _OUTPUTS:
             output = getattr(call.module, name, None)
