@@ -3,6 +3,7 @@
 from typing import Any
 
 from kvkeep.cache import Window
+from kvkeep.cache.checks import require
 from kvkeep.errors import InvalidSnapshot
 from kvkeep.loaded import LoadedModel
 from kvkeep.policies import checked_bits, make_policy
@@ -64,6 +65,8 @@ def restored_state(model: LoadedModel, snapshot: Snapshot) -> State:
     try:
         settings = snapshot.settings
         check_settings(settings, len(snapshot.tokens))
+        states = model.spec.recurrent and len(snapshot.tokens) > 0
+        require(bool(snapshot.recurrent) == states, "states of layers missing, or of none")
         chosen = {key: value for key, value in snapshot.policy.items() if key != "pinned"}
         policy = make_policy(**chosen).for_model(model.spec.max_positions)
         bits = checked_bits(policy, snapshot.bits)

@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from kvkeep.errors import (
     CorruptFile,
     FingerprintMismatch,
     InvalidArgument,
+    InvalidSnapshot,
     NonFiniteLogits,
     UnsupportedModel,
 )
@@ -112,6 +114,8 @@ def test_states_are_kept_forked_and_never_edited(name: str, tmp_path: Path) -> N
     for other in (fork, restored):
         for found, wanted in zip(bits(model, other, 12), expected, strict=True):
             assert torch.equal(found, wanted)
+    with pytest.raises(InvalidSnapshot, match="states"):
+        KvkeepCache.restore(model, replace(cache.snapshot(), recurrent={}))
     before, full = list(cache.tokens), KvkeepCache(model, 64, policy="full")
     read(model, full, ids)
     for change in (

@@ -113,7 +113,7 @@ def test_a_newer_format_is_told_apart(tmp_path: Path) -> None:
     path = tmp_path / "b.kvkeep"
     write_container(path, "snapshot", 99, {"of": "later"}, {"unheard": torch.ones(3)})
     for read in (Snapshot.load, describe):
-        with pytest.raises(NewerFormat, match="format 99; this kvkeep reads up to 5"):
+        with pytest.raises(NewerFormat, match="format 99; this kvkeep reads up to 6"):
             read(path)
 
 

@@ -106,11 +106,11 @@ def look(
     """What the layers of a model do with one token.
 
     model: the one below the head. rotated: where its rotary embeddings think that the token is;
-    position: where all else does.
+    position: where all else does, whether it is told so or counts what its cache has seen.
     """
     looking = Looking(rotated)
     device = next(model.parameters()).device
-    cache = StepCache(configs[0], looking.take)
+    cache = StepCache(configs[0], looking.take, position)
     with torch.inference_mode(), attended_by(looking, configs):
         model(
             input_ids=torch.full((1, 1), token, device=device),
@@ -126,7 +126,13 @@ def window_of(function: MaskFunction, device: torch.device) -> int | None:
 
     Raises UnsupportedModel for a mask that is neither.
     """
-    widths = {_width(function, query, device) for query in (_FAR, _FAR + 12_345)}
+    try:
+        widths = {_width(function, query, device) for query in (_FAR, _FAR + 12_345)}
+    except IndexError as error:
+        raise UnsupportedModel(
+            "which cells its layers see depends on what the tokens are (blocks that see each other "
+            "in both directions), and not on where alone"
+        ) from error
     if len(widths) != 1:
         raise UnsupportedModel(
             "some of its layers attend in chunks, or by another mask than that of a window; kvkeep "

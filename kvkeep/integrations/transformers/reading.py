@@ -199,13 +199,21 @@ def _check(given: dict[str, Any]) -> None:
     others = [
         name
         for name, value in given.items()
-        if name not in _READ | _NOTHING_NEW and value is not None and value is not False
+        if name not in _READ | _NOTHING_NEW
+        and value is not None
+        and value is not False
+        and not _all_text(name, value)
     ]
     if others:
         raise UnsupportedModel(
             f"a forward into a KvkeepCache takes no {', '.join(sorted(others))}: its attention is "
             "kvkeep's, and its input is text"
         )
+
+
+def _all_text(name: str, value: object) -> bool:
+    """Whether it says of each token that it is text, as tokenizers of models that see do."""
+    return name.endswith("token_type_ids") and isinstance(value, Tensor) and not value.any()
 
 
 def _check_positions(
