@@ -231,6 +231,28 @@ def test_a_forward_that_fails_leaves_all_as_it_was(model: PreTrainedModel) -> No
         assert torch.equal(found, wanted)
 
 
+def test_what_torch_does_not_tell_hooks_of_is_put_right_at_the_next_forward(
+    model: PreTrainedModel,
+) -> None:
+    cache, ids = KvkeepCache(model, 32, 4), random_ids(50)
+    read(model, cache, ids)
+    expected = bits(model, cache.fork(), 4)
+
+    def leave(*_: object) -> None:
+        raise SystemExit
+
+    handle = model.model.layers[20].register_forward_pre_hook(leave)
+    with pytest.raises(SystemExit):
+        read(model, cache, [7])
+    handle.remove()
+    for found, wanted in zip(bits(model, cache, 4), expected, strict=True):
+        assert torch.equal(found, wanted)
+    assert list(cache.tokens)[:50] == ids
+    assert len(cache.tokens) == 54
+    assert model.config._attn_implementation != "kvkeep"
+    assert not torch.is_inference_mode_enabled()
+
+
 def test_ctrl_c_comes_when_the_step_is_through(model: PreTrainedModel) -> None:
     cache, ids = KvkeepCache(model, 32, 4), random_ids(20)
     read(model, cache, ids)

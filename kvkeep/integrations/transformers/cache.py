@@ -15,6 +15,7 @@ from kvkeep.choices import BitsName, PolicyName
 from kvkeep.errors import InvalidArgument
 from kvkeep.integrations.transformers.executor import TransformersExecutor
 from kvkeep.integrations.transformers.model import TransformersModel, from_transformers
+from kvkeep.integrations.transformers.reading import Reading
 from kvkeep.policies import Policy, Settings
 from kvkeep.session.calibration import Calibration
 from kvkeep.session.compressing import CompressionReport
@@ -84,6 +85,7 @@ class KvkeepCache(Cache):
         self.model = model
         self.sessions: tuple[Session, ...] = (session,)
         self.padding: list[int] = [0]
+        self.reading: Reading | None = None
         self._empty = session.fork()
         self._empty.rewind(len(session.tokens))
 

@@ -41,10 +41,12 @@ class Computes(Protocol):
 class Rows(Protocol):
     """A cache of ours, as a forward sees it: sessions, one for each row of a batch; `KvkeepCache`.
 
-    padding: of each row, how many columns were none of its tokens.
+    padding: of each row, how many columns were none of its tokens. reading: the forward that is
+    under way.
     """
 
     padding: list[int]
+    reading: "Reading | None"
 
     @property
     def executor(self) -> Computes:
@@ -91,11 +93,14 @@ class Reading:
         return self._step.tokens
 
     def put_back(self) -> None:
+        """Leaves all rows as they were."""
+        self.cache.reading = None
         self._open.close()
         self._step.put_back()
 
     def keep(self, hidden: Tensor) -> Tensor:
         """hidden: what the model made of `tokens`. Returns `[batch, n, hidden_size]`, of all."""
+        self.cache.reading = None
         self._open.close()
         try:
             self.stepping.finish(self.handed)
@@ -157,9 +162,11 @@ class _Reads:
             raise InvalidArgument("this cache was made for another model")
         _check(given)
         ids, mask = given["input_ids"], given.get("attention_mask")
+        if cache.reading is not None:  # which something ended that torch's hooks are not told of
+            cache.reading.put_back()
         cache.sessions_for(len(ids))
         _check_positions(cache, ids, mask, given.get("position_ids"))
-        reading = Reading(cache, ids, mask)
+        cache.reading = reading = Reading(cache, ids, mask)
         plain = {name: value for name, value in given.items() if name in ("return_dict",)}
         handed = {"input_ids": reading.tokens, "past_key_values": reading.handed, "use_cache": True}
         return (), plain | handed
