@@ -62,4 +62,4 @@ def slowness(path: ComputePath) -> str:
 def warn_of(slowness: str) -> None:
     """A SlowPathWarning, if there is something to say: once a process."""
     if slowness:
-        warnings.warn(slowness, SlowPathWarning, stacklevel=3)
+        warnings.warn(slowness, SlowPathWarning, stacklevel=4)  # who called kvkeep.load_model

@@ -97,7 +97,7 @@ class Conversation:
         closing = self.codec.encode_sealed(self._closing())
         ids = self.codec.encode_sealed(self._closing() + self._opening(words))
         last = self.session.tokens[-1]
-        if last in self._eos and last != ids[0]:
+        if last in self._eos and last != ids[0] and not self.session.cache.recurrent:
             # Another end token than the template's: after it the model never saw a next turn.
             self.session.rewind(1)
         return ids[_overlap(self.session.tokens, ids[: len(closing)]) :]

@@ -212,8 +212,9 @@ class Memory:
 
     def require_rewind(self, count: int) -> None:
         """Raises InvalidArgument where the last `count` tokens cannot be taken back."""
-        if count:
-            self.require_no_states("rewound")
+        if count == 0:
+            return
+        self.require_no_states("rewound")
         held, total = self.rewindable, len(self.tokens)
         most = total if held == total else held - 1
         if not 0 <= count <= most:

@@ -21,7 +21,7 @@ class OutsideStep:
     """Tokens on their way into sessions, all or nothing.
 
     What cannot be one step, as a policy has it, is evaluated here; the last step is left open for
-    whoever computes it, and then `keep` is called, and `end`, or `put_back`. Meanwhile no other
+    whoever computes it, and then `finish` is called, and `keep` or `put_back`. Meanwhile no other
     thread computes, and Ctrl-C waits.
 
     step: the open one: of one session, or of one token of each. tokens: what it is of, `[1, n]` or
@@ -59,12 +59,13 @@ class OutsideStep:
         for index, (work, ids) in enumerate(zip(self._works, self._given, strict=True)):
             done = self._read(index, work.memory, ids, len(ids) if alone else len(ids) - 1)
             self._last.append(ids[done:])
+            if not alone:
+                work.memory.policy.open(work.memory.cache, 1)
         self._held.enter_context(interrupts_deferred())
         self._mode.__enter__()
         self._computing = True
         memories, steps = [work.memory for work in self._works], []
         for memory, last in zip(memories, self._last, strict=True):
-            memory.policy.open(memory.cache, len(last))
             steps.append(self._open.enter_context(memory.cache.step(len(last))))
         decoder, device = memories[0].decoder, memories[0].cache.layout.device
         if alone:
@@ -75,8 +76,9 @@ class OutsideStep:
         self.tokens = torch.tensor(self._last, dtype=torch.int64, device=device)
 
     def _read(self, index: int, memory: Memory, ids: Sequence[int], upto: int) -> int:
-        """Evaluates steps of the first `upto` ids; where these are all, the last is left.
+        """Evaluates steps of the first `upto` ids.
 
+        Where these are all, the last step is left, and the policy has opened the cache for it.
         Returns how many of them are in memory.
         """
         done, step = 0, self._sessions[index].prefill_step
@@ -91,36 +93,35 @@ class OutsideStep:
             done += len(hidden)
         return done
 
-    def keep(self, hidden: Tensor) -> list[Tensor]:
-        """Takes what the open step has come to; the sessions then hold all tokens.
+    def finish(self, hidden: Tensor) -> list[Tensor]:
+        """Ends the open step with what it has come to. The sessions are as they were still.
 
         hidden: `[n, hidden_size]` of its tokens, or `[sessions, hidden_size]`. Returns those of all
-        tokens of each session, `[tokens, hidden_size]`. Raises NonFiniteLogits, and whatever ended
-        the step; the sessions are as they were then.
+        tokens of each session, `[tokens, hidden_size]`. Raises NonFiniteLogits.
         """
-        try:
-            require_finite(hidden)
-            alone = len(self._works) == 1
-            self._open.close()
-            for index, (work, ids) in enumerate(zip(self._works, self._last, strict=True)):
-                own = hidden if alone else hidden[index : index + 1].clone()
-                self._hidden[index].append(own)
-                work.memory.take_in(list(ids), own[-1:].clone(), None)
-                work.memory.policy.settle(work.memory.cache)
-            self._end_mode()
+        require_finite(hidden)
+        alone = len(self._works) == 1
+        self._open.close()
+        for index, (work, ids) in enumerate(zip(self._works, self._last, strict=True)):
+            own = hidden if alone else hidden[index : index + 1].clone()
+            self._hidden[index].append(own)
+            work.memory.take_in(list(ids), own[-1:].clone(), None)
+            work.memory.policy.settle(work.memory.cache)
+        found = [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in self._hidden]
+        self._end_mode()
+        return found
+
+    def keep(self) -> None:
+        """The sessions have all tokens from now on, and other threads may compute.
+
+        Raises KeyboardInterrupt if Ctrl-C came meanwhile.
+        """
+        with self._held:
             for session, work in zip(self._sessions, self._works, strict=True):
                 session._take(work)
-        except BaseException:
-            self.put_back()
-            raise
-        self._before.clear()
-        for work in self._works:
-            work.memory.confirm()
-        return [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in self._hidden]
-
-    def end(self) -> None:
-        """Lets other threads compute. Raises KeyboardInterrupt if Ctrl-C came meanwhile."""
-        self._held.close()
+            self._before.clear()
+            for work in self._works:
+                work.memory.confirm()
 
     def put_back(self) -> None:
         """Leaves the sessions as they were."""

@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -206,6 +207,81 @@ def test_other_policies(model: PreTrainedModel, own_fp32: Model, policy: str) ->
     assert (read(model, cache, ids)[-1] - own.logits).abs().max() < 2e-2
 
 
+@pytest.mark.parametrize("steps", [[1200], [600, 1, 599], [1] * 300])
+def test_self_extend_beyond_its_window(steps: list[int]) -> None:
+    """Whose cells leave the window in the very steps that a forward is cut into."""
+    model, ids = small_model("llama"), random_ids(sum(steps))
+    settings = {"policy": "self_extend", "group": 4, "window": 64}
+    cache, own = KvkeepCache(model, 1300, **settings), from_transformers(model)
+    session = own.session(1300, **settings)
+    session.feed(ids)
+    for count in steps:
+        done = len(cache.tokens)
+        last = read(model, cache, ids[done : done + count])[-1]
+    assert cache.session.cache.cells == session.cache.cells == len(ids)
+    assert (last - session.logits).abs().max() < 1e-4
+
+
+def test_padding_is_never_taken_for_tokens() -> None:
+    model, mask = small_model("llama"), torch.tensor([[0] * 5 + [1] * 27])
+    ids = torch.tensor([random_ids(32)])
+    cache = KvkeepCache(model, 64, policy="full")
+    model(ids, attention_mask=mask, past_key_values=cache)
+    assert list(cache.tokens) == ids[0, 5:].tolist()
+    with pytest.raises(InvalidArgument, match="drop_padding"):
+        _ = cache.input_ids
+    more = torch.tensor([random_ids(8, seed=4)])
+    short = torch.cat((ids[:, 5:], more), 1)
+    with pytest.raises(InvalidArgument, match="padding"):
+        model.generate(short, past_key_values=cache, max_new_tokens=2, do_sample=False)
+    cache.drop_padding()
+    found = model.generate(short, past_key_values=cache, max_new_tokens=4, do_sample=False)
+    assert torch.equal(found, model.generate(short, max_new_tokens=4, do_sample=False))
+
+
+def test_rows_that_were_changed_apart_are_no_batch() -> None:
+    cache = KvkeepCache(small_model("llama"), 64, policy="full")
+    model, ids = cache.model.executor.model, torch.tensor([random_ids(9), random_ids(9)])
+    model(ids, past_key_values=cache)
+    cache.sessions[1].delete(2, 4)
+    with pytest.raises(InvalidArgument, match="different numbers"):
+        model(ids[:, :1], past_key_values=cache)
+
+
+def test_a_row_of_a_hybrid_that_begins_later_begins_with_no_states() -> None:
+    model = small_model("qwen3_next")
+    ids = torch.tensor([random_ids(5), random_ids(5, seed=3)])
+    mask = torch.tensor([[1] * 5, [0] * 4 + [1]])
+    both = KvkeepCache(model, 64, policy="full")
+    found = model(ids, attention_mask=mask, past_key_values=both).logits
+    alone = read(model, KvkeepCache(model, 64, policy="full"), [int(ids[1, 4])])
+    assert (found[1, 4] - alone[0]).abs().max() < 1e-4
+
+
+def test_another_thread_waits_for_a_forward_or_gets_an_error() -> None:
+    model = small_model("llama")
+    cache, ids = KvkeepCache(model, 64), random_ids(20)
+    inside, errors = threading.Event(), []
+
+    def other() -> None:
+        try:
+            read(model, DynamicCache(config=model.config), [5])
+        except RuntimeError as error:
+            errors.append(str(error))
+        inside.set()
+
+    def start(*_: object) -> None:
+        threading.Thread(target=other).start()
+        inside.wait(60)
+
+    handle = model.model.layers[2].register_forward_pre_hook(start)
+    found = read(model, cache, ids)
+    handle.remove()
+    assert errors
+    assert "another thread" in errors[0]
+    assert torch.equal(found, read(model, KvkeepCache(model, 64), ids))
+
+
 class Failed(Exception):
     pass
 
@@ -245,6 +321,7 @@ def test_what_torch_does_not_tell_hooks_of_is_put_right_at_the_next_forward(
     with pytest.raises(SystemExit):
         read(model, cache, [7])
     handle.remove()
+    assert list(cache.snapshot().tokens) == ids  # looking at it puts it right, too
     for found, wanted in zip(bits(model, cache, 4), expected, strict=True):
         assert torch.equal(found, wanted)
     assert list(cache.tokens)[:50] == ids

@@ -223,6 +223,10 @@ class _Description:
             asked=asked,
             index=keepers.index(spec.source_of(index)),
             own=each.own,
-            order=torch.tensor(order, device=each.q.device) if moved else None,
+            order=_indices(order, each.q.device) if moved else None,
             factor=each.asked.scale / self.seen[0].asked.scale,
         )
+
+
+def _indices(order: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor(order, dtype=torch.int64, device=device)

@@ -20,7 +20,7 @@ _IN_FLOAT32, _ROUNDED = 1e-3, 0.15
 def require_agreement(model: PreTrainedModel, decoder: Decoder) -> None:
     """Reads a few tokens both ways. Raises UnsupportedModel where they do not come out alike."""
     ids = [(7_919 * index + 3) % decoder.spec.vocab_size for index in range(_TOKENS)]
-    taken = torch.tensor([ids], device=model.device)
+    taken = torch.tensor([ids], dtype=torch.int64, device=model.device)
     cache = DynamicCache(config=model.config)
     own = model(input_ids=taken, past_key_values=cache, use_cache=True)
     body = body_of(model)(

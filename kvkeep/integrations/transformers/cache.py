@@ -12,6 +12,7 @@ from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 from kvkeep import arguments
 from kvkeep.cache import Bits
 from kvkeep.choices import BitsName, PolicyName
+from kvkeep.computing import computing
 from kvkeep.errors import InvalidArgument
 from kvkeep.integrations.transformers.executor import TransformersExecutor
 from kvkeep.integrations.transformers.model import TransformersModel, from_transformers
@@ -83,7 +84,7 @@ class KvkeepCache(Cache):
     def _hold(self, model: TransformersModel, session: Session) -> None:
         super().__init__(layers=[])
         self.model = model
-        self.sessions: tuple[Session, ...] = (session,)
+        self._sessions: tuple[Session, ...] = (session,)
         self.padding: list[int] = [0]
         self.reading: Reading | None = None
         self._empty = session.fork()
@@ -125,6 +126,16 @@ class KvkeepCache(Cache):
     def __repr__(self) -> str:
         return f"<KvkeepCache of {len(self.sessions)}: {self.sessions[0]!r}>"
 
+    @property
+    def sessions(self) -> tuple[Session, ...]:
+        """Of each row."""
+        if self.reading is not None and self.reading.is_of_this_thread:
+            self.reading.put_back()  # its forward was ended by what torch's hooks are not told of
+        elif self.reading is not None:
+            with computing():  # until that forward of another thread is through
+                pass
+        return self._sessions
+
     # As one session
 
     @property
@@ -144,7 +155,15 @@ class KvkeepCache(Cache):
 
     @property
     def input_ids(self) -> Tensor:
-        """The same as `generate` takes them, `[1, n]`: to be given with what comes next."""
+        """The same as `generate` takes them, `[1, n]`: to be given with what comes next.
+
+        Raises InvalidArgument where padding was read with them; see `drop_padding`.
+        """
+        if self.padding[0]:
+            raise InvalidArgument(
+                "padding was read with these tokens: give them to generate with their padding and "
+                "attention_mask, or say cache.drop_padding() first"
+            )
         device = self.model.decoder.new_cache().layout.device
         return torch.tensor([list(self.tokens)], dtype=torch.int64, device=device)
 
@@ -165,7 +184,7 @@ class KvkeepCache(Cache):
         """A cache that starts as this one is, and goes its own way; memory is shared."""
         fork = type(self).__new__(type(self))
         fork._hold(self.model, self._empty)
-        fork.sessions = tuple(session.fork() for session in self.sessions)
+        fork._sessions = tuple(session.fork() for session in self.sessions)
         fork.padding = list(self.padding)
         return fork
 
@@ -214,6 +233,10 @@ class KvkeepCache(Cache):
         """As `Session.replace`."""
         return self._edited(lambda session: session.replace(start, end, text, recompute, special))
 
+    def drop_padding(self) -> None:
+        """What comes next counts tokens alone, whatever padding was read before them."""
+        self.padding = [0 for _ in (self.session,)]
+
     def rewind(self, count: int) -> list[int]:
         """As `Session.rewind`."""
         taken = self.session.rewind(count)
@@ -242,8 +265,17 @@ class KvkeepCache(Cache):
                 raise InvalidArgument(
                     f"the cache is of {len(self.sessions)} rows; found a batch of {rows}"
                 )
-            self.sessions = tuple(self._empty.fork() for _ in range(rows))
+            self._sessions = tuple(self._empty.fork() for _ in range(rows))
             self.padding = [0] * rows
+        columns = {
+            padding + len(session.tokens)
+            for padding, session in zip(self.padding, self.sessions, strict=True)
+        }
+        if len(columns) > 1:
+            raise InvalidArgument(
+                "rows of one batch are changed together: their sessions now hold different "
+                "numbers of tokens and padding"
+            )
         return self.sessions
 
     def read(self, columns: int, tokens: Sequence[int]) -> None:
@@ -309,7 +341,11 @@ class KvkeepCache(Cache):
         self._choose([row for row in range(len(self.sessions)) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        self._choose(torch.arange(len(self.sessions))[indices.cpu()].tolist())
+        self._choose(
+            torch.arange(len(self.sessions), dtype=torch.int64, device="cpu")[
+                indices.cpu()
+            ].tolist()
+        )
 
     def _choose(self, rows: Sequence[int]) -> None:
         last = {row: index for index, row in enumerate(rows)}
@@ -317,8 +353,8 @@ class KvkeepCache(Cache):
             self.sessions[row] if last[row] == index else self.sessions[row].fork()
             for index, row in enumerate(rows)
         ]
-        self.sessions, self.padding = tuple(chosen), [self.padding[row] for row in rows]
+        self._sessions, self.padding = tuple(chosen), [self.padding[row] for row in rows]
 
     def reset(self) -> None:
         """Forgets all."""
-        self.sessions, self.padding = (self._empty.fork(),), [0]
+        self._sessions, self.padding = (self._empty.fork(),), [0]

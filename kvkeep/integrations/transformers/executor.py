@@ -1,6 +1,6 @@
 """A model of transformers as the executor of kvkeep's steps."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,6 @@ from kvkeep.integrations.transformers.stepping import Stepping
 from kvkeep.models.executor import AnyStep
 from kvkeep.models.finite import checked
 from kvkeep.models.text import TextCodec
-from kvkeep.store.fingerprint import weights_digest
 
 
 class TransformersExecutor:
@@ -45,7 +44,6 @@ class TransformersExecutor:
         self._texts: WeakKeyDictionary[
             PreTrainedTokenizerBase, tuple[int, TemporaryDirectory[str], TextCodec]
         ] = WeakKeyDictionary()
-        self._digest: tuple[list[tuple[int, int]], str] | None = None
         try:
             self.adapted = adapted(model, self.configs)
             self._head = Head(model)
@@ -62,15 +60,8 @@ class TransformersExecutor:
             known = self._texts[tokenizer] = size, kept, TextCodec.open(Path(kept.name))
         return known[2]
 
-    def digest_of(self, tensors: Mapping[str, Tensor]) -> str:
-        """Of these weights; they are read again where any was written to since."""
-        versions = [(each.data_ptr(), each._version) for each in tensors.values()]
-        if self._digest is None or self._digest[0] != versions:
-            self._digest = versions, weights_digest(tensors)
-        return self._digest[1]
-
     def is_as_it_was(self) -> bool:
-        """Whether the model is still where it was looked at, and in that dtype."""
+        """Whether the model has the parts that were looked at, in that place and dtype."""
         return _kind(self.model) == self._made_for
 
     def unhook(self) -> None:
@@ -127,6 +118,7 @@ class TransformersExecutor:
         )
 
 
-def _kind(model: PreTrainedModel) -> tuple[torch.dtype, torch.device]:
+def _kind(model: PreTrainedModel) -> tuple[torch.dtype, torch.device, tuple[int, ...]]:
+    """What is looked at anew where it is another: where weights are, and the parts that it has."""
     first = next(model.parameters())
-    return first.dtype, first.device
+    return first.dtype, first.device, tuple(map(id, model.modules()))

@@ -1,8 +1,8 @@
 """What transformers calls in the place of its own attention and masks, while kvkeep attends.
 
 Both functions are known to transformers by one name, which a model's config has during such a
-forward and at no other time: a model that is called with another cache, or by another thread, finds
-all that it had.
+forward and at no other time: a model that is called with another cache finds all that it had. Who
+calls the same model from another thread at that very time gets an error, and no wrong result.
 """
 
 import math
@@ -18,6 +18,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from kvkeep.errors import UnsupportedModel
 
 NAME = "kvkeep"
+# Where a config has the name: for one forward there is no other way to say it.
+_IMPLEMENTATION = "_attn_implementation_internal"
 # What models hand on to their attention that says nothing about it, or nothing that is not known.
 _IGNORED = frozenset(
     (
@@ -31,6 +33,11 @@ _IGNORED = frozenset(
         "layer_idx",
         "num_key_value_groups",
     )
+)
+
+_ELSEWHERE = (
+    f"the attention {NAME!r} works in a forward that kvkeep has opened: while one is under way, "
+    "the same model cannot be called from another thread"
 )
 
 MaskFunction = Callable[[Any, Any, Any, Any], Tensor]
@@ -87,16 +94,16 @@ def attending() -> Attention | None:
 @contextmanager
 def attended_by(attention: Attention, configs: Sequence[PreTrainedConfig]) -> Iterator[None]:
     """A forward of the model with these configs, in which that attends."""
-    before = [config._attn_implementation for config in configs]
+    before = [getattr(config, _IMPLEMENTATION) for config in configs]
     outer, _HERE.attention = _HERE.attention, attention
     try:
         for config in configs:
-            config._attn_implementation_internal = NAME
+            setattr(config, _IMPLEMENTATION, NAME)
         yield
     finally:
         _HERE.attention = outer
         for config, name in zip(configs, before, strict=True):
-            config._attn_implementation_internal = name
+            setattr(config, _IMPLEMENTATION, name)
 
 
 def _attend(
@@ -116,9 +123,7 @@ def _attend(
     """As transformers calls an attention function."""
     attention = _HERE.attention
     if attention is None:
-        raise RuntimeError(
-            f"the attention {NAME!r} works in a forward that kvkeep has opened, and in no other"
-        )
+        raise RuntimeError(_ELSEWHERE)
     unknown = [
         name
         for name, given in others.items()
@@ -151,8 +156,9 @@ def _mask(
     import torch
 
     attention = _HERE.attention
-    assert attention is not None, "a config has this name in a forward of ours alone"
-    return attention.mask(mask_function, torch.empty(0, device=device))
+    if attention is None:
+        raise RuntimeError(_ELSEWHERE)
+    return attention.mask(mask_function, torch.empty(0, dtype=torch.float32, device=device))
 
 
 AttentionInterface.register(NAME, _attend)

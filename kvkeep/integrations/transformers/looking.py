@@ -48,7 +48,8 @@ class Looking:
     def mask(self, function: MaskFunction, like: Tensor) -> Tensor | None:
         """A tensor of one number, by which the mask is known again."""
         self._masks.append(function)
-        return torch.full((1, 1, 1, 1), len(self._masks) - 1.0, device=like.device)
+        number = len(self._masks) - 1.0
+        return torch.full((1, 1, 1, 1), number, dtype=torch.float32, device=like.device)
 
     def attend(
         self,
@@ -113,8 +114,8 @@ def look(
     cache = StepCache(configs[0], looking.take, position)
     with torch.inference_mode(), attended_by(looking, configs):
         model(
-            input_ids=torch.full((1, 1), token, device=device),
-            position_ids=torch.full((1, 1), position, device=device),
+            input_ids=torch.full((1, 1), token, dtype=torch.int64, device=device),
+            position_ids=torch.full((1, 1), position, dtype=torch.int64, device=device),
             past_key_values=cache,
             use_cache=True,
         )
@@ -142,11 +143,11 @@ def window_of(function: MaskFunction, device: torch.device) -> int | None:
 
 
 def _width(function: MaskFunction, query: int, device: torch.device) -> int | None:
-    cells = torch.arange(query + 100, device=device)
+    cells = torch.arange(query + 100, dtype=torch.int64, device=device)
     zero = torch.zeros((), dtype=torch.int64, device=device)
     seen = function(zero, zero, torch.full_like(cells, query), cells).expand(cells.shape)
     count = int(seen.sum())
-    inside = torch.arange(query + 1 - count, query + 1, device=device)
+    inside = torch.arange(query + 1 - count, query + 1, dtype=torch.int64, device=device)
     if not count or not bool(seen[inside].all()):
         return -query  # no window: another number for each query
     return None if count == query + 1 else count

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvkeep.compute_path import ComputePath
+from kvkeep.computing import computing
 from kvkeep.errors import InvalidArgument, KvkeepError, UnsupportedModel
 from kvkeep.integrations.transformers.agreement import require_agreement
 from kvkeep.integrations.transformers.executor import TransformersExecutor
@@ -24,7 +25,7 @@ from kvkeep.model import Model
 from kvkeep.models.llama import Decoder
 from kvkeep.models.text import TextCodec
 from kvkeep.models.weights import NORM
-from kvkeep.store.fingerprint import Fingerprint, fingerprint
+from kvkeep.store.fingerprint import Fingerprint, fingerprint, weights_digest
 
 _OUTPUTS = ("o_proj", "out_proj", "dense")  # as models call what projects what attention found
 _MINE = "_kvkeep_executor"  # the name of what kvkeep knows of a model, among its attributes
@@ -76,7 +77,7 @@ class TransformersModel(Model):
         layout = self.decoder.new_cache().layout
         return replace(
             fingerprint(self.spec, {}, self.text.tokenizer, layout),
-            weights=self.executor.digest_of(self.decoder.tensors),
+            weights=weights_digest(self.decoder.tensors),
             config=blake3(said.encode()).hexdigest(),
         )
 
@@ -148,13 +149,14 @@ def executor_of(model: PreTrainedModel) -> TransformersExecutor:
     body_name(model)  # raises where there is none
     if model.training:
         raise InvalidArgument("the model is in training: call model.eval() first")
-    known = vars(model).get(_MINE)
-    if known is not None and known.is_as_it_was():
-        return known  # type: ignore[no-any-return]
-    unhook(model)
-    executor = _looked_at(model)
-    object.__setattr__(model, _MINE, executor)
-    return executor
+    with computing():  # nobody else looks at it meanwhile
+        known = vars(model).get(_MINE)
+        if known is not None and known.is_as_it_was():
+            return known  # type: ignore[no-any-return]
+        unhook(model)
+        executor = _looked_at(model)
+        object.__setattr__(model, _MINE, executor)
+        return executor
 
 
 def _looked_at(model: PreTrainedModel) -> TransformersExecutor:

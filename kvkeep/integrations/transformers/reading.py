@@ -1,10 +1,12 @@
 """A forward of a model of transformers into a cache of ours: hooks before and after its layers."""
 
 import inspect
+import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig
@@ -68,6 +70,7 @@ class Reading:
     def __init__(self, cache: Rows, ids: Tensor, mask: Tensor | None):
         """ids: `[batch, n]`. mask: `[batch, all tokens so far and these]`, or None."""
         self.cache, self.shape = cache, ids.shape
+        self._thread, self.over = threading.get_ident(), False
         sessions = cache.sessions_for(len(ids))
         self.columns = _columns(cache, ids, mask)
         rows = ids.tolist()
@@ -92,27 +95,41 @@ class Reading:
         """What the model is to evaluate now, the last of it all."""
         return self._step.tokens
 
+    @property
+    def is_of_this_thread(self) -> bool:
+        return self._thread == threading.get_ident()
+
     def put_back(self) -> None:
         """Leaves all rows as they were."""
-        self.cache.reading = None
+        self.cache.reading, self.over = None, True
         self._open.close()
         self._step.put_back()
 
     def keep(self, hidden: Tensor) -> Tensor:
-        """hidden: what the model made of `tokens`. Returns `[batch, n, hidden_size]`, of all."""
-        self.cache.reading = None
-        self._open.close()
+        """hidden: what the model made of `tokens`. Returns `[batch, n, hidden_size]`, of all.
+
+        Whatever it raises, but for KeyboardInterrupt at its end, the rows are as they were.
+        """
         try:
+            self._open.close()
             self.stepping.finish(self.handed)
+            found = self._step.finish(hidden[0] if len(self.rows) == 1 else hidden[:, 0])
+            whole: Tensor = self._whole(found)
         except BaseException:
-            self._step.put_back()
+            self.put_back()
             raise
-        found = self._step.keep(hidden[0] if len(self.rows) == 1 else hidden[:, 0])
+        self.cache.reading, self.over = None, True
         self.cache.read(self.shape[1], [len(own) for own in self.columns])
-        self._step.end()
+        self._step.keep()
+        return whole
+
+    def _whole(self, found: Sequence[Tensor]) -> Tensor:
+        """The hidden states of tokens, where these were; 0 where there was padding."""
         if len(found) == len(self.columns) == 1 and len(found[0]) == self.shape[1]:
             return found[0].clone().unsqueeze(0)
-        whole = hidden.new_zeros(*self.shape, hidden.shape[-1])
+        first = found[0]
+        shape = (*self.shape, first.shape[-1])
+        whole = torch.zeros(shape, dtype=first.dtype, device=first.device)
         for row, states in zip(self.rows, found, strict=True):
             whole[row, self.columns[row]] = states
         return whole
@@ -121,9 +138,14 @@ class Reading:
 def _columns(cache: Rows, ids: Tensor, mask: Tensor | None) -> list[list[int]]:
     """Which columns of each row are tokens, and no padding."""
     batch, n = ids.shape
+    before = cache.get_seq_length()
+    if mask is None and any(cache.padding):
+        raise InvalidArgument(
+            "this cache has read padding: attention_mask must say which tokens are none, or "
+            "cache.drop_padding() that from now on tokens alone are given"
+        )
     if mask is None:
         return [list(range(n))] * batch
-    before = cache.get_seq_length()
     if mask.shape != (batch, before + n):
         raise InvalidArgument(
             f"attention_mask must be of the {before} tokens in the cache and these {n}, "
@@ -160,16 +182,17 @@ class _Reads:
             return None
         if cache.executor.body is not module:
             raise InvalidArgument("this cache was made for another model")
-        _check(given)
+        _check(given, cache.executor.configs[0])
         ids, mask = given["input_ids"], given.get("attention_mask")
-        if cache.reading is not None:  # which something ended that torch's hooks are not told of
-            cache.reading.put_back()
         cache.sessions_for(len(ids))
         _check_positions(cache, ids, mask, given.get("position_ids"))
         cache.reading = reading = Reading(cache, ids, mask)
-        plain = {name: value for name, value in given.items() if name in ("return_dict",)}
-        handed = {"input_ids": reading.tokens, "past_key_values": reading.handed, "use_cache": True}
-        return (), plain | handed
+        return (), {
+            "input_ids": reading.tokens,
+            "past_key_values": reading.handed,
+            "use_cache": True,
+            "return_dict": True,
+        }
 
     def end(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -180,6 +203,8 @@ class _Reads:
         if reading is None or not isinstance(handed, StepCache):
             return None
         handed.reading = None
+        if reading.over:
+            raise InvalidArgument("a KvkeepCache was used within a forward of its own")
         if output is None:
             reading.put_back()
             return None
@@ -188,7 +213,7 @@ class _Reads:
         return output
 
 
-def _check(given: dict[str, Any]) -> None:
+def _check(given: dict[str, Any], config: PreTrainedConfig) -> None:
     """Raises where a forward is asked for what it cannot do with our cache."""
     ids, mask = given.get("input_ids"), given.get("attention_mask")
     if not isinstance(ids, Tensor) or ids.dim() != 2 or not ids.numel():
@@ -203,6 +228,12 @@ def _check(given: dict[str, Any]) -> None:
         )
     if given.get("return_dict") is False:
         raise InvalidArgument("return_dict=False is not for a forward into a KvkeepCache")
+    for name in ("output_attentions", "output_hidden_states"):
+        if getattr(config, name, False):
+            raise UnsupportedModel(
+                f"the model's config asks for {name}, which there is none of in a forward into a "
+                "KvkeepCache: set it to False"
+            )
     others = [
         name
         for name, value in given.items()
@@ -234,15 +265,16 @@ def _check_positions(
         return
     positions = positions[0] if positions.dim() == 3 else positions
     n, before = ids.shape[1], cache.get_seq_length()
-    steps = positions[:, -n:].diff(dim=-1)
-    last = positions[:, -1].tolist()
-    for row, place in enumerate(last if len(last) == len(ids) else last * len(ids)):
-        hidden = 0 if mask is None else int((mask[row, -n:] == 0).sum())
-        if not before + n - 1 - cache.padding[row] - hidden <= place < before + n:
+    positions = positions[:, -n:].expand(len(ids), -1)
+    for row, places in enumerate(positions):
+        there = None if mask is None else mask[row, -n:].bool()
+        own = places if there is None else places[there]
+        if not len(own):
+            continue
+        held, last = before - cache.padding[row], int(own[-1])
+        column = n - 1 if there is None else int(there.nonzero()[-1])
+        if last not in (held + len(own) - 1, before + column) or bool((own.diff() != 1).any()):
             raise InvalidArgument(
-                f"position_ids say that token {before + n - 1} is at {place}: a KvkeepCache counts "
-                "from the first token on, with padding or without"
+                f"position_ids say that token {held + len(own) - 1} of row {row} is at {last}: a "
+                "KvkeepCache counts from the first token on, one by one, with padding or without"
             )
-    leaps = steps.numel() and not bool(((steps == 1) | (steps == 0)).all())
-    if leaps and (mask is None or bool(mask[:, -n:].all())):
-        raise InvalidArgument("position_ids must go on one by one in a KvkeepCache")

@@ -31,7 +31,7 @@ def find_rotation(seen: Sequence[Sequence[Tensor]], tables: Sequence[Tensor]) ->
     seen: for each of PLACES the same tensors, `[rows, head_dim]`. tables: the frequencies that the
     model has, `[pairs]` each. None where there is no such rotation: positions change more.
     """
-    at = [torch.cat(list(rows)).double() for rows in seen]
+    at = [torch.cat(list(rows)).cpu().double() for rows in seen]
     width, most = at[0].shape[-1], _TOLERANCE.get(seen[0][0].dtype, 3e-2)
     if width % 2:
         return None
@@ -45,7 +45,7 @@ def find_rotation(seen: Sequence[Sequence[Tensor]], tables: Sequence[Tensor]) ->
 def _distance(at: Sequence[Tensor], rotation: Rotation) -> float:
     """How far the rows are from where the rotation would have them, as a part of their length."""
     first, width = at[0][:, list(rotation.order)], at[0].shape[-1]
-    frequencies = torch.tensor(rotation.frequencies, dtype=torch.float64)
+    frequencies = torch.tensor(rotation.frequencies, dtype=torch.float64, device="cpu")
     a, b = torch.split(first, width // 2, -1)
     worst = 0.0
     for place, rows in zip(PLACES, at, strict=True):

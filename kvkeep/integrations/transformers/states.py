@@ -39,15 +39,18 @@ def keeps_states(config: PreTrainedConfig) -> bool:
 
 def put_states(rows: Sequence[Mapping[str, Tensor]], cache: StepCache) -> None:
     """Puts the states of each row into the layers of a cache that is new."""
-    if not rows[0]:
+    names = dict.fromkeys(name for row in rows for name in row)
+    if not names:
         if cache.get_seq_length():
             raise InvalidSnapshot("there are no states of the layers that have no cells")
         return
-    for name in rows[0]:
+    for name in names:
         place, kind, index = name.split(".")
         layer, number = cache.layers[int(place)], int(index)
         assert isinstance(layer, LinearAttentionCacheLayerMixin), "the model's own states"
-        state = torch.cat([row[name] for row in rows])  # a copy, which the layer may write to
+        some = next(row[name] for row in rows if name in row)
+        # A copy, which the layer may write to. What a row has not begun yet is 0.
+        state = torch.cat([row.get(name, torch.zeros_like(some)) for row in rows])
         layer.dtype, layer.device = state.dtype, state.device  # type: ignore[assignment]
         getattr(layer, f"{kind}_states")[number] = state
         getattr(layer, f"is_{kind}_states_initialized")[number] = True
