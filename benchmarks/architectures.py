@@ -283,7 +283,7 @@ def at_most(seconds: int) -> Iterator[None]:
 
 
 def _line(error: BaseException) -> str:
-    return re.sub(r"\s+", " ", str(error) or type(error).__name__)[:300]
+    return re.sub(r"\s+", " ", str(error) or type(error).__name__)[:400]
 
 
 def table(found: list[Found]) -> str:
@@ -311,6 +311,7 @@ def table(found: list[Found]) -> str:
 
 def _general(why: str) -> str:
     """Without the names of one model."""
+    why = why.split("kvkeep's memory: ")[-1]
     why = re.sub(r"\b[A-Z]\w*(Attention|ForCausalLM|Layer)\b", "a layer", why)
     why = re.sub(r"\b\d+\b", "n", why)
     return why.split(";")[0].replace("|", "/")

@@ -95,6 +95,7 @@ class _WithoutText(TextCodec):
         raise InvalidArgument(_NO_TOKENIZER)
 
 
+_WITHOUT = " cannot be run with kvkeep's memory: "
 _NO_TOKENIZER = (
     "there is no tokenizer to make text of tokens or tokens of text: give token ids, or say "
     "tokenizer=... where the model is given to kvkeep"
@@ -170,6 +171,8 @@ def _looked_at(model: PreTrainedModel) -> TransformersExecutor:
     except BaseException as error:
         if executor is not None:
             executor.unhook()
+        if isinstance(error, UnsupportedModel):
+            raise UnsupportedModel(f"{type(model).__name__}{_WITHOUT}{error}") from error
         if isinstance(error, KvkeepError) or not isinstance(error, Exception):
             raise
         raise UnsupportedModel(
