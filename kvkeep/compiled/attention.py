@@ -1,5 +1,7 @@
 """Who attends in a step, where a forward is not the kernels' own."""
 
+import torch
+
 from kvkeep.cache import Attends, Layout
 from kvkeep.cache.layers import ByLayer
 from kvkeep.cache.step import ChunkStep
@@ -10,8 +12,6 @@ from kvkeep.models.executor import AnyStep
 
 def can_attend(layout: Layout) -> bool:
     """Whether the kernels read such cells on this machine."""
-    import torch
-
     on_cpu = layout.device.type == "cpu" and layout.dtype is torch.bfloat16
     return on_cpu and layout.head_dim in HEAD_DIMS and library() is not None
 

@@ -8,7 +8,6 @@ rotary embeddings held at 0, nothing at all may depend on it.
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +20,7 @@ from kvkeep.integrations.transformers.layers import Adapted, Attends
 from kvkeep.integrations.transformers.looking import Seen, look
 from kvkeep.integrations.transformers.rotation import PLACES, Rotation, find_rotation
 from kvkeep.integrations.transformers.states import keeps_states
+from kvkeep.integrations.transformers.step_cache import layers_of
 from kvkeep.models.spec import ModelSpec, RopeSpec
 
 _ANYWHERE = 100_003  # a position beyond those for which models change what they do
@@ -131,7 +131,7 @@ class _Description:
         _require(len(sinks) in (0, len(calls)), "some of its layers have sinks, and others none")
         dtype = self._one("dtypes of keys", [each.k.dtype for each in self.seen])
         device = self._one("devices", [each.k.device for each in self.seen])
-        return Adapted(spec, calls, sinks, dtype, device)
+        return Adapted(spec, calls, sinks, dtype, device, layers_of(self.config))
 
     def _spec(self) -> ModelSpec:
         seen, (whole, local) = self.seen, self.groups
@@ -216,11 +216,10 @@ class _Description:
         order = next(iter(orders), ())
         moved = order != tuple(sorted(order))
         keepers = spec.keepers(group)
-        asked = replace(each.asked)
         return Attends(
             module=each.module,
             layer=each.layer,
-            asked=asked,
+            asked=each.asked,
             index=keepers.index(spec.source_of(index)),
             own=each.own,
             order=_indices(order, each.q.device) if moved else None,

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 
@@ -153,8 +154,6 @@ def _mask(
     **others: Any,
 ) -> Tensor | None:
     """As transformers calls a mask function. What is padding never comes this far."""
-    import torch
-
     attention = _HERE.attention
     if attention is None:
         raise RuntimeError(_ELSEWHERE)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +36,7 @@ class Adapted:
 
     spec: its layers that attend, as kvkeep counts them. calls: one for each of them. sinks:
     `[heads]` of each, where they have such. dtype, device: of keys and values.
+    kinds: transformers' own layers of a cache, asked what they are and never written to.
     """
 
     spec: ModelSpec
@@ -42,3 +44,4 @@ class Adapted:
     sinks: Sequence[Tensor]
     dtype: torch.dtype
     device: torch.device
+    kinds: Sequence[Any]

@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvkeep.errors import UnsupportedModel
 from kvkeep.integrations.transformers.interface import Asked, MaskFunction, attended_by
-from kvkeep.integrations.transformers.step_cache import StepCache
+from kvkeep.integrations.transformers.step_cache import StepCache, layers_of
 
 _FAR = 1 << 17  # the place of a token whose mask is looked at: further than models look
 
@@ -111,7 +111,7 @@ def look(
     """
     looking = Looking(rotated)
     device = next(model.parameters()).device
-    cache = StepCache(configs[0], looking.take, position)
+    cache = StepCache(layers_of(configs[0]), looking.take, position)
     with torch.inference_mode(), attended_by(looking, configs):
         model(
             input_ids=torch.full((1, 1), token, dtype=torch.int64, device=device),

@@ -67,11 +67,12 @@ class Rows(Protocol):
 class Reading:
     """One forward: which tokens go to which session, and the step that takes them."""
 
-    def __init__(self, cache: Rows, ids: Tensor, mask: Tensor | None):
-        """ids: `[batch, n]`. mask: `[batch, all tokens so far and these]`, or None."""
+    def __init__(self, cache: Rows, sessions: Sequence[Session], ids: Tensor, mask: Tensor | None):
+        """sessions: of all rows. ids: `[batch, n]`. mask: `[batch, all tokens so far and these]`,
+        or None.
+        """
         self.cache, self.shape = cache, ids.shape
         self._thread, self.over = threading.get_ident(), False
-        sessions = cache.sessions_for(len(ids))
         self.columns = _columns(cache, ids, mask)
         rows = ids.tolist()
         given = [[row[i] for i in own] for row, own in zip(rows, self.columns, strict=True)]
@@ -184,9 +185,9 @@ class _Reads:
             raise InvalidArgument("this cache was made for another model")
         _check(given, cache.executor.configs[0])
         ids, mask = given["input_ids"], given.get("attention_mask")
-        cache.sessions_for(len(ids))
+        sessions = cache.sessions_for(len(ids))
         _check_positions(cache, ids, mask, given.get("position_ids"))
-        cache.reading = reading = Reading(cache, ids, mask)
+        cache.reading = reading = Reading(cache, sessions, ids, mask)
         return (), {
             "input_ids": reading.tokens,
             "past_key_values": reading.handed,

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedConfig
+from transformers import PreTrainedConfig
 from transformers.cache_utils import (
     DynamicIndexedLayer,
     DynamicLayer,
@@ -16,7 +16,7 @@ from transformers.cache_utils import (
 )
 
 from kvkeep.errors import InvalidSnapshot, UnsupportedModel
-from kvkeep.integrations.transformers.step_cache import StepCache
+from kvkeep.integrations.transformers.step_cache import StepCache, layers_of
 
 _KINDS = ("conv", "recurrent")
 
@@ -24,7 +24,7 @@ _KINDS = ("conv", "recurrent")
 def keeps_states(config: PreTrainedConfig) -> bool:
     """Whether some layers do. Raises UnsupportedModel where they keep something else than that."""
     found = False
-    for layer in DynamicCache(config=config).layers:
+    for layer in layers_of(config):
         states = isinstance(layer, LinearAttentionCacheLayerMixin)
         cells = isinstance(layer, DynamicLayer) and not isinstance(layer, DynamicIndexedLayer)
         nothing = type(layer).__name__ == "DummyLayer"  # of releases that have it

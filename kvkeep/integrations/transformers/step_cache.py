@@ -1,6 +1,6 @@
 """The cache that a model of transformers is handed: it gives keys back as they come."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -11,17 +11,22 @@ from kvkeep.errors import UnsupportedModel
 Update = Callable[[Tensor, Tensor, int], None]
 
 
+def layers_of(config: PreTrainedConfig) -> Sequence[Any]:
+    """New ones, as transformers has them for such a model."""
+    return DynamicCache(config=config).layers
+
+
 class StepCache(Cache):
     """Of one forward. Layers that keep states have transformers' own layers of a cache here.
 
-    update: told of the keys and values of each layer, `[batch, kv_heads, n, head_dim]`, and its
-    index. seen: tokens before this forward.
+    layers: of transformers, one for each of the model's. update: told of the keys and values of
+    each layer, `[batch, kv_heads, n, head_dim]`, and its index. seen: tokens before this forward.
     """
 
     reading: Any = None  # whose forward it is, where it is not kvkeep's own
 
-    def __init__(self, config: PreTrainedConfig, update: Update, seen: int = 0):
-        super().__init__(layers=DynamicCache(config=config).layers)
+    def __init__(self, layers: Sequence[Any], update: Update, seen: int = 0):
+        super().__init__(layers=list(layers))
         self._told = update
         self._seen = seen
 

@@ -13,7 +13,7 @@ from kvkeep.integrations.transformers.interface import Asked, MaskFunction
 from kvkeep.integrations.transformers.layers import Adapted
 from kvkeep.integrations.transformers.layers import Attends as Call
 from kvkeep.integrations.transformers.states import put_states, states_of
-from kvkeep.integrations.transformers.step_cache import StepCache
+from kvkeep.integrations.transformers.step_cache import StepCache, layers_of
 from kvkeep.models.executor import AnyStep
 
 
@@ -37,9 +37,10 @@ class Stepping:
     def cache(self, config: PreTrainedConfig) -> StepCache:
         """What the model is to be handed as its cache."""
         seen = max(0, *(step.times[0] for step in self._steps))
-        cache = StepCache(config, self.take, seen)
-        if self._adapted.spec.recurrent:
-            put_states([step.recurrent for step in self._steps], cache)
+        if not self._adapted.spec.recurrent:
+            return StepCache(self._adapted.kinds, self.take, seen)
+        cache = StepCache(layers_of(config), self.take, seen)
+        put_states([step.recurrent for step in self._steps], cache)
         return cache
 
     def finish(self, cache: StepCache) -> None:
