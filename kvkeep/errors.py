@@ -113,3 +113,18 @@ class FingerprintMismatch(StoreError):
 
 class Locked(StoreError):
     """Another process is using it."""
+
+
+class NoObject(StoreError):
+    """There is no object by that key in a store."""
+
+
+class Conflict(StoreError):
+    """An object is not what a conditional put was meant for: somebody else was first."""
+
+
+class Moved(StoreError):
+    """A session is another's to write now; the message says whose.
+
+    What was done since the last commit is not kept: the other one went on from there.
+    """

@@ -30,10 +30,12 @@ from kvkeep.files.tensors import (
     header_bytes,
 )
 from kvkeep.files.whole import replacing
+from kvkeep.objects.place import Place, Target
 from kvkeep.store.header import NO_CHECKSUM, Placed, opened, read_header
 
 PADDING = "padding."  # begins the names of tensors that only fill up
 _PIECE = 1 << 22  # bytes read at once
+_HASHING = 2  # threads
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
@@ -46,7 +48,11 @@ class Container:
 
 
 def write_container(
-    path: Path, kind: str, version: int, document: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    place: Path | Target,
+    kind: str,
+    version: int,
+    document: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
 ) -> int:
     """Writes a file, or leaves the one that is there as it is. Returns its size in bytes.
 
@@ -55,6 +61,26 @@ def write_container(
     """
     tensors = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
     header = _Header(kind, version, document, tensors)
+    return _write_file(place, header) if isinstance(place, Path) else _send(place, header)
+
+
+def _send(target: Target, header: "_Header") -> int:
+    """Where nothing can be gone back to: all is hashed first, and then goes by in order."""
+    with ThreadPoolExecutor(_HASHING) as hashing:
+        digests = hashing.map(_digest_of, header.laid_out.values())
+        header.checksums = dict(zip(header.laid_out, digests, strict=True))
+    sealed = header.sealed()
+
+    def pieces() -> Iterator[bytes | memoryview]:
+        yield sealed
+        for tensor in header.laid_out.values():
+            yield from dense_pieces(tensor)
+
+    target.receive(pieces)
+    return len(sealed) + sum(tensor.nbytes for tensor in header.laid_out.values())
+
+
+def _write_file(path: Path, header: "_Header") -> int:
     try:
         # Hashing and writing take about as long as each other, so they go side by side.
         with replacing(path) as file, ThreadPoolExecutor(1) as hashing:
@@ -126,7 +152,7 @@ def _padded(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
 
 
 def read_container(
-    path: Path, kind: str, newest: int, only: Collection[str] | None = None
+    path: Place, kind: str, newest: int, only: Collection[str] | None = None
 ) -> Container:
     """Reads a file and checks every byte of it.
 

@@ -9,12 +9,12 @@ import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, BinaryIO
 
 from blake3 import blake3
 
 from kvkeep.errors import CorruptFile, ForeignFile, NewerFormat, StoreError, TruncatedFile
+from kvkeep.objects.place import Place
 
 SNAPSHOT, SNAPSHOT_FORMAT = "snapshot", 6  # the kind of a session's file, and the newest format
 NO_CHECKSUM = "0" * 64  # what stands for the header's checksum while it is computed
@@ -23,7 +23,7 @@ ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I8":
 _MAGIC, _CHECKSUM = b'{"__metadata__":{"kvkeep":', b'"checksum":"'
 
 
-def read_document(path: Path, kind: str, newest: int) -> dict[str, Any]:
+def read_document(path: Place, kind: str, newest: int) -> dict[str, Any]:
     """What a file says of itself, from its checked header; tensors are not looked at.
 
     Raises as `read_container`.
@@ -33,7 +33,7 @@ def read_document(path: Path, kind: str, newest: int) -> dict[str, Any]:
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[BinaryIO]:
+def opened(path: Place) -> Iterator[BinaryIO]:
     try:
         with path.open("rb") as file:
             yield file
@@ -61,7 +61,7 @@ class Header:
     entries: dict[str, Placed]
 
 
-def read_header(file: BinaryIO, path: Path, kind: str, newest: int) -> Header:
+def read_header(file: BinaryIO, path: Place, kind: str, newest: int) -> Header:
     size = file.seek(0, 2)
     file.seek(0)
     start = file.read(8)
@@ -103,7 +103,7 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _checked(
-    path: Path, size: int, begin: int, metadata: dict[str, str], entries: dict[str, Any]
+    path: Place, size: int, begin: int, metadata: dict[str, str], entries: dict[str, Any]
 ) -> Header:
     """That the tensors fill the file from `begin` to its end, each as large as its shape says."""
     found, end = dict[str, Placed](), begin

@@ -2,7 +2,6 @@
 
 import errno
 import os
-import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -12,9 +11,9 @@ from filelock import FileLock, Timeout
 
 from kvkeep.errors import InvalidArgument, Locked, StoreError
 from kvkeep.files.whole import fsync_folder, replacing, sweep
+from kvkeep.store.session_names import checked_name, is_name
 
 ENDING = ".kvkeep"
-_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
 _LOCK = ".lock"
 
 
@@ -41,12 +40,7 @@ class SessionFolder:
 
         Raises InvalidArgument for a name that is not one.
         """
-        if not _is_name(name):
-            raise InvalidArgument(
-                "a session's name must be 1 to 100 letters, digits, '.', '_' and '-', beginning "
-                f"with no '.' and without '..'; found {name!r}"
-            )
-        return self._folder / f"{name}{ENDING}"
+        return self._folder / f"{checked_name(name)}{ENDING}"
 
     def existing(self, name: str) -> Path:
         """The file of a session; raises InvalidArgument, naming those there are, if it has none."""
@@ -157,7 +151,7 @@ class SessionFolder:
 
     def _files(self) -> Iterator[Path]:
         for path in self._folder.glob(f"*{ENDING}"):
-            if _is_name(path.stem) and path.is_file():
+            if is_name(path.stem) and path.is_file():
                 yield path
 
     def _lock_file(self, name: str) -> Path:
@@ -176,7 +170,3 @@ def _move(source: Path, target: Path) -> None:
             shutil.copyfileobj(original, file, 1 << 20)
         os.utime(target, ns=(status.st_atime_ns, status.st_mtime_ns))
         source.unlink()
-
-
-def _is_name(name: str) -> bool:
-    return _NAME.fullmatch(name) is not None and ".." not in name

@@ -12,6 +12,7 @@ from torch import Tensor
 from kvkeep.cache import Bits, CacheState, Layout, Queries, Segment, Window
 from kvkeep.cache.checks import require, require_tensor
 from kvkeep.errors import CorruptFile
+from kvkeep.objects.place import Place, Target, place_of
 from kvkeep.store.codec import Codec, decode, encode
 from kvkeep.store.container import read_container, write_container
 from kvkeep.store.document import check_document, layout_of
@@ -85,8 +86,10 @@ class Snapshot:
     def cells(self) -> int:
         return sum(segment.length for segment in self.segments)
 
-    def save(self, path: str | Path, codec: Codec = "none") -> int:
+    def save(self, path: str | Path | Target, codec: Codec = "none") -> int:
         """Writes the snapshot, or leaves the file that is there as it is. Returns its bytes.
+
+        path: of a file, or the URL of an object, as s3://bucket/prefix/name.kvkeep.
 
         codec: "none" is read straight into memory; "zstd" is smaller, slower and still
         exact; "int8" keeps keys and values in 8 bits and is not exact.
@@ -126,7 +129,7 @@ class Snapshot:
         }
         if self.local_layout is not None:
             document["local_layout"] = _layout_entry(self.local_layout)
-        return write_container(Path(path), SNAPSHOT, self._format, document, stored)
+        return write_container(place_of(path), SNAPSHOT, self._format, document, stored)
 
     @property
     def _format(self) -> int:
@@ -144,12 +147,14 @@ class Snapshot:
         return _OF_PLAIN_CELLS if plain else _OF_EVEN_CELLS
 
     @classmethod
-    def load(cls, path: str | Path) -> "Snapshot":
+    def load(cls, path: str | Place) -> "Snapshot":
         """Reads a snapshot and verifies every byte of it.
+
+        path: of a file, or the URL of an object.
 
         Raises StoreError and its kinds: foreign, newer, truncated, corrupt.
         """
-        container = read_container(Path(path), SNAPSHOT, SNAPSHOT_FORMAT)
+        container = read_container(place_of(path), SNAPSHOT, SNAPSHOT_FORMAT)
         document = container.document
         try:
             check_document(document)
@@ -173,9 +178,9 @@ class Snapshot:
         return MemoryState(self.tokens, self.serials, pins, self.hidden, self.logits, held)
 
 
-def describe(path: str | Path) -> dict[str, Any]:
+def describe(path: str | Place) -> dict[str, Any]:
     """What a snapshot file says of itself, from its checked header alone. Raises as `load`."""
-    document = read_document(Path(path), SNAPSHOT, SNAPSHOT_FORMAT)
+    document = read_document(place_of(path), SNAPSHOT, SNAPSHOT_FORMAT)
     try:
         check_document(document)
     except (LookupError, ValueError, TypeError, AttributeError) as error:
@@ -183,7 +188,7 @@ def describe(path: str | Path) -> dict[str, Any]:
     return document
 
 
-def _corrupt(path: str | Path, error: Exception) -> CorruptFile:
+def _corrupt(path: str | Place, error: Exception) -> CorruptFile:
     return CorruptFile(
         f"{path} is corrupt: no session could be so, though each byte is as it was written "
         f"({error!r}). Restore it from a copy, or evaluate the text again"

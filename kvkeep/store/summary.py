@@ -1,10 +1,10 @@
 """What a list says of a session's file: by its checked header, and without torch."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from kvkeep.errors import CorruptFile
+from kvkeep.objects.place import Place, place_of
 from kvkeep.store.header import SNAPSHOT, SNAPSHOT_FORMAT, read_document
 
 
@@ -20,9 +20,9 @@ class Summary:
     notes: dict[str, Any]
 
 
-def summary(path: str | Path) -> Summary:
+def summary(path: str | Place) -> Summary:
     """Raises StoreError and its kinds, as `Snapshot.load`; its cells are not looked at."""
-    found = read_document(Path(path), SNAPSHOT, SNAPSHOT_FORMAT)
+    found = read_document(place_of(path), SNAPSHOT, SNAPSHOT_FORMAT)
     try:
         segments = [each for each in found["segments"] if not each.get("local", False)]
         policy = found["policy"]
@@ -42,5 +42,5 @@ def summary(path: str | Path) -> Summary:
     return says
 
 
-def _corrupt(path: str | Path, why: object) -> CorruptFile:
+def _corrupt(path: str | Place, why: object) -> CorruptFile:
     return CorruptFile(f"{path} is corrupt: no session says this of itself ({why!r:.200})")

@@ -1,0 +1,203 @@
+"""Every order in which some writers can reach a store, with every fault: by the protocol's own code.
+
+An actor is a generator of the protocol's steps. What it does next depends on nothing but what it
+was sent, so a state of the world is what the store holds, what is on its way to it, and what each
+actor was sent so far: states that were seen are not gone through again, and the schedules that lead
+through them are counted all the same.
+"""
+
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kvkeep.errors import Conflict, StoreError
+from kvkeep.shared import head as heads
+from kvkeep.shared.head import Head
+from kvkeep.shared.protocol import (
+    Delete,
+    ListSnapshots,
+    PutHead,
+    ReadHead,
+    Step,
+    Upload,
+    Version,
+    Wait,
+)
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """Of one who reads: is sent whether the snapshot is there."""
+
+    snapshot: str
+
+
+Actor = Callable[[list[Any]], Generator[Any, Any, None]]
+_UNKNOWN, _CONFLICT, _NONE = "unknown", "conflict", "none"
+
+
+@dataclass(frozen=True)
+class World:
+    """commits: snapshots in the order in which they became the session's. late: steps on their way,
+    that may arrive at any time or never. sent: to each actor, in order. dead: actors."""
+
+    head: Head | None
+    snapshots: frozenset[str]
+    commits: tuple[str, ...]
+    late: frozenset[Any]
+    sent: tuple[tuple[Any, ...], ...]
+    dead: frozenset[int]
+    faults: int
+
+
+class Violation(AssertionError):
+    pass
+
+
+class Explorer:
+    """Goes through all that can happen. actors: are handed a list to which they add the snapshots
+    of the commits that they were told of. faults: at most so many in one schedule."""
+
+    def __init__(self, actors: list[Actor], head: Head | None, faults: int):
+        self._actors = actors
+        snapshots = frozenset([head.snapshot] if head and head.snapshot else [])
+        nothing: tuple[tuple[Any, ...], ...] = ((),) * len(actors)
+        self._first = World(head, snapshots, (), frozenset(), nothing, frozenset(), faults)
+        self._known: dict[World, int] = {}
+        self._replayed: dict[tuple[int, tuple[Any, ...]], tuple[Any, tuple[str, ...]]] = {}
+
+    def explore(self) -> tuple[int, int]:
+        """How many schedules there are, and how many states. Raises Violation."""
+        return self._schedules(self._first), len(self._known)
+
+    def _schedules(self, world: World) -> int:
+        found = self._known.get(world)
+        if found is None:
+            self._check(world)
+            found = sum(self._schedules(after) for after in self._next(world)) or 1
+            self._known[world] = found
+        return found
+
+    def _next(self, world: World) -> Iterator[World]:
+        for index in range(len(self._actors)):
+            if index not in world.dead:
+                step, _ = self._replay(index, world.sent[index])
+                if step is not None:
+                    yield from self._taken(world, index, step)
+        for step in world.late:
+            rest = replace(world, late=world.late - {step})
+            yield self._applied(rest, step)[0]
+
+    def _taken(self, world: World, index: int, step: Any) -> Iterator[World]:
+        after, result = self._applied(world, step)
+        yield self._told(after, index, result)
+        if isinstance(step, Wait) or not world.faults:
+            return
+        faulty = replace(world, faults=world.faults - 1)
+        dead = world.dead | {index}
+        yield replace(faulty, dead=dead)  # killed before the step
+        yield self._told(faulty, index, _UNKNOWN)  # it never arrived
+        if isinstance(step, (PutHead, Upload, Delete)):
+            arrived = replace(self._applied(world, step)[0], faults=world.faults - 1)
+            yield self._told(arrived, index, _UNKNOWN)  # it did, and the answer was lost
+            later = replace(faulty, late=world.late | {step})
+            yield self._told(later, index, _UNKNOWN)  # it will, perhaps
+            yield replace(later, dead=dead)
+
+    def _told(self, world: World, index: int, result: Any) -> World:
+        sent = list(world.sent)
+        sent[index] = (*sent[index], result)
+        return replace(world, sent=tuple(sent))
+
+    def _applied(self, world: World, step: Any) -> tuple[World, Any]:
+        match step:
+            case ReadHead():
+                return world, world.head or _NONE
+            case PutHead(head, tag):
+                if (world.head.nonce if world.head else None) != tag:
+                    return world, _CONFLICT
+                commits = world.commits
+                if head.snapshot and (world.head is None or head.snapshot != world.head.snapshot):
+                    commits = (*commits, head.snapshot)
+                self._check_put(world.head, head)
+                return replace(world, head=head, commits=commits), head.nonce
+            case Upload(snapshot):
+                return replace(world, snapshots=world.snapshots | {snapshot}), None
+            case Delete(snapshot):
+                return replace(world, snapshots=world.snapshots - {snapshot}), None
+            case ListSnapshots():
+                return world, tuple(sorted(world.snapshots))
+            case Fetch(snapshot):
+                return world, snapshot in world.snapshots
+            case Wait():
+                return world, None
+        raise AssertionError(step)
+
+    def _check_put(self, before: Head | None, after: Head) -> None:
+        if before is None:
+            return
+        if after.epoch < before.epoch:
+            raise Violation(f"an epoch went back: {before} {after}")
+        committed = after.snapshot not in ("", before.snapshot)
+        if after.gen != before.gen + committed:
+            raise Violation(f"a generation came twice or was left out: {before} {after}")
+        if committed and heads.epoch_of(after.snapshot) != before.epoch:
+            raise Violation(f"somebody committed who did not hold it: {before} {after}")
+
+    def _check(self, world: World) -> None:
+        if world.head and world.head.snapshot and world.head.snapshot not in world.snapshots:
+            raise Violation(f"what the head reaches is gone: {world}")
+        if len(set(world.commits)) < len(world.commits):
+            raise Violation(f"a commit was done twice: {world.commits}")
+        for index in range(len(self._actors)):
+            _, told = self._replay(index, world.sent[index])
+            if not set(told) <= set(world.commits):
+                raise Violation(f"a commit is lost that a writer was told of: {world}")
+
+    def _replay(self, index: int, sent: tuple[Any, ...]) -> tuple[Step | None, tuple[str, ...]]:
+        """What an actor does next, None if it is through; and the commits it knows of."""
+        found = self._replayed.get((index, sent))
+        if found is None:
+            with _numbered(f"{index}"):
+                found = _replayed(self._actors[index], sent)
+            self._replayed[index, sent] = found
+        return found
+
+
+def _replayed(actor: Actor, sent: tuple[Any, ...]) -> tuple[Any, tuple[str, ...]]:
+    told: list[str] = []
+    steps = actor(told)
+    try:
+        step = next(steps)
+        for result in sent:
+            step = _sent(steps, result)
+    except StopIteration:
+        step = None
+    return step, tuple(told)
+
+
+def _sent(steps: Generator[Any, Any, None], result: Any) -> Any:
+    if result == _UNKNOWN:
+        return steps.throw(StoreError("no answer"))
+    if result == _CONFLICT:
+        return steps.throw(Conflict("another"))
+    if isinstance(result, Head):
+        return steps.send(Version(result, result.nonce))
+    return steps.send(None if result == _NONE else result)
+
+
+class _numbered:
+    """Nonces by number in the place of chance: an actor that is sent the same says the same."""
+
+    def __init__(self, actor: str):
+        self._actor, self._count = actor, 0
+
+    def token_hex(self, nbytes: int) -> str:
+        self._count += 1
+        return f"{self._actor}.{self._count}"
+
+    def __enter__(self) -> None:
+        self._before, heads.secrets = heads.secrets, self
+
+    def __exit__(self, *failure: object) -> None:
+        heads.secrets = self._before

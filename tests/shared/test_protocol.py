@@ -1,0 +1,163 @@
+"""The protocol of a single writer, in every schedule of a few writers, readers and collectors."""
+
+import math
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+from shared.exploring import Actor, Explorer, Fetch, Violation
+
+from kvkeep.errors import NoObject, StoreError
+from kvkeep.shared import protocol
+from kvkeep.shared.head import Head
+from kvkeep.shared.protocol import PutHead, ReadHead, Upload, Version, Who
+
+# Where `lease` is 0 every lease has run out when it begins: no clock keeps anybody from anything.
+ANYBODY = {"now": math.inf, "lease": 0.0}
+START = Head(1, 1, "first", "", 0.0, "000000000001-000000000001-0")
+
+
+def writer(name: str, commits: int) -> Actor:
+    def acts(told: list[str]) -> Generator[Any, Any, None]:
+        try:
+            held = yield from protocol.acquire(Who(name, **ANYBODY))
+            for _ in range(commits):
+                held = yield from protocol.commit(held, 1.0, name)
+                told.append(held.head.snapshot)
+            yield from protocol.release(held)
+        except StoreError:
+            return
+
+    return acts
+
+
+def collector(told: list[str]) -> Generator[Any, Any, None]:
+    try:
+        held = yield from protocol.acquire(Who("collector", **ANYBODY))
+        yield from protocol.collect(held)
+        yield from protocol.release(held)
+    except StoreError:
+        return
+
+
+def remover(told: list[str]) -> Generator[Any, Any, None]:
+    try:
+        held = yield from protocol.acquire(Who("remover", **ANYBODY))
+        yield from protocol.remove(held)
+    except StoreError:
+        return
+
+
+def beginner(name: str) -> Actor:
+    def acts(told: list[str]) -> Generator[Any, Any, None]:
+        try:
+            held = yield from protocol.create(Who(name, **ANYBODY))
+            held = yield from protocol.commit(held, protocol.NOBODY, "")
+            told.append(held.head.snapshot)
+        except (StoreError, ValueError):
+            return
+
+    return acts
+
+
+def reader(told: list[str]) -> Generator[Any, Any, None]:
+    """As long as the head says what it said, what it says is there."""
+    before = None
+    for _ in range(2):
+        try:
+            found = yield ReadHead()
+            if found is None or not found.head.snapshot or found.head.snapshot == before:
+                return
+            before = found.head.snapshot
+            if (yield Fetch(before)):
+                return
+            again = yield ReadHead()
+        except StoreError:
+            return
+        if again.head.snapshot == before:
+            raise Violation("a head says what is not there")
+
+
+WORLDS = {
+    "two writers, a fault": ([writer("a", 1), writer("b", 1)], START, 1),
+    "two writers of two commits": ([writer("a", 2), writer("b", 2)], START, 0),
+    "a writer, a collector, a fault": ([writer("a", 1), collector], START, 1),
+    "a writer, a remover, a fault": ([writer("a", 1), remover], START, 1),
+    "a writer, a reader, a fault": ([writer("a", 2), reader], START, 1),
+    "two that begin, 2 faults": ([beginner("a"), beginner("b")], None, 2),
+}
+# Minutes each, by `make test-slow`.
+LARGER = {
+    "two writers, 2 faults": ([writer("a", 1), writer("b", 1)], START, 2),
+    "two writers of two commits, a fault": ([writer("a", 2), writer("b", 2)], START, 1),
+    "three writers": ([writer("a", 1), writer("b", 1), writer("c", 1)], START, 0),
+    "a writer, a collector, 2 faults": ([writer("a", 1), collector], START, 2),
+    "two writers, a collector": ([writer("a", 1), writer("b", 1), collector], START, 0),
+    "a writer, a remover, 2 faults": ([writer("a", 1), remover], START, 2),
+    "removed, begun and written": ([remover, beginner("b"), writer("a", 1)], START, 0),
+}
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_every_schedule_keeps_what_was_told_once_and_in_reach(name: str) -> None:
+    explore(name, *WORLDS[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LARGER)
+def test_every_schedule_of_more(name: str) -> None:
+    explore(name, *LARGER[name])
+
+
+def explore(name: str, actors: list[Actor], head: Head | None, faults: int) -> None:
+    schedules, states = Explorer(actors, head, faults).explore()
+    print(f"{name}: {schedules:,} schedules through {states:,} states")
+    assert schedules > 100
+
+
+def test_the_explorer_finds_what_is_wrong() -> None:
+    """Writers that put without looking who has the session meanwhile lose commits."""
+
+    def careless(told: list[str]) -> Generator[Any, Any, None]:
+        found = yield ReadHead()
+        name = f"{found.head.epoch:012}-x"
+        yield Upload(name)
+        now = yield ReadHead()
+        head = found.head.next(gen=found.head.gen + 1, snapshot=name)
+        yield PutHead(head, now.tag)
+        told.append(name)
+
+    with pytest.raises(Violation):
+        Explorer([careless, careless], START, 0).explore()
+
+
+def test_a_collector_that_goes_by_no_epoch_is_found() -> None:
+    def greedy(told: list[str]) -> Generator[Any, Any, None]:
+        names = yield protocol.ListSnapshots()
+        found = yield ReadHead()
+        for name in names:
+            if name != found.head.snapshot:
+                yield protocol.Delete(name)
+
+    with pytest.raises(Violation):
+        Explorer([writer("a", 1), greedy], START, 0).explore()
+
+
+def test_a_session_that_is_not_there_is_not_taken() -> None:
+    steps = protocol.acquire(Who("a", 0.0, 1.0))
+    assert next(steps) == ReadHead()
+    with pytest.raises(NoObject):
+        steps.send(None)
+
+
+def test_who_holds_a_session_keeps_others_out_until_it_expires() -> None:
+    version = Version(Head(3, 1, "n", "b", 10.0, "s"), "tag")
+    steps = protocol.acquire(Who("a", 9.0, 1.0))
+    next(steps)
+    with pytest.raises(protocol.Held, match="b"):
+        steps.send(version)
+    steps = protocol.acquire(Who("a", 10.5, 1.0))
+    next(steps)
+    put = steps.send(version)
+    assert put.tag == "tag"
+    assert (put.head.epoch, put.head.writer, put.head.expires) == (4, "a", 11.5)
