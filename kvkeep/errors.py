@@ -123,6 +123,15 @@ class Conflict(StoreError):
     """An object is not what a conditional put was meant for: somebody else was first."""
 
 
+class HeldElsewhere(Locked):
+    """Another writer holds a session in a store. writer: who; until: seconds since 1970, if it is
+    not held for longer then."""
+
+    def __init__(self, message: str, writer: str, until: float):
+        super().__init__(message)
+        self.writer, self.until = writer, until
+
+
 class Moved(StoreError):
     """A session is another's to write now; the message says whose.
 

@@ -20,6 +20,7 @@ from kvkeep.engine.reuse import Match, best_match
 from kvkeep.engine.saving import Saving
 from kvkeep.engine.taking_on import TakingOn
 from kvkeep.engine.thread import EngineThread
+from kvkeep.engine.visiting import Visiting
 from kvkeep.errors import NoRoom
 from kvkeep.model import Model
 from kvkeep.session.session import Session
@@ -75,6 +76,7 @@ class Engine:
         idle = self.limits.saved_after / 2 + 0.05
         self._thread = EngineThread(self._turn, idle, self._end)
         self._saving = Saving(self._keeping, self._thread.post)
+        self.visiting = Visiting(model, self._keeping, self.call)
         self._thread.start()
 
     def __enter__(self) -> "Engine":
@@ -433,7 +435,7 @@ class Engine:
         notes: dict[str, Any] | None = None,
     ) -> Kept:
         """Keeps a session by name. Raises NoRoom where the owner has as many as there may be."""
-        held = sum(kept.named for kept in self._keeping.of(owner))
+        held = sum(kept.named and not kept.visits for kept in self._keeping.of(owner))
         if held >= self.limits.sessions:
             raise NoRoom(f"there are {held} sessions already: delete some", float("inf"))
         return self._keeping.add(session, owner, name, parent, notes=notes)

@@ -17,7 +17,7 @@ from kvkeep.session.session import Session
 from kvkeep.store.sessions import SessionFolder
 from kvkeep.store.snapshot import Snapshot, describe
 
-_NOTES = "engine"  # of a snapshot: what the engine knows of its session
+NOTES = "engine"  # of a snapshot: what the engine knows of its session
 _OWNER = re.compile(r"[a-z0-9]{1,64}")
 _UNSAVED = ".unsaved"
 
@@ -105,6 +105,18 @@ class Keeping:
         self._all[owner, name] = kept
         return kept
 
+    def welcome(self, session: Session, owner: str, name: str, notes: dict[str, Any]) -> Kept:
+        """Keeps a session as another engine had it, in the place of one of that name.
+
+        notes: of the snapshot that it was restored from. Raises Busy, NoRoom.
+        """
+        if self.has(name, owner):
+            self.remove(self.find(name, owner))
+        others = {key: value for key, value in notes.items() if key != NOTES}
+        kept = self.add(session, owner, name, notes=others)
+        kept.goes_on(notes.get(NOTES, {}))
+        return kept
+
     def remove(self, kept: Kept) -> None:
         """Forgets a session, its file too."""
         kept.require_idle()
@@ -170,20 +182,12 @@ class Keeping:
 
     def _may_go(self, but: Kept) -> list[Kept]:
         """The one to go first is the last."""
-        found = [
-            kept
-            for kept in self
-            if kept is not but
-            and kept.session is not None
-            and not kept.busy
-            and not kept.pinned
-            and (not kept.named or kept.file is not None)
-        ]
+        found = [kept for kept in self if kept is not but and kept.may_go]
         return sorted(found, key=lambda kept: (kept.named, kept.used), reverse=True)
 
     def make_room(self, kept: Kept) -> None:
-        """Takes an idle session out of memory; a named one is on disk by then."""
-        if not kept.named:
+        """Takes an idle session out of memory; a named one is on disk by then, or at home."""
+        if not kept.named or kept.visits:
             self.remove(kept)
             return
         if kept.dirty:
@@ -219,7 +223,7 @@ class Keeping:
             "pinned": kept.pinned,
             "created": kept.created,
         }
-        return replace(self.back(kept).snapshot(), notes={**kept.notes, _NOTES: notes})
+        return replace(self.back(kept).snapshot(), notes={**kept.notes, NOTES: notes})
 
     def is_saved(self, kept: Kept, revision: int) -> None:
         kept.saved = revision
@@ -233,15 +237,15 @@ class Keeping:
 
     def tell_again(self, kept: Kept, notes: dict[str, Any]) -> None:
         """What a snapshot knows of the session that it was taken of, for the one made of it."""
-        engine = notes.get(_NOTES, {})
-        kept.notes = {key: value for key, value in notes.items() if key != _NOTES}
+        engine = notes.get(NOTES, {})
+        kept.notes = {key: value for key, value in notes.items() if key != NOTES}
         kept.evaluated = engine.get("evaluated", 0)
         kept.changed = engine.get("changed", "")
         kept.parent = engine.get("name")
 
     def snapshot_of(self, file: Path) -> str | None:
         """The name of the session that a snapshot was taken of. Raises StoreError."""
-        name = describe(file).get("notes", {}).get(_NOTES, {}).get("name")
+        name = describe(file).get("notes", {}).get(NOTES, {}).get("name")
         return name if isinstance(name, str) else None
 
     def snapshots_of(self, owner: str) -> SessionFolder:
@@ -301,14 +305,12 @@ class Keeping:
         except StoreError as error:
             self.unreadable[file] = str(error)  # it stays where it is, and nobody is given it
             return
-        engine = known.get(_NOTES, {})
+        engine = known.get(NOTES, {})
         kept = Kept(name, owner, True, file, None, notes=known)
-        kept.notes.pop(_NOTES, None)
+        kept.notes.pop(NOTES, None)
         self._lock(kept)  # whoever has it has its marker, too
         marked = _marked(file)
-        kept.revision = kept.saved = engine.get("revision", 0)
-        for field in ("evaluated", "changed", "parent", "pinned", "created"):
-            setattr(kept, field, engine.get(field, getattr(kept, field)))
+        kept.goes_on(engine)
         if marked > kept.revision:
             kept.lost = marked
         _marker(file).unlink(missing_ok=True)

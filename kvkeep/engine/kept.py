@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,9 @@ class Kept:
     evaluated: how many of its first tokens were evaluated in whole steps, so that any text that
     begins like it would have got the same cells, to the bit. changed: how it was changed by other
     than adding to its end. lost: of a session that was found on disk, the revision that an engine
-    which was killed had brought it to. notes: JSON values of whoever made it. reserved: bytes that
-    it may come to take while it is at work. removed: whether it was deleted.
+    which was killed had brought it to. visits: whether it is at home elsewhere, and whole there
+    while nobody awaits it. awaited: by how many it is. notes: JSON values of whoever made it.
+    reserved: bytes that it may come to take while it is at work. removed: whether it was deleted.
     """
 
     name: str
@@ -45,6 +47,8 @@ class Kept:
     evaluated: int = 0
     changed: str = ""
     lost: int | None = None
+    visits: bool = False
+    awaited: int = 0
     notes: dict[str, Any] = field(default_factory=dict)
     removed: bool = False
     answer: object | None = None
@@ -65,6 +69,19 @@ class Kept:
     def dirty(self) -> bool:
         """Whether what is in memory would be lost with it."""
         return self.named and self.session is not None and self.saved != self.revision
+
+    @property
+    def may_go(self) -> bool:
+        """Whether it can make room for others, and be had again if it is to be kept."""
+        if self.session is None or self.busy or self.pinned or self.awaited:
+            return False
+        return not self.named or self.file is not None or self.visits
+
+    def goes_on(self, noted: Mapping[str, Any]) -> None:
+        """It is what an engine has noted of it (see `Keeping.snapshot`)."""
+        self.revision = self.saved = noted.get("revision", 0)
+        for field_ in ("evaluated", "changed", "parent", "pinned", "created"):
+            setattr(self, field_, noted.get(field_, getattr(self, field_)))
 
     def require_idle(self) -> None:
         if self.busy:

@@ -1,16 +1,18 @@
 """Objects in an object store, through obstore: S3 and what speaks like it, Google's, Azure's."""
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from kvkeep.errors import Conflict, InvalidArgument, NoObject, StoreError
+from kvkeep.errors import Conflict, InvalidArgument, KvkeepError, NoObject, StoreError
 from kvkeep.objects.interface import Pieces, Stored, checked_key, checked_prefix
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore, RetryConfig
 
+_SMALL = 8 << 20  # bytes that are sent in one request
 _TRIES = 3  # of what obstore itself does not send again, such as a put that timed out
 RETRIES: "RetryConfig" = {
     "max_retries": 6,
@@ -24,6 +26,7 @@ RETRIES: "RetryConfig" = {
 CLIENT: "ClientConfig" = {
     "connect_timeout": timedelta(seconds=5),
     "timeout": timedelta(seconds=60),
+    "allow_http": True,  # where the environment names such an endpoint, as MinIO's at home
 }
 
 
@@ -53,9 +56,11 @@ class RemoteObjects:
         import obstore
 
         for left in reversed(range(_TRIES)):
+            small, rest = _begun(pieces)
+            content: Any = small if rest is None else itertools.chain((small,), rest)
             try:
                 with self._failing(key, "written"):
-                    obstore.put(self._store, checked_key(key), iter(pieces()))
+                    obstore.put(self._store, checked_key(key), content)
                 return
             except StoreError:  # the same bytes once more do no harm
                 if not left:
@@ -124,6 +129,8 @@ class RemoteObjects:
 
         try:
             yield
+        except KvkeepError:
+            raise
         except (exceptions.AlreadyExistsError, exceptions.PreconditionError) as error:
             raise Conflict(f"the object {key} is not what the change was meant for") from error
         except (FileNotFoundError, exceptions.NotFoundError) as error:
@@ -131,6 +138,16 @@ class RemoteObjects:
         except (exceptions.BaseError, OSError, NotImplementedError, ValueError) as error:
             reason = str(error).partition("\n")[0][:300]
             raise StoreError(f"{key} in {self._url} cannot be {verb}: {reason}") from error
+
+
+def _begun(pieces: Pieces) -> tuple[bytes, Iterator[bytes | memoryview] | None]:
+    """All that is written if that is little, which is one request; or its beginning and the rest."""
+    begin, coming = bytearray(), iter(pieces())
+    for piece in coming:
+        begin += piece
+        if len(begin) > _SMALL:
+            return bytes(begin), coming
+    return bytes(begin), None
 
 
 def opened(url: str) -> RemoteObjects:

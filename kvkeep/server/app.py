@@ -1,7 +1,7 @@
 """The application: every API over one service."""
 
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -35,8 +35,10 @@ def application(
     service: Service,
     hosts: Collection[str] = LOCAL_HOSTS,
     origins: Collection[str] = (),
+    around: Callable[[Any], Any] = Idempotent,
 ) -> Any:
-    """An ASGI application. hosts: under which it may be asked; origins: pages that may ask it."""
+    """An ASGI application. hosts: under which it may be asked; origins: pages that may ask it;
+    around: what is between those who are let in and the routes."""
     app = FastAPI(
         title="kvkeep", version=__version__, docs_url=None, redoc_url=None, responses=ERRORS
     )
@@ -54,7 +56,7 @@ def application(
         app.add_middleware(
             CORSMiddleware, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"]
         )
-    return Safety(Idempotent(app), service, hosts, origins)
+    return Safety(around(app), service, hosts, origins)
 
 
 async def _told(request: Request, error: Exception) -> JSONResponse:

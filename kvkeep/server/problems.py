@@ -1,6 +1,7 @@
 """Errors as clients of each API know them: a status, and a body that says what to do."""
 
 import math
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -63,6 +64,12 @@ def problem_of(error: BaseException) -> Problem:
             return Problem(429, message, "rate_limit_error", None, None, error.retry_after)
         case errors.Cancelled():
             return Problem(503, message, "unavailable_error", "cancelled", None, 1.0)
+        case errors.HeldElsewhere():
+            wait = max(1.0, error.until - time.time())
+            more = {"writer": error.writer}
+            return Problem(409, message, "conflict_error", "held", None, wait, more)
+        case errors.Moved():
+            return Problem(409, message, "conflict_error", "moved", None, 1.0)
         case errors.Locked():
             return Problem(409, message, "conflict_error", "locked")
         case errors.KvkeepError():

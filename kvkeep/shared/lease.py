@@ -2,8 +2,8 @@
 
 import threading
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import TypeVar
 
 from kvkeep.errors import Moved, StoreError
@@ -28,6 +28,7 @@ class Lease:
         self._at_store = threading.Lock()  # one step of this writer's at a time
         self._over = threading.Event()
         self._lost: StoreError | None = None
+        self._told: list[Callable[[], None]] = []
         self._renewing = threading.Thread(
             target=self._renew, name=f"kvkeep-lease-{place.name}", daemon=True
         )
@@ -46,6 +47,12 @@ class Lease:
     def lost(self) -> StoreError | None:
         """Why nothing can be committed any more; None while it can, as far as is known."""
         return self._lost
+
+    def when_lost(self, function: Callable[[], None]) -> None:
+        """It is called, in any thread, at the moment at which nothing can be committed any more."""
+        self._told.append(function)
+        if self._lost is not None:
+            function()
 
     def check(self) -> None:
         """Raises Moved, or what it was lost by."""
@@ -123,13 +130,5 @@ class Lease:
                 "Idempotency-Key"
             )
         self._over.set()
-
-
-@contextmanager
-def held(leases: Iterable[Lease]) -> Iterator[None]:
-    """Lets go of them at the end, however it ends."""
-    try:
-        yield
-    finally:
-        for lease in leases:
-            lease.release()
+        for function in self._told:
+            function()

@@ -9,7 +9,7 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from kvkeep.errors import Conflict, InvalidArgument, Locked, Moved, NoObject, StoreError
+from kvkeep.errors import Conflict, HeldElsewhere, InvalidArgument, Moved, NoObject, StoreError
 from kvkeep.shared.head import Head, epoch_of, new_nonce, snapshot_name
 
 T = TypeVar("T")
@@ -103,8 +103,7 @@ def acquire(who: Who, known: Version | None = None) -> Steps[Version]:
 
     known: the version that it is thought to be at, so that it need not be read.
 
-    Raises NoObject where there is none, Locked where another holds it, for at most until
-    `expires`.
+    Raises NoObject where there is none, HeldElsewhere.
     """
     while True:
         now: Version | None = known or (yield from _read())
@@ -112,20 +111,12 @@ def acquire(who: Who, known: Version | None = None) -> Steps[Version]:
             raise NoObject("there is no such session")
         held = now.head
         if held.writer and held.expires > who.now:
-            raise Held(held.writer, held.expires)
+            raise HeldElsewhere(f"{held.writer} is writing it", held.writer, held.expires)
         head = held.next(epoch=held.epoch + 1, writer=who.name, expires=who.until)
         try:
             return (yield from _replace(now, head))
         except Moved:  # by one who was faster, and may have let go since
             known = None
-
-
-class Held(Locked):
-    """Another writer holds the session. until: seconds since 1970."""
-
-    def __init__(self, writer: str, until: float):
-        super().__init__(f"it is being written by {writer}")
-        self.writer, self.until = writer, until
 
 
 def renew(held: Version, who: Who) -> Steps[Version]:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import BinaryIO, Literal
 
-from kvkeep.errors import InvalidArgument, Locked, NoObject, StoreError
+from kvkeep.errors import HeldElsewhere, InvalidArgument, Locked, NoObject, StoreError
 from kvkeep.objects import Objects
 from kvkeep.objects.interface import Pieces
 from kvkeep.objects.place import Seen, opened, status
@@ -17,7 +17,7 @@ from kvkeep.shared import protocol
 from kvkeep.shared.driver import HEAD, SessionObjects
 from kvkeep.shared.head import Head
 from kvkeep.shared.lease import Lease
-from kvkeep.shared.protocol import Held, Steps, Version, Who
+from kvkeep.shared.protocol import Steps, Version, Who
 from kvkeep.store.session_names import checked_name, is_name
 
 LEASE = 30.0  # seconds that a command line's session stays held after a kill
@@ -92,7 +92,7 @@ class SharedSessions:
     def __init__(
         self, objects: Objects, owner: str = "0", writer: str | None = None, lease: float = LEASE
     ):
-        self.objects, self._lease = objects, lease
+        self.objects, self.lease = objects, lease
         self.writer = writer or f"{socket.gethostname()}:{os.getpid()}"
         self._prefix = f"sessions/{owner}/"
 
@@ -141,22 +141,22 @@ class SharedSessions:
         begin: whether it is begun where there is none. known: the version that it is thought to be
         at. Raises NoObject where there is none and none is begun, Locked.
         """
-        at, who = self.at(name), Who(self.writer, time.time(), self._lease)
+        at, who = self.at(name), Who(self.writer, time.time(), self.lease)
         try:
             version = at.run(protocol.acquire(who, known))
         except NoObject:
             if not begin:
                 raise
             version = self._begun(at, who)
-        except Held as error:
+        except HeldElsewhere as error:
             raise _held(name, error) from None
-        return Lease(at, version, self.writer, self._lease)
+        return Lease(at, version, self.writer, self.lease)
 
     def begin(self, name: str) -> Lease:
         """Begins a session, and holds it. Raises InvalidArgument where there is one."""
         at = self.at(name)
-        version = at.run(protocol.create(Who(self.writer, time.time(), self._lease)))
-        return Lease(at, version, self.writer, self._lease)
+        version = at.run(protocol.create(Who(self.writer, time.time(), self.lease)))
+        return Lease(at, version, self.writer, self.lease)
 
     def remove(self, name: str) -> int:
         """The bytes freed. Raises InvalidArgument where there is none, Locked."""
@@ -225,7 +225,7 @@ def _removed(lease: Lease) -> None:
         return
 
 
-def _held(name: str, error: Held) -> Locked:
+def _held(name: str, error: HeldElsewhere) -> HeldElsewhere:
     left = max(0.0, error.until - time.time())
     return HeldElsewhere(
         f"{error.writer} is using session {name!r}; end it, or wait {left:.0f} s after it has "
@@ -233,11 +233,3 @@ def _held(name: str, error: Held) -> Locked:
         error.writer,
         error.until,
     )
-
-
-class HeldElsewhere(Locked):
-    """Another writer holds a session. until: seconds since 1970, if it is not renewed."""
-
-    def __init__(self, message: str, writer: str, until: float):
-        super().__init__(message)
-        self.writer, self.until = writer, until

@@ -1,4 +1,4 @@
-"""Every order in which some writers can reach a store, with every fault: by the protocol's own code.
+"""Every order in which some writers can reach a store, with every fault, by the code itself.
 
 An actor is a generator of the protocol's steps. What it does next depends on nothing but what it
 was sent, so a state of the world is what the store holds, what is on its way to it, and what each

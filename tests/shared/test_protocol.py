@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from shared.exploring import Actor, Explorer, Fetch, Violation
 
-from kvkeep.errors import NoObject, StoreError
+from kvkeep.errors import HeldElsewhere, NoObject, StoreError
 from kvkeep.shared import protocol
 from kvkeep.shared.head import Head
 from kvkeep.shared.protocol import PutHead, ReadHead, Upload, Version, Who
@@ -154,7 +154,7 @@ def test_who_holds_a_session_keeps_others_out_until_it_expires() -> None:
     version = Version(Head(3, 1, "n", "b", 10.0, "s"), "tag")
     steps = protocol.acquire(Who("a", 9.0, 1.0))
     next(steps)
-    with pytest.raises(protocol.Held, match="b"):
+    with pytest.raises(HeldElsewhere, match="b"):
         steps.send(version)
     steps = protocol.acquire(Who("a", 10.5, 1.0))
     next(steps)

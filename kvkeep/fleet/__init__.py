@@ -1,0 +1,1 @@
+"""Several servers over one store: each session is written by one at a time. See docs/fleet.md."""

@@ -1,0 +1,259 @@
+"""Between what is let in and the routes: sessions come from the store, and go there.
+
+A request that changes a session holds it in the store from its first byte to its commit, and its
+end is told once that is done. One with an `Idempotency-Key` is carried out once: as a whole, or not
+at all.
+"""
+
+import asyncio
+import json
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.responses import JSONResponse
+
+from kvkeep.engine import Kept
+from kvkeep.engine.keeping import NOTES
+from kvkeep.errors import NoSuchSession, StoreError
+from kvkeep.fleet.answered import Answered, digest, record, seed_of
+from kvkeep.fleet.custody import Custody, Writing
+from kvkeep.fleet.requests import DRAWING, About, about, fields_of
+from kvkeep.fleet.responses import Body, Message, Receive, Response, Send, whole
+from kvkeep.server.problems import Problem, problem_of
+from kvkeep.server.sessions.entry import entry_of
+from kvkeep.server.sse import event
+from kvkeep.shared.sessions import SessionPlace
+from kvkeep.store.snapshot import describe
+
+_PATIENCE = 10.0  # seconds for which a request that came again waits for its first try
+_LONGEST = 200  # characters of a key
+_ASGI = {"version": "3.0", "spec_version": "2.3"}  # streams listen for who goes away
+_Scope = dict[str, Any]
+
+
+class Keeper:
+    """An ASGI application around another. `scope["owner"]`: who asks."""
+
+    def __init__(self, app: Any, custody: Custody):
+        self._app, self._custody = app, custody
+        self._running = set[asyncio.Task[None]]()
+
+    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
+        found = About("none")
+        if scope["type"] == "http":
+            found = about(scope["method"], scope["path"])
+        if found.kind == "none":
+            await self._app(scope, receive, send)
+            return
+        given = await whole(receive)
+        if given is None:
+            return
+        body = Body(given, receive)
+        scope = {**scope, "asgi": _ASGI}
+        # A client that goes away ends its answer, and not what must be done about the session.
+        task = asyncio.create_task(self._answered(found, scope, given, body, _safe(send, body)))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            body.gone.set()
+            raise
+
+    async def drained(self) -> None:
+        """Once all that was begun is in the store."""
+        while self._running:
+            await asyncio.wait(set(self._running))
+
+    async def _answered(
+        self, found: About, scope: _Scope, given: bytes, body: Body, send: Send
+    ) -> None:
+        response = Response(send)
+        try:
+            await self._done(found, scope, given, body, response)
+        except Exception as error:
+            problem = problem_of(error)
+            await response.replace(problem.response(), event(problem.body(), "error"))
+        else:
+            await response.finish()
+
+    async def _done(
+        self, found: About, scope: _Scope, given: bytes, body: Body, response: Response
+    ) -> None:
+        owner = scope["owner"]
+        match found.kind:
+            case "list":
+                await self._list(scope, response)
+            case "begin":
+                fields = fields_of(given)
+                await self._begin(owner, fields, scope, body, response)
+            case "fork":
+                fields = fields_of(given)
+                async with self._custody.reading(owner, found.name):
+                    await self._begin(owner, fields, scope, body, response)
+            case "read":
+                async with self._custody.reading(owner, found.name):
+                    await self._app(scope, body.receive, response.through)
+            case "save":
+                async with self._custody.reading(owner, found.name):
+                    path = f"/v1/sessions/{found.name}"
+                    looked = {**scope, "method": "GET", "path": path, "raw_path": path.encode()}
+                    await self._app(looked, body.receive, response.send)
+            case "delete":
+                await self._delete(found, scope, body, response)
+            case _:
+                await self._write(found, scope, given, body, response)
+
+    async def _begin(
+        self, owner: str, fields: dict[str, Any], scope: _Scope, body: Body, response: Response
+    ) -> None:
+        """What makes a session: it is in the store before anybody is told."""
+        name = fields.get("name") or f"s-{secrets.token_hex(8)}"
+        if not isinstance(name, str):
+            raise Problem(400, "name: a session's name is a text", param="name")
+        key, request = _key(scope), digest(scope["path"].encode(), json.dumps(fields).encode())
+        if key and await self._begun_before(owner, name, key, request, response):
+            return
+        changed = Body(json.dumps({**fields, "name": name}).encode(), body.receive_on)
+        async with self._custody.beginning(owner, name) as writing:
+            await self._app(_sized(scope), changed.receive, response.send)
+            if response.whole:
+                await self._commit(writing, key, request, response)
+
+    async def _begun_before(
+        self, owner: str, name: str, key: str, request: str, response: Response
+    ) -> bool:
+        """Whether that very request has made the session: then it is answered again."""
+        try:
+            async with self._custody.writing(owner, name, _PATIENCE) as writing:
+                return await _again(writing.answered, key, request, response)
+        except NoSuchSession:
+            return False
+
+    async def _write(
+        self, found: About, scope: _Scope, given: bytes, body: Body, response: Response
+    ) -> None:
+        key = _key(scope)
+        request = digest(scope["method"].encode(), scope["path"].encode(), given)
+        if key and found.action in DRAWING:
+            body, scope = _seeded(given, key, body, scope)
+        patience = _PATIENCE if key else 0.0
+        async with self._custody.writing(scope["owner"], found.name, patience) as writing:
+            if key and await _again(writing.answered, key, request, response):
+                return
+            _ends_with(writing, body)
+            await self._app(scope, body.receive, response.send)
+            writing.lease.check()
+            # Without a key, what was written before the client went away stays, as at any server.
+            if response.whole if key else await self._custody.changed(writing):
+                await self._commit(writing, key, request, response)
+
+    async def _delete(self, found: About, scope: _Scope, body: Body, response: Response) -> None:
+        async with self._custody.writing(scope["owner"], found.name) as writing:
+            await self._app(scope, body.receive, response.send)
+            if response.whole:
+                await self._custody.removed(writing)
+
+    async def _commit(
+        self, writing: Writing, key: str | None, request: str, response: Response
+    ) -> None:
+        answer = None
+        if key and response.whole:
+            headers = [pair for pair in response.headers if pair[0].lower() != b"content-length"]
+            answer = record(key, request, response.status, headers, response.body)
+        await self._custody.commit(writing, answer)
+
+    async def _list(self, scope: _Scope, response: Response) -> None:
+        sessions = self._custody.sessions(scope["owner"])
+        places = await asyncio.to_thread(lambda: list(sessions.newest()))
+        entries = await asyncio.gather(*(asyncio.to_thread(_entry, place) for place in places))
+        data = [entry for entry in entries if entry is not None]
+        told = JSONResponse({"object": "list", "data": data})
+        await told(scope, _never, response.send)
+
+
+def _entry(place: SessionPlace) -> dict[str, Any] | None:
+    """As clients read it, of what was committed last; None for one that is gone or not sound."""
+    try:
+        notes = describe(place).get("notes", {})
+    except StoreError:
+        return None
+    kept = Kept(place.stem, "", True, None, None)
+    kept.goes_on(notes.get(NOTES, {}))
+    return entry_of(kept)
+
+
+def _ends_with(writing: Writing, body: Body) -> None:
+    """An answer ends, as if its client had gone, once another server has the session."""
+    loop = asyncio.get_running_loop()
+
+    def ends() -> None:
+        loop.call_soon_threadsafe(body.gone.set)
+
+    writing.lease.when_lost(ends)
+
+
+async def _again(answered: Sequence[Answered], key: str, request: str, response: Response) -> bool:
+    """Whether a request has been carried out: it is told what it was told."""
+    known = next((each for each in answered if each.key == key), None)
+    if known is None:
+        return False
+    if known.request != request:
+        raise Problem(400, "this Idempotency-Key came with another request", code="key_reused")
+    if known.body is None:
+        raise Problem(
+            409,
+            "the request with this key was carried out; its answer was too long to be kept: look "
+            "at the session",
+            "conflict_error",
+            "key_answered",
+        )
+    headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in known.headers]
+    start = {"type": "http.response.start", "status": known.status, "headers": headers}
+    await response.send(start)
+    await response.send({"type": "http.response.body", "body": known.body.encode()})
+    return True
+
+
+def _key(scope: _Scope) -> str | None:
+    """A digest of the request's key, of no meaning to who reads the store."""
+    found = dict(scope["headers"]).get(b"idempotency-key")
+    if found is None:
+        return None
+    if not 0 < len(found) <= _LONGEST:
+        raise Problem(400, f"an Idempotency-Key has 1 to {_LONGEST} characters")
+    return digest(str(scope["owner"]).encode(), found)
+
+
+def _seeded(given: bytes, key: str, body: Body, scope: _Scope) -> tuple[Body, _Scope]:
+    """Tokens that are drawn by chance are drawn by the key, if no seed was given."""
+    try:
+        fields = fields_of(given)
+    except Problem:  # the route says what is wrong with it
+        return body, scope
+    if fields.get("seed") is None:
+        fields["seed"] = seed_of(key)
+    return Body(json.dumps(fields).encode(), body.receive_on), _sized(scope)
+
+
+def _sized(scope: _Scope) -> _Scope:
+    """Of a request whose body was changed."""
+    headers = [pair for pair in scope["headers"] if pair[0].lower() != b"content-length"]
+    return {**scope, "headers": headers}
+
+
+def _safe(send: Send, body: Body) -> Send:
+    """A client that cannot be told anything is gone: what it asked for ends as it ends then."""
+
+    async def sends(message: Message) -> None:
+        try:
+            await send(message)
+        except Exception:
+            body.gone.set()
+
+    return sends
+
+
+async def _never() -> Message:
+    return {"type": "http.disconnect"}

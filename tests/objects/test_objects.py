@@ -1,0 +1,160 @@
+"""Objects in each kind of store: the same promises, and the same errors."""
+
+import io
+import os
+import random
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from object_server import FAULTS, ObjectServer
+
+from kvkeep.errors import Conflict, InvalidArgument, NoObject, StoreError
+from kvkeep.objects import Objects, open_objects
+from kvkeep.objects.place import ObjectPlace, opened, place_of
+
+
+def test_what_was_put_is_got_with_its_tag(objects: Objects) -> None:
+    tag = objects.put("a/b.txt", b"one")
+    assert objects.get("a/b.txt") == (b"one", tag)
+    assert objects.look("a/b.txt").size == 3
+    assert objects.look("a/b.txt").tag == tag
+    other = objects.put("a/b.txt", b"two")
+    assert other != tag
+    assert objects.get("a/b.txt") == (b"two", other)
+
+
+def test_conditions_are_kept(objects: Objects) -> None:
+    first = objects.put("head", b"1", if_absent=True)
+    with pytest.raises(Conflict):
+        objects.put("head", b"2", if_absent=True)
+    second = objects.put("head", b"2", if_tag=first)
+    with pytest.raises(Conflict):
+        objects.put("head", b"3", if_tag=first)
+    with pytest.raises(Conflict):
+        objects.put("none", b"3", if_tag=second)
+    assert objects.get("head") == (b"2", second)
+
+
+def test_one_of_many_that_race_wins(objects: Objects) -> None:
+    tag = objects.put("head", b"0")
+
+    def tries(number: int) -> bool:
+        try:
+            objects.put("head", b"%d" % number, if_tag=tag)
+        except Conflict:
+            return False
+        return True
+
+    with ThreadPoolExecutor(8) as racing:
+        won = list(racing.map(tries, range(1, 33)))
+    assert sum(won) == 1
+    assert objects.get("head")[0] == b"%d" % (won.index(True) + 1)
+
+
+def test_what_is_listed(objects: Objects) -> None:
+    assert list(objects.listed("")) == []
+    for key in ("a/1", "a/2", "a/deep/3", "b/4"):
+        objects.put(key, key.encode())
+    assert {stored.key: stored.size for stored in objects.listed("a/")} == {
+        "a/1": 3,
+        "a/2": 3,
+        "a/deep/3": 8,
+    }
+    assert {stored.key for stored in objects.listed("")} == {"a/1", "a/2", "a/deep/3", "b/4"}
+    assert objects.folders("") == ["a", "b"]
+    assert objects.folders("a/") == ["deep"]
+    assert objects.folders("none/") == []
+    objects.delete("a/1")
+    objects.delete("a/1")
+    assert {stored.key for stored in objects.listed("a/")} == {"a/2", "a/deep/3"}
+
+
+def test_what_is_not_there_is_said(objects: Objects) -> None:
+    for asks in (objects.get, objects.look):
+        with pytest.raises(NoObject, match="none/at/all"):
+            asks("none/at/all")
+
+
+@pytest.mark.parametrize("key", ["", "/a", "a//b", "../a", "a/.hidden", "a b", "a/", "é"])
+def test_a_key_is_refused_that_is_none(objects: Objects, key: str) -> None:
+    with pytest.raises(InvalidArgument):
+        objects.put(key, b"")
+
+
+def test_a_large_object_goes_in_pieces_and_is_read_by_ranges(objects: Objects) -> None:
+    content = os.urandom(21_000_001)
+    begun = []
+
+    def pieces() -> list[bytes]:
+        begun.append(True)
+        return [content[at : at + 1_000_000] for at in range(0, len(content), 1_000_000)]
+
+    objects.put_pieces("large", pieces)
+    assert begun
+    stored = objects.look("large")
+    assert stored.size == len(content)
+    assert bytes(objects.get_range(stored, 5_000_000, 5_000_010)) == content[5_000_000:5_000_010]
+    with opened(objects, stored) as file:
+        assert file.read(8) == content[:8]
+        assert file.seek(-10, io.SEEK_END) == len(content) - 10
+        assert file.read() == content[-10:]
+        file.seek(0)
+        assert file.read(20_000_000) == content[:20_000_000]
+        assert file.read() == content[20_000_000:]
+
+
+def test_another_object_under_the_key_is_not_mixed_in(objects: Objects) -> None:
+    objects.put_pieces("a", lambda: [b"x" * 20_000_000])
+    stored = objects.look("a")
+    objects.put_pieces("a", lambda: [b"y" * 20_000_001])
+    with pytest.raises(Conflict):
+        objects.get_range(stored, 0, 10)
+
+
+def test_urls(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="s3://bucket"):
+        open_objects("ftp://somewhere")
+    with pytest.raises(InvalidArgument, match="three slashes"):
+        open_objects("file://host/folder")
+    assert open_objects(tmp_path).url == tmp_path.as_uri()
+    assert open_objects(open_objects(tmp_path).url).url == tmp_path.as_uri()
+    with pytest.raises(InvalidArgument, match="names a store"):
+        place_of("s3://bucket")
+    place = place_of("memory://urls/a/b.kvkeep")
+    assert isinstance(place, ObjectPlace)
+    assert (place.stem, place.key, str(place)) == ("b", "b.kvkeep", "memory://urls/a/b.kvkeep")
+    assert not place.exists()
+    assert place_of(str(tmp_path)) == tmp_path
+
+
+def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="cannot hold a store"):
+        open_objects(tmp_path / "file" / "below")
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_in_each_way_is_made_up_for_or_told(
+    s3: ObjectServer, s3_url: str, fault: str
+) -> None:
+    """A fifth of all requests goes wrong; what is told to be there is there, and whole."""
+    objects, chance = open_objects(s3_url), random.Random(1)
+    s3.fault = lambda method, path: fault if chance.random() < 0.2 else None
+    content, told = os.urandom(100_000), []
+    for number in range(12):
+        try:
+            objects.put_pieces(f"{number}", lambda: [content])
+            told.append(number)
+        except StoreError:
+            continue
+    assert len(told) >= 8
+    read = 0
+    for number in told:
+        try:
+            read += objects.get(f"{number}")[0] == content
+        except StoreError:
+            assert fault in ("409", "412")  # of a GET, which no store says
+    assert read >= len(told) // 2
+    s3.fault = lambda method, path: None
+    assert all(objects.get(f"{number}")[0] == content for number in told)

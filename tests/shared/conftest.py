@@ -1,0 +1,3 @@
+from stores import _s3, objects, s3, s3_url, store_url
+
+__all__ = ["_s3", "objects", "s3", "s3_url", "store_url"]
