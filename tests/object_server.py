@@ -76,7 +76,11 @@ def _handler(server: ObjectServer, host: str, port: int) -> type[BaseHTTPRequest
             pass
 
         def handle_any(self) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            length = int(self.headers.get("Content-Length", 0))
+            body = self.rfile.read(length)
+            if len(body) < length:  # the client was killed
+                self.close_connection = True
+                return
             fault = server.fault(self.command, self.path)
             server.seen.append((self.command, self.path, fault))
             if fault == "before":

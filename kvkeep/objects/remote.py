@@ -141,7 +141,7 @@ class RemoteObjects:
 
 
 def _begun(pieces: Pieces) -> tuple[bytes, Iterator[bytes | memoryview] | None]:
-    """All that is written if that is little, which is one request; or its beginning and the rest."""
+    """All of it where that is little, which is one request then; or its beginning and the rest."""
     begin, coming = bytearray(), iter(pieces())
     for piece in coming:
         begin += piece

@@ -22,9 +22,16 @@ class Lease:
     seconds: for which it is held without a renewal, which comes three times as often.
     """
 
-    def __init__(self, place: SessionObjects, held: Version, writer: str, seconds: float):
+    def __init__(
+        self,
+        place: SessionObjects,
+        held: Version,
+        writer: str,
+        seconds: float,
+        clock: Callable[[], float] = time.time,
+    ):
         self.place, self._version = place, held
-        self._writer, self._seconds = writer, seconds
+        self._writer, self._seconds, self._clock = writer, seconds, clock
         self._at_store = threading.Lock()  # one step of this writer's at a time
         self._over = threading.Event()
         self._lost: StoreError | None = None
@@ -66,7 +73,7 @@ class Lease:
         """
         with self._at_store:
             self.check()
-            expires = NOBODY if release else time.time() + self._seconds
+            expires = NOBODY if release else self._clock() + self._seconds
             writer = "" if release else self._writer
             steps = protocol.commit(self._version, expires, writer)
             self._version = self._tried(steps, pieces)
@@ -107,13 +114,13 @@ class Lease:
             with self._at_store:
                 if self._over.is_set() or self._lost is not None:
                     return
-                who = Who(self._writer, time.time(), self._seconds)
+                who = Who(self._writer, self._clock(), self._seconds)
                 try:
                     self._version = self.place.run(protocol.renew(self._version, who))
                 except Moved as error:
                     self._lose(error)
                 except StoreError as error:  # another renewal may do; a commit will tell
-                    if time.time() > self.head.expires:
+                    if self._clock() > self.head.expires:
                         self._lose(error)
 
     def _lose(self, error: StoreError) -> None:

@@ -9,7 +9,16 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from kvkeep.errors import Conflict, HeldElsewhere, InvalidArgument, Moved, NoObject, StoreError
+from kvkeep.errors import (
+    Conflict,
+    CorruptFile,
+    HeldElsewhere,
+    InvalidArgument,
+    Moved,
+    NewerFormat,
+    NoObject,
+    StoreError,
+)
 from kvkeep.shared.head import Head, epoch_of, new_nonce, snapshot_name
 
 T = TypeVar("T")
@@ -216,6 +225,8 @@ def _read() -> Steps[Version | None]:
         try:
             found: Version | None = yield ReadHead()
             return found
+        except (CorruptFile, NewerFormat):  # it would be read again as it is
+            raise
         except StoreError:
             if tries == TRIES - 1:
                 raise

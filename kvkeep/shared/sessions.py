@@ -3,7 +3,7 @@
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -86,13 +86,19 @@ class SharedSessions:
     """As `SessionFolder`, in a store. Reading needs no lock; a lock is a lease, which another
     process can take once this one has not renewed it for `lease` seconds.
 
-    owner: whose sessions they are. writer: what others are told who has one.
+    owner: whose sessions they are. writer: what others are told who has one. clock: seconds since
+    1970; a wrong one costs patience, and nothing else.
     """
 
     def __init__(
-        self, objects: Objects, owner: str = "0", writer: str | None = None, lease: float = LEASE
+        self,
+        objects: Objects,
+        owner: str = "0",
+        writer: str | None = None,
+        lease: float = LEASE,
+        clock: Callable[[], float] = time.time,
     ):
-        self.objects, self.lease = objects, lease
+        self.objects, self.lease, self._clock = objects, lease, clock
         self.writer = writer or f"{socket.gethostname()}:{os.getpid()}"
         self._prefix = f"sessions/{owner}/"
 
@@ -141,7 +147,7 @@ class SharedSessions:
         begin: whether it is begun where there is none. known: the version that it is thought to be
         at. Raises NoObject where there is none and none is begun, Locked.
         """
-        at, who = self.at(name), Who(self.writer, time.time(), self.lease)
+        at, who = self.at(name), self._who()
         try:
             version = at.run(protocol.acquire(who, known))
         except NoObject:
@@ -149,14 +155,17 @@ class SharedSessions:
                 raise
             version = self._begun(at, who)
         except HeldElsewhere as error:
-            raise _held(name, error) from None
-        return Lease(at, version, self.writer, self.lease)
+            raise _held(name, error, self._clock()) from None
+        return Lease(at, version, self.writer, self.lease, self._clock)
 
     def begin(self, name: str) -> Lease:
         """Begins a session, and holds it. Raises InvalidArgument where there is one."""
         at = self.at(name)
-        version = at.run(protocol.create(Who(self.writer, time.time(), self.lease)))
-        return Lease(at, version, self.writer, self.lease)
+        version = at.run(protocol.create(self._who()))
+        return Lease(at, version, self.writer, self.lease, self._clock)
+
+    def _who(self) -> Who:
+        return Who(self.writer, self._clock(), self.lease)
 
     def remove(self, name: str) -> int:
         """The bytes freed. Raises InvalidArgument where there is none, Locked."""
@@ -225,8 +234,8 @@ def _removed(lease: Lease) -> None:
         return
 
 
-def _held(name: str, error: HeldElsewhere) -> HeldElsewhere:
-    left = max(0.0, error.until - time.time())
+def _held(name: str, error: HeldElsewhere, now: float) -> HeldElsewhere:
+    left = max(0.0, error.until - now)
     return HeldElsewhere(
         f"{error.writer} is using session {name!r}; end it, or wait {left:.0f} s after it has "
         "ended or was killed",

@@ -1,0 +1,359 @@
+"""Sessions in a store that several share: one writer at a time, whatever goes wrong."""
+
+import itertools
+import json
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from object_server import FAULTS, ObjectServer
+
+from kvkeep import Snapshot
+from kvkeep.errors import (
+    CorruptFile,
+    HeldElsewhere,
+    InvalidArgument,
+    Locked,
+    Moved,
+    NewerFormat,
+    NoObject,
+    StoreError,
+)
+from kvkeep.model import Model
+from kvkeep.objects import Objects, open_objects, remote
+from kvkeep.shared import driver
+from kvkeep.shared.head import Head
+from kvkeep.shared.lease import Lease
+from kvkeep.shared.sessions import SharedSessions
+
+
+def by(objects: Objects, writer: str, lease: float = 30.0) -> SharedSessions:
+    return SharedSessions(objects, writer=writer, lease=lease)
+
+
+def commit(lease: Lease, content: bytes, release: bool = False) -> Head:
+    return lease.commit(lambda: [content], release)
+
+
+def content(sessions: SharedSessions, name: str) -> bytes:
+    with sessions.existing(name).open("rb") as file:
+        return file.read()
+
+
+def test_a_session_is_saved_and_goes_on_to_the_bit(objects: Objects, tiny: Model) -> None:
+    sessions = by(objects, "a")
+    session = tiny.session(max_kv_size=32, keep=4)
+    session.feed(list(range(40)))
+    with sessions.lock("one") as place:
+        assert not place.exists()
+        size = session.snapshot().save(place)
+        assert place.stat().st_size == size
+        session.feed([1, 2, 3])
+        session.snapshot().save(place)
+    other = by(objects, "b")
+    assert other.names() == ["one"]
+    assert [place.stem for place in other.newest()] == ["one"]
+    again = tiny.restore(Snapshot.load(other.existing("one")))
+    assert list(again.stream(8)) == list(session.stream(8))
+
+
+def test_only_the_last_snapshot_is_kept(objects: Objects) -> None:
+    with by(objects, "a").lock("one") as place:
+        for number in range(3):
+            place.receive(lambda number=number: [b"%d" % number])
+    keys = [stored.key for stored in objects.listed("")]
+    assert sorted(key.rpartition("/")[2] for key in keys)[1:] == ["head.json"]
+    assert content(by(objects, "b"), "one") == b"2"
+
+
+def test_who_has_a_session_keeps_it(objects: Objects) -> None:
+    with by(objects, "a").lock("one") as place:
+        place.receive(lambda: [b"1"])
+        with pytest.raises(HeldElsewhere, match="a is using session 'one'") as raised:
+            by(objects, "b").take("one")
+        assert raised.value.writer == "a"
+        assert raised.value.until > time.time()
+        with pytest.raises(Locked):
+            by(objects, "b").remove("one")
+    lease = by(objects, "b").take("one")
+    assert lease.head.epoch == 2
+    lease.release()
+
+
+def test_a_session_that_was_begun_and_not_saved_leaves_nothing(objects: Objects) -> None:
+    with by(objects, "a").lock("one"):
+        pass
+    assert by(objects, "b").names() == []
+    with pytest.raises(InvalidArgument, match="no session 'one'"):
+        by(objects, "b").existing("one")
+    with by(objects, "b").lock("one") as place:
+        place.receive(lambda: [b"1"])
+    assert content(by(objects, "a"), "one") == b"1"
+
+
+def test_what_is_removed_is_gone_and_can_be_begun_anew(objects: Objects) -> None:
+    sessions = by(objects, "a")
+    with sessions.lock("one") as place:
+        place.receive(lambda: [b"12345"])
+    assert sessions.remove("one") == 5
+    assert sessions.names() == []
+    with pytest.raises(NoObject):
+        sessions.take("one", begin=False)
+    lease = sessions.begin("one")
+    assert lease.head.epoch > 2  # no epoch comes twice
+    commit(lease, b"new", release=True)
+    with pytest.raises(InvalidArgument, match="already"):
+        sessions.begin("one")
+    assert content(sessions, "one") == b"new"
+
+
+def test_one_that_was_taken_can_commit_no_more_and_is_told(objects: Objects) -> None:
+    first = by(objects, "a", lease=0.2).take("one")
+    commit(first, b"1")
+    told = threading.Event()
+    first.when_lost(told.set)
+    time.sleep(0.01)
+    # As if the first were stopped: its renewals do not come.
+    second = None
+    while second is None:
+        with suppress(HeldElsewhere):
+            second = _taken_now(objects)
+    commit(second, b"2")
+    with pytest.raises(Moved, match="b has taken it"):
+        commit(first, b"lost")
+    assert told.is_set()
+    assert isinstance(first.lost, Moved)
+    assert content(by(objects, "c"), "one") == b"2"
+    second.release()
+
+
+def _taken_now(objects: Objects) -> Lease:
+    """By a writer whose clock is far ahead: leases keep nobody out of anything."""
+    from kvkeep.shared import protocol
+
+    sessions = by(objects, "b")
+    at = sessions.at("one")
+    version = at.run(protocol.acquire(protocol.Who("b", time.time() + 1000, 30.0)))
+    return Lease(at, version, "b", 30.0)
+
+
+def test_a_lease_is_renewed_while_it_is_held(objects: Objects) -> None:
+    lease = by(objects, "a", lease=0.15).take("one")
+    commit(lease, b"1")
+    time.sleep(0.6)
+    with pytest.raises(HeldElsewhere):
+        by(objects, "b", lease=0.15).take("one")
+    lease.release()
+
+
+def test_what_a_killed_writer_left_is_swept(objects: Objects) -> None:
+    sessions = by(objects, "a")
+    lease = sessions.take("one")
+    commit(lease, b"1")
+    at = lease.place
+    objects.put_pieces(at.key("000000000001-000000000009-left"), lambda: [b"never committed"])
+    lease.release()
+    assert sessions.sweep() == ["one/000000000001-000000000009-left"]
+    assert sessions.sweep() == []
+    assert content(sessions, "one") == b"1"
+
+
+def test_a_head_that_is_none_is_said(objects: Objects) -> None:
+    key = "sessions/0/one/head.json"
+    for wrong in (b"", b"{}", b"[]", b"\xff", b'{"kvkeep": "head", "format": 1, "epoch": "1"}'):
+        objects.put(key, wrong)
+        with pytest.raises(CorruptFile, match="session 'one'"):
+            by(objects, "a").take("one")
+    objects.put(key, b'{"kvkeep": "head", "format": 2}')
+    with pytest.raises(NewerFormat, match="upgrade"):
+        by(objects, "a").existing("one")
+
+
+def test_a_snapshot_that_was_damaged_in_the_store_is_refused(objects: Objects, tiny: Model) -> None:
+    sessions, session = by(objects, "a"), tiny.session(max_kv_size=32)
+    session.feed([1, 2, 3])
+    with sessions.lock("one") as place:
+        session.snapshot().save(place)
+    (stored,) = [s for s in objects.listed("") if s.key.endswith(".kvkeep")]
+    found = bytearray(objects.get(stored.key)[0])
+    found[-5] ^= 1
+    objects.put(stored.key, bytes(found))
+    with pytest.raises(CorruptFile, match="session 'one'"):
+        Snapshot.load(sessions.existing("one"))
+
+
+class Scheduled:
+    """A store at which several threads take one step each at a time, in an order that is given."""
+
+    def __init__(self, objects: Objects, order: random.Random, actors: int):
+        self._objects, self._order = objects, order
+        self._turn = threading.Condition()
+        self._waiting: set[int] = set()
+        self._alive, self._next = actors, -1
+
+    def by(self, actor: int) -> Objects:
+        return _Turns(self, actor)  # type: ignore[return-value]
+
+    def wait(self, actor: int) -> None:
+        with self._turn:
+            self._waiting.add(actor)
+            self._choose()
+            self._turn.wait_for(lambda: self._next == actor)
+            self._waiting.discard(actor)
+            self._next = -1
+
+    def done(self) -> None:
+        with self._turn:
+            self._alive -= 1
+            self._choose()
+
+    def _choose(self) -> None:
+        if self._next < 0 and self._waiting and len(self._waiting) == self._alive:
+            self._next = self._order.choice(sorted(self._waiting))
+            self._turn.notify_all()
+
+
+class _Turns:
+    def __init__(self, scheduled: Scheduled, actor: int):
+        self._scheduled, self._actor = scheduled, actor
+
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        function = getattr(self._scheduled._objects, name)
+
+        def waits(*arguments: object, **named: object) -> object:
+            self._scheduled.wait(self._actor)
+            return function(*arguments, **named)
+
+        return waits
+
+
+def test_two_writers_in_a_thousand_schedules(objects: Objects) -> None:
+    """Each goes by a lease that has run out for the other: what it has done is there, or it is
+    told, and no generation comes twice."""
+    if "memory" not in objects.url:
+        pytest.skip("schedules are of the protocol: test_protocol.py has them all")
+    lost = 0
+    for seed in range(1000):
+        lost += _schedule(objects, f"s{seed}", random.Random(seed))
+    assert lost > 100  # or they never met
+
+
+def _schedule(objects: Objects, name: str, order: random.Random) -> int:
+    begun = by(objects, "first").begin(name)
+    commit(begun, json.dumps([]).encode(), release=True)
+    scheduled = Scheduled(objects, order, 2)
+    clock = itertools.count(time.time(), 100).__next__  # every lease has run out by the next look
+    told: dict[int, list[tuple[int, str]]] = {0: [], 1: []}
+    losses = [0, 0]
+
+    def writes(actor: int) -> None:
+        seen = scheduled.by(actor)
+        sessions = SharedSessions(seen, writer=f"w{actor}", clock=clock)
+        try:
+            for number in range(2):
+                operation = f"{actor}.{number}"
+                try:
+                    lease = sessions.take(name)
+                except StoreError:
+                    losses[actor] += 1
+                    continue
+                key = lease.place.key(lease.head.snapshot)
+                try:
+                    before = json.loads(seen.get(key)[0])
+                    after = json.dumps([*before, operation]).encode()
+                    head = commit(lease, after, release=True)
+                    told[actor].append((head.gen, operation))
+                except StoreError:
+                    losses[actor] += 1
+        finally:
+            scheduled.done()
+
+    threads = [threading.Thread(target=writes, args=(actor,)) for actor in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    generations = Counter(gen for pairs in told.values() for gen, _ in pairs)
+    assert all(count == 1 for count in generations.values())
+    kept = json.loads(content(by(objects, "last"), name))
+    assert sorted(kept) == sorted(operation for pairs in told.values() for _, operation in pairs)
+    return sum(losses)
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is tried again is tried at once."""
+    backoff = {"init_backoff": timedelta(milliseconds=1), "max_backoff": timedelta(milliseconds=2)}
+    monkeypatch.setitem(remote.RETRIES, "backoff", {**backoff, "base": 2})
+    monkeypatch.setattr(driver, "_MOST", 0.001)
+
+
+@pytest.mark.parametrize("faults", [200, pytest.param(1000, marks=pytest.mark.slow)])
+def test_faults_lose_and_double_nothing(
+    s3: ObjectServer, s3_url: str, hasty: None, faults: int
+) -> None:
+    """Timeouts before and after, 409, 412, 500 and 503, bodies that end early: what was told to be
+    committed is there once, and what was not is there once or not at all."""
+    sessions, chance = by(open_objects(s3_url), "a", lease=60.0), random.Random(7)
+    happened = Counter[str]()
+
+    def fault(method: str, path: str) -> str | None:
+        if method == "GET" and "list-type" in path:
+            return None
+        found = chance.choice(FAULTS) if chance.random() < 0.3 else None
+        if found in ("409", "412") and method == "GET":
+            return None
+        if found is not None:
+            happened[found] += 1
+        return found
+
+    commit(sessions.begin("one"), b"[]", release=True)
+    told, number = [], 0
+    s3.fault = fault
+    while sum(happened.values()) < faults:
+        number += 1
+        with suppress(StoreError):
+            lease = sessions.take("one", begin=False)
+            try:
+                before = json.loads(content(sessions, "one"))
+                commit(lease, json.dumps([*before, number]).encode())
+                told.append(number)
+            finally:
+                lease.release()
+                _expire(sessions)
+    s3.fault = lambda method, path: None
+    kept = json.loads(content(sessions, "one"))
+    assert sorted(happened) == sorted(FAULTS)
+    assert len(told) > faults / 20
+    assert len(set(kept)) == len(kept)
+    assert set(told) <= set(kept)
+    assert kept == sorted(kept)
+
+
+def _expire(sessions: SharedSessions) -> None:
+    """A lease that could not be let go of runs out, a minute later."""
+    while True:
+        with suppress(StoreError):
+            version = sessions.at("one").head()
+            assert version is not None
+            if version.head.writer:
+                at = sessions.at("one")
+                at.objects.put(
+                    "sessions/0/one/head.json",
+                    version.head.next(writer="", expires=0.0).content(),
+                    if_tag=version.tag,
+                )
+            return
+
+
+@pytest.fixture
+def tiny(tiny_folder: Path) -> Iterator[Model]:
+    from kvkeep import load_model
+
+    return load_model(tiny_folder, dtype="float32")
