@@ -1,0 +1,71 @@
+"""Servers over one store, in this process."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import httpx
+import pytest
+import uvicorn
+from stores import _s3, objects, s3, s3_url, store_url
+
+from kvkeep.engine import Engine, Limits
+from kvkeep.fleet.custody import Custody
+from kvkeep.fleet.keeper import Keeper
+from kvkeep.model import Model
+from kvkeep.objects import Objects
+from kvkeep.server.app import application
+from kvkeep.server.keys import Keys
+from kvkeep.server.service import Service
+from kvkeep.shared.sessions import SharedSessions
+
+__all__ = ["_s3", "objects", "s3", "s3_url", "store_url"]
+
+
+class Replica:
+    """A server that runs. url: where. engine: its own."""
+
+    def __init__(self, url: str, engine: Engine, custody: Custody):
+        self.url, self.engine, self.custody = url, engine, custody
+
+    def client(self, **headers: str) -> httpx.Client:
+        return httpx.Client(base_url=self.url, headers=headers, timeout=120)
+
+
+@contextmanager
+def replica(model: Model, objects: Objects, name: str, lease: float = 2.0) -> Iterator[Replica]:
+    engine = Engine(model, settings={"max_kv_size": 512}, limits=Limits(memory=500_000_000))
+    custody = Custody(
+        engine, lambda owner: SharedSessions(objects, owner, writer=name, lease=lease)
+    )
+    service = Service(engine, "smollm2", Keys())
+    app = application(service, around=lambda app: Keeper(app, custody))
+    config = uvicorn.Config(app, port=0, log_level="warning", lifespan="off")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        assert thread.is_alive()
+        time.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    try:
+        yield Replica(f"http://127.0.0.1:{port}", engine, custody)
+    finally:
+        service.closing = server.should_exit = True
+        thread.join()
+        engine.close()
+
+
+@pytest.fixture
+def replicas(smollm2: Model, objects: Objects) -> Iterator[Callable[..., Replica]]:
+    """Makes servers over one store, by name; the same name gives the same one."""
+    made: dict[str, Replica] = {}
+    with ExitStack() as stack:
+
+        def make(name: str, lease: float = 2.0) -> Replica:
+            if name not in made:
+                made[name] = stack.enter_context(replica(smollm2, objects, name, lease))
+            return made[name]
+
+        yield make
