@@ -30,7 +30,7 @@ from kvkeep.session.calibration import Calibration
 from kvkeep.session.context import WHOLE_PROMPT
 from kvkeep.session.kept_calibration import kept_calibration
 from kvkeep.session.session import Session
-from kvkeep.store.prefix import PrefixStore
+from kvkeep.store.prefix_keeper import PrefixKeeper
 from kvkeep.store.snapshot import Snapshot
 from kvkeep.threads import fit_threads
 from kvkeep.trim_heap import trim_heap
@@ -53,7 +53,7 @@ class Model(LoadedModel):
     def restore(
         self,
         snapshot: Snapshot,
-        store: PrefixStore | None = None,
+        store: PrefixKeeper | None = None,
         calibration: Calibration | None = None,
     ) -> Session:
         """A session that goes on exactly where the snapshot was taken.
@@ -83,7 +83,7 @@ class Model(LoadedModel):
         keep: int | None = None,
         policy: PolicyName | Policy = "sliding",
         prefill_step: int = 512,
-        store: PrefixStore | None = None,
+        store: PrefixKeeper | None = None,
         *,
         bits: Bits | None = None,
         kv_bits: BitsName | None = None,

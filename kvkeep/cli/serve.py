@@ -11,6 +11,7 @@ from kvkeep.cli.saying import say
 from kvkeep.cli.which_model import prefill_step
 from kvkeep.errors import InvalidArgument
 from kvkeep.models.source import home
+from kvkeep.objects.address import is_url
 
 if TYPE_CHECKING:
     from kvkeep.engine import Engine
@@ -40,10 +41,15 @@ _KEEP = click.option(
 )
 @click.option(
     "--store",
-    metavar="FOLDER",
-    type=click.Path(path_type=Path),
+    metavar="FOLDER|URL",
     show_default="in kvkeep's own",
-    help="Where sessions are kept when they are not in memory.",
+    help="Where sessions are kept: a folder, or an object store, as s3://bucket/prefix.",
+)
+@click.option(
+    "--secret-file",
+    metavar="FILE",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="What all servers of one object store know: who may use its prompts, and whose keys are.",
 )
 @click.option("--prefix-cache", is_flag=True, help="Keep evaluated beginnings of prompts on disk.")
 @click.option(
@@ -79,20 +85,60 @@ def serve(memory: MemoryChoice, **options: Any) -> None:
     _require_safe(options["host"], options["api_key_file"])
     _require_installed()
     memory.check()
+    if options["store"] is not None and is_url(options["store"]):
+        _serve_shared(memory, options)
+        return
     engine = _engine(memory, options)
+    from kvkeep.server.keys import Keys
     from kvkeep.server.running import serve_on
 
     try:
-        serve_on(engine, options)
+        serve_on(engine, Keys.read(options["api_key_file"], options["folder"]), options)
     finally:
         engine.close()
+
+
+def _serve_shared(choice: MemoryChoice, options: dict[str, Any]) -> None:
+    """Over an object store, which other servers may use too."""
+    from kvkeep.fleet.secret import read_secret
+
+    secret = read_secret(options["secret_file"])
+    require_secret(options)
+    model = choice.load(progress=not options["quiet"])
+    from kvkeep.engine import Limits
+    from kvkeep.fleet.replica import replica
+    from kvkeep.server.keys import Keys
+    from kvkeep.server.running import serve_on
+
+    found = replica(
+        model,
+        options["store"],
+        secret,
+        settings=choice.settings(model, choice.keep if choice.keep is not None else SINKS),
+        limits=Limits(memory=options["most_bytes"]),
+        prefixes=options["prefix_cache"],
+    )
+    try:
+        keys = Keys.shared(options["api_key_file"], secret)
+        serve_on(found.engine, keys, options, found.around)
+    finally:
+        found.engine.close()
+
+
+def require_secret(options: dict[str, Any]) -> None:
+    if options["api_key_file"] is not None and options["secret_file"] is None:
+        raise InvalidArgument(
+            "with --api-key-file and an object store, whose a session is is told by a secret that "
+            "all servers know: make one, as by `openssl rand -hex 32 > secret`, and give it by "
+            "--secret-file"
+        )
 
 
 def _engine(choice: MemoryChoice, options: dict[str, Any]) -> "Engine":
     model = choice.load(progress=not options["quiet"])
     from kvkeep.engine import Engine, Limits
 
-    folder = options["store"] or home() / "server"
+    folder = Path(options["store"]) if options["store"] else home() / "server"
     engine = Engine(
         model,
         settings=choice.settings(model, choice.keep if choice.keep is not None else SINKS),

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from kvkeep import arguments
 from kvkeep.engine.answer import Answer, Ask
 from kvkeep.engine.events import Event
-from kvkeep.engine.keeping import Keeping
+from kvkeep.engine.keeping import Keeping, Labels
 from kvkeep.engine.kept import STEP, Kept
 from kvkeep.engine.limits import Limits, Operation, Totals
 from kvkeep.engine.misses import Missed
@@ -23,9 +23,10 @@ from kvkeep.engine.thread import EngineThread
 from kvkeep.engine.visiting import Visiting
 from kvkeep.errors import NoRoom
 from kvkeep.model import Model
+from kvkeep.objects.place import Place
 from kvkeep.session.session import Session
 from kvkeep.store.prefix import PrefixStore
-from kvkeep.store.sessions import SessionFolder
+from kvkeep.store.prefix_keeper import PrefixKeeper
 from kvkeep.store.snapshot import Snapshot
 
 T = TypeVar("T")
@@ -55,19 +56,20 @@ class Engine:
         settings: Mapping[str, Any] | None = None,
         limits: Limits | None = None,
         folder: str | Path | None = None,
-        stores: str | Path | Callable[[str], PrefixStore] | None = None,
+        stores: str | Path | Callable[[str], PrefixKeeper] | None = None,
+        snapshots: Callable[[str], Labels] | None = None,
     ):
         """settings: of sessions that are made for a prompt, as of `Model.session`, by default those
         of that and a prefill step of 128. folder: where sessions are kept; None for memory
         alone. stores: a folder for each owner's prefix store, or what gives an owner's; None for
-        none."""
+        none. snapshots: gives an owner's, by label; None for those in the folder."""
         self.model = model
         self.settings = {"prefill_step": STEP, **(settings or {})}
         self.limits = limits or Limits()
         place = None if folder is None else arguments.path("folder", folder)
         self._stores = stores if callable(stores) or stores is None else _stores_in(stores)
         self._new_session("0")  # refused here, not at the first request
-        self._keeping = Keeping(model, place, self.limits.memory)
+        self._keeping = Keeping(model, place, self.limits.memory, snapshots)
         self._answers = TakingOn(model, self._keeping, self.limits, self._new_session, self._done)
         self._schedule = self._answers.schedule
         self._listeners: list[Callable[[Operation], None]] = []
@@ -347,7 +349,8 @@ class Engine:
             kept = self._keeping.find(name, owner)
             self._keeping.reserve_idle(kept)
             path = self.snapshots(owner).path(label)
-            path.parent.mkdir(parents=True, exist_ok=True)
+            if isinstance(path, Path):
+                path.parent.mkdir(parents=True, exist_ok=True)
             return self._saving.write(self._keeping.snapshot(kept), path)
 
         return _flat(self.call(begun))
@@ -378,11 +381,11 @@ class Engine:
 
         return self.call(restored)
 
-    def snapshots(self, owner: str = "0") -> SessionFolder:
+    def snapshots(self, owner: str = "0") -> Labels:
         """The owner's snapshots, by label."""
         return self._keeping.snapshots_of(owner)
 
-    def snapshot_of(self, file: Path) -> str | None:
+    def snapshot_of(self, file: Place) -> str | None:
         """The name of the session that a snapshot was taken of. Raises StoreError."""
         return self._keeping.snapshot_of(file)
 
@@ -464,7 +467,7 @@ class Engine:
                 self._unwatch(listener)
 
 
-def _stores_in(stores: str | Path) -> Callable[[str], PrefixStore]:
+def _stores_in(stores: str | Path) -> Callable[[str], PrefixKeeper]:
     folder = arguments.path("stores", stores)
     return lambda owner: PrefixStore(folder / owner)
 

@@ -3,16 +3,18 @@
 import json
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from kvkeep.cache.storage import nbytes
 from kvkeep.engine.kept import Kept, most_bytes
 from kvkeep.errors import InvalidArgument, NoRoom, NoSuchSession, StoreError
 from kvkeep.model import Model
+from kvkeep.objects.place import ObjectPlace, Place
 from kvkeep.session.session import Session
 from kvkeep.store.sessions import SessionFolder
 from kvkeep.store.snapshot import Snapshot, describe
@@ -22,17 +24,36 @@ _OWNER = re.compile(r"[a-z0-9]{1,64}")
 _UNSAVED = ".unsaved"
 
 
+class Labels(Protocol):
+    """One owner's snapshots, by label; a `SessionFolder` has such."""
+
+    def path(self, name: str) -> Path | ObjectPlace: ...
+    def existing(self, name: str) -> Path | ObjectPlace: ...
+    def names(self) -> list[str]: ...
+    def remove(self, name: str) -> int: ...
+
+
 class Keeping:
     """Whose sessions there are, and where. To be used in the engine's thread alone.
 
     folder: where sessions go that are moved out of memory or saved; None for nowhere: then none is
     moved, and all are lost with the process. limit: bytes that the cells of all may take.
+    snapshots: an owner's, by label; None for those in the folder.
 
     unreadable: files that are no sound snapshots, and why. never_saved: owners and names of
     sessions that a killed engine had, and had not saved.
     """
 
-    def __init__(self, model: Model, folder: Path | None, limit: int):
+    def __init__(
+        self,
+        model: Model,
+        folder: Path | None,
+        limit: int,
+        snapshots: Callable[[str], Labels] | None = None,
+    ):
+        if snapshots is None and folder is not None:
+            snapshots = partial(_labels, folder)
+        self._snapshots = snapshots
         self._model, self._folder, self.limit = model, folder, limit
         self._all: dict[tuple[str, str], Kept] = {}
         self._locks: dict[Kept, ExitStack] = {}
@@ -243,16 +264,16 @@ class Keeping:
         kept.changed = engine.get("changed", "")
         kept.parent = engine.get("name")
 
-    def snapshot_of(self, file: Path) -> str | None:
+    def snapshot_of(self, file: Place) -> str | None:
         """The name of the session that a snapshot was taken of. Raises StoreError."""
         name = describe(file).get("notes", {}).get(NOTES, {}).get("name")
         return name if isinstance(name, str) else None
 
-    def snapshots_of(self, owner: str) -> SessionFolder:
+    def snapshots_of(self, owner: str) -> Labels:
         """Raises InvalidArgument where the engine keeps nothing on disk."""
-        if self._folder is None:
+        if self._snapshots is None:
             raise InvalidArgument("the engine has no folder for snapshots")
-        return SessionFolder(self._folder / owner / "snapshots")
+        return self._snapshots(owner)
 
     def _mark(self, kept: Kept, file: Path) -> None:
         tokens = len(kept.live.tokens)
@@ -321,6 +342,10 @@ class Keeping:
         for lock in self._locks.values():
             lock.close()
         self._locks.clear()
+
+
+def _labels(folder: Path, owner: str) -> SessionFolder:
+    return SessionFolder(folder / owner / "snapshots")
 
 
 def _marker(file: Path) -> Path:

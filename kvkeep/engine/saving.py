@@ -8,6 +8,7 @@ from pathlib import Path
 
 from kvkeep.engine.keeping import Keeping
 from kvkeep.engine.kept import Kept
+from kvkeep.objects.place import ObjectPlace
 from kvkeep.store.snapshot import Snapshot
 
 _log = logging.getLogger("kvkeep.engine")
@@ -56,7 +57,7 @@ class Saving:
                 self.save(kept)
                 return
 
-    def write(self, snapshot: Snapshot, path: Path) -> "Future[int]":
+    def write(self, snapshot: Snapshot, path: Path | ObjectPlace) -> "Future[int]":
         """Writes a snapshot elsewhere; its bytes."""
         return self._writer.submit(snapshot.save, path)
 

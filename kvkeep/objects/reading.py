@@ -7,6 +7,7 @@ from typing import Any
 
 from kvkeep.objects.interface import Objects, Stored
 
+_BEGIN = 1 << 18  # bytes of the first range: most headers are shorter, and are all that many read
 _PIECE = 8 << 20  # bytes of a range: a request's latency is small beside it
 _AHEAD = 3  # ranges on their way
 
@@ -55,20 +56,27 @@ class ObjectFile(io.RawIOBase):
 
     def _piece(self) -> tuple[int, memoryview]:
         """The range that holds the place, and where it begins."""
-        wanted = self._at // _PIECE * _PIECE
-        if not wanted and self._first is not None:
-            return 0, self._first  # the header is read in several steps
+        wanted = _begin(self._at)
+        if not wanted:
+            self._first = self._first or self._get(0)  # it is read in several steps
+            return 0, self._first
         while self._coming and self._coming[0][0] != wanted:
             self._coming.popleft()[1].cancel()
-        last = self._coming[-1][0] + _PIECE if self._coming else wanted
+        last = _end(self._coming[-1][0]) if self._coming else wanted
         while len(self._coming) < _AHEAD and last < self._stored.size:
             self._coming.append((last, self._reader.submit(self._get, last)))
-            last += _PIECE
-        piece = self._coming[0][1].result()
-        if not wanted:
-            self._first = piece
-        return wanted, piece
+            last = _end(last)
+        return wanted, self._coming[0][1].result()
 
     def _get(self, begin: int) -> memoryview:
-        end = min(begin + _PIECE, self._stored.size)
-        return self._objects.get_range(self._stored, begin, end)
+        return self._objects.get_range(self._stored, begin, min(_end(begin), self._stored.size))
+
+
+def _begin(place: int) -> int:
+    """Of the range that a place is in."""
+    return 0 if place < _BEGIN else _BEGIN + (place - _BEGIN) // _PIECE * _PIECE
+
+
+def _end(begin: int) -> int:
+    """Of the range that begins there."""
+    return begin + _PIECE if begin else _BEGIN

@@ -49,15 +49,22 @@ class Keys:
         folder: where the server's secret is kept, so that owners stay who they are. Raises
         InvalidArgument for a file without a key, or with one that is too short to be secret.
         """
-        if file is None:
-            return cls()
-        lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
-        keys = tuple(line for line in lines if line and not line.startswith("#"))
-        if not keys:
-            raise InvalidArgument(f"{file} holds no key: write one in each line")
-        if any(len(key) < _LEAST for key in keys):
-            raise InvalidArgument(f"{file}: a key has {_LEAST} characters or more")
-        return cls(keys, _secret(folder))
+        return cls() if file is None else cls(_keys_in(file), _secret(folder))
+
+    @classmethod
+    def shared(cls, file: Path | None, secret: bytes) -> "Keys":
+        """As `read`, with a secret that other servers have too: an owner is the same at each."""
+        return cls() if file is None else cls(_keys_in(file), secret)
+
+
+def _keys_in(file: Path) -> tuple[str, ...]:
+    lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+    keys = tuple(line for line in lines if line and not line.startswith("#"))
+    if not keys:
+        raise InvalidArgument(f"{file} holds no key: write one in each line")
+    if any(len(key) < _LEAST for key in keys):
+        raise InvalidArgument(f"{file}: a key has {_LEAST} characters or more")
+    return keys
 
 
 def _secret(folder: Path) -> bytes:

@@ -5,7 +5,7 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -16,6 +16,7 @@ from kvkeep.engine import Engine
 from kvkeep.errors import InvalidArgument
 from kvkeep.server.app import LOCAL_HOSTS, application
 from kvkeep.server.basics import now
+from kvkeep.server.idempotent import Idempotent
 from kvkeep.server.keys import Keys
 from kvkeep.server.service import Service
 
@@ -45,15 +46,19 @@ class _Server(uvicorn.Server):
                 loop.remove_signal_handler(number)
 
 
-def serve_on(engine: Engine, options: dict[str, Any]) -> None:
-    """Serves until a signal comes. options: of `kvkeep serve`."""
+def serve_on(
+    engine: Engine,
+    keys: Keys,
+    options: dict[str, Any],
+    around: Callable[[Any], Any] = Idempotent,
+) -> None:
+    """Serves until a signal comes. options: of `kvkeep serve`. around: see `application`."""
     listening = _listening(options["host"], options["port"])
     host, port = listening.getsockname()[:2]
-    keys = Keys.read(options["api_key_file"], options["folder"])
     name = options["alias"] or Path(engine.model.name).name
     service = Service(engine, name, keys, now(), edits=options["allow_edit"])
     hosts = {*LOCAL_HOSTS, options["host"], *options["allow_host"]}
-    app = application(service, hosts, options["allow_origin"])
+    app = application(service, hosts, options["allow_origin"], around)
     config = uvicorn.Config(
         app,
         log_level=logging.WARNING,

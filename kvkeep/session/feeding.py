@@ -4,9 +4,9 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvkeep import arguments
 from kvkeep.cache import Bits
 from kvkeep.computing import computes
+from kvkeep.errors import InvalidArgument
 from kvkeep.interrupts import interrupts_deferred
 from kvkeep.loaded import LoadedModel
 from kvkeep.methods import Compression
@@ -15,7 +15,7 @@ from kvkeep.session.context import Context
 from kvkeep.session.memory import Evaluated
 from kvkeep.session.prefixes import PromptPrefix, load_prefix, store_prefix
 from kvkeep.session.state import State
-from kvkeep.store.prefix import PrefixStore
+from kvkeep.store.prefix_keeper import PrefixKeeper
 from kvkeep.trim_heap import trim_heap
 
 
@@ -69,11 +69,11 @@ class Reader(Context):
         model: LoadedModel,
         policy: Policy,
         prefill_step: int,
-        store: PrefixStore | None = None,
+        store: PrefixKeeper | None = None,
         bits: Bits = Bits(),  # noqa: B008 (frozen)
     ):
         super().__init__(model, policy, prefill_step, bits)
-        self._store = None if store is None else arguments.instance("store", store, PrefixStore)
+        self._store = checked_keeper(store)
 
     def _step(self, work: State, ids: list[int], done: int, sampled: bool = False) -> Evaluated:
         """Evaluates the next step of what comes after the first `done` ids of a prompt."""
@@ -87,6 +87,13 @@ class Reader(Context):
         work = self._state.successor()
         work.keep_prompt(len(ids))
         return work, load_prefix(self._store, self._model.fingerprint, work.memory, ids)
+
+
+def checked_keeper(store: object) -> PrefixKeeper | None:
+    """Raises InvalidArgument for what keeps no prompts."""
+    if store is None or isinstance(store, PrefixKeeper):
+        return store
+    raise InvalidArgument(f"store must be a PrefixStore; found {store!r:.200}")
 
 
 class Feeding(Iterator[FeedStep]):

@@ -10,7 +10,7 @@ from kvkeep.cache import Bits, Cells, KVCache, PositionMap
 from kvkeep.errors import StoreError
 from kvkeep.session.memory import Memory
 from kvkeep.store.fingerprint import Fingerprint
-from kvkeep.store.prefix import PrefixStore
+from kvkeep.store.prefix_keeper import PrefixKeeper
 from kvkeep.store.prefix_names import BLOCK
 
 _LOCAL = (
@@ -34,7 +34,7 @@ class PromptPrefix:
     at which the nearest stored prompt differs. error: what it failed with.
     """
 
-    store: PrefixStore | None
+    store: PrefixKeeper | None
     fingerprint: Fingerprint
     reused: int = 0
     stored: int = 0
@@ -46,7 +46,7 @@ class PromptPrefix:
 
 
 def load_prefix(
-    store: PrefixStore, fingerprint: Fingerprint, memory: Memory, ids: Sequence[int]
+    store: PrefixKeeper, fingerprint: Fingerprint, memory: Memory, ids: Sequence[int]
 ) -> PromptPrefix:
     """Takes what a store holds of a first prompt into an empty memory.
 

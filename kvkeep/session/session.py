@@ -23,7 +23,7 @@ from kvkeep.session.snapshots import restored_state, snapshot_of
 from kvkeep.session.spans import after_rewind
 from kvkeep.session.streaming import TextStream
 from kvkeep.store.exactness import Exactness
-from kvkeep.store.prefix import PrefixStore
+from kvkeep.store.prefix_keeper import PrefixKeeper
 from kvkeep.store.snapshot import Snapshot
 
 GREEDY = Sampling()
@@ -49,7 +49,7 @@ class Session(Reader):
         model: LoadedModel,
         policy: Policy,
         prefill_step: int,
-        store: PrefixStore | None = None,
+        store: PrefixKeeper | None = None,
         bits: Bits = Bits(),  # noqa: B008 (frozen)
     ):
         super().__init__(model, policy, prefill_step, store, bits)
@@ -255,7 +255,7 @@ class Session(Reader):
 
     @classmethod
     def restored(
-        cls, model: LoadedModel, snapshot: Snapshot, store: PrefixStore | None = None
+        cls, model: LoadedModel, snapshot: Snapshot, store: PrefixKeeper | None = None
     ) -> "Session":
         """The session that a snapshot was taken of.
 

@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -22,27 +21,10 @@ from kvkeep.errors import InvalidArgument, Locked, StoreError
 from kvkeep.files.whole import sweep
 from kvkeep.store.fingerprint import Fingerprint
 from kvkeep.store.prefix_block import OVERHEAD, PrefixBlock, blocks_of, tokens_in
+from kvkeep.store.prefix_keeper import Found
 from kvkeep.store.prefix_names import BLOCK, ENDING
 
 PATIENCE = 5.0  # seconds for which another process may hold the lock
-
-
-@dataclass(frozen=True)
-class Found:
-    """What a store holds of a prompt.
-
-    keys, values: for each block `[layers, kv_heads, 256, head_dim]`, verified.
-    differs_at: the first token at which the nearest stored prompt goes another way, or ends; None
-    where all that could be asked for was found.
-    """
-
-    keys: list[Tensor]
-    values: list[Tensor]
-    differs_at: int | None
-
-    @property
-    def tokens(self) -> int:
-        return BLOCK * len(self.keys)
 
 
 class PrefixStore:

@@ -2,7 +2,6 @@
 
 import asyncio
 from contextlib import suppress
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
@@ -11,6 +10,7 @@ from starlette.responses import JSONResponse, Response
 
 from kvkeep.engine import Engine
 from kvkeep.errors import StoreError
+from kvkeep.objects.place import Place
 from kvkeep.server.asked import MOST_TOKENS, Body, Owner, Serving
 from kvkeep.server.sessions.entry import Name, Revision, answer, entry_of
 
@@ -142,7 +142,7 @@ def _snapshots(engine: Engine, owner: str) -> list[dict[str, Any]]:
     return found
 
 
-def _taken_of(engine: Engine, file: Path) -> str | None:
+def _taken_of(engine: Engine, file: Place) -> str | None:
     try:
         return engine.snapshot_of(file)
     except StoreError:  # a file that is not sound says so when it is restored

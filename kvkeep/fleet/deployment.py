@@ -1,0 +1,116 @@
+"""A fleet on Ray Serve: it starts the servers, sends each request to one, and replaces the dead.
+
+Ray Serve's consistent hashing takes a request's `x-session-id` to the same server while the set of
+servers is the same. That is a matter of speed alone: whoever gets a request about a session takes
+the session from the store, where it has one writer at a time.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvkeep.errors import InvalidArgument
+
+NAME = "kvkeep"
+_ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What each server is made of. It is sent to where they run.
+
+    model, dtype, weights: as `load_model` has them. store: URL. settings: of sessions, but for a
+    calibration. threads: that each computes with. keys: a file, on each machine. hosts, alias: as
+    `kvkeep serve` has them.
+    """
+
+    model: str
+    dtype: str | None
+    weights: str | None
+    store: str
+    secret: bytes
+    settings: dict[str, Any]
+    memory: int
+    prefixes: bool
+    threads: int
+    lease: float
+    keys: Path | None
+    hosts: tuple[str, ...]
+    origins: tuple[str, ...]
+    alias: str | None
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How many servers. least, most: there are between these, by how many requests wait; each is
+    to have `each` of them. grace: seconds for answers to end where a server is to stop."""
+
+    least: int
+    most: int
+    each: int
+    grace: float
+
+
+def require_ray() -> None:
+    """Raises InvalidArgument where the extra is not installed."""
+    try:
+        import ray.serve  # noqa: F401
+    except ImportError as error:
+        raise InvalidArgument(
+            f"a fleet needs more ({error.name} is missing): pip install 'kvkeep[fleet]'"
+        ) from None
+
+
+def start(setup: Setup, scale: Scale, host: str, port: int, address: str | None) -> None:
+    """Starts a fleet, and returns once it answers. address: of a Ray cluster; None for one that is
+    started on this machine, for as long as this process lives."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    import ray
+    from ray import serve
+
+    local: dict[str, Any] = {} if address else {"include_dashboard": False}
+    ray.init(address=address, log_to_driver=False, logging_level="warning", **local)
+    serve.start(http_options={"host": host, "port": port, "location": "EveryNode"})
+    serve.run(_application(setup, scale), name=NAME, route_prefix="/")
+
+
+def stop() -> None:
+    """Ends the fleet: answers end, sessions are in the store."""
+    import ray
+    from ray import serve
+
+    serve.shutdown()
+    ray.shutdown()
+
+
+def _application(setup: Setup, scale: Scale) -> Any:
+    from ray import serve
+    from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+
+    from kvkeep.fleet.serving import Server
+
+    if scale.least == scale.most:
+        number: dict[str, Any] = {"num_replicas": scale.least}
+    else:
+        number = {
+            "autoscaling_config": AutoscalingConfig(
+                min_replicas=scale.least,
+                max_replicas=scale.most,
+                target_ongoing_requests=scale.each,
+            )
+        }
+    deployment = serve.deployment(
+        name=NAME,
+        **number,
+        max_ongoing_requests=4 * scale.each,
+        graceful_shutdown_timeout_s=scale.grace,
+        health_check_period_s=2,
+        health_check_timeout_s=30,
+        request_router_config=RequestRouterConfig(request_router_class=_ROUTER),
+        ray_actor_options={
+            "num_cpus": setup.threads,
+            "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(setup.threads)}},
+        },
+    )
+    return deployment(serve.ingress()(Server)).bind(setup)

@@ -1,0 +1,59 @@
+"""One server of a fleet, as Ray Serve runs it: in a process of its own."""
+
+import asyncio
+from typing import Any
+
+from kvkeep.fleet.deployment import Setup
+
+class Server:
+    """Loads the model, and answers until it is stopped."""
+
+    def __init__(self, setup: Setup):
+        import torch
+
+        from kvkeep import load_model
+        from kvkeep.engine import Limits
+        from kvkeep.fleet.replica import replica
+        from kvkeep.server.app import LOCAL_HOSTS, application
+        from kvkeep.server.basics import now
+        from kvkeep.server.keys import Keys
+        from kvkeep.server.service import Service
+
+        torch.set_num_threads(setup.threads)
+        named = {"dtype": setup.dtype, "weights": setup.weights}
+        given = {name: value for name, value in named.items() if value is not None}
+        model = load_model(setup.model, **given)  # type: ignore[arg-type]
+        self._replica = replica(
+            model,
+            setup.store,
+            setup.secret,
+            settings=setup.settings,
+            limits=Limits(memory=setup.memory),
+            prefixes=setup.prefixes,
+            lease=setup.lease,
+        )
+        keys = Keys.shared(setup.keys, setup.secret)
+        name = setup.alias or model.name.rpartition("/")[2]
+        self._service = Service(self._replica.engine, name, keys, now())
+        hosts = {*LOCAL_HOSTS, *setup.hosts}
+        self._keepers: list[Any] = []
+        self._app = application(self._service, hosts, setup.origins, self._around)
+
+    def __serve_build_asgi_app__(self) -> Any:
+        """Ray Serve's word for what answers."""
+        return self._app
+
+    def _around(self, app: Any) -> Any:
+        self._keepers.append(self._replica.around(app))
+        return self._keepers[-1]
+
+    async def check_health(self) -> None:
+        """Raises where the engine computes no more: another server is started then."""
+        await asyncio.wrap_future(self._replica.engine.totals())
+
+    async def __del__(self) -> None:  # type: ignore[misc]
+        """Ray Serve's word for the end: by then requests have ended, or had their time."""
+        self._service.closing = True
+        for keeper in self._keepers:
+            await keeper.drained()
+        await asyncio.to_thread(self._replica.engine.close)

@@ -1,0 +1,200 @@
+"""Evaluated beginnings of prompts in a store that several machines share.
+
+As in the prefix store of one machine, a prompt's cells lie in blocks of 256 tokens. Here others may
+write to the same store: a block's key, and a code over all that is in it, are keyed by a secret
+(BLAKE3 with a key), so that only who knows that can make a block that is used, and nobody else can
+tell from its name which prompt it is of.
+"""
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+from blake3 import blake3
+from torch import Tensor
+
+from kvkeep.errors import (
+    CorruptFile,
+    ForeignFile,
+    InvalidArgument,
+    NewerFormat,
+    NoObject,
+    StoreError,
+    TruncatedFile,
+)
+from kvkeep.files.tensors import tensor_bytes
+from kvkeep.objects import Objects
+from kvkeep.objects.place import ObjectPlace
+from kvkeep.store.container import Container, read_container, write_container
+from kvkeep.store.fingerprint import Fingerprint
+from kvkeep.store.prefix_block import FORMAT, KIND
+from kvkeep.store.prefix_keeper import Found
+from kvkeep.store.prefix_names import BLOCK, ENDING
+
+SECRET = 32  # bytes
+NOT_SOUND = (CorruptFile, ForeignFile, NewerFormat, TruncatedFile)
+_AT_ONCE = 4  # blocks that are read or written at once
+_NEAR = 4  # blocks that are looked into for where a prompt differs
+
+
+class SharedPrefixes:
+    """Blocks of one owner's prompts; no other owner's are found or made.
+
+    secret: 32 bytes that all who share the store know, and nobody else; the owner's own key comes
+    of it. arithmetic: of the model (see `LoadedModel`). Cells that another kind of processor has
+    computed differ in their last bits, so they are kept apart.
+    """
+
+    def __init__(
+        self, objects: Objects, secret: bytes, arithmetic: Mapping[str, str], owner: str = "0"
+    ):
+        """Raises InvalidArgument for a secret of another length."""
+        if len(secret) != SECRET:
+            raise InvalidArgument(f"a secret has {SECRET} bytes; found {len(secret)}")
+        self.objects, self._secret, self._model = objects, secret, dict(arithmetic)
+        self._key = blake3(f"kvkeep prefixes of {owner}".encode(), key=secret).digest()
+        self._prefix = f"prefixes/{owner}/"
+        self._arithmetic = "\n".join(f"{name}={arithmetic[name]}" for name in sorted(arithmetic))
+
+    def of(self, owner: str) -> "SharedPrefixes":
+        """Another owner's, in the same store."""
+        return SharedPrefixes(self.objects, self._secret, self._model, owner)
+
+    def find(self, fingerprint: Fingerprint, tokens: Sequence[int]) -> Found:
+        """The longest beginning that verifies, in whole blocks, several read at once."""
+        blocks = self._blocks(fingerprint, tokens)
+        found: list[tuple[Tensor, Tensor]] = []
+        with ThreadPoolExecutor(_AT_ONCE, "kvkeep-prefix") as readers:
+            # One that is not there is asked for first, since most prompts are new.
+            for part in (blocks[:1], blocks[1:]):
+                cells = [readers.submit(self._read, block, fingerprint) for block in part]
+                for index, each in enumerate(cells):
+                    read = each.result()
+                    if read is None:
+                        for rest in cells[index:]:
+                            rest.cancel()
+                        return self._found(found, blocks, tokens)
+                    found.append(read)
+        return self._found(found, blocks, tokens)
+
+    def add(
+        self,
+        fingerprint: Fingerprint,
+        tokens: Sequence[int],
+        start: int,
+        blocks: Iterable[tuple[Tensor, Tensor]],
+    ) -> int:
+        """Those that are there already are not written again."""
+        done = start // BLOCK
+        for block, (keys, values) in zip(
+            self._blocks(fingerprint, tokens)[done:], blocks, strict=False
+        ):
+            if not block.place.exists():
+                self._write(block, keys, values)
+            done += 1
+        return BLOCK * done
+
+    @property
+    def nbytes(self) -> int:
+        """Of all blocks."""
+        return sum(stored.size for stored in self.objects.listed(self._prefix))
+
+    def gc(self, max_bytes: int) -> int:
+        """Removes the blocks that were written first, down to a size; the bytes freed.
+
+        A store does not tell what was read when. Whoever would read one that goes evaluates it
+        anew.
+        """
+        stored = sorted(self.objects.listed(self._prefix), key=lambda each: each.modified)
+        total, freed = sum(each.size for each in stored), 0
+        for each in stored:
+            if total - freed <= max_bytes:
+                break
+            self.objects.delete(each.key)
+            freed += each.size
+        return freed
+
+    def _found(
+        self, cells: list[tuple[Tensor, Tensor]], blocks: "list[_Block]", tokens: Sequence[int]
+    ) -> Found:
+        differs_at = None
+        if len(cells) < len(blocks):
+            block = blocks[len(cells)]
+            differs_at = block.start + self._common(block, tokens[block.start :])
+        return Found([keys for keys, _ in cells], [values for _, values in cells], differs_at)
+
+    def _common(self, block: "_Block", tokens: Sequence[int]) -> int:
+        """How many tokens agree with a block in the place of one that is not there, at best."""
+        best = 0
+        for stored in itertools.islice(self.objects.listed(block.folder), _NEAR):
+            place = ObjectPlace(self.objects, stored.key)
+            with suppress(StoreError):
+                tensors = read_container(place, KIND, FORMAT, ("tokens",)).tensors
+                pairs = enumerate(zip(tensors["tokens"].tolist(), tokens, strict=False))
+                differs = (i for i, (theirs, ours) in pairs if theirs != ours)
+                best = max(best, next(differs, min(BLOCK, len(tokens))))
+        return best
+
+    def _blocks(self, fingerprint: Fingerprint, tokens: Sequence[int]) -> "list[_Block]":
+        """The whole blocks of a prompt."""
+        root = f"{fingerprint.digest()}\n{self._arithmetic}"
+        parent, found = self._digest(root.encode()), []
+        for end in range(BLOCK, len(tokens) + 1, BLOCK):
+            numbers = torch.tensor(tokens[end - BLOCK : end], dtype=torch.int32, device="cpu")
+            key = self._digest(parent.encode(), tensor_bytes(numbers))
+            folder = f"{self._prefix}{parent}/"
+            place = ObjectPlace(self.objects, f"{folder}{key}{ENDING}")
+            found.append(_Block(place, folder, key, end - BLOCK, numbers))
+            parent = key
+        return found
+
+    def _read(self, block: "_Block", fingerprint: Fingerprint) -> tuple[Tensor, Tensor] | None:
+        """Its keys and values; None unless who knows the secret wrote it as this very block."""
+        try:
+            found = read_container(block.place, KIND, FORMAT)
+        except (NoObject, *NOT_SOUND):  # its tokens are evaluated
+            return None
+        return self._verified(found, block, fingerprint)
+
+    def _verified(
+        self, found: Container, block: "_Block", fingerprint: Fingerprint
+    ) -> tuple[Tensor, Tensor] | None:
+        tensors = found.tensors
+        if not {"tokens", "keys", "values"} <= tensors.keys():
+            return None
+        tokens, keys, values = (tensors[name] for name in ("tokens", "keys", "values"))
+        if tokens.dtype != torch.int32 or not torch.equal(tokens, block.tokens):
+            return None
+        if not all(fingerprint.describes(t) and t.shape[2] == BLOCK for t in (keys, values)):
+            return None
+        code = found.document.get("code")
+        return (keys, values) if code == self._code(block, keys, values) else None
+
+    def _write(self, block: "_Block", keys: Tensor, values: Tensor) -> None:
+        document = {"start": block.start, "code": self._code(block, keys, values)}
+        tensors = {"tokens": block.tokens, "keys": keys, "values": values}
+        write_container(block.place, KIND, FORMAT, document, tensors)
+
+    def _code(self, block: "_Block", keys: Tensor, values: Tensor) -> str:
+        return self._digest(block.key.encode(), tensor_bytes(keys), tensor_bytes(values))
+
+    def _digest(self, *parts: bytes) -> str:
+        """Of parts whose lengths are told by those before them."""
+        hashed = blake3(key=self._key)
+        for part in parts:
+            hashed.update(part)
+        return hashed.hexdigest()[:32]
+
+
+@dataclass(frozen=True)
+class _Block:
+    """One of a prompt's blocks, there or not. folder: of those that may be in its place."""
+
+    place: ObjectPlace
+    folder: str
+    key: str
+    start: int
+    tokens: Tensor
