@@ -22,6 +22,7 @@ COMMANDS = {
     "chat": Lazy("kvkeep.cli.chat:chat", "Talk with a model, for as long as you like."),
     "batch": Lazy("kvkeep.cli.batch:batch", "Answer many prompts at once."),
     "serve": Lazy("kvkeep.cli.serve:serve", "Serve a model to many over HTTP."),
+    "fleet": Lazy("kvkeep.cli.fleet:fleet", "Serve a model from several servers."),
     "sessions": Lazy(
         "kvkeep.cli.sessions:sessions", "List, check, copy and remove saved sessions."
     ),

@@ -5,6 +5,7 @@ servers is the same. That is a matter of speed alone: whoever gets a request abo
 the session from the store, where it has one writer at a time.
 """
 
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 from kvkeep.errors import InvalidArgument
 
 NAME = "kvkeep"
-_ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
+ROUTER: Any = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 
 
 @dataclass(frozen=True)
@@ -69,9 +70,14 @@ def start(setup: Setup, scale: Scale, host: str, port: int, address: str | None)
     import ray
     from ray import serve
 
+    for name in ("ray", "ray.serve"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     local: dict[str, Any] = {} if address else {"include_dashboard": False}
-    ray.init(address=address, log_to_driver=False, logging_level="warning", **local)
-    serve.start(http_options={"host": host, "port": port, "location": "EveryNode"})
+    ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **local)
+    serve.start(
+        http_options={"host": host, "port": port, "location": "EveryNode"},
+        logging_config={"log_level": "ERROR", "enable_access_log": False},
+    )
     serve.run(_application(setup, scale), name=NAME, route_prefix="/")
 
 
@@ -80,7 +86,7 @@ def stop() -> None:
     import ray
     from ray import serve
 
-    serve.shutdown()
+    serve.shutdown()  # type: ignore[no-untyped-call]
     ray.shutdown()
 
 
@@ -107,7 +113,7 @@ def _application(setup: Setup, scale: Scale) -> Any:
         graceful_shutdown_timeout_s=scale.grace,
         health_check_period_s=2,
         health_check_timeout_s=30,
-        request_router_config=RequestRouterConfig(request_router_class=_ROUTER),
+        request_router_config=RequestRouterConfig(request_router_class=ROUTER),
         ray_actor_options={
             "num_cpus": setup.threads,
             "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(setup.threads)}},

@@ -35,14 +35,16 @@ _Scope = dict[str, Any]
 class Keeper:
     """An ASGI application around another. `scope["owner"]`: who asks."""
 
-    def __init__(self, app: Any, custody: Custody):
-        self._app, self._custody = app, custody
+    def __init__(self, app: Any, custody: Custody, server: str):
+        """server: as the header `x-kvkeep-server` of each answer calls it."""
+        self._app, self._custody, self._server = app, custody, server.encode()
         self._running = set[asyncio.Task[None]]()
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
         found = About("none")
         if scope["type"] == "http":
             found = about(scope["method"], scope["path"])
+        send = self._signed(send)
         if found.kind == "none":
             await self._app(scope, receive, send)
             return
@@ -60,6 +62,15 @@ class Keeper:
         except asyncio.CancelledError:
             body.gone.set()
             raise
+
+    def _signed(self, send: Send) -> Send:
+        async def sends(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = [*message.get("headers", ()), (b"x-kvkeep-server", self._server)]
+                message = {**message, "headers": headers}
+            await send(message)
+
+        return sends
 
     async def drained(self) -> None:
         """Once all that was begun is in the store."""

@@ -28,7 +28,7 @@ class Replica:
 
     def around(self, app: Any) -> Keeper:
         """For `application`."""
-        return Keeper(app, self.custody)
+        return Keeper(app, self.custody, self.writer)
 
 
 def replica(

@@ -5,6 +5,7 @@ from typing import Any
 
 from kvkeep.fleet.deployment import Setup
 
+
 class Server:
     """Loads the model, and answers until it is stopped."""
 
@@ -51,7 +52,7 @@ class Server:
         """Raises where the engine computes no more: another server is started then."""
         await asyncio.wrap_future(self._replica.engine.totals())
 
-    async def __del__(self) -> None:  # type: ignore[misc]
+    async def __del__(self) -> None:
         """Ray Serve's word for the end: by then requests have ended, or had their time."""
         self._service.closing = True
         for keeper in self._keepers:

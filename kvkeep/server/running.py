@@ -73,6 +73,15 @@ def serve_on(
     asyncio.run(_Server(config, service).serve(sockets=[listening]))
 
 
+def free_port(host: str, port: int) -> int:
+    """That port, or any for 0, for who cannot be handed a socket.
+
+    Raises InvalidArgument where somebody listens there.
+    """
+    with _listening(host, port) as found:
+        return int(found.getsockname()[1])
+
+
 def _listening(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM)

@@ -87,12 +87,13 @@ class SharedPrefixes:
         start: int,
         blocks: Iterable[tuple[Tensor, Tensor]],
     ) -> int:
-        """Those that are there already are not written again."""
-        done = start // BLOCK
+        """Those that are there already are not written again, but for the first: whoever asks has
+        found none that verifies in its place."""
+        first = done = start // BLOCK
         for block, (keys, values) in zip(
             self._blocks(fingerprint, tokens)[done:], blocks, strict=False
         ):
-            if not block.place.exists():
+            if done == first or not block.place.exists():
                 self._write(block, keys, values)
             done += 1
         return BLOCK * done

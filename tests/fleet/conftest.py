@@ -40,7 +40,7 @@ def replica(model: Model, objects: Objects, name: str, lease: float = 2.0) -> It
         engine, lambda owner: SharedSessions(objects, owner, writer=name, lease=lease)
     )
     service = Service(engine, "smollm2", Keys())
-    app = application(service, around=lambda app: Keeper(app, custody))
+    app = application(service, around=lambda app: Keeper(app, custody, name))
     config = uvicorn.Config(app, port=0, log_level="warning", lifespan="off")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)

@@ -1,0 +1,139 @@
+"""`kvkeep fleet`: one model for many, on as many servers as it takes."""
+
+import threading
+from contextlib import suppress
+from typing import Any
+
+import click
+
+from kvkeep.cli.memory import MemoryChoice
+from kvkeep.cli.saying import say
+from kvkeep.cli.serving import (
+    require_installed,
+    require_safe,
+    require_secret,
+    serving_options,
+    settings_of,
+)
+from kvkeep.errors import InvalidArgument
+from kvkeep.objects.address import is_url
+
+
+def _replicas(text: str) -> tuple[int, int]:
+    least, _, most = text.partition("-")
+    if least.isdigit() and (most or least).isdigit():
+        found = int(least), int(most or least)
+        if 1 <= found[0] <= found[1]:
+            return found
+    raise click.BadParameter(
+        f"expected a number, as 2, or the least and the most, as 1-4; found {text!r}"
+    )
+
+
+@click.command()
+@serving_options
+@click.option(
+    "--store",
+    metavar="URL",
+    required=True,
+    help="Where sessions are kept, as s3://bucket/prefix; file:///folder on one machine.",
+)
+@click.option(
+    "--replicas",
+    metavar="N|N-M",
+    type=_replicas,
+    default="2",
+    help="How many servers; of N-M as many as there are requests for.",
+)
+@click.option(
+    "--threads",
+    metavar="N",
+    type=click.IntRange(1),
+    default=1,
+    help="That each server computes with.",
+)
+@click.option(
+    "--requests",
+    metavar="N",
+    type=click.IntRange(1),
+    default=16,
+    help="At work at a server, before another is started.",
+)
+@click.option(
+    "--lease",
+    metavar="SECONDS",
+    type=click.FloatRange(0.5, 600),
+    default=2.0,
+    help="For which nobody else goes on with a session whose server was killed.",
+)
+@click.option(
+    "--address", metavar="HOST:PORT", help="Of a Ray cluster that runs; none: this machine."
+)
+def fleet(memory: MemoryChoice, **options: Any) -> None:
+    """Serve a model from several servers, on Ray Serve.
+
+    Sessions are kept in an object store, and go on at another server when theirs is killed. Send
+    the header `x-session-id` with requests about a session: they go to the same server then.
+    """
+    require_safe(options["host"], options["api_key_file"])
+    require_secret(options)
+    require_installed()
+    if not is_url(options["store"]):
+        raise InvalidArgument(
+            f"--store is a URL, as s3://bucket/prefix or file:///folder; found {options['store']!r}"
+        )
+    if options["store"].startswith("memory:"):
+        raise InvalidArgument("--store memory:// is of one process, and a fleet has several")
+    memory.check()
+    from kvkeep.fleet import deployment
+
+    deployment.require_ray()
+    from kvkeep.server.running import free_port
+
+    host, port = options["host"], free_port(options["host"], options["port"])
+    setup, scale = _setup(memory, options), _scale(options)
+    if not options["quiet"]:
+        say(f"starting {scale.least} servers")
+    try:
+        deployment.start(setup, scale, host, port, options["address"])
+        if not options["quiet"]:
+            print(f"kvkeep serves {setup.model} on http://{host}:{port}", flush=True)
+        with suppress(KeyboardInterrupt):
+            threading.Event().wait()
+    finally:
+        deployment.stop()
+
+
+def _setup(choice: MemoryChoice, options: dict[str, Any]) -> Any:
+    """Checked here, before anything is started elsewhere."""
+    from kvkeep.fleet.deployment import Setup
+    from kvkeep.fleet.replica import require_conditions
+    from kvkeep.fleet.secret import read_secret
+    from kvkeep.objects import open_objects
+
+    secret = read_secret(options["secret_file"])
+    require_conditions(open_objects(options["store"]))
+    model = choice.load(progress=not options["quiet"])
+    return Setup(
+        model=model.name,
+        dtype=choice.dtype,
+        weights=choice.weights,
+        store=options["store"],
+        secret=secret,
+        settings=settings_of(choice, model),
+        memory=options["most_bytes"],
+        prefixes=options["prefix_cache"],
+        threads=options["threads"],
+        lease=options["lease"],
+        keys=options["api_key_file"],
+        hosts=(options["host"], *options["allow_host"]),
+        origins=options["allow_origin"],
+        alias=options["alias"],
+    )
+
+
+def _scale(options: dict[str, Any]) -> Any:
+    from kvkeep.fleet.deployment import Scale
+
+    least, most = options["replicas"]
+    return Scale(least, most, options["requests"], options["grace"])

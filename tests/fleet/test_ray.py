@@ -1,0 +1,142 @@
+"""A fleet as people start it: `kvkeep fleet` over an object store, and a server that is killed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fleet.test_keeper import STORY, alone
+from object_server import ObjectServer
+from patience import PATIENCE
+
+from kvkeep.model import Model
+from kvkeep.objects import open_objects
+from kvkeep.shared.sessions import SharedSessions
+
+pytest.importorskip("ray.serve", reason="a fleet needs kvkeep[fleet]")
+PROMPT = {"text": STORY, "max_tokens": 200, "ignore_eos": True}
+
+
+@contextmanager
+def fleet(url: str, environment: dict[str, str], *more: str) -> Iterator[tuple[str, Any]]:
+    """Where it answers, and its process."""
+    options = ["--store", url, "--port", "0", "--max-kv-size", "512", "--keep", "0", *more]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kvkeep", "fleet", *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment, "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert "http://" in line, line + (process.stderr.read() if process.stderr else "")
+        yield line.split()[-1], process
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(PATIENCE)
+        except BaseException:
+            process.kill()
+            raise
+
+
+@pytest.fixture(scope="module")
+def running(_s3: ObjectServer, smollm2_folder: Path) -> Iterator[tuple[str, str]]:
+    """Two servers, for all tests here: where they answer, and the URL of their store."""
+    url = f"s3://kvkeep/fleet-{os.getpid()}"
+    with fleet(url, _s3.environment, "--prefix-cache") as (at, _):
+        yield at, url
+
+
+def client(at: str, session: str, **headers: str) -> httpx.Client:
+    return httpx.Client(base_url=at, headers={"x-session-id": session, **headers}, timeout=PATIENCE)
+
+
+def test_sessions_and_chats_are_answered(running: tuple[str, str]) -> None:
+    at, _ = running
+    with client(at, "plain") as asks:
+        assert asks.get("/health").json() == {"status": "ok"}
+        made = asks.post("/v1/sessions", json={"name": "plain"})
+        assert made.status_code == 201, made.text
+        body = {"content": "Name a colour.", "max_tokens": 5, "stream": True}
+        with asks.stream("POST", "/v1/sessions/plain/turns", json=body) as answer:
+            assert [line for line in answer.iter_lines() if line.startswith("event: done")]
+        messages = [{"role": "user", "content": "Say hello."}]
+        chat = {"model": "any", "messages": messages, "max_tokens": 4}
+        assert asks.post("/v1/chat/completions", json=chat).json()["usage"]["completion_tokens"]
+        assert [entry["name"] for entry in asks.get("/v1/sessions").json()["data"]] == ["plain"]
+
+
+def test_a_server_is_killed_in_the_middle_of_an_answer(
+    running: tuple[str, str], smollm2: Model
+) -> None:
+    """The same request with the same key goes on at the other server, as if nothing had been: one
+    session of each of the two."""
+    at, url = running
+    for name, server in _one_of_each(at).items():
+        _killed(at, url, name, smollm2, server)
+
+
+def _killed(at: str, url: str, name: str, model: Model, server: str) -> None:
+    """A session whose server is killed while it writes."""
+    body, key = {**PROMPT, "stream": True}, {"Idempotency-Key": f"kill {name}"}
+    with client(at, name, **key) as asks:
+        killed = 0.0
+        with (
+            suppress(httpx.HTTPError),
+            asks.stream("POST", f"/v1/sessions/{name}/generate", json=body) as answer,
+        ):
+            assert answer.headers["x-kvkeep-server"] == server
+            for number, _ in enumerate(answer.iter_lines()):
+                if number == 60:
+                    killed = time.monotonic()
+                    os.kill(int(server.split(":")[1]), signal.SIGKILL)
+        assert killed
+        found, by = _until_done(asks, name, body)
+        print(f"{time.monotonic() - killed:.2f} s from the kill to the end of the answer")
+    assert by != server
+    assert [found["tokens"]] == alone(model, PROMPT)
+    version = SharedSessions(open_objects(url)).at(name).head()
+    assert version is not None
+    assert version.head.gen == 2
+
+
+def _until_done(asks: httpx.Client, name: str, body: dict[str, Any]) -> tuple[Any, str]:
+    """As a client does that was told nothing: the same once more, until it is answered; by whom."""
+    last = time.monotonic() + PATIENCE
+    while time.monotonic() < last:
+        try:
+            answer = asks.post(f"/v1/sessions/{name}/generate", json=body)
+        except httpx.HTTPError:
+            continue
+        if answer.status_code == 200 and "event: done" in answer.text:
+            done = json.loads(answer.text.rpartition("event: done\ndata: ")[2])
+            return done, answer.headers["x-kvkeep-server"]
+        time.sleep(0.05)
+    raise AssertionError(answer.text)
+
+
+def _one_of_each(at: str) -> dict[str, str]:
+    """A session at each of the two servers, and which server that is."""
+    found: dict[str, str] = {}
+    for number in range(100):
+        name = f"killed-{number}"
+        with client(at, name) as asks:
+            made = asks.post("/v1/sessions", json={"name": name})
+        assert made.status_code == 201, made.text
+        server = made.headers["x-kvkeep-server"]
+        if server not in found.values():
+            found[name] = server
+        if len(found) == 2:
+            return found
+    raise AssertionError("all sessions went to one server")

@@ -1,0 +1,127 @@
+"""Evaluated beginnings of prompts in a store that several machines share."""
+
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvkeep import load_model
+from kvkeep.engine import Ask, Engine
+from kvkeep.errors import InvalidArgument
+from kvkeep.model import Model
+from kvkeep.objects import Objects
+from kvkeep.shared.prefixes import SharedPrefixes
+
+SECRET = secrets.token_bytes(32)
+PROMPT = [(7 * i) % 500 for i in range(700)]
+
+
+@pytest.fixture
+def tiny(tiny_folder: Path) -> Iterator[Model]:
+    return load_model(tiny_folder, dtype="float32")
+
+
+def prefixes(
+    model: Model, objects: Objects, secret: bytes = SECRET, owner: str = "0"
+) -> SharedPrefixes:
+    return SharedPrefixes(objects, secret, model.arithmetic, owner)
+
+
+def fed(model: Model, store: SharedPrefixes | None, prompt: list[int]) -> tuple[int, torch.Tensor]:
+    """How many tokens were reused, and the logits after the prompt."""
+    session = model.session(max_kv_size=2048, prefill_step=128, store=store)
+    feed = session.feed(prompt)
+    return feed.reused, session.logits
+
+
+def test_another_reuses_what_one_has_evaluated_to_the_bit(objects: Objects, tiny: Model) -> None:
+    reused, logits = fed(tiny, prefixes(tiny, objects), PROMPT)
+    assert reused == 0
+    again, same = fed(tiny, prefixes(tiny, objects), PROMPT)
+    assert again == 512
+    assert torch.equal(logits, same)
+    longer, _ = fed(tiny, prefixes(tiny, objects), [*PROMPT[:300], *PROMPT])
+    assert longer == 256
+
+
+def test_where_a_prompt_differs_is_told(objects: Objects, tiny: Model) -> None:
+    store = prefixes(tiny, objects)
+    fed(tiny, store, PROMPT)
+    other = [*PROMPT[:300], 9, *PROMPT[301:]]
+    found = store.find(tiny.fingerprint, other)
+    assert (found.tokens, found.differs_at) == (256, 300)
+
+
+def test_nobody_finds_what_another_owner_or_secret_or_processor_has(
+    objects: Objects, tiny: Model
+) -> None:
+    fed(tiny, prefixes(tiny, objects), PROMPT)
+    for store in (
+        prefixes(tiny, objects, owner="1"),
+        prefixes(tiny, objects, secrets.token_bytes(32)),
+        SharedPrefixes(objects, SECRET, {"kernels": "another"}),
+    ):
+        assert fed(tiny, store, PROMPT)[0] == 0
+    assert prefixes(tiny, objects).of("1").find(tiny.fingerprint, PROMPT).tokens == 512
+
+
+def test_a_block_that_somebody_else_made_is_not_used(objects: Objects, tiny: Model) -> None:
+    """One that verifies by all checksums, under the right name, without the secret."""
+    store = prefixes(tiny, objects)
+    _, right = fed(tiny, store, PROMPT)
+    forger = prefixes(tiny, objects, secrets.token_bytes(32))
+    fed(tiny, forger, [(3 * i) % 500 for i in range(700)])
+    keys = sorted(stored.key for stored in objects.listed("prefixes/"))
+    own = [block.place.key for block in store._blocks(tiny.fingerprint, PROMPT)]
+    forged = next(key for key in keys if key not in own)
+    objects.put(own[0], objects.get(forged)[0])
+    reused, logits = fed(tiny, store, PROMPT)
+    assert reused == 0
+    assert torch.equal(logits, right)
+
+
+def test_a_block_that_was_damaged_is_evaluated_again(objects: Objects, tiny: Model) -> None:
+    store = prefixes(tiny, objects)
+    fed(tiny, store, PROMPT)
+    place = store._blocks(tiny.fingerprint, PROMPT)[1].place
+    content = bytearray(objects.get(place.key)[0])
+    content[-100] ^= 4
+    objects.put(place.key, bytes(content))
+    assert fed(tiny, store, PROMPT)[0] == 256
+    assert fed(tiny, store, PROMPT)[0] == 512
+
+
+def test_a_block_under_another_name_is_not_used(objects: Objects, tiny: Model) -> None:
+    store = prefixes(tiny, objects)
+    fed(tiny, store, PROMPT)
+    first, second = (block.place for block in store._blocks(tiny.fingerprint, PROMPT))
+    objects.put(first.key, objects.get(second.key)[0])
+    assert fed(tiny, store, PROMPT)[0] == 0
+
+
+def test_room_is_made_by_age(objects: Objects, tiny: Model) -> None:
+    store = prefixes(tiny, objects)
+    fed(tiny, store, PROMPT)
+    size = store.nbytes
+    assert store.gc(size) == 0
+    assert store.gc(size // 2) == size // 2 == store.nbytes
+    assert store.gc(0) == size // 2
+    assert fed(tiny, store, PROMPT)[0] == 0
+
+
+def test_an_engine_gives_each_owner_its_own(objects: Objects, tiny: Model) -> None:
+    with Engine(tiny, settings={"max_kv_size": 2048}, stores=prefixes(tiny, objects).of) as engine:
+        for owner in ("a", "b"):
+            engine.generate(Ask(tuple(PROMPT), 1), owner=owner).text()
+    assert objects.folders("prefixes/") == ["a", "b"]
+    with Engine(tiny, settings={"max_kv_size": 2048}, stores=prefixes(tiny, objects).of) as engine:
+        answer = engine.generate(Ask(tuple(PROMPT), 1), owner="a")
+        answer.text()
+        assert answer.reuse.tokens == 512
+
+
+def test_a_secret_of_another_length_is_refused(objects: Objects, tiny: Model) -> None:
+    with pytest.raises(InvalidArgument, match="32 bytes"):
+        prefixes(tiny, objects, b"short")
