@@ -30,9 +30,9 @@ def session_names(
     context: click.Context, parameter: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
     """For options and arguments that name a session."""
-    from kvkeep.cli.keeper import session_folder
+    from kvkeep.cli.store import saved_sessions
 
-    return [CompletionItem(n) for n in session_folder().names() if n.startswith(incomplete)]
+    return [CompletionItem(n) for n in saved_sessions().names() if n.startswith(incomplete)]
 
 
 def model_names(

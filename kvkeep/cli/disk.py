@@ -4,8 +4,8 @@ import json
 
 import click
 
-from kvkeep.cli.keeper import session_folder
 from kvkeep.cli.report import megabytes
+from kvkeep.cli.store import session_folder
 from kvkeep.files.folder import folder_bytes
 from kvkeep.models.library import home
 

@@ -35,6 +35,7 @@ def _replicas(text: str) -> tuple[int, int]:
 @click.option(
     "--store",
     metavar="URL",
+    envvar="KVKEEP_STORE",
     required=True,
     help="Where sessions are kept, as s3://bucket/prefix; file:///folder on one machine.",
 )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvkeep.cli.completion import session_names
-from kvkeep.cli.keeper import Keeper, session_folder
+from kvkeep.cli.keeper import Keeper
 from kvkeep.cli.memory import (
     CODEC_NAMES,
     SINKS,
@@ -26,8 +26,10 @@ from kvkeep.cli.options import (
     sampling_options,
     whole_number,
 )
+from kvkeep.cli.store import saved_sessions, store_option
 from kvkeep.cli.text_input import SPECIAL, read_prompt
 from kvkeep.errors import InvalidArgument
+from kvkeep.objects.place import Place
 from kvkeep.store.output_file import check_store_place
 
 if TYPE_CHECKING:
@@ -80,6 +82,7 @@ if TYPE_CHECKING:
         help="First tokens never forgotten; -1: the first prompt.",
     )
 )
+@store_option
 @prefix_options()
 @sampling_options()
 @click.option("--ignore-eos", is_flag=True, help="Write on after the model's end of text.")
@@ -121,7 +124,7 @@ def generate(
         raise InvalidArgument("--codec says how --cache-prompt writes its file; give both")
     if cache_prompt is not None:
         check_store_place(cache_prompt, "snapshot")
-    with session_folder().lock(session) if session is not None else nullcontext() as kept:
+    with saved_sessions().lock(session) if session is not None else nullcontext() as kept:
         source = kept if kept is not None and kept.exists() else restore_prompt
         continues = source is not None and prompt is None and file is None
         text = "" if continues else read_prompt(prompt, file)
@@ -148,11 +151,11 @@ def generate(
         run.close(reason)
 
 
-def _open(source: Path | None, memory: MemoryChoice, prefixes: Prefixes, output: Output) -> Opened:
+def _open(source: Place | None, memory: MemoryChoice, prefixes: Prefixes, output: Output) -> Opened:
     if source is not None:
         return resume(source, memory, output.progress)
-    store = prefixes.store()
     model = memory.load(output.progress)
+    store = prefixes.store(model)
     assert memory.keep is not None, "--keep has a default here"
     return Opened(model, memory.session(model, memory.keep, store))
 

@@ -7,24 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from kvkeep.cli.report import megabytes
 from kvkeep.interrupts import first_interrupt_deferred
-from kvkeep.models.library import home, is_given
-from kvkeep.store.sessions import SessionFolder
 
 if TYPE_CHECKING:
     from kvkeep import Session
+    from kvkeep.shared.sessions import SessionPlace
     from kvkeep.store.codec import Codec
-
-
-def session_folder() -> SessionFolder:
-    """The user's own sessions: in $KVKEEP_HOME, or where the system keeps what must not be lost.
-
-    They were kept in the cache folder once, which any cleaner may empty, and are still found there.
-    """
-    if is_given():
-        return SessionFolder(home() / "sessions")
-    from platformdirs import user_data_path
-
-    return SessionFolder(user_data_path("kvkeep") / "sessions", older=home() / "sessions")
 
 
 @dataclass(frozen=True)
@@ -50,7 +37,7 @@ class Keeper:
     def __init__(
         self,
         session: "Session",
-        file: Path,
+        file: "Path | SessionPlace",
         what: str,
         notes: dict[str, Any],
         codec: "Codec" = "none",
@@ -89,6 +76,10 @@ class Keeper:
         begun = time.perf_counter()
         with first_interrupt_deferred():
             snapshot = replace(self._session.snapshot(), notes=self.notes)
-            size = snapshot.save(self._file.resolve(), self._codec)
+            size = snapshot.save(_resolved(self._file), self._codec)
             self._changed = self._session.watch()
             self.saved = Saved(self.what, size, time.perf_counter() - begun)
+
+
+def _resolved(file: "Path | SessionPlace") -> "Path | SessionPlace":
+    return file.resolve() if isinstance(file, Path) else file

@@ -17,12 +17,15 @@ from kvkeep.cli.compression import (
 )
 from kvkeep.cli.options import Decorator, collected, given, whole_number
 from kvkeep.cli.saying import say
+from kvkeep.cli.store import secret_option, told_secret, told_store
 from kvkeep.cli.which_model import DEVICE, DTYPE, MODEL, PREFILL_STEP, WEIGHTS, load_named
 from kvkeep.errors import InvalidArgument, StoreError
 from kvkeep.models.source import home
+from kvkeep.objects.address import is_url, open_objects
 
 if TYPE_CHECKING:
     from kvkeep import Model, PrefixStore, Session
+    from kvkeep.store.prefix_keeper import PrefixKeeper
 
 # Written out, because the modules that define them import torch, and help must open at once.
 KEEPING = ("sliding", "shift", "archive")  # policies that forget, but not the first tokens
@@ -82,7 +85,7 @@ class MemoryChoice:
     def load(self, progress: bool) -> "Model":
         return load_named(self.model, self.dtype, self.device, self.weights, progress)
 
-    def session(self, model: "Model", keep: int, store: "PrefixStore | None" = None) -> "Session":
+    def session(self, model: "Model", keep: int, store: "PrefixKeeper | None" = None) -> "Session":
         return model.session(store=store, **self.settings(model, keep))
 
     def settings(self, model: "Model", keep: int) -> dict[str, Any]:
@@ -124,15 +127,25 @@ class Prefixes:
     prefix_cache: bool
     prefix_cache_bytes: int
 
-    def store(self) -> "PrefixStore | None":
+    def store(self, model: "Model") -> "PrefixKeeper | None":
         """None where it was not asked for, or cannot be used, which is said: it only saves work."""
         if not self.prefix_cache:
             return None
         try:
+            store = told_store()
+            if store is not None and is_url(store):
+                return _shared_prefixes(store, model)
             return open_prefix_store(self.prefix_cache_bytes)
         except StoreError as error:
             say_without_prefixes(str(error))
             return None
+
+
+def _shared_prefixes(store: str, model: "Model") -> "PrefixKeeper":
+    """Those of a store that several machines share, who make room in it by `kvkeep prefixes gc`."""
+    from kvkeep.shared.prefixes import SharedPrefixes
+
+    return SharedPrefixes(open_objects(store), told_secret(), model.arithmetic)
 
 
 def say_without_prefixes(error: str) -> None:
@@ -227,6 +240,12 @@ def memory_options(keep: Decorator, step: Decorator = PREFILL_STEP) -> Decorator
 
 
 def prefix_options() -> Decorator:
+    """With the secret of those who share them."""
+    own = _prefix_options()
+    return lambda command: own(secret_option(command))
+
+
+def _prefix_options() -> Decorator:
     return collected(
         Prefixes,
         "prefixes",

@@ -1,7 +1,6 @@
 """The session that a command works on: a new one, or one that goes on from a file."""
 
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from kvkeep.choices import DtypeName
@@ -11,6 +10,7 @@ from kvkeep.cli.options import given
 from kvkeep.cli.saying import say
 from kvkeep.cli.which_model import require_here
 from kvkeep.errors import CorruptFile, InvalidArgument
+from kvkeep.objects.place import Place
 from kvkeep.session.conversation import CHAT
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Opened:
     seed: int | None = None
 
 
-def resume(file: Path, memory: MemoryChoice, progress: bool) -> Opened:
+def resume(file: Place, memory: MemoryChoice, progress: bool) -> Opened:
     """The session in a file, on the model that it was saved with.
 
     What the user gave no option for is as it was saved.
@@ -72,7 +72,7 @@ def resume(file: Path, memory: MemoryChoice, progress: bool) -> Opened:
     )
 
 
-def checked_notes(file: Path, snapshot: "Snapshot") -> dict[str, Any]:
+def checked_notes(file: Place, snapshot: "Snapshot") -> dict[str, Any]:
     """The notes of a file, as the command line writes them. Raises CorruptFile for others."""
     notes = snapshot.notes
     chat, unread = notes.get(CHAT, {"system": None}), notes.get(UNREAD, [])
@@ -86,7 +86,7 @@ def checked_notes(file: Path, snapshot: "Snapshot") -> dict[str, Any]:
     return notes
 
 
-def saved_on(file: Path, memory: MemoryChoice, snapshot: "Snapshot") -> MemoryChoice:
+def saved_on(file: Place, memory: MemoryChoice, snapshot: "Snapshot") -> MemoryChoice:
     """The memory asked for, on the model and dtype of a snapshot where none were.
 
     Raises ModelNotFound for a model that nobody named and that is not here.
@@ -124,7 +124,7 @@ def apply_keep(opened: Opened, keep: int | None) -> None:
         session.keep = keep
 
 
-def _require_agreement(file: Path, snapshot: "Snapshot", memory: MemoryChoice) -> None:
+def _require_agreement(file: Place, snapshot: "Snapshot", memory: MemoryChoice) -> None:
     found = {**snapshot.policy, "policy": snapshot.policy.get("name")}
     found |= {"kv_bits": snapshot.bits.kv, "far_bits": snapshot.bits.far}
     for option in _FIXED:

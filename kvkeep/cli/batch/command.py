@@ -19,6 +19,7 @@ from kvkeep.cli.options import (
 )
 from kvkeep.cli.report import counted
 from kvkeep.cli.saying import say
+from kvkeep.cli.store import store_option
 from kvkeep.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ if TYPE_CHECKING:
         "--keep", metavar="N", type=whole_number(0), default=SINKS, help="First tokens kept."
     ),
 )
+@store_option
 @prefix_options()
 @sampling_options()
 @output_options()
@@ -125,7 +127,7 @@ def _engine(
 ) -> "Engine":
     from kvkeep.engine import Engine, Limits
 
-    store = prefixes.store()
+    store = prefixes.store(model)
     return Engine(
         model,
         settings=memory.settings(model, memory.keep if memory.keep is not None else SINKS),

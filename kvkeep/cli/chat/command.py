@@ -1,14 +1,13 @@
 """`kvkeep chat`: a conversation without end on a fixed memory."""
 
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from kvkeep.cli.chat.settings import Settings
 from kvkeep.cli.completion import session_names
-from kvkeep.cli.keeper import Keeper, session_folder
+from kvkeep.cli.keeper import Keeper
 from kvkeep.cli.memory import SINKS, MemoryChoice, Prefixes, memory_options, prefix_options
 from kvkeep.cli.opened import UNREAD, Opened, apply_keep, resume
 from kvkeep.cli.options import (
@@ -18,8 +17,10 @@ from kvkeep.cli.options import (
     sampling_options,
     whole_number,
 )
+from kvkeep.cli.store import saved_sessions, store_option
 from kvkeep.cli.text_input import require_utf8
 from kvkeep.errors import InvalidArgument, StoreError
+from kvkeep.objects.place import Place
 from kvkeep.session.conversation import CHAT
 from kvkeep.store.summary import summary
 
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
         help="First tokens never forgotten.",
     )
 )
+@store_option
 @prefix_options()
 @sampling_options()
 @output_options()
@@ -97,7 +99,7 @@ def chat(
     if resumed:
         session = _latest(session)
     with ExitStack() as held:
-        kept = held.enter_context(session_folder().lock(session)) if session is not None else None
+        kept = held.enter_context(saved_sessions().lock(session)) if session is not None else None
         from kvkeep.cli.chat.here import TalkHere
         from kvkeep.cli.run import Run
 
@@ -119,7 +121,7 @@ def _latest(session: str | None) -> str:
     """The name of the chat that was saved last."""
     if session is not None:
         raise InvalidArgument("--continue takes the latest session; leave it or --session out")
-    for path in session_folder().newest():
+    for path in saved_sessions().newest():
         try:
             if CHAT in summary(path).notes:
                 return path.stem
@@ -133,7 +135,7 @@ def _latest(session: str | None) -> str:
 
 
 def _open(
-    source: Path | None,
+    source: Place | None,
     system: str | None,
     memory: MemoryChoice,
     prefixes: Prefixes,
@@ -145,7 +147,7 @@ def _open(
     if source is None:
         model = memory.load(output.progress)
         keep = _keep(memory, model, system)
-        opened = Opened(model, memory.session(model, keep, prefixes.store()))
+        opened = Opened(model, memory.session(model, keep, prefixes.store(model)))
     else:
         opened = resume(source, memory, output.progress)
     saved = opened.notes.get(CHAT, {}).get("system") if source is not None else system

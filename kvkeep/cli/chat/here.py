@@ -5,10 +5,11 @@ from typing import TYPE_CHECKING
 
 from kvkeep.cli.chat.branches import Branches
 from kvkeep.cli.chat.loop import NotRead, Talk, last_turn
-from kvkeep.cli.keeper import Keeper, session_folder
+from kvkeep.cli.keeper import Keeper
 from kvkeep.cli.memory_map import memory_line
 from kvkeep.cli.report import counted
 from kvkeep.cli.saying import say
+from kvkeep.cli.store import saved_sessions
 from kvkeep.errors import InvalidArgument, KvkeepError, StoreError
 from kvkeep.session.conversation import CHAT
 
@@ -68,7 +69,7 @@ class TalkHere(Talk):
     def save(self, name: str) -> str:
         run = self.run
         if name and not (run.keeper and run.keeper.what == _session(name)):
-            place = self._held.enter_context(session_folder().lock(name))
+            place = self._held.enter_context(saved_sessions().lock(name))
             if place.exists():
                 raise InvalidArgument(f"there is a session {name} already; choose another name")
             notes = {CHAT: self.branches.current.notes}

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _LOCAL = (
     *("model", "dtype", "device", "weights", "prefill_step", "calibration"),
-    *("prefix_cache", "prefix_cache_bytes", "report", "resumed"),
+    *("prefix_cache", "prefix_cache_bytes", "store", "secret_file", "report", "resumed"),
 )
 _SETTINGS = (
     *("policy", "max_kv_size", "keep", "discard", "group", "window", "method", "ratio"),

@@ -1,6 +1,7 @@
 """`kvkeep sessions fork`, `export` and `import`."""
 
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,18 +10,20 @@ import click
 
 from kvkeep.cli.completion import session_names
 from kvkeep.cli.compression import began_with, calibration_option, check_begun_with
-from kvkeep.cli.keeper import session_folder
 from kvkeep.cli.memory import CODEC_NAMES
 from kvkeep.cli.opened import FIRST_PROMPT, UNREAD, checked_notes, dtype_name
 from kvkeep.cli.options import whole_number
 from kvkeep.cli.report import counted, megabytes
+from kvkeep.cli.store import saved_sessions, store_option
 from kvkeep.cli.which_model import SAVED_MODEL, load_named, require_here
 from kvkeep.errors import InvalidArgument, StoreError
 from kvkeep.files.whole import replacing
+from kvkeep.objects.place import Place
 from kvkeep.store.output_file import check_store_place
 
 if TYPE_CHECKING:
     from kvkeep import Snapshot
+    from kvkeep.shared.sessions import SessionPlace
     from kvkeep.store.codec import Codec
 
 
@@ -32,13 +35,14 @@ if TYPE_CHECKING:
 )
 @calibration_option("With --at, of a session that was begun with one.")
 @SAVED_MODEL
+@store_option
 def fork(
     source: str, target: str, at: int | None, calibration: Path | None, model: str | None
 ) -> None:
     """Begin a session where another one is; each then goes its own way."""
     from kvkeep import Snapshot
 
-    folder = session_folder()
+    folder = saved_sessions()
     file = folder.existing(source)
     with folder.lock(target) as place:
         _require_free(place, target)
@@ -88,9 +92,10 @@ def _notes_at(notes: dict[str, Any], count: int) -> dict[str, Any]:
     show_default="as it is",
     help="zstd is smaller, int8 still smaller but not exact.",
 )
+@store_option
 def export(name: str, file: Path, codec: "Codec | None") -> None:
     """Write a session to a file, for another place or machine."""
-    source = session_folder().existing(name)
+    source = saved_sessions().existing(name)
     check_store_place(file, "snapshot")
     from kvkeep import Snapshot
 
@@ -106,12 +111,13 @@ def export(name: str, file: Path, codec: "Codec | None") -> None:
 @click.argument("file", metavar="FILE", type=click.Path(path_type=Path))
 @click.argument("name", metavar="NAME", shell_complete=session_names)
 @click.option("--force", is_flag=True, help="Replace a session of that name.")
+@store_option
 def import_(file: Path, name: str, force: bool) -> None:
     """Make a session of a file that `export` or `generate --cache-prompt` wrote.
 
     Every byte of it is verified first.
     """
-    with session_folder().lock(name) as place:
+    with saved_sessions().lock(name) as place:
         if not force:
             _require_free(place, name)
         from kvkeep import Snapshot
@@ -121,8 +127,11 @@ def import_(file: Path, name: str, force: bool) -> None:
         click.echo(f"{name} has {tokens}, {_size(place)}")
 
 
-def copy(source: Path, target: Path) -> None:
+def copy(source: Place, target: "Path | SessionPlace") -> None:
     """Copies a file so that the target is whole or as it was. Raises StoreError."""
+    if not isinstance(target, Path):
+        target.receive(lambda: _pieces(source))
+        return
     try:
         with source.open("rb") as original, replacing(target) as file:
             shutil.copyfileobj(original, file, 1 << 20)
@@ -133,7 +142,13 @@ def copy(source: Path, target: Path) -> None:
         ) from error
 
 
-def _require_free(place: Path, name: str) -> None:
+def _pieces(source: Place) -> Iterator[bytes]:
+    with source.open("rb") as original:
+        while piece := original.read(1 << 20):
+            yield piece
+
+
+def _require_free(place: Place, name: str) -> None:
     if place.exists():
         raise InvalidArgument(
             f"there is a session {name!r} already; choose another name, or remove it with "
@@ -141,5 +156,5 @@ def _require_free(place: Path, name: str) -> None:
         )
 
 
-def _size(file: Path) -> str:
+def _size(file: Place) -> str:
     return megabytes(file.stat().st_size)

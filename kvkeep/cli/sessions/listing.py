@@ -3,26 +3,27 @@
 import json
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import click
 
-from kvkeep.cli.keeper import session_folder
 from kvkeep.cli.report import megabytes
 from kvkeep.cli.saying import say
+from kvkeep.cli.store import saved_sessions, store_option
 from kvkeep.errors import StoreError
+from kvkeep.objects.place import Place
 from kvkeep.session.conversation import CHAT
 from kvkeep.store.summary import summary
 
 
 @click.command("list")
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
+@store_option
 def list_(as_json: bool) -> None:
     """List sessions, the one saved last first.
 
     Only the beginning of each file is read; `kvkeep sessions verify` reads them whole.
     """
-    rows = [row for path in session_folder().newest() if (row := _row(path)) is not None]
+    rows = [row for path in saved_sessions().newest() if (row := _row(path)) is not None]
     if as_json:
         click.echo(json.dumps([asdict(row) for row in rows], indent=2, ensure_ascii=False))
         return
@@ -52,7 +53,7 @@ class _Row:
     error: str | None = None
 
 
-def _row(path: Path) -> _Row | None:
+def _row(path: Place) -> _Row | None:
     """None for a session that somebody removes meanwhile."""
     try:
         status = path.stat()

@@ -3,17 +3,18 @@
 import click
 
 from kvkeep.cli.completion import session_names
-from kvkeep.cli.keeper import session_folder
 from kvkeep.cli.report import counted, megabytes
+from kvkeep.cli.store import saved_sessions, store_option
 from kvkeep.files.whole import sweep
 from kvkeep.models.library import home
 
 
 @click.command()
 @click.argument("names", metavar="NAME...", nargs=-1, required=True, shell_complete=session_names)
+@store_option
 def rm(names: tuple[str, ...]) -> None:
     """Remove sessions."""
-    folder = session_folder()
+    folder = saved_sessions()
     for name in names:
         folder.existing(name)  # all, or none
     for name in names:
@@ -21,6 +22,7 @@ def rm(names: tuple[str, ...]) -> None:
 
 
 @click.command()
+@store_option
 def gc() -> None:
     """Remove what processes that were killed left behind; no session goes.
 
@@ -28,7 +30,8 @@ def gc() -> None:
     are gone.
     """
     prefixes = home() / "prefixes"
-    removed = session_folder().sweep() + (sweep(prefixes) if prefixes.is_dir() else [])
+    removed: list[object] = [*saved_sessions().sweep()]
+    removed += sweep(prefixes) if prefixes.is_dir() else []
     for file in removed:
         click.echo(f"removed {file}")
     click.echo(f"{counted(len(removed), 'file')} removed")

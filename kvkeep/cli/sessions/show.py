@@ -4,7 +4,6 @@ import sys
 import time
 from collections.abc import Iterator
 from itertools import groupby
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -13,8 +12,10 @@ from kvkeep.cli.completion import session_names
 from kvkeep.cli.opened import UNREAD, checked_notes
 from kvkeep.cli.report import counted, megabytes
 from kvkeep.cli.sessions.verify import session_or_file
+from kvkeep.cli.store import store_option
 from kvkeep.cli.which_model import SAVED_MODEL, require_here
 from kvkeep.errors import FingerprintMismatch
+from kvkeep.objects.place import Place
 
 if TYPE_CHECKING:
     from kvkeep import Snapshot
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 @click.option(
     "--forgotten", is_flag=True, help="Show the text that is forgotten or compressed, too."
 )
+@store_option
 def show(name: str, model: str | None, forgotten: bool) -> None:
     """Show what a session holds, and its text.
 
@@ -61,7 +63,7 @@ def compressed_cells(snapshot: "Snapshot") -> int:
     return sum(segment.length for segment in snapshot.segments if segment.compressed)
 
 
-def _facts(file: Path, snapshot: "Snapshot") -> Iterator[tuple[str, str]]:
+def _facts(file: Place, snapshot: "Snapshot") -> Iterator[tuple[str, str]]:
     policy = snapshot.policy
     settings = ", ".join(f"{key} {value}" for key, value in policy.items() if key != "name")
     dtype = str(snapshot.layout.dtype).removeprefix("torch.")
@@ -79,7 +81,7 @@ def _facts(file: Path, snapshot: "Snapshot") -> Iterator[tuple[str, str]]:
         yield "unread", f"{counted(len(unread), 'token')} of a prompt that was interrupted"
 
 
-def _tokenizer(file: Path, snapshot: "Snapshot", named: str | None) -> "TextCodec":
+def _tokenizer(file: Place, snapshot: "Snapshot", named: str | None) -> "TextCodec":
     from kvkeep.models.source import resolve
     from kvkeep.models.text import TextCodec
     from kvkeep.store.fingerprint import is_tokenizer_of

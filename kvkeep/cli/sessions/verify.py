@@ -5,15 +5,17 @@ from pathlib import Path
 import click
 
 from kvkeep.cli.completion import session_names
-from kvkeep.cli.keeper import session_folder
 from kvkeep.cli.report import counted, megabytes
+from kvkeep.cli.store import saved_sessions, store_option
 from kvkeep.errors import InvalidArgument, StoreError
+from kvkeep.objects.place import Place
 
 DAMAGED = 2  # exit status
 
 
 @click.command()
 @click.argument("names", metavar="[NAME|FILE]...", nargs=-1, shell_complete=session_names)
+@store_option
 def verify(names: tuple[str, ...]) -> None:
     """Check every byte of sessions, or of snapshot files; without names, of all sessions.
 
@@ -21,7 +23,7 @@ def verify(names: tuple[str, ...]) -> None:
     """
     from kvkeep import Snapshot
 
-    every = sorted((path.stem, path) for path in session_folder().newest())
+    every = sorted((path.stem, path) for path in saved_sessions().newest())
     bad = 0
     for name, file in [(name, session_or_file(name)) for name in names] or every:
         try:
@@ -39,13 +41,13 @@ def verify(names: tuple[str, ...]) -> None:
         raise click.exceptions.Exit(DAMAGED)
 
 
-def session_or_file(name: str) -> Path:
+def session_or_file(name: str) -> Place:
     """The file of a session, or the file of that name. Raises InvalidArgument if neither is."""
     if (path := Path(name)).is_file():
         try:
-            return session_folder().existing(name)
+            return saved_sessions().existing(name)
         except InvalidArgument:
             return path
     if "/" in name:
         raise InvalidArgument(f"there is no file {name}")
-    return session_folder().existing(name)
+    return saved_sessions().existing(name)

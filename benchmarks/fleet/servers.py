@@ -1,0 +1,82 @@
+"""Servers to measure, each in processes of its own."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import httpx
+
+
+@contextmanager
+def started(*arguments: str, threads: int) -> Iterator[str]:
+    """Where `kvkeep` with these arguments answers."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kvkeep", *arguments, "--port", str(_free_port())],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+    )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        if "http://" not in line:
+            raise RuntimeError(f"kvkeep {' '.join(arguments)} did not start: {line}")
+        yield line.split()[-1]
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(120)
+
+
+@contextmanager
+def one_engine(threads: int, *more: str) -> Iterator[str]:
+    with started("serve", *more, threads=threads) as url:
+        yield url
+
+
+@contextmanager
+def fleet(replicas: int, store: str, *more: str, threads: int = 1) -> Iterator[str]:
+    counts = ("--replicas", str(replicas), "--threads", str(threads))
+    with started("fleet", "--store", store, *counts, *more, threads=1) as url:
+        yield url
+
+
+@contextmanager
+def object_store() -> Iterator[str]:
+    """The URL of a bucket of a server of S3 on this machine (moto's), by the environment."""
+    port = _free_port()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    endpoint = f"http://127.0.0.1:{port}"
+    os.environ |= {
+        "AWS_ENDPOINT_URL": endpoint,
+        "AWS_ACCESS_KEY_ID": "any",
+        "AWS_SECRET_ACCESS_KEY": "any",
+        "AWS_REGION": "us-east-1",
+    }
+    try:
+        signed = (
+            "AWS4-HMAC-SHA256 Credential=any/20260101/us-east-1/s3/aws4_request, "
+            "SignedHeaders=host, Signature=0"
+        )
+        transport = httpx.HTTPTransport(retries=20)
+        with httpx.Client(transport=transport, timeout=10) as client:
+            made = client.put(f"{endpoint}/kvkeep", headers={"Authorization": signed})
+            made.raise_for_status()
+        yield "s3://kvkeep/measured"
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])

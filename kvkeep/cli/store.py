@@ -1,0 +1,97 @@
+"""Where a command keeps sessions and prompts: on this machine, or in a store that it is told."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import click
+
+from kvkeep.models.library import home, is_given
+from kvkeep.objects.address import is_url, open_objects
+from kvkeep.store.sessions import SessionFolder
+
+if TYPE_CHECKING:
+    from kvkeep.shared.sessions import SessionPlace
+
+_STORE, _SECRET = "kvkeep.store", "kvkeep.secret"  # of a command's context
+
+
+class Sessions(Protocol):
+    """What a command asks of saved sessions, wherever they are."""
+
+    def existing(self, name: str) -> "Path | SessionPlace": ...
+    def names(self) -> list[str]: ...
+    def newest(self) -> "Iterator[Path | SessionPlace]": ...
+    def lock(self, name: str) -> "AbstractContextManager[Path | SessionPlace]": ...
+    def remove(self, name: str) -> int: ...
+    def sweep(self) -> Sequence[object]: ...
+
+
+def _told(context: click.Context, parameter: click.Parameter, value: Any) -> Any:
+    context.meta[_STORE if parameter.name == "store" else _SECRET] = value
+    return value
+
+
+def store_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds `--store` to a command."""
+    return click.option(
+        "--store",
+        metavar="FOLDER|URL",
+        envvar="KVKEEP_STORE",
+        show_default="in kvkeep's own",
+        expose_value=False,
+        callback=_told,
+        help="Where sessions are kept, as s3://bucket/prefix.",
+    )(command)
+
+
+def secret_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds `--secret-file` to a command."""
+    return click.option(
+        "--secret-file",
+        metavar="FILE",
+        envvar="KVKEEP_SECRET_FILE",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        expose_value=False,
+        callback=_told,
+        help="Known to all who share the prefix cache of a --store that is a URL.",
+    )(command)
+
+
+def told_store() -> str | None:
+    """As the user has named it; None for this machine's own."""
+    context = click.get_current_context(silent=True)
+    return None if context is None else context.meta.get(_STORE)
+
+
+def told_secret() -> bytes:
+    """Of the user's file. Raises InvalidArgument for one that holds none."""
+    from kvkeep.fleet.secret import read_secret
+
+    context = click.get_current_context(silent=True)
+    return read_secret(None if context is None else context.meta.get(_SECRET))
+
+
+def saved_sessions() -> Sessions:
+    """Those that the command is about."""
+    store = told_store()
+    if store is None:
+        return session_folder()
+    if not is_url(store):
+        return SessionFolder(Path(store))
+    from kvkeep.shared.sessions import SharedSessions
+
+    return SharedSessions(open_objects(store))
+
+
+def session_folder() -> SessionFolder:
+    """The user's own sessions: in $KVKEEP_HOME, or where the system keeps what must not be lost.
+
+    They were kept in the cache folder once, which any cleaner may empty, and are still found there.
+    """
+    if is_given():
+        return SessionFolder(home() / "sessions")
+    from platformdirs import user_data_path
+
+    return SessionFolder(user_data_path("kvkeep") / "sessions", older=home() / "sessions")
