@@ -1,0 +1,94 @@
+"""Sessions and prompts of the command line in a store that is named by a URL."""
+
+import json
+from pathlib import Path
+
+import pytest
+from cli.conftest import Invoke
+from stores import _s3, s3, s3_url, store_url
+
+from kvkeep.objects import open_objects
+from kvkeep.shared.sessions import SharedSessions
+
+__all__ = ["_s3", "s3", "s3_url", "store_url"]
+
+
+@pytest.fixture
+def at(store_url: str) -> list[str]:
+    return ["--store", store_url]
+
+
+def names(invoke: Invoke, at: list[str]) -> list[str]:
+    listed = json.loads(invoke("sessions", "list", "--json", *at).stdout)
+    return [row["name"] for row in listed]
+
+
+def test_a_session_goes_on_from_the_store_as_from_a_file(
+    invoke: Invoke, tiny: list[str], at: list[str]
+) -> None:
+    written = []
+    for where in (at, []):
+        for text in ("one two", " three"):
+            asked = ("-p", text, "-n", 6, "--temperature", 0, "--session", "s", *tiny, *where)
+            result = invoke("generate", *asked)
+            assert result.exit_code == 0, result.output
+            written.append(result.stdout)
+    assert written[:2] == written[2:]
+    assert names(invoke, at) == ["s"]
+
+
+def test_sessions_are_copied_checked_and_removed_there(
+    invoke: Invoke, tiny: list[str], at: list[str], tmp_path: Path
+) -> None:
+    invoke("generate", "-p", "one", "-n", 2, "--session", "a", *tiny, *at)
+    assert invoke("sessions", "fork", "a", "b", *at).exit_code == 0
+    assert invoke("sessions", "fork", "a", "b", *at).exit_code == 2
+    file = tmp_path / "a.kvkeep"
+    assert invoke("sessions", "export", "a", file, *at).exit_code == 0
+    assert invoke("sessions", "rm", "a", *at).exit_code == 0
+    assert invoke("sessions", "import", file, "c", *at).exit_code == 0
+    assert sorted(names(invoke, at)) == ["b", "c"]
+    verified = invoke("sessions", "verify", *at)
+    assert verified.exit_code == 0
+    assert verified.stdout.count("OK") == 2
+    assert "tokens" in invoke("sessions", "show", "c", *at).stdout
+    assert "0 files removed" in invoke("sessions", "gc", *at).stdout
+    missing = invoke("sessions", "rm", "a", *at)
+    assert missing.exit_code == 2
+    assert "expected one of: b, c" in missing.stderr
+
+
+def test_a_prompt_is_taken_from_the_store(
+    invoke: Invoke, tiny: list[str], at: list[str], tmp_path: Path
+) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("0123456789abcdef" * 4)
+    text = " ".join(str(number) for number in range(400))
+    asked = ["generate", "-p", text, "-n", 2, "--prefix-cache", "--secret-file", secret]
+    for report in ("first", "second"):
+        out = tmp_path / f"{report}.json"
+        result = invoke(*asked, "--report", out, *tiny, *at)
+        assert result.exit_code == 0, result.output
+    first, second = (json.loads((tmp_path / f"{n}.json").read_text()) for n in ("first", "second"))
+    assert (first["reused_tokens"], second["reused_tokens"] >= 256) == (0, True)
+    short = tmp_path / "short"
+    short.write_text("too short")
+    refused = invoke(*asked[:-1], short, *tiny, *at)
+    assert refused.exit_code == 2
+    assert "openssl rand" in refused.stderr
+
+
+def test_a_session_that_somebody_uses_is_refused(
+    invoke: Invoke, tiny: list[str], store_url: str, at: list[str]
+) -> None:
+    invoke("generate", "-p", "one", "-n", 2, "--session", "a", *tiny, *at)
+    with SharedSessions(open_objects(store_url), writer="laptop:1").lock("a"):
+        refused = invoke("generate", "-n", 2, "--session", "a", *tiny, *at)
+    assert refused.exit_code == 2
+    assert "laptop:1 is using session 'a'" in refused.stderr
+
+
+def test_what_is_no_store_is_refused(invoke: Invoke) -> None:
+    refused = invoke("sessions", "list", "--store", "ftp://somewhere")
+    assert refused.exit_code == 2
+    assert "s3://bucket/prefix" in refused.stderr
