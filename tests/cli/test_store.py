@@ -13,6 +13,11 @@ from kvkeep.shared.sessions import SharedSessions
 __all__ = ["_s3", "s3", "s3_url", "store_url"]
 
 
+@pytest.fixture(autouse=True)
+def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("KVKEEP_HOME", str(tmp_path / "home"))
+
+
 @pytest.fixture
 def at(store_url: str) -> list[str]:
     return ["--store", store_url]
