@@ -74,7 +74,7 @@ def _serve_shared(choice: MemoryChoice, options: dict[str, Any]) -> None:
     )
     try:
         keys = Keys.shared(options["api_key_file"], secret)
-        serve_on(found.engine, keys, options, found.around)
+        serve_on(found.engine, keys, options, found.around, found.drained)
     finally:
         found.engine.close()
 

@@ -78,7 +78,7 @@ class Engine:
         idle = self.limits.saved_after / 2 + 0.05
         self._thread = EngineThread(self._turn, idle, self._end)
         self._saving = Saving(self._keeping, self._thread.post)
-        self.visiting = Visiting(model, self._keeping, self.call)
+        self.visiting = Visiting(model, self._keeping, self.call, self._discard)
         self._thread.start()
 
     def __enter__(self) -> "Engine":
@@ -221,15 +221,7 @@ class Engine:
     def discard(self, name: str, owner: str = "0") -> Future[None]:
         """Forgets a session, whatever is at work in it."""
 
-        def discarded() -> None:
-            kept = self._keeping.find(name, owner)
-            for answer in self._schedule.answers:
-                if answer.kept is kept:
-                    answer.cancel()
-            self._schedule.end_cancelled()
-            self._keeping.remove(kept)
-
-        return self.call(discarded)
+        return self.call(lambda: self._discard(self._keeping.find(name, owner)))
 
     def note(self, name: str, owner: str, notes: dict[str, Any]) -> Future[None]:
         """Keeps JSON values beside a session, in the place of those of the same name."""
@@ -356,16 +348,22 @@ class Engine:
         return _flat(self.call(begun))
 
     def restore(
-        self, label: str, owner: str = "0", name: str | None = None, instead: bool = False
+        self,
+        label: str | Snapshot,
+        owner: str = "0",
+        name: str | None = None,
+        instead: bool = False,
     ) -> Future[Kept]:
         """A new session that goes on where the one stood that a snapshot was taken of.
+
+        label: of the owner's, which is read in the engine's thread; or one that was read.
 
         instead: whether a session of that name, if there is one, becomes it. It stays as it is
         where the snapshot cannot be restored.
         """
 
         def restored() -> Kept:
-            snapshot = Snapshot.load(self.snapshots(owner).existing(label))
+            snapshot = label if isinstance(label, Snapshot) else self.labelled(label, owner)
             session = self.model.restore(snapshot)
             if instead and name is not None and self._keeping.has(name, owner):
                 kept = self._keeping.find(name, owner)
@@ -380,6 +378,11 @@ class Engine:
             return kept
 
         return self.call(restored)
+
+    def labelled(self, label: str, owner: str = "0") -> Snapshot:
+        """What was written under a label, in the caller's thread. Raises InvalidArgument where
+        there is none, StoreError."""
+        return Snapshot.load(self.snapshots(owner).existing(label))
 
     def snapshots(self, owner: str = "0") -> Labels:
         """The owner's snapshots, by label."""
@@ -438,10 +441,19 @@ class Engine:
         notes: dict[str, Any] | None = None,
     ) -> Kept:
         """Keeps a session by name. Raises NoRoom where the owner has as many as there may be."""
-        held = sum(kept.named and not kept.visits for kept in self._keeping.of(owner))
+        held = sum(
+            kept.named and not (kept.visits or kept.passing) for kept in self._keeping.of(owner)
+        )
         if held >= self.limits.sessions:
             raise NoRoom(f"there are {held} sessions already: delete some", float("inf"))
         return self._keeping.add(session, owner, name, parent, notes=notes)
+
+    def _discard(self, kept: Kept) -> None:
+        for answer in self._schedule.answers:
+            if answer.kept is kept:
+                answer.cancel()
+        self._schedule.end_cancelled()
+        self._keeping.remove(kept)
 
     def _settled(self, kept: Kept) -> None:
         """What is kept beside a session was changed: it is to be saved with that."""

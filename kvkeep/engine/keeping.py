@@ -119,6 +119,8 @@ class Keeping:
         if (owner, name) in self._all:
             raise InvalidArgument(f"there is a session {name!r} already")
         kept = Kept(name, owner, named, file, session, parent=parent, notes=notes or {})
+        # Where snapshots are in a store and sessions in no folder, what must last is in the store.
+        kept.passing = named and file is None and self._snapshots is not None
         self.reserve(kept, 0)
         if file is not None:
             self._lock(kept)
@@ -132,7 +134,10 @@ class Keeping:
         notes: of the snapshot that it was restored from. Raises Busy, NoRoom.
         """
         if self.has(name, owner):
-            self.remove(self.find(name, owner))
+            there = self.find(name, owner)
+            if not there.visits:
+                raise InvalidArgument(f"this server has a session {name!r} of its own")
+            self.remove(there)
         others = {key: value for key, value in notes.items() if key != NOTES}
         kept = self.add(session, owner, name, notes=others)
         kept.goes_on(notes.get(NOTES, {}))
@@ -208,7 +213,7 @@ class Keeping:
 
     def make_room(self, kept: Kept) -> None:
         """Takes an idle session out of memory; a named one is on disk by then, or at home."""
-        if not kept.named or kept.visits:
+        if not kept.named or kept.visits or kept.passing:
             self.remove(kept)
             return
         if kept.dirty:

@@ -30,7 +30,8 @@ class Kept:
     begins like it would have got the same cells, to the bit. changed: how it was changed by other
     than adding to its end. lost: of a session that was found on disk, the revision that an engine
     which was killed had brought it to. visits: whether it is at home elsewhere, and whole there
-    while nobody awaits it. awaited: by how many it is. notes: JSON values of whoever made it.
+    while nobody awaits it. awaited: by how many it is. passing: whether it may be lost to
+    make room, though it has a name. notes: JSON values of whoever made it.
     reserved: bytes that it may come to take while it is at work. removed: whether it was deleted.
     """
 
@@ -49,6 +50,7 @@ class Kept:
     lost: int | None = None
     visits: bool = False
     awaited: int = 0
+    passing: bool = False
     notes: dict[str, Any] = field(default_factory=dict)
     removed: bool = False
     answer: object | None = None
@@ -73,9 +75,11 @@ class Kept:
     @property
     def may_go(self) -> bool:
         """Whether it can make room for others, and be had again if it is to be kept."""
-        if self.session is None or self.busy or self.pinned or self.awaited:
+        if self.session is None or self.busy or self.awaited:
             return False
-        return not self.named or self.file is not None or self.visits
+        if self.visits or self.passing:
+            return True
+        return not self.pinned and (not self.named or self.file is not None)
 
     def goes_on(self, noted: Mapping[str, Any]) -> None:
         """It is what an engine has noted of it (see `Keeping.snapshot`)."""

@@ -6,6 +6,7 @@ from typing import Any
 
 from kvkeep.engine.keeping import Keeping
 from kvkeep.engine.kept import Kept
+from kvkeep.errors import StoreError
 from kvkeep.model import Model
 from kvkeep.store.snapshot import Snapshot
 
@@ -14,7 +15,7 @@ class Visiting:
     """For whoever keeps sessions elsewhere: each is awaited while it must stay, then may go.
 
     One that makes room for others is not saved: whoever let it go has it. call: runs a function in
-    the engine's thread.
+    the engine's thread. discard: forgets a session there, and cancels what is at work in it.
     """
 
     def __init__(
@@ -22,13 +23,16 @@ class Visiting:
         model: Model,
         keeping: Keeping,
         call: Callable[[Callable[[], Any]], Future[Any]],
+        discard: Callable[[Kept], None],
     ):
         self._model, self._keeping, self._call = model, keeping, call
+        self._discard = discard
 
     def bring(self, snapshot: Snapshot, name: str, owner: str) -> Future[Kept]:
-        """A session goes on as another engine had it, awaited; in the place of one of that name.
+        """A session goes on as another engine had it, awaited; in the place of one that visits.
 
-        Raises StoreError for a snapshot of another model, Busy, NoRoom.
+        Raises StoreError for a snapshot of another model, InvalidArgument where the engine has a
+        session of its own by that name, Busy, NoRoom.
         """
 
         def brought() -> Kept:
@@ -39,55 +43,73 @@ class Visiting:
 
         return self._call(brought)
 
-    def await_(self, name: str, owner: str) -> Future[Kept]:
-        """It stays until it is let go as often. Raises NoSuchSession where it is not here."""
+    def await_(self, kept: Kept) -> Future[bool]:
+        """It stays until it is let go as often; False where it has gone already."""
 
-        def awaited() -> Kept:
+        def awaited() -> bool:
+            there = self._is_here(kept)
+            kept.awaited += there
+            return there
+
+        return self._call(awaited)
+
+    def let_go(self, kept: Kept) -> Future[None]:
+        """Once less awaited."""
+
+        def gone() -> None:
+            kept.awaited = max(0, kept.awaited - 1)
+
+        return self._call(gone)
+
+    def find(self, name: str, owner: str) -> Future[Kept | None]:
+        """A session that was made here, to be at home elsewhere from now on, awaited."""
+
+        def found() -> Kept | None:
+            if not self._keeping.has(name, owner):
+                return None
             kept = self._keeping.find(name, owner)
             kept.visits, kept.awaited = True, kept.awaited + 1
             return kept
 
-        return self._call(awaited)
+        return self._call(found)
 
-    def let_go(self, name: str, owner: str) -> Future[None]:
-        """Once less awaited, if it is here still."""
-
-        def gone() -> None:
-            if self._keeping.has(name, owner):
-                kept = self._keeping.find(name, owner)
-                kept.awaited = max(0, kept.awaited - 1)
-
-        return self._call(gone)
-
-    def snapshot(self, name: str, owner: str) -> Future[tuple[Snapshot, int]]:
+    def snapshot(self, kept: Kept) -> Future[tuple[Snapshot, int]]:
         """All that it is, for another engine to bring; and its revision. Raises Busy."""
 
         def taken() -> tuple[Snapshot, int]:
-            kept = self._keeping.find(name, owner)
+            self._require_here(kept)
             kept.require_idle()
             return self._keeping.snapshot(kept), kept.revision
 
         return self._call(taken)
 
-    def committed(self, name: str, owner: str, revision: int) -> Future[None]:
+    def committed(self, kept: Kept, revision: int) -> Future[None]:
         """What it was at that revision is at home."""
+        return self._call(lambda: self._keeping.is_saved(kept, revision))
 
-        def told() -> None:
-            if self._keeping.has(name, owner):
-                kept = self._keeping.find(name, owner)
-                kept.visits = True
-                self._keeping.is_saved(kept, revision)
+    def revision(self, kept: Kept) -> Future[int]:
+        """At which it is. Raises Busy, StoreError where it is not here any more."""
 
-        return self._call(told)
-
-    def revision(self, name: str, owner: str) -> Future[int | None]:
-        """At which it is; None where it is not here. Raises Busy."""
-
-        def found() -> int | None:
-            if not self._keeping.has(name, owner):
-                return None
-            kept = self._keeping.find(name, owner)
+        def found() -> int:
+            self._require_here(kept)
             kept.require_idle()
             return kept.revision
 
         return self._call(found)
+
+    def forget(self, kept: Kept) -> Future[None]:
+        """It is not here any more, whatever was at work in it."""
+
+        def forgotten() -> None:
+            if self._is_here(kept):
+                self._discard(kept)
+
+        return self._call(forgotten)
+
+    def _is_here(self, kept: Kept) -> bool:
+        name, owner = kept.name, kept.owner
+        return self._keeping.has(name, owner) and self._keeping.find(name, owner) is kept
+
+    def _require_here(self, kept: Kept) -> None:
+        if not self._is_here(kept):
+            raise StoreError(f"session {kept.name!r} went while it was worked on: send it again")

@@ -2,19 +2,20 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 NOTE = "answered"  # of a session's notes
-_KEPT = 8  # of a session, the newest
-_LARGEST = 100_000  # bytes of an answer
+_KEPT = 256  # of a session, the newest
+_WHOLE = 8  # of these, with what was answered
+LARGEST = 100_000  # bytes of an answer
 _SEEDS = 2**53
 
 
 @dataclass(frozen=True)
 class Answered:
     """What a request with a key was told. key, request: digests. body: None for one that was too
-    large to be kept."""
+    large to be kept, or is long ago."""
 
     key: str
     request: str
@@ -25,25 +26,29 @@ class Answered:
 
 def remembered(notes: Mapping[str, Any]) -> list[Answered]:
     """Of a snapshot's notes; nothing of what is not as it was written."""
-    found = []
-    for each in notes.get(NOTE, ()):
+    found, told = list[Answered](), notes.get(NOTE)
+    for each in told if isinstance(told, list) else ():
         try:
-            found.append(Answered(**each))
-        except TypeError:
+            one = Answered(**each)
+            kinds = (type(one.key), type(one.request), type(one.status))
+            if kinds == (str, str, int) and isinstance(one.body, str | None):
+                found.append(replace(one, headers=[[str(a), str(b)] for a, b in one.headers]))
+        except (TypeError, ValueError):
             continue
     return found
 
 
 def noted(answers: Sequence[Answered]) -> dict[str, Any]:
     """For a snapshot's notes."""
-    return {NOTE: [asdict(each) for each in answers[-_KEPT:]]}
+    old = [replace(each, body=None, headers=[]) for each in answers[-_KEPT:-_WHOLE]]
+    return {NOTE: [asdict(each) for each in (*old, *answers[-_WHOLE:])]}
 
 
 def record(
-    key: str, request: str, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes
+    key: str, request: str, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes | None
 ) -> Answered:
     told = [[name.decode("latin-1"), value.decode("latin-1")] for name, value in headers]
-    kept = body.decode() if len(body) <= _LARGEST else None
+    kept = None if body is None else body.decode()
     return Answered(key, request, status, told, kept)
 
 

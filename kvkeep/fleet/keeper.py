@@ -7,26 +7,31 @@ at all.
 
 import asyncio
 import json
+import logging
 import secrets
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from starlette.responses import JSONResponse
 
 from kvkeep.engine import Kept
 from kvkeep.engine.keeping import NOTES
-from kvkeep.errors import NoSuchSession, StoreError
-from kvkeep.fleet.answered import Answered, digest, record, seed_of
+from kvkeep.errors import InvalidArgument, NoSuchSession, StoreError, WrongRevision
+from kvkeep.fleet.answered import LARGEST, Answered, digest, record, seed_of
 from kvkeep.fleet.custody import Custody, Writing
-from kvkeep.fleet.requests import DRAWING, About, about, fields_of
+from kvkeep.fleet.requests import DRAWING, About, about, checked_new, fields_of
 from kvkeep.fleet.responses import Body, Message, Receive, Response, Send, whole
 from kvkeep.server.problems import Problem, problem_of
-from kvkeep.server.sessions.entry import entry_of
+from kvkeep.server.sessions.entry import entry_of, revision_in
 from kvkeep.server.sse import event
 from kvkeep.shared.sessions import SessionPlace
 from kvkeep.store.snapshot import describe
 
+_log = logging.getLogger("kvkeep.server")
 _PATIENCE = 10.0  # seconds for which a request that came again waits for its first try
+_SENDING = 60.0  # seconds for which a client may not take what it is sent
 _LONGEST = 200  # characters of a key
 _ASGI = {"version": "3.0", "spec_version": "2.3"}  # streams listen for who goes away
 _Scope = dict[str, Any]
@@ -80,11 +85,14 @@ class Keeper:
     async def _answered(
         self, found: About, scope: _Scope, given: bytes, body: Body, send: Send
     ) -> None:
-        response = Response(send)
+        keyed = b"idempotency-key" in dict(scope["headers"])
+        response = Response(send, LARGEST if keyed else 0)
         try:
             await self._done(found, scope, given, body, response)
         except Exception as error:
             problem = problem_of(error)
+            if problem.status >= 500:
+                _log.error("%s %s", scope["method"], scope["path"], exc_info=error)
             await response.replace(problem.response(), event(problem.body(), "error"))
         else:
             await response.finish()
@@ -92,45 +100,70 @@ class Keeper:
     async def _done(
         self, found: About, scope: _Scope, given: bytes, body: Body, response: Response
     ) -> None:
-        owner = scope["owner"]
+        owner, custody = scope["owner"], self._custody
         match found.kind:
+            case "unknown":
+                raise Problem(404, "there is nothing of that name", "not_found_error")
             case "list":
                 await self._list(scope, response)
             case "begin":
-                fields = fields_of(given)
-                await self._begin(owner, fields, scope, body, response)
+                await self._begin(given, scope, body, response)
             case "fork":
-                fields = fields_of(given)
-                async with self._custody.reading(owner, found.name):
-                    await self._begin(owner, fields, scope, body, response)
+                async with custody.reading(owner, found.name, settled=True):
+                    await self._begin(given, scope, body, response)
+            case "label":
+                async with custody.reading(owner, found.name, settled=True):
+                    await self._app(scope, body.receive, response.send)
+            case "watch":
+                with suppress(NoSuchSession):
+                    async with custody.reading(owner, found.name):
+                        pass
+                await self._app(scope, body.receive, response.through)
             case "read":
-                async with self._custody.reading(owner, found.name):
-                    await self._app(scope, body.receive, response.through)
+                await self._read(found, scope, body, response)
             case "save":
-                async with self._custody.reading(owner, found.name):
+                async with custody.reading(owner, found.name, settled=True):
                     path = f"/v1/sessions/{found.name}"
                     looked = {**scope, "method": "GET", "path": path, "raw_path": path.encode()}
                     await self._app(looked, body.receive, response.send)
             case "delete":
-                await self._delete(found, scope, body, response)
+                await self._delete(found, scope, response)
             case _:
                 await self._write(found, scope, given, body, response)
 
-    async def _begin(
-        self, owner: str, fields: dict[str, Any], scope: _Scope, body: Body, response: Response
-    ) -> None:
+    async def _read(self, found: About, scope: _Scope, body: Body, response: Response) -> None:
+        """Of a session in the store; or of one of this server's own, such as a stored response."""
+        for again in (True, False):
+            tried = response if not again else Response(response.send)
+            try:
+                async with self._custody.reading(scope["owner"], found.name):
+                    await self._app(scope, body.receive, tried.send)
+            except NoSuchSession:
+                await self._app(scope, body.receive, response.send)
+                return
+            if tried is response:
+                return
+            if tried.status != 404:  # else it was taken back in between, and is read anew
+                await tried.finish()
+                return
+
+    async def _begin(self, given: bytes, scope: _Scope, body: Body, response: Response) -> None:
         """What makes a session: it is in the store before anybody is told."""
-        name = fields.get("name") or f"s-{secrets.token_hex(8)}"
-        if not isinstance(name, str):
-            raise Problem(400, "name: a session's name is a text", param="name")
-        key, request = _key(scope), digest(scope["path"].encode(), json.dumps(fields).encode())
+        owner, fields, key = scope["owner"], fields_of(given), _key(scope)
+        chosen = f"s-{key[:16]}" if key else f"s-{secrets.token_hex(8)}"
+        name = checked_new(fields.get("name") or chosen)
+        request = digest(scope["path"].encode(), json.dumps(fields).encode())
         if key and await self._begun_before(owner, name, key, request, response):
             return
         changed = Body(json.dumps({**fields, "name": name}).encode(), body.receive_on)
-        async with self._custody.beginning(owner, name) as writing:
-            await self._app(_sized(scope), changed.receive, response.send)
-            if response.whole:
-                await self._commit(writing, key, request, response)
+        try:
+            async with self._custody.beginning(owner, name) as writing:
+                await self._app(_sized(scope), changed.receive, response.send)
+                if response.whole:
+                    await self._commit(writing, key, request, response)
+        except InvalidArgument:  # the same request at another server was faster, perhaps
+            if not key or not await self._begun_before(owner, name, key, request, response):
+                raise
 
     async def _begun_before(
         self, owner: str, name: str, key: str, request: str, response: Response
@@ -138,6 +171,7 @@ class Keeper:
         """Whether that very request has made the session: then it is answered again."""
         try:
             async with self._custody.writing(owner, name, _PATIENCE) as writing:
+                writing.clean = True
                 return await _again(writing.answered, key, request, response)
         except NoSuchSession:
             return False
@@ -152,6 +186,7 @@ class Keeper:
         patience = _PATIENCE if key else 0.0
         async with self._custody.writing(scope["owner"], found.name, patience) as writing:
             if key and await _again(writing.answered, key, request, response):
+                writing.clean = True
                 return
             _ends_with(writing, body)
             await self._app(scope, body.receive, response.send)
@@ -160,11 +195,22 @@ class Keeper:
             if response.whole if key else await self._custody.changed(writing):
                 await self._commit(writing, key, request, response)
 
-    async def _delete(self, found: About, scope: _Scope, body: Body, response: Response) -> None:
-        async with self._custody.writing(scope["owner"], found.name) as writing:
-            await self._app(scope, body.receive, response.send)
-            if response.whole:
-                await self._custody.removed(writing)
+    async def _delete(self, found: About, scope: _Scope, response: Response) -> None:
+        """Also of one that cannot be read."""
+        wanted = revision_in(dict(scope["headers"]).get(b"if-match", b"").decode("latin-1") or None)
+        owner, name = scope["owner"], found.name
+        async with self._custody.removing(owner, name) as writing:
+            if wanted is not None:
+                entry = await self._custody.at_store(
+                    lambda: _entry(SessionPlace(writing.lease.place))
+                )
+                if entry is None or entry["revision"] != wanted:
+                    raise WrongRevision(
+                        f"session {name!r} is not at revision {wanted}: look at it again"
+                    )
+            await self._custody.remove(writing)
+        told = JSONResponse({"name": name, "object": "session", "deleted": True})
+        await told(scope, _never, response.send)
 
     async def _commit(
         self, writing: Writing, key: str | None, request: str, response: Response
@@ -176,9 +222,12 @@ class Keeper:
         await self._custody.commit(writing, answer)
 
     async def _list(self, scope: _Scope, response: Response) -> None:
-        sessions = self._custody.sessions(scope["owner"])
-        places = await asyncio.to_thread(lambda: list(sessions.newest()))
-        entries = await asyncio.gather(*(asyncio.to_thread(_entry, place) for place in places))
+        custody = self._custody
+        sessions = custody.sessions(scope["owner"])
+        places = await custody.at_store(lambda: list(sessions.newest()))
+        entries = await asyncio.gather(
+            *(custody.at_store(partial(_entry, place)) for place in places)
+        )
         data = [entry for entry in entries if entry is not None]
         told = JSONResponse({"object": "list", "data": data})
         await told(scope, _never, response.send)
@@ -187,12 +236,12 @@ class Keeper:
 def _entry(place: SessionPlace) -> dict[str, Any] | None:
     """As clients read it, of what was committed last; None for one that is gone or not sound."""
     try:
-        notes = describe(place).get("notes", {})
-    except StoreError:
+        noted = describe(place)["notes"][NOTES]
+        kept = Kept(place.stem, "", True, None, None)
+        kept.goes_on(noted)
+        return entry_of(kept)
+    except (StoreError, LookupError, TypeError, ValueError, AttributeError):
         return None
-    kept = Kept(place.stem, "", True, None, None)
-    kept.goes_on(notes.get(NOTES, {}))
-    return entry_of(kept)
 
 
 def _ends_with(writing: Writing, body: Body) -> None:
@@ -243,7 +292,8 @@ def _seeded(given: bytes, key: str, body: Body, scope: _Scope) -> tuple[Body, _S
         fields = fields_of(given)
     except Problem:  # the route says what is wrong with it
         return body, scope
-    if fields.get("seed") is None:
+    seed = fields.get("seed")
+    if seed is None or (isinstance(seed, int) and seed < 0):
         fields["seed"] = seed_of(key)
     return Body(json.dumps(fields).encode(), body.receive_on), _sized(scope)
 
@@ -259,8 +309,8 @@ def _safe(send: Send, body: Body) -> Send:
 
     async def sends(message: Message) -> None:
         try:
-            await send(message)
-        except Exception:
+            await asyncio.wait_for(send(message), _SENDING)
+        except Exception:  # or it has stopped reading, and others are not to wait for it
             body.gone.set()
 
     return sends

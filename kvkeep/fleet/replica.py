@@ -4,7 +4,7 @@ import os
 import secrets
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvkeep.engine import Engine, Limits
@@ -20,15 +20,23 @@ from kvkeep.shared.sessions import SharedSessions
 
 @dataclass(frozen=True)
 class Replica:
-    """engine: reads and writes. custody: of its sessions. writer: what others are told of it."""
+    """engine: reads and writes. custody: of its sessions. writer: what others are told of it.
+    keepers: of its applications."""
 
     engine: Engine
     custody: Custody
     writer: str
+    keepers: list[Keeper] = field(default_factory=list)
 
     def around(self, app: Any) -> Keeper:
         """For `application`."""
-        return Keeper(app, self.custody, self.writer)
+        self.keepers.append(Keeper(app, self.custody, self.writer))
+        return self.keepers[-1]
+
+    async def drained(self) -> None:
+        """Once all that was begun is in the store."""
+        for keeper in self.keepers:
+            await keeper.drained()
 
 
 def replica(

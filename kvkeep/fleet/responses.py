@@ -16,8 +16,9 @@ class Response:
     So nobody is told that something is done before it is. `finish` sends what was kept.
     """
 
-    def __init__(self, send: Send):
-        self._send = send
+    def __init__(self, send: Send, most: int = 0):
+        """most: bytes of the body that are remembered, if it is no longer."""
+        self._send, self._most, self._size = send, most, 0
         self._kept = list[Message]()
         self._parts = list[bytes]()
         self.status = 0
@@ -37,8 +38,9 @@ class Response:
         return self.ended and 0 < self.status < 400 and not self.failed
 
     @property
-    def body(self) -> bytes:
-        return b"".join(self._parts)
+    def body(self) -> bytes | None:
+        """None for one that was too long."""
+        return b"".join(self._parts) if self._size <= self._most else None
 
     async def send(self, message: Message) -> None:
         """For the application."""
@@ -46,7 +48,9 @@ class Response:
             self.status, self.headers = message["status"], list(message.get("headers", ()))
         else:
             body = message.get("body", b"")
-            self._parts.append(body)
+            self._size += len(body)
+            if self._size <= self._most:
+                self._parts.append(body)
             self.failed = self.failed or (self.streams and body.startswith(_ENDS[1]))
             self.ended = self.ended or not message.get("more_body", False)
         last = message.get("body", b"").startswith(_ENDS) or self.ended

@@ -37,16 +37,11 @@ class Server:
         name = setup.alias or model.name.rpartition("/")[2]
         self._service = Service(self._replica.engine, name, keys, now())
         hosts = {*LOCAL_HOSTS, *setup.hosts}
-        self._keepers: list[Any] = []
-        self._app = application(self._service, hosts, setup.origins, self._around)
+        self._app = application(self._service, hosts, setup.origins, self._replica.around)
 
     def __serve_build_asgi_app__(self) -> Any:
         """Ray Serve's word for what answers."""
         return self._app
-
-    def _around(self, app: Any) -> Any:
-        self._keepers.append(self._replica.around(app))
-        return self._keepers[-1]
 
     async def check_health(self) -> None:
         """Raises where the engine computes no more: another server is started then."""
@@ -55,6 +50,5 @@ class Server:
     async def __del__(self) -> None:
         """Ray Serve's word for the end: by then requests have ended, or had their time."""
         self._service.closing = True
-        for keeper in self._keepers:
-            await keeper.drained()
+        await self._replica.drained()
         await asyncio.to_thread(self._replica.engine.close)

@@ -95,10 +95,13 @@ class FolderObjects:
         path = self._path(key)
         with self._failing(key, "deleted"), self._lock(key):
             path.unlink(missing_ok=True)
+            folder = path.parent
             with suppress(OSError):  # other objects are there, or no folder is
-                path.parent.rmdir()
-            with suppress(FileNotFoundError):
-                fsync_folder(path.parent)
+                folder.rmdir()
+            while not folder.is_dir():
+                folder = folder.parent
+            with suppress(FileNotFoundError):  # it went in this moment
+                fsync_folder(folder)
 
     def _write(self, path: Path, pieces: Pieces) -> None:
         for again in (True, True, False):

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore, RetryConfig
 
 _SMALL = 8 << 20  # bytes that are sent in one request
+_AND = " of version "  # in a tag
 _TRIES = 3  # of what obstore itself does not send again, such as a put that timed out
 RETRIES: "RetryConfig" = {
     "max_retries": 6,
@@ -45,7 +46,7 @@ class RemoteObjects:
     ) -> str:
         import obstore
 
-        mode: Any = "create" if if_absent else {"e_tag": if_tag} if if_tag else "overwrite"
+        mode: Any = "create" if if_absent else _version(if_tag) if if_tag else "overwrite"
         with self._failing(key, "written"):
             done = obstore.put(
                 self._store, checked_key(key), content, mode=mode, use_multipart=False
@@ -82,7 +83,7 @@ class RemoteObjects:
     def get_range(self, stored: Stored, begin: int, end: int) -> memoryview:
         import obstore
 
-        options: Any = {"range": (begin, end), "if_match": stored.tag}
+        options: Any = {"range": (begin, end), "if_match": _version(stored.tag)["e_tag"]}
         for left in reversed(range(_TRIES)):
             with self._failing(stored.key, "read"):
                 found = obstore.get(self._store, checked_key(stored.key), options=options)
@@ -181,4 +182,10 @@ def _tag(key: str, found: Any) -> str:
     tag = found["e_tag"]
     if not tag:
         raise StoreError(f"the store gives {key} no ETag, without which nothing in it can be kept")
-    return str(tag)
+    version = found["version"]  # by which Google's store knows what a change is meant for
+    return f"{tag}{_AND}{version}" if version else str(tag)
+
+
+def _version(tag: str) -> dict[str, str]:
+    e_tag, _, version = tag.partition(_AND)
+    return {"e_tag": e_tag, "version": version} if version else {"e_tag": e_tag}

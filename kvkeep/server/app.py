@@ -52,11 +52,12 @@ def application(
     app.add_exception_handler(RequestValidationError, _malformed)
     app.add_exception_handler(HTTPException, _refused)
     app.add_exception_handler(Exception, _failed)
+    inner = around(app)
     if origins:
-        app.add_middleware(
-            CORSMiddleware, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"]
+        inner = CORSMiddleware(
+            inner, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"]
         )
-    return Safety(around(app), service, hosts, origins)
+    return Safety(inner, service, hosts, origins)
 
 
 async def _told(request: Request, error: Exception) -> JSONResponse:

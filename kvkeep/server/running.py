@@ -5,7 +5,7 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -51,8 +51,10 @@ def serve_on(
     keys: Keys,
     options: dict[str, Any],
     around: Callable[[Any], Any] = Idempotent,
+    drained: Callable[[], Awaitable[None]] | None = None,
 ) -> None:
-    """Serves until a signal comes. options: of `kvkeep serve`. around: see `application`."""
+    """Serves until a signal comes. options: of `kvkeep serve`. around: see `application`. drained:
+    is awaited at the end, for what must still be done."""
     listening = _listening(options["host"], options["port"])
     host, port = listening.getsockname()[:2]
     name = options["alias"] or Path(engine.model.name).name
@@ -70,7 +72,17 @@ def serve_on(
     if not options["quiet"]:
         shown = f"[{host}]" if ":" in host else host
         print(f"kvkeep serves {name} on http://{shown}:{port}", flush=True)
-    asyncio.run(_Server(config, service).serve(sockets=[listening]))
+    asyncio.run(_serve(_Server(config, service), listening, drained))
+
+
+async def _serve(
+    server: uvicorn.Server, listening: socket.socket, drained: Callable[[], Awaitable[None]] | None
+) -> None:
+    try:
+        await server.serve(sockets=[listening])
+    finally:
+        if drained is not None:
+            await drained()
 
 
 def free_port(host: str, port: int) -> int:

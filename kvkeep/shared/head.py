@@ -1,6 +1,7 @@
 """The head of a session: the one object that says what the session is, and who may change it."""
 
 import json
+import math
 import secrets
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -16,7 +17,9 @@ _KINDS = {
     "expires": float,
     "snapshot": str,
     "removed": bool,
+    "past": list,
 }
+_PAST = 16  # commits that are remembered
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,8 @@ class Head:
     who holds the session, as others are told; "" for nobody. expires: seconds since 1970 from which
     on another may take it: by the writer's clock, a hint for those who wait, on which no safety
     rests. snapshot: the name of what was committed last; "" for nothing. removed: that there is no
-    such session any more; the head stays, so that no epoch comes twice.
+    such session any more; the head stays, so that no epoch comes twice. past: names of the commits
+    before the last, by which a writer that was not answered learns whether its own was done.
     """
 
     epoch: int
@@ -38,10 +42,20 @@ class Head:
     expires: float
     snapshot: str = ""
     removed: bool = False
+    past: tuple[str, ...] = ()
 
     def next(self, **changes: Any) -> "Head":
         """Another version."""
         return replace(self, nonce=new_nonce(), **changes)
+
+    def committed(self, snapshot: str, **changes: Any) -> "Head":
+        """The version after a commit."""
+        past = (*self.past, self.snapshot)[-_PAST:] if self.snapshot else self.past
+        return self.next(gen=self.gen + 1, snapshot=snapshot, past=past, **changes)
+
+    def has_committed(self, snapshot: str) -> bool:
+        """Whether that was committed, lately."""
+        return snapshot == self.snapshot or snapshot in self.past
 
     def content(self) -> bytes:
         return json.dumps({"kvkeep": "head", "format": FORMAT, **asdict(self)}).encode()
@@ -56,6 +70,8 @@ class Head:
             if found["format"] <= FORMAT:
                 given = {field: found[field] for field in _KINDS}
                 wrong = [f for f, kind in _KINDS.items() if type(given[f]) is not kind]
+                given["past"] = tuple(str(name) for name in given["past"])
+                wrong += [] if math.isfinite(given["expires"]) else ["expires"]
                 if wrong or given["epoch"] < 1 or given["gen"] < 0:
                     raise ValueError(f"these make no sense: {wrong or 'epoch, gen'}")
                 return cls(**given)

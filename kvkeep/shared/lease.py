@@ -71,12 +71,15 @@ class Lease:
 
         Raises Moved where it is another writer's: nothing of the pieces is kept then.
         """
+        self.check()
+        # Renewals go on meanwhile: they change neither epoch nor generation.
+        snapshot = self.place.run(protocol.upload(self._version), pieces)
         with self._at_store:
             self.check()
             expires = NOBODY if release else self._clock() + self._seconds
             writer = "" if release else self._writer
-            steps = protocol.commit(self._version, expires, writer)
-            self._version = self._tried(steps, pieces)
+            steps = protocol.commit(self._version, snapshot, expires, writer)
+            self._version = self._tried(steps)
             if release:
                 self._over.set()
             return self.head
@@ -102,9 +105,9 @@ class Lease:
                     self._version = self.place.run(protocol.release(self._version))
             self._over.set()
 
-    def _tried(self, steps: Steps[T], pieces: Pieces | None = None) -> T:
+    def _tried(self, steps: Steps[T]) -> T:
         try:
-            return self.place.run(steps, pieces)
+            return self.place.run(steps)
         except StoreError as error:
             self._lose(error)
             raise self._lost or error from error
@@ -119,9 +122,10 @@ class Lease:
                     self._version = self.place.run(protocol.renew(self._version, who))
                 except Moved as error:
                     self._lose(error)
-                except StoreError as error:  # another renewal may do; a commit will tell
-                    if self._clock() > self.head.expires:
-                        self._lose(error)
+                except (
+                    StoreError
+                ):  # another renewal may do, or nobody else wants it: a commit tells
+                    continue
 
     def _lose(self, error: StoreError) -> None:
         name = self.place.name

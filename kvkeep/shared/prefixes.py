@@ -7,10 +7,12 @@ tell from its name which prompt it is of.
 """
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from blake3 import blake3
@@ -36,6 +38,9 @@ from kvkeep.store.prefix_names import BLOCK, ENDING
 
 SECRET = 32  # bytes
 NOT_SOUND = (CorruptFile, ForeignFile, NewerFormat, TruncatedFile)
+_LARGEST = 2_000_000_000  # bytes of a block of the largest models
+_MOST_WAITING = 64  # blocks that are still to be written
+_DOWN = 30.0  # seconds for which a store that failed is left alone
 _AT_ONCE = 4  # blocks that are read or written at once
 _NEAR = 4  # blocks that are looked into for where a prompt differs
 
@@ -49,22 +54,44 @@ class SharedPrefixes:
     """
 
     def __init__(
-        self, objects: Objects, secret: bytes, arithmetic: Mapping[str, str], owner: str = "0"
+        self,
+        objects: Objects,
+        secret: bytes,
+        arithmetic: Mapping[str, str],
+        owner: str = "0",
+        writing: "Writing | None" = None,
     ):
-        """Raises InvalidArgument for a secret of another length."""
+        """writing: that other owners' are written by, too. Raises InvalidArgument for a secret of
+        another length."""
         if len(secret) != SECRET:
             raise InvalidArgument(f"a secret has {SECRET} bytes; found {len(secret)}")
         self.objects, self._secret, self._model = objects, secret, dict(arithmetic)
+        self._writing = writing or Writing()
         self._key = blake3(f"kvkeep prefixes of {owner}".encode(), key=secret).digest()
         self._prefix = f"prefixes/{owner}/"
         self._arithmetic = "\n".join(f"{name}={arithmetic[name]}" for name in sorted(arithmetic))
 
     def of(self, owner: str) -> "SharedPrefixes":
         """Another owner's, in the same store."""
-        return SharedPrefixes(self.objects, self._secret, self._model, owner)
+        return SharedPrefixes(self.objects, self._secret, self._model, owner, self._writing)
+
+    def flush(self) -> None:
+        """Once all that was given is in the store, or could not be."""
+        self._writing.flush()
 
     def find(self, fingerprint: Fingerprint, tokens: Sequence[int]) -> Found:
-        """The longest beginning that verifies, in whole blocks, several read at once."""
+        """The longest beginning that verifies, in whole blocks, several read at once.
+
+        Where the store has not answered lately it is not asked: whoever reads a prompt would wait.
+        """
+        self._writing.require_up()
+        try:
+            return self._find(fingerprint, tokens)
+        except StoreError:
+            self._writing.is_down()
+            raise
+
+    def _find(self, fingerprint: Fingerprint, tokens: Sequence[int]) -> Found:
         blocks = self._blocks(fingerprint, tokens)
         found: list[tuple[Tensor, Tensor]] = []
         with ThreadPoolExecutor(_AT_ONCE, "kvkeep-prefix") as readers:
@@ -87,14 +114,19 @@ class SharedPrefixes:
         start: int,
         blocks: Iterable[tuple[Tensor, Tensor]],
     ) -> int:
-        """Those that are there already are not written again, but for the first: whoever asks has
-        found none that verifies in its place."""
+        """They are written while whoever gives them goes on; as many as that can wait for. Those
+        that are there already are not written again, but for the first: whoever asks has found none
+        that verifies in its place."""
+        self._writing.require_up()
         first = done = start // BLOCK
         for block, (keys, values) in zip(
             self._blocks(fingerprint, tokens)[done:], blocks, strict=False
         ):
-            if done == first or not block.place.exists():
-                self._write(block, keys, values)
+            again = done == first
+            if not self._writing.takes(
+                partial(self._put, block, keys.clone(), values.clone(), again)
+            ):
+                break
             done += 1
         return BLOCK * done
 
@@ -133,8 +165,10 @@ class SharedPrefixes:
         for stored in itertools.islice(self.objects.listed(block.folder), _NEAR):
             place = ObjectPlace(self.objects, stored.key)
             with suppress(StoreError):
-                tensors = read_container(place, KIND, FORMAT, ("tokens",)).tensors
-                pairs = enumerate(zip(tensors["tokens"].tolist(), tokens, strict=False))
+                found = read_container(place, KIND, FORMAT, ("tokens",)).tensors.get("tokens")
+                if found is None or found.shape != (BLOCK,) or found.dtype != torch.int32:
+                    continue  # whoever made it knew no better
+                pairs = enumerate(zip(found.tolist(), tokens, strict=False))
                 differs = (i for i, (theirs, ours) in pairs if theirs != ours)
                 best = max(best, next(differs, min(BLOCK, len(tokens))))
         return best
@@ -155,6 +189,8 @@ class SharedPrefixes:
     def _read(self, block: "_Block", fingerprint: Fingerprint) -> tuple[Tensor, Tensor] | None:
         """Its keys and values; None unless who knows the secret wrote it as this very block."""
         try:
+            if self.objects.look(block.place.key).size > _LARGEST:
+                return None
             found = read_container(block.place, KIND, FORMAT)
         except (NoObject, *NOT_SOUND):  # its tokens are evaluated
             return None
@@ -174,6 +210,10 @@ class SharedPrefixes:
         code = found.document.get("code")
         return (keys, values) if code == self._code(block, keys, values) else None
 
+    def _put(self, block: "_Block", keys: Tensor, values: Tensor, again: bool) -> None:
+        if again or not block.place.exists():
+            self._write(block, keys, values)
+
     def _write(self, block: "_Block", keys: Tensor, values: Tensor) -> None:
         document = {"start": block.start, "code": self._code(block, keys, values)}
         tensors = {"tokens": block.tokens, "keys": keys, "values": values}
@@ -188,6 +228,40 @@ class SharedPrefixes:
         for part in parts:
             hashed.update(part)
         return hashed.hexdigest()[:32]
+
+
+class Writing:
+    """Blocks on their way to a store, and whether it answers."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "kvkeep-prefixes")
+        self._waiting: set[Future[None]] = set()
+        self._down_until = 0.0
+
+    def takes(self, write: Callable[[], None]) -> bool:
+        """Whether there was room for another, which is written then."""
+        if len(self._waiting) >= _MOST_WAITING:
+            return False
+        work = self._thread.submit(write)
+        self._waiting.add(work)
+        work.add_done_callback(self._done)
+        return True
+
+    def flush(self) -> None:
+        wait(list(self._waiting))
+
+    def is_down(self) -> None:
+        self._down_until = time.monotonic() + _DOWN
+
+    def require_up(self) -> None:
+        """Raises StoreError where the store failed a short while ago."""
+        if time.monotonic() < self._down_until:
+            raise StoreError(f"the store of prompts failed less than {_DOWN:.0f} seconds ago")
+
+    def _done(self, work: "Future[None]") -> None:
+        self._waiting.discard(work)
+        if work.exception() is not None:  # it saves work, and nothing depends on it
+            self.is_down()
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from kvkeep.shared.head import Head, epoch_of, new_nonce, snapshot_name
 
 T = TypeVar("T")
 TRIES = 5  # of a put whose outcome is not known
+LONGEST = 1000.0  # seconds of a lease; what is to last longer was said by a clock that is wrong
 NOBODY = 0.0  # `expires` of a head that nobody holds
 GONE = "gone"  # the tag of a version that was in the store for a moment: no object has it
 
@@ -91,20 +92,30 @@ class Who:
 
 
 def create(who: Who) -> Steps[Version]:
-    """Begins a session and holds it. Raises InvalidArgument where there is one."""
+    """Begins a session and holds it. Raises InvalidArgument where there is one, HeldElsewhere where
+    another has begun it and not committed yet."""
     now: Version | None = yield from _read()
     if now is None:
         head = Head(1, 0, new_nonce(), who.name, who.until)
-    elif now.head.removed:
-        head = now.head.next(
-            epoch=now.head.epoch + 1, removed=False, writer=who.name, expires=who.until
-        )
+    elif (
+        now.head.removed or not now.head.snapshot
+    ):  # or begun by one who was killed before a commit
+        if not now.head.removed:
+            _require_free(now.head, who)
+        epoch = now.head.epoch + 1
+        head = now.head.next(epoch=epoch, removed=False, writer=who.name, expires=who.until)
     else:
         raise InvalidArgument("there is a session of that name already")
     try:
         return (yield from _replace(now, head))
     except Moved:
         raise InvalidArgument("somebody else has begun a session of that name") from None
+
+
+def _require_free(head: Head, who: Who) -> None:
+    """Raises HeldElsewhere where another writer may be at work."""
+    if head.writer and who.now < head.expires < who.now + LONGEST:
+        raise HeldElsewhere(f"{head.writer} is writing it", head.writer, head.expires)
 
 
 def acquire(who: Who, known: Version | None = None) -> Steps[Version]:
@@ -119,8 +130,7 @@ def acquire(who: Who, known: Version | None = None) -> Steps[Version]:
         if now is None or now.head.removed:
             raise NoObject("there is no such session")
         held = now.head
-        if held.writer and held.expires > who.now:
-            raise HeldElsewhere(f"{held.writer} is writing it", held.writer, held.expires)
+        _require_free(held, who)
         head = held.next(epoch=held.epoch + 1, writer=who.name, expires=who.until)
         try:
             return (yield from _replace(now, head))
@@ -138,16 +148,21 @@ def release(held: Version) -> Steps[Version]:
     return (yield from _replace(held, held.head.next(writer="", expires=NOBODY)))
 
 
-def commit(held: Version, expires: float, writer: str) -> Steps[Version]:
-    """What is uploaded becomes the session, and what it was before goes.
+def upload(held: Version) -> Steps[str]:
+    """Brings what is to be committed to the store; its name. Renewals may go on meanwhile."""
+    name = snapshot_name(held.head)
+    yield Upload(name)
+    return name
+
+
+def commit(held: Version, snapshot: str, expires: float, writer: str) -> Steps[Version]:
+    """What was uploaded becomes the session, and what it was before goes.
 
     expires, writer: of the head then; NOBODY and "" to let go of it in the same step. Raises Moved
-    where another has taken it: the session is then as that one has it.
+    where another has taken it, and what was uploaded is not the session nor was it ever.
     """
     before = held.head
-    name = snapshot_name(before)
-    yield Upload(name)
-    head = before.next(gen=before.gen + 1, snapshot=name, expires=expires, writer=writer)
+    head = before.committed(snapshot, expires=expires, writer=writer)
     after = yield from _replace(held, head)
     yield from _delete([before.snapshot] if before.snapshot else [])
     return after
@@ -205,19 +220,27 @@ def _replace(before: Version | None, head: Head) -> Steps[Version]:
             continue
         if now is not None and now.head.nonce == head.nonce:
             return now
-        if now is not None and (before is None or now.tag != before.tag):
-            if _is_committed(before, head, now):
-                return Version(head, tag=GONE)
-            raise Moved(_where(now.head))
         if now is None and before is not None:
             raise Moved("the session's head is gone from the store")
+        if now is None or (before is not None and now.tag == before.tag):
+            continue
+        if _is_committed(before, head, now):
+            return Version(head, tag=GONE)
+        if before is None or not _is_ours(before.head, now.head):
+            raise Moved(_where(now.head))
+        before = now  # by an earlier put of ours, of which we did not know
     raise failure or StoreError("the store refuses a change and shows no reason")
 
 
+def _is_ours(before: Head, now: Head) -> bool:
+    """Whether a head is one that its holder has renewed: nobody else writes at that epoch."""
+    return (now.epoch, now.gen, now.writer) == (before.epoch, before.gen, before.writer)
+
+
 def _is_committed(before: Version | None, head: Head, now: Version) -> bool:
-    """Whether that head was there for a moment, and another has only taken the session since."""
+    """Whether that head was there for a moment, and others have taken the session since."""
     commits = before is not None and head.snapshot not in ("", before.head.snapshot)
-    return commits and now.head.snapshot == head.snapshot
+    return commits and now.head.has_committed(head.snapshot)
 
 
 def _read() -> Steps[Version | None]:

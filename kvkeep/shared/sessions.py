@@ -185,7 +185,7 @@ class SharedSessions:
                 continue
             try:
                 found += [f"{name}/{left}" for left in self._swept(name)]
-            except (Locked, NoObject):
+            except StoreError:  # somebody is at work on it, or has removed it; or it is not sound
                 continue
         return found
 
@@ -196,7 +196,10 @@ class SharedSessions:
             return []
         lease = self.take(name, begin=False)
         try:
-            return lease.collect()
+            found = lease.collect()
+            if not lease.head.snapshot:  # begun, and never committed
+                lease.remove()
+            return found
         finally:
             lease.release()
 

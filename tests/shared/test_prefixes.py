@@ -33,6 +33,8 @@ def fed(model: Model, store: SharedPrefixes | None, prompt: list[int]) -> tuple[
     """How many tokens were reused, and the logits after the prompt."""
     session = model.session(max_kv_size=2048, prefill_step=128, store=store)
     feed = session.feed(prompt)
+    if store is not None:
+        store.flush()
     return feed.reused, session.logits
 
 
@@ -112,9 +114,11 @@ def test_room_is_made_by_age(objects: Objects, tiny: Model) -> None:
 
 
 def test_an_engine_gives_each_owner_its_own(objects: Objects, tiny: Model) -> None:
-    with Engine(tiny, settings={"max_kv_size": 2048}, stores=prefixes(tiny, objects).of) as engine:
+    shared = prefixes(tiny, objects)
+    with Engine(tiny, settings={"max_kv_size": 2048}, stores=shared.of) as engine:
         for owner in ("a", "b"):
             engine.generate(Ask(tuple(PROMPT), 1), owner=owner).text()
+            shared.flush()
     assert objects.folders("prefixes/") == ["a", "b"]
     with Engine(tiny, settings={"max_kv_size": 2048}, stores=prefixes(tiny, objects).of) as engine:
         answer = engine.generate(Ask(tuple(PROMPT), 1), owner="a")

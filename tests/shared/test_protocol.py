@@ -17,12 +17,15 @@ ANYBODY = {"now": math.inf, "lease": 0.0}
 START = Head(1, 1, "first", "", 0.0, "000000000001-000000000001-0")
 
 
-def writer(name: str, commits: int) -> Actor:
+def writer(name: str, commits: int, renews: bool = False) -> Actor:
     def acts(told: list[str]) -> Generator[Any, Any, None]:
         try:
             held = yield from protocol.acquire(Who(name, **ANYBODY))
+            if renews:
+                held = yield from protocol.renew(held, Who(name, **ANYBODY))
             for _ in range(commits):
-                held = yield from protocol.commit(held, 1.0, name)
+                snapshot = yield from protocol.upload(held)
+                held = yield from protocol.commit(held, snapshot, 1.0, name)
                 told.append(held.head.snapshot)
             yield from protocol.release(held)
         except StoreError:
@@ -52,7 +55,8 @@ def beginner(name: str) -> Actor:
     def acts(told: list[str]) -> Generator[Any, Any, None]:
         try:
             held = yield from protocol.create(Who(name, **ANYBODY))
-            held = yield from protocol.commit(held, protocol.NOBODY, "")
+            snapshot = yield from protocol.upload(held)
+            held = yield from protocol.commit(held, snapshot, protocol.NOBODY, "")
             told.append(held.head.snapshot)
         except (StoreError, ValueError):
             return
@@ -81,6 +85,11 @@ def reader(told: list[str]) -> Generator[Any, Any, None]:
 WORLDS = {
     "two writers, a fault": ([writer("a", 1), writer("b", 1)], START, 1),
     "two writers of two commits": ([writer("a", 2), writer("b", 2)], START, 0),
+    "a writer that renews, and another, a fault": (
+        [writer("a", 1, True), writer("b", 1)],
+        START,
+        1,
+    ),
     "a writer, a collector, a fault": ([writer("a", 1), collector], START, 1),
     "a writer, a remover, a fault": ([writer("a", 1), remover], START, 1),
     "a writer, a reader, a fault": ([writer("a", 2), reader], START, 1),

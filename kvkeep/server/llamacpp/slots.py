@@ -38,9 +38,10 @@ async def slots(
         return {"id_slot": slot, **done, "timings": {"save_ms": spent}}
     if action == "erase":
         return {"id_slot": slot, "n_erased": await _erased(service, name, owner)}
-    await asyncio.wrap_future(engine.restore(label, owner, name, instead=True))
+    found = await asyncio.to_thread(engine.labelled, label, owner)
+    await asyncio.wrap_future(engine.restore(found, owner, name, instead=True))
     spent = 1000 * (time.perf_counter() - begun)
-    size = engine.snapshots(owner).path(label).stat().st_size
+    size = await asyncio.to_thread(lambda: engine.snapshots(owner).path(label).stat().st_size)
     done = {"n_restored": await _tokens(service, name, owner), "n_read": size}
     return {"id_slot": slot, "filename": label, **done, "timings": {"restore_ms": spent}}
 

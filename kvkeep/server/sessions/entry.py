@@ -17,6 +17,10 @@ Name = Annotated[str, Path(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}$")]
 
 
 def _revision(if_match: Annotated[str | None, Header(max_length=40)] = None) -> int | None:
+    return revision_in(if_match)
+
+
+def revision_in(if_match: str | None) -> int | None:
     """The revision that a change is meant for; `If-Match: "3"`."""
     if if_match is None or if_match.strip() == "*":
         return None

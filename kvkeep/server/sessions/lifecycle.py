@@ -68,7 +68,8 @@ async def create(body: Create, service: Serving, owner: Owner) -> Response:
     """A new session, empty or where a snapshot stands."""
     engine = service.engine
     if body.from_snapshot is not None:
-        made = engine.restore(body.from_snapshot, owner, body.name)
+        found = await asyncio.to_thread(engine.labelled, body.from_snapshot, owner)
+        made = engine.restore(found, owner, body.name)
     else:
         made = engine.create(owner, body.name, **body.settings())
     return answer(await asyncio.wrap_future(made), 201)
@@ -158,5 +159,6 @@ async def delete_snapshot(name: Name, service: Serving, owner: Owner) -> dict[st
 @router.post("/v1/snapshots/{name}/restore", status_code=201, response_model=None)
 async def restore(name: Name, body: Restore, service: Serving, owner: Owner) -> Response:
     """A new session that goes on, to the bit, where the snapshot was taken."""
-    made = service.engine.restore(name, owner, body.name)
+    found = await asyncio.to_thread(service.engine.labelled, name, owner)
+    made = service.engine.restore(found, owner, body.name)
     return answer(await asyncio.wrap_future(made), 201)
