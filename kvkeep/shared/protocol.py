@@ -226,15 +226,16 @@ def _replace(before: Version | None, head: Head) -> Steps[Version]:
             continue
         if _is_committed(before, head, now):
             return Version(head, tag=GONE)
-        if before is None or not _is_ours(before.head, now.head):
+        if before is None or not _is_ours(before.head, head, now.head):
             raise Moved(_where(now.head))
         before = now  # by an earlier put of ours, of which we did not know
     raise failure or StoreError("the store refuses a change and shows no reason")
 
 
-def _is_ours(before: Head, now: Head) -> bool:
-    """Whether a head is one that its holder has renewed: nobody else writes at that epoch."""
-    return (now.epoch, now.gen, now.writer) == (before.epoch, before.gen, before.writer)
+def _is_ours(before: Head, wanted: Head, now: Head) -> bool:
+    """Whether a head is one that we have renewed, who hold the session and put another."""
+    renewed = (now.epoch, now.gen, now.writer) == (before.epoch, before.gen, before.writer)
+    return renewed and wanted.epoch == before.epoch  # who takes a session does not hold it yet
 
 
 def _is_committed(before: Version | None, head: Head, now: Version) -> bool:

@@ -18,6 +18,7 @@ from kvkeep.objects import Objects
 from kvkeep.server.app import application
 from kvkeep.server.keys import Keys
 from kvkeep.server.service import Service
+from kvkeep.shared.labels import SharedLabels
 from kvkeep.shared.sessions import SharedSessions
 
 __all__ = ["_s3", "objects", "s3", "s3_url", "store_url"]
@@ -35,7 +36,12 @@ class Replica:
 
 @contextmanager
 def replica(model: Model, objects: Objects, name: str, lease: float = 2.0) -> Iterator[Replica]:
-    engine = Engine(model, settings={"max_kv_size": 512}, limits=Limits(memory=500_000_000))
+    engine = Engine(
+        model,
+        settings={"max_kv_size": 512},
+        limits=Limits(memory=500_000_000),
+        snapshots=lambda owner: SharedLabels(objects, owner),
+    )
     custody = Custody(
         engine, lambda owner: SharedSessions(objects, owner, writer=name, lease=lease)
     )

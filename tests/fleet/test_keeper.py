@@ -4,6 +4,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -232,3 +233,105 @@ def test_two_clients_at_two_servers_never_share_a_generation(
     head = SharedSessions(objects).at("s").head()
     assert head is not None
     assert head.head.gen == len(told) + 1
+
+
+def test_reads_at_once_of_a_session_that_is_not_here_yet(a: httpx.Client, b: httpx.Client) -> None:
+    ok(a.post("/v1/sessions", json={"name": "s"}), 201)
+    said(a, "s", text=STORY)
+    paths = ("", "/memory", "/text", "/heads", "/memory", "/text")
+    with ThreadPoolExecutor(len(paths)) as pool:
+        found = list(pool.map(lambda path: b.get(f"/v1/sessions/s{path}").status_code, paths))
+    assert found == [200] * len(paths)
+
+
+def test_a_session_that_was_begun_and_never_committed_can_be_begun_again(
+    a: httpx.Client, objects: Objects
+) -> None:
+    lease = SharedSessions(objects, writer="killed", lease=0.3).begin("s")
+    lease._over.set()  # as if it had been killed: nothing is renewed, nothing is let go
+    early = a.post("/v1/sessions", json={"name": "s"})
+    assert (early.status_code, early.json()["error"]["code"]) == (409, "held")
+    assert a.get("/v1/sessions/s").status_code == 404
+    time.sleep(0.4)
+    ok(a.post("/v1/sessions", json={"name": "s"}), 201)
+    assert said(a, "s", text=STORY)["tokens"]
+
+
+def test_a_session_without_a_name_is_made_once_for_a_key(a: httpx.Client, b: httpx.Client) -> None:
+    key = {"Idempotency-Key": "nameless"}
+    made = ok(a.post("/v1/sessions", json={}, headers=key), 201)
+    assert ok(b.post("/v1/sessions", json={}, headers=key), 201) == made
+    assert len(ok(a.get("/v1/sessions"))["data"]) == 1
+
+
+def test_what_is_a_servers_own_stays_so(a: httpx.Client) -> None:
+    body = {"model": "any", "input": "Say hello.", "max_output_tokens": 4}
+    made = ok(a.post("/v1/responses", json=body))
+    for _ in range(2):
+        a.get(f"/v1/sessions/{made['id']}")
+        assert ok(a.get(f"/v1/responses/{made['id']}"))["id"] == made["id"]
+    for name in ("slot-1", "resp_mine"):
+        assert a.post("/v1/sessions", json={"name": name}).status_code == 400
+
+
+def test_paths_that_only_look_like_a_sessions(a: httpx.Client, objects: Objects) -> None:
+    ok(a.post("/v1/sessions", json={"name": "s"}), 201)
+    before = SharedSessions(objects).at("s").head()
+    for path in ("/v1/sessions/s/feed%0A", "/v1/sessions%0A", "/v1/sessions/a%2Fb/feed"):
+        assert a.post(path, json={"text": "x", "name": "t"}).status_code == 404
+    a.options("/v1/sessions/s/feed")
+    assert a.post("/v1/sessions/s/unheard", json={}).status_code == 404
+    assert a.get("/v1/sessions/t").status_code == 404
+    after = SharedSessions(objects).at("s").head()
+    assert before is not None
+    assert after is not None
+    assert after.head.gen == before.head.gen
+
+
+def test_a_session_that_cannot_be_read_can_be_deleted(
+    a: httpx.Client, b: httpx.Client, objects: Objects
+) -> None:
+    ok(a.post("/v1/sessions", json={"name": "s"}), 201)
+    (stored,) = [each for each in objects.listed("sessions/") if each.key.endswith(".kvkeep")]
+    objects.put(stored.key, b"damaged")
+    assert b.get("/v1/sessions/s").status_code == 500
+    assert b.delete("/v1/sessions/s", headers={"If-Match": '"7"'}).status_code == 412
+    ok(b.delete("/v1/sessions/s"))
+    ok(b.post("/v1/sessions", json={"name": "s"}), 201)
+
+
+def test_a_turn_that_is_refused_leaves_no_trace(a: httpx.Client, b: httpx.Client) -> None:
+    ok(a.post("/v1/sessions", json={"name": "s"}), 201)
+    long = {"content": "Hello.", "system": "word " * 2000, "max_tokens": 2}
+    assert a.post("/v1/sessions/s/turns", json=long).status_code == 400
+    asked = {"content": "Name a colour.", "max_tokens": 4}
+    texts = []
+    for name, client in (("s", a), ("t", b)):
+        if name == "t":
+            ok(client.post("/v1/sessions", json={"name": name}), 201)
+        texts.append(ok(client.post(f"/v1/sessions/{name}/turns", json=asked))["tokens"])
+    assert texts[0] == texts[1]
+
+
+def test_an_edit_is_told_by_revision_at_every_server(a: httpx.Client, b: httpx.Client) -> None:
+    ok(a.post("/v1/sessions", json={"name": "s"}), 201)
+    ok(a.post("/v1/sessions/s/feed", json={"text": STORY}))
+    entry = ok(b.get("/v1/sessions/s"))
+    stale = {"If-Match": f'"{entry["revision"] - 1}"'}
+    refused = b.post("/v1/sessions/s/rewind", json={"count": 1}, headers=stale)
+    assert refused.status_code == 412
+    right = {"If-Match": f'"{entry["revision"]}"'}
+    ok(b.post("/v1/sessions/s/rewind", json={"count": 1}, headers=right))
+    assert ok(a.get("/v1/sessions/s"))["tokens"] == entry["tokens"] - 1
+
+
+def test_snapshots_are_every_servers(a: httpx.Client, b: httpx.Client) -> None:
+    ok(a.post("/v1/sessions", json={"name": "s"}), 201)
+    said(a, "s", text=STORY)
+    ok(a.post("/v1/sessions/s/snapshot", json={"name": "then"}), 201)
+    wanted = said(a, "s")["tokens"]
+    assert [each["name"] for each in ok(b.get("/v1/snapshots"))["data"]] == ["then"]
+    ok(b.post("/v1/snapshots/then/restore", json={"name": "again"}), 201)
+    assert said(a, "again")["tokens"] == wanted
+    ok(a.delete("/v1/snapshots/then"))
+    assert ok(b.get("/v1/snapshots"))["data"] == []

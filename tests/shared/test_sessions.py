@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 from object_server import FAULTS, ObjectServer
@@ -27,6 +28,7 @@ from kvkeep.errors import (
 )
 from kvkeep.model import Model
 from kvkeep.objects import Objects, open_objects, remote
+from kvkeep.objects.interface import Pieces
 from kvkeep.shared import driver
 from kvkeep.shared.head import Head
 from kvkeep.shared.lease import Lease
@@ -357,3 +359,77 @@ def tiny(tiny_folder: Path) -> Iterator[Model]:
     from kvkeep import load_model
 
     return load_model(tiny_folder, dtype="float32")
+
+
+class _Slow:
+    """A store to which an upload takes long."""
+
+    def __init__(self, objects: Objects, seconds: float):
+        self._objects, self._seconds = objects, seconds
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._objects, name)
+
+    def put_pieces(self, key: str, pieces: Pieces) -> None:
+        time.sleep(self._seconds)
+        self._objects.put_pieces(key, pieces)
+
+
+def test_a_lease_is_renewed_while_something_large_is_uploaded(objects: Objects) -> None:
+    slow: Objects = _Slow(objects, 1.0)  # type: ignore[assignment]
+    lease = by(slow, "a", lease=0.3).take("one")
+    taken = list[bool]()
+
+    def tries() -> None:
+        with suppress(StoreError):
+            by(objects, "b", lease=0.3).take("one").release()
+            taken.append(True)
+
+    others = [threading.Timer(0.1 * number, tries) for number in range(1, 10)]
+    for other in others:
+        other.start()
+    commit(lease, b"1", release=True)
+    for other in others:
+        other.join()
+    assert content(by(objects, "c"), "one") == b"1"
+
+
+class _Unheard:
+    """A store whose answer to one put is lost, after others have gone on from what it did."""
+
+    def __init__(self, objects: Objects):
+        self._objects, self.then = objects, list[Callable[[], None]]()
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._objects, name)
+
+    def put(self, key: str, content: bytes, **conditions: Any) -> str:
+        tag = self._objects.put(key, content, **conditions)
+        if self.then:
+            self.then.pop()()
+            raise StoreError("no answer")
+        return tag
+
+
+def test_a_commit_is_known_to_be_done_though_others_went_on_from_it(objects: Objects) -> None:
+    unheard = _Unheard(objects)
+    lease = by(unheard, "a").take("one")  # type: ignore[arg-type]
+
+    def goes_on() -> None:
+        for number in range(3):
+            other = by(objects, "b").take("one")
+            commit(other, b"b%d" % number, release=True)
+
+    unheard.then.append(goes_on)
+    head = commit(lease, b"a", release=True)
+    assert head.gen == 1
+    assert content(by(objects, "c"), "one") == b"b2"
+
+
+def test_a_renewal_whose_answer_was_lost_loses_nothing(objects: Objects) -> None:
+    unheard = _Unheard(objects)
+    lease = by(unheard, "a", lease=0.3).take("one")  # type: ignore[arg-type]
+    unheard.then.append(lambda: None)
+    time.sleep(0.5)
+    commit(lease, b"1", release=True)
+    assert content(by(objects, "c"), "one") == b"1"
