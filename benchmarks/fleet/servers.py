@@ -26,7 +26,7 @@ def started(*arguments: str, threads: int) -> Iterator[str]:
             raise RuntimeError(f"kvkeep {' '.join(arguments)} did not start: {line}")
         yield line.split()[-1]
     finally:
-        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGTERM)
         process.wait(120)
 
 

@@ -1,5 +1,6 @@
 """`kvkeep fleet`: one model for many, on as many servers as it takes."""
 
+import signal
 import threading
 from contextlib import suppress
 from typing import Any
@@ -96,7 +97,9 @@ def fleet(memory: MemoryChoice, **options: Any) -> None:
     if not options["quiet"]:
         say(f"starting {scale.least} servers")
     try:
+        handled = signal.getsignal(signal.SIGTERM)
         deployment.start(setup, scale, host, port, options["address"])
+        signal.signal(signal.SIGTERM, handled)  # Ray's ends the process there and then
         if not options["quiet"]:
             print(f"kvkeep serves {setup.model} on http://{host}:{port}", flush=True)
         with suppress(KeyboardInterrupt):
@@ -107,9 +110,9 @@ def fleet(memory: MemoryChoice, **options: Any) -> None:
 
 def _setup(choice: MemoryChoice, options: dict[str, Any]) -> Any:
     """Checked here, before anything is started elsewhere."""
-    from kvkeep.fleet.deployment import Setup
     from kvkeep.fleet.replica import require_conditions
     from kvkeep.fleet.secret import read_secret
+    from kvkeep.fleet.setup import Setup
     from kvkeep.objects import open_objects
 
     secret = read_secret(options["secret_file"])
@@ -134,7 +137,7 @@ def _setup(choice: MemoryChoice, options: dict[str, Any]) -> Any:
 
 
 def _scale(options: dict[str, Any]) -> Any:
-    from kvkeep.fleet.deployment import Scale
+    from kvkeep.fleet.setup import Scale
 
     least, most = options["replicas"]
     return Scale(least, most, options["requests"], options["grace"])

@@ -7,50 +7,13 @@ the session from the store, where it has one writer at a time.
 
 import logging
 import os
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from kvkeep.errors import InvalidArgument
+from kvkeep.fleet.setup import Scale, Setup
 
 NAME = "kvkeep"
 ROUTER: Any = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
-
-
-@dataclass(frozen=True)
-class Setup:
-    """What each server is made of. It is sent to where they run.
-
-    model, dtype, weights: as `load_model` has them. store: URL. settings: of sessions, but for a
-    calibration. threads: that each computes with. keys: a file, on each machine. hosts, alias: as
-    `kvkeep serve` has them.
-    """
-
-    model: str
-    dtype: str | None
-    weights: str | None
-    store: str
-    secret: bytes
-    settings: dict[str, Any]
-    memory: int
-    prefixes: bool
-    threads: int
-    lease: float
-    keys: Path | None
-    hosts: tuple[str, ...]
-    origins: tuple[str, ...]
-    alias: str | None
-
-
-@dataclass(frozen=True)
-class Scale:
-    """How many servers. least, most: there are between these, by how many requests wait; each is
-    to have `each` of them. grace: seconds for answers to end where a server is to stop."""
-
-    least: int
-    most: int
-    each: int
-    grace: float
 
 
 def require_ray() -> None:
@@ -72,7 +35,10 @@ def start(setup: Setup, scale: Scale, host: str, port: int, address: str | None)
 
     for name in ("ray", "ray.serve"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    local: dict[str, Any] = {} if address else {"include_dashboard": False}
+    local: dict[str, Any] = {}
+    if address is None:  # here nobody else is to be scheduled, and more threads than cores are slow
+        cores = max(os.cpu_count() or 1, scale.most * setup.threads)
+        local = {"include_dashboard": False, "num_cpus": cores}
     ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **local)
     serve.start(
         http_options={"host": host, "port": port, "location": "EveryNode"},

@@ -3,7 +3,7 @@
 import asyncio
 from typing import Any
 
-from kvkeep.fleet.deployment import Setup
+from kvkeep.fleet.setup import Setup
 
 
 class Server:

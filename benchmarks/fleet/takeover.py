@@ -1,0 +1,104 @@
+"""How long a client waits whose server is killed in the middle of its answer.
+
+    python -m benchmarks.fleet.takeover --out docs/results/fleet_takeover.json
+
+Two servers of one thread each on Ray, over a server of S3 on this machine (moto). Again and again
+the one that has a session is killed while it writes; the client sends the same request with the
+same key until it is answered, by the other.
+"""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import click
+import httpx
+
+from benchmarks.command import out_option
+from benchmarks.figures import rounded
+from benchmarks.fleet.servers import fleet, object_store
+from benchmarks.machine import describe_machine
+from kvkeep.files.whole import write_json
+
+WRITTEN, KILLED_AT = 100, 20  # tokens
+TEXT = "Once upon a time there was a small town by the sea, in which"
+
+
+def killed(url: str, number: int) -> tuple[float, float, list[int]]:
+    """Seconds from a kill to the first token of another server, and to the answer's end; and all
+    of its tokens."""
+    name = f"killed-{number}"
+    headers = {"x-session-id": name, "Idempotency-Key": name}
+    body = {"text": TEXT, "max_tokens": WRITTEN, "ignore_eos": True, "stream": True}
+    with httpx.Client(base_url=url, headers=headers, timeout=120) as client:
+        client.post("/v1/sessions", json={"name": name}).raise_for_status()
+        path = f"/v1/sessions/{name}/generate"
+        begun = 0.0
+        try:
+            with client.stream("POST", path, json=body) as answer:
+                for count, event in enumerate(_events(answer)):
+                    if count == KILLED_AT and event:
+                        server = int(answer.headers["x-kvkeep-server"].split(":")[1])
+                        begun = time.perf_counter()
+                        os.kill(server, signal.SIGKILL)
+        except httpx.HTTPError:
+            pass
+        while True:
+            first = 0.0
+            try:
+                with client.stream("POST", path, json=body) as answer:
+                    for kind, data in _events(answer):
+                        first = first or time.perf_counter() - begun
+                        if kind == "done":
+                            return first, time.perf_counter() - begun, data["tokens"]
+            except httpx.HTTPError:
+                pass
+            time.sleep(0.05)
+
+
+def _events(answer: httpx.Response) -> Iterator[tuple[str, Any]]:
+    kind = ""
+    for line in answer.iter_lines():
+        if line.startswith("event: "):
+            kind = line.removeprefix("event: ")
+        elif line.startswith("data: "):
+            yield kind, json.loads(line.removeprefix("data: "))
+
+
+@click.command()
+@click.option("--rounds", default=6)
+@out_option
+def main(rounds: int, out: Path | None) -> None:
+    """Kill servers in the middle of answers, and wait for the answers."""
+    with object_store() as store, fleet(2, store, "--max-kv-size", "512") as url:
+        found = []
+        for number in range(rounds):
+            found.append(killed(url, number))
+            click.echo(f"first token after {found[-1][0]:.2f} s, all after {found[-1][1]:.2f} s")
+            time.sleep(15)  # the one that takes the dead one's place loads its model
+    equal = all(tokens == found[0][2] for _, _, tokens in found)
+    result = {
+        "machine": describe_machine(),
+        "rounds": rounds,
+        "written": WRITTEN,
+        "first_token": {
+            "median": rounded(median(first for first, _, _ in found)),
+            "most": rounded(max(first for first, _, _ in found)),
+        },
+        "whole": {
+            "median": rounded(median(end for _, end, _ in found)),
+            "most": rounded(max(end for _, end, _ in found)),
+        },
+        "equal": equal,
+    }
+    click.echo(json.dumps(result["whole"]))
+    write_json(out, result)
+
+
+if __name__ == "__main__":
+    main()
