@@ -4,12 +4,14 @@
 
 Two engines in turn, with nothing in common but a server of S3 in a process of its own (moto, on
 this machine): the first evaluates the prompt, and its blocks go to the store; the second takes them
-from there, and writes one token. Against that, an engine without a store.
+from there, reads a short question after them, and writes one token. Against that, an engine without
+a store.
 """
 
 import secrets
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 
@@ -54,10 +56,11 @@ def latencies(objects: Objects) -> tuple[float, float]:
 
 
 @click.command()
-@click.option("--tokens", default=4096, help="Of the prompt.")
+@click.option("--tokens", default=4096, help="Of the prompt that both have.")
+@click.option("--question", default=16, help="Tokens that come after it.")
 @click.option("--rounds", default=5)
 @out_option
-def main(tokens: int, rounds: int, out: Path | None) -> None:
+def main(tokens: int, question: int, rounds: int, out: Path | None) -> None:
     """Measure what a prompt costs that another server has evaluated."""
     model = load_model()
     text = model.text.encode(manual_text())
@@ -66,7 +69,7 @@ def main(tokens: int, rounds: int, out: Path | None) -> None:
         objects = open_objects(url)
         put, get = latencies(objects)
         for number in range(rounds):
-            ids, secret = text[1000 * number :][:tokens], secrets.token_bytes(32)
+            ids, secret = text[1000 * number :][: tokens + question], secrets.token_bytes(32)
             alone.append(first_token(model, ids, None))
             stored.append(
                 first_token(model, ids, SharedPrefixes(objects, secret, model.arithmetic))
@@ -79,8 +82,9 @@ def main(tokens: int, rounds: int, out: Path | None) -> None:
     ratio = median(a / b for a, b in zip(alone, reused, strict=True))
     click.echo(f"{ratio:.1f} times as fast; a put {1e3 * put:.1f} ms, a get {1e3 * get:.1f} ms")
     result = {
-        "machine": describe_machine(),
+        "machine": asdict(describe_machine()),
         "tokens": tokens,
+        "question": question,
         "evaluated": rounded(median(alone)),
         "evaluated_and_stored": rounded(median(stored)),
         "reused": rounded(median(reused)),

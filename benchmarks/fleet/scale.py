@@ -29,7 +29,8 @@ DOLLARS_PUT, DOLLARS_GET = 5e-6, 4e-7  # of a request: S3 Standard's list price 
 BEGIN, END = "<!-- simulated -->", "<!-- /simulated -->"
 HEADER = (
     "| servers | tokens/s | from memory | an answer (median, p99) | taken over (median, p99) "
-    "| puts/s, gets/s | MB/s to, from the store | requests, $/h |\n|---|---|---|---|---|---|---|---|"
+    "| puts/s, gets/s | MB/s to, from the store | requests, $/h |\n"
+    "|---|---|---|---|---|---|---|---|"
 )
 
 

@@ -12,6 +12,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -83,7 +84,7 @@ def main(rounds: int, out: Path | None) -> None:
             time.sleep(15)  # the one that takes the dead one's place loads its model
     equal = all(tokens == found[0][2] for _, _, tokens in found)
     result = {
-        "machine": describe_machine(),
+        "machine": asdict(describe_machine()),
         "rounds": rounds,
         "written": WRITTEN,
         "first_token": {

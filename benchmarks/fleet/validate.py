@@ -119,7 +119,7 @@ def main(seconds: float, out: Path | None) -> None:
     for name, ratio in ratios.items():
         click.echo(f"{name}: 2 servers of 1 thread {ratio:.3f} of one engine of 2 threads")
     result = {
-        "machine": describe_machine(),
+        "machine": asdict(describe_machine()),
         "costs": asdict(costs),
         "rows": rows,
         "one_engine_of_two_threads": {name: rounded(each.rate) for name, each in two.items()},

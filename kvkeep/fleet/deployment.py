@@ -9,7 +9,7 @@ import logging
 import os
 from typing import Any
 
-from kvkeep.errors import InvalidArgument
+from kvkeep.errors import InvalidArgument, ServerError
 from kvkeep.fleet.setup import Scale, Setup
 
 NAME = "kvkeep"
@@ -44,7 +44,13 @@ def start(setup: Setup, scale: Scale, host: str, port: int, address: str | None)
         http_options={"host": host, "port": port, "location": "EveryNode"},
         logging_config={"log_level": "ERROR", "enable_access_log": False},
     )
-    serve.run(_application(setup, scale), name=NAME, route_prefix="/")
+    try:
+        serve.run(_application(setup, scale), name=NAME, route_prefix="/")
+    except RuntimeError as error:
+        raise ServerError(
+            f"the fleet did not start ({error}); why is in the logs of its servers, below "
+            "/tmp/ray/session_latest/logs/serve on their machines"
+        ) from error
 
 
 def stop() -> None:

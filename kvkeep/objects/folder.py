@@ -10,7 +10,7 @@ from filelock import FileLock
 
 from kvkeep.errors import Conflict, NoObject, StoreError
 from kvkeep.files.whole import TEMPORARY, fsync_folder, replacing
-from kvkeep.objects.interface import Pieces, Stored, checked_key, checked_prefix
+from kvkeep.objects.interface import SMALL, Pieces, Stored, checked_key, checked_prefix, too_large
 
 _LOCKS = ".locks"
 _STRIPES = 64  # conditional puts of different keys rarely wait for each other
@@ -51,9 +51,12 @@ class FolderObjects:
         with self._failing(key, "written"):
             self._write(self._path(key), pieces)
 
-    def get(self, key: str) -> tuple[bytes, str]:
+    def get(self, key: str, most: int = SMALL) -> tuple[bytes, str]:
+        path = self._path(key)
         with self._failing(key, "read"):
-            content = self._path(key).read_bytes()
+            if path.stat().st_size > most:
+                raise too_large(key, most)
+            content = path.read_bytes()
         return content, _tag_of(content) if len(content) <= _SMALL else self.look(key).tag
 
     def get_range(self, stored: Stored, begin: int, end: int) -> memoryview:

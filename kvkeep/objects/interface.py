@@ -5,9 +5,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvkeep.errors import InvalidArgument
+from kvkeep.errors import InvalidArgument, StoreError
 
 Pieces = Callable[[], Iterable[bytes | memoryview]]
+SMALL = 64 << 20  # bytes that are read at once where nobody says how many
 _PART = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
 
 
@@ -58,8 +59,8 @@ class Objects(Protocol):
         """Writes an object of any size. pieces: gives all of it from the beginning, each time it is
         called; no more than some pieces are in memory at a time."""
 
-    def get(self, key: str) -> tuple[bytes, str]:
-        """All of a small object, and its tag. Raises NoObject."""
+    def get(self, key: str, most: int = SMALL) -> tuple[bytes, str]:
+        """All of an object of at most so many bytes, and its tag. Raises NoObject."""
 
     def get_range(self, stored: Stored, begin: int, end: int) -> memoryview:
         """Bytes of the very object that was looked at. Raises NoObject, Conflict where there is
@@ -76,6 +77,10 @@ class Objects(Protocol):
 
     def delete(self, key: str) -> None:
         """There is no such object then, whether there was one or not."""
+
+
+def too_large(key: str, most: int) -> StoreError:
+    return StoreError(f"{key} cannot be read at once: it has more than {most:,} bytes")
 
 
 def checked_key(key: str) -> str:

@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from kvkeep.errors import Conflict, InvalidArgument, KvkeepError, NoObject, StoreError
-from kvkeep.objects.interface import Pieces, Stored, checked_key, checked_prefix
+from kvkeep.objects.interface import SMALL, Pieces, Stored, checked_key, checked_prefix, too_large
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore, RetryConfig
@@ -67,13 +67,16 @@ class RemoteObjects:
                 if not left:
                     raise
 
-    def get(self, key: str) -> tuple[bytes, str]:
+    def get(self, key: str, most: int = SMALL) -> tuple[bytes, str]:
         import obstore
 
         for left in reversed(range(_TRIES)):
             with self._failing(key, "read"):
                 found = obstore.get(self._store, checked_key(key))
-                content, tag, size = bytes(found.bytes()), _tag(key, found.meta), found.meta["size"]
+                tag, size = _tag(key, found.meta), found.meta["size"]
+                if size > most:
+                    raise too_large(key, most)
+                content = bytes(found.bytes())
             if len(content) == size:
                 return content, tag
             if not left:

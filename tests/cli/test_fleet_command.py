@@ -1,0 +1,64 @@
+"""What `kvkeep fleet` refuses before anything is started."""
+
+from pathlib import Path
+
+import pytest
+from cli.conftest import Invoke
+
+from kvkeep.errors import Conflict, StoreError
+from kvkeep.fleet.replica import require_conditions
+from kvkeep.objects import Objects, open_objects
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ([], "Missing option '--store'"),
+        (["--store", "folder"], "is a URL"),
+        (["--store", "memory://here"], "of one process"),
+        (["--store", "ftp://there"], "s3://bucket/prefix"),
+        (["--store", "file:///tmp/x", "--replicas", "none"], "the least and the most"),
+        (["--store", "file:///tmp/x", "--replicas", "3-1"], "the least and the most"),
+        (["--store", "file:///tmp/x", "--host", "0.0.0.0"], "--api-key-file"),
+    ],
+)
+def test_what_cannot_be_is_refused(invoke: Invoke, options: list[str], said: str) -> None:
+    result = invoke("fleet", *options)
+    assert result.exit_code == 2
+    assert said in result.stderr
+
+
+@pytest.mark.parametrize("command", ["fleet", "serve"])
+def test_keys_need_a_secret_that_all_servers_know(
+    invoke: Invoke, tmp_path: Path, command: str
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("0123456789abcdef0123")
+    store = (tmp_path / "store").as_uri()
+    result = invoke(command, "--store", store, "--api-key-file", keys)
+    assert result.exit_code == 2
+    assert "openssl rand" in result.stderr
+
+
+class _Heedless:
+    """A store that writes whatever is asked of it."""
+
+    def __init__(self, objects: Objects):
+        self._objects = objects
+        self.url = objects.url
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._objects, name)
+
+    def put(self, key: str, content: bytes, **conditions: object) -> str:
+        return self._objects.put(key, content)
+
+
+def test_a_store_without_conditions_is_refused(tmp_path: Path) -> None:
+    objects = open_objects(tmp_path)
+    require_conditions(objects)
+    with pytest.raises(StoreError, match="If-Match"):
+        require_conditions(_Heedless(objects))  # type: ignore[arg-type]
+    assert not list(objects.listed(""))
+    with pytest.raises(Conflict):
+        objects.put("a", b"", if_tag="none")
