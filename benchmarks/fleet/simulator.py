@@ -303,7 +303,7 @@ class Fleet:
 
     @property
     def _counts(self) -> bool:
-        return self.env.now >= self._begun
+        return bool(self.env.now >= self._begun)
 
     def _count(self, asked: float, written: int) -> None:
         within = max(0.0, self.env.now - max(asked, self._begun)) / (self.env.now - asked)

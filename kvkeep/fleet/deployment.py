@@ -13,6 +13,7 @@ from kvkeep.errors import InvalidArgument, ServerError
 from kvkeep.fleet.setup import Scale, Setup
 
 NAME = "kvkeep"
+_OBJECTS = 128 << 20  # bytes for what servers would hand to each other, which is nothing
 ROUTER: Any = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 
 
@@ -38,7 +39,7 @@ def start(setup: Setup, scale: Scale, host: str, port: int, address: str | None)
     local: dict[str, Any] = {}
     if address is None:  # here nobody else is to be scheduled, and more threads than cores are slow
         cores = max(os.cpu_count() or 1, scale.most * setup.threads)
-        local = {"include_dashboard": False, "num_cpus": cores}
+        local = {"include_dashboard": False, "num_cpus": cores, "object_store_memory": _OBJECTS}
     ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **local)
     serve.start(
         http_options={"host": host, "port": port, "location": "EveryNode"},

@@ -4,11 +4,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import httpx
 import pytest
 import uvicorn
-from stores import _s3, objects, s3, s3_url, store_url
+from stores import _s3, objects, s3, s3_url
 
 from kvkeep.engine import Engine, Limits
 from kvkeep.fleet.custody import Custody
@@ -21,7 +22,15 @@ from kvkeep.server.service import Service
 from kvkeep.shared.labels import SharedLabels
 from kvkeep.shared.sessions import SharedSessions
 
-__all__ = ["_s3", "objects", "s3", "s3_url", "store_url"]
+__all__ = ["_s3", "objects", "s3", "s3_url"]
+
+
+@pytest.fixture(params=["folder", "s3"])
+def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Of an empty store. tests/shared has all kinds."""
+    if request.param == "s3":
+        return str(request.getfixturevalue("s3_url"))
+    return (tmp_path / "store").as_uri()
 
 
 class Replica:

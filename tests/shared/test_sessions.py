@@ -296,7 +296,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "_MOST", 0.001)
 
 
-@pytest.mark.parametrize("faults", [200, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("faults", [100, pytest.param(1000, marks=pytest.mark.slow)])
 def test_faults_lose_and_double_nothing(
     s3: ObjectServer, s3_url: str, hasty: None, faults: int
 ) -> None:
