@@ -34,10 +34,11 @@ def killed(url: str, number: int) -> tuple[float, float, list[int]]:
     """Seconds from a kill to the first token of another server, and to the answer's end; and all
     of its tokens."""
     name = f"killed-{number}"
-    headers = {"x-session-id": name, "Idempotency-Key": name}
+    headers = {"x-session-id": name, "Idempotency-Key": f"made {name}"}
     body = {"text": TEXT, "max_tokens": WRITTEN, "ignore_eos": True, "stream": True}
     with httpx.Client(base_url=url, headers=headers, timeout=120) as client:
         client.post("/v1/sessions", json={"name": name}).raise_for_status()
+        client.headers["Idempotency-Key"] = f"asked {name}"
         path = f"/v1/sessions/{name}/generate"
         begun = 0.0
         try:
@@ -53,6 +54,8 @@ def killed(url: str, number: int) -> tuple[float, float, list[int]]:
             first = 0.0
             try:
                 with client.stream("POST", path, json=body) as answer:
+                    if answer.status_code < 500 and answer.status_code not in (200, 409):
+                        raise RuntimeError(answer.read().decode())
                     for kind, data in _events(answer):
                         first = first or time.perf_counter() - begun
                         if kind == "done":
