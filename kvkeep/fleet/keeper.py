@@ -22,7 +22,8 @@ from kvkeep.errors import InvalidArgument, NoSuchSession, StoreError, WrongRevis
 from kvkeep.fleet.answered import LARGEST, Answered, digest, record, seed_of
 from kvkeep.fleet.custody import Custody, Writing
 from kvkeep.fleet.requests import DRAWING, About, about, checked_new, fields_of
-from kvkeep.fleet.responses import Body, Message, Receive, Response, Send, whole
+from kvkeep.fleet.responses import Body, Message, Receive, Response, Send
+from kvkeep.server.idempotent import whole
 from kvkeep.server.problems import Problem, problem_of
 from kvkeep.server.sessions.entry import entry_of, revision_in
 from kvkeep.server.sse import event

@@ -113,17 +113,5 @@ class Body:
         return {"type": "http.disconnect"}
 
 
-async def whole(receive: Receive) -> bytes | None:
-    """All of a body; None for one that does not come to its end."""
-    parts = list[bytes]()
-    while True:
-        message = await receive()
-        if message["type"] != "http.request":
-            return None
-        parts.append(message.get("body", b""))
-        if not message.get("more_body", False):
-            return b"".join(parts)
-
-
 async def _nothing() -> Message:
     return {"type": "http.disconnect"}

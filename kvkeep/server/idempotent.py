@@ -51,7 +51,7 @@ class Idempotent:
             problem = Problem(400, f"an Idempotency-Key has 1 to {_LONGEST} characters")
             await problem.response()(scope, receive, send)
             return
-        body = await _whole(receive)
+        body = await whole(receive)
         if body is None:
             return
         request = hashlib.sha256(
@@ -114,7 +114,7 @@ def _key(scope: MutableMapping[str, Any]) -> str | None:
     return None if found is None else found.decode("latin-1")
 
 
-async def _whole(receive: _Receive) -> bytes | None:
+async def whole(receive: _Receive) -> bytes | None:
     """All of a body; None for one that does not come to its end."""
     parts = list[bytes]()
     while True:

@@ -2,7 +2,6 @@
 
 import random
 import time
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 from kvkeep.errors import NoObject, StoreError
@@ -86,6 +85,6 @@ class SessionObjects:
         return key.removeprefix(self._snapshots).removesuffix(ENDING)
 
 
-def _wait(tries: int, sleep: Callable[[float], None] = time.sleep) -> None:
+def _wait(tries: int) -> None:
     """Twice as long each time, and by chance, so that those who failed together do not again."""
-    sleep(min(_MOST, _FIRST * 2**tries) * random.uniform(0.5, 1.0))
+    time.sleep(min(_MOST, _FIRST * 2**tries) * random.uniform(0.5, 1.0))

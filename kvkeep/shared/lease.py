@@ -122,9 +122,7 @@ class Lease:
                     self._version = self.place.run(protocol.renew(self._version, who))
                 except Moved as error:
                     self._lose(error)
-                except (
-                    StoreError
-                ):  # another renewal may do, or nobody else wants it: a commit tells
+                except StoreError:  # another renewal may do; whether it is lost a commit tells
                     continue
 
     def _lose(self, error: StoreError) -> None:
