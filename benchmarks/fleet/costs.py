@@ -26,6 +26,8 @@ STEPS = (32, 64, 128)
 LONG, SHORT = 49, 1  # tokens of answers, whose difference is made of turns alone
 FEW = 4  # tokens of a prompt that is not to cost
 
+Stored = tuple[float, float, float, int]
+
 
 @dataclass(frozen=True)
 class Costs:
@@ -150,7 +152,7 @@ def _line(points: Sequence[tuple[int, float]]) -> list[float]:
     return [max(0.0, first), max(0.0, each)]
 
 
-def store(model: Model, ids: Sequence[int]) -> tuple[float, float, float, int]:
+def store(model: Model, ids: Sequence[int]) -> Stored:
     """Seconds of a commit, a load and a head in a folder, and bytes of the session."""
     session = model.session(max_kv_size=512)
     session.feed(list(ids[:512]))

@@ -102,7 +102,10 @@ class _Killed(Exception):
 
 
 class _Server:
-    """An engine: all answers a token each turn, and a step of one prompt."""
+    """An engine: all answers a token each turn, and a step of one prompt.
+
+    What else its server has to do, heads and commits, takes the time of the same cores.
+    """
 
     def __init__(self, fleet: "Fleet", number: int):
         self.fleet, self.number = fleet, number
@@ -111,7 +114,14 @@ class _Server:
         self.waiting: list[_Answer] = []
         self.writing: list[_Answer] = []
         self._came = fleet.env.event()
+        self._owed = 0.0
         fleet.env.process(self._run())
+
+    def works(self, seconds: float) -> simpy.Event:
+        """Happens when that much other work is done, beside the engine's or in place of it."""
+        if self.computing:
+            self._owed += seconds
+        return self.fleet.env.timeout(seconds)
 
     def ask(self, prompt: int, written: int) -> _Answer:
         answer = _Answer(prompt, written, self.fleet.env.event())
@@ -137,7 +147,10 @@ class _Server:
                 yield self._came
             self.computing = True
             engines = self.fleet.computing()
-            if self.waiting:
+            if self._owed:
+                owed, self._owed = self._owed, 0.0
+                yield env.timeout(owed)
+            elif self.waiting:
                 first = self.waiting[0]
                 tokens = min(STEP, first.unread)
                 turn = costs.turn(len(self.writing), engines)
@@ -235,7 +248,8 @@ class Fleet:
     def _take(self, server: _Server, key: int) -> Events:
         """A head that says whose the session is, and the session itself where it is not here."""
         world, counted = self.world, self._counts
-        yield self.env.timeout(self.costs.head + world.put.draw(self.chance))
+        yield server.works(self.costs.head)
+        yield self.env.timeout(world.put.draw(self.chance))
         if counted:
             self._found.puts += 1
         if key in server.held:
@@ -244,8 +258,8 @@ class Fleet:
             return
         self._found.misses += counted
         size = self.costs.session_bytes
-        taken = 2 * world.get.draw(self.chance) + size / world.bandwidth + self.costs.load
-        yield self.env.timeout(taken)
+        yield self.env.timeout(2 * world.get.draw(self.chance) + size / world.bandwidth)
+        yield server.works(self.costs.load)
         if counted:
             self._found.gets += 3
             self._found.received += size
@@ -257,7 +271,8 @@ class Fleet:
         """A snapshot, a head, and the end of the snapshot before."""
         world, size = self.world, self.costs.session_bytes
         puts = world.put.draw(self.chance) + world.put.draw(self.chance)
-        yield self.env.timeout(self.costs.commit + puts + size / world.bandwidth)
+        yield server.works(self.costs.commit)
+        yield self.env.timeout(puts + size / world.bandwidth)
         if not server.alive:
             raise _Killed
         if self._counts:

@@ -42,7 +42,7 @@ def store_option(command: Callable[..., Any]) -> Callable[..., Any]:
         show_default="in kvkeep's own",
         expose_value=False,
         callback=_told,
-        help="Where sessions are kept, as s3://bucket/prefix.",
+        help="Where sessions are kept, and prompts if it is a URL, as s3://bucket/prefix.",
     )(command)
 
 

@@ -8,9 +8,8 @@ tell from its name which prompt it is of.
 
 import io
 import itertools
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +31,8 @@ from kvkeep.errors import (
 from kvkeep.files.tensors import tensor_bytes
 from kvkeep.objects import Objects
 from kvkeep.objects.place import ObjectPlace, Seen
+from kvkeep.shared.prefix_room import folder_of
+from kvkeep.shared.prefix_writing import Writing
 from kvkeep.store.container import Container, read_container, write_container
 from kvkeep.store.fingerprint import Fingerprint
 from kvkeep.store.prefix_block import FORMAT, KIND
@@ -41,8 +42,6 @@ from kvkeep.store.prefix_names import BLOCK, ENDING
 SECRET = 32  # bytes
 NOT_SOUND = (CorruptFile, ForeignFile, NewerFormat, TruncatedFile)
 _LARGEST = 2_000_000_000  # bytes of a block of the largest models
-_MOST_WAITING = 64  # blocks that are still to be written
-_DOWN = 30.0  # seconds for which a store that failed is left alone
 _AT_ONCE = 4  # blocks that are read or written at once
 _NEAR = 4  # blocks that are looked into for where a prompt differs
 
@@ -61,7 +60,7 @@ class SharedPrefixes:
         secret: bytes,
         arithmetic: Mapping[str, str],
         owner: str = "0",
-        writing: "Writing | None" = None,
+        writing: Writing | None = None,
     ):
         """writing: that other owners' are written by, too. Raises InvalidArgument for a secret of
         another length."""
@@ -70,7 +69,7 @@ class SharedPrefixes:
         self.objects, self._secret, self._model = objects, secret, dict(arithmetic)
         self._writing = writing or Writing()
         self._key = blake3(f"kvkeep prefixes of {owner}".encode(), key=secret).digest()
-        self._prefix = f"prefixes/{owner}/"
+        self._prefix = folder_of(owner)
         self._arithmetic = "\n".join(f"{name}={arithmetic[name]}" for name in sorted(arithmetic))
 
     def of(self, owner: str) -> "SharedPrefixes":
@@ -131,26 +130,6 @@ class SharedPrefixes:
                 break
             done += 1
         return BLOCK * done
-
-    @property
-    def nbytes(self) -> int:
-        """Of all blocks."""
-        return sum(stored.size for stored in self.objects.listed(self._prefix))
-
-    def gc(self, max_bytes: int) -> int:
-        """Removes the blocks that were written first, down to a size; the bytes freed.
-
-        A store does not tell what was read when. Whoever would read one that goes evaluates it
-        anew.
-        """
-        stored = sorted(self.objects.listed(self._prefix), key=lambda each: each.modified)
-        total, freed = sum(each.size for each in stored), 0
-        for each in stored:
-            if total - freed <= max_bytes:
-                break
-            self.objects.delete(each.key)
-            freed += each.size
-        return freed
 
     def _found(
         self, cells: list[tuple[Tensor, Tensor]], blocks: "list[_Block]", tokens: Sequence[int]
@@ -229,40 +208,6 @@ class SharedPrefixes:
         for part in parts:
             hashed.update(part)
         return hashed.hexdigest()[:32]
-
-
-class Writing:
-    """Blocks on their way to a store, and whether it answers."""
-
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "kvkeep-prefixes")
-        self._waiting: set[Future[None]] = set()
-        self._down_until = 0.0
-
-    def takes(self, write: Callable[[], None]) -> bool:
-        """Whether there was room for another, which is written then."""
-        if len(self._waiting) >= _MOST_WAITING:
-            return False
-        work = self._thread.submit(write)
-        self._waiting.add(work)
-        work.add_done_callback(self._done)
-        return True
-
-    def flush(self) -> None:
-        wait(list(self._waiting))
-
-    def is_down(self) -> None:
-        self._down_until = time.monotonic() + _DOWN
-
-    def require_up(self) -> None:
-        """Raises StoreError where the store failed a short while ago."""
-        if time.monotonic() < self._down_until:
-            raise StoreError(f"the store of prompts failed less than {_DOWN:.0f} seconds ago")
-
-    def _done(self, work: "Future[None]") -> None:
-        self._waiting.discard(work)
-        if work.exception() is not None:  # it saves work, and nothing depends on it
-            self.is_down()
 
 
 @dataclass(frozen=True)

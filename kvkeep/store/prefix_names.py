@@ -5,7 +5,7 @@ block of a prompt follows on the digest of its model.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,56 +15,71 @@ ENDING = ".kvblock"
 
 
 @dataclass(frozen=True)
-class StoredPrompt:
-    """A beginning on which nothing else in the store follows.
+class StoredBlock:
+    """where: its file, or its key in a store of objects. used: seconds since 1970."""
 
-    files: of its blocks, in order. tokens: that they hold. nbytes: of those blocks that no longer
-    prompt before it in the list has, too. used: seconds since 1970. root: the digest of its model
-    and its settings.
-    """
-
-    files: tuple[Path, ...]
+    parent: str
+    key: str
+    where: str
     nbytes: int
     used: float
-    root: str
-
-    @property
-    def tokens(self) -> int:
-        return BLOCK * len(self.files)
 
 
 @dataclass(frozen=True)
-class _Block:
-    parent: str
-    key: str
-    path: Path
-    nbytes: int
-    used: float
+class StoredPrompt:
+    """A beginning on which nothing else in the store follows.
+
+    blocks: in order. own: how many of them, at the end, no prompt before it in the list has, too.
+    """
+
+    blocks: tuple[StoredBlock, ...]
+    own: int
+
+    @property
+    def tokens(self) -> int:
+        return BLOCK * len(self.blocks)
+
+    @property
+    def nbytes(self) -> int:
+        """Of its own blocks."""
+        return sum(block.nbytes for block in self.blocks[-self.own :])
+
+    @property
+    def used(self) -> float:
+        """Seconds since 1970."""
+        return self.blocks[-1].used
+
+    @property
+    def root(self) -> str:
+        """The digest of its model and settings."""
+        return self.blocks[0].parent
 
 
-def stored_prompts(folder: Path) -> list[StoredPrompt]:
+def prompts_of(stored: Iterable[StoredBlock]) -> list[StoredPrompt]:
     """All prompts, the one used last first; what two of them begin with counts for the first.
 
-    Blocks without the ones before them, which nothing can use, are no prompts. Raises OSError.
+    Blocks without the ones before them, which nothing can use, are as prompts of another root.
     """
-    blocks = {block.key: block for block in _blocks(folder)} if folder.is_dir() else {}
+    blocks = {block.key: block for block in stored}
     parents = {block.parent for block in blocks.values()}
-    roots = parents - blocks.keys()
     leaves = [block for key, block in blocks.items() if key not in parents]
     counted, found = set[str](), list[StoredPrompt]()
     for leaf in sorted(leaves, key=lambda block: block.used, reverse=True):
         chain = [leaf]
-        while chain[-1].parent not in roots:
-            chain.append(blocks[chain[-1].parent])
-        own = [block for block in chain if block.key not in counted]
-        counted |= {block.key for block in own}
-        files = tuple(block.path for block in reversed(chain))
-        nbytes = sum(block.nbytes for block in own)
-        found.append(StoredPrompt(files, nbytes, leaf.used, chain[-1].parent))
+        while (before := blocks.get(chain[-1].parent)) and before not in chain:
+            chain.append(before)  # names that go round in a circle are somebody's mischief
+        own = [block.key for block in chain if block.key not in counted]
+        counted |= set(own)
+        found.append(StoredPrompt(tuple(reversed(chain)), len(own)))
     return found
 
 
-def _blocks(folder: Path) -> Iterator[_Block]:
+def stored_prompts(folder: Path) -> list[StoredPrompt]:
+    """Of a prefix store's folder. Raises OSError."""
+    return prompts_of(_blocks(folder)) if folder.is_dir() else []
+
+
+def _blocks(folder: Path) -> Iterator[StoredBlock]:
     with os.scandir(folder) as entries:
         for entry in entries:
             parent, _, key = entry.name.removesuffix(ENDING).partition("-")
@@ -72,4 +87,4 @@ def _blocks(folder: Path) -> Iterator[_Block]:
                 continue
             with suppress(FileNotFoundError):  # another process removes it
                 status = entry.stat()
-                yield _Block(parent, key, Path(entry.path), status.st_size, status.st_mtime)
+                yield StoredBlock(parent, key, entry.path, status.st_size, status.st_mtime)

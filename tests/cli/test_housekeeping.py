@@ -65,7 +65,7 @@ def test_a_block_without_those_before_it_is_no_prompt(tmp_path: Path) -> None:
         (tmp_path / f"{parent}-{key}.kvblock").write_bytes(b"x" * 10)
     (tmp_path / "lock").touch()
     found = stored_prompts(tmp_path)
-    names = [[file.stem for file in each.files] for each in found]
+    names = [[Path(block.where).stem for block in each.blocks] for each in found]
     assert sorted(names) == [["lost-d", "d-e"], ["root-a", "a-b"], ["root-a", "a-c"]]
     assert sum(each.nbytes for each in found) == 50
     assert {each.root for each in found} == {"root", "lost"}

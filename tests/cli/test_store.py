@@ -76,6 +76,13 @@ def test_a_prompt_is_taken_from_the_store(
         assert result.exit_code == 0, result.output
     first, second = (json.loads((tmp_path / f"{n}.json").read_text()) for n in ("first", "second"))
     assert (first["reused_tokens"], second["reused_tokens"] >= 256) == (0, True)
+    (prompt,) = json.loads(invoke("prefixes", "list", "--json", *at).stdout)
+    assert prompt["tokens"] >= 256
+    assert "1 prompt, " in invoke("prefixes", "list", *at).stderr
+    assert "--text" in invoke("prefixes", "list", "--text", *at).stderr
+    assert "removed 0.0 MB" in invoke("prefixes", "gc", "--max-bytes", "1GB", *at).stdout
+    assert ", 0.0 MB left" in invoke("prefixes", "clear", *at).stdout
+    assert json.loads(invoke("prefixes", "list", "--json", *at).stdout) == []
     short = tmp_path / "short"
     short.write_text("too short")
     refused = invoke(*asked[:-1], short, *tiny, *at)

@@ -1,6 +1,7 @@
 """Evaluated beginnings of prompts in a store that several machines share."""
 
 import secrets
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,9 @@ from kvkeep.engine import Ask, Engine
 from kvkeep.errors import InvalidArgument
 from kvkeep.model import Model
 from kvkeep.objects import Objects
+from kvkeep.shared.prefix_room import make_room, stored_blocks
 from kvkeep.shared.prefixes import SharedPrefixes
+from kvkeep.store.prefix_names import stored_prompts
 
 SECRET = secrets.token_bytes(32)
 PROMPT = [(7 * i) % 500 for i in range(700)]
@@ -103,14 +106,28 @@ def test_a_block_under_another_name_is_not_used(objects: Objects, tiny: Model) -
     assert fed(tiny, store, PROMPT)[0] == 0
 
 
-def test_room_is_made_by_age(objects: Objects, tiny: Model) -> None:
-    store = prefixes(tiny, objects)
+def test_room_is_made_from_the_ends_of_the_prompts_that_were_written_first(
+    objects: Objects, tiny: Model
+) -> None:
+    store, later = prefixes(tiny, objects), [*PROMPT[:300], *reversed(PROMPT)]
     fed(tiny, store, PROMPT)
-    size = store.nbytes
-    assert store.gc(size) == 0
-    assert store.gc(size // 2) == size // 2 == store.nbytes
-    assert store.gc(0) == size // 2
-    assert fed(tiny, store, PROMPT)[0] == 0
+    time.sleep(1.1)  # S3 tells whole seconds
+    fed(tiny, store.of("another"), later)
+    blocks = list(stored_blocks(objects))
+    size, each = sum(block.nbytes for block in blocks), blocks[0].nbytes
+    assert make_room(objects, size) == (0, size)
+    assert make_room(objects, size - each) == (each, size - each)
+    assert fed(tiny, store.of("another"), later)[0] == len(later) // 256 * 256
+    assert fed(tiny, store, PROMPT)[0] == 256, "its beginning is still there"
+    assert make_room(objects, 0) == (size, 0)
+    assert [*stored_blocks(objects)] == []
+
+
+def test_names_that_go_round_in_a_circle_end(tmp_path: Path) -> None:
+    for parent, key in (("a", "b"), ("b", "a"), ("a", "c")):
+        (tmp_path / f"{parent}-{key}.kvblock").touch()
+    (prompt,) = stored_prompts(tmp_path)
+    assert [block.key for block in prompt.blocks] == ["b", "a", "c"]
 
 
 def test_an_engine_gives_each_owner_its_own(objects: Objects, tiny: Model) -> None:
