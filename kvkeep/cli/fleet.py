@@ -74,8 +74,9 @@ def _replicas(text: str) -> tuple[int, int]:
 def fleet(memory: MemoryChoice, **options: Any) -> None:
     """Serve a model from several servers, on Ray Serve.
 
-    Sessions are kept in an object store, and go on at another server when theirs is killed. Send
-    the header `x-session-id` with requests about a session: they go to the same server then.
+    Sessions are kept in an object store, and go on at another server when theirs is killed. What
+    is about one session goes to one server, and so do chats that begin alike; or, where it is sent,
+    all requests with the same header `x-session-id`.
     """
     require_safe(options["host"], options["api_key_file"])
     require_secret(options)

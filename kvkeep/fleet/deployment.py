@@ -1,8 +1,9 @@
 """A fleet on Ray Serve: it starts the servers, sends each request to one, and replaces the dead.
 
 Ray Serve's consistent hashing takes a request's `x-session-id` to the same server while the set of
-servers is the same. That is a matter of speed alone: whoever gets a request about a session takes
-the session from the store, where it has one writer at a time.
+servers is the same, and `affinity.py` gives that header to requests that have none. That is a
+matter of speed alone: whoever gets a request about a session takes the session from the store,
+where it has one writer at a time.
 """
 
 import logging
@@ -10,10 +11,12 @@ import os
 from typing import Any
 
 from kvkeep.errors import InvalidArgument, ServerError
+from kvkeep.fleet.affinity import CALLBACK
 from kvkeep.fleet.setup import Scale, Setup
 
 NAME = "kvkeep"
 _OBJECTS = 128 << 20  # bytes for what servers would hand to each other, which is nothing
+_PROXIES = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"  # on a cluster's machines its user sets it
 ROUTER: Any = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 
 
@@ -31,6 +34,7 @@ def start(setup: Setup, scale: Scale, host: str, port: int, address: str | None)
     """Starts a fleet, and returns once it answers. address: of a Ray cluster; None for one that is
     started on this machine, for as long as this process lives."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault(_PROXIES, CALLBACK)
     import ray
     from ray import serve
 

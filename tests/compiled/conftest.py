@@ -20,12 +20,12 @@ ON_EACH_SET = {
 
 # Those that decode whole models: minutes under sanitizers (`make sanitize`), where the best set has
 # to do. What sets have of their own are products and attention, which others look at.
-WHOLE_MODELS = {"test_decoding", "test_experts", "test_ragged"}
+WHOLE_MODELS = {"test_decoding", "test_experts", "test_gemma4", "test_ragged"}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     module = metafunc.module.__name__.rpartition(".")[2]
-    if module in ON_EACH_SET:
+    if module in ON_EACH_SET and not metafunc.definition.get_closest_marker("best_set"):
         enough = "ASAN_OPTIONS" in os.environ and module in WHOLE_MODELS
         sets = sets_here()[: 1 if enough else None]
         metafunc.parametrize("instruction_set", sets, indirect=True)

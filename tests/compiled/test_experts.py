@@ -35,7 +35,7 @@ def test_it_is_the_same_on_any_number_of_threads(kind: str, bits: int | None) ->
     try:
         for count in (1, 2, 3):
             torch.set_num_threads(count)
-            found.append(logits_of(model, {"max_kv_size": 50}))
+            found.append(logits_of(model, {"max_kv_size": 50}, 9))
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(found[0], found[1])
@@ -113,6 +113,7 @@ def test_widths_of_what_a_model_has_not_stand_in_no_way() -> None:
     assert "groups of 32" in obstacle(spec, layout)
 
 
+@pytest.mark.best_set
 @pytest.mark.parametrize("weights", [None, "int8", "int4"])
 @pytest.mark.parametrize("kind", MADE_OF_EXPERTS)
 def test_experts_are_rounded_and_routers_are_not(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from compiled.test_decoding import SETTINGS, by_torch, forked, last, logits_of
+from compiled.test_decoding import SETTINGS, by_torch_of, forked, last, logits_of
 from packed_model import packed_model, routed_by_tokens, spec_of
 
 from kvkeep import SessionGroup, load_model
@@ -138,8 +138,8 @@ def test_it_is_no_further_from_float32_than_torch_in_bfloat16(
 ) -> None:
     model = packed_model(spec_of(head_dim, family), bits)
     assert isinstance(model.decoder.executor, CompiledExecutor)
-    exact = logits_of(by_torch(model, torch.float32), settings)
-    reference = (logits_of(by_torch(model, torch.bfloat16), settings) - exact).square().mean()
+    exact, rounded = by_torch_of(head_dim, family, bits, settings)
+    reference = (rounded - exact).square().mean()
     compiled = (logits_of(model, settings) - exact).square().mean()
     assert exact.abs().max() > 2
     assert compiled <= 1.2 * reference

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from compiled.test_decoding import by_torch, forked, last, logits_of
+from compiled.test_decoding import by_torch_of, forked, last, logits_of
 from gguf import GGMLQuantizationType as Type
 from models.test_gguf_families import TOKENS, made, write
 from packed_model import packed_model, routed_by_tokens, spec_of
@@ -40,8 +40,8 @@ def test_it_is_no_further_from_float32_than_torch_in_bfloat16(
 ) -> None:
     model = packed_model(spec_of(head_dim, family), bits)  # type: ignore[arg-type]
     assert isinstance(model.decoder.executor, CompiledExecutor)
-    exact = logits_of(by_torch(model, torch.float32), settings)
-    reference = (logits_of(by_torch(model, torch.bfloat16), settings) - exact).square().mean()
+    exact, rounded = by_torch_of(head_dim, family, bits, settings)
+    reference = (rounded - exact).square().mean()
     compiled = (logits_of(model, settings) - exact).square().mean()
     assert exact.abs().max() > 2
     assert compiled <= 1.2 * reference
@@ -74,7 +74,7 @@ def test_it_is_the_same_on_any_number_of_threads(family: str, head_dim: int) -> 
     try:
         for count in (1, 2, 3):
             torch.set_num_threads(count)
-            found.append(logits_of(model, {"max_kv_size": 60, "kv_bits": "8"}))
+            found.append(logits_of(model, {"max_kv_size": 60, "kv_bits": "8"}, 9))
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(found[0], found[1])

@@ -77,6 +77,28 @@ def test_sessions_and_chats_are_answered(running: tuple[str, str]) -> None:
         assert [entry["name"] for entry in asks.get("/v1/sessions").json()["data"]] == ["plain"]
 
 
+def test_who_says_nothing_comes_to_the_server_that_knows(running: tuple[str, str]) -> None:
+    """Requests without `x-session-id`: about one session, and turns of one conversation."""
+    at, _ = running
+    servers = set[str]()
+    with httpx.Client(base_url=at, timeout=PATIENCE) as asks:
+        assert asks.post("/v1/sessions", json={"name": "unsaid"}).status_code == 201
+        found = [asks.get("/v1/sessions/unsaid") for _ in range(6)]
+        assert len({answer.headers["x-kvkeep-server"] for answer in found}) == 1
+        for begins in range(8):
+            messages = [{"role": "user", "content": f"{begins}: say hello."}]
+            of_turns = set[str]()
+            for _ in range(2):
+                chat = {"model": "any", "messages": messages, "max_tokens": 2}
+                answer = asks.post("/v1/chat/completions", json=chat)
+                of_turns.add(answer.headers["x-kvkeep-server"])
+                message = answer.json()["choices"][0]["message"]
+                messages += [message, {"role": "user", "content": "Go on."}]
+            assert len(of_turns) == 1
+            servers |= of_turns
+    assert len(servers) == 2, "conversations are spread"
+
+
 def test_a_server_is_killed_in_the_middle_of_an_answer(
     running: tuple[str, str], smollm2: Model
 ) -> None:
