@@ -1,9 +1,9 @@
 """What the kernels compute is held on each instruction set that this processor has."""
 
-import os
 from collections.abc import Iterator
 
 import pytest
+from sanitized import SANITIZED
 from sets_here import sets_here
 
 # Modules whose tests look at what is computed. Others look at what kernels are handed, or at files.
@@ -26,7 +26,7 @@ WHOLE_MODELS = {"test_decoding", "test_experts", "test_gemma4", "test_ragged"}
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     module = metafunc.module.__name__.rpartition(".")[2]
     if module in ON_EACH_SET and not metafunc.definition.get_closest_marker("best_set"):
-        enough = "ASAN_OPTIONS" in os.environ and module in WHOLE_MODELS
+        enough = SANITIZED and module in WHOLE_MODELS
         sets = sets_here()[: 1 if enough else None]
         metafunc.parametrize("instruction_set", sets, indirect=True)
 
