@@ -8,6 +8,7 @@ where it has one writer at a time.
 
 import logging
 import os
+import socket
 from typing import Any
 
 from kvkeep.errors import InvalidArgument, ServerError
@@ -33,6 +34,8 @@ def require_ray() -> None:
 def start(setup: Setup, scale: Scale, host: str, port: int, address: str | None) -> None:
     """Starts a fleet, and returns once it answers. address: of a Ray cluster; None for one that is
     started on this machine, for as long as this process lives."""
+    if address is not None:
+        _require_answer(address)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault(_PROXIES, CALLBACK)
     import ray
@@ -44,7 +47,13 @@ def start(setup: Setup, scale: Scale, host: str, port: int, address: str | None)
     if address is None:  # here nobody else is to be scheduled, and more threads than cores are slow
         cores = max(os.cpu_count() or 1, scale.most * setup.threads)
         local = {"include_dashboard": False, "num_cpus": cores, "object_store_memory": _OBJECTS}
-    ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **local)
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **local)
+    except (ConnectionError, ValueError, ray.exceptions.AuthenticationError) as error:
+        raise ServerError(
+            f"no Ray cluster at {address} let kvkeep in ({error}): is it one, and are RAY_AUTH_MODE "
+            "and ~/.ray/auth_token the same there and here?"
+        ) from error
     serve.start(
         http_options={"host": host, "port": port, "location": "EveryNode"},
         logging_config={"log_level": "ERROR", "enable_access_log": False},
@@ -58,11 +67,24 @@ def start(setup: Setup, scale: Scale, host: str, port: int, address: str | None)
         ) from error
 
 
+def _require_answer(address: str) -> None:
+    """Ray itself waits for two minutes. Addresses of other kinds ("auto") are Ray's to judge."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+    except (OSError, OverflowError) as error:
+        raise ServerError(f"no Ray cluster answers at {address} ({error})") from None
+
+
 def stop() -> None:
     """Ends the fleet: answers end, sessions are in the store."""
     import ray
     from ray import serve
 
+    if not ray.is_initialized():  # a shutdown of nothing would start a cluster to shut down
+        return
     serve.shutdown()  # type: ignore[no-untyped-call]
     ray.shutdown()
 

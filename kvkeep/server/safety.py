@@ -27,6 +27,9 @@ _HEADERS = (
 )
 
 
+_FORM = "application/x-www-form-urlencoded"
+
+
 class Safety:
     """Refuses requests for another host (DNS rebinding), without a key, or too large to be meant.
 
@@ -53,6 +56,8 @@ class Safety:
             anthropic = scope["path"].startswith("/v1/messages")
             await problem.response(anthropic)(scope, receive, self._guarded(send))
             return
+        if headers.get("content-type", _FORM).startswith(_FORM):
+            scope = {**scope, "headers": _as_json(scope["headers"])}
         body = _Body(receive, self._guarded(send))
         await self._app(scope, body.receive, body.send)
         if body.too_large:
@@ -120,6 +125,12 @@ def _headers(scope: _Scope) -> dict[str, str]:
     return {
         name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]
     }
+
+
+def _as_json(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """No form is taken here: what is named one, or nothing, is the JSON of `curl -d`."""
+    others = [(name, value) for name, value in headers if name.lower() != b"content-type"]
+    return [*others, (b"content-type", b"application/json")]
 
 
 def _without_port(host: str) -> str:

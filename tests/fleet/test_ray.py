@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -162,3 +163,59 @@ def _one_of_each(at: str) -> dict[str, str]:
         if len(found) == 2:
             return found
     raise AssertionError("all sessions went to one server")
+
+
+def test_a_cluster_that_is_there_is_joined(
+    smollm2_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "0" * 64)
+    at = f"127.0.0.1:{free_port()}"
+    store = (tmp_path / "store").as_uri()
+    with head(at), fleet(store, {}, "--address", at, "--replicas", "1") as (url, _):
+        answer = httpx.post(f"{url}/v1/completions", json={"prompt": "a", "max_tokens": 2})
+        assert answer.status_code == 200, answer.text
+
+
+def test_a_cluster_that_is_not_there_is_told_at_once(smollm2_folder: Path, tmp_path: Path) -> None:
+    at = f"127.0.0.1:{free_port()}"
+    store = (tmp_path / "store").as_uri()
+    options = ["fleet", "--store", store, "--port", "0", "--address", at]
+    run = subprocess.run(
+        [sys.executable, "-m", "kvkeep", *options], capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert run.returncode == 2
+    assert run.stderr.splitlines()[-1].startswith(f"kvkeep: error: no Ray cluster answers at {at}")
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return int(listening.getsockname()[1])
+
+
+@contextmanager
+def head(at: str) -> Iterator[None]:
+    """A cluster's first machine, as `ray start` makes it."""
+    host, port = at.split(":")
+    options = f"--head --block --node-ip-address={host} --port={port} --include-dashboard=false"
+    ray = Path(sys.executable).with_name("ray")
+    process = subprocess.Popen(
+        [ray, "start", *options.split(), "--disable-usage-stats"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        while not answers(host, int(port)):
+            assert process.poll() is None
+            time.sleep(0.1)
+        yield
+    finally:
+        process.terminate()
+        process.wait(PATIENCE)
+
+
+def answers(host: str, port: int) -> bool:
+    with suppress(OSError):
+        socket.create_connection((host, port), timeout=1).close()
+        return True
+    return False

@@ -30,6 +30,13 @@ def test_a_request_for_another_host_is_refused(server: Running) -> None:
         assert client.get("/health", headers={"Host": "LOCALHOST:1"}).status_code == 200
 
 
+@pytest.mark.parametrize("named", [{}, {"content-type": "application/x-www-form-urlencoded"}])
+def test_what_curl_sends_of_itself_is_json(server: Running, named: dict[str, str]) -> None:
+    answer = httpx.post(f"{server.url}/tokenize", content=b'{"content": "a"}', headers=named)
+    assert answer.status_code == 200
+    assert answer.json()["tokens"]
+
+
 @pytest.mark.parametrize("chunked", [False, True])
 def test_a_body_that_is_too_large_is_refused(server: Running, chunked: bool) -> None:
     body = b'{"prompt": "' + b"a" * LARGEST + b'"}'
