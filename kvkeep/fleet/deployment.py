@@ -51,7 +51,7 @@ def start(setup: Setup, scale: Scale, host: str, port: int, address: str | None)
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **local)
     except (ConnectionError, ValueError, ray.exceptions.AuthenticationError) as error:
         raise ServerError(
-            f"no Ray cluster at {address} let kvkeep in ({error}): is it one, and are RAY_AUTH_MODE "
+            f"no Ray cluster at {address} let kvkeep in ({error}): is it one, are RAY_AUTH_MODE "
             "and ~/.ray/auth_token the same there and here?"
         ) from error
     serve.start(
