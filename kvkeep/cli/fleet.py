@@ -97,16 +97,13 @@ def fleet(memory: MemoryChoice, **options: Any) -> None:
     setup, scale = _setup(memory, options), _scale(options)
     if not options["quiet"]:
         say(f"starting {scale.least} servers")
-    try:
-        handled = signal.getsignal(signal.SIGTERM)
-        deployment.start(setup, scale, host, port, options["address"])
+    handled = signal.getsignal(signal.SIGTERM)
+    with deployment.running(setup, scale, host, port, options["address"]):
         signal.signal(signal.SIGTERM, handled)  # Ray's ends the process there and then
         if not options["quiet"]:
             print(f"kvkeep serves {setup.model} on http://{host}:{port}", flush=True)
         with suppress(KeyboardInterrupt):
             threading.Event().wait()
-    finally:
-        deployment.stop()
 
 
 def _setup(choice: MemoryChoice, options: dict[str, Any]) -> Any:
@@ -115,8 +112,10 @@ def _setup(choice: MemoryChoice, options: dict[str, Any]) -> Any:
     from kvkeep.fleet.secret import read_secret
     from kvkeep.fleet.setup import Setup
     from kvkeep.objects import open_objects
+    from kvkeep.server.keys import Keys
 
     secret = read_secret(options["secret_file"])
+    keys = Keys.shared(options["api_key_file"], secret)
     require_conditions(open_objects(options["store"]))
     model = choice.load(progress=not options["quiet"])
     return Setup(
@@ -130,7 +129,7 @@ def _setup(choice: MemoryChoice, options: dict[str, Any]) -> Any:
         prefixes=options["prefix_cache"],
         threads=options["threads"],
         lease=options["lease"],
-        keys=options["api_key_file"],
+        keys=keys,
         hosts=(options["host"], *options["allow_host"]),
         origins=options["allow_origin"],
         alias=options["alias"],

@@ -6,6 +6,7 @@ a hash of how it begins. So the turns of a conversation come to the server that 
 memory. It is a matter of speed alone: any server answers any request.
 """
 
+import asyncio
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -19,10 +20,12 @@ from kvkeep.store.session_names import is_name
 HEADER = b"x-session-id"
 CALLBACK = f"{__name__}:middlewares"
 _SESSIONS = "/v1/sessions"
+_OPENAI = ("/chat/completions", "/completions", "/responses")
 _ASKING = frozenset(
-    ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses", _SESSIONS)
+    (*_OPENAI, *(f"/v1{path}" for path in _OPENAI), "/completion", "/v1/messages", _SESSIONS)
 )
 _MOST = 1 << 20  # bytes of a body that is looked into
+_AT_ONCE = 1 << 16  # bytes that are looked into while nothing else goes on
 _TOKENS, _CHARACTERS = 256, 1024  # of a prompt without turns
 
 
@@ -40,11 +43,18 @@ class Affinity:
         if not key and scope["method"] == "POST" and scope["path"] in _ASKING:
             taken = await _taken(receive)
             receive = _again(taken, receive)
-            body = b"".join(message.get("body", b"") for message in taken)
-            key = key_of(scope["path"], body, _who(scope))
+            key = await _key(scope, b"".join(message.get("body", b"") for message in taken))
         if key:
             scope = {**scope, "headers": [*scope["headers"], (HEADER, key.encode())]}
         await self._app(scope, receive, send)
+
+
+async def _key(scope: dict[str, Any], body: bytes) -> str:
+    if len(body) > _MOST:
+        return ""
+    if len(body) <= _AT_ONCE:
+        return key_of(scope["path"], body, _who(scope))
+    return await asyncio.to_thread(key_of, scope["path"], body, _who(scope))
 
 
 def middlewares() -> list[Any]:
@@ -68,7 +78,7 @@ def key_of(path: str, body: bytes, who: bytes = b"") -> str:
     begins = _beginning(asked)
     if not begins:
         return ""
-    text = json.dumps(begins, sort_keys=True).encode()
+    text = json.dumps(_plain(begins), sort_keys=True).encode()
     return blake3(text, key=blake3(who).digest()).hexdigest()[:32]
 
 
@@ -77,7 +87,9 @@ def _beginning(asked: dict[str, Any]) -> list[Any]:
     turns = asked.get("messages", asked.get("input", asked.get("prompt")))
     before = [asked[name] for name in ("system", "instructions", "tools") if name in asked]
     if isinstance(turns, str):
-        return [*before, turns[:_CHARACTERS] if "prompt" in asked else turns]
+        if "prompt" in asked:
+            return [*before, turns[:_CHARACTERS]]
+        return [*before, {"role": "user", "content": turns}]
     if not isinstance(turns, Sequence):
         return []
     if "prompt" in asked:  # tokens, or several prompts
@@ -86,6 +98,13 @@ def _beginning(asked: dict[str, Any]) -> list[Any]:
         if isinstance(turn, dict) and turn.get("role") == "user":
             return [*before, *turns[: number + 1]]
     return [*before, *turns]
+
+
+def _plain(value: Any) -> Any:
+    """Without the marks by which Anthropic's clients say from turn to turn what to keep."""
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items() if name != "cache_control"}
+    return [_plain(each) for each in value] if isinstance(value, list) else value
 
 
 def _who(scope: dict[str, Any]) -> bytes:

@@ -9,6 +9,8 @@ where it has one writer at a time.
 import logging
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from kvkeep.errors import InvalidArgument, ServerError
@@ -17,7 +19,11 @@ from kvkeep.fleet.setup import Scale, Setup
 
 NAME = "kvkeep"
 _OBJECTS = 128 << 20  # bytes for what servers would hand to each other, which is nothing
-_PROXIES = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"  # on a cluster's machines its user sets it
+_RAYS = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # of 5, a busy machine's proxies never start
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": CALLBACK,  # a cluster's user sets it there
+}
 ROUTER: Any = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 
 
@@ -31,46 +37,63 @@ def require_ray() -> None:
         ) from None
 
 
-def start(setup: Setup, scale: Scale, host: str, port: int, address: str | None) -> None:
-    """Starts a fleet, and returns once it answers. address: of a Ray cluster; None for one that is
-    started on this machine, for as long as this process lives."""
-    if address is not None:
-        _require_answer(address)
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault(_PROXIES, CALLBACK)
+@contextmanager
+def running(
+    setup: Setup, scale: Scale, host: str, port: int, address: str | None
+) -> Iterator[None]:
+    """A fleet that answers; at the end answers end, and sessions are in the store.
+
+    address: of a Ray cluster on which nothing else is served; None for one that is started on this
+    machine. Raises ServerError.
+    """
+    for name, value in _RAYS.items():
+        os.environ.setdefault(name, value)
     import ray
     from ray import serve
 
     for name in ("ray", "ray.serve"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    local: dict[str, Any] = {}
-    if address is None:  # here nobody else is to be scheduled, and more threads than cores are slow
-        cores = max(os.cpu_count() or 1, scale.most * setup.threads)
-        local = {"include_dashboard": False, "num_cpus": cores, "object_store_memory": _OBJECTS}
+    _join(scale.most * setup.threads, address)
     try:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **local)
-    except (ConnectionError, ValueError, ray.exceptions.AuthenticationError) as error:
-        raise ServerError(
-            f"no Ray cluster at {address} let kvkeep in ({error}): is it one, are RAY_AUTH_MODE "
-            "and ~/.ray/auth_token the same there and here?"
-        ) from error
-    serve.start(
-        http_options={"host": host, "port": port, "location": "EveryNode"},
-        logging_config={"log_level": "ERROR", "enable_access_log": False},
-    )
+        if serve.status().proxies:  # it would stay as it is set up, and end with this fleet
+            raise ServerError(f"the Ray cluster at {address} serves already: `serve shutdown`")
+        try:
+            _serve(_application(setup, scale), host, port)
+            yield
+        finally:
+            serve.shutdown()  # type: ignore[no-untyped-call]
+    finally:
+        ray.shutdown()
+
+
+def _join(threads: int, address: str | None) -> None:
+    """threads: of all servers. Nobody else is to be scheduled on this machine."""
+    import ray
+
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    if address is None:  # whatever cluster Ray would find by itself
+        cores = max(os.cpu_count() or 1, threads)
+        local: dict[str, Any] = {
+            "include_dashboard": False,
+            "num_cpus": cores,
+            "object_store_memory": _OBJECTS,
+        }
+        ray.init(address="local", **quiet, **local)
+        return
+    _require_answer(address)
     try:
-        serve.run(_application(setup, scale), name=NAME, route_prefix="/")
-    except RuntimeError as error:
+        ray.init(address=address, **quiet)
+    except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
         raise ServerError(
-            f"the fleet did not start ({error}); why is in the logs of its servers, below "
-            "/tmp/ray/session_latest/logs/serve on their machines"
+            f"the Ray cluster at {address} does not let kvkeep in ({error}): Python, Ray, "
+            "RAY_AUTH_MODE and ~/.ray/auth_token must be the same there and here"
         ) from error
 
 
 def _require_answer(address: str) -> None:
     """Ray itself waits for two minutes. Addresses of other kinds ("auto") are Ray's to judge."""
     host, colon, port = address.rpartition(":")
-    if not colon or not port.isdigit():
+    if not colon or not port.isdigit() or "://" in address:
         return
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
@@ -78,15 +101,21 @@ def _require_answer(address: str) -> None:
         raise ServerError(f"no Ray cluster answers at {address} ({error})") from None
 
 
-def stop() -> None:
-    """Ends the fleet: answers end, sessions are in the store."""
+def _serve(application: Any, host: str, port: int) -> None:
     import ray
     from ray import serve
 
-    if not ray.is_initialized():  # a shutdown of nothing would start a cluster to shut down
-        return
-    serve.shutdown()  # type: ignore[no-untyped-call]
-    ray.shutdown()
+    try:
+        serve.start(
+            http_options={"host": host, "port": port, "location": "EveryNode"},
+            logging_config={"log_level": "ERROR", "enable_access_log": False},
+        )
+        serve.run(application, name=NAME, route_prefix="/")
+    except (RuntimeError, TimeoutError, ray.exceptions.RayError) as error:
+        raise ServerError(
+            f"the fleet did not start ({error}); why is in the logs of its servers, below "
+            "/tmp/ray/session_latest/logs/serve on their machines"
+        ) from error
 
 
 def _application(setup: Setup, scale: Scale) -> Any:
@@ -112,7 +141,10 @@ def _application(setup: Setup, scale: Scale) -> Any:
         graceful_shutdown_timeout_s=scale.grace,
         health_check_period_s=2,
         health_check_timeout_s=30,
-        request_router_config=RequestRouterConfig(request_router_class=ROUTER),
+        request_router_config=RequestRouterConfig(
+            request_router_class=ROUTER,  # who has enough to do leaves the rest to any other
+            request_router_kwargs={"num_fallback_replicas": scale.most - 1},
+        ),
         ray_actor_options={
             "num_cpus": setup.threads,
             "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(setup.threads)}},

@@ -17,7 +17,6 @@ class Server:
         from kvkeep.fleet.replica import replica
         from kvkeep.server.app import LOCAL_HOSTS, application
         from kvkeep.server.basics import now
-        from kvkeep.server.keys import Keys
         from kvkeep.server.service import Service
 
         torch.set_num_threads(setup.threads)
@@ -33,9 +32,8 @@ class Server:
             prefixes=setup.prefixes,
             lease=setup.lease,
         )
-        keys = Keys.shared(setup.keys, setup.secret)
         name = setup.alias or model.name.rpartition("/")[2]
-        self._service = Service(self._replica.engine, name, keys, now())
+        self._service = Service(self._replica.engine, name, setup.keys, now())
         hosts = {*LOCAL_HOSTS, *setup.hosts}
         self._app = application(self._service, hosts, setup.origins, self._replica.around)
 

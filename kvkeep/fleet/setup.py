@@ -1,8 +1,9 @@
 """What a fleet is made of, as it is sent to where its servers run."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
+
+from kvkeep.server.keys import Keys
 
 
 @dataclass(frozen=True)
@@ -10,8 +11,7 @@ class Setup:
     """What each server is made of. It is sent to where they run.
 
     model, dtype, weights: as `load_model` has them. store: URL. settings: of sessions, but for a
-    calibration. threads: that each computes with. keys: a file, on each machine. hosts, alias: as
-    `kvkeep serve` has them.
+    calibration. threads: that each computes with. hosts, alias: as `kvkeep serve` has them.
     """
 
     model: str
@@ -24,7 +24,7 @@ class Setup:
     prefixes: bool
     threads: int
     lease: float
-    keys: Path | None
+    keys: Keys
     hosts: tuple[str, ...]
     origins: tuple[str, ...]
     alias: str | None

@@ -1,6 +1,6 @@
 """What a shared store holds of prompts, by the names of its objects alone, and how room is made."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from kvkeep.objects import Objects
 from kvkeep.store.prefix_names import ENDING, StoredBlock, prompts_of
@@ -29,12 +29,20 @@ def make_room(objects: Objects, max_bytes: int) -> tuple[int, int]:
     The prompt whose end was written first goes first, from its end: what is left of a prompt can
     be used. Whoever would read one that goes evaluates it anew. Raises StoreError.
     """
-    prompts = prompts_of(stored_blocks(objects))
-    total, freed = sum(prompt.nbytes for prompt in prompts), 0
-    for prompt in reversed(prompts):
-        for block in reversed(prompt.blocks[-prompt.own :]):
-            if total - freed <= max_bytes:
-                return freed, total - freed
-            objects.delete(block.where)
-            freed += block.nbytes
+    stored = list(stored_blocks(objects))
+    total, freed = sum(block.nbytes for block in stored), 0
+    for block in _going(stored):
+        if total - freed <= max_bytes:
+            break
+        objects.delete(block.where)
+        freed += block.nbytes
     return freed, total - freed
+
+
+def _going(stored: Sequence[StoredBlock]) -> Iterator[StoredBlock]:
+    """All, in order. Those that are of no prompt, which only mischief makes, are the first."""
+    prompts = prompts_of(stored)
+    of_prompts = {block.where for prompt in prompts for block in prompt.blocks}
+    yield from (block for block in stored if block.where not in of_prompts)
+    for prompt in reversed(prompts):
+        yield from reversed(prompt.blocks[-prompt.own :])

@@ -65,12 +65,13 @@ def prompts_of(stored: Iterable[StoredBlock]) -> list[StoredPrompt]:
     leaves = [block for key, block in blocks.items() if key not in parents]
     counted, found = set[str](), list[StoredPrompt]()
     for leaf in sorted(leaves, key=lambda block: block.used, reverse=True):
-        chain = [leaf]
-        while (before := blocks.get(chain[-1].parent)) and before not in chain:
-            chain.append(before)  # names that go round in a circle are somebody's mischief
-        own = [block.key for block in chain if block.key not in counted]
+        chain = {leaf.key: leaf}
+        at = leaf
+        while (before := blocks.get(at.parent)) and before.key not in chain:
+            chain[before.key] = at = before  # a circle of names is somebody's mischief
+        own = [key for key in chain if key not in counted]
         counted |= set(own)
-        found.append(StoredPrompt(tuple(reversed(chain)), len(own)))
+        found.append(StoredPrompt(tuple(reversed(chain.values())), len(own)))
     return found
 
 

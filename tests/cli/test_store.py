@@ -80,6 +80,7 @@ def test_a_prompt_is_taken_from_the_store(
     assert prompt["tokens"] >= 256
     assert "1 prompt, " in invoke("prefixes", "list", *at).stderr
     assert "--text" in invoke("prefixes", "list", "--text", *at).stderr
+    assert "--max-bytes" in invoke("prefixes", "gc", *at).stderr, "of all owners, and how much?"
     assert "removed 0.0 MB" in invoke("prefixes", "gc", "--max-bytes", "1GB", *at).stdout
     assert ", 0.0 MB left" in invoke("prefixes", "clear", *at).stdout
     assert json.loads(invoke("prefixes", "list", "--json", *at).stdout) == []

@@ -12,7 +12,7 @@ from kvkeep.fleet.responses import Message
 CHAT = "/v1/chat/completions"
 
 
-def user(text: str) -> dict[str, str]:
+def user(text: Any) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
@@ -42,6 +42,11 @@ def test_prompts_of_every_kind_have_the_key_of_their_beginning() -> None:
         "/v1/messages", system="s", messages=messages
     )
     assert of("/v1/responses", input="one") != of("/v1/responses", input="two")
+    answered = {"role": "assistant", "content": "1"}
+    assert of("/responses", input="one") == of("/responses", input=[user("one"), answered])
+    kept = {"type": "text", "text": "one", "cache_control": {"type": "ephemeral"}}
+    moved = [user([{"type": "text", "text": "one"}]), answered, user([kept])]
+    assert of("/v1/messages", messages=[user([kept])]) == of("/v1/messages", messages=moved)
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b"[" * 100_000, b'{"messages": 1}', b"\xff"])

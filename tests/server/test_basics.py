@@ -118,10 +118,11 @@ def test_what_one_key_asked_another_does_not_reuse(smollm2: Model, tmp_path: Pat
 
 
 @pytest.mark.parametrize("origin", ["https://elsewhere.example", "null", "http://127.0.0.1:1"])
-def test_pages_of_others_are_refused(server: Running, origin: str) -> None:
-    """A browser sends what any page says, and asks nobody first where the body is plain text."""
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", None])
+def test_pages_of_others_are_refused(server: Running, origin: str, kind: str | None) -> None:
+    """A browser sends what any page says, and asks nobody first for these kinds of bodies."""
     with server.client() as client:
-        headers = {"Origin": origin, "Content-Type": "text/plain"}
+        headers = {"Origin": origin} if kind is None else {"Origin": origin, "Content-Type": kind}
         answer = client.post("/v1/sessions", content='{"name": "theirs"}', headers=headers)
         assert answer.status_code == 403
         assert client.get("/v1/sessions/theirs").status_code == 404

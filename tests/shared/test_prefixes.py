@@ -123,6 +123,14 @@ def test_room_is_made_from_the_ends_of_the_prompts_that_were_written_first(
     assert [*stored_blocks(objects)] == []
 
 
+def test_what_is_of_no_prompt_goes_too(objects: Objects) -> None:
+    for name in ("a/a", "b/c", "c/b", "x/e", "y/e"):
+        objects.put(f"prefixes/mischief/{name}.kvblock", b"12")
+    assert make_room(objects, 4) == (6, 4)
+    assert make_room(objects, 0) == (4, 0)
+    assert [*stored_blocks(objects)] == []
+
+
 def test_names_that_go_round_in_a_circle_end(tmp_path: Path) -> None:
     for parent, key in (("a", "b"), ("b", "a"), ("a", "c")):
         (tmp_path / f"{parent}-{key}.kvblock").touch()

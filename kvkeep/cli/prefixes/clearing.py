@@ -4,41 +4,47 @@ import click
 
 from kvkeep.cli.memory import PREFIX_BYTES, open_prefix_store
 from kvkeep.cli.options import nbytes
+from kvkeep.cli.prefixes.where import shared_option
 from kvkeep.cli.report import megabytes
-from kvkeep.cli.store import store_option, told_store
-from kvkeep.objects.address import is_url, open_objects
+from kvkeep.objects.address import open_objects
 
 
 @click.command()
-@store_option
-def clear() -> None:
+@shared_option
+def clear(store: str | None) -> None:
     """Remove all beginnings of prompts. They are evaluated anew when they come again."""
-    _remove(0)
+    _remove(store, 0)
 
 
 @click.command()
 @click.option(
-    "--max-bytes", metavar="SIZE", type=nbytes, default=f"{PREFIX_BYTES}", help="What may stay."
+    "--max-bytes",
+    metavar="SIZE",
+    type=nbytes,
+    show_default=f"{megabytes(PREFIX_BYTES)} on this machine",
+    help="What may stay.",
 )
-@store_option
-def gc(max_bytes: int) -> None:
+@shared_option
+def gc(store: str | None, max_bytes: int | None) -> None:
     """Remove the blocks used longest ago, and what killed processes left, down to a size.
 
-    In a --store that is a URL, those of all owners that were written longest ago: it does not tell
-    when they were read.
+    In a --store, those of all owners that were written longest ago: it does not tell when they were
+    read.
     """
-    _remove(max_bytes)
+    if store is not None and max_bytes is None:
+        raise click.UsageError("--store needs --max-bytes: it is of all who share the store")
+    _remove(store, PREFIX_BYTES if max_bytes is None else max_bytes)
 
 
-def _remove(most: int) -> None:
-    freed, left = _freed(most)
-    click.echo(f"removed {megabytes(freed)}, {megabytes(left)} left")
+def _remove(shared: str | None, most: int) -> None:
+    freed, left = _freed(shared, most)
+    where = "" if shared is None else f" in {shared}"
+    click.echo(f"removed {megabytes(freed)}, {megabytes(left)} left{where}")
 
 
-def _freed(most: int) -> tuple[int, int]:
+def _freed(shared: str | None, most: int) -> tuple[int, int]:
     """Bytes; and those that are left."""
-    shared = told_store()
-    if shared is not None and is_url(shared):
+    if shared is not None:
         from kvkeep.shared.prefix_room import make_room
 
         return make_room(open_objects(shared), most)

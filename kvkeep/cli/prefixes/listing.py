@@ -7,12 +7,12 @@ from pathlib import Path
 
 import click
 
+from kvkeep.cli.prefixes.where import shared_option
 from kvkeep.cli.report import counted, megabytes
 from kvkeep.cli.saying import say
-from kvkeep.cli.store import store_option, told_store
 from kvkeep.cli.which_model import MODEL
 from kvkeep.models.library import home
-from kvkeep.objects.address import is_url, open_objects
+from kvkeep.objects.address import open_objects
 from kvkeep.store.prefix_names import StoredPrompt, prompts_of, stored_prompts
 
 _SHOWN = 60  # characters of a text
@@ -22,15 +22,15 @@ _SHOWN = 60  # characters of a text
 @click.option("--text", "with_text", is_flag=True, help="Show how each begins; reads the model.")
 @MODEL
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
-@store_option
-def list_(with_text: bool, model: str, as_json: bool) -> None:
+@shared_option
+def list_(with_text: bool, model: str, as_json: bool, store: str | None) -> None:
     """List the prompts of which the prefix cache holds the beginning, the one used last first.
 
     SIZE is what a prompt takes beside those above it, with which it may begin alike. With --text,
-    those of --model are shown alone. In a --store that is a URL, USED is when it was written, and
-    the prompts of all owners are listed.
+    those of --model are shown alone. In a --store, USED is when it was written, and the prompts of
+    all owners are listed.
     """
-    found = _stored(with_text)
+    found = _stored(store, with_text)
     texts = _texts(found, model) if with_text else {}
     if with_text:
         found = [each for each in found if _name(each) in texts]
@@ -51,9 +51,8 @@ def list_(with_text: bool, model: str, as_json: bool) -> None:
     say(f"{counted(len(found), 'prompt')}, {total}")
 
 
-def _stored(with_text: bool) -> list[StoredPrompt]:
-    store = told_store()
-    if store is None or not is_url(store):
+def _stored(store: str | None, with_text: bool) -> list[StoredPrompt]:
+    if store is None:
         return stored_prompts(home() / "prefixes")
     if with_text:
         raise click.UsageError("--text reads the prompts of this machine alone, not of a --store")
