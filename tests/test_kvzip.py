@@ -104,7 +104,7 @@ def test_a_surrogate_that_is_not_there_is_asked_for() -> None:
     assert session.cache.cells == len(TEXT)
 
 
-def test_what_one_head_needs_of_a_token_the_others_of_its_layer_need_by_a_factor() -> None:
+def test_what_a_head_needs_others_of_its_layer_and_cells_beside_it_need_by_factors() -> None:
     session = fed()
     needed = torch.full((2, 2, 4), -9.0)
     needed[0, 0, 1], needed[1, 1, 2], needed[1, 0, 2] = -1.0, -1.0, -2.5
@@ -113,4 +113,6 @@ def test_what_one_head_needs_of_a_token_the_others_of_its_layer_need_by_a_factor
     found = KVzip().score(candidates)
     expected = needed.clone()
     expected[0, 1, 1] = -3.0  # [1, 0, 2] is worth more by itself
+    expected[0, 0, [0, 2]], expected[0, 1, [0, 2]] = -2.5, -4.5
+    expected[1, 1, [1, 3]], expected[1, 0, [1, 3]] = -2.5, -4.0
     assert torch.equal(found, expected)
