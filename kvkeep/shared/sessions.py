@@ -21,6 +21,7 @@ from kvkeep.shared.protocol import Steps, Version, Who
 from kvkeep.store.session_names import checked_name, is_name
 
 LEASE = 30.0  # seconds that a command line's session stays held after a kill
+_ALL = "sessions/"
 _READERS = 16  # heads read at once
 _AGAIN = 5  # times that a snapshot may be replaced while it is opened
 
@@ -82,6 +83,15 @@ class SessionPlace:
         self.lease.commit(pieces)
 
 
+def sweep_all(objects: Objects) -> list[str]:
+    """Removes what killed writers of all owners left: OWNER/NAME/WHAT. Raises StoreError."""
+    return [
+        f"{owner}/{left}"
+        for owner in objects.folders(_ALL)
+        for left in SharedSessions(objects, owner).sweep()
+    ]
+
+
 class SharedSessions:
     """As `SessionFolder`, in a store. Reading needs no lock; a lock is a lease, which another
     process can take once this one has not renewed it for `lease` seconds.
@@ -100,7 +110,7 @@ class SharedSessions:
     ):
         self.objects, self.lease, self._clock = objects, lease, clock
         self.writer = writer or f"{socket.gethostname()}:{os.getpid()}"
-        self._prefix = f"sessions/{owner}/"
+        self._prefix = f"{_ALL}{owner}/"
 
     @property
     def place(self) -> str:

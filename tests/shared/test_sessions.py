@@ -32,7 +32,7 @@ from kvkeep.objects.interface import Pieces
 from kvkeep.shared import driver
 from kvkeep.shared.head import Head
 from kvkeep.shared.lease import Lease
-from kvkeep.shared.sessions import SharedSessions
+from kvkeep.shared.sessions import SharedSessions, sweep_all
 
 
 def by(objects: Objects, writer: str, lease: float = 30.0) -> SharedSessions:
@@ -164,6 +164,18 @@ def test_what_a_killed_writer_left_is_swept(objects: Objects) -> None:
     assert sessions.sweep() == ["one/000000000001-000000000009-left"]
     assert sessions.sweep() == []
     assert content(sessions, "one") == b"1"
+
+
+def test_what_was_left_of_any_owners_session_is_swept(objects: Objects) -> None:
+    for owner in ("0", "a" * 32):
+        lease = SharedSessions(objects, owner).take("one")
+        commit(lease, b"1")
+        objects.put_pieces(lease.place.key("000000000001-000000000009-left"), lambda: [b"2"])
+        lease.release()
+    assert sweep_all(objects) == [
+        f"{owner}/one/000000000001-000000000009-left" for owner in ("0", "a" * 32)
+    ]
+    assert sweep_all(objects) == []
 
 
 def test_a_head_that_is_none_is_said(objects: Objects) -> None:

@@ -1,12 +1,15 @@
 """`kvkeep sessions rm` and `kvkeep sessions gc`."""
 
+from collections.abc import Sequence
+
 import click
 
 from kvkeep.cli.completion import session_names
 from kvkeep.cli.report import counted, megabytes
-from kvkeep.cli.store import saved_sessions, store_option
+from kvkeep.cli.store import saved_sessions, store_option, told_store
 from kvkeep.files.whole import sweep
 from kvkeep.models.library import home
+from kvkeep.objects.address import is_url, open_objects
 
 
 @click.command()
@@ -27,11 +30,20 @@ def gc() -> None:
     """Remove what processes that were killed left behind; no session goes.
 
     These are half-written files of sessions and of the prefix cache, and locks of sessions that
-    are gone.
+    are gone. In a --store that is a URL, snapshots that nobody goes on from, of all owners.
     """
     prefixes = home() / "prefixes"
-    removed: list[object] = [*saved_sessions().sweep()]
+    removed: list[object] = [*_swept()]
     removed += sweep(prefixes) if prefixes.is_dir() else []
     for file in removed:
         click.echo(f"removed {file}")
     click.echo(f"{counted(len(removed), 'file')} removed")
+
+
+def _swept() -> Sequence[object]:
+    store = told_store()
+    if store is None or not is_url(store):
+        return saved_sessions().sweep()
+    from kvkeep.shared.sessions import sweep_all
+
+    return sweep_all(open_objects(store))
