@@ -25,8 +25,6 @@ _HEADERS = (
         b"default-src 'self'; object-src 'none'; base-uri 'none'; frame-ancestors 'none'",
     ),
 )
-
-
 _FORM = "application/x-www-form-urlencoded"
 
 
