@@ -93,7 +93,7 @@ def write(path: Path, shape: Shape, kind: str) -> None:
     named = _matrices(shape)
     for name, (*experts, rows, columns) in tqdm(named.items(), "drawing weights", disable=None):
         form = _format(name, kind, shape.layers)
-        stored = _blocks(random, form, prod(experts) * rows, columns)
+        stored = random_blocks(random, form, prod(experts) * rows, columns)
         stored = stored.reshape(*experts, rows, -1)
         writer.add_tensor(name, stored, raw_dtype=GGMLQuantizationType[form])
     for name, width in _norms(shape).items():
@@ -154,7 +154,9 @@ def _format(name: str, kind: str, layers: int) -> str:
     return f"{base}_K"
 
 
-def _blocks(random: np.random.Generator, form: str, rows: int, columns: int) -> NDArray[np.uint8]:
+def random_blocks(
+    random: np.random.Generator, form: str, rows: int, columns: int
+) -> NDArray[np.uint8]:
     """`[rows, bytes]`, of weights about as large as a trained matrix of so many columns has."""
     size = columns**-0.5
     if form in ("F16", "BF16", "F32"):

@@ -22,12 +22,12 @@ from kvkeep.errors import InvalidArgument
 # Of each architecture, the fastest first: what each needs of a processor.
 ARCHITECTURES = {
     "x86_64": {
-        "avx512bf16": "AVX-512 with bfloat16",
+        "avx512bf16": "AVX-512 with bfloat16 and VNNI",
         "avx512": "AVX-512",
         "avx2": "AVX2 with FMA",
     },
     "aarch64": {
-        "neonbf16": "NEON with bfloat16",
+        "neonbf16": "NEON with bfloat16 and dot products",
         "neon": "NEON",
     },
 }

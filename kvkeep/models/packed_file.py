@@ -21,7 +21,7 @@ from kvkeep.models.checksum import Checksum, write_checksum
 from kvkeep.models.formats import FORMATS, Format
 from kvkeep.models.packing import Matrix, PackedMatrix, packed_shapes
 
-_VERSION = "2"
+_VERSION = "3"
 _ALTOGETHER = "packed weights"
 
 

@@ -4,8 +4,10 @@ Sixteen rows are multiplied at once, one in each lane of a register. For each bl
 each group of 32 columns there lie together: in 8 bits, for each pair of columns, the two codes of
 row 0, the two of row 1 and so on. Of smaller codes the low 4 bits, the same in 16-bit words of four
 pairs, four times 64 bytes: word j of a row has in its nibble s column `8 * part + 2 * s + j`. Then
-what is above 4 bits: of one bit, word j of a row has in its bit p that of column `2 * p + j`; of
-two bits, twice that, for the first 8 pairs and for the others.
+what is above 4 bits, in words of 16 pairs, or of 8 and 8 where there are two bits of each. Pairs
+are in such an order that the bits of one and of that two further are a byte apart, as their nibbles
+are: 0 1 4 5 8 9 12 13 in the lower byte, 2 3 6 7 10 11 14 15 in the upper one. So products of bytes
+find both in their places by one shift.
 """
 
 from collections.abc import Iterator
@@ -182,8 +184,8 @@ def _packed_codes(codes: Tensor, bits: int) -> Tensor:
     planes, above = [words.flatten(2)], pairs >> 4
     held = 16 // (bits - 4) if bits > 4 else 16  # pairs whose upper bits make a word
     for first in range(0, 16 if bits > 4 else 0, held):
-        shifts = torch.arange(held, dtype=torch.int32, device="cpu").view(held, 1, 1) * (bits - 4)
-        word = (above[:, :, first : first + held].int() << shifts).sum(2, dtype=torch.int32)
+        places = _places(held)
+        word = (above[:, :, first : first + held].int() << places).sum(2, dtype=torch.int32)
         planes.append(word.to(torch.int16).contiguous().view(torch.uint8).flatten(2))
     return torch.cat(planes, -1)
 
@@ -203,12 +205,15 @@ def _unpacked_codes(data: Tensor, bits: int) -> Tensor:
         for first in range(0, 16 if bits > 4 else 0, held):
             at = 32 * first // held
             word = planes[..., at : at + 32].view(blocks, groups, 1, BLOCK, 2)
-            shifts = torch.arange(held, dtype=torch.int32, device="cpu").view(held, 1, 1) * (
-                bits - 4
-            )
-            above = (word >> shifts) & ((1 << (bits - 4)) - 1)
+            above = (word >> _places(held)) & ((1 << (bits - 4)) - 1)
             pairs[:, :, first : first + held] |= above.to(torch.uint8) << 4
     return pairs.permute(0, 3, 1, 2, 4).reshape(blocks * BLOCK, groups * GROUP)
+
+
+def _places(held: int) -> Tensor:
+    """Which bit of a word is the lowest of each of as many pairs. `[held, 1, 1]`."""
+    pair = torch.arange(held, dtype=torch.int32, device="cpu").view(held, 1, 1)
+    return 16 // held * (pair // 4 * 2 + pair % 2) + pair % 4 // 2 * 8
 
 
 def _filled(x: Tensor, blocks: int) -> Tensor:

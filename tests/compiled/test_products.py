@@ -9,6 +9,7 @@ from random_blocks import exact, random_blocks
 from torch import Tensor
 
 from kvkeep.compiled.binding import PLAIN, CMatrix, library, require_done
+from kvkeep.compiled.instruction_sets import choice
 from kvkeep.compiled.matrices import FEW, PackedLinear, described
 from kvkeep.errors import KernelMismatch, NonFiniteLogits
 from kvkeep.models.formats import FORMATS
@@ -63,6 +64,19 @@ def inputs(count: int, columns: int) -> Tensor:
     return torch.randn(count, columns, generator=torch.Generator().manual_seed(count)).bfloat16()
 
 
+def held(x: Tensor, kind: str | torch.dtype) -> Tensor:
+    """Rows as a product with packed weights reads them, float64: see src/integers.h."""
+    of_floats = isinstance(kind, torch.dtype) or (
+        kind.startswith("IQ4") and choice().name != "avx512bf16"
+    )
+    if of_floats:
+        return x.double()
+    groups = x.double().unflatten(1, (-1, 32))
+    exponent = groups.abs().amax(-1, keepdim=True).log2().floor()
+    scale = 2 ** (exponent - 13).clamp(min=-126)
+    return ((groups / scale).round() * scale).flatten(1)
+
+
 def near(found: Tensor, x: Tensor, values: Tensor, added: Tensor | float) -> None:
     """Whether a product is right to the rounding of its sum in float32."""
     wanted = x.double() @ values.double().T
@@ -81,8 +95,35 @@ def test_they_are_those_of_the_unpacked_matrix(
     one = made(kind, size, bias)
     added = 0.0 if bias is None else bias[: size[0]].double()
     x = inputs(count, one.values.shape[1])
-    near(product(one.matrix(), x), x, one.values, added)
+    near(product(one.matrix(), x), held(x, kind), one.values, added)
     near(product(one.matrix(rounded=True), x), x, one.values.bfloat16(), added)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_rows_are_read_to_the_rounding_of_what_is_greatest_of_each_group(kind: str) -> None:
+    one = made(kind, (48, 512))
+    generator = torch.Generator().manual_seed(5)
+    sizes = 2.0 ** torch.randint(-30, 30, (9, one.values.shape[1]), generator=generator)
+    x = (inputs(9, one.values.shape[1]).float() * sizes).bfloat16()
+    x[1], x[2, :40], x[3] = 0, 0, x[3] * 2.0**-110
+    wanted = x.double() @ one.values.double().T
+    groups, weights = (each.double().abs().unflatten(1, (-1, 32)) for each in (x, one.values))
+    # What is within 2^6 of the greatest is exact, and the rest is off by half of a step of it.
+    slack = (2.0**-14 * groups.amax(-1)) @ weights.sum(-1).T
+    size = x.double().abs() @ one.values.double().abs().T
+    found = product(one.matrix(), x)
+    assert ((found.double() - wanted).abs() <= slack + 1e-6 * size + 1e-30).all()
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
+def test_rows_that_are_no_numbers_are_found(kind: str, wrong: float) -> None:
+    one = made(kind, (48, 512))
+    x = inputs(5, one.values.shape[1])
+    product(one.matrix(), x)
+    x[3, 77] = wrong
+    with pytest.raises(NonFiniteLogits):
+        product(one.matrix(), x)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)

@@ -8,15 +8,21 @@ static int avx512(void) {
   return avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
+
+static int avx512bf16(void) {
+  return avx512() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+}
 #endif
 
 /* The system says what a processor of Arm has: no instruction is tried. */
 #if defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
 
-/* HWCAP_ASIMD and HWCAP2_BF16, which older headers lack. */
+/* HWCAP_ASIMD, HWCAP_ASIMDDP and HWCAP2_BF16, which older headers lack. */
 static int neon(void) { return (getauxval(AT_HWCAP) & (1UL << 1)) != 0; }
-static int neon_bf16(void) { return neon() && (getauxval(AT_HWCAP2) & (1UL << 14)) != 0; }
+static int neon_bf16(void) {
+  return neon() && (getauxval(AT_HWCAP) & (1UL << 20)) && (getauxval(AT_HWCAP2) & (1UL << 14));
+}
 #elif defined(__aarch64__) && defined(__APPLE__)
 #include <sys/sysctl.h>
 
@@ -34,7 +40,7 @@ int kvkeep_cpu_runs(const char* set) {
   __builtin_cpu_init();
   if (!strcmp(set, "avx2")) return avx2();
   if (!strcmp(set, "avx512")) return avx512();
-  if (!strcmp(set, "avx512bf16")) return avx512() && __builtin_cpu_supports("avx512bf16");
+  if (!strcmp(set, "avx512bf16")) return avx512bf16();
 #elif defined(__aarch64__) && (defined(__linux__) || defined(__APPLE__))
   if (!strcmp(set, "neon")) return neon();
   if (!strcmp(set, "neonbf16")) return neon_bf16();

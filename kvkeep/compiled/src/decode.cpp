@@ -311,7 +311,7 @@ class DecodeRun {
 
   // Rows of fewer columns in the same memory.
   static Input narrower(const Input& rows, int columns) {
-    return {rows.x, rows.sums, columns, rows.scaled};
+    return {rows.x, rows.sums, columns, rows.integers};
   }
 
   const Model& model_;

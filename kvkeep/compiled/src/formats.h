@@ -2,6 +2,8 @@
 // by. kvkeep/models/formats.py says what the formats are, kvkeep/models/packing.py how they lie.
 #pragma once
 
+#include <utility>
+
 #include "lanes.h"
 
 namespace kvkeep {
@@ -32,25 +34,37 @@ struct E2m1 : Sixteen {  // MXFP4
       : Sixteen({0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.f, -.5f, -1, -1.5f, -2, -3, -4, -6}) {}
 };
 
-// Codes: `pair<p>(data)` are columns 2 p and 2 p + 1 of 16 rows, as bf16.
-
-// `scaled_pair<p>(data)`, where there is one: the same, too large by what `scale_down` makes rows too
-// small.
-
-// The word of which bit `place` is the lowest of the codes of pair p.
-template <int p, int place = 0>
-Ints nibble_word(const char* data) {
-  return halves_right<4 * (p % 4) - place>(load_ints(data + 64 * (p / 4)));
+// Calls `each` with the integers of a sequence, as constants.
+template <typename Each, int... n>
+KVKEEP_INLINE void each_of(Each each, std::integer_sequence<int, n...>) {
+  (each(std::integral_constant<int, n>{}), ...);
 }
 
-// With bit `from` of each word in the place of bit `to`, and so on.
-template <int from, int to>
-Ints moved(const char* plane) {
-  return halves_right<from - to>(load_ints(plane));
-}
+// Codes: `pair<p>(data)` are columns 2 p and 2 p + 1 of 16 rows, as bf16. Those of integers are numbered
+// from kFirst on, to kFirst + kMost, in steps of kStep; see integers.h.
 
+// The word of which the lowest bits are the lower four of the codes of pair p.
 template <int p>
-constexpr int kPlaceOf = place_of(p % 4);
+Ints nibble_word(const char* data) {
+  return halves_right<4 * (p % 4)>(load_ints(data + 64 * (p / 4)));
+}
+
+// The lower four bits of each byte of that, and of what lies two pairs further.
+template <int n>
+Ints nibbles(const char* data) {
+  return nibble_word<4 * (n / 2) + n % 2>(data) & ints(0x0f0f0f0f);
+}
+
+// Which bit of a half of a plane is the lowest of pair p, of kBits for each: that of a pair two
+// further lies a byte above.
+template <int p, int kBits>
+constexpr int kPlaneBit = kBits * (2 * (p / 4) + p % 2) + 8 * (p % 4 / 2);
+
+// With these bits in the place of bits 4 and above.
+template <int p, int kBits>
+Ints moved(const char* plane) {
+  return halves_right<kPlaneBit<p, kBits> - 4>(load_ints(plane));
+}
 
 template <typename Numbers>
 struct Codes4 {
@@ -62,60 +76,80 @@ struct Codes4 {
   }
 };
 
-template <int kFirst>
-struct Steps4 : Codes4<Steps<kFirst, 4>> {
-  template <int p>
-  static Paired scaled_pair(const char* data) {
-    constexpr int place = kPlaceOf<p>;
-    return Codes4<Steps<kFirst, 4>>::kNumbers.template in_place<place>(nibble_word<p, place>(data));
+template <int kFrom>
+struct Steps4 : Codes4<Steps<kFrom, 4>> {
+  static constexpr int kFirst = kFrom, kMost = 15;
+  static constexpr float kStep = 1;
+  template <int n>
+  static Ints bytes(const char* data) {
+    return nibbles<n>(data);
   }
 };
 
-template <int kFirst>
+struct FinerCodes : Codes4<Finer> {
+  static constexpr int kFirst = -127, kMost = 240;
+  static constexpr float kStep = 1;
+  template <int n>
+  static Ints bytes(const char* data) {
+    alignas(16) static constexpr std::uint8_t kPlaces[16] = {0,   23,  44,  62,  78,  92,  105, 117,
+                                                             128, 140, 152, 165, 180, 196, 216, 240};
+    return bytes_looked_up(nibbles<n>(data), kPlaces);
+  }
+};
+
+struct E2m1Codes : Codes4<E2m1> {
+  static constexpr int kFirst = -12, kMost = 24;
+  static constexpr float kStep = .5f;
+  template <int n>
+  static Ints bytes(const char* data) {
+    alignas(16) static constexpr std::uint8_t kPlaces[16] = {12, 13, 14, 15, 16, 18, 20, 24,
+                                                             12, 11, 10, 9,  8,  6,  4,  0};
+    return bytes_looked_up(nibbles<n>(data), kPlaces);
+  }
+};
+
+template <int kFrom>
 struct Codes5 {
-  static constexpr int kBytes = 320;
-  static constexpr Steps<kFirst, 5> kNumbers{};
+  static constexpr int kBytes = 320, kFirst = kFrom, kMost = 31;
+  static constexpr float kStep = 1;
+  static constexpr Steps<kFrom, 5> kNumbers{};
   template <int p>
   static Paired pair(const char* data) {
-    return kNumbers(word<p, 0>(data));
+    return kNumbers(four_from(nibble_word<p>(data), moved<p, 1>(data + 256)));
   }
-  template <int p>
-  static Paired scaled_pair(const char* data) {
-    return kNumbers.template in_place<kPlaceOf<p>>(word<p, kPlaceOf<p>>(data));
-  }
-
- private:
-  template <int p, int place>
-  static Ints word(const char* data) {
-    return four_from<place>(nibble_word<p, place>(data), moved<p, place + 4>(data + 256));
+  template <int n>
+  static Ints bytes(const char* data) {
+    const Ints high = moved<4 * (n / 2) + n % 2, 1>(data + 256);
+    return nibbles<n>(data) | (high & ints(0x10101010));
   }
 };
 
 struct Codes6 {
-  static constexpr int kBytes = 384;
+  static constexpr int kBytes = 384, kFirst = -32, kMost = 63;
+  static constexpr float kStep = 1;
   static constexpr Steps<-32, 6> kNumbers{};
   template <int p>
   static Paired pair(const char* data) {
-    return kNumbers(word<p, 0>(data));
+    const Ints high = moved<p % 8, 2>(data + 256 + 64 * (p / 8));
+    return kNumbers(four_from(nibble_word<p>(data), high));
   }
-  template <int p>
-  static Paired scaled_pair(const char* data) {
-    return kNumbers.template in_place<kPlaceOf<p>>(word<p, kPlaceOf<p>>(data));
-  }
-
- private:
-  template <int p, int place>
-  static Ints word(const char* data) {
-    const Ints high = moved<2 * (p % 8), place + 4>(data + 256 + 64 * (p / 8));
-    return four_from<place>(nibble_word<p, place>(data), high);
+  template <int n>
+  static Ints bytes(const char* data) {
+    const Ints high = moved<4 * (n / 2) % 8 + n % 2, 2>(data + 256 + 64 * (n / 4));
+    return nibbles<n>(data) | (high & ints(0x30303030));
   }
 };
 
 struct Codes8 {
   static constexpr int kBytes = 512;
+  static constexpr float kStep = 1;
   template <int p>
   static Paired pair(const char* data) {
     return load_bytes_paired(reinterpret_cast<const std::int8_t*>(data + 32 * p));
+  }
+  template <int p>
+  static Ints halves(const char* data) {
+    return load_bytes_as_halves(reinterpret_cast<const std::int8_t*>(data + 32 * p));
   }
 };
 
@@ -184,9 +218,9 @@ void for_format(std::int32_t format, With with, Other other) {
     case kQ4_K: return with(Kind<Steps4<0>, KScales>{});
     case kQ5_K: return with(Kind<Codes5<0>, KScales>{});
     case kQ6_K: return with(Kind<Codes6, ByteScales<16>>{});
-    case kIq4Nl: return with(Kind<Codes4<Finer>, HalfScales>{});
-    case kIq4Xs: return with(Kind<Codes4<Finer>, ByteScales<32>>{});
-    case kMxfp4: return with(Kind<Codes4<E2m1>, Exponents>{});
+    case kIq4Nl: return with(Kind<FinerCodes, HalfScales>{});
+    case kIq4Xs: return with(Kind<FinerCodes, ByteScales<32>>{});
+    case kMxfp4: return with(Kind<E2m1Codes, Exponents>{});
     default: return other();
   }
 }

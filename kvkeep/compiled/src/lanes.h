@@ -7,7 +7,8 @@
 //   Mask     which of 16 lanes
 //   Paired   two bf16 for each lane, as products take them
 //
-// lanes_avx512.h, lanes_avx2.h and lanes_neon.h have arithmetic, and name the instructions;
+// lanes_avx512.h, lanes_avx2.h and lanes_neon.h have arithmetic, and name the instructions, as
+// bytes_avx512.h and so on do for products of bytes;
 // pairs_bf16.h and pairs_float.h what becomes of bf16, where there are instructions for it, which
 // bf16_avx512.h and bf16_neon.h name, and where there are none. This file has what can be said by
 // these alone. docs/processors.md says how a set is added.
@@ -30,10 +31,13 @@ constexpr int kLanes = 16;  // floats in Floats
 
 #if defined(__AVX512F__)
 #include "lanes_avx512.h"
+#include "bytes_avx512.h"
 #elif defined(__AVX2__)
 #include "lanes_avx2.h"
+#include "bytes_avx2.h"
 #elif defined(__aarch64__)
 #include "lanes_neon.h"
+#include "bytes_neon.h"
 #else
 #error "no lanes for this instruction set"
 #endif

@@ -17,6 +17,7 @@ struct Mask {  // all bits of a lane, or none
 
 constexpr int kSums = 6;              // Floats that stay in registers while products are added up
 constexpr int kTile = 3;              // rows multiplied with 16 of packed weights at a time
+constexpr int kIntegerTile = 2;       // the same, where rows are integers
 constexpr bool kLooksUpFast = false;  // whether looked_up is faster than arithmetic
 
 KVKEEP_INLINE Floats operator+(Floats a, Floats b) {
@@ -206,10 +207,9 @@ KVKEEP_INLINE Ints halves_right(Ints x) {
   return x;
 }
 
-// Four bits from bit kPlace on of each half of one, the others of another.
-template <int kPlace>
+// The lowest four bits of each half of one, the others of another.
 KVKEEP_INLINE Ints four_from(Ints low, Ints others) {
-  const Ints four = {_mm256_set1_epi16(15 << kPlace), _mm256_set1_epi16(15 << kPlace)};
+  const Ints four = {_mm256_set1_epi16(15), _mm256_set1_epi16(15)};
   return (low & four) | Ints{_mm256_andnot_si256(four.low, others.low),
                              _mm256_andnot_si256(four.high, others.high)};
 }

@@ -11,6 +11,7 @@ using Mask = __mmask16;
 
 constexpr int kSums = 24;             // Floats that stay in registers while products are added up
 constexpr int kTile = 8;              // rows multiplied with 16 of packed weights at a time
+constexpr int kIntegerTile = 8;       // the same, where rows are integers
 constexpr bool kLooksUpFast = true;   // whether looked_up is faster than arithmetic
 
 KVKEEP_INLINE Floats zeros() { return _mm512_setzero_ps(); }
@@ -98,11 +99,10 @@ KVKEEP_INLINE Ints halves_right(Ints x) {
   return x;
 }
 
-// Four bits from bit kPlace on of each half of one, the others of another.
-template <int kPlace>
+// The lowest four bits of each half of one, the others of another.
 KVKEEP_INLINE Ints four_from(Ints low, Ints others) {
   constexpr int kWhereMaskElse = 0xca;  // mask ? a : b, of mask, a, b
-  return _mm512_ternarylogic_epi32(_mm512_set1_epi16(15 << kPlace), low, others, kWhereMaskElse);
+  return _mm512_ternarylogic_epi32(_mm512_set1_epi16(15), low, others, kWhereMaskElse);
 }
 
 KVKEEP_INLINE Floats to_floats(Ints x) { return _mm512_cvtepi32_ps(x); }

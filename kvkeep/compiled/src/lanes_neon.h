@@ -17,6 +17,7 @@ struct Mask {  // all bits of a lane, or none
 
 constexpr int kSums = 6;              // Floats that stay in registers while products are added up
 constexpr int kTile = 2;              // rows multiplied with 16 of packed weights at a time
+constexpr int kIntegerTile = 1;       // the same, where rows are integers
 constexpr bool kLooksUpFast = false;  // whether looked_up is faster than arithmetic
 
 KVKEEP_INLINE void prefetch(const void* x) { __builtin_prefetch(x); }
@@ -248,10 +249,9 @@ KVKEEP_INLINE Ints halves_right(Ints x) {
   return x;
 }
 
-// Four bits from bit kPlace on of each half of one, the others of another.
-template <int kPlace>
+// The lowest four bits of each half of one, the others of another.
 KVKEEP_INLINE Ints four_from(Ints low, Ints others) {
-  const uint32x4_t four = vdupq_n_u32(0x000f000fu << kPlace);
+  const uint32x4_t four = vdupq_n_u32(0x000f000fu);
   return quarters<Ints>([=](auto low, auto others) { return vbslq_u32(four, low, others); }, low,
                         others);
 }

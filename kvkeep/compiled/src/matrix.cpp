@@ -42,26 +42,6 @@ struct Place {
   static int within(int group) { return group % (F::Scales::kSpan / kGroup); }
 };
 
-template <typename Each, int... p>
-inline __attribute__((always_inline)) void each_pair(Each each, std::integer_sequence<int, p...>) {
-  (each(std::integral_constant<int, p>{}), ...);
-}
-
-template <typename Codes, typename = void>
-constexpr bool kScaled = false;
-template <typename Codes>
-constexpr bool kScaled<Codes, std::void_t<decltype(Codes::template scaled_pair<0>(nullptr))>> =
-    kInPlace;
-
-// A pair as it is multiplied with rows of input, or with those that were scaled down for that.
-template <typename Codes, int p>
-inline __attribute__((always_inline)) Paired weights_of(const char* data) {
-  if constexpr (kScaled<Codes>)
-    return Codes::template scaled_pair<p>(data);
-  else
-    return Codes::template pair<p>(data);
-}
-
 template <typename F, int kCount>
 void packed(const Matrix& matrix, int block, const Input& input, int first, Floats* out) {
   using Codes = typename F::Codes;
@@ -70,7 +50,7 @@ void packed(const Matrix& matrix, int block, const Input& input, int first, Floa
   constexpr int kScaleBytes = Scales::kTileBytes * kGroup / Scales::kSpan;
   const int groups = matrix.columns / kGroup, columns = matrix.columns;
   const Place<F> place(matrix, block);
-  const Activation* x = kScaled<Codes> ? input.scaled_row(first) : input.row(first);
+  const Activation* x = input.row(first);
   Floats total[kCount];
   for (int i = 0; i < kCount; ++i) total[i] = zeros();
   for (int g = 0; g < groups; ++g, x += kGroup) {
@@ -79,9 +59,9 @@ void packed(const Matrix& matrix, int block, const Input& input, int first, Floa
     for (int line = 0; line < Codes::kBytes; line += 64) prefetch_weights(data + kAhead + line);
     prefetch_weights(tile + within * kScaleBytes + kAhead * kScaleBytes / Codes::kBytes);
     Floats sum[2][kCount];  // of every other pair: one waits while the other adds
-    each_pair(
+    each_of(
         [&](auto p) __attribute__((always_inline)) {
-          const Paired weights = weights_of<Codes, p.value>(data);
+          const Paired weights = Codes::template pair<p.value>(data);
 #pragma GCC unroll 8
           for (int i = 0; i < kCount; ++i) {
             Floats& own = sum[p.value % 2][i];
@@ -105,9 +85,44 @@ void packed(const Matrix& matrix, int block, const Input& input, int first, Floa
   for (int i = 0; i < kCount; ++i) out[i] = total[i];
 }
 
+// The same of rows as integers, with codes that are integers.
+template <typename F, int kCount>
+void packed_integers(const Matrix& matrix, int block, const Input& input, int first, Floats* out) {
+  using Codes = typename F::Codes;
+  using Scales = typename F::Scales;
+  constexpr int kScaleBytes = Scales::kTileBytes * kGroup / Scales::kSpan;
+  const int groups = matrix.columns / kGroup;
+  const Place<F> place(matrix, block);
+  Floats total[kCount];
+  for (int i = 0; i < kCount; ++i) total[i] = zeros();
+  for (int g = 0; g < groups; ++g) {
+    const char *data = place.codes(g), *tile = place.tile(g);
+    const int within = place.within(g);
+    for (int line = 0; line < Codes::kBytes; line += 64) prefetch_weights(data + kAhead + line);
+    prefetch_weights(tile + within * kScaleBytes + kAhead * kScaleBytes / Codes::kBytes);
+    const Integers* x[kCount];
+    for (int i = 0; i < kCount; ++i) x[i] = input.row_integers(first + i) + g;
+    each_of(
+        [&](auto s) __attribute__((always_inline)) {
+          Ints sums[kCount];
+          multiply_integers<Codes, Scales::kShared, s.value>(data, x, sums);
+          const Floats scale = Scales::scale(tile, within, s.value);
+          for (int i = 0; i < kCount; ++i)
+            total[i] = multiply_add(to_floats(sums[i]), scale * all(Codes::kStep * x[i]->scale), total[i]);
+        },
+        std::make_integer_sequence<int, kGroup / Scales::kShared>{});
+    if constexpr (Scales::kMinima) {
+      const Floats minimum = Scales::minimum(tile, within);
+      for (int i = 0; i < kCount; ++i)
+        total[i] = multiply_add(all(input.row_sums(first + i)[g]), minimum, total[i]);
+    }
+  }
+  for (int i = 0; i < kCount; ++i) out[i] = total[i];
+}
+
 // Calls `with(n, i)` for tiles of n rows from i on: as many as registers hold the sums of, and what
 // is left over.
-template <typename With>
+template <int kTile, typename With>
 void in_tiles(int count, With with) {
   int i = 0;
   for (; i + kTile <= count; i += kTile) with(std::integral_constant<int, kTile>{}, i);
@@ -126,7 +141,7 @@ inline __attribute__((always_inline)) void round_group(const Place<F>& place, in
   const int within = place.within(group);
   const Floats minimum = Scales::minimum(tile, within);
   Floats scale = minimum;
-  each_pair(
+  each_of(
       [&](auto p) __attribute__((always_inline)) {
         if constexpr (p.value % kSharing == 0)
           scale = Scales::scale(tile, within, p.value / kSharing);
@@ -163,7 +178,7 @@ void rounded(const Matrix& matrix, int block, const Input& input, int first, int
     const int some = std::min<int>(kStretch, columns - begin);
     for (int g = 0; g < some / kGroup; ++g)
       round_group<F>(place, begin / kGroup + g, weights + g * kPairs);
-    in_tiles(count, [&](auto tile, int i) {
+    in_tiles<kTile>(count, [&](auto tile, int i) {
       add_paired<tile.value>(weights, some / 2, input.row(first + i) + begin, columns, out + i);
     });
   }
@@ -255,8 +270,12 @@ template <typename F>
 void multiply_packed(const Matrix& matrix, int block, const Input& input, int first, int count,
                      Floats* out) {
   if (matrix.rounded) return rounded<F>(matrix, block, input, first, count, out);
-  in_tiles(count, [&](auto tile, int i) {
-    packed<F, tile.value>(matrix, block, input, first + i, out + i);
+  constexpr bool kIntegers = by_integers<typename F::Codes>();
+  in_tiles<kIntegers ? kIntegerTile : kTile>(count, [&](auto tile, int i) {
+    if constexpr (kIntegers)
+      packed_integers<F, tile.value>(matrix, block, input, first + i, out + i);
+    else
+      packed<F, tile.value>(matrix, block, input, first + i, out + i);
   });
 }
 

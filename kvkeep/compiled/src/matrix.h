@@ -2,6 +2,7 @@
 #pragma once
 
 #include "formats.h"
+#include "integers.h"
 
 namespace kvkeep {
 
@@ -32,24 +33,23 @@ inline int rows_of(const Matrix& matrix, int block) {
 }
 
 // The rows that matrices are multiplied with, and what is made of them: the sum of each group of 32,
-// for the minima, and rows for codes in place.
+// for the minima, and the group as integers.
 struct Input {
   Activation* x;       // [count, columns]
   float* sums;         // [count, columns / 32]
   int columns;
-  Activation* scaled;  // as x, see `scale_down`; of no use but where codes are left in place
+  Integers* integers;  // [count, columns / 32]
 
   Activation* row(int i) const { return x + static_cast<long>(i) * columns; }
-  Activation* scaled_row(int i) const { return scaled + static_cast<long>(i) * columns; }
   float* row_sums(int i) const { return sums + static_cast<long>(i) * (columns / kGroup); }
+  Integers* row_integers(int i) const {
+    return integers + static_cast<long>(i) * (columns / kGroup);
+  }
 
   // To be called for each row once it is written.
   void sum_up(int i) const {
-    for (int g = 0; g < columns / kGroup; ++g) {
-      const Activation* from = row(i) + g * kGroup;
-      row_sums(i)[g] = sum_of(load(from) + load(from + kLanes));
-    }
-    if constexpr (kInPlace) scale_down(scaled_row(i), row(i), columns);
+    for (int g = 0; g < columns / kGroup; ++g)
+      row_sums(i)[g] = take_integers(row(i) + g * kGroup, row_integers(i)[g]);
   }
 
   // Row i becomes row j of another, as wide, with all that was made of that.
@@ -59,7 +59,7 @@ struct Input {
     };
     taken(row(i), other.row(j), columns);
     taken(row_sums(i), other.row_sums(j), columns / kGroup);
-    if constexpr (kInPlace) taken(scaled_row(i), other.scaled_row(j), columns);
+    taken(row_integers(i), other.row_integers(j), columns / kGroup);
   }
 };
 

@@ -47,16 +47,7 @@ struct Table {
   KVKEEP_INLINE Paired operator()(Ints which) const {
     return halves_looked_up<kSize>(which, values);
   }
-  template <int>
-  KVKEEP_INLINE Paired in_place(Ints which) const {
-    return (*this)(which);
-  }
 };
-
-// Products by codes that stay where they lie are for where looking up is slow: see pairs_float.h.
-constexpr bool kInPlace = false;
-constexpr int place_of(int) { return 0; }
-inline void scale_down(Bf16*, const Bf16*, int) {}
 
 // Codes of kBits that stand for kFirst and the integers after it.
 template <int kFirst, int kBits>

@@ -3,8 +3,6 @@
 // to which numbers below the least normal one are zero.
 #pragma once
 
-#include <type_traits>
-
 namespace kvkeep {
 
 using Activation = float;  // how a number is held that products will read: a bf16, widened
@@ -94,41 +92,12 @@ struct Sixteen {
 // Codes of kBits that stand for kFirst and the integers after it.
 template <int kFirst, int kBits>
 struct Steps {
-  static constexpr int kMask = (1 << kBits) - 1;
-
   KVKEEP_INLINE Paired operator()(Ints codes) const {
     return of_halves(codes, [](Ints lanes) {
-      const Ints code = lanes & ints(kMask);
+      const Ints code = lanes & ints((1 << kBits) - 1);
       return to_floats(kFirst ? sum(code, ints(kFirst)) : code);
     });
   }
-
-  // Codes that begin at bit kPlace of each half: as many times too large as that makes them, since
-  // it takes longer to move them. The rows of `scale_down` make up for it.
-  template <int kPlace>
-  KVKEEP_INLINE Paired in_place(Ints codes) const {
-    const auto numbers = [&](auto place) {
-      const Ints code = codes & ints(kMask << place);
-      return to_floats(kFirst ? sum(code, ints(kFirst * (1 << place))) : code);
-    };
-    return {numbers(std::integral_constant<int, kPlace>{}),
-            numbers(std::integral_constant<int, 16 + kPlace>{})};
-  }
 };
-
-// Whether products by codes are faster where these lie, with such rows.
-constexpr bool kInPlace = true;
-
-// Where codes of four bits are read that lie at bits 0, 4, 8 and 12: with two more bits they must end
-// before the sign.
-constexpr int place_of(int quarter) { return quarter < 3 ? 4 * quarter : 8; }
-
-// `count` numbers, each as many times smaller as the code that it is multiplied with is too large.
-inline void scale_down(float* to, const float* from, int count) {
-  float factors[kLanes];
-  for (int i = 0; i < kLanes; ++i)
-    factors[i] = 1.f / static_cast<float>(1 << (place_of(i / 2 % 4) + 16 * (i % 2)));
-  for (int c = 0; c < count; c += kLanes) store(to + c, load(from + c) * load(factors));
-}
 
 }  // namespace kvkeep

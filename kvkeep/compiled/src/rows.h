@@ -14,8 +14,8 @@ struct Rows : Input {
       : Input{nullptr, nullptr, columns, nullptr},
         x_(std::size_t(count) * columns),
         sums_(std::size_t(count) * (columns / kGroup)),
-        scaled_(kInPlace ? std::size_t(count) * columns : 0) {
-    x = x_.get(), sums = sums_.get(), scaled = scaled_.get();
+        integers_(std::size_t(count) * (columns / kGroup)) {
+    x = x_.get(), sums = sums_.get(), integers = integers_.get();
   }
 
   // Row i, of `columns` bf16.
@@ -26,7 +26,7 @@ struct Rows : Input {
 
   Buffer<Activation> x_;
   Buffer<float> sums_;
-  Buffer<Activation> scaled_;
+  Buffer<Integers> integers_;
 };
 
 // Calls `each(i, row, products)` for `count` rows of input from `first` on: their products with 16

@@ -1,0 +1,95 @@
+"""One matrix by itself: how fast its packed weights are read for few rows, in each format.
+
+    python -m benchmarks.products --rows 1 --rows 4
+    KVKEEP_ISA=avx2 KVKEEP_KERNELS=/tmp/before/kvkeep/compiled python -m benchmarks.products
+
+The second measures kernels of another build, which must be of the same interface. Several copies
+of a matrix are read in turn, so that only a large cache holds them.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+import click
+import numpy as np
+import torch
+
+from benchmarks.command import Measurement, check_outputs, out_option
+from benchmarks.figures import rounded
+from benchmarks.machine import describe_machine
+from benchmarks.random_gguf import random_blocks
+from kvkeep.compiled.binding import CMatrix, library, require_done
+from kvkeep.compiled.instruction_sets import choice
+from kvkeep.compiled.matrices import described
+from kvkeep.files.whole import write_json
+from kvkeep.models.formats import FORMATS
+from kvkeep.models.packing import from_gguf, packed
+
+SHAPE = (8192, 2048)  # the widest of Llama 3.2 1B
+COPIES, ROUNDS = 6, 15
+
+
+@dataclass(frozen=True)
+class Speed:
+    """seconds: of one product, the median. gigabytes: of weights, read in one second."""
+
+    format: str
+    rows: int
+    seconds: float
+    gigabytes: float
+
+
+@click.command(cls=Measurement, context_settings={"show_default": True})
+@click.argument("formats", nargs=-1)
+@click.option("--rows", "counts", multiple=True, default=(1, 4), type=click.IntRange(1, 16))
+@out_option
+def main(formats: Sequence[str], counts: Sequence[int], out: Path | None) -> None:
+    """Measure products of FORMATS, all that there are if none is named."""
+    check_outputs(out)
+    if unknown := set(formats) - FORMATS.keys():
+        raise click.UsageError(f"{min(unknown)} is no format; there are {', '.join(FORMATS)}")
+    if library() is None:
+        raise click.UsageError(f"there are no kernels here: they {choice().why_torch}")
+    print(f"{choice().name}, {torch.get_num_threads()} threads")
+    found = [speed for name in formats or FORMATS for speed in measure(name, counts)]
+    if out:
+        about = {"machine": dataclasses.asdict(describe_machine()), "kernels": choice().name}
+        write_json(out, about | {"speeds": [dataclasses.asdict(each) for each in found]})
+
+
+def measure(name: str, counts: Sequence[int]) -> list[Speed]:
+    blocks = random_blocks(np.random.default_rng(0), name, *SHAPE)
+    matrix = packed(from_gguf(FORMATS[name], torch.from_numpy(blocks)))
+    kept = [dataclasses.replace(matrix, data=matrix.data.clone()) for _ in range(COPIES)]
+    copies = [described(name, each, SHAPE, None, rounded=False) for each in kept]
+    found = list[Speed]()
+    for count in counts:
+        seconds = _seconds(copies, count)
+        speed = Speed(name, count, rounded(seconds), rounded(matrix.nbytes / seconds / 1e9))
+        print(f"{name:<8}{count:>3} rows{seconds * 1e6:>9.0f} us{speed.gigabytes:>8.1f} GB/s")
+        found.append(speed)
+    return found
+
+
+def _seconds(copies: Sequence[CMatrix], count: int) -> float:
+    kernels = library()
+    assert kernels is not None
+    x, out = torch.randn(count, SHAPE[1]).bfloat16(), torch.empty(count, SHAPE[0])
+    read = list[float]()
+    for _ in range(ROUNDS):
+        start = perf_counter()
+        for copy in copies:
+            status = kernels.kvkeep_product(
+                copy, x.data_ptr(), count, out.data_ptr(), torch.get_num_threads()
+            )
+            require_done(status)
+        read.append((perf_counter() - start) / len(copies))
+    return median(read)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+// Rows as integers, for products with codes that are integers: bytes are multiplied faster than bf16.
+//
+// 32 columns of a row share a scale, a power of two, and each is an integer of 15 bits, in two bytes:
+//
+//   x = scale * (256 * high + low),  at most 16,320 * scale
+//
+// A bf16 has 8 bits, so that what is within 2^6 of the greatest of its 32 stays as it is, to the bit;
+// what is less is off by 2^-14 of that at most. Sums of a group are exact. (llama.cpp's rows have 8
+// bits.) Instructions multiply the four codes of a lane with four bytes, and add up each two in 16 bits, or
+// all in 32; before the former overflow they are added up in 32, too.
+#pragma once
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+#include "formats.h"
+
+namespace kvkeep {
+
+// 32 columns of a row. high, low: eight columns at a time, in the order in which codes of less than 8
+// bits lie: 0 4 1 5, 2 6 3 7.
+struct Integers {
+  std::int8_t high[kGroup], low[kGroup];
+  std::int16_t whole[kGroup];
+  float scale;            // NaN where one of them is no number
+  std::int32_t sums[2];   // of the first 16 columns, and of the others
+};
+
+inline void in_order_of_codes(const std::uint8_t* from, std::int8_t* to) {
+  constexpr int kOrder[8] = {0, 4, 1, 5, 2, 6, 3, 7};
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i) to[i] = static_cast<std::int8_t>(from[i / 8 * 8 + kOrder[i % 8]]);
+}
+
+// x: 32 bf16, as they are or as floats. Returns the sum of what is taken.
+inline float take_integers(const Activation* x, Integers& to) {
+  const Floats part[2] = {load(x), load(x + kLanes)};
+  const float greatest = greatest_of(max(absolute(part[0]), absolute(part[1])));
+  std::uint32_t bits;
+  std::memcpy(&bits, &greatest, sizeof bits);
+  const std::uint32_t scale = std::max(static_cast<int>(bits >> 23) - 13, 1) << 23;
+  const std::uint32_t inverse = (254u << 23) - scale;
+  float factor;
+  std::memcpy(&to.scale, &scale, sizeof scale);
+  std::memcpy(&factor, &inverse, sizeof inverse);
+  if (not_finite(part[0], kLanes) || not_finite(part[1], kLanes)) {
+    to = {};
+    return to.scale = std::numeric_limits<float>::quiet_NaN();
+  }
+  for (int h = 0; h < 2; ++h) {
+    const Ints whole = to_ints(part[h] * all(factor));
+    const Ints high = right_signed<8>(sum(whole, ints(128)));
+    std::uint8_t bytes[2][kLanes];
+    store_bytes(bytes[0], high);
+    store_bytes(bytes[1], whole);  // less 256 * high, that is its lowest byte, which has a sign
+    in_order_of_codes(bytes[0], to.high + h * kLanes);
+    in_order_of_codes(bytes[1], to.low + h * kLanes);
+    store_halves(reinterpret_cast<std::uint16_t*>(to.whole) + h * kLanes, whole);
+    to.sums[h] = static_cast<std::int32_t>(sum_of(to_floats(whole)));
+  }
+  return to.scale * static_cast<float>(to.sums[0] + to.sums[1]);
+}
+
+// Codes of 8 bits, whose products need 32: `halves<p>(data)` are columns 2 p and 2 p + 1.
+template <typename Codes, typename = void>
+constexpr bool kHasHalves = false;
+template <typename Codes>
+constexpr bool kHasHalves<Codes, std::void_t<decltype(Codes::template halves<0>(nullptr))>> = true;
+
+// Of fewer bits: `bytes<n>(data)` are columns 8 (n / 2) + 2 (n % 2) and those 4, 1 and 5 further. How
+// many times their products with `high`, and with `low`, are added up before that may be more than a
+// sum holds.
+template <typename Codes>
+constexpr int kTimesHigh = kMostOfByteSums / (kAddedInByteSums * 64 * Codes::kMost);
+template <typename Codes>
+constexpr int kTimesLow = kTimesHigh<Codes> / 2;
+
+// Whether codes are multiplied as integers. Those of IQ4 are too far apart for sums of 16 bits.
+template <typename Codes>
+constexpr bool by_integers() {
+  if constexpr (kHasHalves<Codes>)
+    return true;
+  else
+    return Codes::kMost <= kMostByteCode && kTimesLow<Codes> > 0;
+}
+
+inline Ints spread_bytes(const void* x) {
+  std::int32_t four;
+  std::memcpy(&four, x, sizeof four);
+  return ints(four);
+}
+
+// What 16 rows of codes make of kShared columns, the `s`-th so many of a group, of kCount rows of input.
+template <typename Codes, int kShared, int s, int kCount>
+KVKEEP_INLINE void multiply_integers(const char* data, const Integers* const (&x)[kCount],
+                                     Ints (&sums)[kCount]) {
+  for (int i = 0; i < kCount; ++i) sums[i] = ints(0);
+  if constexpr (kHasHalves<Codes>) {
+    each_of(
+        [&](auto p) __attribute__((always_inline)) {
+          const Ints codes = Codes::template halves<p.value>(data);
+          for (int i = 0; i < kCount; ++i)
+            sums[i] = add_half_products(sums[i], codes, spread_bytes(x[i]->whole + 2 * p.value));
+        },
+        std::make_integer_sequence<int, kPairs>{});
+  } else {
+    constexpr int kTerms = kShared / 4;
+    ByteSums high[kCount], low[kCount];
+    each_of(
+        [&](auto n) __attribute__((always_inline)) {
+          constexpr int place = s * kTerms + n.value;
+          const Ints codes = Codes::template bytes<place>(data);
+          constexpr bool last = n.value == kTerms - 1;
+#pragma GCC unroll 8
+          for (int i = 0; i < kCount; ++i) {
+            if constexpr (n.value % kTimesHigh<Codes> == 0) high[i] = no_byte_sums();
+            if constexpr (n.value % kTimesLow<Codes> == 0) low[i] = no_byte_sums();
+            high[i] = add_byte_products(high[i], codes, spread_bytes(x[i]->high + 4 * place));
+            low[i] = add_byte_products(low[i], codes, spread_bytes(x[i]->low + 4 * place));
+            if constexpr (last || n.value % kTimesHigh<Codes> == kTimesHigh<Codes> - 1) sums[i] = sum(sums[i], widened<256>(high[i]));
+            if constexpr (last || n.value % kTimesLow<Codes> == kTimesLow<Codes> - 1) sums[i] = sum(sums[i], widened<1>(low[i]));
+          }
+        },
+        std::make_integer_sequence<int, kTerms>{});
+    if constexpr (Codes::kFirst != 0)
+      for (int i = 0; i < kCount; ++i) {
+        const auto& of = x[i]->sums;
+        sums[i] = sum(sums[i], ints(Codes::kFirst * (kShared == 16 ? of[s] : of[0] + of[1])));
+      }
+  }
+}
+
+}  // namespace kvkeep
