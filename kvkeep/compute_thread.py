@@ -1,10 +1,9 @@
-"""The thread that computes for all others, where several want to.
+"""The thread that computes for all others.
 
 Each thread that enters OpenMP has a team of its own there. With a second team there are more
 threads than cores, and OpenMP then lets all of them sleep between two products instead of waiting
-for the next; a new thread also has its products prepared anew. So once a second thread computes,
-all have it done by one, in the order in which they asked. A program that computes in one thread
-alone pays nothing for it: there it is this thread that computes.
+for the next; a new thread also has its products prepared anew. So one computes for all, in the
+order in which they asked, and its team ends where nobody asks for a while.
 """
 
 import ctypes
@@ -12,12 +11,14 @@ import os
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from queue import SimpleQueue
+from functools import cache
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
 
 _SOFT = 1  # omp_pause_soft
+_PATIENCE = 0.05  # seconds without work after which the team ends
 
 
 class _Work:
@@ -100,17 +101,31 @@ class ComputeThread:
 
     def _run(self) -> None:
         while True:
-            work = self._asked.get()
+            try:
+                work = self._asked.get(timeout=_PATIENCE)
+            except Empty:
+                end_own_team()
+                work = self._asked.get()
             if work.claim():
                 work.do()
             del work  # or the last caller's session would be held until the next one asks
 
 
 def end_own_team() -> None:
-    """Ends the OpenMP threads that wait for this one, where the library is new enough to."""
-    pause = getattr(ctypes.CDLL(None), "omp_pause_resource_all", None)
-    if pause is not None:
+    """Ends the OpenMP threads that wait for this one, if there are any.
+
+    Where the library is GNU's, and new enough to: LLVM's stops those of all threads.
+    """
+    if (pause := _pause()) is not None:
         pause(_SOFT)
+
+
+@cache
+def _pause() -> Callable[[int], object] | None:
+    process = ctypes.CDLL(None)
+    if hasattr(process, "__kmpc_fork_call"):
+        return None
+    return getattr(process, "omp_pause_resource_all", None)
 
 
 if hasattr(os, "register_at_fork"):

@@ -5,8 +5,8 @@ after the other. And sessions share memory (forks their cells, all of them the m
 one at a time may change. So there is one lock for the process. It is held for one step of a prompt,
 one token, one edit, one snapshot; between two of them another thread has its turn.
 
-The first thread that computes does so itself. From the moment that a second one wants to, a thread
-of our own does it for all (`kvkeep.compute_thread`), in the order in which they asked.
+A step is computed by a thread of our own, whoever asks (`kvkeep.compute_thread`), in the order in
+which they asked. What may take long, and can be broken off by Ctrl-C, is computed by who asks.
 """
 
 import os
@@ -23,35 +23,16 @@ _Returned = TypeVar("_Returned")
 
 
 class _Turns:
-    """Who computes in this process.
-
-    taken: whether a thread computed yet. shared: whether another one did since.
-    """
+    """Who computes in this process."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.thread = ComputeThread()
-        self.taken = self.shared = False
-        self._of_thread = threading.local()  # not by its number, which the next one may be given
-        self._changing = threading.RLock()  # what breaks a call off may leave it taken
 
-    def here(self) -> bool:
-        """Whether this thread is to compute itself, rather than to have it done."""
-        first = getattr(self._of_thread, "first", False)
-        if first and not self.shared:
-            return True
-        if self.thread.is_this or self.lock._is_owned():  # type: ignore[attr-defined]
-            return True
-        if not self.shared:
-            with self._changing:
-                if not self.taken:
-                    self.taken = self._of_thread.first = True
-                    return True
-                self.shared = True
-        if first:  # once, and its team would be one too many from here on
-            self._of_thread.first = False
-            end_own_team()
-        return False
+    @property
+    def are_here(self) -> bool:
+        """Whether this thread computes already."""
+        return self.thread.is_this or bool(self.lock._is_owned())  # type: ignore[attr-defined]
 
 
 _TURNS = _Turns()
@@ -67,9 +48,9 @@ def computing() -> AbstractContextManager[Any]:
 
 
 def computes(function: Callable[_Given, _Returned]) -> Callable[_Given, _Returned]:
-    """The same function, run as a block under `computing()` is; by whom is seen when it is called.
+    """The same function, run as a block under `computing()` is, by the thread that does so for all.
 
-    Ctrl-C in a thread that has it done by another waits for its end, once it has begun.
+    For a step, and for what takes a moment: Ctrl-C waits for its end, once it has begun.
     """
 
     def locked(*args: _Given.args, **kwargs: _Given.kwargs) -> _Returned:
@@ -78,10 +59,30 @@ def computes(function: Callable[_Given, _Returned]) -> Callable[_Given, _Returne
 
     @wraps(function)
     def alone(*args: _Given.args, **kwargs: _Given.kwargs) -> _Returned:
-        if _TURNS.here():
+        if _TURNS.are_here:
             return locked(*args, **kwargs)
+        end_own_team()  # what else this thread computes may have left one
         returned: _Returned = _TURNS.thread.done(partial(locked, *args, **kwargs))
         return returned
+
+    return alone
+
+
+def computes_itself(function: Callable[_Given, _Returned]) -> Callable[_Given, _Returned]:
+    """The same function, run as a block under `computing()` is, in the thread that calls it.
+
+    For what may take long: in the main thread Ctrl-C ends it after the step that it is at.
+    """
+
+    @wraps(function)
+    def alone(*args: _Given.args, **kwargs: _Given.kwargs) -> _Returned:
+        if _TURNS.are_here:
+            return function(*args, **kwargs)
+        with _TURNS.lock:
+            try:
+                return function(*args, **kwargs)
+            finally:
+                end_own_team()
 
     return alone
 

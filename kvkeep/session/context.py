@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from kvkeep import arguments
-from kvkeep.computing import computes
+from kvkeep.computing import computes, computes_itself
 from kvkeep.errors import InvalidArgument
 from kvkeep.methods import Budget, make_method
 from kvkeep.session.calibration import Calibration
@@ -66,7 +66,7 @@ class Context(Held):
 
     # Changing what is in it
 
-    @computes
+    @computes_itself
     def delete(
         self, start: int | str, end: int | None = None, recompute: Recompute = "none"
     ) -> EditReport:
@@ -90,7 +90,7 @@ class Context(Held):
             return self._strike(*place)
         return self._edit(*place, [], recompute)
 
-    @computes
+    @computes_itself
     def insert(
         self,
         at: int,
@@ -105,7 +105,7 @@ class Context(Held):
         at = arguments.whole("at", at)
         return self._edit(at, at, self._ids(text, special), recompute)
 
-    @computes
+    @computes_itself
     def replace(
         self,
         start: int | str,
@@ -122,7 +122,7 @@ class Context(Held):
         place, ids = self._range(start, end), self._ids(text, special)
         return self._edit(*place, ids, recompute, start if isinstance(start, str) else None)
 
-    @computes
+    @computes_itself
     def make_room(self, count: int, bridge: str = " (...) ", keep: int | None = None) -> EditReport:
         """Takes out old tokens so that `count` more fit, and bridges the gap.
 
@@ -146,7 +146,7 @@ class Context(Held):
             )
         return self._edit(first, end, ids, "none")
 
-    @computes
+    @computes_itself
     def compress(
         self,
         ratio: float = 2.0,

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvkeep import arguments
 from kvkeep.cache import Bits
 from kvkeep.cache.shallow import shallow
-from kvkeep.computing import computes
+from kvkeep.computing import computes, computes_itself
 from kvkeep.errors import ContextFull, InvalidArgument
 from kvkeep.loaded import LoadedModel
 from kvkeep.policies import Policy
@@ -215,7 +215,7 @@ class Session(Reader):
             found = work.memory.log_probabilities(hidden[: len(targets)], targets)
             return torch.cat([*nothing, found])
 
-    @computes
+    @computes_itself
     def rewind(self, count: int) -> list[int]:
         """Takes the last `count` tokens back and returns them.
 
