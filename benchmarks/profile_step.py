@@ -12,6 +12,7 @@ from torch.profiler import ProfilerActivity
 from kvkeep import Model, Session
 from kvkeep.compiled.binding import PHASES
 from kvkeep.compiled.decoder import CompiledExecutor
+from kvkeep.computing import computing
 
 _WARM, _OPERATORS = 5, 8
 
@@ -106,7 +107,8 @@ def _by_torch(
 ) -> tuple[float, tuple[Share, ...]]:
     """Without the kernels, the operators that take most."""
     total = _timed(session, tokens, done)
-    with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as profiler:
+    # Held, so that this thread computes: the profiler sees no other one.
+    with computing(), torch.profiler.profile(activities=[ProfilerActivity.CPU]) as profiler:
         for _ in range(tokens):
             session.next_token()
     events = sorted(profiler.key_averages(), key=lambda event: -event.self_cpu_time_total)
