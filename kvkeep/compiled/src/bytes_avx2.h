@@ -33,6 +33,13 @@ KVKEEP_INLINE Ints load_bytes_as_halves(const std::int8_t* x) {
           _mm256_cvtepi8_epi16(_mm_loadu_si128(from + 1))};
 }
 
+// Each 16 bytes in another order.
+KVKEEP_INLINE Ints bytes_in_order(Ints x, const std::uint8_t* order) {
+  const __m256i both =
+      _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(order)));
+  return {_mm256_shuffle_epi8(x.low, both), _mm256_shuffle_epi8(x.high, both)};
+}
+
 // Of each byte, the upper half of which is 0, by a table of 16.
 KVKEEP_INLINE Ints bytes_looked_up(Ints which, const std::uint8_t* table) {
   const __m256i both =

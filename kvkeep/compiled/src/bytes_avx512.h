@@ -43,6 +43,11 @@ KVKEEP_INLINE Ints load_bytes_as_halves(const std::int8_t* x) {
   return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)));
 }
 
+KVKEEP_INLINE Ints bytes_in_order(Ints x, const std::uint8_t* order) {
+  const __m128i all = _mm_loadu_si128(reinterpret_cast<const __m128i*>(order));
+  return _mm512_shuffle_epi8(x, _mm512_broadcast_i32x4(all));
+}
+
 KVKEEP_INLINE Ints bytes_looked_up(Ints which, const std::uint8_t* table) {
   const __m128i all = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
   return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(all), which);

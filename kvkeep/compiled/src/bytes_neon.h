@@ -68,6 +68,13 @@ KVKEEP_INLINE Ints load_bytes_as_halves(const std::int8_t* x) {
   return {{eight(0), eight(1), eight(2), eight(3)}};
 }
 
+KVKEEP_INLINE Ints bytes_in_order(Ints x, const std::uint8_t* order) {
+  const uint8x16_t places = vld1q_u8(order);
+  return quarters<Ints>(
+      [=](auto x) { return vreinterpretq_u32_u8(vqtbl1q_u8(vreinterpretq_u8_u32(x), places)); },
+      x);
+}
+
 KVKEEP_INLINE Ints bytes_looked_up(Ints which, const std::uint8_t* table) {
   const uint8x16_t values = vld1q_u8(table);
   return quarters<Ints>(

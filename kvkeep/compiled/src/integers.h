@@ -18,20 +18,17 @@
 
 namespace kvkeep {
 
-// 32 columns of a row. high, low: eight columns at a time, in the order in which codes of less than 8
-// bits lie: 0 4 1 5, 2 6 3 7.
+// 32 columns of a row. bytes: `high`, then `low`, of eight columns at a time, in the order in which
+// codes of less than 8 bits lie: 0 4 1 5, 2 6 3 7.
 struct Integers {
-  std::int8_t high[kGroup], low[kGroup];
+  std::uint8_t bytes[2 * kGroup];
   std::int16_t whole[kGroup];
-  float scale;            // NaN where one of them is no number
-  std::int32_t sums[2];   // of the first 16 columns, and of the others
-};
+  float scale;           // NaN where one of them is no number
+  std::int32_t sums[2];  // of the first 16 columns, and of the others
 
-inline void in_order_of_codes(const std::uint8_t* from, std::int8_t* to) {
-  constexpr int kOrder[8] = {0, 4, 1, 5, 2, 6, 3, 7};
-#pragma GCC unroll 16
-  for (int i = 0; i < kLanes; ++i) to[i] = static_cast<std::int8_t>(from[i / 8 * 8 + kOrder[i % 8]]);
-}
+  const std::uint8_t* high() const { return bytes; }
+  const std::uint8_t* low() const { return bytes + kGroup; }
+};
 
 // x: 32 bf16, as they are or as floats. Returns the sum of what is taken.
 inline float take_integers(const Activation* x, Integers& to) {
@@ -48,17 +45,18 @@ inline float take_integers(const Activation* x, Integers& to) {
     to = {};
     return to.scale = std::numeric_limits<float>::quiet_NaN();
   }
+  std::uint8_t bytes[2][kGroup];  // high, low
   for (int h = 0; h < 2; ++h) {
     const Ints whole = to_ints(part[h] * all(factor));
-    const Ints high = right_signed<8>(sum(whole, ints(128)));
-    std::uint8_t bytes[2][kLanes];
-    store_bytes(bytes[0], high);
-    store_bytes(bytes[1], whole);  // less 256 * high, that is its lowest byte, which has a sign
-    in_order_of_codes(bytes[0], to.high + h * kLanes);
-    in_order_of_codes(bytes[1], to.low + h * kLanes);
+    store_bytes(bytes[0] + h * kLanes, right_signed<8>(sum(whole, ints(128))));
+    // Less 256 * high, that is its lowest byte, which has a sign.
+    store_bytes(bytes[1] + h * kLanes, whole);
     store_halves(reinterpret_cast<std::uint16_t*>(to.whole) + h * kLanes, whole);
     to.sums[h] = static_cast<std::int32_t>(sum_of(to_floats(whole)));
   }
+  alignas(16) static constexpr std::uint8_t kOrder[16] = {0, 4,  1, 5,  2,  6,  3,  7,
+                                                          8, 12, 9, 13, 10, 14, 11, 15};
+  store_ints(to.bytes, bytes_in_order(load_ints(bytes), kOrder));
   return to.scale * static_cast<float>(to.sums[0] + to.sums[1]);
 }
 
@@ -116,8 +114,8 @@ KVKEEP_INLINE void multiply_integers(const char* data, const Integers* const (&x
           for (int i = 0; i < kCount; ++i) {
             if constexpr (n.value % kTimesHigh<Codes> == 0) high[i] = no_byte_sums();
             if constexpr (n.value % kTimesLow<Codes> == 0) low[i] = no_byte_sums();
-            high[i] = add_byte_products(high[i], codes, spread_bytes(x[i]->high + 4 * place));
-            low[i] = add_byte_products(low[i], codes, spread_bytes(x[i]->low + 4 * place));
+            high[i] = add_byte_products(high[i], codes, spread_bytes(x[i]->high() + 4 * place));
+            low[i] = add_byte_products(low[i], codes, spread_bytes(x[i]->low() + 4 * place));
             if constexpr (last || n.value % kTimesHigh<Codes> == kTimesHigh<Codes> - 1) sums[i] = sum(sums[i], widened<256>(high[i]));
             if constexpr (last || n.value % kTimesLow<Codes> == kTimesLow<Codes> - 1) sums[i] = sum(sums[i], widened<1>(low[i]));
           }
