@@ -280,6 +280,7 @@ def test_a_session_that_runs_out_of_memory_is_unchanged_and_goes_on() -> None:
             "PYTHONPATH": f"{Path(__file__).parents[1]}:{Path(kvkeep.__file__).parents[1]}",
             "OMP_NUM_THREADS": "1",
             "MALLOC_MMAP_THRESHOLD_": "65536",  # nothing large is left over from before
+            "MALLOC_ARENA_MAX": "1",  # nor room that the thread that computes had set aside
         },
         capture_output=True,
         text=True,

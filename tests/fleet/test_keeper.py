@@ -45,7 +45,7 @@ def said(
 
 def alone(model: Model, *calls: dict[str, Any]) -> list[list[int]]:
     """What one session writes that nobody moves."""
-    session, found = model.session(max_kv_size=512, prefill_step=128, keep=0), []
+    session, found = model.session(max_kv_size=512, prefill_step=128), []
     from kvkeep import Sampling
 
     for call in calls:
