@@ -108,7 +108,7 @@ emulated: install
 	$(CROSS)g++ -std=c++17 -O2 -Wall -Wextra -fopenmp -no-pie -Wl,--no-as-needed \
 	  -Wl,-Ttext-segment=0x100000000000 -o $(EMULATED)/machine tests/emulated/machine.cpp
 	KVKEEP_KERNELS=$(EMULATED)/kvkeep/compiled PYTHONPATH=tests \
-	  $(BIN)/python -m pytest $(AT_ONCE) -p emulated.plugin -p no:cacheprovider tests/emulated \
+	  $(BIN)/python -m pytest -p emulated.plugin -p no:cacheprovider tests/emulated \
 	  $(addprefix tests/compiled/test_,$(addsuffix .py,$(ON_EACH_SET))) \
 	  tests/methods/test_similarity.py \
 	  tests/compiled/test_instruction_sets.py::test_numbers_are_rounded_to_the_same_bits

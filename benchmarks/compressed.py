@@ -22,7 +22,7 @@ from benchmarks.machine import describe_machine
 from kvkeep import Snapshot, load_model
 from kvkeep.evaluate.manual import manual_text
 from kvkeep.files.whole import write_json
-from kvkeep.trim_heap import trim_heap
+from kvkeep.trim import trim_heap
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from kvkeep.session.session import Session
 from kvkeep.store.prefix_keeper import PrefixKeeper
 from kvkeep.store.snapshot import Snapshot
 from kvkeep.threads import fit_threads
-from kvkeep.trim_heap import trim_heap
+from kvkeep.trim import trim
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -202,7 +202,7 @@ def load_model(
         packed = find_rounded(folder, spec, weights, tensors, progress)
     loaded = Model(model, folder, new_decoder(spec, tensors, packed), text)
     warn_of(slowness(loaded.path))
-    trim_heap()  # reading a tokenizer leaves as much as it takes
+    trim()  # reading a tokenizer leaves as much as it takes
     return loaded
 
 

@@ -18,7 +18,7 @@ from kvkeep.session.compressing import (
 from kvkeep.session.edit import EditReport, Recompute, prepare_edit
 from kvkeep.session.held import Held
 from kvkeep.session.spans import Place, after_edit
-from kvkeep.trim_heap import trim_heap
+from kvkeep.trim import trim
 
 WHOLE_PROMPT = -1  # keep: all of the first prompt
 
@@ -191,7 +191,7 @@ class Context(Held):
         )
         memory, report = compress_held(self._memory, plan)
         self._state = replace(self._state, memory=memory)
-        trim_heap()
+        trim()
         return report
 
     @contextmanager

@@ -16,7 +16,9 @@ from kvkeep.session.memory import Evaluated
 from kvkeep.session.prefixes import PromptPrefix, load_prefix, store_prefix
 from kvkeep.session.state import State
 from kvkeep.store.prefix_keeper import PrefixKeeper
-from kvkeep.trim_heap import trim_heap
+from kvkeep.trim import trim
+
+LONG = 0.25  # seconds for a prompt, beside which it is nothing to give back what it took
 
 
 @dataclass(frozen=True)
@@ -128,10 +130,10 @@ class Feeding(Iterator[FeedStep]):
             if not reused:
                 self._evaluate()
                 self._store_prefix()
-            if self.done == self.total > self._session.prefill_step:
-                trim_heap()
         finally:
             self._seconds += time.perf_counter() - begun
+        if self.done == self.total and self._seconds > LONG:
+            trim()
         return FeedStep(self.done - before, self.done, self.total, reused)
 
     def _load_prefix(self) -> None:

@@ -1,0 +1,59 @@
+"""What is given back to the system, and what is not."""
+
+import ctypes
+import mmap
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvkeep.trim import trim_code
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="asks /proc")
+
+STARTED = """
+from pathlib import Path
+import torch
+from kvkeep.trim import trim_code
+
+def resident():
+    sizes, here = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if line.split()[0].count("-") == 1 and ":" in line and "/" in line:
+            here = "libtorch_cpu" in line and " r-xp " in line
+        elif here and line.startswith("Rss:"):
+            sizes += int(line.split()[1])
+    return sizes
+
+before = resident()
+trim_code()
+after = resident()
+assert torch.equal(torch.ones(9, 9) @ torch.ones(9, 9), torch.full((9, 9), 9.0))
+print(before, after)
+"""
+
+
+def test_code_that_only_started_is_let_go_of_and_runs_again() -> None:
+    told = subprocess.run(
+        [sys.executable, "-c", STARTED], capture_output=True, text=True, check=True
+    )
+    before, after = map(int, told.stdout.split())
+    assert before > 20_000  # kB
+    assert after < before / 4
+
+
+def test_code_that_was_changed_in_memory_stays_as_it_is(tmp_path: Path) -> None:
+    file = tmp_path / "code"
+    file.write_bytes(bytes(2 * mmap.PAGESIZE))
+    with file.open("rb") as opened:
+        mapped = mmap.mmap(
+            opened.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
+        )
+    mapped[mmap.PAGESIZE] = 7  # as a debugger sets a breakpoint
+    held = ctypes.c_char.from_buffer(mapped)
+    where = ctypes.c_void_p(ctypes.addressof(held))
+    protect = ctypes.CDLL(None, use_errno=True).mprotect
+    assert protect(where, ctypes.c_size_t(len(mapped)), mmap.PROT_READ | mmap.PROT_EXEC) == 0
+    trim_code()
+    assert mapped[mmap.PAGESIZE] == 7
