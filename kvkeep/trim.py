@@ -21,9 +21,9 @@ def trim_heap() -> None:
 
     Its allocator otherwise keeps much of what was freed, in case it is needed again.
     """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:
-        trim(0)
+    give_back = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if give_back is not None:
+        give_back(0)
 
 
 def trim_code() -> None:
