@@ -45,7 +45,7 @@ class LoadedModel:
     def spec(self) -> ModelSpec:
         return self.decoder.spec
 
-    @property
+    @cached_property
     def weights(self) -> str:
         """The format of most of what a decode step reads: "Q4_1", "Q4_K", "bf16" and so on."""
         sizes = Counter[str]()

@@ -254,6 +254,7 @@ class Session(Reader):
         return snapshot_of(self._model, self._state, self.prefill_step)
 
     @classmethod
+    @computes
     def restored(
         cls, model: LoadedModel, snapshot: Snapshot, store: PrefixKeeper | None = None
     ) -> "Session":

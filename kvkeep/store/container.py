@@ -10,7 +10,8 @@ import itertools
 import json
 import math
 import mmap
-from collections.abc import Collection, Iterator, Mapping
+import os
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ from kvkeep.store.header import NO_CHECKSUM, Placed, opened, read_header
 
 PADDING = "padding."  # begins the names of tensors that only fill up
 _PIECE = 1 << 22  # bytes read at once
-_HASHING = 2  # threads
+_BESIDE = 2  # threads, beside the one that writes
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
@@ -66,7 +67,7 @@ def write_container(
 
 def _send(target: Target, header: "_Header") -> int:
     """Where nothing can be gone back to: all is hashed first, and then goes by in order."""
-    with ThreadPoolExecutor(_HASHING) as hashing:
+    with ThreadPoolExecutor(_BESIDE) as hashing:
         digests = hashing.map(_digest_of, header.laid_out.values())
         header.checksums = dict(zip(header.laid_out, digests, strict=True))
     sealed = header.sealed()
@@ -82,17 +83,22 @@ def _send(target: Target, header: "_Header") -> int:
 
 def _write_file(path: Path, header: "_Header") -> int:
     try:
-        # Hashing and writing take about as long as each other, so they go side by side.
-        with replacing(path) as file, ThreadPoolExecutor(1) as hashing:
-            digests = {name: hashing.submit(_digest_of, t) for name, t in header.laid_out.items()}
+        # Hashing, writing, and bringing to disk what is written go side by side.
+        with replacing(path) as file, ThreadPoolExecutor(_BESIDE) as beside:
+            digests = {name: beside.submit(_digest_of, t) for name, t in header.laid_out.items()}
+            on_disk = []
             file.write(bytes(header.size))
-            for tensor in header.laid_out.values():
-                for piece in dense_pieces(tensor):
-                    file.write(piece)
+            for piece in _parts(header.laid_out.values()):
+                file.write(piece)
+                if len(piece) == _PIECE:
+                    file.flush()
+                    on_disk.append(beside.submit(os.fsync, file.fileno()))
             header.checksums = {name: digest.result() for name, digest in digests.items()}
             size = file.tell()
             file.seek(0)
             file.write(header.sealed())
+            for each in on_disk:
+                each.result()
     except OSError as error:
         reason = error.strerror or str(error)
         raise StoreError(
@@ -100,6 +106,14 @@ def _write_file(path: Path, header: "_Header") -> int:
             "Free some space or choose another place"
         ) from error
     return size
+
+
+def _parts(tensors: Iterable[Tensor]) -> Iterator[bytes]:
+    """The bytes of tensors in order, in pieces of at most `_PIECE`."""
+    for tensor in tensors:
+        for piece in dense_pieces(tensor):
+            for begin in range(0, len(piece), _PIECE):
+                yield piece[begin : begin + _PIECE]
 
 
 def _digest_of(tensor: Tensor) -> str:
@@ -190,19 +204,29 @@ def _read_tensors(file: BinaryIO, wanted: Mapping[str, Placed]) -> dict[str, tup
     )
     room = _memory(places[-1])
     found = {}
-    for place, (name, entry) in zip(places, wanted.items(), strict=False):
-        into = memoryview(room)[place : place + entry.end - entry.begin]
-        digest = _read_into(into, file, entry.begin)
-        found[name] = (_tensor(room, place, entry), digest)
+    with ThreadPoolExecutor(1) as reading:
+        for place, (name, entry) in zip(places, wanted.items(), strict=False):
+            into = memoryview(room)[place : place + entry.end - entry.begin]
+            digest = _read_into(into, file, entry.begin, reading)
+            found[name] = (_tensor(room, place, entry), digest)
     return found
 
 
-def _read_into(into: memoryview, file: BinaryIO, begin: int) -> str:
-    digest, done = blake3(max_threads=blake3.AUTO), 0
+def _read_into(into: memoryview, file: BinaryIO, begin: int, reading: ThreadPoolExecutor) -> str:
+    """Fills memory from a file. Its checksum: one piece is hashed while the next is read."""
+
+    def next_piece() -> memoryview:
+        count = file.readinto(into[done : done + _PIECE])  # type: ignore[attr-defined]
+        return into[done : done + count]
+
+    digest, done = blake3(), 0
     file.seek(begin)
-    while count := file.readinto(into[done : done + _PIECE]):  # type: ignore[attr-defined]
-        digest.update(into[done : done + count])  # while it is in the processor's caches
-        done += count
+    piece = next_piece()
+    while piece:
+        done += len(piece)
+        following = reading.submit(next_piece)
+        digest.update(piece)
+        piece = following.result()
     return digest.hexdigest()
 
 
