@@ -86,13 +86,13 @@ def _write_file(path: Path, header: "_Header") -> int:
         # Hashing, writing, and bringing to disk what is written go side by side.
         with replacing(path) as file, ThreadPoolExecutor(_BESIDE) as beside:
             digests = {name: beside.submit(_digest_of, t) for name, t in header.laid_out.items()}
-            on_disk = []
-            file.write(bytes(header.size))
+            on_disk, waiting = [], file.write(bytes(header.size))
             for piece in _parts(header.laid_out.values()):
-                file.write(piece)
-                if len(piece) == _PIECE:
+                waiting += file.write(piece)
+                if waiting >= _PIECE:
                     file.flush()
                     on_disk.append(beside.submit(os.fsync, file.fileno()))
+                    waiting = 0
             header.checksums = {name: digest.result() for name, digest in digests.items()}
             size = file.tell()
             file.seek(0)
