@@ -9,6 +9,9 @@ from pathlib import Path
 # Of the last byte of a page's word in /proc/PID/pagemap.
 _PRESENT, _OF_A_FILE = 0x80, 0x20
 
+# Bytes; the latter is as much as glibc lets one part of a thread's arena grow to.
+_BLOCK, _ARENA = 1 << 22, 1 << 26
+
 
 def trim() -> None:
     """Gives back what long work took: of the heap, and of code that ran once."""
@@ -19,11 +22,27 @@ def trim() -> None:
 def trim_heap() -> None:
     """Lets resident memory fall to what is in use, where the C library knows how (glibc's).
 
-    Its allocator otherwise keeps much of what was freed, in case it is needed again.
+    Its allocator otherwise keeps much of what was freed, in case it is needed again. Of the end of
+    an arena, which each thread has of its own, it gives back this thread's alone.
     """
     give_back = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if give_back is not None:
+        _trim_end()
         give_back(0)
+
+
+def _trim_end() -> None:
+    """Takes what is free at the end of this thread's arena, and lets its pages go.
+
+    `malloc_trim` looks at what is free between blocks, and at the end of the first arena only.
+    """
+    library = ctypes.CDLL(None)
+    library.malloc.restype, size = ctypes.c_void_p, ctypes.c_size_t(_BLOCK)
+    blocks = [library.malloc(size) for _ in range(_ARENA // _BLOCK)]
+    for block in filter(None, blocks):
+        _let_go(block + -block % mmap.PAGESIZE, (block + _BLOCK) & -mmap.PAGESIZE)
+    for block in blocks:
+        library.free(ctypes.c_void_p(block))
 
 
 def trim_code() -> None:

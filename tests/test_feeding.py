@@ -141,3 +141,11 @@ def test_a_session_that_went_another_way_in_between_gives_a_store_nothing(tmp_pa
     assert one.tokens == TEXT[:50] + TEXT[60:600]
     assert store.find(MODEL.fingerprint, one.tokens[:512]).tokens == 0
     assert store.find(MODEL.fingerprint, TEXT[:512]).tokens == 0
+
+
+def test_the_first_token_after_a_long_prompt_moves_no_cells() -> None:
+    one = MODEL.session(policy="full", max_kv_size=2048)
+    one.feed(TEXT)
+    where = one.cache.segments[0].block.slots.keys.data_ptr()
+    one.next_token()
+    assert one.cache.segments[0].block.slots.keys.data_ptr() == where

@@ -2,6 +2,7 @@
 
 import ctypes
 import mmap
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -41,6 +42,47 @@ def test_code_that_only_started_is_let_go_of_and_runs_again() -> None:
     before, after = map(int, told.stdout.split())
     assert before > 20_000  # kB
     assert after < before / 4
+
+
+FREED = """
+import ctypes, sys, threading
+import psutil
+from kvkeep.trim import trim_heap
+
+library, size = ctypes.CDLL(None), 1 << 16
+library.malloc.restype = ctypes.c_void_p
+
+def resident():
+    return psutil.Process().memory_info().rss >> 10
+
+def work():
+    trim_heap()
+    before = resident()
+    blocks = [library.malloc(ctypes.c_size_t(size)) for _ in range(600)]
+    for block in blocks:
+        ctypes.memset(block, 1, size)
+    for block in blocks:
+        library.free(ctypes.c_void_p(block))
+    freed = resident()
+    trim_heap()
+    print(before, freed, resident())
+
+thread = threading.Thread(target=work)
+thread.start()
+thread.join()
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="glibc's")
+def test_what_a_thread_has_freed_is_given_back() -> None:
+    # A threshold that is given is not learned, so what is freed stays where it is until then.
+    environment = os.environ | {"MALLOC_TRIM_THRESHOLD_": str(1 << 28)}
+    told = subprocess.run(
+        [sys.executable, "-c", FREED], capture_output=True, text=True, check=True, env=environment
+    )
+    before, freed, after = map(int, told.stdout.split())
+    assert freed > before + 30_000  # kB
+    assert after < before + 6_000
 
 
 def test_code_that_was_changed_in_memory_stays_as_it_is(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kvkeep import arguments
 from kvkeep.cache import Bits, Cells
+from kvkeep.cache.segment import GROWTH
 from kvkeep.cache.shallow import shallow
 from kvkeep.errors import ContextFull, InvalidArgument
 from kvkeep.methods import Compression
@@ -143,7 +144,8 @@ class Memory:
         sampled: the model itself has chosen them; `prefill_step` must be 1 then.
         """
         wanted = min(len(ids) - done, prefill_step - done % prefill_step)
-        count = self.policy.open(self.cache, wanted, len(ids) - done - wanted)
+        answer = GROWTH if len(ids) > GROWTH else 0  # or its first token would move all cells
+        count = self.policy.open(self.cache, wanted, len(ids) - done - wanted + answer)
         return self.step_opened(ids[done : done + count], done + count == len(ids), sampled)
 
     def step_opened(
