@@ -45,7 +45,8 @@ def require_tensor(name: str, tensor: Any, dtype: torch.dtype, *shape: int | Non
 
 
 def require_finite(name: str, tensor: Tensor) -> None:
-    finite = all(bool(part.isfinite().all()) for part in tensor.flatten().split(_BY_ONE_THREAD))
+    parts = torch.split(tensor.flatten(), _BY_ONE_THREAD)
+    finite = all(bool(part.isfinite().all()) for part in parts)
     require(finite, f"{name} must be finite; found NaN or infinity")
 
 
