@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import TypeAlias
 
 import torch
+from torch import Tensor
 
 from kvkeep.cache import NO_TOKEN, Cells, Queries, Segment, joined
 from kvkeep.cache.observer import LIMIT
@@ -25,9 +26,10 @@ from kvkeep.methods import (
 )
 from kvkeep.methods.kvzap import KVzap
 from kvkeep.methods.kvzip import KVzip
+from kvkeep.methods.repeats import fewer_repeats, said_before
 from kvkeep.models.text import TextCodec
 from kvkeep.session.memory import Memory
-from kvkeep.session.reconstructing import reconstruction
+from kvkeep.session.reconstructing import held_tokens, reconstruction
 
 SINKS = 4
 RECENT = 64  # newest tokens that stay as they are where all heads keep as many cells
@@ -57,19 +59,25 @@ class CompressionReport:
 class CompressionPlan:
     """How a memory is to be compressed, once.
 
-    text: of the model. recent: of the newest cells, how many stay as they are; None for what suits
-    the budget and the ratio. seed: of what is drawn. statistics: of the model. progress: told of
+    budget: None for what is best for the method and the text. text: of the model. recent: of the
+    newest cells, how many stay as they are; None for what suits the budget and the ratio. seed: of
+    what is drawn. statistics: of the model. progress: told of
     cells as they are through.
     """
 
     method: Method
     ratio: float
-    budget: Budget
+    budget: Budget | None
     text: TextCodec
     recent: int | None = None
     seed: int = 0
     statistics: Statistics | None = None
     progress: Callable[[int], None] | None = None
+
+    @property
+    def shared(self) -> Budget:
+        """How heads share cells where it is the method that decides."""
+        return self.method.budget if self.budget is None else self.budget
 
     def newest(self, cells: int, pinned: int) -> int:
         """How many of the newest cells stay as they are, of so many.
@@ -79,14 +87,14 @@ class CompressionPlan:
         """
         if self.recent is not None:
             return self.recent
-        if self.budget == "uniform":
+        if self.shared == "uniform":
             return RECENT
         left = cells / self.ratio - pinned
         return max(FEWEST_RECENT, int(left * min(1 / 2, 2 / self.ratio)))
 
     def check(self) -> None:
         """Raises InvalidArgument for what cannot be."""
-        check_shared(self.method, self.budget)
+        check_shared(self.method, self.shared)
         if not self.ratio > 1:
             raise InvalidArgument(f"compressing takes a ratio above 1; found {self.ratio:g}")
         if self.recent is not None and self.recent < 1:
@@ -118,25 +126,14 @@ def compress_held(memory: Memory, how: CompressionPlan) -> tuple[Memory, Compres
             'compresses as it goes, policy="full" when it is asked to'
         )
     cache, before, nbytes = memory.cache, memory.cache.cells, memory.cache.nbytes
-    newest = how.newest(before, len(memory.pins))
-    first_recent = before - newest
-    # What was compressed before has no order that all heads share, of which some could be newest.
-    runs = cache.runs(
-        lambda rank, serial: (
-            serial != NO_TOKEN and (rank < SINKS or rank >= first_recent or serial in memory.pins)
-        )
-    )
-    left = _to_be_left(memory, how.ratio, newest, runs)
-    share = _by_heads if how.budget == "heads" else _evenly
-    chunks, found = [], iter(share(_candidates(memory, how, runs), left, how))
-    segments = []
+    budget, runs, found = _only_repeats(memory, how) or _by_method(memory, how)
+    chunks, segments = list[Compression](), list[Segment]()
     for segment, kept, first, count in runs:
         if kept:
             parts = [segment.read(first, count)]
         else:
-            compressed = next(found)
-            parts = [cells for cells, _ in compressed]
-            chunks += [compression for _, compression in compressed]
+            parts, told = next(found)
+            chunks += told
         segments += [
             Segment.of(cache.layout, cells, segment.map, segment.anchor)
             for cells in parts
@@ -146,7 +143,7 @@ def compress_held(memory: Memory, how: CompressionPlan) -> tuple[Memory, Compres
     after.cache.segments = joined(segments)
     return after, CompressionReport(
         how.method.name,
-        how.budget,
+        budget,
         how.ratio,
         before,
         after.cache.cells,
@@ -157,43 +154,110 @@ def compress_held(memory: Memory, how: CompressionPlan) -> tuple[Memory, Compres
 
 
 _Run: TypeAlias = tuple[Segment, bool, int, int]  # see `KVCache.runs`
-_Done: TypeAlias = list[tuple[Cells, Compression]]
+_Done: TypeAlias = tuple[list[Cells], list[Compression]]  # of a run
+_Plan: TypeAlias = tuple[Budget, list[_Run], Iterator[_Done]]
 
 
-def _to_be_left(memory: Memory, ratio: float, newest: int, runs: Sequence[_Run]) -> int:
-    """Cells for each KV head that those to be compressed become. Raises InvalidArgument if none."""
-    before = memory.cache.cells
-    total = sum(count for _, kept, _, count in runs if not kept)
-    left = math.ceil(before / ratio) - (before - total)
+def _by_method(memory: Memory, how: CompressionPlan) -> _Plan:
+    """As the method has it. Raises InvalidArgument if no cells would be left to decide on."""
+    newest = how.newest(memory.cache.cells, len(memory.pins))
+    runs = _runs(memory, newest)
+    left = _to_be_left(memory, how.ratio, runs)
     if left < len(runs):
         raise InvalidArgument(
-            f"{before} cells cannot become {ratio:g} times fewer with the first {SINKS}, the "
-            f"newest {newest} and {len(memory.pins)} pinned ones kept as they are: take a "
-            "smaller ratio, or keep fewer"
+            f"{memory.cache.cells} cells cannot become {how.ratio:g} times fewer with the first "
+            f"{SINKS}, the newest {newest} and {len(memory.pins)} pinned ones kept as they are: "
+            "take a smaller ratio, or keep fewer"
         )
-    return left
+    share = _by_heads if how.shared == "heads" else _evenly
+    return how.shared, runs, share(_candidates(memory, how, runs), left, how)
+
+
+def _only_repeats(memory: Memory, how: CompressionPlan) -> _Plan | None:
+    """Where it is enough to leave what the text says once more: nothing that it says once goes.
+
+    Only for what asks what it takes to say the text again, and then without asking. None where that
+    is not enough, or cells are of no one token.
+    """
+    if not how.method.reconstructs or how.budget is not None:
+        return None
+    tokens = held_tokens(memory)
+    if tokens is None:
+        return None
+    runs = _runs(memory, RECENT if how.recent is None else how.recent)
+    left = _to_be_left(memory, how.ratio, runs)
+    again, found, begun = said_before(tokens), list[Tensor](), 0
+    for _, kept, _, count in runs:
+        if not kept:
+            found.append(again[begun : begun + count])
+        begun += count
+    room = left - sum(int((~each).sum()) for each in found)
+    if room < 0 or left < len(runs) or not any(each.any() for each in found):
+        return None
+    return "uniform", runs, _repeats_left(memory, how, runs, found, room)
+
+
+def _runs(memory: Memory, newest: int) -> list[_Run]:
+    """Cells that stay as they are, and those between them.
+
+    What was compressed before has no order that all heads share, of which some could be newest.
+    """
+    first_recent = memory.cache.cells - newest
+    return memory.cache.runs(
+        lambda rank, serial: (
+            serial != NO_TOKEN and (rank < SINKS or rank >= first_recent or serial in memory.pins)
+        )
+    )
+
+
+def _to_be_left(memory: Memory, ratio: float, runs: Sequence[_Run]) -> int:
+    """Cells for each KV head that those to be compressed become."""
+    before = memory.cache.cells
+    total = sum(count for _, kept, _, count in runs if not kept)
+    return math.ceil(before / ratio) - (before - total)
 
 
 def _candidates(memory: Memory, how: CompressionPlan, runs: Sequence[_Run]) -> list[Candidates]:
     """Of each run that is to be compressed, its cells and what is known of them."""
     cache, method = memory.cache, how.method
     queries = _newest_queries(memory) if method.needs_queries(how.statistics) else None
-    needed, found, begun = None, [], 0
+    needed, begun = None, 0
     if method.reconstructs:
         newest = takewhile(lambda run: run[1], reversed(runs))  # they stay whatever they are worth
         oldest = cache.cells - sum(count for _, _, _, count in newest)
         needed = reconstruction(memory, how.text, how.progress, oldest, method.reconstructs)
-    for segment, kept, first, count in runs:
+    found = []
+    for run in runs:
+        segment, kept, _, count = run
         if not kept:
-            near = queries.seen_from(segment.map) if queries else None
-            plain = segment.look(first, count).restored(cache.layout.dtype)
             own = None if needed is None else needed[..., begun : begun + count]
-            candidates = Candidates(
-                plain, cache.rope, cache.scale, near, how.statistics, how.seed, reconstruction=own
-            )
-            found.append(candidates)
+            near = queries.seen_from(segment.map) if queries else None
+            found.append(replace(_known(memory, how, run), queries=near, reconstruction=own))
         begun += count
     return found
+
+
+def _known(memory: Memory, how: CompressionPlan, run: _Run) -> Candidates:
+    """The cells of a run, and what is known of the model."""
+    cache, (segment, _, first, count) = memory.cache, run
+    plain = segment.look(first, count).restored(cache.layout.dtype)
+    return Candidates(plain, cache.rope, cache.scale, statistics=how.statistics, seed=how.seed)
+
+
+def _repeats_left(
+    memory: Memory, how: CompressionPlan, runs: Sequence[_Run], again: list[Tensor], room: int
+) -> Iterator[_Done]:
+    """again: of each run that is to be compressed. room: how many repeats stay, of all runs."""
+    total, seen = sum(int(each.sum()) for each in again), 0
+    changed = (run for run in runs if not run[1])
+    for run, each in zip(changed, again, strict=True):
+        count = int(each.sum())
+        quota = room * (seen + count) // total - room * seen // total
+        seen += count
+        cells, chunks = fewer_repeats(_known(memory, how, run), each, quota)
+        if how.progress:
+            how.progress(len(each))
+        yield [cells], chunks
 
 
 def _evenly(runs: list[Candidates], left: int, how: CompressionPlan) -> Iterator[_Done]:
@@ -203,19 +267,20 @@ def _evenly(runs: list[Candidates], left: int, how: CompressionPlan) -> Iterator
         count = len(candidates)
         quota = left * (seen + count) // total - left * seen // total
         seen += count
-        done: _Done = []
-        for each in compress(how.method, candidates, min(quota, count)):
-            done.append(each)
-            _tell(how, each[1].cells_before)
-        yield done
+        parts, told = list[Cells](), list[Compression]()
+        for cells, compression in compress(how.method, candidates, min(quota, count)):
+            parts.append(cells)
+            told.append(compression)
+            _tell(how, compression.cells_before)
+        yield parts, told
 
 
 def _by_heads(runs: list[Candidates], left: int, how: CompressionPlan) -> Iterator[_Done]:
     """Those cells stay that are worth most, whichever runs, layers and KV heads they are in."""
     assert isinstance(how.method, Eviction)
-    for each in compress_by_heads(how.method, runs, left):
-        _tell(how, each[1].cells_before)
-        yield [each]
+    for cells, compression in compress_by_heads(how.method, runs, left):
+        _tell(how, compression.cells_before)
+        yield [cells], [compression]
 
 
 def _tell(how: CompressionPlan, cells: int) -> None:

@@ -173,7 +173,8 @@ class Context(Held):
             progress: called after each chunk with the number of cells that were in it.
             budget: "uniform", each 512 cells become so many fewer in every layer and KV head, or
                 "heads", whatever is worth most stays, in whichever head it is: some then keep
-                much, and others nothing. None: what is best for the method.
+                much, and others nothing. None: what is best for the method; "kvzip" then leaves
+                only what the text says once more, word for word, where that is enough.
 
         Raises InvalidArgument where that cannot be done, before anything is changed.
         """
@@ -184,10 +185,9 @@ class Context(Held):
             arguments.instance("calibration", calibration, Calibration).require(self._model)
         statistics = calibration.statistics if calibration else None
         chosen = make_method(best_at_once(self._memory, statistics) if method is None else method)
-        shared = chosen.budget if budget is None else budget
         recent = arguments.optional_whole("recent", recent)
         plan = CompressionPlan(
-            chosen, ratio, shared, self._model.text, recent, seed, statistics, progress
+            chosen, ratio, budget, self._model.text, recent, seed, statistics, progress
         )
         memory, report = compress_held(self._memory, plan)
         self._state = replace(self._state, memory=memory)

@@ -59,7 +59,15 @@ def reconstruction(
     text: of the model. progress: called after each chunk with the number of cells in it.
     Raises InvalidArgument, before anything is evaluated, where cells are of no one token.
     """
-    ids, done, scores = _held_tokens(memory)[:oldest], 0, list[Tensor]()
+    held, done, scores = held_tokens(memory), 0, list[Tensor]()
+    if held is None:
+        serials = memory.cache.serials()
+        raise InvalidArgument(
+            "what is compressed by repeating it must hold a text as it was read: expected cells "
+            f"of one token each, found {serials.count(NO_TOKEN)} compressed ones of {len(serials)}:"
+            " read the text anew"
+        )
+    ids = held[:oldest]
     while done < len(ids):
         first = max(0, done - AGAIN)
         asked = _prompt(ids, first, text)
@@ -75,15 +83,11 @@ def reconstruction(
     return torch.cat(scores, -1)
 
 
-def _held_tokens(memory: Memory) -> list[int]:
-    """The token of each cell, oldest first."""
+def held_tokens(memory: Memory) -> list[int] | None:
+    """The token of each cell, oldest first; None where there are none, or some are of no one."""
     serials = memory.cache.serials()
     if not serials or NO_TOKEN in serials:
-        raise InvalidArgument(
-            "what is compressed by repeating it must hold a text as it was read: expected cells "
-            f"of one token each, found {serials.count(NO_TOKEN)} compressed ones of {len(serials)}:"
-            " read the text anew"
-        )
+        return None
     token = dict(zip(memory.serials, memory.tokens, strict=True))
     return [token[serial] for serial in serials]
 

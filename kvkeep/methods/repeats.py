@@ -1,0 +1,75 @@
+"""What a text says once more, word for word: of that less can be kept, and nothing is forgotten.
+
+A text may say the same sentences again and again, as logs, forms and pasted files do. Where leaving
+repeats is enough, no cell of what was said once has to go in any KV head, and it need not be asked
+which are worth most.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from kvkeep.cache import Cells
+from kvkeep.methods.base import Candidates, rows
+from kvkeep.methods.compression import Compression, compress
+from kvkeep.methods.fitted import Fitted
+
+RUN = 16  # tokens: in real text, what so many say again is boilerplate
+
+
+def said_before(tokens: Sequence[int]) -> Tensor:
+    """`[n]` bool: whether a token is in a run of 16 or more that came before, in the same order.
+
+    Runs may overlap: of a b a b a b, with runs of two, all but the first a b were said before.
+    """
+    seen = dict[tuple[int, ...], int]()
+    again, run_of_ones = bytearray(len(tokens)), bytes([1]) * RUN
+    for first in range(len(tokens) - RUN + 1):
+        run = tuple(tokens[first : first + RUN])
+        if seen.setdefault(run, first) != first:
+            again[first : first + RUN] = run_of_ones
+    return torch.tensor(list(again), dtype=torch.bool, device="cpu")
+
+
+def fewer_repeats(
+    candidates: Candidates, again: Tensor, count: int
+) -> tuple[Cells, list[Compression]]:
+    """All cells of what was said once, and `count` of the others, by method `fitted`.
+
+    again: `[n]` bool, which those are. In each layer and KV head the cells are in their order.
+    """
+    once, repeated = (~again).nonzero()[:, 0], again.nonzero()[:, 0]
+    parts, told = [_of_all_heads(candidates, once)], [Compression(len(once), len(once), 0.0, 0.0)]
+    if len(repeated):
+        some = replace(candidates, cells=_of_all_heads(candidates, repeated), reconstruction=None)
+        for cells, compression in _fitted(some, count):
+            parts.append(cells)
+            told.append(compression)
+    return _in_order(Cells.joined(parts)), told
+
+
+def _of_all_heads(candidates: Candidates, which: Tensor) -> Cells:
+    """The same cells in all layers and KV heads. which: indices."""
+    layers, kv_heads, _ = candidates.shape
+    there = which.to(candidates.cells.keys.device)
+    return candidates.taken(there.expand(layers, kv_heads, len(which)))
+
+
+def _fitted(some: Candidates, count: int) -> Iterator[tuple[Cells, Compression]]:
+    return compress(Fitted(), some, min(count, len(some)))
+
+
+def _in_order(cells: Cells) -> Cells:
+    """The same compressed cells, those of each KV head by position."""
+    assert cells.bias is not None
+    order = cells.positions.argsort(stable=True, dim=-1)
+    there = order.to(cells.keys.device)
+    return Cells(
+        rows(cells.keys, there),
+        rows(cells.values, there),
+        cells.positions.gather(2, order),
+        cells.serials,
+        cells.bias.gather(2, there),
+    )
