@@ -5,14 +5,14 @@ repeats is enough, no cell of what was said once has to go in any KV head, and i
 which are worth most.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from kvkeep.cache import Cells
-from kvkeep.methods.base import Candidates, rows
+from kvkeep.methods.base import Candidates, as_compressed, rows
 from kvkeep.methods.compression import Compression, compress
 from kvkeep.methods.fitted import Fitted
 
@@ -38,27 +38,29 @@ def fewer_repeats(
 ) -> tuple[Cells, list[Compression]]:
     """All cells of what was said once, and `count` of the others, by method `fitted`.
 
-    again: `[n]` bool, which those are. In each layer and KV head the cells are in their order.
+    candidates: n cells of one token each. again: `[n]` bool, which those are. In each layer and KV
+    head the cells are in their order.
     """
     once, repeated = (~again).nonzero()[:, 0], again.nonzero()[:, 0]
-    parts, told = [_of_all_heads(candidates, once)], [Compression(len(once), len(once), 0.0, 0.0)]
+    parts = [as_compressed(_some(candidates.cells, once))]
+    told = [Compression(len(once), len(once), 0.0, 0.0)]
     if len(repeated):
-        some = replace(candidates, cells=_of_all_heads(candidates, repeated), reconstruction=None)
-        for cells, compression in _fitted(some, count):
-            parts.append(cells)
+        some = replace(candidates, cells=_some(candidates.cells, repeated))
+        for cells, compression in compress(Fitted(), some, count):
+            parts.append(as_compressed(cells))
             told.append(compression)
     return _in_order(Cells.joined(parts)), told
 
 
-def _of_all_heads(candidates: Candidates, which: Tensor) -> Cells:
-    """The same cells in all layers and KV heads. which: indices."""
-    layers, kv_heads, _ = candidates.shape
-    there = which.to(candidates.cells.keys.device)
-    return candidates.taken(there.expand(layers, kv_heads, len(which)))
-
-
-def _fitted(some: Candidates, count: int) -> Iterator[tuple[Cells, Compression]]:
-    return compress(Fitted(), some, min(count, len(some)))
+def _some(cells: Cells, which: Tensor) -> Cells:
+    """The same cells in all layers and KV heads, copied. which: indices."""
+    there = which.to(cells.keys.device)
+    return Cells(
+        cells.keys.index_select(2, there),
+        cells.values.index_select(2, there),
+        cells.positions[which],
+        cells.serials[which],
+    )
 
 
 def _in_order(cells: Cells) -> Cells:
