@@ -24,12 +24,13 @@ def said_before(tokens: Sequence[int]) -> Tensor:
 
     Runs may overlap: of a b a b a b, with runs of two, all but the first a b were said before.
     """
-    seen = dict[tuple[int, ...], int]()
+    seen = set[tuple[int, ...]]()
     again, run_of_ones = bytearray(len(tokens)), bytes([1]) * RUN
     for first in range(len(tokens) - RUN + 1):
         run = tuple(tokens[first : first + RUN])
-        if seen.setdefault(run, first) != first:
+        if run in seen:
             again[first : first + RUN] = run_of_ones
+        seen.add(run)
     return torch.tensor(list(again), dtype=torch.bool, device="cpu")
 
 
@@ -44,11 +45,10 @@ def fewer_repeats(
     once, repeated = (~again).nonzero()[:, 0], again.nonzero()[:, 0]
     parts = [as_compressed(_some(candidates.cells, once))]
     told = [Compression(len(once), len(once), 0.0, 0.0)]
-    if len(repeated):
-        some = replace(candidates, cells=_some(candidates.cells, repeated))
-        for cells, compression in compress(Fitted(), some, count):
-            parts.append(as_compressed(cells))
-            told.append(compression)
+    some = replace(candidates, cells=_some(candidates.cells, repeated))
+    for cells, compression in compress(Fitted(), some, count):
+        parts.append(as_compressed(cells))
+        told.append(compression)
     return _in_order(Cells.joined(parts)), told
 
 

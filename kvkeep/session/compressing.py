@@ -61,8 +61,7 @@ class CompressionPlan:
 
     budget: None for what is best for the method and the text. text: of the model. recent: of the
     newest cells, how many stay as they are; None for what suits the budget and the ratio. seed: of
-    what is drawn. statistics: of the model. progress: told of
-    cells as they are through.
+    what is drawn. statistics: of the model. progress: told of cells as they are through.
     """
 
     method: Method
