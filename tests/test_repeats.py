@@ -82,6 +82,19 @@ def test_what_is_said_once_stays_in_every_head(ratio: float, pin: tuple[int, int
             assert cells.bias[layer, head, at[token]] == 0
 
 
+@pytest.mark.parametrize(("ratio", "share"), [(2, 2), (4, 2), (8, 4)])
+def test_as_many_of_the_newest_stay_as_where_heads_compete(ratio: int, share: int) -> None:
+    ids = ONCE[:20] + LINE * 20 + ONCE[20:40] + LINE * 20
+    session = fed(ids=ids)
+    left = len(ids) // ratio
+    newest = left // share
+    before = cells_of(session)
+    assert session.compress(ratio).budget == "uniform"
+    after = cells_of(session)
+    require_untouched(before, after, [*range(4), *range(len(ids) - newest, len(ids))])
+    assert len(after) == 4 + newest
+
+
 def test_where_leaving_repeats_is_not_enough_heads_compete() -> None:
     session, asked = fed(), fed()
     assert session.compress(16, recent=20).budget == "heads"
@@ -92,6 +105,15 @@ def test_where_leaving_repeats_is_not_enough_heads_compete() -> None:
     assert fed().compress(2, budget="heads").budget == "heads", "unless somebody says otherwise"
     assert fed(ids=TEXT[: 20 + 30]).compress(1.5, recent=4).budget == "heads", "no repeats"
     assert fed().compress(2, "fitted").method == "fitted"
+
+
+@pytest.mark.parametrize(("once", "budget"), [(70, "uniform"), (71, "heads")])
+def test_heads_compete_where_hardly_a_repeat_would_be_left(once: int, budget: str) -> None:
+    """Of 640 cells 100 are left, of which 80 are not the first or the newest: 10 are an eighth."""
+    said = [255 - each for each in range(4 + once - len(LINE))]  # and a line of 30 is said once
+    ids = (said + LINE * 25)[:640]
+    session = fed(ids=ids)
+    assert session.compress(6.4, recent=16).budget == budget
 
 
 def test_progress_is_told_and_an_interrupt_leaves_the_session_as_it_was() -> None:

@@ -34,6 +34,7 @@ from kvkeep.session.reconstructing import held_tokens, reconstruction
 SINKS = 4
 RECENT = 64  # newest tokens that stay as they are where all heads keep as many cells
 FEWEST_RECENT = 32  # where heads compete
+FEWEST_REPEATS = 1 / 8  # of what is left of the others, where only repeats go
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,8 @@ def compress_held(memory: Memory, how: CompressionPlan) -> tuple[Memory, Compres
             'compresses as it goes, policy="full" when it is asked to'
         )
     cache, before, nbytes = memory.cache, memory.cache.cells, memory.cache.nbytes
-    budget, runs, found = _only_repeats(memory, how) or _by_method(memory, how)
+    runs, left = _runs(memory, how)
+    budget, found = _only_repeats(memory, how, runs, left) or _by_method(memory, how, runs, left)
     chunks, segments = list[Compression](), list[Segment]()
     for segment, kept, first, count in runs:
         if kept:
@@ -154,66 +156,60 @@ def compress_held(memory: Memory, how: CompressionPlan) -> tuple[Memory, Compres
 
 _Run: TypeAlias = tuple[Segment, bool, int, int]  # see `KVCache.runs`
 _Done: TypeAlias = tuple[list[Cells], list[Compression]]  # of a run
-_Plan: TypeAlias = tuple[Budget, list[_Run], Iterator[_Done]]
 
 
-def _by_method(memory: Memory, how: CompressionPlan) -> _Plan:
-    """As the method has it. Raises InvalidArgument if no cells would be left to decide on."""
-    newest = how.newest(memory.cache.cells, len(memory.pins))
-    runs = _runs(memory, newest)
-    left = _to_be_left(memory, how.ratio, runs)
+def _runs(memory: Memory, how: CompressionPlan) -> tuple[list[_Run], int]:
+    """Cells that stay as they are, those between them, and what these become for each KV head.
+
+    What was compressed before has no order that all heads share, of which some could be newest.
+    Raises InvalidArgument if none would be left to decide on.
+    """
+    cells, pins = memory.cache.cells, memory.pins
+    newest = how.newest(cells, len(pins))
+    runs = memory.cache.runs(
+        lambda rank, serial: (
+            serial != NO_TOKEN and (rank < SINKS or rank >= cells - newest or serial in pins)
+        )
+    )
+    left = math.ceil(cells / how.ratio) - sum(count for _, kept, _, count in runs if kept)
     if left < len(runs):
         raise InvalidArgument(
-            f"{memory.cache.cells} cells cannot become {how.ratio:g} times fewer with the first "
-            f"{SINKS}, the newest {newest} and {len(memory.pins)} pinned ones kept as they are: "
-            "take a smaller ratio, or keep fewer"
+            f"{cells} cells cannot become {how.ratio:g} times fewer with the first {SINKS}, the "
+            f"newest {newest} and {len(pins)} pinned ones kept as they are: take a smaller ratio, "
+            "or keep fewer"
         )
+    return runs, left
+
+
+def _by_method(
+    memory: Memory, how: CompressionPlan, runs: Sequence[_Run], left: int
+) -> tuple[Budget, Iterator[_Done]]:
     share = _by_heads if how.shared == "heads" else _evenly
-    return how.shared, runs, share(_candidates(memory, how, runs), left, how)
+    return how.shared, share(_candidates(memory, how, runs), left, how)
 
 
-def _only_repeats(memory: Memory, how: CompressionPlan) -> _Plan | None:
+def _only_repeats(
+    memory: Memory, how: CompressionPlan, runs: Sequence[_Run], left: int
+) -> tuple[Budget, Iterator[_Done]] | None:
     """Where it is enough to leave what the text says once more: nothing that it says once goes.
 
-    Only for what asks what it takes to say the text again, and then without asking. None where that
-    is not enough, or cells are of no one token.
+    Only for what asks what it takes to say the text again, and then without asking. None where
+    hardly a repeat would be left of them, or cells are of no one token.
     """
     if not how.method.reconstructs or how.budget is not None:
         return None
     tokens = held_tokens(memory)
     if tokens is None:
         return None
-    runs = _runs(memory, RECENT if how.recent is None else how.recent)
-    left = _to_be_left(memory, how.ratio, runs)
     again, found, begun = said_before(tokens), list[Tensor](), 0
     for _, kept, _, count in runs:
         if not kept:
             found.append(again[begun : begun + count])
         begun += count
     room = left - sum(int((~each).sum()) for each in found)
-    if room < 0 or left < len(runs) or not any(each.any() for each in found):
+    if room < left * FEWEST_REPEATS:
         return None
-    return "uniform", runs, _repeats_left(memory, how, runs, found, room)
-
-
-def _runs(memory: Memory, newest: int) -> list[_Run]:
-    """Cells that stay as they are, and those between them.
-
-    What was compressed before has no order that all heads share, of which some could be newest.
-    """
-    first_recent = memory.cache.cells - newest
-    return memory.cache.runs(
-        lambda rank, serial: (
-            serial != NO_TOKEN and (rank < SINKS or rank >= first_recent or serial in memory.pins)
-        )
-    )
-
-
-def _to_be_left(memory: Memory, ratio: float, runs: Sequence[_Run]) -> int:
-    """Cells for each KV head that those to be compressed become."""
-    before = memory.cache.cells
-    total = sum(count for _, kept, _, count in runs if not kept)
-    return math.ceil(before / ratio) - (before - total)
+    return "uniform", _repeats_left(memory, how, runs, found, room)
 
 
 def _candidates(memory: Memory, how: CompressionPlan, runs: Sequence[_Run]) -> list[Candidates]:
