@@ -3,25 +3,24 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from kvkeep import arguments
 from kvkeep.engine.answer import Answer, Ask
+from kvkeep.engine.changes import Changes
 from kvkeep.engine.events import Event
 from kvkeep.engine.keeping import Keeping, Labels
 from kvkeep.engine.kept import STEP, Kept
 from kvkeep.engine.limits import Limits, Operation, Totals
 from kvkeep.engine.misses import Missed
-from kvkeep.engine.recent import Recent
+from kvkeep.engine.operations import Operations
 from kvkeep.engine.reuse import Match, best_match
 from kvkeep.engine.saving import Saving
 from kvkeep.engine.taking_on import TakingOn
 from kvkeep.engine.thread import EngineThread
 from kvkeep.engine.visiting import Visiting
-from kvkeep.errors import NoRoom
 from kvkeep.model import Model
 from kvkeep.objects.place import Place
 from kvkeep.session.session import Session
@@ -30,8 +29,6 @@ from kvkeep.store.prefix_keeper import PrefixKeeper
 from kvkeep.store.snapshot import Snapshot
 
 T = TypeVar("T")
-_OPERATIONS = 200  # that are known of one owner
-_ADDING = ("span", "rewind")  # changes that leave the cells of what is held as they were
 
 
 class Engine:
@@ -70,10 +67,12 @@ class Engine:
         self._stores = stores if callable(stores) or stores is None else _stores_in(stores)
         self._new_session("0")  # refused here, not at the first request
         self._keeping = Keeping(model, place, self.limits.memory, snapshots)
-        self._answers = TakingOn(model, self._keeping, self.limits, self._new_session, self._done)
+        self._operations = Operations()
+        self._changes = Changes(model, self._keeping, self.limits, self._operations)
+        self._answers = TakingOn(
+            model, self._keeping, self.limits, self._new_session, self._changes.done
+        )
         self._schedule = self._answers.schedule
-        self._listeners: list[Callable[[Operation], None]] = []
-        self._recent = Recent[Operation](_OPERATIONS)
         self._deadline = 0.0
         idle = self.limits.saved_after / 2 + 0.05
         self._thread = EngineThread(self._turn, idle, self._end)
@@ -143,9 +142,7 @@ class Engine:
 
         def made() -> Kept:
             new = session or self._new_session(owner, **settings)
-            kept = self._keep(new, owner, name, notes=notes)
-            self._done(kept, "create", 0, 0.0)
-            return kept
+            return self._changes.create(new, owner, name, notes)
 
         return self.call(made)
 
@@ -177,7 +174,7 @@ class Engine:
 
     def operations(self, owner: str = "0") -> Future[list[Operation]]:
         """What was done lately, the last one first."""
-        return self.call(lambda: self._recent.of(owner))
+        return self.call(lambda: self._operations.of(owner))
 
     def totals(self) -> Future[Totals]:
         """What was done, and what is held, as of now."""
@@ -195,63 +192,25 @@ class Engine:
         is a session of that name afterwards.
         """
 
-        def prepared() -> int:
-            fresh = Kept("", owner, False, None, self._new_session(owner))
-            known = self._keeping.has(name, owner)
-            kept = self._keeping.find(name, owner) if known else fresh
-            kept.require_idle()
-            if known:
-                self._keeping.reserve(kept, 0)
-            match = best_match(prompt, self._keeping.of(owner), fresh)
-            if match.whole and match.kept is kept:
-                kept.live.draw_anew()
-                return match.tokens
-            source = match.kept
-            session = source.live.beginning(match.tokens) if source else fresh.live
-            if known:
-                kept.session, kept.changed = session, ""
-                kept.touched()
-            else:
-                kept = self._keep(session, owner, name)
-            kept.evaluated = min(source.evaluated, match.tokens) if source else 0
-            return match.tokens
-
-        return self.call(prepared)
+        return self.call(
+            lambda: self._changes.prepare(prompt, name, owner, self._new_session(owner))
+        )
 
     def discard(self, name: str, owner: str = "0") -> Future[None]:
         """Forgets a session, whatever is at work in it."""
-
         return self.call(lambda: self._discard(self._keeping.find(name, owner)))
 
     def note(self, name: str, owner: str, notes: dict[str, Any]) -> Future[None]:
         """Keeps JSON values beside a session, in the place of those of the same name."""
-
-        def noted() -> None:
-            kept = self._keeping.find(name, owner)
-            kept.notes = {**kept.notes, **notes}
-            self._settled(kept)
-
-        return self.call(noted)
+        return self.call(partial(self._changes.note, name, owner, notes))
 
     def pin(self, name: str, owner: str, pinned: bool) -> Future[None]:
         """Whether a session stays in memory, whatever others need."""
-
-        def held() -> None:
-            kept = self._keeping.find(name, owner)
-            kept.pinned = pinned
-            self._settled(kept)
-
-        return self.call(held)
+        return self.call(partial(self._changes.pin, name, owner, pinned))
 
     def look(self, name: str, owner: str, function: Callable[[Kept], T]) -> Future[T]:
         """What a function says of a session, brought back to memory for it; it changes nothing."""
-
-        def looked() -> T:
-            kept = self._keeping.find(name, owner)
-            self._keeping.reserve_idle(kept)
-            return function(kept)
-
-        return self.call(looked)
+        return self.call(partial(self._changes.look, name, owner, function))
 
     def change(
         self,
@@ -267,25 +226,7 @@ class Engine:
         what: for those who watch. adds: at most so many tokens. A function that takes long hands
         `engine.between` on as `progress`: others go on at each of its steps.
         """
-
-        def changed() -> T:
-            kept = self._keeping.find(name, owner)
-            kept.require_idle()
-            kept.require_revision(revision)
-            self._keeping.reserve(kept, adds)
-            begun, before = time.perf_counter(), len(kept.live.tokens)
-            kept.answer = function
-            try:
-                result = function(kept.live)
-            finally:
-                kept.answer = None
-            kept.touched("" if what in _ADDING else what)
-            added = len(kept.live.tokens) - before
-            if added < 0:
-                kept.stands_at(len(kept.live.tokens))
-            self._done(kept, what, added, time.perf_counter() - begun)
-            return result
-
+        changed = partial(self._changes.change, name, owner, what, function, revision, adds)
         return self.call(changed)
 
     def fork(
@@ -301,31 +242,11 @@ class Engine:
 
         notes: in the place of those of the other.
         """
-
-        def forked() -> Kept:
-            kept = self._keeping.find(name, owner)
-            kept.require_revision(revision)
-            self._keeping.reserve_idle(kept)
-            told = dict(kept.notes) if notes is None else notes
-            found = self._keep(kept.live.fork(at), owner, new, kept.name, told)
-            found.evaluated, found.changed = kept.evaluated, kept.changed
-            if at is not None and at < len(kept.live.tokens):
-                found.stands_at(at)
-            self._done(found, "fork", 0, 0.0)
-            return found
-
-        return self.call(forked)
+        return self.call(partial(self._changes.fork, name, owner, at, new, revision, notes))
 
     def delete(self, name: str, owner: str = "0", revision: int | None = None) -> Future[None]:
         """Forgets a session, on disk too. What is at work in it is to be cancelled first."""
-
-        def deleted() -> None:
-            kept = self._keeping.find(name, owner)
-            kept.require_revision(revision)
-            self._keeping.remove(kept)
-            self._told(Operation(owner, name, "delete", kept.revision, 0, 0.0, 0))
-
-        return self.call(deleted)
+        return self.call(partial(self._changes.delete, name, owner, revision))
 
     def save(self, name: str, owner: str = "0") -> Future[int]:
         """The revision that is on disk from then on. Raises StoreError."""
@@ -364,18 +285,7 @@ class Engine:
 
         def restored() -> Kept:
             snapshot = label if isinstance(label, Snapshot) else self.labelled(label, owner)
-            session = self.model.restore(snapshot)
-            if instead and name is not None and self._keeping.has(name, owner):
-                kept = self._keeping.find(name, owner)
-                kept.require_idle()
-                kept.session = session
-                kept.touched()
-                self._keeping.reserve(kept, 0)
-            else:
-                kept = self._keep(session, owner, name)
-            self._keeping.tell_again(kept, snapshot.notes)
-            self._done(kept, "restore", 0, 0.0)
-            return kept
+            return self._changes.restore(snapshot, owner, name, instead)
 
         return self.call(restored)
 
@@ -404,12 +314,7 @@ class Engine:
 
     def watch(self, listener: Callable[[Operation], None]) -> Callable[[], None]:
         """Tells of each operation, in the engine's thread; what is returned ends that."""
-        self._listeners.append(listener)
-        return lambda: self._unwatch(listener)
-
-    def _unwatch(self, listener: Callable[[Operation], None]) -> None:
-        with suppress(ValueError):
-            self._listeners.remove(listener)
+        return self._operations.watch(listener)
 
     def close(self, grace: float = 0.0) -> None:
         """Takes on nothing more, lets answers go on for `grace` seconds, and saves what is not."""
@@ -432,22 +337,6 @@ class Engine:
 
     # How
 
-    def _keep(
-        self,
-        session: Session,
-        owner: str,
-        name: str | None,
-        parent: str | None = None,
-        notes: dict[str, Any] | None = None,
-    ) -> Kept:
-        """Keeps a session by name. Raises NoRoom where the owner has as many as there may be."""
-        held = sum(
-            kept.named and not (kept.visits or kept.passing) for kept in self._keeping.of(owner)
-        )
-        if held >= self.limits.sessions:
-            raise NoRoom(f"there are {held} sessions already: delete some", float("inf"))
-        return self._keeping.add(session, owner, name, parent, notes=notes)
-
     def _discard(self, kept: Kept) -> None:
         for answer in self._schedule.answers:
             if answer.kept is kept:
@@ -455,28 +344,9 @@ class Engine:
         self._schedule.end_cancelled()
         self._keeping.remove(kept)
 
-    def _settled(self, kept: Kept) -> None:
-        """What is kept beside a session was changed: it is to be saved with that."""
-        self._keeping.reserve_idle(kept)
-        kept.touched()
-        self._keeping.changed(kept)
-
     def _new_session(self, owner: str, **settings: Any) -> Session:
         store = None if self._stores is None else self._stores(owner)
         return self.model.session(store=store, **{**self.settings, **settings})
-
-    def _done(self, kept: Kept, what: str, tokens: int, seconds: float) -> None:
-        self._keeping.changed(kept)
-        nbytes = kept.live.cache.nbytes
-        self._told(Operation(kept.owner, kept.name, what, kept.revision, tokens, seconds, nbytes))
-
-    def _told(self, operation: Operation) -> None:
-        self._recent.add(operation.owner, operation)
-        for listener in list(self._listeners):
-            try:
-                listener(operation)
-            except Exception:  # who listens is gone, such as an event loop that has closed
-                self._unwatch(listener)
 
 
 def _stores_in(stores: str | Path) -> Callable[[str], PrefixKeeper]:
