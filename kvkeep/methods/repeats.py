@@ -39,15 +39,16 @@ def fewer_repeats(
 ) -> tuple[Cells, list[Compression]]:
     """All cells of what was said once, and `count` of the others, by method `fitted`.
 
-    candidates: n cells of one token each. again: `[n]` bool, which those are. In each layer and KV
-    head the cells are in their order.
+    The mass of what goes is not kept: how often the same was said distracts from what was said
+    once. candidates: n cells of one token each. again: `[n]` bool, which those are. In each layer
+    and KV head the cells are in their order.
     """
     once, repeated = (~again).nonzero()[:, 0], again.nonzero()[:, 0]
     parts = [as_compressed(_some(candidates.cells, once))]
     told = [Compression(len(once), len(once), 0.0, 0.0)]
     some = replace(candidates, cells=_some(candidates.cells, repeated))
     for cells, compression in compress(Fitted(), some, count):
-        parts.append(as_compressed(cells))
+        parts.append(_without_mass(cells))
         told.append(compression)
     return _in_order(Cells.joined(parts)), told
 
@@ -61,6 +62,11 @@ def _some(cells: Cells, which: Tensor) -> Cells:
         cells.positions[which],
         cells.serials[which],
     )
+
+
+def _without_mass(cells: Cells) -> Cells:
+    """The same cells, each of which counts once."""
+    return as_compressed(Cells(cells.keys, cells.values, cells.positions, cells.serials))
 
 
 def _in_order(cells: Cells) -> Cells:

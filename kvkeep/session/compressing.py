@@ -34,6 +34,7 @@ from kvkeep.session.reconstructing import held_tokens, reconstruction
 SINKS = 4
 RECENT = 64  # newest tokens that stay as they are where all heads keep as many cells
 FEWEST_RECENT = 32  # where heads compete
+MOST_RECENT = 256  # where only repeats go
 FEWEST_REPEATS = 1 / 8  # of what is left of the others, where only repeats go
 
 
@@ -126,8 +127,7 @@ def compress_held(memory: Memory, how: CompressionPlan) -> tuple[Memory, Compres
             'compresses as it goes, policy="full" when it is asked to'
         )
     cache, before, nbytes = memory.cache, memory.cache.cells, memory.cache.nbytes
-    runs, left = _runs(memory, how)
-    budget, found = _only_repeats(memory, how, runs, left) or _by_method(memory, how, runs, left)
+    budget, runs, found = _only_repeats(memory, how) or _by_method(memory, how)
     chunks, segments = list[Compression](), list[Segment]()
     for segment, kept, first, count in runs:
         if kept:
@@ -156,16 +156,52 @@ def compress_held(memory: Memory, how: CompressionPlan) -> tuple[Memory, Compres
 
 _Run: TypeAlias = tuple[Segment, bool, int, int]  # see `KVCache.runs`
 _Done: TypeAlias = tuple[list[Cells], list[Compression]]  # of a run
+_Plan: TypeAlias = tuple[Budget, list[_Run], Iterator[_Done]]
 
 
-def _runs(memory: Memory, how: CompressionPlan) -> tuple[list[_Run], int]:
+def _by_method(memory: Memory, how: CompressionPlan) -> _Plan:
+    """As the method has it."""
+    runs, left = _runs(memory, how)
+    share = _by_heads if how.shared == "heads" else _evenly
+    return how.shared, runs, share(_candidates(memory, how, runs), left, how)
+
+
+def _only_repeats(memory: Memory, how: CompressionPlan) -> _Plan | None:
+    """Where it is enough to leave what the text says once more: nothing that it says once goes.
+
+    Only for what asks what it takes to say the text again, and then without asking. None where
+    hardly a repeat would be left of them, or cells are of no one token.
+    """
+    if not how.method.reconstructs or how.budget is not None:
+        return None
+    tokens = held_tokens(memory)
+    if tokens is None:
+        return None
+    runs, left = _runs(memory, how, MOST_RECENT)
+    again, found, begun = said_before(tokens), list[Tensor](), 0
+    for _, kept, _, count in runs:
+        if not kept:
+            found.append(again[begun : begun + count])
+        begun += count
+    room = left - sum(int((~each).sum()) for each in found)
+    if room < left * FEWEST_REPEATS:
+        return None
+    return "uniform", runs, _repeats_left(memory, how, runs, found, room)
+
+
+def _runs(
+    memory: Memory, how: CompressionPlan, at_most: int | None = None
+) -> tuple[list[_Run], int]:
     """Cells that stay as they are, those between them, and what these become for each KV head.
 
     What was compressed before has no order that all heads share, of which some could be newest.
+    at_most: so many of the newest stay, unless it was said how many.
     Raises InvalidArgument if none would be left to decide on.
     """
     cells, pins = memory.cache.cells, memory.pins
     newest = how.newest(cells, len(pins))
+    if at_most is not None and how.recent is None:
+        newest = min(newest, at_most)
     runs = memory.cache.runs(
         lambda rank, serial: (
             serial != NO_TOKEN and (rank < SINKS or rank >= cells - newest or serial in pins)
@@ -179,37 +215,6 @@ def _runs(memory: Memory, how: CompressionPlan) -> tuple[list[_Run], int]:
             "or keep fewer"
         )
     return runs, left
-
-
-def _by_method(
-    memory: Memory, how: CompressionPlan, runs: Sequence[_Run], left: int
-) -> tuple[Budget, Iterator[_Done]]:
-    share = _by_heads if how.shared == "heads" else _evenly
-    return how.shared, share(_candidates(memory, how, runs), left, how)
-
-
-def _only_repeats(
-    memory: Memory, how: CompressionPlan, runs: Sequence[_Run], left: int
-) -> tuple[Budget, Iterator[_Done]] | None:
-    """Where it is enough to leave what the text says once more: nothing that it says once goes.
-
-    Only for what asks what it takes to say the text again, and then without asking. None where
-    hardly a repeat would be left of them, or cells are of no one token.
-    """
-    if not how.method.reconstructs or how.budget is not None:
-        return None
-    tokens = held_tokens(memory)
-    if tokens is None:
-        return None
-    again, found, begun = said_before(tokens), list[Tensor](), 0
-    for _, kept, _, count in runs:
-        if not kept:
-            found.append(again[begun : begun + count])
-        begun += count
-    room = left - sum(int((~each).sum()) for each in found)
-    if room < left * FEWEST_REPEATS:
-        return None
-    return "uniform", _repeats_left(memory, how, runs, found, room)
 
 
 def _candidates(memory: Memory, how: CompressionPlan, runs: Sequence[_Run]) -> list[Candidates]:
