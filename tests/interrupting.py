@@ -70,6 +70,8 @@ def broken_off_at(index: int, call: Callable[[], object]) -> bool:
             call()
     except BrokenOff:
         return True
+    finally:
+        require_let_go()
     return False
 
 
@@ -91,4 +93,10 @@ def interrupted_from(index: int, call: Callable[[], object]) -> bool:
         return True
     finally:
         signal.signal(signal.SIGINT, before)
+        require_let_go()
     return False
+
+
+def require_let_go() -> None:
+    """Others can compute."""
+    assert not computing._TURNS.are_here, "what was broken off has left the lock taken"
