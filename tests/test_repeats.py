@@ -115,6 +115,15 @@ def test_heads_compete_where_hardly_a_repeat_would_be_left(once: int, budget: st
     assert session.compress(6.4, recent=16).budget == budget
 
 
+def test_of_a_few_repeats_between_pinned_cells_nothing_may_stay() -> None:
+    session = fed(ids=ONCE[:10] + LINE * 40)
+    for pin in ((300, 305), (307, 320), (321, 330)):
+        session.pin(*pin)
+    assert session.compress(8, recent=20).budget == "uniform"
+    assert session.cache.cells == -(-1210 // 8)
+    session.next_token()
+
+
 def test_progress_is_told_and_an_interrupt_leaves_the_session_as_it_was() -> None:
     told: list[int] = []
     fed().compress(4, recent=20, progress=told.append)

@@ -50,7 +50,8 @@ def fewer_repeats(
     for cells, compression in compress(Fitted(), some, count):
         parts.append(_without_mass(cells))
         told.append(compression)
-    return _in_order(Cells.joined(parts)), told
+    cells = Cells.joined(parts)
+    return _in_order(cells) if len(cells) else cells, told
 
 
 def _some(cells: Cells, which: Tensor) -> Cells:
