@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from kvkeep.cli.hints import OptionsOnly
 from kvkeep.cli.memory import MemoryChoice
 from kvkeep.cli.saying import say
 from kvkeep.cli.serving import (
@@ -31,7 +32,7 @@ def _replicas(text: str) -> tuple[int, int]:
     )
 
 
-@click.command()
+@click.command(cls=OptionsOnly, hint="name a model with -m: kvkeep fleet -m {}")
 @serving_options
 @click.option(
     "--store",
@@ -124,7 +125,7 @@ def _setup(choice: MemoryChoice, options: dict[str, Any]) -> Any:
         weights=choice.weights,
         store=options["store"],
         secret=secret,
-        settings=settings_of(choice, model),
+        settings=settings_of(choice, model, options["most_bytes"]),
         memory=options["most_bytes"],
         prefixes=options["prefix_cache"],
         threads=options["threads"],

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvkeep.cli.completion import session_names
+from kvkeep.cli.hints import OptionsOnly
 from kvkeep.cli.keeper import Keeper
 from kvkeep.cli.memory import (
     CODEC_NAMES,
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from kvkeep.store.codec import Codec
 
 
-@click.command()
+@click.command(cls=OptionsOnly, hint="give the prompt with -p: kvkeep generate -p {}")
 @click.option("-p", "--prompt", metavar="TEXT", help="Text to continue, as it is.")
 @click.option("-f", "--file", metavar="FILE", help='File with the text; "-": standard input.')
 @SPECIAL

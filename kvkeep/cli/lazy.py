@@ -23,11 +23,19 @@ class Lazy:
 
 
 class LazyGroup(click.Group):
-    """lazy: the commands by name, in the order in which help lists them."""
+    """lazy: the commands by name, in the order in which help lists them. elsewhere: names of
+    commands in other tools, and the command to suggest for each.
+    """
 
-    def __init__(self, *args: Any, lazy: Mapping[str, Lazy], **kwargs: Any):
+    def __init__(
+        self,
+        *args: Any,
+        lazy: Mapping[str, Lazy],
+        elsewhere: Mapping[str, str] | None = None,
+        **kwargs: Any,
+    ):
         super().__init__(*args, **kwargs)
-        self.lazy = lazy
+        self.lazy, self.elsewhere = lazy, elsewhere or {}
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.lazy)
@@ -49,8 +57,14 @@ class LazyGroup(click.Group):
         except click.UsageError as error:
             from difflib import get_close_matches
 
-            near = get_close_matches(args[0], self.lazy, 1)
-            if not near:
+            name = args[0].lower()
+            near = get_close_matches(name, self.lazy, 1)
+            if name in self.elsewhere:
+                meant = f"`{self.elsewhere[name]}`"
+            elif name in self.lazy:
+                meant = name
+            elif near:
+                meant = near[0]
+            else:
                 raise
-            meant = f"{error.message} Did you mean {near[0]}?"
-            raise click.UsageError(meant, ctx) from None
+            raise click.UsageError(f"{error.message} Did you mean {meant}?", ctx) from None

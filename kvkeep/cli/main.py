@@ -9,6 +9,7 @@ import click
 
 import kvkeep
 from kvkeep.cli.evaluate import EVALUATIONS
+from kvkeep.cli.hints import ELSEWHERE
 from kvkeep.cli.lazy import Lazy, LazyGroup
 from kvkeep.cli.saying import discard, say
 from kvkeep.cli.terminated import signals_interrupt, terminated
@@ -96,6 +97,7 @@ class Commands(LazyGroup):
     "kvkeep",
     cls=Commands,
     lazy=COMMANDS,
+    elsewhere=ELSEWHERE,
     invoke_without_command=True,
     context_settings={
         "help_option_names": ["-h", "--help"],

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvkeep.cli.hints import OptionsOnly
 from kvkeep.cli.memory import MemoryChoice
 from kvkeep.cli.saying import say
 from kvkeep.cli.serving import (
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from kvkeep.engine import Engine
 
 
-@click.command()
+@click.command(cls=OptionsOnly, hint="name a model with -m: kvkeep serve -m {}")
 @serving_options
 @click.option(
     "--store",
@@ -68,7 +69,7 @@ def _serve_shared(choice: MemoryChoice, options: dict[str, Any]) -> None:
         model,
         options["store"],
         secret,
-        settings=settings_of(choice, model),
+        settings=settings_of(choice, model, options["most_bytes"]),
         limits=Limits(memory=options["most_bytes"]),
         prefixes=options["prefix_cache"],
     )
@@ -86,7 +87,7 @@ def _engine(choice: MemoryChoice, options: dict[str, Any]) -> "Engine":
     folder = Path(options["store"]) if options["store"] else home() / "server"
     engine = Engine(
         model,
-        settings=settings_of(choice, model),
+        settings=settings_of(choice, model, options["most_bytes"]),
         limits=Limits(memory=options["most_bytes"]),
         folder=folder / "sessions",
         stores=folder / "prefixes" if options["prefix_cache"] else None,

@@ -1,8 +1,9 @@
 """What `kvkeep serve` and `kvkeep fleet` are both asked for."""
 
+from bisect import bisect_left
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -10,6 +11,9 @@ from kvkeep.cli.memory import SINKS, MemoryChoice, memory_options
 from kvkeep.cli.options import nbytes, whole_number
 from kvkeep.cli.which_model import prefill_step
 from kvkeep.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from kvkeep import Model
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _STEP = prefill_step(128)  # others wait for a step, so it is shorter than where nobody does
@@ -78,9 +82,52 @@ def serving_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return memory_options(_KEEP, _STEP)(command)
 
 
-def settings_of(choice: MemoryChoice, model: Any) -> dict[str, Any]:
-    """Of the sessions that a server makes."""
-    return choice.settings(model, choice.keep if choice.keep is not None else SINKS)
+def settings_of(choice: MemoryChoice, model: "Model", memory: int) -> dict[str, Any]:
+    """The settings of the sessions that a server creates.
+
+    memory: bytes for the cells of all sessions. Raises InvalidArgument where one full session does
+    not fit in them: every request that does not limit its answer would be refused.
+    """
+    settings = choice.settings(model, choice.keep if choice.keep is not None else SINKS)
+    tokens, needed = _full_session(model, settings)
+    if needed <= memory:
+        return settings
+    fitting = _longest_fitting(model, settings, tokens, memory)
+    smaller = f", or --max-kv-size {fitting} or less" if fitting else ""
+    raise InvalidArgument(
+        f"a session of {tokens:,} tokens takes up to {shown_bytes(needed)}, and --memory is "
+        f"{shown_bytes(memory)}: give --memory {shown_bytes(needed)} or more{smaller}"
+    )
+
+
+def _full_session(model: "Model", settings: dict[str, Any]) -> tuple[int, int]:
+    """The budget of a session in tokens, and the most bytes that its cells come to take."""
+    from kvkeep.engine.kept import most_bytes
+
+    session = model.session(**settings)
+    return session.max_kv_size, most_bytes(session, None)
+
+
+def _longest_fitting(model: "Model", settings: dict[str, Any], tokens: int, memory: int) -> int:
+    """The largest budget, below `tokens`, of a session that fits in `memory` bytes; 0 for none."""
+
+    def fits(budget: int) -> bool:
+        try:
+            return _full_session(model, {**settings, "max_kv_size": budget})[1] <= memory
+        except InvalidArgument:  # too few tokens for the policy
+            return False
+
+    fitting = bisect_left(range(1, tokens), True, key=lambda budget: not fits(budget))
+    return fitting if fitting and fits(fitting) else 0
+
+
+def shown_bytes(count: int) -> str:
+    """A size as options take it, rounded up: "195MB", "1.5GB"."""
+    for unit, size in (("GB", 10**9), ("MB", 10**6)):
+        if count >= size:
+            tenths = -(-count * 10 // size)
+            return f"{tenths // 10}{f'.{tenths % 10}' if tenths % 10 else ''}{unit}"
+    return f"{-(-count // 1000)}KB"
 
 
 def require_safe(host: str, keys: Path | None) -> None:

@@ -127,3 +127,30 @@ def test_logits_that_are_no_numbers_are_an_error(invoke, tiny_folder, tmp_path: 
 
 def test_an_unknown_command_is_one_line(invoke) -> None:
     _refused(invoke("transmogrify"), "transmogrify", "kvkeep --help")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "suggested"),
+    [
+        (["generate", "hello", "you"], 'kvkeep generate -p "hello you"'),
+        (["chat", "hello"], "kvkeep chat -m hello"),
+        (["serve", "llama.gguf"], "kvkeep serve -m llama.gguf"),
+        (["run"], "kvkeep chat -m MODEL"),
+        (["list"], "`kvkeep models` or `kvkeep sessions list`"),
+        (["ps"], "kvkeep sessions list"),
+        (["models", "ls"], "`kvkeep models`"),
+        (["Serve"], "serve"),
+        (["sessions", "lst"], "list"),
+    ],
+)
+def test_errors_name_the_command_or_option_that_was_meant(invoke, arguments, suggested) -> None:
+    _refused(invoke(*arguments), suggested)
+
+
+@pytest.mark.parametrize("device", ["mps", "cuda", "cuda:7", "meta", "warp"])
+def test_a_device_that_is_missing_is_one_short_line(invoke, tiny, device) -> None:
+    if torch.cuda.is_available() or torch.backends.mps.is_available():
+        pytest.skip("has devices of its own")
+    result = invoke("generate", "-p", "x", *tiny, "--device", device)
+    _refused(result, f"device '{device}'", "has cpu here")
+    assert len(result.stderr) < 120

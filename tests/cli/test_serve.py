@@ -14,6 +14,9 @@ import httpx
 import pytest
 from patience import PATIENCE
 
+from kvkeep.cli.options import nbytes
+from kvkeep.cli.serving import shown_bytes
+
 COMMAND = [sys.executable, "-c", "from kvkeep.cli.start import run; run()", "serve"]
 
 
@@ -112,3 +115,35 @@ def test_what_cannot_be_is_refused_in_a_line(tiny_folder: Path, tmp_path: Path) 
     assert "no key" in refused(*model, "--api-key-file", str(empty))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert "--port" in refused(*model, "--port", str(taken.getsockname()[1]))
+
+
+def test_memory_that_no_full_session_fits_in_is_refused_at_the_start(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    """With the least that would do, and with the longest session that fits: both then start."""
+    model = ["--model", str(tiny_folder), "--store", str(tmp_path)]
+    said = refused(*model, "--memory", "100KB")
+    found = re.search(r"give --memory (\S+) or more, or --max-kv-size (\d+) or less", said)
+    assert found, said
+    enough, longest = found.groups()
+    with serving(tiny_folder, tmp_path / "a", "--memory", enough) as (_, url):
+        assert _chat(url) == 200
+    few = ("--memory", "100KB", "--max-kv-size")
+    with serving(tiny_folder, tmp_path / "b", *few, longest) as (_, url):
+        assert _chat(url) == 200
+    assert "--memory" in refused(*model, *few, str(int(longest) + 1))
+
+
+def _chat(url: str) -> int:
+    """The status of a chat that does not say how long its answer may become."""
+    said = {"messages": [{"role": "user", "content": "Hi"}], "stop": [" ", "e", "a"]}
+    return httpx.post(f"{url}/v1/chat/completions", json=said, timeout=PATIENCE).status_code
+
+
+@pytest.mark.parametrize(
+    ("count", "shown"),
+    [(999, "1KB"), (1_000_000, "1MB"), (1_000_001, "1.1MB"), (17_200_000_000, "17.2GB")],
+)
+def test_sizes_are_rounded_up_and_read_back(count: int, shown: str) -> None:
+    assert shown_bytes(count) == shown
+    assert nbytes(shown) >= count

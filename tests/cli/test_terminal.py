@@ -197,7 +197,7 @@ def test_regenerate_clear_save_and_set(chat: Chat, own_home: Path) -> None:
     said(terminal, "/clear", "begins anew")
     assert "0 turns" in terminal.text.splitlines()[-1]
     said(terminal, "/set temperature -1", "temperature must be")
-    said(terminal, "/set top-k x", "top-k cannot be 'x'")
+    said(terminal, "/set top-k x", "top-k must be a whole number; found 'x'")
     said(terminal, "/set bar off", "bar                 off")
     terminal.type("Again", "\r")
     terminal.settle(1.0)

@@ -7,6 +7,7 @@ import click
 
 from kvkeep.cli.chat.settings import Settings
 from kvkeep.cli.completion import session_names
+from kvkeep.cli.hints import OptionsOnly
 from kvkeep.cli.keeper import Keeper
 from kvkeep.cli.memory import SINKS, MemoryChoice, Prefixes, memory_options, prefix_options
 from kvkeep.cli.opened import UNREAD, Opened, apply_keep, resume
@@ -29,7 +30,10 @@ if TYPE_CHECKING:
     from kvkeep.session.conversation import Conversation
 
 
-@click.command()
+@click.command(
+    cls=OptionsOnly,
+    hint="name a model with -m: kvkeep chat -m {}; messages are typed at the prompt or piped in",
+)
 @click.option(
     "--session",
     metavar="NAME",

@@ -44,7 +44,7 @@ class Settings:
         try:
             found = read(value)
         except ValueError:
-            raise InvalidArgument(f"{name} cannot be {value!r}") from None
+            raise InvalidArgument(f"{name} must be {_EXPECTED[read]}; found {value!r}") from None
         if name in ("markdown", "bar"):
             setattr(self, name, found)
         elif name == "max-tokens":
@@ -85,6 +85,16 @@ def _length(text: str) -> int:
     return found
 
 
+def _stop(text: str) -> tuple[str, ...]:
+    return (text,) if text else ()
+
+
+_EXPECTED: dict[Callable[[str], Any], str] = {
+    float: "a number",
+    int: "a whole number",
+    _length: "a whole number; -1 for no limit",
+    _switch: "on or off",
+}
 _READ: dict[str, Callable[[str], Any]] = {
     "temperature": float,
     "top-k": int,
@@ -93,7 +103,7 @@ _READ: dict[str, Callable[[str], Any]] = {
     "repetition-penalty": float,
     "repetition-window": int,
     "seed": int,
-    "stop": lambda text: (text,) if text else (),
+    "stop": _stop,
     "max-tokens": _length,
     "markdown": _switch,
     "bar": _switch,

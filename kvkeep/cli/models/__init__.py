@@ -2,6 +2,7 @@
 
 import click
 
+from kvkeep.cli.hints import OF_MODELS
 from kvkeep.cli.lazy import Lazy, LazyGroup
 
 MODELS = {
@@ -11,7 +12,7 @@ MODELS = {
 }
 
 
-@click.group(cls=LazyGroup, lazy=MODELS, invoke_without_command=True)
+@click.group(cls=LazyGroup, lazy=MODELS, elsewhere=OF_MODELS, invoke_without_command=True)
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
 @click.pass_context
 def models(context: click.Context, as_json: bool) -> None:
