@@ -6,3 +6,4 @@ PolicyName = Literal["sliding", "shift", "archive", "self_extend", "full"]
 DtypeName = Literal["bfloat16", "float32"]
 WeightsName = Literal["bf16", "int8", "int4"]
 BitsName = Literal["8", "8/4", "4"]
+KvBits = BitsName | Literal[8, 4]  # as Python callers may give it

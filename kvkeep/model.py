@@ -9,7 +9,8 @@ from torch import Tensor
 
 from kvkeep import arguments
 from kvkeep.cache import Bits
-from kvkeep.choices import BitsName, DtypeName, PolicyName, WeightsName
+from kvkeep.cache.bits import bits_name
+from kvkeep.choices import DtypeName, KvBits, PolicyName, WeightsName
 from kvkeep.compiled.decoder import can_decode
 from kvkeep.compute_path import slowness, warn_of
 from kvkeep.errors import InvalidArgument
@@ -86,8 +87,8 @@ class Model(LoadedModel):
         store: PrefixKeeper | None = None,
         *,
         bits: Bits | None = None,
-        kv_bits: BitsName | None = None,
-        far_bits: BitsName | None = None,
+        kv_bits: KvBits | None = None,
+        far_bits: KvBits | None = None,
         calibration: Calibration | None = None,
         **settings: Unpack[Settings],
     ) -> Session:
@@ -109,7 +110,7 @@ class Model(LoadedModel):
             prefill_step: tokens evaluated at once; changes speed and memory, not results.
             store: where the first prompt's evaluated beginning is looked up and kept.
             bits: in how many bits cells are kept: `Bits(kv="8")`, or by the next two.
-            kv_bits: "8", "4" or "8/4" (keys and values) to keep cells quantised.
+            kv_bits: 8, 4 or "8/4" (keys and values) to keep cells quantised.
             far_bits: the same, but not of the window: of the kept, pinned and compressed cells,
                 and of those that self-extend has grouped.
             calibration: of "archive", what is known of the model; see `load_calibration`.
@@ -135,7 +136,7 @@ class Model(LoadedModel):
         chosen.require_known()
         if bits is not None and _given(kv_bits=kv_bits, far_bits=far_bits):
             raise InvalidArgument("give bits, or kv_bits or far_bits")
-        bits = bits or Bits(kv_bits, far_bits)
+        bits = bits or Bits(bits_name(kv_bits), bits_name(far_bits))
         session = Session(self, chosen, prefill_step, store, checked_bits(chosen, bits))
         if whole:
             session.keep = WHOLE_PROMPT
@@ -238,8 +239,15 @@ def on_device(name: str) -> torch.device:
     """A device by its name. Raises InvalidArgument for one that is not there."""
     try:
         device = torch.device(name)
-        torch.empty(1, dtype=torch.float32, device=device)
-    except (RuntimeError, AssertionError, TypeError) as error:
-        reason = str(error).splitlines()[0]
-        raise InvalidArgument(f"device {name!r} cannot be used: {reason}") from error
+        torch.zeros(1, dtype=torch.float32, device=device).cpu()  # "meta" can be made, not read
+    except (RuntimeError, AssertionError, TypeError, ImportError) as error:
+        raise InvalidArgument(
+            f"device {name!r} cannot be used: torch {torch.__version__} has {_devices()} here"
+        ) from error
     return device
+
+
+def _devices() -> str:
+    """The devices that can be used, for messages."""
+    names = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
+    return ", ".join([*names, "mps"] if torch.backends.mps.is_available() else names)

@@ -2,7 +2,9 @@
 
 import copy
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -236,6 +238,9 @@ def test_quantised_cells_never_enter_a_prefix_store(tmp_path: Path) -> None:
     [
         ({"kv_bits": "5"}, 'kv_bits must be one of "8", "8/4", "4"; found \'5\''),
         ({"far_bits": "16"}, "far_bits must be one of"),
+        ({"kv_bits": 16}, 'kv_bits must be one of "8", "8/4", "4"; found \'16\''),
+        ({"kv_bits": True}, "found True"),
+        ({"kv_bits": torch.tensor(8.0)}, "found tensor"),
         ({"kv_bits": "8", "far_bits": "4"}, "give one of them"),
         ({"far_bits": "8", "policy": "full"}, 'policy "full" has none: use kv_bits'),
     ],
@@ -243,6 +248,13 @@ def test_quantised_cells_never_enter_a_prefix_store(tmp_path: Path) -> None:
 def test_bits_without_meaning_are_refused(options: dict[str, str], message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
         MODEL.session(64, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("bits", [8, 4, np.int64(8), torch.tensor(4)])
+def test_bits_may_be_integers(bits: Any) -> None:
+    for session in (MODEL.session(64, kv_bits=bits), MODEL.session(64, bits=Bits(kv=bits))):
+        assert session.bits == Bits(kv=str(int(bits)))
+    assert MODEL.session(64, far_bits=bits).bits == Bits(far=str(int(bits)))
 
 
 def test_the_real_model_reads_on_as_well_in_few_bits(smollm2: Model) -> None:

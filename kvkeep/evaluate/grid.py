@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
-from kvkeep.choices import BitsName
+from kvkeep.choices import KvBits
 from kvkeep.errors import InvalidArgument
 from kvkeep.evaluate.facts import Sample, Samples
 from kvkeep.evaluate.recall import Recall, recall, way
@@ -139,7 +139,7 @@ def read_sample(
     settings: Sequence[Setting],
     calibration: "Calibration | None" = None,
     prefill_step: int = 512,
-    kv_bits: BitsName | None = None,
+    kv_bits: KvBits | None = None,
 ) -> Iterator[Reading]:
     """Reads a text once, then compresses a fork of that memory in each way and asks it.
 

@@ -82,7 +82,7 @@ def checked_bits(policy: Policy | str, bits: Bits) -> Bits:
     """
     name = policy if isinstance(policy, str) else policy.name
     for option, found in (("kv_bits", bits.kv), ("far_bits", bits.far)):
-        if found is not None and found not in BITS:
+        if found is not None and not (isinstance(found, str) and found in BITS):
             known = ", ".join(f'"{each}"' for each in BITS)
             raise InvalidArgument(f"{option} must be one of {known}; found {found!r}")
     if bits.kv and bits.far:

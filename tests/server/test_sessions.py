@@ -263,3 +263,11 @@ def test_what_is_malformed_is_refused_and_changes_nothing(
     answer = client.post(f"/v1/sessions{path.replace('NAME', name)}", json=body)
     assert answer.status_code == 400, answer.text
     assert client.get(f"/v1/sessions/{name}").json() == before
+
+
+@pytest.mark.parametrize("bits", [8, "8", 4, "8/4"])
+def test_a_session_takes_bits_as_a_number_or_as_text(client: httpx.Client, bits: int | str) -> None:
+    answer = client.post("/v1/sessions", json={"kv_bits": bits, "policy": "full"})
+    assert answer.status_code == 201, answer.json()
+    assert answer.json()["kv_bits"] == str(bits)
+    assert client.post("/v1/sessions", json={"kv_bits": 5}).status_code in (400, 422)

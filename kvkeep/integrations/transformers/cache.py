@@ -11,7 +11,7 @@ from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from kvkeep import arguments
 from kvkeep.cache import Bits
-from kvkeep.choices import BitsName, PolicyName
+from kvkeep.choices import KvBits, PolicyName
 from kvkeep.computing import computing
 from kvkeep.errors import InvalidArgument
 from kvkeep.integrations.transformers.executor import TransformersExecutor
@@ -56,8 +56,8 @@ class KvkeepCache(Cache):
         *,
         tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
         bits: Bits | None = None,
-        kv_bits: BitsName | None = None,
-        far_bits: BitsName | None = None,
+        kv_bits: KvBits | None = None,
+        far_bits: KvBits | None = None,
         calibration: Calibration | None = None,
         **settings: Unpack[Settings],
     ):

@@ -17,7 +17,7 @@ from kvkeep.server.sessions.entry import Name, Revision, answer, entry_of
 router = APIRouter()
 _Named = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}$")]
 _Count = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
-_Bits = Literal["8", "8/4", "4"]
+_Bits = Literal["8", "8/4", "4", 8, 4]
 
 
 class Create(Body):
