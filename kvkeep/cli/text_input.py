@@ -1,4 +1,4 @@
-"""Text from files and standard input: UTF-8, exactly as it is there."""
+"""Text from files and standard input: UTF-8, as it is there but for a byte order mark."""
 
 import sys
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 import click
 
 from kvkeep.errors import InvalidArgument
+from kvkeep.files.text import decode_text, read_text_file
 
 STDIN = "-"
 SPECIAL = click.option(
@@ -33,18 +34,8 @@ def read_prompt(prompt: str | None, file: str | None) -> str:
 def read_text(file: str) -> str:
     """All text of a file, or of standard input for "-". Raises as `read_prompt`."""
     if file == STDIN:
-        return decode(sys.stdin.buffer.read(), "standard input")
-    return decode(Path(file).read_bytes(), file)
-
-
-def decode(content: bytes, source: str) -> str:
-    try:
-        return content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise InvalidArgument(
-            f"{source} is not UTF-8 text: byte {error.start} is 0x{content[error.start]:02x} "
-            f"({error.reason}); expected text in UTF-8"
-        ) from error
+        return decode_text(sys.stdin.buffer.read(), "standard input")
+    return read_text_file(Path(file))
 
 
 def require_utf8(text: str, source: str) -> None:

@@ -66,7 +66,7 @@ def _docstrings(module: str) -> Iterator[str]:
     """In the order of the file."""
     file = Path(sysconfig.get_path("stdlib"), f"{module}.py")
     try:
-        tree = ast.parse(file.read_text(encoding="utf-8"))
+        tree = ast.parse(file.read_bytes())
     except OSError as error:
         raise InvalidArgument(
             f"docstrings are read from the sources of Python's library, and {file} is not there: "

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvkeep import arguments
 from kvkeep.errors import BadModelFile, InvalidArgument, UnsupportedModel
+from kvkeep.files.text import ENCODING
 from kvkeep.models.config import read_json
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
 def _find_template(folder: Path, config: Mapping[str, Any], with_tools: bool) -> str:
     if (folder / _TEMPLATE).exists():
         try:
-            return (folder / _TEMPLATE).read_text(encoding="utf-8")
+            return (folder / _TEMPLATE).read_text(encoding=ENCODING)
         except (OSError, UnicodeDecodeError) as error:
             raise BadModelFile(
                 f"{folder / _TEMPLATE} cannot be read ({error}); fetch the model again"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvkeep.errors import BadModelFile, UnsupportedModel
+from kvkeep.files.text import ENCODING
 from kvkeep.models.config_experts import experts
 from kvkeep.models.config_gemma3n import gemma3n_fields, one_width
 from kvkeep.models.config_gemma4 import gemma4_fields, heads_apart
@@ -119,7 +120,7 @@ def spec_from_config(
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; BadModelFile if it is unreadable, empty, or something else."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding=ENCODING)
     except (OSError, UnicodeDecodeError) as error:
         raise BadModelFile(f"{path} cannot be read ({error}); fetch the model again") from error
     if not text.strip():

@@ -7,6 +7,7 @@ import secrets
 from pathlib import Path
 
 from kvkeep.errors import InvalidArgument, StoreError
+from kvkeep.files.text import read_text_file
 
 ANYBODY = "0"  # the owner where there are no keys
 _LEAST = 16  # characters of a key
@@ -58,7 +59,7 @@ class Keys:
 
 
 def _keys_in(file: Path) -> tuple[str, ...]:
-    lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+    lines = [line.strip() for line in read_text_file(file).splitlines()]
     keys = tuple(line for line in lines if line and not line.startswith("#"))
     if not keys:
         raise InvalidArgument(f"{file} holds no key: write one in each line")

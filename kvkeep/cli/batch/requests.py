@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvkeep.errors import InvalidArgument
+from kvkeep.files.text import read_text_file
 
 if TYPE_CHECKING:
     from kvkeep import Model, Sampling
@@ -74,7 +75,7 @@ class Request:
 def of_lines(path: Path) -> list[Request]:
     """Raises InvalidArgument, naming the line, for one that cannot be asked; OSError."""
     found: list[Request] = []
-    for number, line in enumerate(_text(path).splitlines(), 1):
+    for number, line in enumerate(read_text_file(path).splitlines(), 1):
         if line.strip():
             found.append(_of_line(line, number, f"{path}, line {number}"))
     return _checked(found, path)
@@ -85,7 +86,7 @@ def of_folder(folder: Path, question: str, system: str | None) -> list[Request]:
     found: list[Request] = []
     for path in sorted(folder.iterdir()):
         if path.is_file() and not path.name.startswith("."):
-            said = [{"role": "user", "content": f"{_text(path).strip()}\n\n{question}"}]
+            said = [{"role": "user", "content": f"{read_text_file(path).strip()}\n\n{question}"}]
             head = [] if system is None else [{"role": "system", "content": system}]
             found.append(_request(path.name, str(path), {"messages": [*head, *said]}, True))
     return _checked(found, folder)
@@ -149,12 +150,3 @@ def _request(
     said = json.dumps([name, body], sort_keys=True, ensure_ascii=True)
     digest = hashlib.sha256(said.encode()).hexdigest()[:24]
     return Request(name, where, digest, body, chat, openai)
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise InvalidArgument(
-            f"{path} is not UTF-8 text ({error.reason} at {error.start})"
-        ) from None

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from kvkeep.cli.chat.slash import COMMANDS as OF_MEMORY
 from kvkeep.cli.chat.slash import Command
-from kvkeep.cli.text_input import decode
 from kvkeep.errors import InvalidArgument
+from kvkeep.files.text import read_text_file
 
 if TYPE_CHECKING:
     from kvkeep.cli.chat.branches import Branches
@@ -110,7 +110,7 @@ def _file(talk: "Talk", argument: str) -> str:
         raise InvalidArgument("/file takes the path of a text, and what is asked about it, if any")
     path = Path(found[1] or re.sub(r"\\(.)", r"\1", found[2])).expanduser()
     try:
-        text = decode(path.read_bytes(), str(path))
+        text = read_text_file(path)
     except OSError as error:
         raise InvalidArgument(f"{path} cannot be read: {error.strerror or error}") from error
     question = argument[found.end() :].strip()

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 from kvkeep.cli.saying import say
 from kvkeep.cli.terminated import terminated
-from kvkeep.cli.text_input import decode, require_utf8
+from kvkeep.cli.text_input import require_utf8
 from kvkeep.errors import InvalidArgument
+from kvkeep.files.text import decode_text
 from kvkeep.models.library import home, is_given
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ class Prompt:
     def read(self, bar: str = "") -> str | None:
         """What is said next, or None at the end. bar: stays at the foot of a terminal meanwhile."""
         content = sys.stdin.buffer.readline()
-        return decode(content, "standard input").rstrip("\r\n") if content else None
+        return decode_text(content, "standard input").rstrip("\r\n") if content else None
 
     def offer(self, words: str) -> None:
         """What was said and not taken in is there to be said again."""
