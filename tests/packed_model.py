@@ -36,6 +36,7 @@ ARCHITECTURES = {
     "gemma4-alone": "Gemma4ForCausalLM",
     "gemma4-experts": "Gemma4ForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
+    "smollm3-yarn": "SmolLM3ForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "qwen2-moe": "Qwen2MoeForCausalLM",
     "qwen3-moe": "Qwen3MoeForCausalLM",
@@ -81,6 +82,7 @@ BEYOND: dict[str, dict[str, Any]] = {
     "gemma3": {**GEMMA, "local_rope": NEAR, "attention_multiplier": 0.1},
     "cohere2": {**LOCAL, "unrotated_layers": (1,), "centred_norms": True, "parallel": True},
     "smollm3": {"unrotated_layers": (1,)},
+    "smollm3-yarn": {"unrotated_layers": (1,)},
     "granite": MULTIPLIERS,
     "olmo2": {"norms_before": False, "norms_after": True, "qk_norm_whole": True},
     "glm4": {"norms_after": True},
@@ -93,7 +95,7 @@ BEYOND: dict[str, dict[str, Any]] = {
     "granite-moe": {**MULTIPLIERS, **SEVEN, "norm_topk": True},
 }
 # Of each head, and what yarn or longrope scales.
-ROTATED = {"glm4": (0.5, 1.0), "phi4": (0.75, 1.19)}
+ROTATED = {"glm4": (0.5, 1.0), "phi4": (0.75, 1.19), "smollm3-yarn": (1.0, 1.3)}
 ROTATED |= dict.fromkeys(("gemma4", "gemma4-alone", "gemma4-experts"), (0.25, 1.0))
 
 

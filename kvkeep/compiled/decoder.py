@@ -23,7 +23,7 @@ from kvkeep.compiled.chunk import ChunkAttention
 from kvkeep.compiled.held import Held
 from kvkeep.compiled.instruction_sets import choice, load_error, multiplies_bf16
 from kvkeep.compiled.matrices import PackedLinear, one_scratch
-from kvkeep.compiled.model import described_model
+from kvkeep.compiled.model import described_model, kernel_groups
 from kvkeep.compiled.operands import address
 from kvkeep.compiled.step import describe
 from kvkeep.errors import KernelMismatch
@@ -115,6 +115,7 @@ class CompiledExecutor:
         self._vectors = [
             (len(spec.keepers(group)), group.kv_heads, group.head_dim) for group in spec.groups
         ]
+        self._of_kernels = [spec.groups.index(group) for group, _ in kernel_groups(spec)]
         kernels = library()
         assert kernels is not None, "can_decode was asked"
         self._kernels = kernels
@@ -183,7 +184,16 @@ class CompiledExecutor:
         shape = (len(tokens), spec.hidden_size)
         hidden = torch.empty(shape, dtype=torch.bfloat16, device="cpu")
         threads = torch.get_num_threads()
-        step = describe(tokens, steps, self._vectors, spec.heads, hidden, threads, self.seconds)
+        step = describe(
+            tokens,
+            steps,
+            self._vectors,
+            self._of_kernels,
+            spec.heads,
+            hidden,
+            threads,
+            self.seconds,
+        )
         require_done(self._kernels.kvkeep_decode(model, step.structure))
         return hidden
 

@@ -1,7 +1,9 @@
 """A model as the kernels of a decode step read it: layer by layer, and group by group."""
 
+from collections.abc import Sequence
 from ctypes import pointer
 from functools import partial
+from typing import TypeAlias
 
 import torch
 
@@ -28,17 +30,33 @@ _NORMS = {
     "mlp_output_norm": "post_mlp_layernorm",
 }
 
+# A group of layers, and what multiplies their queries; None for nothing.
+KernelGroup: TypeAlias = tuple[LayerGroup, tuple[float, ...] | None]
+
+
+def kernel_groups(spec: ModelSpec) -> list[KernelGroup]:
+    """The groups of layers as the kernels know them: all layers of one scale queries alike.
+
+    Where layers with and without RoPE lie in one group and RoPE has an attention factor, they are
+    two of the kernels' groups, which look at the same cells.
+    """
+    pairs = [(group, group.query_scale(layer)) for group in spec.groups for layer in group.layers]
+    return list(dict.fromkeys(pairs))
+
 
 def described_model(spec: ModelSpec, held: Held, sampled: bool) -> CModel:
     """For tokens that were sampled, or for those of a prompt.
 
     Raises KernelMismatch for weights that are not those of `spec`.
     """
-    layers = (CLayer * spec.layers)(*(_layer(spec, held, i, sampled) for i in range(spec.layers)))
-    groups = (CGroup * len(spec.groups))(*(_group(spec, held, each) for each in spec.groups))
+    pairs = kernel_groups(spec)
+    layers = (CLayer * spec.layers)(
+        *(_layer(spec, held, i, pairs, sampled) for i in range(spec.layers))
+    )
+    groups = (CGroup * len(pairs))(*(_group(spec, held, *pair) for pair in pairs))
     return CModel(
         spec.layers,
-        len(spec.groups),
+        len(pairs),
         spec.hidden_size,
         _widest(held),
         spec.heads,
@@ -71,8 +89,9 @@ def _widest(held: Held) -> int:
     return max((held.shapes[name][0] for name in gates), default=0)
 
 
-def _group(spec: ModelSpec, held: Held, group: LayerGroup) -> CGroup:
-    scale = group.query_scale
+def _group(
+    spec: ModelSpec, held: Held, group: LayerGroup, scale: tuple[float, ...] | None
+) -> CGroup:
     return CGroup(
         len(spec.keepers(group)),
         group.kv_heads,
@@ -85,7 +104,9 @@ def _group(spec: ModelSpec, held: Held, group: LayerGroup) -> CGroup:
     )
 
 
-def _layer(spec: ModelSpec, held: Held, index: int, sampled: bool) -> CLayer:
+def _layer(
+    spec: ModelSpec, held: Held, index: int, groups: Sequence[KernelGroup], sampled: bool
+) -> CLayer:
     prefix = f"model.layers.{index}."
     matrix = partial(held.matrix, sampled=sampled)
     sparse, group = spec.is_sparse(index), spec.group_of(index)
@@ -101,7 +122,7 @@ def _layer(spec: ModelSpec, held: Held, index: int, sampled: bool) -> CLayer:
         if spec.per_layer_size
         else None,
         sinks=None if sinks is None else held.kept(sinks, torch.float32),
-        group=spec.groups.index(group),
+        group=groups.index((group, group.query_scale(index))),
         place=spec.keepers(group).index(spec.source_of(index)),
         rotated=index not in spec.unrotated_layers,
         scale=1.0 if scale is None else scale.item(),

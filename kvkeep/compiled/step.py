@@ -30,6 +30,7 @@ def describe(
     tokens: Sequence[int],
     steps: Sequence[DecodeStep],
     groups: Sequence[Vectors],
+    of_kernels: Sequence[int],
     heads: int,
     hidden: Tensor,
     threads: int,
@@ -37,7 +38,8 @@ def describe(
 ) -> Described:
     """One token for each step; `hidden` takes the result.
 
-    groups: the shape of cells in each of the model's groups of layers. heads: of the queries.
+    groups: the shape of cells in each of the model's groups of layers. of_kernels: for each of the
+    kernels' groups, which of these it is. heads: of the queries.
     Raises KernelMismatch for cells of any other shape.
     """
     local = [step.local for step in steps if isinstance(step.local, DecodeStep)]
@@ -46,7 +48,7 @@ def describe(
     seen = [
         _seen(tokens, each, vectors, heads) for each, vectors in zip(of_groups, groups, strict=True)
     ]
-    array = (c.CSeen * len(seen))(*(each for each, _ in seen))
+    array = (c.CSeen * len(of_kernels))(*(seen[index][0] for index in of_kernels))
     structure = c.CStep(len(steps), threads, array, hidden.data_ptr(), seconds)
     return Described(structure, [array, seen])
 

@@ -26,7 +26,7 @@ from kvkeep.models.norms import Norm, norm_of
 from kvkeep.models.packing import Matrix
 from kvkeep.models.per_layer import PerLayerInput, per_layer, per_layer_input
 from kvkeep.models.sparse_gate import with_sparse_gate
-from kvkeep.models.spec import LayerGroup, ModelSpec
+from kvkeep.models.spec import ModelSpec
 from kvkeep.models.weights import EMBEDDING, HEAD, NORM, tensor_shapes
 
 
@@ -81,7 +81,7 @@ class Llama:
         self._per_layer = per_layer(spec, tensors, product, per_layer_multiplier(spec, self._dtype))
         self._streams = streams_of(spec, product)
         self._head_dims = [spec.group_of(i).head_dim for i in range(spec.layers)]
-        self._query_scales = [self._query_scale(spec.group_of(i)) for i in range(spec.layers)]
+        self._query_scales = [self._query_scale(i) for i in range(spec.layers)]
         self.head = self.embedding if spec.tied_head else product(HEAD)
 
     def forward(self, tokens: Tensor, step: Attends, lengths: Tensor | None = None) -> Tensor:
@@ -137,8 +137,8 @@ class Llama:
         k = _normed_heads(layer.key_norm, k).view(n, -1, width)
         return layer.output(step.attend(index, q, k, v))
 
-    def _query_scale(self, group: LayerGroup) -> Tensor | None:
-        scale = group.query_scale
+    def _query_scale(self, layer: int) -> Tensor | None:
+        scale = self.spec.group_of(layer).query_scale(layer)
         return self.norm.weight.new_tensor(scale, dtype=self._dtype) if scale else None
 
     def _sum(self, x: Tensor, given: Tensor) -> Tensor:

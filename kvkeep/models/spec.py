@@ -18,7 +18,8 @@ class RopeSpec:
         values; scaled kinds (linear, llama3, yarn, longrope) are already applied. 0 for pairs that
         are not rotated, behind those that are.
     attention_scaling: yarn's or longrope's factor on cosine and sine. It multiplies q and k alike,
-        so its square is put on the softmax scale and rotations stay pure.
+        so its square is put on the softmax scale and rotations stay pure. Layers without RoPE, and
+        numbers of a head that are not rotated, do not have it; see `LayerGroup.query_scale`.
     """
 
     kind: str
@@ -185,6 +186,7 @@ class ModelSpec:
             self.head_dim,
             self.rope,
             scale,
+            unrotated=self._unrotated(set(every) - local),
         )
         if not local:
             return (whole,)
@@ -195,8 +197,12 @@ class ModelSpec:
             self.local_rope or self.rope,
             scale,
             self.window,
+            unrotated=self._unrotated(local),
         )
         return whole, near
+
+    def _unrotated(self, layers: set[int]) -> tuple[int, ...]:
+        return tuple(layer for layer in self.unrotated_layers if layer in layers)
 
     def group_of(self, layer: int) -> "LayerGroup":
         """Those that attend as this layer does."""
@@ -220,7 +226,7 @@ class LayerGroup:
 
     layers: their indices, in order. multiplier: on products of queries and keys, in the place of
     1 / sqrt(head_dim); None for that. window: how many of the newest tokens each sees, the one
-    that looks included; None for all.
+    that looks included; None for all. unrotated: the layers among them without RoPE.
     """
 
     layers: tuple[int, ...]
@@ -229,23 +235,31 @@ class LayerGroup:
     rope: RopeSpec
     multiplier: float | None
     window: int | None = None
+    unrotated: tuple[int, ...] = ()
 
     @property
     def softmax_scale(self) -> float:
-        """The factor on the products of queries and keys."""
+        """The factor on the products of queries and keys, which all layers of the group share."""
         if self.multiplier is not None:
-            return self.rope.attention_scaling**2 * self.multiplier
-        return self.rope.attention_scaling**2 / math.sqrt(self.head_dim)
+            return self._attention_scaling**2 * self.multiplier
+        return self._attention_scaling**2 / math.sqrt(self.head_dim)
 
-    @property
-    def query_scale(self) -> tuple[float, ...] | None:
-        """By what each number of a query, `[head_dim]`, is multiplied; None where by nothing.
+    def query_scale(self, layer: int) -> tuple[float, ...] | None:
+        """The factors on each query of a layer, `[head_dim]`; None where all of them are 1.
 
-        Where a part of each head is rotated, `attention_scaling` is of that part alone: what the
-        softmax scale has too much is taken off the others, of queries alone.
+        `attention_scaling` belongs to rotated numbers alone, and the softmax scale has its square
+        for all of them: the queries of a layer without RoPE are divided by that square, and so are
+        the numbers of a query that are not rotated where a part of each head is.
         """
-        frequencies, scaling = self.rope.inverse_frequencies, self.rope.attention_scaling
+        frequencies, scaling = self.rope.inverse_frequencies, self._attention_scaling
+        if layer in self.unrotated:
+            frequencies = (0.0,) * len(frequencies)
         if scaling == 1 or all(frequencies):
             return None
         half = tuple(1.0 if frequency else scaling**-2 for frequency in frequencies)
         return half + half
+
+    @property
+    def _attention_scaling(self) -> float:
+        """The RoPE factor in the softmax scale: 1 where no layer of the group rotates."""
+        return self.rope.attention_scaling if len(self.unrotated) < len(self.layers) else 1.0

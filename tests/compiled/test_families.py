@@ -23,6 +23,7 @@ pytestmark = pytest.mark.skipif(library() is None, reason="no compiled kernels h
 KINDS = [("granite", 64), ("olmo2", 96), ("glm4", 32), ("phi4", 128), ("cohere", 64)]
 KINDS += [("gemma4", 64), ("gemma4-alone", 512)]
 KINDS += [("gemma2", 128), ("gemma3", 256), ("cohere2", 64), ("smollm3", 96)]
+KINDS += [("smollm3-yarn", 64)]
 MIXTURES = [
     ("mixtral", 64),
     ("qwen2-moe", 32),
@@ -49,6 +50,13 @@ LONGROPE = {
     "partial_rotary_factor": 0.75,
     "short_factor": [1 + 0.05 * pair for pair in range(24)],
     "long_factor": [3 + 1.0 * pair for pair in range(24)],
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+    "attention_factor": 1.6,
 }
 LOCAL = {"sliding_window": 20, "num_hidden_layers": 5}
 _LOCAL, _WHOLE = "sliding_attention", "full_attention"
@@ -94,6 +102,8 @@ MADE: dict[str, tuple[str, dict[str, Any]]] = {
     "exaone4": ("Exaone4", LOCAL | {"sliding_window_pattern": 4}),
     "olmo3": ("Olmo3", LOCAL),
     "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2}),
+    "smollm3-yarn": ("SmolLM3", {"no_rope_layer_interval": 2, "rope_parameters": YARN}),
+    "exaone4-yarn": ("Exaone4", LOCAL | {"sliding_window_pattern": 4, "rope_parameters": YARN}),
     "phi4-mini": ("Phi3", {"original_max_position_embeddings": 128, "rope_parameters": LONGROPE}),
 }
 EXPERTS = {"num_experts": 11, "num_experts_per_tok": 3, "moe_intermediate_size": 96}

@@ -214,6 +214,30 @@ FAMILIES = {
         },
     ),
     "smollm3-local": ("SmolLM3", NEAR | PADDING | {"use_sliding_window": True}),
+    # Layers without RoPE have no attention factor, though it is in the group's softmax scale.
+    "smollm3-yarn": ("SmolLM3", {"num_hidden_layers": 5, **PADDING, "rope_parameters": YARN}),
+    "smollm3-local-yarn": (
+        "SmolLM3",
+        NEAR
+        | PADDING
+        | {
+            "use_sliding_window": True,
+            "no_rope_layers": [1, 0, 1, 0, 1, 0, 1, 0, 1],
+            "layer_types": [_WHOLE, _WHOLE, _LOCAL, _LOCAL, _WHOLE] + [_LOCAL] * 4,
+            "rope_parameters": YARN | {"attention_factor": 1.4},
+        },
+    ),
+    "smollm3-longrope": (
+        "SmolLM3",
+        {
+            "num_hidden_layers": 4,
+            **PADDING,
+            "original_max_position_embeddings": 160,
+            "rope_parameters": longrope(8, original_max_position_embeddings=160, factor=4.0),
+        },
+    ),
+    "exaone4-yarn": ("Exaone4", NEAR | {"rope_parameters": YARN | {"attention_factor": 1.4}}),
+    "cohere2-yarn": ("Cohere2", NEAR | {"logit_scale": 0.25, "rope_parameters": YARN}),
     "gemma4": ("Gemma4Text", GEMMA4 | {"final_logit_softcapping": 3.0}),
     "gemma4-as-published": ("Gemma4Text", GEMMA4 | {"num_hidden_layers": 12, "layer_types": None}),
     "gemma4-alone": ("Gemma4Text", GEMMA4_ALONE),
@@ -268,6 +292,8 @@ LOCAL = [
     "olmo3-yarn",
     "smollm3",
     "smollm3-local",
+    "smollm3-local-yarn",
+    "exaone4-yarn",
     "gemma4",
     "gemma3n",
     "gemma3n-as-published",
