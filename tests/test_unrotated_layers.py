@@ -1,5 +1,8 @@
 """Layers without RoPE: their keys are never turned, whatever moves the cells."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 from edit_actions import NOPE_MODEL
@@ -7,6 +10,8 @@ from topics import topic_text
 
 from kvkeep.cache import Cells, KVCache, Ragged
 from kvkeep.methods.base import Candidates
+from kvkeep.model import Model
+from kvkeep.models.llama import Decoder
 from kvkeep.session.session import Session
 
 TEXT = NOPE_MODEL.text.encode(topic_text())[:150]
@@ -49,3 +54,33 @@ def test_it_can_be_compressed(method: str) -> None:
     for _ in range(5):
         session.next_token()
     assert torch.isfinite(session.logits).all()
+
+
+def scaled_models() -> tuple[Model, Model]:
+    """One with a RoPE attention factor of 2, and one whose rotating layers have queries 4 times as
+    large: the same model, since the factor multiplies rotated queries and keys alike.
+    """
+    spec, plain = NOPE_MODEL.spec, NOPE_MODEL.decoder.tensors
+    rope = replace(spec.rope, kind="yarn", attention_scaling=2.0)
+    larger = dict(plain)
+    for layer in set(range(spec.layers)) - set(PLAIN):
+        name = f"model.layers.{layer}.self_attn.q_proj.weight"
+        larger[name] = 4 * plain[name]
+    decoders = Decoder(replace(spec, rope=rope), plain), Decoder(spec, larger)
+    by_factor, by_queries = (Model("a", Path("a"), each, NOPE_MODEL.text) for each in decoders)
+    return by_factor, by_queries
+
+
+@pytest.mark.parametrize("method", ["kvzip", "snapkv", "expected_attention", "h2o", "tova"])
+def test_an_attention_factor_is_of_rotating_layers_alone(method: str) -> None:
+    sessions = [model.session(256, policy="full") for model in scaled_models()]
+    logits = []
+    for session in sessions:
+        session.feed(TEXT)
+        logits.append(session.logits)
+        session.compress(3, method=method, recent=20)
+        session.feed(TEXT[:7])
+        logits.append(session.logits)
+    whole, compressed, same_whole, same_compressed = logits
+    assert torch.equal(whole, same_whole)
+    assert torch.equal(compressed, same_compressed)
