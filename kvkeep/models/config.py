@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ def spec_from_config(
 ) -> ModelSpec:
     """As `read_spec`, from what the two JSON files hold. path: where from, for messages."""
     architecture = _architecture(config, path)
-    family = FAMILIES[architecture]
+    family = _family(config, architecture)
     config = {**family.usual, **(_text_part(config) if family.text_part else config)}
     _refuse_unsupported(config, architecture)
     config = one_width(config, path) if family.gemma3n else config
@@ -151,6 +152,17 @@ def _architecture(config: Mapping[str, Any], path: Path) -> str:
     if named[0] == _MISTRAL3 and isinstance(text, dict) and text.get("model_type") == "mistral4":
         raise _unsupported("Mistral4ForCausalLM")
     return str(named[0])
+
+
+def _family(config: Mapping[str, Any], architecture: str) -> Family:
+    text = config.get("text_config")
+    if (
+        architecture == _MISTRAL3
+        and isinstance(text, dict)
+        and text.get("model_type") == "ministral3"
+    ):
+        return replace(FAMILIES["Ministral3ForCausalLM"], text_part=True)
+    return FAMILIES[architecture]
 
 
 def _unsupported(architecture: object) -> UnsupportedModel:

@@ -58,7 +58,9 @@ class Family:
     """An architecture, by how it differs from Llama.
 
     attention_bias, mlp_bias: which biases it has; those of the MLP are as the config says.
-    usual: what a config means that leaves a field out.
+    usual: the defaults of fields that a config leaves out, as transformers' config class has them.
+        Sizes have none: a config that lacks one is refused. usual_rope: the RoPE settings where it
+        has neither `rope_parameters` nor `rope_scaling`.
     window: see `Windows`. unlike: of families whose layers are not all alike.
     qk_norm, qk_norm_whole, norms_before, norms_after, centred_norms, parallel, unit_norms,
         sinks: as in ModelSpec.
@@ -79,6 +81,7 @@ class Family:
     attention_bias: Biases = "stated"
     mlp_bias: bool = False
     usual: Mapping[str, Any] = field(default_factory=dict)
+    usual_rope: Mapping[str, Any] = field(default_factory=dict)
     window: Windows = "none"
     unlike: Unlike | None = None
     qk_norm: bool = False
@@ -105,9 +108,17 @@ class Family:
     text_part: bool = False
 
 
+_EPS_5 = {"rms_norm_eps": 1e-5}
+_MISTRAL = {"num_key_value_heads": 8, "sliding_window": 4096}
+_QWEN = {"num_key_value_heads": 32, "sliding_window": 4096}
 _GLM = Family(
     attention_bias="stated of qkv",
-    usual={"attention_bias": True, "head_dim": 128},
+    usual={
+        "attention_bias": True,
+        "head_dim": 128,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1.5625e-7,
+    },
     rotated=0.5,
     interleaved=True,
     gate_up="mlp.gate_up_proj",
@@ -117,7 +128,7 @@ _COHERE = Family(
     parallel=True,
     norm_eps="layer_norm_eps",
     logit_scale=True,
-    usual={"tie_word_embeddings": True},
+    usual={"tie_word_embeddings": True, "layer_norm_eps": 1e-5, "rope_theta": 5e5},
     interleaved=True,
 )
 _NORMED_AFTER = {
@@ -130,6 +141,7 @@ _OLMO2 = Family(
     norms_before=False,
     norms_after=True,
     renamed=_NORMED_AFTER,
+    usual=_EPS_5,
 )
 _NORMED_TWICE = {**_NORMED_AFTER, "pre_feedforward_layernorm": "post_attention_layernorm"}
 _GEMMA = Family(
@@ -140,6 +152,7 @@ _GEMMA = Family(
     renamed=_NORMED_TWICE,
     usual={
         "head_dim": 256,
+        "num_key_value_heads": 4,
         "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": 256,
         "sliding_window": 4096,
@@ -154,7 +167,6 @@ _GEMMA3 = replace(
         **_GEMMA.usual,
         "vocab_size": 262208,
         "num_attention_heads": 8,
-        "num_key_value_heads": 4,
         "max_position_embeddings": 131072,
         "rope_theta": 1e6,
         "rope_local_base_freq": 1e4,
@@ -191,40 +203,49 @@ _GEMMA4 = replace(
         "sliding_window": 512,
         "global_head_dim": 512,
         "num_kv_shared_layers": 0,
-        "rope_parameters": {
-            "full_attention": {
-                "rope_type": "proportional",
-                "partial_rotary_factor": 0.25,
-                "rope_theta": 1e6,
-            },
-            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+    usual_rope={
+        "full_attention": {
+            "rope_type": "proportional",
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 1e6,
         },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+)
+_MINISTRAL3 = Family(
+    attention_bias="none",
+    window="stated",
+    usual={"head_dim": 128, "num_key_value_heads": 8, **_EPS_5},
+    usual_rope={
+        "rope_type": "yarn",
+        "rope_theta": 1e6,
+        "factor": 16.0,
+        "original_max_position_embeddings": 16384,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale_all_dim": 1.0,
+        "mscale": 1.0,
+        "llama_4_scaling_beta": 0.1,
     },
 )
 
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(mlp_bias=True),
-    "MistralForCausalLM": Family(
-        attention_bias="none", window="stated", usual={"sliding_window": 4096}
-    ),
+    "MistralForCausalLM": Family(attention_bias="none", window="stated", usual=_MISTRAL),
     "Mistral3ForConditionalGeneration": Family(
-        attention_bias="none", window="stated", text_part=True
+        attention_bias="none", window="stated", usual=_MISTRAL, text_part=True
     ),
-    "Ministral3ForCausalLM": Family(
-        attention_bias="none", window="stated", usual={"head_dim": 128}
-    ),
-    "Qwen2ForCausalLM": Family(
-        attention_bias="qkv", window="if used", usual={"sliding_window": 4096}
-    ),
-    "Qwen3ForCausalLM": Family(
-        window="if used", usual={"sliding_window": 4096, "head_dim": 128}, qk_norm=True
-    ),
+    "Ministral3ForCausalLM": _MINISTRAL3,
+    "Qwen2ForCausalLM": Family(attention_bias="qkv", window="if used", usual=_QWEN),
+    "Qwen3ForCausalLM": Family(window="if used", usual={**_QWEN, "head_dim": 128}, qk_norm=True),
     "Phi3ForCausalLM": Family(
         attention_bias="none",
         window="stated",
         rotated=1.0,
         qkv="self_attn.qkv_proj",
         gate_up="mlp.gate_up_proj",
+        usual={**_EPS_5, "original_max_position_embeddings": 4096},
     ),
     "GraniteForCausalLM": Family(mlp_bias=True, multipliers=True),
     # Granite 4 without state layers and experts (-micro, -1b, -350m); others are refused.
@@ -237,7 +258,7 @@ FAMILIES: dict[str, Family] = {
     "Olmo3ForCausalLM": replace(
         _OLMO2,
         unlike=Unlike(period=4, two_ropes=True),
-        usual={"sliding_window": 4096, "rope_theta": 5e5},
+        usual={**_EPS_5, "sliding_window": 4096, "rope_theta": 5e5},
     ),
     "Exaone4ForCausalLM": Family(
         attention_bias="none",
@@ -246,12 +267,17 @@ FAMILIES: dict[str, Family] = {
         norms_after=True,
         renamed=_NORMED_AFTER,
         unlike=Unlike(period=4, unrotated="whole"),
-        usual={"sliding_window": 4096},
+        usual={**_QWEN, **_EPS_5},
     ),
     "SmolLM3ForCausalLM": Family(
         mlp_bias=True,
         unlike=Unlike(if_used=True, unrotated="stated"),
-        usual={"tie_word_embeddings": True, "no_rope_layer_interval": 4, "rope_theta": 2e6},
+        usual={
+            "num_key_value_heads": 4,
+            "tie_word_embeddings": True,
+            "no_rope_layer_interval": 4,
+            "rope_theta": 2e6,
+        },
     ),
     "GlmForCausalLM": _GLM,
     "Glm4ForCausalLM": replace(_GLM, norms_after=True),
@@ -259,7 +285,7 @@ FAMILIES: dict[str, Family] = {
     "Cohere2ForCausalLM": replace(
         _COHERE,
         unlike=Unlike(period=4, unrotated="whole"),
-        usual={**_COHERE.usual, "sliding_window": 4096},
+        usual={**_COHERE.usual, "sliding_window": 4096, "rope_theta": 1e4},
     ),
     "Gemma2ForCausalLM": replace(
         _GEMMA,
@@ -273,35 +299,66 @@ FAMILIES: dict[str, Family] = {
     "Gemma4ForCausalLM": _GEMMA4,
     "Gemma4ForConditionalGeneration": replace(_GEMMA4, text_part=True),
     "MixtralForCausalLM": Family(
-        attention_bias="none", window="stated", mixture=Mixture(norm_topk=True)
+        attention_bias="none",
+        window="stated",
+        usual={"num_key_value_heads": 8, **_EPS_5, "rope_theta": 1e6},
+        mixture=Mixture(norm_topk=True),
     ),
     "Qwen2MoeForCausalLM": Family(
         attention_bias="qkv unless said",
         window="if used at all",
-        usual={"sliding_window": 4096},
+        usual={"num_key_value_heads": 16, "sliding_window": 4096},
         mixture=Mixture(
             "moe_intermediate_size", "shared_expert_intermediate_size", alternating=True
         ),
     ),
     "Qwen3MoeForCausalLM": Family(
         window="if used at all",
-        usual={"sliding_window": 4096},
+        usual={"num_key_value_heads": 4, "sliding_window": 4096},
         qk_norm=True,
         mixture=Mixture("moe_intermediate_size", alternating=True),
     ),
-    "OlmoeForCausalLM": Family(qk_norm=True, qk_norm_whole=True, mixture=Mixture()),
+    "OlmoeForCausalLM": Family(
+        qk_norm=True, qk_norm_whole=True, usual=_EPS_5, mixture=Mixture()
+    ),
     "GptOssForCausalLM": Family(
         sinks=True,
         mixture=Mixture(norm_topk=True, clamped=True),
         unlike=Unlike(period=2),
-        usual={"attention_bias": True, "head_dim": 64, "sliding_window": 128, "rope_theta": 1.5e5},
+        usual={
+            "attention_bias": True,
+            "head_dim": 64,
+            "num_key_value_heads": 8,
+            **_EPS_5,
+            "sliding_window": 128,
+            "rope_theta": 1.5e5,
+        },
+        usual_rope={
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
     ),
     # A softmax over those that are chosen is one over all, made to add up to 1.
     "GraniteMoeForCausalLM": Family(multipliers=True, mixture=Mixture(norm_topk=True)),
     "Qwen2_5_VLForConditionalGeneration": Family(
-        attention_bias="qkv", window="if used", usual={"sliding_window": 4096}, text_part=True
+        attention_bias="qkv",
+        window="if used",
+        usual={
+            "num_key_value_heads": 8,
+            **_EPS_5,
+            "rope_theta": 1e6,
+            "sliding_window": 4096,
+            "max_window_layers": 80,
+        },
+        text_part=True,
     ),
     "Qwen3VLForConditionalGeneration": Family(
-        usual={"head_dim": 128}, qk_norm=True, text_part=True
+        usual={"head_dim": 128, "num_key_value_heads": 32, "rope_theta": 5e5},
+        qk_norm=True,
+        text_part=True,
     ),
 }

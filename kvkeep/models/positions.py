@@ -26,11 +26,13 @@ def ropes_apart(
     if not (family.unlike and family.unlike.two_ropes):
         return config, None
     whole, near = config.get("rope_parameters") or config.get("rope_scaling"), None
-    if isinstance(whole, dict) and "full_attention" in whole:
-        whole, near = whole["full_attention"], whole.get("sliding_attention")
-    one = {**config, "rope_parameters": whole, "rope_scaling": None}
+    whole = whole or family.usual_rope
+    if isinstance(whole, dict) and ("full_attention" in whole or "sliding_attention" in whole):
+        whole, near = whole.get("full_attention"), whole.get("sliding_attention")
+    plain = {"rope_type": "default"}
+    one = {**config, "rope_parameters": whole or plain, "rope_scaling": None}
     base = config.get("rope_local_base_freq", config.get("rope_theta"))
-    return one, {**one, "rope_parameters": near, "rope_theta": base}
+    return one, {**one, "rope_parameters": near or plain, "rope_theta": base}
 
 
 def positions(
@@ -41,7 +43,9 @@ def positions(
     Raises BadModelFile, UnsupportedModel.
     """
     stated = count(config, "max_position_embeddings", path)
-    settings = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    settings = (
+        config.get("rope_scaling") or config.get("rope_parameters") or dict(family.usual_rope)
+    )
     if not isinstance(settings, dict) or any(isinstance(x, dict) for x in settings.values()):
         raise UnsupportedModel(
             f"{path}: RoPE settings must be one flat object, found {settings!r}; models that "
@@ -89,9 +93,11 @@ def _usual_kind(
     kind = settings.get("rope_type") or settings.get("type")
     if kind == "mrope" and family.text_part:  # of text, all three positions are the same
         return {**settings, "rope_type": "default"}
+    two_ropes = family.unlike is not None and family.unlike.two_ropes
+    holder = config if config.get(_ORIGINAL) and not two_ropes else settings
     if not (kind == "longrope" or (kind in ("su", "yarn") and family is FAMILIES[_PHI3])):
-        return settings
-    holder = config if config.get(_ORIGINAL) else settings
+        said = holder.get(_ORIGINAL)
+        return settings if said is None else {**settings, _ORIGINAL: said}
     usual = count(config, "max_position_embeddings", path)
     original = count(holder, _ORIGINAL, path, default=usual)
     return {**settings, "rope_type": "longrope", _ORIGINAL: original}

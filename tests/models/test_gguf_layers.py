@@ -4,7 +4,9 @@ from pathlib import Path
 
 import gguf
 import pytest
+import transformers
 from gguf import GGUFWriter
+from models import test_gguf_experts as experts
 from models.test_gguf_families import MADE, Edit, made, write
 
 from kvkeep.errors import BadModelFile, UnsupportedModel
@@ -84,3 +86,21 @@ def test_the_largest_gemma_scales_by_what_a_head_would_be_wide(
     sizes = {"head_dim": 16, "num_hidden_layers": layers, "rope_parameters": None}
     monkeypatch.setitem(MADE, kind, (name, architecture, changes | sizes))
     assert spec_of(kind, lambda w: None, tmp_path).softmax_scale == wide**-0.5
+
+
+@pytest.mark.parametrize("kind", ["ministral3", "gpt-oss"])
+def test_rope_that_a_file_does_not_scale_is_not_scaled(kind: str, tmp_path: Path) -> None:
+    """Though the config classes of these families scale it where a config says nothing."""
+
+    def edit(writer: GGUFWriter) -> None:
+        for key in [key for key in writer.kv_data[0] if ".rope.scaling." in key]:
+            del writer.kv_data[0][key]
+
+    if kind == "gpt-oss":
+        path = experts.write(tmp_path / "m.gguf", kind, experts.made(kind), edit=edit)
+        convert(path, tmp_path / "out", False)
+    else:
+        spec_of(kind, edit, tmp_path)
+    assert read_spec(tmp_path / "out").rope.kind == "default"
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path / "out")
+    assert theirs.rope_parameters["rope_type"] == "default"

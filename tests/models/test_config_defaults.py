@@ -1,0 +1,229 @@
+"""A config.json that leaves a field out means what transformers' config class takes it to mean."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from kvkeep.errors import BadModelFile, UnsupportedModel
+from kvkeep.models.config import spec_from_config
+from kvkeep.models.families import FAMILIES
+from kvkeep.models.spec import ModelSpec
+
+CONFIG = Path("config.json")
+LOCAL, WHOLE = "sliding_attention", "full_attention"
+# No value here is the default of a class, and all defaults can stand beside these sizes.
+UNUSUAL: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 512,
+    "intermediate_size": 160,
+    "num_hidden_layers": 7,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 16,
+    "max_position_embeddings": 512,
+    "original_max_position_embeddings": 256,
+    "bos_token_id": 3,
+    "eos_token_id": 4,
+    "pad_token_id": 0,
+    "rms_norm_eps": 3e-4,
+    "layer_norm_eps": 3e-4,
+    "head_dim": 16,
+    "sliding_window": 20,
+    "use_sliding_window": True,
+    "max_window_layers": 2,
+    "attention_bias": True,
+    "mlp_bias": True,
+    "qkv_bias": False,
+    "rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 777.0},
+    "num_experts": 7,
+    "num_local_experts": 7,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 56,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [1],
+    "decoder_sparse_step": 2,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.3,
+    "logits_scaling": 4.0,
+    "attention_multiplier": 0.2,
+    "logit_scale": 0.3,
+    "query_pre_attn_scalar": 24,
+    "final_logit_softcapping": 7.0,
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 320,
+    "altup_num_inputs": 3,
+    "altup_active_idx": 1,
+    "laurel_rank": 5,
+    "activation_sparsity_pattern": [0.5] * 7,
+    "no_rope_layer_interval": 2,
+    "use_double_wide_mlp": True,
+    "layer_types": [LOCAL, WHOLE, LOCAL, LOCAL, WHOLE, LOCAL, WHOLE],
+}
+TWO_ROPES = {
+    "rope_parameters": {
+        WHOLE: {"rope_type": "linear", "factor": 3.0, "rope_theta": 777.0},
+        LOCAL: {"rope_type": "default", "rope_theta": 99.0},
+    }
+}
+PART = {"rope_type": "default", "rope_theta": 777.0, "partial_rotary_factor": 0.25}
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.5] * 3, "long_factor": [3.0] * 3}
+OF_A_FAMILY: dict[str, dict[str, Any]] = {
+    "Exaone4": {"sliding_window_pattern": 3},
+    "Gemma2": {"attn_logit_softcapping": 5.0},
+    "Gemma3Text": TWO_ROPES,
+    "Gemma3nText": TWO_ROPES | {"intermediate_size": [160] * 7},
+    "Gemma4Text": TWO_ROPES | {"global_head_dim": 24},
+    "Glm": {"rope_parameters": PART},
+    "Glm4": {"rope_parameters": PART},
+    "GraniteMoeHybrid": {
+        "layer_types": [WHOLE] * 7,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 160,
+        "position_embedding_type": "rope",
+        "mamba_n_heads": 16,
+    },
+    "Olmo3": TWO_ROPES,
+    "Phi3": {
+        "rope_parameters": {"rope_theta": 777.0, "partial_rotary_factor": 0.75} | LONGROPE,
+    },
+}
+SIZES = {
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "shared_intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+    "num_experts",
+    "num_local_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+}
+# A class has the token ids of the tokenizer that it was first written for.
+TOKENS = ("bos_token_id", "eos_token_id")
+
+
+def text_class(architecture: str) -> type[transformers.PreTrainedConfig]:
+    return type(getattr(transformers, architecture).config_class().get_text_config())
+
+
+def unusual(architecture: str) -> dict[str, Any]:
+    """A config as transformers writes it, with every field that the class has."""
+    whole, text = getattr(transformers, architecture).config_class, text_class(architecture)
+    named = {each.name: each.default for each in fields(text)}
+    values = {name: value for name, value in UNUSUAL.items() if name in named}
+    if "tie_word_embeddings" in named:
+        values["tie_word_embeddings"] = not named["tie_word_embeddings"]
+    values |= OF_A_FAMILY.get(text.__name__.removesuffix("Config"), {})
+    if whole is text:
+        config = whole(**values)
+    else:
+        kind = {"model_type": text.model_type}
+        config = whole(text_config=values | kind, tie_word_embeddings=True)
+    return as_json(config, architecture)
+
+
+def as_json(config: transformers.PreTrainedConfig, architecture: str) -> dict[str, Any]:
+    written: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=str))
+    return written | {"architectures": [architecture]}
+
+
+def in_style_of_4(config: dict[str, Any]) -> dict[str, Any]:
+    """With RoPE as transformers 4 wrote it."""
+    if "text_config" in config:
+        return config | {"text_config": in_style_of_4(config["text_config"])}
+    older = dict(config)
+    rope = older.pop("rope_parameters")
+    rope, near = rope.get(WHOLE, rope), rope.get(LOCAL)
+    older["rope_theta"] = rope["rope_theta"]
+    if config["model_type"] == "olmo3":  # transformers 5 reads another base for whole layers alone
+        older["rope_theta"] = 5e5
+    elif near is not None:
+        older["rope_local_base_freq"] = near["rope_theta"]
+    return older | {"rope_scaling": {k: v for k, v in rope.items() if k != "rope_theta"}}
+
+
+def lacking(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every config that lacks one field, or a field of its RoPE settings; by the field's name."""
+    for name in config:
+        if name not in ("architectures", "model_type", "text_config"):
+            yield name, {key: value for key, value in config.items() if key != name}
+            if name in ("rope_parameters", "rope_scaling"):
+                yield name, config | {name: None}
+    if isinstance(config.get("text_config"), dict):
+        for name, text in lacking(config["text_config"]):
+            yield name, config | {"text_config": text}
+    for settings in ("rope_parameters", "rope_scaling"):
+        if isinstance(config.get(settings), dict):
+            for name, rope in lacking(config[settings]):
+                yield name, config | {settings: rope}
+
+
+def spec_of(config: dict[str, Any]) -> ModelSpec | str:
+    """What kvkeep takes it for, or why it refuses it."""
+    try:
+        return spec_from_config(json.loads(json.dumps(config)), {}, CONFIG)
+    except (BadModelFile, UnsupportedModel) as error:
+        return str(error)
+
+
+def filled_in(config: dict[str, Any], architecture: str) -> dict[str, Any] | None:
+    """With the defaults of transformers' class; None where transformers refuses it."""
+    read = getattr(transformers, architecture).config_class.from_dict
+    try:
+        return as_json(read(json.loads(json.dumps(config))), architecture)
+    except Exception:  # of many kinds
+        return None
+
+
+@pytest.mark.parametrize("style", [5, 4])
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_a_field_that_is_left_out_is_the_default_of_transformers(
+    architecture: str, style: int
+) -> None:
+    config = unusual(architecture)
+    if style == 4 and "Gemma4" not in architecture:  # which transformers 4 did not have
+        config = in_style_of_4(config)
+    assert isinstance(spec_of(config), ModelSpec)
+    compared = set()
+    for name, less in lacking(config):
+        complete = filled_in(less, architecture)
+        if complete is None or name in TOKENS:
+            continue
+        if name == "tie_word_embeddings" and "text_config" in config:
+            continue  # whichever is said nowhere, weights without a head of their own are refused
+        found, expected = spec_of(less), spec_of(complete)
+        if name in SIZES and isinstance(found, str):
+            assert "lacks the field" in found or found == expected
+        else:
+            assert found == expected, name
+            compared.add(name)
+    assert len(compared) > 5
+
+
+def test_a_ministral_3_that_reads_images_has_the_defaults_of_its_text() -> None:
+    sizes = {name: UNUSUAL[name] for name in SIZES & UNUSUAL.keys()}
+    alone = spec_of(sizes | {"architectures": ["Ministral3ForCausalLM"]})
+    text = sizes | {"model_type": "ministral3"}
+    seeing = {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": text}
+    assert isinstance(alone, ModelSpec)
+    assert spec_of(seeing) == replace(alone, architecture="Mistral3ForConditionalGeneration")
+    assert (alone.rope.kind, alone.norm_eps) == ("yarn", 1e-5)
+
+
+def test_rope_scaling_is_heeded_beside_rope_parameters() -> None:
+    """As somebody adds it to a file of transformers 5, and as transformers reads it."""
+    config = unusual("Qwen3ForCausalLM")
+    config["rope_scaling"] = {"rope_type": "yarn", "factor": 4.0}
+    found = spec_of(config)
+    assert isinstance(found, ModelSpec)
+    assert found.rope.kind == "yarn"
+    assert found == spec_of(filled_in(config, "Qwen3ForCausalLM") or {})
