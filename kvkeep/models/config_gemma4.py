@@ -23,22 +23,46 @@ def heads_apart(config: Mapping[str, Any], path: Path) -> tuple[Mapping[str, Any
         "local_head_dim": count(config, "head_dim", path),
         "local_kv_heads": count(config, "num_key_value_heads", path),
     }
-    said = {ours: config.get(theirs) for ours, theirs in _HEADS.items()}
+    said: Any = {ours: config.get(theirs) for ours, theirs in _HEADS.items()}
     if not config.get("attention_k_eq_v"):
         del said["num_key_value_heads"]
-    each = config.get("per_layer_config")
-    if isinstance(each, dict) and each:
-        said, *others = each.values()
-        if (
-            not isinstance(said, dict)
-            or not said.keys() <= _HEADS.keys()
-            or others.count(said) != len(others)
-        ):
-            raise UnsupportedModel(
-                f"{path}: layers that see everything differ among themselves (per_layer_config), "
-                "which no published Gemma 4 does: use one of these"
-            )
+    if "per_layer_config" in config:  # in their place, and empty where no layer differs
+        said = _of_whole_layers(config["per_layer_config"] or {}, path)
     return {**config, **{key: value for key, value in said.items() if value is not None}}, local
+
+
+def _of_whole_layers(each: Any, path: Path) -> Mapping[str, Any]:
+    """What `per_layer_config` says of every layer that it names.
+
+    Raises UnsupportedModel where these differ.
+    """
+    said, *others = each.values() if isinstance(each, dict) and each else [{}]
+    if (
+        not isinstance(each, dict)
+        or not isinstance(said, dict)
+        or not said.keys() <= _HEADS.keys()
+        or others.count(said) != len(others)
+    ):
+        raise UnsupportedModel(
+            f"{path}: layers that see everything differ among themselves (per_layer_config), "
+            "which no published Gemma 4 does: use one of these"
+        )
+    return said
+
+
+def _require_whole_layers(
+    config: Mapping[str, Any], layers: int, local_layers: tuple[int, ...], path: Path
+) -> None:
+    """That `per_layer_config` names the layers that see everything, and no others."""
+    each = config.get("per_layer_config")
+    whole = [layer for layer in range(layers) if layer not in local_layers]
+    # transformers pads the numbers of ten layers and more: "05".
+    if each and sorted(int(key) if key.isdecimal() else -1 for key in each) != whole:
+        raise UnsupportedModel(
+            f"{path}: per_layer_config must name the layers that see everything "
+            f"({', '.join(map(str, whole))}), found {', '.join(map(str, each))}; use a "
+            "published Gemma 4"
+        )
 
 
 def gemma4_fields(
@@ -48,6 +72,7 @@ def gemma4_fields(
 
     Raises BadModelFile, and UnsupportedModel for what is not run of it.
     """
+    _require_whole_layers(config, layers, local_layers, path)
     size = whole(config, "hidden_size_per_layer_input", path, default=256)
     if size and config.get("vocab_size_per_layer_input", 262144) != config.get("vocab_size"):
         raise UnsupportedModel(
@@ -70,9 +95,15 @@ def shared_kv_layers(
 ) -> int:
     """How many of the last layers look at the cells of others, as in ModelSpec.
 
-    Raises BadModelFile where there are no such others.
+    Raises BadModelFile where there are no such others, UnsupportedModel where no layer is local.
     """
     shared = whole(config, "num_kv_shared_layers", path, default=0)
+    if shared and not local_layers:
+        raise UnsupportedModel(
+            f"{path}: {shared} layers look at the cells of others (num_kv_shared_layers) and none "
+            "slides (layer_types), which is not supported and no published model does: use one of "
+            "these"
+        )
     kinds = [layer in local_layers for layer in range(layers)]
     if shared and set(kinds[layers - shared :]) - set(kinds[: max(0, layers - shared)]):
         raise BadModelFile(

@@ -6,7 +6,7 @@ from typing import Any
 
 from kvkeep.errors import BadModelFile, UnsupportedModel
 from kvkeep.models.config_numbers import count
-from kvkeep.models.families import Family
+from kvkeep.models.families import Family, Unlike
 
 _MOST_LAYERS = 1 << 16
 _WHOLE, _LOCAL = "full_attention", "sliding_attention"
@@ -25,29 +25,47 @@ def unlike_layers(
     if layers > _MOST_LAYERS:
         raise BadModelFile(f"{path}: {layers} layers; fetch the model again")
     unrotated = _unrotated(config, layers, path) if unlike.unrotated == "stated" else ()
-    if config.get("sliding_window") is None or (
-        unlike.if_used and not config.get("use_sliding_window")
-    ):
-        return {"unrotated_layers": unrotated}
-    if config.get("layer_types") is not None:
-        kinds = _stated(config["layer_types"], layers, path)
-    elif unlike.unrotated == "stated":
-        kinds = [_LOCAL if layer in unrotated else _WHOLE for layer in range(layers)]
-    else:
-        period = count(config, "sliding_window_pattern", path, default=unlike.period)
-        kinds = [_LOCAL if (layer + 1) % period else _WHOLE for layer in range(layers)]
-    if _WHOLE not in kinds:
+    kinds = _kinds(config, unlike, layers, unrotated, path)
+    whole = tuple(layer for layer, kind in enumerate(kinds) if kind == _WHOLE)
+    local = tuple(layer for layer, kind in enumerate(kinds) if kind == _LOCAL)
+    windowed = config.get("sliding_window") is not None
+    if not whole:
         raise UnsupportedModel(
             f"{path}: none of {layers} layers sees the whole text (layer_types), which is not "
             "supported; use a model of the same family in which some do"
         )
-    whole = tuple(layer for layer, kind in enumerate(kinds) if kind == _WHOLE)
-    local = tuple(layer for layer, kind in enumerate(kinds) if kind == _LOCAL)
+    if local and not windowed:
+        raise BadModelFile(
+            f"{path}: sliding_window must be a number of tokens where layers slide (layer_types), "
+            f"found null and {len(local)} such layers; fetch the model again"
+        )
+    if unlike.unrotated == "whole" or (unlike.unrotated == "whole if windowed" and windowed):
+        unrotated = whole
     return {
         "local_layers": local,
         "window": count(config, "sliding_window", path) if local else 0,
-        "unrotated_layers": whole if unlike.unrotated == "whole" else unrotated,
+        "unrotated_layers": unrotated,
     }
+
+
+def _kinds(
+    config: Mapping[str, Any], unlike: Unlike, layers: int, unrotated: tuple[int, ...], path: Path
+) -> list[str]:
+    """The kind of each layer, as `layer_types` says or as the family has it without."""
+    if config.get("layer_types") is not None:
+        kinds = _stated(config["layer_types"], layers, path)
+    elif unlike.unrotated == "stated":
+        slides = config.get("use_sliding_window") and config.get("sliding_window") is not None
+        local = unrotated if slides else ()
+        kinds = [_LOCAL if layer in local else _WHOLE for layer in range(layers)]
+    elif unlike.unrotated == "whole if windowed" and config.get("sliding_window") is None:
+        kinds = [_WHOLE] * layers
+    else:
+        period = unlike.period
+        if unlike.pattern:
+            period = count(config, "sliding_window_pattern", path, default=period)
+        kinds = [_LOCAL if (layer + 1) % period else _WHOLE for layer in range(layers)]
+    return [*kinds[:-1], _WHOLE] if unlike.last_whole else kinds
 
 
 def _stated(kinds: object, layers: int, path: Path) -> list[str]:

@@ -39,17 +39,19 @@ class Mixture:
 class Unlike:
     """How a family's config speaks of layers that see or rotate in another way than the others.
 
-    period: each so-manieth layer sees everything, and the others a window, where neither
-        `layer_types` nor `sliding_window_pattern` says it.
-    if_used: there are local layers where `use_sliding_window` says so alone.
-    unrotated: those that see everything, where others do not; as `no_rope_layers` says, and it is
-        these that may be local; none.
+    period: every n-th layer sees everything, and the others a window, where `layer_types` does not
+        say it. pattern: whether `sliding_window_pattern` says another period then.
+    last_whole: the last layer sees everything, whatever the config says.
+    unrotated: those that see everything, where others do not, or ("whole if windowed") where there
+        is a `sliding_window`; as `no_rope_layers` says, and it is these that are local where
+        `use_sliding_window` says so and there are no `layer_types`; none.
     two_ropes: RoPE of local layers has a base of its own, and is not scaled.
     """
 
     period: int = 0
-    if_used: bool = False
-    unrotated: Literal["none", "whole", "stated"] = "none"
+    pattern: bool = False
+    last_whole: bool = False
+    unrotated: Literal["none", "whole", "whole if windowed", "stated"] = "none"
     two_ropes: bool = False
 
 
@@ -162,7 +164,7 @@ _GEMMA = Family(
 _GEMMA3 = replace(
     _GEMMA,
     qk_norm=True,
-    unlike=Unlike(period=6, two_ropes=True),
+    unlike=Unlike(period=6, pattern=True, two_ropes=True),
     usual={  # files of the larger ones leave these out
         **_GEMMA.usual,
         "vocab_size": 262208,
@@ -196,6 +198,7 @@ _GEMMA4 = replace(
     _GEMMA3,
     unit_norms=False,
     gemma4=True,
+    unlike=Unlike(period=6, last_whole=True, two_ropes=True),
     usual={
         **_GEMMA3.usual,
         "vocab_size": 262144,
@@ -266,12 +269,12 @@ FAMILIES: dict[str, Family] = {
         norms_before=False,
         norms_after=True,
         renamed=_NORMED_AFTER,
-        unlike=Unlike(period=4, unrotated="whole"),
+        unlike=Unlike(period=4, pattern=True, unrotated="whole if windowed"),
         usual={**_QWEN, **_EPS_5},
     ),
     "SmolLM3ForCausalLM": Family(
         mlp_bias=True,
-        unlike=Unlike(if_used=True, unrotated="stated"),
+        unlike=Unlike(unrotated="stated"),
         usual={
             "num_key_value_heads": 4,
             "tie_word_embeddings": True,
@@ -284,7 +287,7 @@ FAMILIES: dict[str, Family] = {
     "CohereForCausalLM": _COHERE,
     "Cohere2ForCausalLM": replace(
         _COHERE,
-        unlike=Unlike(period=4, unrotated="whole"),
+        unlike=Unlike(period=4, pattern=True, unrotated="whole"),
         usual={**_COHERE.usual, "sliding_window": 4096, "rope_theta": 1e4},
     ),
     "Gemma2ForCausalLM": replace(
@@ -318,9 +321,7 @@ FAMILIES: dict[str, Family] = {
         qk_norm=True,
         mixture=Mixture("moe_intermediate_size", alternating=True),
     ),
-    "OlmoeForCausalLM": Family(
-        qk_norm=True, qk_norm_whole=True, usual=_EPS_5, mixture=Mixture()
-    ),
+    "OlmoeForCausalLM": Family(qk_norm=True, qk_norm_whole=True, usual=_EPS_5, mixture=Mixture()),
     "GptOssForCausalLM": Family(
         sinks=True,
         mixture=Mixture(norm_topk=True, clamped=True),

@@ -102,7 +102,9 @@ def config_from_gguf(file: GgufFile) -> dict[str, Any]:
     if "rope_parameters" in config:  # as transformers 5 has it alone
         del config["rope_theta"], config["rope_scaling"]
     if model_type in ("gpt_oss", "ministral3") and config.get("rope_scaling") is None:
-        config["rope_scaling"] = {"rope_type": "default"}  # their classes scale where nothing is said
+        config["rope_scaling"] = {
+            "rope_type": "default"
+        }  # their classes scale where nothing is said
     config |= layers_config(file, family) | mixture
     for role, key in (("bos", "bos_token_id"), ("padding", "pad_token_id")):
         if special_token(file, role) is not None:

@@ -305,8 +305,12 @@ def test_layers_are_local_as_the_config_says(tmp_path: Path) -> None:
 
     assert local() == (0, 1, 2, 3, 4, 6)
     assert local(sliding_window_pattern=3) == (0, 1, 3, 4, 6)
-    assert local(sliding_window_pattern=1) == local(sliding_window=None) == ()
+    assert local(sliding_window_pattern=1) == ()
+    assert local(sliding_window=None, layer_types=[WHOLE] * 7) == ()
     assert local(layer_types=[WHOLE, LOCAL] * 3 + [WHOLE]) == (1, 3, 5)
+    # Gemma 2 has no pattern but its own, whatever a config says.
+    gemma2 = {"architectures": ["Gemma2ForCausalLM"]}
+    assert local(**gemma2, sliding_window_pattern=3) == (0, 2, 4, 6)
 
 
 @pytest.mark.parametrize(
@@ -318,6 +322,12 @@ def test_layers_are_local_as_the_config_says(tmp_path: Path) -> None:
         ({"layer_types": [LOCAL] * 7}, UnsupportedModel, "none of 7 layers sees the whole"),
         ({"sliding_window_pattern": 0}, BadModelFile, "sliding_window_pattern"),
         ({"sliding_window": -1}, BadModelFile, "sliding_window"),
+        ({"sliding_window": None}, BadModelFile, "found null and 6 such layers"),
+        (
+            {**SMOLLM3, "layer_types": [LOCAL] + [WHOLE] * 6},
+            BadModelFile,
+            "found null and 1 such layers",
+        ),
         ({"num_hidden_layers": 1 << 39}, BadModelFile, "layers"),
         ({"attn_logit_softcapping": 50.0}, UnsupportedModel, "Gemma 2"),
         ({"use_bidirectional_attention": True}, UnsupportedModel, "use_bidirectional_attention"),
@@ -338,6 +348,15 @@ def test_layers_that_cannot_be_are_refused(
         read_spec(write(tmp_path, GEMMA3 | fields))
 
 
+NO_WINDOWS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"sliding_window": None}, BadModelFile, "sliding_window"),
+    ({"sliding_window": 0}, BadModelFile, "sliding_window"),
+    (
+        {"layer_types": [WHOLE] * 12, "num_kv_shared_layers": 2},
+        UnsupportedModel,
+        "2 layers look at the cells of others.*none slides",
+    ),
+]
 GEMMA4 = {
     **PLAIN,
     "architectures": ["Gemma4ForCausalLM"],
@@ -365,6 +384,8 @@ GEMMA4 = {
             UnsupportedModel,
             "per_layer_config",
         ),
+        ({"per_layer_config": {"5": {"head_dim": 24}}}, UnsupportedModel, r"5, 11\), found 5"),
+        *NO_WINDOWS,
         (
             {"rope_parameters": {WHOLE: {"rope_type": "proportional", "partial_rotary_factor": 2}}},
             BadModelFile,
@@ -380,6 +401,18 @@ def test_a_gemma_4_that_cannot_be_is_refused(
         read_spec(write(tmp_path, GEMMA4 | fields))
 
 
+def test_the_last_layer_of_a_gemma_4_sees_everything(tmp_path: Path) -> None:
+    """As transformers makes it, whatever the config says."""
+
+    def local(**fields: Any) -> tuple[int, ...]:
+        return read_spec(write(tmp_path, GEMMA4 | fields)).local_layers
+
+    assert local(num_hidden_layers=8) == (0, 1, 2, 3, 4, 6)
+    assert local(num_hidden_layers=3, layer_types=[WHOLE, LOCAL, LOCAL]) == (1,)
+    whole = {"layer_types": [WHOLE] * 12}
+    assert local(**whole, sliding_window=None) == local(**whole, sliding_window=0) == ()
+
+
 GEMMA3N = {
     **PLAIN,
     "architectures": ["Gemma3nForCausalLM"],
@@ -392,6 +425,7 @@ GEMMA3N = {
 @pytest.mark.parametrize(
     ("fields", "error", "named"),
     [
+        *NO_WINDOWS,
         ({"attn_logit_softcapping": 50.0}, UnsupportedModel, "attn_logit_softcapping"),
         ({"altup_correct_scale": False}, UnsupportedModel, "altup_correct_scale"),
         ({"altup_num_inputs": 1 << 30}, BadModelFile, "altup_num_inputs"),

@@ -214,6 +214,15 @@ FAMILIES = {
         },
     ),
     "smollm3-local": ("SmolLM3", NEAR | PADDING | {"use_sliding_window": True}),
+    "smollm3-local-by-types": (  # transformers' masks go by these alone
+        "SmolLM3",
+        NEAR | PADDING | {"use_sliding_window": False, "layer_types": [_LOCAL, _WHOLE, _LOCAL] * 3},
+    ),
+    "cohere2-no-rope": (
+        "Cohere2",
+        {"sliding_window": 20, "layer_types": [_WHOLE] * 3, "logit_scale": 0.25},
+    ),
+    "exaone4-no-rope": ("Exaone4", {"sliding_window": 20, "layer_types": [_WHOLE] * 3}),
     # Layers without RoPE have no attention factor, though it is in the group's softmax scale.
     "smollm3-yarn": ("SmolLM3", {"num_hidden_layers": 5, **PADDING, "rope_parameters": YARN}),
     "smollm3-local-yarn": (
@@ -241,6 +250,7 @@ FAMILIES = {
     "gemma4": ("Gemma4Text", GEMMA4 | {"final_logit_softcapping": 3.0}),
     "gemma4-as-published": ("Gemma4Text", GEMMA4 | {"num_hidden_layers": 12, "layer_types": None}),
     "gemma4-alone": ("Gemma4Text", GEMMA4_ALONE),
+    "gemma4-heads-alike": ("Gemma4Text", GEMMA4 | {"global_head_dim": 16}),
     "gemma4-experts": ("Gemma4Text", GEMMA4_ALONE | BESIDE),  # as 26B-A4B has them
     "gemma4-experts-shared": ("Gemma4Text", GEMMA4 | BESIDE | {"top_k_experts": 5}),
     "gemma3n": ("Gemma3nText", GEMMA3N | {"final_logit_softcapping": 3.0}),
