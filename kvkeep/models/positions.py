@@ -25,8 +25,8 @@ def ropes_apart(
     """
     if not (family.unlike and family.unlike.two_ropes):
         return config, None
-    whole, near = config.get("rope_parameters") or config.get("rope_scaling"), None
-    whole = whole or family.usual_rope
+    whole: Any = config.get("rope_parameters") or config.get("rope_scaling") or family.usual_rope
+    near = None
     if isinstance(whole, dict) and ("full_attention" in whole or "sliding_attention" in whole):
         whole, near = whole.get("full_attention"), whole.get("sliding_attention")
     plain = {"rope_type": "default"}
