@@ -8,8 +8,8 @@ from kvkeep.models.gguf_file import GgufFile
 from kvkeep.models.gguf_gemma import gemma_config
 from kvkeep.models.gguf_gemma3n import gemma3n_config
 from kvkeep.models.gguf_layers import is_olmo3, layers_config
-from kvkeep.models.gguf_rope import rope_scaling, shortest, two_lengths
-from kvkeep.models.gguf_tokenizer import special_token
+from kvkeep.models.gguf_rope import has_temperature, original_length, rope_scaling, shortest
+from kvkeep.models.gguf_vocabulary import special_id, special_token
 from kvkeep.models.unsupported import why_not
 
 # general.architecture to the class and model_type. Mistral is stored as llama. A model that reads
@@ -34,12 +34,10 @@ _FAMILIES = MIXTURES | {
     "gemma3n": ("Gemma3nForCausalLM", "gemma3n_text"),
     "gemma4": ("Gemma4ForCausalLM", "gemma4_text"),
 }
-_OF_EACH = "attention.head_count_kv"  # Granite 4 says it of each layer, though all are the same
-_ALIKE = ("attention.head_count", _OF_EACH, "feed_forward_length")  # in all layers, but these:
-_UNLIKE = {"gemma3n": ("feed_forward_length",), "gemma4": (_OF_EACH, "feed_forward_length")}
 _COHERE = ("command-r", "cohere2")
 _MULTIPLIED = ("granite", "granitemoe")
 _ROTATE_PARTS = ("phi3", "glm4")  # of each head
+_IN_SECTIONS = ("qwen2vl", "qwen3vl", "qwen3vlmoe")  # by several positions, all the same in text
 
 
 def config_from_gguf(file: GgufFile) -> dict[str, Any]:
@@ -51,16 +49,19 @@ def config_from_gguf(file: GgufFile) -> dict[str, Any]:
     family = _family(file)
     _refuse_unsupported(file, family)
     architecture, model_type = _FAMILIES[family]
-    window = file.metadata.get(f"{family}.attention.sliding_window")
+    window = file.whole(f"{family}.attention.sliding_window", 0)
     if family == "llama" and window:
         architecture, model_type = "MistralForCausalLM", "mistral"
     if family == "olmo2" and is_olmo3(file):
         architecture, model_type = "Olmo3ForCausalLM", "olmo3"
-    if f"{family}.attention.temperature_scale" in file.metadata:
+    if has_temperature(file, family):
         architecture, model_type = "Ministral3ForCausalLM", "ministral3"
-    heads = file.count(f"{family}.attention.head_count")
+    heads = file.same(f"{family}.attention.head_count")
     hidden_size = file.count(f"{family}.embedding_length")
     head_dim = file.count(f"{family}.attention.key_length", max(1, hidden_size // heads))
+    rotated = head_dim
+    if family in _ROTATE_PARTS:
+        rotated = file.count(f"{family}.rope.dimension_count", head_dim)
     mixture = mixture_config(file, family)
     config = {
         "architectures": [architecture],
@@ -76,7 +77,7 @@ def config_from_gguf(file: GgufFile) -> dict[str, Any]:
         "max_position_embeddings": file.count(f"{family}.context_length"),
         **_norm_eps(file, family),
         "rope_theta": shortest(file.number(f"{family}.rope.freq_base", 10_000.0)),
-        "rope_scaling": rope_scaling(file, family, head_dim),
+        "rope_scaling": None if family == "gemma4" else rope_scaling(file, family, rotated),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": model_type != "qwen2" and "blk.0.attn_q.bias" in file.tensors,
         "torch_dtype": "bfloat16",
@@ -87,28 +88,30 @@ def config_from_gguf(file: GgufFile) -> dict[str, Any]:
     if model_type in ("mistral", "ministral3", "phi3"):
         config["sliding_window"] = window or None
     if family in _ROTATE_PARTS:
-        rotated = file.count(f"{family}.rope.dimension_count", head_dim)
         config["partial_rotary_factor"] = rotated / head_dim
     if family in _COHERE:
-        config["logit_scale"] = shortest(file.number(f"{family}.logit_scale", 0.0625))
+        # All Cohere 2 have one; without one llama.cpp leaves the logits of Command R as they are.
+        scale = file.number(f"{family}.logit_scale", 1.0 if family == "command-r" else None)
+        config["logit_scale"] = shortest(scale) or 1.0
     if family in _MULTIPLIED:
         config |= _multipliers(file, family, head_dim)
     if family == "phi3":
-        config |= two_lengths(file)
+        key, scaling = "original_max_position_embeddings", config["rope_scaling"]
+        said = scaling.get(key) if isinstance(scaling, dict) else None
+        config[key] = said or original_length(file, family)
     if family in ("gemma2", "gemma3", "gemma4"):
         config |= gemma_config(file, family, head_dim)
     if family == "gemma3n":
         config |= gemma3n_config(file)
+    config |= layers_config(file, family, config) | mixture
     if "rope_parameters" in config:  # as transformers 5 has it alone
         del config["rope_theta"], config["rope_scaling"]
+    # The config classes of these scale RoPE where a config does not mention it.
     if model_type in ("gpt_oss", "ministral3") and config.get("rope_scaling") is None:
-        config["rope_scaling"] = {
-            "rope_type": "default"
-        }  # their classes scale where nothing is said
-    config |= layers_config(file, family) | mixture
+        config["rope_scaling"] = {"rope_type": "default"}
     for role, key in (("bos", "bos_token_id"), ("padding", "pad_token_id")):
         if special_token(file, role) is not None:
-            config[key] = file.metadata[f"tokenizer.ggml.{role}_token_id"]
+            config[key] = special_id(file, role)
     return {**config, "eos_token_id": eos_token_ids(file) or None}
 
 
@@ -124,15 +127,14 @@ def _width(file: GgufFile, family: str) -> int:
     if family in ("gemma3n", "gemma4"):
         return 0  # see `gguf_gemma3n.py`, `gguf_gemma.py`
     shared = f"{family}.expert_shared_feed_forward_length"
-    said = family == "granite" and shared in file.metadata
-    return file.count(shared if said else f"{family}.feed_forward_length")
+    said = family == "granite" and file.whole(shared, 0) > 0
+    return file.same(shared if said else f"{family}.feed_forward_length")
 
 
 def _kv_heads(file: GgufFile, family: str, heads: int) -> int:
-    each = file.metadata.get(f"{family}.{_OF_EACH}")
-    if isinstance(each, list) and each and type(each[0]) is int and each[0] > 0:
-        return each[0]  # all are the same: `_refuse_unsupported`
-    return file.count(f"{family}.{_OF_EACH}", heads)
+    if family == "gemma4":
+        return heads  # see `gguf_gemma.py`
+    return file.same(f"{family}.attention.head_count_kv", heads)
 
 
 def _multipliers(file: GgufFile, family: str, head_dim: int) -> dict[str, Any]:
@@ -150,8 +152,8 @@ def _multipliers(file: GgufFile, family: str, head_dim: int) -> dict[str, Any]:
 
 def eos_token_ids(file: GgufFile) -> list[int]:
     """Every token that ends a text or a turn."""
-    roles = [role for role in ("eos", "eot") if special_token(file, role) is not None]
-    return list(dict.fromkeys(file.metadata[f"tokenizer.ggml.{role}_token_id"] for role in roles))
+    ids = [special_id(file, role) for role in ("eos", "eot")]
+    return list(dict.fromkeys(index for index in ids if index is not None))
 
 
 # What lies beside models in the same format, by `general.type`.
@@ -189,37 +191,58 @@ def _vocab_size(file: GgufFile) -> int:
 
 def _refuse_unsupported(file: GgufFile, family: str) -> None:
     _refuse_relatives(file, family)
-    for key in _ALIKE:
-        if key in _UNLIKE.get(family, ()):
-            continue
-        each = file.metadata.get(f"{family}.{key}")
-        if isinstance(each, list) and (key != _OF_EACH or any(one != each[0] for one in each)):
-            raise UnsupportedModel(
-                f"{file.path} has another {key} in each layer, which is not supported"
-            )
-    heads = file.count(f"{family}.attention.head_count")
+    heads = file.same(f"{family}.attention.head_count")
     usual = max(1, file.count(f"{family}.embedding_length") // heads)
     head_dim = file.count(f"{family}.attention.key_length", usual)
-    sizes = ["attention.value_length", "rope.dimension_count"]
-    for key in sizes[:1] if family in _ROTATE_PARTS else sizes:
-        size = file.metadata.get(f"{family}.{key}", head_dim)
-        if size != head_dim:
+    sizes = {"attention.value_length": head_dim}
+    if family not in _ROTATE_PARTS:
+        sizes["rope.dimension_count"] = head_dim
+    if family == "gemma4":
+        local = file.count("gemma4.attention.key_length_swa", head_dim)
+        sizes |= {"attention.value_length_swa": local, "rope.dimension_count_swa": local}
+    for key, wanted in sizes.items():
+        size = file.count(f"{family}.{key}", wanted)
+        if size != wanted:
             raise UnsupportedModel(
-                f"{file.path} has {key} {size} where its heads have {head_dim} dimensions; "
+                f"{file.path} has {key} {size} where its heads have {wanted} dimensions; "
                 "only equal ones are supported in GGUF"
             )
 
 
 def _refuse_relatives(file: GgufFile, family: str) -> None:
     """Models that are stored under the name of a family, and are not quite of it."""
+    granite = family in _MULTIPLIED and not file.flag(f"{family}.rope.scaling.finetuned", True)
     against = {
-        "is a GLM-4V, whose rows are in another order": (
-            family == "glm4" and "glm4.rope.dimension_sections" in file.metadata
+        "is a GLM-4V, whose rows are in another order (rope.dimension_sections)": (
+            family == "glm4" and file.has("glm4.rope.dimension_sections")
         ),
-        "is a Granite without RoPE": (
-            family in _MULTIPLIED and file.metadata.get(f"{family}.rope.scaling.finetuned") is False
+        "is a Granite without RoPE (rope.scaling.finetuned)": granite,
+        "looks ahead in a text (attention.causal)": (
+            not file.flag(f"{family}.attention.causal", True)
+        ),
+        "has layers that predict further tokens (nextn_predict_layers)": (
+            file.whole(f"{family}.nextn_predict_layers", 0) > 0
+        ),
+        "clips queries, keys and values (attention.clamp_kqv)": (
+            file.number(f"{family}.attention.clamp_kqv", 0.0) != 0
+        ),
+        "rotates parts of a head by positions in an image alone (rope.dimension_sections)": (
+            family in _IN_SECTIONS and not _is_text(file, family)
         ),
     }
     for why, holds in against.items():
         if holds:
             raise UnsupportedModel(f"{file.path} {why}: that is not supported")
+
+
+def _is_text(file: GgufFile, family: str) -> bool:
+    """Whether each pair of a head is rotated by a position that text has: the fourth is not."""
+    key = f"{family}.rope.dimension_sections"
+    if not file.has(key):
+        return True
+    sections = [*file.integers(key), 0, 0, 0, 0]
+    heads = file.same(f"{family}.attention.head_count")
+    usual = file.count(f"{family}.embedding_length") // heads
+    pairs = file.count(f"{family}.attention.key_length", usual) // 2
+    # Qwen2-VL begins with the first section again behind the last; Qwen3-VL does not.
+    return sections[3] == 0 and (family == "qwen2vl" or sum(sections[:3]) >= pairs)

@@ -24,7 +24,8 @@ from kvkeep.models.gguf_experts import apart
 from kvkeep.models.gguf_file import GgufFile, PackedTensor
 from kvkeep.models.gguf_gemma3n import LAYER_NAMES as GEMMA3N_NAMES
 from kvkeep.models.gguf_gemma3n import streams_apart
-from kvkeep.models.gguf_tokenizer import build_tokenizer, special_token
+from kvkeep.models.gguf_tokenizer import build_tokenizer
+from kvkeep.models.gguf_vocabulary import special_token
 from kvkeep.models.packed import own_path
 from kvkeep.models.packed_file import Stored, write_packed
 from kvkeep.models.packing import BLOCK, Matrix, from_gguf, packable, packed
@@ -51,6 +52,7 @@ def convert(gguf: Path, folder: Path, progress: bool) -> None:
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     check_tensors(spec, decoder_shapes(spec, shapes), gguf)
     tokenizer = build_tokenizer(file)
+    template = file.text("tokenizer.chat_template", "")
 
     folder.mkdir(parents=True, exist_ok=True)
     _write_weights(own_path(folder), tensors, spec, progress)
@@ -59,7 +61,6 @@ def convert(gguf: Path, folder: Path, progress: bool) -> None:
     eos = eos_token_ids(file)
     if eos:
         _write_json(folder / "generation_config.json", {"eos_token_id": eos})
-    template = file.metadata.get("tokenizer.chat_template")
     if template:
         write_whole(folder / "chat_template.jinja", template.encode())
     _write_json(folder / "config.json", config)
@@ -162,14 +163,41 @@ _NOT_WEIGHTS = re.compile(
 def _weights(file: GgufFile, architecture: str) -> dict[str, PackedTensor]:
     """The tensors of the model by Hugging Face name, each expert by itself, in file order."""
     names = _LAYER_NAMES | _LAYER_NAMES_OF.get(architecture, {})
-    return {
-        _hugging_face_name(name, names): tensor
-        for name, tensor in apart(streams_apart(file.tensors), architecture == _GPT_OSS).items()
-        if not _NOT_WEIGHTS.fullmatch(name)
-    }
+    weights, unknown = {}, []
+    for name, tensor in apart(streams_apart(file.tensors), architecture == _GPT_OSS).items():
+        if _NOT_WEIGHTS.fullmatch(name):
+            continue
+        if (ours := _hugging_face_name(name, names)) is not None:
+            weights[ours] = tensor
+        elif _is_known(name):
+            raise UnsupportedModel(f"the GGUF tensor {name} is not one of its architecture's")
+        else:
+            unknown.append(name)
+    if unknown:
+        warnings.warn(
+            f"{file.path} has tensors whose names GGUF does not define, which are left out: "
+            f"{', '.join(unknown[:3])}{', ...' if len(unknown) > 3 else ''}",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    return weights
 
 
-def _hugging_face_name(name: str, of_a_layer: Mapping[str, str]) -> str:
+def _is_known(name: str) -> bool:
+    """Whether a tensor is one that GGUF defines, of any architecture: it changes what one computes.
+
+    A bias or a scale counts as the tensor that it belongs to.
+    """
+    from gguf import TENSOR_NAMES
+
+    general = re.sub(r"^blk\.\d+\.", "blk.{bid}.", name)
+    known = set(TENSOR_NAMES.values())
+    return any(
+        general[:end] in known for end in range(len(general) + 1) if general[end:][:1] in ("", ".")
+    )
+
+
+def _hugging_face_name(name: str, of_a_layer: Mapping[str, str]) -> str | None:
     if name.startswith("model."):  # an expert's or a stream's, named already
         return name
     if name in _TOP_NAMES:
@@ -181,7 +209,7 @@ def _hugging_face_name(name: str, of_a_layer: Mapping[str, str]) -> str:
             return f"model.layers.{index}.{of_a_layer[whole]}"
         if ours in of_a_layer and kind in ("weight", "bias"):
             return f"model.layers.{index}.{of_a_layer[ours]}.{kind}"
-    raise UnsupportedModel(f"the GGUF tensor {name} is not one of its architecture's")
+    return None
 
 
 def _write_weights(

@@ -48,7 +48,7 @@ def mixture_config(file: GgufFile, family: str) -> dict[str, Any]:
 
     Raises UnsupportedModel for a router of another kind, BadModelFile where fields are missing.
     """
-    said = file.metadata.get(f"{family}.expert_count")
+    said = file.whole(f"{family}.expert_count", 0)
     if family == "gemma4":
         return _beside(file) if said else {}
     if family not in MIXTURES or (family == "llama" and not said):
@@ -64,14 +64,14 @@ def mixture_config(file: GgufFile, family: str) -> dict[str, Any]:
     found: dict[str, Any] = {
         "architectures": [architecture],
         "model_type": model_type,
-        "num_experts_per_tok": file.count(f"{family}.expert_used_count"),
+        "num_experts_per_tok": file.same(f"{family}.expert_used_count"),
     }
     if family in ("llama", "granitemoe", "gpt-oss"):
         return {**found, "num_local_experts": experts}
-    normed = file.metadata.get(f"{family}.expert_weights_norm", family in _NORMED)
-    found |= {"num_experts": experts, "norm_topk_prob": bool(normed)}
+    normed = file.flag(f"{family}.expert_weights_norm", family in _NORMED)
+    found |= {"num_experts": experts, "norm_topk_prob": normed}
     if architecture in _ALTERNATING:
-        width = file.count(f"{family}.expert_feed_forward_length")
+        width = file.same(f"{family}.expert_feed_forward_length")
         names = filter(
             None, (re.fullmatch(r"blk\.(\d+)\.ffn_gate\.weight", x) for x in file.tensors)
         )
@@ -90,14 +90,14 @@ def _beside(file: GgufFile) -> dict[str, Any]:
     return {
         "enable_moe_block": True,
         "num_experts": file.count("gemma4.expert_count"),
-        "top_k_experts": file.count("gemma4.expert_used_count"),
-        "moe_intermediate_size": file.count("gemma4.expert_feed_forward_length"),
+        "top_k_experts": file.same("gemma4.expert_used_count"),
+        "moe_intermediate_size": file.same("gemma4.expert_feed_forward_length"),
     }
 
 
 def _refuse_routers(file: GgufFile, family: str) -> None:
     """Raises UnsupportedModel for what no family here has."""
-    usual: dict[str, tuple[object, ...]] = {
+    usual: dict[str, tuple[float, ...]] = {
         "expert_gating_func": (_SOFTMAX,),
         "expert_weights_scale": (0.0, 1.0),
         "expert_group_count": (0, 1),
@@ -106,7 +106,7 @@ def _refuse_routers(file: GgufFile, family: str) -> None:
     if family != "qwen2moe":
         usual["expert_shared_feed_forward_length"] = (0,)
     for key, values in usual.items():
-        found = file.metadata.get(f"{family}.{key}", values[0])
+        found = file.number(f"{family}.{key}", values[0])
         if found not in values:
             raise UnsupportedModel(
                 f"{file.path} is a mixture of experts with {key} {found!r}, which is not supported"

@@ -131,25 +131,79 @@ class GgufFile:
             )
         return self.metadata[key]
 
+    def has(self, key: str) -> bool:
+        """Whether the metadata have a value of this key, of whatever type."""
+        return key in self.metadata
+
     def count(self, key: str, default: int | None = None) -> int:
         """A whole number from 1 up, where nothing else makes sense. Raises BadModelFile."""
-        value = self.required(key) if default is None else self.metadata.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self._wrong(key, "a whole number of at least 1", value)
+        return self._at_least(1, key, default)
+
+    def whole(self, key: str, default: int | None = None) -> int:
+        """A whole number from 0 up. Raises BadModelFile."""
+        return self._at_least(0, key, default)
+
+    def _at_least(self, least: int, key: str, default: int | None) -> int:
+        value = self._value(key, default)
+        if not _is_whole(value, least):
+            raise self._wrong(key, f"a whole number of at least {least}", value)
+        return int(value)
+
+    def same(self, key: str, default: int | None = None) -> int:
+        """A count that may be written as a list with an entry for each layer, all of them equal.
+
+        Raises BadModelFile, and UnsupportedModel where layers differ.
+        """
+        value = self._value(key, default)
+        if not isinstance(value, list):
+            return self.count(key, default)
+        if not value or not all(_is_whole(one, 0) for one in value):
+            raise self._wrong(key, "a whole number of at least 1, or a list of them", value)
+        if any(one != value[0] for one in value):
+            raise UnsupportedModel(
+                f"{self.path} has another {key} in each layer ({shown(value)}), which is not "
+                "supported"
+            )
+        if value[0] < 1:
+            raise self._wrong(key, "a whole number of at least 1, or a list of them", value)
+        return int(value[0])
+
+    def of_each(self, key: str, layers: int) -> list[int]:
+        """A count for each layer, written once or as a list. Raises BadModelFile."""
+        value = self.required(key)
+        each = value if isinstance(value, list) else [value] * layers
+        if len(each) != layers or not all(_is_whole(one, 1) for one in each):
+            raise self._wrong(
+                key, f"a whole number of at least 1 for each of {layers} layers", value
+            )
+        return each
+
+    def integer(self, key: str) -> int:
+        """A whole number, negative ones among them. Raises BadModelFile."""
+        value = self.required(key)
+        if type(value) is not int:
+            raise self._wrong(key, "a whole number", value)
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         """A finite number. Raises BadModelFile for anything else."""
-        value = self.required(key) if default is None else self.metadata.get(key, default)
+        value = self._value(key, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise self._wrong(key, "a number", value)
         if not math.isfinite(value):
             raise self._wrong(key, "a finite number", value)
         return value
 
+    def flag(self, key: str, default: bool) -> bool:
+        """True or false. Raises BadModelFile for anything else."""
+        value = self.metadata.get(key, default)
+        if not isinstance(value, bool):
+            raise self._wrong(key, "true or false", value)
+        return value
+
     def text(self, key: str, default: str | None = None) -> str:
         """Raises BadModelFile for anything else."""
-        value = self.required(key) if default is None else self.metadata.get(key, default)
+        value = self._value(key, default)
         if not isinstance(value, str):
             raise self._wrong(key, "text", value)
         return value
@@ -161,18 +215,36 @@ class GgufFile:
             raise self._wrong(key, "a list of texts", value)
         return value
 
-    def numbers(self, key: str) -> list[int]:
+    def integers(self, key: str) -> list[int]:
         """A list of whole numbers. Raises BadModelFile for anything else."""
         value = self.required(key)
         if not isinstance(value, list) or not all(type(each) is int for each in value):
             raise self._wrong(key, "a list of whole numbers", value)
         return value
 
+    def numbers(self, key: str) -> list[float]:
+        """A list of numbers, infinite ones among them, but no NaN. Raises BadModelFile."""
+        value = self.required(key)
+        if not isinstance(value, list) or not all(_is_number(each) for each in value):
+            raise self._wrong(key, "a list of numbers", value)
+        return value
+
+    def _value(self, key: str, default: object) -> Any:
+        return self.required(key) if default is None else self.metadata.get(key, default)
+
     def _wrong(self, key: str, expected: str, found: object) -> BadModelFile:
         return BadModelFile(
             f"{self.path}: metadata field {key} must be {expected}, found {shown(found)}; fetch "
             "it again"
         )
+
+
+def _is_whole(value: object, least: int) -> bool:
+    return type(value) is int and value >= least
+
+
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float) and value == value
 
 
 def shown(value: object) -> str:

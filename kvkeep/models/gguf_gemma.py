@@ -4,7 +4,8 @@ from typing import Any
 
 from kvkeep.errors import BadModelFile, UnsupportedModel
 from kvkeep.models.gguf_file import GgufFile
-from kvkeep.models.gguf_rope import shortest
+from kvkeep.models.gguf_layers import layers_said
+from kvkeep.models.gguf_rope import linear_factor, shortest
 
 _LARGEST = {"gemma2": 46, "gemma3": 62}  # layers of the one whose attention is scaled otherwise
 
@@ -15,7 +16,7 @@ def gemma_config(file: GgufFile, family: str, head_dim: int) -> dict[str, Any]:
         return _gemma4(file)
     scalar = head_dim
     if file.count(f"{family}.block_count") == _LARGEST[family]:
-        heads = file.count(f"{family}.attention.head_count")
+        heads = file.same(f"{family}.attention.head_count")
         scalar = file.count(f"{family}.embedding_length") // heads
     caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
     if family == "gemma3":
@@ -30,22 +31,22 @@ def gemma_config(file: GgufFile, family: str, head_dim: int) -> dict[str, Any]:
 
 def _gemma4(file: GgufFile) -> dict[str, Any]:
     """Gemma 4's, which has other heads in layers that see everything."""
-    layers, local = file.count("gemma4.block_count"), "gemma4.attention.sliding_window_pattern"
-    is_local = file.metadata.get(local)
-    if not isinstance(is_local, list) or len(is_local) != layers or all(is_local):
+    layers = file.count("gemma4.block_count")
+    is_local = layers_said(file, "gemma4.attention.sliding_window_pattern", layers)
+    if is_local is None or all(is_local):
         raise BadModelFile(
             f"{file.path} does not say which of its layers are local; fetch it again"
         )
     whole = is_local.index(False)
     near = is_local.index(True) if any(is_local) else whole
-    kv_heads = _of_each(file, "attention.head_count_kv", layers)
-    widths = _of_each(file, "feed_forward_length", layers)
-    shared = file.metadata.get("gemma4.attention.shared_kv_layers", 0)
+    kv_heads = file.of_each("gemma4.attention.head_count_kv", layers)
+    widths = file.of_each("gemma4.feed_forward_length", layers)
+    shared = file.whole("gemma4.attention.shared_kv_layers", 0)
     head_dim = file.count("gemma4.attention.key_length")
     bases = {"full": "rope.freq_base", "sliding": "rope.freq_base_swa"}
     theta = {kind: shortest(file.number(f"gemma4.{key}", 1e4)) for kind, key in bases.items()}
-    rotated = _rotated(file, head_dim)
-    cap = file.number("gemma4.final_logit_softcapping", 0.0)
+    rotated, factor = _rotated(file, head_dim), linear_factor(file, "gemma4")
+    cap = file.number("gemma4.final_logit_softcapping", 30.0)  # llama.cpp's, where none is said
     return {
         "head_dim": file.count("gemma4.attention.key_length_swa", head_dim),
         "global_head_dim": head_dim,
@@ -55,9 +56,7 @@ def _gemma4(file: GgufFile) -> dict[str, Any]:
         "num_kv_shared_layers": shared,
         "intermediate_size": widths[0],
         "use_double_wide_mlp": bool(shared) and widths[-1] == 2 * widths[0],
-        "hidden_size_per_layer_input": file.metadata.get(
-            "gemma4.embedding_length_per_layer_input", 0
-        ),
+        "hidden_size_per_layer_input": file.whole("gemma4.embedding_length_per_layer_input", 0),
         "vocab_size_per_layer_input": file.tensors["token_embd.weight"].shape[0],
         "hidden_activation": "gelu_pytorch_tanh",
         "final_logit_softcapping": shortest(cap) or None,
@@ -66,19 +65,11 @@ def _gemma4(file: GgufFile) -> dict[str, Any]:
                 "rope_type": "proportional",
                 "partial_rotary_factor": 2 * rotated / head_dim,
                 "rope_theta": theta["full"],
+                **({} if factor == 1 else {"factor": factor}),
             },
             "sliding_attention": {"rope_type": "default", "rope_theta": theta["sliding"]},
         },
     }
-
-
-def _of_each(file: GgufFile, key: str, layers: int) -> list[int]:
-    """A number that may be said of each layer."""
-    said = file.required(f"gemma4.{key}")
-    each = said if isinstance(said, list) else [said] * layers
-    if len(each) != layers or any(type(one) is not int or one < 1 for one in each):
-        raise BadModelFile(f"{file.path}: metadata field gemma4.{key} is wrong; fetch it again")
-    return each
 
 
 def _rotated(file: GgufFile, head_dim: int) -> int:

@@ -32,6 +32,8 @@ LAYER_NAMES = {
 }
 _STACKS = {"altup_proj": "altup_projections", "altup_unembd_proj": "altup_unembed_projections"}
 _STACK = re.compile(rf"({'|'.join(_STACKS)})\.weight")
+# llama.cpp's, where a file says nothing.
+_LAYERS_WITH_CELLS, _SPARSE_LAYERS, _SPARSITY = 20, 10, 0.95
 _TABLE = "per_layer_token_embd.weight"
 
 
@@ -49,9 +51,12 @@ def gemma3n_config(file: GgufFile) -> dict[str, Any]:
         "final_logit_softcapping": shortest(
             file.number("gemma3n.final_logit_softcapping", 30.0)  # llama.cpp's, where none is said
         ),
-        "num_kv_shared_layers": file.required("gemma3n.attention.shared_kv_layers"),
+        "num_kv_shared_layers": file.whole(
+            "gemma3n.attention.shared_kv_layers",
+            max(0, file.count("gemma3n.block_count") - _LAYERS_WITH_CELLS),
+        ),
         "altup_num_inputs": file.count("gemma3n.altup.num_inputs", 4),
-        "altup_active_idx": file.metadata.get("gemma3n.altup.active_idx", 0),
+        "altup_active_idx": file.whole("gemma3n.altup.active_idx", 0),
         "laurel_rank": rank.shape[0],
         "activation_sparsity_pattern": _sparsity(file),
         "hidden_size_per_layer_input": file.count("gemma3n.embedding_length_per_layer_input"),
@@ -80,23 +85,19 @@ def _widths(file: GgufFile) -> int | list[int]:
     key = "gemma3n.feed_forward_length"
     if not isinstance(file.required(key), list):
         return file.count(key)
-    each = file.numbers(key)
+    each = file.integers(key)
     return each[0] if each and len(set(each)) == 1 else each
 
 
-def _sparsity(file: GgufFile) -> list[float] | None:
+def _sparsity(file: GgufFile) -> list[float]:
     """Of each layer. The file has standard deviations in the place of shares, and minus infinity of
-    layers that are not sparse; None where it says nothing.
+    layers that are not sparse. Where it says nothing, the first ten are sparse, as in llama.cpp.
     """
     key = "gemma3n.activation_sparsity_scale"
-    said = file.metadata.get(key)
-    if said is None:
-        return None
-    if not isinstance(said, list) or any(type(each) is not float or each != each for each in said):
-        raise BadModelFile(
-            f"{file.path}: metadata field {key} must be a list of numbers; fetch it again"
-        )
-    return [_share(each) for each in said]
+    if file.has(key):
+        return [_share(each) for each in file.numbers(key)]
+    layers = file.count("gemma3n.block_count")
+    return [_SPARSITY if layer < _SPARSE_LAYERS else 0.0 for layer in range(layers)]
 
 
 def _share(deviations: float) -> float:

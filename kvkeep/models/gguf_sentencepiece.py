@@ -19,9 +19,9 @@ def from_scores(vocabulary: Vocabulary) -> Tokenizer:
 
     Raises BadModelFile if scores or bytes are missing.
     """
-    metadata = vocabulary.file.metadata
-    prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
-    fewer_spaces = bool(metadata.get("tokenizer.ggml.remove_extra_whitespaces", False))
+    file = vocabulary.file
+    prefix = file.flag("tokenizer.ggml.add_space_prefix", True)
+    fewer_spaces = file.flag("tokenizer.ggml.remove_extra_whitespaces", False)
     scores = zip(vocabulary.tokens, vocabulary.types, vocabulary.scores(), strict=True)
     # Nobody becomes a control token by writing its text.
     pieces = {token: score for token, kind, score in scores if kind not in _NO_PIECES}

@@ -108,7 +108,18 @@ _DIGITS_APART = Splitter((_DIGIT, _GPT2))
 _BAILINGMOE = Splitter((_BAILING,))
 _AYA = Splitter((_TINY_AYA, _cased_words(_THREE_DIGITS)))
 
+# llama.cpp's where a file names none: numbers in threes from their beginning, signs apart.
+_DEFAULT = Splitter(
+    (
+        r"[\p{P}\$\+<=>\^~\|]+",
+        r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
+        r"\p{N}+",
+        r"[0-9][0-9][0-9]",
+    )
+)
+
 SPLITTERS = {
+    "default": _DEFAULT,
     **dict.fromkeys(("gpt-2", "phi-2", "exaone4", "gigachat", "a.x-4.0", "mellum"), _PLAIN),
     **dict.fromkeys(("trillion", "granite-docling"), _PLAIN),
     "olmo": Splitter((_GPT2,), composed=True),

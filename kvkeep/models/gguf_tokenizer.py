@@ -1,15 +1,25 @@
 """A `tokenizers.Tokenizer` from the vocabulary in a GGUF file."""
 
+import warnings
+
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.decoders import ByteLevel
 from tokenizers.normalizers import NFC
 from tokenizers.processors import TemplateProcessing
 
-from kvkeep.errors import BadModelFile, UnsupportedModel
-from kvkeep.models.gguf_file import GgufFile, shown
+from kvkeep.errors import UnsupportedModel
+from kvkeep.models.gguf_file import GgufFile
 from kvkeep.models.gguf_sentencepiece import from_merges, from_scores
 from kvkeep.models.gguf_splitters import SPLITTERS
-from kvkeep.models.gguf_vocabulary import CONTROL, UNKNOWN, USER_DEFINED, Vocabulary
+from kvkeep.models.gguf_vocabulary import (
+    CONTROL,
+    UNKNOWN,
+    USER_DEFINED,
+    Vocabulary,
+    special_id,
+)
+
+_DEFAULT = "default"  # in the place of a name
 
 
 def build_tokenizer(file: GgufFile) -> Tokenizer:
@@ -36,33 +46,27 @@ def build_tokenizer(file: GgufFile) -> Tokenizer:
             f"{', '.join(sorted(SPLITTERS))}. "
             "Use the model's safetensors folder, which has a tokenizer.json"
         )
+    if kind == "gpt2" and _words(file) == _DEFAULT:
+        warnings.warn(
+            f"{file.path} does not say how its text is split into words (tokenizer.ggml.pre): it "
+            "is split as llama.cpp does by default, which few models were trained on; take a newer "
+            "file of the model",
+            RuntimeWarning,
+            stacklevel=2,
+        )
     vocabulary = Vocabulary.read(file)
     tokenizer = _KINDS[kind](vocabulary)
     _add_special_tokens(tokenizer, vocabulary)
     bos = kind != "gpt2" or SPLITTERS[_words(file)].bos
     # Some files of Gemma 4 say that they want none: llama.cpp does not believe them, either.
-    if kind == "gemma4" or file.metadata.get("tokenizer.ggml.add_bos_token", bos):
+    if kind == "gemma4" or file.flag("tokenizer.ggml.add_bos_token", bos):
         _open_with_bos(tokenizer, vocabulary)
     return tokenizer
 
 
-def special_token(file: GgufFile, role: str) -> str | None:
-    """The text of the token that the file names for a role: "bos", "eos", "unknown", "padding"."""
-    index = file.metadata.get(f"tokenizer.ggml.{role}_token_id")
-    if index is None:
-        return None
-    tokens = file.texts("tokenizer.ggml.tokens")
-    if type(index) is not int or not 0 <= index < len(tokens):
-        raise BadModelFile(
-            f"{file.path} names {shown(index)} as its {role} token, outside its {len(tokens)} "
-            "tokens; fetch the file again"
-        )
-    return tokens[index]
-
-
 def _words(file: GgufFile) -> str:
     """The name of how the file's text is split into words."""
-    return file.text("tokenizer.ggml.pre", "(none)")
+    return file.text("tokenizer.ggml.pre", "") or _DEFAULT
 
 
 def _byte_level(vocabulary: Vocabulary) -> Tokenizer:
@@ -109,8 +113,8 @@ def _takes_spaces(token: str, file: GgufFile) -> bool:
 
 
 def _open_with_bos(tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
-    bos = special_token(vocabulary.file, "bos")
+    bos = special_id(vocabulary.file, "bos")
     if bos is not None:
         # Under a name, since a template reads some texts, such as those with a colon, otherwise.
-        token = {"id": "bos", "ids": [vocabulary.ids[bos]], "tokens": [bos]}
+        token = {"id": "bos", "ids": [bos], "tokens": [vocabulary.tokens[bos]]}
         tokenizer.post_processor = TemplateProcessing(single="bos $A", special_tokens=[token])

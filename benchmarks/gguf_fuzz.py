@@ -1,0 +1,182 @@
+"""Random GGUF files in kvkeep and in llama.cpp: do both load them, and with the same logits?
+
+    python -m benchmarks.gguf_fuzz --count 1000 --seed 0 --llama-python /path/to/python
+
+llama.cpp runs in a process of another Python, in whose environment llama-cpp-python is installed.
+Both compute in float32 of float32 tensors. Some files have a field of a wrong type on top: those
+kvkeep has to refuse by an error of its own, or to load. With --keep, files over which the two
+differ, and those that kvkeep alone refuses, are left in a folder under the number that draws them.
+"""
+
+import json
+import os
+import subprocess
+import tempfile
+import warnings
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import click
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.command import Measurement
+from benchmarks.gguf_fuzz_cases import Case, draw
+from benchmarks.progress import bar
+
+TOKENS = [(17 * i * i + 5 * i) % 250 for i in range(48)]
+_WORKER = Path(__file__).with_name("gguf_fuzz_llama.py")
+# Of the greatest logit. llama.cpp looks GELU up in a table of float16.
+_TOLERANCE = 2e-3
+_ROUGH = 2e-2
+_GELU = ("gemma2", "gemma3", "gemma3n", "gemma4")
+
+
+class Llama:
+    """llama.cpp in a process that is started anew where a file ended it."""
+
+    def __init__(self, python: str, folder: Path) -> None:
+        self._python, self._out, self._log = python, folder / "logits.npy", folder / "llama.log"
+        self._process: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def logits(self, path: Path) -> "NDArray[np.float32] | str":
+        """`[len(TOKENS), vocabulary]`, or why there are none."""
+        if self._process is None or self._process.poll() is not None:
+            self._process = subprocess.Popen(
+                [self._python, str(_WORKER)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._log.open("w"),
+                text=True,
+            )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        begin = self._log.stat().st_size
+        job = {"path": str(path), "tokens": TOKENS, "out": str(self._out)}
+        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        if not answer or json.loads(answer)["error"]:
+            if not answer:
+                self._process.wait()
+            return _why(self._log.read_text(errors="replace")[begin:])
+        found = np.load(self._out)
+        return found if np.isfinite(found).all() else "logits that are no numbers"
+
+
+def _why(log: str) -> str:
+    """The line of llama.cpp's log that speaks of the error."""
+    told = [line for line in log.splitlines() if "error" in line.lower() or "ASSERT" in line]
+    return told[0].strip()[-160:] if told else "ended without a word"
+
+
+def ours(path: Path, home: Path) -> "NDArray[np.float32] | str":
+    """kvkeep's logits of the last token of each half of TOKENS, or its error."""
+    from kvkeep import load_model
+    from kvkeep.errors import KvkeepError
+
+    os.environ["KVKEEP_HOME"] = str(home)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            session = load_model(str(path), dtype="float32").session(policy="full")
+        found = []
+        for half in (TOKENS[:24], TOKENS[24:]):
+            session.feed(half)
+            found.append(session.logits.numpy())
+    except KvkeepError as error:
+        return f"{type(error).__name__}: {error}".replace(str(path), "FILE")
+    return np.stack(found)
+
+
+@dataclass
+class Tally:
+    """counts: of verdicts. notes: what was said, most often first."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    notes: Counter[str] = field(default_factory=Counter)
+    differing: list[str] = field(default_factory=list)
+
+    def add(self, verdict: str, note: str = "") -> None:
+        self.counts[verdict] += 1
+        if note:
+            self.notes[f"{verdict}: {note}"] += 1
+
+
+def damaged(case: Case, seed: int) -> Case:
+    """The case with one field of another type."""
+    random = np.random.default_rng([seed, 1])
+    key = str(random.choice(list(case.fields)))
+    odd: list[Any] = [-1.5, "text", [1, 2, 3], ["a"], True, float("nan"), 2**31]
+    return Case(
+        case.architecture, case.fields | {key: odd[random.integers(len(odd))]}, case.tensors
+    )
+
+
+def judge(case: Case, ours: Any, theirs: Any) -> tuple[str, str]:
+    """The verdict of one file, and a note."""
+    if isinstance(ours, str):
+        return ("both refuse" if isinstance(theirs, str) else "only kvkeep refuses"), ours
+    if isinstance(theirs, str):
+        return "only llama.cpp refuses", f"{case.architecture}: {theirs}"
+    theirs = theirs[[len(TOKENS) // 2 - 1, -1], : ours.shape[1]]
+    apart = float(np.abs(ours - theirs).max() / np.abs(theirs).max())
+    if apart <= (_ROUGH if case.architecture in _GELU else _TOLERANCE):
+        return "same", ""
+    said = {key.partition(".")[2]: value for key, value in case.fields.items()}
+    return (
+        "differ",
+        f"{case.architecture} by {apart:.2g}: {said}, {sorted(set(case.tensors) & _ROPE)}",
+    )
+
+
+_ROPE = {"rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"}
+
+
+@click.command(cls=Measurement)
+@click.option("--count", default=1000, show_default=True, help="Files.")
+@click.option("--seed", default=0, show_default=True, help="The number of the first file.")
+@click.option("--llama-python", required=True, help="A Python that has llama-cpp-python.")
+@click.option("--keep", type=click.Path(path_type=Path), help="Folder for files that differ.")
+@click.option("--one-in", default=10, show_default=True, help="Of how many files one is damaged.")
+def main(count: int, seed: int, llama_python: str, keep: Path | None, one_in: int) -> None:
+    """Write random GGUF files, and compare what kvkeep and llama.cpp make of them."""
+    tally = Tally()
+    with (
+        tempfile.TemporaryDirectory() as made,
+        Llama(llama_python, Path(made)) as llama,
+        bar(count, "comparing", " files") as advance,
+    ):
+        for number in range(seed, seed + count):
+            case = draw(number)
+            if number % one_in == one_in - 1:
+                case = damaged(case, number)
+            path = Path(made) / f"{number}.gguf"
+            case.write(path)
+            with tempfile.TemporaryDirectory() as home:
+                verdict, note = judge(case, ours(path, Path(home)), llama.logits(path))
+            tally.add(verdict, note if verdict != "differ" else "")
+            if verdict == "differ":
+                tally.differing.append(f"{number} {note}")
+            if keep is not None and verdict in ("differ", "only kvkeep refuses"):
+                keep.mkdir(parents=True, exist_ok=True)
+                path.rename(keep / path.name)
+            path.unlink(missing_ok=True)
+            advance(1)
+    click.echo("\n".join(f"{number:6} {what}" for what, number in tally.counts.most_common()))
+    click.echo("\n".join(f"{number:6} {what}" for what, number in tally.notes.most_common()))
+    click.echo("\n".join(tally.differing))
+
+
+if __name__ == "__main__":
+    main()
