@@ -93,6 +93,7 @@ def ours(path: Path, home: Path) -> "NDArray[np.float32] | str":
         found = []
         for half in (TOKENS[:24], TOKENS[24:]):
             session.feed(half)
+            assert session.logits is not None
             found.append(session.logits.numpy())
     except KvkeepError as error:
         return f"{type(error).__name__}: {error}".replace(str(path), "FILE")

@@ -9,7 +9,7 @@ import json
 import os
 import sys
 
-import llama_cpp  # type: ignore[import-not-found]
+import llama_cpp
 import numpy as np
 
 _F32 = 0  # GGML_TYPE_F32: keys and values are not rounded
