@@ -56,6 +56,8 @@ class Model:
             self.head_dim, self.hidden = 16, 16 * self.heads
         self.layers = int(random.choice([2, 5, 7])) if self.name != "gemma4" else 6
         self.inner, self.experts = int(random.choice([48, 96])), int(random.choice([4, 8]))
+        if self.name == "gemma3n":  # llama.cpp's deviation of so many gates is not the model's
+            self.inner = 2048
         # Of Gemma 4: which layers are local, and how wide heads are of these and of the others.
         self.local: list[bool] = []
         self.near_dim = self.far_dim = self.head_dim

@@ -169,16 +169,19 @@ def test_llama_3_scaling_is_recognised(tmp_path: Path) -> None:
     assert rope == rope_spec(LLAMA3, 10_000.0, 64, 512)
 
 
-def test_another_table_of_frequencies_is_refused(tmp_path: Path) -> None:
-    divisors = rope_divisors({**LLAMA3, "high_freq_factor": 8.0}, 64)
+def test_another_table_of_frequencies_is_taken_as_it_is(tmp_path: Path) -> None:
+    settings = {**LLAMA3, "high_freq_factor": 8.0}
+    divisors = rope_divisors(settings, 64)
     path = write_gguf(
         tmp_path / "m.gguf",
         tiny_llama(head_dim=64),
         edit=lambda writer: writer.add_tensor("rope_freqs.weight", divisors),
     )
-    with pytest.raises(UnsupportedModel, match="rope_freqs"):
-        convert(path, tmp_path / "out", False)
-    assert not (tmp_path / "out").exists()
+    convert(path, tmp_path / "out", False)
+    spec = read_spec(tmp_path / "out")
+    wanted = rope_spec(settings, 10_000.0, 64, 512).inverse_frequencies
+    assert spec.rope.inverse_frequencies == pytest.approx(wanted, rel=1e-5)
+    assert (spec.rope.attention_scaling, spec.max_positions) == (1.0, 512)
 
 
 @pytest.mark.parametrize("kind", ["linear", "yarn"])
@@ -197,11 +200,16 @@ def test_scaled_positions_keep_their_kind(tmp_path: Path, kind: str) -> None:
     ("edit", "named"),
     [
         (lambda writer: writer.add_tensor("blk.0.ffn_up_exps.weight", ONE), "ffn_up_exps"),
-        (lambda writer: writer.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE), "longrope"),
+        (lambda writer: writer.add_string("llama.rope.scaling.type", "dynamic"), "dynamic"),
+        (lambda writer: writer.add_tensor("rope_factors_long.weight", ONE), "rope_factors_long"),
+        (lambda writer: writer.add_bool("llama.attention.causal", False), "attention.causal"),
+        (lambda writer: writer.add_uint32("llama.nextn_predict_layers", 1), "nextn_predict"),
+        (lambda writer: writer.add_clamp_kqv(8.0), "clamp_kqv"),
+        (lambda writer: writer.add_tensor("blk.0.ffn_up.scale", ONE), "ffn_up.scale"),
         (lambda writer: writer.add_tensor("blk.0.attn_sinks.weight", ONE), "attn_sinks"),
         (lambda writer: writer.add_tensor("blk.0.attn_q_norm.weight", ONE), "q_norm"),
     ],
-    ids=["experts", "longrope", "unknown-tensor", "unused-tensor"],
+    ids=str,
 )
 def test_what_is_not_supported_is_refused_before_anything_is_written(
     tmp_path: Path, edit: Edit, named: str

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 from kvkeep.errors import BadModelFile, UnsupportedModel
 from kvkeep.models.gguf_file import GgufFile
 from kvkeep.models.gguf_tokenizer import build_tokenizer
+from kvkeep.models.gguf_vocabulary import special_token
 from kvkeep.models.text import TextCodec
 
 TEXTS = [
@@ -62,14 +63,18 @@ def test_smollm_reads_every_digit_alone_in_every_script(smollm2_folder: Path) ->
 def write(path: Path, kind: str, pre: str | None, **fields: object) -> GgufFile:
     """All bytes, the merges for " 123" from its end, "he" and "hell" (to which no merge leads)."""
     tokens = [*sorted(ByteLevel.alphabet()), "he", "hell", "12", "123", "<|start|>", "<tool>"]
+    tokens[-1] = fields.get("last", "<tool>")
     writer = GGUFWriter(path, "llama")
     writer.add_tokenizer_model(kind)
     if pre is not None:
         writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
-    writer.add_token_types(fields.get("types", [1] * 260 + [3, 4]))
+    if types := fields.get("types", [1] * 260 + [3, 4]):
+        writer.add_token_types(types)
     writer.add_token_merges(fields.get("merges", ["h e", "1 2", "12 3"]))
     writer.add_bos_token_id(fields.get("bos", 260))
+    if "eos" in fields:
+        writer.add_eos_token_id(fields["eos"])
     if "add_bos" in fields:
         writer.add_add_bos_token(bool(fields["add_bos"]))
     writer.write_header_to_file()
@@ -137,9 +142,7 @@ def test_bos_opens_a_text_only_where_the_model_wants_it(
     [
         ("t5", "default", "'t5'"),
         ("bert", None, "'bert'"),
-        ("gpt2", "default", "'default'"),
         ("gpt2", "superbpe", "'superbpe'"),
-        ("gpt2", None, "none"),
     ],
 )
 def test_other_tokenizers_are_refused_by_name(
@@ -154,7 +157,6 @@ def test_other_tokenizers_are_refused_by_name(
     [
         ({"merges": ["he"]}, "malformed merge"),
         ({"types": [1, 1]}, "token types"),
-        ({"bos": 900, "add_bos": True}, "outside its 262 tokens"),
         ({"merges": ["zzz h"]}, "merges"),
     ],
 )
@@ -163,3 +165,44 @@ def test_a_vocabulary_that_contradicts_itself_is_refused(
 ) -> None:
     with pytest.raises(BadModelFile, match=complaint):
         build_tokenizer(write(tmp_path / "m.gguf", "gpt2", "gpt-2", **fields))
+
+
+# What llama.cpp (0.3.36) makes of the same files, where it loads them: it ends on two tokens of the
+# same text, of which earlier versions found the last.
+@pytest.mark.parametrize(
+    ("pre", "fields", "said", "text", "tokens"),
+    [
+        (None, {}, "how its text is split", "a?!1234 he", ["a", "?", "!", "123", "4", "Ġ", "he"]),
+        ("default", {}, "how its text is split", "he==12 ", ["he", "=", "=", "12", "Ġ"]),
+        ("gpt-2", {"types": None}, "control tokens", "<|start|>he", ["<|start|>", "he"]),
+        ("gpt-2", {"bos": 900, "add_bos": True}, "900 as its bos token", "he", ["he"]),
+        ("gpt-2", {"eos": 900}, "900 as its eos token", "he", ["he"]),
+        ("gpt-2", {"last": "he"}, r"1 tokens whose text.*\[256\]", "he", ["he"]),
+    ],
+)
+def test_a_file_whose_meaning_is_unsure_is_loaded_with_a_warning(
+    tmp_path: Path,
+    pre: str | None,
+    fields: dict[str, object],
+    said: str,
+    text: str,
+    tokens: list[str],
+) -> None:
+    file = write(tmp_path / "m.gguf", "gpt2", pre, **fields)
+    with pytest.warns(RuntimeWarning, match=said):
+        tokenizer = build_tokenizer(file)
+        special_token(file, "eos")
+    encoded = tokenizer.encode(text)
+    assert encoded.tokens == tokens
+    assert tokenizer.decode(encoded.ids, skip_special_tokens=False) == text
+    assert tokenizer.get_vocab_size() == 262  # every id has a token
+
+
+def test_of_tokens_with_one_text_that_with_a_role_keeps_it(tmp_path: Path) -> None:
+    tokens = {"last": "<|start|>", "types": [1] * 260 + [3, 3]}
+    for bos in (260, 261):
+        file = write(tmp_path / "m.gguf", "gpt2", "gpt-2", bos=bos, add_bos=True, **tokens)
+        with pytest.warns(RuntimeWarning, match=rf"\[{521 - bos}\]"):
+            tokenizer = build_tokenizer(file)
+        assert tokenizer.encode("he").ids == [bos, 256]
+        assert tokenizer.encode("<|start|>", add_special_tokens=False).ids == [bos]
