@@ -69,7 +69,7 @@ def config_from_gguf(file: GgufFile) -> dict[str, Any]:
         "vocab_size": _vocab_size(file),
         "hidden_size": hidden_size,
         "intermediate_size": _width(file, family),
-        "num_hidden_layers": file.count(f"{family}.block_count"),
+        "num_hidden_layers": file.layers(family),
         "num_attention_heads": heads,
         "num_key_value_heads": _kv_heads(file, family, heads),
         "head_dim": head_dim,

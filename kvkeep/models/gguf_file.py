@@ -168,6 +168,16 @@ class GgufFile:
             raise self._wrong(key, "a whole number of at least 1, or a list of them", value)
         return int(value[0])
 
+    def layers(self, family: str) -> int:
+        """How many layers the model has. Raises BadModelFile, also for more than it has tensors."""
+        layers = self.count(f"{family}.block_count")
+        if layers > len(self.tensors):
+            raise BadModelFile(
+                f"{self.path} has {layers} layers ({family}.block_count) and {len(self.tensors)} "
+                "tensors; fetch it again"
+            )
+        return layers
+
     def of_each(self, key: str, layers: int) -> list[int]:
         """A count for each layer, written once or as a list. Raises BadModelFile."""
         value = self.required(key)

@@ -15,7 +15,7 @@ def gemma_config(file: GgufFile, family: str, head_dim: int) -> dict[str, Any]:
     if family == "gemma4":
         return _gemma4(file)
     scalar = head_dim
-    if file.count(f"{family}.block_count") == _LARGEST[family]:
+    if file.layers(family) == _LARGEST[family]:
         heads = file.same(f"{family}.attention.head_count")
         scalar = file.count(f"{family}.embedding_length") // heads
     caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
@@ -31,7 +31,7 @@ def gemma_config(file: GgufFile, family: str, head_dim: int) -> dict[str, Any]:
 
 def _gemma4(file: GgufFile) -> dict[str, Any]:
     """Gemma 4's, which has other heads in layers that see everything."""
-    layers = file.count("gemma4.block_count")
+    layers = file.layers("gemma4")
     is_local = layers_said(file, "gemma4.attention.sliding_window_pattern", layers)
     if is_local is None or all(is_local):
         raise BadModelFile(

@@ -53,7 +53,7 @@ def gemma3n_config(file: GgufFile) -> dict[str, Any]:
         ),
         "num_kv_shared_layers": file.whole(
             "gemma3n.attention.shared_kv_layers",
-            max(0, file.count("gemma3n.block_count") - _LAYERS_WITH_CELLS),
+            max(0, file.layers("gemma3n") - _LAYERS_WITH_CELLS),
         ),
         "altup_num_inputs": file.count("gemma3n.altup.num_inputs", 4),
         "altup_active_idx": file.whole("gemma3n.altup.active_idx", 0),
@@ -96,7 +96,7 @@ def _sparsity(file: GgufFile) -> list[float]:
     key = "gemma3n.activation_sparsity_scale"
     if file.has(key):
         return [_share(each) for each in file.numbers(key)]
-    layers = file.count("gemma3n.block_count")
+    layers = file.layers("gemma3n")
     return [_SPARSITY if layer < _SPARSE_LAYERS else 0.0 for layer in range(layers)]
 
 

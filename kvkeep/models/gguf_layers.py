@@ -6,7 +6,6 @@ from kvkeep.errors import BadModelFile, UnsupportedModel
 from kvkeep.models.gguf_file import GgufFile, shown
 from kvkeep.models.gguf_rope import attention_factor, shortest, unscaled_longrope
 
-_MOST_LAYERS = 1 << 16
 _WITH_LOCAL = ("gemma2", "gemma3", "cohere2", "exaone4", "olmo2", "gpt-oss", "gemma3n", "gemma4")
 _USUAL_WINDOW = {"gemma2": 4096, "gemma3n": 512}
 _ALWAYS_LOCAL = ("cohere2", "gpt-oss", "gemma4")  # none of them sees everything in all layers
@@ -23,11 +22,9 @@ def layers_config(file: GgufFile, family: str, config: dict[str, Any]) -> dict[s
     """
     if family not in _WITH_LOCAL or (family == "olmo2" and not is_olmo3(file)):
         return {}
-    layers = file.count(f"{family}.block_count")
+    layers = file.layers(family)
     usual = None if family in _ALWAYS_LOCAL else _USUAL_WINDOW.get(family, 0)
     window = file.whole(f"{family}.attention.sliding_window", usual)
-    if layers > _MOST_LAYERS:
-        raise BadModelFile(f"{file.path} has {layers} layers; fetch it again")
     if not window:
         return {"sliding_window": None, "layer_types": ["full_attention"] * layers}
     kinds = ("full_attention", "sliding_attention")

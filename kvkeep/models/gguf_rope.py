@@ -229,7 +229,12 @@ def _two_lengths(
         )
     factor = settings["factor"] if settings else 1.0
     short, long = ([shortest(each * factor) for each in tables[name]] for name in _TWO.values())
-    return _longrope(short, long, attention, original_length(file, family))
+    longest, original = file.count(f"{family}.context_length"), original_length(file, family)
+    found = _longrope(short, long, attention, original)
+    usual = math.sqrt(1 + max(0.0, math.log(longest / original)) / math.log(max(2, original)))
+    if abs(attention - usual) <= 1e-6 * usual:  # what config.json does not say, either
+        del found["attention_factor"]
+    return found
 
 
 def _longrope(

@@ -300,8 +300,8 @@ def described(writer: GGUFWriter, architecture: str, config: Any) -> None:
     if architecture in ("exaone4", "olmo2") and hasattr(config, "layer_types"):
         kinds = [kind == "sliding_attention" for kind in config.layer_types]
         writer.add_sliding_window_pattern(kinds)
-    if architecture == "gemma4" and config.final_logit_softcapping:
-        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if architecture == "gemma4":
+        writer.add_final_logit_softcapping(config.final_logit_softcapping or 0.0)
     if architecture in ("gemma2", "gemma3"):
         if config.attn_logit_softcapping:
             writer.add_attn_logit_softcapping(config.attn_logit_softcapping)

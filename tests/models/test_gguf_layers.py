@@ -1,6 +1,7 @@
 """Of layers that are not all alike, what a GGUF file says and what it leaves to its family."""
 
 from pathlib import Path
+from typing import Any
 
 import gguf
 import pytest
@@ -27,6 +28,30 @@ def without(key: str) -> Edit:
         del writer.kv_data[0][key.format(arch=writer.arch)]
 
     return edit
+
+
+def again(add: str, *values: Any) -> Edit:
+    """Sets a field, by the name of gguf-py's method, that the file may have already."""
+
+    def edit(writer: GGUFWriter) -> None:
+        fresh = GGUFWriter("unused", writer.arch)
+        getattr(fresh, add)(*values)
+        writer.kv_data[0].update(fresh.kv_data[0])
+
+    return edit
+
+
+def scaled_though_none(writer: GGUFWriter) -> None:
+    writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
+    writer.add_rope_scaling_factor(4.0)
+
+
+def one_table(writer: GGUFWriter) -> None:
+    del writer.tensors[0]["rope_factors_long.weight"]
+
+
+def sections_of_images(writer: GGUFWriter) -> None:
+    writer.add_rope_dimension_sections([4, 4, 4, 4])
 
 
 PATTERN = gguf.Keys.Attention.SLIDING_WINDOW_PATTERN
@@ -66,6 +91,13 @@ def test_layers_are_local_as_the_file_says(
         ("gemma3", lambda w: w.add_sliding_window_pattern(0), BadModelFile, "each of 7"),
         ("gemma3", lambda w: w.add_sliding_window_pattern([True] * 7), UnsupportedModel, "none of"),
         ("gemma2", lambda w: w.add_rope_freq_base_swa(500.0), UnsupportedModel, "freq_base_swa"),
+        ("gemma2", scaled_though_none, UnsupportedModel, "scaling.factor 4.0 with .*'none'"),
+        ("gemma4", lambda w: w.add_rope_scaling_attn_factors(2.0), UnsupportedModel, "attn_factor"),
+        ("gemma4", again("add_rope_dimension_count_swa", 16), UnsupportedModel, "count_swa 16"),
+        ("cohere2", without(gguf.Keys.Attention.SLIDING_WINDOW), BadModelFile, "sliding_window"),
+        ("cohere2", without(gguf.Keys.LLM.LOGIT_SCALE), BadModelFile, "logit_scale"),
+        ("phi4-mini", one_table, UnsupportedModel, "rope_factors_short.weight where"),
+        ("qwen3vl", sections_of_images, UnsupportedModel, "dimension_sections"),
     ],
 )
 def test_layers_that_cannot_be_are_refused(
@@ -104,3 +136,47 @@ def test_rope_that_a_file_does_not_scale_is_not_scaled(kind: str, tmp_path: Path
     assert read_spec(tmp_path / "out").rope.kind == "default"
     theirs = transformers.AutoConfig.from_pretrained(tmp_path / "out")
     assert theirs.rope_parameters["rope_type"] == "default"
+
+
+def test_gemma4_caps_logits_unless_the_file_says_otherwise(tmp_path: Path) -> None:
+    """As llama.cpp does: 30, of which published files of the converter's first days say nothing."""
+    for name, cap, expected in (("none", None, 30.0), ("zero", 0.0, 0.0), ("five", 5.0, 5.0)):
+        folder = tmp_path / name
+        folder.mkdir()
+        edit = without(gguf.Keys.LLM.FINAL_LOGIT_SOFTCAPPING)
+        if cap is not None:
+            edit = again("add_final_logit_softcapping", cap)
+        assert spec_of("gemma4", edit, folder).logits_softcap == expected
+
+
+def test_gemma4_scales_positions_of_layers_that_see_everything(tmp_path: Path) -> None:
+    (tmp_path / "plain").mkdir()
+    plain = spec_of("gemma4", lambda w: None, tmp_path / "plain")
+    scaled = spec_of("gemma4", lambda w: w.add_rope_scaling_factor(4.0), tmp_path)
+    wanted = [each / 4 for each in plain.rope.inverse_frequencies]
+    assert list(scaled.rope.inverse_frequencies) == pytest.approx(wanted)
+    assert scaled.local_rope == plain.local_rope
+
+
+@pytest.mark.parametrize(
+    ("kind", "whole", "near"),
+    [("gemma3", 1.25, 1.25), ("gemma3n", 1.25, 1.25), ("olmo3", 1.25**2, 1.0)],
+)
+def test_attn_factor_is_of_local_layers_too_but_of_olmo3(
+    kind: str, whole: float, near: float, tmp_path: Path
+) -> None:
+    """olmo3's own yarn_attn_factor is multiplied by it."""
+    spec = spec_of(kind, lambda w: w.add_rope_scaling_attn_factors(1.25), tmp_path)
+    (tmp_path / "plain").mkdir()
+    plain = spec_of(kind, lambda w: None, tmp_path / "plain")
+    for rope, before, factor in (
+        (spec.rope, plain.rope, whole),
+        (spec.local_rope or spec.rope, plain.local_rope or plain.rope, near),
+    ):
+        assert rope.attention_scaling == pytest.approx(factor)
+        assert rope.inverse_frequencies == pytest.approx(before.inverse_frequencies)
+
+
+def test_a_temperature_makes_no_other_family_a_ministral(tmp_path: Path) -> None:
+    spec = spec_of("granite", lambda w: w.add_attn_temperature_scale(0.5), tmp_path)
+    assert (spec.architecture, spec.max_positions) == ("GraniteForCausalLM", 512)

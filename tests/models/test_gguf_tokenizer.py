@@ -167,6 +167,11 @@ def test_a_vocabulary_that_contradicts_itself_is_refused(
         build_tokenizer(write(tmp_path / "m.gguf", "gpt2", "gpt-2", **fields))
 
 
+def read(file: GgufFile) -> Tokenizer:
+    special_token(file, "eos")
+    return build_tokenizer(file)
+
+
 # What llama.cpp (0.3.36) makes of the same files, where it loads them: it ends on two tokens of the
 # same text, of which earlier versions found the last.
 @pytest.mark.parametrize(
@@ -190,8 +195,7 @@ def test_a_file_whose_meaning_is_unsure_is_loaded_with_a_warning(
 ) -> None:
     file = write(tmp_path / "m.gguf", "gpt2", pre, **fields)
     with pytest.warns(RuntimeWarning, match=said):
-        tokenizer = build_tokenizer(file)
-        special_token(file, "eos")
+        tokenizer = read(file)
     encoded = tokenizer.encode(text)
     assert encoded.tokens == tokens
     assert tokenizer.decode(encoded.ids, skip_special_tokens=False) == text
