@@ -9,7 +9,7 @@ from kvkeep.models.gguf_gemma import gemma_config
 from kvkeep.models.gguf_gemma3n import gemma3n_config
 from kvkeep.models.gguf_layers import is_olmo3, layers_config
 from kvkeep.models.gguf_rope import has_temperature, original_length, rope_scaling, shortest
-from kvkeep.models.gguf_vocabulary import special_id, special_token
+from kvkeep.models.gguf_vocabulary import special_id
 from kvkeep.models.unsupported import why_not
 
 # general.architecture to the class and model_type. Mistral is stored as llama. A model that reads
@@ -110,8 +110,8 @@ def config_from_gguf(file: GgufFile) -> dict[str, Any]:
     if model_type in ("gpt_oss", "ministral3") and config.get("rope_scaling") is None:
         config["rope_scaling"] = {"rope_type": "default"}
     for role, key in (("bos", "bos_token_id"), ("padding", "pad_token_id")):
-        if special_token(file, role) is not None:
-            config[key] = special_id(file, role)
+        if (index := special_id(file, role)) is not None:
+            config[key] = index
     return {**config, "eos_token_id": eos_token_ids(file) or None}
 
 

@@ -48,7 +48,7 @@ def special_token(file: GgufFile, role: str) -> str | None:
 
 
 def _warn(message: str) -> None:
-    warnings.warn(message, RuntimeWarning, stacklevel=3)
+    warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
 @dataclass(frozen=True)

@@ -286,3 +286,16 @@ def test_a_vocabulary_that_is_incomplete_is_refused(
     fields = {name: value for name, value in whole.items() if value is not None}
     with pytest.raises(BadModelFile, match=complaint):
         built(tmp_path / "m.gguf", "llama", tokens, types, fields)
+
+
+def test_without_types_bytes_and_tokens_with_a_role_are_still_found(tmp_path: Path) -> None:
+    tokens = ["<unk>", "<s>", "</s>", *BYTES, "▁", "a", "b", "ab", "▁ab"]
+    fields = {"unknown_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    fields["scores"] = [0.0] * 260 + [-3.0, -4.0, -2.0, -1.0]
+    types = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256, *[NORMAL] * 5]
+    whole = built(tmp_path / "whole.gguf", "llama", tokens, types, fields)
+    with pytest.warns(RuntimeWarning, match=r"tokenizer\.ggml\.token_type"):
+        ours = built(tmp_path / "m.gguf", "llama", tokens, [], fields)
+    for text in ("ab ab", "a</s>b<unk>", "日 <0x41>"):
+        assert ours.encode(text).ids == whole.encode(text).ids
+        assert ours.decode(ours.encode(text).ids) == whole.decode(whole.encode(text).ids)

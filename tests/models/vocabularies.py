@@ -73,7 +73,8 @@ def built(
     writer = GGUFWriter(path, architecture)
     writer.add_tokenizer_model(kind)
     writer.add_token_list(list(tokens))
-    writer.add_token_types(list(types))
+    if types:
+        writer.add_token_types(list(types))
     for name, value in fields.items():
         key = f"tokenizer.ggml.{name}"
         if isinstance(value, bool):
