@@ -40,6 +40,9 @@ def _logits(path: str, tokens: list[int]) -> "np.ndarray[tuple[int, int], np.dty
         flash_attn=False,
         type_k=_F32,
         type_v=_F32,
+        yarn_attn_factor=-1.0,  # the file's, and so for the others
+        yarn_beta_fast=-1.0,
+        yarn_beta_slow=-1.0,
         verbose=True,
     )
     try:

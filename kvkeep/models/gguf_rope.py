@@ -176,7 +176,7 @@ def _llama3(file: GgufFile, family: str, stored: list[float]) -> dict[str, Any] 
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
-    theta, rotary_dim = file.number(f"{family}.rope.freq_base", 10_000.0), 2 * len(stored)
+    theta, rotary_dim = _theta(file, family), 2 * len(stored)
     plain = rope_spec({}, theta, rotary_dim, 8192).inverse_frequencies
     scaled = rope_spec(settings, theta, rotary_dim, 8192).inverse_frequencies
     divisors = [before / after for before, after in zip(plain, scaled, strict=True)]
@@ -201,17 +201,34 @@ def _one_table(
         return settings
     if settings is None and attention == 1 and (llama3 := _llama3(file, family, list(divisors))):
         return llama3
-    theta = file.number(f"{family}.rope.freq_base", 10_000.0)
-    rotary_dim, longest = 2 * len(divisors), file.count(f"{family}.context_length")
-    scaled = rope_spec(settings or {}, theta, rotary_dim, longest)
+    scales, magnitude = _scales(file, family, settings, 2 * len(divisors))
     if settings and plain_table and as_yarn:
-        return {**settings, "attention_factor": shortest(scaled.attention_scaling * attention)}
+        return {**settings, "attention_factor": shortest(magnitude * attention)}
+    whole = [shortest(scale * each) for scale, each in zip(scales, divisors, strict=True)]
+    longest = file.count(f"{family}.context_length")
+    return _longrope(whole, whole, magnitude * attention, longest)
+
+
+def _scales(
+    file: GgufFile, family: str, settings: dict[str, Any] | None, rotary_dim: int
+) -> tuple[list[float], float]:
+    """By what settings divide each pair's frequency, and what they multiply cosine and sine by."""
+    theta, longest = _theta(file, family), file.count(f"{family}.context_length")
+    scaled = rope_spec(settings or {}, theta, rotary_dim, longest)
     plain = rope_spec({}, theta, rotary_dim, longest).inverse_frequencies
-    whole = [
-        shortest(before / after * divisor)
-        for before, after, divisor in zip(plain, scaled.inverse_frequencies, divisors, strict=True)
+    scales = [
+        before / after for before, after in zip(plain, scaled.inverse_frequencies, strict=True)
     ]
-    return _longrope(whole, whole, scaled.attention_scaling * attention, longest)
+    return scales, scaled.attention_scaling
+
+
+def _theta(file: GgufFile, family: str) -> float:
+    theta = file.number(f"{family}.rope.freq_base", 10_000.0)
+    if theta <= 0:
+        raise BadModelFile(
+            f"{file.path}: {family}.rope.freq_base must be above 0, found {theta}; fetch it again"
+        )
+    return theta
 
 
 def _two_lengths(
@@ -222,14 +239,13 @@ def _two_lengths(
     attention: float,
 ) -> dict[str, Any]:
     """Tables for short and for long texts (LongRoPE), of Phi-3 and of files whose type says so."""
-    if settings and settings["rope_type"] == "yarn":
-        raise UnsupportedModel(
-            f"{file.path} has {family}.rope.scaling.type 'yarn' beside {' and '.join(tables)}, "
-            "which is not supported; use the model's safetensors folder"
-        )
-    factor = settings["factor"] if settings else 1.0
-    short, long = ([shortest(each * factor) for each in tables[name]] for name in _TWO.values())
+    scales, magnitude = _scales(file, family, settings, 2 * len(tables[_TWO["short"]]))
+    short, long = (
+        [shortest(scale * each) for scale, each in zip(scales, tables[name], strict=True)]
+        for name in _TWO.values()
+    )
     longest, original = file.count(f"{family}.context_length"), original_length(file, family)
+    attention *= magnitude
     found = _longrope(short, long, attention, original)
     usual = math.sqrt(1 + max(0.0, math.log(longest / original)) / math.log(max(2, original)))
     if abs(attention - usual) <= 1e-6 * usual:  # what config.json does not say, either

@@ -172,14 +172,26 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], list[float]]] = {
     "log-multiplier": (
         "mistral3",
         {
+            "rope.freq_base": 500.0,
             "rope.scaling.type": "yarn",
             "rope.scaling.factor": 4.0,
-            "rope.scaling.original_context_length": 64,
+            "rope.scaling.original_context_length": 256,
             "rope.scaling.yarn_log_multiplier": 0.5,
-            "rope.scaling.yarn_beta_fast": 16.0,
+            "rope.scaling.yarn_beta_fast": 8.0,
         },
         {},
-        [-1.0087, 9.2733, -1.5903, 8.8261],
+        [-1.1296, 8.9034, -1.8219, 8.8426],
+    ),
+    "tables-yarn": (
+        "phi3",
+        {
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 4.0,
+            "rope.scaling.original_context_length": 256,
+            "rope.scaling.attn_factor": 1.25,
+        },
+        TWO,
+        [-2.1051, -4.8363, -1.0821, -2.9903],
     ),
     "phi3-scale_linear": (
         "phi3",
