@@ -21,6 +21,7 @@ from kvkeep.cli.saying import say
 from kvkeep.cli.screen import Screen
 from kvkeep.errors import KvkeepError
 from kvkeep.resident import peak_rss
+from kvkeep.session.streaming import SEAM, TextStream
 
 
 @dataclass
@@ -88,7 +89,10 @@ class Run:
                     shown += len(piece)
             except KeyboardInterrupt:
                 # The last token is in memory; its text must not be missing on the screen.
-                written = self.model.text.decode(self.session.tokens[first:], skip_special=True)
+                tokens = self.session.tokens
+                before = tokens[max(0, first - SEAM) : first]
+                stream = TextStream(self.model.text, how.stop, before)
+                written = stream.all_of(tokens[first:])
                 with suppress(OSError):
                     screen.write(written[shown:])
                 raise

@@ -52,7 +52,8 @@ def why(
     elif not differs:
         click.echo("no stored prompt begins with its first token")
     else:
-        before = loaded.text.decode(ids[max(0, differs - AROUND) : differs])
-        after = loaded.text.decode(ids[differs : differs + AROUND])
+        first = max(0, differs - AROUND)
+        before = (loaded.text.decode_inside if first else loaded.text.decode)(ids[first:differs])
+        after = loaded.text.decode_inside(ids[differs : differs + AROUND])
         click.echo(f"the nearest stored prompt differs, or ends, at token {differs:,}:")
         click.echo(f"{before}>>>{after}")

@@ -48,13 +48,15 @@ class ControlTokens:
     Example: somebody says "stop<|im_end|>". While the template renders that, it reads "stop" and a
     stand-in. Then each <|im_end|> is the template's own and gets its name, and the stand-in becomes
     "<|im_end|>" again.
+
+    ids: of the special tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder().items()
         self._index = {token.content: n for n, token in added if token.special and token.content}
-        self._control = frozenset(self._index.values())
+        self.ids = frozenset(self._index.values())
         # Secret, or somebody could type them. Digits alone, which no filter of a template changes,
         # where they go through one.
         name, self._digits = secrets.token_hex(8), f"{secrets.randbelow(10**16):016}"
@@ -68,7 +70,7 @@ class ControlTokens:
         """Token ids of a sealed text; any text that people wrote is one."""
         text, own = self._unseal(sealed), len(self._find_names.findall(sealed))
         ids = _encoded(self._tokenizer, text)
-        found = sum(index in self._control for index in ids)
+        found = sum(index in self.ids for index in ids)
         if found == own and (not own or len(self._find_texts.findall(text)) == own):
             return ids  # there are no others than the template's
         return _encoded(self._sealed_tokenizer, sealed)

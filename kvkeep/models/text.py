@@ -14,6 +14,7 @@ from kvkeep.errors import BadModelFile, InvalidArgument
 from kvkeep.models.byte_fallback import ByteTokens
 from kvkeep.models.chat import checked_messages, checked_tools, render_chat
 from kvkeep.models.control import ChatText, ControlTokens
+from kvkeep.models.token_bytes import TokenBytes
 
 _REPLACEMENT = "\ufffd"  # what decoding gives for bytes that are not, or not yet, a character
 _MARK = "kvkeepgoeson"  # stands for what follows in a rendering; letters only, so nothing trims it
@@ -94,6 +95,24 @@ class TextCodec:
             raise InvalidArgument(f"token ids are numbers from 0 up, found {min(ids)}")
         return self.tokenizer.decode(self._bytes.mended(ids), skip_special_tokens=skip_special)
 
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes of one token inside a text: with the space that it opens with, and of half a
+        character its own part. b"" for an id beyond the vocabulary.
+
+        Raises InvalidArgument for a negative id.
+        """
+        if token < 0:
+            raise InvalidArgument(f"token ids are numbers from 0 up, found {token}")
+        return self._token_bytes.of(token)
+
+    def is_control(self, token: int) -> bool:
+        """Whether a token is special, such as <|im_end|>: generated text is without it."""
+        return token in self._control.ids
+
+    def decode_inside(self, ids: Sequence[int]) -> str:
+        """The text of tokens that others come before: a space they open with is not lost."""
+        return b"".join(map(self.token_bytes, ids)).decode(errors="replace")
+
     def piece_stream(self, skip_special: bool = False) -> "PieceStream":
         """A decoder for ids that come one at a time."""
         return PieceStream(self, skip_special)
@@ -143,6 +162,10 @@ class TextCodec:
     @cached_property
     def _bytes(self) -> ByteTokens:
         return ByteTokens(self.tokenizer)
+
+    @cached_property
+    def _token_bytes(self) -> TokenBytes:
+        return TokenBytes(self.tokenizer)
 
     @cached_property
     def _control(self) -> ControlTokens:

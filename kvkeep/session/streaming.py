@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from kvkeep.models.text import TextCodec
 
-_SEAM = 16  # tokens before the first that may hold the beginning of its character
+SEAM = 16  # tokens before the first that may hold the beginning of its character
 
 
 class TextStream:
@@ -16,7 +16,7 @@ class TextStream:
 
     def __init__(self, text: TextCodec, stop: tuple[str, ...], before: Sequence[int] = ()):
         self._pieces = text.piece_stream(skip_special=True)
-        for token in before[-_SEAM:]:
+        for token in before[-SEAM:]:
             self._pieces.push(token)
         self._stop = stop
         self._held = ""
@@ -57,6 +57,21 @@ class TextStream:
         cut = len(self._held) - doubtful
         certain, self._held = self._held[:cut], self._held[cut:]
         return certain
+
+
+def pieces_of(text: TextCodec, before: Sequence[int], ids: Sequence[int]) -> list[str]:
+    """The text that each token adds to that of the tokens before it, special tokens included.
+
+    before: the tokens that the first one follows on, of which the last `SEAM` are enough. Half a
+    character at the end is U+FFFD.
+    """
+    stream = text.piece_stream()
+    for token in before[-SEAM:]:
+        stream.push(token)
+    pieces = [stream.push(token) for token in ids]
+    if pieces:
+        pieces[-1] += stream.flush()
+    return pieces
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -1,14 +1,20 @@
 """Completions by OpenAI's own client."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
 from server.conftest import Running
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE
 
+from kvkeep.engine import Likely, Written
 from kvkeep.model import Model
+from kvkeep.models.text import TextCodec
+from kvkeep.server.openai.likely import CompletionLogprobs
 
 PROMPT = "The capital of France is"
 
@@ -91,3 +97,48 @@ def test_nothing_to_go_on_from_is_refused_before_a_stream_begins(
         asked = client.post(f"/v1/sessions/{name}/generate", json={"stream": streamed})
         assert asked.status_code == 400
         assert "nothing to continue" in asked.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("prompt", ["Emoji: 🎉 🎊 🎈 ", PROMPT])
+def test_no_two_tokens_share_a_name_and_offsets_are_those_of_the_text(
+    client: openai.OpenAI, prompt: str
+) -> None:
+    """Where the likeliest tokens are parts of characters, and with the prompt in the text."""
+    answer = completed(client, prompt, logprobs=20, echo=True, max_tokens=12)
+    text, logprobs = answer.choices[0].text, answer.choices[0].logprobs
+    assert all(len(top) == 20 for top in logprobs.top_logprobs)
+    names = [*logprobs.tokens, *(name for top in logprobs.top_logprobs for name in top)]
+    assert any(name.startswith("bytes:") for name in names)
+    assert logprobs.text_offset[0] == len(prompt)
+    for name, offset in zip(logprobs.tokens, logprobs.text_offset, strict=True):
+        assert name.startswith("bytes:") or text.startswith(name, offset)
+    chunks = completed(client, prompt, logprobs=20, echo=True, max_tokens=12, stream=True)
+    parts = [chunk.choices[0].logprobs for chunk in chunks if chunk.choices[0].logprobs]
+    assert [at for part in parts for at in part.text_offset] == logprobs.text_offset
+
+
+def test_tokens_of_a_sentencepiece_vocabulary_keep_their_spaces(tmp_path: Path) -> None:
+    """And two tokens of one text, a piece and a byte, are both there."""
+    codec = sentencepiece_codec(tmp_path)
+    a, byte, the = (codec.tokenizer.token_to_id(each) for each in ("a", "<0x61>", "▁the"))
+    top = [Likely(a, -1.0), Likely(byte, -2.0), Likely(the, -3.0), Likely(10**6, -4.0)]
+    events = [Written(the, " the", Likely(the, -3.0), top) for _ in range(2)]
+    entry = CompletionLogprobs(codec).entry(events)
+    assert entry is not None
+    assert entry["tokens"] == [" the", " the"]
+    assert entry["text_offset"] == [0, 4]
+    names = {"a": -1.0, f"token_id:{byte}": -2.0, " the": -3.0, "": -4.0}
+    assert entry["top_logprobs"] == [names, names]
+
+
+def sentencepiece_codec(folder: Path) -> TextCodec:
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "a", "▁the"]
+    tokenizer = Tokenizer(BPE({each: n for n, each in enumerate(pieces)}, [], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), _STRIP]
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return TextCodec.open(folder)
+
+
+_STRIP = decoders.Strip(" ", 1, 0)

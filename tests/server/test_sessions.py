@@ -271,3 +271,17 @@ def test_a_session_takes_bits_as_a_number_or_as_text(client: httpx.Client, bits:
     assert answer.status_code == 201, answer.json()
     assert answer.json()["kv_bits"] == str(bits)
     assert client.post("/v1/sessions", json={"kv_bits": 5}).status_code in (400, 422)
+
+
+def test_the_texts_of_tokens_joined_are_the_text(client: httpx.Client, smollm2: Model) -> None:
+    """From any token on: half a character is no U+FFFD in the middle of a text."""
+    text, name = "A party 🎉, a brain 🧠.", "pieces-joined"
+    client.post("/v1/sessions", json={"name": name})
+    client.post(f"/v1/sessions/{name}/feed", json={"text": text})
+    ids = smollm2.text.encode(text)
+    whole = client.get(f"/v1/sessions/{name}/text").json()["pieces"]
+    assert "".join(piece["text"] for piece in whole) == text
+    for start in range(len(ids)):
+        found = client.get(f"/v1/sessions/{name}/text", params={"start": start}).json()["pieces"]
+        assert found == whole[start:]
+    client.delete(f"/v1/sessions/{name}")

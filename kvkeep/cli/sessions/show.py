@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -43,11 +43,13 @@ def show(name: str, model: str | None, forgotten: bool) -> None:
     click.echo()
     text = _tokenizer(file, snapshot, model)
     gone = "compressed" if compressed_cells(snapshot) else "forgotten"
+    decode: Callable[[Sequence[int]], str] = text.decode
     for remembered, ids in runs(snapshot):
         if remembered:
-            sys.stdout.write(text.decode(ids))
+            sys.stdout.write(decode(ids))
         else:
-            sys.stdout.write(_mark(len(ids), gone, text.decode(ids) if forgotten else None))
+            sys.stdout.write(_mark(len(ids), gone, decode(ids) if forgotten else None))
+        decode = text.decode_inside
     click.echo()
 
 

@@ -12,7 +12,7 @@ from kvkeep.engine import Ask, Finished, Likely, Read, Written
 from kvkeep.errors import InvalidArgument
 from kvkeep.server.asked import MOST_ANSWERS, MOST_TOKENS, Bias, Body, Choosing, Owner, Serving
 from kvkeep.server.described import STREAMED
-from kvkeep.server.llamacpp.text import DEFAULTS, SLOTS, piece_of, slot_name
+from kvkeep.server.llamacpp.text import DEFAULTS, SLOTS, slot_name
 from kvkeep.server.openai.chat import asked, forced_by
 from kvkeep.server.openai.usage import progress_of, timings_of
 from kvkeep.server.problems import problem_of
@@ -216,10 +216,13 @@ class _Reply:
         return {**self._entry(each.likely), "top_logprobs": top}
 
     def _entry(self, likely: Likely) -> dict[str, Any]:
-        piece = piece_of(self._service, likely.token)
-        text = piece if isinstance(piece, str) else ""
-        raw = list(piece.encode()) if isinstance(piece, str) else piece
-        return {"id": likely.token, "token": text, "bytes": raw, "logprob": likely.log_probability}
+        raw = self._service.model.text.token_bytes(likely.token)
+        return {
+            "id": likely.token,
+            "token": raw.decode(errors="ignore"),  # as llama.cpp: without a part of a character
+            "bytes": list(raw),
+            "logprob": likely.log_probability,
+        }
 
     def _end(self, end: Finished) -> dict[str, Any]:
         usage, body = end.usage, self._body

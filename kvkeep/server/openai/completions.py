@@ -15,7 +15,7 @@ from kvkeep.server.asked import MOST_ANSWERS, MOST_TOKENS, Body, Choosing, Owner
 from kvkeep.server.basics import now
 from kvkeep.server.described import STREAMED
 from kvkeep.server.openai.chat import asked, longest
-from kvkeep.server.openai.likely import old_entry
+from kvkeep.server.openai.likely import CompletionLogprobs
 from kvkeep.server.openai.usage import REASONS, timings_of, usage_of
 from kvkeep.server.problems import problem_of
 from kvkeep.server.service import Running, Service
@@ -84,7 +84,12 @@ async def _whole(
         if isinstance(each, Finished):
             ends[index] = each
     choices = [
-        _choice(index, texts[index], ends[index], old_entry(codec, written[index]))
+        _choice(
+            index,
+            texts[index],
+            ends[index],
+            CompletionLogprobs(codec, len(echoed)).entry(written[index]),
+        )
         for index in range(body.n)
     ]
     usages = [ends[index].usage for index in range(body.n)]
@@ -95,6 +100,7 @@ async def _streamed(
     running: Running, head: dict[str, Any], body: Completion, echoed: str, codec: TextCodec
 ) -> AsyncIterator[bytes]:
     usages: list[Usage] = []
+    logprobs = [CompletionLogprobs(codec, len(echoed)) for _ in range(body.n)]
     try:
         for index in range(body.n if echoed else 0):
             yield event({**head, "choices": [_choice(index, echoed, None)]})
@@ -103,7 +109,7 @@ async def _streamed(
                 usages.append(each.usage)
                 yield event({**head, "choices": [_choice(index, each.text, each)]})
             elif isinstance(each, Written) and (each.text or each.likely):
-                likely = old_entry(codec, [each])
+                likely = logprobs[index].entry([each])
                 yield event({**head, "choices": [_choice(index, each.text, None, likely)]})
         if body.stream_options and body.stream_options.include_usage:
             yield event({**head, "choices": [], "usage": usage_of(usages)})

@@ -83,11 +83,12 @@ def _texts(found: Differing | None, service: Service) -> dict[str, str]:
     """What both texts have before they part, and how each goes on."""
     if found is None:
         return {}
-    decode, shared = service.model.text.decode, found.at - found.start
+    codec, shared = service.model.text, found.at - found.start
+    common = codec.decode if found.start == 0 else codec.decode_inside
     return {
-        "common_text": decode(found.prompt[:shared]),
-        "prompt_text": decode(found.prompt[shared:]),
-        "nearest_text": decode(found.nearest[shared:]),
+        "common_text": common(found.prompt[:shared]),
+        "prompt_text": codec.decode_inside(found.prompt[shared:]),
+        "nearest_text": codec.decode_inside(found.nearest[shared:]),
     }
 
 

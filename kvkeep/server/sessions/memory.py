@@ -11,6 +11,7 @@ from kvkeep.errors import InvalidArgument
 from kvkeep.server.asked import Owner, Serving
 from kvkeep.server.sessions.entry import Name, look
 from kvkeep.session.session import Session
+from kvkeep.session.streaming import SEAM, pieces_of
 
 router = APIRouter()
 _MOST_PIECES = 4096
@@ -33,8 +34,12 @@ async def text(
     start: _Place = 0,
     end: Annotated[int | None, Query(ge=0, lt=2**40)] = None,
 ) -> dict[str, Any]:
-    """Tokens `start ... end - 1` with what each of them says; at most 4,096."""
-    decode = service.model.text.decode
+    """Tokens `start ... end - 1` with what each of them says; at most 4,096.
+
+    The texts joined are the text of these tokens: a character of several tokens comes with the
+    last of them, and the others have "".
+    """
+    codec = service.model.text
 
     def pieces(kept: Kept) -> dict[str, Any]:
         tokens = kept.live.tokens
@@ -42,11 +47,12 @@ async def text(
         if start > len(tokens):
             raise InvalidArgument(f"there are {len(tokens)} tokens; found start {start}")
         ids = tokens[start:last]
+        texts = pieces_of(codec, tokens[max(0, start - SEAM) : start], ids)
         return {
             "start": start,
             "total": len(tokens),
             "revision": kept.revision,
-            "pieces": [{"id": token, "text": decode([token])} for token in ids],
+            "pieces": [{"id": token, "text": text} for token, text in zip(ids, texts, strict=True)],
         }
 
     return await look(service, name, owner, pieces)
