@@ -9,6 +9,7 @@ import torch
 
 from kvkeep.compute_path import ComputePath, path_of
 from kvkeep.models.checksum import checksum_of
+from kvkeep.models.end_of_turn import end_token_ids
 from kvkeep.models.llama import Decoder
 from kvkeep.models.packing import name_of
 from kvkeep.models.spec import ModelSpec
@@ -44,6 +45,14 @@ class LoadedModel:
     @property
     def spec(self) -> ModelSpec:
         return self.decoder.spec
+
+    @cached_property
+    def end_token_ids(self) -> tuple[int, ...]:
+        """Ids of the tokens that end a generation, from all of the model's files.
+
+        The fingerprint is made of `spec.eos_token_ids` alone, so that snapshots stay valid.
+        """
+        return end_token_ids(self.spec, self.text)
 
     @cached_property
     def weights(self) -> str:

@@ -186,6 +186,8 @@ class Answer(Iterator[Event]):
         self._tell(Written(token, text, likely, top))
         if stream.stopped:
             self.finish("stop")
+        elif self.ask.sampling.complete:
+            self.finish("eos")
         elif len(self.written) == self.ask.max_tokens:
             self.finish("length")
 

@@ -46,7 +46,7 @@ class TakingOn:
     ):
         self._model, self._keeping, self._limits = model, keeping, limits
         self._new_session, self._done = new_session, tells
-        self.schedule = Schedule(model.spec.eos_token_ids, self._over, self._has_read)
+        self.schedule = Schedule(model.end_token_ids, self._over, self._has_read)
         self._followers: dict[Answer, list[Answer]] = {}
         self._ended_by = Counter[str]()
         self._sums = Counter[str]()

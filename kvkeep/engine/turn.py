@@ -54,7 +54,7 @@ def _conversation(model: Model, kept: Kept, system: str | None) -> Conversation:
             "the system prompt comes first in a chat, and this one has begun with another or "
             "without: leave it out, edit the span 'system text', or begin a new session"
         )
-    chat = Conversation(session, model.text, model.spec.eos_token_ids, known)
+    chat = Conversation(session, model.text, model.end_token_ids, known)
     kept.notes = {**kept.notes, CHAT: chat.notes}
     return chat
 

@@ -176,6 +176,7 @@ def _added(spec: ModelSpec, name: str) -> float:
 
 def _tokenizer_config(file: GgufFile) -> dict[str, Any]:
     roles = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+    roles |= {"eot": "eot_token", "eom": "eom_token"}
     tokens = {key: special_token(file, role) for role, key in roles.items()}
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",

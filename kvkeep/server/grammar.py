@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from kvkeep.errors import InvalidArgument
@@ -16,18 +17,25 @@ from kvkeep.model import Model
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 _LARGEST = 200_000  # characters of a schema
+_STAND_IN = "<|kvkeep stands in for the end of the text|>"
 
 
 class Grammar:
-    """A `Constraint` that is one text of a grammar, and then the end of the text."""
+    """A `Constraint` that is one text of a grammar, and then the end of the text.
+
+    A model without any end token cannot say that its text ends: then the grammar is `complete` as
+    soon as nothing but the end may follow.
+    """
 
     def __init__(self, model: Model, grammar: str):
         """grammar: in llguidance's own form. Raises InvalidArgument for one that is none."""
-        tokenizer = _tokenizer(model)
+        ends = _ends(model)
+        tokenizer = _tokenizer_of(str(model.text.folder / "tokenizer.json"), ends)
         if problem := LLMatcher.validate_grammar(grammar, tokenizer):
             raise InvalidArgument(f"the schema or grammar cannot be used: {problem[:500]}")
         self._matcher = LLMatcher(tokenizer, grammar, log_level=0)
         self._mask = np.zeros((tokenizer.vocab_size + 31) // 32, dtype=np.int32)
+        self._stand_in = None if ends else int(tokenizer.eos_token)
 
     @classmethod
     def of_schema(cls, model: Model, schema: Mapping[str, Any]) -> "Grammar":
@@ -65,22 +73,35 @@ class Grammar:
         bits = np.unpackbits(self._mask.view(np.uint8), bitorder="little")
         allowed = np.zeros(logits.shape[0], dtype=bool)
         allowed[: len(bits)] = bits[: len(allowed)]
+        if self._stand_in is not None:
+            allowed[self._stand_in : self._stand_in + 1] = False
+            if not allowed.any():
+                raise InvalidArgument(
+                    "the schema or grammar allows no text, and the model has no token to end one: "
+                    "leave the schema or grammar out, or give one with a text"
+                )
         return logits.masked_fill(~torch.from_numpy(allowed), -torch.inf)
+
+    @property
+    def complete(self) -> bool:
+        """Whether no more tokens may come, and the model has none to say so."""
+        return self._stand_in is not None and bool(self._matcher.is_stopped())
 
     def accept(self, token: int) -> None:
         if not self._matcher.is_stopped():
             self._matcher.consume_token(token)
 
 
-def token_bytes(model: Model, token: int) -> bytes:
-    """What a token stands for, also where that is no whole character."""
-    return bytes(_tokenizer(model).decode_bytes([token]))
-
-
-def _tokenizer(model: Model) -> LLTokenizer:
-    return _tokenizer_of(str(model.text.folder / "tokenizer.json"), model.spec.eos_token_ids)
+def _ends(model: Model) -> tuple[int, ...]:
+    """The end tokens that the tokenizer has; files may name others, which never come."""
+    return tuple(end for end in model.end_token_ids if end < model.text.vocab_size)
 
 
 @lru_cache(maxsize=4)
 def _tokenizer_of(path: str, ends: tuple[int, ...]) -> LLTokenizer:
-    return LLTokenizer(path, eos_token=list(ends))
+    """The tokenizer as llguidance has it, which needs an end: a stand-in where there is none."""
+    if ends:
+        return LLTokenizer(path, eos_token=list(ends))
+    tokenizer = Tokenizer.from_file(path)
+    tokenizer.add_special_tokens([_STAND_IN])
+    return LLTokenizer(tokenizer.to_str(), eos_token=tokenizer.token_to_id(_STAND_IN))

@@ -17,6 +17,9 @@ class Constraint(Protocol):
 
     It is asked before each token, and told each that was taken into the session. What a constraint
     remembers is its own: it is for one run of tokens, and no session saves it.
+
+    It may have a `complete` too, a bool: whether its text is whole and no token may come any more.
+    Generation ends there, as at the end of a text; a constraint without it ends by an end token.
     """
 
     def masked(self, logits: Tensor) -> Tensor:

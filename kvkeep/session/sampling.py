@@ -73,6 +73,11 @@ class Sampling:
         """Whether the likeliest token is taken, and nothing drawn."""
         return self.temperature < _COLDEST
 
+    @property
+    def complete(self) -> bool:
+        """Whether the constraint lets no token come any more, so that generation ends."""
+        return bool(getattr(self.constraint, "complete", False))
+
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
 

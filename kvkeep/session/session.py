@@ -125,16 +125,16 @@ class Session(Reader):
     ) -> Iterator[str]:
         """Text as it is written: whole characters only, without special tokens.
 
-        Ends after `max_tokens` (None: never), at end-of-text unless `ignore_eos`, or before a
-        stop string; `finish_reason` then says "length", "eos" or "stop". The tokens stay in the
-        session, those of a stop string too.
+        Ends after `max_tokens` (None: never), at an end token of the model (`end_token_ids`) unless
+        `ignore_eos`, where a constraint is complete, or before a stop string; `finish_reason` then
+        says "length", "eos" or "stop". The tokens stay in the session, those of a stop string too.
 
         An error comes once all text of the tokens that the session has taken in was given;
         `finish_reason` is "full" for ContextFull, "interrupt" for Ctrl-C, "error" for any other.
         """
         max_tokens = arguments.optional_whole("max_tokens", max_tokens, 0)
         arguments.instance("sampling", sampling, Sampling)
-        ends = () if arguments.flag("ignore_eos", ignore_eos) else self._model.spec.eos_token_ids
+        ends = () if arguments.flag("ignore_eos", ignore_eos) else self._model.end_token_ids
         return self._written(max_tokens, sampling, ends)
 
     def _written(
@@ -171,6 +171,9 @@ class Session(Reader):
             if text.stopped:
                 self.finish_reason = "stop"
                 return
+            if sampling.complete:
+                self.finish_reason = "eos"
+                break
         self.finish_reason = self.finish_reason or "length"
         yield from text.flush()
 

@@ -2,14 +2,16 @@
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from server.conftest import Running
+from server.conftest import Running, running
+from small import write_small_folder
 from topics import topic_text
 
-from kvkeep.model import Model
+from kvkeep.model import Model, load_model
 
 PROMPT = "The capital of France is"
 LONG = topic_text()[:2000]
@@ -79,6 +81,8 @@ def test_tokens_and_text_go_both_ways(client: httpx.Client, smollm2: Model) -> N
         p["piece"].encode() if isinstance(p["piece"], str) else bytes(p["piece"]) for p in pieces
     )
     assert raw.decode() == text
+    parts = [bytes(p["piece"]) for p in pieces if isinstance(p["piece"], list)]
+    assert b"".join(parts).strip() == "\U0001f9e0".encode()
     assert any(isinstance(piece["piece"], list) for piece in pieces)
 
 
@@ -220,3 +224,33 @@ def test_an_answer_is_held_to_a_grammar(client: httpx.Client, path: str) -> None
     assert text(said(json_schema={"const": "42"})) == '"42"'
     assert said(grammar="root ::= (not valid").status_code == 400
     assert said(grammar='root ::= "a"', json_schema={"const": 1}).status_code == 400
+
+
+def test_the_bytes_of_a_part_of_a_character_are_its_own(
+    client: httpx.Client, smollm2: Model
+) -> None:
+    first = smollm2.text.encode("🎉")[0]
+    forced = {"logit_bias": [[first, 1000]], "n_predict": 1, "n_probs": 1}
+    (entry,) = completed(client, **forced)["completion_probabilities"]
+    assert entry["bytes"] == list(smollm2.text.token_bytes(first))
+    assert bytes(entry["bytes"]) in "🎉".encode()
+    assert entry["token"] == ""  # as llama.cpp has it
+    body = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 1, "logprobs": True}
+    body["logit_bias"] = {str(first): 100}
+    answer = client.post("/v1/chat/completions", json=body).json()
+    (entry,) = answer["choices"][0]["logprobs"]["content"]
+    assert bytes(entry["bytes"]) == smollm2.text.token_bytes(first)
+    assert entry["token"].startswith("\\xf0")
+
+
+def test_a_schema_ends_an_answer_of_a_model_without_an_end(tmp_path: Path) -> None:
+    folder = write_small_folder(tmp_path / "small")
+    config = json.loads((folder / "config.json").read_text()) | {"eos_token_id": None}
+    (folder / "config.json").write_text(json.dumps(config))
+    model = load_model(str(folder), dtype="float32")
+    with running(model, tmp_path / "server") as server, server.client() as client:
+        found = completed(client, n_predict=-1, json_schema={"enum": ["one", "two"]})
+        assert json.loads(found["content"]) in ("one", "two")
+        assert found["stop_type"] == "eos"
+        body = {"prompt": PROMPT, "grammar": 'root ::= ""'}
+        assert client.post("/completion", json=body).status_code == 400

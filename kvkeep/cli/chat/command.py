@@ -165,7 +165,7 @@ def _open(
             "a prompt in this session was interrupted while it was read; have it read to the end "
             "with `kvkeep generate --session NAME -n 0`"
         )
-    codec, eos = opened.model.text, opened.model.spec.eos_token_ids
+    codec, eos = opened.model.text, opened.model.end_token_ids
     return opened, Conversation(opened.session, codec, eos, saved)
 
 

@@ -9,7 +9,6 @@ from pydantic import Field
 from kvkeep.errors import UnsupportedModel
 from kvkeep.models.chat import template_source
 from kvkeep.server.asked import Body, Owner, Serving
-from kvkeep.server.grammar import token_bytes
 from kvkeep.server.messages import template_messages
 from kvkeep.server.service import Service
 from kvkeep.version import __version__
@@ -74,7 +73,7 @@ async def props(service: Serving) -> dict[str, Any]:
         "build_info": f"kvkeep {__version__}",
         "chat_template": _template(service),
         "bos_token": service.model.text.decode(service.model.text.opening_ids),
-        "eos_token": service.model.text.decode(service.model.spec.eos_token_ids[:1]),
+        "eos_token": service.model.text.decode(service.model.end_token_ids[:1]),
     }
 
 
@@ -110,9 +109,9 @@ def context(service: Service) -> int:
 
 
 def piece_of(service: Service, token: int) -> str | list[int]:
-    """The text of a token; its bytes where they are no whole characters."""
-    codec = service.model.text
-    text = codec.decode([token])
-    if "\ufffd" not in text:
-        return text
-    return list(token_bytes(service.model, token))
+    """The text of a token inside a text; its bytes where they are no whole characters."""
+    raw = service.model.text.token_bytes(token)
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return list(raw)
