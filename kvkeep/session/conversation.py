@@ -1,9 +1,11 @@
 """A chat in a session: the model's own template, of which each turn feeds only what is new."""
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from kvkeep.errors import InvalidArgument, KvkeepError
+from kvkeep.session.rendering import common, cut, encode_pieces, mark_for
 
 if TYPE_CHECKING:
     from kvkeep.models.text import TextCodec
@@ -11,7 +13,7 @@ if TYPE_CHECKING:
     from kvkeep.session.spans import Place
 
 CHAT = "chat"  # note of a snapshot: what a chat needs beside its tokens; see Conversation.notes
-_MARK = "kvkeepanswer"  # stands for an answer in a rendering; letters only, so nothing trims it
+_MARK = mark_for()  # stands for an answer in a rendering
 
 
 def system_tokens(codec: "TextCodec", system: str) -> int:
@@ -20,17 +22,20 @@ def system_tokens(codec: "TextCodec", system: str) -> int:
     Raises InvalidArgument if the template takes no system prompt, UnsupportedModel if there is no
     template.
     """
-    prompt = {"role": "system", "content": system}
-    whole = codec.chat([prompt, {"role": "user", "content": _MARK}]).sealed
+    pieces = _first_pieces(codec, system, mark_for(system))
+    before, text, between = pieces[:3]
     try:
+        prompt = {"role": "system", "content": system}
         part = codec.chat([prompt], add_generation_prompt=False).sealed
     except KvkeepError:
         part = ""
-    if not part or not whole.startswith(part):
-        # Some templates put it inside the first user's turn: then up to the user's own words.
-        part = whole.partition(_MARK)[0]
+    # Some templates put it inside the first user's turn: then up to the user's own words.
+    after = between
+    if part.startswith(before + text) and "".join(pieces).startswith(part):
+        after = part[len(before + text) :]
     # Where the part ends inside a word, its last token is another one than the whole's.
-    return _common(codec.encode_sealed(whole), codec.encode_sealed(part))
+    ids, _ = encode_pieces(codec, [before, text, after])
+    return common(encode_pieces(codec, pieces)[0], ids)
 
 
 class Conversation:
@@ -42,7 +47,9 @@ class Conversation:
 
     Where things are is kept in spans of the session, which follow every edit: "system" and
     "turn 3" with the template's tokens around them ("opening" where the template writes something
-    before the first turn by itself), "system text", "turn 3 question" and "turn 3 answer" without.
+    before the first turn by itself), "system text", "turn 3 question" and "turn 3 answer" without:
+    no token of these reaches into the template, so that any can be replaced by its name (for the
+    exceptions, see `encode_pieces`).
     """
 
     def __init__(
@@ -57,7 +64,7 @@ class Conversation:
         self._eos = eos_token_ids
         self.notes: dict[str, str | None] = {"system": system}  # tokens and spans say the rest
         self._last = max(self.turns, default=0)
-        self._render_first("")
+        _rendered_first(codec, system, "")  # refused at once where there is no template
 
     def fork(self) -> "Conversation":
         """The same conversation in a session of its own."""
@@ -90,12 +97,12 @@ class Conversation:
         token in memory already.
         """
         if not self.session.tokens:
-            return self.codec.encode_sealed(self._render_first(words))
-        head = self._head
+            return encode_pieces(self.codec, self._first(words))[0]
+        head, (before, *rest) = self._head, self._opening(words)
         if head is not None and head[1] == len(self.session.tokens):
-            return self.codec.encode_sealed(self._opening(words))
-        closing = self.codec.encode_sealed(self._closing())
-        ids = self.codec.encode_sealed(self._closing() + self._opening(words))
+            return encode_pieces(self.codec, [before, *rest])[0]
+        closing = self.codec.encode_sealed(self._closing)
+        ids, _ = encode_pieces(self.codec, [self._closing + before, *rest])
         last = self.session.tokens[-1]
         if last in self._eos and last != ids[0] and not self.session.cache.recurrent:
             # Another end token than the template's: after it the model never saw a next turn.
@@ -105,7 +112,7 @@ class Conversation:
     def name_turn(self, words: str, fed: int, written: int = 0) -> None:
         """Names what `fed` tokens are, those that `begin_turn` said, `written` ones ago."""
         total, newest = len(self.session.tokens) - written, self.last_turn
-        opening = self.codec.encode_sealed(self._opening(words))
+        opening, places = encode_pieces(self.codec, self._opening(words))
         ids = self.session.tokens[total - fed : total]
         own = len(opening) if ids[-len(opening) :] == opening else fed
         first, turn = total - own, f"turn {newest + 1}"
@@ -114,15 +121,15 @@ class Conversation:
             last = f"turn {newest}"
             self.session.name(last, self.session.places[last][0], first)
         elif fed == total and first:
-            self._name_head(words, ids, first)
+            self._name_head(words, first)
         self.session.name(turn, first, total)
         self._last = newest + 1
-        odd = own == fed == total and ids != opening  # the first turn is written in its own way
-        template = self._render_first(_MARK) if odd else self._opening(_MARK)
-        before, _, after = template.partition(_MARK)
-        start, end = self._inside(ids[fed - own :], before, after)
+        if own == fed == total and ids != opening:  # the first turn is written in its own way
+            opening, places = encode_pieces(self.codec, self._first(words))
+        start, end = places[-2]
         if start < end:
-            self.session.name(f"{turn} question", first + start, first + end)
+            before = total - len(opening)
+            self.session.name(f"{turn} question", before + start, before + end)
 
     @property
     def is_open(self) -> bool:
@@ -160,31 +167,29 @@ class Conversation:
         places = self.session.places
         return places.get("system", places.get("opening"))
 
-    def _name_head(self, words: str, ids: list[int], end: int) -> None:
+    def _name_head(self, words: str, end: int) -> None:
         self.session.name("opening" if self.system is None else "system", 0, end)
         if self.system is None:
             return
-        marked = [{"role": "system", "content": _MARK}, {"role": "user", "content": words}]
-        before, _, after = self.codec.chat(marked).sealed.partition(_MARK)
-        start, end = self._inside(ids, before, after)
+        _, places = encode_pieces(self.codec, self._first(words))
+        start, end = places[1]
         if start < end:
             self.session.name("system text", start, end)
 
-    def _inside(self, ids: list[int], before: str, after: str) -> tuple[int, int]:
-        """Which of the tokens come wholly between two texts of the template."""
-        start = _common(ids, self.codec.encode_sealed(before))
-        rest = ids[start:][::-1]
-        return start, len(ids) - _common(rest, self.codec.encode_sealed(after)[::-1])
-
+    @cached_property
     def _closing(self) -> str:
         """What the template writes after an answer."""
         turn = [{"role": "user", "content": "-"}, {"role": "assistant", "content": _MARK}]
         closing = self.codec.chat(turn, add_generation_prompt=False).sealed.partition(_MARK)[2]
         return closing if self._after("-").startswith(closing) else ""
 
-    def _opening(self, words: str) -> str:
-        """A turn that is not the first, up to where its answer begins."""
-        return self._after(words)[len(self._closing()) :]
+    def _opening(self, words: str) -> tuple[str, str, str]:
+        """A turn that is not the first, up to where its answer begins; in pieces, as `_first`."""
+        mark, closing = mark_for(words), len(self._closing)
+        return cut(self._after(words)[closing:], self._after(mark)[closing:], mark)
+
+    def _first(self, words: str) -> list[str]:
+        return _first_pieces(self.codec, self.system, words)
 
     def _after(self, words: str) -> str:
         turns = [
@@ -194,23 +199,30 @@ class Conversation:
         ]
         return self.codec.chat(turns).sealed.partition(_MARK)[2]
 
-    def _render_first(self, words: str) -> str:
-        opening = [] if self.system is None else [{"role": "system", "content": self.system}]
-        return self.codec.chat([*opening, {"role": "user", "content": words}]).sealed
+
+def _first_pieces(codec: "TextCodec", system: str | None, words: str) -> list[str]:
+    """The first turn and all before it: the words are the last piece but one, and the system
+    prompt's text, if there is one, the second. Either is "" where the template has it otherwise."""
+    whole, mark = _rendered_first(codec, system, words), mark_for(system, words)
+    before, text, after = cut(whole, _rendered_first(codec, system, mark), mark)
+    if system is None:
+        return [before, text, after]
+    head, own, rest = cut(whole, _rendered_first(codec, mark, words), mark)
+    between = len(rest) - len(text) - len(after)
+    if not own or between < 0:
+        return ["", "", before, text, after]
+    return [head, own, rest[:between], text, after]
+
+
+def _rendered_first(codec: "TextCodec", system: str | None, words: str) -> str:
+    opening = [] if system is None else [{"role": "system", "content": system}]
+    return codec.chat([*opening, {"role": "user", "content": words}]).sealed
 
 
 def turns_in(spans: Iterable[str]) -> list[int]:
     """The numbers of the turns that spans are named after."""
     names = [name.removeprefix("turn ") for name in spans if name.startswith("turn ")]
     return sorted(int(name) for name in names if name.isdecimal())
-
-
-def _common(ids: Sequence[int], others: Sequence[int]) -> int:
-    """How many of the first are the same."""
-    pairs = zip(ids, others, strict=False)
-    return next(
-        (n for n, (one, other) in enumerate(pairs) if one != other), min(len(ids), len(others))
-    )
 
 
 def _overlap(tokens: Sequence[int], ids: list[int]) -> int:
