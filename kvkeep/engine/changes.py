@@ -49,7 +49,7 @@ class Changes:
         kept.require_idle()
         if known:
             self._keeping.reserve(kept, 0)
-        match = best_match(prompt, self._keeping.of(owner), fresh)
+        match = best_match(prompt, self._keeping.of(owner), fresh, kept)
         if match.whole and match.kept is kept:
             kept.live.draw_anew()
             return match.tokens
@@ -61,6 +61,7 @@ class Changes:
         else:
             kept = self._keep(session, owner, name)
         kept.evaluated = min(source.evaluated, match.tokens) if source else 0
+        kept.sampled = match.tokens if match.whole else 0
         return match.tokens
 
     def note(self, name: str, owner: str, notes: dict[str, Any]) -> None:
@@ -118,7 +119,8 @@ class Changes:
         self._keeping.reserve_idle(kept)
         told = dict(kept.notes) if notes is None else notes
         found = self._keep(kept.live.fork(at), owner, new, kept.name, told)
-        found.evaluated, found.changed = kept.evaluated, kept.changed
+        found.evaluated, found.sampled = kept.evaluated, kept.sampled
+        found.changed = kept.changed
         if at is not None and at < len(kept.live.tokens):
             found.stands_at(at)
         self.done(found, "fork", 0, 0.0)

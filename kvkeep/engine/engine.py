@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kvkeep import arguments
+from kvkeep.cache import Bits
 from kvkeep.engine.answer import Answer, Ask
 from kvkeep.engine.changes import Changes
 from kvkeep.engine.events import Event
@@ -21,6 +22,7 @@ from kvkeep.engine.saving import Saving
 from kvkeep.engine.taking_on import TakingOn
 from kvkeep.engine.thread import EngineThread
 from kvkeep.engine.visiting import Visiting
+from kvkeep.engine.whole_steps import WholeSteps
 from kvkeep.model import Model
 from kvkeep.objects.place import Place
 from kvkeep.session.session import Session
@@ -345,8 +347,13 @@ class Engine:
         self._keeping.remove(kept)
 
     def _new_session(self, owner: str, **settings: Any) -> Session:
-        store = None if self._stores is None else self._stores(owner)
-        return self.model.session(store=store, **{**self.settings, **settings})
+        settings = {**self.settings, **settings}
+        session = self.model.session(**settings)
+        # What a store has was evaluated over cells that were not quantised.
+        if self._stores is None or session.bits != Bits():
+            return session
+        store = WholeSteps(self._stores(owner), session.prefill_step)
+        return self.model.session(store=store, **settings)
 
 
 def _stores_in(stores: str | Path) -> Callable[[str], PrefixKeeper]:

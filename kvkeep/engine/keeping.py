@@ -244,6 +244,7 @@ class Keeping:
             "name": kept.name,
             "revision": kept.revision,
             "evaluated": kept.evaluated,
+            "sampled": kept.sampled,
             "changed": kept.changed,
             "parent": kept.parent,
             "pinned": kept.pinned,
@@ -266,6 +267,7 @@ class Keeping:
         engine = notes.get(NOTES, {})
         kept.notes = {key: value for key, value in notes.items() if key != NOTES}
         kept.evaluated = engine.get("evaluated", 0)
+        kept.sampled = engine.get("sampled", 0)
         kept.changed = engine.get("changed", "")
         kept.parent = engine.get("name")
 

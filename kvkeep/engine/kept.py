@@ -27,7 +27,8 @@ class Kept:
     revision: grows with each change. saved, saving: the revision that is on disk, and the one on
     its way there; None for none. pinned: it stays in memory. answer: what is at work in it.
     evaluated: how many of its first tokens were evaluated in whole steps, so that any text that
-    begins like it would have got the same cells, to the bit. changed: how it was changed by other
+    begins like it would have got the same cells, to the bit. sampled: how many tokens it held when
+    the newest one was sampled; 0 where none was. changed: how it was changed by other
     than adding to its end. lost: of a session that was found on disk, the revision that an engine
     which was killed had brought it to. visits: whether it is at home elsewhere, and whole there
     while nobody awaits it. awaited: by how many it is. passing: whether it may be lost to
@@ -46,6 +47,7 @@ class Kept:
     pinned: bool = False
     parent: str | None = None
     evaluated: int = 0
+    sampled: int = 0
     changed: str = ""
     lost: int | None = None
     visits: bool = False
@@ -81,10 +83,15 @@ class Kept:
             return True
         return not self.pinned and (not self.named or self.file is not None)
 
+    @property
+    def ends_sampled(self) -> bool:
+        """Whether its last token was sampled, and not read in a prompt or evaluated anew."""
+        return 0 < self.sampled == len(self.live.tokens)
+
     def goes_on(self, noted: Mapping[str, Any]) -> None:
         """It is what an engine has noted of it (see `Keeping.snapshot`)."""
         self.revision = self.saved = noted.get("revision", 0)
-        for field_ in ("evaluated", "changed", "parent", "pinned", "created"):
+        for field_ in ("evaluated", "sampled", "changed", "parent", "pinned", "created"):
             setattr(self, field_, noted.get(field_, getattr(self, field_)))
 
     def require_idle(self) -> None:
@@ -107,6 +114,8 @@ class Kept:
         """It was taken back to so many tokens, of which the last was evaluated again by itself."""
         if tokens <= self.evaluated:
             self.evaluated = self.whole_steps(max(0, tokens - 1))
+        if tokens <= self.sampled:
+            self.sampled = 0
 
     def touched(self, changed: str = "") -> None:
         """It was changed."""
@@ -121,9 +130,10 @@ def step_at(step: int, position: int) -> int:
     Those who write meanwhile wait for a step, and its attention takes longer the more there is
     before it: half as many tokens, then, unless longer steps than usual were asked for, which is to
     say that nobody minds. It depends on nothing but the position, so that a prompt is always
-    evaluated in the same steps.
+    evaluated in the same steps. Odd steps are never halved: where they end, halves would not.
     """
-    return step if step > STEP or position < _SHALLOW * step else max(1, step // 2)
+    halved = step <= STEP and step % 2 == 0 and position >= _SHALLOW * step
+    return step // 2 if halved else step
 
 
 def most_bytes(session: Session, tokens: int | None) -> int:

@@ -2,9 +2,11 @@
 
 A session that holds the first tokens of a prompt, each in a cell of its own as its tokens alone
 give it, is taken from at the end of a step. So an answer is the same, to the bit, whether a part of
-its prompt was reused or not. One exception is meant: a prompt that goes on where a session stands,
-as the next turn of a chat does, goes on with all of its cells, those of written tokens too. They
-are what the model read when it wrote them; evaluated as a prompt they would differ by rounding.
+its prompt was reused or not. One exception is meant: a prompt that goes on behind the last token
+that was sampled in a session, as the next turn of a chat does, goes on with all of its cells, those
+of sampled tokens too. They are what the model read when it wrote them; evaluated as a prompt they
+would differ by rounding. Where a session stands behind a token of a prompt nothing is exempt: the
+last step of that prompt ended where no step of a longer one does.
 """
 
 from collections.abc import Iterable, Sequence
@@ -40,7 +42,8 @@ class Match:
     """The best of what is there for a prompt.
 
     kept: whose first `tokens` are reused; None for nobody's. whole: whether it goes on where that
-    session stands. common: how many first tokens the nearest text shares. reason: see `Miss`.
+    session stands, behind a sampled token. common: how many first tokens the nearest text shares.
+    reason: see `Miss`.
     """
 
     kept: Kept | None = None
@@ -51,23 +54,29 @@ class Match:
     nearest: Sequence[int] | None = None
 
 
-def best_match(prompt: Sequence[int], candidates: Iterable[Kept], like: Kept) -> Match:
+def best_match(
+    prompt: Sequence[int], candidates: Iterable[Kept], like: Kept, into: Kept | None = None
+) -> Match:
     """The session that the prompt takes most from.
 
     candidates: in memory, of the owner who asks. like: one with the settings that are wanted.
+    into: the session that takes the prompt; None for any without a name, which goes on itself where
+    it is the best match.
     """
     ids = np.asarray(prompt, dtype=np.int32)
     best = Match()
     for kept in candidates:
         if kept is like or kept.session is None:
             continue
-        found = _match(ids, kept, like)
+        itself = kept is into if into is not None else not kept.named
+        found = _match(ids, kept, like, itself)
         if (found.tokens, found.common) > (best.tokens, best.common):
             best = replace(found, nearest=kept.live.tokens)
     return best
 
 
-def _match(ids: NDArray[np.int32], kept: Kept, like: Kept) -> Match:
+def _match(ids: NDArray[np.int32], kept: Kept, like: Kept, itself: bool) -> Match:
+    """itself: whether the session would go on, and not a copy of it."""
     session = kept.live
     # No more of it than the prompt is long: a session may have read for days.
     held = np.frombuffer(session.tokens.first(len(ids)).array(), dtype=np.int32)
@@ -77,7 +86,8 @@ def _match(ids: NDArray[np.int32], kept: Kept, like: Kept) -> Match:
     if _settings(kept) != _settings(like):
         return Match(common=common, reason="settings")
     # One token at least is evaluated, for its logits.
-    if common == len(session.tokens) < len(ids) and not kept.busy and not kept.changed:
+    stands = kept.ends_sampled and not kept.busy and not kept.changed
+    if stands and common == len(session.tokens) < len(ids) and (itself or session.holds_all):
         return Match(kept, common, True, common, "differs")
     most, reason = _exact(kept, min(common, len(ids) - 1))
     tokens = kept.whole_steps(most)

@@ -127,6 +127,7 @@ class TakingOn:
         live = source.live.beginning(match.tokens)
         kept = self._keeping.add(live, owner, parent=source.name, named=False)
         kept.evaluated = min(source.evaluated, match.tokens)
+        kept.sampled = match.tokens if match.whole else 0
         return kept, reuse
 
     def take_on_several(
@@ -171,6 +172,8 @@ class TakingOn:
             other.fail(answer.error or Cancelled("the prompt was not read to its end"))
         kept, usage = answer.kept, answer.usage
         self._count(answer)
+        if answer.written:
+            kept.sampled = len(kept.live.tokens)
         if answer.ask.after is not None:
             self._do_after(answer)
         kept.answer = None

@@ -189,6 +189,13 @@ class Memory:
             return 0
         return newest_together(self.cache, self.serials)
 
+    @property
+    def holds_all(self) -> bool:
+        """Whether `beginning` can give a copy with all tokens."""
+        total = len(self.tokens)
+        held = bool(self.cache.recurrent) or self.rewindable == total
+        return held and sees_whole_window(self.cache, total, 0)
+
     def append_evaluated(self, ids: Sequence[int], keys: Tensor, values: Tensor) -> None:
         """Takes in cells that were evaluated elsewhere, as if these ids had been just now.
 
@@ -279,9 +286,7 @@ class Memory:
         if count < len(self.tokens):
             self.require_no_states("rewound")
         held, total = self.rewindable, len(self.tokens)
-        if self.cache.recurrent:
-            held = total  # none is taken back
-        if held < total or not sees_whole_window(self.cache, total, total - count):
+        if not self.holds_all or not sees_whole_window(self.cache, total, total - count):
             raise InvalidArgument(
                 f"the first {count} tokens are not all held: of {total} only the last {held} are, "
                 "without a gap, or local layers have gone past them"

@@ -309,6 +309,14 @@ class Session(Reader):
         beginning._take(state)
         return beginning
 
+    @property
+    def holds_all(self) -> bool:
+        """Whether all tokens are held, each in a cell of its own or in states of layers.
+
+        `beginning` then gives a copy of the whole session.
+        """
+        return self._memory.holds_all
+
     @computes
     def draw_anew(self) -> None:
         """The next tokens are drawn as a new session draws them.

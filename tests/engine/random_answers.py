@@ -1,0 +1,416 @@
+"""Random work of an engine, and what each of its answers is to be: that of the request alone.
+
+An answer that goes on behind a sampled token (the next turn of a chat), or that is asked of a
+session by name, is compared with the same requests, and no others, in an engine of their own.
+"""
+
+import random
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvkeep.engine import Answer, Ask, Engine, Event, Failed, Finished, Limits, Read, Reuse, Written
+from kvkeep.errors import Cancelled, ContextFull, InvalidArgument, NoRoom
+from kvkeep.model import Model
+from kvkeep.session.sampling import Sampling
+
+SAMPLINGS = (
+    Sampling(),
+    Sampling(temperature=1.0, seed=3),
+    Sampling(temperature=0.8, top_k=20, repetition_penalty=1.2, seed=4),
+    Sampling(presence_penalty=0.5, frequency_penalty=0.2, logit_bias=((7, 2.0),)),
+)
+_MOST_STEPS = 5  # of the work that leads to one session
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request. cancel: what is counted ("read" or "written"), and at how many it is cancelled."""
+
+    prompt: tuple[int, ...]
+    count: int
+    samplings: tuple[Sampling, ...] = SAMPLINGS[:1]
+    session: str | None = None
+    cancel: tuple[str, int] | None = None
+
+    def do(self, engine: Engine) -> list["Result"]:
+        return batch(engine, [self])[0]
+
+
+@dataclass(frozen=True)
+class Create:
+    name: str
+    settings: tuple[tuple[str, Any], ...]
+
+    def do(self, engine: Engine) -> None:
+        engine.create(name=self.name, **dict(self.settings)).result()
+
+
+@dataclass(frozen=True)
+class Fork:
+    name: str
+    at: int | None
+    new: str
+
+    def do(self, engine: Engine) -> None:
+        engine.fork(self.name, at=self.at, new=self.new).result()
+
+
+@dataclass(frozen=True)
+class Change:
+    """what: a method of `Session`, and its arguments."""
+
+    name: str
+    what: str
+    arguments: tuple[Any, ...]
+
+    def do(self, engine: Engine) -> None:
+        engine.change(
+            self.name,
+            "0",
+            self.what,
+            lambda session: getattr(session, self.what)(*self.arguments),
+        ).result()
+
+
+Work = Request | Create | Fork | Change
+
+
+@dataclass
+class Result:
+    """What became of an answer. tokens: of its session, all. logits: behind the last of them."""
+
+    ended: str = ""
+    error: BaseException | None = None
+    read: int = 0
+    written: list[int] = field(default_factory=list)
+    tokens: tuple[int, ...] = ()
+    logits: Tensor | None = None
+    reuse: Reuse = Reuse()  # noqa: RUF009 (frozen)
+    name: str = ""
+
+    def same(self, other: "Result") -> bool:
+        """To the bit; of one that was cancelled what it came to."""
+        if isinstance(self.error, Cancelled):
+            return other.written[: len(self.written)] == self.written
+        if self.logits is None or other.logits is None:
+            return False
+        ended = (self.written, self.ended) == (other.written, other.ended)
+        return ended and torch.equal(self.logits, other.logits)
+
+
+class _Listener:
+    """Takes down the events of one answer, in the engine's thread, and cancels it."""
+
+    def __init__(self, request: Request):
+        self.request, self.result = request, Result()
+        self.answers: list[Answer] = []
+        self.at = 0
+        self.over = SimpleQueue[None]()
+
+    def __call__(self, event: Event) -> None:
+        result, (what, most) = self.result, self.request.cancel or ("", 0)
+        if isinstance(event, Read):
+            result.read, result.reuse = event.done, event.reuse
+            done = what == "read" and event.done >= most
+        elif isinstance(event, Written):
+            result.written.append(event.token)
+            done = what == "written" and len(result.written) >= most
+        else:
+            self._end(event)
+            return
+        if done and self.answers:
+            self.answers[self.at].cancel()
+
+    def _end(self, event: Finished | Failed) -> None:
+        result = self.result
+        if isinstance(event, Failed):
+            result.error = event.error
+        else:
+            result.ended, result.reuse = event.reason, event.usage.reuse
+        answer = self.answers[self.at]
+        result.name, result.written = answer.kept.name, list(answer.written)
+        result.read = len(answer.ask.prompt) - answer.unread
+        result.tokens = tuple(answer.kept.live.tokens)
+        result.logits = answer.kept.live.logits
+        self.over.put(None)
+
+
+def batch(engine: Engine, requests: Sequence[Request]) -> list[list[Result]]:
+    """The results of requests that the engine takes on between the same two turns.
+
+    Raises what refuses the only one; of several those that are refused have no result.
+    """
+    listeners = [[_Listener(request) for _ in request.samplings] for request in requests]
+
+    def submit() -> list[Any]:
+        submitted = []
+        for request, own in zip(requests, listeners, strict=True):
+            ask = Ask(request.prompt, request.count, request.samplings[0], ignore_eos=True)
+            if request.session is None and len(own) > 1:
+                future = engine.several(ask, request.samplings, "0", own)
+            else:
+                future = engine.ask(ask, request.session, "0", own[0])
+            future.add_done_callback(_attach(own))
+            submitted.append(future)
+        return submitted
+
+    futures = engine.call(submit).result()
+    results = []
+    for future, own in zip(futures, listeners, strict=True):
+        error = future.exception()
+        if error is not None and len(requests) == 1:
+            raise error
+        for listener in own if error is None else ():
+            listener.over.get(timeout=300)
+        results.append([listener.result for listener in own] if error is None else [])
+    engine.call(lambda: None).result()  # what is done after an answer is done
+    return results
+
+
+def _attach(listeners: list[_Listener]) -> Any:
+    def attach(future: Any) -> None:
+        if future.exception() is None:
+            for at, listener in enumerate(listeners):
+                listener.at, listener.answers = at, future.result()
+
+    return attach
+
+
+class World:
+    """An engine, and what is known of its sessions: how each came to be what it is.
+
+    works: by a session's name, the work that leads to it. sampled: whether its last token was.
+    company: whether several answers are made at the same time.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        settings: dict[str, Any],
+        seed: int,
+        folder: Path | None = None,
+        company: bool = True,
+    ):
+        self.model, self.settings, self.folder = model, settings, folder
+        self._sizes = (1, 1, 2, 3, 5) if company else (1,)
+        self.random = random.Random(seed)
+        self.works: dict[str, tuple[Work, ...]] = {}
+        self.texts: dict[str, tuple[int, ...]] = {}
+        self.sampled: dict[str, bool] = {}
+        self.named: set[str] = set()
+        self.answers, self.reused, self.went_on = 0, 0, 0
+        self.differing: list[str] = []
+        self._number = 0
+        self._alone: dict[tuple[Work, ...], list[Result]] = {}
+        first = self._drawn(1000)
+        self.bases = [first, first[:150] + self._drawn(850), self._drawn(400)]
+        self.engine = self._open()
+
+    def _drawn(self, count: int) -> tuple[int, ...]:
+        return tuple(self.random.randrange(1, 250) for _ in range(count))
+
+    def _open(self) -> Engine:
+        cell = self.model.session(**self.settings).cache.layout.cell_bytes
+        if self.folder is None:
+            return Engine(self.model, settings=self.settings)
+        return Engine(
+            self.model,
+            settings=self.settings,
+            limits=Limits(memory=12 * cell * self.settings["max_kv_size"]),
+            folder=self.folder / "sessions",
+            stores=self.folder / "prefixes",
+        )
+
+    def run(self, answers: int) -> None:
+        """Works until there are so many answers."""
+        with ExitStack() as stack:
+            stack.callback(lambda: self.engine.close())
+            while self.answers < answers:
+                kind = self.random.random()
+                if kind < 0.72 or not self.named:
+                    self._batch()
+                elif kind < 0.92:
+                    self._change()
+                elif self.folder is not None:
+                    self.engine.close()
+                    self.engine = self._open()
+                if len(self.named) < 3 and self.random.random() < 0.3:
+                    self._create()
+
+    # Requests
+
+    def _batch(self) -> None:
+        requests = [self._request() for _ in range(self.random.choice(self._sizes))]
+        named = [r.session for r in requests if r.session]
+        if len(set(named)) < len(named):
+            requests = [replace(r, session=None) if r.prompt else r for r in requests]
+            requests = [r for r in requests if r.prompt]
+        before = dict(self.works), dict(self.texts), dict(self.sampled)
+        try:
+            results = batch(self.engine, requests)
+        except (NoRoom, ContextFull, InvalidArgument):
+            return
+        for request, own in zip(requests, results, strict=True):
+            if own and not any(_refused(result) for result in own):
+                self._check(request, own, *before)
+
+    def _request(self) -> Request:
+        draw = self.random
+        session = None
+        if self.named and draw.random() < 0.25:
+            session = draw.choice(sorted(self.named))
+        count = draw.choice((0, 0, 1, 2, 5, 9))
+        prompt = self._prompt() if session is None else self._drawn(draw.choice((0, 3, 40, 128)))
+        if session is not None and not prompt and (count == 0 or not self.texts.get(session)):
+            prompt = self.bases[0][:60]
+        several = session is None and draw.random() < 0.15
+        ways = tuple(draw.choice(SAMPLINGS) for _ in range(draw.choice((2, 3)) if several else 1))
+        cancel = None
+        if draw.random() < 0.25 and not several:
+            what = draw.choice(("read", "written"))
+            cancel = (what, draw.randrange(1, max(2, len(prompt) if what == "read" else count)))
+        return Request(prompt, count, ways, session, cancel)
+
+    def _prompt(self) -> tuple[int, ...]:
+        """A beginning of what many begin with, or of a session's text, and perhaps more."""
+        draw, step = self.random, self.settings["prefill_step"]
+        most = min(self.settings["max_kv_size"], 700)
+        known = [
+            name
+            for name, text in self.texts.items()
+            if text and len(self.works[name]) < _MOST_STEPS
+        ]
+        if known and draw.random() < 0.4:
+            text = self.texts[draw.choice(known[-8:])]
+            text = text if draw.random() < 0.7 else text[: draw.randrange(len(text)) + 1]
+        else:
+            border = draw.choice((step, 32, 128, 256)) * draw.randrange(1, 5)
+            length = draw.choice((border + draw.randrange(-1, 2), draw.randrange(1, most)))
+            text = draw.choice(self.bases)[: max(1, length)]
+        return (text + self._drawn(draw.choice((0, 1, 20, 130))))[: most - 12] or self.bases[0][:5]
+
+    def _check(
+        self,
+        request: Request,
+        results: list[Result],
+        works: dict[str, tuple[Work, ...]],
+        texts: dict[str, tuple[int, ...]],
+        sampled: dict[str, bool],
+    ) -> None:
+        """Compares answers with those of the same request alone, and notes what they left."""
+        source, reuse = results[0].reuse.session, results[0].reuse
+        before: tuple[Work, ...] = ()
+        if request.session is not None:
+            before = works[request.session]
+        elif source in texts and sampled[source] and reuse.tokens == len(texts[source]):
+            before = works[source]
+            self.went_on += 1
+        self.reused += bool(reuse.tokens)
+        alone = self._expected((*before, replace(request, cancel=None)))
+        for at, (result, other) in enumerate(zip(results, alone, strict=True)):
+            self.answers += 1
+            if not result.same(other):
+                self.differing.append(
+                    f"{at} of {_said(request)} after {[_said(w) for w in before]}: "
+                    f"{reuse}, written {result.written} for {other.written}"
+                )
+            self._note(request, result, before, len(results) > 1)
+
+    def _note(
+        self, request: Request, result: Result, before: tuple[Work, ...], several: bool
+    ) -> None:
+        done = request
+        if not several:  # what was cancelled is as if no more had been asked for
+            prompt, written = request.prompt[: result.read], len(result.written)
+            done = replace(request, prompt=prompt, count=written, cancel=None)
+        works = (*before, done) if done.prompt or done.count else before
+        self.works[result.name], self.texts[result.name] = works, result.tokens
+        earlier = self.sampled.get(result.name, False) and not done.prompt
+        self.sampled[result.name] = bool(result.written) or earlier
+
+    def _expected(self, works: tuple[Work, ...]) -> list[Result]:
+        if works not in self._alone:
+            with Engine(self.model, settings=self.settings) as engine:
+                results = [work.do(engine) for work in works]
+            assert results[-1] is not None
+            self._alone[works] = results[-1]
+        return self._alone[works]
+
+    # Sessions by name
+
+    def _create(self) -> None:
+        self._number += 1
+        name = f"n{self._number}"
+        own: dict[str, Any] = {}
+        if self.settings.get("policy", "sliding") in ("full", "sliding", "shift"):
+            own = self.random.choice(({}, {"kv_bits": None}, {"kv_bits": "8"}))
+        if "far_bits" in self.settings:
+            own = {}
+        work = Create(name, tuple(own.items()))
+        try:
+            work.do(self.engine)
+        except NoRoom:
+            return
+        self.named.add(name)
+        self.works[name], self.texts[name], self.sampled[name] = (work,), (), False
+
+    def _change(self) -> None:
+        draw = self.random
+        name = draw.choice(sorted(self.named))
+        text, works = self.texts[name], self.works[name]
+        if len(works) >= _MOST_STEPS:
+            self.engine.delete(name).result()
+            self.named.remove(name)
+            for known in (self.works, self.texts, self.sampled):
+                del known[name]
+            return
+        if not text:
+            return
+        kind = draw.random()
+        if kind < 0.4:
+            self._number += 1
+            at = draw.choice((None, draw.randrange(1, len(text) + 1)))
+            self._do(Fork(name, at, f"n{self._number}"), name, f"n{self._number}")
+        elif kind < 0.7:
+            self._do(Change(name, "rewind", (draw.randrange(1, min(len(text), 60) + 1),)), name)
+        elif kind < 0.8:
+            start = draw.randrange(len(text))
+            self._do(Change(name, "delete", (start, min(len(text), start + 5))), name)
+        elif kind < 0.9:
+            self._do(Change(name, "compress", (2.0, "knorm")), name)
+        elif self.folder is not None:
+            self.engine.save(name).result()
+
+    def _do(self, work: Fork | Change, name: str, new: str | None = None) -> None:
+        try:
+            work.do(self.engine)
+        except (InvalidArgument, NoRoom, ContextFull):
+            return
+        into = new or name
+        self.named.add(into)
+        self.works[into] = (*self.works[name], work)
+        self.texts[into] = self.engine.look(
+            into, "0", lambda kept: tuple(kept.live.tokens)
+        ).result()
+        whole = isinstance(work, Fork) and self.texts[into] == self.texts[name]
+        self.sampled[into] = whole and self.sampled[name]
+
+
+def _refused(result: Result) -> bool:
+    return result.error is not None and not isinstance(result.error, Cancelled)
+
+
+def _said(work: Work) -> str:
+    if not isinstance(work, Request):
+        return str(work)
+    return (
+        f"{len(work.prompt)} tokens + {work.count}, {len(work.samplings)} ways, "
+        f"in {work.session}, cancelled at {work.cancel}"
+    )

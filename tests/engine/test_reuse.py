@@ -1,0 +1,167 @@
+"""What an engine takes from earlier prompts changes no bit of an answer."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine.random_answers import Change, Create, Request, Result, Work, World
+from packed_model import packed_model, spec_of
+from small import small_model
+
+from kvkeep.compiled.binding import library
+from kvkeep.engine import Engine
+from kvkeep.store.prefix import PrefixStore
+
+MODEL = small_model()
+FULL: dict[str, Any] = {"policy": "full", "max_kv_size": 600}
+SETTINGS: list[dict[str, Any]] = [
+    {**FULL, "prefill_step": 32},
+    {"max_kv_size": 300, "prefill_step": 128},
+    {"max_kv_size": 300, "policy": "shift", "prefill_step": 48},
+    {**FULL, "kv_bits": "8", "prefill_step": 128},
+    {"max_kv_size": 300, "kv_bits": "8/4", "prefill_step": 32},
+    {"max_kv_size": 300, "far_bits": "8", "prefill_step": 64},
+    {"max_kv_size": 600, "policy": "self_extend", "group": 2, "window": 64, "prefill_step": 32},
+    {"max_kv_size": 300, "policy": "archive", "method": "knorm", "prefill_step": 32},
+    {"max_kv_size": 300, "keep": -1, "prefill_step": 33},
+    {**FULL, "prefill_step": 15},
+]
+
+
+def text(count: int, seed: int = 7) -> tuple[int, ...]:
+    return tuple((i * i * seed + 3 * i) % 250 + 1 for i in range(count))
+
+
+def answered(settings: dict[str, Any], works: list[Work], **places: Any) -> Result:
+    """The result of the last one, a request, after the others in the same engine."""
+    with Engine(MODEL, settings=settings, **places) as engine:
+        results = [work.do(engine) for work in works][-1]
+    assert results is not None
+    return results[0]
+
+
+def require_alone(settings: dict[str, Any], works: list[Work], **places: Any) -> Result:
+    result = answered(settings, works, **places)
+    assert result.same(answered(settings, works[-1:]))
+    return result
+
+
+@pytest.mark.parametrize(
+    "earlier",
+    [Request(text(50), 0), Request(text(200), 5, cancel=("read", 40))],
+    ids=["read", "cancelled"],
+)
+@pytest.mark.parametrize(("bits", "reused"), [(None, 32), ("8", 0)])
+def test_where_nothing_was_sampled_reuse_ends_at_a_step(
+    earlier: Request, bits: str | None, reused: int
+) -> None:
+    settings = {**FULL, "kv_bits": bits, "prefill_step": 32}
+    result = require_alone(settings, [earlier, Request(text(400), 6)])
+    expected = 64 if earlier.cancel and reused else reused
+    assert result.reuse.tokens == expected
+
+
+def test_a_token_that_is_evaluated_anew_is_none_that_was_sampled() -> None:
+    work: list[Work] = [
+        Create("a", ()),
+        Request(text(50), 5, session="a"),
+        Change("a", "rewind", (2,)),
+        Request(text(1), 0, session="a"),
+        Change("a", "rewind", (1,)),
+    ]
+    settings = {**FULL, "prefill_step": 32}
+    with Engine(MODEL, settings=settings) as engine:
+        for each in work:
+            each.do(engine)
+        held = engine.look("a", "0", lambda kept: tuple(kept.live.tokens)).result()
+        (result,) = Request(held + text(60, 11), 3).do(engine)
+    assert result.reuse.tokens == 32
+    assert result.same(answered(settings, [Request(held + text(60, 11), 3)]))
+
+
+@pytest.mark.parametrize("written", [0, 5])
+def test_restored_from_disk_it_is_known_whether_the_last_token_was_sampled(
+    tmp_path: Path, written: int
+) -> None:
+    settings = {**FULL, "prefill_step": 32}
+    with Engine(MODEL, settings=settings, folder=tmp_path) as engine:
+        Create("a", ()).do(engine)
+        (first,) = Request(text(50), written, session="a").do(engine)
+    with Engine(MODEL, settings=settings, folder=tmp_path) as engine:
+        engine.look("a", "0", lambda kept: None).result()
+        (result,) = Request(first.tokens + text(60, 11), 3).do(engine)
+    assert result.reuse.tokens == (55 if written else 32)
+
+
+@pytest.mark.parametrize("step", [5, 33])
+def test_odd_steps_end_alike_deep_in_a_prompt(step: int) -> None:
+    """Halves of them would end elsewhere in a prompt that is read from the middle on."""
+    earlier = Request(text(15 * step), 0)
+    longer = Request(text(15 * step) + text(3 * step, 11), 4)
+    assert require_alone({**FULL, "prefill_step": step}, [earlier, longer]).reuse.tokens
+
+
+def test_a_session_by_name_that_has_forgotten_refuses_no_prompt_that_begins_like_it() -> None:
+    settings = {"max_kv_size": 100, "prefill_step": 32}
+    with Engine(MODEL, settings=settings) as engine:
+        Create("a", ()).do(engine)
+        (first,) = Request(text(150), 3, session="a").do(engine)
+        request = Request(first.tokens + text(40, 11), 3)
+        (result,) = request.do(engine)
+        assert engine.prepare(request.prompt, "b").result() == 0
+    assert (result.reuse.tokens, result.reuse.reason) == (0, "forgotten")
+    assert result.same(answered(settings, [request]))
+
+
+@pytest.mark.parametrize(("step", "reused"), [(128, 512), (48, 0), (512, 512), (384, 0)])
+def test_of_a_prefix_store_no_more_is_taken_than_ends_with_a_step(
+    tmp_path: Path, step: int, reused: int
+) -> None:
+    settings, request = {**FULL, "prefill_step": step}, Request(text(590), 4)
+    answered(settings, [request], stores=tmp_path)
+    assert require_alone(settings, [request], stores=tmp_path).reuse.tokens == reused
+
+
+def test_a_session_that_quantises_takes_no_cells_that_were_not(tmp_path: Path) -> None:
+    store, prompt = PrefixStore(tmp_path), text(500)
+    MODEL.session(**FULL, prefill_step=128, store=store).feed(prompt)
+    settings = {**FULL, "kv_bits": "8", "prefill_step": 128}
+    assert not require_alone(settings, [Request(prompt, 4)], stores=lambda _: store).reuse.tokens
+
+
+def require_alike(world: World, answers: int) -> None:
+    world.run(answers)
+    exact = not {"kv_bits", "far_bits", "keep"} & set(world.settings)
+    assert world.reused or not exact
+    assert world.differing == []
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("disk", [False, True], ids=["memory", "disk"])
+def test_random_answers_are_those_of_the_request_alone(
+    settings: dict[str, Any], disk: bool, tmp_path: Path
+) -> None:
+    """By torch, where several at a time are alike to rounding only."""
+    require_alike(World(MODEL, settings, 1, tmp_path if disk else None, company=False), 20)
+
+
+@pytest.mark.skipif(library() is None, reason="no compiled kernels here")
+@pytest.mark.parametrize("settings", SETTINGS[:8:2], ids=str)
+def test_random_answers_in_company_are_those_of_the_request_alone(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    require_alike(World(packed_model(spec_of(32), None), settings, 2, tmp_path), 40)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(library() is None, reason="no compiled kernels here")
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("disk", [False, True], ids=["memory", "disk"])
+def test_two_thousand_random_answers_are_those_of_the_request_alone(
+    settings: dict[str, Any], seed: int, disk: bool, tmp_path: Path
+) -> None:
+    """Of all settings together: 60 runs of 40."""
+    require_alike(
+        World(packed_model(spec_of(32), 4), settings, seed, tmp_path if disk else None), 40
+    )
