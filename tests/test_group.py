@@ -1,5 +1,6 @@
 """Groups: sessions that write at the same time say what each would say alone."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small import small_model
+from torch import Tensor
 
 from kvkeep import Sampling, SessionGroup, Snapshot
 from kvkeep.cache.segment import GROWTH
@@ -240,6 +242,34 @@ def test_what_is_asked_wrongly_changes_nothing() -> None:
     with pytest.raises(InvalidArgument, match="found 2"):
         SessionGroup([session]).next_tokens([Sampling(), Sampling()])
     assert session.tokens == PROMPT[:5]
+
+
+class Counting:
+    """A `Constraint` with one possible text: 10, 11, 12, ..."""
+
+    def __init__(self) -> None:
+        self.next = 10
+
+    def masked(self, logits: Tensor) -> Tensor:
+        allowed = torch.full_like(logits, -torch.inf)
+        allowed[self.next] = 0.0
+        return allowed
+
+    def accept(self, token: int) -> None:
+        self.next += 1
+
+
+def test_each_session_needs_a_constraint_of_its_own() -> None:
+    parent = fed(PROMPT[:30])
+    group = SessionGroup(branches(parent, 3))
+    shared = Sampling(constraint=Counting())
+    own = [Sampling(constraint=Counting()) for _ in range(3)]
+    for wrong in (shared, [own[0], shared, replace(shared, temperature=1.0)]):
+        with pytest.raises(InvalidArgument, match="same constraint object"):
+            group.next_tokens(wrong)
+    assert [len(session.tokens) for session in group.sessions] == [31, 31, 31]
+    assert [group.next_tokens(own) for _ in range(3)] == [[10] * 3, [11] * 3, [12] * 3]
+    assert [SessionGroup([parent]).next_tokens(shared) for _ in range(2)] == [[10], [11]]
 
 
 def test_prompts_held_side_by_side_on_the_real_model(smollm2_fp32: Model) -> None:

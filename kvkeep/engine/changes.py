@@ -9,7 +9,7 @@ from kvkeep.engine.kept import Kept
 from kvkeep.engine.limits import Limits
 from kvkeep.engine.operations import Operations
 from kvkeep.engine.reuse import best_match
-from kvkeep.errors import NoRoom
+from kvkeep.errors import InvalidArgument, NoRoom
 from kvkeep.model import Model
 from kvkeep.session.session import Session
 from kvkeep.store.snapshot import Snapshot
@@ -37,6 +37,8 @@ class Changes:
     def create(
         self, session: Session, owner: str, name: str | None, notes: dict[str, Any] | None
     ) -> Kept:
+        if any(kept.session is session for kept in self._keeping):
+            raise InvalidArgument("the engine has that session already; give it a fork of it")
         kept = self._keep(session, owner, name, notes=notes)
         self.done(kept, "create", 0, 0.0)
         return kept

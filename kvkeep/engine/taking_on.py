@@ -1,11 +1,12 @@
 """Answers are taken on: each is given a session, what of its prompt is there, and memory."""
 
+import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from kvkeep.engine.answer import Answer, Ask
 from kvkeep.engine.events import Event, Reuse
@@ -18,6 +19,7 @@ from kvkeep.engine.reuse import best_match
 from kvkeep.engine.schedule import Schedule
 from kvkeep.errors import Cancelled, InvalidArgument, NoRoom
 from kvkeep.model import Model
+from kvkeep.session.sampling import Sampling, require_own_constraints
 from kvkeep.session.session import Session
 
 _log = logging.getLogger("kvkeep.engine")
@@ -73,6 +75,7 @@ class TakingOn:
             ask = self._said(ask, kept, revision)
             _require_something(ask, len(kept.live.tokens))
         try:
+            require_own_constraints([ask.sampling], self._samplings())
             tokens = None if ask.max_tokens is None else len(ask.prompt) + ask.max_tokens
             self._keeping.reserve(kept, tokens, times)
             rest = ask.prompt[reuse.tokens :]
@@ -133,10 +136,11 @@ class TakingOn:
     def take_on_several(
         self,
         ask: Ask,
-        samplings: Sequence[Any],
+        samplings: Sequence[Sampling],
         owner: str,
         listeners: Sequence[Callable[[Event], None] | None],
     ) -> list[Answer]:
+        require_own_constraints(samplings, self._samplings())
         asks = [replace(ask, sampling=sampling) for sampling in samplings]
         first = self.take_on(asks[0], None, owner, listeners[0], times=len(asks))
         others = [
@@ -147,6 +151,11 @@ class TakingOn:
         if first.writes:
             self._has_read(first)
         return [first, *others]
+
+    def _samplings(self) -> Iterator[Sampling]:
+        """Of all answers at work, and of those that wait for their prompt."""
+        for answer in (*self.schedule.answers, *itertools.chain(*self._followers.values())):
+            yield answer.ask.sampling
 
     def _has_read(self, answer: Answer) -> None:
         """Those who wait for its prompt go on from there, each in a fork."""

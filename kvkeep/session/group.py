@@ -13,7 +13,7 @@ from kvkeep.computing import computes
 from kvkeep.errors import InvalidArgument
 from kvkeep.session.held import changing
 from kvkeep.session.memory import Memory
-from kvkeep.session.sampling import Sampling
+from kvkeep.session.sampling import Sampling, require_own_constraints
 from kvkeep.session.session import GREEDY, Session
 
 
@@ -69,16 +69,19 @@ class SessionGroup:
 
         Args:
             sampling: one for all, or one for each session. With one seed for all, each session
-                draws from a generator of its own that starts from it.
+                draws from a generator of its own that starts from it. A constraint follows the
+                tokens of one session: each needs a sampling with a constraint object of its own.
 
         Returns the tokens, in the order of the sessions. A call that fails changes none of them.
 
         Raises:
-            InvalidArgument: nothing was fed to a session yet, or not as many samplings as sessions.
+            InvalidArgument: nothing was fed to a session yet, not as many samplings as sessions, or
+                one constraint for several.
             ContextFull: the policy of one of them cannot take another token.
             NonFiniteLogits: the model produced NaN or infinity for one of them.
         """
         how = self._each(sampling)
+        require_own_constraints(how)
         logits = [_ready(index, session._memory) for index, session in enumerate(self.sessions)]
         with changing(self.sessions) as works:
             each = zip(works, logits, how, strict=True)

@@ -38,7 +38,8 @@ class Sampling:
     seed: the same seed gives the same tokens; None draws one from the system.
     stop: `Session.stream` ends before the first of these strings.
     logit_bias: pairs of a token id and what is added to its logit.
-    constraint: says which tokens may come at all, such as a grammar; it is told each that came.
+    constraint: says which tokens may come at all, such as a grammar; it is told each that came, so
+        that one is for one run of tokens in one session.
     """
 
     temperature: float = 0.0
@@ -80,6 +81,23 @@ class Sampling:
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
+
+
+def require_own_constraints(samplings: Sequence[Sampling], used: Iterable[Sampling] = ()) -> None:
+    """Raises InvalidArgument where two samplings, or one and a used one, share a constraint.
+
+    used: of sessions that sample at the same time.
+    """
+    taken = {id(how.constraint): "one in use" for how in used if how.constraint is not None}
+    for index, how in enumerate(samplings):
+        if how.constraint is None:
+            continue
+        if other := taken.get(id(how.constraint)):
+            raise InvalidArgument(
+                f"sampling {index} has the same constraint object as {other}: a constraint follows "
+                "the tokens of one session; make one for each, in a Sampling of its own"
+            )
+        taken[id(how.constraint)] = f"sampling {index}"
 
 
 def _biases(given: object) -> tuple[tuple[int, float], ...]:

@@ -1,0 +1,60 @@
+"""Answers and sessions of an engine share nothing that changes as one of them goes on."""
+
+import pytest
+import torch
+from engine.killed import MODEL, SETTINGS, text
+from torch import Tensor
+
+from kvkeep.engine import Ask, Engine, Written
+from kvkeep.errors import InvalidArgument
+from kvkeep.session.sampling import Sampling
+
+
+class Counting:
+    """A `Constraint` with one possible text: 10, 11, 12, ..."""
+
+    def __init__(self) -> None:
+        self.next = 10
+
+    def masked(self, logits: Tensor) -> Tensor:
+        allowed = torch.full_like(logits, -torch.inf)
+        allowed[self.next] = 0.0
+        return allowed
+
+    def accept(self, token: int) -> None:
+        self.next += 1
+
+
+def counting() -> Sampling:
+    return Sampling(constraint=Counting())
+
+
+def test_answers_at_work_need_constraints_of_their_own() -> None:
+    with Engine(MODEL, settings=SETTINGS) as engine:
+        ask, prompt = Ask(text(0, 20), 5, counting(), ignore_eos=True), text(1, 40)
+        refused = [
+            lambda: engine.ask(ask),
+            lambda: engine.several(Ask(prompt, 5), [counting(), ask.sampling]),
+            lambda: engine.several(Ask(prompt, 5), [counting()] * 2),
+        ]
+        # All are asked for before the first one is over.
+        first, *futures = engine.call(
+            lambda: [engine.ask(ask), *(each() for each in refused)]
+        ).result()
+        for future in futures:
+            with pytest.raises(InvalidArgument, match="same constraint object"):
+                future.result()
+        both = engine.several(Ask(prompt, 5, ignore_eos=True), [counting(), counting()]).result()
+        for answer in (*first.result(), *both):
+            written = [event.token for event in answer if isinstance(event, Written)]
+            assert written == [10, 11, 12, 13, 14]
+        assert engine.call(lambda: len(engine._schedule)).result() == 0
+
+
+def test_a_session_is_kept_under_one_name() -> None:
+    session = MODEL.session(64)
+    with Engine(MODEL, settings=SETTINGS) as engine:
+        engine.create(name="a", session=session).result()
+        with pytest.raises(InvalidArgument, match="already"):
+            engine.create(name="b", session=session).result()
+        engine.create(name="b", session=session.fork()).result()
