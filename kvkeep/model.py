@@ -107,7 +107,10 @@ class Model(LoadedModel):
                 neighbourhood; `window`, `method` and `ratio` of "archive", how many of the newest
                 are kept exactly (eleven sixteenths of the budget by default), and how what leaves
                 them is compressed.
-            prefill_step: tokens evaluated at once; changes speed and memory, not results.
+            prefill_step: tokens evaluated at once; changes speed and memory, and logits by
+                rounding only, unless cells are quantised. With `kv_bits` it changes results: the
+                tokens of a step see each other's cells as they were evaluated, and those of
+                earlier steps quantised. With `far_bits` it does so where it is below `keep`.
             store: where the first prompt's evaluated beginning is looked up and kept.
             bits: in how many bits cells are kept: `Bits(kv="8")`, or by the next two.
             kv_bits: 8, 4 or "8/4" (keys and values) to keep cells quantised.

@@ -10,10 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small import small_model
+from torch import Tensor
 
 from kvkeep import SessionGroup
 from kvkeep.cache import Bits
 from kvkeep.cache.quantised import tensors
+from kvkeep.choices import PolicyName
 from kvkeep.errors import InvalidArgument
 from kvkeep.model import Model
 from kvkeep.session.session import Session
@@ -231,6 +233,29 @@ def test_quantised_cells_never_enter_a_prefix_store(tmp_path: Path) -> None:
     assert session.feed(TEXT[:600]).reused == 512
     assert session.cache.segments[0].block.slots.quantised
     assert store.nbytes == held > 0
+
+
+def after(step: int, count: int = 300, **settings: Any) -> Tensor:
+    """Logits behind a prompt that was read in steps of so many tokens."""
+    session = MODEL.session(prefill_step=step, **settings)
+    session.feed([(i * i * 7 + 3 * i) % 250 + 1 for i in range(count)])
+    assert session.logits is not None
+    return session.logits
+
+
+@pytest.mark.parametrize("bits", ["8", "8/4", "4"])
+@pytest.mark.parametrize("policy", ["full", "sliding", "shift"])
+def test_with_kv_bits_results_depend_on_the_prefill_step(policy: PolicyName, bits: str) -> None:
+    plain, quantised = ({"policy": policy, "max_kv_size": 400, "kv_bits": b} for b in (None, bits))
+    assert (after(7, **plain) - after(64, **plain)).abs().max() <= 1e-4
+    assert (after(7, **quantised) - after(64, **quantised)).abs().max() > 1e-2
+    assert torch.equal(after(300, **quantised), after(512, **quantised))  # cut alike
+
+
+@pytest.mark.parametrize(("keep", "depends"), [(4, False), (40, True)])
+def test_with_far_bits_they_do_where_it_cuts_what_is_kept(keep: int, depends: bool) -> None:
+    settings = {"max_kv_size": 200, "keep": keep, "far_bits": "8"}
+    assert bool((after(7, **settings) - after(64, **settings)).abs().max() > 1e-3) is depends
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def prefill_step(default: int) -> Callable[[Any], Any]:
         metavar="N",
         type=whole_number(1),
         default=default,
-        help="Tokens evaluated at once.",
+        help="Tokens evaluated at once; with --kv-bits, results depend on it.",
     )
 
 
