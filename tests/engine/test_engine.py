@@ -76,6 +76,14 @@ def test_what_is_reused_changes_no_bit(engine: Engine, smollm2: Model) -> None:
         assert answer.reuse.tokens == reused
 
 
+def test_a_prompt_that_goes_on_where_another_was_read_to_is_read_as_if_alone(
+    engine: Engine, smollm2: Model
+) -> None:
+    (prompt,) = prompts(smollm2, 1, 300)
+    list(engine.generate(Ask(prompt[:50], 0)))
+    assert told(engine.generate(ask(prompt))) == alone(smollm2, prompt)
+
+
 def test_a_turn_goes_on_where_the_last_one_ended(engine: Engine, smollm2: Model) -> None:
     ids = topic_ids(smollm2)
     prompt, more = tuple(ids[:200]), tuple(ids[700:760])
