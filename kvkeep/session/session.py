@@ -1,10 +1,10 @@
 """A session: one model's live memory, fed and asked for tokens."""
 
-import copy
 import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -285,11 +285,24 @@ class Session(Reader):
         at = arguments.optional_whole("at", at)
         if at is not None and not 0 <= at <= total:
             raise InvalidArgument(f"fork at 0 to {total} tokens; found {at}")
-        fork = copy.copy(self)
+        fork = shallow(self)
         fork._take(self._state.fork())
         if at is not None:
             fork.rewind(total - at)
         return fork
+
+    def __copy__(self) -> "Session":
+        return self.fork()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Session":
+        """A fork: the model is never copied, and neither session sees what the other adds."""
+        return self.fork()
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise InvalidArgument(
+            "a session cannot be pickled, as it belongs to a model in this process: save it with "
+            "session.snapshot().save(path), and load it with model.restore(Snapshot.load(path))"
+        )
 
     @computes
     def beginning(self, count: int) -> "Session":
@@ -303,7 +316,7 @@ class Session(Reader):
         for a count that is none of 0 to as many as there are.
         """
         count = arguments.whole("count", count, 0, len(self._memory.tokens))
-        beginning, state = copy.copy(self), shallow(self._state)
+        beginning, state = shallow(self), shallow(self._state)
         state.memory, state.sampler = self._memory.beginning(count), Sampler()
         state.move_spans(lambda span: after_rewind(span, count))
         beginning._take(state)

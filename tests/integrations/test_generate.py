@@ -40,6 +40,23 @@ def test_it_writes_the_same(model: PreTrainedModel, tokenizer, way: str, rows: i
     assert torch.equal(written(model, inputs, full(model), **WAYS[way]), expected)
 
 
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("healing", [False, True])
+def test_arguments_that_choose_tokens_by_text_work(
+    model: PreTrainedModel, tokenizer, beams: int, healing: bool
+) -> None:
+    """Stop strings and token healing need a tokenizer, which `generate` hands to each forward."""
+    inputs = tokenizer(TEXTS[1], return_tensors="pt")
+    how = {"do_sample": False, "num_beams": beams, "tokenizer": tokenizer, "token_healing": healing}
+    unstopped = tokenizer.decode(written(model, inputs, **how)[0, inputs.input_ids.shape[1] :])
+    stop = unstopped[len(unstopped) // 2 :][:4]
+    expected = written(model, inputs, stop_strings=[stop], **how)
+    if beams == 1:  # the best of several beams may be one that goes on
+        assert expected.shape[1] < inputs.input_ids.shape[1] + 24
+    found = written(model, inputs, full(model), stop_strings=[stop], **how)
+    assert torch.equal(found, expected)
+
+
 def test_prompt_lookup_takes_tokens_back(model: PreTrainedModel, tokenizer) -> None:
     inputs = tokenizer("one two three one two three one two", return_tensors="pt")
     expected = written(model, inputs, do_sample=False, tokens=40)
@@ -144,6 +161,7 @@ def test_beams_share_what_they_have_in_common(model: PreTrainedModel, tokenizer)
     assert max(segments) <= 40
 
 
+@torch.no_grad()
 def test_as_users_run_it(rounded: PreTrainedModel, own_bf16: Model) -> None:
     """The default model in bfloat16: as likely as by kvkeep's own forward."""
     ids = topic_ids(own_bf16)[:700]

@@ -222,6 +222,7 @@ def test_self_extend_beyond_its_window(steps: list[int]) -> None:
     assert (last - session.logits).abs().max() < 1e-4
 
 
+@torch.no_grad()
 def test_padding_is_never_taken_for_tokens() -> None:
     model, mask = small_model("llama"), torch.tensor([[0] * 5 + [1] * 27])
     ids = torch.tensor([random_ids(32)])
@@ -239,6 +240,7 @@ def test_padding_is_never_taken_for_tokens() -> None:
     assert torch.equal(found, model.generate(short, max_new_tokens=4, do_sample=False))
 
 
+@torch.no_grad()
 def test_rows_that_were_changed_apart_are_no_batch() -> None:
     cache = KvkeepCache(small_model("llama"), 64, policy="full")
     model, ids = cache.model.executor.model, torch.tensor([random_ids(9), random_ids(9)])
@@ -248,6 +250,7 @@ def test_rows_that_were_changed_apart_are_no_batch() -> None:
         model(ids[:, :1], past_key_values=cache)
 
 
+@torch.no_grad()
 def test_a_row_of_a_hybrid_that_begins_later_begins_with_no_states() -> None:
     model = small_model("qwen3_next")
     ids = torch.tensor([random_ids(5), random_ids(5, seed=3)])
@@ -384,6 +387,7 @@ def test_two_models_at_once_and_none_takes_the_others_cache() -> None:
         read(one, caches[1], [5])
 
 
+@torch.no_grad()
 def test_what_a_forward_cannot_do_is_refused_before_anything_changes() -> None:
     model = small_model("llama")
     cache, ids = KvkeepCache(model, 16), torch.tensor([[5, 6, 7]])

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, NoReturn, SupportsIndex, Unpack
 
 import torch
 from torch import Tensor
@@ -37,7 +37,8 @@ class KvkeepCache(Cache):
     Given as `past_key_values` to the model that it was made for: to `generate`, in whatever way
     that decodes, or to a forward. It has read tokens, `input_ids` that `generate` need not read
     again; what it still holds of them is for its policy to say. A forward that fails leaves it as
-    it was. Nothing is differentiable through it.
+    it was. Nothing is differentiable through it: call the model under `torch.no_grad()`, as
+    `generate` does. `copy.copy` and `copy.deepcopy` fork it; it cannot be pickled.
 
     Each row of a batch is a session of its own (`sessions`); what is said below of one session is
     for a batch of one.
@@ -187,6 +188,19 @@ class KvkeepCache(Cache):
         fork._sessions = tuple(session.fork() for session in self.sessions)
         fork.padding = list(self.padding)
         return fork
+
+    def __copy__(self) -> "KvkeepCache":
+        return self.fork()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "KvkeepCache":
+        """A fork, of the same model: transformers copies a cache so to share a prefix."""
+        return self.fork()
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise InvalidArgument(
+            "a KvkeepCache cannot be pickled, as it belongs to a model in this process: save it "
+            "with cache.snapshot().save(path), and load it with KvkeepCache.load(model, path)"
+        )
 
     def pin(self, start: int | str, end: int | None = None) -> None:
         """As `Session.pin`."""

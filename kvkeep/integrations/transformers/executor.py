@@ -30,7 +30,8 @@ class TransformersExecutor:
     """Every step by the model's own forward, in which kvkeep attends.
 
     Raises UnsupportedModel, naming the reason, for a model whose layers do something else with
-    their cells than kvkeep would.
+    their cells than kvkeep would. Its methods raise InvalidArgument once the model was moved to
+    another dtype or device.
     """
 
     name = "transformers"
@@ -64,12 +65,31 @@ class TransformersExecutor:
         """Whether the model has the parts that were looked at, in that place and dtype."""
         return _kind(self.model) == self._made_for
 
+    def require_not_moved(self) -> None:
+        """Raises InvalidArgument where the model has another dtype or device than it had."""
+        now, before = _place(self.model), self._made_for[:2]
+        if now != before:
+            raise InvalidArgument(
+                f"the model was in {_in_words(before)} when it was given to kvkeep, and is in "
+                f"{_in_words(now)} now, which the cells of its caches and sessions are not for: "
+                "move it back, or make them again"
+            )
+
     def unhook(self) -> None:
         """Takes every hook off the model."""
         while self.handles:
             self.handles.pop().remove()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """All but the folders of tokenizers, for a model that is copied or pickled with it."""
+        return {**vars(self), "_texts": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._texts = WeakKeyDictionary()
+
     def hidden(self, tokens: Tensor, step: AnyStep) -> Tensor:
+        self.require_not_moved()
         alone = isinstance(step, GroupStep)
         stepping = Stepping(self.adapted, step)
         cache = stepping.cache(self.configs[0])
@@ -109,6 +129,7 @@ class TransformersExecutor:
                 handle.remove()
 
     def logits(self, hidden: Tensor) -> Tensor:
+        self.require_not_moved()
         return checked(self._head.logits(hidden))
 
     def unpacked(self, name: str) -> Tensor:
@@ -120,5 +141,14 @@ class TransformersExecutor:
 
 def _kind(model: PreTrainedModel) -> tuple[torch.dtype, torch.device, tuple[int, ...]]:
     """What is looked at anew where it is another: where weights are, and the parts that it has."""
+    return *_place(model), tuple(map(id, model.modules()))
+
+
+def _place(model: PreTrainedModel) -> tuple[torch.dtype, torch.device]:
     first = next(model.parameters())
-    return first.dtype, first.device, tuple(map(id, model.modules()))
+    return first.dtype, first.device
+
+
+def _in_words(place: tuple[torch.dtype, torch.device]) -> str:
+    dtype, device = place
+    return f"{str(dtype).removeprefix('torch.')} on {device}"

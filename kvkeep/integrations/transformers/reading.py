@@ -21,6 +21,8 @@ from kvkeep.session.session import Session
 
 _READ = {"input_ids", "attention_mask", "position_ids", "past_key_values"}
 _NOTHING_NEW = {"use_cache", "cache_position", "return_dict", "logits_to_keep"}
+# What `generate` was called with to choose tokens by, and hands on to every forward.
+_FOR_GENERATE = {"tokenizer", "assistant_tokenizer", "assistant_model", "streamer", "synced_gpus"}
 
 
 def hook_body(body: nn.Module) -> list[RemovableHandle]:
@@ -35,9 +37,13 @@ def hook_body(body: nn.Module) -> list[RemovableHandle]:
 class Computes(Protocol):
     """A model that was looked at. body: below its head."""
 
+    model: nn.Module
     body: nn.Module
     adapted: Adapted
     configs: list[PreTrainedConfig]
+
+    def require_not_moved(self) -> None:
+        """Raises InvalidArgument where the model has another dtype or device than it had."""
 
 
 class Rows(Protocol):
@@ -183,6 +189,8 @@ class _Reads:
             return None
         if cache.executor.body is not module:
             raise InvalidArgument("this cache was made for another model")
+        cache.executor.require_not_moved()
+        _check_gradients(cache.executor.model, given)
         _check(given, cache.executor.configs[0])
         ids, mask = given["input_ids"], given.get("attention_mask")
         sessions = cache.sessions_for(len(ids))
@@ -214,6 +222,18 @@ class _Reads:
         return output
 
 
+def _check_gradients(model: nn.Module, given: dict[str, Any]) -> None:
+    """Raises InvalidArgument where a caller could take a gradient of what the forward gives."""
+    if not torch.is_grad_enabled():
+        return
+    inputs = (each for each in given.values() if isinstance(each, Tensor))
+    if any(each.requires_grad for each in (*model.parameters(), *inputs)):
+        raise InvalidArgument(
+            "a forward into a KvkeepCache has no gradients, and gradients are enabled: call the "
+            "model under torch.no_grad() or torch.inference_mode(), or train without a KvkeepCache"
+        )
+
+
 def _check(given: dict[str, Any], config: PreTrainedConfig) -> None:
     """Raises where a forward is asked for what it cannot do with our cache."""
     ids, mask = given.get("input_ids"), given.get("attention_mask")
@@ -238,7 +258,7 @@ def _check(given: dict[str, Any], config: PreTrainedConfig) -> None:
     others = [
         name
         for name, value in given.items()
-        if name not in _READ | _NOTHING_NEW
+        if name not in _READ | _NOTHING_NEW | _FOR_GENERATE
         and value is not None
         and value is not False
         and not _all_text(name, value)

@@ -83,7 +83,7 @@ class Stepping:
         else:
             found = self._attends.attend(self._place(index, call), *rows)
         batch, heads, n, width = q.shape
-        return found.view(batch, n, heads, width)
+        return found.view(batch, n, heads, width).to(q.dtype)
 
     def _place(self, index: int, call: Call) -> int:
         return index if self._by_layer else call.index
@@ -100,7 +100,11 @@ class Stepping:
         return call
 
     def _rows(self, x: Tensor) -> Tensor:
-        """`[n, heads, head_dim]` of `[batch, heads, n, head_dim]`."""
+        """`[n, heads, head_dim]` of `[batch, heads, n, head_dim]`, in the dtype of cells.
+
+        Under torch.autocast layers compute in another one.
+        """
+        x = x.to(self._adapted.dtype)
         return x[:, :, 0] if self._each_alone else x[0].transpose(0, 1)
 
     def _require_all(self) -> None:
