@@ -98,3 +98,16 @@ def test_objects_have_nothing_for_debuggers_unless_asked(sources: Path) -> None:
     build(sources, "build_ext", "--inplace", "--force", KVKEEP_SETS="", CFLAGS="-g")
     if sys.platform == "linux":
         assert b".debug_info" in (compiled / "_cpu.so").read_bytes()
+
+
+def test_no_file_that_a_tool_dropped_is_tracked() -> None:
+    """Caches, crash records and build results are ignored by git, and none was added by force."""
+    if shutil.which("git") is None or not (ROOT / ".git").exists():
+        pytest.skip("not a checkout")
+    listed = ["git", "ls-files", "--cached"]
+    run = {"cwd": ROOT, "check": True, "capture_output": True, "text": True}
+    ignored = subprocess.run([*listed, "--ignored", "--exclude-standard"], **run).stdout  # type: ignore[call-overload]
+    assert not ignored.split()
+    tracked = subprocess.run(listed, **run).stdout.splitlines()  # type: ignore[call-overload]
+    hidden = {name.split("/")[0] for name in tracked if name.startswith(".")}
+    assert hidden <= {".ci", ".gitignore", ".github"}
