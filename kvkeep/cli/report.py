@@ -50,6 +50,7 @@ class Report:
             f"generated {self.generated_tokens}{_at(self.decode_tokens_per_s)}",
             f"cells {self.kv_cells} of {self.max_kv_size}, {megabytes(self.kv_bytes)}",
             f"peak RAM {megabytes(self.peak_rss_bytes)}",
+            *(["interrupted"] if self.finish_reason == "interrupt" else []),
         ]
         return " | ".join(parts)
 

@@ -81,12 +81,11 @@ class Run:
 
         on: how it is shown there; None for as it is.
         """
-        first, shown, screen = len(self.session.tokens), 0, on or Screen()
+        first, screen = len(self.session.tokens), on or Screen()
         with self.counting(self.decode):
             try:
                 for piece in self.session.stream(max_tokens, how, ignore_eos):
                     screen.write(piece)
-                    shown += len(piece)
             except KeyboardInterrupt:
                 # The last token is in memory; its text must not be missing on the screen.
                 tokens = self.session.tokens
@@ -94,7 +93,7 @@ class Run:
                 stream = TextStream(self.model.text, how.stop, before)
                 written = stream.all_of(tokens[first:])
                 with suppress(OSError):
-                    screen.write(written[shown:])
+                    screen.write(written[screen.taken :])
                 raise
             finally:
                 if not isinstance(sys.exception(), OSError):

@@ -54,7 +54,9 @@ def test_text_streams_and_ctrl_c_ends_it_with_a_report(start, tiny, tmp_path: Pa
     report = json.loads(file.read_text())
     assert report["finish_reason"] == "interrupt"
     assert report["generated_tokens"] > 0
-    assert said.decode().splitlines()[-1].startswith("prompt 1 at")
+    closing = said.decode().splitlines()[-1]
+    assert closing.startswith("prompt 1 at")
+    assert closing.endswith(" | interrupted")
     assert (first + rest).endswith(b"\n")
 
 

@@ -2,12 +2,14 @@
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from patience import PATIENCE
 
+from kvkeep import Snapshot, load_model
 from kvkeep.models.library import home
 from tools.terminal import Terminal
 
@@ -115,6 +117,14 @@ def test_ctrl_c_clears_a_line_and_only_hints_on_an_empty_one(chat: Chat) -> None
     assert "generated 0 tokens" in terminal.text
 
 
+def wait_for_rows(terminal: Terminal, count: int) -> None:
+    """Until an answer has so many."""
+    until = time.monotonic() + PATIENCE
+    while terminal.text.rpartition("> Tell me all\n")[2].count("\n") < count:
+        assert time.monotonic() < until, terminal.text
+        terminal.settle(0.05)
+
+
 def test_an_answer_that_is_stopped_stays_and_is_saved(chat: Chat) -> None:
     terminal = chat("-n", "-1", "--session", "s", "--max-kv-size", "64")
     terminal.type("Tell me all", "\r")
@@ -124,6 +134,73 @@ def test_an_answer_that_is_stopped_stays_and_is_saved(chat: Chat) -> None:
     terminal.type(CTRL_D)
     assert terminal.ended(PATIENCE) == 0
     assert "session s saved" in terminal.text.replace("\n", "")
+
+
+@pytest.mark.parametrize(
+    ("keys", "size"),
+    [("", (80, 24)), ("seen later", (31, 12)), ("\x7f\r\rsent\r", (80, 12))],
+)
+def test_an_answer_that_is_stopped_is_on_the_screen_once(
+    chat: Chat, own_home: Path, tiny_folder: Path, keys: str, size: tuple[int, int]
+) -> None:
+    """Each line of it, whatever is typed meanwhile: that is there at the next prompt."""
+    terminal = chat("-n", "-1", "--session", "s", "--max-kv-size", "4096", size=size)
+    terminal.type("Tell me all", "\r")
+    wait_for_rows(terminal, 5)
+    terminal.type(*keys, CTRL_C)
+    text = terminal.wait("[stopped]", PATIENCE)
+    if keys.endswith("\r"):
+        text = terminal.wait("> sent", PATIENCE)
+        terminal.settle(0.1)
+        terminal.type(CTRL_C)
+        terminal.wait("[stopped]", PATIENCE, times=2)
+    elif keys:
+        text = terminal.wait(f"> {keys}", PATIENCE)
+        terminal.type(CTRL_C)
+    shown = text.partition("> Tell me all\n")[2].partition("\n[stopped]")[0]
+    terminal.type(CTRL_D)
+    assert terminal.ended(PATIENCE) == 0
+    model = load_model(str(tiny_folder), dtype="float32")
+    session = model.restore(Snapshot.load(own_home / "sessions" / "s.kvkeep"))
+    start, end = session.places["turn 1 answer"]
+    answer = model.text.decode(session.tokens[start:end], skip_special=True)
+    assert end - start > 20
+    assert shown == drawn(answer, 100_000, True, size=size).text.removesuffix("\nended")
+
+
+def test_two_ctrl_cs_end_no_chat(chat: Chat, own_home: Path) -> None:
+    """Nor does one that comes while the answer that was stopped is saved."""
+    terminal = chat("-n", "-1", "--session", "s", "--max-kv-size", "64")
+    for times in (1, 2):
+        terminal.type("Tell me all", "\r")
+        terminal.settle(0.1)
+        terminal.process.send(CTRL_C * 3)
+        terminal.wait("[stopped]", PATIENCE, times=times)
+        terminal.wait(" turn", PATIENCE)
+    terminal.type(CTRL_U, CTRL_D)
+    assert terminal.ended(PATIENCE) == 0
+
+
+SHELL = """
+import os, sys
+then = "stty -a | grep -ow -e -*echo; fg > /dev/null; stty -a | grep -ow -e -*echo"
+os.execvp("bash", ["bash", "-m", "-c", f'"$@"; {then}', "bash", sys.executable, *sys.argv[1:]])
+"""
+
+
+def test_ctrl_z_gives_the_shell_its_terminal_back(chat: Chat) -> None:
+    """With its echo; keys are held back again when the chat goes on."""
+    terminal = chat("-n", "-1", "--max-kv-size", "64", program=("-c", SHELL, "-m", "kvkeep"))
+    terminal.type("Tell me all", "\r")
+    terminal.settle(0.1)
+    terminal.type("\x1a")
+    terminal.wait("\necho", PATIENCE)
+    terminal.settle(0.1)
+    terminal.type("seen later", CTRL_C)
+    text = terminal.wait("> seen later", PATIENCE)
+    assert text.count("seen later") == 1
+    terminal.type(CTRL_C, CTRL_D)
+    terminal.wait("\necho", PATIENCE, times=2)
 
 
 def test_a_question_that_was_not_read_is_there_again(chat: Chat) -> None:
@@ -272,9 +349,10 @@ print("ended")
 """
 
 
-def drawn(text: str, size: int, markdown: bool, rows: int = 24) -> Terminal:
+def drawn(text: str, piece: int, markdown: bool, size: tuple[int, int] = (60, 24)) -> Terminal:
+    """The screen on which a text was written in pieces of so many characters."""
     terminal = Terminal(
-        *(text, size, "yes" if markdown else "no"), program=("-c", WRITES), size=(60, rows)
+        *(text, piece, "yes" if markdown else "no"), program=("-c", WRITES), size=size
     )
     assert terminal.ended(PATIENCE) == 0
     return terminal
@@ -284,8 +362,8 @@ def drawn(text: str, size: int, markdown: bool, rows: int = 24) -> Terminal:
 @pytest.mark.parametrize("size", [1, 7, 1000])
 def test_an_answer_is_markdown_however_it_comes(size: int, rows: int) -> None:
     """In pieces or at once, also where it is longer than the screen: nothing is there twice."""
-    text = drawn(TEXT, size, True, rows).text
-    assert text == drawn(TEXT, 1000, True, 40).text
+    text = drawn(TEXT, size, True, (60, rows)).text
+    assert text == drawn(TEXT, 1000, True, (60, 40)).text
     assert "**" not in text
     assert "```" not in text
     for words in ("A title", "a fence", "with an empty line", " 2 two", "ended"):
@@ -301,3 +379,57 @@ def test_plain_answers_are_wrapped_at_words(size: int) -> None:
     assert max(map(len, lines)) <= 60
     assert text.replace("\n", " ").split() == f"{TEXT} ended".replace("\x1b", "").split()
     assert drawn("x" * 150, size, False).text.replace("\n", "") == "x" * 150 + "ended"
+
+
+LINES = """
+import os, sys, time
+from kvkeep.cli.screen import screen
+shown, columns = screen(True), os.get_terminal_size().columns
+for word in sys.argv[1:]:
+    shown.write(word + " ")
+    time.sleep(0.1)
+    while word == "resized" and os.get_terminal_size().columns == columns:
+        time.sleep(0.1)
+shown.end()
+"""
+WIDE = [
+    "\u2764\ufe0f" * 3,
+    "\U0001f468\u200d\U0001f469\u200d\U0001f467",
+    "\u6d77\u5f88\u5bbd" * 7,
+    "e\u0301t\u00e9",
+]
+
+
+@pytest.mark.parametrize("columns", [20, 33])
+def test_wide_characters_are_drawn_once(columns: int) -> None:
+    """Also where the terminal takes them to be wider than their picture was meant to be."""
+    words = [word for _ in range(8) for word in WIDE]
+    terminal = Terminal(*words, program=("-c", LINES), size=(columns, 40))
+    assert terminal.ended(PATIENCE) == 0
+    whole = Terminal(" ".join(words), program=("-c", LINES), size=(columns, 40))
+    assert whole.ended(PATIENCE) == 0
+    assert terminal.text == whole.text
+
+
+@pytest.mark.parametrize("columns", [21, 60])
+def test_a_plain_text_without_spaces_fills_its_lines(columns: int) -> None:
+    """In a script of wide characters, of which one that does not fit is not broken in two."""
+    text = drawn("\u6d77" * 200, 3, False, (columns, 40)).text.splitlines()
+    assert [len(line.replace(" ", "")) for line in text[: 200 // (columns // 2)]] == [
+        columns // 2
+    ] * (200 // (columns // 2))
+
+
+def test_a_terminal_that_gets_narrower_shows_each_line_once() -> None:
+    """One that cuts lines off, as xterm does, and pyte."""
+    words = [f"word{number:02}" for number in range(30)]
+    environment = {"COLUMNS": "", "LINES": "", "XTERM_VERSION": "XTerm(390)"}
+    terminal = Terminal(
+        *(*words, "resized", *words), program=("-c", LINES), environment=environment
+    )
+    with terminal:
+        terminal.wait("resized", PATIENCE)
+        terminal.screen.resize(24, 60)
+        terminal.process.setwinsize(24, 60)
+        assert terminal.ended(PATIENCE) == 0
+        assert [terminal.text.count(word) for word in words] == [2] * 30

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvkeep.cli.chat.completing import Completing
 
 _LINES = 20  # of a question that is shown again
+_STOPPED = "[stopped]"
 
 
 class Talk(ABC):
@@ -58,15 +59,20 @@ class Talk(ABC):
         return screen(self.settings.markdown)
 
     def talk(self) -> None:
-        while (words := self.prompt.read(self._bar())) is not None:
-            try:
-                if is_command(words):
-                    self._command(words.strip())
-                elif words.strip():
-                    self.ask(words)
-            except Leave:
-                return
-            self.after()
+        bar = self._bar()
+        while (words := self.prompt.read(bar)) is not None:
+            with self.prompt.busy():
+                try:
+                    if is_command(words):
+                        self._command(words.strip())
+                    elif words.strip():
+                        self.ask(words)
+                    self.after()
+                    bar = self._bar()
+                except Leave:
+                    return
+                except KeyboardInterrupt:
+                    self._stopped()
 
     def ask(self, words: str, line: str | None = None) -> None:
         """A turn. line: what was typed, where that was another."""
@@ -76,11 +82,9 @@ class Talk(ABC):
             if not self.prompt.interactive or terminated():
                 raise why.cause from None
             self.prompt.offer(words if line is None else line)
-            if not isinstance(why.cause, KeyboardInterrupt):
-                say(str(why.cause))
+            say(_STOPPED if isinstance(why.cause, KeyboardInterrupt) else str(why.cause))
         except KeyboardInterrupt:
-            if not self.prompt.interactive or terminated():
-                raise
+            self._stopped()
         except KvkeepError as error:
             if not self.prompt.interactive:
                 raise
@@ -130,9 +134,13 @@ class Talk(ABC):
         except KvkeepError as error:
             say(str(error))
         except KeyboardInterrupt:
-            if not self.prompt.interactive or terminated():
-                raise
-            say("stopped")
+            self._stopped()
+
+    def _stopped(self) -> None:
+        """Answers the Ctrl-C that is being handled: at a terminal it ends no chat."""
+        if not self.prompt.interactive or terminated():
+            raise
+        say(_STOPPED)
 
     def _bar(self) -> str:
         if not (self.prompt.interactive and self.settings.bar):

@@ -3,13 +3,14 @@
 import os
 import sys
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvkeep.cli.saying import say
 from kvkeep.cli.terminated import terminated
 from kvkeep.cli.text_input import require_utf8
+from kvkeep.cli.type_ahead import type_ahead
 from kvkeep.errors import InvalidArgument
 from kvkeep.files.text import decode_text
 from kvkeep.models.library import home, is_given
@@ -37,6 +38,10 @@ class Prompt:
 
     def offer(self, words: str) -> None:
         """What was said and not taken in is there to be said again."""
+
+    def busy(self) -> AbstractContextManager[None]:
+        """While the block runs nothing is read: keys typed meanwhile are for the next prompt."""
+        return nullcontext()
 
 
 class Asked(Prompt):
@@ -116,6 +121,9 @@ class Edited(Prompt):
 
     def offer(self, words: str) -> None:
         self._offered = words
+
+    def busy(self) -> AbstractContextManager[None]:
+        return type_ahead()
 
 
 class _Nothing(Exception):
