@@ -31,6 +31,7 @@ _WORKER = Path(__file__).with_name("gguf_fuzz_llama.py")
 # Of the greatest logit. llama.cpp looks GELU up in a table of float16.
 _TOLERANCE = 2e-3
 _ROUGH = 2e-2
+_NOTES = 40  # that are shown
 _GELU = ("gemma2", "gemma3", "gemma3n", "gemma4")
 
 
@@ -77,7 +78,7 @@ class Llama:
 def _why(log: str) -> str:
     """The line of llama.cpp's log that speaks of the error."""
     told = [line for line in log.splitlines() if "error" in line.lower() or "ASSERT" in line]
-    return told[0].strip()[-160:] if told else "ended without a word"
+    return told[0].strip().rpartition("/src/")[2][-160:] if told else "ended without a word"
 
 
 def ours(path: Path, home: Path) -> "NDArray[np.float32] | str":
@@ -175,7 +176,7 @@ def main(count: int, seed: int, llama_python: str, keep: Path | None, one_in: in
             path.unlink(missing_ok=True)
             advance(1)
     click.echo("\n".join(f"{number:6} {what}" for what, number in tally.counts.most_common()))
-    click.echo("\n".join(f"{number:6} {what}" for what, number in tally.notes.most_common()))
+    click.echo("\n".join(f"{number:6} {what}" for what, number in tally.notes.most_common(_NOTES)))
     click.echo("\n".join(tally.differing))
 
 

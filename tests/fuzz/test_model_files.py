@@ -15,8 +15,8 @@ from kvkeep.models.checkpoint import decoder_shapes
 from kvkeep.models.config import read_spec, spec_from_config
 from kvkeep.models.families import FAMILIES
 from kvkeep.models.gguf_config import config_from_gguf
-from kvkeep.models.gguf_convert import _weights
 from kvkeep.models.gguf_file import GgufFile
+from kvkeep.models.gguf_names import weights_of
 from kvkeep.models.gguf_tokenizer import build_tokenizer
 from kvkeep.models.text import TextCodec
 from kvkeep.models.weights import check_tensors, read_shapes
@@ -105,7 +105,7 @@ def test_a_damaged_gguf_is_refused_or_means_what_it_says(gguf: bytes, tmp_path: 
         file = GgufFile.open(path)
         config = config_from_gguf(file)
         spec = spec_from_config(config, {}, path)
-        tensors = _weights(file, spec.architecture)
+        tensors = weights_of(file, spec.architecture)
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
         check_tensors(spec, decoder_shapes(spec, shapes), path)
         build_tokenizer(file)

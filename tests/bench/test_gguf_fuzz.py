@@ -1,0 +1,47 @@
+"""The random GGUF files of `benchmarks/gguf_fuzz.py`, which by hand are compared with llama.cpp."""
+
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.gguf_fuzz import TOKENS, damaged, judge
+from benchmarks.gguf_fuzz_cases import Case, draw
+from benchmarks.gguf_fuzz_tensors import ARCHITECTURES, VOCABULARY
+from kvkeep.errors import UnsupportedModel
+from kvkeep.models.gguf_convert import convert
+
+CASES: dict[str, Case] = {}
+for seed in range(200):
+    drawn = draw(seed)
+    CASES.setdefault(drawn.architecture, drawn)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_files_of_every_architecture_are_whole(architecture: str, tmp_path: Path) -> None:
+    CASES[architecture].write(tmp_path / "m.gguf")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        try:
+            convert(tmp_path / "m.gguf", tmp_path / "out", False)
+        except UnsupportedModel:  # for one combination of fields: all tensors are there
+            return
+    assert (tmp_path / "out" / "config.json").exists()
+
+
+def test_a_case_is_the_same_each_time_and_a_damaged_one_differs_in_one_field() -> None:
+    first, again, odd = draw(7), draw(7), damaged(draw(7), 7)
+    assert first.fields == again.fields
+    assert all(np.array_equal(first.tensors[name], again.tensors[name]) for name in first.tensors)
+    assert sum(repr(odd.fields[key]) != repr(value) for key, value in first.fields.items()) == 1
+
+
+def test_verdicts_tell_logits_and_refusals_apart() -> None:
+    case, logits = CASES["llama"], np.ones((len(TOKENS), VOCABULARY), np.float32)
+    ours, other = logits[[23, -1]], logits[[23, -1]] * np.float32(1.01)
+    assert judge(case, ours, logits)[0] == "same"
+    assert judge(case, other, logits)[0] == "differ"
+    assert judge(case, "why", logits) == ("only kvkeep refuses", "why")
+    assert judge(case, ours, "why")[0] == "only llama.cpp refuses"
+    assert judge(case, "why", "why")[0] == "both refuse"
