@@ -258,7 +258,7 @@ def _multipliers(config: Mapping[str, Any], family: Family, path: Path) -> dict[
     if family.logit_scale:
         return {"logits_multiplier": positive(config, "logit_scale", path, default=0.0625)}
     if family.scaled:
-        return _scales(config, path)
+        return _scales(config, family, path)
     if not family.multipliers:
         return {}
     return {
@@ -269,12 +269,11 @@ def _multipliers(config: Mapping[str, Any], family: Family, path: Path) -> dict[
     }
 
 
-def _scales(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
+def _scales(config: Mapping[str, Any], family: Family, path: Path) -> dict[str, Any]:
     """Gemma's multipliers and caps."""
-    caps = {
-        "attention_softcap": "attn_logit_softcapping",
-        "logits_softcap": "final_logit_softcapping",
-    }
+    caps = {"attention_softcap": "attn_logit_softcapping"}
+    if not family.uncapped:
+        caps["logits_softcap"] = "final_logit_softcapping"
     return {
         "embedding_multiplier": math.sqrt(count(config, "hidden_size", path)),
         "embedding_multiplier_rounded": True,

@@ -70,7 +70,8 @@ class Family:
     activation: the field of the config that says it.
     gemma4, gemma3n: it has what `config_gemma4.py` or `config_gemma3n.py` reads.
     multipliers: Granite's four. logit_scale: Cohere's one. scaled: Gemma's two, of embeddings and
-        of attention, and its caps on products and logits.
+        of attention, and its caps on products and logits; uncapped: it has none on logits, whatever
+        the config says.
     rotated: the part of each head that is rotated where the config says nothing; None for families
         that rotate whole heads, whatever it says.
     interleaved: the pairs that are rotated lie side by side, not half a head apart.
@@ -101,6 +102,7 @@ class Family:
     multipliers: bool = False
     logit_scale: bool = False
     scaled: bool = False
+    uncapped: bool = False
     rotated: float | None = None
     interleaved: bool = False
     qkv: str = ""
@@ -296,7 +298,7 @@ FAMILIES: dict[str, Family] = {
         usual={**_GEMMA.usual, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     ),
     "Gemma3ForCausalLM": _GEMMA3,
-    "Gemma3ForConditionalGeneration": replace(_GEMMA3, text_part=True),
+    "Gemma3ForConditionalGeneration": replace(_GEMMA3, text_part=True, uncapped=True),
     "Gemma3nForCausalLM": _GEMMA3N,
     "Gemma3nForConditionalGeneration": replace(_GEMMA3N, text_part=True),
     "Gemma4ForCausalLM": _GEMMA4,

@@ -75,7 +75,12 @@ IMAGES: dict[str, dict[str, Any]] = {
 }
 TEXT_OF: dict[str, dict[str, Any]] = {
     "Mistral3": {"model_type": "mistral", "sliding_window": None},
-    "Gemma3": {"num_hidden_layers": 7, "sliding_window": 20, "rope_parameters": None},
+    "Gemma3": {
+        "num_hidden_layers": 7,
+        "sliding_window": 20,
+        "rope_parameters": None,
+        "final_logit_softcapping": 2.0,  # which the class that reads images does not heed
+    },
     "Gemma4": {
         "num_hidden_layers": 12,
         "sliding_window": 20,

@@ -1,0 +1,196 @@
+"""Random configurations of every family against transformers in float32.
+
+A seed is the architecture and a number; `checked("LlamaForCausalLM", 17, ...)` repeats one. Where a
+model is so sharp that the logits of transformers are off by more than `NEAR` in float32 themselves,
+by what they are in float64, ours may be off twice as far.
+"""
+
+import json
+import re
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from models.test_families import opened
+from models.test_text_part import IMAGES
+from random_configs import defaults, drawn, family_of
+from safetensors.torch import load_file, save_file
+from small import small_tokenizer
+
+from kvkeep.errors import KvkeepError
+from kvkeep.models.families import FAMILIES
+from kvkeep.models.text import TextCodec
+
+EACH = 110  # seeds of each architecture: more than 3,000
+KEPT = "_size$|^num_(hidden|attention|.*experts)|^max_position"  # sizes, which a config must have
+NEAR = 1e-4  # of the largest logit
+TEXT = TextCodec(Path(), small_tokenizer())
+# What is refused, and why that is right: no published model of these families has it.
+REFUSED = {
+    "norms of queries and keys": "Command R+ has, which is refused as such",
+    "clip_qkv": "not computed, and refused as such",
+    "clamped otherwise than at 7": "not computed, and refused as such",
+    "activation 'relu' is not supported": "not computed, and refused as such",
+    "sliding_window must be a whole number": "a window of 0 tokens, not even of the one that looks",
+    "found null and .* such layers": "layers that slide, and no window: transformers raises, too",
+    "gives no pairs that could be rotated": "a part of a head that is less than a pair",
+}
+
+
+def model_of(architecture: str, values: dict[str, Any]) -> transformers.PreTrainedModel:
+    """A model of transformers with random weights, after `torch.manual_seed`.
+
+    Of Gemma 3n, which reads images by a library of its own, the language model alone.
+    """
+    kind = architecture.removesuffix("ForConditionalGeneration")
+    if kind == architecture or kind == "Gemma3n":
+        config = transformers.AutoConfig.for_model(text_type(architecture), **values)
+        model = getattr(transformers, architecture.replace("ConditionalGeneration", "CausalLM"))
+    else:
+        images = dict(IMAGES[kind])
+        if "out_hidden_size" in images:
+            images["out_hidden_size"] = values["hidden_size"]
+        text = values | {"model_type": text_type(architecture)}
+        tied = values.get("tie_word_embeddings", False)
+        config = getattr(transformers, architecture).config_class(
+            text_config=text, vision_config=images, tie_word_embeddings=tied
+        )
+        model = getattr(transformers, architecture)
+    config._experts_implementation = "eager"  # another needs rows of so many bytes
+    result = model(config).eval()
+    randomise(result, family_of(architecture))
+    return result
+
+
+def text_type(architecture: str) -> str:
+    text = getattr(transformers, architecture).config_class().get_text_config()
+    return str(text.model_type)
+
+
+def randomise(model: transformers.PreTrainedModel, family: str) -> None:
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            usual = weight.flatten()[0].item() if name.endswith("norm.weight") else 0.0
+            if family in ("Gemma3nText", "Gemma4Text") and name.endswith("q_norm.weight"):
+                usual = 0.3  # products are not scaled
+            if re.search(r"norm_[12]\.weight|router\.(per_expert_)?scale", name):
+                usual = 1.0
+            weight.normal_(usual, 0.15)
+        for name, scale in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                scale.uniform_(0.7, 1.3)
+
+
+def write(
+    model: transformers.PreTrainedModel,
+    folder: Path,
+    architecture: str,
+    values: dict[str, Any],
+    random: Random,
+) -> None:
+    """As transformers does, but for a config that may say the same in other ways."""
+    model.save_pretrained(folder)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    if architecture == "Gemma3nForConditionalGeneration":
+        config = {"architectures": [architecture], "text_config": config}
+        tensors = {
+            name.replace("model.", "model.language_model.", 1): tensor
+            for name, tensor in load_file(folder / "model.safetensors").items()
+        }
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    said_otherwise(config.get("text_config", config), architecture, values, random)
+    path.write_text(json.dumps(config))
+
+
+def said_otherwise(
+    text: dict[str, Any], architecture: str, values: dict[str, Any], random: Random
+) -> None:
+    """Leaves out what is a default or follows from the rest, and writes RoPE as transformers 4."""
+    for name, usual in defaults(architecture).items():
+        if name not in text or random.random() < 0.5:
+            continue
+        derived = usual is None and name not in values and name in ("layer_types", "no_rope_layers")
+        if derived or (text[name] == usual and not re.search(KEPT, name)):
+            del text[name]
+    if "sliding_window_pattern" in values:
+        text["sliding_window_pattern"] = values["sliding_window_pattern"]
+    width = text["hidden_size"] // text["num_attention_heads"]
+    if text.get("head_dim") == width and defaults(architecture).get("head_dim", 0) is None:
+        text["head_dim"] = random.choice([None, width])
+    if "per_layer_config" in text and random.random() < 0.5:  # as published files have it
+        del text["per_layer_config"]
+        for name in ("global_head_dim", "num_global_key_value_heads"):
+            text[name] = values.get(name)
+    rope = text.get("rope_parameters")
+    if rope and "rope_theta" in rope and random.random() < 0.3:
+        text["rope_scaling"] = text.pop("rope_parameters")
+        for name in ("rope_theta", "partial_rotary_factor"):
+            if name in rope:
+                text[name] = rope.pop(name)
+        if random.random() < 0.5:
+            rope["type"] = rope.pop("rope_type")
+
+
+def checked(architecture: str, number: int, folder: Path) -> str:
+    """Why kvkeep refuses the configuration of a seed, or "" where it computes what it should."""
+    random = Random(f"{architecture} {number}")
+    values = drawn(architecture, random)
+    torch.manual_seed(number)
+    model = model_of(architecture, values)
+    write(model, folder, architecture, values, random)
+    try:
+        ours = opened(folder, TEXT)
+    except KvkeepError as error:
+        return str(error).replace(str(folder), "")
+    count = min(random.randint(12, 40), ours.spec.max_positions)
+    tokens = [random.randrange(3, values["vocab_size"]) for _ in range(count)]
+    with torch.no_grad():
+        expected = model(torch.tensor([tokens])).logits[0]
+    session = ours.session(policy="full", prefill_step=random.choice([1, 5, 512]))
+    done, found, ends = 0, [], []
+    while done < count:
+        step = random.choice([1, 1, 4, 9, 17])
+        session.feed(tokens[done : done + step])
+        done = min(done + step, count)
+        found.append(session.logits)
+        ends.append(done - 1)
+    result, largest = torch.stack(found), expected.abs().max()
+    if (result - expected[ends]).abs().max() > NEAR * largest:
+        with torch.no_grad():
+            exact = model.double()(torch.tensor([tokens])).logits[0]
+        off, theirs = ((x - exact[ends]).abs().max() for x in (result, expected[ends]))
+        assert off <= 2 * theirs, (
+            f"{off / largest:.2g} off, transformers {theirs / largest:.2g}: {values}"
+        )
+    return ""
+
+
+def check_all(architecture: str, numbers: range, folder: Path) -> None:
+    """Raises with every seed that is computed wrongly, or refused without a reason given here."""
+    wrong, refused = [], 0
+    for number in numbers:
+        try:
+            reason = checked(architecture, number, folder / str(number))
+        except Exception as error:  # of whichever kind: it is to be known of all seeds
+            wrong.append(f"{architecture} {number}: {type(error).__name__}: {error}")
+            continue
+        refused += bool(reason)
+        if reason and not any(re.search(explained, reason) for explained in REFUSED):
+            wrong.append(f"{architecture} {number}: {reason}")
+    assert not wrong, "\n".join(wrong)
+    assert refused <= max(1, 0.1 * len(numbers))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_random_configurations_equal_transformers(architecture: str, tmp_path: Path) -> None:
+    check_all(architecture, range(EACH), tmp_path)
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_a_few_random_configurations_equal_transformers(architecture: str, tmp_path: Path) -> None:
+    check_all(architecture, range(2), tmp_path)

@@ -1,0 +1,279 @@
+"""Random small configurations of every family, as transformers' config classes take them."""
+
+from dataclasses import fields
+from functools import cache
+from math import gcd
+from random import Random
+from typing import Any
+
+import transformers
+
+LOCAL, WHOLE = "sliding_attention", "full_attention"
+TWO_ROPES = ("Olmo3", "Gemma3Text", "Gemma3nText", "Gemma4Text")
+ROTATE_PARTS = ("Phi3", "Glm", "Glm4")
+FIXED_HEADS = ("Cohere2", "Olmoe", "Qwen2_5_VLText")  # as wide as the hidden size says
+MULTIPLIERS = (
+    "embedding_multiplier",
+    "residual_multiplier",
+    "logits_scaling",
+    "attention_multiplier",
+    "logit_scale",
+)
+FLAGS = ("attention_bias", "mlp_bias", "qkv_bias", "tie_word_embeddings", "norm_topk_prob")
+FLAGS += ("use_double_wide_mlp", "attention_k_eq_v")
+
+
+@cache
+def text_class(architecture: str) -> type[transformers.PreTrainedConfig]:
+    """The config class of an architecture's language model."""
+    return type(getattr(transformers, architecture).config_class().get_text_config())
+
+
+def family_of(architecture: str) -> str:
+    """The name of that class, without "Config"."""
+    return text_class(architecture).__name__.removesuffix("Config")
+
+
+@cache
+def defaults(architecture: str) -> dict[str, Any]:
+    """Of the fields of that class."""
+    return {each.name: each.default for each in fields(text_class(architecture))}
+
+
+def drawn(architecture: str, random: Random) -> dict[str, Any]:
+    """The fields of a language model's config; about a third of those that may lack do."""
+    family, named = family_of(architecture), defaults(architecture)
+    layers, heads = random.randint(2, 5), random.choice([1, 2, 3, 4, 6, 8])
+    head_dim = random.choice([4, 8, 16] if family.startswith("Glm") else [4, 6, 8, 10, 12, 16, 24])
+    values: dict[str, Any] = {
+        "vocab_size": random.randint(64, 128),
+        "hidden_size": heads * head_dim,
+        "intermediate_size": random.randint(8, 96),
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": random.choice([n for n in range(1, heads + 1) if heads % n == 0]),
+        "max_position_embeddings": random.choice([64, 100, 512, 4096]),
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    if named.get("head_dim") is not None or (family not in FIXED_HEADS and random.random() < 0.4):
+        values["head_dim"] = head_dim
+        if random.random() < 0.5 and family not in FIXED_HEADS and family != "Phi3":
+            values["hidden_size"] = heads * random.randint(2, 24)
+    for name in ("rms_norm_eps", "layer_norm_eps"):
+        if name in named and random.random() < 0.7:
+            values[name] = random.choice([1e-6, 1e-5, 1e-3, 0.1])
+    for name in FLAGS:
+        if name in named and random.random() < 0.7:
+            values[name] = random.random() < 0.5
+    for name in MULTIPLIERS:
+        if name in named and random.random() < 0.7:
+            values[name] = random.uniform(0.1, 4)
+    values |= _layers(family, layers, random) | _experts(family, named, layers, random)
+    values |= _gemma(family, values, random)
+    width = values.get("head_dim") or values["hidden_size"] // heads
+    values |= _rope(family, values, width, random)
+    return values | _refused(named, values, random)
+
+
+def _refused(named: dict[str, Any], values: dict[str, Any], random: Random) -> dict[str, Any]:
+    """Seldom something that kvkeep does not run."""
+    every = {
+        "use_qk_norm": True,
+        "clip_qkv": 8.0,
+        "swiglu_limit": 5.0,
+        "hidden_act": "relu",
+        "hidden_activation": "relu",
+    }
+    found = {name: value for name, value in every.items() if name in named}
+    if values.get("sliding_window") and "sliding_window_pattern" not in values:
+        found["sliding_window"] = 0
+    if not found or random.random() < 0.96:
+        return {}
+    name = random.choice(sorted(found))
+    return {name: found[name]}
+
+
+def _layers(family: str, layers: int, random: Random) -> dict[str, Any]:
+    """Which layers slide, how far, and which have no RoPE."""
+    window = random.choice([1, 2, 3, 5, 9, 16, 30])
+    if family in ("Mistral", "Ministral3", "Mixtral", "Phi3"):
+        return {"sliding_window": random.choice([None, None, window + 8])}
+    if family in ("Qwen2", "Qwen3", "Qwen2_5_VLText", "Qwen2Moe", "Qwen3Moe"):
+        return {
+            "use_sliding_window": random.random() < 0.4,
+            "sliding_window": window + 8,
+            "max_window_layers": random.randint(0, layers),
+        }
+    if family == "GraniteMoeHybrid":
+        return {"layer_types": [WHOLE] * layers}
+    found: dict[str, Any] = {}
+    kinds = [random.choice([LOCAL, LOCAL, WHOLE]) for _ in range(layers)]
+    kinds[-1 if family == "Gemma4Text" else random.randrange(layers)] = WHOLE
+    if family == "SmolLM3":
+        if random.random() < 0.5:
+            found["no_rope_layers"] = [random.randint(0, 1) for _ in range(layers)]
+        else:
+            found["no_rope_layer_interval"] = random.randint(2, layers)
+        if random.random() < 0.5:
+            return found
+        found["use_sliding_window"] = random.random() < 0.5
+    elif family not in ("Exaone4", "Cohere2", "GptOss", "Gemma2", *TWO_ROPES):
+        return {}
+    found["sliding_window"] = window
+    if family == "Exaone4" and random.random() < 0.2:
+        return {"sliding_window": None, "layer_types": [WHOLE] * layers}
+    if family in ("Exaone4", "Cohere2", "Gemma3Text") and random.random() < 0.3:
+        return found | {"sliding_window_pattern": random.randint(1, layers)}
+    if family in ("GptOss", "Gemma2", "Gemma4Text") and random.random() < 0.3:
+        return found
+    return found | {"layer_types": kinds}
+
+
+def _experts(family: str, named: dict[str, Any], layers: int, random: Random) -> dict[str, Any]:
+    if family == "GraniteMoeHybrid":
+        width = random.randint(8, 96)
+        return {
+            "num_local_experts": 0,
+            "shared_intermediate_size": width,
+            "position_embedding_type": "rope",
+            "mamba_n_heads": 1,
+        }
+    if "num_experts_per_tok" not in named:
+        return {}
+    every = random.randint(1, 7)
+    name = "num_local_experts" if "num_local_experts" in named else "num_experts"
+    found: dict[str, Any] = {name: every, "num_experts_per_tok": random.randint(1, every)}
+    for width in ("moe_intermediate_size", "shared_expert_intermediate_size"):
+        if width in named:
+            found[width] = random.randint(4, 40)
+    if "decoder_sparse_step" in named:
+        found["decoder_sparse_step"] = random.choice([1, 1, 2])
+        found["mlp_only_layers"] = random.choice([[], [0], [random.randrange(layers)]])
+    return found
+
+
+def _gemma(family: str, values: dict[str, Any], random: Random) -> dict[str, Any]:
+    """What Gemma alone has."""
+    if not family.startswith("Gemma"):
+        return {}
+    layers, found = values["num_hidden_layers"], dict[str, Any]()
+    if random.random() < 0.6:
+        usual = 8.0 if family == "Gemma3nText" else None  # where it may not be null
+        found["final_logit_softcapping"] = random.choice([usual, 2.0, 30.0])
+    if family in ("Gemma2", "Gemma3Text"):
+        found["query_pre_attn_scalar"] = random.choice([1, 4, 16, 24, 256])
+    if family == "Gemma2" and random.random() < 0.7:
+        found["attn_logit_softcapping"] = random.choice([None, 1.5, 50.0])
+    if family not in ("Gemma3nText", "Gemma4Text"):
+        return found
+    kinds = values.get("layer_types") or []
+    shareable = [
+        n for n in range(1, layers) if LOCAL in kinds and set(kinds[-n:]) <= set(kinds[:-n])
+    ]
+    shared = random.choice([0, *shareable])
+    if family == "Gemma4Text" and set(kinds[: layers - shared]) != set(kinds):
+        shared = 0
+    found |= {"num_kv_shared_layers": shared, "vocab_size_per_layer_input": values["vocab_size"]}
+    if family == "Gemma3nText":
+        inputs = random.randint(1, 4)
+        widths = [random.randint(8, 96) for _ in range(layers)]
+        return found | {
+            "vocab_size_per_layer_input": random.randint(40, values["vocab_size"]),
+            "hidden_size_per_layer_input": random.randint(2, 12),
+            "altup_num_inputs": inputs,
+            "altup_active_idx": random.randrange(inputs),
+            "laurel_rank": random.randint(1, 8),
+            "intermediate_size": random.choice([widths, widths[0]]),
+            "activation_sparsity_pattern": [random.choice([0.0, 0.5, 0.95]) for _ in range(layers)],
+        }
+    found["hidden_size_per_layer_input"] = random.choice([0, 4, 7] if shared == 0 else [4, 7])
+    found["global_head_dim"] = random.choice([values["head_dim"], 8, 16])
+    if values.get("attention_k_eq_v") and random.random() < 0.7:
+        heads = values["num_attention_heads"]
+        found["num_global_key_value_heads"] = gcd(heads, random.randint(1, heads))
+    if random.random() < 0.3:
+        every = random.randint(1, 7)
+        found |= {"enable_moe_block": True, "num_experts": every}
+        found |= {"top_k_experts": random.randint(1, every)}
+        found["moe_intermediate_size"] = random.randint(4, 40)
+    return found
+
+
+def _rope(family: str, values: dict[str, Any], width: int, random: Random) -> dict[str, Any]:
+    if random.random() < 0.2 and family != "Qwen2_5_VLText":
+        return {}
+    if family not in TWO_ROPES:
+        return _flat(family, values, width, random)
+    near = _flat(family, values, width, random)["rope_parameters"]
+    if family == "Gemma4Text":
+        width = values["global_head_dim"]
+        part = random.choice([0.25, 0.5, 1.0])
+        whole = {"rope_type": "proportional", "partial_rotary_factor": part, "rope_theta": 5e3}
+        if random.random() < 0.3:
+            whole["factor"] = 2.0
+    if family != "Gemma4Text" or random.random() < 0.5:
+        whole = _flat(family, values, width, random)["rope_parameters"]
+    return {"rope_parameters": {WHOLE: whole, LOCAL: near}}
+
+
+def _flat(family: str, values: dict[str, Any], width: int, random: Random) -> dict[str, Any]:
+    """RoPE settings of one kind; of Phi-3 also what it has beside them."""
+    kinds = ["default", "linear", "llama3", "yarn", "longrope"]
+    kind = random.choice(["default", "longrope"] if family == "Phi3" else kinds)
+    if family == "Ministral3" and kind != "longrope":
+        kind = "yarn"
+    if family == "Mixtral" and "head_dim" not in values and kind in ("yarn", "longrope"):
+        kind = "linear"  # these would multiply null
+    if family == "Gemma4Text" and kind == "longrope":  # which transformers does not run there
+        kind = "yarn"
+    settings: dict[str, Any] = {"rope_type": kind, "rope_theta": random.choice([50.0, 1e4, 1e6])}
+    pairs, beside = width // 2, dict[str, Any]()
+    if family in ROTATE_PARTS and random.random() < 0.7:
+        part = random.choice(
+            [p for p in (0.25, 0.5, 0.75, 1.0) if int(width * p) % 2 == 0 < int(width * p)]
+        )
+        settings["partial_rotary_factor"] = part
+        pairs = int(width * part) // 2
+    elif family in ("Glm", "Glm4"):
+        pairs = width // 4
+    original = random.choice([40, 64, values["max_position_embeddings"]])
+    if kind == "linear":
+        settings["factor"] = random.choice([1.0, 2.5, 8.0])
+    if kind == "llama3":
+        low = random.choice([1.0, 2.0])
+        settings |= {"factor": 4.0, "low_freq_factor": low, "high_freq_factor": 4 * low}
+    if kind == "yarn":
+        settings |= _yarn(family, random)
+    if kind == "longrope":
+        settings["short_factor"] = [random.uniform(1, 3) for _ in range(pairs)]
+        settings["long_factor"] = [random.uniform(3, 9) for _ in range(pairs)]
+        settings |= random.choice([{}, {"factor": 4.0}, {"attention_factor": 1.3}])
+    if kind == "longrope" and family == "Phi3":
+        beside = {"original_max_position_embeddings": original}
+    elif kind in ("llama3", "yarn", "longrope") and (
+        random.random() < 0.8 or family in ("Gemma4Text", "Ministral3")
+    ):
+        settings["original_max_position_embeddings"] = original
+    if family == "Ministral3":
+        settings["llama_4_scaling_beta"] = 0.1
+    if family == "Qwen2_5_VLText":
+        settings["mrope_section"] = [pairs, 0, 0]
+    return {"rope_parameters": settings, **beside}
+
+
+def _yarn(family: str, random: Random) -> dict[str, Any]:
+    """Of two tables, transformers looks for `truncate` beside them, where nothing is."""
+    found: dict[str, Any] = {"factor": random.choice([1.0, 2.0, 8.0])}
+    found |= random.choice([{}, {"beta_fast": 16.0, "beta_slow": 2.0}])
+    factors = [
+        {},
+        {"attention_factor": 1.4},
+        {"mscale": 0.7},
+        {"mscale": 1.0, "mscale_all_dim": 0.5},
+    ]
+    found |= random.choice(factors)
+    if family not in TWO_ROPES and random.random() < 0.3:
+        found["truncate"] = False
+    return found
