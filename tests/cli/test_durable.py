@@ -483,7 +483,7 @@ def test_a_terminal_that_is_closed_loses_nothing(start, tiny, home, in_an_answer
 def test_what_was_done_at_the_prompt_of_a_chat_is_saved(invoke, tiny, home) -> None:
     script = 'One?\nTwo?\n/pin 1\n/edit 1 "Uno?"\n/branch b\n/forget 2\nThree?\n'
     said = invoke(*CHAT, *SYSTEM, "--session", "s", *tiny, input=script).stderr
-    assert "branch b is what is saved; not saved: main" in said
+    assert "branch b is session s\nbranch main is session s-main\n" in said
     saved = _saved(home, "s")
     spans = saved.settings["spans"]
     assert turns_in(spans) == [1, 2]
@@ -492,6 +492,55 @@ def test_what_was_done_at_the_prompt_of_a_chat_is_saved(invoke, tiny, home) -> N
     assert "turn 1 may be forgotten" in said
     assert turns_in(_saved(home, "s").settings["spans"]) == [1]
     assert not _saved(home, "s").settings["pins"]
+
+
+def _turns(home: Path) -> dict[str, list[int]]:
+    """Of each session in the folder."""
+    names = [file.stem for file in (home / "sessions").glob("*.kvkeep")]
+    return {name: turns_in(_saved(home, name).settings["spans"]) for name in names}
+
+
+def test_no_branch_of_a_chat_with_a_name_is_lost(invoke, tiny, home) -> None:
+    """Each is a session; the current one has the name of the chat, and no second copy."""
+    script = "One?\n/branch b\nTwo?\n/branch ü.c\nThree?\n/switch main\nFour?\n/switch b\n"
+    said = invoke(*CHAT, "--session", "s.x.y", *tiny, input=script).stderr
+    expected = {"s.x.y": [1, 2], "s-x-y-main": [1, 2], "s-x-y--c": [1, 2, 3]}
+    assert _turns(home) == expected
+    for branch, name in [("b", "s.x.y"), ("main", "s-x-y-main"), ("ü.c", "s-x-y--c")]:
+        assert said.count(f"branch {branch} is session {name}\n") == 1
+    again = invoke(*CHAT, "--session", "s-x-y-main", input="/branch b\nFive?\n/branches\n")
+    assert "* b     3 turns" in again.stderr
+    invoke(*CHAT, "--continue", input="/undo\n/branch b\n")
+    assert _turns(home) == expected | {
+        "s-x-y-main": [1, 2],
+        "s-x-y-main-main": [1, 2],
+        "s-x-y-main-main-2": [1, 2],
+    }
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_a_signal_loses_no_branch(start, tiny, home, number: int) -> None:
+    process = start(*CHAT, "--session", "s", *tiny)
+    process.stdin.write(b"One?\n/branch b\nTwo?\n/switch main\n")
+    process.stdin.flush()
+    expected = {"s": [1], "s-b": [1, 2]}
+    _wait_for(lambda: (home / "sessions" / "s-b.kvkeep").exists() and _turns(home) == expected)
+    process.send_signal(number)
+    process.communicate(timeout=PATIENCE)
+    assert _turns(home) == expected
+
+
+def test_saving_a_chat_under_a_name_saves_its_branches(invoke, tiny, home) -> None:
+    invoke(*CHAT, *tiny, input="One?\n/branch b\nTwo?\n/save s\nThree?\n")
+    assert _turns(home) == {"s": [1, 2, 3], "s-main": [1]}
+
+
+def test_a_branch_that_cannot_be_saved_is_named(invoke, tiny, home) -> None:
+    invoke(*CHAT, "--session", "s", *tiny, input="One?\n")
+    with small_files_only():
+        said = invoke(*CHAT, "-c", input="/branch b\n").stderr
+    assert "could not be written" in said
+    assert "branch main is not saved\n" in said
 
 
 def test_a_full_disk_does_not_end_a_chat(invoke, tiny, home) -> None:

@@ -60,6 +60,18 @@ def test_what_has_none_is_gone_with_its_branches(invoke: Invoke, server: Running
         assert client.sessions() == before
 
 
+def test_no_branch_of_a_chat_with_a_name_is_lost(invoke: Invoke, server: Running) -> None:
+    """They get names that say what they are; what they had meanwhile is gone."""
+    asked = ("chat", "--server", server.url, "--session", "named", *GREEDY, "-n", 4)
+    with Client(server.url) as client:
+        before = {each["name"] for each in client.sessions()}
+        talked = invoke(*asked, input="Hello.\n/branch side\nAnd more.\n")
+        assert {each["name"] for each in client.sessions()} - before == {"named", "named-side"}
+        assert "branch main is session named\nbranch side is session named-side\n" in talked.stderr
+        assert "turn 2" in client.session("named-side").info()["spans"]
+        assert "turn 2" not in client.session("named").info()["spans"]
+
+
 @pytest.mark.parametrize("option", ["--model=x", "--prefix-cache", "--weights=bf16", "--continue"])
 def test_options_of_a_model_here_are_refused(invoke: Invoke, server: Running, option: str) -> None:
     refused = invoke("chat", "--server", server.url, option, input="Hello.\n")
@@ -73,7 +85,7 @@ def test_a_server_that_is_not_there(invoke: Invoke) -> None:
     assert "no answer from http://127.0.0.1:1" in refused.stderr
 
 
-def test_a_chat_that_is_saved_stays_and_the_rest_of_it_goes(
+def test_a_chat_that_is_saved_stays_with_its_branches(
     invoke: Invoke, server: Running, tmp_path: Path
 ) -> None:
     (tmp_path / "word.txt").write_text("The word is lighthouse.")
@@ -87,7 +99,8 @@ def test_a_chat_that_is_saved_stays_and_the_rest_of_it_goes(
         assert "session later is on the server's disk" in talked.stderr
         *_, answer, again = talked.stdout.splitlines()
         assert answer == again, "the likeliest tokens, both times"
-        assert {each["name"] for each in client.sessions()} - before == {"later"}
+        assert {each["name"] for each in client.sessions()} - before == {"later", "later-main"}
+        assert "branch main is session later-main\n" in talked.stderr
         spans = client.session("later").memory()["spans"]
         assert {"turn 1 answer", "turn 2 answer"} <= spans.keys()
 

@@ -129,7 +129,7 @@ def _exists(path: str) -> bool:
 
 _WHAT = """\
 WHAT is a turn's number (3), a part of it (3.question, 3.answer), last, system, or "quoted words".
-With --session, the branch that is current at the end is saved; the others end with the chat."""
+With --session NAME, the branch that is current is saved under it, the others as NAME-BRANCH."""
 _KEYS = """\
 Alt-Enter begins another line, and so does Enter within three quotes (\"\"\"). Tab completes. Ctrl-C
 stops an answer or clears the line; Ctrl-D ends the chat."""

@@ -4,6 +4,7 @@ from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING
 
 from kvkeep.cli.chat.branches import Branches
+from kvkeep.cli.chat.kept_branches import KeptBranches
 from kvkeep.cli.chat.loop import NotRead, Talk, last_turn
 from kvkeep.cli.keeper import Keeper
 from kvkeep.cli.memory_map import memory_line
@@ -30,6 +31,8 @@ class TalkHere(Talk):
     ):
         self.run = run
         self._held = held
+        self._kept = KeptBranches()
+        held.callback(self._kept.close)
         super().__init__(Branches(conversation), settings)
 
     def talk(self) -> None:
@@ -41,9 +44,7 @@ class TalkHere(Talk):
         try:
             super().talk()
         finally:
-            if self.run.keeper and self.branches.others:
-                others = ", ".join(self.branches.others)
-                say(f"branch {self.branches.name} is what is saved; not saved: {others}")
+            self._leave()
 
     def turn(self, words: str) -> None:
         conversation = self.branches.current
@@ -91,12 +92,38 @@ class TalkHere(Talk):
         run.session = self.branches.current.session
         if run.keeper is None:
             return
-        run.keeper.follow(run.session, {CHAT: self.branches.current.notes})
         try:
+            # First, so that a branch is on disk before the current one takes its place.
+            self._save_others(run.keeper)
+            run.keeper.follow(run.session, {CHAT: self.branches.current.notes})
             run.keeper.save()
         except StoreError as error:
             # The talk is worth more than an end here; at its end, saving is tried once more.
             say(str(error))
+        else:
+            self._kept.dismiss(self.branches.name)
+
+    def _save_others(self, keeper: Keeper) -> None:
+        conversations = self.branches.conversations
+        others = {name: conversations[name] for name in self.branches.others}
+        self._kept.save(keeper.what.removeprefix(_session("")), others, keeper.notes)
+
+    def _leave(self) -> None:
+        """Saves the branches that are not, and says where each is."""
+        keeper = self.run.keeper
+        if keeper is None or not self.branches.others:
+            return
+        self.run.session = self.branches.current.session
+        try:
+            self._save_others(keeper)
+        except StoreError as error:
+            say(str(error))
+        keeper.follow(self.run.session, {CHAT: self.branches.current.notes})
+        names = self._kept.names()
+        say(f"branch {self.branches.name} is {keeper.what}")
+        for branch in self.branches.others:
+            kept = f"session {names[branch]}" if branch in names else "not saved"
+            say(f"branch {branch} is {kept}")
 
     def _read(self, ids: list[int]) -> None:
         before = len(self.run.session.tokens)

@@ -1,10 +1,12 @@
 """`kvkeep chat --server`: the same talk, in a session that lives on a server."""
 
 import time
-from contextlib import closing
+from collections.abc import Callable
+from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any, cast
 
 from kvkeep.cli.chat.branches import Branches
+from kvkeep.cli.chat.kept_branches import branch_session_names
 from kvkeep.cli.chat.loop import NotRead, Talk, last_turn
 from kvkeep.cli.chat.remote import RemoteConversation
 from kvkeep.cli.chat.settings import Settings
@@ -49,6 +51,7 @@ def talk_at(
         try:
             talk.talk()
         finally:
+            talk.keep_branches()
             for each in talk.unnamed:
                 _delete(client, each)
 
@@ -69,16 +72,20 @@ def _opened(client: Client, name: str | None, settings: dict[str, Any]) -> Remot
 
 
 def _delete(client: Client, name: str) -> None:
-    """An answer that was broken off may still be at its last token, or at a step of the prompt."""
+    with suppress(KvkeepError):  # it is gone, or the server is
+        _patiently(lambda: client.delete(name))
+
+
+def _patiently(call: Callable[[], object]) -> None:
+    """Tries again while a session is busy: an answer that was broken off may still be at its last
+    token, or at a step of the prompt. Raises KvkeepError.
+    """
     for _ in range(50):
-        try:
-            client.delete(name)
-        except Busy:
-            time.sleep(0.1)
-        except KvkeepError:  # it is gone, or the server is
+        with suppress(Busy):
+            call()
             return
-        else:
-            return
+        time.sleep(0.1)
+    call()
 
 
 def _written(option: str) -> str:
@@ -118,6 +125,7 @@ class TalkThere(Talk):
         self._client, self._system = client, system
         self._lasting = kept
         self._left, self._kept = list[str](), set[str]()
+        self._name = remote.name if kept else ""  # of the chat; "": it ends with the talk
         self.commands = {
             "/memory": lambda argument: self._memory(),
             "/branches": lambda argument: self._lines(),
@@ -132,9 +140,33 @@ class TalkThere(Talk):
 
     @property
     def unnamed(self) -> list[str]:
-        """Sessions of a chat without a name, but for those that were saved under one."""
-        names = [*self._left, *(each.name for each in self.remotes.values())]
-        return [] if self._lasting else [name for name in names if name not in self._kept]
+        """Sessions without a name, but for those that were saved under one."""
+        names = [*self._left, *([] if self._lasting else (r.name for r in self.remotes.values()))]
+        return [name for name in names if name not in self._kept]
+
+    def keep_branches(self) -> None:
+        """Gives the branches of a chat with a name one each, and says what they are."""
+        if not self._name or not self.branches.others:
+            return
+        for branch, remote in self.remotes.items():
+            name = remote.name
+            if name != self._name and name not in self._kept:
+                try:
+                    name = self._forked(remote, branch)
+                except KvkeepError as error:
+                    self._kept.add(name)
+                    say(str(error))
+                else:
+                    self._left.append(remote.name)
+                    self._kept.add(name)
+            say(f"branch {branch} is session {name}")
+
+    def _forked(self, remote: RemoteSession, branch: str) -> str:
+        """The name of a session of its own that a branch has from now on. Raises KvkeepError."""
+        known = {each["name"] for each in self._client.sessions()}
+        name = next(n for n in branch_session_names(self._name, branch) if n not in known)
+        _patiently(lambda: remote.fork(name).save())
+        return name
 
     @property
     def _remote(self) -> RemoteSession:
@@ -180,8 +212,10 @@ class TalkThere(Talk):
             return f"session {self._remote.name} is on the server's disk"
         fork = self._remote.fork(name)
         fork.save()
-        self._left.append(self._remote.name)
+        if not self._lasting:
+            self._left.append(self._remote.name)
         self._kept.add(name)
+        self._name = self._name or name
         self.branches.replace(cast("Conversation", RemoteConversation(self._client, fork)))
         return f"goes on in session {name}, which is on the server's disk"
 
