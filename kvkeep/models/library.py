@@ -17,7 +17,7 @@ from kvkeep.files.whole import write_whole
 PATIENCE = 3600.0  # seconds; of a large model, a download takes long
 _RECORD = "kvkeep.json"
 # Raised when what is written into a model's folder changes: older ones are then made anew.
-_LAYOUT = 5
+_LAYOUT = 6
 
 
 @dataclass(frozen=True)
