@@ -135,17 +135,18 @@ class RemoteSession:
         call = Call("POST", self._path("/fork"), set_fields(name=name, at=at), revision=revision)
         return self._client.send(call, lambda made: RemoteSession(self._client, made["name"]))
 
-    def save(self) -> Any:
+    def save(self, revision: int | None = None) -> Any:
         """Once it answers, a kill of the server does not undo it."""
-        return self._post("/save", None)
+        return self._post("/save", revision)
 
-    def snapshot(self, name: str) -> Any:
+    def snapshot(self, name: str, revision: int | None = None) -> Any:
         """Writes what it is now under a name; see `Client.restore`."""
-        return self._post("/snapshot", None, name=name)
+        return self._post("/snapshot", revision, name=name)
 
-    def stay(self, resident: bool = True) -> Any:
+    def stay(self, resident: bool = True, revision: int | None = None) -> Any:
         """Whether it stays in memory, whatever others need."""
-        return self._client.send(Call("PUT", self._path("/resident"), {"resident": resident}))
+        call = Call("PUT", self._path("/resident"), {"resident": resident}, revision=revision)
+        return self._client.send(call)
 
     # How
 

@@ -71,8 +71,9 @@ class Changes:
         kept.notes = {**kept.notes, **notes}
         self._settled(kept)
 
-    def pin(self, name: str, owner: str, pinned: bool) -> None:
+    def pin(self, name: str, owner: str, pinned: bool, revision: int | None) -> None:
         kept = self._keeping.find(name, owner)
+        kept.require_revision(revision)
         kept.pinned = pinned
         self._settled(kept)
 

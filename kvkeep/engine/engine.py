@@ -206,9 +206,9 @@ class Engine:
         """Keeps JSON values beside a session, in the place of those of the same name."""
         return self.call(partial(self._changes.note, name, owner, notes))
 
-    def pin(self, name: str, owner: str, pinned: bool) -> Future[None]:
+    def pin(self, name: str, owner: str, pinned: bool, revision: int | None = None) -> Future[None]:
         """Whether a session stays in memory, whatever others need."""
-        return self.call(partial(self._changes.pin, name, owner, pinned))
+        return self.call(partial(self._changes.pin, name, owner, pinned, revision))
 
     def look(self, name: str, owner: str, function: Callable[[Kept], T]) -> Future[T]:
         """What a function says of a session, brought back to memory for it; it changes nothing."""
@@ -250,11 +250,19 @@ class Engine:
         """Forgets a session, on disk too. What is at work in it is to be cancelled first."""
         return self.call(partial(self._changes.delete, name, owner, revision))
 
-    def save(self, name: str, owner: str = "0") -> Future[int]:
+    def save(self, name: str, owner: str = "0", revision: int | None = None) -> Future[int]:
         """The revision that is on disk from then on. Raises StoreError."""
-        return _flat(self.call(lambda: self._saving.save(self._keeping.find(name, owner))))
 
-    def snapshot(self, name: str, label: str, owner: str = "0") -> Future[int]:
+        def begun() -> Future[int]:
+            kept = self._keeping.find(name, owner)
+            kept.require_revision(revision)
+            return self._saving.save(kept)
+
+        return _flat(self.call(begun))
+
+    def snapshot(
+        self, name: str, label: str, owner: str = "0", revision: int | None = None
+    ) -> Future[int]:
         """Writes what a session is now under a label of the owner's; the bytes that it takes.
 
         Raises InvalidArgument where the engine has no folder, StoreError.
@@ -262,6 +270,7 @@ class Engine:
 
         def begun() -> Future[int]:
             kept = self._keeping.find(name, owner)
+            kept.require_revision(revision)
             self._keeping.reserve_idle(kept)
             path = self.snapshots(owner).path(label)
             if isinstance(path, Path):

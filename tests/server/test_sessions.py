@@ -150,6 +150,55 @@ def test_a_change_for_another_revision_or_of_a_busy_session_is_refused(
     assert client.get(path).status_code == 404
 
 
+CHANGES: dict[str, tuple[str, dict[str, Any] | None]] = {
+    "": ("DELETE", None),
+    "/feed": ("POST", {"text": "More."}),
+    "/generate": ("POST", {"max_tokens": 1}),
+    "/turns": ("POST", {"content": "Hello", "max_tokens": 1}),
+    "/edit": ("POST", {"op": "delete", "start": 2, "end": 5}),
+    "/pin": ("POST", {"start": 2, "end": 5}),
+    "/unpin": ("POST", {"start": 2, "end": 5}),
+    "/spans": ("POST", {"name": "part", "start": 2, "end": 5}),
+    "/rewind": ("POST", {"count": 1}),
+    "/compress": ("POST", {"ratio": 2}),
+    "/fork": ("POST", {}),
+    "/save": ("POST", None),
+    "/snapshot": ("POST", {"name": "of-another-revision"}),
+    "/resident": ("PUT", {"resident": True}),
+}
+
+
+def test_every_change_for_another_revision_is_refused_and_changes_nothing(
+    client: httpx.Client,
+) -> None:
+    name = created(client, policy="full", max_kv_size=256)
+    done(client, name, "feed", text=TEXT[:300])
+    before = client.get(f"/v1/sessions/{name}").json()
+    sessions, snapshots = (client.get(f"/v1/{all_}").json() for all_ in ("sessions", "snapshots"))
+    paths = client.get("/openapi.json").json()["paths"]
+    for what, (method, body) in CHANGES.items():
+        answer = client.request(
+            method, f"/v1/sessions/{name}{what}", json=body, headers={"If-Match": '"0"'}
+        )
+        assert answer.status_code == 412, (what, answer.text)
+        assert answer.json()["error"]["code"] == "wrong_revision"
+        assert "at revision 1" in answer.json()["error"]["message"]
+        parameters = paths[f"/v1/sessions/{{name}}{what}"][method.lower()]["parameters"]
+        (header,) = (each for each in parameters if each["in"] == "header")
+        assert header["name"] == "if-match"
+        assert "412" in header["description"]
+    assert client.get(f"/v1/sessions/{name}").json() == before
+    assert client.get("/v1/sessions").json() == sessions
+    assert client.get("/v1/snapshots").json() == snapshots
+    documented = {
+        (method.upper(), path.removeprefix("/v1/sessions/{name}"))
+        for path, methods in paths.items()
+        for method in methods
+        if path.startswith("/v1/sessions/{name}") and method != "get"
+    }
+    assert documented == {(method, what) for what, (method, _) in CHANGES.items()}
+
+
 def test_operations_are_told_as_they_happen(client: httpx.Client, server: Running) -> None:
     name, told, ready = created(client), list[dict[str, Any]](), threading.Event()
 

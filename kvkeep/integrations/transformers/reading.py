@@ -297,5 +297,6 @@ def _check_positions(
         if last not in (held + len(own) - 1, before + column) or bool((own.diff() != 1).any()):
             raise InvalidArgument(
                 f"position_ids say that token {held + len(own) - 1} of row {row} is at {last}: a "
-                "KvkeepCache counts from the first token on, one by one, with padding or without"
+                "KvkeepCache counts from the first token on, one by one, with padding or without, "
+                "and generate must be called with use_cache=True"
             )

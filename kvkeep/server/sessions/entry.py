@@ -16,7 +16,15 @@ T = TypeVar("T")
 Name = Annotated[str, Path(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}$")]
 
 
-def _revision(if_match: Annotated[str | None, Header(max_length=40)] = None) -> int | None:
+_IF_MATCH = (
+    'The revision that the change is for, such as "3": at another one it is refused with 412, and '
+    "nothing is changed. Without it, or with *, the change is made at any revision."
+)
+
+
+def _revision(
+    if_match: Annotated[str | None, Header(max_length=40, description=_IF_MATCH)] = None,
+) -> int | None:
     return revision_in(if_match)
 
 

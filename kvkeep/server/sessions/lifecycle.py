@@ -83,9 +83,11 @@ async def sessions(service: Serving, owner: Owner, unnamed: bool = False) -> dic
 
 
 @router.get("/v1/sessions/{name}", response_model=None)
-async def session(name: Name, service: Serving, owner: Owner) -> Response:
+async def session(name: Name, service: Serving, owner: Owner, revision: Revision) -> Response:
     """One of them; it stays on disk if it is there."""
-    return answer(await asyncio.wrap_future(service.engine.find(name, owner)))
+    kept = await asyncio.wrap_future(service.engine.find(name, owner))
+    kept.require_revision(revision)
+    return answer(kept)
 
 
 @router.delete("/v1/sessions/{name}")
@@ -105,23 +107,27 @@ async def fork(
 
 
 @router.post("/v1/sessions/{name}/save", response_model=None)
-async def save(name: Name, service: Serving, owner: Owner) -> Response:
+async def save(name: Name, service: Serving, owner: Owner, revision: Revision) -> Response:
     """Answers once what it is now is on disk: a kill does not undo it."""
-    await asyncio.wrap_future(service.engine.save(name, owner))
+    await asyncio.wrap_future(service.engine.save(name, owner, revision))
     return answer(await asyncio.wrap_future(service.engine.find(name, owner)))
 
 
 @router.put("/v1/sessions/{name}/resident", response_model=None)
-async def resident(name: Name, body: Resident, service: Serving, owner: Owner) -> Response:
+async def resident(
+    name: Name, body: Resident, service: Serving, owner: Owner, revision: Revision
+) -> Response:
     """Whether it stays in memory, whatever others need."""
-    await asyncio.wrap_future(service.engine.pin(name, owner, body.resident))
+    await asyncio.wrap_future(service.engine.pin(name, owner, body.resident, revision))
     return answer(await asyncio.wrap_future(service.engine.find(name, owner)))
 
 
 @router.post("/v1/sessions/{name}/snapshot", status_code=201, response_model=None)
-async def snapshot(name: Name, body: Label, service: Serving, owner: Owner) -> Response:
+async def snapshot(
+    name: Name, body: Label, service: Serving, owner: Owner, revision: Revision
+) -> Response:
     """Writes what it is now under a name; answers once that is on disk."""
-    size = await asyncio.wrap_future(service.engine.snapshot(name, body.name, owner))
+    size = await asyncio.wrap_future(service.engine.snapshot(name, body.name, owner, revision))
     return JSONResponse({"name": body.name, "object": "snapshot", "bytes": size}, 201)
 
 

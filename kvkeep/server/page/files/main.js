@@ -27,6 +27,7 @@ async function show(focus) {
   const hash = location.hash;
   if (hash && !hash.startsWith("#/")) return; // a place in this view
   leaving.abort();
+  for (const dialog of document.querySelectorAll("dialog")) dialog.close(); // it asks about another view
   leaving = new AbortController();
   const { signal } = leaving;
   tell("");

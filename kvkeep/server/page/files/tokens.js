@@ -1,7 +1,7 @@
 // Tokens as text that can be pointed at, and what of it is selected.
 
 import { get } from "./api.js";
-import { h } from "./dom.js";
+import { fill, h } from "./dom.js";
 import { standing } from "./strip.js";
 
 const PART = 4096; // tokens that one request gives
@@ -16,20 +16,29 @@ export async function pieces(name, start, end) {
   return found.map((piece, index) => ({ ...piece, at: start + index }));
 }
 
-// Each token an element that knows which one it is.
+// Each token an element that has its number, and the revision in which it has that number.
 export function drawn(tokens, memory) {
   return tokens.map((token) => {
     const how = standing(memory, token.at);
-    return h("span", { class: `token ${how}`, "data-at": String(token.at), title: `${token.at}, ${how}` }, token.text || "·");
+    const data = { "data-at": String(token.at), "data-revision": String(memory.revision) };
+    return h("span", { class: `token ${how}`, ...data, title: `${token.at}, ${how}` }, token.text || "·");
   });
 }
 
-// What is selected: tokens `start ... end - 1`, by pointing at text or by number.
+// Fills an element with tokens drawn anew. The browser's selection there goes with the old ones: of the
+// new ones it would select others, or all.
+export function redraw(element, ...children) {
+  const selected = document.getSelection();
+  const there = selected && selected.rangeCount && !selected.isCollapsed;
+  if (there && selected.getRangeAt(0).intersectsNode(element)) selected.removeAllRanges();
+  fill(element, ...children);
+}
+
+// The selected tokens `start ... end - 1` of a session at one revision; `span` if they have a name.
+// They are chosen by pointing at text, by number, or by span. changed: called after each change.
 export class Selection {
   constructor(changed, signal) {
-    this.start = 0;
-    this.end = 0;
-    this.changed = changed;
+    Object.assign(this, { start: 0, end: 0, span: null, revision: null, changed });
     document.addEventListener("selectionchange", () => this.pointed(), { signal });
   }
 
@@ -37,10 +46,32 @@ export class Selection {
     return this.end <= this.start;
   }
 
-  set(start, end) {
+  // revision: the one that the numbers are of. Those of an outdated one select nothing.
+  set(start, end, revision, span = null) {
+    if (revision !== this.revision) [start, end] = [0, 0];
     this.start = Math.max(0, start);
     this.end = Math.max(0, end);
+    this.span = this.empty ? null : span;
     this.changed();
+  }
+
+  // Nothing is selected, of no revision.
+  forget() {
+    this.revision = null;
+    this.set(0, 0, null);
+  }
+
+  // Moves on to a session as it is now: numbers of another revision mean other tokens.
+  // carried: the revision up to which the tokens are known to have kept their numbers.
+  // Returns whether something was selected and no longer is.
+  follow(memory, carried) {
+    const [before, had] = [this.revision, !this.empty];
+    this.revision = memory.revision;
+    if (before === memory.revision) return false;
+    const place = this.span === null ? null : memory.spans[this.span];
+    if (place) this.set(place.start, place.end, memory.revision, this.span);
+    else if (this.span !== null || carried !== memory.revision) this.set(0, 0, memory.revision);
+    return had && this.empty;
   }
 
   pointed() {
@@ -50,7 +81,8 @@ export class Selection {
     const places = [...document.querySelectorAll("[data-at]")].filter((each) => inside(range, each));
     if (!places.length) return;
     const at = places.map((each) => Number(each.dataset.at));
-    this.set(Math.min(...at), Math.max(...at) + 1);
+    const shown = new Set(places.map((each) => Number(each.dataset.revision)));
+    this.set(Math.min(...at), Math.max(...at) + 1, shown.size === 1 ? [...shown][0] : null);
   }
 }
 
