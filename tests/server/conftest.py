@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -26,6 +27,11 @@ class Running:
     def client(self, key: str | None = None) -> httpx.Client:
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         return httpx.Client(base_url=self.url, headers=headers, timeout=120)
+
+
+def as_asked(entry: dict[str, Any]) -> dict[str, Any]:
+    """What requests alone change of a session's entry: the server saves it at a time of its own."""
+    return {name: value for name, value in entry.items() if name != "saved_revision"}
 
 
 @contextmanager
