@@ -14,7 +14,8 @@ from kvkeep.models.config_gemma3n import gemma3n_fields, one_width
 from kvkeep.models.config_gemma4 import gemma4_fields, heads_apart
 from kvkeep.models.config_layers import unlike_layers
 from kvkeep.models.config_numbers import LARGEST, count, positive
-from kvkeep.models.families import FAMILIES, Family
+from kvkeep.models.families import FAMILIES
+from kvkeep.models.family import Family
 from kvkeep.models.positions import positions, ropes_apart, sliding_window
 from kvkeep.models.spec import Activation, ModelSpec
 from kvkeep.models.unsupported import why_not

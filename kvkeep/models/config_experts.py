@@ -6,7 +6,7 @@ from typing import Any
 
 from kvkeep.errors import BadModelFile
 from kvkeep.models.config_numbers import count
-from kvkeep.models.families import Family
+from kvkeep.models.family import Family
 
 
 def experts(config: Mapping[str, Any], family: Family, layers: int, path: Path) -> dict[str, Any]:

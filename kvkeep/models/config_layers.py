@@ -6,7 +6,7 @@ from typing import Any
 
 from kvkeep.errors import BadModelFile, UnsupportedModel
 from kvkeep.models.config_numbers import count
-from kvkeep.models.families import Family, Unlike
+from kvkeep.models.family import Family, Unlike
 
 _MOST_LAYERS = 1 << 16
 _WHOLE, _LOCAL = "full_attention", "sliding_attention"

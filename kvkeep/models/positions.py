@@ -7,7 +7,8 @@ from typing import Any
 
 from kvkeep.errors import BadModelFile, UnsupportedModel
 from kvkeep.models.config_numbers import LARGEST, count, positive, whole
-from kvkeep.models.families import FAMILIES, Family
+from kvkeep.models.families import FAMILIES
+from kvkeep.models.family import Family
 from kvkeep.models.frequencies import rope_spec
 from kvkeep.models.spec import RopeSpec
 
