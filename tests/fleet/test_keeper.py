@@ -318,8 +318,17 @@ def test_an_edit_is_told_by_revision_at_every_server(a: httpx.Client, b: httpx.C
     ok(a.post("/v1/sessions/s/feed", json={"text": STORY}))
     entry = ok(b.get("/v1/sessions/s"))
     stale = {"If-Match": f'"{entry["revision"] - 1}"'}
-    refused = b.post("/v1/sessions/s/rewind", json={"count": 1}, headers=stale)
-    assert refused.status_code == 412
+    for method, what, body in (
+        ("POST", "/rewind", {"count": 1}),
+        ("POST", "/fork", {"name": "fork"}),
+        ("POST", "/save", None),
+        ("POST", "/snapshot", {"name": "then"}),
+        ("PUT", "/resident", {"resident": True}),
+        ("DELETE", "", None),
+    ):
+        refused = b.request(method, f"/v1/sessions/s{what}", json=body, headers=stale)
+        assert refused.status_code == 412, (what, refused.text)
+    assert ok(b.get("/v1/snapshots"))["data"] == []
     right = {"If-Match": f'"{entry["revision"]}"'}
     ok(b.post("/v1/sessions/s/rewind", json={"count": 1}, headers=right))
     assert ok(a.get("/v1/sessions/s"))["tokens"] == entry["tokens"] - 1
