@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvkeep.cli.enough import require_room_for_a_chat
 from kvkeep.cli.memory import SINKS, MemoryChoice, memory_options
 from kvkeep.cli.options import nbytes, whole_number
 from kvkeep.cli.which_model import prefill_step
@@ -85,9 +86,11 @@ def serving_options(command: Callable[..., Any]) -> Callable[..., Any]:
 def settings_of(choice: MemoryChoice, model: "Model", memory: int) -> dict[str, Any]:
     """The settings of the sessions that a server creates.
 
-    memory: bytes for the cells of all sessions. Raises InvalidArgument where one full session does
-    not fit in them: every request that does not limit its answer would be refused.
+    memory: bytes for the cells of all sessions. Raises InvalidArgument where no chat fits in a
+    session, or one full session not in the memory: every request that does not limit its answer
+    would be refused.
     """
+    require_room_for_a_chat(model, choice)
     settings = choice.settings(model, choice.keep if choice.keep is not None else SINKS)
     tokens, needed = _full_session(model, settings)
     if needed <= memory:

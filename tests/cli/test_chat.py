@@ -204,3 +204,24 @@ def test_a_line_that_is_not_text_ends_the_chat(invoke, tiny) -> None:
     result = invoke("chat", "-n", 3, *tiny, input=b"Hi\nab\xff\n")
     assert result.exit_code == 2
     assert "byte 2 is 0xff" in result.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("policy", ["full", "self_extend"])
+def test_a_budget_in_which_no_chat_fits_is_refused_at_the_start(
+    invoke, tiny, tmp_path, policy: str
+) -> None:
+    """Where nothing is forgotten. What is needed is said, and is enough."""
+    asked = (
+        "--policy",
+        policy,
+        *(("--window", 4, "--group", 2) if policy != "full" else ()),
+        *tiny,
+    )
+    store = ("--store", (tmp_path / "store").as_uri())
+    for command in (("chat",), ("serve", "--port", 0), ("fleet", *store)):
+        refused = invoke(*command, *asked, "--max-kv-size", 8, input="Hi\n")
+        assert refused.exit_code == 2
+        assert refused.stdout == ""
+        assert "the shortest chat takes" in refused.stderr
+    least = refused.stderr.partition("takes ")[2].split()[0]
+    assert invoke("chat", *asked, "--max-kv-size", least, "-n", 1, input="Hi\n").exit_code == 0

@@ -7,6 +7,7 @@ import click
 
 from kvkeep.cli.chat.settings import Settings
 from kvkeep.cli.completion import session_names
+from kvkeep.cli.enough import require_room_for_a_chat
 from kvkeep.cli.hints import OptionsOnly
 from kvkeep.cli.keeper import Keeper
 from kvkeep.cli.memory import SINKS, MemoryChoice, Prefixes, memory_options, prefix_options
@@ -150,6 +151,7 @@ def _open(
 
     if source is None:
         model = memory.load(output.progress)
+        require_room_for_a_chat(model, memory)
         keep = _keep(memory, model, system)
         opened = Opened(model, memory.session(model, keep, prefixes.store(model)))
     else:
