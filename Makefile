@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: run test test-oldest test-slow test-new fuzz sanitize emulated wheel release site lint types install clean
+.PHONY: run test test-extended test-all test-oldest test-slow test-new fuzz sanitize emulated wheel release site lint types install clean
 
 install: $(READY)
 
@@ -30,8 +30,16 @@ run: install
 # As many processes as there are cores, up to 8: most tests keep one core busy.
 AT_ONCE := -n auto --maxprocesses=8 --dist=worksteal
 
+# What every change needs, in minutes. `make test-all` is the rest, too: whole models on every
+# instruction set, all architectures of transformers, fleets on Ray, browsers, terminals, and
+# commands that are run as users run them.
 test: install
-	$(BIN)/python -m pytest $(AT_ONCE)
+	$(BIN)/python -m pytest $(AT_ONCE) -m 'not slow and not extended'
+
+test-extended: install
+	$(BIN)/python -m pytest $(AT_ONCE) -m 'extended and not slow' --durations=30
+
+test-all: test test-extended
 
 # What is inside of transformers, by the oldest release of it that kvkeep says it works with.
 OLDEST := $(CURDIR)/build/oldest
