@@ -495,8 +495,8 @@ def test_what_was_done_at_the_prompt_of_a_chat_is_saved(invoke, tiny, home) -> N
 
 
 def _turns(home: Path) -> dict[str, list[int]]:
-    """Of each session in the folder."""
-    names = [file.stem for file in (home / "sessions").glob("*.kvkeep")]
+    """Of each session in the folder, but for files that are being written."""
+    names = [file.stem for file in (home / "sessions").glob("[!.]*.kvkeep")]
     return {name: turns_in(_saved(home, name).settings["spans"]) for name in names}
 
 
