@@ -60,7 +60,8 @@ class LazyGroup(click.Group):
             name = args[0].lower()
             near = get_close_matches(name, self.lazy, 1)
             if name in self.elsewhere:
-                meant = f"`{self.elsewhere[name]}`"
+                argument = args[1] if len(args) > 1 else "MODEL"
+                meant = f"`{self.elsewhere[name].replace('MODEL', argument)}`"
             elif name in self.lazy:
                 meant = name
             elif near:

@@ -136,6 +136,7 @@ def test_an_unknown_command_is_one_line(invoke) -> None:
         (["chat", "hello"], "kvkeep chat -m hello"),
         (["serve", "llama.gguf"], "kvkeep serve -m llama.gguf"),
         (["run"], "kvkeep chat -m MODEL"),
+        (["run", "llama3"], "kvkeep chat -m llama3"),
         (["list"], "`kvkeep models` or `kvkeep sessions list`"),
         (["ps"], "kvkeep sessions list"),
         (["models", "ls"], "`kvkeep models`"),

@@ -219,3 +219,15 @@ def test_options_that_do_not_go_together(invoke: Invoke, tmp_path: Path) -> None
         assert invoke("batch", *options, "-o", tmp_path / "o").exit_code == 2
     assert invoke("batch", source).exit_code == 2
     assert os.listdir(tmp_path) == ["in.jsonl"]
+
+
+def test_memory_in_which_no_request_fits_is_refused_at_the_start(
+    invoke: Invoke, tiny: list[str], tmp_path: Path
+) -> None:
+    source, out = written(tmp_path / "in.jsonl", prompts(1)), tmp_path / "out.jsonl"
+    asked = ("batch", source, "-o", out, *tiny, "-n", 3, "--prefill-step", 16, "--memory-bytes")
+    refused = invoke(*asked, "5KB")
+    assert refused.exit_code == 2
+    assert results(out) == []
+    enough = refused.stderr.rpartition("give --memory-bytes ")[2].split()[0]
+    assert invoke(*asked, enough, "--at-once", 1).exit_code == 0

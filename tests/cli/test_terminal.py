@@ -275,6 +275,8 @@ def test_regenerate_clear_save_and_set(chat: Chat, own_home: Path) -> None:
     assert "0 turns" in terminal.text.splitlines()[-1]
     said(terminal, "/set temperature -1", "temperature must be")
     said(terminal, "/set top-k x", "top-k must be a whole number; found 'x'")
+    said(terminal, "/set top-k", "top-k must be a whole number")
+    said(terminal, "/set temprature 1", "did you mean temperature?")
     said(terminal, "/set bar off", "bar                 off")
     terminal.type("Again", "\r")
     terminal.settle(1.0)

@@ -2,9 +2,10 @@
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -19,6 +20,7 @@ from kvkeep.cli.options import (
 )
 from kvkeep.cli.report import counted
 from kvkeep.cli.saying import say
+from kvkeep.cli.serving import shown_bytes
 from kvkeep.cli.store import store_option
 from kvkeep.errors import InvalidArgument
 
@@ -117,6 +119,7 @@ def batch(
             model = memory.load(output.progress)
             how = sampling.resolve(saved_seed=0)  # so that one that goes on draws the same
             asks = [(each, each.ask(model, how, max_tokens)) for each in left]
+            _require_room(model, memory, [ask for _, ask in asks], memory_bytes)
             with _engine(model, memory, prefixes, memory_bytes, at_once) as engine:
                 job.run(engine, asks, at_once)
         job.close()
@@ -130,10 +133,27 @@ def _engine(
     store = prefixes.store(model)
     return Engine(
         model,
-        settings=memory.settings(model, memory.keep if memory.keep is not None else SINKS),
+        settings=_settings(model, memory),
         limits=Limits(memory=nbytes, answers=at_once, each=at_once),
         stores=None if store is None else lambda owner: store,
     )
+
+
+def _settings(model: "Model", memory: MemoryChoice) -> dict[str, Any]:
+    return memory.settings(model, memory.keep if memory.keep is not None else SINKS)
+
+
+def _require_room(model: "Model", memory: MemoryChoice, asks: "Sequence[Ask]", nbytes: int) -> None:
+    """Raises InvalidArgument where not even the smallest request fits in the memory."""
+    from kvkeep.engine.kept import most_bytes
+
+    tokens = min(len(ask.prompt) + (ask.max_tokens or 0) for ask in asks)
+    needed = most_bytes(model.session(**_settings(model, memory)), tokens)
+    if needed > nbytes:
+        raise InvalidArgument(
+            f"the smallest request takes up to {shown_bytes(needed)}, and --memory-bytes is "
+            f"{shown_bytes(nbytes)}: give --memory-bytes {shown_bytes(needed)} or more"
+        )
 
 
 @dataclass

@@ -98,8 +98,6 @@ def _set(talk: "Talk", argument: str) -> str:
     name, _, value = argument.partition(" ")
     if not name:
         return "\n".join(talk.settings.lines())
-    if not value and name != "stop":
-        raise InvalidArgument(f"/set {name} takes a value; /set alone shows what there is")
     talk.settings.set(name, value.strip())
     return next(line.strip() for line in talk.settings.lines() if line.split()[0] == name)
 

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from kvkeep.cli.options import SamplingChoice
@@ -40,7 +41,11 @@ class Settings:
         """Raises InvalidArgument for a name or a value that is none; nothing changed."""
         read = _READ.get(name)
         if read is None:
-            raise InvalidArgument(f"there is no setting {name!r}; there are: {', '.join(_READ)}")
+            near = get_close_matches(name.lower(), _READ, 1)
+            meant = f"did you mean {near[0]}? T" if near else "t"
+            raise InvalidArgument(
+                f"there is no setting {name!r}; {meant}here are: {', '.join(_READ)}"
+            )
         try:
             found = read(value)
         except ValueError:
