@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine.random_answers import Change, Create, Request, Result, Work, World
+from engine.random_answers import World
+from engine.works import Change, Create, Request, Result, Work
 from packed_model import packed_model, spec_of
 from small import small_model
 
