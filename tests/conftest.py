@@ -13,6 +13,7 @@ import torch
 from filelock import FileLock
 from hypothesis import HealthCheck, settings
 from safetensors.torch import save_file
+from tiers import EXTENDED
 
 from kvkeep.model import Model, load_model
 from kvkeep.models.config import read_spec
@@ -43,6 +44,13 @@ TINY_VOCABULARY = 12_288  # tokens: opening a vocabulary of 49,152 takes longer 
 
 # A tiny model on several threads mostly waits for them, the more so on a busy machine.
 torch.set_num_threads(1)
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.relative_to(Path(__file__).parent).as_posix().startswith(EXTENDED):
+            item.add_marker(pytest.mark.extended)
 
 
 @pytest.fixture(autouse=True)

@@ -194,8 +194,11 @@ def test_ctrl_z_gives_the_shell_its_terminal_back(chat: Chat) -> None:
     terminal.type("Tell me all", "\r")
     terminal.settle(0.1)
     terminal.type("\x1a")
-    terminal.wait("\necho", PATIENCE)
-    terminal.settle(0.1)
+    stopped = terminal.wait("\necho", PATIENCE)
+    until = time.monotonic() + PATIENCE
+    while terminal.text == stopped:  # until the answer goes on, so that keys are held back again
+        assert time.monotonic() < until, terminal.text
+        terminal.settle(0.05)
     terminal.type("seen later", CTRL_C)
     text = terminal.wait("> seen later", PATIENCE)
     assert text.count("seen later") == 1

@@ -27,7 +27,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     module = metafunc.module.__name__.rpartition(".")[2]
     if module in ON_EACH_SET and not metafunc.definition.get_closest_marker("best_set"):
         enough = SANITIZED and module in WHOLE_MODELS
-        sets = sets_here()[: 1 if enough else None]
+        best, *others = sets_here()[: 1 if enough else None]
+        marks = pytest.mark.extended if module in WHOLE_MODELS else ()
+        sets = [best, *(pytest.param(name, marks=marks) for name in others)]
         metafunc.parametrize("instruction_set", sets, indirect=True)
 
 

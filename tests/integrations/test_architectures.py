@@ -20,7 +20,17 @@ def is_listed(name: str) -> bool:
     return f"`{name}`" in WORK
 
 
-@pytest.mark.parametrize("name", MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+FIRST = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "gpt_neox")
+FIRST += ("mixtral", "cohere2", "bamba", "mamba")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in FIRST else pytest.mark.extended)
+        for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    ],
+)
 def test_it_works_as_the_page_says(name: str) -> None:
     found = tried(name)  # raises where kvkeep takes a model and is wrong
     assert found.works or found.why

@@ -1,0 +1,39 @@
+"""Which tests `make test` leaves to `make test-all`: they take long, or need much around them.
+
+CI runs all of them. Marked beside these, where they are parametrised: whole models on instruction
+sets other than the best (`tests/compiled/conftest.py`), and all but a dozen of transformers'
+architectures (`tests/integrations/test_architectures.py`).
+"""
+
+EXTENDED = (
+    # A browser, clients in other languages, terminals, and servers that are killed.
+    "page/",
+    "clients/",
+    "cli/test_terminal.py",
+    "fleet/test_ray.py",
+    "fleet/test_keeper.py",
+    "shared/test_kills.py",
+    # Commands in processes of their own, one by one.
+    "bench/",
+    "cli/test_doctor.py",
+    "cli/test_durable.py",
+    "cli/test_kept_calibration.py",
+    "cli/test_process.py",
+    "cli/test_remote.py",
+    "cli/test_serve.py",
+    "cli/test_start.py",
+    "test_docs.py",
+    "test_typing.py",
+    # Many models, or the default model for long.
+    "compiled/test_families.py",
+    "integrations/test_generate.py",
+    "integrations/test_transformers_cache.py",
+    "integrations/test_transformers_folder.py",
+    "server/test_isolation.py",
+    "test_callers_defaults.py",
+    "test_real_edits.py",
+    "test_real_invariants.py",
+    "test_whole_or_not_at_all.py",
+    # Damaged files by the thousand.
+    "fuzz/",
+)
