@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from kvkeep.cli.hints import OptionsOnly
-from kvkeep.cli.memory import MemoryChoice
+from kvkeep.cli.memory import MemoryChoice, shares_prefixes
 from kvkeep.cli.saying import say
 from kvkeep.cli.serving import (
     require_installed,
@@ -127,7 +127,7 @@ def _setup(choice: MemoryChoice, options: dict[str, Any]) -> Any:
         secret=secret,
         settings=settings_of(choice, model, options["most_bytes"]),
         memory=options["most_bytes"],
-        prefixes=options["prefix_cache"],
+        prefixes=shares_prefixes(choice, options["prefix_cache"]),
         threads=options["threads"],
         lease=options["lease"],
         keys=keys,

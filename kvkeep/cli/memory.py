@@ -152,6 +152,20 @@ def say_without_prefixes(error: str) -> None:
     say(f"going on without the prefix cache: {error}")
 
 
+def shares_prefixes(memory: MemoryChoice, wanted: bool) -> bool:
+    """Whether an engine's sessions use the prefix cache; where they cannot, says so.
+
+    What is there was evaluated over cells in all bits: the answers of sessions that quantise would
+    depend on whether it had been there.
+    """
+    if wanted and (memory.kv_bits or memory.far_bits):
+        say_without_prefixes(
+            "it keeps cells in all bits, and --kv-bits or --far-bits asks for fewer"
+        )
+        return False
+    return wanted
+
+
 def open_prefix_store(max_bytes: int = PREFIX_BYTES) -> "PrefixStore":
     """The user's own store of evaluated beginnings of prompts."""
     from kvkeep import PrefixStore

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvkeep.cli.hints import OptionsOnly
-from kvkeep.cli.memory import MemoryChoice
+from kvkeep.cli.memory import MemoryChoice, shares_prefixes
 from kvkeep.cli.saying import say
 from kvkeep.cli.serving import (
     require_installed,
@@ -71,7 +71,7 @@ def _serve_shared(choice: MemoryChoice, options: dict[str, Any]) -> None:
         secret,
         settings=settings_of(choice, model, options["most_bytes"]),
         limits=Limits(memory=options["most_bytes"]),
-        prefixes=options["prefix_cache"],
+        prefixes=shares_prefixes(choice, options["prefix_cache"]),
     )
     try:
         keys = Keys.shared(options["api_key_file"], secret)
@@ -90,7 +90,7 @@ def _engine(choice: MemoryChoice, options: dict[str, Any]) -> "Engine":
         settings=settings_of(choice, model, options["most_bytes"]),
         limits=Limits(memory=options["most_bytes"]),
         folder=folder / "sessions",
-        stores=folder / "prefixes" if options["prefix_cache"] else None,
+        stores=folder / "prefixes" if shares_prefixes(choice, options["prefix_cache"]) else None,
     )
     options["folder"] = folder
     for line in engine.losses:

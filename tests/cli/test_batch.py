@@ -231,3 +231,14 @@ def test_memory_in_which_no_request_fits_is_refused_at_the_start(
     assert results(out) == []
     enough = refused.stderr.rpartition("give --memory-bytes ")[2].split()[0]
     assert invoke(*asked, enough, "--at-once", 1).exit_code == 0
+
+
+def test_a_batch_in_fewer_bits_says_that_it_has_no_prefix_cache(
+    invoke: Invoke, tiny: list[str], tmp_path: Path
+) -> None:
+    """Its answers would depend on what is there."""
+    source, out = written(tmp_path / "in.jsonl", prompts(1)), tmp_path / "out.jsonl"
+    options = ("--prefix-cache", "--kv-bits", "8", "-n", 2)
+    done = invoke("batch", source, "-o", out, *tiny, *options)
+    assert done.exit_code == 0
+    assert "going on without the prefix cache" in done.stderr

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvkeep.cli.memory import SINKS, MemoryChoice, Prefixes, memory_options, prefix_options
+from kvkeep.cli.memory import (
+    SINKS,
+    MemoryChoice,
+    Prefixes,
+    memory_options,
+    prefix_options,
+    shares_prefixes,
+)
 from kvkeep.cli.options import (
     Output,
     SamplingChoice,
@@ -130,7 +137,8 @@ def _engine(
 ) -> "Engine":
     from kvkeep.engine import Engine, Limits
 
-    store = prefixes.store(model)
+    wanted = shares_prefixes(memory, prefixes.prefix_cache)
+    store = prefixes.store(model) if wanted else None
     return Engine(
         model,
         settings=_settings(model, memory),
