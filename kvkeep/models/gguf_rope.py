@@ -199,8 +199,11 @@ def _one_table(
     as_yarn = is_yarn and family != _ALWAYS_TWO  # whose config calls longrope yarn
     if plain_table and attention == 1 and (as_yarn or not is_yarn):
         return settings
-    if settings is None and attention == 1 and (llama3 := _llama3(file, family, list(divisors))):
-        return llama3
+    # Llama 3's settings have a length of their own, where a temperature needs the file's.
+    if settings is None and attention == 1 and not has_temperature(file, family):
+        llama3 = _llama3(file, family, list(divisors))
+        if llama3 is not None:
+            return llama3
     scales, magnitude = _scales(file, family, settings, 2 * len(divisors))
     if settings and plain_table and as_yarn:
         return {**settings, "attention_factor": shortest(magnitude * attention)}

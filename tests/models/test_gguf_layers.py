@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
 import transformers
 from gguf import GGUFWriter
@@ -12,6 +13,7 @@ from models.test_gguf_families import MADE, Edit, made, write
 
 from kvkeep.errors import BadModelFile, UnsupportedModel
 from kvkeep.models.config import read_spec
+from kvkeep.models.frequencies import rope_spec
 from kvkeep.models.gguf_convert import convert
 from kvkeep.models.spec import ModelSpec
 
@@ -180,3 +182,31 @@ def test_attn_factor_is_of_local_layers_too_but_of_olmo3(
 def test_a_temperature_makes_no_other_family_a_ministral(tmp_path: Path) -> None:
     spec = spec_of("granite", lambda w: w.add_attn_temperature_scale(0.5), tmp_path)
     assert (spec.architecture, spec.max_positions) == ("GraniteForCausalLM", 512)
+
+
+def test_llama3_divisors_are_kept_where_queries_have_a_temperature(tmp_path: Path) -> None:
+    """Both have a field original_max_position_embeddings, of other lengths."""
+    (tmp_path / "plain").mkdir()
+    rope = spec_of("ministral3", _unscaled, tmp_path / "plain").rope.inverse_frequencies
+    llama3 = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    scaled = rope_spec(llama3, 1 / rope[1] ** (len(rope)), 2 * len(rope), 8192).inverse_frequencies
+    divisors = [before / after for before, after in zip(rope, scaled, strict=True)]
+
+    def edit(writer: GGUFWriter) -> None:
+        _unscaled(writer)
+        writer.add_tensor("rope_freqs.weight", np.array(divisors, np.float32))
+
+    found = spec_of("ministral3", edit, tmp_path)
+    assert found.architecture == "Ministral3ForCausalLM"
+    assert found.rope.inverse_frequencies == pytest.approx(scaled)
+
+
+def _unscaled(writer: GGUFWriter) -> None:
+    for key in [key for key in writer.kv_data[0] if ".rope.scaling." in key]:
+        del writer.kv_data[0][key]
