@@ -137,7 +137,12 @@ class OutsideStep:
     def _end_mode(self) -> None:
         if self._computing:
             self._computing = False
+            # Enabled within inference mode: a forward was left without this, and a no_grad around
+            # it has ended. The mode would restore what was before, which is that no_grad's.
+            enabled = torch.is_grad_enabled()
             self._mode.__exit__(None, None, None)
+            if enabled:
+                torch.set_grad_enabled(True)
 
 
 class _PutBackError(Exception):

@@ -306,6 +306,7 @@ def test_a_forward_that_fails_leaves_all_as_it_was(model: PreTrainedModel) -> No
         assert cache.tokens == before
         assert model.config._attn_implementation != "kvkeep"
     assert not torch.is_inference_mode_enabled()
+    assert torch.is_grad_enabled()
     for found, wanted in zip(bits(model, cache, 8), expected, strict=True):
         assert torch.equal(found, wanted)
 
