@@ -147,8 +147,8 @@ def _architecture(config: Mapping[str, Any], path: Path) -> str:
         )
     if not isinstance(named[0], str) or named[0] not in FAMILIES:
         raise _unsupported(named[0])
-    if named[0] == _HYBRID and not _is_dense(config):
-        raise _unsupported(_HYBRID)
+    if named[0] == _HYBRID:
+        _require_dense(config)
     text = config.get("text_config")
     if named[0] == _MISTRAL3 and isinstance(text, dict) and text.get("model_type") == "mistral4":
         raise _unsupported("Mistral4ForCausalLM")
@@ -173,15 +173,19 @@ def _unsupported(architecture: object) -> UnsupportedModel:
     )
 
 
-def _is_dense(config: Mapping[str, Any]) -> bool:
-    """Whether a Granite 4 has neither state layers nor experts, and rotates."""
+def _require_dense(config: Mapping[str, Any]) -> None:
+    """Raises UnsupportedModel for a Granite 4 with state layers or experts, or without RoPE."""
     kinds = config.get("layer_types")
-    return (
-        isinstance(kinds, list)
-        and all(kind in ("attention", "full_attention") for kind in kinds)
-        and config.get("num_local_experts") == 0
-        and config.get("position_embedding_type") == "rope"
-    )
+    attend = ("attention", "full_attention")
+    if not isinstance(kinds, list) or any(kind not in attend for kind in kinds):
+        raise _unsupported(_HYBRID)
+    found = {"num_local_experts": 8, "position_embedding_type": None, **config}
+    for name, expected in (("num_local_experts", 0), ("position_embedding_type", "rope")):
+        if found[name] != expected:
+            raise UnsupportedModel(
+                f"architecture {_HYBRID} with {name} {found[name]!r} is not supported, only "
+                f"{expected!r}: granite-4.0-micro, -1b and -350m run, and Granite 3"
+            )
 
 
 def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
