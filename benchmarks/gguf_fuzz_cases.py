@@ -162,7 +162,7 @@ class _Drawing(Model):
         return np.asarray(plain / scaled, np.float32)
 
     def _family(self) -> None:
-        """What one family has, and some of it of all, which others do not heed."""
+        """Draw fields that one family reads, some of them for others as well, which ignore them."""
         name = self.name
         if name in ("granite", "granitemoe"):
             self.always("logit_scale", 3.0, 1.0, 8.0)

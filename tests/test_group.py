@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from counting import Counting
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small import small_model
-from torch import Tensor
 
 from kvkeep import Sampling, SessionGroup, Snapshot
 from kvkeep.cache.segment import GROWTH
@@ -242,21 +242,6 @@ def test_what_is_asked_wrongly_changes_nothing() -> None:
     with pytest.raises(InvalidArgument, match="found 2"):
         SessionGroup([session]).next_tokens([Sampling(), Sampling()])
     assert session.tokens == PROMPT[:5]
-
-
-class Counting:
-    """A `Constraint` with one possible text: 10, 11, 12, ..."""
-
-    def __init__(self) -> None:
-        self.next = 10
-
-    def masked(self, logits: Tensor) -> Tensor:
-        allowed = torch.full_like(logits, -torch.inf)
-        allowed[self.next] = 0.0
-        return allowed
-
-    def accept(self, token: int) -> None:
-        self.next += 1
 
 
 def test_each_session_needs_a_constraint_of_its_own() -> None:

@@ -155,7 +155,7 @@ class Markdown(Screen):
             _out(erased)
 
     def _erased(self) -> str:
-        """What takes the picture off the screen."""
+        """The control codes that erase the picture; "" where there is none to erase."""
         lines, self._picture = self._picture, []
         if self._suspensions != suspensions():
             return ""  # a shell wrote below it: it stays

@@ -153,7 +153,7 @@ class TakingOn:
         return [first, *others]
 
     def _samplings(self) -> Iterator[Sampling]:
-        """Of all answers at work, and of those that wait for their prompt."""
+        """The samplings of all running answers, and of those that wait for a shared prefill."""
         for answer in (*self.schedule.answers, *itertools.chain(*self._followers.values())):
             yield answer.ask.sampling
 

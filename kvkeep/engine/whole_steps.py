@@ -1,4 +1,4 @@
-"""A prefix store as an engine's sessions use it: what they take from it changes no bit."""
+"""A prefix store whose hits end at prefill steps, so that reuse changes no bit of an answer."""
 
 from collections.abc import Iterable, Sequence
 
@@ -10,20 +10,20 @@ from kvkeep.store.prefix_names import BLOCK
 
 
 class WholeSteps:
-    """A `PrefixKeeper` of whose blocks no more are found than end where a prefill step does.
+    """A `PrefixKeeper` that truncates hits to the end of a prefill step.
 
-    The rest of a prompt is then evaluated in the steps in which it is without a store. Blocks
-    behind the last such end are evaluated again, as their first tokens would be in the middle of a
-    step.
+    The rest of a prompt is then evaluated in the same steps as without a store. Blocks behind that
+    end are evaluated again, since a step of the uncached prompt would begin within them. There
+    are no hits where no multiple of the step within the prompt is one of a block (256 tokens), too.
 
-    step: the prefill step of the session.
+    step: the prefill step of the session, in tokens.
     """
 
     def __init__(self, store: PrefixKeeper, step: int):
         self._store, self._step = store, step
 
     def find(self, fingerprint: Fingerprint, tokens: Sequence[int]) -> Found:
-        """As of the store. Raises StoreError."""
+        """Find the longest stored prefix that ends at a step. Raises StoreError."""
         found = self._store.find(fingerprint, tokens)
         count = len(found.keys)
         while count * BLOCK % self._step:
@@ -37,5 +37,5 @@ class WholeSteps:
         start: int,
         blocks: Iterable[tuple[Tensor, Tensor]],
     ) -> int:
-        """As of the store. Raises StoreError."""
+        """Store the blocks, all of them. Raises StoreError."""
         return self._store.add(fingerprint, tokens, start, blocks)

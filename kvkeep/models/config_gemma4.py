@@ -32,7 +32,7 @@ def heads_apart(config: Mapping[str, Any], path: Path) -> tuple[Mapping[str, Any
 
 
 def _of_whole_layers(each: Any, path: Path) -> Mapping[str, Any]:
-    """What `per_layer_config` says of every layer that it names.
+    """The fields that `per_layer_config` gives alike to every layer that it names.
 
     Raises UnsupportedModel where these differ.
     """

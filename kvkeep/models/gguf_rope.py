@@ -1,4 +1,4 @@
-"""What a GGUF file says of RoPE, as `config.json` says it.
+"""Translation of a GGUF file's RoPE fields and tables to the `rope_scaling` of config.json.
 
 llama.cpp computes each pair's frequency from four things: `rope.scaling.type`, a factor, a table of
 divisors among the tensors, and `rope.scaling.attn_factor`, which multiplies what is rotated. Where
@@ -41,7 +41,7 @@ def rope_scaling(file: GgufFile, family: str, rotary_dim: int) -> dict[str, Any]
 
 
 def attention_factor(file: GgufFile, family: str) -> float:
-    """What multiplies cosine and sine, whatever else scales them. Raises BadModelFile."""
+    """The factor on cosine and sine from `rope.scaling.attn_factor`. Raises BadModelFile."""
     factor = file.number(f"{family}.rope.scaling.attn_factor", 1.0)
     if factor <= 0:
         raise BadModelFile(

@@ -1,28 +1,12 @@
 """Answers and sessions of an engine share nothing that changes as one of them goes on."""
 
 import pytest
-import torch
+from counting import Counting
 from engine.killed import MODEL, SETTINGS, text
-from torch import Tensor
 
 from kvkeep.engine import Ask, Engine, Written
 from kvkeep.errors import InvalidArgument
 from kvkeep.session.sampling import Sampling
-
-
-class Counting:
-    """A `Constraint` with one possible text: 10, 11, 12, ..."""
-
-    def __init__(self) -> None:
-        self.next = 10
-
-    def masked(self, logits: Tensor) -> Tensor:
-        allowed = torch.full_like(logits, -torch.inf)
-        allowed[self.next] = 0.0
-        return allowed
-
-    def accept(self, token: int) -> None:
-        self.next += 1
 
 
 def counting() -> Sampling:
