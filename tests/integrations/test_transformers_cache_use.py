@@ -21,7 +21,6 @@ def read(model: PreTrainedModel, cache: Cache, ids: torch.Tensor = IDS) -> torch
         return model(ids, past_key_values=cache).logits
 
 
-@torch.enable_grad()  # whatever an interrupted test before it has left
 def test_a_forward_whose_gradients_could_be_asked_for_is_refused() -> None:
     model = small_model("llama")
     cache = KvkeepCache(model, 64)
