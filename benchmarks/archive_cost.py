@@ -23,8 +23,8 @@ from benchmarks.machine import describe_machine
 from benchmarks.progress import bar
 from kvkeep import Archive, Calibration, Session, Sliding, load_calibration, load_model
 from kvkeep.evaluate.manual import manual_text
-from kvkeep.files.whole import write_json
 from kvkeep.model import Model
+from kvkeep.storage.files.whole import write_json
 
 FILLED = 3  # budgets of text that are read before anything is measured
 

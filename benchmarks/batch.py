@@ -23,9 +23,9 @@ from benchmarks.machine import describe_machine
 from benchmarks.progress import bar
 from kvkeep import load_model
 from kvkeep.evaluate.manual import manual_text
-from kvkeep.files.whole import write_json
 from kvkeep.model import Model
-from kvkeep.models.source import home
+from kvkeep.models.hub.source import home
+from kvkeep.storage.files.whole import write_json
 
 QUESTION = "\n\nIn one sentence, the text above is about"
 

@@ -26,11 +26,11 @@ from benchmarks.machine import describe_machine
 from benchmarks.prefill import Spread
 from benchmarks.progress import bar
 from kvkeep import Model, Session, SessionGroup, load_model
-from kvkeep.choices import DtypeName, WeightsName
 from kvkeep.errors import InvalidArgument
 from kvkeep.evaluate.manual import manual_text
-from kvkeep.files.whole import write_json
-from kvkeep.models.packed import WEIGHTS
+from kvkeep.models.weights.packed import WEIGHTS
+from kvkeep.storage.files.whole import write_json
+from kvkeep.types import DtypeName, WeightsName
 
 OWN = 8  # tokens of its own that each branch is fed after the prompt
 

@@ -6,9 +6,9 @@ from typing import Any
 import click
 
 from kvkeep.errors import KvkeepError
-from kvkeep.files.whole import check_writable
 from kvkeep.model import DTYPES
-from kvkeep.models.source import DEFAULT_MODEL
+from kvkeep.models.hub.source import DEFAULT_MODEL
+from kvkeep.storage.files.whole import check_writable
 
 INTERRUPTED = 128 + 2  # SIGINT, as shells report it
 

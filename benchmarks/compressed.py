@@ -21,8 +21,8 @@ from benchmarks.figures import rounded
 from benchmarks.machine import describe_machine
 from kvkeep import Snapshot, load_model
 from kvkeep.evaluate.manual import manual_text
-from kvkeep.files.whole import write_json
-from kvkeep.trim import trim_heap
+from kvkeep.runtime.memory import trim_heap
+from kvkeep.storage.files.whole import write_json
 
 
 @dataclass(frozen=True)

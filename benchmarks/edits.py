@@ -22,9 +22,9 @@ from benchmarks.progress import bar
 from kvkeep import load_model
 from kvkeep.errors import InvalidArgument
 from kvkeep.evaluate.manual import manual_text
-from kvkeep.files.whole import write_json
 from kvkeep.model import Model
 from kvkeep.session.session import Session
+from kvkeep.storage.files.whole import write_json
 
 
 @dataclass(frozen=True)

@@ -27,10 +27,10 @@ from benchmarks.endless_run import WRITING, Endless, Plan, measure_endless
 from benchmarks.machine import Machine, describe_machine
 from benchmarks.progress import bar
 from kvkeep import load_model
-from kvkeep.choices import DtypeName
 from kvkeep.evaluate.manual import manual_text
 from kvkeep.evaluate.plot import check_plottable
-from kvkeep.files.whole import write_json, write_whole
+from kvkeep.storage.files.whole import write_json, write_whole
+from kvkeep.types import DtypeName
 
 
 @click.command(cls=Measurement, context_settings={"show_default": True})

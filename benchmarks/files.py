@@ -30,9 +30,9 @@ from benchmarks.peers.remote import Remote
 from benchmarks.peers.worker_pool import WorkerPool
 from benchmarks.progress import bar
 from kvkeep.evaluate.manual import manual_text
-from kvkeep.files.whole import write_json
-from kvkeep.models.source import resolve
-from kvkeep.models.text import TextCodec
+from kvkeep.models.hub.source import resolve
+from kvkeep.models.text.codec import TextCodec
+from kvkeep.storage.files.whole import write_json
 
 PROMPTS, CONTEXTS, WRITTEN, ROUNDS = (512,), (128, 2048), 32, 3
 

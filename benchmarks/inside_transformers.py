@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from benchmarks.machine import describe_machine
 from benchmarks.peers.unpacked import unpacked
 from kvkeep.integrations.transformers import KvkeepCache
-from kvkeep.models.source import DEFAULT_MODEL, resolve
+from kvkeep.models.hub.source import DEFAULT_MODEL, resolve
 
 CELLS, PART, OTHERS = 512, 500, 40
 

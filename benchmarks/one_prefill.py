@@ -17,9 +17,9 @@ import psutil
 from benchmarks.apart import run_apart
 from benchmarks.figures import rounded
 from kvkeep import load_model
-from kvkeep.choices import DtypeName, PolicyName
 from kvkeep.evaluate.manual import manual_text
-from kvkeep.resident import peak_rss
+from kvkeep.runtime.resident import peak_rss
+from kvkeep.types import DtypeName, PolicyName
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,12 @@ from benchmarks.machine import Machine, describe_machine
 from benchmarks.picture_plot import draw_picture
 from benchmarks.progress import bar
 from kvkeep import Model, Session, load_model
-from kvkeep.choices import DtypeName
 from kvkeep.errors import ContextFull
 from kvkeep.evaluate.manual import manual_text
 from kvkeep.evaluate.perplexity import PerplexityPoint, perplexity_points
 from kvkeep.evaluate.plot import check_plottable
-from kvkeep.files.whole import write_json, write_whole
+from kvkeep.storage.files.whole import write_json, write_whole
+from kvkeep.types import DtypeName
 
 FIRST = 1024  # tokens read before any is scored
 COMPARED = 4096  # end of the stretch that all three are compared on

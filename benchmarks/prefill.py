@@ -25,9 +25,9 @@ from benchmarks.command import (
 from benchmarks.machine import describe_machine
 from benchmarks.one_prefill import Prefill, Way, measure_apart
 from benchmarks.progress import bar
-from kvkeep.choices import DtypeName
-from kvkeep.files.whole import write_json
-from kvkeep.models.source import resolve
+from kvkeep.models.hub.source import resolve
+from kvkeep.storage.files.whole import write_json
+from kvkeep.types import DtypeName
 
 
 @dataclass(frozen=True)

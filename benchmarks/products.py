@@ -25,9 +25,9 @@ from benchmarks.random_gguf import random_blocks
 from kvkeep.compiled.binding import CMatrix, library, require_done
 from kvkeep.compiled.instruction_sets import choice
 from kvkeep.compiled.matrices import described
-from kvkeep.files.whole import write_json
-from kvkeep.models.formats import FORMATS
-from kvkeep.models.packing import from_gguf, packed
+from kvkeep.models.weights.formats import FORMATS
+from kvkeep.models.weights.packing import from_gguf, packed
+from kvkeep.storage.files.whole import write_json
 
 SHAPE = (8192, 2048)  # the widest of Llama 3.2 1B
 COPIES, ROUNDS = 6, 15

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity
 from kvkeep import Model, Session
 from kvkeep.compiled.binding import PHASES
 from kvkeep.compiled.decoder import CompiledExecutor
-from kvkeep.computing import computing
+from kvkeep.runtime.worker import computing
 
 _WARM, _OPERATORS = 5, 8
 

@@ -12,7 +12,7 @@ from benchmarks.command import Measurement
 from kvkeep import load_model
 from kvkeep.cache.rope import Rope, rotate
 from kvkeep.evaluate.manual import manual_text
-from kvkeep.models.source import DEFAULT_MODEL
+from kvkeep.models.hub.source import DEFAULT_MODEL
 
 SHIFTS = (1, 10, 100, 1000)
 

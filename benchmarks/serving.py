@@ -31,9 +31,9 @@ from benchmarks.machine import describe_machine
 from benchmarks.peers.gguf_files import own_file
 from kvkeep.errors import KvkeepError
 from kvkeep.evaluate.manual import manual_text
-from kvkeep.files.whole import write_json
-from kvkeep.models.source import resolve
-from kvkeep.models.text import TextCodec
+from kvkeep.models.hub.source import resolve
+from kvkeep.models.text.codec import TextCodec
+from kvkeep.storage.files.whole import write_json
 
 PROMPT, WRITTEN, LONG, BESIDE = 512, 128, 4096, 4
 _OURS = "-c 'from kvkeep.cli.start import run; run()' serve -m {model} --port {port} -q"

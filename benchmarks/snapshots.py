@@ -27,11 +27,11 @@ from benchmarks.snapshots_run import (
     peers,
 )
 from kvkeep import load_model
-from kvkeep.choices import DtypeName
 from kvkeep.evaluate.manual import manual_text
-from kvkeep.files.whole import write_json
 from kvkeep.model import Model
-from kvkeep.store.snapshot import Snapshot
+from kvkeep.storage.files.whole import write_json
+from kvkeep.storage.snapshots.snapshot import Snapshot
+from kvkeep.types import DtypeName
 
 PARTS = ("save", "load", "next_token")
 

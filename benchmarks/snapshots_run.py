@@ -15,8 +15,8 @@ import torch
 
 from kvkeep.model import Model
 from kvkeep.session.session import Session
-from kvkeep.store.codec import Codec
-from kvkeep.store.snapshot import Snapshot
+from kvkeep.storage.snapshots.codec import Codec
+from kvkeep.storage.snapshots.snapshot import Snapshot
 
 Progress = Callable[[int], None]
 

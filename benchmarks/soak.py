@@ -27,8 +27,8 @@ from benchmarks.command import Measurement, check_outputs, model_option, out_opt
 from benchmarks.machine import describe_machine
 from benchmarks.serving import served
 from kvkeep.errors import KvkeepError
-from kvkeep.files.whole import write_json
-from kvkeep.models.source import resolve
+from kvkeep.models.hub.source import resolve
+from kvkeep.storage.files.whole import write_json
 
 KEYS = ("the-first-key-of-two", "the-second-key-of-two")
 _OURS = (

@@ -20,11 +20,11 @@ from benchmarks.command import Measurement, check_outputs, dtype_option, model_o
 from benchmarks.figures import rounded
 from benchmarks.machine import describe_machine
 from kvkeep import load_model
-from kvkeep.choices import DtypeName
 from kvkeep.errors import KvkeepError
 from kvkeep.evaluate.manual import manual_text
-from kvkeep.files.whole import write_json
 from kvkeep.session.session import Session
+from kvkeep.storage.files.whole import write_json
+from kvkeep.types import DtypeName
 
 PROMPT = 200  # tokens of each session
 IN_TURN, IN_THREADS, AFTER = "in turn", "in threads", "in threads after one in turn"

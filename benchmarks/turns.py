@@ -19,10 +19,10 @@ from benchmarks.figures import rounded
 from benchmarks.machine import describe_machine
 from benchmarks.progress import bar
 from kvkeep import load_model
-from kvkeep.choices import DtypeName
 from kvkeep.evaluate.manual import manual_text
-from kvkeep.files.whole import write_json
 from kvkeep.model import Model
+from kvkeep.storage.files.whole import write_json
+from kvkeep.types import DtypeName
 
 SHORTEST = 5  # tokens of a turn
 

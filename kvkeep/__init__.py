@@ -12,20 +12,20 @@ from kvkeep.version import __version__
 if TYPE_CHECKING:
     from kvkeep.cache import Bits
     from kvkeep.client import AsyncClient, Client
+    from kvkeep.compression.calibration.calibration import Calibration, load_calibration
+    from kvkeep.compression.calibration.measure import calibrate
+    from kvkeep.compression.plan import CompressionReport
     from kvkeep.integrations.transformers import from_transformers
-    from kvkeep.loading import load_model
+    from kvkeep.loader import load_model
     from kvkeep.model import Model
     from kvkeep.policies import Archive, Full, SelfExtend, Shift, Sliding
-    from kvkeep.session.calibrating import calibrate
-    from kvkeep.session.calibration import Calibration, load_calibration
-    from kvkeep.session.compressing import CompressionReport
     from kvkeep.session.feeding import Feeding, FeedReport, FeedStep
     from kvkeep.session.group import SessionGroup
     from kvkeep.session.sampling import Sampling
     from kvkeep.session.session import Session
-    from kvkeep.store.exactness import Exactness
-    from kvkeep.store.prefix import PrefixStore
-    from kvkeep.store.snapshot import Snapshot
+    from kvkeep.storage.prefixes.store import PrefixStore
+    from kvkeep.storage.snapshots.exactness import Exactness
+    from kvkeep.storage.snapshots.snapshot import Snapshot
 
 __all__ = [
     "Archive",
@@ -60,27 +60,27 @@ _HOMES = {
     "Archive": "kvkeep.policies",
     "AsyncClient": "kvkeep.client",
     "Bits": "kvkeep.cache",
-    "Calibration": "kvkeep.session.calibration",
+    "Calibration": "kvkeep.compression.calibration.calibration",
     "Client": "kvkeep.client",
-    "CompressionReport": "kvkeep.session.compressing",
-    "Exactness": "kvkeep.store.exactness",
+    "CompressionReport": "kvkeep.compression.plan",
+    "Exactness": "kvkeep.storage.snapshots.exactness",
     "FeedReport": "kvkeep.session.feeding",
     "FeedStep": "kvkeep.session.feeding",
     "Feeding": "kvkeep.session.feeding",
     "Full": "kvkeep.policies",
     "Model": "kvkeep.model",
-    "PrefixStore": "kvkeep.store.prefix",
+    "PrefixStore": "kvkeep.storage.prefixes.store",
     "Sampling": "kvkeep.session.sampling",
     "SelfExtend": "kvkeep.policies",
     "Session": "kvkeep.session.session",
     "SessionGroup": "kvkeep.session.group",
     "Shift": "kvkeep.policies",
     "Sliding": "kvkeep.policies",
-    "Snapshot": "kvkeep.store.snapshot",
-    "calibrate": "kvkeep.session.calibrating",
+    "Snapshot": "kvkeep.storage.snapshots.snapshot",
+    "calibrate": "kvkeep.compression.calibration.measure",
     "from_transformers": "kvkeep.integrations.transformers",
-    "load_calibration": "kvkeep.session.calibration",
-    "load_model": "kvkeep.loading",
+    "load_calibration": "kvkeep.compression.calibration.calibration",
+    "load_model": "kvkeep.loader",
 }
 
 

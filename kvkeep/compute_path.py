@@ -10,7 +10,7 @@ from kvkeep.cache import Layout
 from kvkeep.compiled.decoder import obstacle
 from kvkeep.compiled.instruction_sets import TORCH, choice, runs_here
 from kvkeep.errors import SlowPathWarning
-from kvkeep.models.spec import ModelSpec
+from kvkeep.models.spec.model_spec import ModelSpec
 
 MORE = "`kvkeep doctor` says what there is on this machine"
 

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from kvkeep.compiled.decoder import CompiledExecutor, can_decode
-from kvkeep.models.cells import cell_layout
-from kvkeep.models.graph import GraphExecutor
-from kvkeep.models.llama import Decoder, Llama
-from kvkeep.models.packing import Matrix
-from kvkeep.models.spec import ModelSpec
+from kvkeep.models.layers.decoder import Decoder, Llama
+from kvkeep.models.layers.graph import GraphExecutor
+from kvkeep.models.spec.cells import cell_layout
+from kvkeep.models.spec.model_spec import ModelSpec
+from kvkeep.models.weights.packing import Matrix
 
 
 def new_decoder(

@@ -7,34 +7,34 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from kvkeep import arguments
+from kvkeep import validation
 from kvkeep.cache import Bits
 from kvkeep.cache.bits import bits_name
-from kvkeep.choices import DtypeName, KvBits, PolicyName, WeightsName
 from kvkeep.compiled.decoder import can_decode
+from kvkeep.compression.calibration.calibration import Calibration
+from kvkeep.compression.calibration.lookup import kept_calibration
 from kvkeep.compute_path import slowness, warn_of
 from kvkeep.errors import InvalidArgument
 from kvkeep.executors import new_decoder
-from kvkeep.loaded import LoadedModel
-from kvkeep.models.cells import cell_layout
-from kvkeep.models.checkpoint import decoder_shapes, decoder_tensors, is_text
-from kvkeep.models.config import read_spec
-from kvkeep.models.packed import WEIGHTS, find_own, find_rounded, own_file
-from kvkeep.models.packing import Matrix, PackedMatrix
-from kvkeep.models.source import DEFAULT_MODEL, resolve
-from kvkeep.models.spec import ModelSpec
-from kvkeep.models.text import TextCodec
-from kvkeep.models.unpacked import find_unpacked
-from kvkeep.models.weights import check_tensors, check_tied, read_shapes, read_tensors
+from kvkeep.loaded_model import LoadedModel
+from kvkeep.models.hub.source import DEFAULT_MODEL, resolve
+from kvkeep.models.spec.cells import cell_layout
+from kvkeep.models.spec.config import read_spec
+from kvkeep.models.spec.model_spec import ModelSpec
+from kvkeep.models.text.codec import TextCodec
+from kvkeep.models.weights.checkpoint import decoder_shapes, decoder_tensors, is_text
+from kvkeep.models.weights.packed import WEIGHTS, find_own, find_rounded, own_file
+from kvkeep.models.weights.packing import Matrix, PackedMatrix
+from kvkeep.models.weights.tensors import check_tensors, check_tied, read_shapes, read_tensors
+from kvkeep.models.weights.unpacked import find_unpacked
 from kvkeep.policies import Policy, Settings, checked_bits, longest, make_policy
-from kvkeep.session.calibration import Calibration
+from kvkeep.runtime.cpu import fit_threads
+from kvkeep.runtime.memory import trim
 from kvkeep.session.context import WHOLE_PROMPT
-from kvkeep.session.kept_calibration import kept_calibration
 from kvkeep.session.session import Session
-from kvkeep.store.prefix_keeper import PrefixKeeper
-from kvkeep.store.snapshot import Snapshot
-from kvkeep.threads import fit_threads
-from kvkeep.trim import trim
+from kvkeep.storage.prefixes.interface import PrefixKeeper
+from kvkeep.storage.snapshots.snapshot import Snapshot
+from kvkeep.types import DtypeName, KvBits, PolicyName, WeightsName
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -65,7 +65,7 @@ class Model(LoadedModel):
         InvalidSnapshot for one that no session of this model could have given, and InvalidArgument
         where it needs a calibration that is not given.
         """
-        arguments.instance("snapshot", snapshot, Snapshot)
+        validation.instance("snapshot", snapshot, Snapshot)
         session = Session.restored(self, snapshot, store)
         policy = session._memory.policy
         found = calibration.digest if calibration else ""
@@ -121,7 +121,7 @@ class Model(LoadedModel):
         Raises InvalidArgument for a number out of range, an unknown policy, and a setting that has
         no meaning for the policy.
         """
-        whole = keep is not None and arguments.whole("keep", keep, WHOLE_PROMPT) == WHOLE_PROMPT
+        whole = keep is not None and validation.whole("keep", keep, WHOLE_PROMPT) == WHOLE_PROMPT
         if isinstance(policy, Policy):
             if given := _given(max_kv_size=max_kv_size, keep=keep, **settings):
                 raise InvalidArgument(
@@ -161,7 +161,7 @@ class Model(LoadedModel):
 
     def _calibrated(self, policy: Policy, calibration: Calibration | None) -> Policy:
         """The policy with what is known of the model. Raises for one without use for it."""
-        known = arguments.instance("calibration", calibration, Calibration)
+        known = validation.instance("calibration", calibration, Calibration)
         known.require(self)
         return policy.calibrated(known.statistics, known.digest)
 
@@ -179,13 +179,13 @@ def load_model(
     progress: bool = False,
 ) -> Model:
     """As `kvkeep.load_model`, of a model that kvkeep computes."""
-    model, dtype = str(arguments.path("model", model)), arguments.one_of("dtype", dtype, DTYPES)
+    model, dtype = str(validation.path("model", model)), validation.one_of("dtype", dtype, DTYPES)
     fit_threads()
-    where, progress = on_device(device), arguments.flag("progress", progress)
+    where, progress = on_device(device), validation.flag("progress", progress)
     folder = resolve(model, progress)
     spec = read_spec(folder)
     if weights is not None:
-        weights = arguments.one_of("weights", weights, WEIGHTS)
+        weights = validation.one_of("weights", weights, WEIGHTS)
     text = TextCodec.open(folder)
     own, packed = own_file(folder), dict[str, Matrix]()
     if own is None:

@@ -8,22 +8,22 @@ from pathlib import Path
 
 import torch
 
-from kvkeep import arguments
+from kvkeep import validation
 from kvkeep.cache import Bits
 from kvkeep.compiled.decoder import obstacle, prompts_in
 from kvkeep.compute_path import path_of
 from kvkeep.errors import InvalidArgument, ModelNotFound
-from kvkeep.loading import BY_TRANSFORMERS
+from kvkeep.loader import BY_TRANSFORMERS
 from kvkeep.model import DTYPES
-from kvkeep.models.cells import UNDO, layout_of
-from kvkeep.models.checkpoint import decoder_shapes
-from kvkeep.models.config import read_spec
-from kvkeep.models.packed import WEIGHTS, own_file, rounded_formats
-from kvkeep.models.packed_file import read_packed
-from kvkeep.models.packing import PackedMatrix, name_of, packed_shapes
-from kvkeep.models.source import here
-from kvkeep.models.spec import LayerGroup, ModelSpec
-from kvkeep.models.weights import (
+from kvkeep.models.hub.source import here
+from kvkeep.models.spec.cells import UNDO, layout_of
+from kvkeep.models.spec.config import read_spec
+from kvkeep.models.spec.model_spec import LayerGroup, ModelSpec
+from kvkeep.models.weights.checkpoint import decoder_shapes
+from kvkeep.models.weights.packed import WEIGHTS, own_file, rounded_formats
+from kvkeep.models.weights.packed_file import read_packed
+from kvkeep.models.weights.packing import PackedMatrix, name_of, packed_shapes
+from kvkeep.models.weights.tensors import (
     EMBEDDING,
     HEAD,
     check_tensors,
@@ -104,7 +104,7 @@ def model_facts(name: str, dtype: str = "bfloat16", weights: str | None = None) 
     weights: as of `load_model`. Raises ModelNotFound for a model that is not here, BadModelFile and
     UnsupportedModel as `load_model`, InvalidArgument for packed weights that nothing here reads.
     """
-    dtype = arguments.one_of("dtype", dtype, DTYPES)
+    dtype = validation.one_of("dtype", dtype, DTYPES)
     if name.startswith(BY_TRANSFORMERS):
         raise InvalidArgument(
             f"{name} is computed by transformers: kvkeep knows of it once it is loaded, and not "
@@ -127,7 +127,7 @@ def model_facts(name: str, dtype: str = "bfloat16", weights: str | None = None) 
     parameters = sum(prod(shape) for shape in tensor_shapes(spec).values())
     sparse_layers = sum(map(spec.is_sparse, range(spec.layers)))
     if weights is not None:
-        weights = arguments.one_of("weights", weights, WEIGHTS)
+        weights = validation.one_of("weights", weights, WEIGHTS)
         if weights != "bf16" and against:
             raise InvalidArgument(
                 f'weights="{weights}" is read by compiled kernels, which {against}'

@@ -16,10 +16,10 @@ from safetensors.torch import save_file
 from tiers import EXTENDED
 
 from kvkeep.model import Model, load_model
-from kvkeep.models.config import read_spec
-from kvkeep.models.known import KNOWN, fetch
-from kvkeep.models.source import DEFAULT_MODEL, pull
-from kvkeep.models.weights import tensor_shapes
+from kvkeep.models.hub.known import KNOWN, fetch
+from kvkeep.models.hub.source import DEFAULT_MODEL, pull
+from kvkeep.models.spec.config import read_spec
+from kvkeep.models.weights.tensors import tensor_shapes
 
 # A shell without job control starts background jobs deaf to Ctrl-C, and so would be the processes
 # that tests interrupt.

@@ -12,8 +12,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kvkeep.models import cells
-from kvkeep.models.llama import Decoder, Llama
+from kvkeep.models.layers.decoder import Decoder, Llama
+from kvkeep.models.spec import cells
 
 
 @dataclass(eq=False)

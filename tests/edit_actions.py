@@ -11,8 +11,8 @@ from small import altup_spec, local_spec, small_model, unrotated_spec
 from kvkeep import Snapshot
 from kvkeep.errors import KvkeepError
 from kvkeep.model import Model
-from kvkeep.models.llama import Decoder
-from kvkeep.models.spec import ModelSpec
+from kvkeep.models.layers.decoder import Decoder
+from kvkeep.models.spec.model_spec import ModelSpec
 from kvkeep.session.session import Session
 
 Action = tuple[str, tuple]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache import Cells, Ragged
-from kvkeep.models.llama import Decoder, Llama
+from kvkeep.models.layers.decoder import Decoder, Llama
 from kvkeep.session.session import Session
 
 

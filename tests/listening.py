@@ -5,8 +5,8 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from kvkeep.models.executor import AnyStep
-from kvkeep.models.llama import Decoder
+from kvkeep.models.layers.decoder import Decoder
+from kvkeep.models.layers.executor import AnyStep
 
 Attend = Callable[[AnyStep, int, Tensor, Tensor, Tensor], Tensor]
 

@@ -12,10 +12,10 @@ from small import small_tokenizer
 
 from kvkeep.executors import new_decoder
 from kvkeep.model import Model
-from kvkeep.models.packing import MatrixBits, PackedMatrix, packed, quantise
-from kvkeep.models.spec import ModelSpec, RopeSpec
-from kvkeep.models.text import TextCodec
-from kvkeep.models.weights import HEAD, is_router, matrices, tensor_shapes
+from kvkeep.models.spec.model_spec import ModelSpec, RopeSpec
+from kvkeep.models.text.codec import TextCodec
+from kvkeep.models.weights.packing import MatrixBits, PackedMatrix, packed, quantise
+from kvkeep.models.weights.tensors import HEAD, is_router, matrices, tensor_shapes
 
 VOCABULARY = 264  # not a multiple of 16
 

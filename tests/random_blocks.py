@@ -5,7 +5,7 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 from torch import Tensor
 
-from kvkeep.models.formats import FORMATS
+from kvkeep.models.weights.formats import FORMATS
 
 # Where float16 scales lie in a block.
 HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kvkeep.models.llama import Decoder, Llama
+from kvkeep.models.layers.decoder import Decoder, Llama
 
 
 class NaiveStreamingCache:

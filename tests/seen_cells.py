@@ -8,7 +8,7 @@ from listed_cells import of_head
 from torch import Tensor
 
 from kvkeep.model import Model
-from kvkeep.models.llama import Llama
+from kvkeep.models.layers.decoder import Llama
 from kvkeep.session.session import Session
 
 

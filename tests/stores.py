@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from object_server import BUCKET, ObjectServer, object_server
 
-from kvkeep.objects import Objects, open_objects
+from kvkeep.storage.objects import Objects, open_objects
 
 KINDS = ("folder", "memory", "s3")
 

@@ -14,6 +14,11 @@ from topics import topic_ids
 from torch import Tensor
 
 from kvkeep import Snapshot
+from kvkeep.compression.calibration.calibration import Calibration, load_calibration
+from kvkeep.compression.calibration.measure import _Context as Repeated
+from kvkeep.compression.calibration.measure import calibrate, calibration_tokens
+from kvkeep.compression.calibration.measured import LIKENESSES
+from kvkeep.compression.calibration.sums import CalibrationSums
 from kvkeep.errors import (
     CorruptFile,
     FingerprintMismatch,
@@ -22,13 +27,8 @@ from kvkeep.errors import (
     StoreError,
     TruncatedFile,
 )
-from kvkeep.methods.measured import LIKENESSES
 from kvkeep.model import Model
-from kvkeep.models.executor import AnyStep
-from kvkeep.session.calibrating import _Context as Repeated
-from kvkeep.session.calibrating import calibrate, calibration_tokens
-from kvkeep.session.calibration import Calibration, load_calibration
-from kvkeep.session.calibration_sums import CalibrationSums
+from kvkeep.models.layers.executor import AnyStep
 from kvkeep.session.session import Session
 
 MODEL = small_model()

@@ -13,9 +13,9 @@ from torch import Tensor
 
 import kvkeep
 from kvkeep import PrefixStore, Sampling, SessionGroup, Snapshot
-from kvkeep.methods import METHODS
+from kvkeep.compression.calibration.measure import calibrate
+from kvkeep.compression.methods import METHODS
 from kvkeep.model import Model
-from kvkeep.session.calibrating import calibrate
 from kvkeep.session.session import Session
 
 IDS = [(i * i * 7 + 3 * i) % 250 + 1 for i in range(200)]

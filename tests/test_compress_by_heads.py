@@ -13,9 +13,9 @@ from small import small_model
 from test_compress import TEXT, calibration, cells_of, fed, require_untouched
 
 from kvkeep.cache import NO_TOKEN, Ragged
+from kvkeep.compression.methods import BUDGETS, METHODS, Candidates, Eviction, make_method
+from kvkeep.compression.plan import _newest_queries as newest_queries
 from kvkeep.errors import InvalidArgument
-from kvkeep.methods import BUDGETS, METHODS, Candidates, Eviction, make_method
-from kvkeep.session.compressing import _newest_queries as newest_queries
 from kvkeep.session.session import Session
 
 SCORING = [name for name, method in METHODS.items() if issubclass(method, Eviction)]

@@ -18,10 +18,10 @@ from small import small_model
 from torch import Tensor
 
 from kvkeep import computing
-from kvkeep.compute_thread import ComputeThread
 from kvkeep.errors import ContextFull
-from kvkeep.models.executor import AnyStep
-from kvkeep.models.llama import Decoder
+from kvkeep.models.layers.decoder import Decoder
+from kvkeep.models.layers.executor import AnyStep
+from kvkeep.runtime.compute_thread import ComputeThread
 from kvkeep.session.session import Session
 
 TEXT = [(i * i * 7 + 3 * i) % 250 + 1 for i in range(100)]
@@ -111,7 +111,7 @@ def test_a_team_that_nobody_asks_ends() -> None:
 TEAMS = f"""
 import os
 from kvkeep import computing
-from kvkeep.compute_thread import _pause
+from kvkeep.runtime.compute_thread import _pause
 
 def threads():
     return len(os.listdir("/proc/self/task"))

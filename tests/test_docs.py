@@ -21,8 +21,8 @@ import kvkeep
 from kvkeep.cli.main import COMMANDS, main
 from kvkeep.compiled.binding import library
 from kvkeep.model import Model
-from kvkeep.models.library import home, keep
-from kvkeep.models.source import DEFAULT_MODEL
+from kvkeep.models.hub.library import home, keep
+from kvkeep.models.hub.source import DEFAULT_MODEL
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -28,10 +28,10 @@ from topics import topic_text
 from kvkeep import Snapshot
 from kvkeep.errors import ContextFull, InvalidArgument, KvkeepError, NonFiniteLogits
 from kvkeep.model import Model
-from kvkeep.models import cells
+from kvkeep.models.spec import cells
 from kvkeep.session.edit import prepare_edit
 from kvkeep.session.session import Session
-from kvkeep.store.prefix import PrefixStore
+from kvkeep.storage.prefixes.store import PrefixStore
 
 TEXT = MODEL.text.encode("keys are written once; queries choose where they stand")
 NOT_HELD = r"remembered|held"

@@ -89,9 +89,9 @@ def test_files_know_of_errors_alone(graph: Graph) -> None:
         (name, imported)
         for name, all_imported in graph.items()
         for imported in all_imported
-        if within(name, "kvkeep.files")
+        if within(name, "kvkeep.storage.files")
         and is_ours(imported)
-        and not within(imported, "kvkeep.files")
+        and not within(imported, "kvkeep.storage.files")
         and imported != "kvkeep.errors"
     ]
     assert wrong == []

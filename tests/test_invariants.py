@@ -11,7 +11,7 @@ from small import small_model
 
 from kvkeep.cache import KVCache
 from kvkeep.errors import KvkeepError
-from kvkeep.models.executor import AnyStep
+from kvkeep.models.layers.executor import AnyStep
 from kvkeep.session.session import Session
 
 MODEL = small_model()

@@ -6,16 +6,16 @@ from small import small_model
 
 from kvkeep import Session
 from kvkeep.cache import Cells
+from kvkeep.compression.methods import Candidates
+from kvkeep.compression.methods.kvzip import KVzip
+from kvkeep.compression.reconstruction import FIRST, STEP
 from kvkeep.errors import InvalidArgument
 from kvkeep.evaluate.haystack import Haystack
 from kvkeep.evaluate.manual import manual_text
 from kvkeep.evaluate.needle import Needle
 from kvkeep.evaluate.passkey import JUNK, PREFIX
 from kvkeep.evaluate.recall import Compressing, compress_after_reading
-from kvkeep.methods import Candidates
-from kvkeep.methods.kvzip import KVzip
 from kvkeep.model import Model
-from kvkeep.session.reconstructing import FIRST, STEP
 
 MODEL = small_model()
 TEXT = [(i * i * 7 + 3 * i) % 255 + 1 for i in range(400)]

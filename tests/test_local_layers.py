@@ -12,9 +12,9 @@ from topics import topic_text
 from kvkeep import PrefixStore, SessionGroup, Snapshot
 from kvkeep.errors import InvalidSnapshot, KvkeepError
 from kvkeep.model import Model
-from kvkeep.models.cells import UNDO
+from kvkeep.models.spec.cells import UNDO
 from kvkeep.session.session import Session
-from kvkeep.store.snapshot import describe
+from kvkeep.storage.snapshots.snapshot import describe
 
 WINDOW = local_spec().window
 TEXT = MODEL.text.encode(topic_text())[:120]

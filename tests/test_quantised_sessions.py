@@ -15,12 +15,12 @@ from torch import Tensor
 from kvkeep import SessionGroup
 from kvkeep.cache import Bits
 from kvkeep.cache.quantised import tensors
-from kvkeep.choices import PolicyName
 from kvkeep.errors import InvalidArgument
 from kvkeep.model import Model
 from kvkeep.session.session import Session
-from kvkeep.store.prefix import PrefixStore
-from kvkeep.store.snapshot import Snapshot
+from kvkeep.storage.prefixes.store import PrefixStore
+from kvkeep.storage.snapshots.snapshot import Snapshot
+from kvkeep.types import PolicyName
 
 MODEL = small_model()
 TEXT = [(i * i * 7 + 3 * i) % 255 + 1 for i in range(700)]

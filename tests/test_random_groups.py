@@ -14,7 +14,7 @@ from kvkeep import Sampling, SessionGroup
 from kvkeep.compiled.binding import library
 from kvkeep.errors import ContextFull, InvalidArgument
 from kvkeep.model import Model
-from kvkeep.models.packing import MatrixBits
+from kvkeep.models.weights.packing import MatrixBits
 from kvkeep.session.session import Session
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no compiled kernels here")

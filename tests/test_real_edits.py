@@ -18,7 +18,7 @@ from kvkeep import Snapshot
 from kvkeep.cache import Ragged
 from kvkeep.errors import KvkeepError
 from kvkeep.model import Model
-from kvkeep.models.llama import Decoder
+from kvkeep.models.layers.decoder import Decoder
 from kvkeep.session.session import Session
 
 BUDGET = 32

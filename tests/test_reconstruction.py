@@ -13,11 +13,11 @@ from whole_state import differences, whole_state
 
 from kvkeep import Bits
 from kvkeep.cache import Cells, PositionMap, Segment
+from kvkeep.compression.methods.base import Repeated
+from kvkeep.compression.reconstruction import reconstruction
 from kvkeep.errors import InvalidArgument
-from kvkeep.methods.base import Repeated
 from kvkeep.model import Model
-from kvkeep.models.llama import Layer, Llama
-from kvkeep.session.reconstructing import reconstruction
+from kvkeep.models.layers.decoder import Layer, Llama
 from kvkeep.session.session import Session
 
 MODEL = small_model(sharpness=0.5)

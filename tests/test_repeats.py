@@ -10,8 +10,8 @@ from test_compress import cells_of, require_untouched
 
 from kvkeep import Session
 from kvkeep.cache import NO_TOKEN, Cells
+from kvkeep.compression.methods.repeats import RUN, said_before
 from kvkeep.evaluate.passkey import JUNK, PREFIX
-from kvkeep.methods.repeats import RUN, said_before
 from kvkeep.model import Model
 
 ONCE = [(i * i * 7 + 3 * i) % 255 + 1 for i in range(60)]

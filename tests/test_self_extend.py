@@ -11,8 +11,8 @@ from torch import Tensor
 from kvkeep import Snapshot
 from kvkeep.errors import ContextFull, InvalidArgument
 from kvkeep.model import Model
-from kvkeep.models.llama import Decoder, Llama
-from kvkeep.models.spec import ModelSpec
+from kvkeep.models.layers.decoder import Decoder, Llama
+from kvkeep.models.spec.model_spec import ModelSpec
 
 MODEL = small_model(sharpness=0.2)
 TEXT = [(i * i * 7 + 3 * i) % 255 + 1 for i in range(150)]

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from kvkeep import Sampling, SessionGroup
 from kvkeep.model import Model
-from kvkeep.models.executor import AnyStep
-from kvkeep.models.llama import Decoder
+from kvkeep.models.layers.decoder import Decoder
+from kvkeep.models.layers.executor import AnyStep
 from kvkeep.session.session import Session
 
 MODELS = {"float32": small_model(), "compiled": packed_model(spec_of(), 4)}

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from kvkeep.trim import trim_code
+from kvkeep.runtime.memory import trim_code
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="asks /proc")
 
 STARTED = """
 from pathlib import Path
 import torch
-from kvkeep.trim import trim_code
+from kvkeep.runtime.memory import trim_code
 
 def resident():
     sizes, here = 0, False
@@ -47,7 +47,7 @@ def test_code_that_only_started_is_let_go_of_and_runs_again() -> None:
 FREED = """
 import ctypes, sys, threading
 import psutil
-from kvkeep.trim import trim_heap
+from kvkeep.runtime.memory import trim_heap
 
 library, size = ctypes.CDLL(None), 1 << 16
 library.malloc.restype = ctypes.c_void_p

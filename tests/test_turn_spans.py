@@ -9,7 +9,7 @@ import pytest
 
 from kvkeep import Session, load_model
 from kvkeep.model import Model
-from kvkeep.models.text import TextCodec
+from kvkeep.models.text.codec import TextCodec
 from kvkeep.session.conversation import Conversation, system_tokens
 from kvkeep.session.rendering import encode_pieces
 from tests.models.chat_templates import GEMMA, LLAMA3, MISTRAL

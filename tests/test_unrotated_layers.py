@@ -9,9 +9,9 @@ from edit_actions import NOPE_MODEL
 from topics import topic_text
 
 from kvkeep.cache import Cells, KVCache, Ragged
-from kvkeep.methods.base import Candidates
+from kvkeep.compression.methods.base import Candidates
 from kvkeep.model import Model
-from kvkeep.models.llama import Decoder
+from kvkeep.models.layers.decoder import Decoder
 from kvkeep.session.session import Session
 
 TEXT = NOPE_MODEL.text.encode(topic_text())[:150]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvkeep.threads import cores, quota, usable
+from kvkeep.runtime.cpu import cores, quota, usable
 
 V2, V1 = "0::/user/of\n", "4:cpu,cpuacct:/docker/7f\n3:cpuset:/docker/7f\n0::/\n"
 
@@ -70,7 +70,7 @@ def test_where_there_are_no_groups_all_cores_are_usable(tmp_path: Path) -> None:
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="a process has all cores here")
 def test_cores_are_those_that_the_process_may_run_on() -> None:
     script = "import os; os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])\n"
-    script += "from kvkeep.threads import cores, usable; print(cores(), usable())"
+    script += "from kvkeep.runtime.cpu import cores, usable; print(cores(), usable())"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
     assert done.stdout.split() == [b"1", b"1"]
 
@@ -78,7 +78,7 @@ def test_cores_are_those_that_the_process_may_run_on() -> None:
 FITTED = """
 import json, torch
 from pathlib import Path
-from kvkeep.threads import fit_threads
+from kvkeep.runtime.cpu import fit_threads
 root = Path({root!r})
 torch.set_num_threads(16)
 fit_threads(root)

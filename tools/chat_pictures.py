@@ -7,7 +7,7 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from kvkeep.models.library import home
+from kvkeep.models.hub.library import home
 from tools.terminal import Terminal
 
 PATIENCE = 120.0  # seconds

@@ -11,7 +11,7 @@ import click
 from benchmarks.command import INTERRUPTED, Measurement, model_option
 from benchmarks.compare.plan import PARTS, PEERS, QUICK, Plan
 from kvkeep.errors import InvalidArgument, KvkeepError
-from kvkeep.files.whole import check_writable, write_json, write_whole
+from kvkeep.storage.files.whole import check_writable, write_json, write_whole
 
 if TYPE_CHECKING:
     from benchmarks.compare.results import Result

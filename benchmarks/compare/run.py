@@ -22,9 +22,9 @@ from benchmarks.peers.base import DTYPE, Setup
 from benchmarks.peers.unpacked import unpacked
 from kvkeep.errors import InvalidArgument, KvkeepError
 from kvkeep.evaluate.manual import manual_text
-from kvkeep.models.config import read_spec
-from kvkeep.models.source import resolve
-from kvkeep.models.text import TextCodec
+from kvkeep.models.hub.source import resolve
+from kvkeep.models.spec.config import read_spec
+from kvkeep.models.text.codec import TextCodec
 
 MEASURING: dict[str, tuple[Callable[[Bench], list[Measure]], Callable[[Bench], Found]]] = {
     "prefill": (prefill_measures, prefill),

@@ -18,8 +18,8 @@ import httpx
 import torch
 
 from kvkeep import Model, Snapshot
-from kvkeep.objects import open_objects
-from kvkeep.shared.sessions import SessionPlace, SharedSessions
+from kvkeep.storage.objects import open_objects
+from kvkeep.storage.sessions.shared import SessionPlace, SharedSessions
 
 BATCHES = (1, 2, 4, 8)
 STEPS = (32, 64, 128)

@@ -24,9 +24,9 @@ from benchmarks.machine import describe_machine
 from kvkeep import Model, load_model
 from kvkeep.engine import Ask, Engine
 from kvkeep.evaluate.manual import manual_text
-from kvkeep.files.whole import write_json
-from kvkeep.objects import Objects, open_objects
-from kvkeep.shared.prefixes import SharedPrefixes
+from kvkeep.storage.files.whole import write_json
+from kvkeep.storage.objects import Objects, open_objects
+from kvkeep.storage.prefixes.shared import SharedPrefixes
 
 SETTINGS = {"max_kv_size": 8192}
 

@@ -19,7 +19,7 @@ from benchmarks.command import out_option
 from benchmarks.figures import rounded
 from benchmarks.fleet.costs import Costs
 from benchmarks.fleet.simulator import Fleet, Found, Law, World
-from kvkeep.files.whole import write_json, write_whole
+from kvkeep.storage.files.whole import write_json, write_whole
 
 SERVERS = (1, 10, 100, 1000)
 EACH = 30  # clients of a server

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from kvkeep.choices import DtypeName
+from kvkeep.types import DtypeName
 
 DTYPE: DtypeName = "bfloat16"  # of weights and cells, for those peers that read the model's folder
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from benchmarks.peers.llama_library import load_library
 from kvkeep.errors import ModelError
-from kvkeep.models.gguf_file import GgufFile
-from kvkeep.models.known import KNOWN, fetch
-from kvkeep.models.source import home
+from kvkeep.models.gguf.file import GgufFile
+from kvkeep.models.hub.known import KNOWN, fetch
+from kvkeep.models.hub.source import home
 
 REQUANTISED = ("Q4_0", "Q8_0")
 

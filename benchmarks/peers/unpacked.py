@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from kvkeep.models.export import export
-from kvkeep.models.packed import own_file
-from kvkeep.models.source import home
+from kvkeep.models.hub.source import home
+from kvkeep.models.weights.export import export
+from kvkeep.models.weights.packed import own_file
 
 
 def unpacked(folder: Path, progress: bool) -> Path:

@@ -10,7 +10,7 @@ import psutil
 from tqdm import tqdm
 
 from benchmarks.peers.base import Peer, Setup, Variant
-from kvkeep.trim import trim_heap
+from kvkeep.runtime.memory import trim_heap
 
 
 def serve(connection: Connection, setup: Setup, variant: Variant) -> None:

@@ -12,13 +12,13 @@ from kvkeep.cache.checks import require
 from kvkeep.cache.joining import joined_if_small
 from kvkeep.cache.layers import Place
 from kvkeep.cache.observer import Observer, Queries
-from kvkeep.cache.overwritten import Overwritten
 from kvkeep.cache.rope import Rope
 from kvkeep.cache.segment import Segment
 from kvkeep.cache.shallow import shallow
 from kvkeep.cache.state import CacheState
 from kvkeep.cache.step import ChunkStep, DecodeStep, Step
 from kvkeep.cache.storage import nbytes, trim
+from kvkeep.cache.undo_log import Overwritten
 from kvkeep.cache.window import Window
 
 

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache.block import Block, Cells, Layout
-from kvkeep.cache.overwritten import Guarded, Overwritten
 from kvkeep.cache.position_map import PositionMap
 from kvkeep.cache.ragged import Ragged
 from kvkeep.cache.shallow import shallow
+from kvkeep.cache.undo_log import Guarded, Overwritten
 
 GROWTH = 256  # cells added at least when a segment outgrows its storage
 

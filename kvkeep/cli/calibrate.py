@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvkeep.choices import DtypeName
-from kvkeep.cli.saying import say
+from kvkeep.cli.stderr import say
 from kvkeep.cli.text_input import read_text
 from kvkeep.cli.which_model import DEVICE, DTYPE, MODEL, load_named
 from kvkeep.errors import InvalidArgument, StoreError
-from kvkeep.store.output_file import check_store_place
+from kvkeep.storage.snapshots.output_file import check_store_place
+from kvkeep.types import DtypeName
 
 if TYPE_CHECKING:
     from kvkeep import Model
@@ -58,9 +58,9 @@ def measure(model: "Model", text: str, output: Path | None, quiet: bool) -> None
     """
     from tqdm import tqdm
 
-    from kvkeep.session.calibrating import calibrate as calibration_of
-    from kvkeep.session.calibrating import calibration_tokens
-    from kvkeep.session.kept_calibration import calibration_place
+    from kvkeep.compression.calibration.lookup import calibration_place
+    from kvkeep.compression.calibration.measure import calibrate as calibration_of
+    from kvkeep.compression.calibration.measure import calibration_tokens
 
     if output is None:
         output = calibration_place(model)

@@ -39,8 +39,8 @@ def model_names(
     context: click.Context, parameter: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
     """For those that name a model: what is here, and files."""
-    from kvkeep.models.known import KNOWN
-    from kvkeep.models.library import pulled
+    from kvkeep.models.hub.known import KNOWN
+    from kvkeep.models.hub.library import pulled
 
     names = sorted({*KNOWN, *(model.name for model in pulled())})
     found = [CompletionItem(name) for name in names if name.startswith(incomplete)]

@@ -100,7 +100,7 @@ def calibrated(file: Path | None, model: "Model") -> "Calibration | None":
     """What a file says that compression goes by, if one was given."""
     if file is None:
         return None
-    from kvkeep.session.calibration import load_calibration
+    from kvkeep.compression.calibration.calibration import load_calibration
 
     return load_calibration(file, model)
 
@@ -136,7 +136,7 @@ def began_with(
 
 def check_begun_with(saved: object, snapshot: "Snapshot", file: Path | None) -> None:
     """Refuses, without the model, a calibration that is one more, and none where one is needed."""
-    from kvkeep.session.kept_calibration import is_any_kept
+    from kvkeep.compression.calibration.lookup import is_any_kept
 
     needed = snapshot.policy.get("calibrated_by")
     if needed and file is None and not is_any_kept():

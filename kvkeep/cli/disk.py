@@ -6,8 +6,8 @@ import click
 
 from kvkeep.cli.report import megabytes
 from kvkeep.cli.store import session_folder
-from kvkeep.files.folder import folder_bytes
-from kvkeep.models.library import home
+from kvkeep.models.hub.library import home
+from kvkeep.storage.files.folder import folder_bytes
 
 # Below kvkeep's folder; what each is, and what makes room there.
 _KINDS = {

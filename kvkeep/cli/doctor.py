@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvkeep.choices import DtypeName, WeightsName
 from kvkeep.cli.completion import model_names
 from kvkeep.cli.report import megabytes
 from kvkeep.cli.which_model import DTYPE, WEIGHTS
-from kvkeep.models.source import DEFAULT_MODEL
+from kvkeep.models.hub.source import DEFAULT_MODEL
+from kvkeep.types import DtypeName, WeightsName
 
 if TYPE_CHECKING:
     from kvkeep.doctor.findings import Findings, Kernels, Threads

@@ -9,7 +9,6 @@ import click
 
 from kvkeep.cli.hints import OptionsOnly
 from kvkeep.cli.memory import MemoryChoice, shares_prefixes
-from kvkeep.cli.saying import say
 from kvkeep.cli.serving import (
     require_installed,
     require_safe,
@@ -17,8 +16,9 @@ from kvkeep.cli.serving import (
     serving_options,
     settings_of,
 )
+from kvkeep.cli.stderr import say
 from kvkeep.errors import InvalidArgument
-from kvkeep.objects.address import is_url
+from kvkeep.storage.objects.address import is_url
 
 
 def _replicas(text: str) -> tuple[int, int]:
@@ -92,7 +92,7 @@ def fleet(memory: MemoryChoice, **options: Any) -> None:
     from kvkeep.fleet import deployment
 
     deployment.require_ray()
-    from kvkeep.server.running import free_port
+    from kvkeep.server.lifecycle import free_port
 
     host, port = options["host"], free_port(options["host"], options["port"])
     setup, scale = _setup(memory, options), _scale(options)
@@ -112,8 +112,8 @@ def _setup(choice: MemoryChoice, options: dict[str, Any]) -> Any:
     from kvkeep.fleet.replica import require_conditions
     from kvkeep.fleet.secret import read_secret
     from kvkeep.fleet.setup import Setup
-    from kvkeep.objects import open_objects
     from kvkeep.server.keys import Keys
+    from kvkeep.storage.objects import open_objects
 
     secret = read_secret(options["secret_file"])
     keys = Keys.shared(options["api_key_file"], secret)

@@ -18,7 +18,6 @@ from kvkeep.cli.memory import (
     memory_options,
     prefix_options,
 )
-from kvkeep.cli.opened import FIRST_PROMPT, UNREAD, Opened, apply_keep, resume
 from kvkeep.cli.options import (
     Output,
     SamplingChoice,
@@ -27,15 +26,16 @@ from kvkeep.cli.options import (
     sampling_options,
     whole_number,
 )
+from kvkeep.cli.restore import FIRST_PROMPT, UNREAD, Opened, apply_keep, resume
 from kvkeep.cli.store import saved_sessions, store_option
 from kvkeep.cli.text_input import SPECIAL, read_prompt
 from kvkeep.errors import InvalidArgument
-from kvkeep.objects.place import Place
-from kvkeep.store.output_file import check_store_place
+from kvkeep.storage.objects.place import Place
+from kvkeep.storage.snapshots.output_file import check_store_place
 
 if TYPE_CHECKING:
     from kvkeep.cli.run import Run
-    from kvkeep.store.codec import Codec
+    from kvkeep.storage.snapshots.codec import Codec
 
 
 @click.command(cls=OptionsOnly, hint="give the prompt with -p: kvkeep generate -p {}")

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvkeep.cli.report import megabytes
-from kvkeep.interrupts import first_interrupt_deferred
+from kvkeep.runtime.signals import first_interrupt_deferred
 
 if TYPE_CHECKING:
     from kvkeep import Session
-    from kvkeep.shared.sessions import SessionPlace
-    from kvkeep.store.codec import Codec
+    from kvkeep.storage.sessions.shared import SessionPlace
+    from kvkeep.storage.snapshots.codec import Codec
 
 
 @dataclass(frozen=True)

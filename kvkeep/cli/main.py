@@ -11,8 +11,8 @@ import kvkeep
 from kvkeep.cli.evaluate import EVALUATIONS
 from kvkeep.cli.hints import ELSEWHERE
 from kvkeep.cli.lazy import Lazy, LazyGroup
-from kvkeep.cli.saying import discard, say
-from kvkeep.cli.terminated import signals_interrupt, terminated
+from kvkeep.cli.signals import signals_interrupt, terminated
+from kvkeep.cli.stderr import discard, say
 from kvkeep.errors import KvkeepError
 
 BAD_INPUT = 2

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
-from kvkeep.choices import BitsName, DtypeName, PolicyName, WeightsName
 from kvkeep.cli.compression import (
     BEST,
     METHOD_NAMES,
@@ -16,16 +15,17 @@ from kvkeep.cli.compression import (
     ratio,
 )
 from kvkeep.cli.options import Decorator, collected, given, whole_number
-from kvkeep.cli.saying import say
+from kvkeep.cli.stderr import say
 from kvkeep.cli.store import secret_option, told_secret, told_store
 from kvkeep.cli.which_model import DEVICE, DTYPE, MODEL, PREFILL_STEP, WEIGHTS, load_named
 from kvkeep.errors import InvalidArgument, StoreError
-from kvkeep.models.source import home
-from kvkeep.objects.address import is_url, open_objects
+from kvkeep.models.hub.source import home
+from kvkeep.storage.objects.address import is_url, open_objects
+from kvkeep.types import BitsName, DtypeName, PolicyName, WeightsName
 
 if TYPE_CHECKING:
     from kvkeep import Model, PrefixStore, Session
-    from kvkeep.store.prefix_keeper import PrefixKeeper
+    from kvkeep.storage.prefixes.interface import PrefixKeeper
 
 # Written out, because the modules that define them import torch, and help must open at once.
 KEEPING = ("sliding", "shift", "archive")  # policies that forget, but not the first tokens
@@ -143,7 +143,7 @@ class Prefixes:
 
 def _shared_prefixes(store: str, model: "Model") -> "PrefixKeeper":
     """Those of a store that several machines share, who make room in it by `kvkeep prefixes gc`."""
-    from kvkeep.shared.prefixes import SharedPrefixes
+    from kvkeep.storage.prefixes.shared import SharedPrefixes
 
     return SharedPrefixes(open_objects(store), told_secret(), model.arithmetic)
 

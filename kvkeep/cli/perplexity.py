@@ -8,10 +8,10 @@ import click
 
 from kvkeep.cli.memory import SINKS, MemoryChoice, memory_options
 from kvkeep.cli.options import Output, output_options, whole_number
-from kvkeep.cli.saying import say
+from kvkeep.cli.stderr import say
 from kvkeep.cli.text_input import read_text
 from kvkeep.errors import InvalidArgument
-from kvkeep.files.whole import check_writable, write_whole
+from kvkeep.storage.files.whole import check_writable, write_whole
 
 if TYPE_CHECKING:
     from kvkeep.cli.run import Run
@@ -84,7 +84,7 @@ def perplexity(
         check_writable(plot)
     memory.check()
 
-    from kvkeep.cli.opened import Opened
+    from kvkeep.cli.restore import Opened
     from kvkeep.cli.run import Run
 
     model = memory.load(output.progress)

@@ -3,8 +3,8 @@
 import click
 
 from kvkeep.cli.completion import model_names
-from kvkeep.cli.saying import say
-from kvkeep.models.source import DEFAULT_MODEL
+from kvkeep.cli.stderr import say
+from kvkeep.models.hub.source import DEFAULT_MODEL
 
 
 @click.command()
@@ -22,7 +22,7 @@ def pull(name: str, calibrating: bool, quiet: bool) -> None:
     NAME is a known name, a hub id such as owner/name, or a GGUF file to convert. Every command
     that takes --model does the same when it needs a model that is not here yet.
     """
-    from kvkeep.models.source import pull as fetch
+    from kvkeep.models.hub.source import pull as fetch
 
     folder = fetch(name, progress=not quiet)
     click.echo(f"{name} is in {folder}")
@@ -34,8 +34,8 @@ def _calibrate(name: str, quiet: bool) -> None:
     """Of the dtype that commands use by default."""
     from kvkeep.cli.calibrate import measure
     from kvkeep.cli.which_model import load_named
+    from kvkeep.compression.calibration.lookup import calibration_place, kept_calibration
     from kvkeep.evaluate.manual import manual_text
-    from kvkeep.session.kept_calibration import calibration_place, kept_calibration
 
     model = load_named(name, "bfloat16", "cpu", weights=None, progress=not quiet)
     if kept_calibration(model) is None:

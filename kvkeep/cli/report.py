@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from kvkeep.files.whole import write_whole
+from kvkeep.storage.files.whole import write_whole
 
 
 @dataclass(frozen=True)

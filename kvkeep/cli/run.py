@@ -14,13 +14,13 @@ from kvkeep import Sampling
 from kvkeep.cli.compression import UNCALIBRATED_ARCHIVE, would_gain
 from kvkeep.cli.keeper import Keeper
 from kvkeep.cli.memory import say_without_prefixes
-from kvkeep.cli.opened import Opened
 from kvkeep.cli.options import Output, given
 from kvkeep.cli.report import Report
-from kvkeep.cli.saying import say
+from kvkeep.cli.restore import Opened
 from kvkeep.cli.screen import Screen
+from kvkeep.cli.stderr import say
 from kvkeep.errors import KvkeepError
-from kvkeep.resident import peak_rss
+from kvkeep.runtime.resident import peak_rss
 from kvkeep.session.streaming import SEAM, TextStream
 
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from kvkeep.cli.type_ahead import suspensions
-from kvkeep.interrupts import first_interrupt_deferred
+from kvkeep.runtime.signals import first_interrupt_deferred
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -7,7 +7,6 @@ import click
 
 from kvkeep.cli.hints import OptionsOnly
 from kvkeep.cli.memory import MemoryChoice, shares_prefixes
-from kvkeep.cli.saying import say
 from kvkeep.cli.serving import (
     require_installed,
     require_safe,
@@ -15,8 +14,9 @@ from kvkeep.cli.serving import (
     serving_options,
     settings_of,
 )
-from kvkeep.models.source import home
-from kvkeep.objects.address import is_url
+from kvkeep.cli.stderr import say
+from kvkeep.models.hub.source import home
+from kvkeep.storage.objects.address import is_url
 
 if TYPE_CHECKING:
     from kvkeep.engine import Engine
@@ -45,7 +45,7 @@ def serve(memory: MemoryChoice, **options: Any) -> None:
         return
     engine = _engine(memory, options)
     from kvkeep.server.keys import Keys
-    from kvkeep.server.running import serve_on
+    from kvkeep.server.lifecycle import serve_on
 
     try:
         serve_on(engine, Keys.read(options["api_key_file"], options["folder"]), options)
@@ -63,7 +63,7 @@ def _serve_shared(choice: MemoryChoice, options: dict[str, Any]) -> None:
     from kvkeep.engine import Limits
     from kvkeep.fleet.replica import replica
     from kvkeep.server.keys import Keys
-    from kvkeep.server.running import serve_on
+    from kvkeep.server.lifecycle import serve_on
 
     found = replica(
         model,

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import click
 
-from kvkeep.models.library import home, is_given
-from kvkeep.objects.address import is_url, open_objects
-from kvkeep.store.sessions import SessionFolder
+from kvkeep.models.hub.library import home, is_given
+from kvkeep.storage.objects.address import is_url, open_objects
+from kvkeep.storage.sessions.folder import SessionFolder
 
 if TYPE_CHECKING:
-    from kvkeep.shared.sessions import SessionPlace
+    from kvkeep.storage.sessions.shared import SessionPlace
 
 _STORE, _SECRET = "kvkeep.store", "kvkeep.secret"  # of a command's context
 
@@ -80,7 +80,7 @@ def saved_sessions() -> Sessions:
         return session_folder()
     if not is_url(store):
         return SessionFolder(Path(store))
-    from kvkeep.shared.sessions import SharedSessions
+    from kvkeep.storage.sessions.shared import SharedSessions
 
     return SharedSessions(open_objects(store))
 

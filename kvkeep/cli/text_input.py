@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 from kvkeep.errors import InvalidArgument
-from kvkeep.files.text import decode_text, read_text_file
+from kvkeep.storage.files.text import decode_text, read_text_file
 
 STDIN = "-"
 SPECIAL = click.option(

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-from kvkeep.interrupts import interrupts_deferred
+from kvkeep.runtime.signals import interrupts_deferred
 
 _suspensions: list[None] = []
 _INPUT, _LOCAL, _CHARACTERS = 0, 3, 6  # of the list that termios gives

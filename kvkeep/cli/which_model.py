@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
-from kvkeep.choices import DtypeName, WeightsName
 from kvkeep.cli.completion import model_names
 from kvkeep.cli.options import whole_number
-from kvkeep.cli.saying import say
+from kvkeep.cli.stderr import say
 from kvkeep.cli.text_input import require_utf8
 from kvkeep.errors import ModelNotFound
-from kvkeep.models.known import KNOWN
-from kvkeep.models.source import DEFAULT_MODEL
+from kvkeep.models.hub.known import KNOWN
+from kvkeep.models.hub.source import DEFAULT_MODEL
+from kvkeep.types import DtypeName, WeightsName
 
 if TYPE_CHECKING:
     from kvkeep import Model
@@ -98,7 +98,7 @@ def require_here(name: str, file: object) -> None:
     What a person names is fetched or converted; what a file names is only used. Raises
     ModelNotFound.
     """
-    from kvkeep.models.source import here
+    from kvkeep.models.hub.source import here
 
     if here(name) is None:
         raise ModelNotFound(

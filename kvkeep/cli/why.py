@@ -4,10 +4,10 @@ import json
 
 import click
 
-from kvkeep.choices import DtypeName
 from kvkeep.cli.memory import open_prefix_store
 from kvkeep.cli.text_input import SPECIAL, read_prompt
 from kvkeep.cli.which_model import DTYPE, MODEL, load_named
+from kvkeep.types import DtypeName
 
 AROUND = 12  # tokens shown on each side
 
@@ -36,7 +36,7 @@ def why(
     """
     text = read_prompt(prompt, file)
 
-    from kvkeep.store.prefix_names import BLOCK
+    from kvkeep.storage.prefixes.names import BLOCK
 
     loaded = load_named(model, dtype, "cpu", weights=None, progress=not no_progress)
     ids = loaded.text.encode(text, special)

@@ -7,7 +7,7 @@ from kvkeep.cache.layers import ByLayer
 from kvkeep.cache.step import ChunkStep
 from kvkeep.compiled.binding import HEAD_DIMS, library
 from kvkeep.compiled.chunk import ChunkAttention
-from kvkeep.models.executor import AnyStep
+from kvkeep.models.layers.executor import AnyStep
 
 
 def can_attend(layout: Layout) -> bool:

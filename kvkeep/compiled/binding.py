@@ -13,7 +13,7 @@ import torch
 
 from kvkeep.compiled.instruction_sets import TORCH, choice, load
 from kvkeep.errors import KernelMismatch, OutOfMemory
-from kvkeep.models.finite import not_finite
+from kvkeep.models.layers.finite import not_finite
 
 PLAIN = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # CMatrix.format
 

@@ -27,12 +27,12 @@ from kvkeep.compiled.model import described_model, kernel_groups
 from kvkeep.compiled.operands import address
 from kvkeep.compiled.step import describe
 from kvkeep.errors import KernelMismatch
-from kvkeep.models.executor import AnyStep
-from kvkeep.models.formats import GROUP
-from kvkeep.models.llama import Llama
-from kvkeep.models.packing import Matrix, as_tensor
-from kvkeep.models.spec import ModelSpec
-from kvkeep.models.weights import (
+from kvkeep.models.layers.decoder import Llama
+from kvkeep.models.layers.executor import AnyStep
+from kvkeep.models.spec.model_spec import ModelSpec
+from kvkeep.models.weights.formats import GROUP
+from kvkeep.models.weights.packing import Matrix, as_tensor
+from kvkeep.models.weights.tensors import (
     HEAD,
     is_router,
     matrices,

@@ -10,8 +10,8 @@ import torch
 from kvkeep.compiled.binding import CBeside, CMatrix, CMixture, CMlp
 from kvkeep.compiled.held import Held
 from kvkeep.compiled.operands import require
-from kvkeep.models.experts_beside import EXPERT_SCALES, NORMS, ROUTER_SCALE
-from kvkeep.models.spec import ModelSpec
+from kvkeep.models.layers.parallel_experts import EXPERT_SCALES, NORMS, ROUTER_SCALE
+from kvkeep.models.spec.model_spec import ModelSpec
 
 # A matrix by its name, checked.
 _Matrix: TypeAlias = Callable[[str], CMatrix]

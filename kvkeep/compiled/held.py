@@ -9,9 +9,9 @@ from kvkeep.compiled.binding import CMatrix
 from kvkeep.compiled.matrices import described
 from kvkeep.compiled.operands import address
 from kvkeep.errors import KernelMismatch
-from kvkeep.models.packing import Matrix
-from kvkeep.models.spec import ModelSpec
-from kvkeep.models.weights import EMBEDDING, HEAD, is_router, tensor_shapes
+from kvkeep.models.spec.model_spec import ModelSpec
+from kvkeep.models.weights.packing import Matrix
+from kvkeep.models.weights.tensors import EMBEDDING, HEAD, is_router, tensor_shapes
 
 
 class Held:

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from kvkeep.compiled.binding import PLAIN, CMatrix, require_done
 from kvkeep.compiled.operands import address, require
-from kvkeep.models.linear import filled_rows
-from kvkeep.models.packing import BLOCK, Matrix, packed_shapes
+from kvkeep.models.layers.linear import filled_rows
+from kvkeep.models.weights.packing import BLOCK, Matrix, packed_shapes
 
 FEW = 16  # rows that a kernel multiplies: beyond, unpacking and the library are faster
 _SCRATCH = 1 << 26  # bytes that are unpacked at a time, 64 MB

@@ -10,10 +10,10 @@ import torch
 from kvkeep.compiled.binding import CGroup, CLayer, CMlp, CModel, COwnInput, CPerLayer
 from kvkeep.compiled.experts import mixture, mlp
 from kvkeep.compiled.held import Held
-from kvkeep.models.llama import embedding_multiplier, per_layer_multiplier
-from kvkeep.models.per_layer import NORM, OF_A_LAYER, PROJECTION, TABLE
-from kvkeep.models.spec import GATINGS, LayerGroup, ModelSpec
-from kvkeep.models.weights import EMBEDDING, HEAD
+from kvkeep.models.layers.decoder import embedding_multiplier, per_layer_multiplier
+from kvkeep.models.layers.per_layer import NORM, OF_A_LAYER, PROJECTION, TABLE
+from kvkeep.models.spec.model_spec import GATINGS, LayerGroup, ModelSpec
+from kvkeep.models.weights.tensors import EMBEDDING, HEAD
 
 _MATRICES = {
     "query": "self_attn.q_proj",

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from kvkeep.choices import DtypeName, WeightsName
 from kvkeep.compiled.binding import library
 from kvkeep.compiled.decoder import unusable
 from kvkeep.compiled.instruction_sets import TORCH, choice
@@ -17,7 +16,8 @@ from kvkeep.doctor.processor import Processor, processor
 from kvkeep.doctor.reading import bytes_per_second, size_to_read
 from kvkeep.errors import KvkeepError
 from kvkeep.model_facts import ModelFacts, model_facts
-from kvkeep.threads import CHOSEN_BY, cores, fit_threads, quota
+from kvkeep.runtime.cpu import CHOSEN_BY, cores, fit_threads, quota
+from kvkeep.types import DtypeName, WeightsName
 from kvkeep.version import __version__
 
 _SWITCHES = ("KVKEEP_ISA", "KVKEEP_COMPILED", "KVKEEP_KERNELS")

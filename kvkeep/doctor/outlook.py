@@ -4,9 +4,9 @@ import time
 from dataclasses import dataclass
 from statistics import median
 
-from kvkeep.choices import DtypeName, WeightsName
-from kvkeep.loading import load_model
+from kvkeep.loader import load_model
 from kvkeep.model_facts import ModelFacts
+from kvkeep.types import DtypeName, WeightsName
 
 _CELLS, _WARM, _TOKENS = 128, 8, 32
 

@@ -7,28 +7,28 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvkeep import arguments
+from kvkeep import validation
 from kvkeep.cache import Bits
-from kvkeep.engine.answer import Answer, Ask
-from kvkeep.engine.changes import Changes
+from kvkeep.engine.admission import TakingOn
+from kvkeep.engine.borrowed import Visiting
+from kvkeep.engine.cache_misses import Missed
 from kvkeep.engine.events import Event
-from kvkeep.engine.keeping import Keeping, Labels
-from kvkeep.engine.kept import STEP, Kept
+from kvkeep.engine.generation import Answer, Ask
 from kvkeep.engine.limits import Limits, Operation, Totals
-from kvkeep.engine.misses import Missed
 from kvkeep.engine.operations import Operations
+from kvkeep.engine.record import STEP, Kept
+from kvkeep.engine.registry import Keeping, Labels
 from kvkeep.engine.reuse import Match, best_match
 from kvkeep.engine.saving import Saving
-from kvkeep.engine.taking_on import TakingOn
+from kvkeep.engine.session_operations import Changes
 from kvkeep.engine.thread import EngineThread
-from kvkeep.engine.visiting import Visiting
 from kvkeep.engine.whole_steps import WholeSteps
 from kvkeep.model import Model
-from kvkeep.objects.place import Place
 from kvkeep.session.session import Session
-from kvkeep.store.prefix import PrefixStore
-from kvkeep.store.prefix_keeper import PrefixKeeper
-from kvkeep.store.snapshot import Snapshot
+from kvkeep.storage.objects.place import Place
+from kvkeep.storage.prefixes.interface import PrefixKeeper
+from kvkeep.storage.prefixes.store import PrefixStore
+from kvkeep.storage.snapshots.snapshot import Snapshot
 
 T = TypeVar("T")
 
@@ -65,7 +65,7 @@ class Engine:
         self.model = model
         self.settings = {"prefill_step": STEP, **(settings or {})}
         self.limits = limits or Limits()
-        place = None if folder is None else arguments.path("folder", folder)
+        place = None if folder is None else validation.path("folder", folder)
         self._stores = stores if callable(stores) or stores is None else _stores_in(stores)
         self._new_session("0")  # refused here, not at the first request
         self._keeping = Keeping(model, place, self.limits.memory, snapshots)
@@ -116,7 +116,7 @@ class Engine:
         WrongRevision.
         """
         if not callable(ask) or session is None:
-            arguments.instance("ask", ask, Ask)
+            validation.instance("ask", ask, Ask)
         return self.call(lambda: [self._answers.take_on(ask, session, owner, listener, revision)])
 
     def several(
@@ -366,7 +366,7 @@ class Engine:
 
 
 def _stores_in(stores: str | Path) -> Callable[[str], PrefixKeeper]:
-    folder = arguments.path("stores", stores)
+    folder = validation.path("stores", stores)
     return lambda owner: PrefixStore(folder / owner)
 
 

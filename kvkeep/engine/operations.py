@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from contextlib import suppress
 
-from kvkeep.engine.kept import Kept
 from kvkeep.engine.limits import Operation
-from kvkeep.engine.recent import Recent
+from kvkeep.engine.recent_log import Recent
+from kvkeep.engine.record import Kept
 
 _KNOWN = 200  # of one owner
 

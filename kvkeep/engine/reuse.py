@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from kvkeep.engine.kept import Kept
+from kvkeep.engine.record import Kept
 
 # Why a part of a prompt was not reused that somebody's text begins with:
 # "cold": no text begins like it. "differs": the nearest text goes on otherwise. "below_step": what

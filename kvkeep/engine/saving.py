@@ -6,10 +6,10 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from kvkeep.engine.keeping import Keeping
-from kvkeep.engine.kept import Kept
-from kvkeep.objects.place import ObjectPlace
-from kvkeep.store.snapshot import Snapshot
+from kvkeep.engine.record import Kept
+from kvkeep.engine.registry import Keeping
+from kvkeep.storage.objects.place import ObjectPlace
+from kvkeep.storage.snapshots.snapshot import Snapshot
 
 _log = logging.getLogger("kvkeep.engine")
 

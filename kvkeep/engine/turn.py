@@ -4,8 +4,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
-from kvkeep.engine.answer import Ask
-from kvkeep.engine.kept import Kept
+from kvkeep.engine.generation import Ask
+from kvkeep.engine.record import Kept
 from kvkeep.errors import InvalidArgument
 from kvkeep.model import Model
 from kvkeep.session.conversation import CHAT, Conversation, system_tokens

@@ -4,9 +4,9 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
-from kvkeep.store.fingerprint import Fingerprint
-from kvkeep.store.prefix_keeper import Found, PrefixKeeper
-from kvkeep.store.prefix_names import BLOCK
+from kvkeep.storage.prefixes.interface import Found, PrefixKeeper
+from kvkeep.storage.prefixes.names import BLOCK
+from kvkeep.storage.snapshots.fingerprint import Fingerprint
 
 
 class WholeSteps:

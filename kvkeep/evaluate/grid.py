@@ -5,14 +5,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
-from kvkeep.choices import KvBits
 from kvkeep.errors import InvalidArgument
 from kvkeep.evaluate.facts import Sample, Samples
 from kvkeep.evaluate.recall import Recall, recall, way
+from kvkeep.types import KvBits
 
 if TYPE_CHECKING:
+    from kvkeep.compression.calibration.calibration import Calibration
     from kvkeep.model import Model
-    from kvkeep.session.calibration import Calibration
     from kvkeep.session.session import Session
 
 UNCOMPRESSED = "uncompressed"  # in the place of a method, at ratio 1

@@ -9,9 +9,9 @@ from kvkeep.evaluate.facts import Fact, Sample
 from kvkeep.session.session import Session
 
 if TYPE_CHECKING:
-    from kvkeep.methods import Compression
+    from kvkeep.compression.calibration.calibration import Calibration
+    from kvkeep.compression.methods import Compression
     from kvkeep.model import Model
-    from kvkeep.session.calibration import Calibration
 
 SPARE = 3  # tokens written beyond those of the key: the model may put a space or a quote before it
 ROOM_TO_ASK = 128  # tokens, more than any question and its answer take

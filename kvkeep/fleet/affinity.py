@@ -13,9 +13,9 @@ from typing import Any
 
 from blake3 import blake3
 
-from kvkeep.fleet.requests import about
 from kvkeep.fleet.responses import Message, Receive, Send
-from kvkeep.store.session_names import is_name
+from kvkeep.fleet.session_target import about
+from kvkeep.storage.sessions.names import is_name
 
 HEADER = b"x-session-id"
 CALLBACK = f"{__name__}:middlewares"

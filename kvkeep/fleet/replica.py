@@ -9,13 +9,13 @@ from typing import Any
 
 from kvkeep.engine import Engine, Limits
 from kvkeep.errors import Conflict, StoreError
-from kvkeep.fleet.custody import LEASE, Custody
-from kvkeep.fleet.keeper import Keeper
+from kvkeep.fleet.leases import LEASE, Custody
+from kvkeep.fleet.middleware import Keeper
 from kvkeep.model import Model
-from kvkeep.objects import Objects, open_objects
-from kvkeep.shared.labels import SharedLabels
-from kvkeep.shared.prefixes import SharedPrefixes
-from kvkeep.shared.sessions import SharedSessions
+from kvkeep.storage.objects import Objects, open_objects
+from kvkeep.storage.prefixes.shared import SharedPrefixes
+from kvkeep.storage.sessions.labels import SharedLabels
+from kvkeep.storage.sessions.shared import SharedSessions
 
 
 @dataclass(frozen=True)

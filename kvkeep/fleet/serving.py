@@ -16,7 +16,7 @@ class Server:
         from kvkeep.engine import Limits
         from kvkeep.fleet.replica import replica
         from kvkeep.server.app import LOCAL_HOSTS, application
-        from kvkeep.server.basics import now
+        from kvkeep.server.health import now
         from kvkeep.server.service import Service
 
         torch.set_num_threads(setup.threads)

@@ -3,10 +3,10 @@
 from dataclasses import fields
 from typing import Any, TypedDict
 
-from kvkeep import arguments
+from kvkeep import validation
 from kvkeep.cache import BITS, Bits
+from kvkeep.compression.methods.budget import Budget
 from kvkeep.errors import InvalidArgument
-from kvkeep.methods.budget import Budget
 from kvkeep.policies.archive import Archive
 from kvkeep.policies.base import Policy
 from kvkeep.policies.full import Full
@@ -51,7 +51,7 @@ def make_policy(name: str, max_kv_size: int, **settings: int | float | str | Non
     number out of range.
     """
     given = {key: value for key, value in settings.items() if value is not None}
-    kind: Any = POLICIES[arguments.one_of("policy", name, sorted(POLICIES))]
+    kind: Any = POLICIES[validation.one_of("policy", name, sorted(POLICIES))]
     for key in given:
         if key not in _settings(kind):
             having = [each.name for each in POLICIES.values() if key in _settings(each)]

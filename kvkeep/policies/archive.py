@@ -4,11 +4,10 @@ from collections.abc import Set
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
-from kvkeep import arguments
+from kvkeep import validation
 from kvkeep.cache import NO_TOKEN, Cells, KVCache, Segment, Window
 from kvkeep.cache.observer import LIMIT
-from kvkeep.errors import InvalidArgument
-from kvkeep.methods import (
+from kvkeep.compression.methods import (
     Candidates,
     Compression,
     Eviction,
@@ -21,6 +20,7 @@ from kvkeep.methods import (
     fewer_together,
     make_method,
 )
+from kvkeep.errors import InvalidArgument
 from kvkeep.policies.archived import (
     append,
     archived_cells,
@@ -69,11 +69,11 @@ class Archive(Policy):
     statistics: Statistics | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        self._set("ratio", arguments.number("ratio", self.ratio))
+        self._set("ratio", validation.number("ratio", self.ratio))
         for name in ("calibrated_by", "budget"):
-            self._set(name, arguments.text(name, getattr(self, name)))
-        size = arguments.whole("max_kv_size", self.max_kv_size, 1)
-        block, window = (arguments.whole(n, getattr(self, n)) for n in ("block", "window"))
+            self._set(name, validation.text(name, getattr(self, name)))
+        size = validation.whole("max_kv_size", self.max_kv_size, 1)
+        block, window = (validation.whole(n, getattr(self, n)) for n in ("block", "window"))
         self._set("block", block or min(512, max(1, size // 16)))
         self._set("window", window or max(1, size * 11 // 16))
         super().__post_init__()

@@ -5,10 +5,10 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Self
 
-from kvkeep import arguments
+from kvkeep import validation
 from kvkeep.cache import KVCache, Segment
+from kvkeep.compression.methods import Compression, Statistics
 from kvkeep.errors import InvalidArgument
-from kvkeep.methods import Compression, Statistics
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Policy(ABC):
     def __post_init__(self) -> None:
         for field in fields(self):
             if field.type is int:
-                self._set(field.name, arguments.whole(field.name, getattr(self, field.name)))
+                self._set(field.name, validation.whole(field.name, getattr(self, field.name)))
         self.check()
 
     def _set(self, name: str, value: object) -> None:
@@ -73,7 +73,7 @@ class Policy(ABC):
 
         pinned: cells that are pinned beyond the first `keep`.
         """
-        arguments.whole("max_kv_size", self.max_kv_size, 1)
+        validation.whole("max_kv_size", self.max_kv_size, 1)
 
     def settings(self) -> dict[str, Any]:
         """What `make_policy` needs, beside the name, to make this policy again; JSON values."""

@@ -11,21 +11,21 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse
 
 from kvkeep.errors import KvkeepError
-from kvkeep.server import basics, metrics, page
+from kvkeep.server import health, metrics, page
 from kvkeep.server.anthropic import messages
-from kvkeep.server.described import ERRORS, describe
-from kvkeep.server.idempotent import Idempotent
+from kvkeep.server.errors import Problem, problem_of
+from kvkeep.server.idempotency import Idempotent
 from kvkeep.server.llamacpp import completion, slots, text
 from kvkeep.server.openai import chat, completions, responses
-from kvkeep.server.problems import Problem, problem_of
-from kvkeep.server.safety import Safety
+from kvkeep.server.openapi import ERRORS, describe
+from kvkeep.server.security import Safety
 from kvkeep.server.service import Service
 from kvkeep.server.sessions import changes, events, lifecycle, memory, turns, writing
 from kvkeep.version import __version__
 
 _log = logging.getLogger("kvkeep.server")
 _ROOMS = (
-    *(basics, metrics, page, chat, completions, responses, messages, completion, slots, text),
+    *(health, metrics, page, chat, completions, responses, messages, completion, slots, text),
     *(lifecycle, writing, turns, changes, memory, events),
 )
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "[::1]")

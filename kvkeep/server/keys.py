@@ -7,7 +7,7 @@ import secrets
 from pathlib import Path
 
 from kvkeep.errors import InvalidArgument, StoreError
-from kvkeep.files.text import read_text_file
+from kvkeep.storage.files.text import read_text_file
 
 ANYBODY = "0"  # the owner where there are no keys
 _LEAST = 16  # characters of a key

@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 from starlette.responses import PlainTextResponse, Response
 
 from kvkeep.engine import Totals
-from kvkeep.server.asked import Serving
+from kvkeep.server.schemas import Serving
 
 router = APIRouter()
 _Metric = CounterMetricFamily | GaugeMetricFamily

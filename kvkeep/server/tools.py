@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvkeep.errors import InvalidArgument
-from kvkeep.models.text import TextCodec
+from kvkeep.models.text.codec import TextCodec
 
 OPENING = "<tool_call>"
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|$)", re.DOTALL)

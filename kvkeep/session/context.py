@@ -4,21 +4,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from kvkeep import arguments
-from kvkeep.computing import computes, computes_itself
-from kvkeep.errors import InvalidArgument
-from kvkeep.methods import Budget, make_method
-from kvkeep.session.calibration import Calibration
-from kvkeep.session.compressing import (
+from kvkeep import validation
+from kvkeep.compression.calibration.calibration import Calibration
+from kvkeep.compression.methods import Budget, make_method
+from kvkeep.compression.plan import (
     CompressionPlan,
     CompressionReport,
     best_at_once,
     compress_held,
 )
+from kvkeep.errors import InvalidArgument
+from kvkeep.runtime.memory import trim
+from kvkeep.runtime.worker import computes, computes_itself
 from kvkeep.session.edit import EditReport, Recompute, prepare_edit
 from kvkeep.session.held import Held
 from kvkeep.session.spans import Place, after_edit
-from kvkeep.trim import trim
 
 WHOLE_PROMPT = -1  # keep: all of the first prompt
 
@@ -39,7 +39,7 @@ class Context(Held):
 
     @keep.setter
     def keep(self, keep: int) -> None:
-        keep = arguments.whole("keep", keep)
+        keep = validation.whole("keep", keep)
         if keep == WHOLE_PROMPT:
             self._memory.policy.with_settings(keep=0)  # refused where nothing is kept apart
         with self._changing() as work:
@@ -62,7 +62,7 @@ class Context(Held):
                 f'policy "{self.policy}" has no discard to set; policy="shift" has'
             )
         with self._changing() as work:
-            work.memory.change(discard=arguments.whole("discard", discard))
+            work.memory.change(discard=validation.whole("discard", discard))
 
     # Changing what is in it
 
@@ -102,7 +102,7 @@ class Context(Held):
 
         special: as of `Session.feed`. Raises ContextFull where it does not fit.
         """
-        at = arguments.whole("at", at)
+        at = validation.whole("at", at)
         return self._edit(at, at, self._ids(text, special), recompute)
 
     @computes_itself
@@ -129,7 +129,7 @@ class Context(Held):
         The first `keep` tokens stay (by default those that the policy keeps, or 4), then comes the
         bridge, then what is left. So a session whose context is full goes on.
         """
-        count, keep = arguments.whole("count", count), arguments.optional_whole("keep", keep)
+        count, keep = validation.whole("count", count), validation.optional_whole("keep", keep)
         kept = min(self.keep, 4) if self.policy == "full" else self.keep
         first, ids = kept if keep is None else keep, self._ids(bridge, special=False)
         free = len(self._memory.tokens) - first - len(ids) - 1
@@ -166,9 +166,10 @@ class Context(Held):
         Args:
             recent: None for 64 where all heads keep as many. Where they compete, for half of what
                 is left at ratios up to 4, less above (2 / ratio of it), and for 32 at least.
-            method: see `kvkeep.methods`. None: "kvzap" by a calibration that has a surrogate, and
-                without one "kvzip", which has the text repeated in about the time of reading it;
-                "fitted" where some of it was compressed before. seed: of method "random".
+            method: see `kvkeep.compression.methods`. None: "kvzap" by a calibration that has a
+                surrogate, and without one "kvzip", which has the text repeated in about the
+                time of reading it; "fitted" where some of it was compressed before.
+            seed: of method "random".
             calibration: what is known of the model, for methods that decide by it.
             progress: called after each chunk with the number of cells that were in it.
             budget: "uniform", each 512 cells become so many fewer in every layer and KV head, or
@@ -178,14 +179,14 @@ class Context(Held):
 
         Raises InvalidArgument where that cannot be done, before anything is changed.
         """
-        ratio = arguments.number("ratio", ratio)
-        seed = arguments.whole("seed", seed, 0)
-        progress = arguments.progress(progress)
+        ratio = validation.number("ratio", ratio)
+        seed = validation.whole("seed", seed, 0)
+        progress = validation.progress(progress)
         if calibration is not None:
-            arguments.instance("calibration", calibration, Calibration).require(self._model)
+            validation.instance("calibration", calibration, Calibration).require(self._model)
         statistics = calibration.statistics if calibration else None
         chosen = make_method(best_at_once(self._memory, statistics) if method is None else method)
-        recent = arguments.optional_whole("recent", recent)
+        recent = validation.optional_whole("recent", recent)
         plan = CompressionPlan(
             chosen, ratio, budget, self._model.text, recent, seed, statistics, progress
         )
@@ -201,7 +202,7 @@ class Context(Held):
         A name is free again once all tokens of its span are forgotten or compressed. An exception
         leaves it free, too; the tokens that came before it stay.
         """
-        name = arguments.text("name", name)
+        name = validation.text("name", name)
         if name in self._state.spans and not self._is_forgotten(self._state.spans[name]):
             raise InvalidArgument(f"there is a span {name!r} already")
         try:
@@ -230,7 +231,7 @@ class Context(Held):
     @computes
     def name(self, name: str, start: int, end: int) -> None:
         """Names a range of tokens that are there already; a name in use moves to it."""
-        self._rename({arguments.text("name", name): self._range(start, end)})
+        self._rename({validation.text("name", name): self._range(start, end)})
 
     def pin(self, start: int | str, end: int | None = None) -> None:
         """Never forgets a range or a named span, wherever it lies, until it is unpinned.
@@ -255,7 +256,7 @@ class Context(Held):
                 known = ", ".join(spans) or "none"
                 raise InvalidArgument(f"there is no span {start!r}; there are: {known}")
             return spans[start]
-        start, end = arguments.whole("start", start), arguments.optional_whole("end", end)
+        start, end = validation.whole("start", start), validation.optional_whole("end", end)
         total = len(self._memory.tokens)
         if end is None or not 0 <= start < end <= total:
             raise InvalidArgument(
@@ -299,5 +300,5 @@ class Context(Held):
 
     def _ids(self, prompt: str | Sequence[int], special: bool) -> list[int]:
         if isinstance(prompt, str):
-            return self._text.encode(prompt, arguments.flag("special", special))
-        return arguments.token_ids("tokens", prompt, self._model.spec.vocab_size)
+            return self._text.encode(prompt, validation.flag("special", special))
+        return validation.token_ids("tokens", prompt, self._model.spec.vocab_size)

@@ -8,7 +8,7 @@ from kvkeep.errors import InvalidArgument, KvkeepError
 from kvkeep.session.rendering import common, cut, encode_pieces, mark_for
 
 if TYPE_CHECKING:
-    from kvkeep.models.text import TextCodec
+    from kvkeep.models.text.codec import TextCodec
     from kvkeep.session.session import Session
     from kvkeep.session.spans import Place
 

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 from kvkeep.cache import joined_if_small
 from kvkeep.errors import InvalidArgument
 from kvkeep.session.change import Change, bounded
-from kvkeep.session.edit_in_place import InPlace
+from kvkeep.session.in_place_edit import InPlace
 from kvkeep.session.memory import Memory
 
 Recompute = Literal["none", "suffix"]

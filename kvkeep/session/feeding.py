@@ -5,18 +5,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvkeep.cache import Bits
-from kvkeep.computing import computes
+from kvkeep.compression.methods import Compression
 from kvkeep.errors import InvalidArgument
-from kvkeep.interrupts import interrupts_deferred
-from kvkeep.loaded import LoadedModel
-from kvkeep.methods import Compression
+from kvkeep.loaded_model import LoadedModel
 from kvkeep.policies import Policy
+from kvkeep.runtime.memory import trim
+from kvkeep.runtime.signals import interrupts_deferred
+from kvkeep.runtime.worker import computes
 from kvkeep.session.context import Context
 from kvkeep.session.memory import Evaluated
 from kvkeep.session.prefixes import PromptPrefix, load_prefix, store_prefix
 from kvkeep.session.state import State
-from kvkeep.store.prefix_keeper import PrefixKeeper
-from kvkeep.trim import trim
+from kvkeep.storage.prefixes.interface import PrefixKeeper
 
 LONG = 0.25  # seconds for a prompt, beside which it is nothing to give back what it took
 

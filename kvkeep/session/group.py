@@ -6,11 +6,11 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor
 
-from kvkeep import arguments
+from kvkeep import validation
 from kvkeep.cache.group_step import GroupStep
 from kvkeep.cache.step import DecodeStep
-from kvkeep.computing import computes
 from kvkeep.errors import InvalidArgument
+from kvkeep.runtime.worker import computes
 from kvkeep.session.held import changing
 from kvkeep.session.memory import Memory
 from kvkeep.session.sampling import Sampling, require_own_constraints
@@ -27,7 +27,7 @@ class SessionGroup:
 
     def __init__(self, sessions: Sequence[Session]):
         """Raises InvalidArgument for no session, one that is there twice, or several models."""
-        self.sessions = tuple(arguments.instance("a session", s, Session) for s in sessions)
+        self.sessions = tuple(validation.instance("a session", s, Session) for s in sessions)
         if not self.sessions:
             raise InvalidArgument("a group needs at least one session; found none")
         for index, session in enumerate(self.sessions):
@@ -95,7 +95,7 @@ class SessionGroup:
     def _each(self, sampling: Sampling | Sequence[Sampling]) -> Sequence[Sampling]:
         if isinstance(sampling, Sampling):
             return [sampling] * len(self.sessions)
-        sampling = [arguments.instance("sampling", each, Sampling) for each in sampling]
+        sampling = [validation.instance("sampling", each, Sampling) for each in sampling]
         if len(sampling) != len(self.sessions):
             raise InvalidArgument(
                 f"one sampling for all, or one for each of {len(self.sessions)} sessions; "

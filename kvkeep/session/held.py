@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
-from kvkeep import arguments
+from kvkeep import validation
 from kvkeep.cache import Bits, KVCache
-from kvkeep.computing import computes, computing
-from kvkeep.interrupts import interrupts_deferred
-from kvkeep.loaded import LoadedModel
+from kvkeep.loaded_model import LoadedModel
 from kvkeep.policies import Policy
+from kvkeep.runtime.signals import interrupts_deferred
+from kvkeep.runtime.worker import computes, computing
 from kvkeep.session.history import History
 from kvkeep.session.memory import Memory
 from kvkeep.session.spans import Place, Span, Standing, standing_in
@@ -30,7 +30,7 @@ class Held:
         prefill_step: int,
         bits: Bits = Bits(),  # noqa: B008 (frozen)
     ):
-        self.prefill_step = arguments.whole("prefill_step", prefill_step, 1)
+        self.prefill_step = validation.whole("prefill_step", prefill_step, 1)
         self._model = model
         self._text = model.text
         self._state = State(Memory(model.decoder, policy, bits))

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 
 from kvkeep.cache import KVCache, Segment, Window
-from kvkeep.models.finite import require_finite
-from kvkeep.models.llama import Decoder
+from kvkeep.models.layers.decoder import Decoder
+from kvkeep.models.layers.finite import require_finite
 
 STEP = 512  # tokens evaluated at a time
 REACH = 2  # windows that an edit in place evaluates anew: the first begins with nothing before it

@@ -6,18 +6,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvkeep import arguments
+from kvkeep import validation
 from kvkeep.cache import Bits, Cells
 from kvkeep.cache.segment import GROWTH
 from kvkeep.cache.shallow import shallow
+from kvkeep.compression.methods import Compression
 from kvkeep.errors import ContextFull, InvalidArgument
-from kvkeep.methods import Compression
-from kvkeep.models.finite import require_finite
-from kvkeep.models.llama import Decoder
+from kvkeep.models.layers.decoder import Decoder
+from kvkeep.models.layers.finite import require_finite
 from kvkeep.policies import Policy
 from kvkeep.session.history import History
 from kvkeep.session.local_layers import local_cells, newest_together, sees_whole_window
-from kvkeep.store.memory_state import MemoryState
+from kvkeep.storage.snapshots.memory_state import MemoryState
 
 
 @dataclass(frozen=True)
@@ -260,7 +260,7 @@ class Memory:
                 f"the last {count} tokens cannot be taken back without a trace: what was there "
                 "before them is not all held any more, or layers keep states of it"
             )
-        self._drop_newest(arguments.whole("count", count, 0, left + count))
+        self._drop_newest(validation.whole("count", count, 0, left + count))
         if self.pins - set(self.serials):
             self.pins &= set(self.serials)
             self.change()

@@ -9,9 +9,9 @@ from torch import Tensor
 from kvkeep.cache import Bits, Cells, KVCache, PositionMap
 from kvkeep.errors import StoreError
 from kvkeep.session.memory import Memory
-from kvkeep.store.fingerprint import Fingerprint
-from kvkeep.store.prefix_keeper import PrefixKeeper
-from kvkeep.store.prefix_names import BLOCK
+from kvkeep.storage.prefixes.interface import PrefixKeeper
+from kvkeep.storage.prefixes.names import BLOCK
+from kvkeep.storage.snapshots.fingerprint import Fingerprint
 
 _LOCAL = (
     "some layers of this model see the newest tokens alone, and keep no others: its prompts are "

@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from kvkeep.models.text import TextCodec
+    from kvkeep.models.text.codec import TextCodec
     from kvkeep.session.spans import Place
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvkeep import arguments
+from kvkeep import validation
 from kvkeep.errors import InvalidArgument
 from kvkeep.session.penalties import Constraint, penalised
 
@@ -57,10 +57,10 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for name in _NUMBERS:
-            self._set(name, arguments.number(name, getattr(self, name)))
+            self._set(name, validation.number(name, getattr(self, name)))
         for name in ("top_k", "repetition_window"):
-            self._set(name, arguments.whole(name, getattr(self, name), 0))
-        self._set("seed", arguments.optional_whole("seed", self.seed, 0))
+            self._set(name, validation.whole(name, getattr(self, name), 0))
+        self._set("seed", validation.optional_whole("seed", self.seed, 0))
         self._set("stop", _stop_strings(self.stop))
         self._set("logit_bias", _biases(self.logit_bias))
         _require(self.temperature >= 0, "temperature", "0 or more", self.temperature)
@@ -106,7 +106,7 @@ def _biases(given: object) -> tuple[tuple[int, float], ...]:
     except (TypeError, ValueError):
         _require(False, "logit_bias", "pairs of a token id and a number", given)
     return tuple(
-        (arguments.whole("a token of logit_bias", token, 0), arguments.number("logit_bias", bias))
+        (validation.whole("a token of logit_bias", token, 0), validation.number("logit_bias", bias))
         for token, bias in pairs
     )
 
@@ -114,7 +114,7 @@ def _biases(given: object) -> tuple[tuple[int, float], ...]:
 def _stop_strings(given: object) -> tuple[str, ...]:
     wanted = isinstance(given, Iterable) and not isinstance(given, (str, bytes))
     _require(wanted, "stop", "a tuple of strings, none empty", given)
-    strings = tuple(arguments.text("stop", each) for each in cast(Iterable[object], given))
+    strings = tuple(validation.text("stop", each) for each in cast(Iterable[object], given))
     _require(all(strings), "stop", "a tuple of strings, none empty", given)
     return strings
 
@@ -144,7 +144,7 @@ class Sampler:
         if not state:
             return sampler
         try:
-            sampler._seed = arguments.optional_whole("seed", state["seed"], 0)
+            sampler._seed = validation.optional_whole("seed", state["seed"], 0)
             sampler._random = np.random.Generator(np.random.PCG64(0))
             sampler._random.bit_generator.state = state["generator"]
         except (LookupError, TypeError, ValueError, OverflowError) as error:

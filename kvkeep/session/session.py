@@ -9,22 +9,22 @@ from typing import Any, NoReturn, SupportsIndex
 import torch
 from torch import Tensor
 
-from kvkeep import arguments
+from kvkeep import validation
 from kvkeep.cache import Bits
 from kvkeep.cache.shallow import shallow
-from kvkeep.computing import computes, computes_itself
 from kvkeep.errors import ContextFull, InvalidArgument
-from kvkeep.loaded import LoadedModel
+from kvkeep.loaded_model import LoadedModel
 from kvkeep.policies import Policy
+from kvkeep.runtime.worker import computes, computes_itself
 from kvkeep.session.feeding import Feeding, FeedReport, Reader
 from kvkeep.session.held import changing
 from kvkeep.session.sampling import Sampler, Sampling
 from kvkeep.session.snapshots import restored_state, snapshot_of
 from kvkeep.session.spans import after_rewind
 from kvkeep.session.streaming import TextStream
-from kvkeep.store.exactness import Exactness
-from kvkeep.store.prefix_keeper import PrefixKeeper
-from kvkeep.store.snapshot import Snapshot
+from kvkeep.storage.prefixes.interface import PrefixKeeper
+from kvkeep.storage.snapshots.exactness import Exactness
+from kvkeep.storage.snapshots.snapshot import Snapshot
 
 GREEDY = Sampling()
 
@@ -36,9 +36,9 @@ class Session(Reader):
     not at all: if a long feed is interrupted or fails in its middle, the session stands after
     the last whole step, and `tokens` says where that is.
 
-    Sessions may be used from any thread; one computes at a time (`kvkeep.computing`). Two threads
-    that use one session take turns in it, step by step: it stays whole, and holds what each added
-    in the order in which they came.
+    Sessions may be used from any thread; one computes at a time (`kvkeep.runtime.worker`). Two
+    threads that use one session take turns in it, step by step: it stays whole, and holds what
+    each added in the order in which they came.
 
     finish_reason: why the last stream ended. exactness: of a restored session, whether it goes on
     to the bit as the one that was saved.
@@ -78,7 +78,7 @@ class Session(Reader):
             ContextFull: the policy cannot take as many tokens.
             NonFiniteLogits: the model produced NaN or infinity.
         """
-        progress = arguments.progress(progress)
+        progress = validation.progress(progress)
         feeding = self.feeding(prompt, special)
         for step in feeding:
             if progress:
@@ -105,7 +105,7 @@ class Session(Reader):
         say. Raises ContextFull and NonFiniteLogits as `feed` does, and InvalidArgument where
         nothing was fed yet.
         """
-        arguments.instance("sampling", sampling, Sampling)
+        validation.instance("sampling", sampling, Sampling)
         logits = self._memory.logits()
         if logits is None:
             raise InvalidArgument("nothing to continue: feed a prompt before asking for tokens")
@@ -132,9 +132,9 @@ class Session(Reader):
         An error comes once all text of the tokens that the session has taken in was given;
         `finish_reason` is "full" for ContextFull, "interrupt" for Ctrl-C, "error" for any other.
         """
-        max_tokens = arguments.optional_whole("max_tokens", max_tokens, 0)
-        arguments.instance("sampling", sampling, Sampling)
-        ends = () if arguments.flag("ignore_eos", ignore_eos) else self._model.end_token_ids
+        max_tokens = validation.optional_whole("max_tokens", max_tokens, 0)
+        validation.instance("sampling", sampling, Sampling)
+        ends = () if validation.flag("ignore_eos", ignore_eos) else self._model.end_token_ids
         return self._written(max_tokens, sampling, ends)
 
     def _written(
@@ -192,8 +192,8 @@ class Session(Reader):
         Returns `[n]` float64: the natural log of each token's probability given what the session
         remembered before it. The first token of a session was predicted by nothing: NaN.
         """
-        progress, ids = arguments.progress(progress), self._checked_ids(prompt, special)
-        written = arguments.flag("written", written)
+        progress, ids = validation.progress(progress), self._checked_ids(prompt, special)
+        written = validation.flag("written", written)
         done, scores = 0, list[Tensor]()
         while done < len(ids):
             scores.append(self._scored(ids, done, written))
@@ -230,7 +230,7 @@ class Session(Reader):
         held.
         """
         with self._changing() as work:
-            count, memory = arguments.whole("count", count), work.memory
+            count, memory = validation.whole("count", count), work.memory
             every = count == len(memory.tokens) > memory.rewindable
             taken = memory.take_all() if every else memory.take_back(count)
             left = len(work.memory.tokens)
@@ -245,7 +245,7 @@ class Session(Reader):
         does. Raises InvalidArgument where some of what was there before them is forgotten.
         """
         with self._changing() as work:
-            work.memory.drop(arguments.whole("count", count, 0))
+            work.memory.drop(validation.whole("count", count, 0))
             left = len(work.memory.tokens)
             work.move_spans(lambda span: after_rewind(span, left))
 
@@ -282,7 +282,7 @@ class Session(Reader):
         tokens up to `at` are no longer held.
         """
         total = len(self._memory.tokens)
-        at = arguments.optional_whole("at", at)
+        at = validation.optional_whole("at", at)
         if at is not None and not 0 <= at <= total:
             raise InvalidArgument(f"fork at 0 to {total} tokens; found {at}")
         fork = shallow(self)
@@ -315,7 +315,7 @@ class Session(Reader):
         Raises InvalidArgument where these tokens are not all held, each in a cell of its own, or
         for a count that is none of 0 to as many as there are.
         """
-        count = arguments.whole("count", count, 0, len(self._memory.tokens))
+        count = validation.whole("count", count, 0, len(self._memory.tokens))
         beginning, state = shallow(self), shallow(self._state)
         state.memory, state.sampler = self._memory.beginning(count), Sampler()
         state.move_spans(lambda span: after_rewind(span, count))

@@ -5,14 +5,14 @@ from typing import Any
 from kvkeep.cache import Window
 from kvkeep.cache.checks import require
 from kvkeep.errors import InvalidSnapshot
-from kvkeep.loaded import LoadedModel
+from kvkeep.loaded_model import LoadedModel
 from kvkeep.policies import checked_bits, make_policy
 from kvkeep.policies.base import pinned_cells
 from kvkeep.session.memory import Memory
 from kvkeep.session.sampling import Sampler
 from kvkeep.session.state import State
-from kvkeep.store.document import check_settings
-from kvkeep.store.snapshot import Snapshot
+from kvkeep.storage.snapshots.document import check_settings
+from kvkeep.storage.snapshots.snapshot import Snapshot
 
 
 def snapshot_of(model: LoadedModel, state: State, prefill_step: int) -> Snapshot:

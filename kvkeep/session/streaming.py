@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from kvkeep.models.text import TextCodec
+from kvkeep.models.text.codec import TextCodec
 
 SEAM = 16  # tokens before the first that may hold the beginning of its character
 

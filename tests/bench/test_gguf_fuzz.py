@@ -10,7 +10,7 @@ from benchmarks.gguf_fuzz import TOKENS, damaged, judge
 from benchmarks.gguf_fuzz_cases import Case, draw
 from benchmarks.gguf_fuzz_tensors import ARCHITECTURES, VOCABULARY
 from kvkeep.errors import UnsupportedModel
-from kvkeep.models.gguf_convert import convert
+from kvkeep.models.gguf.convert import convert
 
 CASES: dict[str, Case] = {}
 for seed in range(200):

@@ -6,7 +6,7 @@ from packed_model import packed_model, spec_of
 from benchmarks.profile_step import profile_step, table
 from kvkeep.compiled.binding import PHASES, library
 from kvkeep.compiled.decoder import CompiledExecutor
-from kvkeep.models.llama import Decoder
+from kvkeep.models.layers.decoder import Decoder
 
 PROMPT = [(i * 7) % 250 + 1 for i in range(300)]
 

@@ -12,7 +12,7 @@ from kvkeep import SessionGroup
 from kvkeep.cache import Queries
 from kvkeep.cache.observer import LIMIT
 from kvkeep.errors import NonFiniteLogits
-from kvkeep.models.executor import AnyStep
+from kvkeep.models.layers.executor import AnyStep
 from kvkeep.session.session import Session
 
 MODEL = small_model()

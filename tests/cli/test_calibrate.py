@@ -6,7 +6,7 @@ import pytest
 from small_files import small_files_only
 
 from kvkeep import load_model
-from kvkeep.session.calibration import load_calibration
+from kvkeep.compression.calibration.calibration import load_calibration
 
 TEXT = "The sea is wide and the night is long; nobody knows how long. " * 110  # 1,651 tokens
 

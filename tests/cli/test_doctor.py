@@ -22,7 +22,7 @@ from kvkeep.compiled import instruction_sets
 from kvkeep.compiled.binding import library
 from kvkeep.compiled.instruction_sets import SETS, choice
 from kvkeep.errors import SlowPathWarning
-from kvkeep.threads import cores
+from kvkeep.runtime.cpu import cores
 
 Examine = Callable[..., dict[str, Any]]
 SWITCHES = ("KVKEEP_ISA", "KVKEEP_COMPILED", "KVKEEP_KERNELS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")

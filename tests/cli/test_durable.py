@@ -20,7 +20,7 @@ from small_files import small_files_only
 
 from kvkeep import Snapshot
 from kvkeep.cli.memory import CODEC_NAMES
-from kvkeep.models.source import DEFAULT_MODEL
+from kvkeep.models.hub.source import DEFAULT_MODEL
 from kvkeep.session.conversation import turns_in
 
 GREEDY = ["--temperature", "0", "--repetition-penalty", "1"]

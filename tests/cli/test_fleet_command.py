@@ -7,7 +7,7 @@ from cli.conftest import Invoke
 
 from kvkeep.errors import Conflict, StoreError
 from kvkeep.fleet.replica import require_conditions
-from kvkeep.objects import Objects, open_objects
+from kvkeep.storage.objects import Objects, open_objects
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import pytest
 
 from kvkeep.cli.compression import BEST, METHOD_NAMES
 from kvkeep.cli.evaluate.grid_choice import GRID_TASKS
-from kvkeep.methods import BEST as BEST_METHOD
-from kvkeep.methods import METHODS
+from kvkeep.compression.methods import BEST as BEST_METHOD
+from kvkeep.compression.methods import METHODS
 
 SMALL = ("--junk", 16, "--tokens", 600, "--methods", "random,keydiff", "--ratios", "2,4")
 PAGE = "Before\n<!-- grid -->\n<!-- /grid -->\n"

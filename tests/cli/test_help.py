@@ -10,7 +10,7 @@ from kvkeep.cli.lazy import Lazy, LazyGroup
 from kvkeep.cli.main import COMMANDS as COMMANDS_BY_NAME
 from kvkeep.model import DTYPES
 from kvkeep.policies import POLICIES
-from kvkeep.store.codec import CODECS
+from kvkeep.storage.snapshots.codec import CODECS
 
 COMMANDS = sorted(COMMANDS_BY_NAME)
 HEAVY = {"torch", "numpy", "transformers", "tokenizers", "safetensors", "huggingface_hub", "gguf"}

@@ -10,8 +10,8 @@ import pytest
 from cli.conftest import Invoke
 from topics import topic_text
 
-from kvkeep.models.library import find, keep, pulled
-from kvkeep.store.prefix_names import stored_prompts
+from kvkeep.models.hub.library import find, keep, pulled
+from kvkeep.storage.prefixes.names import stored_prompts
 
 
 @pytest.fixture

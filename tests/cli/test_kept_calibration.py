@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from kvkeep import Snapshot, load_model
-from kvkeep.session.kept_calibration import calibration_place, kept_calibration
+from kvkeep.compression.calibration.lookup import calibration_place, kept_calibration
 
 TEXT = "The sea is wide and the night is long; nobody knows how long. " * 110  # 1,651 tokens
 ARCHIVE = ["--policy", "archive", "--max-kv-size", "48"]

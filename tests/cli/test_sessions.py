@@ -13,7 +13,7 @@ import torch
 
 from kvkeep import Snapshot
 from kvkeep.session.conversation import turns_in
-from kvkeep.store.snapshot import describe
+from kvkeep.storage.snapshots.snapshot import describe
 
 TEXT = "One two three four five six seven eight nine ten big small."
 GREEDY = ["--temperature", "0", "--ignore-eos"]

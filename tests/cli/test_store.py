@@ -7,8 +7,8 @@ import pytest
 from cli.conftest import Invoke
 from stores import _s3, s3, s3_url, store_url
 
-from kvkeep.objects import open_objects
-from kvkeep.shared.sessions import SharedSessions
+from kvkeep.storage.objects import open_objects
+from kvkeep.storage.sessions.shared import SharedSessions
 
 __all__ = ["_s3", "s3", "s3_url", "store_url"]
 

@@ -10,7 +10,7 @@ import pytest
 from patience import PATIENCE
 
 from kvkeep import Snapshot, load_model
-from kvkeep.models.library import home
+from kvkeep.models.hub.library import home
 from tools.terminal import Terminal
 
 READY = "Ctrl-D ends"

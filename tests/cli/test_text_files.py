@@ -10,8 +10,8 @@ from cli.conftest import Invoke
 from kvkeep import load_model
 from kvkeep.cli.batch.requests import of_folder, of_lines
 from kvkeep.errors import InvalidArgument
-from kvkeep.files.text import decode_text
 from kvkeep.server.keys import Keys
+from kvkeep.storage.files.text import decode_text
 
 MARK = b"\xef\xbb\xbf"
 

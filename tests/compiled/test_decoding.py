@@ -12,8 +12,8 @@ from kvkeep import SessionGroup, Snapshot
 from kvkeep.compiled.binding import library
 from kvkeep.compiled.decoder import CompiledExecutor
 from kvkeep.model import Model
-from kvkeep.models.llama import Decoder
-from kvkeep.models.packing import MatrixBits
+from kvkeep.models.layers.decoder import Decoder
+from kvkeep.models.weights.packing import MatrixBits
 from kvkeep.session.session import Session
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no compiled kernels here")

@@ -16,9 +16,9 @@ from kvkeep.errors import KernelMismatch
 from kvkeep.executors import new_decoder
 from kvkeep.model import Model
 from kvkeep.model_facts import model_facts
-from kvkeep.models.cells import cell_layout
-from kvkeep.models.spec import ModelSpec
-from kvkeep.models.weights import is_router, matrices
+from kvkeep.models.spec.cells import cell_layout
+from kvkeep.models.spec.model_spec import ModelSpec
+from kvkeep.models.weights.tensors import is_router, matrices
 from kvkeep.session.session import Session
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no compiled kernels here")

@@ -15,7 +15,7 @@ from sanitized import SANITIZED
 from kvkeep import SessionGroup, load_model
 from kvkeep.compiled.binding import library
 from kvkeep.compiled.decoder import CompiledExecutor
-from kvkeep.models.packing import MatrixBits
+from kvkeep.models.weights.packing import MatrixBits
 from kvkeep.session.session import Session
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no compiled kernels here")

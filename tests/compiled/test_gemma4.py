@@ -20,7 +20,7 @@ from kvkeep.compiled.binding import library
 from kvkeep.compiled.decoder import CompiledExecutor, obstacle
 from kvkeep.compiled.matrices import FEW
 from kvkeep.model import Model
-from kvkeep.models.cells import cell_layout
+from kvkeep.models.spec.cells import cell_layout
 from kvkeep.session.session import Session
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no compiled kernels here")

@@ -26,10 +26,10 @@ from kvkeep.compiled.binding import (
     require_done,
 )
 from kvkeep.compiled.decoder import CompiledExecutor
+from kvkeep.compression.methods.similarity import most_similar
 from kvkeep.errors import KernelMismatch, OutOfMemory
-from kvkeep.methods.similarity import most_similar
-from kvkeep.models.formats import FORMATS
-from kvkeep.models.packing import packed, quantise
+from kvkeep.models.weights.formats import FORMATS
+from kvkeep.models.weights.packing import packed, quantise
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no compiled kernels here")
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from random_blocks import exact, random_blocks
 
-from kvkeep.models.formats import FORMATS, GROUP
-from kvkeep.models.packing import (
+from kvkeep.models.weights.formats import FORMATS, GROUP
+from kvkeep.models.weights.packing import (
     BLOCK,
     from_gguf,
     packable,

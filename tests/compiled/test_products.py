@@ -12,8 +12,8 @@ from kvkeep.compiled.binding import PLAIN, CMatrix, library, require_done
 from kvkeep.compiled.instruction_sets import choice
 from kvkeep.compiled.matrices import FEW, PackedLinear, described
 from kvkeep.errors import KernelMismatch, NonFiniteLogits
-from kvkeep.models.formats import FORMATS
-from kvkeep.models.packing import Matrix, from_gguf, packed
+from kvkeep.models.weights.formats import FORMATS
+from kvkeep.models.weights.packing import Matrix, from_gguf, packed
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no compiled kernels here")
 

@@ -15,7 +15,7 @@ from kvkeep.evaluate.perplexity import measure_perplexity
 from kvkeep.executors import new_decoder
 from kvkeep.model import Model
 from kvkeep.session.session import Session
-from kvkeep.store.prefix import BLOCK
+from kvkeep.storage.prefixes.store import BLOCK
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no compiled kernels here")
 

@@ -8,7 +8,7 @@ from torch import Tensor
 import kvkeep
 from kvkeep.compiled.binding import library
 from kvkeep.model import Model
-from kvkeep.models.llama import Decoder
+from kvkeep.models.layers.decoder import Decoder
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no compiled kernels here")
 

@@ -8,7 +8,7 @@ import torch
 from topics import topic_ids
 
 from kvkeep.engine import Answer, Ask, Engine, Finished, Limits, Read, Written
-from kvkeep.engine.kept import step_at
+from kvkeep.engine.record import step_at
 from kvkeep.errors import Cancelled, InvalidArgument, NonFiniteLogits
 from kvkeep.model import Model
 from kvkeep.session.sampling import Sampling

@@ -12,7 +12,7 @@ from small import small_model
 from kvkeep.compiled.binding import library
 from kvkeep.engine import Engine
 from kvkeep.model import Model
-from kvkeep.store.prefix import PrefixStore
+from kvkeep.storage.prefixes.store import PrefixStore
 
 MODEL = small_model()
 FULL: dict[str, Any] = {"policy": "full", "max_kv_size": 600}

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kvkeep.files.folder import making, sweep_folders
+from kvkeep.storage.files.folder import making, sweep_folders
 
 
 def names(folder: Path) -> list[str]:

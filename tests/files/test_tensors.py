@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from kvkeep.files.tensors import (
+from kvkeep.storage.files.tensors import (
     ALIGNMENT,
     DTYPE_NAMES,
     Entry,

@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 
 from kvkeep.errors import InvalidArgument
-from kvkeep.files.whole import TEMPORARY, check_writable, replacing, sweep, write_json, write_whole
+from kvkeep.storage.files.whole import (
+    TEMPORARY,
+    check_writable,
+    replacing,
+    sweep,
+    write_json,
+    write_whole,
+)
 
 
 def test_a_written_file_replaces_the_old_one_and_nothing_else(tmp_path: Path) -> None:

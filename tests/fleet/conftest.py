@@ -12,15 +12,15 @@ import uvicorn
 from stores import _s3, objects, s3, s3_url
 
 from kvkeep.engine import Engine, Limits
-from kvkeep.fleet.custody import Custody
-from kvkeep.fleet.keeper import Keeper
+from kvkeep.fleet.leases import Custody
+from kvkeep.fleet.middleware import Keeper
 from kvkeep.model import Model
-from kvkeep.objects import Objects
 from kvkeep.server.app import application
 from kvkeep.server.keys import Keys
 from kvkeep.server.service import Service
-from kvkeep.shared.labels import SharedLabels
-from kvkeep.shared.sessions import SharedSessions
+from kvkeep.storage.objects import Objects
+from kvkeep.storage.sessions.labels import SharedLabels
+from kvkeep.storage.sessions.shared import SharedSessions
 
 __all__ = ["_s3", "objects", "s3", "s3_url"]
 

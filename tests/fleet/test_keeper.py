@@ -12,8 +12,8 @@ import pytest
 from fleet.conftest import Replica
 
 from kvkeep.model import Model
-from kvkeep.objects import Objects
-from kvkeep.shared.sessions import SharedSessions
+from kvkeep.storage.objects import Objects
+from kvkeep.storage.sessions.shared import SharedSessions
 
 Replicas = Callable[..., Replica]
 STORY = "Once upon a time there was a small town by the sea, in which"
@@ -176,7 +176,7 @@ def test_who_lost_a_session_stops_at_once_and_says_so(
     a: httpx.Client, b: httpx.Client, objects: Objects
 ) -> None:
     """Another writer takes the session by force, as if this server's clock had stood still."""
-    from kvkeep.shared import protocol
+    from kvkeep.storage.sessions import protocol
 
     ok(a.post("/v1/sessions", json={"name": "s"}), 201)
     body = {"text": STORY, "max_tokens": 480, "ignore_eos": True, "stream": True}

@@ -21,8 +21,8 @@ from object_server import ObjectServer
 from patience import PATIENCE
 
 from kvkeep.model import Model
-from kvkeep.objects import open_objects
-from kvkeep.shared.sessions import SharedSessions
+from kvkeep.storage.objects import open_objects
+from kvkeep.storage.sessions.shared import SharedSessions
 
 pytest.importorskip("ray.serve", reason="a fleet needs kvkeep[fleet]")
 PROMPT = {"text": STORY, "max_tokens": 200, "ignore_eos": True}

@@ -11,15 +11,15 @@ from fuzz.mutations import as_json, bytes_changed, json_changed
 from small import write_small_folder
 from tiny_gguf import tiny_llama, write_gguf
 
-from kvkeep.models.checkpoint import decoder_shapes
-from kvkeep.models.config import read_spec, spec_from_config
-from kvkeep.models.families import FAMILIES
-from kvkeep.models.gguf_config import config_from_gguf
-from kvkeep.models.gguf_file import GgufFile
-from kvkeep.models.gguf_names import weights_of
-from kvkeep.models.gguf_tokenizer import build_tokenizer
-from kvkeep.models.text import TextCodec
-from kvkeep.models.weights import check_tensors, read_shapes
+from kvkeep.models.gguf.config import config_from_gguf
+from kvkeep.models.gguf.file import GgufFile
+from kvkeep.models.gguf.names import weights_of
+from kvkeep.models.gguf.tokenizer import build_tokenizer
+from kvkeep.models.spec.config import read_spec, spec_from_config
+from kvkeep.models.spec.families import FAMILIES
+from kvkeep.models.text.codec import TextCodec
+from kvkeep.models.weights.checkpoint import decoder_shapes
+from kvkeep.models.weights.tensors import check_tensors, read_shapes
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

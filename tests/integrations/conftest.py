@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from benchmarks.peers.unpacked import unpacked
 from kvkeep.integrations.transformers import unhook
 from kvkeep.model import Model, load_model
-from kvkeep.models.source import home
+from kvkeep.models.hub.source import home
 
 
 @pytest.fixture(scope="session")

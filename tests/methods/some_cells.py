@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache import Cells, Queries, Rope
-from kvkeep.methods import Candidates, Statistics
-from kvkeep.methods.surrogate import Surrogate
+from kvkeep.compression.methods import Candidates, Statistics
+from kvkeep.compression.methods.surrogate import Surrogate
 
 LAYERS, KV_HEADS, HEADS, WIDTH = 2, 2, 4, 16
 GROUPS = HEADS // KV_HEADS

@@ -10,8 +10,7 @@ from methods.some_cells import KV_HEADS, LAYERS, PLACES, some_cells
 from torch import Tensor
 
 from kvkeep.cache import Cells, Ragged
-from kvkeep.errors import InvalidArgument
-from kvkeep.methods import (
+from kvkeep.compression.methods import (
     METHODS,
     Candidates,
     Eviction,
@@ -23,7 +22,8 @@ from kvkeep.methods import (
     make_method,
     score,
 )
-from kvkeep.methods.base import EvictionByCell
+from kvkeep.compression.methods.base import EvictionByCell
+from kvkeep.errors import InvalidArgument
 
 EVICTIONS = [name for name, method in METHODS.items() if issubclass(method, Eviction)]
 ALONE = [name for name in EVICTIONS if issubclass(METHODS[name], EvictionByCell)]

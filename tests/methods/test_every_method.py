@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from methods.some_cells import KV_HEADS, LAYERS, PLACES, some_cells
 
 from kvkeep.cache import NO_TOKEN
+from kvkeep.compression.methods import METHODS, Candidates, Eviction, compress, make_method
 from kvkeep.errors import InvalidArgument
-from kvkeep.methods import METHODS, Candidates, Eviction, compress, make_method
 
 EVICTIONS = [name for name, method in METHODS.items() if issubclass(method, Eviction)]
 

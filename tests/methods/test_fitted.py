@@ -11,8 +11,8 @@ from methods.some_cells import KV_HEADS, LAYERS, PLACES, ROPE, SCALE, WIDTH, som
 from torch import Tensor
 
 from kvkeep.cache import Cells
-from kvkeep.methods import Candidates, Statistics
-from kvkeep.methods.fitted import MASS, Fitted
+from kvkeep.compression.methods import Candidates, Statistics
+from kvkeep.compression.methods.fitted import MASS, Fitted
 
 HEADS = (LAYERS, KV_HEADS)
 

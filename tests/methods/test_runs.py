@@ -4,7 +4,7 @@ import pytest
 import torch
 from methods.some_cells import KV_HEADS, PLACES, WIDTH, position, some_cells, turned
 
-from kvkeep.methods import Candidates, make_method
+from kvkeep.compression.methods import Candidates, make_method
 
 
 def runs(total: int, count: int) -> list[list[int]]:

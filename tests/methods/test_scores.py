@@ -15,7 +15,7 @@ from methods.some_cells import (
     some_cells,
 )
 
-from kvkeep.methods import Candidates, Eviction, Random, make_method
+from kvkeep.compression.methods import Candidates, Eviction, Random, make_method
 
 COUNT = 60
 MADE = {"as-fed": False, "compressed": True}

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from sets_here import sets_here
 
 from kvkeep.compiled.binding import library
-from kvkeep.methods import similarity
-from kvkeep.methods.similarity import most_similar, most_similar_older
+from kvkeep.compression.methods import similarity
+from kvkeep.compression.methods.similarity import most_similar, most_similar_older
 
 SHAPES = {
     "layers": st.integers(1, 2),

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvkeep.methods.regression import RIDGE, Regression
-from kvkeep.methods.surrogate import Surrogate, features
+from kvkeep.compression.calibration.regression import RIDGE, Regression
+from kvkeep.compression.methods.surrogate import Surrogate, features
 
 LAYERS, KV_HEADS, HEAD_DIM, SAMPLES = 2, 3, 4, 200
 WIDTH = 2 * HEAD_DIM + 1

@@ -12,7 +12,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
 from kvkeep.errors import InvalidArgument
-from kvkeep.models.text import TextCodec
+from kvkeep.models.text.codec import TextCodec
 from tests.models.chat_templates import TEMPLATES
 
 SCHEMA = {

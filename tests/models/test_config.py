@@ -8,8 +8,8 @@ import pytest
 from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from kvkeep.errors import BadModelFile, UnsupportedModel
-from kvkeep.models.config import read_spec
-from kvkeep.models.families import FAMILIES
+from kvkeep.models.spec.config import read_spec
+from kvkeep.models.spec.families import FAMILIES
 
 SIZES = {
     "vocab_size": 97,

@@ -10,9 +10,9 @@ import pytest
 import transformers
 
 from kvkeep.errors import BadModelFile, UnsupportedModel
-from kvkeep.models.config import spec_from_config
-from kvkeep.models.families import FAMILIES
-from kvkeep.models.spec import ModelSpec
+from kvkeep.models.spec.config import spec_from_config
+from kvkeep.models.spec.families import FAMILIES
+from kvkeep.models.spec.model_spec import ModelSpec
 
 CONFIG = Path("config.json")
 LOCAL, WHOLE = "sliding_attention", "full_attention"

@@ -15,11 +15,11 @@ from tokenizers.models import BPE
 
 from kvkeep import Sampling, load_model
 from kvkeep.engine import Ask, Engine
-from kvkeep.models.end_of_turn import end_token_ids
-from kvkeep.models.gguf_convert import convert
-from kvkeep.models.text import TextCodec
+from kvkeep.models.gguf.convert import convert
+from kvkeep.models.text.codec import TextCodec
+from kvkeep.models.text.end_of_turn import end_token_ids
 from kvkeep.server.grammar import Grammar
-from kvkeep.store.fingerprint import fingerprint
+from kvkeep.storage.snapshots.fingerprint import fingerprint
 from tests.models.chat_templates import TEMPLATES
 
 

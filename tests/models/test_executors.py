@@ -8,7 +8,7 @@ from small import small_model
 from kvkeep.compiled.binding import library
 from kvkeep.compiled.decoder import CompiledExecutor
 from kvkeep.executors import new_decoder
-from kvkeep.models.executor import TorchExecutor
+from kvkeep.models.layers.executor import TorchExecutor
 
 
 @pytest.mark.skipif(library() is None, reason="no compiled kernels here")

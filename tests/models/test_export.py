@@ -9,9 +9,9 @@ from tiny_gguf import tiny_llama, write_gguf
 
 import kvkeep
 from kvkeep.errors import BadModelFile, InvalidArgument
-from kvkeep.models.export import export
-from kvkeep.models.gguf_convert import convert
-from kvkeep.models.packed import own_path
+from kvkeep.models.gguf.convert import convert
+from kvkeep.models.weights.export import export
+from kvkeep.models.weights.packed import own_path
 
 
 @pytest.fixture

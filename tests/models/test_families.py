@@ -13,12 +13,12 @@ from topics import topic_ids
 from torch import Tensor
 
 from kvkeep.model import Model
-from kvkeep.models.checkpoint import decoder_shapes, decoder_tensors
-from kvkeep.models.config import read_spec
-from kvkeep.models.export import export
-from kvkeep.models.llama import Decoder, Llama
-from kvkeep.models.text import TextCodec
-from kvkeep.models.weights import check_tensors, read_shapes, read_tensors
+from kvkeep.models.layers.decoder import Decoder, Llama
+from kvkeep.models.spec.config import read_spec
+from kvkeep.models.text.codec import TextCodec
+from kvkeep.models.weights.checkpoint import decoder_shapes, decoder_tensors
+from kvkeep.models.weights.export import export
+from kvkeep.models.weights.tensors import check_tensors, read_shapes, read_tensors
 
 SMALL: dict[str, Any] = {
     "vocab_size": 320,

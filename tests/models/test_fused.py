@@ -12,9 +12,9 @@ from kvkeep import load_model
 from kvkeep.compiled.binding import library
 from kvkeep.compiled.decoder import CompiledExecutor
 from kvkeep.errors import BadModelFile
-from kvkeep.models.config import read_spec
-from kvkeep.models.fused import separated
-from kvkeep.models.packing import MatrixBits, quantise
+from kvkeep.models.spec.config import read_spec
+from kvkeep.models.weights.fused import separated
+from kvkeep.models.weights.packing import MatrixBits, quantise
 
 TOKENS = [(17 * i * i + 5 * i) % 40_000 for i in range(90)]
 

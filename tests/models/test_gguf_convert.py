@@ -26,15 +26,15 @@ from transformers import (
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from kvkeep.errors import BadModelFile, UnsupportedModel
-from kvkeep.models.config import read_spec
-from kvkeep.models.export import export
-from kvkeep.models.formats import FORMATS
-from kvkeep.models.frequencies import rope_spec
-from kvkeep.models.gguf_convert import convert
-from kvkeep.models.packed import find_own, own_path
-from kvkeep.models.packing import Matrix, PackedMatrix, as_tensor, name_of
-from kvkeep.models.text import TextCodec
-from kvkeep.models.weights import check_tensors, read_shapes
+from kvkeep.models.gguf.convert import convert
+from kvkeep.models.spec.config import read_spec
+from kvkeep.models.spec.frequencies import rope_spec
+from kvkeep.models.text.codec import TextCodec
+from kvkeep.models.weights.export import export
+from kvkeep.models.weights.formats import FORMATS
+from kvkeep.models.weights.packed import find_own, own_path
+from kvkeep.models.weights.packing import Matrix, PackedMatrix, as_tensor, name_of
+from kvkeep.models.weights.tensors import check_tensors, read_shapes
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,11 @@ from models.test_gguf_families import MADE, made, write
 from tiny_gguf import tiny_llama, write_gguf
 
 from kvkeep.errors import BadModelFile, UnsupportedModel
-from kvkeep.models.config import spec_from_config
-from kvkeep.models.gguf_config import config_from_gguf, eos_token_ids
-from kvkeep.models.gguf_convert import convert
-from kvkeep.models.gguf_file import GgufFile
-from kvkeep.models.gguf_tokenizer import build_tokenizer
+from kvkeep.models.gguf.config import config_from_gguf, eos_token_ids
+from kvkeep.models.gguf.convert import convert
+from kvkeep.models.gguf.file import GgufFile
+from kvkeep.models.gguf.tokenizer import build_tokenizer
+from kvkeep.models.spec.config import spec_from_config
 
 ODD: list[Any] = ["text", -1, 1.5, True, [], [1, "a"], [[1]], float("nan"), 1 << 62]
 # Fields that are read where they are there, and that no file of the tests has.

@@ -22,12 +22,12 @@ from kvkeep import load_model
 from kvkeep.compiled.binding import library
 from kvkeep.compiled.decoder import CompiledExecutor
 from kvkeep.errors import UnsupportedModel
-from kvkeep.models.checkpoint import decoder_tensors
-from kvkeep.models.config import read_spec
-from kvkeep.models.export import export
-from kvkeep.models.gguf_convert import convert
-from kvkeep.models.packing import PackedMatrix, as_tensor
-from kvkeep.models.weights import is_router, matrices
+from kvkeep.models.gguf.convert import convert
+from kvkeep.models.spec.config import read_spec
+from kvkeep.models.weights.checkpoint import decoder_tensors
+from kvkeep.models.weights.export import export
+from kvkeep.models.weights.packing import PackedMatrix, as_tensor
+from kvkeep.models.weights.tensors import is_router, matrices
 
 TOKENS = [(17 * i * i + 5 * i) % 250 for i in range(60)]
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 256}

@@ -19,13 +19,13 @@ from kvkeep import load_model
 from kvkeep.compiled.binding import library
 from kvkeep.compiled.decoder import CompiledExecutor
 from kvkeep.errors import BadModelFile, InvalidArgument, UnsupportedModel
-from kvkeep.models.checkpoint import decoder_tensors
-from kvkeep.models.config import read_spec
-from kvkeep.models.export import export
-from kvkeep.models.frequencies import rope_spec
-from kvkeep.models.gguf_convert import convert
-from kvkeep.models.packing import as_tensor
-from kvkeep.models.weights import matrices
+from kvkeep.models.gguf.convert import convert
+from kvkeep.models.spec.config import read_spec
+from kvkeep.models.spec.frequencies import rope_spec
+from kvkeep.models.weights.checkpoint import decoder_tensors
+from kvkeep.models.weights.export import export
+from kvkeep.models.weights.packing import as_tensor
+from kvkeep.models.weights.tensors import matrices
 
 TOKENS = [(17 * i * i + 5 * i) % 250 for i in range(60)]
 PADDING = {"pad_token_id": 0, "eos_token_id": 1}

@@ -12,10 +12,10 @@ from models import test_gguf_experts as experts
 from models.test_gguf_families import MADE, Edit, made, write
 
 from kvkeep.errors import BadModelFile, UnsupportedModel
-from kvkeep.models.config import read_spec
-from kvkeep.models.frequencies import rope_spec
-from kvkeep.models.gguf_convert import convert
-from kvkeep.models.spec import ModelSpec
+from kvkeep.models.gguf.convert import convert
+from kvkeep.models.spec.config import read_spec
+from kvkeep.models.spec.frequencies import rope_spec
+from kvkeep.models.spec.model_spec import ModelSpec
 
 
 def spec_of(kind: str, edit: Edit, folder: Path) -> ModelSpec:

@@ -11,8 +11,8 @@ from tiny_gguf import tiny_llama, write_gguf
 
 from kvkeep import load_model
 from kvkeep.errors import BadModelFile, UnsupportedModel
-from kvkeep.models.gguf_convert import convert
-from kvkeep.models.source import here, resolve
+from kvkeep.models.gguf.convert import convert
+from kvkeep.models.hub.source import here, resolve
 
 
 @pytest.fixture

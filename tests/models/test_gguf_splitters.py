@@ -20,7 +20,7 @@ from transformers import (
 from transformers.convert_slow_tokenizer import TikTokenConverter
 from transformers.models.qwen3_5.tokenization_qwen3_5 import Qwen3_5Tokenizer
 
-from kvkeep.models.gguf_splitters import SPLITTERS
+from kvkeep.models.gguf.splitters import SPLITTERS
 from tests.models.vocabularies import CONTROL, CORPUS, NORMAL, TEXTS, built
 
 STOP = "<|stop|>"

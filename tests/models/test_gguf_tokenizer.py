@@ -12,10 +12,10 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoTokenizer
 
 from kvkeep.errors import BadModelFile, UnsupportedModel
-from kvkeep.models.gguf_file import GgufFile
-from kvkeep.models.gguf_tokenizer import build_tokenizer
-from kvkeep.models.gguf_vocabulary import special_token
-from kvkeep.models.text import TextCodec
+from kvkeep.models.gguf.file import GgufFile
+from kvkeep.models.gguf.tokenizer import build_tokenizer
+from kvkeep.models.gguf.vocabulary import special_token
+from kvkeep.models.text.codec import TextCodec
 
 TEXTS = [
     "",

@@ -7,8 +7,8 @@ from small import small_model
 from kvkeep.cache.static import geometry
 from kvkeep.cache.step import DecodeStep
 from kvkeep.model import Model
-from kvkeep.models.graph import DecodeGraphs, GraphExecutor
-from kvkeep.models.llama import Decoder, Llama
+from kvkeep.models.layers.decoder import Decoder, Llama
+from kvkeep.models.layers.graph import DecodeGraphs, GraphExecutor
 from kvkeep.session.session import Session
 
 PROMPT = [(i * i * 7 + 3 * i) % 255 + 1 for i in range(300)]

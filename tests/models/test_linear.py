@@ -7,7 +7,7 @@ from small import small_model
 from torch.overrides import TorchFunctionMode
 
 from kvkeep.model import Model
-from kvkeep.models.linear import Linear, filled_rows
+from kvkeep.models.layers.linear import Linear, filled_rows
 
 PROMPT = [(i * i * 7 + 3 * i) % 250 + 1 for i in range(300)]
 

@@ -15,11 +15,11 @@ from small import write_small_folder
 import kvkeep
 from kvkeep.compiled.binding import library
 from kvkeep.errors import BadModelFile, InvalidArgument
-from kvkeep.models.checksum import checksum_of
-from kvkeep.models.packed import find_own, find_rounded, own_file, own_path
-from kvkeep.models.packed_file import Stored, read_packed, write_packed
-from kvkeep.models.packing import Matrix, PackedMatrix, quantise
-from kvkeep.models.weights import EMBEDDING, matrices, tensor_shapes
+from kvkeep.models.weights.checksum import checksum_of
+from kvkeep.models.weights.packed import find_own, find_rounded, own_file, own_path
+from kvkeep.models.weights.packed_file import Stored, read_packed, write_packed
+from kvkeep.models.weights.packing import Matrix, PackedMatrix, quantise
+from kvkeep.models.weights.tensors import EMBEDDING, matrices, tensor_shapes
 
 compiled = pytest.mark.skipif(library() is None, reason="no compiled kernels here")
 SPEC = spec_of()

@@ -21,8 +21,8 @@ from safetensors.torch import load_file, save_file
 from small import small_tokenizer
 
 from kvkeep.errors import KvkeepError
-from kvkeep.models.families import FAMILIES
-from kvkeep.models.text import TextCodec
+from kvkeep.models.spec.families import FAMILIES
+from kvkeep.models.text.codec import TextCodec
 
 EACH = 110  # seeds of each architecture: more than 3,000
 KEPT = "_size$|^num_(hidden|attention|.*experts)|^max_position"  # sizes, which a config must have

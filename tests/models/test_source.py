@@ -17,18 +17,20 @@ from tiny_gguf import tiny_llama, write_gguf
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvkeep.errors import BadModelFile, Locked, ModelError, ModelNotFound, UnsupportedModel
-from kvkeep.models import library
-from kvkeep.models.config import read_spec
-from kvkeep.models.known import KNOWN, KnownModel, fetch
-from kvkeep.models.library import keep
-from kvkeep.models.source import DEFAULT_MODEL, home, pull, pulled, resolve
+from kvkeep.models.hub import library
+from kvkeep.models.hub.known import KNOWN, KnownModel, fetch
+from kvkeep.models.hub.library import keep
+from kvkeep.models.hub.source import DEFAULT_MODEL, home, pull, pulled, resolve
+from kvkeep.models.spec.config import read_spec
 
 METADATA = "Metadata-Version: 2.1\nName: tiny\nVersion: 1\n"
-RESOLVE = "import sys; from kvkeep.models.source import resolve; print(resolve(sys.argv[1], True))"
+RESOLVE = (
+    "import sys; from kvkeep.models.hub.source import resolve; print(resolve(sys.argv[1], True))"
+)
 
 KILLED = """
 import os, signal, sys
-from kvkeep.models.source import resolve
+from kvkeep.models.hub.source import resolve
 name, asked = sys.argv[1:]
 
 def watching(event, given):
@@ -89,7 +91,7 @@ def test_a_model_folder_is_used_where_it_lies(own_home: Path, llama_folder: Path
 def test_start_up_loads_none_of_the_libraries_that_fetch(smollm2_folder: Path) -> None:
     code = (
         "import sys, torch\n"
-        "from kvkeep.models.source import resolve\n"
+        "from kvkeep.models.hub.source import resolve\n"
         f"resolve({DEFAULT_MODEL!r}, False)\n"
         "print({'gguf', 'huggingface_hub', 'transformers', 'jinja2', 'requests'} & {*sys.modules})"
     )

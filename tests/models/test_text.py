@@ -12,7 +12,7 @@ from tokenizers.models import BPE
 from transformers import AutoTokenizer
 
 from kvkeep.errors import BadModelFile, InvalidArgument, UnsupportedModel
-from kvkeep.models.text import TextCodec
+from kvkeep.models.text.codec import TextCodec
 
 HI = [{"role": "user", "content": "Hi there"}]
 

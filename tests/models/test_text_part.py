@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from kvkeep import load_model
 from kvkeep.model_facts import model_facts
-from kvkeep.models.config import read_spec
+from kvkeep.models.spec.config import read_spec
 
 TOKENS = [(17 * i * i + 5 * i) % 40_000 for i in range(90)]
 TEXT: dict[str, Any] = {

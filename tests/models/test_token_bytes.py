@@ -12,7 +12,7 @@ from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
 from kvkeep.errors import InvalidArgument
-from kvkeep.models.text import TextCodec
+from kvkeep.models.text.codec import TextCodec
 from tests.models.test_gguf_sentencepiece import LIKE_GEMMA, LIKE_LLAMA2, train
 from tests.models.vocabularies import CORPUS, TEXTS
 

@@ -11,8 +11,8 @@ from tiny_gguf import tiny_llama, write_gguf
 
 import kvkeep
 from kvkeep.errors import ModelError
-from kvkeep.models.packing import PackedMatrix, as_tensor
-from kvkeep.models.source import resolve
+from kvkeep.models.hub.source import resolve
+from kvkeep.models.weights.packing import PackedMatrix, as_tensor
 
 
 @pytest.fixture

@@ -23,8 +23,8 @@ from transformers import (
 
 import kvkeep
 from kvkeep.errors import BadModelFile, UnsupportedModel
-from kvkeep.models.config import read_spec
-from kvkeep.models.weights import check_tensors, read_shapes, read_tensors
+from kvkeep.models.spec.config import read_spec
+from kvkeep.models.weights.tensors import check_tensors, read_shapes, read_tensors
 
 CPU = torch.device("cpu")
 SIZES = {

@@ -8,9 +8,9 @@ from typing import Any
 from gguf import GGUFWriter
 from tokenizers import Tokenizer
 
-from kvkeep.models.gguf_file import GgufFile
-from kvkeep.models.gguf_tokenizer import build_tokenizer
-from kvkeep.models.text import TextCodec
+from kvkeep.models.gguf.file import GgufFile
+from kvkeep.models.gguf.tokenizer import build_tokenizer
+from kvkeep.models.text.codec import TextCodec
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 

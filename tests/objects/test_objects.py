@@ -10,8 +10,8 @@ import pytest
 from object_server import FAULTS, ObjectServer
 
 from kvkeep.errors import Conflict, InvalidArgument, NoObject, StoreError
-from kvkeep.objects import Objects, open_objects
-from kvkeep.objects.place import ObjectPlace, opened, place_of
+from kvkeep.storage.objects import Objects, open_objects
+from kvkeep.storage.objects.place import ObjectPlace, opened, place_of
 
 
 def test_what_was_put_is_got_with_its_tag(objects: Objects) -> None:

@@ -9,7 +9,7 @@ from policies.archives import MODEL, TEXT, Setting, archived, archives, same, st
 
 from kvkeep import Sampling, SessionGroup
 from kvkeep.errors import ContextFull, InvalidArgument, NonFiniteLogits
-from kvkeep.models.executor import AnyStep
+from kvkeep.models.layers.executor import AnyStep
 from kvkeep.session.session import Session
 
 WARM = Sampling(temperature=1.2, seed=7)

@@ -9,7 +9,7 @@ from server.conftest import Running, running
 from kvkeep.errors import InvalidArgument
 from kvkeep.model import Model
 from kvkeep.server.keys import Keys
-from kvkeep.server.safety import LARGEST
+from kvkeep.server.security import LARGEST
 
 ONE, TWO = "one-key-of-sixteen", "two-key-of-sixteen"
 

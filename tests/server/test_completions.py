@@ -13,8 +13,8 @@ from tokenizers.models import BPE
 
 from kvkeep.engine import Likely, Written
 from kvkeep.model import Model
-from kvkeep.models.text import TextCodec
-from kvkeep.server.openai.likely import CompletionLogprobs
+from kvkeep.models.text.codec import TextCodec
+from kvkeep.server.openai.logprobs import CompletionLogprobs
 
 PROMPT = "The capital of France is"
 

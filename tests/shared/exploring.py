@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvkeep.errors import Conflict, StoreError
-from kvkeep.shared import head as heads
-from kvkeep.shared.head import Head
-from kvkeep.shared.protocol import (
+from kvkeep.storage.sessions import head as heads
+from kvkeep.storage.sessions.head import Head
+from kvkeep.storage.sessions.protocol import (
     Delete,
     ListSnapshots,
     PutHead,

@@ -12,8 +12,8 @@ import time
 
 from kvkeep import Snapshot, load_model
 from kvkeep.errors import StoreError
-from kvkeep.objects import open_objects
-from kvkeep.shared.sessions import SharedSessions
+from kvkeep.storage.objects import open_objects
+from kvkeep.storage.sessions.shared import SharedSessions
 
 LEASE = 0.3  # seconds
 
@@ -52,7 +52,7 @@ def saves(url: str, snapshot: Snapshot, says: int) -> None:
         number += 1
         snapshot.notes["number"] = number
         os.write(says, b"+%d\n" % number)
-        from kvkeep.shared.sessions import SessionPlace
+        from kvkeep.storage.sessions.shared import SessionPlace
 
         snapshot.save(SessionPlace(lease.place, lease))
         os.write(says, b"=%d\n" % number)

@@ -11,8 +11,8 @@ from object_server import ObjectServer
 from shared import saving
 
 from kvkeep import Snapshot
-from kvkeep.objects import open_objects
-from kvkeep.shared.sessions import SharedSessions
+from kvkeep.storage.objects import open_objects
+from kvkeep.storage.sessions.shared import SharedSessions
 
 
 @pytest.mark.parametrize(

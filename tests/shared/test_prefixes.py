@@ -12,10 +12,10 @@ from kvkeep import load_model
 from kvkeep.engine import Ask, Engine
 from kvkeep.errors import InvalidArgument
 from kvkeep.model import Model
-from kvkeep.objects import Objects
-from kvkeep.shared.prefix_room import make_room, stored_blocks
-from kvkeep.shared.prefixes import SharedPrefixes
-from kvkeep.store.prefix_names import stored_prompts
+from kvkeep.storage.objects import Objects
+from kvkeep.storage.prefixes.names import stored_prompts
+from kvkeep.storage.prefixes.shared import SharedPrefixes
+from kvkeep.storage.prefixes.shared_room import make_room, stored_blocks
 
 SECRET = secrets.token_bytes(32)
 PROMPT = [(7 * i) % 500 for i in range(700)]

@@ -8,9 +8,9 @@ import pytest
 from shared.exploring import Actor, Explorer, Fetch, Violation
 
 from kvkeep.errors import HeldElsewhere, NoObject, StoreError
-from kvkeep.shared import protocol
-from kvkeep.shared.head import Head
-from kvkeep.shared.protocol import PutHead, ReadHead, Upload, Version, Who
+from kvkeep.storage.sessions import protocol
+from kvkeep.storage.sessions.head import Head
+from kvkeep.storage.sessions.protocol import PutHead, ReadHead, Upload, Version, Who
 
 # Where `lease` is 0 every lease has run out when it begins: no clock keeps anybody from anything.
 ANYBODY = {"now": math.inf, "lease": 0.0}

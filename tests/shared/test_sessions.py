@@ -27,12 +27,12 @@ from kvkeep.errors import (
     StoreError,
 )
 from kvkeep.model import Model
-from kvkeep.objects import Objects, open_objects, remote
-from kvkeep.objects.interface import Pieces
-from kvkeep.shared import driver
-from kvkeep.shared.head import Head
-from kvkeep.shared.lease import Lease
-from kvkeep.shared.sessions import SharedSessions, sweep_all
+from kvkeep.storage.objects import Objects, open_objects, remote
+from kvkeep.storage.objects.interface import Pieces
+from kvkeep.storage.sessions import driver
+from kvkeep.storage.sessions.head import Head
+from kvkeep.storage.sessions.lease import Lease
+from kvkeep.storage.sessions.shared import SharedSessions, sweep_all
 
 
 def by(objects: Objects, writer: str, lease: float = 30.0) -> SharedSessions:
@@ -137,7 +137,7 @@ def test_one_that_was_taken_can_commit_no_more_and_is_told(objects: Objects) -> 
 
 def _taken_now(objects: Objects) -> Lease:
     """By a writer whose clock is far ahead: leases keep nobody out of anything."""
-    from kvkeep.shared import protocol
+    from kvkeep.storage.sessions import protocol
 
     sessions = by(objects, "b")
     at = sessions.at("one")

@@ -18,7 +18,7 @@ from kvkeep.errors import ContextFull
 from kvkeep.model import Model, load_model
 from kvkeep.policies import make_policy
 from kvkeep.session.session import Session
-from kvkeep.store.snapshot import Snapshot
+from kvkeep.storage.snapshots.snapshot import Snapshot
 
 NEXT = 64  # tokens
 DRAWN = 13  # tokens before: the random generator is then in its middle

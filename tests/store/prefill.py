@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from kvkeep.model import load_model
-from kvkeep.store.prefix import PrefixStore
+from kvkeep.storage.prefixes.store import PrefixStore
 
 
 def prompt(seed: int, tokens: int) -> list[int]:

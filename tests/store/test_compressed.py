@@ -14,8 +14,8 @@ from kvkeep.cache import Ragged
 from kvkeep.errors import CorruptFile
 from kvkeep.policies import make_policy
 from kvkeep.session.session import Session
-from kvkeep.store.container import read_container, write_container
-from kvkeep.store.snapshot import Snapshot
+from kvkeep.storage.snapshots.container import read_container, write_container
+from kvkeep.storage.snapshots.snapshot import Snapshot
 
 MODEL = small_model()
 TEXT = [(i * i * 7 + 3 * i) % 255 + 1 for i in range(70)]

@@ -14,10 +14,10 @@ import torch
 from small import small_model
 
 from kvkeep.errors import StoreError
-from kvkeep.files import whole
-from kvkeep.files.whole import TEMPORARY
-from kvkeep.store import container
-from kvkeep.store.snapshot import Snapshot
+from kvkeep.storage.files import whole
+from kvkeep.storage.files.whole import TEMPORARY
+from kvkeep.storage.snapshots import container
+from kvkeep.storage.snapshots.snapshot import Snapshot
 
 MODEL = small_model()
 

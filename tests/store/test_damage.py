@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from small import small_model
 
 from kvkeep.errors import CorruptFile, ForeignFile, NewerFormat, StoreError, TruncatedFile
-from kvkeep.store.container import write_container
-from kvkeep.store.snapshot import Snapshot, describe
+from kvkeep.storage.snapshots.container import write_container
+from kvkeep.storage.snapshots.snapshot import Snapshot, describe
 
 MODEL = small_model()
 TEXT = list(b"a session that wraps around its window more than once")
@@ -127,7 +127,7 @@ def test_what_cannot_be_read_at_all_is_a_store_error(tmp_path: Path) -> None:
 
 
 def rewritten(path: Path, change: dict[str, object], tensors: dict[str, torch.Tensor]) -> None:
-    from kvkeep.store.container import read_container
+    from kvkeep.storage.snapshots.container import read_container
 
     found = read_container(path, "snapshot", 1)
     write_container(path, "snapshot", 1, found.document | change, found.tensors | tensors)

@@ -16,9 +16,9 @@ from kvkeep import Snapshot
 from kvkeep.compiled.binding import library
 from kvkeep.compiled.instruction_sets import choice
 from kvkeep.model import Model
-from kvkeep.models.llama import Decoder
+from kvkeep.models.layers.decoder import Decoder
 from kvkeep.session.session import Session
-from kvkeep.store.exactness import Exactness
+from kvkeep.storage.snapshots.exactness import Exactness
 
 TEXT = [(i * 7) % 250 + 1 for i in range(40)]
 SMALL = small_model()

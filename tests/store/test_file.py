@@ -18,7 +18,7 @@ from topics import topic_ids
 from kvkeep.cache import Cells, Layout, PositionMap, Segment
 from kvkeep.model import Model
 from kvkeep.session.session import Session
-from kvkeep.store.snapshot import Snapshot, describe
+from kvkeep.storage.snapshots.snapshot import Snapshot, describe
 
 MODEL = small_model()
 TEXT = list(b"any reader of safetensors can open this, and find the keys in it")

@@ -13,10 +13,10 @@ from tokenizers import Tokenizer
 
 from kvkeep.errors import FingerprintMismatch
 from kvkeep.model import Model
-from kvkeep.models.llama import Decoder
-from kvkeep.models.spec import ModelSpec, RopeSpec
-from kvkeep.models.text import TextCodec
-from kvkeep.store.fingerprint import Fingerprint, fingerprint
+from kvkeep.models.layers.decoder import Decoder
+from kvkeep.models.spec.model_spec import ModelSpec, RopeSpec
+from kvkeep.models.text.codec import TextCodec
+from kvkeep.storage.snapshots.fingerprint import Fingerprint, fingerprint
 
 MODEL = small_model()
 TEXT = list(b"whose cells are these?")

@@ -11,10 +11,10 @@ from kvkeep import PrefixStore, Sampling, load_calibration
 from kvkeep.cache import Ragged
 from kvkeep.model import Model
 from kvkeep.session.session import Session
-from kvkeep.store.container import read_container
-from kvkeep.store.prefix_block import blocks_of
-from kvkeep.store.prefix_names import BLOCK
-from kvkeep.store.snapshot import Snapshot, describe
+from kvkeep.storage.prefixes.block import blocks_of
+from kvkeep.storage.prefixes.names import BLOCK
+from kvkeep.storage.snapshots.container import read_container
+from kvkeep.storage.snapshots.snapshot import Snapshot, describe
 
 PROMPT = [(i * i * 7 + 3 * i) % 255 + 1 for i in range(300)]
 NEXT = [35, 8, 146, 15, 23, 77, 160, 166, 58, 194, 133, 60, 133, 77, 54, 74]

@@ -12,11 +12,11 @@ from blake3 import blake3
 from small import small_model
 
 from kvkeep import Calibration, Snapshot, load_calibration
+from kvkeep.compression.methods import Statistics
+from kvkeep.compression.methods.surrogate import Surrogate
 from kvkeep.errors import CorruptFile, FingerprintMismatch, StoreError, TruncatedFile
-from kvkeep.methods import Statistics
-from kvkeep.methods.surrogate import Surrogate
-from kvkeep.store.container import read_container, write_container
-from kvkeep.store.snapshot import describe
+from kvkeep.storage.snapshots.container import read_container, write_container
+from kvkeep.storage.snapshots.snapshot import describe
 
 MODEL = small_model()
 READERS: dict[str, Callable[[Path], object]] = {

@@ -14,8 +14,8 @@ from torch import Tensor
 from kvkeep import Sampling
 from kvkeep.errors import CorruptFile, InvalidSnapshot
 from kvkeep.session.session import Session
-from kvkeep.store.container import read_container, write_container
-from kvkeep.store.snapshot import Snapshot, describe
+from kvkeep.storage.snapshots.container import read_container, write_container
+from kvkeep.storage.snapshots.snapshot import Snapshot, describe
 
 MODEL = small_model()
 TEXT = [(i * i * 7 + 3 * i) % 255 + 1 for i in range(120)]

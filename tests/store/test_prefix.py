@@ -18,13 +18,13 @@ from store.prefill import prompt
 from topics import topic_ids
 
 from kvkeep.errors import InvalidArgument, StoreError
-from kvkeep.files.whole import TEMPORARY
 from kvkeep.model import Model, load_model
-from kvkeep.store import prefix_block
-from kvkeep.store.container import read_container, write_container
-from kvkeep.store.prefix import PrefixStore
-from kvkeep.store.prefix_block import FORMAT, KIND
-from kvkeep.store.prefix_names import BLOCK
+from kvkeep.storage.files.whole import TEMPORARY
+from kvkeep.storage.prefixes import block as prefix_block
+from kvkeep.storage.prefixes.block import FORMAT, KIND
+from kvkeep.storage.prefixes.names import BLOCK
+from kvkeep.storage.prefixes.store import PrefixStore
+from kvkeep.storage.snapshots.container import read_container, write_container
 
 MODEL = small_model()
 SCRIPT = Path(__file__).with_name("prefill.py")

@@ -9,8 +9,8 @@ from safetensors import safe_open
 from small import small_model
 
 from kvkeep.errors import CorruptFile
-from kvkeep.store.container import read_container, write_container
-from kvkeep.store.snapshot import Snapshot, describe
+from kvkeep.storage.snapshots.container import read_container, write_container
+from kvkeep.storage.snapshots.snapshot import Snapshot, describe
 
 MODEL = small_model()
 TEXT = list(b"a session that wraps around its window more than once")

@@ -14,13 +14,13 @@ from store.prefill import prompt
 from topics import topic_ids
 
 from kvkeep import Calibration, calibrate
+from kvkeep.compression.methods import METHODS
 from kvkeep.errors import Locked
-from kvkeep.methods import METHODS
 from kvkeep.model import Model
 from kvkeep.session.session import Session
-from kvkeep.store import prefix
-from kvkeep.store.prefix import PrefixStore
-from kvkeep.store.prefix_names import BLOCK
+from kvkeep.storage.prefixes import store as prefix
+from kvkeep.storage.prefixes.names import BLOCK
+from kvkeep.storage.prefixes.store import PrefixStore
 
 MODEL = small_model()
 WINDOW = 300  # of tokens that come one after another, before self-extend begins to group

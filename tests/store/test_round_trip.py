@@ -14,9 +14,9 @@ from topics import topic_ids
 from torch import Tensor
 
 from kvkeep.model import Model, load_model
-from kvkeep.models.source import DEFAULT_MODEL
+from kvkeep.models.hub.source import DEFAULT_MODEL
 from kvkeep.session.session import Session
-from kvkeep.store.snapshot import Snapshot
+from kvkeep.storage.snapshots.snapshot import Snapshot
 
 MODEL = small_model()
 # Each moment is saved in one codec: that both bring back the same cells is for the tests of codecs.

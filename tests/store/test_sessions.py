@@ -8,7 +8,7 @@ import pytest
 from filelock import FileLock
 
 from kvkeep.errors import InvalidArgument, Locked, StoreError
-from kvkeep.store.sessions import SessionFolder
+from kvkeep.storage.sessions.folder import SessionFolder
 
 
 @pytest.mark.parametrize("name", ["a", "Notes-2", "a.b_c", "7", "_x", "x" * 100])

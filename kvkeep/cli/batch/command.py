@@ -26,8 +26,8 @@ from kvkeep.cli.options import (
     whole_number,
 )
 from kvkeep.cli.report import counted
-from kvkeep.cli.saying import say
 from kvkeep.cli.serving import shown_bytes
+from kvkeep.cli.stderr import say
 from kvkeep.cli.store import store_option
 from kvkeep.errors import InvalidArgument
 
@@ -153,7 +153,7 @@ def _settings(model: "Model", memory: MemoryChoice) -> dict[str, Any]:
 
 def _require_room(model: "Model", memory: MemoryChoice, asks: "Sequence[Ask]", nbytes: int) -> None:
     """Raises InvalidArgument where not even the smallest request fits in the memory."""
-    from kvkeep.engine.kept import most_bytes
+    from kvkeep.engine.record import most_bytes
 
     tokens = min(len(ask.prompt) + (ask.max_tokens or 0) for ask in asks)
     needed = most_bytes(model.session(**_settings(model, memory)), tokens)
@@ -239,7 +239,7 @@ class _Job:
     def close(self) -> None:
         self._report.answered = self._results.added
         if self._output.report is not None:
-            from kvkeep.files.whole import write_whole
+            from kvkeep.storage.files.whole import write_whole
 
             text = json.dumps({"command": "batch", **asdict(self._report)}, indent=2)
             write_whole(self._output.report, f"{text}\n".encode())

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvkeep.errors import InvalidArgument
-from kvkeep.files.text import read_text_file
+from kvkeep.storage.files.text import read_text_file
 
 if TYPE_CHECKING:
     from kvkeep import Model, Sampling

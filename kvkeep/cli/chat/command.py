@@ -11,7 +11,6 @@ from kvkeep.cli.enough import require_room_for_a_chat
 from kvkeep.cli.hints import OptionsOnly
 from kvkeep.cli.keeper import Keeper
 from kvkeep.cli.memory import SINKS, MemoryChoice, Prefixes, memory_options, prefix_options
-from kvkeep.cli.opened import UNREAD, Opened, apply_keep, resume
 from kvkeep.cli.options import (
     Output,
     SamplingChoice,
@@ -19,12 +18,13 @@ from kvkeep.cli.options import (
     sampling_options,
     whole_number,
 )
+from kvkeep.cli.restore import UNREAD, Opened, apply_keep, resume
 from kvkeep.cli.store import saved_sessions, store_option
 from kvkeep.cli.text_input import require_utf8
 from kvkeep.errors import InvalidArgument, StoreError
-from kvkeep.objects.place import Place
 from kvkeep.session.conversation import CHAT
-from kvkeep.store.summary import summary
+from kvkeep.storage.objects.place import Place
+from kvkeep.storage.snapshots.summary import summary
 
 if TYPE_CHECKING:
     from kvkeep import Model
@@ -96,7 +96,7 @@ def chat(
     sampling.resolve()
     memory.check()
     if server is not None:
-        from kvkeep.cli.chat.there import talk_at
+        from kvkeep.cli.chat.remote import talk_at
 
         settings = Settings(sampling, None if max_tokens < 0 else max_tokens)
         talk_at(server, api_key, session, system, memory, settings)
@@ -105,7 +105,7 @@ def chat(
         session = _latest(session)
     with ExitStack() as held:
         kept = held.enter_context(saved_sessions().lock(session)) if session is not None else None
-        from kvkeep.cli.chat.here import TalkHere
+        from kvkeep.cli.chat.local import TalkHere
         from kvkeep.cli.run import Run
 
         source = kept if kept is not None and kept.exists() else None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from kvkeep.cli.chat.slash import COMMANDS as OF_MEMORY
 from kvkeep.cli.chat.slash import Command
 from kvkeep.errors import InvalidArgument
-from kvkeep.files.text import read_text_file
+from kvkeep.storage.files.text import read_text_file
 
 if TYPE_CHECKING:
     from kvkeep.cli.chat.branches import Branches

@@ -8,7 +8,7 @@ from itertools import count
 from typing import Any
 
 from kvkeep.cli.keeper import Keeper
-from kvkeep.cli.saying import say
+from kvkeep.cli.stderr import say
 from kvkeep.cli.store import saved_sessions
 from kvkeep.errors import KvkeepError, Locked
 from kvkeep.session.conversation import CHAT, Conversation

@@ -11,9 +11,9 @@ from kvkeep.cli.chat.commands import Leave, is_command, run_talk_command
 from kvkeep.cli.chat.prompt import Prompt, prompt
 from kvkeep.cli.chat.settings import Settings
 from kvkeep.cli.report import counted
-from kvkeep.cli.saying import say
 from kvkeep.cli.screen import Screen, screen, shown_whole
-from kvkeep.cli.terminated import terminated
+from kvkeep.cli.signals import terminated
+from kvkeep.cli.stderr import say
 from kvkeep.errors import InvalidArgument, KvkeepError
 
 if TYPE_CHECKING:

@@ -7,13 +7,13 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvkeep.cli.saying import say
-from kvkeep.cli.terminated import terminated
+from kvkeep.cli.signals import terminated
+from kvkeep.cli.stderr import say
 from kvkeep.cli.text_input import require_utf8
 from kvkeep.cli.type_ahead import type_ahead
 from kvkeep.errors import InvalidArgument
-from kvkeep.files.text import decode_text
-from kvkeep.models.library import home, is_given
+from kvkeep.models.hub.library import home, is_given
+from kvkeep.storage.files.text import decode_text
 
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession

@@ -31,7 +31,7 @@ from kvkeep.cli.memory import BIT_NAMES
 from kvkeep.cli.options import collected, whole_number
 from kvkeep.errors import InvalidArgument
 from kvkeep.evaluate.haystack import MANUAL
-from kvkeep.files.whole import write_whole
+from kvkeep.storage.files.whole import write_whole
 
 if TYPE_CHECKING:
     from kvkeep.evaluate.grid import Grid
@@ -150,7 +150,7 @@ def grid(plan: GridChoice, files: GridFiles, choice: ModelChoice, no_progress: b
     check_calibrated(plan.methods, choice.calibration)
     passkeys = plan.passkeys()
 
-    from kvkeep.cli.evaluate.gridding import measure_grid
+    from kvkeep.cli.evaluate.grid_runner import measure_grid
 
     model = choice.load(not no_progress)
     about = _about(plan, choice, model.name)

@@ -5,7 +5,6 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvkeep.choices import BitsName
 from kvkeep.cli.evaluate.options import ModelChoice
 from kvkeep.cli.options import given
 from kvkeep.errors import InvalidArgument
@@ -15,7 +14,8 @@ from kvkeep.evaluate.haystack import Haystack
 from kvkeep.evaluate.needle import Needle
 from kvkeep.evaluate.passkey import Passkey
 from kvkeep.evaluate.tasks import TASKS
-from kvkeep.files.whole import check_writable
+from kvkeep.storage.files.whole import check_writable
+from kvkeep.types import BitsName
 
 PASSKEYS = {  # keys, task
     "passkey-number": ("number", "single"),

@@ -41,7 +41,7 @@ def needle(
     asked.check(choice)
     output.check()
 
-    from kvkeep.cli.evaluate.recalling import Experiment, run_recall
+    from kvkeep.cli.evaluate.recall_runner import Experiment, run_recall
 
     model = choice.load(output.progress)
     text = Haystack.of(TEXTS[haystack](), lambda text: len(model.text.encode(text)))

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvkeep.choices import DtypeName, WeightsName
 from kvkeep.cli.compression import (
     BEST,
     METHOD_NAMES,
@@ -22,11 +21,12 @@ from kvkeep.cli.options import Decorator, collected, whole_number
 from kvkeep.cli.which_model import DEVICE, DTYPE, MODEL, PREFILL_STEP, WEIGHTS, load_named
 from kvkeep.evaluate.facts import KEYS, Where
 from kvkeep.evaluate.haystack import MANUAL, TEXTS
-from kvkeep.files.whole import check_writable
+from kvkeep.storage.files.whole import check_writable
+from kvkeep.types import DtypeName, WeightsName
 
 if TYPE_CHECKING:
     from kvkeep import Model
-    from kvkeep.session.calibration import Calibration
+    from kvkeep.compression.calibration.calibration import Calibration
 
 
 def listed(read: Callable[[str], object]) -> Callable[[str], tuple[object, ...]]:

@@ -58,7 +58,7 @@ def passkey(
     asked.check(choice)
     output.check()
 
-    from kvkeep.cli.evaluate.recalling import Experiment, run_recall
+    from kvkeep.cli.evaluate.recall_runner import Experiment, run_recall
 
     model = choice.load(output.progress)
     experiment = Experiment("passkey", samples, {"keys": keys, "junk": junk, "pos": pos})

@@ -20,8 +20,8 @@ def export(name: str, folder: Path, dtype: str, quiet: bool) -> None:
     first where that was not done.
     """
     from kvkeep.model import DTYPES
-    from kvkeep.models.export import export as export_model
-    from kvkeep.models.source import resolve
+    from kvkeep.models.hub.source import resolve
+    from kvkeep.models.weights.export import export as export_model
 
     export_model(resolve(name, not quiet), folder, DTYPES[dtype], not quiet)
     click.echo(folder)

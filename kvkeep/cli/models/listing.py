@@ -33,8 +33,8 @@ class _Row:
 
 
 def _rows() -> list[_Row]:
-    from kvkeep.models.known import KNOWN
-    from kvkeep.models.source import pulled
+    from kvkeep.models.hub.known import KNOWN
+    from kvkeep.models.hub.source import pulled
 
     rows = [_Row(model.name, model.bytes, model.source, str(model.folder)) for model in pulled()]
     here = {row.name for row in rows}

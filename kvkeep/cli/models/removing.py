@@ -5,7 +5,7 @@ import click
 from kvkeep.cli.completion import model_names
 from kvkeep.cli.report import megabytes
 from kvkeep.errors import ModelNotFound
-from kvkeep.models.library import PulledModel, pulled, remove
+from kvkeep.models.hub.library import PulledModel, pulled, remove
 
 
 @click.command()

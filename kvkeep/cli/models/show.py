@@ -10,7 +10,7 @@ import click
 from kvkeep.cli.completion import model_names
 from kvkeep.cli.report import megabytes
 from kvkeep.cli.which_model import DTYPE, WEIGHTS
-from kvkeep.models.source import DEFAULT_MODEL
+from kvkeep.models.hub.source import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from kvkeep.model_facts import GroupFacts, ModelFacts

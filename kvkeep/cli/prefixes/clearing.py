@@ -6,7 +6,7 @@ from kvkeep.cli.memory import PREFIX_BYTES, open_prefix_store
 from kvkeep.cli.options import nbytes
 from kvkeep.cli.prefixes.where import shared_option
 from kvkeep.cli.report import megabytes
-from kvkeep.objects.address import open_objects
+from kvkeep.storage.objects.address import open_objects
 
 
 @click.command()
@@ -45,7 +45,7 @@ def _remove(shared: str | None, most: int) -> None:
 def _freed(shared: str | None, most: int) -> tuple[int, int]:
     """Bytes; and those that are left."""
     if shared is not None:
-        from kvkeep.shared.prefix_room import make_room
+        from kvkeep.storage.prefixes.shared_room import make_room
 
         return make_room(open_objects(shared), most)
     store = open_prefix_store()

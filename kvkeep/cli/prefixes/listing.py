@@ -9,11 +9,11 @@ import click
 
 from kvkeep.cli.prefixes.where import shared_option
 from kvkeep.cli.report import counted, megabytes
-from kvkeep.cli.saying import say
+from kvkeep.cli.stderr import say
 from kvkeep.cli.which_model import MODEL
-from kvkeep.models.library import home
-from kvkeep.objects.address import open_objects
-from kvkeep.store.prefix_names import StoredPrompt, prompts_of, stored_prompts
+from kvkeep.models.hub.library import home
+from kvkeep.storage.objects.address import open_objects
+from kvkeep.storage.prefixes.names import StoredPrompt, prompts_of, stored_prompts
 
 _SHOWN = 60  # characters of a text
 
@@ -56,7 +56,7 @@ def _stored(store: str | None, with_text: bool) -> list[StoredPrompt]:
         return stored_prompts(home() / "prefixes")
     if with_text:
         raise click.UsageError("--text reads the prompts of this machine alone, not of a --store")
-    from kvkeep.shared.prefix_room import stored_blocks
+    from kvkeep.storage.prefixes.shared_room import stored_blocks
 
     return prompts_of(stored_blocks(open_objects(store)))
 
@@ -79,7 +79,7 @@ def _entry(prompt: StoredPrompt, text: str | None) -> dict[str, object]:
 def _texts(found: Sequence[StoredPrompt], name: str) -> dict[str, str]:
     """How the prompts of a model begin, by the key of their last block."""
     from kvkeep.cli.which_model import load_named
-    from kvkeep.store.prefix_block import tokens_in
+    from kvkeep.storage.prefixes.block import tokens_in
 
     model = load_named(name, "bfloat16", "cpu", weights=None, progress=True)
     root = model.fingerprint.digest()[:32]

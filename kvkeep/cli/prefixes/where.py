@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from kvkeep.objects.address import is_url
+from kvkeep.storage.objects.address import is_url
 
 
 def _url(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:

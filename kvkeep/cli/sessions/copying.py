@@ -11,20 +11,20 @@ import click
 from kvkeep.cli.completion import session_names
 from kvkeep.cli.compression import began_with, calibration_option, check_begun_with
 from kvkeep.cli.memory import CODEC_NAMES
-from kvkeep.cli.opened import FIRST_PROMPT, UNREAD, checked_notes, dtype_name
 from kvkeep.cli.options import whole_number
 from kvkeep.cli.report import counted, megabytes
+from kvkeep.cli.restore import FIRST_PROMPT, UNREAD, checked_notes, dtype_name
 from kvkeep.cli.store import saved_sessions, store_option
 from kvkeep.cli.which_model import SAVED_MODEL, load_named, require_here
 from kvkeep.errors import InvalidArgument, StoreError
-from kvkeep.files.whole import replacing
-from kvkeep.objects.place import Place
-from kvkeep.store.output_file import check_store_place
+from kvkeep.storage.files.whole import replacing
+from kvkeep.storage.objects.place import Place
+from kvkeep.storage.snapshots.output_file import check_store_place
 
 if TYPE_CHECKING:
     from kvkeep import Snapshot
-    from kvkeep.shared.sessions import SessionPlace
-    from kvkeep.store.codec import Codec
+    from kvkeep.storage.sessions.shared import SessionPlace
+    from kvkeep.storage.snapshots.codec import Codec
 
 
 @click.command()

@@ -7,12 +7,12 @@ from dataclasses import asdict, dataclass
 import click
 
 from kvkeep.cli.report import megabytes
-from kvkeep.cli.saying import say
+from kvkeep.cli.stderr import say
 from kvkeep.cli.store import saved_sessions, store_option
 from kvkeep.errors import StoreError
-from kvkeep.objects.place import Place
 from kvkeep.session.conversation import CHAT
-from kvkeep.store.summary import summary
+from kvkeep.storage.objects.place import Place
+from kvkeep.storage.snapshots.summary import summary
 
 
 @click.command("list")

@@ -7,9 +7,9 @@ import click
 from kvkeep.cli.completion import session_names
 from kvkeep.cli.report import counted, megabytes
 from kvkeep.cli.store import saved_sessions, store_option, told_store
-from kvkeep.files.whole import sweep
-from kvkeep.models.library import home
-from kvkeep.objects.address import is_url, open_objects
+from kvkeep.models.hub.library import home
+from kvkeep.storage.files.whole import sweep
+from kvkeep.storage.objects.address import is_url, open_objects
 
 
 @click.command()
@@ -44,6 +44,6 @@ def _swept() -> Sequence[object]:
     store = told_store()
     if store is None or not is_url(store):
         return saved_sessions().sweep()
-    from kvkeep.shared.sessions import sweep_all
+    from kvkeep.storage.sessions.shared import sweep_all
 
     return sweep_all(open_objects(store))

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING
 import click
 
 from kvkeep.cli.completion import session_names
-from kvkeep.cli.opened import UNREAD, checked_notes
 from kvkeep.cli.report import counted, megabytes
+from kvkeep.cli.restore import UNREAD, checked_notes
 from kvkeep.cli.sessions.verify import session_or_file
 from kvkeep.cli.store import store_option
 from kvkeep.cli.which_model import SAVED_MODEL, require_here
 from kvkeep.errors import FingerprintMismatch
-from kvkeep.objects.place import Place
+from kvkeep.storage.objects.place import Place
 
 if TYPE_CHECKING:
     from kvkeep import Snapshot
-    from kvkeep.models.text import TextCodec
+    from kvkeep.models.text.codec import TextCodec
 
 
 @click.command()
@@ -84,9 +84,9 @@ def _facts(file: Place, snapshot: "Snapshot") -> Iterator[tuple[str, str]]:
 
 
 def _tokenizer(file: Place, snapshot: "Snapshot", named: str | None) -> "TextCodec":
-    from kvkeep.models.source import resolve
-    from kvkeep.models.text import TextCodec
-    from kvkeep.store.fingerprint import is_tokenizer_of
+    from kvkeep.models.hub.source import resolve
+    from kvkeep.models.text.codec import TextCodec
+    from kvkeep.storage.snapshots.fingerprint import is_tokenizer_of
 
     if named is None:
         require_here(snapshot.model, file)

@@ -8,7 +8,7 @@ from kvkeep.cli.completion import session_names
 from kvkeep.cli.report import counted, megabytes
 from kvkeep.cli.store import saved_sessions, store_option
 from kvkeep.errors import InvalidArgument, StoreError
-from kvkeep.objects.place import Place
+from kvkeep.storage.objects.place import Place
 
 DAMAGED = 2  # exit status
 

@@ -1,5 +1,5 @@
 // The formats of packed weights: how 16 rows of 32 columns are unpacked, and what they are scaled
-// by. kvkeep/models/formats.py says what the formats are, kvkeep/models/packing.py how they lie.
+// by. kvkeep/models/weights/formats.py says what the formats are, kvkeep/models/weights/packing.py how they lie.
 #pragma once
 
 #include <utility>

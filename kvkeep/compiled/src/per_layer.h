@@ -1,4 +1,4 @@
-// The vectors that each layer has of each token, in a decode step; kvkeep/models/per_layer.py is the
+// The vectors that each layer has of each token, in a decode step; kvkeep/models/layers/per_layer.py is the
 // same in torch.
 #pragma once
 

@@ -9,23 +9,23 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
-from kvkeep import arguments
+from kvkeep import validation
 from kvkeep.cache import Bits
-from kvkeep.choices import KvBits, PolicyName
-from kvkeep.computing import computing
+from kvkeep.compression.calibration.calibration import Calibration
+from kvkeep.compression.plan import CompressionReport
 from kvkeep.errors import InvalidArgument
 from kvkeep.integrations.transformers.executor import TransformersExecutor
+from kvkeep.integrations.transformers.forward_hooks import Reading
 from kvkeep.integrations.transformers.model import TransformersModel, from_transformers
-from kvkeep.integrations.transformers.reading import Reading
 from kvkeep.policies import Policy, Settings
-from kvkeep.session.calibration import Calibration
-from kvkeep.session.compressing import CompressionReport
+from kvkeep.runtime.worker import computing
 from kvkeep.session.edit import EditReport, Recompute
 from kvkeep.session.history import History
 from kvkeep.session.session import Session
 from kvkeep.session.spans import Span
-from kvkeep.store.exactness import Exactness
-from kvkeep.store.snapshot import Snapshot
+from kvkeep.storage.snapshots.exactness import Exactness
+from kvkeep.storage.snapshots.snapshot import Snapshot
+from kvkeep.types import KvBits, PolicyName
 
 
 class KvkeepCache(Cache):
@@ -334,7 +334,7 @@ class KvkeepCache(Cache):
         Raises InvalidArgument where that would leave less than there was before they came: once
         tokens were forgotten for them, in a bounded cache that is full.
         """
-        count = abs(arguments.whole("tokens_to_remove", tokens_to_remove))
+        count = abs(validation.whole("tokens_to_remove", tokens_to_remove))
         if not count:
             return
         if tokens_to_remove > 0:

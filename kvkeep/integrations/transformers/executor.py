@@ -15,15 +15,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvkeep.cache.group_step import GroupStep
 from kvkeep.cache.step import ChunkStep
 from kvkeep.errors import InvalidArgument
-from kvkeep.integrations.transformers.adapting import adapted
+from kvkeep.integrations.transformers.adapter import adapted
+from kvkeep.integrations.transformers.forward_hooks import hook_body
 from kvkeep.integrations.transformers.head import Head
 from kvkeep.integrations.transformers.hooks import body_of, configs_of, hold_rotary
 from kvkeep.integrations.transformers.interface import attended_by
-from kvkeep.integrations.transformers.reading import hook_body
-from kvkeep.integrations.transformers.stepping import Stepping
-from kvkeep.models.executor import AnyStep
-from kvkeep.models.finite import checked
-from kvkeep.models.text import TextCodec
+from kvkeep.integrations.transformers.step_runner import Stepping
+from kvkeep.models.layers.executor import AnyStep
+from kvkeep.models.layers.finite import checked
+from kvkeep.models.text.codec import TextCodec
 
 
 class TransformersExecutor:

@@ -10,14 +10,14 @@ from transformers.utils.logging import (
     is_progress_bar_enabled,
 )
 
-from kvkeep import arguments
-from kvkeep.choices import DtypeName
+from kvkeep import validation
 from kvkeep.errors import BadModelFile, UnsupportedModel
 from kvkeep.integrations.transformers.model import TransformersModel, from_transformers
 from kvkeep.model import DTYPES, on_device
-from kvkeep.models.packed import own_file
-from kvkeep.models.source import resolve
-from kvkeep.threads import fit_threads
+from kvkeep.models.hub.source import resolve
+from kvkeep.models.weights.packed import own_file
+from kvkeep.runtime.cpu import fit_threads
+from kvkeep.types import DtypeName
 
 
 def load_folder(
@@ -27,7 +27,7 @@ def load_folder(
 
     Raises ModelNotFound, BadModelFile, UnsupportedModel, InvalidArgument.
     """
-    dtype = arguments.one_of("dtype", dtype, DTYPES)
+    dtype = validation.one_of("dtype", dtype, DTYPES)
     where = on_device(device)
     fit_threads()
     folder = resolve(model, progress)

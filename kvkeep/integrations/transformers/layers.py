@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from kvkeep.integrations.transformers.interface import Asked
-from kvkeep.models.spec import ModelSpec
+from kvkeep.models.spec.model_spec import ModelSpec
 
 
 @dataclass(frozen=True)

@@ -15,17 +15,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvkeep.compute_path import ComputePath
-from kvkeep.computing import computing
 from kvkeep.errors import InvalidArgument, KvkeepError, UnsupportedModel
-from kvkeep.integrations.transformers.agreement import require_agreement
 from kvkeep.integrations.transformers.executor import TransformersExecutor
 from kvkeep.integrations.transformers.hooks import body_name
+from kvkeep.integrations.transformers.self_check import require_agreement
 from kvkeep.integrations.transformers.versions import require_version
 from kvkeep.model import Model
-from kvkeep.models.llama import Decoder
-from kvkeep.models.text import TextCodec
-from kvkeep.models.weights import NORM
-from kvkeep.store.fingerprint import Fingerprint, fingerprint, weights_digest
+from kvkeep.models.layers.decoder import Decoder
+from kvkeep.models.text.codec import TextCodec
+from kvkeep.models.weights.tensors import NORM
+from kvkeep.runtime.worker import computing
+from kvkeep.storage.snapshots.fingerprint import Fingerprint, fingerprint, weights_digest
 
 _OUTPUTS = ("o_proj", "out_proj", "dense")  # as models call what projects what attention found
 _MINE = "_kvkeep_executor"  # the name of what kvkeep knows of a model, among its attributes

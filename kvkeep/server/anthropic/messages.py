@@ -11,10 +11,10 @@ from starlette.responses import Response
 
 from kvkeep.engine import Ask, Finished, Read, Reuse, Written
 from kvkeep.errors import InvalidArgument
-from kvkeep.server.asked import MOST_TOKENS, Body, Choosing, Owner, Serving
-from kvkeep.server.described import STREAMED
+from kvkeep.server.errors import problem_of
 from kvkeep.server.openai.chat import asked, forced_by, prompt_ids
-from kvkeep.server.problems import problem_of
+from kvkeep.server.openapi import STREAMED
+from kvkeep.server.schemas import MOST_TOKENS, Body, Choosing, Owner, Serving
 from kvkeep.server.service import Running, Service
 from kvkeep.server.sse import event, stream
 from kvkeep.server.tools import Call, Tools, checked_tools

@@ -10,12 +10,12 @@ from starlette.responses import Response
 
 from kvkeep.engine import Ask, Finished, Likely, Read, Written
 from kvkeep.errors import InvalidArgument
-from kvkeep.server.asked import MOST_ANSWERS, MOST_TOKENS, Bias, Body, Choosing, Owner, Serving
-from kvkeep.server.described import STREAMED
+from kvkeep.server.errors import problem_of
 from kvkeep.server.llamacpp.text import DEFAULTS, SLOTS, slot_name
 from kvkeep.server.openai.chat import asked, forced_by
 from kvkeep.server.openai.usage import progress_of, timings_of
-from kvkeep.server.problems import problem_of
+from kvkeep.server.openapi import STREAMED
+from kvkeep.server.schemas import MOST_ANSWERS, MOST_TOKENS, Bias, Body, Choosing, Owner, Serving
 from kvkeep.server.service import Running, Service
 from kvkeep.server.sse import event, stream
 

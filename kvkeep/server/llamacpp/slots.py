@@ -8,8 +8,8 @@ from fastapi import APIRouter, Path, Query
 from pydantic import Field
 
 from kvkeep.errors import NoSuchSession
-from kvkeep.server.asked import Body, Owner, Serving
 from kvkeep.server.llamacpp.text import SLOTS, slot_name
+from kvkeep.server.schemas import Body, Owner, Serving
 from kvkeep.server.service import Service
 
 router = APIRouter()

@@ -7,9 +7,9 @@ from fastapi import APIRouter
 from pydantic import Field
 
 from kvkeep.errors import UnsupportedModel
-from kvkeep.models.chat import template_source
-from kvkeep.server.asked import Body, Owner, Serving
+from kvkeep.models.text.template import template_source
 from kvkeep.server.messages import template_messages
+from kvkeep.server.schemas import Body, Owner, Serving
 from kvkeep.server.service import Service
 from kvkeep.version import __version__
 

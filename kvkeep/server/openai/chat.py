@@ -12,14 +12,14 @@ from starlette.responses import Response
 
 from kvkeep.engine import Ask, Event, Finished, Read, Written
 from kvkeep.errors import ContextFull, InvalidArgument
-from kvkeep.server.asked import MOST_ANSWERS, MOST_TOKENS, Body, Choosing, Owner, Serving
-from kvkeep.server.basics import now
-from kvkeep.server.described import STREAMED
+from kvkeep.server.errors import Problem, problem_of
 from kvkeep.server.grammar import ANY_OBJECT, Grammar
+from kvkeep.server.health import now
 from kvkeep.server.messages import template_messages
-from kvkeep.server.openai.likely import chat_entry
+from kvkeep.server.openai.logprobs import chat_entry
 from kvkeep.server.openai.usage import FINGERPRINT, REASONS, progress_of, timings_of, usage_of
-from kvkeep.server.problems import Problem, problem_of
+from kvkeep.server.openapi import STREAMED
+from kvkeep.server.schemas import MOST_ANSWERS, MOST_TOKENS, Body, Choosing, Owner, Serving
 from kvkeep.server.service import Running, Service
 from kvkeep.server.sse import DONE, event, stream
 from kvkeep.server.tools import Tools, checked_tools

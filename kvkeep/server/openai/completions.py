@@ -10,14 +10,14 @@ from pydantic import Field
 from starlette.responses import Response
 
 from kvkeep.engine import Ask, Finished, Usage, Written
-from kvkeep.models.text import TextCodec
-from kvkeep.server.asked import MOST_ANSWERS, MOST_TOKENS, Body, Choosing, Owner, Serving
-from kvkeep.server.basics import now
-from kvkeep.server.described import STREAMED
+from kvkeep.models.text.codec import TextCodec
+from kvkeep.server.errors import problem_of
+from kvkeep.server.health import now
 from kvkeep.server.openai.chat import asked, longest
-from kvkeep.server.openai.likely import CompletionLogprobs
+from kvkeep.server.openai.logprobs import CompletionLogprobs
 from kvkeep.server.openai.usage import REASONS, timings_of, usage_of
-from kvkeep.server.problems import problem_of
+from kvkeep.server.openapi import STREAMED
+from kvkeep.server.schemas import MOST_ANSWERS, MOST_TOKENS, Body, Choosing, Owner, Serving
 from kvkeep.server.service import Running, Service
 from kvkeep.server.sse import DONE, event, stream
 

@@ -19,11 +19,10 @@ from starlette.responses import Response
 
 from kvkeep.engine import Ask, Finished, Read, Written
 from kvkeep.errors import InvalidArgument, KvkeepError, NoSuchSession
-from kvkeep.server.asked import MOST_TOKENS, Body, Choosing, Owner, Serving
-from kvkeep.server.basics import now
-from kvkeep.server.described import STREAMED
+from kvkeep.server.errors import Problem, problem_of
+from kvkeep.server.health import now
 from kvkeep.server.openai.chat import forced_by, longest, prompt_ids
-from kvkeep.server.openai.items import (
+from kvkeep.server.openai.response_items import (
     Reply,
     ending,
     function_tools,
@@ -32,7 +31,8 @@ from kvkeep.server.openai.items import (
     text_part,
 )
 from kvkeep.server.openai.usage import progress_of, timings_of
-from kvkeep.server.problems import Problem, problem_of
+from kvkeep.server.openapi import STREAMED
+from kvkeep.server.schemas import MOST_TOKENS, Body, Choosing, Owner, Serving
 from kvkeep.server.service import Running, Service
 from kvkeep.server.sse import event, stream
 from kvkeep.server.tools import Tools, checked_tools

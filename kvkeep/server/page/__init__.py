@@ -10,7 +10,7 @@ from fastapi import APIRouter
 from starlette.responses import FileResponse, Response
 from starlette.staticfiles import StaticFiles
 
-from kvkeep.server.asked import Serving
+from kvkeep.server.schemas import Serving
 
 _FOLDER = Path(__file__).parent / "files"
 FILES = StaticFiles(directory=_FOLDER)

@@ -8,7 +8,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from kvkeep.errors import InvalidArgument
-from kvkeep.server.asked import Body, Owner, Serving
+from kvkeep.server.schemas import Body, Owner, Serving
 from kvkeep.server.sessions.entry import Name, Revision, change
 from kvkeep.session.session import Session
 

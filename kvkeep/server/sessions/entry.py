@@ -8,7 +8,7 @@ from fastapi import Depends, Header, Path
 from starlette.responses import JSONResponse
 
 from kvkeep.engine import Kept
-from kvkeep.server.problems import Problem
+from kvkeep.server.errors import Problem
 from kvkeep.server.service import Service
 from kvkeep.session.session import Session
 

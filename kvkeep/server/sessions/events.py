@@ -9,9 +9,9 @@ from fastapi import APIRouter
 from starlette.responses import StreamingResponse
 
 from kvkeep.engine import Differing, Operation, differing
-from kvkeep.server.asked import Owner, Serving
-from kvkeep.server.described import EVENTS
-from kvkeep.server.problems import Problem
+from kvkeep.server.errors import Problem
+from kvkeep.server.openapi import EVENTS
+from kvkeep.server.schemas import Owner, Serving
 from kvkeep.server.service import Service
 from kvkeep.server.sessions.entry import Name
 from kvkeep.server.sessions.writing import Fed

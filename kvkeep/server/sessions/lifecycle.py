@@ -10,9 +10,9 @@ from starlette.responses import JSONResponse, Response
 
 from kvkeep.engine import Engine
 from kvkeep.errors import StoreError
-from kvkeep.objects.place import Place
-from kvkeep.server.asked import MOST_TOKENS, Body, Owner, Serving
+from kvkeep.server.schemas import MOST_TOKENS, Body, Owner, Serving
 from kvkeep.server.sessions.entry import Name, Revision, answer, entry_of
+from kvkeep.storage.objects.place import Place
 
 router = APIRouter()
 _Named = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}$")]

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Query
 from kvkeep.cache.ragged import Ragged
 from kvkeep.engine import Engine, Kept
 from kvkeep.errors import InvalidArgument
-from kvkeep.server.asked import Owner, Serving
+from kvkeep.server.schemas import Owner, Serving
 from kvkeep.server.sessions.entry import Name, look
 from kvkeep.session.session import Session
 from kvkeep.session.streaming import SEAM, pieces_of

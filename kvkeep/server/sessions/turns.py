@@ -7,8 +7,8 @@ from pydantic import Field
 from starlette.responses import Response
 
 from kvkeep.engine import Ask, turn
-from kvkeep.server.asked import MOST_TOKENS, Choosing, Owner, Serving
-from kvkeep.server.described import STREAMED
+from kvkeep.server.openapi import STREAMED
+from kvkeep.server.schemas import MOST_TOKENS, Choosing, Owner, Serving
 from kvkeep.server.sessions.entry import Name, Revision
 from kvkeep.server.sessions.writing import answered
 

@@ -10,11 +10,11 @@ from starlette.responses import Response
 
 from kvkeep.engine import Ask, Event, Finished, Kept, Read, Written
 from kvkeep.errors import InvalidArgument
-from kvkeep.server.asked import MOST_TOKENS, Choosing, Owner, Serving
-from kvkeep.server.described import STREAMED
+from kvkeep.server.errors import problem_of
 from kvkeep.server.messages import template_messages
 from kvkeep.server.openai.usage import timings_of
-from kvkeep.server.problems import problem_of
+from kvkeep.server.openapi import STREAMED
+from kvkeep.server.schemas import MOST_TOKENS, Choosing, Owner, Serving
 from kvkeep.server.service import Running, Service
 from kvkeep.server.sessions.entry import Name, Revision, look
 from kvkeep.server.sse import event, stream

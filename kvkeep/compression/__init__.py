@@ -1,0 +1,1 @@
+"""KV-cache compression: methods, plans, reconstruction scores and calibration."""

@@ -1,0 +1,1 @@
+"""Calibration: per-model statistics that compression methods use."""

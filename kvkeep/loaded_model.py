@@ -1,0 +1,102 @@
+"""What is loaded of a model: all that sessions of it share."""
+
+from collections import Counter
+from functools import cached_property
+from math import prod
+from pathlib import Path
+
+import torch
+
+from kvkeep.compute_path import ComputePath, path_of
+from kvkeep.models.layers.decoder import Decoder
+from kvkeep.models.spec.model_spec import ModelSpec
+from kvkeep.models.text.codec import TextCodec
+from kvkeep.models.text.end_of_turn import end_token_ids
+from kvkeep.models.weights.checksum import checksum_of
+from kvkeep.models.weights.packing import name_of
+from kvkeep.models.weights.tensors import NORM, tensor_shapes
+from kvkeep.storage.snapshots.fingerprint import Fingerprint, fingerprint
+from kvkeep.version import __version__
+
+
+class LoadedModel:
+    """Weights and text of one model; any number of sessions share it.
+
+    name: as it was asked for. folder: where its files are.
+    """
+
+    def __init__(self, name: str, folder: Path, decoder: Decoder, text: TextCodec):
+        self.name = name
+        self.folder = folder
+        self.decoder = decoder
+        self.text = text
+
+    def __repr__(self) -> str:
+        spec = self.spec
+        layout = self.decoder.new_cache().layout
+        numbers = sum(map(prod, tensor_shapes(spec).values()))
+        packed = f", decoding from {self.weights}" if self.decoder.packed else ""
+        return (
+            f"<{type(self).__name__} {self.name}: {spec.architecture}, {spec.layers} layers, "
+            f"{numbers / 1e6:,.1f} million weights in {str(layout.dtype).removeprefix('torch.')} "
+            f"on {layout.device}{packed}>"
+        )
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.decoder.spec
+
+    @cached_property
+    def end_token_ids(self) -> tuple[int, ...]:
+        """Ids of the tokens that end a generation, from all of the model's files.
+
+        The fingerprint is made of `spec.eos_token_ids` alone, so that snapshots stay valid.
+        """
+        return end_token_ids(self.spec, self.text)
+
+    @cached_property
+    def weights(self) -> str:
+        """The format of most of what a decode step reads: "Q4_1", "Q4_K", "bf16" and so on."""
+        sizes = Counter[str]()
+        for matrix in self.decoder.packed.values():
+            sizes[name_of(matrix)] += matrix.nbytes
+        return sizes.most_common(1)[0][0] if sizes else name_of(self.decoder.tensors[NORM])
+
+    @cached_property
+    def path(self) -> ComputePath:
+        """Who computes it here, an instruction set or torch, and why nobody faster does."""
+        return path_of(self.spec, self.decoder.new_cache().layout)
+
+    @cached_property
+    def packed_digest(self) -> str:
+        """Of the matrices that a decode step reads instead of tensors; "" where there are none."""
+        return checksum_of(self.decoder.packed) if self.decoder.packed else ""
+
+    @property
+    def arithmetic(self) -> dict[str, str]:
+        """What the last bit of the next logits depends on, beside the model and the session.
+
+        The compiled kernels give the same on any number of threads; torch does not.
+        """
+        device, kernels = self.decoder.new_cache().layout.device, self.decoder.executor.name
+        on_cpu = device.type == "cpu"
+        capability = torch.backends.cpu.get_cpu_capability
+        return {
+            "weights": self.weights,
+            "packed weights": self.packed_digest,
+            "kernels": kernels,
+            "processor": capability() if on_cpu else torch.cuda.get_device_name(device),
+            "threads": str(torch.get_num_threads()) if on_cpu and kernels == "torch" else "any",
+            "torch": torch.__version__,
+            "kvkeep": __version__,
+        }
+
+    @cached_property
+    def fingerprint(self) -> Fingerprint:
+        """What snapshots of this model's sessions are recognised by. Reads all weights, once."""
+        return fingerprint(
+            self.spec,
+            self.decoder.weights,
+            self.text.tokenizer,
+            self.decoder.new_cache().layout,
+        )

@@ -1,0 +1,1 @@
+"""GGUF files: parsing, and conversion to the Hugging Face layout."""

@@ -1,0 +1,1 @@
+"""Where models come from: hub, package index, GGUF files, and the local library."""

@@ -1,0 +1,1 @@
+"""The forward pass: layers, decoder and executors."""

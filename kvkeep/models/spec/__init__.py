@@ -1,0 +1,1 @@
+"""Model specifications: config.json to `ModelSpec`."""

@@ -1,0 +1,1 @@
+"""Tokenizers, control tokens and chat templates."""

@@ -1,0 +1,167 @@
+"""A model's own chat template, rendered in a sandbox."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvkeep import validation
+from kvkeep.errors import BadModelFile, InvalidArgument, UnsupportedModel
+from kvkeep.models.spec.config import read_json
+from kvkeep.storage.files.text import ENCODING
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+_EXAMPLE = 'a message is {"role": "user", "content": "..."}'
+_TEMPLATE, _CONFIG = "chat_template.jinja", "tokenizer_config.json"
+
+
+def render_chat(
+    folder: Path,
+    messages: Sequence[Mapping[str, Any]],
+    add_generation_prompt: bool,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> str:
+    """The text that the model in `folder` was trained to see for these messages.
+
+    messages: as `checked_messages` gives them. tools: as `checked_tools` gives them.
+
+    Raises UnsupportedModel if it has no template or one that is not valid jinja, BadModelFile if
+    that cannot be read, InvalidArgument where the template refuses the messages, or fails on them.
+    """
+    config = read_json(folder / _CONFIG) if (folder / _CONFIG).exists() else {}
+    template = _compile(_find_template(folder, config, tools is not None), folder)
+    from jinja2 import TemplateError
+
+    try:
+        return template.render(
+            messages=[_with_reasoning(message) for message in messages],
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
+            documents=None,
+            **_special_tokens(config),
+        )
+    except TemplateError as error:
+        raise InvalidArgument(
+            f"the model's chat template refuses these messages: {error.message}"
+        ) from error
+    except Exception as error:  # a template is a program of somebody else's
+        raise InvalidArgument(
+            f"the model's chat template fails on these messages ({_named(error)}); put another in "
+            f"{folder / _TEMPLATE}, or leave out what it does not take"
+        ) from error
+
+
+def template_source(folder: Path) -> str:
+    """The chat template of the model in `folder`. Raises UnsupportedModel where it has none."""
+    config = read_json(folder / _CONFIG) if (folder / _CONFIG).exists() else {}
+    return _find_template(folder, config, with_tools=False)
+
+
+def checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages; raises InvalidArgument where one lacks a role or a content, both text.
+
+    What calls tools needs no content beside the calls.
+    """
+    if isinstance(messages, (str, bytes)) or not isinstance(messages, Iterable):
+        raise InvalidArgument(f"messages must be a list of them, {_EXAMPLE}; found {messages!r}")
+    checked = list(messages)
+    for index, message in enumerate(checked):
+        for key in ("role", "content"):
+            found = message.get(key) if isinstance(message, Mapping) else None
+            if key == "content" and found is None and _calls_tools(message):
+                continue
+            if not isinstance(found, str):
+                raise InvalidArgument(
+                    f"message {index} must have {key!r} as text, found {message!r}; {_EXAMPLE}"
+                )
+            validation.text(f"{key!r} of message {index}", found)
+    return [dict(message) for message in checked]
+
+
+def checked_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
+    """The tools; raises InvalidArgument where one is no JSON schema, as a dict of plain values."""
+    if tools is None:
+        return None
+    if isinstance(tools, (str, bytes, Mapping)) or not isinstance(tools, Iterable):
+        raise InvalidArgument(f"tools must be a list of JSON schemas, found {tools!r}")
+    checked = []
+    for index, tool in enumerate(tools):
+        if not isinstance(tool, dict):
+            raise InvalidArgument(f"tool {index} must be a JSON schema as a dict, found {tool!r}")
+        checked.append(tool)
+        try:
+            json.dumps(tool)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InvalidArgument(f"tool {index} is not a JSON schema: {error}") from error
+    return checked
+
+
+def _calls_tools(message: Any) -> bool:
+    return isinstance(message, Mapping) and bool(message.get("tool_calls"))
+
+
+def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message with its reasoning under both names that templates read."""
+    names = ("reasoning_content", "thinking", "reasoning")
+    found = next((message[name] for name in names if message.get(name) is not None), None)
+    if found is None:
+        return message
+    return {"thinking": found, **message, "reasoning_content": found}
+
+
+def _find_template(folder: Path, config: Mapping[str, Any], with_tools: bool) -> str:
+    if (folder / _TEMPLATE).exists():
+        try:
+            return (folder / _TEMPLATE).read_text(encoding=ENCODING)
+        except (OSError, UnicodeDecodeError) as error:
+            raise BadModelFile(
+                f"{folder / _TEMPLATE} cannot be read ({error}); fetch the model again"
+            ) from error
+    inline = config.get("chat_template")
+    if isinstance(inline, list):
+        named = {str(e.get("name")): e.get("template") for e in inline if isinstance(e, dict)}
+        inline = named.get("tool_use" if with_tools and "tool_use" in named else "default")
+    if not isinstance(inline, str):
+        raise UnsupportedModel(
+            f"the model in {folder} has no chat template ({_TEMPLATE}, or chat_template in "
+            f"{_CONFIG}); continue plain text with it, take its instruct version, or put a "
+            "template there"
+        )
+    return inline
+
+
+def _compile(source: str, folder: Path) -> "Template":
+    from jinja2 import TemplateSyntaxError
+
+    from kvkeep.models.text.sandbox import compiled
+
+    try:
+        return compiled(source)
+    except TemplateSyntaxError as error:
+        why = f"line {error.lineno}: {error.message}"
+    except Exception as error:  # what Python says of the code that it was turned into
+        why = _named(error)
+    raise UnsupportedModel(
+        f"the chat template in {folder} is not one that kvkeep can render ({why}); put another in "
+        f"{folder / _TEMPLATE}"
+    )
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """bos_token and so on, which configs give as text or as an object with its content."""
+    tokens = {}
+    for key in ("bos_token", "eos_token", "unk_token", "pad_token"):
+        value = config.get(key)
+        if isinstance(value, dict):
+            value = value.get("content")
+        if value is not None and not isinstance(value, str):
+            raise BadModelFile(f"{_CONFIG}: {key} must be text, found {value!r}")
+        # Templates write them unconditionally; an absent one is nothing, not the word "None".
+        tokens[key] = value or ""
+    return tokens
+
+
+def _named(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -1,0 +1,1 @@
+"""Weights: tensors, checkpoints, packed matrices and their files."""

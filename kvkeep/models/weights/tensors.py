@@ -1,0 +1,275 @@
+"""A model's tensors, memory-mapped from safetensors files."""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from tqdm import tqdm
+
+from kvkeep.errors import BadModelFile, UnsupportedModel
+from kvkeep.models.layers.altup import altup_shapes, streams_shapes
+from kvkeep.models.layers.laurel import laurel_shapes
+from kvkeep.models.layers.parallel_experts import experts_beside_shapes
+from kvkeep.models.layers.per_layer import TABLE, per_layer_input_shapes, per_layer_shapes
+from kvkeep.models.spec.config import read_json
+from kvkeep.models.spec.model_spec import ModelSpec
+from kvkeep.runtime.signals import interrupts_deferred
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+NORM = "model.norm.weight"
+_Linear: TypeAlias = tuple[str, int, int, bool]  # its name, rows, columns and whether it has a bias
+_ROUTERS = ("mlp.gate.weight", "mlp.shared_expert_gate.weight")
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def read_tensors(
+    folder: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: bool,
+    wanted: Callable[[str], bool] = lambda name: True,
+) -> dict[str, Tensor]:
+    """All tensors of a model that are wanted, by Hugging Face name.
+
+    A tensor that is stored in `dtype` and stays on the CPU is a view of the file: nothing is read
+    until it is used, and processes share the memory.
+
+    Raises BadModelFile naming the file that is missing, empty, truncated or not safetensors.
+    """
+    located = {path: list(filter(wanted, names)) for path, names in _locate(folder).items()}
+    tensors: dict[str, Tensor] = {}
+    with tqdm(
+        total=sum(len(names) for names in located.values()),
+        desc="loading weights",
+        unit=" tensors",
+        disable=None if progress else True,
+        leave=False,
+    ) as bar:
+        for path, names in located.items():
+            for name, tensor in _read_file(path, names):
+                kind = dtype if tensor.is_floating_point() else tensor.dtype  # as blocks of MXFP4
+                tensors[name] = tensor.to(device=device, dtype=kind)
+                bar.update()
+    return tensors
+
+
+def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor of a model, from the files' headers alone. Raises as above."""
+    shapes = {}
+    for path, names in _locate(folder).items():
+        with _opened(path) as file:
+            for name in names:
+                shapes[name] = tuple(file.get_slice(name).get_shape())
+    return shapes
+
+
+def is_router(name: str) -> bool:
+    """Whether a matrix says which experts a token goes through, or how much of the shared one.
+
+    It is small, and a small error of it is another expert: it is never rounded.
+    """
+    return name.endswith(_ROUTERS)
+
+
+def check_tensors(spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]], source: Path) -> None:
+    """That the tensors are those of the model that `spec` describes. source: for messages.
+
+    Raises BadModelFile if one is missing or has another shape, and UnsupportedModel for one that
+    the forward pass would not use: results would be those of another model.
+    """
+    asked = f"{spec.layers} layers"
+    least = spec.layers
+    if least <= len(shapes) and any(map(spec.is_sparse, range(spec.layers))):
+        asked, least = f"{asked} and {spec.experts} experts", spec.experts
+    if least > len(shapes):  # before as many names are made up
+        raise BadModelFile(
+            f"{source} lacks tensors: it has {len(shapes)} in all where config.json asks for "
+            f"{asked}; fetch the model again"
+        )
+    wanted = tensor_shapes(spec)
+    if spec.tied_head and HEAD in shapes:  # told to be the embedding once more: see `check_tied`
+        wanted[HEAD] = wanted[EMBEDDING]
+    missing = [name for name in wanted if name not in shapes]
+    if missing:
+        raise BadModelFile(
+            f"{source} lacks {len(missing)} of the {len(wanted)} tensors of a "
+            f"{spec.architecture}, among them {', '.join(missing[:3])}; fetch the model again"
+        )
+    for name, shape in wanted.items():
+        if tuple(shapes[name]) != shape:
+            raise BadModelFile(
+                f"{source}: {name} has shape {list(shapes[name])} where config.json asks for "
+                f"{list(shape)}; weights and config are of different models: fetch it again"
+            )
+    # Tables of frequencies say what the config says.
+    unused = [name for name in shapes if name not in wanted and "rotary_emb" not in name]
+    if unused:
+        raise UnsupportedModel(
+            f"{source} has {len(unused)} tensors that kvkeep would not use as a "
+            f"{spec.architecture}, among them {', '.join(unused[:3])}: the model is of another kind"
+        )
+
+
+def check_tied(spec: ModelSpec, tensors: Mapping[str, Tensor], source: Path) -> None:
+    """That a head which is said to be the embedding is no other one. source: for messages.
+
+    Raises UnsupportedModel.
+    """
+    if spec.tied_head and HEAD in tensors and not torch.equal(tensors[HEAD], tensors[EMBEDDING]):
+        raise UnsupportedModel(
+            f"{source} has a {HEAD} of its own, and its config.json says that the head is the "
+            'embedding: if the head is the right one, set "tie_word_embeddings" to false there'
+        )
+
+
+def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor that the forward pass needs."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    shapes[EMBEDDING] = (spec.vocab_size, spec.hidden_size)
+    alike: dict[tuple[int, ...], dict[str, tuple[int, ...]]] = {}
+    for layer in range(spec.layers):
+        local, own = layer in spec.local_layers, spec.source_of(layer) == layer
+        kind = (spec.is_sparse(layer), local, own, spec.mlp_width(layer))
+        if kind not in alike:
+            alike[kind] = _layer_shapes(spec, layer)
+        for name, shape in alike[kind].items():
+            shapes[f"model.layers.{layer}.{name}"] = shape
+    shapes[NORM] = (spec.hidden_size,)
+    shapes |= per_layer_shapes(spec) | streams_shapes(spec)
+    if not spec.tied_head:
+        shapes[HEAD] = (spec.vocab_size, spec.hidden_size)
+    return shapes
+
+
+def read_by_a_token(spec: ModelSpec) -> list[str]:
+    """The matrices that a decode step reads for one token.
+
+    Of a layer's experts, which are alike, the first ones stand for those that it goes through.
+    """
+
+    def is_read(name: str) -> bool:
+        expert = re.search(r"\.mlp\.experts\.(\d+)\.", name)
+        return expert is None or int(expert.group(1)) < spec.experts_per_token
+
+    return list(filter(is_read, matrices(spec)))
+
+
+def matrices(spec: ModelSpec) -> dict[str, tuple[int, int]]:
+    """Name and shape of what a decode step multiplies; the head under its own name, if tied too."""
+    shapes = tensor_shapes(spec)
+    shapes[HEAD] = shapes.pop(EMBEDDING)
+    shapes.pop(TABLE, None)  # is looked up
+    return {name: (shape[0], shape[1]) for name, shape in shapes.items() if len(shape) == 2}
+
+
+def _layer_shapes(spec: ModelSpec, layer: int) -> dict[str, tuple[int, ...]]:
+    """Of one layer. Checksums know their order."""
+    hidden, group, own = spec.hidden_size, spec.group_of(layer), spec.source_of(layer) == layer
+    queries, keys = spec.heads * group.head_dim, group.kv_heads * group.head_dim
+    sparse = spec.is_sparse(layer)
+    dense = not sparse or spec.experts_beside
+    shapes: dict[str, tuple[int, ...]] = {}
+    if spec.norms_before:
+        shapes["input_layernorm.weight"] = (hidden,)
+        if not spec.parallel:
+            shapes["post_attention_layernorm.weight"] = (hidden,)
+    if spec.norms_after:  # under the names that GLM-4 has for them
+        shapes["post_self_attn_layernorm.weight"] = (hidden,)
+        shapes["post_mlp_layernorm.weight"] = (hidden,)
+    for name, rows, columns, bias in (
+        ("self_attn.q_proj", queries, hidden, spec.qkv_bias),
+        ("self_attn.k_proj", keys, hidden, spec.qkv_bias),
+        ("self_attn.v_proj", keys, hidden, spec.qkv_bias),
+        ("self_attn.o_proj", hidden, queries, spec.output_bias),
+        *(_mlp("mlp", hidden, spec.mlp_width(layer), spec.mlp_bias) if dense else []),
+        *(_experts(spec) if sparse else []),
+    ):
+        shapes[f"{name}.weight"] = (rows, columns)
+        if bias:
+            shapes[f"{name}.bias"] = (rows,)
+    if spec.qk_norm:
+        whole = spec.qk_norm_whole
+        shapes["self_attn.q_norm.weight"] = (queries if whole else group.head_dim,)
+        shapes["self_attn.k_norm.weight"] = (keys if whole else group.head_dim,)
+    if spec.sinks:
+        shapes["self_attn.sinks"] = (spec.heads,)
+    shapes |= experts_beside_shapes(spec) | per_layer_input_shapes(spec)
+    shapes |= altup_shapes(spec) | laurel_shapes(spec)
+    if spec.layer_scales:
+        shapes["layer_scalar"] = (1,)
+    none = "kv" if not own else "v" if spec.keys_as_values and group.window is None else ""
+    absent = tuple(f"self_attn.{each}_" for each in none)
+    return {name: shape for name, shape in shapes.items() if not name.startswith(absent)}
+
+
+def _mlp(name: str, hidden: int, inner: int, bias: bool) -> list[_Linear]:
+    return [
+        (f"{name}.gate_proj", inner, hidden, bias),
+        (f"{name}.up_proj", inner, hidden, bias),
+        (f"{name}.down_proj", hidden, inner, bias),
+    ]
+
+
+def _experts(spec: ModelSpec) -> list[_Linear]:
+    hidden, shared, bias = spec.hidden_size, spec.shared_expert_size, spec.clamped_experts
+    found: list[_Linear] = [("mlp.gate", spec.experts, hidden, bias)]
+    for expert in range(spec.experts):
+        found += _mlp(f"mlp.experts.{expert}", hidden, spec.expert_size, bias)
+    if shared:
+        found += _mlp("mlp.shared_expert", hidden, shared, bias=False)
+        found.append(("mlp.shared_expert_gate", 1, hidden, False))
+    return found
+
+
+def _locate(folder: Path) -> dict[Path, list[str]]:
+    """Which tensors each file of the model holds."""
+    single, index = folder / _SINGLE, folder / _INDEX
+    if single.exists():
+        with _opened(single) as file:
+            return {single: list(file.keys())}
+    if not index.exists():
+        raise BadModelFile(
+            f"{folder} has neither {_SINGLE} nor {_INDEX}; kvkeep reads weights from safetensors "
+            "or a .gguf file: fetch the model in one of these formats"
+        )
+    placed = read_json(index).get("weight_map")
+    if not isinstance(placed, dict) or not placed:
+        raise BadModelFile(f"{index} has no weight_map; fetch the model again")
+    located: dict[Path, list[str]] = {}
+    for name, file_name in placed.items():
+        located.setdefault(folder / str(file_name), []).append(name)
+    return located
+
+
+def _read_file(path: Path, names: list[str]) -> Iterator[tuple[str, Tensor]]:
+    with _opened(path) as file:
+        for name in names:
+            try:
+                with interrupts_deferred():  # inside, torch makes another error of a Ctrl-C
+                    tensor = file.get_tensor(name)
+                yield name, tensor
+            except SafetensorError as error:
+                raise BadModelFile(
+                    f"{path} does not hold {name} ({error}); fetch the model again"
+                ) from error
+
+
+def _opened(path: Path) -> safe_open:
+    """A safetensors file, its header checked against its length."""
+    try:
+        if path.stat().st_size == 0:
+            raise BadModelFile(f"{path} is empty; fetch the model again")
+        return safe_open(path, framework="pt", device="cpu")
+    except SafetensorError as error:
+        raise BadModelFile(
+            f"{path} is truncated, corrupt or not a safetensors file ({error}); "
+            "fetch the model again"
+        ) from error
+    except OSError as error:
+        raise BadModelFile(
+            f"{path} cannot be read ({error.strerror or error}); fetch the model again"
+        ) from error

@@ -1,0 +1,1 @@
+"""What runs kvkeep in a process: the compute worker, signals, processor limits and memory."""

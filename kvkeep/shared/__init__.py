@@ -1,1 +1,0 @@
-"""Sessions and prompts that several machines share, in a store of objects. See docs/fleet.md."""

@@ -1,0 +1,1 @@
+"""Everything on disk or in an object store. Imports downward only; see docs/architecture.md."""

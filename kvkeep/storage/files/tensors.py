@@ -1,0 +1,85 @@
+"""Safetensors files: the header, and the bytes of tensors one after another."""
+
+import json
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from kvkeep.storage.files.whole import replacing
+
+ALIGNMENT = 64  # bytes: kernels read whole cache lines
+DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What the header says of a tensor. dtype: safetensors' name of it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+def write_tensors(
+    path: Path,
+    entries: Mapping[str, Entry],
+    pieces: Iterable[bytes | memoryview],
+    metadata: Mapping[str, str],
+) -> None:
+    """Writes a file whole, or leaves what is there; no more than one piece is in memory at a time.
+
+    pieces: the bytes of all tensors, in the order of the entries, however they are cut. Raises as
+    `replacing`.
+    """
+    with replacing(path) as out:
+        out.write(header_bytes(entries, metadata))
+        for piece in pieces:
+            out.write(piece)
+
+
+def header_bytes(entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> bytes:
+    """What comes before the tensors, so long that they begin at a multiple of 64 bytes."""
+    table: dict[str, Any] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name, entry in entries.items():
+        start, end = end, end + entry.nbytes
+        table[name] = {
+            "dtype": entry.dtype,
+            "shape": list(entry.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    return struct.pack("<Q", len(text)) + text
+
+
+def dense_pieces(tensor: Tensor) -> Iterator[bytes]:
+    """A tensor's bytes in order, in dense pieces as large as its strides allow."""
+    if tensor.is_contiguous():
+        flat = tensor.reshape(-1)
+        if flat.numel():
+            yield tensor_bytes(flat)
+        return
+    for part in tensor:
+        yield from dense_pieces(part)
+
+
+def tensor_bytes(tensor: Tensor) -> bytes:
+    """The bytes of a dense CPU tensor: a view on its memory, for whatever takes a buffer."""
+    # A single number may have any stride, and a view of other numbers asks for 1.
+    flat = tensor.detach().contiguous().reshape(-1).as_strided((tensor.numel(),), (1,))
+    return cast(bytes, memoryview(flat.view(torch.uint8).numpy()))  # type: ignore[arg-type]

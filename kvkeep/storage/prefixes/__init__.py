@@ -1,0 +1,1 @@
+"""Prefix caches on disk and in an object store."""

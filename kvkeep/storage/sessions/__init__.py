@@ -1,0 +1,1 @@
+"""Sessions by name, in a folder or leased from an object store."""

@@ -1,0 +1,1 @@
+"""Snapshots: the file format, its checks, and model fingerprints."""

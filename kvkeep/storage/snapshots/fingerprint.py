@@ -1,0 +1,213 @@
+"""Which model a memory belongs to: cells mean nothing to any other."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+
+import torch
+from blake3 import blake3
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from kvkeep.cache import Layout
+from kvkeep.errors import FingerprintMismatch
+from kvkeep.models.spec.model_spec import ModelSpec, RopeSpec
+from kvkeep.storage.files.tensors import tensor_bytes
+
+_FIELDS = ("weights", "config", "rope", "tokenizer", "dtype", "layout")
+# Of a ModelSpec and a RopeSpec, what decides what a cell means. Whatever is added here changes the
+# digest of every model: a new field goes to `_CONFIG_BEYOND`.
+_CONFIG = (
+    "architecture",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "layers",
+    "heads",
+    "kv_heads",
+    "head_dim",
+    "norm_eps",
+    "max_positions",
+    "tied_head",
+    "qkv_bias",
+    "output_bias",
+    "mlp_bias",
+    "qk_norm",
+    "bos_token_id",
+    "eos_token_ids",
+)
+# Left out where they are the default, so that models that have no such thing keep their digest.
+_CONFIG_BEYOND = (
+    "norms_before",
+    "norms_after",
+    "centred_norms",
+    "parallel",
+    "qk_norm_whole",
+    "embedding_multiplier",
+    "residual_multiplier",
+    "logits_multiplier",
+    "attention_multiplier",
+    "experts",
+    "experts_per_token",
+    "expert_size",
+    "shared_expert_size",
+    "norm_topk",
+    "sparse_step",
+    "dense_layers",
+    "local_layers",
+    "window",
+    "local_kv_heads",
+    "local_head_dim",
+    "unrotated_layers",
+    "shared_kv_layers",
+    "sinks",
+    "attention_softcap",
+    "logits_softcap",
+    "activation",
+    "unit_norms",
+    "embedding_multiplier_rounded",
+    "clamped_experts",
+    "wide_shared_mlp",
+    "keys_as_values",
+    "values_normed",
+    "per_layer_size",
+    "layer_scales",
+    "per_layer_vocab",
+    "altup_inputs",
+    "altup_active",
+    "laurel_rank",
+    "activation_sparsity",
+    "mlp_widths",
+    "experts_beside",
+    "recurrent",
+)
+_ROPE = ("kind", "inverse_frequencies", "attention_scaling")
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """Digests of all that decides what a cell means.
+
+    weights: of every tensor's name, shape and bytes, as loaded. config: of the architecture's
+    numbers without RoPE. rope: of the frequency table and scaling. tokenizer: of its vocabulary.
+    dtype, layout: of the cells.
+
+    Each is made of what is listed below and nothing else, so that neither a new field of ours nor
+    another release of a library makes a file's model another one. earlier_tokenizer: as files of
+    0.1 may have it, of the tokenizer in the form in which its library writes it.
+    """
+
+    weights: str
+    config: str
+    rope: str
+    tokenizer: str
+    dtype: str
+    layout: str
+    earlier_tokenizer: str = field(default="", repr=False, compare=False)
+
+    def saved(self) -> dict[str, str]:
+        """As it stands in a file."""
+        return {name: getattr(self, name) for name in _FIELDS}
+
+    def digest(self) -> str:
+        """One hex string for all of it."""
+        return _digest(self.saved())
+
+    def describes(self, cells: Tensor) -> bool:
+        """Whether keys or values are `[layers, kv_heads, n, head_dim]` of this dtype and layout."""
+        if cells.dim() != 4:
+            return False
+        layers, kv_heads, _, head_dim = cells.shape
+        found = _dtype_name(cells.dtype), _layout_name(layers, kv_heads, head_dim)
+        return found == (self.dtype, self.layout)
+
+    def require(self, saved: Mapping[str, str], source: str) -> None:
+        """Raises FingerprintMismatch, naming each field in which a saved one differs."""
+        differing = [name for name, found in self.saved().items() if saved.get(name) != found]
+        if "tokenizer" in differing and saved.get("tokenizer") == self.earlier_tokenizer:
+            differing.remove("tokenizer")
+        if "dtype" in differing and "weights" in differing:
+            differing.remove("weights")  # converted weights have other bytes in any case
+        if differing:
+            details = "; ".join(_explain(name, saved, self) for name in differing)
+            raise FingerprintMismatch(
+                f"{source} belongs to another model: {details}. Load the model that it was saved "
+                "with, or evaluate the text again"
+            )
+
+
+def _explain(name: str, saved: Mapping[str, str], here: Fingerprint) -> str:
+    then, now = saved.get(name, "missing"), getattr(here, name)
+    if name in ("dtype", "layout"):
+        return f"the {name} differs ({then} there, {now} here)"
+    plural = "differ" if name == "weights" else "differs"
+    return f"the {name} {plural} ({then[:12]} there, {now[:12]} here)"
+
+
+def fingerprint(
+    spec: ModelSpec, tensors: Mapping[str, Tensor], tokenizer: Tokenizer, layout: Layout
+) -> Fingerprint:
+    """Reads all weights."""
+    return Fingerprint(
+        weights=weights_digest(tensors),
+        config=_digest({name: getattr(spec, name) for name in _CONFIG} | _beyond(spec)),
+        rope=_digest(_table(spec.rope) | _local_table(spec)),
+        tokenizer=_vocabulary_digest(tokenizer),
+        dtype=_dtype_name(layout.dtype),
+        layout=_layout_name(layout.layers, layout.kv_heads, layout.head_dim),
+        earlier_tokenizer=_earlier_digest(tokenizer),
+    )
+
+
+def _beyond(spec: ModelSpec) -> dict[str, object]:
+    """What a model has that Llama has not."""
+    usual = {each.name: each.default for each in fields(ModelSpec)}
+    found = {name: getattr(spec, name) for name in _CONFIG_BEYOND}
+    return {name: value for name, value in found.items() if value != usual[name]}
+
+
+def _table(rope: RopeSpec) -> dict[str, object]:
+    return {name: getattr(rope, name) for name in _ROPE}
+
+
+def _local_table(spec: ModelSpec) -> dict[str, object]:
+    """Of local layers, where they rotate in a way of their own."""
+    return {"local": _table(spec.local_rope)} if spec.local_rope else {}
+
+
+def is_tokenizer_of(saved: Mapping[str, str], tokenizer: Tokenizer) -> bool:
+    """Whether a saved fingerprint is of a model with this tokenizer. Needs no weights."""
+    return saved.get("tokenizer") in (_vocabulary_digest(tokenizer), _earlier_digest(tokenizer))
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _layout_name(layers: int, kv_heads: int, head_dim: int) -> str:
+    return f"{layers} layers x {kv_heads} KV heads x {head_dim}"
+
+
+def _vocabulary_digest(tokenizer: Tokenizer) -> str:
+    """Which text each id stands for, and which ids are control tokens."""
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    control = [n for n, added in tokenizer.get_added_tokens_decoder().items() if added.special]
+    return _digest([sorted(vocabulary.items(), key=lambda pair: pair[::-1]), sorted(control)])
+
+
+def _earlier_digest(tokenizer: Tokenizer) -> str:
+    return blake3(tokenizer.to_str().encode()).hexdigest()
+
+
+def _digest(value: object) -> str:
+    return blake3(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def weights_digest(tensors: Mapping[str, Tensor]) -> str:
+    """Of every tensor's name, shape and bytes."""
+    digest = blake3(max_threads=blake3.AUTO)
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        digest.update(f"{name} {list(tensor.shape)} {tensor.dtype}\n".encode())
+        digest.update(tensor_bytes(tensor.cpu().contiguous()))
+    return digest.hexdigest()

@@ -1,0 +1,75 @@
+"""All that a memory is, at rest: taken out of one, and checked before another takes it in."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvkeep.cache import CacheState, Layout
+from kvkeep.cache.checks import (
+    require,
+    require_finite,
+    require_tensor,
+    require_whole,
+    require_within,
+)
+from kvkeep.models.spec.model_spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class MemoryState:
+    """What a memory is; see `Memory`.
+
+    tokens: `[n]` int32. serials: `[n]` int64. pins: serials of pinned tokens. hidden: `[1,
+    hidden_size]` and logits: `[vocab]` of the last token, where they are known.
+    """
+
+    tokens: Tensor
+    serials: Tensor
+    pins: Collection[int]
+    hidden: Tensor | None
+    logits: Tensor | None
+    cache: CacheState
+
+    def check(self, spec: ModelSpec, layout: Layout) -> None:
+        """Raises ValueError, saying what is wrong, where no memory of this model can be this.
+
+        What the cache holds is for the cache to check.
+        """
+        self.check_itself()
+        require_within("token ids", self.tokens, 0, spec.vocab_size - 1)
+        if self.hidden is not None and self.logits is not None:
+            require_tensor("hidden", self.hidden, layout.dtype, 1, spec.hidden_size)
+            require_tensor("logits", self.logits, torch.float32, spec.vocab_size)
+
+    def check_itself(self) -> None:
+        """As `check`, of any model."""
+        require_tensor("tokens", self.tokens, torch.int32, None)
+        require_tensor("serials", self.serials, torch.int64, len(self.tokens))
+        require_within("serials", self.serials, 0, self.cache.serial - 1)
+        self._check_order()
+        known = self.hidden is not None
+        require(known == (self.logits is not None), "hidden without logits, or the reverse")
+        if self.hidden is not None and self.logits is not None:
+            require(bool(len(self.tokens)), "there are logits of no token")
+            require_finite("hidden", self.hidden)
+            require_finite("logits", self.logits)
+
+    def _check_order(self) -> None:
+        """Cells are of tokens, in their order; serials are each token's own."""
+        ordered, indices = self.serials.sort()
+        require(bool((ordered.diff() > 0).all()), "two tokens have one serial")
+        held = self.cache.serials()
+        if len(held):
+            # NumPy's, as torch's takes a team of threads, which costs more than the search.
+            found = torch.from_numpy(np.searchsorted(ordered.numpy(), held.numpy()))
+            found.clamp_(max=max(0, len(ordered) - 1))
+            known = bool(len(ordered)) and torch.equal(ordered[found], held)
+            require(known, "there are cells of no token")
+            require(bool((indices[found].diff() > 0).all()), "cells are not in their tokens' order")
+        for pin in self.pins:
+            require_whole("a pin", pin, 0, self.cache.serial - 1)
+        require(len(set(self.pins)) == len(self.pins), "a token is pinned twice")
+        require(set(self.pins) <= set(held.tolist()), "a token is pinned that has no cell")
