@@ -4,7 +4,8 @@ import logging
 from collections.abc import Callable, Collection
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI
+from fastapi import Request as HttpRequest
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -60,11 +61,11 @@ def application(
     return Safety(inner, service, hosts, origins)
 
 
-async def _told(request: Request, error: Exception) -> JSONResponse:
+async def _told(request: HttpRequest, error: Exception) -> JSONResponse:
     return problem_of(error).response(_is_anthropic(request))
 
 
-async def _malformed(request: Request, error: Exception) -> JSONResponse:
+async def _malformed(request: HttpRequest, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     place = ".".join(str(part) for part in first["loc"] if part != "body")
@@ -72,16 +73,16 @@ async def _malformed(request: Request, error: Exception) -> JSONResponse:
     return Problem(400, message, param=place or None).response(_is_anthropic(request))
 
 
-async def _refused(request: Request, error: Exception) -> JSONResponse:
+async def _refused(request: HttpRequest, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
     return Problem(error.status_code, str(error.detail), kind).response(_is_anthropic(request))
 
 
-async def _failed(request: Request, error: Exception) -> JSONResponse:
+async def _failed(request: HttpRequest, error: Exception) -> JSONResponse:
     _log.error("%s %s", request.method, request.url.path, exc_info=error)
     return problem_of(error).response(_is_anthropic(request))
 
 
-def _is_anthropic(request: Request) -> bool:
+def _is_anthropic(request: HttpRequest) -> bool:
     return request.url.path.startswith("/v1/messages")

@@ -4,7 +4,8 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from fastapi import Depends, Request
+from fastapi import Depends
+from fastapi import Request as HttpRequest
 from pydantic import BaseModel, ConfigDict, Field
 
 from kvkeep.errors import InvalidArgument
@@ -18,12 +19,12 @@ _NEVER = -1e6  # a bias: llama.cpp's clients say false
 Bias = Annotated[float, Field(ge=-1e6, le=1e6)]
 
 
-def _service(request: Request) -> Service:
+def _service(request: HttpRequest) -> Service:
     service: Service = request.app.state.service
     return service
 
 
-def _owner(request: Request) -> str:
+def _owner(request: HttpRequest) -> str:
     owner: str = request.scope["owner"]
     return owner
 

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from starlette.requests import Request
+from starlette.requests import Request as HttpRequest
 
 from kvkeep.engine import Answer, Ask, Engine, Event, Failed, Finished, Kept
 from kvkeep.model import Model
@@ -114,7 +114,7 @@ class Running:
             answer.cancel()
 
     @asynccontextmanager
-    async def until_gone(self, request: Request) -> AsyncIterator[None]:
+    async def until_gone(self, request: HttpRequest) -> AsyncIterator[None]:
         """Cancels them when the client goes away. The request's body has been read."""
 
         async def watch() -> None:

@@ -5,7 +5,8 @@ import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
+from fastapi import Request as HttpRequest
 from pydantic import Field
 from starlette.responses import Response
 
@@ -85,7 +86,7 @@ class Message(Counted):
 
 @router.post("/v1/messages", response_model=None, responses=STREAMED)
 async def messages(
-    body: Message, request: Request, service: Serving, owner: Owner
+    body: Message, request: HttpRequest, service: Serving, owner: Owner
 ) -> Response | dict[str, Any]:
     """What the assistant says next."""
     ids, tools = await body.ids(service), body.known_tools()

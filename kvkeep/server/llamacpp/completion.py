@@ -4,7 +4,8 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
+from fastapi import Request as HttpRequest
 from pydantic import Field
 from starlette.responses import Response
 
@@ -102,7 +103,7 @@ def _tokens_of(text: int | str, service: Service) -> list[int]:
 @router.post("/completion", response_model=None, responses=STREAMED)
 @router.post("/completions", response_model=None, include_in_schema=False)
 async def completion(
-    body: Completion, request: Request, service: Serving, owner: Owner
+    body: Completion, request: HttpRequest, service: Serving, owner: Owner
 ) -> Response | dict[str, Any] | list[dict[str, Any]]:
     """Goes on from a prompt, or from each of several."""
     prompts = await asyncio.to_thread(body.all_ids, service)
@@ -123,7 +124,7 @@ async def completion(
 async def _each(
     body: Completion,
     prompts: list[list[int]],
-    request: Request,
+    request: HttpRequest,
     service: Service,
     owner: str,
 ) -> list[dict[str, Any]]:

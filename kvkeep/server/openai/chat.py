@@ -6,7 +6,8 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
+from fastapi import Request as HttpRequest
 from pydantic import Field
 from starlette.responses import Response
 
@@ -82,7 +83,7 @@ class Chat(Choosing):
 @router.post("/v1/chat/completions", response_model=None, responses=STREAMED)
 @router.post("/chat/completions", response_model=None, include_in_schema=False)
 async def chat(
-    body: Chat, request: Request, service: Serving, owner: Owner
+    body: Chat, request: HttpRequest, service: Serving, owner: Owner
 ) -> Response | dict[str, Any]:
     """What the assistant says next, in `n` ways; as one answer or as a stream of events."""
     tools = checked_tools(body.tools or (), body.tool_choice)

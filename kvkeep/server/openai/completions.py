@@ -5,7 +5,8 @@ import secrets
 from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
+from fastapi import Request as HttpRequest
 from pydantic import Field
 from starlette.responses import Response
 
@@ -44,7 +45,7 @@ class Completion(Choosing):
 
 @router.post("/v1/completions", response_model=None, responses=STREAMED)
 async def completions(
-    body: Completion, request: Request, service: Serving, owner: Owner
+    body: Completion, request: HttpRequest, service: Serving, owner: Owner
 ) -> Response | dict[str, Any]:
     """Goes on from a prompt, in `n` ways."""
     ids = await asyncio.to_thread(_ids, service, body.prompt)

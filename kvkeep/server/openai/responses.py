@@ -13,7 +13,8 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Path, Request
+from fastapi import APIRouter, Path
+from fastapi import Request as HttpRequest
 from pydantic import Field
 from starlette.responses import Response
 
@@ -101,7 +102,7 @@ class _Making:
 @router.post("/v1/responses", response_model=None, responses=STREAMED)
 @router.post("/responses", response_model=None, include_in_schema=False)
 async def create(
-    body: Create, request: Request, service: Serving, owner: Owner
+    body: Create, request: HttpRequest, service: Serving, owner: Owner
 ) -> Response | dict[str, Any]:
     """Answers, where nothing or where an earlier response stands."""
     making = await _begun(body, service, owner)

@@ -2,7 +2,8 @@
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
+from fastapi import Request as HttpRequest
 from pydantic import Field
 from starlette.responses import Response
 
@@ -26,7 +27,7 @@ class Turn(Choosing):
 
 @router.post("/v1/sessions/{name}/turns", response_model=None, responses=STREAMED)
 async def say(
-    name: Name, body: Turn, request: Request, service: Serving, owner: Owner, revision: Revision
+    name: Name, body: Turn, request: HttpRequest, service: Serving, owner: Owner, revision: Revision
 ) -> Response | dict[str, Any]:
     """Reads a turn as the model's template writes it, and answers.
 

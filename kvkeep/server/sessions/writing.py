@@ -4,7 +4,8 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
+from fastapi import Request as HttpRequest
 from pydantic import Field
 from starlette.responses import Response
 
@@ -69,7 +70,7 @@ class Generate(Fed):
 
 @router.post("/v1/sessions/{name}/feed", response_model=None, responses=STREAMED)
 async def feed(
-    name: Name, body: Fed, request: Request, service: Serving, owner: Owner, revision: Revision
+    name: Name, body: Fed, request: HttpRequest, service: Serving, owner: Owner, revision: Revision
 ) -> Response | dict[str, Any]:
     """Reads a text on where the session stands."""
     ids = await asyncio.to_thread(body.ids, service, False)
@@ -81,7 +82,12 @@ async def feed(
 
 @router.post("/v1/sessions/{name}/generate", response_model=None, responses=STREAMED)
 async def generate(
-    name: Name, body: Generate, request: Request, service: Serving, owner: Owner, revision: Revision
+    name: Name,
+    body: Generate,
+    request: HttpRequest,
+    service: Serving,
+    owner: Owner,
+    revision: Revision,
 ) -> Response | dict[str, Any]:
     """Reads what is given, if anything is, and writes on."""
     ids = await asyncio.to_thread(body.ids, service, True)
@@ -94,7 +100,7 @@ async def answered(
     name: str,
     streamed: bool,
     ask: Ask | Callable[[Kept], Ask],
-    request: Request,
+    request: HttpRequest,
     service: Service,
     owner: str,
     revision: int | None,
