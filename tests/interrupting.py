@@ -9,13 +9,13 @@ from types import FrameType
 from typing import Any
 
 import kvkeep
-from kvkeep import computing, interrupts
+from kvkeep.runtime import signals, worker
 
 _PACKAGE = str(Path(kvkeep.__file__).parent)
 
 # Python tells of the line of a `with` once more before it calls `__exit__`. What is thrown there
 # leaves the lock taken for good, and other threads' tests wait for ever; no signal is seen there.
-_LOCKING = computing.__file__
+_LOCKING = worker.__file__
 
 
 class BrokenOff(BaseException):
@@ -50,7 +50,7 @@ def at_each_line(act: Callable[[int], None], spared: tuple[str, ...] = ()) -> It
 
 def lines_of(call: Callable[[], object]) -> int:
     """How many lines of kvkeep a call runs."""
-    with at_each_line(lambda index: None, (interrupts.__file__, _LOCKING)) as count:
+    with at_each_line(lambda index: None, (signals.__file__, _LOCKING)) as count:
         call()
     return count[0]
 
@@ -66,7 +66,7 @@ def broken_off_at(index: int, call: Callable[[], object]) -> bool:
             raise BrokenOff
 
     try:
-        with at_each_line(act, (interrupts.__file__, _LOCKING)):
+        with at_each_line(act, (signals.__file__, _LOCKING)):
             call()
     except BrokenOff:
         return True
@@ -99,4 +99,4 @@ def interrupted_from(index: int, call: Callable[[], object]) -> bool:
 
 def require_let_go() -> None:
     """Others can compute."""
-    assert not computing._TURNS.are_here, "what was broken off has left the lock taken"
+    assert not worker._TURNS.are_here, "what was broken off has left the lock taken"

@@ -17,10 +17,10 @@ from patience import PATIENCE
 from small import small_model
 from torch import Tensor
 
-from kvkeep import computing
 from kvkeep.errors import ContextFull
 from kvkeep.models.layers.decoder import Decoder
 from kvkeep.models.layers.executor import AnyStep
+from kvkeep.runtime import worker
 from kvkeep.runtime.compute_thread import ComputeThread
 from kvkeep.session.session import Session
 
@@ -30,7 +30,7 @@ TEXT = [(i * i * 7 + 3 * i) % 250 + 1 for i in range(100)]
 @pytest.fixture(autouse=True)
 def nobody_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a process that begins."""
-    monkeypatch.setattr(computing, "_TURNS", computing._Turns())
+    monkeypatch.setattr(worker, "_TURNS", worker._Turns())
 
 
 def in_a_thread(work: Callable[[], object]) -> None:
@@ -110,13 +110,13 @@ def test_a_team_that_nobody_asks_ends() -> None:
 
 TEAMS = f"""
 import os
-from kvkeep import computing
+from kvkeep.runtime import worker
 from kvkeep.runtime.compute_thread import _pause
 
 def threads():
     return len(os.listdir("/proc/self/task"))
 
-@computing.computes
+@worker.computes
 def step():
     (torch.ones(2000, 2000) @ torch.ones(2000, 2000)).sum()
     return threads()
