@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: run test test-extended test-all test-oldest test-slow test-new fuzz sanitize emulated wheel release site lint types install clean
+.PHONY: run fmt check test test-extended test-all test-oldest test-slow test-new fuzz sanitize emulated wheel release site lint types install clean
 
 install: $(READY)
 
@@ -37,7 +37,7 @@ test: install
 	$(BIN)/python -m pytest $(AT_ONCE) -m 'not slow and not extended'
 
 test-extended: install
-	$(BIN)/python -m pytest $(AT_ONCE) -m 'extended and not slow' --durations=30
+	$(BIN)/python -m pytest $(AT_ONCE) -m 'extended and not slow'
 
 test-all: test test-extended
 
@@ -120,6 +120,13 @@ emulated: install
 	  $(addprefix tests/compiled/test_,$(addsuffix .py,$(ON_EACH_SET))) \
 	  tests/methods/test_similarity.py \
 	  tests/compiled/test_instruction_sets.py::test_numbers_are_rounded_to_the_same_bits
+
+# Formats everything; `make check` is what to run before each commit (also by .pre-commit-config.yaml).
+fmt: install
+	$(BIN)/ruff check --fix-only --quiet .
+	$(BIN)/ruff format .
+
+check: lint types
 
 lint: install
 	$(BIN)/ruff check .
