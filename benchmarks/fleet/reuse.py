@@ -22,7 +22,7 @@ from benchmarks.figures import rounded
 from benchmarks.fleet.servers import object_store
 from benchmarks.machine import describe_machine
 from kvkeep import Model, load_model
-from kvkeep.engine import Ask, Engine
+from kvkeep.engine import Engine, GenerationRequest
 from kvkeep.evaluate.manual import manual_text
 from kvkeep.storage.files.whole import write_json
 from kvkeep.storage.objects import Objects, open_objects
@@ -35,7 +35,7 @@ def first_token(model: Model, ids: Sequence[int], shared: SharedPrefixes | None)
     """Seconds to the first token, in a new engine; what it leaves in the store is there then."""
     with Engine(model, settings=SETTINGS, stores=shared.of if shared else None) as engine:
         begun = time.perf_counter()
-        engine.generate(Ask(tuple(ids), 1, ignore_eos=True)).text()
+        engine.generate(GenerationRequest(tuple(ids), 1, ignore_eos=True)).text()
         spent = time.perf_counter() - begun
     if shared is not None:
         shared.flush()

@@ -105,10 +105,10 @@ def settings_of(choice: MemoryChoice, model: "Model", memory: int) -> dict[str, 
 
 def _full_session(model: "Model", settings: dict[str, Any]) -> tuple[int, int]:
     """The budget of a session in tokens, and the most bytes that its cells come to take."""
-    from kvkeep.engine.record import most_bytes
+    from kvkeep.engine.record import max_session_bytes
 
     session = model.session(**settings)
-    return session.max_kv_size, most_bytes(session, None)
+    return session.max_kv_size, max_session_bytes(session, None)
 
 
 def _longest_fitting(model: "Model", settings: dict[str, Any], tokens: int, memory: int) -> int:

@@ -1,31 +1,59 @@
-"""One engine, many users: a thread that computes for all, and keeps their sessions."""
+"""The engine: one thread that schedules generations for many callers and keeps their sessions."""
 
-from kvkeep.engine.cache_misses import Differing, Missed, differing
+import warnings
+from typing import TYPE_CHECKING
+
+from kvkeep.engine.cache_misses import CacheMiss, TextDifference, text_difference
 from kvkeep.engine.engine import Engine
-from kvkeep.engine.events import Event, Failed, Finished, Likely, Read, Reuse, Usage, Written
-from kvkeep.engine.generation import Answer, Ask
+from kvkeep.engine.events import (
+    Failed,
+    Finished,
+    GeneratedToken,
+    GenerationEvent,
+    PrefillProgress,
+    Reuse,
+    TokenLogprob,
+    Usage,
+)
+from kvkeep.engine.generation import Generation, GenerationRequest
 from kvkeep.engine.limits import Limits, Operation, Totals
-from kvkeep.engine.record import Kept
+from kvkeep.engine.record import SessionRecord
 from kvkeep.engine.turn import turn
 
 __all__ = [
-    "Answer",
-    "Ask",
-    "Differing",
+    "CacheMiss",
     "Engine",
-    "Event",
     "Failed",
     "Finished",
-    "Kept",
-    "Likely",
+    "GeneratedToken",
+    "Generation",
+    "GenerationEvent",
+    "GenerationRequest",
     "Limits",
-    "Missed",
     "Operation",
-    "Read",
+    "PrefillProgress",
     "Reuse",
+    "SessionRecord",
+    "TextDifference",
+    "TokenLogprob",
     "Totals",
     "Usage",
-    "Written",
-    "differing",
+    "text_difference",
     "turn",
 ]
+
+if not TYPE_CHECKING:  # for a type checker the old names do not exist
+    _RENAMED = {
+        "Answer": "Generation",
+        "Ask": "GenerationRequest",
+        "Kept": "SessionRecord",
+        "Read": "PrefillProgress",
+        "Written": "GeneratedToken",
+    }
+
+    def __getattr__(name: str) -> object:
+        if name not in _RENAMED:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        new = _RENAMED[name]
+        warnings.warn(f"kvkeep.engine.{name} is now {new}", DeprecationWarning, stacklevel=2)
+        return globals()[new]

@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from kvkeep.engine.cache_misses import Missed, missed
-from kvkeep.engine.events import Event, Reuse
-from kvkeep.engine.generation import Answer, Ask
+from kvkeep.engine.cache_misses import CacheMiss, cache_miss
+from kvkeep.engine.events import GenerationEvent, Reuse
+from kvkeep.engine.generation import Generation, GenerationRequest
 from kvkeep.engine.limits import Limits, Totals
-from kvkeep.engine.recent_log import Recent
-from kvkeep.engine.record import STEP, Kept
-from kvkeep.engine.registry import Keeping
+from kvkeep.engine.recent_log import RecentLog
+from kvkeep.engine.record import STEP, SessionRecord
+from kvkeep.engine.registry import SessionRegistry
 from kvkeep.engine.reuse import best_match
-from kvkeep.engine.scheduler import Schedule
+from kvkeep.engine.scheduler import Scheduler
 from kvkeep.errors import Cancelled, InvalidArgument, NoRoom
 from kvkeep.model import Model
 from kvkeep.session.sampling import Sampling, require_own_constraints
@@ -29,10 +29,10 @@ _MISSES = 50  # that are known of one owner
 class Tells(Protocol):
     """Is told what was done to a session."""
 
-    def __call__(self, kept: Kept, what: str, tokens: int, seconds: float) -> None: ...
+    def __call__(self, kept: SessionRecord, what: str, tokens: int, seconds: float) -> None: ...
 
 
-class TakingOn:
+class Admission:
     """Answers from the moment that they are asked for until they are over. In the engine's thread.
 
     new_session: makes one for an owner. tells: is told of each answer that is over.
@@ -41,32 +41,32 @@ class TakingOn:
     def __init__(
         self,
         model: Model,
-        keeping: Keeping,
+        keeping: SessionRegistry,
         limits: Limits,
         new_session: Callable[[str], Session],
         tells: Tells,
     ):
         self._model, self._keeping, self._limits = model, keeping, limits
         self._new_session, self._done = new_session, tells
-        self.schedule = Schedule(model.end_token_ids, self._over, self._has_read)
-        self._followers: dict[Answer, list[Answer]] = {}
+        self.schedule = Scheduler(model.end_token_ids, self._over, self._has_read)
+        self._followers: dict[Generation, list[Generation]] = {}
         self._ended_by = Counter[str]()
         self._sums = Counter[str]()
-        self.misses = Recent[Missed](_MISSES)
+        self.cache_misses = RecentLog[CacheMiss](_MISSES)
         self.pace = 0.02  # seconds of a turn, lately
 
     def take_on(
         self,
-        ask: Ask | Callable[[Kept], Ask],
+        ask: GenerationRequest | Callable[[SessionRecord], GenerationRequest],
         session: str | None,
         owner: str,
-        listener: Callable[[Event], None] | None,
+        listener: Callable[[GenerationEvent], None] | None,
         revision: int | None = None,
         times: int = 1,
-    ) -> Answer:
+    ) -> Generation:
         self._require_turn(owner)
         if session is None:
-            assert isinstance(ask, Ask)
+            assert isinstance(ask, GenerationRequest)
             _require_something(ask, 0)
             self._require_short(ask)
             kept, reuse = self._placed(ask, owner)
@@ -84,14 +84,19 @@ class TakingOn:
             if not kept.named and kept.revision == 0:  # made for this prompt
                 self._keeping.remove(kept)
             raise
-        answer = Answer(ask, kept, self._model.text, listener)
+        answer = Generation(ask, kept, self._model.text, listener)
         kept.answer = answer
         kept.used = time.monotonic()
         answer.start(feeding, reuse)
         self.schedule.add(answer)
         return answer
 
-    def _said(self, ask: Ask | Callable[[Kept], Ask], kept: Kept, revision: int | None) -> Ask:
+    def _said(
+        self,
+        ask: GenerationRequest | Callable[[SessionRecord], GenerationRequest],
+        kept: SessionRecord,
+        revision: int | None,
+    ) -> GenerationRequest:
         """What is asked of a session."""
         kept.require_idle()
         kept.require_revision(revision)
@@ -104,23 +109,23 @@ class TakingOn:
         self._require_short(ask)
         return ask
 
-    def _require_short(self, ask: Ask) -> None:
+    def _require_short(self, ask: GenerationRequest) -> None:
         if len(ask.prompt) > self._limits.prompt:
             raise InvalidArgument(
                 f"a prompt has at most {self._limits.prompt:,} tokens here; found "
                 f"{len(ask.prompt):,}: feed a session in parts"
             )
 
-    def _placed(self, ask: Ask, owner: str) -> tuple[Kept, Reuse]:
+    def _placed(self, ask: GenerationRequest, owner: str) -> tuple[SessionRecord, Reuse]:
         """A session for a prompt, and what of the prompt is in it."""
-        fresh = Kept("", owner, False, None, self._new_session(owner))
+        fresh = SessionRecord("", owner, False, None, self._new_session(owner))
         match = best_match(ask.prompt, self._keeping.of(owner), fresh)
         reason = "" if match.tokens == len(ask.prompt) else match.reason
         differs = match.common if match.common < len(ask.prompt) else None
         source = match.kept
         reuse = Reuse(match.tokens, "session" if source else "", reason, differs)
         if not match.whole:
-            self.misses.add(owner, missed(ask.prompt, match))
+            self.cache_misses.add(owner, cache_miss(ask.prompt, match))
         if source is None:
             return self._keeping.add(fresh.live, owner, named=False), reuse
         reuse = replace(reuse, session=source.name)
@@ -135,16 +140,16 @@ class TakingOn:
 
     def take_on_several(
         self,
-        ask: Ask,
+        ask: GenerationRequest,
         samplings: Sequence[Sampling],
         owner: str,
-        listeners: Sequence[Callable[[Event], None] | None],
-    ) -> list[Answer]:
+        listeners: Sequence[Callable[[GenerationEvent], None] | None],
+    ) -> list[Generation]:
         require_own_constraints(samplings, self._samplings())
         asks = [replace(ask, sampling=sampling) for sampling in samplings]
         first = self.take_on(asks[0], None, owner, listeners[0], times=len(asks))
         others = [
-            Answer(one, first.kept, self._model.text, told)
+            Generation(one, first.kept, self._model.text, told)
             for one, told in zip(asks[1:], listeners[1:], strict=True)
         ]
         self._followers[first] = others
@@ -157,7 +162,7 @@ class TakingOn:
         for answer in (*self.schedule.answers, *itertools.chain(*self._followers.values())):
             yield answer.ask.sampling
 
-    def _has_read(self, answer: Answer) -> None:
+    def _has_read(self, answer: Generation) -> None:
         """Those who wait for its prompt go on from there, each in a fork."""
         kept, others = answer.kept, self._followers.pop(answer, ())
         kept.reserved //= 1 + len(others)
@@ -175,7 +180,7 @@ class TakingOn:
             other.start(None, Reuse(len(other.ask.prompt), "session", session=kept.name))
             self.schedule.add(other)
 
-    def _over(self, answer: Answer) -> None:
+    def _over(self, answer: Generation) -> None:
         """An answer has come to its end: the session is idle."""
         for other in self._followers.pop(answer, ()):
             other.fail(answer.error or Cancelled("the prompt was not read to its end"))
@@ -194,7 +199,7 @@ class TakingOn:
         seconds = usage.reading + usage.writing
         self._done(kept, "generate", usage.evaluated + usage.written, seconds)
 
-    def _do_after(self, answer: Answer) -> None:
+    def _do_after(self, answer: Generation) -> None:
         kept, ask = answer.kept, answer.ask
         before = len(kept.live.tokens)
         try:
@@ -217,7 +222,7 @@ class TakingOn:
     def _soonest(self) -> float:
         """Seconds until an answer may be done, as things go."""
         left = [
-            (answer.ask.max_tokens or 512) - len(answer.written) + answer.owed / STEP
+            (answer.ask.max_tokens or 512) - len(answer.written) + answer.prefill_remaining / STEP
             for answer in self.schedule.answers
         ]
         return max(1.0, min(left, default=0) * self.pace)
@@ -244,7 +249,7 @@ class TakingOn:
             limit=self._limits.memory,
         )
 
-    def _count(self, answer: Answer) -> None:
+    def _count(self, answer: Generation) -> None:
         usage = answer.usage
         self._ended_by[answer.ended] += 1
         # A prompt that was broken off is counted as far as it was read.
@@ -255,7 +260,7 @@ class TakingOn:
         self._sums["writing"] += round(1e6 * usage.writing)
 
 
-def _require_something(ask: Ask, held: int) -> None:
+def _require_something(ask: GenerationRequest, held: int) -> None:
     """Before anything is begun. held: tokens of the session."""
     if not ask.prompt and not held:
         raise InvalidArgument("nothing to continue: feed a prompt before asking for tokens")

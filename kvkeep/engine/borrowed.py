@@ -4,14 +4,14 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from kvkeep.engine.record import Kept
-from kvkeep.engine.registry import Keeping
+from kvkeep.engine.record import SessionRecord
+from kvkeep.engine.registry import SessionRegistry
 from kvkeep.errors import StoreError
 from kvkeep.model import Model
 from kvkeep.storage.snapshots.snapshot import Snapshot
 
 
-class Visiting:
+class BorrowedSessions:
     """For whoever keeps sessions elsewhere: each is awaited while it must stay, then may go.
 
     One that makes room for others is not saved: whoever let it go has it. call: runs a function in
@@ -21,21 +21,21 @@ class Visiting:
     def __init__(
         self,
         model: Model,
-        keeping: Keeping,
+        keeping: SessionRegistry,
         call: Callable[[Callable[[], Any]], Future[Any]],
-        discard: Callable[[Kept], None],
+        discard: Callable[[SessionRecord], None],
     ):
         self._model, self._keeping, self._call = model, keeping, call
         self._discard = discard
 
-    def bring(self, snapshot: Snapshot, name: str, owner: str) -> Future[Kept]:
+    def bring(self, snapshot: Snapshot, name: str, owner: str) -> Future[SessionRecord]:
         """A session goes on as another engine had it, awaited; in the place of one that visits.
 
         Raises StoreError for a snapshot of another model, InvalidArgument where the engine has a
         session of its own by that name, Busy, NoRoom.
         """
 
-        def brought() -> Kept:
+        def brought() -> SessionRecord:
             session = self._model.restore(snapshot)
             kept = self._keeping.welcome(session, owner, name, snapshot.notes)
             kept.visits, kept.awaited = True, 1
@@ -43,7 +43,7 @@ class Visiting:
 
         return self._call(brought)
 
-    def await_(self, kept: Kept) -> Future[bool]:
+    def await_(self, kept: SessionRecord) -> Future[bool]:
         """It stays until it is let go as often; False where it has gone already."""
 
         def awaited() -> bool:
@@ -53,7 +53,7 @@ class Visiting:
 
         return self._call(awaited)
 
-    def let_go(self, kept: Kept) -> Future[None]:
+    def let_go(self, kept: SessionRecord) -> Future[None]:
         """Once less awaited."""
 
         def gone() -> None:
@@ -61,10 +61,10 @@ class Visiting:
 
         return self._call(gone)
 
-    def find(self, name: str, owner: str) -> Future[Kept | None]:
+    def find(self, name: str, owner: str) -> Future[SessionRecord | None]:
         """A session that was made here, to be at home elsewhere from now on, awaited."""
 
-        def found() -> Kept | None:
+        def found() -> SessionRecord | None:
             if not self._keeping.has(name, owner):
                 return None
             kept = self._keeping.find(name, owner)
@@ -73,7 +73,7 @@ class Visiting:
 
         return self._call(found)
 
-    def snapshot(self, kept: Kept) -> Future[tuple[Snapshot, int]]:
+    def snapshot(self, kept: SessionRecord) -> Future[tuple[Snapshot, int]]:
         """All that it is, for another engine to bring; and its revision. Raises Busy."""
 
         def taken() -> tuple[Snapshot, int]:
@@ -83,11 +83,11 @@ class Visiting:
 
         return self._call(taken)
 
-    def committed(self, kept: Kept, revision: int) -> Future[None]:
+    def committed(self, kept: SessionRecord, revision: int) -> Future[None]:
         """What it was at that revision is at home."""
         return self._call(lambda: self._keeping.is_saved(kept, revision))
 
-    def revision(self, kept: Kept) -> Future[int]:
+    def revision(self, kept: SessionRecord) -> Future[int]:
         """At which it is. Raises Busy, StoreError where it is not here any more."""
 
         def found() -> int:
@@ -97,7 +97,7 @@ class Visiting:
 
         return self._call(found)
 
-    def forget(self, kept: Kept) -> Future[None]:
+    def forget(self, kept: SessionRecord) -> Future[None]:
         """It is not here any more, whatever was at work in it."""
 
         def forgotten() -> None:
@@ -106,10 +106,10 @@ class Visiting:
 
         return self._call(forgotten)
 
-    def _is_here(self, kept: Kept) -> bool:
+    def _is_here(self, kept: SessionRecord) -> bool:
         name, owner = kept.name, kept.owner
         return self._keeping.has(name, owner) and self._keeping.find(name, owner) is kept
 
-    def _require_here(self, kept: Kept) -> None:
+    def _require_here(self, kept: SessionRecord) -> None:
         if not self._is_here(kept):
             raise StoreError(f"session {kept.name!r} went while it was worked on: send it again")

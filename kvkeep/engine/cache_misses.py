@@ -12,7 +12,7 @@ _numbers = itertools.count(1)
 
 
 @dataclass(frozen=True)
-class Differing:
+class TextDifference:
     """Where two texts part: the tokens around it, from `start` of both on. at: the first that
     differs."""
 
@@ -23,7 +23,7 @@ class Differing:
 
 
 @dataclass(frozen=True)
-class Missed:
+class CacheMiss:
     """A prompt of which not all was reused. number: by which it is asked for. when: in seconds
     since 1970. tokens: of the prompt; reused: of those. session: that they are from. reason: see
     `kvkeep.engine.reuse`. differing: None where no text begins like it."""
@@ -34,19 +34,19 @@ class Missed:
     reused: int
     session: str | None
     reason: str
-    differing: Differing | None
+    difference: TextDifference | None
 
 
-def differing(prompt: Sequence[int], match: Match) -> Differing | None:
+def text_difference(prompt: Sequence[int], match: Match) -> TextDifference | None:
     """A prompt beside the text that is nearest to it."""
     if match.nearest is None or match.common >= len(prompt):
         return None
     first, last = max(0, match.common - _AROUND), match.common + _AROUND
     shown = tuple(prompt[first:last]), tuple(match.nearest[first:last])
-    return Differing(first, match.common, *shown)
+    return TextDifference(first, match.common, *shown)
 
 
-def missed(prompt: Sequence[int], match: Match) -> Missed:
-    name, shown = match.kept.name if match.kept else None, differing(prompt, match)
+def cache_miss(prompt: Sequence[int], match: Match) -> CacheMiss:
+    name, shown = match.kept.name if match.kept else None, text_difference(prompt, match)
     number = next(_numbers)
-    return Missed(number, time.time(), len(prompt), match.tokens, name, match.reason, shown)
+    return CacheMiss(number, time.time(), len(prompt), match.tokens, name, match.reason, shown)

@@ -9,18 +9,18 @@ from typing import Any, TypeVar
 
 from kvkeep import validation
 from kvkeep.cache import Bits
-from kvkeep.engine.admission import TakingOn
-from kvkeep.engine.borrowed import Visiting
-from kvkeep.engine.cache_misses import Missed
-from kvkeep.engine.events import Event
-from kvkeep.engine.generation import Answer, Ask
+from kvkeep.engine.admission import Admission
+from kvkeep.engine.borrowed import BorrowedSessions
+from kvkeep.engine.cache_misses import CacheMiss
+from kvkeep.engine.events import GenerationEvent
+from kvkeep.engine.generation import Generation, GenerationRequest
 from kvkeep.engine.limits import Limits, Operation, Totals
-from kvkeep.engine.operations import Operations
-from kvkeep.engine.record import STEP, Kept
-from kvkeep.engine.registry import Keeping, Labels
+from kvkeep.engine.operations import OperationLog
+from kvkeep.engine.record import STEP, SessionRecord
+from kvkeep.engine.registry import Labels, SessionRegistry
 from kvkeep.engine.reuse import Match, best_match
-from kvkeep.engine.saving import Saving
-from kvkeep.engine.session_operations import Changes
+from kvkeep.engine.saving import SessionSaver
+from kvkeep.engine.session_operations import SessionOperations
 from kvkeep.engine.thread import EngineThread
 from kvkeep.engine.whole_steps import WholeSteps
 from kvkeep.model import Model
@@ -37,7 +37,7 @@ class Engine:
     """Reads and writes for many at once, over one model.
 
         with Engine(load_model()) as engine:
-            answers = [engine.generate(Ask(prompt, 100)) for prompt in prompts]
+            answers = [engine.generate(GenerationRequest(prompt, 100)) for prompt in prompts]
             print([answer.text() for answer in answers])
 
     All methods may be called from any thread; what is to be waited for comes as a
@@ -68,18 +68,18 @@ class Engine:
         place = None if folder is None else validation.path("folder", folder)
         self._stores = stores if callable(stores) or stores is None else _stores_in(stores)
         self._new_session("0")  # refused here, not at the first request
-        self._keeping = Keeping(model, place, self.limits.memory, snapshots)
-        self._operations = Operations()
-        self._changes = Changes(model, self._keeping, self.limits, self._operations)
-        self._answers = TakingOn(
+        self._keeping = SessionRegistry(model, place, self.limits.memory, snapshots)
+        self._operations = OperationLog()
+        self._changes = SessionOperations(model, self._keeping, self.limits, self._operations)
+        self._answers = Admission(
             model, self._keeping, self.limits, self._new_session, self._changes.done
         )
         self._schedule = self._answers.schedule
         self._deadline = 0.0
         idle = self.limits.saved_after / 2 + 0.05
         self._thread = EngineThread(self._turn, idle, self._end)
-        self._saving = Saving(self._keeping, self._thread.post)
-        self.visiting = Visiting(model, self._keeping, self.call, self._discard)
+        self._saving = SessionSaver(self._keeping, self._thread.post)
+        self.borrowed = BorrowedSessions(model, self._keeping, self.call, self._discard)
         self._thread.start()
 
     def __enter__(self) -> "Engine":
@@ -95,37 +95,39 @@ class Engine:
 
     # Answers
 
-    def generate(self, ask: Ask, session: str | None = None, owner: str = "0") -> Answer:
+    def generate(
+        self, ask: GenerationRequest, session: str | None = None, owner: str = "0"
+    ) -> Generation:
         """As `ask`, once the engine has taken it on."""
         return self.ask(ask, session, owner).result()[0]
 
     def ask(
         self,
-        ask: Ask | Callable[[Kept], Ask],
+        ask: GenerationRequest | Callable[[SessionRecord], GenerationRequest],
         session: str | None = None,
         owner: str = "0",
-        listener: Callable[[Event], None] | None = None,
+        listener: Callable[[GenerationEvent], None] | None = None,
         revision: int | None = None,
-    ) -> Future[list[Answer]]:
+    ) -> Future[list[Generation]]:
         """An answer to be made, in a session, or in one that is made for it.
 
         ask: or, for a session, a function that says it of the session as it stands then. listener:
-        see `Answer`. revision: that the session must be at.
+        see `Generation`. revision: that the session must be at.
 
         Raises InvalidArgument and ContextFull as `Session.feed`, NoRoom, NoSuchSession, Busy,
         WrongRevision.
         """
         if not callable(ask) or session is None:
-            validation.instance("ask", ask, Ask)
+            validation.instance("ask", ask, GenerationRequest)
         return self.call(lambda: [self._answers.take_on(ask, session, owner, listener, revision)])
 
     def several(
         self,
-        ask: Ask,
+        ask: GenerationRequest,
         samplings: Sequence[Any],
         owner: str = "0",
-        listeners: Sequence[Callable[[Event], None] | None] | None = None,
-    ) -> Future[list[Answer]]:
+        listeners: Sequence[Callable[[GenerationEvent], None] | None] | None = None,
+    ) -> Future[list[Generation]]:
         """As many answers to one prompt as there are samplings; it is read once for all of them."""
         told = listeners or [None] * len(samplings)
         return self.call(partial(self._answers.take_on_several, ask, samplings, owner, told))
@@ -139,16 +141,16 @@ class Engine:
         session: Session | None = None,
         notes: dict[str, Any] | None = None,
         **settings: Any,
-    ) -> Future[Kept]:
+    ) -> Future[SessionRecord]:
         """Keeps a new session, or one that was made elsewhere; settings: as of `Model.session`."""
 
-        def made() -> Kept:
+        def made() -> SessionRecord:
             new = session or self._new_session(owner, **settings)
             return self._changes.create(new, owner, name, notes)
 
         return self.call(made)
 
-    def sessions(self, owner: str = "0", unnamed: bool = False) -> Future[list[Kept]]:
+    def sessions(self, owner: str = "0", unnamed: bool = False) -> Future[list[SessionRecord]]:
         """All that an owner has by name, the one used last first. To be looked at only.
 
         unnamed: with those that were made for a prompt, and make room for others.
@@ -157,7 +159,7 @@ class Engine:
             lambda: [kept for kept in self._keeping.of(owner) if kept.named or unnamed]
         )
 
-    def find(self, name: str, owner: str = "0") -> Future[Kept]:
+    def find(self, name: str, owner: str = "0") -> Future[SessionRecord]:
         """A session as it is, in memory or not. To be looked at only."""
         return self.call(lambda: self._keeping.find(name, owner))
 
@@ -165,14 +167,14 @@ class Engine:
         """What of a prompt would be reused, and why not more. Changes nothing."""
 
         def explained() -> Match:
-            fresh = Kept("", owner, False, None, self._new_session(owner))
+            fresh = SessionRecord("", owner, False, None, self._new_session(owner))
             return best_match(prompt, self._keeping.of(owner), fresh)
 
         return self.call(explained)
 
-    def misses(self, owner: str = "0") -> Future[list[Missed]]:
+    def cache_misses(self, owner: str = "0") -> Future[list[CacheMiss]]:
         """The newest prompts that no session went on with, the last one first."""
-        return self.call(lambda: self._answers.misses.of(owner))
+        return self.call(lambda: self._answers.cache_misses.of(owner))
 
     def operations(self, owner: str = "0") -> Future[list[Operation]]:
         """What was done lately, the last one first."""
@@ -182,7 +184,7 @@ class Engine:
         """What was done, and what is held, as of now."""
         return self.call(self._answers.totals)
 
-    def shared_bytes(self, kept: Kept) -> int:
+    def shared_bytes(self, kept: SessionRecord) -> int:
         """Bytes of its storage that other sessions look at, too. In the engine's thread."""
         return self._keeping.shared_bytes(kept)
 
@@ -210,7 +212,7 @@ class Engine:
         """Whether a session stays in memory, whatever others need."""
         return self.call(partial(self._changes.pin, name, owner, pinned, revision))
 
-    def look(self, name: str, owner: str, function: Callable[[Kept], T]) -> Future[T]:
+    def look(self, name: str, owner: str, function: Callable[[SessionRecord], T]) -> Future[T]:
         """What a function says of a session, brought back to memory for it; it changes nothing."""
         return self.call(partial(self._changes.look, name, owner, function))
 
@@ -226,7 +228,7 @@ class Engine:
         """What a function does to a session, while nothing else does.
 
         what: for those who watch. adds: at most so many tokens. A function that takes long hands
-        `engine.between` on as `progress`: others go on at each of its steps.
+        `engine.yield_turn` on as `progress`: others go on at each of its steps.
         """
         changed = partial(self._changes.change, name, owner, what, function, revision, adds)
         return self.call(changed)
@@ -239,7 +241,7 @@ class Engine:
         new: str | None = None,
         revision: int | None = None,
         notes: dict[str, Any] | None = None,
-    ) -> Future[Kept]:
+    ) -> Future[SessionRecord]:
         """A session that goes on where another stands, or stood after `at` tokens.
 
         notes: in the place of those of the other.
@@ -285,7 +287,7 @@ class Engine:
         owner: str = "0",
         name: str | None = None,
         instead: bool = False,
-    ) -> Future[Kept]:
+    ) -> Future[SessionRecord]:
         """A new session that goes on where the one stood that a snapshot was taken of.
 
         label: of the owner's, which is read in the engine's thread; or one that was read.
@@ -294,7 +296,7 @@ class Engine:
         where the snapshot cannot be restored.
         """
 
-        def restored() -> Kept:
+        def restored() -> SessionRecord:
             snapshot = label if isinstance(label, Snapshot) else self.labelled(label, owner)
             return self._changes.restore(snapshot, owner, name, instead)
 
@@ -319,7 +321,7 @@ class Engine:
         """What a function gives that is run in the engine's thread, between two turns."""
         return self._thread.call(function)
 
-    def between(self, tokens: int = 0) -> None:
+    def yield_turn(self, tokens: int = 0) -> None:
         """For work that takes long: others have their turn."""
         self._schedule.turn()
 
@@ -348,7 +350,7 @@ class Engine:
 
     # How
 
-    def _discard(self, kept: Kept) -> None:
+    def _discard(self, kept: SessionRecord) -> None:
         for answer in self._schedule.answers:
             if answer.kept is kept:
                 answer.cancel()

@@ -47,7 +47,7 @@ class Usage:
 
 
 @dataclass(frozen=True)
-class Read:
+class PrefillProgress:
     """A step of the prompt is in. done, total: of the prompt, what was reused included."""
 
     done: int
@@ -57,7 +57,7 @@ class Read:
 
 
 @dataclass(frozen=True)
-class Likely:
+class TokenLogprob:
     """A token and the natural log of its probability, before penalties and temperature."""
 
     token: int
@@ -65,7 +65,7 @@ class Likely:
 
 
 @dataclass(frozen=True)
-class Written:
+class GeneratedToken:
     """A token was written.
 
     text: what is certain now: whole characters, "" while a stop string or a character may go on.
@@ -74,8 +74,8 @@ class Written:
 
     token: int
     text: str
-    likely: Likely | None = None
-    top: Sequence[Likely] = ()
+    likely: TokenLogprob | None = None
+    top: Sequence[TokenLogprob] = ()
 
 
 @dataclass(frozen=True)
@@ -95,4 +95,4 @@ class Failed:
     error: BaseException
 
 
-Event = Read | Written | Finished | Failed
+GenerationEvent = PrefillProgress | GeneratedToken | Finished | Failed

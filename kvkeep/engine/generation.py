@@ -12,17 +12,17 @@ from torch import Tensor
 
 from kvkeep import validation
 from kvkeep.engine.events import (
-    Event,
     Failed,
     Finished,
-    Likely,
-    Read,
+    GeneratedToken,
+    GenerationEvent,
+    PrefillProgress,
     Reason,
     Reuse,
+    TokenLogprob,
     Usage,
-    Written,
 )
-from kvkeep.engine.record import Kept, step_at
+from kvkeep.engine.record import SessionRecord, prefill_step_at
 from kvkeep.errors import Cancelled, InvalidArgument
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.session.feeding import Feeding, FeedStep
@@ -34,7 +34,7 @@ _numbers = itertools.count(1)
 
 
 @dataclass(frozen=True)
-class Ask:
+class GenerationRequest:
     """A prompt to take in and tokens to write after it; either may be nothing.
 
     prompt: token ids. max_tokens: at most so many are written; None for no end but the model's own.
@@ -62,18 +62,18 @@ class Ask:
             raise InvalidArgument("nothing is asked for: no prompt, and no tokens")
 
 
-class Answer(Iterator[Event]):
-    """What an engine makes of an `Ask`. Iterating gives its events as they come, in any thread.
+class Generation(Iterator[GenerationEvent]):
+    """What an engine makes of a request. Iterating gives its events as they come, in any thread.
 
     The last event is `Finished`, or an error is raised. `cancel` ends it after the current token.
     """
 
     def __init__(
         self,
-        ask: Ask,
-        kept: Kept,
+        ask: GenerationRequest,
+        kept: SessionRecord,
         codec: TextCodec,
-        listener: Callable[[Event], None] | None = None,
+        listener: Callable[[GenerationEvent], None] | None = None,
     ):
         """listener: is told each event in the engine's thread, which it must not keep; then
         nothing is to be had by iterating."""
@@ -93,7 +93,7 @@ class Answer(Iterator[Event]):
         self._in_step = False
         self._moments: dict[str, float] = {}
         self._text: TextStream | None = None
-        self._events: SimpleQueue[Event] = SimpleQueue()
+        self._events: SimpleQueue[GenerationEvent] = SimpleQueue()
         self._listener = listener or self._events.put
 
     # For those who asked
@@ -102,7 +102,7 @@ class Answer(Iterator[Event]):
         """Nobody wants the rest. What is written by now stays in the session."""
         self.cancelled = True
 
-    def __next__(self) -> Event:
+    def __next__(self) -> GenerationEvent:
         if self._given_all:
             raise StopIteration
         event = self._events.get()
@@ -113,12 +113,12 @@ class Answer(Iterator[Event]):
 
     def text(self) -> str:
         """All of the text, once it is there. Raises what the answer failed with."""
-        return "".join(e.text for e in self if isinstance(e, (Written, Finished)))
+        return "".join(e.text for e in self if isinstance(e, (GeneratedToken, Finished)))
 
     # For the engine, in its thread
 
     @property
-    def owed(self) -> int:
+    def prefill_remaining(self) -> int:
         """Tokens of the prompt that are still to be evaluated."""
         return self.feeding.total - self.feeding.done if self.feeding else 0
 
@@ -153,37 +153,39 @@ class Answer(Iterator[Event]):
         if self._in_step:
             self.kept.evaluated = self.kept.whole_steps(len(self.kept.live.tokens))
         self._tell_read()
-        if not self.owed:
+        if not self.prefill_remaining:
             self.feeding = None
             self._mark("read")
 
     def _next_step(self, feeding: Feeding) -> FeedStep:
         session, usual = self.kept.live, self.kept.live.prefill_step
-        session.prefill_step = step_at(usual, len(session.tokens))
+        session.prefill_step = prefill_step_at(usual, len(session.tokens))
         try:
             return next(feeding)
         finally:
             session.prefill_step = usual
 
-    def likely_of(self, logits: Tensor) -> tuple[Tensor, Sequence[Likely]]:
+    def likely_of(self, logits: Tensor) -> tuple[Tensor, Sequence[TokenLogprob]]:
         """The logs of all probabilities, and the likeliest as asked for. logits: `[vocab]`."""
         logs = torch.log_softmax(logits.float().cpu(), -1)
         count = min(self.ask.likely or 0, logs.shape[0])
         values, ids = logs.topk(count)
-        return logs, [Likely(*pair) for pair in zip(ids.tolist(), values.tolist(), strict=True)]
+        return logs, [
+            TokenLogprob(*pair) for pair in zip(ids.tolist(), values.tolist(), strict=True)
+        ]
 
     def wrote(
-        self, token: int, ends: Sequence[int], logs: Tensor | None, top: Sequence[Likely]
+        self, token: int, ends: Sequence[int], logs: Tensor | None, top: Sequence[TokenLogprob]
     ) -> None:
         """The session has taken in that token. ends: ids that end a text."""
         self.written.append(token)
-        likely = None if logs is None else Likely(token, _floored(float(logs[token])))
+        likely = None if logs is None else TokenLogprob(token, _floored(float(logs[token])))
         if token in ends and not self.ask.ignore_eos:
             self.finish("eos")
             return
         stream = self._stream()
         text = "".join(stream.push(token))
-        self._tell(Written(token, text, likely, top))
+        self._tell(GeneratedToken(token, text, likely, top))
         if stream.stopped:
             self.finish("stop")
         elif self.ask.sampling.complete:
@@ -221,12 +223,12 @@ class Answer(Iterator[Event]):
 
     def _end(self, event: Finished | Failed) -> None:
         if not self.over:
-            self.over, self.unread = True, self.owed
+            self.over, self.unread = True, self.prefill_remaining
             self.ended = event.reason if isinstance(event, Finished) else _how(event.error)
             self.feeding = None
             self._tell(event)
 
-    def _tell(self, event: Event) -> None:
+    def _tell(self, event: GenerationEvent) -> None:
         try:
             self._listener(event)
         except Exception:  # who listens is gone: others must not suffer from it
@@ -234,7 +236,11 @@ class Answer(Iterator[Event]):
 
     def _tell_read(self) -> None:
         total = len(self.ask.prompt)
-        self._tell(Read(total - self.owed, total, self.reuse, time.perf_counter() - self.begun))
+        self._tell(
+            PrefillProgress(
+                total - self.prefill_remaining, total, self.reuse, time.perf_counter() - self.begun
+            )
+        )
 
     def _mark(self, what: str) -> None:
         self._moments.setdefault(what, time.perf_counter())

@@ -4,24 +4,24 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from kvkeep.engine.limits import Operation
-from kvkeep.engine.recent_log import Recent
-from kvkeep.engine.record import Kept
+from kvkeep.engine.recent_log import RecentLog
+from kvkeep.engine.record import SessionRecord
 
 _KNOWN = 200  # of one owner
 
 
-class Operations:
+class OperationLog:
     """The newest of each owner, and those who watch. In the engine's thread."""
 
     def __init__(self) -> None:
-        self._recent = Recent[Operation](_KNOWN)
+        self._recent = RecentLog[Operation](_KNOWN)
         self._listeners: list[Callable[[Operation], None]] = []
 
     def of(self, owner: str) -> list[Operation]:
         """The last one first."""
         return self._recent.of(owner)
 
-    def add(self, kept: Kept, what: str, tokens: int, seconds: float) -> None:
+    def add(self, kept: SessionRecord, what: str, tokens: int, seconds: float) -> None:
         """Something was done to a session. A listener that fails is told of nothing more."""
         nbytes = kept.session.cache.nbytes if kept.session else 0
         done = Operation(kept.owner, kept.name, what, kept.revision, tokens, seconds, nbytes)

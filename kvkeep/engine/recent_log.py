@@ -6,7 +6,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Recent(Generic[T]):
+class RecentLog(Generic[T]):
     """As many of each owner as `kept` says; older ones are forgotten."""
 
     def __init__(self, kept: int):

@@ -19,7 +19,7 @@ _SHALLOW = 12  # steps, from which on they are half as long
 
 
 @dataclass(eq=False)
-class Kept:
+class SessionRecord:
     """A session under a name, in memory or on disk.
 
     owner: whose it is; nobody else sees it. named: whether it was asked for by name, and is kept
@@ -52,7 +52,7 @@ class Kept:
     lost: int | None = None
     visits: bool = False
     awaited: int = 0
-    passing: bool = False
+    evictable: bool = False
     notes: dict[str, Any] = field(default_factory=dict)
     removed: bool = False
     answer: object | None = None
@@ -79,7 +79,7 @@ class Kept:
         """Whether it can make room for others, and be had again if it is to be kept."""
         if self.session is None or self.busy or self.awaited:
             return False
-        if self.visits or self.passing:
+        if self.visits or self.evictable:
             return True
         return not self.pinned and (not self.named or self.file is not None)
 
@@ -89,7 +89,7 @@ class Kept:
         return 0 < self.sampled == len(self.live.tokens)
 
     def goes_on(self, noted: Mapping[str, Any]) -> None:
-        """It is what an engine has noted of it (see `Keeping.snapshot`)."""
+        """It is what an engine has noted of it (see `SessionRegistry.snapshot`)."""
         self.revision = self.saved = noted.get("revision", 0)
         for field_ in ("evaluated", "sampled", "changed", "parent", "pinned", "created"):
             setattr(self, field_, noted.get(field_, getattr(self, field_)))
@@ -107,7 +107,7 @@ class Kept:
 
     def whole_steps(self, tokens: int) -> int:
         """Of so many first tokens those in steps that end where any longer prompt's would."""
-        step = step_at(self.live.prefill_step, tokens)
+        step = prefill_step_at(self.live.prefill_step, tokens)
         return tokens // step * step
 
     def stands_at(self, tokens: int) -> None:
@@ -124,7 +124,7 @@ class Kept:
         self.changed = self.changed or changed
 
 
-def step_at(step: int, position: int) -> int:
+def prefill_step_at(step: int, position: int) -> int:
     """How many tokens of a prompt are evaluated at once there, of a session with that prefill step.
 
     Those who write meanwhile wait for a step, and its attention takes longer the more there is
@@ -136,7 +136,7 @@ def step_at(step: int, position: int) -> int:
     return step // 2 if halved else step
 
 
-def most_bytes(session: Session, tokens: int | None) -> int:
+def max_session_bytes(session: Session, tokens: int | None) -> int:
     """Bytes that its cells can come to take once it has read and written so many more tokens.
 
     tokens: None for any number of them.

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from kvkeep.cache.storage import nbytes
-from kvkeep.engine.record import Kept, most_bytes
+from kvkeep.engine.record import SessionRecord, max_session_bytes
 from kvkeep.errors import InvalidArgument, NoRoom, NoSuchSession, StoreError
 from kvkeep.model import Model
 from kvkeep.session.session import Session
@@ -33,7 +33,7 @@ class Labels(Protocol):
     def remove(self, name: str) -> int: ...
 
 
-class Keeping:
+class SessionRegistry:
     """Whose sessions there are, and where. To be used in the engine's thread alone.
 
     folder: where sessions go that are moved out of memory or saved; None for nowhere: then none is
@@ -55,8 +55,8 @@ class Keeping:
             snapshots = partial(_labels, folder)
         self._snapshots = snapshots
         self._model, self._folder, self.limit = model, folder, limit
-        self._all: dict[tuple[str, str], Kept] = {}
-        self._locks: dict[Kept, ExitStack] = {}
+        self._all: dict[tuple[str, str], SessionRecord] = {}
+        self._locks: dict[SessionRecord, ExitStack] = {}
         self.unreadable: dict[Path, str] = {}
         self.never_saved: list[tuple[str, str]] = []  # owner and name
         if folder is not None:
@@ -78,10 +78,10 @@ class Keeping:
 
     # By name
 
-    def __iter__(self) -> Iterator[Kept]:
+    def __iter__(self) -> Iterator[SessionRecord]:
         return iter(list(self._all.values()))
 
-    def of(self, owner: str) -> list[Kept]:
+    def of(self, owner: str) -> list[SessionRecord]:
         """All of one owner's, the one used last first."""
         found = [kept for kept in self if kept.owner == owner]
         return sorted(found, key=lambda kept: kept.used, reverse=True)
@@ -89,7 +89,7 @@ class Keeping:
     def has(self, name: str, owner: str) -> bool:
         return (owner, name) in self._all
 
-    def find(self, name: str, owner: str) -> Kept:
+    def find(self, name: str, owner: str) -> SessionRecord:
         """Raises NoSuchSession, also for one that is somebody else's."""
         kept = self._all.get((owner, name))
         if kept is None:
@@ -104,7 +104,7 @@ class Keeping:
         parent: str | None = None,
         named: bool = True,
         notes: dict[str, Any] | None = None,
-    ) -> Kept:
+    ) -> SessionRecord:
         """Keeps a session from now on; name: None for one of its own.
 
         Raises InvalidArgument for a name that is none or is taken, Locked where another process
@@ -118,9 +118,9 @@ class Keeping:
             file = self._of_owner(owner).path(name)
         if (owner, name) in self._all:
             raise InvalidArgument(f"there is a session {name!r} already")
-        kept = Kept(name, owner, named, file, session, parent=parent, notes=notes or {})
+        kept = SessionRecord(name, owner, named, file, session, parent=parent, notes=notes or {})
         # Where snapshots are in a store and sessions in no folder, what must last is in the store.
-        kept.passing = named and file is None and self._snapshots is not None
+        kept.evictable = named and file is None and self._snapshots is not None
         self.reserve(kept, 0)
         if file is not None:
             self._lock(kept)
@@ -128,7 +128,9 @@ class Keeping:
         self._all[owner, name] = kept
         return kept
 
-    def welcome(self, session: Session, owner: str, name: str, notes: dict[str, Any]) -> Kept:
+    def welcome(
+        self, session: Session, owner: str, name: str, notes: dict[str, Any]
+    ) -> SessionRecord:
         """Keeps a session as another engine had it, in the place of one of that name.
 
         notes: of the snapshot that it was restored from. Raises Busy, NoRoom.
@@ -143,7 +145,7 @@ class Keeping:
         kept.goes_on(notes.get(NOTES, {}))
         return kept
 
-    def remove(self, kept: Kept) -> None:
+    def remove(self, kept: SessionRecord) -> None:
         """Forgets a session, its file too."""
         kept.require_idle()
         del self._all[kept.owner, kept.name]
@@ -164,7 +166,7 @@ class Keeping:
         held = nbytes([segment for cache in idle for segment in cache.every_segment])
         return held + sum(kept.reserved for kept in busy)
 
-    def shared_bytes(self, kept: Kept) -> int:
+    def shared_bytes(self, kept: SessionRecord) -> int:
         """Bytes of a session's storage that other sessions look at, too."""
         others = {
             segment.block.storage
@@ -175,14 +177,14 @@ class Keeping:
         own = {segment.block.storage for segment in kept.live.cache.every_segment}
         return sum(storage.nbytes for storage in own & others)
 
-    def reserve(self, kept: Kept, tokens: int | None, times: int = 1) -> None:
+    def reserve(self, kept: SessionRecord, tokens: int | None, times: int = 1) -> None:
         """Makes room for what so many like the session may come to take with so many more tokens.
 
         Sessions that nobody asked for by name go first, then named ones go to disk, of each kind
         the one used longest ago. Raises NoRoom where all that is left is pinned or at work.
         """
         session = self.back(kept)
-        wanted = times * most_bytes(session, tokens)
+        wanted = times * max_session_bytes(session, tokens)
         if wanted > self.limit:
             raise NoRoom(
                 f"the session could take {wanted / 1e6:,.0f} MB, and the engine has "
@@ -201,19 +203,19 @@ class Keeping:
             self.make_room(candidates.pop())
         kept.reserved = wanted
 
-    def reserve_idle(self, kept: Kept) -> None:
+    def reserve_idle(self, kept: SessionRecord) -> None:
         """Makes room for a session to be in memory, as it is."""
         if not kept.busy:
             self.reserve(kept, 0)
 
-    def _may_go(self, but: Kept) -> list[Kept]:
+    def _may_go(self, but: SessionRecord) -> list[SessionRecord]:
         """The one to go first is the last."""
         found = [kept for kept in self if kept is not but and kept.may_go]
         return sorted(found, key=lambda kept: (kept.named, kept.used), reverse=True)
 
-    def make_room(self, kept: Kept) -> None:
+    def make_room(self, kept: SessionRecord) -> None:
         """Takes an idle session out of memory; a named one is on disk by then, or at home."""
-        if not kept.named or kept.visits or kept.passing:
+        if not kept.named or kept.visits or kept.evictable:
             self.remove(kept)
             return
         if kept.dirty:
@@ -222,7 +224,7 @@ class Keeping:
 
     # To disk and back
 
-    def back(self, kept: Kept) -> Session:
+    def back(self, kept: SessionRecord) -> Session:
         """The session, read from its file where it is not in memory.
 
         Raises StoreError and its kinds for a file that is not sound.
@@ -232,13 +234,13 @@ class Keeping:
             kept.session = self._model.restore(Snapshot.load(kept.file))
         return kept.session
 
-    def save(self, kept: Kept) -> int:
+    def save(self, kept: SessionRecord) -> int:
         """Writes the session to its file; returns its bytes. Raises StoreError."""
         written = self.snapshot(kept).save(self.file(kept))
         self.is_saved(kept, kept.revision)
         return written
 
-    def snapshot(self, kept: Kept) -> Snapshot:
+    def snapshot(self, kept: SessionRecord) -> Snapshot:
         """What `save` writes, for who writes it elsewhere and then says so by `is_saved`."""
         notes = {
             "name": kept.name,
@@ -252,17 +254,17 @@ class Keeping:
         }
         return replace(self.back(kept).snapshot(), notes={**kept.notes, NOTES: notes})
 
-    def is_saved(self, kept: Kept, revision: int) -> None:
+    def is_saved(self, kept: SessionRecord, revision: int) -> None:
         kept.saved = revision
         if not kept.dirty and kept.file is not None:
             _marker(kept.file).unlink(missing_ok=True)
 
-    def changed(self, kept: Kept) -> None:
+    def changed(self, kept: SessionRecord) -> None:
         """A session was changed: a kill is to find that out, should it come before the save."""
         if kept.file is not None:
             self._mark(kept, kept.file)
 
-    def tell_again(self, kept: Kept, notes: dict[str, Any]) -> None:
+    def tell_again(self, kept: SessionRecord, notes: dict[str, Any]) -> None:
         """What a snapshot knows of the session that it was taken of, for the one made of it."""
         engine = notes.get(NOTES, {})
         kept.notes = {key: value for key, value in notes.items() if key != NOTES}
@@ -282,14 +284,14 @@ class Keeping:
             raise InvalidArgument("the engine has no folder for snapshots")
         return self._snapshots(owner)
 
-    def _mark(self, kept: Kept, file: Path) -> None:
+    def _mark(self, kept: SessionRecord, file: Path) -> None:
         tokens = len(kept.live.tokens)
         marker, text = _marker(file), json.dumps({"revision": kept.revision, "tokens": tokens})
         beside = marker.with_suffix(f"{marker.suffix}.new")
         beside.write_text(text, encoding="utf-8")  # not synced: it is against kills, not power cuts
         beside.replace(marker)
 
-    def file(self, kept: Kept) -> Path:
+    def file(self, kept: SessionRecord) -> Path:
         """Where it is saved. Raises InvalidArgument where nothing is."""
         if kept.file is None:
             raise InvalidArgument(
@@ -301,7 +303,7 @@ class Keeping:
         assert self._folder is not None
         return SessionFolder(self._folder / owner)
 
-    def _lock(self, kept: Kept) -> None:
+    def _lock(self, kept: SessionRecord) -> None:
         self._locks[kept] = stack = ExitStack()
         stack.enter_context(self._of_owner(kept.owner).lock(kept.name))
 
@@ -334,7 +336,7 @@ class Keeping:
             self.unreadable[file] = str(error)  # it stays where it is, and nobody is given it
             return
         engine = known.get(NOTES, {})
-        kept = Kept(name, owner, True, file, None, notes=known)
+        kept = SessionRecord(name, owner, True, file, None, notes=known)
         kept.notes.pop(NOTES, None)
         self._lock(kept)  # whoever has it has its marker, too
         marked = _marked(file)

@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from kvkeep.engine.record import Kept
+from kvkeep.engine.record import SessionRecord
 
 # Why a part of a prompt was not reused that somebody's text begins with:
 # "cold": no text begins like it. "differs": the nearest text goes on otherwise. "below_step": what
@@ -46,7 +46,7 @@ class Match:
     reason: see `Miss`.
     """
 
-    kept: Kept | None = None
+    kept: SessionRecord | None = None
     tokens: int = 0
     whole: bool = False
     common: int = 0
@@ -55,7 +55,10 @@ class Match:
 
 
 def best_match(
-    prompt: Sequence[int], candidates: Iterable[Kept], like: Kept, into: Kept | None = None
+    prompt: Sequence[int],
+    candidates: Iterable[SessionRecord],
+    like: SessionRecord,
+    into: SessionRecord | None = None,
 ) -> Match:
     """The session that the prompt takes most from.
 
@@ -75,7 +78,7 @@ def best_match(
     return best
 
 
-def _match(ids: NDArray[np.int32], kept: Kept, like: Kept, itself: bool) -> Match:
+def _match(ids: NDArray[np.int32], kept: SessionRecord, like: SessionRecord, itself: bool) -> Match:
     """itself: whether the session would go on, and not a copy of it."""
     session = kept.live
     # No more of it than the prompt is long: a session may have read for days.
@@ -96,7 +99,7 @@ def _match(ids: NDArray[np.int32], kept: Kept, like: Kept, itself: bool) -> Matc
     return Match(kept, tokens, False, common, reason or "differs")
 
 
-def _exact(kept: Kept, most: int) -> tuple[int, Miss]:
+def _exact(kept: SessionRecord, most: int) -> tuple[int, Miss]:
     """How many of the first `most` cells are what any such text has, and what ended them."""
     cache, session = kept.live.cache, kept.live
     if kept.changed:
@@ -120,7 +123,7 @@ def common_length(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:
     return int(differs.argmax()) if differs.any() else shorter
 
 
-def _settings(kept: Kept) -> tuple[object, ...]:
+def _settings(kept: SessionRecord) -> tuple[object, ...]:
     session = kept.live
     keep = session.keep if session.keep >= 0 else None
     return (session._memory.policy, session.bits, session.prefill_step, keep)

@@ -6,26 +6,26 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from kvkeep.engine.record import Kept
-from kvkeep.engine.registry import Keeping
+from kvkeep.engine.record import SessionRecord
+from kvkeep.engine.registry import SessionRegistry
 from kvkeep.storage.objects.place import ObjectPlace
 from kvkeep.storage.snapshots.snapshot import Snapshot
 
 _log = logging.getLogger("kvkeep.engine")
 
 
-class Saving:
+class SessionSaver:
     """Writes snapshots in a thread of its own, one after the other.
 
     call: runs a function in the engine's thread, in which all methods here are called.
     """
 
-    def __init__(self, keeping: Keeping, call: Callable[[Callable[[], None]], object]):
+    def __init__(self, keeping: SessionRegistry, call: Callable[[Callable[[], None]], object]):
         self._keeping, self._call = keeping, call
         self._writer = ThreadPoolExecutor(1, "kvkeep-save")
         self._waiting = 0
 
-    def save(self, kept: Kept) -> "Future[int]":
+    def save(self, kept: SessionRecord) -> "Future[int]":
         """The revision that is on disk from then on. Raises InvalidArgument where there is none."""
         file, saved = self._keeping.file(kept), Future[int]()
         snapshot, revision = self._keeping.snapshot(kept), kept.revision
@@ -71,7 +71,7 @@ class Saving:
                 except Exception as error:
                     _log.error("session %r could not be saved: %s", kept.name, error)
 
-    def _settle(self, kept: Kept, revision: int, error: BaseException | None) -> None:
+    def _settle(self, kept: SessionRecord, revision: int, error: BaseException | None) -> None:
         self._waiting -= 1
         if error is None:
             self._keeping.is_saved(kept, revision)

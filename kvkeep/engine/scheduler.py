@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from kvkeep.engine.events import Likely
-from kvkeep.engine.generation import Answer
+from kvkeep.engine.events import TokenLogprob
+from kvkeep.engine.generation import Generation
 from kvkeep.session.group import SessionGroup
 
 ROWS = 64  # of one forward: more of them make a token later, and none cheaper
@@ -13,7 +13,7 @@ _AGEING = 0.5  # tokens by which a waiting prompt gains for each that was read f
 _URGENCY = 2048  # tokens that a step of priority is worth
 
 
-class Schedule:
+class Scheduler:
     """The answers that an engine works at, each in a session of its own.
 
     ends: token ids that end a text. over: is called with each answer that has come to its end.
@@ -26,20 +26,20 @@ class Schedule:
     def __init__(
         self,
         ends: Sequence[int],
-        over: Callable[[Answer], None],
-        read: Callable[[Answer], None],
+        over: Callable[[Generation], None],
+        read: Callable[[Generation], None],
     ):
         self._ends, self._over, self._has_read = ends, over, read
-        self._answers: list[Answer] = []
+        self._answers: list[Generation] = []
 
     def __len__(self) -> int:
         return len(self._answers)
 
     @property
-    def answers(self) -> Sequence[Answer]:
+    def answers(self) -> Sequence[Generation]:
         return tuple(self._answers)
 
-    def add(self, answer: Answer) -> None:
+    def add(self, answer: Generation) -> None:
         self._answers.append(answer)
 
     def turn(self) -> None:
@@ -64,7 +64,7 @@ class Schedule:
 
     # Writing
 
-    def _write(self, answers: Sequence[Answer]) -> None:
+    def _write(self, answers: Sequence[Generation]) -> None:
         ready = [answer for answer in answers if self._may_write(answer)]
         known = [self._likely(answer) for answer in ready]
         try:
@@ -77,7 +77,7 @@ class Schedule:
             else:
                 answer.wrote(token, self._ends, *likely)
 
-    def _may_write(self, answer: Answer) -> bool:
+    def _may_write(self, answer: Generation) -> bool:
         if answer.ask.max_tokens == len(answer.written):
             answer.finish("length")
         elif answer.kept.live.room == 0:
@@ -85,7 +85,7 @@ class Schedule:
         return not answer.over
 
     @staticmethod
-    def _likely(answer: Answer) -> tuple[torch.Tensor | None, Sequence[Likely]]:
+    def _likely(answer: Generation) -> tuple[torch.Tensor | None, Sequence[TokenLogprob]]:
         if answer.ask.likely is None:
             return None, ()
         logits = answer.kept.live.logits
@@ -94,18 +94,20 @@ class Schedule:
     # Reading
 
     def _read(self) -> None:
-        waiting = [answer for answer in self._answers if answer.owed and not answer.over]
+        waiting = [
+            answer for answer in self._answers if answer.prefill_remaining and not answer.over
+        ]
         if not waiting:
             return
         answer = min(waiting, key=_claim)
-        before = answer.owed
+        before = answer.prefill_remaining
         try:
             answer.read()
         except Exception as error:
             answer.fail(error)
             return
         for other in waiting:
-            other.aged += 0 if other is answer else before - answer.owed
+            other.aged += 0 if other is answer else before - answer.prefill_remaining
         if answer.writes:
             self._has_read(answer)
 
@@ -125,13 +127,15 @@ class Schedule:
             self._over(answer)
 
 
-def _claim(answer: Answer) -> tuple[float, int]:
+def _claim(answer: Generation) -> tuple[float, int]:
     """Who has the least goes first: of tokens left to read, less what it has waited."""
-    owed = answer.owed - _AGEING * answer.aged - _URGENCY * answer.ask.priority
-    return owed, answer.number
+    prefill_remaining = (
+        answer.prefill_remaining - _AGEING * answer.aged - _URGENCY * answer.ask.priority
+    )
+    return prefill_remaining, answer.number
 
 
-def _next_tokens(answers: Sequence[Answer]) -> list[int]:
+def _next_tokens(answers: Sequence[Generation]) -> list[int]:
     if not answers:
         return []
     if len(answers) == 1:
@@ -140,7 +144,7 @@ def _next_tokens(answers: Sequence[Answer]) -> list[int]:
     return group.next_tokens([answer.ask.sampling for answer in answers])
 
 
-def _next_or_error(answer: Answer) -> int | BaseException:
+def _next_or_error(answer: Generation) -> int | BaseException:
     try:
         return answer.kept.live.next_token(answer.ask.sampling)
     except Exception as error:

@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from kvkeep.engine.limits import Limits
-from kvkeep.engine.operations import Operations
-from kvkeep.engine.record import Kept
-from kvkeep.engine.registry import Keeping
+from kvkeep.engine.operations import OperationLog
+from kvkeep.engine.record import SessionRecord
+from kvkeep.engine.registry import SessionRegistry
 from kvkeep.engine.reuse import best_match
 from kvkeep.errors import InvalidArgument, NoRoom
 from kvkeep.model import Model
@@ -18,25 +18,27 @@ T = TypeVar("T")
 _ADDING = ("span", "rewind")  # changes that leave the cells of what is held as they were
 
 
-class Changes:
+class SessionOperations:
     """Each is whole before the next one begins. In the engine's thread; see `Engine` for what each
     does and raises.
 
     operations: is told of each.
     """
 
-    def __init__(self, model: Model, keeping: Keeping, limits: Limits, operations: Operations):
+    def __init__(
+        self, model: Model, keeping: SessionRegistry, limits: Limits, operations: OperationLog
+    ):
         self._model, self._keeping, self._limits = model, keeping, limits
         self._operations = operations
 
-    def done(self, kept: Kept, what: str, tokens: int, seconds: float) -> None:
+    def done(self, kept: SessionRecord, what: str, tokens: int, seconds: float) -> None:
         """Something was done to a session: it is to be saved, and told of."""
         self._keeping.changed(kept)
         self._operations.add(kept, what, tokens, seconds)
 
     def create(
         self, session: Session, owner: str, name: str | None, notes: dict[str, Any] | None
-    ) -> Kept:
+    ) -> SessionRecord:
         if any(kept.session is session for kept in self._keeping):
             raise InvalidArgument("the engine has that session already; give it a fork of it")
         kept = self._keep(session, owner, name, notes=notes)
@@ -45,7 +47,7 @@ class Changes:
 
     def prepare(self, prompt: Sequence[int], name: str, owner: str, new: Session) -> int:
         """new: of the owner's, which holds nothing yet."""
-        fresh = Kept("", owner, False, None, new)
+        fresh = SessionRecord("", owner, False, None, new)
         known = self._keeping.has(name, owner)
         kept = self._keeping.find(name, owner) if known else fresh
         kept.require_idle()
@@ -77,7 +79,7 @@ class Changes:
         kept.pinned = pinned
         self._settled(kept)
 
-    def look(self, name: str, owner: str, function: Callable[[Kept], T]) -> T:
+    def look(self, name: str, owner: str, function: Callable[[SessionRecord], T]) -> T:
         kept = self._keeping.find(name, owner)
         self._keeping.reserve_idle(kept)
         return function(kept)
@@ -116,7 +118,7 @@ class Changes:
         new: str | None,
         revision: int | None,
         notes: dict[str, Any] | None,
-    ) -> Kept:
+    ) -> SessionRecord:
         kept = self._keeping.find(name, owner)
         kept.require_revision(revision)
         self._keeping.reserve_idle(kept)
@@ -129,7 +131,9 @@ class Changes:
         self.done(found, "fork", 0, 0.0)
         return found
 
-    def restore(self, snapshot: Snapshot, owner: str, name: str | None, instead: bool) -> Kept:
+    def restore(
+        self, snapshot: Snapshot, owner: str, name: str | None, instead: bool
+    ) -> SessionRecord:
         session = self._model.restore(snapshot)
         if instead and name is not None and self._keeping.has(name, owner):
             kept = self._keeping.find(name, owner)
@@ -156,16 +160,16 @@ class Changes:
         name: str | None,
         parent: str | None = None,
         notes: dict[str, Any] | None = None,
-    ) -> Kept:
+    ) -> SessionRecord:
         """Raises NoRoom where the owner has as many by name as there may be."""
         held = sum(
-            kept.named and not (kept.visits or kept.passing) for kept in self._keeping.of(owner)
+            kept.named and not (kept.visits or kept.evictable) for kept in self._keeping.of(owner)
         )
         if held >= self._limits.sessions:
             raise NoRoom(f"there are {held} sessions already: delete some", float("inf"))
         return self._keeping.add(session, owner, name, parent, notes=notes)
 
-    def _settled(self, kept: Kept) -> None:
+    def _settled(self, kept: SessionRecord) -> None:
         """What is kept beside a session was changed: it is to be saved with that."""
         self._keeping.reserve_idle(kept)
         kept.touched()

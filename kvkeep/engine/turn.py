@@ -4,15 +4,17 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
-from kvkeep.engine.generation import Ask
-from kvkeep.engine.record import Kept
+from kvkeep.engine.generation import GenerationRequest
+from kvkeep.engine.record import SessionRecord
 from kvkeep.errors import InvalidArgument
 from kvkeep.model import Model
 from kvkeep.session.conversation import CHAT, Conversation, system_tokens
 from kvkeep.session.session import Session
 
 
-def turn(model: Model, words: str, ask: Ask, system: str | None = None) -> Callable[[Kept], Ask]:
+def turn(
+    model: Model, words: str, ask: GenerationRequest, system: str | None = None
+) -> Callable[[SessionRecord], GenerationRequest]:
     """For `Engine.ask`: reads what a user says, as the model's template has it, and answers.
 
     Its tokens, and only what is new of them, are evaluated; spans name the question and the
@@ -24,7 +26,7 @@ def turn(model: Model, words: str, ask: Ask, system: str | None = None) -> Calla
     system prompt that is another than the session's.
     """
 
-    def asked(kept: Kept) -> Ask:
+    def asked(kept: SessionRecord) -> GenerationRequest:
         chat = _conversation(model, kept, system)
         if chat.is_open:
             chat.end_turn()
@@ -43,7 +45,7 @@ def turn(model: Model, words: str, ask: Ask, system: str | None = None) -> Calla
     return asked
 
 
-def _conversation(model: Model, kept: Kept, system: str | None) -> Conversation:
+def _conversation(model: Model, kept: SessionRecord, system: str | None) -> Conversation:
     session, known = kept.live, kept.notes.get(CHAT, {}).get("system")
     if not session.tokens:
         if system is not None:

@@ -11,7 +11,7 @@ from functools import partial
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
-from kvkeep.engine import Engine, Kept
+from kvkeep.engine import Engine, SessionRecord
 from kvkeep.errors import Busy, HeldElsewhere, KvkeepError, NoObject, NoSuchSession, StoreError
 from kvkeep.fleet.idempotency_log import NOTE, Answered, noted, remembered
 from kvkeep.storage.objects.interface import Pieces
@@ -40,7 +40,7 @@ class Copy:
     last. revision: of the session. answered: with keys, the newest last.
     """
 
-    kept: Kept
+    kept: SessionRecord
     snapshot: str
     version: Version | None
     revision: int
@@ -58,7 +58,7 @@ class Writing:
     owner: str
     name: str
     lease: Lease
-    kept: Kept | None = None
+    kept: SessionRecord | None = None
     before: int | None = None
     answered: list[Answered] = field(default_factory=list)
     clean: bool = False
@@ -75,9 +75,9 @@ class Custody:
     """
 
     def __init__(self, engine: Engine, sessions_of: Callable[[str], SharedSessions]):
-        self._visiting, self._sessions_of = engine.visiting, sessions_of
+        self._visiting, self._sessions_of = engine.borrowed, sessions_of
         self._copies: OrderedDict[_Key, Copy] = OrderedDict()
-        self._written: dict[_Key, Kept] = {}
+        self._written: dict[_Key, SessionRecord] = {}
         self._at_work: WeakValueDictionary[_Key, asyncio.Lock] = WeakValueDictionary()
         self._threads = ThreadPoolExecutor(_AT_STORE, "kvkeep-store")
 
@@ -137,7 +137,9 @@ class Custody:
                         self._copies[writing.key].version = lease.version
 
     @asynccontextmanager
-    async def reading(self, owner: str, name: str, settled: bool = False) -> AsyncIterator[Kept]:
+    async def reading(
+        self, owner: str, name: str, settled: bool = False
+    ) -> AsyncIterator[SessionRecord]:
         """A session in the engine as it was committed last, or as it is here at work on it.
 
         settled: waits where it is at work, for what is made of it is to last. Raises NoSuchSession.
@@ -209,7 +211,7 @@ class Custody:
         finally:
             lock.release()
 
-    async def _kept(self, writing: Writing) -> Kept:
+    async def _kept(self, writing: Writing) -> SessionRecord:
         """The engine's session: one that was made meanwhile, too."""
         if writing.kept is None:
             writing.kept = await asyncio.wrap_future(
@@ -219,7 +221,7 @@ class Custody:
             raise StoreError(f"session {writing.name!r} went while it was made: send it again")
         return writing.kept
 
-    async def _seen(self, owner: str, name: str) -> Kept:
+    async def _seen(self, owner: str, name: str) -> SessionRecord:
         """The engine's session is what was committed last when this began, or later."""
         for left in reversed(range(_AGAIN)):
             version = await self.at_store(self._sessions_of(owner).at(name).head)
@@ -303,7 +305,7 @@ class Custody:
             with suppress(StoreError):
                 await self.at_store(writing.lease.remove)
 
-    async def _idle(self, kept: Kept) -> int:
+    async def _idle(self, kept: SessionRecord) -> int:
         """The session's revision, once an answer that was cancelled has ended."""
         last = time.monotonic() + _ENDING
         while True:

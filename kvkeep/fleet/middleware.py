@@ -16,7 +16,7 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
-from kvkeep.engine import Kept
+from kvkeep.engine import SessionRecord
 from kvkeep.engine.registry import NOTES
 from kvkeep.errors import InvalidArgument, NoSuchSession, StoreError, WrongRevision
 from kvkeep.fleet.idempotency_log import LARGEST, Answered, digest, record, seed_of
@@ -238,7 +238,7 @@ def _entry(place: SessionPlace) -> dict[str, Any] | None:
     """As clients read it, of what was committed last; None for one that is gone or not sound."""
     try:
         noted = describe(place)["notes"][NOTES]
-        kept = Kept(place.stem, "", True, None, None)
+        kept = SessionRecord(place.stem, "", True, None, None)
         kept.goes_on(noted)
         return entry_of(kept)
     except (StoreError, LookupError, TypeError, ValueError, AttributeError):

@@ -9,7 +9,15 @@ from typing import Any
 
 from starlette.requests import Request as HttpRequest
 
-from kvkeep.engine import Answer, Ask, Engine, Event, Failed, Finished, Kept
+from kvkeep.engine import (
+    Engine,
+    Failed,
+    Finished,
+    Generation,
+    GenerationEvent,
+    GenerationRequest,
+    SessionRecord,
+)
 from kvkeep.model import Model
 from kvkeep.server.keys import Keys
 from kvkeep.session.sampling import Sampling
@@ -39,7 +47,7 @@ class Service:
 
     async def answers(
         self,
-        ask: Ask | Callable[[Kept], Ask],
+        ask: GenerationRequest | Callable[[SessionRecord], GenerationRequest],
         owner: str,
         samplings: Sequence[Sampling] | None = None,
         session: str | None = None,
@@ -53,7 +61,7 @@ class Service:
         if samplings is None:
             future = self.engine.ask(ask, session, owner, running.listener(0), revision)
         else:
-            assert isinstance(ask, Ask)
+            assert isinstance(ask, GenerationRequest)
             listeners = [running.listener(index) for index in range(len(samplings))]
             future = self.engine.several(ask, samplings, owner, listeners)
         try:
@@ -68,16 +76,16 @@ class Running:
     """Answers on their way, as an event loop sees them: pairs of an index and an event."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
-        self.answers: list[Answer] = []
+        self.answers: list[Generation] = []
         self._loop = loop
-        self._came: deque[tuple[int, Event]] = deque()
+        self._came: deque[tuple[int, GenerationEvent]] = deque()
         self._some = asyncio.Event()
         self._told = False
 
     def listener(self, index: int):  # type: ignore[no-untyped-def]
         """For the engine's thread."""
 
-        def came(event: Event) -> None:
+        def came(event: GenerationEvent) -> None:
             self._came.append((index, event))
             if not self._told:  # one call for all that come before the loop looks
                 self._told = True
@@ -89,7 +97,7 @@ class Running:
         self._told = False
         self._some.set()
 
-    async def __aiter__(self) -> AsyncIterator[tuple[int, Event]]:
+    async def __aiter__(self) -> AsyncIterator[tuple[int, GenerationEvent]]:
         """Ends when all answers have. Raises what the first one failed with.
 
         Whoever stops asking before that cancels them.

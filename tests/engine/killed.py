@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from small import small_model
 
-from kvkeep.engine import Ask, Engine, Limits, Written
+from kvkeep.engine import Engine, GeneratedToken, GenerationRequest, Limits
 from kvkeep.session.sampling import Sampling
 
 MODEL = small_model()
@@ -39,8 +39,8 @@ def text(seed: int, count: int) -> tuple[int, ...]:
 
 
 def write(made: Engine, name: str, count: int, prompt: tuple[int, ...] = ()) -> list[int]:
-    answer = made.generate(Ask(prompt, count, DRAWN, ignore_eos=True), name)
-    return [event.token for event in answer if isinstance(event, Written)]
+    answer = made.generate(GenerationRequest(prompt, count, DRAWN, ignore_eos=True), name)
+    return [event.token for event in answer if isinstance(event, GeneratedToken)]
 
 
 Told = list[tuple[str, int]]  # sessions, and how many tokens of each are acknowledged

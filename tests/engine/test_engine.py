@@ -7,8 +7,17 @@ import pytest
 import torch
 from topics import topic_ids
 
-from kvkeep.engine import Answer, Ask, Engine, Finished, Limits, Read, Written
-from kvkeep.engine.record import step_at
+from kvkeep import engine as engine_package
+from kvkeep.engine import (
+    Engine,
+    Finished,
+    GeneratedToken,
+    Generation,
+    GenerationRequest,
+    Limits,
+    PrefillProgress,
+)
+from kvkeep.engine.record import prefill_step_at
 from kvkeep.errors import Cancelled, InvalidArgument, NonFiniteLogits
 from kvkeep.model import Model
 from kvkeep.session.sampling import Sampling
@@ -28,13 +37,15 @@ def prompts(model: Model, count: int, length: int = 300) -> list[tuple[int, ...]
     return [tuple(ids[at * 97 : at * 97 + length + 31 * at]) for at in range(count)]
 
 
-def ask(prompt: tuple[int, ...], sampling: Sampling = DRAWN, count: int = WRITTEN) -> Ask:
-    return Ask(prompt, count, sampling, ignore_eos=True, likely=0)
+def ask(
+    prompt: tuple[int, ...], sampling: Sampling = DRAWN, count: int = WRITTEN
+) -> GenerationRequest:
+    return GenerationRequest(prompt, count, sampling, ignore_eos=True, likely=0)
 
 
-def told(answer: Answer) -> list[tuple[int, float]]:
+def told(answer: Generation) -> list[tuple[int, float]]:
     """Each token with the log of its probability, which tells any other bit of its logits."""
-    found = [event for event in answer if isinstance(event, Written)]
+    found = [event for event in answer if isinstance(event, GeneratedToken)]
     return [(each.token, each.likely.log_probability) for each in found if each.likely]
 
 
@@ -80,7 +91,7 @@ def test_a_prompt_that_goes_on_where_another_was_read_to_is_read_as_if_alone(
     engine: Engine, smollm2: Model
 ) -> None:
     (prompt,) = prompts(smollm2, 1, 300)
-    list(engine.generate(Ask(prompt[:50], 0)))
+    list(engine.generate(GenerationRequest(prompt[:50], 0)))
     assert told(engine.generate(ask(prompt))) == alone(smollm2, prompt)
 
 
@@ -118,7 +129,7 @@ def test_moved_to_disk_and_back_a_session_goes_on_to_the_bit(
         found: list[list[int]] = [[], []]
         for name, prompt in zip("ab", texts, strict=True):
             engine.create(name=name).result()
-            told(engine.generate(Ask(prompt, 0), session=name))
+            told(engine.generate(GenerationRequest(prompt, 0), session=name))
         for _ in range(3):
             for name, other, tokens in zip("ab", "ba", found, strict=True):
                 tokens += [t for t, _ in told(engine.generate(ask(()), session=name))]
@@ -164,7 +175,7 @@ def test_one_that_fails_fails_alone(engine: Engine, smollm2: Model) -> None:
 def test_cancelled_it_ends_after_the_current_token(engine: Engine, smollm2: Model) -> None:
     (prompt,) = prompts(smollm2, 1)
     answer = engine.generate(ask(prompt, count=100_000))
-    while not isinstance(next(answer), Written):
+    while not isinstance(next(answer), GeneratedToken):
         pass
     answer.cancel()
     with pytest.raises(Cancelled):
@@ -175,23 +186,23 @@ def test_cancelled_it_ends_after_the_current_token(engine: Engine, smollm2: Mode
 def test_events_tell_how_far_it_is(engine: Engine, smollm2: Model) -> None:
     (prompt,) = prompts(smollm2, 1, 500)
     events = list(engine.generate(ask(prompt, count=3)))
-    read = [event for event in events if isinstance(event, Read)]
+    read = [event for event in events if isinstance(event, PrefillProgress)]
     assert [event.done for event in read] == [0, 4, 128, 256, 384, 500]
     assert {event.total for event in read} == {500}
     end = events[-1]
     assert isinstance(end, Finished)
     assert (end.reason, end.usage.prompt, end.usage.written) == ("length", 500, 3)
-    text = "".join(event.text for event in events if isinstance(event, Written)) + end.text
-    tokens = [event.token for event in events if isinstance(event, Written)]
+    text = "".join(event.text for event in events if isinstance(event, GeneratedToken)) + end.text
+    tokens = [event.token for event in events if isinstance(event, GeneratedToken)]
     assert text == smollm2.text.decode([*prompt, *tokens])[len(smollm2.text.decode(prompt)) :]
 
 
 def test_a_change_that_takes_long_lets_others_write(engine: Engine, smollm2: Model) -> None:
     ids = topic_ids(smollm2)
     engine.create(name="long", policy="full", max_kv_size=2048).result()
-    list(engine.generate(Ask(tuple(ids[:1500]), 0), session="long"))
+    list(engine.generate(GenerationRequest(tuple(ids[:1500]), 0), session="long"))
     answer = engine.generate(ask(tuple(ids[3000:3100]), count=400))
-    while not isinstance(next(answer), Written):
+    while not isinstance(next(answer), GeneratedToken):
         pass
     before = len(answer.written)
     during = engine.change(
@@ -199,7 +210,7 @@ def test_a_change_that_takes_long_lets_others_write(engine: Engine, smollm2: Mod
         "0",
         "compress",
         lambda session: (
-            session.compress(4, "kvzip", progress=engine.between),
+            session.compress(4, "kvzip", progress=engine.yield_turn),
             len(answer.written),
         ),
     ).result()
@@ -216,7 +227,7 @@ def test_deep_in_a_long_prompt_steps_are_shorter_and_what_is_reused_the_same(
     long, other = tuple(ids[:1900]), tuple(ids[:1700]) + tuple(ids[5000:5100])
     with Engine(smollm2, settings={"max_kv_size": 2048}) as engine:
         answer = engine.generate(ask(long))
-        done = [event.done for event in answer if isinstance(event, Read)]
+        done = [event.done for event in answer if isinstance(event, PrefillProgress)]
         assert done == [0, 4, *range(128, 1537, 128), *range(1600, 1900, 64), 1900]
         again = engine.generate(ask(other))
         found = told(again)
@@ -242,7 +253,7 @@ def test_of_what_was_taken_back_no_more_is_reused_than_was_read(
     """What is written in the place of it has other cells than the same text that is read."""
     (prompt,) = prompts(smollm2, 1, 500)
     engine.create(name="a").result()
-    list(engine.generate(Ask(prompt, 0), session="a"))
+    list(engine.generate(GenerationRequest(prompt, 0), session="a"))
     name = "a"
     if taken == "rewind":
         engine.change("a", "0", "rewind", lambda session: session.rewind(244)).result()
@@ -258,6 +269,15 @@ def test_of_what_was_taken_back_no_more_is_reused_than_was_read(
 
 
 def test_long_steps_stay_long_and_short_ones_halve_deep_in_a_prompt() -> None:
-    assert [step_at(128, at) for at in (0, 1535, 1536, 9999)] == [128, 128, 64, 64]
-    assert [step_at(512, at) for at in (0, 1536, 99_999)] == [512, 512, 512]
-    assert step_at(1, 5000) == 1
+    assert [prefill_step_at(128, at) for at in (0, 1535, 1536, 9999)] == [128, 128, 64, 64]
+    assert [prefill_step_at(512, at) for at in (0, 1536, 99_999)] == [512, 512, 512]
+    assert prefill_step_at(1, 5000) == 1
+
+
+def test_the_former_names_of_requests_and_events_are_deprecated_aliases() -> None:
+    renamed = {"Ask": GenerationRequest, "Answer": Generation, "Written": GeneratedToken}
+    for old, new in renamed.items():
+        with pytest.warns(DeprecationWarning, match=f"{old} is now {new.__name__}"):
+            assert getattr(engine_package, old) is new
+    with pytest.raises(AttributeError, match="no attribute 'Unknown'"):
+        _ = engine_package.Unknown  # type: ignore[attr-defined]

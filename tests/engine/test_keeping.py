@@ -22,7 +22,7 @@ from engine.killed import (
     write,
 )
 
-from kvkeep.engine import Ask, Engine
+from kvkeep.engine import Engine, GenerationRequest
 from kvkeep.errors import (
     Busy,
     Cancelled,
@@ -64,36 +64,39 @@ def test_cells_stay_within_the_limit(tmp_path: Path) -> None:
 
 def test_without_room_an_answer_is_refused_and_nothing_is_left_behind() -> None:
     with engine(cells=250) as made:
-        busy = [made.generate(Ask(text(at, 40), 10_000, ignore_eos=True)) for at in range(2)]
+        busy = [
+            made.generate(GenerationRequest(text(at, 40), 10_000, ignore_eos=True))
+            for at in range(2)
+        ]
         with pytest.raises(NoRoom) as refused:
-            made.generate(Ask(text(5, 40), 10_000, ignore_eos=True))
+            made.generate(GenerationRequest(text(5, 40), 10_000, ignore_eos=True))
         assert 1 <= refused.value.retry_after < 60
         for answer in busy:
             answer.cancel()
         while made.call(lambda: len(made._schedule)).result():
             time.sleep(0.01)
-        assert len(list(made.generate(Ask(text(5, 40), 3, ignore_eos=True)))) > 3
+        assert len(list(made.generate(GenerationRequest(text(5, 40), 3, ignore_eos=True)))) > 3
 
 
 def test_what_could_never_fit_is_refused_for_good() -> None:
     with engine(cells=50) as made, pytest.raises(NoRoom) as refused:
-        made.generate(Ask(text(0, 40), 1000))
+        made.generate(GenerationRequest(text(0, 40), 1000))
     assert refused.value.retry_after == float("inf")
 
 
 def test_one_owner_sees_nothing_of_another(tmp_path: Path) -> None:
     with engine(tmp_path) as made:
         made.create("one", "mine").result()
-        made.generate(Ask(text(0, 50), 1), "mine", "one").text()
+        made.generate(GenerationRequest(text(0, 50), 1), "mine", "one").text()
         with pytest.raises(NoSuchSession):
-            made.generate(Ask((), 1), "mine", "two")
+            made.generate(GenerationRequest((), 1), "mine", "two")
         with pytest.raises(NoSuchSession):
             made.delete("mine", "two").result()
         assert made.sessions("two").result() == []
         prompt = text(7, 50)
-        made.generate(Ask(prompt, 1), owner="one").text()
-        assert made.generate(Ask(prompt, 1), owner="two").reuse.tokens == 0
-        assert made.generate(Ask(prompt, 1), owner="one").reuse.tokens == 48
+        made.generate(GenerationRequest(prompt, 1), owner="one").text()
+        assert made.generate(GenerationRequest(prompt, 1), owner="two").reuse.tokens == 0
+        assert made.generate(GenerationRequest(prompt, 1), owner="one").reuse.tokens == 48
 
 
 @pytest.mark.parametrize("owner", ["", "../x", "A", "a" * 65])
@@ -105,9 +108,9 @@ def test_an_owner_is_no_path(tmp_path: Path, owner: str) -> None:
 def test_a_busy_session_takes_no_other_change(tmp_path: Path) -> None:
     with engine(tmp_path) as made:
         made.create(name="a").result()
-        answer = made.generate(Ask(text(0, 20), 10**6, ignore_eos=True), "a")
+        answer = made.generate(GenerationRequest(text(0, 20), 10**6, ignore_eos=True), "a")
         for change in (
-            lambda: made.generate(Ask((), 1), "a"),
+            lambda: made.generate(GenerationRequest((), 1), "a"),
             lambda: made.delete("a").result(),
             lambda: made.change("a", "0", "rewind", lambda session: session.rewind(1)).result(),
         ):
@@ -239,7 +242,9 @@ def test_many_answers_leave_memory_as_it_was() -> None:
 
         def some(seed: int) -> int:
             for at in range(150):
-                made.generate(Ask(text(seed + at, 30), 2, DRAWN, ignore_eos=True)).text()
+                made.generate(
+                    GenerationRequest(text(seed + at, 30), 2, DRAWN, ignore_eos=True)
+                ).text()
             return int(psutil.Process().memory_info().rss)
 
         some(0)
@@ -270,8 +275,8 @@ def test_a_snapshot_goes_on_as_the_session_does_and_is_no_session(tmp_path: Path
 def test_a_prompt_that_is_too_long_is_refused_before_anything_is_done() -> None:
     with engine(prompt=100) as made:
         with pytest.raises(InvalidArgument, match="at most 100 tokens"):
-            made.generate(Ask(text(0, 101), 1))
-        assert made.generate(Ask(text(0, 100), 1)).text() is not None
+            made.generate(GenerationRequest(text(0, 101), 1))
+        assert made.generate(GenerationRequest(text(0, 100), 1)).text() is not None
 
 
 def test_a_second_engine_on_a_folder_is_refused_and_the_first_loses_nothing(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import pytest
 from counting import Counting
 from engine.killed import MODEL, SETTINGS, text
 
-from kvkeep.engine import Ask, Engine, Written
+from kvkeep.engine import Engine, GeneratedToken, GenerationRequest
 from kvkeep.errors import InvalidArgument
 from kvkeep.session.sampling import Sampling
 
@@ -15,11 +15,11 @@ def counting() -> Sampling:
 
 def test_answers_at_work_need_constraints_of_their_own() -> None:
     with Engine(MODEL, settings=SETTINGS) as engine:
-        ask, prompt = Ask(text(0, 20), 5, counting(), ignore_eos=True), text(1, 40)
+        ask, prompt = GenerationRequest(text(0, 20), 5, counting(), ignore_eos=True), text(1, 40)
         refused = [
             lambda: engine.ask(ask),
-            lambda: engine.several(Ask(prompt, 5), [counting(), ask.sampling]),
-            lambda: engine.several(Ask(prompt, 5), [counting()] * 2),
+            lambda: engine.several(GenerationRequest(prompt, 5), [counting(), ask.sampling]),
+            lambda: engine.several(GenerationRequest(prompt, 5), [counting()] * 2),
         ]
         # All are asked for before the first one is over.
         first, *futures = engine.call(
@@ -28,9 +28,11 @@ def test_answers_at_work_need_constraints_of_their_own() -> None:
         for future in futures:
             with pytest.raises(InvalidArgument, match="same constraint object"):
                 future.result()
-        both = engine.several(Ask(prompt, 5, ignore_eos=True), [counting(), counting()]).result()
+        both = engine.several(
+            GenerationRequest(prompt, 5, ignore_eos=True), [counting(), counting()]
+        ).result()
         for answer in (*first.result(), *both):
-            written = [event.token for event in answer if isinstance(event, Written)]
+            written = [event.token for event in answer if isinstance(event, GeneratedToken)]
             assert written == [10, 11, 12, 13, 14]
         assert engine.call(lambda: len(engine._schedule)).result() == 0
 

@@ -8,7 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep.engine import Answer, Ask, Engine, Event, Failed, Finished, Read, Reuse, Written
+from kvkeep.engine import (
+    Engine,
+    Failed,
+    Finished,
+    GeneratedToken,
+    Generation,
+    GenerationEvent,
+    GenerationRequest,
+    PrefillProgress,
+    Reuse,
+)
 from kvkeep.errors import Cancelled
 from kvkeep.session.sampling import Sampling
 
@@ -94,16 +104,16 @@ class _Listener:
 
     def __init__(self, request: Request):
         self.request, self.result = request, Result()
-        self.answers: list[Answer] = []
+        self.answers: list[Generation] = []
         self.at = 0
         self.over = SimpleQueue[None]()
 
-    def __call__(self, event: Event) -> None:
+    def __call__(self, event: GenerationEvent) -> None:
         result, (what, most) = self.result, self.request.cancel or ("", 0)
-        if isinstance(event, Read):
+        if isinstance(event, PrefillProgress):
             result.read, result.reuse = event.done, event.reuse
             done = what == "read" and event.done >= most
-        elif isinstance(event, Written):
+        elif isinstance(event, GeneratedToken):
             result.written.append(event.token)
             done = what == "written" and len(result.written) >= most
         else:
@@ -136,7 +146,9 @@ def batch(engine: Engine, requests: Sequence[Request]) -> list[list[Result]]:
     def submit() -> list[Any]:
         submitted = []
         for request, own in zip(requests, listeners, strict=True):
-            ask = Ask(request.prompt, request.count, request.samplings[0], ignore_eos=True)
+            ask = GenerationRequest(
+                request.prompt, request.count, request.samplings[0], ignore_eos=True
+            )
             if request.session is None and len(own) > 1:
                 future = engine.several(ask, request.samplings, "0", own)
             else:

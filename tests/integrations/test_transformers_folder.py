@@ -10,7 +10,7 @@ import torch
 import kvkeep
 from benchmarks.architectures import small_model
 from kvkeep import PrefixStore, SessionGroup
-from kvkeep.engine import Ask, Engine
+from kvkeep.engine import Engine, GenerationRequest
 from kvkeep.errors import InvalidArgument, UnsupportedModel
 from kvkeep.model import Model
 from kvkeep.model_facts import model_facts
@@ -71,7 +71,10 @@ def test_a_prefix_store_keeps_its_prompts(theirs: Model, tmp_path: Path) -> None
 
 def test_an_engine_serves_it(theirs: Model) -> None:
     with Engine(theirs) as engine:
-        asks = [Ask(tuple(theirs.text.encode(text)), 8) for text in ("The sea is", "One, two,")]
+        asks = [
+            GenerationRequest(tuple(theirs.text.encode(text)), 8)
+            for text in ("The sea is", "One, two,")
+        ]
         answers = [engine.generate(ask) for ask in asks]
         assert all(answer.text() for answer in answers)
 

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
 from kvkeep import Sampling, load_model
-from kvkeep.engine import Ask, Engine
+from kvkeep.engine import Engine, GenerationRequest
 from kvkeep.models.gguf.convert import convert
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.models.text.end_of_turn import end_token_ids
@@ -145,7 +145,9 @@ def test_an_answer_ends_where_the_tokenizer_says_and_the_config_does_not(
     assert (session.finish_reason, session.tokens[-1]) == ("eos", end)
     engine = Engine(model)
     try:
-        (answer,) = engine.ask(Ask(tuple(model.text.encode("Hi")), 5, sampling)).result()
+        (answer,) = engine.ask(
+            GenerationRequest(tuple(model.text.encode("Hi")), 5, sampling)
+        ).result()
         assert answer.text() == ""
         assert answer.ended == "eos"
     finally:

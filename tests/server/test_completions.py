@@ -11,7 +11,7 @@ from server.conftest import Running
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 
-from kvkeep.engine import Likely, Written
+from kvkeep.engine import GeneratedToken, TokenLogprob
 from kvkeep.model import Model
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.server.openai.logprobs import CompletionLogprobs
@@ -121,8 +121,13 @@ def test_tokens_of_a_sentencepiece_vocabulary_keep_their_spaces(tmp_path: Path) 
     """And two tokens of one text, a piece and a byte, are both there."""
     codec = sentencepiece_codec(tmp_path)
     a, byte, the = (codec.tokenizer.token_to_id(each) for each in ("a", "<0x61>", "▁the"))
-    top = [Likely(a, -1.0), Likely(byte, -2.0), Likely(the, -3.0), Likely(10**6, -4.0)]
-    events = [Written(the, " the", Likely(the, -3.0), top) for _ in range(2)]
+    top = [
+        TokenLogprob(a, -1.0),
+        TokenLogprob(byte, -2.0),
+        TokenLogprob(the, -3.0),
+        TokenLogprob(10**6, -4.0),
+    ]
+    events = [GeneratedToken(the, " the", TokenLogprob(the, -3.0), top) for _ in range(2)]
     entry = CompletionLogprobs(codec).entry(events)
     assert entry is not None
     assert entry["tokens"] == [" the", " the"]

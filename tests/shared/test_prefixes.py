@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvkeep import load_model
-from kvkeep.engine import Ask, Engine
+from kvkeep.engine import Engine, GenerationRequest
 from kvkeep.errors import InvalidArgument
 from kvkeep.model import Model
 from kvkeep.storage.objects import Objects
@@ -142,11 +142,11 @@ def test_an_engine_gives_each_owner_its_own(objects: Objects, tiny: Model) -> No
     shared = prefixes(tiny, objects)
     with Engine(tiny, settings={"max_kv_size": 2048}, stores=shared.of) as engine:
         for owner in ("a", "b"):
-            engine.generate(Ask(tuple(PROMPT), 1), owner=owner).text()
+            engine.generate(GenerationRequest(tuple(PROMPT), 1), owner=owner).text()
             shared.flush()
     assert objects.folders("prefixes/") == ["a", "b"]
     with Engine(tiny, settings={"max_kv_size": 2048}, stores=prefixes(tiny, objects).of) as engine:
-        answer = engine.generate(Ask(tuple(PROMPT), 1), owner="a")
+        answer = engine.generate(GenerationRequest(tuple(PROMPT), 1), owner="a")
         answer.text()
         assert answer.reuse.tokens == 512
 

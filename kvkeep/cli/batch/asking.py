@@ -8,7 +8,15 @@ from queue import SimpleQueue
 from typing import Any
 
 from kvkeep.cli.batch.requests import Request
-from kvkeep.engine import Ask, Engine, Event, Failed, Finished, Read, Written
+from kvkeep.engine import (
+    Engine,
+    Failed,
+    Finished,
+    GeneratedToken,
+    GenerationEvent,
+    GenerationRequest,
+    PrefillProgress,
+)
 from kvkeep.errors import NoRoom
 
 OWNER = "0"
@@ -19,7 +27,7 @@ class Asked:
     """A request, and what has come of it. end: None where it failed, with error."""
 
     request: Request
-    ask: Ask
+    ask: GenerationRequest
     texts: list[str] = field(default_factory=list)
     end: Finished | None = None
     error: BaseException | None = None
@@ -67,9 +75,9 @@ class Asked:
 
 def answers(
     engine: Engine,
-    requests: Sequence[tuple[Request, Ask]],
+    requests: Sequence[tuple[Request, GenerationRequest]],
     at_once: int,
-    seen: Callable[[Asked, Event], None],
+    seen: Callable[[Asked, GenerationEvent], None],
 ) -> Iterator[Asked]:
     """Each once it is whole, or has failed. seen: is told what happens meanwhile.
 
@@ -78,7 +86,7 @@ def answers(
     come one after the other.
     """
     waiting = sorted(requests, key=lambda pair: pair[1].prompt, reverse=True)
-    came = SimpleQueue[tuple[Asked, Event]]()
+    came = SimpleQueue[tuple[Asked, GenerationEvent]]()
     working, unread = 0, None
     while waiting or working:
         if waiting and unread is None and working < at_once:
@@ -96,9 +104,11 @@ def answers(
                 working, unread = working + 1, asked
         asked, event = came.get()
         seen(asked, event)
-        if asked is unread and not (isinstance(event, Read) and event.done < event.total):
+        if asked is unread and not (
+            isinstance(event, PrefillProgress) and event.done < event.total
+        ):
             unread = None
-        if isinstance(event, (Written, Finished)):
+        if isinstance(event, (GeneratedToken, Finished)):
             asked.texts.append(event.text)
         if isinstance(event, (Finished, Failed)):
             working -= 1
@@ -107,8 +117,10 @@ def answers(
             yield asked
 
 
-def _into(came: "SimpleQueue[tuple[Asked, Event]]", asked: Asked) -> Callable[[Event], None]:
-    def told(event: Event) -> None:
+def _into(
+    came: "SimpleQueue[tuple[Asked, GenerationEvent]]", asked: Asked
+) -> Callable[[GenerationEvent], None]:
+    def told(event: GenerationEvent) -> None:
         came.put((asked, event))
 
     return told

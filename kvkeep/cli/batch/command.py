@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from kvkeep.cli.batch.asking import Asked
     from kvkeep.cli.batch.requests import Request
     from kvkeep.cli.batch.results import Results
-    from kvkeep.engine import Ask, Engine, Event
+    from kvkeep.engine import Engine, GenerationEvent, GenerationRequest
 
 
 @click.command()
@@ -151,12 +151,14 @@ def _settings(model: "Model", memory: MemoryChoice) -> dict[str, Any]:
     return memory.settings(model, memory.keep if memory.keep is not None else SINKS)
 
 
-def _require_room(model: "Model", memory: MemoryChoice, asks: "Sequence[Ask]", nbytes: int) -> None:
+def _require_room(
+    model: "Model", memory: MemoryChoice, asks: "Sequence[GenerationRequest]", nbytes: int
+) -> None:
     """Raises InvalidArgument where not even the smallest request fits in the memory."""
-    from kvkeep.engine.record import most_bytes
+    from kvkeep.engine.record import max_session_bytes
 
     tokens = min(len(ask.prompt) + (ask.max_tokens or 0) for ask in asks)
-    needed = most_bytes(model.session(**_settings(model, memory)), tokens)
+    needed = max_session_bytes(model.session(**_settings(model, memory)), tokens)
     if needed > nbytes:
         raise InvalidArgument(
             f"the smallest request takes up to {shown_bytes(needed)}, and --memory-bytes is "
@@ -195,7 +197,9 @@ class _Job:
         self._results, self._output = results, output
         self._report = _Report(requests, requests - left)
 
-    def run(self, engine: "Engine", asks: "list[tuple[Request, Ask]]", at_once: int) -> None:
+    def run(
+        self, engine: "Engine", asks: "list[tuple[Request, GenerationRequest]]", at_once: int
+    ) -> None:
         from tqdm import tqdm
 
         from kvkeep.cli.batch.asking import answers
@@ -222,10 +226,10 @@ class _Job:
                 self.close()
                 say("the same command goes on from here")
 
-    def _seen(self, asked: "Asked", event: "Event") -> None:
-        from kvkeep.engine import Written
+    def _seen(self, asked: "Asked", event: "GenerationEvent") -> None:
+        from kvkeep.engine import GeneratedToken
 
-        self._report.generated_tokens += isinstance(event, Written)
+        self._report.generated_tokens += isinstance(event, GeneratedToken)
 
     def _count(self, asked: "Asked") -> None:
         report = self._report

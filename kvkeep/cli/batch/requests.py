@@ -12,7 +12,7 @@ from kvkeep.storage.files.text import read_text_file
 
 if TYPE_CHECKING:
     from kvkeep import Model, Sampling
-    from kvkeep.engine import Ask
+    from kvkeep.engine import GenerationRequest
 
 _CHAT, _COMPLETION = "/v1/chat/completions", "/v1/completions"
 _SAMPLING = (
@@ -41,16 +41,16 @@ class Request:
     chat: bool
     openai: bool = False
 
-    def ask(self, model: "Model", usual: "Sampling", most: int) -> "Ask":
+    def ask(self, model: "Model", usual: "Sampling", most: int) -> "GenerationRequest":
         """usual: for what the line does not say. Raises InvalidArgument."""
-        from kvkeep.engine import Ask
+        from kvkeep.engine import GenerationRequest
 
         try:
             ids = self._ids(model)
             if not ids:
                 raise InvalidArgument("the prompt is empty")
             length = next((self.body[each] for each in _LENGTHS if self.body.get(each)), most)
-            return Ask(tuple(ids), length, self._sampling(usual))
+            return GenerationRequest(tuple(ids), length, self._sampling(usual))
         except InvalidArgument as error:
             raise InvalidArgument(f"{self.where}: {error}") from error
 

@@ -10,7 +10,7 @@ from fastapi import Request as HttpRequest
 from pydantic import Field
 from starlette.responses import Response
 
-from kvkeep.engine import Ask, Finished, Read, Reuse, Written
+from kvkeep.engine import Finished, GeneratedToken, GenerationRequest, PrefillProgress, Reuse
 from kvkeep.errors import InvalidArgument
 from kvkeep.server.errors import problem_of
 from kvkeep.server.openai.chat import asked, forced_by, prompt_ids
@@ -91,7 +91,7 @@ async def messages(
     """What the assistant says next."""
     ids, tools = await body.ids(service), body.known_tools()
     samplings = forced_by(service, body.choosing().samplings(), tools)
-    running = await asked(service, Ask(tuple(ids), body.max_tokens), owner, samplings)
+    running = await asked(service, GenerationRequest(tuple(ids), body.max_tokens), owner, samplings)
     head = {
         "id": f"msg_{secrets.token_hex(12)}",
         "type": "message",
@@ -113,7 +113,7 @@ async def count_tokens(body: Counted, service: Serving) -> dict[str, int]:
 async def _whole(running: Running, head: dict[str, Any], tools: Tools | None) -> dict[str, Any]:
     text, end = "", None
     async for _, each in running:
-        if isinstance(each, (Written, Finished)):
+        if isinstance(each, (GeneratedToken, Finished)):
             text += each.text
         end = each
     assert isinstance(end, Finished)
@@ -131,7 +131,7 @@ async def _streamed(
     reuse, text, begun = Reuse(), "", False
     try:
         async for _, each in running:
-            if isinstance(each, Read):
+            if isinstance(each, PrefillProgress):
                 reuse = each.reuse
                 continue
             if not begun:
@@ -142,7 +142,7 @@ async def _streamed(
                 yield _event("ping")
                 if tools is None:
                     yield _block(0, {"type": "text", "text": ""})
-            assert isinstance(each, (Written, Finished))
+            assert isinstance(each, (GeneratedToken, Finished))
             text += each.text
             if tools is None and each.text:
                 delta = {"type": "text_delta", "text": each.text}

@@ -9,7 +9,7 @@ from fastapi import Request as HttpRequest
 from pydantic import Field
 from starlette.responses import Response
 
-from kvkeep.engine import Ask, Finished, Likely, Read, Written
+from kvkeep.engine import Finished, GeneratedToken, GenerationRequest, PrefillProgress, TokenLogprob
 from kvkeep.errors import InvalidArgument
 from kvkeep.server.errors import problem_of
 from kvkeep.server.llamacpp.text import DEFAULTS, SLOTS, slot_name
@@ -156,12 +156,12 @@ async def _running(body: Completion, ids: list[int], service: Service, owner: st
     (sampling,) = forced_by(service, chosen, None, body.json_schema, body.grammar)
     most = service.model.spec.max_positions if body.n_predict < 0 else body.n_predict
     likely = body.n_probs or None
-    ask = Ask(tuple(ids), most, sampling, body.ignore_eos, likely)
+    ask = GenerationRequest(tuple(ids), most, sampling, body.ignore_eos, likely)
     if body.id_slot < 0:
         return await asked(service, ask, owner, [sampling])
     name = slot_name(body.id_slot)
     held = await asyncio.wrap_future(service.engine.prepare(ids, name, owner))
-    rest = Ask(tuple(ids[held:]), most, sampling, body.ignore_eos, likely)
+    rest = GenerationRequest(tuple(ids[held:]), most, sampling, body.ignore_eos, likely)
     return await service.answers(rest, owner, session=name)
 
 
@@ -177,11 +177,11 @@ class _Reply:
         self._body, self._ids, self._service, self._index = body, ids, service, index
 
     async def whole(self, running: Running) -> dict[str, Any]:
-        text, written, end = "", list[Written](), None
+        text, written, end = "", list[GeneratedToken](), None
         async for _, each in running:
-            if isinstance(each, Written):
+            if isinstance(each, GeneratedToken):
                 written.append(each)
-            if isinstance(each, (Written, Finished)):
+            if isinstance(each, (GeneratedToken, Finished)):
                 text += each.text
             end = each
         assert isinstance(end, Finished)
@@ -191,10 +191,10 @@ class _Reply:
     async def streamed(self, running: Running) -> AsyncIterator[bytes]:
         try:
             async for _, each in running:
-                if isinstance(each, Read) and self._body.return_progress:
+                if isinstance(each, PrefillProgress) and self._body.return_progress:
                     said = {"prompt_progress": progress_of(each), "content": "", "stop": False}
                     yield event(said)
-                elif isinstance(each, Written):
+                elif isinstance(each, GeneratedToken):
                     yield event(
                         {"index": self._index, **self._said(each.text, [each]), "stop": False}
                     )
@@ -203,7 +203,7 @@ class _Reply:
         except Exception as error:  # the status is sent: what happened is the last event
             yield event(problem_of(error).body())
 
-    def _said(self, text: str, written: list[Written]) -> dict[str, Any]:
+    def _said(self, text: str, written: list[GeneratedToken]) -> dict[str, Any]:
         tokens = [each.token for each in written]
         given = self._body.return_tokens or self._body.stream
         said: dict[str, Any] = {"content": text, "tokens": tokens if given else []}
@@ -211,12 +211,12 @@ class _Reply:
             said["completion_probabilities"] = [self._likely(each) for each in written]
         return said
 
-    def _likely(self, each: Written) -> dict[str, Any]:
+    def _likely(self, each: GeneratedToken) -> dict[str, Any]:
         assert each.likely is not None
         top = [self._entry(one) for one in each.top]
         return {**self._entry(each.likely), "top_logprobs": top}
 
-    def _entry(self, likely: Likely) -> dict[str, Any]:
+    def _entry(self, likely: TokenLogprob) -> dict[str, Any]:
         raw = self._service.model.text.token_bytes(likely.token)
         return {
             "id": likely.token,

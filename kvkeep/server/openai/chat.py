@@ -11,7 +11,13 @@ from fastapi import Request as HttpRequest
 from pydantic import Field
 from starlette.responses import Response
 
-from kvkeep.engine import Ask, Event, Finished, Read, Written
+from kvkeep.engine import (
+    Finished,
+    GeneratedToken,
+    GenerationEvent,
+    GenerationRequest,
+    PrefillProgress,
+)
 from kvkeep.errors import ContextFull, InvalidArgument
 from kvkeep.server.errors import Problem, problem_of
 from kvkeep.server.grammar import ANY_OBJECT, Grammar
@@ -90,7 +96,7 @@ async def chat(
     prompt = await prompt_ids(service, body.messages, tools, body.continues)
     likely = (body.top_logprobs or 0) if body.logprobs else None
     most = longest(service, body.most)
-    ask = Ask(tuple(prompt), most, ignore_eos=body.ignore_eos, likely=likely)
+    ask = GenerationRequest(tuple(prompt), most, ignore_eos=body.ignore_eos, likely=likely)
     running = await asked(service, ask, owner, _samplings(service, body, tools))
     head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": now(), "model": service.name}
     reply = _Reply(service, body, tools, head)
@@ -140,7 +146,9 @@ def longest(service: Service, most: int | None) -> int:
     return service.model.spec.max_positions if most is None else most
 
 
-async def asked(service: Service, ask: Ask, owner: str, samplings: list[Sampling]) -> Running:
+async def asked(
+    service: Service, ask: GenerationRequest, owner: str, samplings: list[Sampling]
+) -> Running:
     """The answers on their way. A prompt that does not fit is refused as llama.cpp does."""
     try:
         return await service.answers(ask, owner, samplings)
@@ -229,22 +237,22 @@ class _Reply:
         except Exception as error:  # the status is sent: what happened is the last event
             yield event(problem_of(error).body())
 
-    def _take(self, choice: _Choice, each: Event) -> dict[str, Any] | None:
+    def _take(self, choice: _Choice, each: GenerationEvent) -> dict[str, Any] | None:
         """Takes an event in; the probability of its token, if it has one."""
         entry = None
-        if isinstance(each, Written):
+        if isinstance(each, GeneratedToken):
             entry = chat_entry(self._codec, each)
             choice.likely += [entry] if entry else []
-        if isinstance(each, (Written, Finished)):
+        if isinstance(each, (GeneratedToken, Finished)):
             choice.text += each.text
         if isinstance(each, Finished):
             choice.end = each
         return entry
 
-    def _chunks(self, index: int, each: Event) -> list[bytes]:
+    def _chunks(self, index: int, each: GenerationEvent) -> list[bytes]:
         choice = self._choices[index]
         entry = self._take(choice, each)
-        if isinstance(each, Read):
+        if isinstance(each, PrefillProgress):
             return [self._progress(index, each)] if self._body.return_progress else []
         if isinstance(each, Finished):
             return self._last(index, choice, each)
@@ -298,7 +306,7 @@ class _Reply:
         usages = [choice.end.usage for choice in self._choices if choice.end]
         return {"usage": usage_of(usages), "timings": timings_of(usages[0])}
 
-    def _progress(self, index: int, each: Read) -> bytes:
+    def _progress(self, index: int, each: PrefillProgress) -> bytes:
         return self._chunk(index, {}, more={"prompt_progress": progress_of(each)})
 
     def _chunk(

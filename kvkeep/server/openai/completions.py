@@ -10,7 +10,7 @@ from fastapi import Request as HttpRequest
 from pydantic import Field
 from starlette.responses import Response
 
-from kvkeep.engine import Ask, Finished, Usage, Written
+from kvkeep.engine import Finished, GeneratedToken, GenerationRequest, Usage
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.server.errors import problem_of
 from kvkeep.server.health import now
@@ -49,7 +49,7 @@ async def completions(
 ) -> Response | dict[str, Any]:
     """Goes on from a prompt, in `n` ways."""
     ids = await asyncio.to_thread(_ids, service, body.prompt)
-    ask = Ask(
+    ask = GenerationRequest(
         tuple(ids),
         longest(service, body.max_tokens),
         ignore_eos=body.ignore_eos,
@@ -76,11 +76,11 @@ async def _whole(
     running: Running, head: dict[str, Any], body: Completion, echoed: str, codec: TextCodec
 ) -> dict[str, Any]:
     texts, ends = [echoed] * body.n, dict[int, Finished]()
-    written: list[list[Written]] = [[] for _ in texts]
+    written: list[list[GeneratedToken]] = [[] for _ in texts]
     async for index, each in running:
-        if isinstance(each, Written):
+        if isinstance(each, GeneratedToken):
             written[index].append(each)
-        if isinstance(each, (Written, Finished)):
+        if isinstance(each, (GeneratedToken, Finished)):
             texts[index] += each.text
         if isinstance(each, Finished):
             ends[index] = each
@@ -109,7 +109,7 @@ async def _streamed(
             if isinstance(each, Finished):
                 usages.append(each.usage)
                 yield event({**head, "choices": [_choice(index, each.text, each)]})
-            elif isinstance(each, Written) and (each.text or each.likely):
+            elif isinstance(each, GeneratedToken) and (each.text or each.likely):
                 likely = logprobs[index].entry([each])
                 yield event({**head, "choices": [_choice(index, each.text, None, likely)]})
         if body.stream_options and body.stream_options.include_usage:

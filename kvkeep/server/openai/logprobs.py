@@ -4,11 +4,11 @@ import codecs
 from collections.abc import Sequence
 from typing import Any
 
-from kvkeep.engine import Likely, Written
+from kvkeep.engine import GeneratedToken, TokenLogprob
 from kvkeep.models.text.codec import TextCodec
 
 
-def chat_entry(codec: TextCodec, event: Written) -> dict[str, Any] | None:
+def chat_entry(codec: TextCodec, event: GeneratedToken) -> dict[str, Any] | None:
     """Of one token, in the form of chats; None where none was asked for."""
     if event.likely is None:
         return None
@@ -28,7 +28,7 @@ class CompletionLogprobs:
         self._codec, self._offset = codec, start
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def entry(self, events: Sequence[Written]) -> dict[str, Any] | None:
+    def entry(self, events: Sequence[GeneratedToken]) -> dict[str, Any] | None:
         """Of the next tokens; None where no probabilities were asked for."""
         known = [(event, event.likely) for event in events if event.likely is not None]
         if not known:
@@ -40,7 +40,7 @@ class CompletionLogprobs:
             "text_offset": [self._next_offset(event.token) for event, _ in known],
         }
 
-    def _top(self, top: Sequence[Likely]) -> dict[str, float]:
+    def _top(self, top: Sequence[TokenLogprob]) -> dict[str, float]:
         """By text, which two tokens may share: the less likely one goes by its id."""
         named: dict[str, float] = {}
         for each in top:
@@ -49,7 +49,7 @@ class CompletionLogprobs:
             named[name] = each.log_probability
         return named
 
-    def _name(self, likely: Likely) -> str:
+    def _name(self, likely: TokenLogprob) -> str:
         raw = self._codec.token_bytes(likely.token)
         return _text(raw) if _is_text(raw) else f"bytes:{_text(raw)}"
 
@@ -60,7 +60,7 @@ class CompletionLogprobs:
         return offset
 
 
-def _entry(codec: TextCodec, likely: Likely) -> dict[str, Any]:
+def _entry(codec: TextCodec, likely: TokenLogprob) -> dict[str, Any]:
     raw = codec.token_bytes(likely.token)
     return {
         "id": likely.token,

@@ -18,7 +18,7 @@ from fastapi import Request as HttpRequest
 from pydantic import Field
 from starlette.responses import Response
 
-from kvkeep.engine import Ask, Finished, Read, Written
+from kvkeep.engine import Finished, GeneratedToken, GenerationRequest, PrefillProgress
 from kvkeep.errors import InvalidArgument, KvkeepError, NoSuchSession
 from kvkeep.server.errors import Problem, problem_of
 from kvkeep.server.health import now
@@ -112,7 +112,7 @@ async def create(
         async with making.running.until_gone(request):
             text, end = "", None
             async for _, each in making.running:
-                if isinstance(each, (Written, Finished)):
+                if isinstance(each, (GeneratedToken, Finished)):
                     text += each.text
                 end = each
     except BaseException:
@@ -169,7 +169,7 @@ async def _begun(body: Create, service: Service, owner: str) -> _Making:
         await asyncio.wrap_future(fork)
     try:
         held = await asyncio.wrap_future(engine.prepare(ids, name, owner))
-        ask = Ask(tuple(ids[held:]), most, samplings[0])
+        ask = GenerationRequest(tuple(ids[held:]), most, samplings[0])
         running = await service.answers(ask, owner, session=name)
     except BaseException:
         await _forget(name, service, owner)
@@ -252,10 +252,10 @@ async def _streamed(making: _Making, service: Service, owner: str) -> AsyncItera
             yield told("response.output_item.added", output_index=0, item=started)
             yield told("response.content_part.added", **part, part=text_part(""))
         async for _, each in making.running:
-            if isinstance(each, Read) and making.progress:
+            if isinstance(each, PrefillProgress) and making.progress:
                 seen = {"prompt_progress": progress_of(each)}
                 yield told("response.in_progress", response=making.body, **seen)
-            if not isinstance(each, (Written, Finished)):
+            if not isinstance(each, (GeneratedToken, Finished)):
                 continue
             text += each.text
             if each.text and making.tools is None:

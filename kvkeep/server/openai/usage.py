@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from kvkeep.engine import Read, Usage
+from kvkeep.engine import PrefillProgress, Usage
 from kvkeep.version import __version__
 
 FINGERPRINT = f"kvkeep-{__version__}"  # what the same seed gives the same answers by
@@ -38,7 +38,7 @@ def timings_of(usage: Usage) -> dict[str, Any]:
     }
 
 
-def progress_of(read: Read) -> dict[str, Any]:
+def progress_of(read: PrefillProgress) -> dict[str, Any]:
     """llama.cpp's `prompt_progress`."""
     return {
         "total": read.total,

@@ -130,7 +130,7 @@ async def compress(
             body.recent,
             budget=body.budget,
             calibration=service.model.calibration if body.method == "kvzap" else None,
-            progress=engine.between,
+            progress=engine.yield_turn,
         )
         found = dataclasses.asdict(report)
         return {key: found[key] for key in _REPORTED}

@@ -7,7 +7,7 @@ from typing import Annotated, Any, TypeVar
 from fastapi import Depends, Header, Path
 from starlette.responses import JSONResponse
 
-from kvkeep.engine import Kept
+from kvkeep.engine import SessionRecord
 from kvkeep.server.errors import Problem
 from kvkeep.server.service import Service
 from kvkeep.session.session import Session
@@ -41,7 +41,7 @@ def revision_in(if_match: str | None) -> int | None:
 Revision = Annotated[int | None, Depends(_revision)]
 
 
-def entry_of(kept: Kept) -> dict[str, Any]:
+def entry_of(kept: SessionRecord) -> dict[str, Any]:
     """All that can be said of a session without bringing it back to memory."""
     entry: dict[str, Any] = {
         "name": kept.name,
@@ -76,13 +76,15 @@ def _live(session: Session) -> dict[str, Any]:
     }
 
 
-def answer(kept: Kept, status: int = 200, **more: Any) -> JSONResponse:
+def answer(kept: SessionRecord, status: int = 200, **more: Any) -> JSONResponse:
     """A session, with its revision as the entity tag."""
     headers = {"ETag": f'"{kept.revision}"'}
     return JSONResponse({**entry_of(kept), **more}, status, headers)
 
 
-async def look(service: Service, name: str, owner: str, function: Callable[[Kept], T]) -> T:
+async def look(
+    service: Service, name: str, owner: str, function: Callable[[SessionRecord], T]
+) -> T:
     """What a function says of a session, asked in the engine's thread."""
     return await asyncio.wrap_future(service.engine.look(name, owner, function))
 

@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.responses import StreamingResponse
 
-from kvkeep.engine import Differing, Operation, differing
+from kvkeep.engine import Operation, TextDifference, text_difference
 from kvkeep.server.errors import Problem
 from kvkeep.server.openapi import EVENTS
 from kvkeep.server.schemas import Owner, Serving
@@ -55,14 +55,14 @@ async def explain(body: Fed, service: Serving, owner: Owner) -> dict[str, Any]:
         "session": match.kept.name if match.kept else None,
         "reason": match.reason,
         "differs_at": match.common if match.common < len(ids) else None,
-        **_texts(differing(ids, match), service),
+        **_texts(text_difference(ids, match), service),
     }
 
 
 @router.get("/v1/prefix/misses")
 async def misses(service: Serving, owner: Owner) -> dict[str, Any]:
     """The last prompts that were evaluated from some token on, as `explain` says it of them."""
-    found = await asyncio.wrap_future(service.engine.misses(owner))
+    found = await asyncio.wrap_future(service.engine.cache_misses(owner))
     data = [
         {
             "number": miss.number,
@@ -71,15 +71,15 @@ async def misses(service: Serving, owner: Owner) -> dict[str, Any]:
             "reused": miss.reused,
             "session": miss.session,
             "reason": miss.reason,
-            "differs_at": miss.differing.at if miss.differing else None,
-            **_texts(miss.differing, service),
+            "differs_at": miss.difference.at if miss.difference else None,
+            **_texts(miss.difference, service),
         }
         for miss in found
     ]
     return {"object": "list", "data": data}
 
 
-def _texts(found: Differing | None, service: Service) -> dict[str, str]:
+def _texts(found: TextDifference | None, service: Service) -> dict[str, str]:
     """What both texts have before they part, and how each goes on."""
     if found is None:
         return {}

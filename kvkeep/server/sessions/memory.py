@@ -6,7 +6,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query
 
 from kvkeep.cache.ragged import Ragged
-from kvkeep.engine import Engine, Kept
+from kvkeep.engine import Engine, SessionRecord
 from kvkeep.errors import InvalidArgument
 from kvkeep.server.schemas import Owner, Serving
 from kvkeep.server.sessions.entry import Name, look
@@ -41,7 +41,7 @@ async def text(
     """
     codec = service.model.text
 
-    def pieces(kept: Kept) -> dict[str, Any]:
+    def pieces(kept: SessionRecord) -> dict[str, Any]:
         tokens = kept.live.tokens
         last = min(len(tokens) if end is None else end, start + _MOST_PIECES, len(tokens))
         if start > len(tokens):
@@ -77,7 +77,7 @@ async def heads(
     return await look(service, name, owner, lambda kept: _of_head(kept.live, layer, head))
 
 
-def _memory(kept: Kept, engine: Engine) -> dict[str, Any]:
+def _memory(kept: SessionRecord, engine: Engine) -> dict[str, Any]:
     session = kept.live
     runs, start = list[dict[str, Any]](), 0
     for standing, each in groupby(session.standing):

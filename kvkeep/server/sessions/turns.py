@@ -7,7 +7,7 @@ from fastapi import Request as HttpRequest
 from pydantic import Field
 from starlette.responses import Response
 
-from kvkeep.engine import Ask, turn
+from kvkeep.engine import GenerationRequest, turn
 from kvkeep.server.openapi import STREAMED
 from kvkeep.server.schemas import MOST_TOKENS, Choosing, Owner, Serving
 from kvkeep.server.sessions.entry import Name, Revision
@@ -34,5 +34,7 @@ async def say(
     Spans name the parts: "turn 2", "turn 2 question", "turn 2 answer", "system".
     """
     (sampling,) = body.samplings(temperature=0.0)
-    ask = turn(service.model, body.content, Ask((), body.max_tokens, sampling), body.system)
+    ask = turn(
+        service.model, body.content, GenerationRequest((), body.max_tokens, sampling), body.system
+    )
     return await answered(name, body.stream, ask, request, service, owner, revision)

@@ -9,7 +9,14 @@ from fastapi import Request as HttpRequest
 from pydantic import Field
 from starlette.responses import Response
 
-from kvkeep.engine import Ask, Event, Finished, Kept, Read, Written
+from kvkeep.engine import (
+    Finished,
+    GeneratedToken,
+    GenerationEvent,
+    GenerationRequest,
+    PrefillProgress,
+    SessionRecord,
+)
 from kvkeep.errors import InvalidArgument
 from kvkeep.server.errors import problem_of
 from kvkeep.server.messages import template_messages
@@ -76,7 +83,7 @@ async def feed(
     ids = await asyncio.to_thread(body.ids, service, False)
     if not ids:
         raise InvalidArgument("nothing to read: give text, tokens or messages")
-    ask = Ask(ids, 0, after=body.naming())
+    ask = GenerationRequest(ids, 0, after=body.naming())
     return await answered(name, body.stream, ask, request, service, owner, revision)
 
 
@@ -92,14 +99,14 @@ async def generate(
     """Reads what is given, if anything is, and writes on."""
     ids = await asyncio.to_thread(body.ids, service, True)
     (sampling,) = body.samplings(temperature=0.0)
-    ask = Ask(ids, body.max_tokens, sampling, body.ignore_eos, after=body.naming())
+    ask = GenerationRequest(ids, body.max_tokens, sampling, body.ignore_eos, after=body.naming())
     return await answered(name, body.stream, ask, request, service, owner, revision)
 
 
 async def answered(
     name: str,
     streamed: bool,
-    ask: Ask | Callable[[Kept], Ask],
+    ask: GenerationRequest | Callable[[SessionRecord], GenerationRequest],
     request: HttpRequest,
     service: Service,
     owner: str,
@@ -118,23 +125,25 @@ async def _streamed(
     running: Running, name: str, service: Service, owner: str
 ) -> AsyncIterator[bytes]:
     """Events `read`, `token`, and at last `done` or `error`."""
-    events: list[Event] = []
+    events: list[GenerationEvent] = []
     try:
         async for _, each in running:
             events.append(each)
-            if isinstance(each, Read):
+            if isinstance(each, PrefillProgress):
                 yield event({"done": each.done, "total": each.total}, "read")
-            elif isinstance(each, Written):
+            elif isinstance(each, GeneratedToken):
                 yield event({"token": each.token, "text": each.text}, "token")
         yield event(await _total(events, name, service, owner), "done")
     except Exception as error:  # the status is sent: what happened is the last event
         yield event(problem_of(error).body(), "error")
 
 
-async def _total(events: list[Event], name: str, service: Service, owner: str) -> dict[str, Any]:
+async def _total(
+    events: list[GenerationEvent], name: str, service: Service, owner: str
+) -> dict[str, Any]:
     end = events[-1]
     assert isinstance(end, Finished)
-    written = [each for each in events if isinstance(each, Written)]
+    written = [each for each in events if isinstance(each, GeneratedToken)]
     tokens, now = await look(
         service, name, owner, lambda kept: (len(kept.live.tokens), kept.revision)
     )
