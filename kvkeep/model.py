@@ -27,7 +27,7 @@ from kvkeep.models.weights.packed import WEIGHTS, find_own, find_rounded, own_fi
 from kvkeep.models.weights.packing import Matrix, PackedMatrix
 from kvkeep.models.weights.tensors import check_tensors, check_tied, read_shapes, read_tensors
 from kvkeep.models.weights.unpacked import find_unpacked
-from kvkeep.policies import Policy, Settings, checked_bits, longest, make_policy
+from kvkeep.policies import Policy, PolicySettings, checked_bits, longest, make_policy
 from kvkeep.runtime.cpu import fit_threads
 from kvkeep.runtime.memory import trim
 from kvkeep.session.context import WHOLE_PROMPT
@@ -90,7 +90,7 @@ class Model(LoadedModel):
         kv_bits: KvBits | None = None,
         far_bits: KvBits | None = None,
         calibration: Calibration | None = None,
-        **settings: Unpack[Settings],
+        **settings: Unpack[PolicySettings],
     ) -> Session:
         """A new, empty session.
 

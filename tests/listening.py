@@ -21,7 +21,7 @@ def attending(decoder: Decoder, attend: Attend) -> Iterator[None]:
             self.step = step
 
         @property
-        def by_layer(self) -> "Heard":
+        def layer_attention(self) -> "Heard":
             return self
 
         def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -179,7 +179,7 @@ def test_observing_methods_look_from_where_an_edit_has_put_them() -> None:
     assert segment.map.offset == -30
     cells = segment.read(4, 246)
     there = Cells(
-        session.cache.rope.moved(cells.keys, torch.tensor([30])),
+        session.cache.rope.shifted(cells.keys, torch.tensor([30])),
         cells.values,
         cells.positions + 30,
         cells.serials,

@@ -266,7 +266,7 @@ def test_an_edit_that_is_prepared_has_changed_nothing(recompute) -> None:
     assert memory.tokens == TEXT[:9] + TEXT[:4] + TEXT[16:]
     assert done.replace(9, 16, TEXT[:4], recompute).tokens_evaluated == report.tokens_evaluated
     assert torch.equal(memory.logits(), done.logits)
-    successor.cache.put_back()
+    successor.cache.rollback()
     assert same(state(session), before)
     done = edited("sliding", 64)
     for each in (session, done):

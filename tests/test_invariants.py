@@ -61,7 +61,7 @@ def state(session: Session) -> tuple[object, ...]:
     """All that a session is, to the bit."""
     segments = [
         (*vars(segment.read(0, segment.length)).values(), segment.map, segment.anchor)
-        for segment in session.cache.every_segment
+        for segment in session.cache.all_segments
     ]
     return session.tokens, session.cache.time, session.keep, session.logits, segments
 

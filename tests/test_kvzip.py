@@ -108,7 +108,7 @@ def test_what_a_head_needs_others_of_its_layer_and_cells_beside_it_need_by_facto
     session = fed()
     needed = torch.full((2, 2, 4), -9.0)
     needed[0, 0, 1], needed[1, 1, 2], needed[1, 0, 2] = -1.0, -1.0, -2.5
-    cells = Cells.joined([cells for _, cells in session.cache.read(0, 4)])
+    cells = Cells.concatenate([cells for _, cells in session.cache.read(0, 4)])
     candidates = Candidates(cells, session.cache.rope, 0.1, reconstruction=needed)
     found = KVzip().score(candidates)
     expected = needed.clone()

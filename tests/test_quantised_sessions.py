@@ -57,16 +57,16 @@ def with_restored_cells(session: Session) -> Session:
     for segment in memory.cache.segments:
         segment.layout = memory.cache.layout
         segment.block = copy.copy(segment.block)
-        segment.block.slots = segment.block.slots.restored(torch.float32)
+        segment.block.slots = segment.block.slots.dequantised(torch.float32)
     return plain
 
 
 def require_kept_as_asked(session: Session, bits: Bits) -> None:
     for segment in session.cache.segments:
         layout = segment.layout
-        assert layout == session.cache.layout_of(segment.anchor)
+        assert layout == session.cache.layout_for(segment.anchor)
         slots = segment.block.slots
-        assert slots.kept_as(layout) is slots
+        assert slots.in_layout(layout) is slots
         assert slots.quantised == (segment.anchor or bits.kv is not None)
 
 

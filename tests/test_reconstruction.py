@@ -145,11 +145,11 @@ def in_one_piece(session: Session) -> None:
     cache, layout = session.cache, session.cache.layout.plain
     parts = [
         segment.read(0, segment.length)
-        .restored(layout.dtype)
-        .moved(cache.rope, torch.tensor([-segment.map.offset]))
+        .dequantised(layout.dtype)
+        .shifted(cache.rope, torch.tensor([-segment.map.offset]))
         for segment in cache.segments
     ]
-    cache.segments = [Segment.of(layout, Cells.joined(parts), PositionMap(), False)]
+    cache.segments = [Segment.from_cells(layout, Cells.concatenate(parts), PositionMap(), False)]
 
 
 def test_cells_of_an_edited_memory_are_scored_where_they_are_seen() -> None:

@@ -31,7 +31,7 @@ def compressed_cells(session: Session) -> Cells:
     parts = [
         segment.read(0, segment.length) for segment in session.cache.segments if segment.compressed
     ]
-    return Cells.joined(parts)
+    return Cells.concatenate(parts)
 
 
 @given(st.lists(st.integers(0, 1), max_size=120))

@@ -25,7 +25,7 @@ def fed(policy: str = "full", budget: int = 256, **settings) -> Session:
 
 
 def held(cache: KVCache) -> Cells:
-    return Cells.joined([cells for _, cells in cache.read(0, cache.cells)])
+    return Cells.concatenate([cells for _, cells in cache.read(0, cache.cells)])
 
 
 @pytest.mark.parametrize("kind", ["even", "ragged"])
@@ -35,13 +35,13 @@ def test_cells_that_move_keep_their_keys_there(kind: str) -> None:
     shape = (*cells.keys.shape[:2], len(cells))
     if kind == "ragged":
         which = torch.rand(shape, generator=torch.Generator().manual_seed(1)) < 0.3
-        cells = Ragged.some(cells, which)
-    moved = cells.moved(rope, torch.full_like(cells.positions, -3))
+        cells = Ragged.select_from(cells, which)
+    moved = cells.shifted(rope, torch.full_like(cells.positions, -3))
     back = Candidates(cells, rope, 1.0).unrotated
     for layer in range(4):
         own = slice(layer, layer + 1)
         if isinstance(cells, Ragged):
-            own = cells.of_head(layer, 0)
+            own = cells.head_slice(layer, 0)
         assert torch.equal(moved.keys[own], cells.keys[own]) == (layer in PLAIN)
         assert torch.equal(back[own], cells.keys[own]) == (layer in PLAIN)
     assert torch.equal(moved.positions, cells.positions - 3)

@@ -38,7 +38,7 @@ def whole_state(session: Session) -> Whole:
         "queries": None if queries is None else (queries.values.clone(), queries.times.clone()),
         "hidden": None if memory.hidden is None else memory.hidden.clone(),
         "logits": session.logits,
-        "segments": [segment_state(segment) for segment in cache.every_segment],
+        "segments": [segment_state(segment) for segment in cache.all_segments],
     }
 
 
@@ -59,13 +59,13 @@ def segment_state(segment: Segment) -> Whole:
         "serials": cells.serials,
         "bias": cells.bias,
         "counts": cells.counts if isinstance(cells, Ragged) else None,
-        "worth": cells.worth if isinstance(cells, Ragged) else None,
+        "worth": cells.scores if isinstance(cells, Ragged) else None,
         "layout": segment.layout,
         "map": segment.map,
         "anchor": segment.anchor,
         "frozen": segment.frozen,
         "sealed": segment.sealed,
-        "crowded": segment.crowded,
+        "lazy_growth": segment.lazy_growth,
         "leaving": segment.leaving,
         "limit": segment.limit,
         "place": segment.place,

@@ -1,11 +1,11 @@
 """The KV cache: segments, position maps, attention over segments. Pure torch."""
 
-from kvkeep.cache.attending import Attending
+from kvkeep.cache.attending import AttentionConfig
 from kvkeep.cache.bits import BITS, Bits
 from kvkeep.cache.block import NO_TOKEN, Block, Cells, Layout
 from kvkeep.cache.cache import KVCache
-from kvkeep.cache.joining import joined, joined_if_small
-from kvkeep.cache.layers import Attends, Place
+from kvkeep.cache.joining import merge_segments, merge_small_segments
+from kvkeep.cache.layers import LayerAttention, LayerPlacement
 from kvkeep.cache.observer import Observer, Queries
 from kvkeep.cache.position_map import PositionMap
 from kvkeep.cache.ragged import Ragged
@@ -17,22 +17,22 @@ from kvkeep.cache.window import Window
 __all__ = [
     "BITS",
     "NO_TOKEN",
-    "Attending",
-    "Attends",
+    "AttentionConfig",
     "Bits",
     "Block",
     "CacheState",
     "Cells",
     "KVCache",
+    "LayerAttention",
+    "LayerPlacement",
     "Layout",
     "Observer",
-    "Place",
     "PositionMap",
     "Queries",
     "Ragged",
     "Rope",
     "Segment",
     "Window",
-    "joined",
-    "joined_if_small",
+    "merge_segments",
+    "merge_small_segments",
 ]

@@ -10,7 +10,7 @@ from kvkeep.cache.rope import Rope
 
 
 @dataclass(frozen=True)
-class Attending:
+class AttentionConfig:
     """How the layers of a cache attend, all of them alike.
 
     heads: of the queries. scale: the factor on products of queries and keys. softcap: c in

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvkeep.cache.quantised import Quantised, Stored, hadamard
+from kvkeep.cache.quantised import KVTensor, Quantised, hadamard
 
 # Hides a cell. Finite, so that a query that sees nothing of a segment gets a part of weight zero
 # instead of NaN.
@@ -31,8 +31,8 @@ class Part(NamedTuple):
 
 def attend_cells(
     q: Tensor,
-    keys: Stored,
-    values: Stored,
+    keys: KVTensor,
+    values: KVTensor,
     *,
     scale: float,
     bias: Tensor | None,
@@ -61,9 +61,9 @@ def attend_cells(
     transformed = isinstance(values, Quantised)
     dtype, (n, heads, head_dim) = q.dtype, q.shape
     if isinstance(keys, Quantised):
-        q, keys = hadamard(q).to(dtype), keys.dequantised(dtype)
+        q, keys = hadamard(q).to(dtype), keys.dequantise_transformed(dtype)
     if isinstance(values, Quantised):
-        values = values.dequantised(dtype)
+        values = values.dequantise_transformed(dtype)
     kv_heads = keys.shape[0]
     groups = heads // kv_heads
     q = q.view(n, kv_heads, groups, head_dim)

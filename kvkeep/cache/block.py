@@ -9,13 +9,13 @@ from torch import Tensor
 
 from kvkeep.cache.quantised import (
     SCALE,
+    KVTensor,
     Quantised,
-    Stored,
-    joined_along,
-    put,
+    concatenate_stored,
+    copy_stored,
+    dequantise,
     quantise,
-    restored,
-    scales,
+    scale_count,
     tensors,
 )
 from kvkeep.cache.rope import Rope
@@ -56,9 +56,9 @@ class Layout:
     def _vector_bytes(self, bits: int) -> int:
         if bits == 16:
             return self.head_dim * self.dtype.itemsize
-        return self.head_dim * bits // 8 + scales(self.head_dim, bits) * SCALE.itemsize
+        return self.head_dim * bits // 8 + scale_count(self.head_dim, bits) * SCALE.itemsize
 
-    def slots(self, count: int, bits: int) -> Stored:
+    def slots(self, count: int, bits: int) -> KVTensor:
         """Zeros for `count` keys or values, `[layers, kv_heads, count, head_dim]`."""
         shape = (self.layers, self.kv_heads, count, self.head_dim)
         if bits == 16:
@@ -80,8 +80,8 @@ class Cells:
         log of how many cells one stands for, or so. None: 0 for all.
     """
 
-    stored_keys: Stored
-    stored_values: Stored
+    stored_keys: KVTensor
+    stored_values: KVTensor
     positions: Tensor
     serials: Tensor
     bias: Tensor | None = None
@@ -99,16 +99,18 @@ class Cells:
         )
 
     @classmethod
-    def joined(cls, parts: Sequence["Cells"]) -> "Cells":
+    def concatenate(cls, parts: Sequence["Cells"]) -> "Cells":
         """The cells of all parts, copied; all are compressed, or none is, and all kept alike."""
-        return next((type(part) for part in parts if type(part) is not Cells), Cells)._joined(parts)
+        return next((type(part) for part in parts if type(part) is not Cells), Cells)._concatenate(
+            parts
+        )
 
     @classmethod
-    def _joined(cls, parts: Sequence["Cells"]) -> "Cells":
+    def _concatenate(cls, parts: Sequence["Cells"]) -> "Cells":
         biases = [p.bias for p in parts if p.bias is not None]
         return cls(
-            joined_along([p.stored_keys for p in parts], 2),
-            joined_along([p.stored_values for p in parts], 2),
+            concatenate_stored([p.stored_keys for p in parts], 2),
+            concatenate_stored([p.stored_values for p in parts], 2),
             torch.cat([p.positions for p in parts], -1),
             torch.cat([p.serials for p in parts]),
             torch.cat(biases, -1) if biases else None,
@@ -134,27 +136,27 @@ class Cells:
         """Whether keys or values are kept in fewer bits than they were evaluated in."""
         return isinstance(self.stored_keys, Quantised) or isinstance(self.stored_values, Quantised)
 
-    def restored(self, dtype: torch.dtype) -> "Cells":
+    def dequantised(self, dtype: torch.dtype) -> "Cells":
         """Plain cells; themselves, if they are that."""
         if not self.quantised:
             return self
-        keys, values = restored(self.stored_keys, dtype), restored(self.stored_values, dtype)
+        keys, values = dequantise(self.stored_keys, dtype), dequantise(self.stored_values, dtype)
         return replace(self, stored_keys=keys, stored_values=values)
 
-    def moved(self, rope: Rope, by: Tensor) -> "Cells":
+    def shifted(self, rope: Rope, by: Tensor) -> "Cells":
         """The same cells, rotated on by a number of positions each and kept as they are.
 
         by: of the shape of `positions`, or `[1]`.
         """
-        keys, turns = self.stored_keys, self.turns(rope, by)
+        keys, turns = self.stored_keys, self.key_shifts(rope, by)
         if isinstance(keys, Quantised):
-            exact = rope.moved(restored(keys, torch.float32), turns)
+            exact = rope.shifted(dequantise(keys, torch.float32), turns)
             keys = quantise(exact, keys.bits)
         else:
-            keys = rope.moved(keys, turns)
+            keys = rope.shifted(keys, turns)
         return replace(self, stored_keys=keys, positions=self.positions + by)
 
-    def turns(self, rope: Rope, by: Tensor) -> Tensor:
+    def key_shifts(self, rope: Rope, by: Tensor) -> Tensor:
         """By how many positions keys are rotated that move by so many: 0 where layers have no RoPE.
 
         by: as of `moved`. Returns what broadcasts to `[layers, kv_heads, n]`; of ragged cells to
@@ -166,7 +168,7 @@ class Cells:
         turns[list(rope.unrotated)] = 0
         return turns
 
-    def kept_as(self, layout: Layout) -> "Cells":
+    def in_layout(self, layout: Layout) -> "Cells":
         """The same cells as a layout keeps them; themselves, if they are kept so."""
         kept = Cells.empty(layout, 0)
         if _bits(kept) == _bits(self):
@@ -218,8 +220,8 @@ class Cells:
 
     def write(self, where: slice, cells: "Cells") -> None:
         """Puts cells into the slots of a slice, and keeps them as these slots do."""
-        put(self.stored_keys[:, :, where], cells.stored_keys)
-        put(self.stored_values[:, :, where], cells.stored_values)
+        copy_stored(self.stored_keys[:, :, where], cells.stored_keys)
+        copy_stored(self.stored_values[:, :, where], cells.stored_values)
         self.positions[..., where] = cells.positions
         self.serials[where] = cells.serials
         if self.bias is not None:

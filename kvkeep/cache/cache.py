@@ -6,15 +6,15 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from kvkeep.cache.attending import Attending
+from kvkeep.cache.attending import AttentionConfig
 from kvkeep.cache.block import Cells, Layout
 from kvkeep.cache.checks import require
-from kvkeep.cache.joining import joined_if_small
-from kvkeep.cache.layers import Place
+from kvkeep.cache.joining import merge_small_segments
+from kvkeep.cache.layers import LayerPlacement
 from kvkeep.cache.observer import Observer, Queries
 from kvkeep.cache.rope import Rope
 from kvkeep.cache.segment import Segment
-from kvkeep.cache.shallow import shallow
+from kvkeep.cache.shallow_copy import shallow_copy
 from kvkeep.cache.state import CacheState
 from kvkeep.cache.step import ChunkStep, DecodeStep, Step
 from kvkeep.cache.storage import nbytes, trim
@@ -34,8 +34,8 @@ class KVCache:
     layout: of the cells of windows, far_layout: of anchors; they differ in bits alone.
     local: the cache of layers that see nothing but a window (local attention, arXiv:2004.05150),
         where the decoder has such. It has segments and a window of its own, follows this one's
-        clock, and holds no more than its window, whatever a policy does here. places: where each of
-        the decoder's layers has its cells.
+        clock, and holds no more than its window, whatever a policy does here.
+    placements: where each of the decoder's layers has its cells.
     recurrent: states of layers that have such in the place of cells (linear attention,
         convolution), by name, where the decoder has any. They are of all tokens so far, and none
         can be taken out of them.
@@ -44,16 +44,16 @@ class KVCache:
     def __init__(
         self,
         layout: Layout,
-        how: Attending,
+        attention: AttentionConfig,
         far_layout: Layout | None = None,
         local: "KVCache | None" = None,
-        places: Sequence[Place] = (),
+        placements: Sequence[LayerPlacement] = (),
     ):
         self.layout = layout
         self.far_layout = far_layout or layout
-        self.how = how
+        self.attention = attention
         self.local = local
-        self.places = places
+        self.placements = placements
         self.observer: Observer | None = None
         self.segments: list[Segment] = []
         self.window = Window()
@@ -71,15 +71,15 @@ class KVCache:
     @property
     def heads(self) -> int:
         """Of the queries."""
-        return self.how.heads
+        return self.attention.heads
 
     @property
     def rope(self) -> Rope:
-        return self.how.rope
+        return self.attention.rope
 
     @property
     def scale(self) -> float:
-        return self.how.scale
+        return self.attention.scale
 
     @property
     def cells(self) -> int:
@@ -101,10 +101,10 @@ class KVCache:
     def nbytes(self) -> int:
         """Bytes that keys and values take in memory, storage not yet filled included."""
         states = sum(state.nbytes for state in self.recurrent.values())
-        return nbytes(self.every_segment) + states
+        return nbytes(self.all_segments) + states
 
     @property
-    def every_segment(self) -> list[Segment]:
+    def all_segments(self) -> list[Segment]:
         """Those of local layers, too."""
         return [*self.segments, *(self.local.segments if self.local else ())]
 
@@ -126,26 +126,26 @@ class KVCache:
         if self.observer is not None:
             step.queries = self._room_for_queries(count)
         if self.local is not None:
-            step.local, step.places = self.local._beside(self, count), self.places
+            step.local, step.placements = self.local._beside(self, count), self.placements
         yield step
-        self._commit(step, count)
+        self._finish_step(step, count)
         if self.local is not None and step.local is not None:
-            self.local._commit(step.local, count)
+            self.local._finish_step(step.local, count)
 
     def _begin(self, count: int) -> DecodeStep | ChunkStep:
         if count == 1:
-            return DecodeStep(self.segments, self.window, self.time, self.how)
-        return ChunkStep(self.segments, self.window, self.time, count, self.how)
+            return DecodeStep(self.segments, self.window, self.time, self.attention)
+        return ChunkStep(self.segments, self.window, self.time, count, self.attention)
 
     def _beside(self, whole: "KVCache", count: int) -> DecodeStep | ChunkStep:
         """Of a local cache: the step that goes with one of the cache that it belongs to."""
         assert self.window.held is not None
         self.time, self.serial = whole.time, whole.serial
         newest = self.open_window(self.window.held)
-        newest.crowded = len(self.segments) > 1
+        newest.lazy_growth = len(self.segments) > 1
         return self._begin(count)
 
-    def _commit(self, step: Step, count: int) -> None:
+    def _finish_step(self, step: Step, count: int) -> None:
         step.commit(self.serial)
         if self.observer is not None and step.queries is not None:
             self.observer.take(self.time, step.queries)
@@ -160,9 +160,9 @@ class KVCache:
         """Makes the last segment the one for the next cells of a window that holds up to `size`."""
         newest = self.segments[-1] if self.segments else None
         if newest is not None and not newest.anchor:
-            if newest.thaw(size):
+            if newest.reopen(size):
                 return newest
-            if not newest.frozen:  # a ring of another size: its places would have to change
+            if not newest.frozen:  # a ring of another size: its placements would have to change
                 self.segments[-1:] = newest.part(0, newest.length)
         newest = Segment(self.layout, size)
         self.segments.append(newest)
@@ -216,40 +216,40 @@ class KVCache:
         """This cache, to be changed; storage stays where it is, and only one of the two goes on.
 
         Either the successor is taken in the place of this one and `confirm`ed, or it is told to
-        `put_back` what it overwrote, and this one is as it was.
+        `rollback` what it overwrote, and this one is as it was.
         """
-        successor = shallow(self)
+        successor = shallow_copy(self)
         successor._overwritten = overwritten = list[Overwritten]()
         successor.segments = [segment.successor(overwritten) for segment in self.segments]
         successor.observer = None if self.observer is None else self.observer.fork()
         successor.local = None if self.local is None else self.local.successor()
         return successor
 
-    def confirm(self) -> None:
+    def commit(self) -> None:
         """Lets go of what the cache before this one would need to go on."""
         self._overwritten.clear()
         for segment in self.segments:
             segment.guarded = None
         if self.local is not None:
-            self.local.confirm()
+            self.local.commit()
 
     @torch.inference_mode()
-    def put_back(self) -> None:
+    def rollback(self) -> None:
         """Puts every cell back where the cache before this one has it. Can be repeated."""
         for overwritten in reversed(self._overwritten):
-            overwritten.put_back()
+            overwritten.rollback()
         if self.local is not None:
-            self.local.put_back()
+            self.local.rollback()
 
     def empty(self) -> "KVCache":
         """A cache for the same kind of cells that holds none."""
         local = None if self.local is None else self.local.empty()
-        empty = KVCache(self.layout, self.how, self.far_layout, local, self.places)
+        empty = KVCache(self.layout, self.attention, self.far_layout, local, self.placements)
         if local is not None and self.local is not None:
             local.window = self.local.window
         return empty
 
-    def layout_of(self, anchor: bool) -> Layout:
+    def layout_for(self, anchor: bool) -> Layout:
         """How a segment keeps its cells."""
         return self.far_layout if anchor else self.layout
 
@@ -262,7 +262,7 @@ class KVCache:
             segments, self.window, self.time, self.serial, observed, local, self.recurrent
         )
 
-    def holding(self, state: CacheState) -> "KVCache":
+    def restore(self, state: CacheState) -> "KVCache":
         """A cache for the same kind of cells that holds what another did.
 
         Raises ValueError, saying what is wrong, where none of this kind can hold it.
@@ -287,7 +287,7 @@ class KVCache:
         Memory is shared until one side must write to it. A fork shares it for longer, and its cells
         are cut where it began: sums over them are made in another order.
         """
-        return self.holding(self.state())
+        return self.restore(self.state())
 
     def _require_fits(self, segments: Sequence[Segment]) -> None:
         """Raises ValueError where a local cache cannot hold all of these."""
@@ -322,10 +322,10 @@ class KVCache:
         """
         segments: list[Segment] = []
         for segment, kind, first, count in self.runs(anchored):
-            layout = self.layout_of(kind)
+            layout = self.layout_for(kind)
             if layout != segment.layout:
                 cells = segment.read(first, count)
-                parts = [Segment.of(layout, cells, segment.map, kind)]
+                parts = [Segment.from_cells(layout, cells, segment.map, kind)]
             elif kind is segment.anchor and first + count == segment.length:
                 parts = segment.rest(first)
             else:
@@ -333,7 +333,7 @@ class KVCache:
             for part in parts:
                 part.anchor = kind
             segments += parts
-        self.segments = joined_if_small(segments)
+        self.segments = merge_small_segments(segments)
 
     def runs(self, anchored: Callable[[int, int], bool]) -> list[tuple[Segment, bool, int, int]]:
         """Runs of cells of one kind within one segment: (segment, kind, first, count).

@@ -13,10 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvkeep.cache.attending import Attending
+from kvkeep.cache.attending import AttentionConfig
 from kvkeep.cache.attention import HIDDEN, Part
 from kvkeep.cache.block import Cells
-from kvkeep.cache.layers import Attends, ByLayer
+from kvkeep.cache.layers import LayerAttention, LayerDispatch
 from kvkeep.cache.quantised import tensors
 from kvkeep.cache.rope import Rotation
 from kvkeep.cache.step import DecodeStep, View
@@ -31,7 +31,7 @@ class RowView(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Sight:
+class SharedView:
     """A stretch of stored cells, and who looks at some of them.
 
     slots, span: the storage that they lie in, and where in it. origin: the place of its slot 0.
@@ -40,17 +40,17 @@ class Sight:
 
     slots: Cells
     span: slice
-    runs: Sequence[RowView]
+    readers: Sequence[RowView]
     bias: Tensor | None
     origin: int
 
 
-def sights(steps: Sequence[DecodeStep]) -> list[Sight]:
+def shared_views(steps: Sequence[DecodeStep]) -> list[SharedView]:
     """All that the caches' new tokens see; what several look at is there once."""
     runs: list[RowView] = []
     rows = len(steps)  # the first ones stand where the new tokens do
     for index, step in enumerate(steps):
-        own = [index, *range(rows, rows + len(step.where) - 1)]
+        own = [index, *range(rows, rows + len(step.query_positions) - 1)]
         rows += len(own) - 1
         runs += [RowView(index, own[view.rotation], view) for view in step.views]
     return [_sight(each) for each in _by_storage(runs)]
@@ -73,12 +73,12 @@ class GroupStep:
         return Plan(self.steps, self._heads)
 
     @property
-    def by_layer(self) -> Attends:
-        """As `Step.by_layer`."""
+    def layer_attention(self) -> LayerAttention:
+        """As `Step.layer_attention`."""
         local = [step.local for step in self.steps if isinstance(step.local, DecodeStep)]
         if not local:
             return self
-        return ByLayer(self.steps[0].places, self, GroupStep(local, self._heads))
+        return LayerDispatch(self.steps[0].placements, self, GroupStep(local, self._heads))
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         """As `Step.attend`, with one row for each cache."""
@@ -90,35 +90,35 @@ class Plan:
 
     def __init__(self, steps: Sequence[DecodeStep], heads: int):
         self.steps = steps
-        self.how = steps[0].how
+        self.attention = steps[0].attention
         layout = steps[0].newest.layout
         device, self.kv_heads = layout.device, layout.kv_heads
         self.groups = heads // layout.kv_heads
-        sources, places = list(range(len(steps))), [step.where[0][0] for step in steps]
+        sources, positions = list(range(len(steps))), [step.query_positions[0][0] for step in steps]
         for index, step in enumerate(steps):
-            sources += [index] * (len(step.where) - 1)
-            places += [where[0] for where in step.where[1:]]
+            sources += [index] * (len(step.query_positions) - 1)
+            positions += [where[0] for where in step.query_positions[1:]]
         self._sources = torch.tensor(sources, dtype=torch.int64, device=device)
-        self._rotation = self.how.rope.at(places)
+        self._rotation = self.attention.rope.at(positions)
         self._key_rotation = Rotation(
             self._rotation.cosine[: len(steps)], self._rotation.sine[: len(steps)]
         )
-        found = sights(steps)
+        found = shared_views(steps)
         self._seen = [_Seen.of(sight, self.groups, device) for sight in found]
-        order = [run.cache for sight in found for run in sight.runs]
+        order = [run.cache for sight in found for run in sight.readers]
         self._parts, self._absent = _parts_of(order, len(steps), device)
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
-        """Attends to all that each query sees; its cell goes into its slot first."""
+        """LayerAttention to all that each query sees; its cell goes into its slot first."""
         for step, row in zip(self.steps, torch.split(q, 1), strict=True):
             step.observe(layer, row)
         if k is not None and v is not None:
-            keys = self.how.rope.turned(layer, k, self._key_rotation)
+            keys = self.attention.rope.rotate_layer(layer, k, self._key_rotation)
             for step, key, value in zip(self.steps, keys.unbind(0), v.unbind(0), strict=True):
                 step.write(layer, key, value)
-        queries = self.how.rope.turned(layer, q[self._sources], self._rotation)
+        queries = self.attention.rope.rotate_layer(layer, q[self._sources], self._rotation)
         found = [
-            seen.attend(layer, _as_one(queries[seen.rows], self.kv_heads), self.how)
+            seen.attend(layer, _as_one(queries[seen.rows], self.kv_heads), self.attention)
             for seen in self._seen
         ]
         # All parts, in the order of their sights: [kv_heads, parts, groups, ...].
@@ -126,8 +126,10 @@ class Plan:
         outs = torch.cat([part.out[0].float() for part in found], 1).view(*shape, q.shape[2])
         log_sums = torch.cat([part.log_sum[0] for part in found], 1).view(shape)
         log_sums = log_sums[:, self._parts] + self._absent
-        if self.how.sinks is not None:  # one more part, of nothing: [kv_heads, caches, 1, groups]
-            sinks = self.how.sinks[layer].view(self.kv_heads, 1, 1, self.groups)
+        if (
+            self.attention.sinks is not None
+        ):  # one more part, of nothing: [kv_heads, caches, 1, groups]
+            sinks = self.attention.sinks[layer].view(self.kv_heads, 1, 1, self.groups)
             shares = torch.cat((log_sums, sinks.expand(-1, len(self.steps), -1, -1)), 2)
             shares = shares.softmax(2)[:, :, :-1]
         else:
@@ -148,14 +150,14 @@ class _Seen:
     rows: slice | Tensor
 
     @classmethod
-    def of(cls, sight: Sight, groups: int, device: torch.device) -> "_Seen":
+    def of(cls, sight: SharedView, groups: int, device: torch.device) -> "_Seen":
         bias = None if sight.bias is None else sight.bias.repeat_interleave(groups, 0)
         view = View(sight.slots, sight.span, 0, bias, sight.origin)
-        return cls(view, _indices([run.row for run in sight.runs], device))
+        return cls(view, _indices([run.row for run in sight.readers], device))
 
-    def attend(self, layer: int, q: Tensor, how: Attending) -> Part:
+    def attend(self, layer: int, q: Tensor, attention: AttentionConfig) -> Part:
         """q: `[1, kv_heads * n * groups, head_dim]`."""
-        return self.view.attend(layer, q, how)
+        return self.view.attend(layer, q, attention)
 
 
 def _as_one(queries: Tensor, kv_heads: int) -> Tensor:
@@ -180,16 +182,16 @@ def _by_storage(runs: list[RowView]) -> list[list[RowView]]:
     return list(together.values())
 
 
-def _sight(runs: list[RowView]) -> Sight:
+def _sight(runs: list[RowView]) -> SharedView:
     """One sight of the stretch of storage from the first to the last cell that any looks at."""
     if len(runs) == 1:
         view = runs[0].view
-        return Sight(view.slots, view.span, runs, view.bias, view.origin)
+        return SharedView(view.slots, view.span, runs, view.bias, view.origin)
     spans = [run.view.span for run in runs]
     start, stop = min(s.start for s in spans), max(s.stop for s in spans)
     slots: Cells = max((run.view.slots for run in runs), key=len)
     bias = _bias([run.view for run in runs], start, stop, slots.stored_keys.device)
-    return Sight(slots, slice(start, stop), runs, bias, runs[0].view.origin)
+    return SharedView(slots, slice(start, stop), runs, bias, runs[0].view.origin)
 
 
 def _bias(views: list[View], start: int, stop: int, device: torch.device) -> Tensor | None:

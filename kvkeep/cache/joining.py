@@ -10,22 +10,22 @@ SMALL = 256  # cells; so many are copied in less time than a token takes
 MOST = 16  # borders between segments that could be one: each costs every later token a little
 
 
-def joined(segments: Sequence[Segment]) -> list[Segment]:
+def merge_segments(segments: Sequence[Segment]) -> list[Segment]:
     """Segments; neighbours of one kind and one map made into one, copied."""
-    return _joined(segments, None)
+    return _merge_segments(segments, None)
 
 
-def joined_if_small(segments: Sequence[Segment]) -> list[Segment]:
+def merge_small_segments(segments: Sequence[Segment]) -> list[Segment]:
     """The same of neighbours that are small together; of all, if too many would be left.
 
     So cells are rarely copied, and segments do not become more and more by small edits.
     """
-    found = _joined(segments, SMALL)
+    found = _merge_segments(segments, SMALL)
     borders = sum(_one_kind(one, other) for one, other in itertools.pairwise(found))
-    return joined(found) if borders > MOST else found
+    return merge_segments(found) if borders > MOST else found
 
 
-def _joined(segments: Sequence[Segment], most: int | None) -> list[Segment]:
+def _merge_segments(segments: Sequence[Segment], most: int | None) -> list[Segment]:
     runs: list[list[Segment]] = []
     for segment in segments:
         together = runs and _one_kind(runs[-1][-1], segment)
@@ -38,8 +38,8 @@ def _joined(segments: Sequence[Segment], most: int | None) -> list[Segment]:
 
 def _one(run: Sequence[Segment]) -> Segment:
     first = run[0]
-    cells = Cells.joined([segment.read(0, segment.length) for segment in run])
-    return Segment.of(first.layout, cells, first.map, first.anchor)
+    cells = Cells.concatenate([segment.read(0, segment.length) for segment in run])
+    return Segment.from_cells(first.layout, cells, first.map, first.anchor)
 
 
 def _one_kind(one: Segment, other: Segment) -> bool:

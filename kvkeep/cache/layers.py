@@ -7,7 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 
-class Attends(Protocol):
+class LayerAttention(Protocol):
     """What a forward asks of a step."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
@@ -15,7 +15,7 @@ class Attends(Protocol):
 
 
 @dataclass(frozen=True)
-class Place:
+class LayerPlacement:
     """Where a decoder's layer has its cells, or those that it looks at.
 
     local: in the cache of local layers. index: of the layer there.
@@ -25,16 +25,18 @@ class Place:
     index: int
 
 
-class ByLayer:
+class LayerDispatch:
     """A step that is told of a decoder's layers by their indices there.
 
-    places: of all layers. whole, local: the steps of the two caches.
+    placements: of all layers. whole, local: the steps of the two caches.
     """
 
-    def __init__(self, places: Sequence[Place], whole: Attends, local: Attends):
-        self._places = places
+    def __init__(
+        self, placements: Sequence[LayerPlacement], whole: LayerAttention, local: LayerAttention
+    ):
+        self._placements = placements
         self._steps = whole, local
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
-        place = self._places[layer]
+        place = self._placements[layer]
         return self._steps[place.local].attend(place.index, q, k, v)

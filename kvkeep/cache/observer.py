@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kvkeep.cache.position_map import PositionMap
 
-LIMIT = 128  # queries that an observer keeps
+MAX_QUERIES = 128  # queries that an observer keeps
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Queries:
 
 
 class Observer:
-    """Keeps the queries of the newest `LIMIT` tokens.
+    """Keeps the queries of the newest `MAX_QUERIES` tokens.
 
     They are kept step by step as tensors that nobody writes to again, so that a fork shares them.
     """
@@ -55,11 +55,11 @@ class Observer:
 
     def take(self, time: int, queries: Tensor) -> None:
         """queries: `[layers, n, heads, head_dim]` of the tokens from `time` on."""
-        excess = queries.shape[1] - LIMIT
+        excess = queries.shape[1] - MAX_QUERIES
         if excess > 0:
             time, queries = time + excess, queries[:, excess:].clone()
         self._steps.append((time, queries))
-        excess = len(self) - LIMIT
+        excess = len(self) - MAX_QUERIES
         while excess > 0:
             first, oldest = self._steps.pop(0)
             if oldest.shape[1] > excess:
@@ -73,7 +73,7 @@ class Observer:
         ]
 
     def queries(self) -> Queries | None:
-        """All that are kept, at most `LIMIT`; None before the first."""
+        """All that are kept, at most `MAX_QUERIES`; None before the first."""
         if not self._steps:
             return None
         values = torch.cat([queries for _, queries in self._steps], 1).transpose(1, 2)

@@ -43,7 +43,7 @@ class Quantised:
         kind, width = (torch.int8, head_dim) if bits == 8 else (torch.uint8, head_dim // 2)
         return cls(
             torch.zeros(*before, width, dtype=kind, device=device),
-            torch.zeros(*before, scales(head_dim, bits), dtype=SCALE, device=device),
+            torch.zeros(*before, scale_count(head_dim, bits), dtype=SCALE, device=device),
         )
 
     @property
@@ -77,14 +77,14 @@ class Quantised:
     def to(self, device: torch.device) -> "Quantised":
         return Quantised(self.data.to(device), self.scale.to(device))
 
-    def copy_(self, source: "Stored") -> None:
+    def copy_(self, source: "KVTensor") -> None:
         """Takes over other vectors: as they are, where they are kept in as many bits."""
         if isinstance(source, Tensor) or source.bits != self.bits:
-            source = quantise(restored(source, torch.float32), self.bits)
+            source = quantise(dequantise(source, torch.float32), self.bits)
         self.data.copy_(source.data)
         self.scale.copy_(source.scale)
 
-    def dequantised(self, dtype: torch.dtype) -> Tensor:
+    def dequantise_transformed(self, dtype: torch.dtype) -> Tensor:
         """The numbers, still transformed."""
         if self.bits == 8:
             return self.data.to(dtype).mul_(self.scale)
@@ -94,7 +94,7 @@ class Quantised:
         return torch.addcmul(minimum, numbers, scale).view(halves.shape)
 
 
-Stored: TypeAlias = Tensor | Quantised
+KVTensor: TypeAlias = Tensor | Quantised
 
 
 def quantise(x: Tensor, bits: int) -> Quantised:
@@ -108,7 +108,7 @@ def quantise(x: Tensor, bits: int) -> Quantised:
         scale = (numbers.abs().amax(-1, keepdim=True) / 127).to(SCALE)
         units = numbers / _divisor(scale)
         return Quantised(units.round_().clamp_(-127, 127).to(torch.int8), scale)
-    runs = scales(x.shape[-1], bits) // 2
+    runs = scale_count(x.shape[-1], bits) // 2
     groups = numbers.view(*x.shape[:-1], runs, x.shape[-1] // runs)
     minimum = groups.amin(-1, keepdim=True).to(SCALE)
     scale = ((groups.amax(-1, keepdim=True) - minimum).clamp_min_(0) / 15).to(SCALE)
@@ -121,22 +121,22 @@ def _divisor(scale: Tensor) -> Tensor:
     return scale.masked_fill(scale == 0, 1)
 
 
-def restored(stored: Stored, dtype: torch.dtype) -> Tensor:
+def dequantise(stored: KVTensor, dtype: torch.dtype) -> Tensor:
     """Plain numbers; themselves, if they are that."""
     if isinstance(stored, Tensor):
         return stored.to(dtype)
-    return hadamard(stored.dequantised(torch.float32)).to(dtype)
+    return hadamard(stored.dequantise_transformed(torch.float32)).to(dtype)
 
 
-def put(into: Stored, source: Stored) -> None:
+def copy_stored(into: KVTensor, source: KVTensor) -> None:
     """Copies numbers, however each side keeps them."""
     if isinstance(into, Tensor):
-        into.copy_(restored(source, into.dtype))
+        into.copy_(dequantise(source, into.dtype))
     else:
         into.copy_(source)
 
 
-def joined_along(parts: Sequence[Stored], dim: int) -> Stored:
+def concatenate_stored(parts: Sequence[KVTensor], dim: int) -> KVTensor:
     """Parts that are all kept alike, as one; copied."""
     first = parts[0]
     if isinstance(first, Tensor):
@@ -147,12 +147,12 @@ def joined_along(parts: Sequence[Stored], dim: int) -> Stored:
     return Quantised(torch.cat(data, dim), torch.cat(scale, dim))
 
 
-def tensors(stored: Stored) -> tuple[Tensor, ...]:
+def tensors(stored: KVTensor) -> tuple[Tensor, ...]:
     """What the numbers lie in."""
     return (stored,) if isinstance(stored, Tensor) else (stored.data, stored.scale)
 
 
-def scales(head_dim: int, bits: int) -> int:
+def scale_count(head_dim: int, bits: int) -> int:
     """How many scales a vector has, minima included."""
     return 1 if bits == 8 else 2 * (head_dim // math.gcd(head_dim, GROUP))
 

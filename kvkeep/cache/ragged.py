@@ -9,7 +9,14 @@ from torch import Tensor
 
 from kvkeep.cache.attention import HIDDEN, Part, attend_cells
 from kvkeep.cache.block import NO_TOKEN, Cells, Layout
-from kvkeep.cache.quantised import Quantised, Stored, joined_along, quantise, restored, tensors
+from kvkeep.cache.quantised import (
+    KVTensor,
+    Quantised,
+    concatenate_stored,
+    dequantise,
+    quantise,
+    tensors,
+)
 from kvkeep.cache.rope import Rope
 
 _ZERO = torch.zeros(1, dtype=torch.int64, device="cpu")
@@ -21,7 +28,7 @@ class Ragged(Cells):
 
     stored_keys, stored_values: `[total, head_dim]`. positions, bias: `[total]`. counts: `[layers,
     kv_heads]` int64 on the CPU. serials: as many as heads have on average, rounded up; that is its
-    length, too. worth: `[total]` float32, what each cell is worth to the method that keeps it, for
+    length, too. scores: `[total]` float32, what each cell is worth to the method that keeps it, for
     as long as it is there; None where that is found anew each time. With two layers of two heads
     that have 3, 0, 4 and 2 cells, a total of 9:
 
@@ -30,10 +37,10 @@ class Ragged(Cells):
     """
 
     counts: Tensor = field(default_factory=_ZERO.clone)
-    worth: Tensor | None = None
+    scores: Tensor | None = None
 
     @classmethod
-    def of(cls, cells: Cells) -> "Ragged":
+    def from_cells(cls, cells: Cells) -> "Ragged":
         """The same cells: ragged ones, or compressed ones of which all heads have as many."""
         if isinstance(cells, Ragged):
             return cells
@@ -42,19 +49,19 @@ class Ragged(Cells):
         return cls._of(_in_a_row(cells), counts)
 
     @classmethod
-    def of_heads(cls, heads: Sequence[Cells], layers: int) -> "Ragged":
+    def from_heads(cls, heads: Sequence[Cells], layers: int) -> "Ragged":
         """heads: compressed cells `[1, 1, n, ...]` of each head, those of layer 0 first."""
         counts = torch.tensor([len(cells) for cells in heads], dtype=torch.int64, device="cpu")
         return cls._of(_end_to_end(map(_in_a_row, heads)), counts.view(layers, -1))
 
     @classmethod
-    def some(cls, cells: Cells, which: Tensor) -> "Ragged":
+    def select_from(cls, cells: Cells, which: Tensor) -> "Ragged":
         """Some of any cells, copied.
 
         which: bool `[layers, kv_heads, n]`; of ragged cells `[total]`.
         """
         if isinstance(cells, Ragged):
-            return cells.chosen(which)
+            return cells.select(which)
         there = which.cpu()
         row = Cells(
             _some(cells.stored_keys, which),
@@ -67,36 +74,38 @@ class Ragged(Cells):
         )
         return cls._of(row, there.sum(-1))
 
-    def chosen(self, which: Tensor) -> "Ragged":
+    def select(self, which: Tensor) -> "Ragged":
         """Some of them, copied. which: bool `[total]`."""
-        return self.chosen_of([self], [which])
+        return self.select_and_concatenate([self], [which])
 
     def clone(self) -> "Ragged":
-        worth = None if self.worth is None else self.worth.clone()
-        return self._of(super().clone(), self.counts, worth)
+        scores = None if self.scores is None else self.scores.clone()
+        return self._of(super().clone(), self.counts, scores)
 
     @classmethod
-    def _joined(cls, parts: Sequence[Cells]) -> "Ragged":
+    def _concatenate(cls, parts: Sequence[Cells]) -> "Ragged":
         """Of each head the cells of all parts, in their order; copied."""
-        ragged = [cls.of(part) for part in parts]
-        return cls.chosen_of(ragged, [part.positions.new_ones(part.total) > 0 for part in ragged])
+        ragged = [cls.from_cells(part) for part in parts]
+        return cls.select_and_concatenate(
+            ragged, [part.positions.new_ones(part.total) > 0 for part in ragged]
+        )
 
     @classmethod
-    def chosen_of(cls, parts: Sequence["Ragged"], which: Sequence[Tensor]) -> "Ragged":
+    def select_and_concatenate(cls, parts: Sequence["Ragged"], which: Sequence[Tensor]) -> "Ragged":
         """Of each head some cells of all parts, in their order; copied. which: bool `[total]`."""
         kept = torch.cat([flags.cpu() for flags in which]).nonzero()[:, 0]
         owners = torch.cat([part.owners for part in parts])[kept]
         order = kept[owners.argsort(stable=True)] if len(parts) > 1 else kept
         counts = owners.bincount(minlength=parts[0].counts.numel()).view_as(parts[0].counts)
-        worths = [part.worth for part in parts if part.worth is not None]
-        worth = _gathered(worths, order) if len(worths) == len(parts) else None
-        return cls._of(_rows(parts, order), counts, worth)
+        all_scores = [part.scores for part in parts if part.scores is not None]
+        scores = _gathered(all_scores, order) if len(all_scores) == len(parts) else None
+        return cls._of(_rows(parts, order), counts, scores)
 
     @classmethod
-    def _of(cls, row: Cells, counts: Tensor, worth: Tensor | None = None) -> "Ragged":
+    def _of(cls, row: Cells, counts: Tensor, scores: Tensor | None = None) -> "Ragged":
         serials = _of_no_token(-(-int(counts.sum()) // counts.numel()))
         keys, values = row.stored_keys, row.stored_values
-        return cls(keys, values, row.positions, serials, row.bias, counts, worth)
+        return cls(keys, values, row.positions, serials, row.bias, counts, scores)
 
     @property
     def total(self) -> int:
@@ -120,23 +129,23 @@ class Ragged(Cells):
         return bounds
 
     @cached_property
-    def most(self) -> int:
+    def max_count(self) -> int:
         """Cells of the head that has most."""
         return int(self.counts.max())
 
     @cached_property
-    def sound(self) -> bool:
+    def counts_match(self) -> bool:
         """Whether its counts are of as many cells as there are."""
         return int(self.counts.min()) >= 0 and self._bounds[-1] == self.total
 
-    def of_head(self, layer: int, head: int) -> slice:
+    def head_slice(self, layer: int, head: int) -> slice:
         """Where the cells of a head are in the row."""
         index = layer * self.counts.shape[1] + head
         return slice(self._bounds[index], self._bounds[index + 1])
 
     def head(self, layer: int, head: int) -> Cells:
         """The cells of one head, `[1, 1, n, ...]`, not copied."""
-        where = self.of_head(layer, head)
+        where = self.head_slice(layer, head)
         assert self.bias is not None
         return Cells(
             self.stored_keys[where][None, None],
@@ -164,7 +173,7 @@ class Ragged(Cells):
     def biases(self, where: slice) -> tuple[Tensor | None, ...]:
         raise AssertionError("each head of ragged cells has a bias of its own length")
 
-    def turns(self, rope: Rope, by: Tensor) -> Tensor:
+    def key_shifts(self, rope: Rope, by: Tensor) -> Tensor:
         if not rope.unrotated:
             return by
         layers, kv_heads = self.counts.shape
@@ -182,7 +191,7 @@ class Ragged(Cells):
         groups = heads // kv_heads
         q, parts = q.view(n, kv_heads, groups, head_dim), []
         for head in range(kv_heads):
-            where = self.of_head(layer, head)
+            where = self.head_slice(layer, head)
             if where.start == where.stop:
                 shape = (groups, 1, n) if n > 1 else (1, 1, groups)
                 out = torch.zeros(*shape, head_dim, dtype=q.dtype, device=q.device)
@@ -204,7 +213,7 @@ class Ragged(Cells):
             )
         return Part(torch.cat([p.out for p in parts], 1), torch.cat([p.log_sum for p in parts], 1))
 
-    def kept_as(self, layout: Layout) -> "Ragged":
+    def in_layout(self, layout: Layout) -> "Ragged":
         """The same cells as a layout keeps them; themselves, if they are kept so."""
         keys = _kept(self.stored_keys, layout.key_bits, layout.dtype)
         values = _kept(self.stored_values, layout.value_bits, layout.dtype)
@@ -217,13 +226,13 @@ class Ragged(Cells):
         assert isinstance(there, Ragged)
         return (
             there
-            if there is self or self.worth is None
-            else replace(there, worth=self.worth.to(device))
+            if there is self or self.scores is None
+            else replace(there, scores=self.scores.to(device))
         )
 
     def tensors(self) -> tuple[Tensor, ...]:
-        worth = () if self.worth is None else (self.worth,)
-        return (*super().tensors(), self.counts, *worth)
+        scores = () if self.scores is None else (self.scores,)
+        return (*super().tensors(), self.counts, *scores)
 
 
 def _in_a_row(cells: Cells) -> Cells:
@@ -241,8 +250,8 @@ def _in_a_row(cells: Cells) -> Cells:
 def _end_to_end(rows: Iterable[Cells]) -> Cells:
     each = list(rows)
     return Cells(
-        joined_along([row.stored_keys for row in each], 0),
-        joined_along([row.stored_values for row in each], 0),
+        concatenate_stored([row.stored_keys for row in each], 0),
+        concatenate_stored([row.stored_values for row in each], 0),
         torch.cat([row.positions for row in each]),
         _of_no_token(0),
         torch.cat([row.bias for row in each if row.bias is not None]),
@@ -260,7 +269,7 @@ def _rows(parts: Sequence[Cells], order: Tensor) -> Cells:
     )
 
 
-def _stored_rows(parts: Sequence[Stored], order: Tensor) -> Stored:
+def _stored_rows(parts: Sequence[KVTensor], order: Tensor) -> KVTensor:
     if isinstance(parts[0], Tensor):
         return _gathered([part for part in parts if isinstance(part, Tensor)], order)
     data, scale = zip(*(tensors(part) for part in parts), strict=True)
@@ -280,25 +289,25 @@ def _gathered(parts: Sequence[Tensor], order: Tensor) -> Tensor:
     return found
 
 
-def _some(stored: Stored, which: Tensor) -> Stored:
+def _some(stored: KVTensor, which: Tensor) -> KVTensor:
     """Layer by layer, so that what stays alone is copied."""
-    layers: tuple[Stored, ...] = tuple(stored.unbind())
+    layers: tuple[KVTensor, ...] = tuple(stored.unbind())
     each = zip(layers, which.unbind(), strict=True)
-    return joined_along([numbers[here] for numbers, here in each], 0)
+    return concatenate_stored([numbers[here] for numbers, here in each], 0)
 
 
-def _flat(stored: Stored) -> Stored:
+def _flat(stored: KVTensor) -> KVTensor:
     if isinstance(stored, Quantised):
         return Quantised(stored.data.flatten(0, -2), stored.scale.flatten(0, -2))
     return stored.flatten(0, -2)
 
 
-def _kept(stored: Stored, bits: int, dtype: torch.dtype) -> Stored:
+def _kept(stored: KVTensor, bits: int, dtype: torch.dtype) -> KVTensor:
     if isinstance(stored, Quantised) and stored.bits == bits:
         return stored
     if bits == 16:
-        return restored(stored, dtype)
-    return quantise(restored(stored, torch.float32), bits)
+        return dequantise(stored, dtype)
+    return quantise(dequantise(stored, torch.float32), bits)
 
 
 def _of_no_token(count: int) -> Tensor:

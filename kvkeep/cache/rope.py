@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvkeep.cache.shallow import shallow
+from kvkeep.cache.shallow_copy import shallow_copy
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Rope:
             torch.cat((-sine, sine), -1).to(self._device),
         )
 
-    def moved(self, keys: Tensor, by: Tensor) -> Tensor:
+    def shifted(self, keys: Tensor, by: Tensor) -> Tensor:
         """Keys rotated on, in float32, by a number of positions each, in whichever layer they are.
 
         keys: `[layers, kv_heads, n, head_dim]`, by: `[n]` or `[layers, kv_heads, n]`; see
@@ -64,15 +64,15 @@ class Rope:
 
     def of(self, layer: int) -> "Rope":
         """That of one layer alone."""
-        alone = shallow(self)
+        alone = shallow_copy(self)
         alone.unrotated = frozenset([0] if layer in self.unrotated else [])
         return alone
 
-    def turned(self, layer: int, x: Tensor, rotation: Rotation) -> Tensor:
+    def rotate_layer(self, layer: int, x: Tensor, rotation: Rotation) -> Tensor:
         """`rotate` of one layer's queries or keys, `[..., n, heads, head_dim]`."""
         return x if layer in self.unrotated else rotate(x, rotation)
 
-    def all_turned(self, x: Tensor, rotation: Rotation) -> Tensor:
+    def rotate_layers(self, x: Tensor, rotation: Rotation) -> Tensor:
         """The same of all layers at once: `[layers, ..., n, heads, head_dim]`."""
         found = rotate(x, rotation)
         for layer in self.unrotated:

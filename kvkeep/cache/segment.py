@@ -8,7 +8,7 @@ from torch import Tensor
 from kvkeep.cache.block import Block, Cells, Layout
 from kvkeep.cache.position_map import PositionMap
 from kvkeep.cache.ragged import Ragged
-from kvkeep.cache.shallow import shallow
+from kvkeep.cache.shallow_copy import shallow_copy
 from kvkeep.cache.undo_log import Guarded, Overwritten
 
 GROWTH = 256  # cells added at least when a segment outgrows its storage
@@ -21,9 +21,10 @@ class Segment:
         first.
     limit: the most cells it may hold; storage grows up to it.
     anchor: its cells stay. Those of other segments go, oldest first, when the window is full.
-    frozen: takes no new cells; see `thaw`.
+    frozen: takes no new cells; see `reopen`.
     sealed: will never take any again: others build on it.
-    crowded: other segments of its window hold cells yet, so that storage is only made as it fills.
+    lazy_growth: storage is only allocated as it fills, because other segments of the window still
+        hold cells.
     leaving: its newest cells that are still counted in the window, too: they leave it in the step
         that is about to run.
     guarded: of a successor, the cells that must be there again if what comes next fails.
@@ -54,7 +55,7 @@ class Segment:
         self.anchor = anchor
         self.frozen = False
         self.sealed = False
-        self.crowded = False
+        self.lazy_growth = False
         self.leaving = 0
         self.guarded: Guarded | None = None
         self.start = 0
@@ -62,10 +63,12 @@ class Segment:
         self.block = Block(Cells.empty(layout, 0, compressed))
 
     @classmethod
-    def of(cls, layout: Layout, cells: Cells, position_map: PositionMap, anchor: bool) -> "Segment":
+    def from_cells(
+        cls, layout: Layout, cells: Cells, position_map: PositionMap, anchor: bool
+    ) -> "Segment":
         """A frozen segment of exactly these cells, not copied where the layout keeps them so."""
         segment = cls(layout, len(cells), position_map, anchor)
-        block = Block(cells.kept_as(layout))
+        block = Block(cells.in_layout(layout))
         segment.block, segment.length, segment.frozen = block, len(cells), True
         return segment
 
@@ -102,9 +105,9 @@ class Segment:
 
     def read(self, first: int, count: int) -> Cells:
         """The `count` cells from the `first`-oldest on, copied."""
-        return Cells.joined([self.block.slots.part(s) for s in self.slots(first, count)])
+        return Cells.concatenate([self.block.slots.part(s) for s in self.slots(first, count)])
 
-    def look(self, first: int, count: int) -> Cells:
+    def view(self, first: int, count: int) -> Cells:
         """The same, copied only where they lie in two runs: for who does not write to them."""
         slots = self.slots(first, count)
         return self.block.slots.part(slots[0]) if len(slots) == 1 else self.read(first, count)
@@ -132,7 +135,7 @@ class Segment:
                 self._lie_in(self.limit, self.place % self.limit, origin=0)
         elif self.start + count > self.capacity:
             growth = max(GROWTH, self.capacity // 8) if self.capacity else 0
-            growth = self.slack if self.crowded else growth
+            growth = self.slack if self.lazy_growth else growth
             grown = max(count, self.capacity - self.start + growth)
             self._lie_in(min(grown, self.limit - self.place), 0, origin=self.place)
 
@@ -143,7 +146,7 @@ class Segment:
 
     def _lie_in(self, capacity: int, start: int, origin: int) -> None:
         """Moves the live cells to other storage, from slot `start` on; all of them or none."""
-        cells, there = self.look(0, self.length), shallow(self)
+        cells, there = self.view(0, self.length), shallow_copy(self)
         slots = Cells.empty(self.layout, capacity, self.compressed)
         there.block, there.start = Block(slots, origin=origin), start
         there._write(cells, 0)
@@ -199,7 +202,7 @@ class Segment:
     def drop_newest(self, count: int) -> None:
         self.length -= count
 
-    def thaw(self, limit: int) -> bool:
+    def reopen(self, limit: int) -> bool:
         """Whether it can take new cells, up to a limit; made so, if nothing is built on it."""
         if self.compressed or self.sealed or self.length > limit:
             return False
@@ -219,11 +222,11 @@ class Segment:
         """Some of its cells where they lie, as segments that take no more: one for each run."""
         parts = []
         for slot in self.slots(first, count) if count else []:
-            part = shallow(self)
+            part = shallow_copy(self)
             part.block, part.start = self.block.part(slot), 0
             part.length, part.limit = slot.stop - slot.start, part.place + slot.stop - slot.start
             part.frozen = part.sealed = True
-            part.crowded, part.guarded = False, None
+            part.lazy_growth, part.guarded = False, None
             parts.append(part)
         return parts
 
@@ -233,7 +236,7 @@ class Segment:
             return [self]
         if self.frozen or self.wrapped or self.place + self.length == self.limit:
             return self.part(first, self.length - first)
-        rest, begin = shallow(self), self.start + first
+        rest, begin = shallow_copy(self), self.start + first
         rest.block, rest.start, rest.length = self.block.rest(begin), 0, self.length - first
         if self.guarded is not None and self.guarded.block is self.block:
             rest.guarded = self.guarded.rest(rest.block, begin)
@@ -248,13 +251,13 @@ class Segment:
 
     def successor(self, overwritten: list[Overwritten]) -> "Segment":
         """The same cells in the same storage, to be changed; see `KVCache.successor`."""
-        successor = shallow(self)
+        successor = shallow_copy(self)
         successor.guarded = Guarded(self.block, self.start, self.length, overwritten)
         return successor
 
     def twin(self) -> "Segment":
         """The same cells for another owner. Storage is shared until one side must write to it."""
-        twin = shallow(self)
+        twin = shallow_copy(self)
         twin.guarded = None
         # A run goes on behind its last cell wherever it is; a ring needs all its slots.
         twin.block = self.block.share(self.capacity if self.wrapped else self.start + self.length)
@@ -270,14 +273,14 @@ class Segment:
     def settled(self) -> "Segment":
         """Itself, in a ring if its places are those of one, and else in line."""
         if not self._is_ring:
-            if self.rings:
+            if self.places_wrap:
                 self._lie_in(self.limit, self.place % self.limit, origin=0)
             elif self.wrapped:
                 self._lie_in(self.length, 0, origin=0)
         return self
 
     @property
-    def rings(self) -> bool:
+    def places_wrap(self) -> bool:
         """Whether its newest cells have begun anew at place 0, wherever they lie."""
         return not self.frozen and self.place + self.length > self.limit
 

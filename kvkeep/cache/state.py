@@ -17,15 +17,15 @@ from kvkeep.cache.checks import (
     require_whole,
     require_within,
 )
-from kvkeep.cache.observer import LIMIT, Queries
+from kvkeep.cache.observer import MAX_QUERIES, Queries
 from kvkeep.cache.position_map import PositionMap
-from kvkeep.cache.quantised import SCALE, Quantised, Stored, scales
+from kvkeep.cache.quantised import SCALE, KVTensor, Quantised, scale_count
 from kvkeep.cache.ragged import Ragged
 from kvkeep.cache.segment import Segment
 from kvkeep.cache.window import Window
 
-MOST = 2**53  # of times, positions and serials: up to here float64 has every whole number
-MOST_CELLS = 2**30  # of a segment: kernels count its places in 32 bits
+MAX_NUMBER = 2**53  # of times, positions and serials: up to here float64 has every whole number
+MAX_CELLS = 2**30  # of a segment: kernels count its places in 32 bits
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class CacheState:
         layout, far_layout: as those of a `KVCache`. heads: of the queries. local: the layout of
         local layers; None where there are none.
         """
-        require_whole("the serial", self.serial, 0, MOST)
-        require_whole("the clock", self.time, -MOST, self.serial)
+        require_whole("the serial", self.serial, 0, MAX_NUMBER)
+        require_whole("the clock", self.time, -MAX_NUMBER, self.serial)
         _check_window(self.window)
         for index, segment in enumerate(self.segments):
             try:
@@ -89,10 +89,10 @@ class CacheState:
             require_flag(name, getattr(segment, name))
         require(not segment.leaving, "cells of a step that is not done")
         check_map(segment.map)
-        require_whole("the limit", segment.limit, 1, MOST_CELLS)
+        require_whole("the limit", segment.limit, 1, MAX_CELLS)
         require_whole("the length", segment.length, 1, min(segment.limit, segment.capacity))
         require_whole("the first slot", segment.start, 0, segment.capacity - 1)
-        require_whole("the first place", segment.place, 0, MOST_CELLS)
+        require_whole("the first place", segment.place, 0, MAX_CELLS)
         cells = segment.block.slots
         if isinstance(cells, Ragged):
             whole = segment.length == segment.capacity == segment.limit and not segment.place
@@ -102,18 +102,18 @@ class CacheState:
         if cells.bias is not None:
             require(bool((serials == NO_TOKEN).all()), "compressed cells that are of tokens")
             require_finite("the bias", _live(segment, cells.bias))
-            if isinstance(cells, Ragged) and cells.worth is not None:
-                require_finite("the worth", cells.worth)
+            if isinstance(cells, Ragged) and cells.scores is not None:
+                require_finite("the worth", cells.scores)
         else:
             require_within("serials", serials, 0, self.serial - 1)
         now = segment.map(self.time)
-        require_within("positions", segment.positions(), -MOST, now)
+        require_within("positions", segment.positions(), -MAX_NUMBER, now)
 
 
 def check_map(position_map: PositionMap) -> None:
     """Raises ValueError for a position map that none is."""
-    require_whole("a map's group", position_map.group, 1, MOST_CELLS)
-    require_whole("a map's offset", position_map.offset, -MOST, MOST)
+    require_whole("a map's group", position_map.group, 1, MAX_CELLS)
+    require_whole("a map's offset", position_map.offset, -MAX_NUMBER, MAX_NUMBER)
 
 
 def check_cells(cells: Cells, layout: Layout, count: int) -> None:
@@ -129,21 +129,21 @@ def check_cells(cells: Cells, layout: Layout, count: int) -> None:
     require_tensor("positions", cells.positions, torch.int64, *own)
     if cells.bias is not None:
         require_tensor("bias", cells.bias, torch.float32, *own)
-    if isinstance(cells, Ragged) and cells.worth is not None:
-        require_tensor("worth", cells.worth, torch.float32, *own)
+    if isinstance(cells, Ragged) and cells.scores is not None:
+        require_tensor("worth", cells.scores, torch.float32, *own)
 
 
 def _checked_total(cells: Ragged, heads: tuple[int, int], count: int) -> int:
     """Of ragged cells: how many all heads have. count: that they are said to have on average."""
     require_tensor("counts", cells.counts, torch.int64, *heads)
-    require_within("counts", cells.counts, 0, MOST_CELLS)
+    require_within("counts", cells.counts, 0, MAX_CELLS)
     total, most = int(cells.counts.sum()), count * math.prod(heads)
     require(most - math.prod(heads) < total <= most, f"{total} cells are no {count} for each head")
     return total
 
 
 def _check_stored(
-    name: str, stored: Stored, layout: Layout, bits: int, shape: tuple[int, ...]
+    name: str, stored: KVTensor, layout: Layout, bits: int, shape: tuple[int, ...]
 ) -> None:
     """shape: of the vectors."""
     width = layout.head_dim
@@ -154,24 +154,24 @@ def _check_stored(
     assert isinstance(stored, Quantised)
     kind = torch.int8 if bits == 8 else torch.uint8
     require_tensor(f"{name}.int{bits}", stored.data, kind, *shape, width * bits // 8)
-    require_tensor(f"{name}.scale", stored.scale, SCALE, *shape, scales(width, bits))
+    require_tensor(f"{name}.scale", stored.scale, SCALE, *shape, scale_count(width, bits))
 
 
 def _check_window(window: Window) -> None:
     if window.size is not None:
-        require_whole("the window's size", window.size, 0, MOST_CELLS)
-    require_whole("the window's discard", window.discard, 1, MOST_CELLS)
+        require_whole("the window's size", window.size, 0, MAX_CELLS)
+    require_whole("the window's discard", window.discard, 1, MAX_CELLS)
     require_flag("the window's moves", window.moves)
 
 
 def _check_queries(observed: Queries, layout: Layout, heads: int, time: int) -> None:
     require_kind("what was observed", observed, Queries)
     require_tensor("query times", observed.times, torch.int64, None)
-    require_whole("the number of queries", len(observed), 1, LIMIT)
+    require_whole("the number of queries", len(observed), 1, MAX_QUERIES)
     shape = (layout.layers, heads, len(observed), layout.head_dim)
     require_tensor("queries", observed.values, layout.dtype, *shape)
     require_finite("queries", observed.values)
-    require_within("query times", observed.times, -MOST, time - 1)
+    require_within("query times", observed.times, -MAX_NUMBER, time - 1)
     require(bool((observed.times.diff() > 0).all()), "queries must be of one time after another")
 
 

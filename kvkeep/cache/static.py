@@ -22,7 +22,11 @@ def geometry(step: DecodeStep) -> Geometry | None:
         return None
     slots = [step.newest.block.slots, *(view.slots for view in step.views)]
     places = [(view.span.start, view.span.stop, view.rotation) for view in step.views]
-    return (*((s.keys.data_ptr(), s.values.data_ptr()) for s in slots), *places, len(step.where))
+    return (
+        *((s.keys.data_ptr(), s.values.data_ptr()) for s in slots),
+        *places,
+        len(step.query_positions),
+    )
 
 
 class StaticStep:
@@ -34,16 +38,16 @@ class StaticStep:
     def __init__(self, step: DecodeStep):
         self._written = step.newest.block.slots
         self._views = list(step.views)
-        self._how = step.how
+        self._attention = step.attention
         device = self._written.keys.device
-        shape = (len(step.where), 1, self._written.keys.shape[-1])
+        shape = (len(step.query_positions), 1, self._written.keys.shape[-1])
         self.slot = torch.zeros(1, dtype=torch.int64, device=device)
         self.cosine = torch.zeros(shape, dtype=torch.float32, device=device)
         self.sine = torch.zeros(shape, dtype=torch.float32, device=device)
 
     def take(self, step: DecodeStep) -> None:
         """Sets the buffers to another step of the same geometry."""
-        rotation = step.how.rope.at([where[0] for where in step.where])
+        rotation = step.attention.rope.at([where[0] for where in step.query_positions])
         self.slot.fill_(step.slot)
         self.cosine.copy_(rotation.cosine)
         self.sine.copy_(rotation.sine)
@@ -51,13 +55,15 @@ class StaticStep:
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         """As `Step.attend`, of one token."""
         rotations = [Rotation(c, s) for c, s in zip(self.cosine, self.sine, strict=True)]
-        rope = self._how.rope
+        rope = self._attention.rope
         assert k is not None
         assert v is not None
-        key = rope.turned(layer, k, rotations[0]).transpose(0, 1)
+        key = rope.rotate_layer(layer, k, rotations[0]).transpose(0, 1)
         self._written.keys[layer].index_copy_(1, self.slot, key)
         self._written.values[layer].index_copy_(1, self.slot, v.transpose(0, 1))
-        queries = [rope.turned(layer, q, rotation) for rotation in rotations]
-        parts = [view.attend(layer, queries[view.rotation], self._how) for view in self._views]
-        found = self._how.with_sinks(layer, combine(parts), 1)
+        queries = [rope.rotate_layer(layer, q, rotation) for rotation in rotations]
+        parts = [
+            view.attend(layer, queries[view.rotation], self._attention) for view in self._views
+        ]
+        found = self._attention.with_sinks(layer, combine(parts), 1)
         return rows(found.out, 1).to(q.dtype)

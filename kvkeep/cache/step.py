@@ -12,11 +12,11 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from kvkeep.cache.attending import Attending
+from kvkeep.cache.attending import AttentionConfig
 from kvkeep.cache.attention import Part, attend_cells, combine, hiding, rows
 from kvkeep.cache.block import Cells
-from kvkeep.cache.layers import Attends, ByLayer, Place
-from kvkeep.cache.quantised import Stored, put
+from kvkeep.cache.layers import LayerAttention, LayerDispatch, LayerPlacement
+from kvkeep.cache.quantised import KVTensor, copy_stored
 from kvkeep.cache.ragged import Ragged
 from kvkeep.cache.rope import Rotation
 from kvkeep.cache.segment import Segment
@@ -25,7 +25,7 @@ from kvkeep.cache.window import Window
 
 @dataclass(frozen=True)
 class View:
-    """Stored cells as the queries of this step see them.
+    """KVTensor cells as the queries of this step see them.
 
     slots, span: the storage that they lie in, and where in it. origin: the place of its slot 0.
     rotation: which of the step's rotations the queries take towards these cells.
@@ -39,12 +39,12 @@ class View:
     origin: int = 0
 
     @cached_property
-    def keys(self) -> tuple[Stored, ...]:
+    def keys(self) -> tuple[KVTensor, ...]:
         """For each layer `[kv_heads, cells, head_dim]`, unless they are ragged."""
         return self.slots.stored_keys[:, :, self.span].unbind()
 
     @cached_property
-    def values(self) -> tuple[Stored, ...]:
+    def values(self) -> tuple[KVTensor, ...]:
         """For each layer `[kv_heads, cells, head_dim]`."""
         return self.slots.stored_values[:, :, self.span].unbind()
 
@@ -53,19 +53,19 @@ class View:
         """For each layer `[kv_heads, cells]` float32, or None."""
         return self.slots.biases(self.span)
 
-    def attend(self, layer: int, q: Tensor, how: Attending) -> Part:
+    def attend(self, layer: int, q: Tensor, attention: AttentionConfig) -> Part:
         """q: `[n, heads, head_dim]`, rotated. As `attend_cells`."""
         if isinstance(self.slots, Ragged):
-            return self.slots.attend(layer, q, how.scale, how.softcap)
+            return self.slots.attend(layer, q, attention.scale, attention.softcap)
         return attend_cells(
             q,
             self.keys[layer],
             self.values[layer],
-            scale=how.scale,
+            scale=attention.scale,
             bias=self.bias,
             causal=False,
             cell_bias=self.cell_bias[layer],
-            softcap=how.softcap,
+            softcap=attention.softcap,
         )
 
 
@@ -77,7 +77,7 @@ class Step:
 
     sampled: whether the model has just chosen the token, or else it was given from outside, as a
         prompt is. Nothing in a cache depends on it, but which weights are read may.
-    local: the step of the local layers' cache, where the decoder has such layers. places: where
+    local: the step of the local layers' cache, where the decoder has such layers. placements: where
         each of its layers has its cells.
     recurrent: states of the decoder's layers that have such in the place of cells, by name. Who
         computes the step puts others there; none is written to.
@@ -85,7 +85,7 @@ class Step:
 
     sampled = False
     local: "Step | None" = None
-    places: Sequence[Place] = ()
+    placements: Sequence[LayerPlacement] = ()
     recurrent: Mapping[str, Tensor] = MappingProxyType({})
 
     def __init__(
@@ -94,19 +94,19 @@ class Step:
         window: Window,
         time: int,
         count: int,
-        how: Attending,
+        attention: AttentionConfig,
     ):
         self.segments = segments
         self.newest = segments[-1]
         self.window = window
         self.count = count
-        self.how = how
+        self.attention = attention
         self.times = range(time, time + count)
         held = sum(s.length for s in segments if not s.anchor)
         grows = not self.newest.anchor
         self.evicted = [window.evicted(held + (i + 1 if grows else 0)) for i in range(count)]
         # Rotation 0 is that of the new tokens themselves.
-        self.where: list[list[int]] = [[self.newest.map(t) for t in self.times]]
+        self.query_positions: list[list[int]] = [[self.newest.map(t) for t in self.times]]
         self.views: list[View] = []
         self.queries: Tensor | None = None  # [layers, n, heads, head_dim], where they are wanted
         rank = 0
@@ -117,9 +117,9 @@ class Step:
             rank += 0 if segment.anchor else segment.length
 
     @property
-    def by_layer(self) -> Attends:
+    def layer_attention(self) -> LayerAttention:
         """What a forward asks, of whichever layer of the decoder."""
-        return self if self.local is None else ByLayer(self.places, self, self.local)
+        return self if self.local is None else LayerDispatch(self.placements, self, self.local)
 
     @property
     def quantised(self) -> bool:
@@ -130,7 +130,7 @@ class Step:
     @cached_property
     def rotations(self) -> list[Rotation]:
         """One for each entry of `where`, the positions that the queries take."""
-        return [self.how.rope.at(where) for where in self.where]
+        return [self.attention.rope.at(where) for where in self.query_positions]
 
     def _look_at(self, segment: Segment, rank: int) -> View | None:
         """What the queries see of a segment; `rank` window cells lie before its first."""
@@ -173,12 +173,12 @@ class Step:
         """
         slots = segment.slots(first, live)
         span = slots[0] if len(slots) == 1 else slice(0, segment.capacity)
-        if where not in self.where:
-            self.where.append(where)
+        if where not in self.query_positions:
+            self.query_positions.append(where)
         return View(
             slots=segment.block.slots,
             span=span,
-            rotation=self.where.index(where),
+            rotation=self.query_positions.index(where),
             bias=_bias(segment, span, first, live, seen),
             origin=segment.block.origin,
         )
@@ -203,10 +203,10 @@ class Step:
 
     def _rotated(self, layer: int, q: Tensor) -> list[Tensor]:
         """Queries, as they stand in each of the step's rotations."""
-        return [self.how.rope.turned(layer, q, rotation) for rotation in self.rotations]
+        return [self.attention.rope.rotate_layer(layer, q, rotation) for rotation in self.rotations]
 
     def _attend_views(self, layer: int, queries: list[Tensor]) -> list[Part]:
-        return [view.attend(layer, queries[view.rotation], self.how) for view in self.views]
+        return [view.attend(layer, queries[view.rotation], self.attention) for view in self.views]
 
 
 def _bias(
@@ -231,41 +231,45 @@ class DecodeStep(Step):
     in_full_ring: the cell takes the place of the oldest one.
     """
 
-    def __init__(self, segments: Sequence[Segment], window: Window, time: int, how: Attending):
+    def __init__(
+        self, segments: Sequence[Segment], window: Window, time: int, attention: AttentionConfig
+    ):
         newest = segments[-1]
         self.slot = newest.next_slot()
         block = newest.block.slots
         self.cells = [x[:, :, self.slot] for x in (block.stored_keys, block.stored_values)]
         self.in_full_ring = newest.length == newest.capacity
-        super().__init__(segments, window, time, 1, how)
+        super().__init__(segments, window, time, 1, attention)
 
     def _look_at(self, segment: Segment, rank: int) -> View | None:
         if segment is not self.newest:
             return super()._look_at(segment, rank)
         # The new cell is there already, in a full ring in the place of the oldest.
         first = 0 if segment.anchor else max(0, self.evicted[0] - rank)
-        return self._view(segment, first, segment.length + 1 - first, self.where[0], None)
+        return self._view(segment, first, segment.length + 1 - first, self.query_positions[0], None)
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         self.observe(layer, q)
         if k is not None and v is not None:
-            self.write(layer, self.how.rope.turned(layer, k, self.rotations[0])[0], v[0])
+            self.write(
+                layer, self.attention.rope.rotate_layer(layer, k, self.rotations[0])[0], v[0]
+            )
         found = combine(self._attend_views(layer, self._rotated(layer, q)))
-        return rows(self.how.with_sinks(layer, found, 1).out, 1).to(q.dtype)
+        return rows(self.attention.with_sinks(layer, found, 1).out, 1).to(q.dtype)
 
     @cached_property
-    def _cells_of_layers(self) -> list[tuple[Stored, ...]]:
+    def _cells_of_layers(self) -> list[tuple[KVTensor, ...]]:
         return [x.unbind() for x in self.cells]
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Puts the new cell into its slot; key and value: `[kv_heads, head_dim]`, key rotated."""
         keys, values = self._cells_of_layers
-        put(keys[layer], key)
-        put(values[layer], value)
+        copy_stored(keys[layer], key)
+        copy_stored(values[layer], value)
 
     def commit(self, serial: int) -> None:
         self.window.forget(self.segments, max(0, self.evicted[-1] - self.window.spare))
-        self.newest.occupy(self.slot, self.where[0][0], serial)
+        self.newest.occupy(self.slot, self.query_positions[0][0], serial)
 
 
 class ChunkStep(Step):
@@ -282,9 +286,9 @@ class ChunkStep(Step):
         window: Window,
         time: int,
         count: int,
-        how: Attending,
+        attention: AttentionConfig,
     ):
-        super().__init__(segments, window, time, count, how)
+        super().__init__(segments, window, time, count, attention)
         self._held = sum(s.length for s in segments if not s.anchor)
         self.new = Cells.empty(self.newest.layout.plain, count)
         self.log_sums: Tensor | None = None
@@ -301,7 +305,7 @@ class ChunkStep(Step):
         self.observe(layer, q)
         keys, values = self.new.keys[layer], self.new.values[layer]
         if k is not None and v is not None:
-            turned = self.how.rope.turned(layer, k, self.rotations[0])
+            turned = self.attention.rope.rotate_layer(layer, k, self.rotations[0])
             keys.copy_(turned.transpose(0, 1))
             values.copy_(v.transpose(0, 1))
         queries = self._rotated(layer, q)
@@ -309,19 +313,19 @@ class ChunkStep(Step):
             queries[0],
             keys,
             values,
-            scale=self.how.scale,
+            scale=self.attention.scale,
             bias=self.own_bias,
             causal=self.own_bias is None,
-            softcap=self.how.softcap,
+            softcap=self.attention.softcap,
         )
         found = combine([own, *self._attend_views(layer, queries)])
-        found = self.how.with_sinks(layer, found, self.count)
+        found = self.attention.with_sinks(layer, found, self.count)
         if self.log_sums is not None:
             self.log_sums[layer] = found.log_sum.transpose(0, 1).flatten(0, 1)
         return rows(found.out, self.count).to(q.dtype)
 
     def commit(self, serial: int) -> None:
-        positions = torch.tensor(self.where[0], dtype=torch.int64, device="cpu")
+        positions = torch.tensor(self.query_positions[0], dtype=torch.int64, device="cpu")
         serials = torch.arange(serial, serial + self.count, dtype=torch.int64, device="cpu")
         gone = max(0, self.evicted[-1] - self.window.spare)
         self.window.forget(self.segments, min(gone, self._held))

@@ -12,7 +12,7 @@ class Overwritten:
     slots: Cells
     cells: Cells
 
-    def put_back(self) -> None:
+    def rollback(self) -> None:
         self.slots.write(slice(None), self.cells)
 
 

@@ -2,8 +2,8 @@
 
 import torch
 
-from kvkeep.cache import Attends, Layout
-from kvkeep.cache.layers import ByLayer
+from kvkeep.cache import LayerAttention, Layout
+from kvkeep.cache.layers import LayerDispatch
 from kvkeep.cache.step import ChunkStep
 from kvkeep.compiled.binding import HEAD_DIMS, library
 from kvkeep.compiled.chunk import ChunkAttention
@@ -16,13 +16,13 @@ def can_attend(layout: Layout) -> bool:
     return on_cpu and layout.head_dim in HEAD_DIMS and library() is not None
 
 
-def attention_of(step: AnyStep) -> Attends:
+def attention_of(step: AnyStep) -> LayerAttention:
     """The step, or the kernels in its place where they can attend."""
     kernels = library()
     if kernels is None or not isinstance(step, ChunkStep):
-        return step.by_layer
+        return step.layer_attention
     steps = [step, *([step.local] if isinstance(step.local, ChunkStep) else [])]
     if not all(can_attend(each.newest.layout.plain) for each in steps):
-        return step.by_layer
+        return step.layer_attention
     attention = [ChunkAttention(each, kernels) for each in steps]
-    return ByLayer(step.places, *attention) if len(steps) == 2 else attention[0]
+    return LayerDispatch(step.placements, *attention) if len(steps) == 2 else attention[0]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache import Ragged
-from kvkeep.cache.quantised import Stored
+from kvkeep.cache.quantised import KVTensor
 from kvkeep.cache.step import ChunkStep, View
 from kvkeep.compiled import binding as c
 from kvkeep.compiled.binding import require_done
@@ -29,15 +29,15 @@ class ChunkAttention:
     @cached_property
     def _angles(self) -> Tensor:
         """`[rotations, n, head_dim]` float32: cosines and sines of each query's position."""
-        return self._turned_by(self._step.how.rope.inverse_frequencies)
+        return self._turned_by(self._step.attention.rope.inverse_frequencies)
 
     @cached_property
     def _no_angles(self) -> Tensor:
         """The same of layers without RoPE: all are 0."""
-        return self._turned_by(torch.zeros_like(self._step.how.rope.inverse_frequencies))
+        return self._turned_by(torch.zeros_like(self._step.attention.rope.inverse_frequencies))
 
     def _turned_by(self, frequencies: Tensor) -> Tensor:
-        positions = torch.tensor(self._step.where, dtype=torch.int64, device="cpu")
+        positions = torch.tensor(self._step.query_positions, dtype=torch.int64, device="cpu")
         shape = (*positions.shape, 2 * frequencies.shape[0])
         angles = torch.empty(shape, dtype=torch.float32, device="cpu")
         self._kernels.kvkeep_angles(
@@ -63,19 +63,19 @@ class ChunkAttention:
         own = _part(keys, values, places, n, 0, step.own_bias, causal=step.own_bias is None)
         parts = [own, *(_of_view(view, layer, places) for view in step.views)]
         out = torch.empty(n, heads * head_dim, dtype=torch.bfloat16, device="cpu")
-        turns = self._no_angles if layer in step.how.rope.unrotated else self._angles
-        sinks = None if step.how.sinks is None else step.how.sinks[layer]
-        angles = address(turns, "angles", torch.float32, (len(step.where), n, head_dim))
+        turns = self._no_angles if layer in step.attention.rope.unrotated else self._angles
+        sinks = None if step.attention.sinks is None else step.attention.sinks[layer]
+        angles = address(turns, "angles", torch.float32, (len(step.query_positions), n, head_dim))
         chunk = c.CChunk(
             n,
             heads,
             kv_heads,
             head_dim,
-            len(step.where),
+            len(step.query_positions),
             len(parts),
             torch.get_num_threads(),
-            step.how.scale,
-            step.how.softcap,
+            step.attention.scale,
+            step.attention.softcap,
             0,
             None if sinks is None else address(sinks, "sinks", torch.float32, (heads,)),
             address(q, "queries", torch.bfloat16, (n, heads, head_dim)),
@@ -109,8 +109,8 @@ def _of_view(view: View, layer: int, places: tuple[int, int, int]) -> c.CPart:
 
 
 def _part(
-    keys: Stored,
-    values: Stored,
+    keys: KVTensor,
+    values: KVTensor,
     shape: tuple[int, int, int],
     n: int,
     rotation: int,

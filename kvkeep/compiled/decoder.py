@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from kvkeep.cache import Attends, Layout
-from kvkeep.cache.layers import ByLayer
+from kvkeep.cache import LayerAttention, Layout
+from kvkeep.cache.layers import LayerDispatch
 from kvkeep.cache.step import ChunkStep, DecodeStep
 from kvkeep.compiled.binding import (
     HEAD_DIMS,
@@ -165,10 +165,10 @@ class CompiledExecutor:
         return self._of_one_token_each(tokens.tolist(), steps, model)
 
     def chunk(self, tokens: Tensor, step: ChunkStep, lengths: Tensor | None) -> Tensor:
-        attention: Attends = ChunkAttention(step, self._kernels)
+        attention: LayerAttention = ChunkAttention(step, self._kernels)
         if isinstance(step.local, ChunkStep):
             local = ChunkAttention(step.local, self._kernels)
-            attention = ByLayer(step.places, attention, local)
+            attention = LayerDispatch(step.placements, attention, local)
         with one_scratch():
             return self._network.forward(tokens, attention, lengths)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache import Ragged
-from kvkeep.cache.quantised import SCALE, Stored, scales
+from kvkeep.cache.quantised import SCALE, KVTensor, scale_count
 from kvkeep.compiled import binding as c
 from kvkeep.errors import KernelMismatch
 
@@ -34,7 +34,7 @@ def biases(x: Tensor, shape: tuple[int, ...]) -> int:
     return row_address(x, "the cells' biases", torch.float32, shape)
 
 
-def kept(stored: Stored, shape: tuple[int, ...], *before: int) -> c.CKept:
+def kept(stored: KVTensor, shape: tuple[int, ...], *before: int) -> c.CKept:
     """Keys or values, plain or quantised, `[layers, kv_heads, cells, head_dim]` or without cells.
 
     shape: what the kernel will take for granted. before: strides of dimensions that were taken
@@ -48,7 +48,7 @@ def kept(stored: Stored, shape: tuple[int, ...], *before: int) -> c.CKept:
     vectors = shape[:-1]
     return c.CKept(
         row_address(stored.data, "quantised cells", kind, (*vectors, width)),
-        row_address(stored.scale, "their scales", SCALE, (*vectors, scales(head_dim, bits))),
+        row_address(stored.scale, "their scales", SCALE, (*vectors, scale_count(head_dim, bits))),
         c.CStrides(*before, *stored.data.stride()[:-1]),
         c.CStrides(*before, *stored.scale.stride()[:-1]),
         bits,
@@ -63,7 +63,7 @@ def row(cells: Ragged, layers: int, kv_heads: int, head_dim: int) -> tuple[Any, 
     """
     vectors, offsets = (cells.total, head_dim), cells.offsets
     assert cells.bias is not None
-    if cells.counts.shape != (layers, kv_heads) or not cells.sound:
+    if cells.counts.shape != (layers, kv_heads) or not cells.counts_match:
         heads = f"{layers} x {kv_heads} heads"
         require(False, f"{cells.total} cells, shared by {heads}", cells.counts.tolist())
     return (

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache import Ragged
-from kvkeep.cache.group_step import Sight, sights
+from kvkeep.cache.group_step import SharedView, shared_views
 from kvkeep.cache.step import DecodeStep
 from kvkeep.compiled import binding as c
 from kvkeep.compiled.operands import address, biases, kept, require, row
@@ -57,18 +57,18 @@ def _seen(
     tokens: Sequence[int], steps: Sequence[DecodeStep], vectors: Vectors, heads: int
 ) -> tuple[c.CSeen, list[Any]]:
     """What the steps of one group see, and whatever it points to."""
-    seen = sights(steps)
+    seen = shared_views(steps)
     runs: list[list[c.CRun]] = [[] for _ in steps]
     # A cache's runs in the order of its own views, whoever else looks at the same cells: so what
     # they find is added up in the same order as when it is alone.
     places = {
         id(run.view): (s, index)
         for s, sight in enumerate(seen)
-        for index, run in enumerate(sight.runs)
+        for index, run in enumerate(sight.readers)
     }
     for own, step in zip(runs, steps, strict=True):
         for view in step.views:
-            own.append(c.CRun(step.where[view.rotation][0], *places[id(view)]))
+            own.append(c.CRun(step.query_positions[view.rotation][0], *places[id(view)]))
     sequences = (c.CSequence * len(steps))(
         *(
             _sequence(token, step, len(own), vectors, heads)
@@ -89,7 +89,7 @@ def _sequence(token: int, step: DecodeStep, runs: int, vectors: Vectors, heads: 
     return c.CSequence(
         token,
         runs,
-        step.where[0][0],
+        step.query_positions[0][0],
         kept(key, vectors),
         kept(value, vectors),
         None
@@ -98,11 +98,11 @@ def _sequence(token: int, step: DecodeStep, runs: int, vectors: Vectors, heads: 
     )
 
 
-def _sight(sight: Sight, vectors: Vectors) -> c.CSight:
+def _sight(sight: SharedView, vectors: Vectors) -> c.CSight:
     if isinstance(sight.slots, Ragged):
-        return _ragged(sight.slots, len(sight.runs), vectors)
+        return _ragged(sight.slots, len(sight.readers), vectors)
     bias, cell_bias, slots = sight.bias, sight.slots.bias, len(sight.slots)
-    first, end, runs = sight.span.start, sight.span.stop, len(sight.runs)
+    first, end, runs = sight.span.start, sight.span.stop, len(sight.readers)
     if not 0 <= first < end <= slots:
         raise KernelMismatch(f"cells {first} to {end} were to be looked at, of {slots}")
     layers, kv_heads, head_dim = vectors
@@ -124,4 +124,4 @@ def _sight(sight: Sight, vectors: Vectors) -> c.CSight:
 def _ragged(cells: Ragged, runs: int, vectors: Vectors) -> c.CSight:
     layers, kv_heads, head_dim = vectors
     keys, values, bias, offsets = row(cells, layers, kv_heads, head_dim)
-    return c.CSight(keys, values, 0, cells.most, runs, 0, None, bias, 0, 0, offsets)
+    return c.CSight(keys, values, 0, cells.max_count, runs, 0, None, bias, 0, 0, offsets)

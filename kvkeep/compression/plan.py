@@ -9,8 +9,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from kvkeep.cache import NO_TOKEN, Cells, Queries, Segment, joined
-from kvkeep.cache.observer import LIMIT
+from kvkeep.cache import NO_TOKEN, Cells, Queries, Segment, merge_segments
+from kvkeep.cache.observer import MAX_QUERIES
 from kvkeep.compression.methods import (
     BEST,
     Budget,
@@ -136,12 +136,12 @@ def compress_held(memory: Memory, how: CompressionPlan) -> tuple[Memory, Compres
             parts, told = next(found)
             chunks += told
         segments += [
-            Segment.of(cache.layout, cells, segment.map, segment.anchor)
+            Segment.from_cells(cache.layout, cells, segment.map, segment.anchor)
             for cells in parts
             if len(cells)
         ]
     after = memory.successor()
-    after.cache.segments = joined(segments)
+    after.cache.segments = merge_segments(segments)
     return after, CompressionReport(
         how.method.name,
         budget,
@@ -240,7 +240,7 @@ def _candidates(memory: Memory, how: CompressionPlan, runs: Sequence[_Run]) -> l
 def _known(memory: Memory, how: CompressionPlan, run: _Run) -> Candidates:
     """The cells of a run, and what is known of the model."""
     cache, (segment, _, first, count) = memory.cache, run
-    plain = segment.look(first, count).restored(cache.layout.dtype)
+    plain = segment.view(first, count).dequantised(cache.layout.dtype)
     return Candidates(plain, cache.rope, cache.scale, statistics=how.statistics, seed=how.seed)
 
 
@@ -290,7 +290,7 @@ def _tell(how: CompressionPlan, cells: int) -> None:
 
 def _newest_queries(memory: Memory) -> Queries | None:
     """Those of the last tokens: they are evaluated once more, beside the session."""
-    count = min(LIMIT, memory.rewindable - 1)
+    count = min(MAX_QUERIES, memory.rewindable - 1)
     if count < 1:
         raise InvalidArgument("a method that decides by queries needs recent tokens that are held")
     again, beside = memory.tokens[-count:], memory.fork()

@@ -122,14 +122,14 @@ def _scores(memory: Memory, asked: list[int], part: list[int], first: int, by: R
     for segment, cells in read.read(first, len(part)):
         rotation = rotations[id(segment)]
         turn = Rotation(rotation.cosine[rows], rotation.sine[rows])
-        turned = read.rope.all_turned(queries, turn)
-        plain = cells.restored(turned.dtype)
+        turned = read.rope.rotate_layers(queries, turn)
+        plain = cells.dequantised(turned.dtype)
         if lengths is None:
-            scores.append(_largest(plain.keys, turned, log_sums, step.how.scale))
+            scores.append(_largest(plain.keys, turned, log_sums, step.attention.scale))
             continue
         groups = log_sums.shape[1] // plain.keys.shape[1]
         keys = plain.keys.repeat_interleave(groups, 1)  # what it adds is each head's own
-        of_heads = _largest(keys, turned, log_sums, step.how.scale)
+        of_heads = _largest(keys, turned, log_sums, step.attention.scale)
         of_heads += memory.decoder.value_norms(plain.values).log()
         scores.append(of_heads.view(len(keys), -1, groups, len(plain)).amax(2))
     return torch.cat(scores, -1)

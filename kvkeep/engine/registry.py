@@ -163,7 +163,7 @@ class SessionRegistry:
         what they hold, what several share counted once."""
         busy = [kept for kept in self if kept.busy]
         idle = [kept.live.cache for kept in self if kept.session is not None and not kept.busy]
-        held = nbytes([segment for cache in idle for segment in cache.every_segment])
+        held = nbytes([segment for cache in idle for segment in cache.all_segments])
         return held + sum(kept.reserved for kept in busy)
 
     def shared_bytes(self, kept: SessionRecord) -> int:
@@ -172,9 +172,9 @@ class SessionRegistry:
             segment.block.storage
             for other in self
             if other is not kept and other.session is not None
-            for segment in other.session.cache.every_segment
+            for segment in other.session.cache.all_segments
         }
-        own = {segment.block.storage for segment in kept.live.cache.every_segment}
+        own = {segment.block.storage for segment in kept.live.cache.all_segments}
         return sum(storage.nbytes for storage in own & others)
 
     def reserve(self, kept: SessionRecord, tokens: int | None, times: int = 1) -> None:

@@ -19,8 +19,8 @@ __all__ = [
     "Archive",
     "Full",
     "Policy",
+    "PolicySettings",
     "SelfExtend",
-    "Settings",
     "Shift",
     "Sliding",
     "checked_bits",
@@ -33,8 +33,8 @@ POLICIES: dict[str, type[Policy]] = {
 }
 
 
-class Settings(TypedDict, total=False):
-    """Settings of policies by name, for `Model.session`; None for the policy's default."""
+class PolicySettings(TypedDict, total=False):
+    """PolicySettings of policies by name, for `Model.session`; None for the policy's default."""
 
     discard: int | None
     group: int | None

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Self
 
 from kvkeep import validation
 from kvkeep.cache import NO_TOKEN, Cells, KVCache, Segment, Window
-from kvkeep.cache.observer import LIMIT
+from kvkeep.cache.observer import MAX_QUERIES
 from kvkeep.compression.methods import (
     Candidates,
     Compression,
@@ -126,7 +126,7 @@ class Archive(Policy):
 
     @property
     def observed(self) -> int:
-        return LIMIT if self.by.observes else 0
+        return MAX_QUERIES if self.by.observes else 0
 
     @property
     def compresses(self) -> bool:
@@ -157,7 +157,7 @@ class Archive(Policy):
             return anchored
         size = self.window + self.block
         newest = cache.open_window(size)
-        newest.crowded = any(not s.anchor for s in cache.segments[:-1])
+        newest.lazy_growth = any(not s.anchor for s in cache.segments[:-1])
         count = min(wanted, size - in_window(cache))
         newest.reserve(newest.length + count + min(ahead, size - newest.length - count))
         return count
@@ -269,7 +269,7 @@ class Archive(Policy):
             candidates = [self._candidates(cache, cells, newest) for cells in runs]
             found = [fewer_together(method, candidates, count)]
         else:
-            together = Cells.joined([as_compressed(cells) for cells in runs])
+            together = Cells.concatenate([as_compressed(cells) for cells in runs])
             found = list(compress(method, self._candidates(cache, together, newest), count))
         done += [compression for _, compression in found]
         return [cells for cells, _ in found if len(cells)]

@@ -12,7 +12,7 @@ def archived_segments(cache: KVCache) -> list[Segment]:
 
 def archived_cells(cache: KVCache, archived: list[Segment]) -> list[Cells]:
     """Not to be written: they may be looked at where they lie."""
-    return [as_seen(cache, [(each, each.look(0, each.length))]) for each in archived]
+    return [as_seen(cache, [(each, each.view(0, each.length))]) for each in archived]
 
 
 def in_window(cache: KVCache) -> int:
@@ -37,12 +37,12 @@ def as_seen(cache: KVCache, found: list[tuple[Segment, Cells]]) -> Cells:
     """
     dtype = cache.layout.dtype
     parts = [
-        moved(cache, cells.restored(dtype), cells.positions - offset)
+        moved(cache, cells.dequantised(dtype), cells.positions - offset)
         if (offset := segment.map.offset)
-        else cells.restored(dtype)
+        else cells.dequantised(dtype)
         for segment, cells in found
     ]
-    return parts[0] if len(parts) == 1 else Cells.joined(parts)
+    return parts[0] if len(parts) == 1 else Cells.concatenate(parts)
 
 
 def append(cache: KVCache, archived: list[Segment], cells: Cells, limit: int) -> None:
@@ -67,10 +67,10 @@ def _append_ragged(cache: KVCache, archived: list[Segment], cells: Ragged) -> No
     if last is not None and last.map == PositionMap() and last.length + len(cells) <= STRETCH:
         archived.pop()
         held = last.read(0, last.length)
-        both = Cells.joined([held, cells.kept_as(layout)])
+        both = Cells.concatenate([held, cells.in_layout(layout)])
     else:
         both = cells
-    archived.append(Segment.of(layout, both, PositionMap(), anchor=True))
+    archived.append(Segment.from_cells(layout, both, PositionMap(), anchor=True))
 
 
 def replace_archive(cache: KVCache, archived: list[Segment]) -> None:

@@ -188,7 +188,7 @@ def open_anchors(cache: KVCache, keep: int, wanted: int) -> int:
     if missing <= 0 or any(not segment.anchor for segment in cache.segments):
         return 0
     newest = cache.segments[-1] if cache.segments else None
-    if newest is None or not newest.thaw(newest.length + missing):
+    if newest is None or not newest.reopen(newest.length + missing):
         newest = Segment(cache.far_layout, missing, anchor=True)
         cache.segments.append(newest)
     newest.reserve(newest.limit)

@@ -21,7 +21,7 @@ def draw_closer(cache: KVCache, near: int, furthest: int) -> None:
 
 def moved(cache: KVCache, cells: Cells, positions: Tensor) -> Cells:
     """Cells at other positions, their keys rotated once more."""
-    return cells.moved(cache.rope, positions - cells.positions)
+    return cells.shifted(cache.rope, positions - cells.positions)
 
 
 def _reach(cache: KVCache) -> int:
@@ -55,6 +55,8 @@ def _runs(segment: Segment) -> list[Segment]:
     if len(bounds) == 2:
         return [segment]
     return [
-        Segment.of(segment.layout, segment.read(first, end - first), segment.map, segment.anchor)
+        Segment.from_cells(
+            segment.layout, segment.read(first, end - first), segment.map, segment.anchor
+        )
         for first, end in itertools.pairwise(bounds)
     ]

@@ -46,7 +46,7 @@ class Full(Policy):
     def open(self, cache: KVCache, wanted: int, ahead: int = 0) -> int:
         newest = cache.segments[-1] if cache.segments else None
         limit = self.max_kv_size - cache.cells + (newest.length if newest else 0)
-        if newest is None or not newest.thaw(limit):
+        if newest is None or not newest.reopen(limit):
             newest = Segment(cache.layout, self.max_kv_size - cache.cells)
             cache.segments.append(newest)
         newest.reserve(newest.length + wanted + ahead)

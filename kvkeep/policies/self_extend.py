@@ -81,13 +81,13 @@ class SelfExtend(Policy):
             far = Segment(
                 cache.far_layout, self.max_kv_size, PositionMap(offset, self.group), anchor=True
             )
-            far.crowded = True
+            far.lazy_growth = True
             at = sum(segment.anchor for segment in cache.segments)
             cache.segments.insert(at, far)
         far_cells = sum(s.length for s in cache.segments if s.anchor)
         leaving = cache.read(far_cells, count)
-        cells = Cells.joined([cells for _, cells in leaving])
+        cells = Cells.concatenate([cells for _, cells in leaving])
         # An edit may have brought some closer: where they are seen counts, not where they were put.
         seen = torch.cat([cells.positions - segment.map.offset for segment, cells in leaving])
-        far.append(cells.moved(cache.rope, seen // self.group - cells.positions))
+        far.append(cells.shifted(cache.rope, seen // self.group - cells.positions))
         far.leaving = count

@@ -41,8 +41,8 @@ class Sliding(Policy):
         if anchored:
             return anchored
         newest = cache.open_window(size)
-        newest.crowded = any(not s.anchor for s in cache.segments[:-1])
-        newest.reserve(newest.length + wanted + (0 if newest.crowded else ahead))
+        newest.lazy_growth = any(not s.anchor for s in cache.segments[:-1])
+        newest.reserve(newest.length + wanted + (0 if newest.lazy_growth else ahead))
         return wanted
 
     def window_size(self, cache: KVCache) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from kvkeep.cache import joined_if_small
+from kvkeep.cache import merge_small_segments
 from kvkeep.errors import InvalidArgument
 from kvkeep.session.change import Change, bounded
 from kvkeep.session.in_place_edit import InPlace
@@ -114,5 +114,5 @@ def _evaluated_anew(
         if pin:
             work.pin(len(work.tokens) - count, len(work.tokens))
         done += count
-    work.cache.segments = joined_if_small(work.cache.segments)
+    work.cache.segments = merge_small_segments(work.cache.segments)
     return work

@@ -21,7 +21,7 @@ class OutsideStep:
     """Tokens on their way into sessions, all or nothing.
 
     What cannot be one step, as a policy has it, is evaluated here; the last step is left open for
-    whoever computes it, and then `finish` is called, and `keep` or `put_back`. Meanwhile no other
+    whoever computes it, and then `finish` is called, and `keep` or `rollback`. Meanwhile no other
     thread computes, and Ctrl-C waits.
 
     step: the open one: of one session, or of one token of each. tokens: what it is of, `[1, n]` or
@@ -50,7 +50,7 @@ class OutsideStep:
                 work.keep_prompt(len(ids))
             self._begin()
         except BaseException:
-            self.put_back()
+            self.rollback()
             raise
 
     def _begin(self) -> None:
@@ -121,9 +121,9 @@ class OutsideStep:
                 session._take(work)
             self._before.clear()
             for work in self._works:
-                work.memory.confirm()
+                work.memory.commit()
 
-    def put_back(self) -> None:
+    def rollback(self) -> None:
         """Leaves the sessions as they were."""
         failed = _PutBackError()
         self._open.__exit__(type(failed), failed, None)  # a step that fails is not kept
@@ -131,7 +131,7 @@ class OutsideStep:
         for session, state in zip(self._sessions, self._before, strict=True):
             session._take(state)
         for work in self._works:
-            work.memory.cache.put_back()
+            work.memory.cache.rollback()
         self._held.close()
 
     def _end_mode(self) -> None:

@@ -58,7 +58,7 @@ class SessionGroup:
         storages = {
             storage.data_ptr(): storage.nbytes()
             for session in self.sessions
-            for segment in session.cache.every_segment
+            for segment in session.cache.all_segments
             for storage in (tensor.untyped_storage() for tensor in segment.block.slots.tensors())
         }
         return sum(storages.values())

@@ -165,8 +165,8 @@ def changing(sessions: Sequence[Held]) -> Iterator[list[State]]:
         except BaseException:
             for session, state, work in zip(sessions, before, works, strict=True):
                 session._take(state)
-                work.memory.cache.put_back()
+                work.memory.cache.rollback()
             raise
         del before  # what looks at storage that only they used would keep it
         for work in works:
-            work.memory.confirm()
+            work.memory.commit()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvkeep.cache import KVCache, Segment, joined_if_small
+from kvkeep.cache import KVCache, Segment, merge_small_segments
 from kvkeep.cache.attention import HIDDEN
 from kvkeep.errors import ContextFull, InvalidArgument
 from kvkeep.models.layers.finite import require_finite
@@ -61,7 +61,7 @@ class InPlace:
         change, cache = self.change, memory.cache
         before, after = _parted(cache, change, self.where, self.sooner)
         following = len(memory.tokens) - change.end
-        cache.segments = joined_if_small([*before, *self.inside, *after])
+        cache.segments = merge_small_segments([*before, *self.inside, *after])
         cache.serial += len(change.ids)
         memory.replace(change.start, change.end, change.ids, change.pinned)
         if bounded(memory):
@@ -183,8 +183,8 @@ def _moved_before(cache: KVCache, segment: Segment, where: int, growth: int) -> 
         segment.map, segment.frozen = segment.map.closer(-growth), True
         return segment
     cells = segment.read(0, segment.length)
-    cells = cells.moved(cache.rope, torch.where(seen < where, -growth, 0))
-    return Segment.of(segment.layout, cells, segment.map, segment.anchor)
+    cells = cells.shifted(cache.rope, torch.where(seen < where, -growth, 0))
+    return Segment.from_cells(segment.layout, cells, segment.map, segment.anchor)
 
 
 def _as_seen_before(segment: Segment, where: int) -> Segment:
@@ -195,7 +195,7 @@ def _as_seen_before(segment: Segment, where: int) -> Segment:
     assert cells.bias is not None
     later = (_seen(segment) >= where).to(cells.bias.device)
     shown = replace(cells, bias=cells.bias.masked_fill(later, HIDDEN))
-    return Segment.of(segment.layout, shown, segment.map, segment.anchor)
+    return Segment.from_cells(segment.layout, shown, segment.map, segment.anchor)
 
 
 def _reach(cache: KVCache) -> int:
@@ -227,7 +227,7 @@ def _evaluated_between(
         first = start - min(together, _reach(cache))
         read = memory.tokens[first:start]
         cache.local.segments = local_cells(memory.decoder, cache, read)
-    new = Segment(cache.layout_of(anchor), len(ids), anchor=anchor)
+    new = Segment(cache.layout_for(anchor), len(ids), anchor=anchor)
     with torch.inference_mode():
         for first in range(0, len(ids), prefill_step):
             some, device = ids[first : first + prefill_step], cache.layout.device

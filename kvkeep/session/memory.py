@@ -9,7 +9,7 @@ from torch import Tensor
 from kvkeep import validation
 from kvkeep.cache import Bits, Cells
 from kvkeep.cache.segment import GROWTH
-from kvkeep.cache.shallow import shallow
+from kvkeep.cache.shallow_copy import shallow_copy
 from kvkeep.compression.methods import Compression
 from kvkeep.errors import ContextFull, InvalidArgument
 from kvkeep.models.layers.decoder import Decoder
@@ -57,19 +57,19 @@ class Memory:
 
     def fork(self) -> "Memory":
         """The same memory, going its own way; cells are shared."""
-        fork = shallow(self)
+        fork = shallow_copy(self)
         fork.cache = self.cache.fork()
         return fork
 
     def successor(self) -> "Memory":
         """The same memory, to be changed in place of this one; see `KVCache.successor`."""
-        successor = shallow(self)
+        successor = shallow_copy(self)
         successor.cache = self.cache.successor()
         return successor
 
-    def confirm(self) -> None:
+    def commit(self) -> None:
         """Lets go of the memory before this successor, and of storage that only that one used."""
-        self.cache.confirm()
+        self.cache.commit()
         self.cache.trim(self.policy.max_kv_size)
 
     def logits(self) -> Tensor | None:
@@ -102,7 +102,7 @@ class Memory:
         """
         memory = cls(decoder, policy, bits)
         layout, device = memory.cache.layout.plain, memory.cache.layout.device
-        memory.cache = memory.cache.holding(state.cache)
+        memory.cache = memory.cache.restore(state.cache)
         state.check(decoder.spec, layout)
         policy.check_held(memory.cache)
         memory.tokens = memory.tokens.extended(state.tokens.tolist())
@@ -291,7 +291,7 @@ class Memory:
                 f"the first {count} tokens are not all held: of {total} only the last {held} are, "
                 "without a gap, or local layers have gone past them"
             )
-        memory = shallow(self)
+        memory = shallow_copy(self)
         memory.cache = self.cache.twin()
         memory._drop_newest(total - count)
         if memory.cache.segments:

@@ -102,7 +102,7 @@ def store_prefix(prefix: PromptPrefix, memory: Memory, upcoming: int) -> None:
 def _cells(cache: KVCache, start: int, end: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Keys and values, block by block, each copied when it is asked for."""
     for first in range(start, end, BLOCK):
-        cells = Cells.joined([part for _, part in cache.read(first, BLOCK)])
+        cells = Cells.concatenate([part for _, part in cache.read(first, BLOCK)])
         yield cells.keys, cells.values
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvkeep import validation
 from kvkeep.cache import Bits
-from kvkeep.cache.shallow import shallow
+from kvkeep.cache.shallow_copy import shallow_copy
 from kvkeep.errors import ContextFull, InvalidArgument
 from kvkeep.loaded_model import LoadedModel
 from kvkeep.policies import Policy
@@ -285,7 +285,7 @@ class Session(Reader):
         at = validation.optional_whole("at", at)
         if at is not None and not 0 <= at <= total:
             raise InvalidArgument(f"fork at 0 to {total} tokens; found {at}")
-        fork = shallow(self)
+        fork = shallow_copy(self)
         fork._take(self._state.fork())
         if at is not None:
             fork.rewind(total - at)
@@ -316,7 +316,7 @@ class Session(Reader):
         for a count that is none of 0 to as many as there are.
         """
         count = validation.whole("count", count, 0, len(self._memory.tokens))
-        beginning, state = shallow(self), shallow(self._state)
+        beginning, state = shallow_copy(self), shallow_copy(self._state)
         state.memory, state.sampler = self._memory.beginning(count), Sampler()
         state.move_spans(lambda span: after_rewind(span, count))
         beginning._take(state)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from kvkeep.cache.shallow import shallow
+from kvkeep.cache.shallow_copy import shallow_copy
 from kvkeep.session.memory import Memory
 from kvkeep.session.sampling import Sampler, Sampling
 from kvkeep.session.spans import Place
@@ -29,13 +29,13 @@ class State:
 
     def successor(self) -> "State":
         """The same, to be changed in place of this one; see `KVCache.successor`."""
-        successor = shallow(self)
+        successor = shallow_copy(self)
         successor.memory = self.memory.successor()
         return successor
 
     def fork(self) -> "State":
         """The same, going its own way; cells are shared."""
-        fork = shallow(self)
+        fork = shallow_copy(self)
         fork.memory = self.memory.fork()
         return fork
 

@@ -7,9 +7,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvkeep.cache import Attending, KVCache, Layout, PositionMap, Ragged, Rope, Segment, Window
+from kvkeep.cache import (
+    AttentionConfig,
+    KVCache,
+    Layout,
+    PositionMap,
+    Ragged,
+    Rope,
+    Segment,
+    Window,
+)
 from kvkeep.cache.attention import HIDDEN
-from kvkeep.cache.group_step import GroupStep, Sight, sights
+from kvkeep.cache.group_step import GroupStep, SharedView, shared_views
 
 LAYOUT = Layout(layers=2, kv_heads=2, head_dim=8, dtype=torch.float32, device=torch.device("cpu"))
 HEADS = 6
@@ -34,7 +43,7 @@ def feed(cache: KVCache, count: int, seed: int = 0) -> KVCache:
 
 
 def new_cache(window: int | None = None) -> KVCache:
-    cache = KVCache(LAYOUT, Attending(2 * LAYOUT.kv_heads, ROPE, 0.3))
+    cache = KVCache(LAYOUT, AttentionConfig(2 * LAYOUT.kv_heads, ROPE, 0.3))
     if window is not None:
         cache.window = Window(window)
         cache.segments.append(Segment(LAYOUT, window))
@@ -68,8 +77,8 @@ def with_ragged_cells() -> KVCache:
         bias=torch.randn(2, 2, 12, generator=torch.Generator().manual_seed(3)),
     )
     which = torch.arange(12) < torch.tensor([5, 0, 12, 7])[:, None]
-    left = Ragged.of(compressed).chosen(which.flatten())
-    cache.segments = [Segment.of(LAYOUT, left, PositionMap(-2), False)]
+    left = Ragged.from_cells(compressed).select(which.flatten())
+    cache.segments = [Segment.from_cells(LAYOUT, left, PositionMap(-2), False)]
     return feed(cache, 3, seed=4)
 
 
@@ -132,13 +141,13 @@ def test_together_equals_each_alone(make: Callable[[], list[KVCache]]) -> None:
             assert (read.keys - expected_cells.keys).abs().max() <= 1e-5
 
 
-def cells(sight: Sight) -> int:
+def cells(sight: SharedView) -> int:
     return int(sight.span.stop - sight.span.start)
 
 
 def test_what_forks_share_is_read_once_and_each_tail_by_its_own() -> None:
     step = decode_together(forks(5), 0)[1]
-    found = sights(step.steps)
+    found = shared_views(step.steps)
     assert [cells(sight) for sight in found] == [12, 2, 3, 4, 5, 6]
     assert found[0].bias is None
 
@@ -148,24 +157,26 @@ def test_forks_of_forks_share_each_stretch_that_they_have_in_common() -> None:
     step = decode_together(caches, 0)[1]
     # The root's 12, which all see; the first branch's one, where its forks found it (its own
     # storage grew and moved); and what each branch has to itself.
-    assert [cells(sight) for sight in sights(step.steps)] == [12, 2, 3, 1, 3, 4]
+    assert [cells(sight) for sight in shared_views(step.steps)] == [12, 2, 3, 1, 3, 4]
 
 
 def test_a_shared_window_is_read_once_and_hides_from_each_what_it_forgot() -> None:
     caches = forks_of_a_window()
     step = decode_together(caches, 0)[1]
-    shared = max(sights(step.steps), key=lambda sight: cells(sight) * (sight.bias is not None))
+    shared = max(
+        shared_views(step.steps), key=lambda sight: cells(sight) * (sight.bias is not None)
+    )
     assert cells(shared) == 12
     assert shared.bias is not None
     assert (shared.bias == HIDDEN).sum(1).tolist() == [0, 2, 7]
 
 
 def test_what_forks_share_of_ragged_cells_is_read_once() -> None:
-    found = sights(decode_together(forks_of_ragged_cells(), 0)[1].steps)
+    found = shared_views(decode_together(forks_of_ragged_cells(), 0)[1].steps)
     ragged = [sight for sight in found if isinstance(sight.slots, Ragged)]
-    assert [len(sight.runs) for sight in ragged] == [3]
+    assert [len(sight.readers) for sight in ragged] == [3]
     assert len(found) == 6  # that, the newer cells of the parent, and what each has of its own
 
 
 def test_strangers_share_nothing() -> None:
-    assert len(sights(decode_together(strangers(), 0)[1].steps)) == 3
+    assert len(shared_views(decode_together(strangers(), 0)[1].steps)) == 3

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvkeep import SessionGroup
 from kvkeep.cache import Queries
-from kvkeep.cache.observer import LIMIT
+from kvkeep.cache.observer import MAX_QUERIES
 from kvkeep.errors import NonFiniteLogits
 from kvkeep.models.layers.executor import AnyStep
 from kvkeep.session.session import Session
@@ -47,11 +47,11 @@ def told(tokens: int) -> Tensor:
     return torch.stack([torch.cat(each) for each in found]).transpose(1, 2)
 
 
-@pytest.mark.parametrize("tokens", [1, 40, LIMIT, LIMIT + 1, 390])
-@pytest.mark.parametrize("step", [1, 7, LIMIT, 512])
+@pytest.mark.parametrize("tokens", [1, 40, MAX_QUERIES, MAX_QUERIES + 1, 390])
+@pytest.mark.parametrize("step", [1, 7, MAX_QUERIES, 512])
 def test_they_are_those_of_the_newest_tokens_before_rotation(step: int, tokens: int) -> None:
-    found, expected = queries(observing(step, tokens)), told(tokens)[:, :, -LIMIT:]
-    assert found.times.tolist() == list(range(max(0, tokens - LIMIT), tokens))
+    found, expected = queries(observing(step, tokens)), told(tokens)[:, :, -MAX_QUERIES:]
+    assert found.times.tolist() == list(range(max(0, tokens - MAX_QUERIES), tokens))
     torch.testing.assert_close(found.values, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -69,7 +69,7 @@ def test_they_follow_what_happens_to_the_tokens(actions: list[tuple[str, int]], 
         total = len(session.tokens)
         if kind == "feed":
             session.feed(TEXT[:amount])
-            known = [*known, *range(total, total + amount)][-LIMIT:]
+            known = [*known, *range(total, total + amount)][-MAX_QUERIES:]
         elif kind == "rewind" and amount < total:
             session.rewind(amount)  # the token before is evaluated anew
             known = [t for t in known if t < total - amount - 1] + [total - amount - 1]

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvkeep.cache import BITS, Attending, Bits, Cells, KVCache, Layout, Rope, Segment, Window
+from kvkeep.cache import BITS, AttentionConfig, Bits, Cells, KVCache, Layout, Rope, Segment, Window
 from kvkeep.cache.attention import HIDDEN, attend_cells
 from kvkeep.cache.group_step import GroupStep
-from kvkeep.cache.quantised import Quantised, hadamard, put, quantise, restored
+from kvkeep.cache.quantised import Quantised, copy_stored, dequantise, hadamard, quantise
 
 CPU = torch.device("cpu")
 PLAIN = Layout(layers=2, kv_heads=2, head_dim=16, dtype=torch.float32, device=CPU)
@@ -46,7 +46,7 @@ def feed(cache: KVCache, count: int, seed: int = 0) -> Tensor:
 
 
 def new_cache(bits: str, window: int | None = None) -> KVCache:
-    cache = KVCache(layout(bits), Attending(HEADS, ROPE, 0.3))
+    cache = KVCache(layout(bits), AttentionConfig(HEADS, ROPE, 0.3))
     cache.window = Window(window)
     cache.segments.append(Segment(cache.layout, window or 100))
     return cache
@@ -54,12 +54,12 @@ def new_cache(bits: str, window: int | None = None) -> KVCache:
 
 def restored_twin(cache: KVCache) -> KVCache:
     """The same cache with plain cells, as the quantised ones say that they are."""
-    twin = KVCache(PLAIN, Attending(HEADS, ROPE, cache.scale))
+    twin = KVCache(PLAIN, AttentionConfig(HEADS, ROPE, cache.scale))
     twin.window, twin.time, twin.serial = cache.window, cache.time, cache.serial
     for segment in cache.segments:
         plain = Segment(PLAIN, segment.limit)
         plain.__dict__.update(segment.__dict__ | {"layout": PLAIN, "block": plain.block})
-        plain.block.slots = segment.block.slots.restored(torch.float32)
+        plain.block.slots = segment.block.slots.dequantised(torch.float32)
         twin.segments.append(plain)
     return twin
 
@@ -94,17 +94,17 @@ def test_no_mixed_number_is_off_by_more_than_half_its_scale(
     if bits == 4:
         scale, least = scale.chunk(2, -1)
     runs = (*scale.shape, -1)
-    off = (found.dequantised(torch.float32) - hadamard(x)).view(runs).abs()
+    off = (found.dequantise_transformed(torch.float32) - hadamard(x)).view(runs).abs()
     rounded = least.abs() / 256  # by bfloat16
     assert (off <= (0.505 * scale + rounded).unsqueeze(-1) * 1.05).all()
-    assert torch.equal(restored(found, torch.float32)[2], torch.zeros(head_dim))
+    assert torch.equal(dequantise(found, torch.float32)[2], torch.zeros(head_dim))
 
 
 @pytest.mark.parametrize(("bits", "most"), [(8, 0.009), (4, 0.085)])
 def test_of_normal_numbers_little_is_lost_whatever_stands_out(bits: int, most: float) -> None:
     x = random(1000, 64)
     x[:, 5] *= 30  # as in the keys of real models
-    lost = restored(quantise(x, bits), torch.float32) - x
+    lost = dequantise(quantise(x, bits), torch.float32) - x
     assert float(lost.norm() / x.norm()) < most
 
 
@@ -122,10 +122,10 @@ def test_cells_take_what_the_layout_says(bits: str, size: int) -> None:
 
 @pytest.mark.parametrize("bits", QUANTISED)
 def test_cells_are_copied_byte_by_byte_between_those_kept_alike(bits: str) -> None:
-    first = some_cells(9).kept_as(layout(bits))
+    first = some_cells(9).in_layout(layout(bits))
     second = Cells.empty(layout(bits), 20)
     second.write(slice(4, 13), first)
-    joined = Cells.joined([first, second.part(slice(4, 13))])
+    joined = Cells.concatenate([first, second.part(slice(4, 13))])
     for part in (second.part(slice(4, 13)), joined.part(slice(0, 9)), joined.part(slice(9, 18))):
         for one, other in (
             (part.stored_keys, first.stored_keys),
@@ -135,7 +135,7 @@ def test_cells_are_copied_byte_by_byte_between_those_kept_alike(bits: str) -> No
             assert isinstance(other, Quantised)
             assert torch.equal(one.data, other.data)
             assert torch.equal(one.scale, other.scale)
-    assert first.kept_as(layout(bits)) is first
+    assert first.in_layout(layout(bits)) is first
 
 
 @pytest.mark.parametrize("source", [None, "8", "4"])
@@ -143,7 +143,7 @@ def test_cells_are_copied_byte_by_byte_between_those_kept_alike(bits: str) -> No
 def test_cells_go_from_any_kind_to_any_other(source: str | None, target: str | None) -> None:
     kinds = [PLAIN if each is None else layout(each) for each in (source, target)]
     cells = some_cells(9)
-    found = cells.kept_as(kinds[0]).kept_as(kinds[1]).restored(torch.float32)
+    found = cells.in_layout(kinds[0]).in_layout(kinds[1]).dequantised(torch.float32)
     most = 0.15 if "4" in (source, target) else 0.02
     for before, after in ((cells.keys, found.keys), (cells.values, found.values)):
         assert float((before - after).norm() / before.norm()) <= most
@@ -151,18 +151,18 @@ def test_cells_go_from_any_kind_to_any_other(source: str | None, target: str | N
 
 @pytest.mark.parametrize("bits", QUANTISED)
 def test_keys_are_moved_and_values_stay(bits: str) -> None:
-    cells = some_cells(9).kept_as(layout(bits))
+    cells = some_cells(9).in_layout(layout(bits))
     by = torch.arange(9) * 3
-    found = cells.moved(ROPE, by)
-    exact = ROPE.moved(cells.restored(torch.float32).keys, by)
+    found = cells.shifted(ROPE, by)
+    exact = ROPE.shifted(cells.dequantised(torch.float32).keys, by)
     assert found.stored_values is cells.stored_values
     assert torch.equal(found.positions, cells.positions + by)
-    off = found.restored(torch.float32).keys - exact
+    off = found.dequantised(torch.float32).keys - exact
     assert float(off.norm() / exact.norm()) < (0.1 if bits == "4" else 0.01)
 
 
 def test_quantised_cells_are_not_taken_for_plain_ones() -> None:
-    cells = some_cells(3).kept_as(layout("8/4"))
+    cells = some_cells(3).in_layout(layout("8/4"))
     with pytest.raises(AssertionError, match="restored first"):
         _ = cells.keys
 
@@ -173,8 +173,8 @@ def test_quantised_cells_are_not_taken_for_plain_ones() -> None:
 @pytest.mark.parametrize("bits", QUANTISED)
 @pytest.mark.parametrize("n", [1, 7])
 def test_a_query_sees_what_restored_cells_would_show(bits: str, n: int) -> None:
-    cells = some_cells(40).kept_as(layout(bits))
-    plain = cells.restored(torch.float32)
+    cells = some_cells(40).in_layout(layout(bits))
+    plain = cells.dequantised(torch.float32)
     bias = torch.where(random(n, 40) > 0, 0.0, HIDDEN)
     for cell_bias in (None, random(2, 40, seed=5)):
         for layer in range(2):
@@ -200,8 +200,8 @@ def test_a_chunk_sees_stored_cells_as_they_are_kept_and_its_own_exactly(
     )
     assert twin.cells == cache.cells
     for mine, theirs in zip(cache.segments, twin.segments, strict=True):
-        kept = theirs.read(0, theirs.length).kept_as(cache.layout).restored(torch.float32)
-        found = mine.read(0, mine.length).restored(torch.float32)
+        kept = theirs.read(0, theirs.length).in_layout(cache.layout).dequantised(torch.float32)
+        found = mine.read(0, mine.length).dequantised(torch.float32)
         new = slice(mine.length - 5, None)
         assert torch.equal(found.keys[:, :, new], kept.keys[:, :, new])
         assert torch.equal(found.values[:, :, new], kept.values[:, :, new])
@@ -219,7 +219,9 @@ def test_a_token_sees_all_cells_as_they_are_kept_and_its_own_too(
     for layer in range(2):
         segment = twin.segments[0]
         cells = segment.block.slots.part(slice(0, segment.length))
-        q = ROPE.moved(random(1, HEADS, 16, seed=50 + 9 * layer + HEADS)[None], torch.tensor([20]))
+        q = ROPE.shifted(
+            random(1, HEADS, 16, seed=50 + 9 * layer + HEADS)[None], torch.tensor([20])
+        )
         keys, values = cells.keys[layer], cells.values[layer]
         exact = attend_cells(
             q[0].view(1, HEADS, 16), keys, values, scale=0.3, bias=None, causal=False
@@ -266,12 +268,12 @@ def test_a_step_that_is_put_back_leaves_every_byte_as_it_was(
     with suppress(IndexError), successor.step(count) as step:
         for layer in range(layers):
             step.attend(layer, q, k, v)
-    successor.put_back()
+    successor.rollback()
     after = cache.segments[0].read(0, 12)
     plain = torch.zeros(2, 2, 12, 16)
     for one, other in (
         (before.stored_keys, after.stored_keys),
         (before.stored_values, after.stored_values),
     ):
-        put(plain, one)
-        assert torch.equal(plain, restored(other, torch.float32))
+        copy_stored(plain, one)
+        assert torch.equal(plain, dequantise(other, torch.float32))

@@ -13,7 +13,7 @@ from torch import Tensor
 from kvkeep.cache import NO_TOKEN, Cells, Layout, PositionMap, Ragged, Rope, Segment
 from kvkeep.cache.attention import HIDDEN
 from kvkeep.cache.quantised import SCALE as SCALE_DTYPE
-from kvkeep.cache.quantised import Quantised, quantise, restored, scales
+from kvkeep.cache.quantised import Quantised, dequantise, quantise, scale_count
 
 ROPE = Rope(FREQUENCIES, torch.device("cpu"))
 LAYOUT = Layout(LAYERS, KV_HEADS, WIDTH, torch.float32, torch.device("cpu"))
@@ -60,7 +60,7 @@ def one_head(cells: list[Listed]) -> Cells:
 
 
 def ragged(found: Lists) -> Ragged:
-    return Ragged.of_heads([one_head(found[place]) for place in PLACES], LAYERS)
+    return Ragged.from_heads([one_head(found[place]) for place in PLACES], LAYERS)
 
 
 def require_equal(cells: Ragged, found: Lists) -> None:
@@ -72,7 +72,7 @@ def require_equal(cells: Ragged, found: Lists) -> None:
     assert cells.total == total
     assert len(cells) == math.ceil(total / len(PLACES))
     assert cells.serials.tolist() == [NO_TOKEN] * len(cells)
-    assert cells.most == max(map(len, found.values()))
+    assert cells.max_count == max(map(len, found.values()))
     seen = {(layer, head): own for layer, head, own in cells.heads()}
     assert list(seen) == PLACES
     for place in PLACES:
@@ -112,8 +112,10 @@ def test_heads_one_after_another_are_themselves_again(counts: list[int], seed: i
 @given(st.integers(0, 9))
 def test_even_cells_are_ragged_ones_of_one_number(count: int) -> None:
     cells, found = even(count)
-    require_equal(Ragged.of(cells), found)
-    assert Ragged.of(Ragged.of(cells)).counts.tolist() == [[count] * KV_HEADS] * LAYERS
+    require_equal(Ragged.from_cells(cells), found)
+    assert (
+        Ragged.from_cells(Ragged.from_cells(cells)).counts.tolist() == [[count] * KV_HEADS] * LAYERS
+    )
 
 
 @given(COUNTS, st.data())
@@ -123,7 +125,7 @@ def test_chosen_ones_stay_in_their_head_and_order(counts: list[int], data: st.Da
     left = iter(which)
     expected = {place: [c for c in found[place] if next(left)] for place in PLACES}
     cells = ragged(found)
-    require_equal(cells.chosen(torch.tensor(which, dtype=torch.bool)), expected)
+    require_equal(cells.select(torch.tensor(which, dtype=torch.bool)), expected)
     require_equal(cells, found)  # which it copied from
 
 
@@ -132,13 +134,13 @@ def test_joined_ones_follow_each_other_in_each_head(parts: list[list[int]], coun
     found = [lists(counts, seed) for seed, counts in enumerate(parts)]
     plain, plain_lists = even(count, 77)
     expected = {place: [c for part in found for c in part[place]] for place in PLACES}
-    require_equal(Ragged.joined([ragged(part) for part in found]), expected)
+    require_equal(Ragged.concatenate([ragged(part) for part in found]), expected)
     after = {place: expected[place] + plain_lists[place] for place in PLACES}
-    joined = Cells.joined([*map(ragged, found), plain])  # of both kinds
+    joined = Cells.concatenate([*map(ragged, found), plain])  # of both kinds
     assert isinstance(joined, Ragged)
     require_equal(joined, after)
     before = {place: plain_lists[place] + expected[place] for place in PLACES}
-    joined = Cells.joined([plain, *map(ragged, found)])
+    joined = Cells.concatenate([plain, *map(ragged, found)])
     assert isinstance(joined, Ragged)
     require_equal(joined, before)
 
@@ -146,7 +148,7 @@ def test_joined_ones_follow_each_other_in_each_head(parts: list[list[int]], coun
 @given(COUNTS, st.integers(-50, 50))
 def test_moved_ones_are_rotated_on_in_every_head(counts: list[int], by: int) -> None:
     found = lists(counts)
-    moved = ragged(found).moved(ROPE, torch.tensor([by]))
+    moved = ragged(found).shifted(ROPE, torch.tensor([by]))
     assert isinstance(moved, Ragged)
     for layer, head, own in moved.heads():
         for index, cell in enumerate(found[layer, head]):
@@ -159,7 +161,7 @@ def test_moved_ones_are_rotated_on_in_every_head(counts: list[int], by: int) -> 
 def test_each_cell_can_be_moved_by_a_number_of_its_own() -> None:
     found = lists([3, 0, 4, 2])
     by = torch.arange(9) - 3
-    moved, numbers = ragged(found).moved(ROPE, by), iter(by.tolist())
+    moved, numbers = ragged(found).shifted(ROPE, by), iter(by.tolist())
     assert isinstance(moved, Ragged)
     for layer, head, own in moved.heads():
         for index, cell in enumerate(found[layer, head]):
@@ -173,7 +175,7 @@ def test_they_are_kept_in_fewer_bits_as_each_head_alone_would_be(
     bits: tuple[int, int], counts: list[int]
 ) -> None:
     found, layout = lists(counts), replace(LAYOUT, key_bits=bits[0], value_bits=bits[1])
-    kept = ragged(found).kept_as(layout)
+    kept = ragged(found).in_layout(layout)
     for layer, head, own in kept.heads():
         alone = one_head(found[layer, head])
         for stored, plain, each in (
@@ -187,23 +189,26 @@ def test_they_are_kept_in_fewer_bits_as_each_head_alone_would_be(
                 assert torch.equal(stored.scale, expected.scale)
             else:
                 assert torch.equal(stored, plain)
-    assert kept.kept_as(layout) is kept
+    assert kept.in_layout(layout) is kept
     assert kept.counts.tolist() == ragged(found).counts.tolist()
-    plain = kept.restored(torch.float32)
-    again = kept.kept_as(LAYOUT)
+    plain = kept.dequantised(torch.float32)
+    again = kept.in_layout(LAYOUT)
     assert isinstance(plain, Ragged)
     assert torch.equal(again.keys, plain.keys)
-    assert torch.equal(plain.keys, restored(kept.stored_keys, torch.float32))
+    assert torch.equal(plain.keys, dequantise(kept.stored_keys, torch.float32))
 
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_quantised_ones_are_chosen_and_joined_as_plain_ones(bits: int) -> None:
     found, layout = lists([3, 0, 4, 2]), replace(LAYOUT, key_bits=bits, value_bits=bits)
     which = torch.tensor([True, False, True, True, True, False, False, True, True])
-    cells = ragged(found).kept_as(layout)
+    cells = ragged(found).in_layout(layout)
     for one, other in (
-        (cells.chosen(which), ragged(found).chosen(which).kept_as(layout)),
-        (Ragged.joined([cells, cells]), Ragged.joined([ragged(found)] * 2).kept_as(layout)),
+        (cells.select(which), ragged(found).select(which).in_layout(layout)),
+        (
+            Ragged.concatenate([cells, cells]),
+            Ragged.concatenate([ragged(found)] * 2).in_layout(layout),
+        ),
     ):
         assert isinstance(one, Ragged)
         assert one.counts.tolist() == other.counts.tolist()
@@ -217,10 +222,10 @@ def test_bytes_are_those_of_the_cells_that_are_there(bits: int, counts: list[int
     layout = replace(LAYOUT, key_bits=bits, value_bits=bits)
     vector = WIDTH * 4
     if bits < 16:
-        vector = WIDTH * bits // 8 + scales(WIDTH, bits) * SCALE_DTYPE.itemsize
+        vector = WIDTH * bits // 8 + scale_count(WIDTH, bits) * SCALE_DTYPE.itemsize
     each = 2 * vector + 8 + 4  # a key, a value, a position, a bias
     own = 8 * len(PLACES)  # how many each head has
-    assert ragged(lists(counts)).kept_as(layout).nbytes == sum(counts) * each + own
+    assert ragged(lists(counts)).in_layout(layout).nbytes == sum(counts) * each + own
 
 
 def naive(q: Tensor, cells: list[Listed]) -> tuple[Tensor, float]:
@@ -237,8 +242,8 @@ def test_attention_finds_what_a_plain_softmax_over_each_head_finds(
     counts: list[int], n: int, bits: int
 ) -> None:
     layout = replace(LAYOUT, key_bits=bits, value_bits=bits)
-    cells = ragged(lists(counts)).kept_as(layout)
-    plain = cells.restored(torch.float32)
+    cells = ragged(lists(counts)).in_layout(layout)
+    plain = cells.dequantised(torch.float32)
     assert isinstance(plain, Ragged)
     groups = HEADS // KV_HEADS
     q = torch.randn(n, HEADS, WIDTH, generator=torch.Generator().manual_seed(n))
@@ -266,11 +271,11 @@ def test_attention_finds_what_a_plain_softmax_over_each_head_finds(
 
 def test_a_segment_of_them_lies_whole() -> None:
     found = lists([3, 0, 4, 2])
-    segment = Segment.of(LAYOUT, ragged(found), PositionMap(-2), anchor=False)
+    segment = Segment.from_cells(LAYOUT, ragged(found), PositionMap(-2), anchor=False)
     assert (segment.length, segment.capacity, segment.limit) == (3, 3, 3)
     assert segment.compressed
     assert segment.frozen
-    assert not segment.thaw(100)
+    assert not segment.reopen(100)
     read = segment.read(0, 3)
     assert isinstance(read, Ragged)
     require_equal(read, found)

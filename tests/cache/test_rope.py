@@ -40,7 +40,7 @@ def test_nothing_is_float64_on_a_device_that_may_not_have_it() -> None:
     keys = torch.zeros(2, 3, 5, 64, dtype=torch.bfloat16, device="meta")
     with Float64On("meta") as mode:
         rotation = rope.at(range(3))
-        moved = rope.moved(keys, by)
+        moved = rope.shifted(keys, by)
     assert mode.found == []
     assert rotation.cosine.device.type == rotation.sine.device.type == "meta"
     assert (moved.device.type, moved.dtype) == ("meta", torch.bfloat16)

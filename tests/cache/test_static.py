@@ -6,7 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvkeep.cache import Attending, KVCache, Layout, PositionMap, Ragged, Rope, Segment, Window
+from kvkeep.cache import (
+    AttentionConfig,
+    KVCache,
+    Layout,
+    PositionMap,
+    Ragged,
+    Rope,
+    Segment,
+    Window,
+)
 from kvkeep.cache.static import StaticStep, geometry
 from kvkeep.cache.step import DecodeStep
 
@@ -33,7 +42,7 @@ def full(anchored: bool, compressed: str = "") -> KVCache:
 
     compressed: "evenly", as many in each head, or "ragged", where one head has none.
     """
-    cache = KVCache(LAYOUT, Attending(HEADS, ROPE, 0.3))
+    cache = KVCache(LAYOUT, AttentionConfig(HEADS, ROPE, 0.3))
     cache.window = Window(WINDOW)
     if anchored:
         cache.segments.append(Segment(LAYOUT, KEPT, anchor=True))
@@ -48,8 +57,8 @@ def full(anchored: bool, compressed: str = "") -> KVCache:
         if compressed == "ragged":
             which = torch.arange(4 * KEPT).remainder(4) < 3
             which[:KEPT] = False
-            cells = Ragged.of(cells).chosen(which)
-        cache.segments = [Segment.of(LAYOUT, cells, PositionMap(), True)]
+            cells = Ragged.from_cells(cells).select(which)
+        cache.segments = [Segment.from_cells(LAYOUT, cells, PositionMap(), True)]
     cache.segments.append(Segment(LAYOUT, WINDOW))
     feed(cache, WINDOW + 4, seed=2)
     return cache
@@ -105,7 +114,7 @@ def test_a_static_step_reads_its_buffers_when_it_runs_and_nothing_else() -> None
 
 
 def test_what_a_ring_without_an_end_or_with_queries_to_keep_does_is_not_replayed() -> None:
-    growing = KVCache(LAYOUT, Attending(HEADS, ROPE, 0.3))
+    growing = KVCache(LAYOUT, AttentionConfig(HEADS, ROPE, 0.3))
     growing.segments.append(Segment(LAYOUT, 100))
     watched = full(True)
     watched.observe()

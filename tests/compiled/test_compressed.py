@@ -34,7 +34,7 @@ def transplanted(session: Session, model: Model) -> Session:
         cells = segment.read(0, segment.length)
         keys, values = (x.to(there.layout.dtype) for x in (cells.keys, cells.values))
         cells = Cells(keys, values, cells.positions, cells.serials, cells.bias)
-        there.segments.append(Segment.of(there.layout, cells, segment.map, segment.anchor))
+        there.segments.append(Segment.from_cells(there.layout, cells, segment.map, segment.anchor))
     there.time, there.serial = cache.time, cache.serial
     other._memory.tokens, other._memory.serials = session.tokens, session._memory.serials
     return other

@@ -50,10 +50,10 @@ def emptied(model: Model, ratio: float = 3.0, kv_bits: Any = None) -> Session:
         if isinstance(cells, Ragged):
             which = torch.ones(cells.total, dtype=torch.bool)
             for place in ((0, 1), (1, 0), (1, 1)):
-                which[cells.of_head(*place)] = False
-            left = cells.chosen(which)
+                which[cells.head_slice(*place)] = False
+            left = cells.select(which)
             assert (left.counts == 0).sum() == 3
-            session.cache.segments[index] = Segment.of(
+            session.cache.segments[index] = Segment.from_cells(
                 segment.layout, left, segment.map, segment.anchor
             )
     return session
@@ -68,7 +68,7 @@ def transplanted(session: Session, model: Model, kv_bits: Any = None) -> Session
     there = other.cache
     for segment in cache.segments:
         cells = in_dtype(segment.read(0, segment.length), there.layout.dtype)
-        there.segments.append(Segment.of(there.layout, cells, segment.map, segment.anchor))
+        there.segments.append(Segment.from_cells(there.layout, cells, segment.map, segment.anchor))
     there.time, there.serial = cache.time, cache.serial
     other._memory.tokens, other._memory.serials = session.tokens, session._memory.serials
     return other
@@ -150,8 +150,8 @@ def test_nor_where_heads_have_more_cells_than_a_thread_takes_at_once(step: int) 
     session.compress(1.5, "knorm", recent=30, budget="heads")
     (cells,) = (s.block.slots for s in session.cache.segments if s.compressed)
     assert isinstance(cells, Ragged)
-    assert cells.most > 256 + 64
-    assert int(cells.counts.min()) < cells.most - 64
+    assert cells.max_count > 256 + 64
+    assert int(cells.counts.min()) < cells.max_count - 64
     require_near(model, session, step)
 
 

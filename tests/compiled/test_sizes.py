@@ -10,8 +10,8 @@ from packed_model import packed_model, spec_of
 from torch import Tensor
 
 from kvkeep import SessionGroup
-from kvkeep.cache import Attending, KVCache, Layout, Rope, Segment, Window
-from kvkeep.cache.quantised import restored
+from kvkeep.cache import AttentionConfig, KVCache, Layout, Rope, Segment, Window
+from kvkeep.cache.quantised import dequantise
 from kvkeep.cache.rope import rotate
 from kvkeep.cache.step import ChunkStep
 from kvkeep.compiled.binding import library
@@ -27,7 +27,9 @@ def empty(heads: int, kv_heads: int, head_dim: int, bits: int, size: int | None)
     """A cache of one layer, with one segment that holds `size` cells at most."""
     layout = Layout(1, kv_heads, head_dim, torch.bfloat16, torch.device("cpu"), bits, bits)
     frequencies = tuple(10000.0 ** (-2 * i / head_dim) for i in range(head_dim // 2))
-    cache = KVCache(layout, Attending(heads, Rope(frequencies, layout.device), head_dim**-0.5))
+    cache = KVCache(
+        layout, AttentionConfig(heads, Rope(frequencies, layout.device), head_dim**-0.5)
+    )
     cache.segments = [Segment(layout, size or 10_000)]
     cache.window = Window(size)
     return cache
@@ -82,7 +84,7 @@ def test_chunks_of_any_length_over_any_number_of_cells(
         segment = cache.segments[-1]
         cells = segment.read(0, segment.length)
         held = torch.stack(
-            [restored(x, torch.float32)[0] for x in (cells.stored_keys, cells.stored_values)]
+            [dequantise(x, torch.float32)[0] for x in (cells.stored_keys, cells.stored_values)]
         )
         times = cells.positions
 

@@ -34,7 +34,7 @@ def ragged(candidates: Candidates, seed: int = 0) -> tuple[Candidates, Tensor]:
     heads = torch.tensor([[0.2, 0.9], [0.5, 1.0]]).unsqueeze(-1)
     random = torch.Generator().manual_seed(seed)
     which = torch.rand(LAYERS, KV_HEADS, len(candidates), generator=random) < heads
-    cells = Ragged.of(as_compressed(candidates.cells)).chosen(which.flatten())
+    cells = Ragged.from_cells(as_compressed(candidates.cells)).select(which.flatten())
     return replace(candidates, cells=cells), which
 
 
@@ -63,7 +63,7 @@ def test_a_cell_is_worth_the_same_wherever_it_lies(name: str) -> None:
         row, which = ragged(candidates)
         # Age is counted from the newest cell of all, which must be there.
         which[..., -1] |= candidates.positions[..., -1] == candidates.positions.max()
-        cells = Ragged.of(candidates.cells).chosen(which.flatten())
+        cells = Ragged.from_cells(candidates.cells).select(which.flatten())
         found = score(make_method(name), replace(row, cells=cells))  # type: ignore[arg-type]
         torch.testing.assert_close(found, there[which], atol=1e-4, rtol=1e-4)
 
@@ -91,7 +91,7 @@ def test_runs_that_become_one_keep_what_they_would_joined(name: str) -> None:
     new = replace(old, cells=some_cells(20, seed=1).cells)
     newest = max(int(run.cells.positions.max()) for run in (old, new))
     old, new = (replace(run, ageing=True, newest=newest) for run in (old, new))
-    joined = replace(old, cells=Cells.joined([old.cells, as_compressed(new.cells)]))
+    joined = replace(old, cells=Cells.concatenate([old.cells, as_compressed(new.cells)]))
     method = make_method(name)
     assert isinstance(method, Eviction)
     ((expected, _),) = compress_by_heads(method, [joined], 15)
@@ -101,12 +101,12 @@ def test_runs_that_become_one_keep_what_they_would_joined(name: str) -> None:
     for one, other in zip(expected.tensors(), together.tensors(), strict=False):
         assert torch.equal(one, other)
     if isinstance(method, EvictionByCell):
-        assert together.worth is not None
-        fresh = method.worth(replace(old, cells=replace(together, worth=None)))
-        torch.testing.assert_close(together.worth, fresh, atol=1e-4, rtol=1e-4)
+        assert together.scores is not None
+        fresh = method.worth(replace(old, cells=replace(together, scores=None)))
+        torch.testing.assert_close(together.scores, fresh, atol=1e-4, rtol=1e-4)
         again, _ = fewer_together(method, [replace(old, cells=together)], 7)
-        assert again.worth is not None
-        assert set(again.worth.tolist()) <= set(together.worth.tolist())
+        assert again.scores is not None
+        assert set(again.scores.tolist()) <= set(together.scores.tolist())
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name not in EVICTIONS])

@@ -25,7 +25,7 @@ def saying(words: list[int], values: Tensor, places: list[int] | None = None) ->
     positions = torch.tensor(places or [3 * i + 2 for i in range(len(words))])
     keys = (4 * torch.eye(WIDTH)[words]).expand(*HEADS, -1, -1)
     cells = Cells(
-        ROPE.moved(keys, positions),
+        ROPE.shifted(keys, positions),
         values.expand(*HEADS, -1, -1).clone(),
         positions,
         torch.arange(len(words)),
@@ -145,7 +145,9 @@ def seen_by(moment: Tensor, tolerance: float = 0.9) -> Statistics:
 def test_with_statistics_what_no_query_tells_apart_is_merged() -> None:
     said = saying([1, 2], some_values(2))
     keys = torch.eye(WIDTH)[[1, 1]] + 3 * torch.eye(WIDTH)[[6, 7]]  # alike but for 6 and 7
-    cells = replace_keys(said.cells, ROPE.moved(keys.expand(*HEADS, -1, -1), said.cells.positions))
+    cells = replace_keys(
+        said.cells, ROPE.shifted(keys.expand(*HEADS, -1, -1), said.cells.positions)
+    )
     blind = torch.eye(WIDTH)
     blind[6, 6] = blind[7, 7] = 0
     for moment, merged in ((torch.eye(WIDTH), 0), (blind, 1)):

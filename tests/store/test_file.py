@@ -170,7 +170,7 @@ def _of_empty_cells(layout: Layout, count: int) -> Snapshot:
     cells.positions.copy_(numbers)
     return replace(
         SESSIONS["empty"].snapshot(),
-        segments=(Segment.of(layout, cells, PositionMap(), anchor=False),),
+        segments=(Segment.from_cells(layout, cells, PositionMap(), anchor=False),),
         tokens=numbers.int(),
         serials=numbers,
         clock=count,

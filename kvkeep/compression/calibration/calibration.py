@@ -14,7 +14,7 @@ from blake3 import blake3
 from torch import Tensor
 
 from kvkeep.cache.checks import require, require_finite, require_tensor, require_whole
-from kvkeep.cache.state import MOST
+from kvkeep.cache.state import MAX_NUMBER
 from kvkeep.compression.methods import Statistics
 from kvkeep.compression.methods.surrogate import Surrogate
 from kvkeep.errors import CorruptFile
@@ -93,7 +93,7 @@ def _assemble(
     require_tensor("tolerance", tensors["tolerance"], torch.float32, *shape[:2])
     for name in ("mean", "tolerance"):
         require_finite(name, tensors[name])
-    require_whole("tokens", document["tokens"], 1, MOST)
+    require_whole("tokens", document["tokens"], 1, MAX_NUMBER)
     require(isinstance(document["model"], str), "the model must be a name")
     r_squared = document.get("r_squared")
     require(r_squared is None or isinstance(r_squared, float), "r_squared must be a number")

@@ -134,7 +134,7 @@ class _Context(_Part):
             progress(done.hidden.shape[0])
         scores = reconstruction(memory, model.text, progress).clamp(min=LOWEST).double().cpu()
         cache, regression = memory.cache, sums.held_back if self.held_back else sums.fitted
-        cells = Cells.joined([cells for _, cells in cache.read(0, cache.cells)])
+        cells = Cells.concatenate([cells for _, cells in cache.read(0, cache.cells)])
         seen = Candidates(cells, cache.rope, cache.scale).unrotated
         for layer, (keys, values) in enumerate(zip(seen, cells.values, strict=True)):
             # The first cells, where attention rests, are kept by all methods.

@@ -42,7 +42,7 @@ class Measured:
         if first >= 0:
             parts = [cells for segment, cells in cache.read(first, step) if not segment.anchor]
             some = queries.every(EVERY)
-            self._try(Candidates(Cells.joined(parts), cache.rope, cache.scale), some)
+            self._try(Candidates(Cells.concatenate(parts), cache.rope, cache.scale), some)
 
     def _try(self, candidates: Candidates, queries: Queries) -> None:
         for errors, likeness in zip(self._errors, LIKENESSES, strict=True):

@@ -14,7 +14,9 @@ def logits(candidates: Candidates, cells: Cells, queries: Queries) -> Tensor:
     """
     kv_heads = cells.keys.shape[1]
     rotation = candidates.rope.at(queries.times)
-    rotated = candidates.rope.all_turned(queries.values.float().unsqueeze(-2), rotation).squeeze(-2)
+    rotated = candidates.rope.rotate_layers(queries.values.float().unsqueeze(-2), rotation).squeeze(
+        -2
+    )
     rows = by_kv_head(rotated, kv_heads)
     products = (rows @ cells.keys.float().transpose(-1, -2)) * candidates.scale
     scores = products.view(*products.shape[:2], -1, len(queries), len(cells))

@@ -114,7 +114,7 @@ class Candidates:
     @cached_property
     def unrotated(self) -> Tensor:
         """Keys as they were before rotation: what a cell says, wherever it stands; float32."""
-        return self.rope.moved(self.keys, self.cells.turns(self.rope, -self.cells.positions))
+        return self.rope.shifted(self.keys, self.cells.key_shifts(self.rope, -self.cells.positions))
 
     def taken(self, which: Tensor) -> Cells:
         """Some of the cells. which: `[layers, kv_heads, m]` indices, in their order."""
@@ -191,7 +191,7 @@ class EvictionByCell(Eviction):
 
     def score(self, candidates: Candidates) -> Tensor:
         cells = candidates.cells
-        kept = cells.worth if isinstance(cells, Ragged) else None
+        kept = cells.scores if isinstance(cells, Ragged) else None
         return self.worth(candidates) if kept is None else kept
 
 

@@ -73,7 +73,7 @@ def compress_by_heads(
     best = best_of_all([score(method, candidates) for candidates in runs], count * heads)
     took = (time.perf_counter() - begun) / sum(map(len, runs))
     for candidates, which in zip(runs, best, strict=True):
-        cells, before = Ragged.some(candidates.cells, which), len(candidates)
+        cells, before = Ragged.select_from(candidates.cells, which), len(candidates)
         yield cells, Compression(before, len(cells), 0.0, took * before)
 
 
@@ -88,20 +88,20 @@ def fewer_together(
     heads = math.prod(runs[0].layers_and_heads)
     parts = [_with_worth(method, run) for run in runs]
     if not isinstance(method, EvictionByCell):  # it compares cells with one another
-        joined = Cells.joined(parts)
+        joined = Cells.concatenate(parts)
         assert isinstance(joined, Ragged)
         parts = [joined]
     scores = [score(method, replace(runs[0], cells=part)) for part in parts]
-    cells = Ragged.chosen_of(parts, best_of_all(scores, count * heads))
+    cells = Ragged.select_and_concatenate(parts, best_of_all(scores, count * heads))
     took = time.perf_counter() - begun
     return cells, Compression(sum(map(len, runs)), len(cells), 0.0, took)
 
 
 def _with_worth(method: Eviction, run: Candidates) -> Ragged:
     """Cells, ragged if they are not, and with what each is worth, where that lasts."""
-    cells = Ragged.of(as_compressed(run.cells))
-    if cells.worth is None and isinstance(method, EvictionByCell):
-        return replace(cells, worth=method.worth(run).flatten())
+    cells = Ragged.from_cells(as_compressed(run.cells))
+    if cells.scores is None and isinstance(method, EvictionByCell):
+        return replace(cells, scores=method.worth(run).flatten())
     return cells
 
 
@@ -153,4 +153,4 @@ def _each_head(method: Method, candidates: Candidates, cells: Ragged, count: int
         found = _compressed(method, candidates.head(layer, head, own), quota)
         left.append(found.cells)
         merged += found.merged / cells.counts.numel()
-    return Compressed(Ragged.of_heads(left, cells.counts.shape[0]), merged)
+    return Compressed(Ragged.from_heads(left, cells.counts.shape[0]), merged)

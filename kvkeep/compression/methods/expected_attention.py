@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvkeep.cache.observer import LIMIT
+from kvkeep.cache.observer import MAX_QUERIES
 from kvkeep.compression.methods.attended import by_kv_head
 from kvkeep.compression.methods.base import Candidates, Eviction
 from kvkeep.compression.methods.observed import observed
@@ -47,7 +47,7 @@ def _distribution(candidates: Candidates) -> tuple[Tensor, Tensor]:
     if known is not None:
         outer = known.mean.unsqueeze(-1) * known.mean.unsqueeze(-2)
         return known.mean, known.moment - outer
-    samples = by_kv_head(observed(candidates, LIMIT).values, candidates.shape[1])
+    samples = by_kv_head(observed(candidates, MAX_QUERIES).values, candidates.shape[1])
     mean = samples.mean(2)
     centred = samples - mean.unsqueeze(2)
     return mean, centred.transpose(-1, -2) @ centred / samples.shape[2]

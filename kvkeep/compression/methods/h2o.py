@@ -4,7 +4,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvkeep.cache.observer import LIMIT
+from kvkeep.cache.observer import MAX_QUERIES
 from kvkeep.compression.methods.attended import attention
 from kvkeep.compression.methods.base import Candidates, Eviction
 from kvkeep.compression.methods.observed import observed
@@ -21,4 +21,4 @@ class H2O(Eviction):
     observes: ClassVar[bool] = True
 
     def score(self, candidates: Candidates) -> Tensor:
-        return attention(candidates, observed(candidates, LIMIT)).sum(2)
+        return attention(candidates, observed(candidates, MAX_QUERIES)).sum(2)

@@ -44,7 +44,7 @@ def _guessed(candidates: Candidates, surrogate: Surrogate) -> Tensor:
     cells = candidates.cells
     if isinstance(cells, Ragged):
         return surrogate.score(candidates.unrotated, cells.values, cells.owners)
-    turns, found = cells.turns(candidates.rope, -cells.positions), []
+    turns, found = cells.key_shifts(candidates.rope, -cells.positions), []
     back = candidates.rope.at(turns)
     layers, kv_heads, count = candidates.shape
     together = max(1, TOGETHER // (kv_heads * max(1, count)))

@@ -50,7 +50,7 @@ def fewer_repeats(
     for cells, compression in compress(Fitted(), some, count):
         parts.append(_without_mass(cells))
         told.append(compression)
-    cells = Cells.joined(parts)
+    cells = Cells.concatenate(parts)
     return _in_order(cells) if len(cells) else cells, told
 
 

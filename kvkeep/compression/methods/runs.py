@@ -29,8 +29,8 @@ class RunMerging(Method):
         last = sizes.cumsum(0) - 1
         positions = candidates.positions[..., last]
         cells, rope = candidates.cells, candidates.rope
-        by = cells.turns(rope, positions[..., run] - candidates.positions)
-        keys = rope.moved(cells.keys.float(), by)
+        by = cells.key_shifts(rope, positions[..., run] - candidates.positions)
+        keys = rope.shifted(cells.keys.float(), by)
         device = keys.device
         share = self.weights(candidates, run, sizes.float()).to(device).unsqueeze(-1)
 

@@ -17,7 +17,7 @@ from kvkeep.errors import InvalidArgument
 from kvkeep.integrations.transformers.executor import TransformersExecutor
 from kvkeep.integrations.transformers.forward_hooks import Reading
 from kvkeep.integrations.transformers.model import TransformersModel, from_transformers
-from kvkeep.policies import Policy, Settings
+from kvkeep.policies import Policy, PolicySettings
 from kvkeep.runtime.worker import computing
 from kvkeep.session.edit import EditReport, Recompute
 from kvkeep.session.history import History
@@ -60,7 +60,7 @@ class KvkeepCache(Cache):
         kv_bits: KvBits | None = None,
         far_bits: KvBits | None = None,
         calibration: Calibration | None = None,
-        **settings: Unpack[Settings],
+        **settings: Unpack[PolicySettings],
     ):
         """model: of transformers, that writes text. tokenizer: as of `from_transformers`, for what
         is said in text (`insert`, `text`); the other arguments are those of `Model.session`.
@@ -131,7 +131,7 @@ class KvkeepCache(Cache):
     def sessions(self) -> tuple[Session, ...]:
         """Of each row."""
         if self.reading is not None and self.reading.is_of_this_thread:
-            self.reading.put_back()  # its forward was ended by what torch's hooks are not told of
+            self.reading.rollback()  # its forward was ended by what torch's hooks are not told of
         elif self.reading is not None:
             with computing():  # until that forward of another thread is through
                 pass

@@ -94,7 +94,7 @@ class Reading:
             self.handed.reading = self
             self._open.enter_context(attended_by(self.stepping, executor.configs))
         except BaseException:
-            self.put_back()
+            self.rollback()
             raise
 
     @property
@@ -106,11 +106,11 @@ class Reading:
     def is_of_this_thread(self) -> bool:
         return self._thread == threading.get_ident()
 
-    def put_back(self) -> None:
+    def rollback(self) -> None:
         """Leaves all rows as they were."""
         self.cache.reading, self.over = None, True
         self._open.close()
-        self._step.put_back()
+        self._step.rollback()
 
     def keep(self, hidden: Tensor) -> Tensor:
         """hidden: what the model made of `tokens`. Returns `[batch, n, hidden_size]`, of all.
@@ -123,7 +123,7 @@ class Reading:
             found = self._step.finish(hidden[0] if len(self.rows) == 1 else hidden[:, 0])
             whole: Tensor = self._whole(found)
         except BaseException:
-            self.put_back()
+            self.rollback()
             raise
         self.cache.reading, self.over = None, True
         self.cache.read(self.shape[1], [len(own) for own in self.columns])
@@ -215,7 +215,7 @@ class _Reads:
         if reading.over:
             raise InvalidArgument("a KvkeepCache was used within a forward of its own")
         if output is None:
-            reading.put_back()
+            reading.rollback()
             return None
         output["last_hidden_state"] = reading.keep(output.last_hidden_state)
         output["past_key_values"] = reading.cache

@@ -4,9 +4,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from kvkeep.cache import Attends
+from kvkeep.cache import LayerAttention
 from kvkeep.cache.group_step import GroupStep
-from kvkeep.cache.layers import ByLayer
+from kvkeep.cache.layers import LayerDispatch
 from kvkeep.compiled.attention import attention_of
 from kvkeep.errors import UnsupportedModel
 from kvkeep.integrations.transformers.interface import Asked, MaskFunction
@@ -29,8 +29,8 @@ class Stepping:
         self._adapted = adapted
         self._each_alone = isinstance(step, GroupStep)
         self._steps = step.steps if isinstance(step, GroupStep) else [step]
-        self._attends: Attends = attention_of(step)
-        self._by_layer = isinstance(self._attends, ByLayer)
+        self._attends: LayerAttention = attention_of(step)
+        self._by_layer = isinstance(self._attends, LayerDispatch)
         self._done = 0
         self._given: dict[int, tuple[Tensor, Tensor]] = {}
 

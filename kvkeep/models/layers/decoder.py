@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvkeep.cache import Attends, Bits, KVCache
+from kvkeep.cache import Bits, KVCache, LayerAttention
 from kvkeep.cache.step import ChunkStep
 from kvkeep.models.layers.altup import AltUp, altup_of, streams_of
 from kvkeep.models.layers.executor import AnyStep, Executor, TorchExecutor
@@ -84,7 +84,9 @@ class Llama:
         self._query_scales = [self._query_scale(i) for i in range(spec.layers)]
         self.head = self.embedding if spec.tied_head else product(HEAD)
 
-    def forward(self, tokens: Tensor, step: Attends, lengths: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, step: LayerAttention, lengths: Tensor | None = None
+    ) -> Tensor:
         """Evaluates `tokens: [n]` into a step. Returns `[n, hidden_size]`, normed."""
         x = _times(self.embedding.chosen(tokens), self._embedding_multiplier)
         own = self._per_layer(tokens, x) if self._per_layer else ()
@@ -105,7 +107,7 @@ class Llama:
         return cap * torch.tanh(logits / cap) if cap else logits
 
     def _block(
-        self, index: int, layer: Layer, step: Attends, lengths: Tensor | None, x: Tensor
+        self, index: int, layer: Layer, step: LayerAttention, lengths: Tensor | None, x: Tensor
     ) -> Tensor:
         """Attention and MLP, `[n, hidden_size]` to the same."""
         if lengths is not None:
@@ -122,7 +124,7 @@ class Llama:
             given = layer.beside(x, given)
         return self._sum(x, _normed(layer.mlp_output_norm, given))
 
-    def _attention(self, index: int, layer: Layer, x: Tensor, step: Attends) -> Tensor:
+    def _attention(self, index: int, layer: Layer, x: Tensor, step: LayerAttention) -> Tensor:
         """`[n, hidden_size]` to the same."""
         n, width, query_scale = x.shape[0], self._head_dims[index], self._query_scales[index]
         q = _normed_heads(layer.query_norm, layer.query(x)).view(n, -1, width)

@@ -4,7 +4,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from kvkeep.cache import Attends
+from kvkeep.cache import LayerAttention
 from kvkeep.cache.group_step import GroupStep
 from kvkeep.cache.step import ChunkStep, DecodeStep
 from kvkeep.models.layers.finite import checked
@@ -36,7 +36,9 @@ class Executor(Protocol):
 class Network(Protocol):
     """A family's layers in torch."""
 
-    def forward(self, tokens: Tensor, step: Attends, lengths: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, step: LayerAttention, lengths: Tensor | None = None
+    ) -> Tensor:
         """As `Executor.hidden`, layer by layer: each calls the step's `attend` once.
 
         lengths: `[layers, n]` float32, filled with the norm of what each layer reads, the residual
@@ -56,10 +58,10 @@ class TorchExecutor:
         self._network = network
 
     def hidden(self, tokens: Tensor, step: AnyStep) -> Tensor:
-        return self._network.forward(tokens, step.by_layer)
+        return self._network.forward(tokens, step.layer_attention)
 
     def chunk(self, tokens: Tensor, step: ChunkStep, lengths: Tensor | None) -> Tensor:
-        return self._network.forward(tokens, step.by_layer, lengths)
+        return self._network.forward(tokens, step.layer_attention, lengths)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return checked(self._network.logits(hidden))

@@ -31,10 +31,10 @@ class GraphExecutor:
             replayed = self.graphs.hidden(tokens, step)
             if replayed is not None:
                 return replayed
-        return self._network.forward(tokens, step.by_layer)
+        return self._network.forward(tokens, step.layer_attention)
 
     def chunk(self, tokens: Tensor, step: ChunkStep, lengths: Tensor | None) -> Tensor:
-        return self._network.forward(tokens, step.by_layer, lengths)
+        return self._network.forward(tokens, step.layer_attention, lengths)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return checked(self._network.logits(hidden))

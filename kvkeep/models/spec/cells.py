@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from kvkeep.cache import Attending, Bits, KVCache, Layout, Place, Rope, Window
+from kvkeep.cache import AttentionConfig, Bits, KVCache, LayerPlacement, Layout, Rope, Window
 from kvkeep.models.spec.model_spec import LayerGroup, ModelSpec
 from kvkeep.models.weights.tensors import NORM
 
@@ -48,24 +48,24 @@ def new_cache(
     most = spec.window + UNDO if most is None else most
     size = min(spec.window, most)
     local.window = Window(size, spare=min(UNDO, most - size))
-    return KVCache(near, how, far, local, _places(spec))
+    return KVCache(near, how, far, local, _placements(spec))
 
 
-def _places(spec: ModelSpec) -> tuple[Place, ...]:
+def _placements(spec: ModelSpec) -> tuple[LayerPlacement, ...]:
     groups = [spec.keepers(group) for group in spec.groups]
     local = [layer in spec.local_layers for layer in range(spec.layers)]
     return tuple(
-        Place(local[layer], groups[local[layer]].index(spec.source_of(layer)))
+        LayerPlacement(local[layer], groups[local[layer]].index(spec.source_of(layer)))
         for layer in range(spec.layers)
     )
 
 
 def _attending(
     spec: ModelSpec, group: LayerGroup, tensors: Mapping[str, Tensor], device: torch.device
-) -> Attending:
+) -> AttentionConfig:
     layers, sinks = spec.keepers(group), None
     if spec.sinks:
         sinks = torch.stack([tensors[f"model.layers.{i}.self_attn.sinks"].float() for i in layers])
     unrotated = [index for index, layer in enumerate(layers) if layer in spec.unrotated_layers]
     rope = Rope(group.rope.inverse_frequencies, device, unrotated)
-    return Attending(spec.heads, rope, group.softmax_scale, spec.attention_softcap, sinks)
+    return AttentionConfig(spec.heads, rope, group.softmax_scale, spec.attention_softcap, sinks)

@@ -128,9 +128,9 @@ def _of_head(session: Session, layer: int, head: int) -> dict[str, Any]:
         )
     found = list[int]()
     for segment in session.cache.segments:
-        cells = segment.look(0, segment.length)
+        cells = segment.view(0, segment.length)
         if isinstance(cells, Ragged):
-            positions = cells.positions[cells.of_head(layer, head)]
+            positions = cells.positions[cells.head_slice(layer, head)]
         else:
             every = cells.positions
             positions = every[layer, head] if every.ndim == 3 else every

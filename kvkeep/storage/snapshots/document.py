@@ -7,7 +7,7 @@ import torch
 
 from kvkeep.cache import Layout
 from kvkeep.cache.checks import require, require_flag, require_whole
-from kvkeep.cache.state import MOST, MOST_CELLS
+from kvkeep.cache.state import MAX_CELLS, MAX_NUMBER
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _LATEST = 2**40  # seconds since 1970; calendars end somewhere
@@ -26,8 +26,8 @@ def check_document(document: Mapping[str, Any]) -> None:
     for name in ("bits", "notes", "arithmetic"):
         _require_kind(name, document.get(name, {}), dict)
     for name in ("tokens", "serial"):
-        require_whole(name, document[name], 0, MOST)
-    require_whole("clock", document["clock"], -MOST, MOST)
+        require_whole(name, document[name], 0, MAX_NUMBER)
+    require_whole("clock", document["clock"], -MAX_NUMBER, MAX_NUMBER)
     created = document["created"]
     require(
         type(created) in (int, float) and 0 <= created <= _LATEST,
@@ -36,7 +36,7 @@ def check_document(document: Mapping[str, Any]) -> None:
     _check_texts("fingerprint", document["fingerprint"])
     _check_texts("arithmetic", document.get("arithmetic", {}))
     _require_kind("the policy's name", document["policy"]["name"], str)
-    require_whole("max_kv_size", document["policy"]["max_kv_size"], 1, MOST_CELLS)
+    require_whole("max_kv_size", document["policy"]["max_kv_size"], 1, MAX_CELLS)
     check_settings(document["settings"], document["tokens"])
     for entry in document["segments"]:
         _check_segment(entry)
@@ -49,7 +49,7 @@ def check_document(document: Mapping[str, Any]) -> None:
 
 def check_settings(settings: Mapping[str, Any], tokens: int) -> None:
     """Raises KeyError or ValueError for what are no settings of a session of so many tokens."""
-    require_whole("prefill_step", settings["prefill_step"], 1, MOST)
+    require_whole("prefill_step", settings["prefill_step"], 1, MAX_NUMBER)
     require_flag("keep_whole_prompt", settings["keep_whole_prompt"])
     pins, spans = settings.get("pins", []), settings.get("spans", {})
     _require_kind("pins", pins, list)
@@ -92,10 +92,10 @@ def _check_segment(entry: Any) -> None:
         entry["map"].keys() == {"offset", "group"},
         f"a map has an offset and a group; found {list(entry['map'])}",
     )
-    require_whole("a map's offset", entry["map"]["offset"], -MOST, MOST)
-    require_whole("a map's group", entry["map"]["group"], 1, MOST_CELLS)
+    require_whole("a map's offset", entry["map"]["offset"], -MAX_NUMBER, MAX_NUMBER)
+    require_whole("a map's group", entry["map"]["group"], 1, MAX_CELLS)
     for name in ("limit", "capacity", "length"):
-        require_whole(name, entry[name], 1, MOST_CELLS)
+        require_whole(name, entry[name], 1, MAX_CELLS)
     require_whole("start", entry["start"], 0, entry["capacity"] - 1)
     require(entry["length"] <= entry["capacity"], "a segment longer than its storage")
     require(entry["length"] <= entry["limit"], "a segment longer than its limit")
@@ -118,7 +118,7 @@ def _check_coding(name: str, how: Any) -> None:
     dtype_of(how["dtype"])
     _require_kind("shape", how["shape"], list)
     for number in how["shape"]:
-        require_whole(f"the shape of {name}", number, 0, MOST_CELLS)
+        require_whole(f"the shape of {name}", number, 0, MAX_CELLS)
 
 
 def _check_texts(name: str, found: Mapping[str, Any]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from kvkeep.cache import Block, Cells, Layout, PositionMap, Ragged, Segment
-from kvkeep.cache.quantised import Quantised, Stored
+from kvkeep.cache.quantised import KVTensor, Quantised
 from kvkeep.cache.state import check_cells
 
 _PLACES = ("positions", "serials")
@@ -26,7 +26,11 @@ def segment_tensors(index: int, segment: Segment) -> dict[str, Tensor]:
         cells = segment.read(0, segment.length)
     tensors = _named(f"segment.{index}.keys", cells.stored_keys)
     tensors |= _named(f"segment.{index}.values", cells.stored_values)
-    return tensors | {f"segment.{index}.{name}": getattr(cells, name) for name in _names(segment)}
+    # In files, `Ragged.scores` is called "worth", its name when the format was made.
+    return tensors | {
+        f"segment.{index}.{name}": getattr(cells, "scores" if name == "worth" else name)
+        for name in _names(segment)
+    }
 
 
 def is_ragged(segment: Segment) -> bool:
@@ -37,7 +41,7 @@ def is_ragged(segment: Segment) -> bool:
 def knows_worth(segment: Segment) -> bool:
     """Whether it says what each cell is worth."""
     slots = segment.block.slots
-    return isinstance(slots, Ragged) and slots.worth is not None
+    return isinstance(slots, Ragged) and slots.scores is not None
 
 
 def _names(segment: Segment) -> tuple[str, ...]:
@@ -51,7 +55,7 @@ def segment_entry(segment: Segment, local: bool = False) -> dict[str, Any]:
 
     local: whether it is of local layers.
     """
-    begun_anew = segment.wrapped or segment.rings
+    begun_anew = segment.wrapped or segment.places_wrap
     return {
         "map": asdict(segment.map),
         "limit": segment.limit,
@@ -103,13 +107,13 @@ def read_segment(
     return segment
 
 
-def _named(name: str, stored: Stored) -> dict[str, Tensor]:
+def _named(name: str, stored: KVTensor) -> dict[str, Tensor]:
     if isinstance(stored, Tensor):
         return {name: stored}
     return {f"{name}.int{stored.bits}": stored.data, f"{name}.scale": stored.scale}
 
 
-def _stored(name: str, bits: int, tensors: dict[str, Tensor]) -> Stored:
+def _stored(name: str, bits: int, tensors: dict[str, Tensor]) -> KVTensor:
     if bits == 16:
         return tensors[name]
     return Quantised(tensors[f"{name}.int{bits}"], tensors[f"{name}.scale"])
