@@ -110,9 +110,9 @@ class Admission:
         return ask
 
     def _require_short(self, ask: GenerationRequest) -> None:
-        if len(ask.prompt) > self._limits.prompt:
+        if len(ask.prompt) > self._limits.prompt_tokens:
             raise InvalidArgument(
-                f"a prompt has at most {self._limits.prompt:,} tokens here; found "
+                f"a prompt has at most {self._limits.prompt_tokens:,} tokens here; found "
                 f"{len(ask.prompt):,}: feed a session in parts"
             )
 
@@ -122,7 +122,7 @@ class Admission:
         match = best_match(ask.prompt, self._keeping.of(owner), fresh)
         reason = "" if match.tokens == len(ask.prompt) else match.reason
         differs = match.common if match.common < len(ask.prompt) else None
-        source = match.kept
+        source = match.record
         reuse = Reuse(match.tokens, "session" if source else "", reason, differs)
         if not match.whole:
             self.cache_misses.add(owner, cache_miss(ask.prompt, match))
@@ -188,7 +188,7 @@ class Admission:
         self._count(answer)
         if answer.written:
             kept.sampled = len(kept.live.tokens)
-        if answer.ask.after is not None:
+        if answer.ask.on_end is not None:
             self._do_after(answer)
         kept.answer = None
         kept.reserved = 0
@@ -196,15 +196,15 @@ class Admission:
             self._keeping.remove(kept)
             return
         kept.touched()
-        seconds = usage.reading + usage.writing
-        self._done(kept, "generate", usage.evaluated + usage.written, seconds)
+        seconds = usage.prefill_seconds + usage.decode_seconds
+        self._done(kept, "generate", usage.evaluated + usage.generated, seconds)
 
     def _do_after(self, answer: Generation) -> None:
         kept, ask = answer.kept, answer.ask
         before = len(kept.live.tokens)
         try:
-            assert ask.after is not None
-            ask.after(kept.live, len(ask.prompt) - answer.unread, len(answer.written))
+            assert ask.on_end is not None
+            ask.on_end(kept.live, len(ask.prompt) - answer.unread, len(answer.written))
         except Exception:  # the answer is made: what others do with it is their own
             _log.exception("what was to be done after an answer in %r", kept.name)
         if len(kept.live.tokens) < before:
@@ -212,7 +212,10 @@ class Admission:
 
     def _require_turn(self, owner: str) -> None:
         owners = Counter(answer.kept.owner for answer in self.schedule.answers)
-        if len(self.schedule) >= self._limits.answers or owners[owner] >= self._limits.each:
+        if (
+            len(self.schedule) >= self._limits.running
+            or owners[owner] >= self._limits.running_per_owner
+        ):
             raise NoRoom(
                 f"{len(self.schedule)} answers are being made, {owners[owner]} of them yours: "
                 "come back when one is done",
@@ -236,17 +239,17 @@ class Admission:
         held, sums = list(self._keeping), self._sums
         live = sum(kept.session is not None for kept in held)
         return Totals(
-            answers=dict(self._ended_by),
-            read=sums["read"],
+            ended=dict(self._ended_by),
+            prefilled=sums["read"],
             reused=sums["reused"],
-            written=sums["written"],
-            reading=sums["reading"] / 1e6,
-            writing=sums["writing"] / 1e6,
-            working=len(self.schedule),
-            live=live,
+            generated=sums["written"],
+            prefill_seconds=sums["reading"] / 1e6,
+            decode_seconds=sums["writing"] / 1e6,
+            running=len(self.schedule),
+            in_memory=live,
             on_disk=len(held) - live,
             nbytes=self._keeping.nbytes,
-            limit=self._limits.memory,
+            memory_limit=self._limits.memory,
         )
 
     def _count(self, answer: Generation) -> None:
@@ -255,9 +258,9 @@ class Admission:
         # A prompt that was broken off is counted as far as it was read.
         self._sums["read"] += max(0, usage.evaluated - answer.unread)
         self._sums["reused"] += usage.reuse.tokens
-        self._sums["written"] += usage.written
-        self._sums["reading"] += round(1e6 * usage.reading)
-        self._sums["writing"] += round(1e6 * usage.writing)
+        self._sums["written"] += usage.generated
+        self._sums["reading"] += round(1e6 * usage.prefill_seconds)
+        self._sums["writing"] += round(1e6 * usage.decode_seconds)
 
 
 def _require_something(ask: GenerationRequest, held: int) -> None:

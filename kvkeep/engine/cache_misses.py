@@ -47,6 +47,6 @@ def text_difference(prompt: Sequence[int], match: Match) -> TextDifference | Non
 
 
 def cache_miss(prompt: Sequence[int], match: Match) -> CacheMiss:
-    name, shown = match.kept.name if match.kept else None, text_difference(prompt, match)
+    name, shown = match.record.name if match.record else None, text_difference(prompt, match)
     number = next(_numbers)
     return CacheMiss(number, time.time(), len(prompt), match.tokens, name, match.reason, shown)

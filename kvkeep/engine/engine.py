@@ -76,7 +76,7 @@ class Engine:
         )
         self._schedule = self._answers.schedule
         self._deadline = 0.0
-        idle = self.limits.saved_after / 2 + 0.05
+        idle = self.limits.save_idle_after / 2 + 0.05
         self._thread = EngineThread(self._turn, idle, self._end)
         self._saving = SessionSaver(self._keeping, self._thread.post)
         self.borrowed = BorrowedSessions(model, self._keeping, self.call, self._discard)
@@ -99,9 +99,9 @@ class Engine:
         self, ask: GenerationRequest, session: str | None = None, owner: str = "0"
     ) -> Generation:
         """As `ask`, once the engine has taken it on."""
-        return self.ask(ask, session, owner).result()[0]
+        return self.submit(ask, session, owner).result()[0]
 
-    def ask(
+    def submit(
         self,
         ask: GenerationRequest | Callable[[SessionRecord], GenerationRequest],
         session: str | None = None,
@@ -121,7 +121,7 @@ class Engine:
             validation.instance("ask", ask, GenerationRequest)
         return self.call(lambda: [self._answers.take_on(ask, session, owner, listener, revision)])
 
-    def several(
+    def submit_many(
         self,
         ask: GenerationRequest,
         samplings: Sequence[Any],
@@ -204,17 +204,17 @@ class Engine:
         """Forgets a session, whatever is at work in it."""
         return self.call(lambda: self._discard(self._keeping.find(name, owner)))
 
-    def note(self, name: str, owner: str, notes: dict[str, Any]) -> Future[None]:
+    def set_notes(self, name: str, owner: str, notes: dict[str, Any]) -> Future[None]:
         """Keeps JSON values beside a session, in the place of those of the same name."""
-        return self.call(partial(self._changes.note, name, owner, notes))
+        return self.call(partial(self._changes.set_notes, name, owner, notes))
 
     def pin(self, name: str, owner: str, pinned: bool, revision: int | None = None) -> Future[None]:
         """Whether a session stays in memory, whatever others need."""
         return self.call(partial(self._changes.pin, name, owner, pinned, revision))
 
-    def look(self, name: str, owner: str, function: Callable[[SessionRecord], T]) -> Future[T]:
+    def inspect(self, name: str, owner: str, function: Callable[[SessionRecord], T]) -> Future[T]:
         """What a function says of a session, brought back to memory for it; it changes nothing."""
-        return self.call(partial(self._changes.look, name, owner, function))
+        return self.call(partial(self._changes.inspect, name, owner, function))
 
     def change(
         self,
@@ -286,23 +286,23 @@ class Engine:
         label: str | Snapshot,
         owner: str = "0",
         name: str | None = None,
-        instead: bool = False,
+        replace: bool = False,
     ) -> Future[SessionRecord]:
         """A new session that goes on where the one stood that a snapshot was taken of.
 
         label: of the owner's, which is read in the engine's thread; or one that was read.
 
-        instead: whether a session of that name, if there is one, becomes it. It stays as it is
+        replace: whether a session of that name, if there is one, becomes it. It stays as it is
         where the snapshot cannot be restored.
         """
 
         def restored() -> SessionRecord:
-            snapshot = label if isinstance(label, Snapshot) else self.labelled(label, owner)
-            return self._changes.restore(snapshot, owner, name, instead)
+            snapshot = label if isinstance(label, Snapshot) else self.load_snapshot(label, owner)
+            return self._changes.restore(snapshot, owner, name, replace)
 
         return self.call(restored)
 
-    def labelled(self, label: str, owner: str = "0") -> Snapshot:
+    def load_snapshot(self, label: str, owner: str = "0") -> Snapshot:
         """What was written under a label, in the caller's thread. Raises InvalidArgument where
         there is none, StoreError."""
         return Snapshot.load(self.snapshots(owner).existing(label))
@@ -311,9 +311,9 @@ class Engine:
         """The owner's snapshots, by label."""
         return self._keeping.snapshots_of(owner)
 
-    def snapshot_of(self, file: Place) -> str | None:
+    def snapshot_session_name(self, file: Place) -> str | None:
         """The name of the session that a snapshot was taken of. Raises StoreError."""
-        return self._keeping.snapshot_of(file)
+        return self._keeping.snapshot_session_name(file)
 
     # The thread
 
@@ -341,7 +341,7 @@ class Engine:
         begun = time.perf_counter()
         self._schedule.turn()
         self._answers.turned(time.perf_counter() - begun)
-        self._saving.save_idle(self.limits.saved_after)
+        self._saving.save_idle(self.limits.save_idle_after)
         return len(self._schedule) > 0
 
     def _end(self) -> None:

@@ -30,16 +30,16 @@ class Reuse:
 class Usage:
     """What an answer took.
 
-    prompt, written: tokens. evaluated: of the prompt, those that were not reused. seconds of the
-    engine's time from the moment it was asked: waited (before its first step), reading, writing.
+    prompt, generated: tokens. evaluated: prompt tokens that were not reused. queue_seconds: from
+    submission to the first prefill step; prefill_seconds and decode_seconds follow it.
     """
 
     prompt: int
-    written: int
+    generated: int
     reuse: Reuse
-    waited: float
-    reading: float
-    writing: float
+    queue_seconds: float
+    prefill_seconds: float
+    decode_seconds: float
 
     @property
     def evaluated(self) -> int:
@@ -61,7 +61,7 @@ class TokenLogprob:
     """A token and the natural log of its probability, before penalties and temperature."""
 
     token: int
-    log_probability: float
+    logprob: float
 
 
 @dataclass(frozen=True)
@@ -69,13 +69,13 @@ class GeneratedToken:
     """A token was written.
 
     text: what is certain now: whole characters, "" while a stop string or a character may go on.
-    likely: of the token itself, and top: of the likeliest ones, where that was asked for.
+    logprob: of the token itself, and top_logprobs: of the likeliest ones, where requested.
     """
 
     token: int
     text: str
-    likely: TokenLogprob | None = None
-    top: Sequence[TokenLogprob] = ()
+    logprob: TokenLogprob | None = None
+    top_logprobs: Sequence[TokenLogprob] = ()
 
 
 @dataclass(frozen=True)

@@ -38,10 +38,10 @@ class GenerationRequest:
     """A prompt to take in and tokens to write after it; either may be nothing.
 
     prompt: token ids. max_tokens: at most so many are written; None for no end but the model's own.
-    likely: of how many of the likeliest tokens the probabilities are told, 0 for the written one
+    logprobs: of how many of the likeliest tokens the probabilities are told, 0 for the written one
         alone; None for none.
     priority: greater is sooner. A prompt that waits gains on those that came later.
-    after: is called in the engine's thread with the session, how many tokens of the prompt were
+    on_end: is called in the engine's thread with the session, how many tokens of the prompt were
         read and how many written, once the answer is over, however it ended.
     """
 
@@ -49,14 +49,14 @@ class GenerationRequest:
     max_tokens: int | None = None
     sampling: Sampling = GREEDY
     ignore_eos: bool = False
-    likely: int | None = None
+    logprobs: int | None = None
     priority: int = 0
-    after: Callable[[Session, int, int], None] | None = field(default=None, compare=False)
+    on_end: Callable[[Session, int, int], None] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         validation.optional_whole("max_tokens", self.max_tokens, 0)
         validation.instance("sampling", self.sampling, Sampling)
-        validation.optional_whole("likely", self.likely, 0)
+        validation.optional_whole("logprobs", self.logprobs, 0)
         validation.whole("priority", self.priority)
         if not self.prompt and self.max_tokens == 0:
             raise InvalidArgument("nothing is asked for: no prompt, and no tokens")
@@ -168,7 +168,7 @@ class Generation(Iterator[GenerationEvent]):
     def likely_of(self, logits: Tensor) -> tuple[Tensor, Sequence[TokenLogprob]]:
         """The logs of all probabilities, and the likeliest as asked for. logits: `[vocab]`."""
         logs = torch.log_softmax(logits.float().cpu(), -1)
-        count = min(self.ask.likely or 0, logs.shape[0])
+        count = min(self.ask.logprobs or 0, logs.shape[0])
         values, ids = logs.topk(count)
         return logs, [
             TokenLogprob(*pair) for pair in zip(ids.tolist(), values.tolist(), strict=True)

@@ -8,17 +8,17 @@ from dataclasses import dataclass, field
 class Limits:
     """What an engine takes on.
 
-    memory: bytes of cells, of all sessions. answers: at work at a time, of all owners; each: of
-    one. sessions: that one owner may have by name. prompt: tokens of one. saved_after: seconds for
-    which a session is idle before what is new in it is written to disk.
+    memory: bytes of cells, of all sessions. running: generations at a time, of all owners.
+    running_per_owner: of one owner. sessions_per_owner: named sessions. prompt_tokens: of one
+    prompt. save_idle_after: seconds that a session is idle before its changes go to disk.
     """
 
     memory: int = 4_000_000_000
-    answers: int = 256
-    each: int = 128
-    sessions: int = 1_000
-    prompt: int = 250_000
-    saved_after: float = 2.0
+    running: int = 256
+    running_per_owner: int = 128
+    sessions_per_owner: int = 1_000
+    prompt_tokens: int = 250_000
+    save_idle_after: float = 2.0
 
 
 @dataclass(frozen=True)
@@ -42,18 +42,19 @@ class Operation:
 class Totals:
     """What an engine has done since it began, and what it does now.
 
-    answers: by how they ended. read, reused, written: tokens. reading, writing: seconds. working:
-    answers at work. live, on_disk: sessions. nbytes: reserved of the limit.
+    ended: generations by the reason of their end. prefilled, reused, generated: tokens.
+    prefill_seconds, decode_seconds: of all generations. running: generations now. in_memory,
+    on_disk: sessions. nbytes: held or reserved, of memory_limit.
     """
 
-    answers: dict[str, int]
-    read: int
+    ended: dict[str, int]
+    prefilled: int
     reused: int
-    written: int
-    reading: float
-    writing: float
-    working: int
-    live: int
+    generated: int
+    prefill_seconds: float
+    decode_seconds: float
+    running: int
+    in_memory: int
     on_disk: int
     nbytes: int
-    limit: int
+    memory_limit: int

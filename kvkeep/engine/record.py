@@ -29,7 +29,7 @@ class SessionRecord:
     evaluated: how many of its first tokens were evaluated in whole steps, so that any text that
     begins like it would have got the same cells, to the bit. sampled: how many tokens it held when
     the newest one was sampled; 0 where none was. changed: how it was changed by other
-    than adding to its end. lost: of a session that was found on disk, the revision that an engine
+    than adding to its end. lost_revision: of a session found on disk, the revision that an engine
     which was killed had brought it to. visits: whether it is at home elsewhere, and whole there
     while nobody awaits it. awaited: by how many it is. passing: whether it may be lost to
     make room, though it has a name. notes: JSON values of whoever made it.
@@ -49,7 +49,7 @@ class SessionRecord:
     evaluated: int = 0
     sampled: int = 0
     changed: str = ""
-    lost: int | None = None
+    lost_revision: int | None = None
     visits: bool = False
     awaited: int = 0
     evictable: bool = False

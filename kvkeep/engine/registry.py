@@ -70,9 +70,9 @@ class SessionRegistry:
             *(f"session {name!r} was never saved, and is lost" for _, name in self.never_saved),
             *(
                 f"session {kept.name!r} goes on from revision {kept.saved}: what came after it, up "
-                f"to {kept.lost}, was not saved"
+                f"to {kept.lost_revision}, was not saved"
                 for kept in self
-                if kept.lost is not None
+                if kept.lost_revision is not None
             ),
         ]
 
@@ -273,7 +273,7 @@ class SessionRegistry:
         kept.changed = engine.get("changed", "")
         kept.parent = engine.get("name")
 
-    def snapshot_of(self, file: Place) -> str | None:
+    def snapshot_session_name(self, file: Place) -> str | None:
         """The name of the session that a snapshot was taken of. Raises StoreError."""
         name = describe(file).get("notes", {}).get(NOTES, {}).get("name")
         return name if isinstance(name, str) else None
@@ -342,7 +342,7 @@ class SessionRegistry:
         marked = _marked(file)
         kept.goes_on(engine)
         if marked > kept.revision:
-            kept.lost = marked
+            kept.lost_revision = marked
         _marker(file).unlink(missing_ok=True)
         self._all[owner, name] = kept
 

@@ -41,12 +41,12 @@ Miss = Literal[
 class Match:
     """The best of what is there for a prompt.
 
-    kept: whose first `tokens` are reused; None for nobody's. whole: whether it goes on where that
+    record: whose first `tokens` are reused; None for nobody's. whole: whether it goes on where that
     session stands, behind a sampled token. common: how many first tokens the nearest text shares.
     reason: see `Miss`.
     """
 
-    kept: SessionRecord | None = None
+    record: SessionRecord | None = None
     tokens: int = 0
     whole: bool = False
     common: int = 0

@@ -86,7 +86,7 @@ class Scheduler:
 
     @staticmethod
     def _likely(answer: Generation) -> tuple[torch.Tensor | None, Sequence[TokenLogprob]]:
-        if answer.ask.likely is None:
+        if answer.ask.logprobs is None:
             return None, ()
         logits = answer.kept.live.logits
         return (None, ()) if logits is None else answer.likely_of(logits)

@@ -54,10 +54,10 @@ class SessionOperations:
         if known:
             self._keeping.reserve(kept, 0)
         match = best_match(prompt, self._keeping.of(owner), fresh, kept)
-        if match.whole and match.kept is kept:
+        if match.whole and match.record is kept:
             kept.live.draw_anew()
             return match.tokens
-        source = match.kept
+        source = match.record
         session = source.live.beginning(match.tokens) if source else fresh.live
         if known:
             kept.session, kept.changed = session, ""
@@ -68,7 +68,7 @@ class SessionOperations:
         kept.sampled = match.tokens if match.whole else 0
         return match.tokens
 
-    def note(self, name: str, owner: str, notes: dict[str, Any]) -> None:
+    def set_notes(self, name: str, owner: str, notes: dict[str, Any]) -> None:
         kept = self._keeping.find(name, owner)
         kept.notes = {**kept.notes, **notes}
         self._settled(kept)
@@ -79,7 +79,7 @@ class SessionOperations:
         kept.pinned = pinned
         self._settled(kept)
 
-    def look(self, name: str, owner: str, function: Callable[[SessionRecord], T]) -> T:
+    def inspect(self, name: str, owner: str, function: Callable[[SessionRecord], T]) -> T:
         kept = self._keeping.find(name, owner)
         self._keeping.reserve_idle(kept)
         return function(kept)
@@ -132,10 +132,10 @@ class SessionOperations:
         return found
 
     def restore(
-        self, snapshot: Snapshot, owner: str, name: str | None, instead: bool
+        self, snapshot: Snapshot, owner: str, name: str | None, replace: bool
     ) -> SessionRecord:
         session = self._model.restore(snapshot)
-        if instead and name is not None and self._keeping.has(name, owner):
+        if replace and name is not None and self._keeping.has(name, owner):
             kept = self._keeping.find(name, owner)
             kept.require_idle()
             kept.session = session
@@ -165,7 +165,7 @@ class SessionOperations:
         held = sum(
             kept.named and not (kept.visits or kept.evictable) for kept in self._keeping.of(owner)
         )
-        if held >= self._limits.sessions:
+        if held >= self._limits.sessions_per_owner:
             raise NoRoom(f"there are {held} sessions already: delete some", float("inf"))
         return self._keeping.add(session, owner, name, parent, notes=notes)
 

@@ -40,7 +40,7 @@ def turn(
             chat.name_turn(words, len(ids), written)
             chat.end_turn()
 
-        return replace(ask, prompt=tuple(ids), after=after)
+        return replace(ask, prompt=tuple(ids), on_end=after)
 
     return asked
 

@@ -37,24 +37,26 @@ class _Told(Collector):
         for status, count in sorted(self._statuses.items()):
             requests.add_metric([str(status)], count)
         answers = CounterMetricFamily("kvkeep_answers", "By how they ended.", labels=["ended"])
-        for ended, count in sorted(totals.answers.items()):
+        for ended, count in sorted(totals.ended.items()):
             answers.add_metric([ended], count)
         yield from (requests, answers)
-        yield _counter("kvkeep_prompt_tokens_evaluated", "Of prompts.", totals.read)
+        yield _counter("kvkeep_prompt_tokens_evaluated", "Of prompts.", totals.prefilled)
         yield _counter("kvkeep_prompt_tokens_reused", "Not evaluated again.", totals.reused)
-        yield _counter("kvkeep_tokens_written", "By the model.", totals.written)
-        yield _counter("kvkeep_reading_seconds", "Of all answers.", totals.reading)
-        yield _counter("kvkeep_writing_seconds", "Of all answers.", totals.writing)
-        yield GaugeMetricFamily("kvkeep_answers_working", "Now.", totals.working)
+        yield _counter("kvkeep_tokens_written", "By the model.", totals.generated)
+        yield _counter("kvkeep_reading_seconds", "Of all answers.", totals.prefill_seconds)
+        yield _counter("kvkeep_writing_seconds", "Of all answers.", totals.decode_seconds)
+        yield GaugeMetricFamily("kvkeep_answers_working", "Now.", totals.running)
         sessions = GaugeMetricFamily("kvkeep_sessions", "By where they are.", labels=["place"])
-        sessions.add_metric(["memory"], totals.live)
+        sessions.add_metric(["memory"], totals.in_memory)
         sessions.add_metric(["disk"], totals.on_disk)
         yield sessions
         yield GaugeMetricFamily("kvkeep_cell_bytes", "Held or reserved.", totals.nbytes)
-        yield GaugeMetricFamily("kvkeep_cell_bytes_limit", "That there may be.", totals.limit)
-        yield _counter("llamacpp:prompt_tokens", "Of prompts.", totals.read)
-        yield _counter("llamacpp:tokens_predicted", "By the model.", totals.written)
-        yield GaugeMetricFamily("llamacpp:requests_processing", "Now.", totals.working)
+        yield GaugeMetricFamily(
+            "kvkeep_cell_bytes_limit", "That there may be.", totals.memory_limit
+        )
+        yield _counter("llamacpp:prompt_tokens", "Of prompts.", totals.prefilled)
+        yield _counter("llamacpp:tokens_predicted", "By the model.", totals.generated)
+        yield GaugeMetricFamily("llamacpp:requests_processing", "Now.", totals.running)
 
 
 def _counter(name: str, what: str, value: float) -> CounterMetricFamily:

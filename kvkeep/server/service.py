@@ -59,11 +59,11 @@ class Service:
         """
         running = Running(asyncio.get_running_loop())
         if samplings is None:
-            future = self.engine.ask(ask, session, owner, running.listener(0), revision)
+            future = self.engine.submit(ask, session, owner, running.listener(0), revision)
         else:
             assert isinstance(ask, GenerationRequest)
             listeners = [running.listener(index) for index in range(len(samplings))]
-            future = self.engine.several(ask, samplings, owner, listeners)
+            future = self.engine.submit_many(ask, samplings, owner, listeners)
         try:
             running.answers = await asyncio.wrap_future(future)
         except asyncio.CancelledError:

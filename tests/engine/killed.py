@@ -53,7 +53,7 @@ def saves_over_and_over(made: Engine, told: Connection) -> None:
     write(made, "a", 1, text(0, 40))
     while True:
         made.save("a").result()
-        told.send(("a", made.look("a", "0", lambda kept: len(kept.live.tokens)).result()))
+        told.send(("a", made.inspect("a", "0", lambda kept: len(kept.live.tokens)).result()))
         write(made, "a", 3)
 
 
@@ -75,7 +75,7 @@ def all_that_touches_the_disk(made: Engine, told: Connection) -> None:
         told.send((name, tokens))
 
     def held(name: str) -> int:
-        return made.look(name, "0", lambda kept: len(kept.live.tokens)).result()
+        return made.inspect(name, "0", lambda kept: len(kept.live.tokens)).result()
 
     for name in ("a", "b"):
         made.create(name=name).result()
@@ -148,7 +148,7 @@ def _rest(reading: Connection, child: multiprocessing.process.BaseProcess) -> To
 
 
 def _serve(folder: Path, work: Callable[[Engine, Connection], None], told: Connection) -> None:
-    with engine(folder, saved_after=1e9) as made:
+    with engine(folder, save_idle_after=1e9) as made:
         work(made, told)
 
 
@@ -166,5 +166,5 @@ def _serve_until(folder: Path, moment: int, told: Connection) -> None:
         left[0] -= 1
 
     sys.addaudithook(audited)
-    with engine(folder, cells=250, saved_after=1e9) as made:
+    with engine(folder, cells=250, save_idle_after=1e9) as made:
         all_that_touches_the_disk(made, told)

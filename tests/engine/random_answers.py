@@ -244,7 +244,7 @@ class World:
         into = new or name
         self.named.add(into)
         self.works[into] = (*self.works[name], work)
-        self.texts[into] = self.engine.look(
+        self.texts[into] = self.engine.inspect(
             into, "0", lambda kept: tuple(kept.live.tokens)
         ).result()
         whole = isinstance(work, Fork) and self.texts[into] == self.texts[name]

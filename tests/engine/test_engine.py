@@ -40,13 +40,13 @@ def prompts(model: Model, count: int, length: int = 300) -> list[tuple[int, ...]
 def ask(
     prompt: tuple[int, ...], sampling: Sampling = DRAWN, count: int = WRITTEN
 ) -> GenerationRequest:
-    return GenerationRequest(prompt, count, sampling, ignore_eos=True, likely=0)
+    return GenerationRequest(prompt, count, sampling, ignore_eos=True, logprobs=0)
 
 
 def told(answer: Generation) -> list[tuple[int, float]]:
     """Each token with the log of its probability, which tells any other bit of its logits."""
     found = [event for event in answer if isinstance(event, GeneratedToken)]
-    return [(each.token, each.likely.log_probability) for each in found if each.likely]
+    return [(each.token, each.logprob.logprob) for each in found if each.logprob]
 
 
 def alone(
@@ -142,15 +142,15 @@ def test_moved_to_disk_and_back_a_session_goes_on_to_the_bit(
 def test_several_answers_share_one_reading_of_the_prompt(engine: Engine, smollm2: Model) -> None:
     (prompt,) = prompts(smollm2, 1, 500)
     ways = [Sampling(temperature=1.0, seed=seed) for seed in range(4)]
-    answers = engine.several(ask(prompt), ways).result()
+    answers = engine.submit_many(ask(prompt), ways).result()
     written = [told(answer) for answer in answers]
     assert written[0] == alone(smollm2, prompt, ways[0])
     assert len({tuple(each) for each in written}) == 4
     for again in range(2):
-        more = engine.several(ask(prompt), ways[again:]).result()
+        more = engine.submit_many(ask(prompt), ways[again:]).result()
         assert [told(answer) for answer in more][1:] == written[again + 1 :]
         assert more[0].reuse.tokens == 384
-        assert sum(answer.usage.reading for answer in more[1:]) == 0
+        assert sum(answer.usage.prefill_seconds for answer in more[1:]) == 0
 
 
 def test_one_that_fails_fails_alone(engine: Engine, smollm2: Model) -> None:
@@ -191,7 +191,7 @@ def test_events_tell_how_far_it_is(engine: Engine, smollm2: Model) -> None:
     assert {event.total for event in read} == {500}
     end = events[-1]
     assert isinstance(end, Finished)
-    assert (end.reason, end.usage.prompt, end.usage.written) == ("length", 500, 3)
+    assert (end.reason, end.usage.prompt, end.usage.generated) == ("length", 500, 3)
     text = "".join(event.text for event in events if isinstance(event, GeneratedToken)) + end.text
     tokens = [event.token for event in events if isinstance(event, GeneratedToken)]
     assert text == smollm2.text.decode([*prompt, *tokens])[len(smollm2.text.decode(prompt)) :]

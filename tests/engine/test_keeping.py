@@ -131,7 +131,7 @@ def test_a_change_meant_for_another_revision_is_refused(tmp_path: Path) -> None:
 
 
 def test_idle_sessions_are_saved_by_themselves(tmp_path: Path) -> None:
-    with engine(tmp_path, saved_after=0.05) as made:
+    with engine(tmp_path, save_idle_after=0.05) as made:
         kept = made.create(name="a").result()
         written = write(made, "a", 9, text(0, 20))
         while kept.dirty:
@@ -145,7 +145,7 @@ def test_idle_sessions_are_saved_by_themselves(tmp_path: Path) -> None:
 
 
 def test_ended_it_saves_what_is_not(tmp_path: Path) -> None:
-    with engine(tmp_path, saved_after=1e9) as made:
+    with engine(tmp_path, save_idle_after=1e9) as made:
         made.create(name="a").result()
         write(made, "a", 9, text(0, 20))
         revision = made.sessions().result()[0].revision
@@ -183,7 +183,7 @@ def test_killed_what_was_acknowledged_as_saved_is_there_to_the_bit(
     session = MODEL.session(**SETTINGS)
     session.feed(text(0, 40))
     with engine(tmp_path) as made:
-        held = made.look("a", "0", lambda kept: kept.live.tokens.tolist()).result()
+        held = made.inspect("a", "0", lambda kept: kept.live.tokens.tolist()).result()
         assert len(held) >= acknowledged
         while len(session.tokens) < len(held):
             session.next_token(DRAWN)
@@ -205,7 +205,7 @@ def test_killed_at_any_change_of_the_disk_what_was_acknowledged_is_there(tmp_pat
             there = {kept.name for kept in made.sessions().result()}
             assert {name for name, count in acknowledged.items() if count} - {"b"} <= there
             for name in there:
-                held = made.look(name, "0", lambda kept: kept.live.tokens.tolist()).result()
+                held = made.inspect(name, "0", lambda kept: kept.live.tokens.tolist()).result()
                 assert len(held) >= acknowledged.get(name, 0)
                 assert held == expected[: len(held)]
                 if len(held) > 40:
@@ -273,7 +273,7 @@ def test_a_snapshot_goes_on_as_the_session_does_and_is_no_session(tmp_path: Path
 
 
 def test_a_prompt_that_is_too_long_is_refused_before_anything_is_done() -> None:
-    with engine(prompt=100) as made:
+    with engine(prompt_tokens=100) as made:
         with pytest.raises(InvalidArgument, match="at most 100 tokens"):
             made.generate(GenerationRequest(text(0, 101), 1))
         assert made.generate(GenerationRequest(text(0, 100), 1)).text() is not None
@@ -281,7 +281,7 @@ def test_a_prompt_that_is_too_long_is_refused_before_anything_is_done() -> None:
 
 def test_a_second_engine_on_a_folder_is_refused_and_the_first_loses_nothing(tmp_path: Path) -> None:
     """Not even what tells of a kill: of a session that was saved, and of one that never was."""
-    with engine(tmp_path, saved_after=1e9) as made:
+    with engine(tmp_path, save_idle_after=1e9) as made:
         made.create(name="new").result()
         with pytest.raises(Locked):
             engine(tmp_path)
@@ -295,7 +295,7 @@ def test_a_second_engine_on_a_folder_is_refused_and_the_first_loses_nothing(tmp_
 
 
 def test_forks_and_snapshots_count_among_an_owners_sessions(tmp_path: Path) -> None:
-    with engine(tmp_path, sessions=2) as made:
+    with engine(tmp_path, sessions_per_owner=2) as made:
         made.create(name="a").result()
         write(made, "a", 1, text(0, 20))
         made.snapshot("a", "then").result()
@@ -308,7 +308,7 @@ def test_forks_and_snapshots_count_among_an_owners_sessions(tmp_path: Path) -> N
         ):
             with pytest.raises(NoRoom, match="2 sessions already"):
                 more().result()
-        made.restore("then", name="b", instead=True).result()
+        made.restore("then", name="b", replace=True).result()
         assert len(made.sessions().result()) == 2
 
 
@@ -316,7 +316,7 @@ def test_what_is_kept_beside_a_session_is_saved_with_it(tmp_path: Path) -> None:
     with engine(tmp_path) as made:
         made.create(name="a", notes={"one": 1}).result()
         made.save("a").result()
-        made.note("a", "0", {"two": [2]}).result()
+        made.set_notes("a", "0", {"two": [2]}).result()
         made.pin("a", "0", True).result()
     with engine(tmp_path) as made:
         (kept,) = made.sessions().result()

@@ -75,7 +75,7 @@ def test_a_token_that_is_evaluated_anew_is_none_that_was_sampled() -> None:
     with Engine(MODEL, settings=settings) as engine:
         for each in work:
             each.do(engine)
-        held = engine.look("a", "0", lambda kept: tuple(kept.live.tokens)).result()
+        held = engine.inspect("a", "0", lambda kept: tuple(kept.live.tokens)).result()
         (result,) = Request(held + text(60, 11), 3).do(engine)
     assert result.reuse.tokens == 32
     assert result.same(answered(settings, [Request(held + text(60, 11), 3)]))
@@ -90,7 +90,7 @@ def test_restored_from_disk_it_is_known_whether_the_last_token_was_sampled(
         Create("a", ()).do(engine)
         (first,) = Request(text(50), written, session="a").do(engine)
     with Engine(MODEL, settings=settings, folder=tmp_path) as engine:
-        engine.look("a", "0", lambda kept: None).result()
+        engine.inspect("a", "0", lambda kept: None).result()
         (result,) = Request(first.tokens + text(60, 11), 3).do(engine)
     assert result.reuse.tokens == (55 if written else 32)
 

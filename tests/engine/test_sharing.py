@@ -17,18 +17,18 @@ def test_answers_at_work_need_constraints_of_their_own() -> None:
     with Engine(MODEL, settings=SETTINGS) as engine:
         ask, prompt = GenerationRequest(text(0, 20), 5, counting(), ignore_eos=True), text(1, 40)
         refused = [
-            lambda: engine.ask(ask),
-            lambda: engine.several(GenerationRequest(prompt, 5), [counting(), ask.sampling]),
-            lambda: engine.several(GenerationRequest(prompt, 5), [counting()] * 2),
+            lambda: engine.submit(ask),
+            lambda: engine.submit_many(GenerationRequest(prompt, 5), [counting(), ask.sampling]),
+            lambda: engine.submit_many(GenerationRequest(prompt, 5), [counting()] * 2),
         ]
         # All are asked for before the first one is over.
         first, *futures = engine.call(
-            lambda: [engine.ask(ask), *(each() for each in refused)]
+            lambda: [engine.submit(ask), *(each() for each in refused)]
         ).result()
         for future in futures:
             with pytest.raises(InvalidArgument, match="same constraint object"):
                 future.result()
-        both = engine.several(
+        both = engine.submit_many(
             GenerationRequest(prompt, 5, ignore_eos=True), [counting(), counting()]
         ).result()
         for answer in (*first.result(), *both):

@@ -150,9 +150,9 @@ def batch(engine: Engine, requests: Sequence[Request]) -> list[list[Result]]:
                 request.prompt, request.count, request.samplings[0], ignore_eos=True
             )
             if request.session is None and len(own) > 1:
-                future = engine.several(ask, request.samplings, "0", own)
+                future = engine.submit_many(ask, request.samplings, "0", own)
             else:
-                future = engine.ask(ask, request.session, "0", own[0])
+                future = engine.submit(ask, request.session, "0", own[0])
             future.add_done_callback(_attach(own))
             submitted.append(future)
         return submitted

@@ -145,7 +145,7 @@ def test_an_answer_ends_where_the_tokenizer_says_and_the_config_does_not(
     assert (session.finish_reason, session.tokens[-1]) == ("eos", end)
     engine = Engine(model)
     try:
-        (answer,) = engine.ask(
+        (answer,) = engine.submit(
             GenerationRequest(tuple(model.text.encode("Hi")), 5, sampling)
         ).result()
         assert answer.text() == ""

@@ -67,8 +67,8 @@ class Asked:
         usage = self.end.usage
         return {
             "prompt_tokens": usage.prompt,
-            "completion_tokens": usage.written,
-            "total_tokens": usage.prompt + usage.written,
+            "completion_tokens": usage.generated,
+            "total_tokens": usage.prompt + usage.generated,
             "prompt_tokens_details": {"cached_tokens": usage.reuse.tokens},
         }
 
@@ -92,7 +92,7 @@ def answers(
         if waiting and unread is None and working < at_once:
             asked = Asked(*waiting[-1])
             try:
-                engine.ask(asked.ask, owner=OWNER, listener=_into(came, asked)).result()
+                engine.submit(asked.ask, owner=OWNER, listener=_into(came, asked)).result()
             except Exception as error:
                 if not (working and isinstance(error, NoRoom) and error.retry_after < math.inf):
                     waiting.pop()  # this one cannot be answered; others can

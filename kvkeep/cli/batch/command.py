@@ -142,7 +142,7 @@ def _engine(
     return Engine(
         model,
         settings=_settings(model, memory),
-        limits=Limits(memory=nbytes, answers=at_once, each=at_once),
+        limits=Limits(memory=nbytes, running=at_once, running_per_owner=at_once),
         stores=None if store is None else lambda owner: store,
     )
 

@@ -120,7 +120,7 @@ async def _whole(running: Running, head: dict[str, Any], tools: Tools | None) ->
     said, calls = tools.calls(text) if tools else (text, [])
     content: list[dict[str, Any]] = [{"type": "text", "text": said}] if said or not calls else []
     content += [_call_block(call) for call in calls]
-    usage = {**_usage(end.usage.prompt, end.usage.reuse), "output_tokens": end.usage.written}
+    usage = {**_usage(end.usage.prompt, end.usage.reuse), "output_tokens": end.usage.generated}
     return {**head, "content": content, **_ending(end, calls), "usage": usage}
 
 
@@ -170,7 +170,7 @@ def _last(end: Finished, text: str, tools: Tools | None) -> list[bytes]:
         parts.append(_block(number, {**_call_block(call), "input": {}}))
         parts.append(_event("content_block_delta", index=number, delta=delta))
         parts.append(_event("content_block_stop", index=number))
-    usage = {"output_tokens": end.usage.written}
+    usage = {"output_tokens": end.usage.generated}
     parts.append(_event("message_delta", delta=_ending(end, calls), usage=usage))
     return [*parts, _event("message_stop")]
 

@@ -212,9 +212,9 @@ class _Reply:
         return said
 
     def _likely(self, each: GeneratedToken) -> dict[str, Any]:
-        assert each.likely is not None
-        top = [self._entry(one) for one in each.top]
-        return {**self._entry(each.likely), "top_logprobs": top}
+        assert each.logprob is not None
+        top = [self._entry(one) for one in each.top_logprobs]
+        return {**self._entry(each.logprob), "top_logprobs": top}
 
     def _entry(self, likely: TokenLogprob) -> dict[str, Any]:
         raw = self._service.model.text.token_bytes(likely.token)
@@ -222,7 +222,7 @@ class _Reply:
             "id": likely.token,
             "token": raw.decode(errors="ignore"),  # as llama.cpp: without a part of a character
             "bytes": list(raw),
-            "logprob": likely.log_probability,
+            "logprob": likely.logprob,
         }
 
     def _end(self, end: Finished) -> dict[str, Any]:
@@ -234,7 +234,7 @@ class _Reply:
             "id_slot": body.id_slot,
             "stop": True,
             "model": self._service.name,
-            "tokens_predicted": usage.written,
+            "tokens_predicted": usage.generated,
             "tokens_evaluated": len(self._ids),
             "tokens_cached": cached,
             "generation_settings": settings,

@@ -38,8 +38,8 @@ async def slots(
         return {"id_slot": slot, **done, "timings": {"save_ms": spent}}
     if action == "erase":
         return {"id_slot": slot, "n_erased": await _erased(service, name, owner)}
-    found = await asyncio.to_thread(engine.labelled, label, owner)
-    await asyncio.wrap_future(engine.restore(found, owner, name, instead=True))
+    found = await asyncio.to_thread(engine.load_snapshot, label, owner)
+    await asyncio.wrap_future(engine.restore(found, owner, name, replace=True))
     spent = 1000 * (time.perf_counter() - begun)
     size = await asyncio.to_thread(lambda: engine.snapshots(owner).path(label).stat().st_size)
     done = {"n_restored": await _tokens(service, name, owner), "n_read": size}
@@ -57,5 +57,5 @@ async def _erased(service: Service, name: str, owner: str) -> int:
 
 async def _tokens(service: Service, name: str, owner: str) -> int:
     return await asyncio.wrap_future(
-        service.engine.look(name, owner, lambda kept: len(kept.live.tokens))
+        service.engine.inspect(name, owner, lambda kept: len(kept.live.tokens))
     )

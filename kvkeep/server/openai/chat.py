@@ -96,7 +96,7 @@ async def chat(
     prompt = await prompt_ids(service, body.messages, tools, body.continues)
     likely = (body.top_logprobs or 0) if body.logprobs else None
     most = longest(service, body.most)
-    ask = GenerationRequest(tuple(prompt), most, ignore_eos=body.ignore_eos, likely=likely)
+    ask = GenerationRequest(tuple(prompt), most, ignore_eos=body.ignore_eos, logprobs=likely)
     running = await asked(service, ask, owner, _samplings(service, body, tools))
     head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": now(), "model": service.name}
     reply = _Reply(service, body, tools, head)

@@ -53,7 +53,7 @@ async def completions(
         tuple(ids),
         longest(service, body.max_tokens),
         ignore_eos=body.ignore_eos,
-        likely=body.logprobs,
+        logprobs=body.logprobs,
     )
     running = await asked(service, ask, owner, body.samplings(body.n))
     head = {"id": f"cmpl-{secrets.token_hex(12)}", "created": now(), "model": service.name}
@@ -109,7 +109,7 @@ async def _streamed(
             if isinstance(each, Finished):
                 usages.append(each.usage)
                 yield event({**head, "choices": [_choice(index, each.text, each)]})
-            elif isinstance(each, GeneratedToken) and (each.text or each.likely):
+            elif isinstance(each, GeneratedToken) and (each.text or each.logprob):
                 likely = logprobs[index].entry([each])
                 yield event({**head, "choices": [_choice(index, each.text, None, likely)]})
         if body.stream_options and body.stream_options.include_usage:

@@ -10,10 +10,10 @@ from kvkeep.models.text.codec import TextCodec
 
 def chat_entry(codec: TextCodec, event: GeneratedToken) -> dict[str, Any] | None:
     """Of one token, in the form of chats; None where none was asked for."""
-    if event.likely is None:
+    if event.logprob is None:
         return None
-    top = [_entry(codec, each) for each in event.top]
-    return {**_entry(codec, event.likely), "top_logprobs": top}
+    top = [_entry(codec, each) for each in event.top_logprobs]
+    return {**_entry(codec, event.logprob), "top_logprobs": top}
 
 
 class CompletionLogprobs:
@@ -30,13 +30,13 @@ class CompletionLogprobs:
 
     def entry(self, events: Sequence[GeneratedToken]) -> dict[str, Any] | None:
         """Of the next tokens; None where no probabilities were asked for."""
-        known = [(event, event.likely) for event in events if event.likely is not None]
+        known = [(event, event.logprob) for event in events if event.logprob is not None]
         if not known:
             return None
         return {
             "tokens": [self._name(likely) for _, likely in known],
-            "token_logprobs": [likely.log_probability for _, likely in known],
-            "top_logprobs": [self._top(event.top) for event, _ in known],
+            "token_logprobs": [likely.logprob for _, likely in known],
+            "top_logprobs": [self._top(event.top_logprobs) for event, _ in known],
             "text_offset": [self._next_offset(event.token) for event, _ in known],
         }
 
@@ -46,7 +46,7 @@ class CompletionLogprobs:
         for each in top:
             name = self._name(each)
             name = f"token_id:{each.token}" if name in named else name
-            named[name] = each.log_probability
+            named[name] = each.logprob
         return named
 
     def _name(self, likely: TokenLogprob) -> str:
@@ -65,7 +65,7 @@ def _entry(codec: TextCodec, likely: TokenLogprob) -> dict[str, Any]:
     return {
         "id": likely.token,
         "token": _text(raw),
-        "logprob": likely.log_probability,
+        "logprob": likely.logprob,
         "bytes": list(raw),
     }
 

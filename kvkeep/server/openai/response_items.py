@@ -101,7 +101,7 @@ def ending(end: Finished, prompt: int, held: int) -> dict[str, Any]:
     """How a response ended. prompt: its tokens; held: those of them that were not evaluated."""
     status = _STATUSES[end.reason]
     why = {"reason": "max_output_tokens"} if status == "incomplete" else None
-    written = end.usage.written
+    written = end.usage.generated
     usage = {
         "input_tokens": prompt,
         "input_tokens_details": {"cached_tokens": held},

@@ -232,7 +232,7 @@ async def _done(
         await _forget(name, service, owner)
         return made
     notes = {_RESPONSE: made, _MESSAGES: [*making.messages, reply.message()]}
-    await asyncio.wrap_future(service.engine.note(name, owner, notes))
+    await asyncio.wrap_future(service.engine.set_notes(name, owner, notes))
     return made
 
 

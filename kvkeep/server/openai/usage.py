@@ -12,7 +12,7 @@ REASONS = {"eos": "stop", "stop": "stop", "length": "length", "full": "length"}
 
 def usage_of(usages: list[Usage]) -> dict[str, Any]:
     """Of all answers to one prompt, which is counted once."""
-    prompt, written = usages[0].prompt, sum(usage.written for usage in usages)
+    prompt, written = usages[0].prompt, sum(usage.generated for usage in usages)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": written,
@@ -23,8 +23,8 @@ def usage_of(usages: list[Usage]) -> dict[str, Any]:
 
 def timings_of(usage: Usage) -> dict[str, Any]:
     """llama.cpp's `timings`: milliseconds, and tokens per second."""
-    reading, writing = 1000 * usage.reading, 1000 * usage.writing
-    read, written = usage.evaluated, usage.written
+    reading, writing = 1000 * usage.prefill_seconds, 1000 * usage.decode_seconds
+    read, written = usage.evaluated, usage.generated
     return {
         "cache_n": usage.reuse.tokens,
         "prompt_n": read,

@@ -54,7 +54,7 @@ def entry_of(kept: SessionRecord) -> dict[str, Any]:
         "named": kept.named,
         "parent": kept.parent,
         "created": int(kept.created),
-        "lost_revision": kept.lost,
+        "lost_revision": kept.lost_revision,
     }
     if kept.session is not None:
         entry |= _live(kept.session)
@@ -86,7 +86,7 @@ async def look(
     service: Service, name: str, owner: str, function: Callable[[SessionRecord], T]
 ) -> T:
     """What a function says of a session, asked in the engine's thread."""
-    return await asyncio.wrap_future(service.engine.look(name, owner, function))
+    return await asyncio.wrap_future(service.engine.inspect(name, owner, function))
 
 
 async def change(

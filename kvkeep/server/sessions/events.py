@@ -52,7 +52,7 @@ async def explain(body: Fed, service: Serving, owner: Owner) -> dict[str, Any]:
     return {
         "prompt_tokens": len(ids),
         "reused": match.tokens,
-        "session": match.kept.name if match.kept else None,
+        "session": match.record.name if match.record else None,
         "reason": match.reason,
         "differs_at": match.common if match.common < len(ids) else None,
         **_texts(text_difference(ids, match), service),

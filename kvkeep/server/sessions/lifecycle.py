@@ -68,7 +68,7 @@ async def create(body: Create, service: Serving, owner: Owner) -> Response:
     """A new session, empty or where a snapshot stands."""
     engine = service.engine
     if body.from_snapshot is not None:
-        found = await asyncio.to_thread(engine.labelled, body.from_snapshot, owner)
+        found = await asyncio.to_thread(engine.load_snapshot, body.from_snapshot, owner)
         made = engine.restore(found, owner, body.name)
     else:
         made = engine.create(owner, body.name, **body.settings())
@@ -151,7 +151,7 @@ def _snapshots(engine: Engine, owner: str) -> list[dict[str, Any]]:
 
 def _taken_of(engine: Engine, file: Place) -> str | None:
     try:
-        return engine.snapshot_of(file)
+        return engine.snapshot_session_name(file)
     except StoreError:  # a file that is not sound says so when it is restored
         return None
 
@@ -165,6 +165,6 @@ async def delete_snapshot(name: Name, service: Serving, owner: Owner) -> dict[st
 @router.post("/v1/snapshots/{name}/restore", status_code=201, response_model=None)
 async def restore(name: Name, body: Restore, service: Serving, owner: Owner) -> Response:
     """A new session that goes on, to the bit, where the snapshot was taken."""
-    found = await asyncio.to_thread(service.engine.labelled, name, owner)
+    found = await asyncio.to_thread(service.engine.load_snapshot, name, owner)
     made = service.engine.restore(found, owner, body.name)
     return answer(await asyncio.wrap_future(made), 201)

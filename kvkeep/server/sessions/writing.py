@@ -83,7 +83,7 @@ async def feed(
     ids = await asyncio.to_thread(body.ids, service, False)
     if not ids:
         raise InvalidArgument("nothing to read: give text, tokens or messages")
-    ask = GenerationRequest(ids, 0, after=body.naming())
+    ask = GenerationRequest(ids, 0, on_end=body.naming())
     return await answered(name, body.stream, ask, request, service, owner, revision)
 
 
@@ -99,7 +99,7 @@ async def generate(
     """Reads what is given, if anything is, and writes on."""
     ids = await asyncio.to_thread(body.ids, service, True)
     (sampling,) = body.samplings(temperature=0.0)
-    ask = GenerationRequest(ids, body.max_tokens, sampling, body.ignore_eos, after=body.naming())
+    ask = GenerationRequest(ids, body.max_tokens, sampling, body.ignore_eos, on_end=body.naming())
     return await answered(name, body.stream, ask, request, service, owner, revision)
 
 
