@@ -25,7 +25,7 @@ from kvkeep.engine.events import (
 from kvkeep.engine.record import SessionRecord, prefill_step_at
 from kvkeep.errors import Cancelled, InvalidArgument
 from kvkeep.models.text.codec import TextCodec
-from kvkeep.session.feeding import Feeding, FeedStep
+from kvkeep.session.feeding import Feeding
 from kvkeep.session.sampling import Sampling
 from kvkeep.session.session import GREEDY, Session
 from kvkeep.session.streaming import TextStream
@@ -141,7 +141,8 @@ class Generation(Iterator[GenerationEvent]):
         """Takes one step of the prompt."""
         assert self.feeding is not None
         self._mark("first step")
-        step = self._next_step(self.feeding)
+        session = self.kept.live
+        step = self.feeding.step(prefill_step_at(session.prefill_step, len(session.tokens)))
         if step.reused:
             self.reuse = Reuse(
                 self.reuse.tokens + step.tokens,
@@ -156,14 +157,6 @@ class Generation(Iterator[GenerationEvent]):
         if not self.prefill_remaining:
             self.feeding = None
             self._mark("read")
-
-    def _next_step(self, feeding: Feeding) -> FeedStep:
-        session, usual = self.kept.live, self.kept.live.prefill_step
-        session.prefill_step = prefill_step_at(usual, len(session.tokens))
-        try:
-            return next(feeding)
-        finally:
-            session.prefill_step = usual
 
     def likely_of(self, logits: Tensor) -> tuple[Tensor, Sequence[TokenLogprob]]:
         """The logs of all probabilities, and the likeliest as asked for. logits: `[vocab]`."""

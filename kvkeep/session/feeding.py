@@ -77,10 +77,20 @@ class Reader(Context):
         super().__init__(model, policy, prefill_step, bits)
         self._store = checked_keeper(store)
 
-    def _step(self, work: State, ids: list[int], done: int, sampled: bool = False) -> Evaluated:
-        """Evaluates the next step of what comes after the first `done` ids of a prompt."""
+    def _step(
+        self,
+        work: State,
+        ids: list[int],
+        done: int,
+        sampled: bool = False,
+        size: int | None = None,
+    ) -> Evaluated:
+        """Evaluates the next step of what comes after the first `done` ids of a prompt.
+
+        size: tokens of a step; None for the session's `prefill_step`.
+        """
         work.keep_prompt(len(ids))
-        return work.memory.step(ids, done, 1 if sampled else self.prefill_step, sampled)
+        return work.memory.step(ids, done, 1 if sampled else size or self.prefill_step, sampled)
 
     def _found_prefix(self, ids: list[int]) -> tuple[State, PromptPrefix] | None:
         """The session with what a store holds of a first prompt; None where none is asked."""
@@ -117,9 +127,16 @@ class Feeding(Iterator[FeedStep]):
         self._compressions: list[Compression] = []
         self._peak, self._tokens = session.cache.cells, session.tokens
 
-    @computes
     def __next__(self) -> FeedStep:
         """Raises ContextFull and NonFiniteLogits as `Session.feed` does."""
+        return self.step()
+
+    @computes
+    def step(self, size: int | None = None) -> FeedStep:
+        """As `next`, with a step of at most `size` tokens; None for the session's `prefill_step`.
+
+        Steps end at multiples of `size`, counted from the first token of the prompt.
+        """
         if self._closed or self.done == self.total:
             raise StopIteration
         begun, before = time.perf_counter(), self.done
@@ -128,8 +145,9 @@ class Feeding(Iterator[FeedStep]):
                 self._load_prefix()
             reused = self.done > before
             if not reused:
-                self._evaluate()
-                self._store_prefix()
+                size = size or self._session.prefill_step
+                self._evaluate(size)
+                self._store_prefix(size)
         finally:
             self._seconds += time.perf_counter() - begun
         if self.done == self.total and self._seconds > LONG:
@@ -146,14 +164,14 @@ class Feeding(Iterator[FeedStep]):
                     self._session._take(work)
                     self._took(self._prefix.reused)
 
-    def _evaluate(self) -> None:
+    def _evaluate(self, size: int) -> None:
         session = self._session
         if self._prefix and session.tokens is not self._tokens:
             self._prefix.store = None  # the session went another way: this is no first prompt
         session._memory.require_room(self.total - self.done)
         with interrupts_deferred():
             with session._changing() as work:
-                step = session._step(work, self._ids, self.done)
+                step = session._step(work, self._ids, self.done, size=size)
             self._took(step.hidden.shape[0])
         self._peak = max(self._peak, step.peak_cells)
         self._compressions += step.compressions
@@ -162,9 +180,9 @@ class Feeding(Iterator[FeedStep]):
         self.done += count
         self._tokens = self._session.tokens
 
-    def _store_prefix(self) -> None:
+    def _store_prefix(self, size: int) -> None:
         if self._prefix:
-            upcoming = min(self.total - self.done, self._session.prefill_step)
+            upcoming = min(self.total - self.done, size)
             store_prefix(self._prefix, self._session._memory, upcoming)
 
     def close(self) -> None:

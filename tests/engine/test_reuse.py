@@ -103,6 +103,17 @@ def test_odd_steps_end_alike_deep_in_a_prompt(step: int) -> None:
     assert require_alone({**FULL, "prefill_step": step}, [earlier, longer]).reuse.tokens
 
 
+def test_a_prompt_is_evaluated_in_steps_of_the_size_that_is_passed() -> None:
+    session = MODEL.session(**FULL, prefill_step=32)
+    feeding = session.feeding(text(100))
+    sizes = (5, 10, 16, None, 8)
+    assert [feeding.step(size).tokens for size in sizes] == [5, 5, 6, 16, 8]
+    assert session.prefill_step == 32
+    assert [step.tokens for step in feeding] == [24, 32, 4]
+    with pytest.raises(StopIteration):
+        feeding.step(5)
+
+
 def test_a_session_by_name_that_has_forgotten_refuses_no_prompt_that_begins_like_it() -> None:
     settings = {"max_kv_size": 100, "prefill_step": 32}
     with Engine(MODEL, settings=settings) as engine:
