@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from kvkeep.compiled.decoder import CompiledExecutor, can_decode
-from kvkeep.models.layers.decoder import Decoder, Llama
+from kvkeep.models.layers.decoder import Decoder
 from kvkeep.models.layers.graph import GraphExecutor
+from kvkeep.models.layers.network import Network
 from kvkeep.models.spec.cells import cell_layout
 from kvkeep.models.spec.model_spec import ModelSpec
 from kvkeep.models.weights.packing import Matrix
@@ -27,5 +28,5 @@ def new_decoder(
         return Decoder(spec, tensors, packed, CompiledExecutor(spec, tensors, packed or {}))
     # A graph replays the same products: which experts a token goes through is not known before.
     if layout.device.type == "cuda" and not spec.experts:
-        return Decoder(spec, tensors, executor=GraphExecutor(Llama(spec, tensors)))
+        return Decoder(spec, tensors, executor=GraphExecutor(Network(spec, tensors)))
     return Decoder(spec, tensors)

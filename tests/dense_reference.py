@@ -12,7 +12,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kvkeep.models.layers.decoder import Decoder, Llama
+from kvkeep.models.layers.decoder import Decoder
+from kvkeep.models.layers.network import Network
 from kvkeep.models.spec import cells
 
 
@@ -41,7 +42,7 @@ class DenseMemory:
         self, decoder: Decoder, max_kv_size: int, keep: int = 0, discard: int = 1, bounded=True
     ):
         self.decoder, self.spec = decoder, decoder.spec
-        self.network = Llama(decoder.spec, decoder.tensors)
+        self.network = Network(decoder.spec, decoder.tensors)
         self.max_kv_size, self.keep, self.discard, self.bounded = (
             max_kv_size,
             keep,

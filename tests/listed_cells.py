@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache import Cells, Ragged
-from kvkeep.models.layers.decoder import Decoder, Llama
+from kvkeep.models.layers.decoder import Decoder
+from kvkeep.models.layers.network import Network
 from kvkeep.session.session import Session
 
 
@@ -20,7 +21,7 @@ class ListedCells:
     def __init__(self, session: Session):
         cache = session.cache
         self.decoder: Decoder = session._model.decoder
-        self.network = Llama(self.decoder.spec, self.decoder.tensors)
+        self.network = Network(self.decoder.spec, self.decoder.tensors)
         self.spec, self.time, self.times = self.decoder.spec, cache.time, [cache.time]
         self.frequencies = torch.tensor(self.spec.rope.inverse_frequencies, dtype=torch.float64)
         self.keys: dict[tuple[int, int], Tensor] = {}

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from kvkeep.models.layers.decoder import Decoder, Llama
+from kvkeep.models.layers.decoder import Decoder
+from kvkeep.models.layers.network import Network
 
 
 class NaiveStreamingCache:
@@ -64,6 +65,6 @@ def streaming_logits(
 ) -> Tensor:
     """`[last, vocab]`: logits for the last tokens, everything evaluated token by token."""
     cache = NaiveStreamingCache(decoder, max_kv_size, keep)
-    network = Llama(decoder.spec, decoder.tensors)
+    network = Network(decoder.spec, decoder.tensors)
     hidden = [network.forward(torch.tensor([token]), cache) for token in tokens]
     return decoder.logits(torch.cat(hidden[-last:]))

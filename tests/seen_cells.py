@@ -8,7 +8,7 @@ from listed_cells import of_head
 from torch import Tensor
 
 from kvkeep.model import Model
-from kvkeep.models.layers.decoder import Llama
+from kvkeep.models.layers.network import Network
 from kvkeep.session.session import Session
 
 
@@ -25,7 +25,7 @@ class SeenCells:
     def __init__(self, session: Session, exact: Model):
         memory, cache = session._memory, session.cache
         self.spec, self.decoder = exact.spec, exact.decoder
-        self.network = Llama(self.spec, self.decoder.tensors)
+        self.network = Network(self.spec, self.decoder.tensors)
         self.frequencies = torch.tensor(self.spec.rope.inverse_frequencies, dtype=torch.float64)
         self.token, self.time = memory.tokens[-1], cache.time - 1
         held = [segment.read(0, segment.length) for segment in cache.segments]

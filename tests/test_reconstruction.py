@@ -17,7 +17,7 @@ from kvkeep.compression.methods.base import Repeated
 from kvkeep.compression.reconstruction import reconstruction
 from kvkeep.errors import InvalidArgument
 from kvkeep.model import Model
-from kvkeep.models.layers.decoder import Layer, Llama
+from kvkeep.models.layers.network import DecoderLayer, Network
 from kvkeep.session.session import Session
 
 MODEL = small_model(sharpness=0.5)
@@ -30,7 +30,7 @@ class Dense:
 
     def __init__(self, model: Model):
         self.spec = model.spec
-        self.network = Llama(model.spec, model.decoder.tensors)
+        self.network = Network(model.spec, model.decoder.tensors)
         self.frequencies = torch.tensor(self.spec.rope.inverse_frequencies, dtype=torch.float64)
         self.shares: list[Tensor] = []  # of each layer [heads, n, n]
         self.values: list[Tensor] = []  # of each layer [n, heads, head_dim]
@@ -42,7 +42,7 @@ class Dense:
         with torch.inference_mode():
             self.network.forward(torch.tensor(ids), self)
 
-    def noted(self, layer: Layer) -> Any:
+    def noted(self, layer: DecoderLayer) -> Any:
         def norm(x: Tensor) -> Tensor:
             self.streams.append(x)
             return layer.attention_norm(x)

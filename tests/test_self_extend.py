@@ -11,7 +11,8 @@ from torch import Tensor
 from kvkeep import Snapshot
 from kvkeep.errors import ContextFull, InvalidArgument
 from kvkeep.model import Model
-from kvkeep.models.layers.decoder import Decoder, Llama
+from kvkeep.models.layers.decoder import Decoder
+from kvkeep.models.layers.network import Network
 from kvkeep.models.spec.model_spec import ModelSpec
 
 MODEL = small_model(sharpness=0.2)
@@ -59,7 +60,7 @@ class TwoAttentions:
 @torch.inference_mode()
 def expected_logits(decoder: Decoder, tokens: list[int], group: int, window: int) -> Tensor:
     cache = TwoAttentions(decoder.spec, group, window)
-    network = Llama(decoder.spec, decoder.tensors)
+    network = Network(decoder.spec, decoder.tensors)
     hidden = [network.forward(torch.tensor([t]), cache) for t in tokens]
     return decoder.logits(torch.cat(hidden))
 

@@ -13,7 +13,7 @@ import torch
 
 from kvkeep.compiled.instruction_sets import TORCH, choice, load
 from kvkeep.errors import KernelMismatch, OutOfMemory
-from kvkeep.models.layers.finite import not_finite
+from kvkeep.models.layers.primitives import non_finite_error
 
 PLAIN = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # CMatrix.format
 
@@ -302,7 +302,7 @@ def _bound(kernels: ctypes.CDLL) -> ctypes.CDLL | None:
 def require_done(status: int) -> None:
     """Raises what a kernel could not: OutOfMemory, NonFiniteLogits; KernelMismatch for none."""
     if status == _NOT_FINITE:
-        raise not_finite()
+        raise non_finite_error()
     if status == _NO_MEMORY:
         raise OutOfMemory(
             "there was not enough memory for this step, and nothing was changed; free some, or "

@@ -27,8 +27,8 @@ from kvkeep.compiled.model import described_model, kernel_groups
 from kvkeep.compiled.operands import address
 from kvkeep.compiled.step import describe
 from kvkeep.errors import KernelMismatch
-from kvkeep.models.layers.decoder import Llama
 from kvkeep.models.layers.executor import AnyStep
+from kvkeep.models.layers.network import Network
 from kvkeep.models.spec.model_spec import ModelSpec
 from kvkeep.models.weights.formats import GROUP
 from kvkeep.models.weights.packing import Matrix, as_tensor
@@ -127,7 +127,7 @@ class CompiledExecutor:
         if self._products_in is not torch.bfloat16:
             self.name += ", prompts in float32"
         self._products = {name: self._product(name) for name in self._by_products()}
-        self._network = Llama(spec, self._held.tensors | self._routers(), self._products)
+        self._network = Network(spec, self._held.tensors | self._routers(), self._products)
         self.seconds: ctypes.Array[ctypes.c_double] | None = None  # by PHASES, where counted
 
     def _by_products(self) -> list[str]:
@@ -164,13 +164,13 @@ class CompiledExecutor:
         steps = [step] if isinstance(step, DecodeStep) else step.steps
         return self._of_one_token_each(tokens.tolist(), steps, model)
 
-    def chunk(self, tokens: Tensor, step: ChunkStep, lengths: Tensor | None) -> Tensor:
+    def chunk(self, tokens: Tensor, step: ChunkStep, norms: Tensor | None) -> Tensor:
         attention: LayerAttention = ChunkAttention(step, self._kernels)
         if isinstance(step.local, ChunkStep):
             local = ChunkAttention(step.local, self._kernels)
             attention = LayerDispatch(step.placements, attention, local)
         with one_scratch():
-            return self._network.forward(tokens, attention, lengths)
+            return self._network.forward(tokens, attention, norms)
 
     def _of_one_token_each(
         self, tokens: Sequence[int], steps: Sequence[DecodeStep], model: CModel

@@ -10,7 +10,7 @@ import torch
 from kvkeep.compiled.binding import CBeside, CMatrix, CMixture, CMlp
 from kvkeep.compiled.held import Held
 from kvkeep.compiled.operands import require
-from kvkeep.models.layers.parallel_experts import EXPERT_SCALES, NORMS, ROUTER_SCALE
+from kvkeep.models.layers.experts import EXPERT_SCALES, PARALLEL_NORMS, ROUTER_SCALE
 from kvkeep.models.spec.model_spec import ModelSpec
 
 # A matrix by its name, checked.
@@ -42,5 +42,5 @@ def mixture(spec: ModelSpec, held: Held, layer: str, sampled: bool) -> CMixture:
 
 
 def _beside(held: Held, layer: str) -> CBeside:
-    norms = {role: held.pointer(f"{layer}{name}.weight") for role, name in NORMS.items()}
+    norms = {role: held.pointer(f"{layer}{name}.weight") for role, name in PARALLEL_NORMS.items()}
     return CBeside(**norms, router_scale=held.pointer(f"{layer}{ROUTER_SCALE}"))

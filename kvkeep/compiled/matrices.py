@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvkeep.compiled.binding import PLAIN, CMatrix, require_done
 from kvkeep.compiled.operands import address, require
-from kvkeep.models.layers.linear import filled_rows
+from kvkeep.models.layers.primitives import padded_rows
 from kvkeep.models.weights.packing import BLOCK, Matrix, packed_shapes
 
 FEW = 16  # rows that a kernel multiplies: beyond, unpacking and the library are faster
@@ -75,17 +75,19 @@ class PackedLinear:
         self._unpack(0, -(-self._matrix.rows // BLOCK), out)
         return out
 
-    def chosen(self, rows: Tensor) -> Tensor:
-        """Some rows, `[n, columns]`. rows: `[n]` int64."""
-        matrix, rows = self._matrix, rows.contiguous()
-        found = rows.tolist()
+    def take_rows(self, indices: Tensor) -> Tensor:
+        """Return rows of the matrix, `[n, columns]` bfloat16. indices: `[n]` int64."""
+        matrix, indices = self._matrix, indices.contiguous()
+        rows = indices.tolist()
         require(
-            not found or 0 <= min(found) <= max(found) < matrix.rows,
+            not rows or 0 <= min(rows) <= max(rows) < matrix.rows,
             f"rows of 0 to {matrix.rows - 1}",
-            found,
+            rows,
         )
-        out = torch.empty(len(found), matrix.columns, dtype=torch.bfloat16, device="cpu")
-        require_done(self._kernels.kvkeep_rows(matrix, rows.data_ptr(), len(found), out.data_ptr()))
+        out = torch.empty(len(rows), matrix.columns, dtype=torch.bfloat16, device="cpu")
+        require_done(
+            self._kernels.kvkeep_rows(matrix, indices.data_ptr(), len(rows), out.data_ptr())
+        )
         return out
 
     def _by_kernel(self, x: Tensor) -> Tensor:
@@ -100,7 +102,7 @@ class PackedLinear:
 
     def _by_library(self, x: Tensor) -> Tensor:
         matrix, n = self._matrix, x.shape[0]
-        if self._dtype is torch.bfloat16 and (missing := filled_rows(n) - n):
+        if self._dtype is torch.bfloat16 and (missing := padded_rows(n) - n):
             x = F.pad(x, (0, 0, 0, missing))
         x = x.to(self._dtype)
         step = max(1, _SCRATCH // (matrix.columns * BLOCK * self._dtype.itemsize))

@@ -10,8 +10,8 @@ import torch
 from kvkeep.compiled.binding import CGroup, CLayer, CMlp, CModel, COwnInput, CPerLayer
 from kvkeep.compiled.experts import mixture, mlp
 from kvkeep.compiled.held import Held
-from kvkeep.models.layers.decoder import embedding_multiplier, per_layer_multiplier
-from kvkeep.models.layers.per_layer import NORM, OF_A_LAYER, PROJECTION, TABLE
+from kvkeep.models.layers.network import embedding_multiplier, per_layer_multiplier
+from kvkeep.models.layers.per_layer import LAYER_PARTS, NORM, PROJECTION, TABLE
 from kvkeep.models.spec.model_spec import GATINGS, LayerGroup, ModelSpec
 from kvkeep.models.weights.tensors import EMBEDDING, HEAD
 
@@ -111,7 +111,7 @@ def _layer(
     matrix = partial(held.matrix, sampled=sampled)
     sparse, group = spec.is_sparse(index), spec.group_of(index)
     sinks = held.tensors.get(f"{prefix}self_attn.sinks")
-    own = [f"{prefix}{name}.weight" for name in OF_A_LAYER]
+    own = [f"{prefix}{name}.weight" for name in LAYER_PARTS]
     scale = held.tensors.get(f"{prefix}layer_scalar")
     return CLayer(
         **{role: matrix(f"{prefix}{name}.weight") for role, name in _MATRICES.items()},

@@ -26,7 +26,7 @@ from kvkeep.cache.step import ChunkStep
 from kvkeep.compression.methods.base import Repeated
 from kvkeep.compression.methods.similarity import most_similar
 from kvkeep.errors import InvalidArgument
-from kvkeep.models.layers.finite import require_finite
+from kvkeep.models.layers.primitives import require_finite
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.session.memory import Memory
 

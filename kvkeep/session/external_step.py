@@ -9,7 +9,7 @@ from torch import Tensor
 from kvkeep.cache.group_step import GroupStep
 from kvkeep.cache.step import DecodeStep
 from kvkeep.models.layers.executor import AnyStep
-from kvkeep.models.layers.finite import require_finite
+from kvkeep.models.layers.primitives import require_finite
 from kvkeep.runtime.signals import interrupts_deferred
 from kvkeep.runtime.worker import computing
 from kvkeep.session.memory import Memory

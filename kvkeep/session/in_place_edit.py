@@ -10,7 +10,7 @@ from torch import Tensor
 from kvkeep.cache import KVCache, Segment, merge_small_segments
 from kvkeep.cache.attention import HIDDEN
 from kvkeep.errors import ContextFull, InvalidArgument
-from kvkeep.models.layers.finite import require_finite
+from kvkeep.models.layers.primitives import require_finite
 from kvkeep.session.change import Change, bounded
 from kvkeep.session.local_layers import REACH, local_cells, newest_together
 from kvkeep.session.memory import Memory

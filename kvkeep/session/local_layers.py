@@ -11,7 +11,7 @@ import torch
 
 from kvkeep.cache import KVCache, Segment, Window
 from kvkeep.models.layers.decoder import Decoder
-from kvkeep.models.layers.finite import require_finite
+from kvkeep.models.layers.primitives import require_finite
 
 STEP = 512  # tokens evaluated at a time
 REACH = 2  # windows that an edit in place evaluates anew: the first begins with nothing before it

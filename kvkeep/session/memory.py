@@ -13,7 +13,7 @@ from kvkeep.cache.shallow_copy import shallow_copy
 from kvkeep.compression.methods import Compression
 from kvkeep.errors import ContextFull, InvalidArgument
 from kvkeep.models.layers.decoder import Decoder
-from kvkeep.models.layers.finite import require_finite
+from kvkeep.models.layers.primitives import require_finite
 from kvkeep.policies import Policy
 from kvkeep.session.history import History
 from kvkeep.session.local_layers import local_cells, newest_together, sees_whole_window

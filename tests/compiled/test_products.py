@@ -147,10 +147,10 @@ def test_they_are_unpacked_as_torch_rounds_them(
     wanted, linear = one.values.bfloat16(), one.linear()
     assert torch.equal(linear.dense(), wanted)
     rows = torch.tensor([0, size[0] - 1, size[0] // 2])
-    assert torch.equal(linear.chosen(rows), wanted[rows])
+    assert torch.equal(linear.take_rows(rows), wanted[rows])
     for beyond in (-1, size[0]):
         with pytest.raises(KernelMismatch, match=f"0 to {size[0] - 1}"):
-            linear.chosen(torch.tensor([beyond]))
+            linear.take_rows(torch.tensor([beyond]))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -13,7 +13,8 @@ from topics import topic_ids
 from torch import Tensor
 
 from kvkeep.model import Model
-from kvkeep.models.layers.decoder import Decoder, Llama
+from kvkeep.models.layers.decoder import Decoder
+from kvkeep.models.layers.network import Network
 from kvkeep.models.spec.config import read_spec
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.models.weights.checkpoint import decoder_shapes, decoder_tensors
@@ -383,7 +384,7 @@ def test_in_bfloat16_embeddings_and_norms_are_rounded_as_transformers_rounds_the
     theirs = written(tmp_path, family).to(torch.bfloat16)
     spec = read_spec(tmp_path)
     whole = read_tensors(tmp_path, torch.bfloat16, torch.device("cpu"), progress=False)
-    ours = Llama(spec, decoder_tensors(spec, whole))
+    ours = Network(spec, decoder_tensors(spec, whole))
     tokens, lengths = torch.tensor(TOKENS), torch.empty(spec.layers, len(TOKENS))
     with torch.no_grad():
         ours.forward(tokens, Blind(), lengths)

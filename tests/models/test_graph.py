@@ -7,8 +7,9 @@ from small import small_model
 from kvkeep.cache.static import geometry
 from kvkeep.cache.step import DecodeStep
 from kvkeep.model import Model
-from kvkeep.models.layers.decoder import Decoder, Llama
+from kvkeep.models.layers.decoder import Decoder
 from kvkeep.models.layers.graph import DecodeGraphs, GraphExecutor
+from kvkeep.models.layers.network import Network
 from kvkeep.session.session import Session
 
 PROMPT = [(i * i * 7 + 3 * i) % 255 + 1 for i in range(300)]
@@ -37,7 +38,7 @@ class Counting(DecodeGraphs):
 
 def graphed() -> tuple[Model, Counting]:
     model = small_model()
-    executor = GraphExecutor(Llama(model.spec, model.decoder.tensors))
+    executor = GraphExecutor(Network(model.spec, model.decoder.tensors))
     executor.graphs = counting = Counting(executor.graphs.forward)
     model.decoder = Decoder(model.spec, model.decoder.tensors, executor=executor)
     return model, counting

@@ -7,7 +7,7 @@ from small import small_model
 from torch.overrides import TorchFunctionMode
 
 from kvkeep.model import Model
-from kvkeep.models.layers.linear import Linear, filled_rows
+from kvkeep.models.layers.primitives import Linear, padded_rows
 
 PROMPT = [(i * i * 7 + 3 * i) % 250 + 1 for i in range(300)]
 
@@ -37,17 +37,17 @@ def test_prompts_of_any_length_are_multiplied_in_few_numbers_of_rows(model: Mode
             session.next_token()
         session.score(PROMPT)
     assert len(products.rows) <= 29
-    assert products.rows <= {filled_rows(n) for n in range(1, 301)}
+    assert products.rows <= {padded_rows(n) for n in range(1, 301)}
 
 
 def test_up_to_a_step_of_512_there_are_35_sizes_and_few_rows_are_wasted() -> None:
-    sizes = [filled_rows(n) for n in range(1, 513)]
+    sizes = [padded_rows(n) for n in range(1, 513)]
     assert len(set(sizes)) == 35
     assert sizes == sorted(sizes)
     for n, size in enumerate(sizes, 1):
         assert n <= size <= n + max(3, n / 4.5)
-        assert filled_rows(size) == size
-    assert [filled_rows(n) for n in (513, 640, 641, 4232)] == [640, 640, 768, 4352]
+        assert padded_rows(size) == size
+    assert [padded_rows(n) for n in (513, 640, 641, 4232)] == [640, 640, 768, 4352]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

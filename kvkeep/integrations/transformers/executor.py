@@ -22,7 +22,7 @@ from kvkeep.integrations.transformers.hooks import body_of, configs_of, hold_rot
 from kvkeep.integrations.transformers.interface import attended_by
 from kvkeep.integrations.transformers.step_runner import Stepping
 from kvkeep.models.layers.executor import AnyStep
-from kvkeep.models.layers.finite import checked
+from kvkeep.models.layers.primitives import finite
 from kvkeep.models.text.codec import TextCodec
 
 
@@ -130,7 +130,7 @@ class TransformersExecutor:
 
     def logits(self, hidden: Tensor) -> Tensor:
         self.require_not_moved()
-        return checked(self._head.logits(hidden))
+        return finite(self._head.logits(hidden))
 
     def unpacked(self, name: str) -> Tensor:
         raise InvalidArgument(

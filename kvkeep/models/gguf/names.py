@@ -9,7 +9,7 @@ from kvkeep.models.gguf.experts import apart
 from kvkeep.models.gguf.file import GgufFile, PackedTensor
 from kvkeep.models.gguf.gemma3n import LAYER_NAMES as GEMMA3N_NAMES
 from kvkeep.models.gguf.gemma3n import streams_apart
-from kvkeep.models.layers.parallel_experts import EXPERT_SCALES, ROUTER_SCALE
+from kvkeep.models.layers.experts import EXPERT_SCALES, ROUTER_SCALE
 
 _TOP_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",

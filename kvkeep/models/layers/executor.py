@@ -1,56 +1,40 @@
-"""Who computes a step: chosen once, when a model is loaded."""
+"""The interface of executors, which compute a step's forward pass, and the one in torch."""
 
 from typing import Protocol
 
 from torch import Tensor
 
-from kvkeep.cache import LayerAttention
 from kvkeep.cache.group_step import GroupStep
 from kvkeep.cache.step import ChunkStep, DecodeStep
-from kvkeep.models.layers.finite import checked
+from kvkeep.models.layers.network import Network
+from kvkeep.models.layers.primitives import finite
 
 AnyStep = DecodeStep | ChunkStep | GroupStep
 
 
 class Executor(Protocol):
-    """Runs a model's forward over the step that a cache, or a group of them, has opened.
+    """Computes a model's forward pass over the step that a cache, or a group of them, has opened.
 
-    name: of the way in which it computes; others round in other places.
+    name: identifies how it computes; executors differ in where they round.
     """
 
     name: str
 
     def hidden(self, tokens: Tensor, step: AnyStep) -> Tensor:
-        """Evaluates `tokens: [n]` into the step. Returns `[n, hidden_size]`, normed."""
+        """Evaluate `tokens: [n]` into the step; return `[n, hidden_size]`, normed."""
 
-    def chunk(self, tokens: Tensor, step: ChunkStep, lengths: Tensor | None) -> Tensor:
-        """The same of a chunk. lengths: `[layers, n]` float32, see `Network.forward`."""
+    def chunk(self, tokens: Tensor, step: ChunkStep, norms: Tensor | None) -> Tensor:
+        """Evaluate a chunk as `hidden` does. norms: see `Network.forward`."""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """`[n, hidden_size]` to `[n, vocab]`, float32, all of them finite: else NonFiniteLogits."""
+        """Map `[n, hidden_size]` to `[n, vocab]`, float32. Raises NonFiniteLogits."""
 
     def unpacked(self, name: str) -> Tensor:
-        """A matrix that is held packed alone, `[rows, columns]`; KeyError if there is none."""
-
-
-class Network(Protocol):
-    """A family's layers in torch."""
-
-    def forward(
-        self, tokens: Tensor, step: LayerAttention, lengths: Tensor | None = None
-    ) -> Tensor:
-        """As `Executor.hidden`, layer by layer: each calls the step's `attend` once.
-
-        lengths: `[layers, n]` float32, filled with the norm of what each layer reads, the residual
-        stream, where it is wanted.
-        """
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """`[n, hidden_size]` to `[n, vocab]`, float32, whatever they are."""
+        """Return a matrix that is stored packed only, `[rows, columns]`. Raises KeyError."""
 
 
 class TorchExecutor:
-    """Every step by torch, on any device: the reference for the others."""
+    """Computes every step in torch, on any device: the reference for the others."""
 
     name = "torch"
 
@@ -60,11 +44,11 @@ class TorchExecutor:
     def hidden(self, tokens: Tensor, step: AnyStep) -> Tensor:
         return self._network.forward(tokens, step.layer_attention)
 
-    def chunk(self, tokens: Tensor, step: ChunkStep, lengths: Tensor | None) -> Tensor:
-        return self._network.forward(tokens, step.layer_attention, lengths)
+    def chunk(self, tokens: Tensor, step: ChunkStep, norms: Tensor | None) -> Tensor:
+        return self._network.forward(tokens, step.layer_attention, norms)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return checked(self._network.logits(hidden))
+        return finite(self._network.logits(hidden))
 
     def unpacked(self, name: str) -> Tensor:
-        raise KeyError(name)  # all are tensors
+        raise KeyError(name)  # everything is a tensor

@@ -1,8 +1,8 @@
-"""The MLP of a layer, and a mixture of experts in its place (arXiv:1701.06538, arXiv:2101.03961).
+"""Gated MLPs, and mixtures of experts in their place or beside them (arXiv:1701.06538, 2101.03961).
 
 A router scores all experts for each token, in float32 whatever the weights are: rounded to bfloat16
-its scores would tie. The token goes through the few that score highest, of equal ones through those
-of lower index, and what they give is added up by their shares of the softmax.
+its scores would tie. The token goes through the experts with the highest scores (on ties, the lower
+index), and their outputs are summed, weighted by their shares of the softmax.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,21 +13,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvkeep.models.layers.linear import Linear
+from kvkeep.models.layers.primitives import Linear, Norm, make_norm
 from kvkeep.models.spec.model_spec import Gating, ModelSpec
 
 
 class Product(Protocol):
-    """A matrix with rows of input, `[n, in]` to `[n, out]`, whatever it is kept as."""
+    """A matrix to multiply by, in whatever form it is stored: a `Linear` or packed weights."""
 
-    def __call__(self, x: Tensor) -> Tensor: ...
+    def __call__(self, x: Tensor) -> Tensor:
+        """Map `[n, in]` to `[n, out]`."""
 
-    def chosen(self, rows: Tensor) -> Tensor:
-        """Some rows of the matrix, `[n, in]`. rows: `[n]` int64."""
+    def take_rows(self, indices: Tensor) -> Tensor:
+        """Return rows of the matrix, `[n, in]`. indices: `[n]` int64."""
 
 
 def _clamped(gate: Tensor, up: Tensor) -> Tensor:
-    """Gpt-oss's: (up + 1) * gate * sigmoid(1.702 gate), no gate above 7 and no up beyond 7."""
+    """Gating of gpt-oss: (up + 1) * gate * sigmoid(1.702 gate), with gate <= 7 and |up| <= 7."""
     gate, up = gate.clamp(max=7), up.clamp(-7, 7)
     return (up + 1) * gate * torch.sigmoid(1.702 * gate)
 
@@ -49,19 +50,19 @@ class Mlp:
     gating: Gating = "silu"
 
     def __call__(self, x: Tensor) -> Tensor:
-        """`[n, hidden_size]` to the same."""
+        """Map `[n, hidden_size]` to the same shape."""
         return self.down(GATED[self.gating](self.gate(x), self.up(x)))
 
 
 @dataclass(frozen=True)
 class SharedExpert:
-    """An expert that every token goes through, as much as the sigmoid of its gate says."""
+    """An expert that every token goes through, weighted by the sigmoid of its gate."""
 
     mlp: Mlp
     gate: Linear
 
     def __call__(self, x: Tensor) -> Tensor:
-        """`[n, hidden_size]` to the same, float32."""
+        """Map `[n, hidden_size]` to the same shape, float32."""
         return self.gate(x.float()).sigmoid() * self.mlp(x).float()
 
 
@@ -69,67 +70,142 @@ class SharedExpert:
 class Experts:
     """A mixture of experts.
 
-    router: `[experts, hidden_size]` float32, as is its bias. per_token: how many a token goes
-    through. norm_topk: their weights add up to 1, and else to their share of all.
+    The tokens of a step that are routed to one expert go through it together. So the last bits of a
+    token's output may depend on how many tokens of its step share its experts, never on the number
+    of threads.
 
-    The tokens of a step that chose an expert go through it together, so that what a token becomes
-    may depend in its last bits on how many others of its step chose the same one; never on the
-    number of threads.
+    Attributes:
+        router: `[experts, hidden_size]` float32, as is its bias.
+        experts: one MLP each.
+        per_token: experts that a token goes through.
+        norm_topk: the weights of a token's experts sum to 1; otherwise each is the expert's share
+            of the softmax over all experts.
     """
 
     router: Linear
-    each: tuple[Mlp, ...]
+    experts: tuple[Mlp, ...]
     per_token: int
     norm_topk: bool
     shared: SharedExpert | None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """`[n, hidden_size]` to the same."""
-        return self.through(x, *self.route(x))
-
-    def through(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """The same where it is known, as `route` has it, which experts each goes through."""
-        sum = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        # Choices in the order of their experts; choice c is of token c // per_token.
-        order = chosen.flatten().argsort(stable=True)
-        counts = chosen.flatten().bincount(minlength=len(self.each)).tolist()
-        for expert, choices in zip(self.each, torch.split(order, counts), strict=True):
-            if len(choices):
-                tokens = choices // self.per_token
-                given = expert(x[tokens]).float() * weights.flatten()[choices, None]
-                sum.index_add_(0, tokens, given)  # no token chose an expert twice
-        if self.shared is not None:
-            sum += self.shared(x)
-        return sum.to(x.dtype)
+        """Map `[n, hidden_size]` to the same shape."""
+        return self.apply(x, *self.route(x))
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights, float32, and experts, int64, that each token goes through: `[n, per_token]`."""
+        """Return the weights (float32) and experts (int64) of each token, `[n, per_token]`."""
         scores, order = self.router(x.float()).sort(dim=-1, descending=True, stable=True)
-        shares = scores[:, : self.per_token] if self.norm_topk else scores
-        weights = shares.softmax(-1)[:, : self.per_token]
+        candidates = scores[:, : self.per_token] if self.norm_topk else scores
+        weights = candidates.softmax(-1)[:, : self.per_token]
         return weights, order[:, : self.per_token]
 
+    def apply(self, x: Tensor, weights: Tensor, routed: Tensor) -> Tensor:
+        """Map `[n, hidden_size]` to the same shape, routed as `route` returned it."""
+        total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        # Assignments sorted by expert; assignment a is of token a // per_token.
+        order = routed.flatten().argsort(stable=True)
+        counts = routed.flatten().bincount(minlength=len(self.experts)).tolist()
+        for expert, assignments in zip(self.experts, torch.split(order, counts), strict=True):
+            if len(assignments):
+                tokens = assignments // self.per_token
+                output = expert(x[tokens]).float() * weights.flatten()[assignments, None]
+                total.index_add_(0, tokens, output)  # no token is routed to an expert twice
+        if self.shared is not None:
+            total += self.shared(x)
+        return total.to(x.dtype)
 
-def mlp_of(
+
+# Tensor names behind a layer's prefix.
+PARALLEL_NORMS = {
+    "mlp_norm": "post_feedforward_layernorm_1",
+    "norm": "pre_feedforward_layernorm_2",
+    "output_norm": "post_feedforward_layernorm_2",
+}
+ROUTER_SCALE, EXPERT_SCALES = "mlp.gate.scale", "mlp.gate.expert_scales"
+
+
+@dataclass(frozen=True)
+class ParallelExperts:
+    """A mixture of experts beside an MLP, as Gemma 4 has it.
+
+    Both read the residual stream through norms of their own, and their outputs are normed
+    separately
+    and added. The router reads the residual stream, too: normed without a weight, and scaled
+    element by element. Each expert's output is scaled by a learned number.
+
+    Attributes:
+        mlp_norm: norm of the MLP's output.
+        norm, output_norm: norms of the experts' input and output.
+        router_scale: `[hidden_size]` float32.
+        expert_scales: `[experts]` float32.
+        eps: of the norm of the router's input.
+    """
+
+    experts: Experts
+    mlp_norm: Norm
+    norm: Norm
+    output_norm: Norm
+    router_scale: Tensor
+    expert_scales: Tensor
+    eps: float
+
+    def __call__(self, x: Tensor, mlp_output: Tensor) -> Tensor:
+        """Return the sum of MLP and experts. x: the residual stream; all `[n, hidden_size]`."""
+        wide = x.float()
+        router_input = F.rms_norm(wide, wide.shape[1:], None, self.eps) * self.router_scale
+        weights, routed = self.experts.route(router_input * wide.shape[1] ** -0.5)
+        weights = weights * self.expert_scales[routed]
+        experts_output = self.experts.apply(self.norm(x), weights, routed)
+        return self.mlp_norm(mlp_output) + self.output_norm(experts_output)
+
+
+def make_mlp(
     spec: ModelSpec, layer: int, tensors: Mapping[str, Tensor], product: Callable[[str], Product]
 ) -> Mlp | Experts:
-    """A layer's MLP, or what it has in its place. product: of a matrix, by its name."""
+    """Return a layer's MLP, or the experts in its place. product: the matrix of a tensor name."""
     prefix = f"model.layers.{layer}.mlp"
     if spec.experts_beside or not spec.is_sparse(layer):
         return _mlp(prefix, product, spec.gating)
-    return experts_of(spec, layer, tensors, product)
+    return _experts(spec, layer, tensors, product)
 
 
-def experts_of(
+def make_parallel_experts(
+    spec: ModelSpec, layer: int, tensors: Mapping[str, Tensor], product: Callable[[str], Product]
+) -> ParallelExperts | None:
+    """Return the experts beside a layer's MLP; None if the model has none."""
+    if not spec.experts_beside:
+        return None
+    prefix = f"model.layers.{layer}."
+    norms = {
+        field: make_norm(spec, tensors[f"{prefix}{name}.weight"])
+        for field, name in PARALLEL_NORMS.items()
+    }
+    return ParallelExperts(
+        experts=_experts(spec, layer, tensors, product),
+        **norms,
+        router_scale=tensors[f"{prefix}{ROUTER_SCALE}"].float(),
+        expert_scales=tensors[f"{prefix}{EXPERT_SCALES}"].float(),
+        eps=spec.norm_eps,
+    )
+
+
+def parallel_experts_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a layer's tensors for parallel experts, besides matrices, by name."""
+    if not spec.experts_beside:
+        return {}
+    norms = {f"{name}.weight": (spec.hidden_size,) for name in PARALLEL_NORMS.values()}
+    return {**norms, ROUTER_SCALE: (spec.hidden_size,), EXPERT_SCALES: (spec.experts,)}
+
+
+def _experts(
     spec: ModelSpec, layer: int, tensors: Mapping[str, Tensor], product: Callable[[str], Product]
 ) -> Experts:
-    """A layer's mixture of experts."""
     prefix = f"model.layers.{layer}.mlp"
 
     def router(name: str, rows: int) -> Linear:
         weight = tensors.get(name)
         if weight is None:
-            weight = product(name).chosen(torch.arange(rows, dtype=torch.int64, device="cpu"))
+            weight = product(name).take_rows(torch.arange(rows, dtype=torch.int64, device="cpu"))
         bias = tensors.get(f"{name.removesuffix('weight')}bias")
         return Linear(weight.float(), None if bias is None else bias.float())
 
@@ -139,7 +215,7 @@ def experts_of(
         shared = SharedExpert(_mlp(f"{prefix}.shared_expert", product, spec.gating), gate)
     return Experts(
         router=router(f"{prefix}.gate.weight", spec.experts),
-        each=tuple(
+        experts=tuple(
             _mlp(f"{prefix}.experts.{i}", product, spec.gating) for i in range(spec.experts)
         ),
         per_token=spec.experts_per_token,

@@ -1,7 +1,7 @@
-"""Decoding on CUDA: the forward is recorded once and replayed for each token.
+"""CUDA graphs: the decode step's forward pass, recorded once and replayed for each token.
 
-A small model's decode step is hundreds of small kernels, and launching them takes longer than
-running them. Replayed as a CUDA graph they are launched at once.
+A small model's decode step is hundreds of small kernels, and launching them one by one takes longer
+than running them. A CUDA graph launches all of them at once.
 """
 
 from collections.abc import Callable
@@ -10,20 +10,20 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache.static import Geometry, StaticStep, geometry
-from kvkeep.cache.step import ChunkStep, DecodeStep
-from kvkeep.models.layers.executor import AnyStep, Network
-from kvkeep.models.layers.finite import checked
+from kvkeep.cache.step import DecodeStep
+from kvkeep.models.layers.executor import AnyStep, TorchExecutor
+from kvkeep.models.layers.network import Network
 
 Forward = Callable[[Tensor, StaticStep], Tensor]
 
 
-class GraphExecutor:
-    """By torch, but for decode steps of a full ring, which are replayed."""
+class GraphExecutor(TorchExecutor):
+    """Computes in torch, and replays decode steps of a full ring."""
 
     name = "CUDA graphs"
 
     def __init__(self, network: Network):
-        self._network = network
+        super().__init__(network)
         self.graphs = DecodeGraphs(network.forward)
 
     def hidden(self, tokens: Tensor, step: AnyStep) -> Tensor:
@@ -31,26 +31,17 @@ class GraphExecutor:
             replayed = self.graphs.hidden(tokens, step)
             if replayed is not None:
                 return replayed
-        return self._network.forward(tokens, step.layer_attention)
-
-    def chunk(self, tokens: Tensor, step: ChunkStep, lengths: Tensor | None) -> Tensor:
-        return self._network.forward(tokens, step.layer_attention, lengths)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return checked(self._network.logits(hidden))
-
-    def unpacked(self, name: str) -> Tensor:
-        raise KeyError(name)  # all are tensors
+        return super().hidden(tokens, step)
 
 
 class DecodeGraph:
-    """One session's decode step, for as long as its geometry stays.
+    """One session's decode step, valid while its geometry stays the same.
 
-    forward: tokens `[1]` and what attends, to hidden states `[1, hidden_size]`.
+    forward: maps tokens `[1]` and the step to hidden states `[1, hidden_size]`.
     """
 
-    def __init__(self, forward: Forward, step: DecodeStep, known: Geometry):
-        self.geometry = known
+    def __init__(self, forward: Forward, step: DecodeStep, geometry: Geometry):
+        self.geometry = geometry
         self._forward = forward
         self._static = StaticStep(step)
         device = step.newest.layout.device
@@ -59,11 +50,11 @@ class DecodeGraph:
         self._hidden: Tensor | None = None
 
     def hidden(self, tokens: Tensor, step: DecodeStep) -> Tensor:
-        """Evaluates a token into the step, which must be of this geometry. `[1, hidden_size]`."""
+        """Evaluate a token into a step of this geometry; return `[1, hidden_size]`."""
         self._static.take(step)
         self._tokens.copy_(tokens)
         if self._tokens.device.type != "cuda":
-            return self._run()  # the same code, without a graph to replay
+            return self._run()  # the same code without a graph
         if self._graph is None:
             self._record()
         assert self._graph is not None
@@ -75,8 +66,8 @@ class DecodeGraph:
         return self._forward(self._tokens, self._static)
 
     def _record(self) -> None:
-        # Run once beforehand, off the recorded stream, so that libraries set themselves up. It
-        # writes the very cell that the replay will write again.
+        # Run once beforehand on a side stream, so that libraries initialise outside the recording.
+        # It writes the same cell that the replay writes again.
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -88,24 +79,27 @@ class DecodeGraph:
 
 
 class DecodeGraphs:
-    """The graph of the session that decodes, made when its window has become a full ring.
+    """The graph of the session that decodes, recorded once its window is a full ring.
 
-    The last one is kept: sessions that take turns record theirs anew, and no session's memory is
-    held for longer than until another one decodes.
+    Only the last graph is kept: sessions that alternate record anew, and a session's memory is held
+    until another one decodes.
     """
 
     def __init__(self, forward: Forward):
         self.forward = forward
         self._last: DecodeGraph | None = None
-        self._seen: Geometry | None = None
+        self._last_geometry: Geometry | None = None
 
     def hidden(self, tokens: Tensor, step: DecodeStep) -> Tensor | None:
-        """As `DecodeGraph.hidden`; None where this step is not worth or not fit for a graph."""
-        known, before = geometry(step), self._seen
-        self._seen = known
-        if known is None or known != before:
+        """Return hidden states as `DecodeGraph.hidden` does; None if this step has no graph.
+
+        A step gets a graph if its geometry is static and equals that of the step before.
+        """
+        current, previous = geometry(step), self._last_geometry
+        self._last_geometry = current
+        if current is None or current != previous:
             self._last = None
             return None
-        if self._last is None or self._last.geometry != known:
-            self._last = DecodeGraph(self.forward, step, known)
+        if self._last is None or self._last.geometry != current:
+            self._last = DecodeGraph(self.forward, step, current)
         return self._last.hidden(tokens, step)

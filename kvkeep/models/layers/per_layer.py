@@ -1,7 +1,7 @@
-"""Embeddings that each layer has of its own, as Gemma 3n and 4 have them.
+"""Per-layer embeddings, as Gemma 3n and 4 have them.
 
-A token has a short vector for each layer: one from a table, to which the projection of its
-embedding is added. Behind its MLP a layer adds to the residual stream what its vector lets through.
+A token has a short vector for each layer: a row of a table plus a projection of its embedding.
+After its MLP a layer adds its vector, gated by the residual stream, to the residual stream.
 """
 
 import math
@@ -12,20 +12,22 @@ import torch
 from torch import Tensor
 
 from kvkeep.models.layers.experts import GATED, Product
-from kvkeep.models.layers.norms import Norm, norm_of
+from kvkeep.models.layers.primitives import Norm, make_norm
 from kvkeep.models.spec.model_spec import Gating, ModelSpec
 
 TABLE = "model.embed_tokens_per_layer.weight"
 PROJECTION = "model.per_layer_model_projection.weight"
 NORM = "model.per_layer_projection_norm.weight"
-OF_A_LAYER = ("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm")
+# Tensor names behind a layer's prefix: gate, projection and norm of `PerLayerInput`.
+LAYER_PARTS = ("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm")
 
 
 @dataclass(frozen=True)
-class PerLayer:
+class PerLayerEmbedding:
     """The vectors of all layers.
 
-    size: of one. factor: of what the table has. known: its rows; other tokens have the first one.
+    size: elements of one vector. factor: multiplies the table's rows. rows: of the table; a token
+    id beyond them takes row 0.
     """
 
     table: Product
@@ -33,76 +35,77 @@ class PerLayer:
     norm: Norm
     size: int
     factor: float
-    known: int
+    rows: int
 
     def __call__(self, tokens: Tensor, x: Tensor) -> tuple[Tensor, ...]:
-        """`[n, size]` for each layer. tokens: `[n]`, x: their embeddings `[n, hidden_size]`."""
+        """Return `[n, size]` for each layer. tokens: `[n]`, x: embeddings `[n, hidden_size]`."""
         shape = (len(tokens), -1, self.size)
-        rows = torch.where(tokens < self.known, tokens, 0)
-        own = (self.table.chosen(rows) * self.factor).view(shape)
+        indices = torch.where(tokens < self.rows, tokens, 0)
+        looked_up = (self.table.take_rows(indices) * self.factor).view(shape)
         projected = (self.projection(x) * x.shape[-1] ** -0.5).view(shape)
-        return ((self.norm(projected) + own) * math.sqrt(0.5)).unbind(1)
+        return ((self.norm(projected) + looked_up) * math.sqrt(0.5)).unbind(1)
 
 
 @dataclass(frozen=True)
 class PerLayerInput:
-    """What a layer does with its own vectors. gating: as that of its MLP."""
+    """The part of a layer that reads its per-layer vectors. gating: as in its MLP."""
 
     gate: Product
     projection: Product
     norm: Norm
     gating: Gating
 
-    def __call__(self, x: Tensor, own: Tensor) -> Tensor:
-        """What is added to the residual stream x, `[n, hidden_size]`."""
-        return self.norm(self.projection(GATED[self.gating](self.gate(x), own)))
+    def __call__(self, x: Tensor, vectors: Tensor) -> Tensor:
+        """Return the update of the residual stream x, `[n, hidden_size]`. vectors: `[n, size]`."""
+        return self.norm(self.projection(GATED[self.gating](self.gate(x), vectors)))
 
 
-def per_layer(
+def make_per_layer_embedding(
     spec: ModelSpec,
     tensors: Mapping[str, Tensor],
     product: Callable[[str], Product],
     factor: float,
-) -> PerLayer | None:
-    """None where the model has none."""
+) -> PerLayerEmbedding | None:
+    """Return the model's per-layer embedding, or None. product: the matrix of a tensor name."""
     if not spec.per_layer_size:
         return None
-    norm = norm_of(spec, tensors[NORM])
-    size, known = spec.per_layer_size, _known(spec)
-    return PerLayer(product(TABLE), product(PROJECTION), norm, size, factor, known)
+    norm = make_norm(spec, tensors[NORM])
+    size, rows = spec.per_layer_size, _rows(spec)
+    return PerLayerEmbedding(product(TABLE), product(PROJECTION), norm, size, factor, rows)
 
 
-def per_layer_input(
+def make_per_layer_input(
     spec: ModelSpec, layer: int, tensors: Mapping[str, Tensor], product: Callable[[str], Product]
 ) -> PerLayerInput | None:
-    """None where the model has none."""
+    """Return a layer's per-layer input, or None if the model has none."""
     if not spec.per_layer_size:
         return None
-    gate, projection, norm = (f"model.layers.{layer}.{name}.weight" for name in OF_A_LAYER)
-    of_vectors = norm_of(spec, tensors[norm])
-    return PerLayerInput(product(gate), product(projection), of_vectors, spec.gating)
+    gate, projection, norm = (f"model.layers.{layer}.{name}.weight" for name in LAYER_PARTS)
+    return PerLayerInput(
+        product(gate), product(projection), make_norm(spec, tensors[norm]), spec.gating
+    )
 
 
-def per_layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Name and shape of what is not of a layer; none where the model has none."""
+def per_layer_embedding_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors that belong to no layer, by name."""
     size, all_layers = spec.per_layer_size, spec.layers * spec.per_layer_size
     if not size:
         return {}
     return {
-        TABLE: (_known(spec), all_layers),
+        TABLE: (_rows(spec), all_layers),
         PROJECTION: (all_layers, spec.hidden_size),
         NORM: (size,),
     }
 
 
-def _known(spec: ModelSpec) -> int:
-    return spec.per_layer_vocab or spec.vocab_size
-
-
 def per_layer_input_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Name and shape of what a layer has for its own vectors."""
+    """Return the shapes of a layer's tensors, by name behind its prefix."""
     size, hidden = spec.per_layer_size, spec.hidden_size
     if not size:
         return {}
     shapes = ((size, hidden), (hidden, size), (hidden,))
-    return {f"{name}.weight": shape for name, shape in zip(OF_A_LAYER, shapes, strict=True)}
+    return {f"{name}.weight": shape for name, shape in zip(LAYER_PARTS, shapes, strict=True)}
+
+
+def _rows(spec: ModelSpec) -> int:
+    return spec.per_layer_vocab or spec.vocab_size

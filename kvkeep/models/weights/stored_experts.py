@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
-from kvkeep.models.layers.parallel_experts import EXPERT_SCALES, ROUTER_SCALE
+from kvkeep.models.layers.experts import EXPERT_SCALES, ROUTER_SCALE
 from kvkeep.models.spec.model_spec import ModelSpec
 from kvkeep.models.weights.clamped_experts import (
     clamped,

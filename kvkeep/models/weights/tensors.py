@@ -11,10 +11,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 from kvkeep.errors import BadModelFile, UnsupportedModel
-from kvkeep.models.layers.altup import altup_shapes, streams_shapes
-from kvkeep.models.layers.laurel import laurel_shapes
-from kvkeep.models.layers.parallel_experts import experts_beside_shapes
-from kvkeep.models.layers.per_layer import TABLE, per_layer_input_shapes, per_layer_shapes
+from kvkeep.models.layers import gemma3n
+from kvkeep.models.layers.experts import parallel_experts_shapes
+from kvkeep.models.layers.per_layer import (
+    TABLE,
+    per_layer_embedding_shapes,
+    per_layer_input_shapes,
+)
 from kvkeep.models.spec.config import read_json
 from kvkeep.models.spec.model_spec import ModelSpec
 from kvkeep.runtime.signals import interrupts_deferred
@@ -139,7 +142,7 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         for name, shape in alike[kind].items():
             shapes[f"model.layers.{layer}.{name}"] = shape
     shapes[NORM] = (spec.hidden_size,)
-    shapes |= per_layer_shapes(spec) | streams_shapes(spec)
+    shapes |= per_layer_embedding_shapes(spec) | gemma3n.streams_shapes(spec)
     if not spec.tied_head:
         shapes[HEAD] = (spec.vocab_size, spec.hidden_size)
     return shapes
@@ -197,8 +200,8 @@ def _layer_shapes(spec: ModelSpec, layer: int) -> dict[str, tuple[int, ...]]:
         shapes["self_attn.k_norm.weight"] = (keys if whole else group.head_dim,)
     if spec.sinks:
         shapes["self_attn.sinks"] = (spec.heads,)
-    shapes |= experts_beside_shapes(spec) | per_layer_input_shapes(spec)
-    shapes |= altup_shapes(spec) | laurel_shapes(spec)
+    shapes |= parallel_experts_shapes(spec) | per_layer_input_shapes(spec)
+    shapes |= gemma3n.layer_shapes(spec)
     if spec.layer_scales:
         shapes["layer_scalar"] = (1,)
     none = "kv" if not own else "v" if spec.keys_as_values and group.window is None else ""

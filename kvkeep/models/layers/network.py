@@ -1,0 +1,242 @@
+"""The forward pass of all families, in torch: Llama's, with what others do differently as data.
+
+Projections, norms and MLPs. What differs between families is in the `ModelSpec`
+(`models/spec/families.py` has the table). Queries and keys go unrotated to the step.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvkeep.cache import LayerAttention
+from kvkeep.models.layers.experts import (
+    Experts,
+    Mlp,
+    ParallelExperts,
+    Product,
+    make_mlp,
+    make_parallel_experts,
+)
+from kvkeep.models.layers.gemma3n import (
+    AltUp,
+    Laurel,
+    make_altup,
+    make_laurel,
+    make_streams,
+    with_sparse_gate,
+)
+from kvkeep.models.layers.per_layer import (
+    PerLayerInput,
+    make_per_layer_embedding,
+    make_per_layer_input,
+)
+from kvkeep.models.layers.primitives import Linear, Norm, make_norm
+from kvkeep.models.spec.model_spec import ModelSpec
+from kvkeep.models.weights.tensors import EMBEDDING, HEAD, NORM
+
+
+@dataclass(frozen=True)
+class DecoderLayer:
+    """One layer's modules; None for what the family does not have.
+
+    Attributes:
+        attention_norm, mlp_norm: norms of the inputs.
+        attention_output_norm, mlp_output_norm: norms of the outputs, before they are added.
+        query_norm, key_norm: as wide as one head, or as all heads together.
+        key: None if the layer attends to another layer's cells.
+        value: None in that case too, and if values are the keys before key norm and rotation.
+        parallel_experts: read the residual stream beside the MLP.
+        per_layer_input: None if AltUp applies it.
+        scale: `[1]`, multiplies the layer's output.
+    """
+
+    attention_norm: Norm | None
+    query: Product
+    key: Product | None
+    value: Product | None
+    output: Product
+    query_norm: Norm | None
+    key_norm: Norm | None
+    attention_output_norm: Norm | None
+    mlp_norm: Norm | None
+    mlp: Mlp | Experts
+    parallel_experts: ParallelExperts | None
+    mlp_output_norm: Norm | None
+    per_layer_input: PerLayerInput | None
+    scale: Tensor | None
+    laurel: Laurel | None
+    altup: AltUp | None
+
+
+class Network:
+    """A model's layers and their forward pass.
+
+    Args:
+        tensors: weights by Hugging Face name, all of one dtype and on one device.
+        products: matrices that are not stored as tensors, by the same names.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        tensors: Mapping[str, Tensor],
+        products: Mapping[str, Product] | None = None,
+    ):
+        self.spec = spec
+        product = partial(_product, tensors, products or {})
+        self.embedding = product(EMBEDDING)
+        self.layers = [_layer(spec, tensors, product, i) for i in range(spec.layers)]
+        self.norm = make_norm(spec, tensors[NORM])
+        self._dtype = dtype = tensors[NORM].dtype
+        self._embedding_multiplier = embedding_multiplier(spec, dtype)
+        self._per_layer = make_per_layer_embedding(
+            spec, tensors, product, per_layer_multiplier(spec, dtype)
+        )
+        self._streams = make_streams(spec, product)
+        self._head_dims = [spec.group_of(i).head_dim for i in range(spec.layers)]
+        self._query_scales = [self._query_scale(i) for i in range(spec.layers)]
+        self.head = self.embedding if spec.tied_head else product(HEAD)
+
+    def forward(self, tokens: Tensor, step: LayerAttention, norms: Tensor | None = None) -> Tensor:
+        """Evaluate `tokens: [n]`. Each layer calls `step.attend` once.
+
+        norms: `[layers, n]` float32, filled with the norm of the residual stream that each layer
+            reads.
+
+        Returns `[n, hidden_size]`, after the final norm.
+        """
+        x = _scaled(self.embedding.take_rows(tokens), self._embedding_multiplier)
+        vectors = self._per_layer(tokens, x) if self._per_layer else ()
+        x = self._streams.open(x) if self._streams else x
+        for index, layer in enumerate(self.layers):
+            block = partial(self._block, index, layer, step, norms)
+            x = layer.altup(x, block, vectors[index]) if layer.altup else block(x)
+            if layer.per_layer_input is not None:
+                x = self._residual(x, layer.per_layer_input(x, vectors[index]))
+            if layer.scale is not None:
+                x = x * layer.scale
+        return self.norm(self._streams.close(x) if self._streams else x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Map `[n, hidden_size]` to `[n, vocab]`, float32; not checked for NaN."""
+        logits = _scaled(self.head(hidden).float(), self.spec.logits_multiplier)
+        cap = self.spec.logits_softcap
+        return cap * torch.tanh(logits / cap) if cap else logits
+
+    def _block(
+        self,
+        index: int,
+        layer: DecoderLayer,
+        step: LayerAttention,
+        norms: Tensor | None,
+        x: Tensor,
+    ) -> Tensor:
+        """Apply attention and MLP to the residual stream x, `[n, hidden_size]`."""
+        if norms is not None:
+            norms[index] = x.float().norm(dim=-1)
+        attention_input = _normed(layer.attention_norm, x)
+        output = self._attention(index, layer, attention_input, step)
+        x = self._residual(x, _normed(layer.attention_output_norm, output))
+        if layer.laurel is not None:
+            x = layer.laurel(x, attention_input)
+        mlp_input = attention_input if self.spec.parallel else _normed(layer.mlp_norm, x)
+        output = layer.mlp(mlp_input)
+        if layer.parallel_experts is not None:
+            output = layer.parallel_experts(x, output)
+        return self._residual(x, _normed(layer.mlp_output_norm, output))
+
+    def _attention(
+        self, index: int, layer: DecoderLayer, x: Tensor, step: LayerAttention
+    ) -> Tensor:
+        """Apply attention, `[n, hidden_size]` to the same shape."""
+        n, head_dim, query_scale = x.shape[0], self._head_dims[index], self._query_scales[index]
+        q = _normed_heads(layer.query_norm, layer.query(x)).view(n, -1, head_dim)
+        if query_scale is not None:
+            q = q * query_scale
+        if layer.key is None:
+            return layer.output(step.attend(index, q, None, None))
+        k = layer.key(x)
+        v = (k if layer.value is None else layer.value(x)).view(n, -1, head_dim)
+        if self.spec.values_normed:
+            v = F.rms_norm(v, (head_dim,), None, self.spec.norm_eps)
+        k = _normed_heads(layer.key_norm, k).view(n, -1, head_dim)
+        return layer.output(step.attend(index, q, k, v))
+
+    def _query_scale(self, layer: int) -> Tensor | None:
+        scale = self.spec.group_of(layer).query_scale(layer)
+        return self.norm.weight.new_tensor(scale, dtype=self._dtype) if scale else None
+
+    def _residual(self, x: Tensor, update: Tensor) -> Tensor:
+        return x + _scaled(update, self.spec.residual_multiplier)
+
+
+def embedding_multiplier(spec: ModelSpec, dtype: torch.dtype) -> float:
+    """Return the factor on embeddings, rounded to their dtype if the family rounds it."""
+    factor = spec.embedding_multiplier
+    return _rounded(factor, dtype) if spec.embedding_multiplier_rounded else factor
+
+
+def per_layer_multiplier(spec: ModelSpec, dtype: torch.dtype) -> float:
+    """Return the factor on rows of the per-layer embedding table, rounded to their dtype."""
+    return _rounded(math.sqrt(spec.per_layer_size), dtype)
+
+
+def _rounded(factor: float, dtype: torch.dtype) -> float:
+    return torch.tensor(factor, dtype=dtype, device="cpu").item()
+
+
+def _scaled(x: Tensor, factor: float) -> Tensor:
+    return x if factor == 1 else x * factor
+
+
+def _normed(norm: Norm | None, x: Tensor) -> Tensor:
+    return x if norm is None else norm(x)
+
+
+def _normed_heads(norm: Norm | None, x: Tensor) -> Tensor:
+    """Norm `[n, heads * head_dim]` in rows as wide as the norm: one head each, or all together."""
+    return x if norm is None else norm(x.view(x.shape[0], -1, norm.weight.shape[0]))
+
+
+def _product(tensors: Mapping[str, Tensor], products: Mapping[str, Product], name: str) -> Product:
+    if name in products:
+        return products[name]
+    return Linear(tensors[name], tensors.get(f"{name.removesuffix('weight')}bias"))
+
+
+def _layer(
+    spec: ModelSpec, tensors: Mapping[str, Tensor], product: Callable[[str], Product], index: int
+) -> DecoderLayer:
+    prefix = f"model.layers.{index}."
+
+    def linear(name: str) -> Product:
+        return product(f"{prefix}{name}.weight")
+
+    def norm(name: str, exists: bool) -> Norm | None:
+        return make_norm(spec, tensors[f"{prefix}{name}.weight"]) if exists else None
+
+    own_cells, altup = spec.source_of(index) == index, make_altup(spec, index, tensors, product)
+    own_values = own_cells and not (spec.keys_as_values and index not in spec.local_layers)
+    return DecoderLayer(
+        attention_norm=norm("input_layernorm", spec.norms_before),
+        query=linear("self_attn.q_proj"),
+        key=linear("self_attn.k_proj") if own_cells else None,
+        value=linear("self_attn.v_proj") if own_values else None,
+        output=linear("self_attn.o_proj"),
+        query_norm=norm("self_attn.q_norm", spec.qk_norm),
+        key_norm=norm("self_attn.k_norm", spec.qk_norm and own_cells),
+        attention_output_norm=norm("post_self_attn_layernorm", spec.norms_after),
+        mlp_norm=norm("post_attention_layernorm", spec.norms_before and not spec.parallel),
+        mlp=with_sparse_gate(spec, index, make_mlp(spec, index, tensors, product)),
+        parallel_experts=make_parallel_experts(spec, index, tensors, product),
+        mlp_output_norm=norm("post_mlp_layernorm", spec.norms_after),
+        per_layer_input=None if altup else make_per_layer_input(spec, index, tensors, product),
+        scale=tensors[f"{prefix}layer_scalar"] if spec.layer_scales else None,
+        laurel=make_laurel(spec, index, tensors, product),
+        altup=altup,
+    )
