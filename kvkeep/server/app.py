@@ -1,87 +1,114 @@
-"""The application: every API over one service."""
+"""The ASGI application: all APIs and the web UI over one service."""
 
 import logging
 from collections.abc import Callable, Collection
+from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from fastapi import Request as HttpRequest
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import JSONResponse
+from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.staticfiles import StaticFiles
 
 from kvkeep.errors import KvkeepError
-from kvkeep.server import health, metrics, page
-from kvkeep.server.anthropic import messages
-from kvkeep.server.errors import Problem, problem_of
-from kvkeep.server.idempotency import Idempotent
-from kvkeep.server.llamacpp import completion, slots, text
+from kvkeep.server import anthropic, health
+from kvkeep.server.errors import ERROR_RESPONSES, ApiError, api_error_for, document_malformed_as_400
+from kvkeep.server.idempotency import IdempotencyMiddleware
+from kvkeep.server.llamacpp import auxiliary, completion
 from kvkeep.server.openai import chat, completions, responses
-from kvkeep.server.openapi import ERRORS, describe
-from kvkeep.server.security import Safety
+from kvkeep.server.schemas import ServiceDep
+from kvkeep.server.security import SecurityMiddleware
 from kvkeep.server.service import Service
-from kvkeep.server.sessions import changes, events, lifecycle, memory, turns, writing
+from kvkeep.server.sessions import editing, events, generate, lifecycle, memory
 from kvkeep.version import __version__
 
 _log = logging.getLogger("kvkeep.server")
-_ROOMS = (
-    *(health, metrics, page, chat, completions, responses, messages, completion, slots, text),
-    *(lifecycle, writing, turns, changes, memory, events),
+_ROUTES = (
+    *(health, chat, completions, responses, anthropic, completion, auxiliary),
+    *(lifecycle, generate, editing, memory, events),
 )
+_PAGE = Path(__file__).parent / "page" / "files"  # the web UI: plain files over the APIs
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "[::1]")
+_page_routes = APIRouter(include_in_schema=False)
 
 
 def application(
     service: Service,
     hosts: Collection[str] = LOCAL_HOSTS,
     origins: Collection[str] = (),
-    around: Callable[[Any], Any] = Idempotent,
+    middleware: Callable[[Any], Any] = IdempotencyMiddleware,
 ) -> Any:
-    """An ASGI application. hosts: under which it may be asked; origins: pages that may ask it;
-    around: what is between those who are let in and the routes."""
+    """Return the ASGI application.
+
+    hosts: allowed Host headers. origins: web origins that may send requests. middleware: wraps the
+    routes, inside the security checks.
+    """
     app = FastAPI(
-        title="kvkeep", version=__version__, docs_url=None, redoc_url=None, responses=ERRORS
+        title="kvkeep",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        responses=ERROR_RESPONSES,
     )
-    describe(app)
+    document_malformed_as_400(app)
     app.state.service = service
-    for rooms in _ROOMS:
-        app.include_router(rooms.router)
-    app.mount("/page", page.FILES)
-    for kind in (Problem, KvkeepError):
-        app.add_exception_handler(kind, _told)
-    app.add_exception_handler(RequestValidationError, _malformed)
-    app.add_exception_handler(HTTPException, _refused)
-    app.add_exception_handler(Exception, _failed)
-    inner = around(app)
+    for module in _ROUTES:
+        app.include_router(module.router)
+    app.include_router(_page_routes)
+    app.mount("/page", StaticFiles(directory=_PAGE))
+    for kind in (ApiError, KvkeepError):
+        app.add_exception_handler(kind, _expected_error)
+    app.add_exception_handler(RequestValidationError, _malformed_request)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, _unexpected_error)
+    inner = middleware(app)
     if origins:
         inner = CORSMiddleware(
             inner, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"]
         )
-    return Safety(inner, service, hosts, origins)
+    return SecurityMiddleware(inner, service, hosts, origins)
 
 
-async def _told(request: HttpRequest, error: Exception) -> JSONResponse:
-    return problem_of(error).response(_is_anthropic(request))
+@_page_routes.get("/")
+async def page() -> Response:
+    return FileResponse(_PAGE / "index.html", headers={"Cache-Control": "no-cache"})
 
 
-async def _malformed(request: HttpRequest, error: Exception) -> JSONResponse:
+@_page_routes.get("/favicon.ico")
+async def icon() -> Response:
+    return FileResponse(_PAGE / "icon.svg", media_type="image/svg+xml")
+
+
+@_page_routes.get("/v1/page")
+async def page_settings(service: ServiceDep) -> dict[str, Any]:
+    """Return the model's name, and whether the web UI may change sessions."""
+    return {"edits": service.allow_edit, "model": service.name}
+
+
+async def _expected_error(request: HttpRequest, error: Exception) -> JSONResponse:
+    return api_error_for(error).response(_is_anthropic(request))
+
+
+async def _malformed_request(request: HttpRequest, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
-    place = ".".join(str(part) for part in first["loc"] if part != "body")
-    message = f"{place}: {first['msg']}" if place else str(first["msg"])
-    return Problem(400, message, param=place or None).response(_is_anthropic(request))
+    param = ".".join(str(part) for part in first["loc"] if part != "body")
+    message = f"{param}: {first['msg']}" if param else str(first["msg"])
+    return ApiError(400, message, param=param or None).response(_is_anthropic(request))
 
 
-async def _refused(request: HttpRequest, error: Exception) -> JSONResponse:
+async def _http_error(request: HttpRequest, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
-    return Problem(error.status_code, str(error.detail), kind).response(_is_anthropic(request))
+    return ApiError(error.status_code, str(error.detail), kind).response(_is_anthropic(request))
 
 
-async def _failed(request: HttpRequest, error: Exception) -> JSONResponse:
+async def _unexpected_error(request: HttpRequest, error: Exception) -> JSONResponse:
     _log.error("%s %s", request.method, request.url.path, exc_info=error)
-    return problem_of(error).response(_is_anthropic(request))
+    return api_error_for(error).response(_is_anthropic(request))
 
 
 def _is_anthropic(request: HttpRequest) -> bool:

@@ -1,4 +1,4 @@
-"""Errors as clients of each API know them: a status, and a body that says what to do."""
+"""Errors as HTTP clients see them: status, body in the form of each API, and OpenAPI schema."""
 
 import math
 import time
@@ -6,14 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fastapi import FastAPI
+from pydantic import BaseModel
 from starlette.responses import JSONResponse
 
 from kvkeep import errors
 
 
 @dataclass
-class Problem(Exception):
-    """An error that an HTTP client is told. kind: as OpenAI's `type`; code: for programs."""
+class ApiError(Exception):
+    """An error response. kind: OpenAI's `type`; code: a stable name for programs."""
 
     status: int
     message: str
@@ -21,57 +23,108 @@ class Problem(Exception):
     code: str | None = None
     param: str | None = None
     retry_after: float | None = None
-    more: Mapping[str, Any] | None = None
+    extra: Mapping[str, Any] | None = None
 
-    def body(self) -> dict[str, Any]:
-        """As OpenAI's API has it, with llama.cpp's number beside it."""
+    def openai_body(self) -> dict[str, Any]:
+        """Return the body in OpenAI's form. `code` defaults to the status, as in llama.cpp."""
         fields = {"message": self.message, "type": self.kind, "param": self.param}
-        return {"error": {**fields, "code": self.code or self.status, **(self.more or {})}}
+        return {"error": {**fields, "code": self.code or self.status, **(self.extra or {})}}
 
-    def anthropic(self) -> dict[str, Any]:
-        """As Anthropic's API has it."""
+    def anthropic_body(self) -> dict[str, Any]:
+        """Return the body in Anthropic's form."""
         return {"type": "error", "error": {"type": self.kind, "message": self.message}}
 
     def response(self, anthropic: bool = False) -> JSONResponse:
+        """Return the HTTP response, with the body in Anthropic's form or in OpenAI's."""
         headers = {}
         if self.retry_after is not None:
             headers["Retry-After"] = str(math.ceil(self.retry_after))
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
-        body = self.anthropic() if anthropic else self.body()
+        body = self.anthropic_body() if anthropic else self.openai_body()
         return JSONResponse(body, self.status, headers)
 
 
-def problem_of(error: BaseException) -> Problem:
-    """What a client is told of an error. What is not ours says nothing of the inside."""
+def api_error_for(error: BaseException) -> ApiError:
+    """Map an exception to an error response. Unknown exceptions reveal nothing of the internals."""
     message = str(error)
     match error:
-        case Problem():
+        case ApiError():
             return error
         case errors.NoSuchSession():
-            return Problem(404, message, "not_found_error", "session_not_found")
+            return ApiError(404, message, "not_found_error", "session_not_found")
         case errors.InvalidArgument() | errors.UnsupportedModel():
-            return Problem(400, message)
+            return ApiError(400, message)
         case errors.ContextFull():
-            return Problem(400, message, "exceed_context_size_error")
+            return ApiError(400, message, "exceed_context_size_error")
         case errors.Busy():
-            return Problem(409, message, "conflict_error", "session_busy")
+            return ApiError(409, message, "conflict_error", "session_busy")
         case errors.WrongRevision():
-            return Problem(412, message, "conflict_error", "wrong_revision")
+            return ApiError(412, message, "conflict_error", "wrong_revision")
         case errors.NoRoom() if math.isinf(error.retry_after):
-            return Problem(400, message, "invalid_request_error", "too_large")
+            return ApiError(400, message, "invalid_request_error", "too_large")
         case errors.NoRoom():
-            return Problem(429, message, "rate_limit_error", None, None, error.retry_after)
+            return ApiError(429, message, "rate_limit_error", retry_after=error.retry_after)
         case errors.Cancelled():
-            return Problem(503, message, "unavailable_error", "cancelled", None, 1.0)
+            return ApiError(503, message, "unavailable_error", "cancelled", retry_after=1.0)
         case errors.HeldElsewhere():
             wait = max(1.0, error.until - time.time())
-            more = {"writer": error.writer}
-            return Problem(409, message, "conflict_error", "held", None, wait, more)
+            extra = {"writer": error.writer}
+            return ApiError(409, message, "conflict_error", "held", None, wait, extra)
         case errors.Moved():
-            return Problem(409, message, "conflict_error", "moved", None, 1.0)
+            return ApiError(409, message, "conflict_error", "moved", retry_after=1.0)
         case errors.Locked():
-            return Problem(409, message, "conflict_error", "locked")
+            return ApiError(409, message, "conflict_error", "locked")
         case errors.KvkeepError():
-            return Problem(500, message, "server_error")
-    return Problem(500, "something failed inside the server; its log says what", "server_error")
+            return ApiError(500, message, "server_error")
+    return ApiError(500, "something failed inside the server; its log says what", "server_error")
+
+
+class ErrorFields(BaseModel):
+    message: str
+    type: str
+    param: str | None = None
+    code: str | int | None = None
+
+
+class ErrorBody(BaseModel):
+    """An error in OpenAI's form. `/v1/messages` reports errors in Anthropic's form instead."""
+
+    error: ErrorFields
+
+
+ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
+    status: {"description": description, "model": ErrorBody}
+    for status, description in (
+        (400, "The request is malformed or cannot be carried out."),
+        (401, "The API key is missing or unknown."),
+        (403, "The origin of the page is not allowed."),
+        (404, "Nothing has that name."),
+        (405, "The method is not allowed."),
+        (409, "The session is busy."),
+        (412, "The session is at another revision."),
+        (413, "The body is too large."),
+        (421, "The Host header is not allowed."),
+        (429, "The server is out of room; Retry-After says when to try again."),
+        (500, "The server failed."),
+        (503, "The server is shutting down."),
+    )
+}
+
+
+def document_malformed_as_400(app: FastAPI) -> None:
+    """Remove FastAPI's 422 from the OpenAPI document: malformed requests get 400 here."""
+    default_openapi = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            document = default_openapi()
+            for path in document["paths"].values():
+                for operation in path.values():
+                    operation["responses"].pop("422", None)
+            for name in ("HTTPValidationError", "ValidationError"):
+                document["components"]["schemas"].pop(name, None)
+        assert app.openapi_schema is not None
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""What an answer must look like: JSON of a schema, or a grammar; llguidance knows what may come."""
+"""Constrained decoding: JSON of a schema, or a grammar, by llguidance's token masks."""
 
 import json
 from collections.abc import Mapping
@@ -16,21 +16,21 @@ from kvkeep.errors import InvalidArgument
 from kvkeep.model import Model
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
-_LARGEST = 200_000  # characters of a schema
+_MAX_LENGTH = 200_000  # characters of a schema or grammar
 _STAND_IN = "<|kvkeep stands in for the end of the text|>"
 
 
 class Grammar:
-    """A `Constraint` that is one text of a grammar, and then the end of the text.
+    """A sampling `Constraint`: one text of a grammar, then an end token.
 
-    A model without any end token cannot say that its text ends: then the grammar is `complete` as
-    soon as nothing but the end may follow.
+    A model without any end token cannot end its text: then the grammar is `complete` as soon as
+    nothing but the end may follow.
     """
 
     def __init__(self, model: Model, grammar: str):
-        """grammar: in llguidance's own form. Raises InvalidArgument for one that is none."""
-        ends = _ends(model)
-        tokenizer = _tokenizer_of(str(model.text.folder / "tokenizer.json"), ends)
+        """grammar: in llguidance's own form. Raises InvalidArgument for an invalid one."""
+        ends = _end_tokens(model)
+        tokenizer = _llguidance_tokenizer(str(model.text.folder / "tokenizer.json"), ends)
         if problem := LLMatcher.validate_grammar(grammar, tokenizer):
             raise InvalidArgument(f"the schema or grammar cannot be used: {problem[:500]}")
         self._matcher = LLMatcher(tokenizer, grammar, log_level=0)
@@ -38,35 +38,39 @@ class Grammar:
         self._stand_in = None if ends else int(tokenizer.eos_token)
 
     @classmethod
-    def of_schema(cls, model: Model, schema: Mapping[str, Any]) -> "Grammar":
-        """Of a JSON schema. Raises InvalidArgument for one that cannot be used."""
+    def from_schema(cls, model: Model, schema: Mapping[str, Any]) -> "Grammar":
+        """Compile a JSON schema. Raises InvalidArgument for one that cannot be used."""
         try:
             text = json.dumps(schema)
         except (TypeError, ValueError, RecursionError) as error:
             raise InvalidArgument(f"the schema is not JSON: {error}") from error
-        if len(text) > _LARGEST:
-            raise InvalidArgument(f"a schema has at most {_LARGEST:,} characters")
+        if len(text) > _MAX_LENGTH:
+            raise InvalidArgument(f"a schema has at most {_MAX_LENGTH:,} characters")
         try:
-            # Without white space: small models would write it for ever.
+            # Without flexible white space, which small models would write endlessly.
             grammar = LLMatcher.grammar_from_json_schema(
                 text, defaults={"whitespace_flexible": False}
             )
-        except Exception as error:  # the library's own kinds
+        except Exception as error:  # the library raises its own types
             raise InvalidArgument(f"the schema cannot be used: {str(error)[:500]}") from error
         return cls(model, grammar)
 
     @classmethod
-    def of_gbnf(cls, model: Model, text: str) -> "Grammar":
-        """Of a grammar as llama.cpp's clients write it. Raises InvalidArgument for none."""
-        if len(text) > _LARGEST:
-            raise InvalidArgument(f"a grammar has at most {_LARGEST:,} characters")
+    def from_gbnf(cls, model: Model, text: str) -> "Grammar":
+        """Compile a GBNF grammar, llama.cpp's form. Raises InvalidArgument for an invalid one."""
+        if len(text) > _MAX_LENGTH:
+            raise InvalidArgument(f"a grammar has at most {_MAX_LENGTH:,} characters")
         try:
             grammar = LLMatcher.grammar_from_lark(gbnf_to_lark(text))
-        except Exception as error:  # the library's own kinds
+        except Exception as error:  # the library raises its own types
             raise InvalidArgument(f"the grammar cannot be used: {str(error)[:500]}") from error
         return cls(model, grammar)
 
     def masked(self, logits: Tensor) -> Tensor:
+        """Return logits `[vocab]` with -inf for tokens that the grammar does not allow next.
+
+        Raises InvalidArgument where it allows nothing, or cannot be followed further.
+        """
         self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
         if problem := self._matcher.get_error():
             raise InvalidArgument(f"the schema or grammar cannot be followed: {problem[:500]}")
@@ -84,22 +88,23 @@ class Grammar:
 
     @property
     def complete(self) -> bool:
-        """Whether no more tokens may come, and the model has none to say so."""
+        """Whether no more tokens may come, and the model has no end token to sample."""
         return self._stand_in is not None and bool(self._matcher.is_stopped())
 
     def accept(self, token: int) -> None:
+        """Advance the grammar by a sampled token."""
         if not self._matcher.is_stopped():
             self._matcher.consume_token(token)
 
 
-def _ends(model: Model) -> tuple[int, ...]:
-    """The end tokens that the tokenizer has; files may name others, which never come."""
+def _end_tokens(model: Model) -> tuple[int, ...]:
+    """Return the end tokens in the tokenizer's vocabulary; files may name others."""
     return tuple(end for end in model.end_token_ids if end < model.text.vocab_size)
 
 
 @lru_cache(maxsize=4)
-def _tokenizer_of(path: str, ends: tuple[int, ...]) -> LLTokenizer:
-    """The tokenizer as llguidance has it, which needs an end: a stand-in where there is none."""
+def _llguidance_tokenizer(path: str, ends: tuple[int, ...]) -> LLTokenizer:
+    """Load the tokenizer for llguidance, which needs an end token: a stand-in if there is none."""
     if ends:
         return LLTokenizer(path, eos_token=list(ends))
     tokenizer = Tokenizer.from_file(path)

@@ -1,12 +1,18 @@
-"""Whether the server is well, and which model it has."""
+"""Health, the served model, and Prometheus metrics."""
 
-import time
+import asyncio
+from collections.abc import Iterator
 from typing import Any
 
 from fastapi import APIRouter
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+from starlette.responses import PlainTextResponse, Response
 
-from kvkeep.server.errors import Problem
-from kvkeep.server.schemas import Serving
+from kvkeep.engine import Totals
+from kvkeep.server.errors import ApiError
+from kvkeep.server.schemas import ServiceDep
 
 router = APIRouter()
 
@@ -14,14 +20,14 @@ router = APIRouter()
 @router.get("/health")
 @router.get("/v1/health", include_in_schema=False)
 async def health() -> dict[str, str]:
-    """Answers as soon as the model is loaded: before that nothing does."""
+    """Report that the server is up. The socket opens once the model is loaded."""
     return {"status": "ok"}
 
 
 @router.get("/v1/models")
 @router.get("/models", include_in_schema=False)
-async def models(service: Serving) -> dict[str, Any]:
-    """The one model that is served."""
+async def models(service: ServiceDep) -> dict[str, Any]:
+    """List the one model that is served."""
     spec = service.model.spec
     meta = {
         "vocab_size": spec.vocab_size,
@@ -35,17 +41,51 @@ async def models(service: Serving) -> dict[str, Any]:
 
 
 @router.get("/v1/models/{name:path}")
-async def model(name: str, service: Serving) -> dict[str, Any]:
-    """The model by its name."""
-    found = await models(service)
-    entry: dict[str, Any] = found["data"][0]
+async def model(name: str, service: ServiceDep) -> dict[str, Any]:
+    """Return the model of that name."""
+    entry: dict[str, Any] = (await models(service))["data"][0]
     if entry["id"] != name:
-        raise Problem(
-            404, f"there is no model {name!r}; there is {entry['id']!r}", "not_found_error"
-        )
+        message = f"there is no model {name!r}; there is {entry['id']!r}"
+        raise ApiError(404, message, "not_found_error")
     return entry
 
 
-def now() -> int:
-    """Seconds since 1970."""
-    return int(time.time())
+@router.get("/metrics", response_model=None, response_class=PlainTextResponse)
+async def metrics(service: ServiceDep) -> Response:
+    """Return Prometheus metrics, summed over all owners."""
+    totals = await asyncio.wrap_future(service.engine.totals())
+    registry = CollectorRegistry()
+    registry.register(_EngineCollector(totals, service.status_counts))
+    return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+
+class _EngineCollector(Collector):
+    """The engine's counters; those under `llamacpp:` are the names that its clients read."""
+
+    def __init__(self, totals: Totals, status_counts: dict[int, int]):
+        self._totals, self._status_counts = totals, status_counts
+
+    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+        totals, counter, gauge = self._totals, CounterMetricFamily, GaugeMetricFamily
+        requests = counter("kvkeep_requests", "HTTP requests by status.", labels=["status"])
+        for status, count in sorted(self._status_counts.items()):
+            requests.add_metric([str(status)], count)
+        ended = counter("kvkeep_answers", "Generations by how they ended.", labels=["ended"])
+        for reason, count in sorted(totals.answers.items()):
+            ended.add_metric([reason], count)
+        yield from (requests, ended)
+        yield counter("kvkeep_prompt_tokens_evaluated", "Prefilled prompt tokens.", totals.read)
+        yield counter("kvkeep_prompt_tokens_reused", "Reused prompt tokens.", totals.reused)
+        yield counter("kvkeep_tokens_written", "Sampled tokens.", totals.written)
+        yield counter("kvkeep_reading_seconds", "Prefill time.", totals.reading)
+        yield counter("kvkeep_writing_seconds", "Decode time.", totals.writing)
+        yield gauge("kvkeep_answers_working", "Generations in progress.", totals.working)
+        sessions = gauge("kvkeep_sessions", "Sessions by place.", labels=["place"])
+        sessions.add_metric(["memory"], totals.live)
+        sessions.add_metric(["disk"], totals.on_disk)
+        yield sessions
+        yield gauge("kvkeep_cell_bytes", "Bytes of cells, held or reserved.", totals.nbytes)
+        yield gauge("kvkeep_cell_bytes_limit", "Limit on bytes of cells.", totals.limit)
+        yield counter("llamacpp:prompt_tokens", "Prefilled prompt tokens.", totals.read)
+        yield counter("llamacpp:tokens_predicted", "Sampled tokens.", totals.written)
+        yield gauge("llamacpp:requests_processing", "Generations in progress.", totals.working)

@@ -1,121 +1,123 @@
-"""A change that is sent twice is made once: `Idempotency-Key`.
+"""Idempotent changes of sessions: a request repeated with its `Idempotency-Key` runs once.
 
-As in the IETF's draft of that header: whoever sends a key again, because an answer was lost on its
-way, is given the first answer again. Keys are remembered by the process, the newest 1,000.
+As in the IETF draft of that header: a client that repeats a request because the response was lost
+receives the first response again. The newest 1,000 keys are remembered, in this process only.
 """
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvkeep.server.errors import Problem
+from starlette.types import Message, Receive, Scope, Send
 
-_CHANGES = frozenset(("POST", "PUT", "DELETE"))
-_PLACES = ("/v1/sessions", "/v1/snapshots")
-_TRANSIENT = frozenset((401, 409, 412, 429, 503))  # another try may well end otherwise
-_KEPT = 1_000
-_LARGEST = 100_000  # bytes of an answer that is remembered
-_LONGEST = 200  # characters of a key
+from kvkeep.server.errors import ApiError
 
-_Message = MutableMapping[str, Any]
-_Receive = Callable[[], Awaitable[_Message]]
-_Send = Callable[[_Message], Awaitable[None]]
+_METHODS = frozenset(("POST", "PUT", "DELETE"))
+_PATHS = ("/v1/sessions", "/v1/snapshots")
+_TRANSIENT = frozenset((401, 409, 412, 429, 503))  # statuses after which a retry may succeed
+_MAX_KEYS = 1_000
+_MAX_RESPONSE = 100_000  # bytes of a response that is remembered
+MAX_KEY_LENGTH = 200  # characters
 
 
 @dataclass
-class _Told:
-    """What a request was, and the messages that answered it; `whole` once all of them are there."""
+class _KeyedRequest:
+    """A request that came with a key. complete: whether `messages` are the whole response."""
 
-    request: str
-    messages: list[_Message] = field(default_factory=list)
-    whole: bool = False
+    digest: str
+    messages: list[Message] = field(default_factory=list)
+    complete: bool = False
 
 
-class Idempotent:
-    """Between what is let in and the routes. `scope["owner"]`: whose keys they are."""
+class IdempotencyMiddleware:
+    """Middleware between the security checks and the routes. Keys belong to `scope["owner"]`."""
 
     def __init__(self, app: Any):
         self._app = app
-        self._known: OrderedDict[tuple[str, str], _Told] = OrderedDict()
+        self._requests: OrderedDict[tuple[str, str], _KeyedRequest] = OrderedDict()
 
-    async def __call__(
-        self, scope: MutableMapping[str, Any], receive: _Receive, send: _Send
-    ) -> None:
-        key = _key(scope)
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        key = _idempotency_key(scope)
         if key is None:
             await self._app(scope, receive, send)
             return
-        if not 0 < len(key) <= _LONGEST:
-            problem = Problem(400, f"an Idempotency-Key has 1 to {_LONGEST} characters")
-            await problem.response()(scope, receive, send)
+        if not 0 < len(key) <= MAX_KEY_LENGTH:
+            await bad_key_error().response()(scope, receive, send)
             return
-        body = await whole(receive)
+        body = await read_body(receive)
         if body is None:
             return
         request = hashlib.sha256(
             b"\0".join((scope["method"].encode(), scope["path"].encode(), body))
         ).hexdigest()
-        place = (str(scope.get("owner")), key)
-        known = self._known.get(place)
-        if known is None:
-            await self._first(place, _Told(request), scope, _again(body, receive), send)
-        elif known.request != request:
-            problem = Problem(
-                400, "this Idempotency-Key came with another request", code="key_reused"
-            )
-            await problem.response()(scope, receive, send)
-        elif not known.whole:
-            problem = Problem(
-                409, "the request with this key is at work", "conflict_error", "key_at_work"
-            )
-            await problem.response()(scope, receive, send)
+        owned_key = (str(scope.get("owner")), key)
+        earlier = self._requests.get(owned_key)
+        if earlier is None:
+            replayed = _replay_body(body, receive)
+            await self._run(owned_key, _KeyedRequest(request), scope, replayed, send)
+        elif earlier.digest != request:
+            await key_reused_error().response()(scope, receive, send)
+        elif not earlier.complete:
+            message = "the request with this Idempotency-Key is still running"
+            error = ApiError(409, message, "conflict_error", "key_at_work")
+            await error.response()(scope, receive, send)
         else:
-            for message in known.messages:
+            for message in earlier.messages:
                 await send(dict(message))
 
-    async def _first(
+    async def _run(
         self,
-        place: tuple[str, str],
-        told: _Told,
-        scope: MutableMapping[str, Any],
-        receive: _Receive,
-        send: _Send,
+        owned_key: tuple[str, str],
+        request: _KeyedRequest,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
     ) -> None:
-        self._known[place] = told
+        """Run a request for the first time and remember its response, unless a retry may differ."""
+        self._requests[owned_key] = request
         size = 0
 
-        async def kept(message: _Message) -> None:
+        async def record_and_send(message: Message) -> None:
             nonlocal size
             size += len(message.get("body", b""))
-            if size <= _LARGEST:
-                told.messages.append(dict(message))
+            if size <= _MAX_RESPONSE:
+                request.messages.append(dict(message))
             if message["type"] == "http.response.body" and not message.get("more_body", False):
-                told.whole = size <= _LARGEST
+                request.complete = size <= _MAX_RESPONSE
             await send(message)
 
         try:
-            await self._app(scope, receive, kept)
+            await self._app(scope, receive, record_and_send)
         finally:
-            status = told.messages[0]["status"] if told.messages else 503
-            if not told.whole or status in _TRANSIENT or status >= 500:
-                self._known.pop(place, None)
-            while len(self._known) > _KEPT:
-                self._known.popitem(last=False)
+            status = request.messages[0]["status"] if request.messages else 503
+            if not request.complete or status in _TRANSIENT or status >= 500:
+                self._requests.pop(owned_key, None)
+            while len(self._requests) > _MAX_KEYS:
+                self._requests.popitem(last=False)
 
 
-def _key(scope: MutableMapping[str, Any]) -> str | None:
-    if scope["type"] != "http" or scope["method"] not in _CHANGES:
+def _idempotency_key(scope: Scope) -> str | None:
+    """Return the key of a request that changes sessions or snapshots, else None."""
+    if scope["type"] != "http" or scope["method"] not in _METHODS:
         return None
-    if not scope["path"].startswith(_PLACES):
+    if not scope["path"].startswith(_PATHS):
         return None
-    found = dict(scope["headers"]).get(b"idempotency-key")
-    return None if found is None else found.decode("latin-1")
+    key = dict(scope["headers"]).get(b"idempotency-key")
+    return None if key is None else key.decode("latin-1")
 
 
-async def whole(receive: _Receive) -> bytes | None:
-    """All of a body; None for one that does not come to its end."""
+def bad_key_error() -> ApiError:
+    return ApiError(400, f"an Idempotency-Key has 1 to {MAX_KEY_LENGTH} characters")
+
+
+def key_reused_error() -> ApiError:
+    message = "this Idempotency-Key was used with another request"
+    return ApiError(400, message, code="key_reused")
+
+
+async def read_body(receive: Receive) -> bytes | None:
+    """Read a request's whole body. Returns None if the client disconnects first."""
     parts = list[bytes]()
     while True:
         message = await receive()
@@ -126,15 +128,15 @@ async def whole(receive: _Receive) -> bytes | None:
             return b"".join(parts)
 
 
-def _again(body: bytes, receive: _Receive) -> _Receive:
-    """Gives a body that was taken in, and then whatever comes."""
-    given = False
+def _replay_body(body: bytes, receive: Receive) -> Receive:
+    """Return a `receive` that gives a body that was read, then what comes from the client."""
+    replayed = False
 
-    async def receives() -> _Message:
-        nonlocal given
-        if given:
+    async def receive_again() -> Message:
+        nonlocal replayed
+        if replayed:
             return await receive()
-        given = True
+        replayed = True
         return {"type": "http.request", "body": body, "more_body": False}
 
-    return receives
+    return receive_again

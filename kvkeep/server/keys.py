@@ -1,4 +1,4 @@
-"""Who asks: API keys, and the owners that they stand for."""
+"""API keys, and the owners that they stand for."""
 
 import hashlib
 import hmac
@@ -9,80 +9,77 @@ from pathlib import Path
 from kvkeep.errors import InvalidArgument, StoreError
 from kvkeep.storage.files.text import read_text_file
 
-ANYBODY = "0"  # the owner where there are no keys
-_LEAST = 16  # characters of a key
+DEFAULT_OWNER = "0"  # the owner of everything on a server without keys
+_MIN_LENGTH = 16  # characters of a key
 
 
-class Keys:
-    """The keys that are let in; none: everybody is one owner.
+class ApiKeys:
+    """The accepted API keys. Without any, all requests have one owner.
 
     An owner is an HMAC of the key under a secret of this server (RFC 2104), so that names of
-    folders and answers tell nothing of keys.
+    folders and responses reveal nothing of keys.
     """
 
     def __init__(self, keys: tuple[str, ...] = (), secret: bytes = b""):
         self._secret = secret or secrets.token_bytes(32)
         self._owners = [self._digest(key) for key in keys]
 
-    @property
-    def wanted(self) -> bool:
-        """Whether a key must be given."""
-        return bool(self._owners)
-
     def owner(self, key: str | None) -> str | None:
-        """Whose key that is; None for nobody's. All keys are compared, each in constant time."""
-        if not self.wanted:
-            return ANYBODY
+        """Return a key's owner, or None for an unknown or missing key.
+
+        The key is compared with all keys, each in constant time.
+        """
+        if not self._owners:
+            return DEFAULT_OWNER
         digest = self._digest(key or "")
-        found = None
+        match = None
         for owner in self._owners:
             if hmac.compare_digest(owner, digest):
-                found = owner
-        return None if key is None else found
+                match = owner
+        return None if key is None else match
 
     def _digest(self, key: str) -> str:
         return hmac.new(self._secret, key.encode(), hashlib.sha256).hexdigest()[:32]
 
     @classmethod
-    def read(cls, file: Path | None, folder: Path) -> "Keys":
-        """Of a file with a key in each line; empty lines and those that begin with # do not count.
+    def read(cls, file: Path | None, folder: Path) -> "ApiKeys":
+        """Read a file with one key a line; empty lines and lines that begin with # are skipped.
 
-        folder: where the server's secret is kept, so that owners stay who they are. Raises
+        folder: keeps the server's secret, so that owners stay the same after a restart. Raises
         InvalidArgument for a file without a key, or with one that is too short to be secret.
         """
-        return cls() if file is None else cls(_keys_in(file), _secret(folder))
+        return cls() if file is None else cls(_read_keys(file), _read_or_create_secret(folder))
 
     @classmethod
-    def shared(cls, file: Path | None, secret: bytes) -> "Keys":
-        """As `read`, with a secret that other servers have too: an owner is the same at each."""
-        return cls() if file is None else cls(_keys_in(file), secret)
+    def shared(cls, file: Path | None, secret: bytes) -> "ApiKeys":
+        """Read as `read` does, with a fleet's secret: an owner is the same on all its servers."""
+        return cls() if file is None else cls(_read_keys(file), secret)
 
 
-def _keys_in(file: Path) -> tuple[str, ...]:
+def _read_keys(file: Path) -> tuple[str, ...]:
     lines = [line.strip() for line in read_text_file(file).splitlines()]
     keys = tuple(line for line in lines if line and not line.startswith("#"))
     if not keys:
         raise InvalidArgument(f"{file} holds no key: write one in each line")
-    if any(len(key) < _LEAST for key in keys):
-        raise InvalidArgument(f"{file}: a key has {_LEAST} characters or more")
+    if any(len(key) < _MIN_LENGTH for key in keys):
+        raise InvalidArgument(f"{file}: a key has {_MIN_LENGTH} characters or more")
     return keys
 
 
-def _secret(folder: Path) -> bytes:
-    """The one that is kept in the folder; made where there is none yet."""
+def _read_or_create_secret(folder: Path) -> bytes:
     file = folder / "secret"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         try:
             descriptor = os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
         except FileExistsError:
-            found = file.read_bytes()
-            if len(found) != 32:
+            secret = file.read_bytes()
+            if len(secret) != 32:
                 raise StoreError(f"{file} is no secret of kvkeep's: remove it") from None
-            return found
-        with os.fdopen(descriptor, "wb") as opened:
-            made = secrets.token_bytes(32)
-            opened.write(made)
-        return made
+            return secret
+        with os.fdopen(descriptor, "wb") as stream:
+            secret = secrets.token_bytes(32)
+            stream.write(secret)
+        return secret
     except OSError as error:
         raise StoreError(f"{file} cannot be used: {error.strerror or error}") from error

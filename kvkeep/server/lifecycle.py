@@ -1,10 +1,11 @@
-"""The server while it runs: its socket, its signals, and how it ends."""
+"""Running the server: its socket, its signals, and its shutdown."""
 
 import asyncio
 import contextlib
 import logging
 import signal
 import socket
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -15,16 +16,15 @@ import uvicorn
 from kvkeep.engine import Engine
 from kvkeep.errors import InvalidArgument
 from kvkeep.server.app import LOCAL_HOSTS, application
-from kvkeep.server.health import now
-from kvkeep.server.idempotency import Idempotent
-from kvkeep.server.keys import Keys
+from kvkeep.server.idempotency import IdempotencyMiddleware
+from kvkeep.server.keys import ApiKeys
 from kvkeep.server.service import Service
 
 _BACKLOG = 512
 
 
-class _Server(uvicorn.Server):
-    """Ends with its work done on a signal, and with status 0."""
+class _UvicornServer(uvicorn.Server):
+    """Shuts down gracefully on SIGINT and SIGTERM, so that the process exits with status 0."""
 
     def __init__(self, config: uvicorn.Config, service: Service):
         super().__init__(config)
@@ -48,19 +48,22 @@ class _Server(uvicorn.Server):
 
 def serve_on(
     engine: Engine,
-    keys: Keys,
+    keys: ApiKeys,
     options: dict[str, Any],
-    around: Callable[[Any], Any] = Idempotent,
-    drained: Callable[[], Awaitable[None]] | None = None,
+    middleware: Callable[[Any], Any] = IdempotencyMiddleware,
+    drain: Callable[[], Awaitable[None]] | None = None,
 ) -> None:
-    """Serves until a signal comes. options: of `kvkeep serve`. around: see `application`. drained:
-    is awaited at the end, for what must still be done."""
-    listening = _listening(options["host"], options["port"])
-    host, port = listening.getsockname()[:2]
+    """Serve until a signal comes.
+
+    options: of `kvkeep serve`. middleware: see `application`. drain: awaited after the last
+    request, for work that must not be lost.
+    """
+    listener = _listen(options["host"], options["port"])
+    host, port = listener.getsockname()[:2]
     name = options["alias"] or Path(engine.model.name).name
-    service = Service(engine, name, keys, now(), edits=options["allow_edit"])
+    service = Service(engine, name, keys, int(time.time()), allow_edit=options["allow_edit"])
     hosts = {*LOCAL_HOSTS, options["host"], *options["allow_host"]}
-    app = application(service, hosts, options["allow_origin"], around)
+    app = application(service, hosts, options["allow_origin"], middleware)
     config = uvicorn.Config(
         app,
         log_level=logging.WARNING,
@@ -72,38 +75,38 @@ def serve_on(
     if not options["quiet"]:
         shown = f"[{host}]" if ":" in host else host
         print(f"kvkeep serves {name} on http://{shown}:{port}", flush=True)
-    asyncio.run(_serve(_Server(config, service), listening, drained))
+    asyncio.run(_serve(_UvicornServer(config, service), listener, drain))
 
 
 async def _serve(
-    server: uvicorn.Server, listening: socket.socket, drained: Callable[[], Awaitable[None]] | None
+    server: uvicorn.Server, listener: socket.socket, drain: Callable[[], Awaitable[None]] | None
 ) -> None:
     try:
-        await server.serve(sockets=[listening])
+        await server.serve(sockets=[listener])
     finally:
-        if drained is not None:
-            await drained()
+        if drain is not None:
+            await drain()
 
 
 def free_port(host: str, port: int) -> int:
-    """That port, or any for 0, for who cannot be handed a socket.
+    """Return the port, or a free one for 0, for a server that cannot be handed a socket.
 
-    Raises InvalidArgument where somebody listens there.
+    Raises InvalidArgument if the port is in use.
     """
-    with _listening(host, port) as found:
-        return int(found.getsockname()[1])
+    with _listen(host, port) as listener:
+        return int(listener.getsockname()[1])
 
 
-def _listening(host: str, port: int) -> socket.socket:
+def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listening = socket.socket(family, socket.SOCK_STREAM)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listening.bind((host, port))
+        listener.bind((host, port))
     except OSError as error:
-        listening.close()
+        listener.close()
         raise InvalidArgument(
             f"cannot listen on {host}:{port} ({error.strerror}); choose another --port"
         ) from error
-    listening.listen(_BACKLOG)
-    return listening
+    listener.listen(_BACKLOG)
+    return listener

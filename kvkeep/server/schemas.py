@@ -1,4 +1,4 @@
-"""What every API's requests have in common: who asks, and how tokens are to be chosen."""
+"""What the requests of all APIs have in common: dependencies, token ids, sampling parameters."""
 
 import secrets
 from collections.abc import Mapping, Sequence
@@ -12,11 +12,12 @@ from kvkeep.errors import InvalidArgument
 from kvkeep.server.service import Service
 from kvkeep.session.sampling import Sampling
 
-MOST_TOKENS = 1_000_000  # of an answer
-MOST_ANSWERS = 64  # to one prompt
+MAX_TOKENS = 1_000_000  # of one generation
+MAX_GENERATIONS = 64  # for one prompt
 _SEEDS = 2**53
-_NEVER = -1e6  # a bias: llama.cpp's clients say false
+_FORBIDDEN = -1e6  # the bias for which llama.cpp's clients write `false`
 Bias = Annotated[float, Field(ge=-1e6, le=1e6)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 def _service(request: HttpRequest) -> Service:
@@ -25,22 +26,26 @@ def _service(request: HttpRequest) -> Service:
 
 
 def _owner(request: HttpRequest) -> str:
-    owner: str = request.scope["owner"]
+    owner: str = request.scope["owner"]  # set by SecurityMiddleware
     return owner
 
 
-Serving = Annotated[Service, Depends(_service)]
-Owner = Annotated[str, Depends(_owner)]
+ServiceDep = Annotated[Service, Depends(_service)]
+OwnerDep = Annotated[str, Depends(_owner)]
 
 
-class Body(BaseModel):
-    """A request's body. Fields that kvkeep has no use for are taken, as other servers do."""
+class RequestBody(BaseModel):
+    """A request's body. Unknown fields are accepted and ignored, as other servers do."""
 
     model_config = ConfigDict(extra="allow", arbitrary_types_allowed=True)
 
 
-class Choosing(Body):
-    """How tokens are chosen, by OpenAI's names, and llama.cpp's for what it has not."""
+class StreamOptions(RequestBody):
+    include_usage: bool = False
+
+
+class SamplingParams(RequestBody):
+    """Sampling parameters, by OpenAI's names, and by llama.cpp's for those that OpenAI lacks."""
 
     temperature: Annotated[float | None, Field(ge=0, le=100)] = None
     top_p: Annotated[float | None, Field(gt=0, le=1)] = None
@@ -55,9 +60,9 @@ class Choosing(Body):
     logit_bias: dict[str, Bias] | list[tuple[int, Bias | Literal[False]]] | None = None
 
     def samplings(self, count: int = 1, temperature: float = 1.0) -> list[Sampling]:
-        """One for each of so many answers. temperature: where none is asked for.
+        """Return one `Sampling` for each of `count` generations. temperature: the default.
 
-        With a seed the same request gives the same answers, each by a seed of its own.
+        With a seed the same request gives the same texts; generation i has seed + i.
         """
         given = self.seed is not None and self.seed >= 0
         first = self.seed if given and self.seed is not None else secrets.randbelow(_SEEDS)
@@ -65,19 +70,19 @@ class Choosing(Body):
 
     def _sampling(self, seed: int, temperature: float) -> Sampling:
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        last = _or(self.repeat_last_n, 64)
+        last_n = _or(self.repeat_last_n, 64)
         return Sampling(
             temperature=_or(self.temperature, temperature),
             top_k=max(0, _or(self.top_k, 0)),
             top_p=_or(self.top_p, 1.0),
             min_p=_or(self.min_p, 0.0),
             repetition_penalty=_or(self.repeat_penalty, 1.0),
-            repetition_window=2**31 if last < 0 else last,  # all of them
+            repetition_window=2**31 if last_n < 0 else last_n,  # -1: all tokens
             presence_penalty=_or(self.presence_penalty, 0.0),
             frequency_penalty=_or(self.frequency_penalty, 0.0),
             seed=seed,
             stop=tuple(text for text in stop if text),
-            logit_bias=_biases(self.logit_bias or {}),
+            logit_bias=_bias_pairs(self.logit_bias or {}),
         )
 
 
@@ -85,10 +90,10 @@ def _or(value: Any, default: Any) -> Any:
     return default if value is None else value
 
 
-def _biases(given: Mapping[str, float] | Sequence[Any]) -> tuple[tuple[int, float], ...]:
-    """By OpenAI's names, which are ids in digits, or by llama.cpp's pairs."""
-    if not isinstance(given, Mapping):
-        return tuple((token, _NEVER if bias is False else bias) for token, bias in given)
-    if any(not (token.isascii() and token.isdigit()) for token in given):
+def _bias_pairs(biases: Mapping[str, float] | Sequence[Any]) -> tuple[tuple[int, float], ...]:
+    """Return (token, bias) pairs from OpenAI's mapping of digits, or from llama.cpp's pairs."""
+    if not isinstance(biases, Mapping):
+        return tuple((token, _FORBIDDEN if bias is False else bias) for token, bias in biases)
+    if any(not (token.isascii() and token.isdigit()) for token in biases):
         raise InvalidArgument("logit_bias: each name is a token id, written in digits")
-    return tuple((int(token), bias) for token, bias in given.items())
+    return tuple((int(token), bias) for token, bias in biases.items())

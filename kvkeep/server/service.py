@@ -1,4 +1,4 @@
-"""Between HTTP, which waits in an event loop, and the engine, which computes in a thread."""
+"""The bridge between HTTP handlers, in an event loop, and the engine, in its own thread."""
 
 import asyncio
 from collections import Counter, deque
@@ -13,120 +13,155 @@ from kvkeep.engine import (
     Engine,
     Failed,
     Finished,
+    GeneratedToken,
     Generation,
     GenerationEvent,
     GenerationRequest,
     SessionRecord,
 )
 from kvkeep.model import Model
-from kvkeep.server.keys import Keys
+from kvkeep.server.keys import ApiKeys
 from kvkeep.session.sampling import Sampling
 
 
 @dataclass
 class Service:
-    """What all routes share.
+    """State shared by all routes.
 
-    name: of the model, as clients see it. created: when, in seconds since 1970. closing: whether
-    the server is about to end, and streams without an end are to. statuses: how many requests had
-    each. making: by owner and name, what is being made that others may ask for.
+    name: the model's name as clients see it. created: start time, seconds since 1970. closing:
+    whether the server is shutting down, which ends endless streams. status_counts: HTTP responses
+    by status. allow_edit: whether the web UI may change sessions. pending_responses: OpenAI
+    responses in progress, by owner and id.
     """
 
     engine: Engine
     name: str
-    keys: Keys
+    keys: ApiKeys
     created: int = 0
     closing: bool = False
-    statuses: Counter[int] = field(default_factory=Counter)
-    edits: bool = False
-    making: dict[tuple[str, str], Any] = field(default_factory=dict)
+    status_counts: Counter[int] = field(default_factory=Counter)
+    allow_edit: bool = False
+    pending_responses: dict[tuple[str, str], Any] = field(default_factory=dict)
 
     @property
     def model(self) -> Model:
         return self.engine.model
 
-    async def answers(
+    @property
+    def context_size(self) -> int:
+        """The most tokens that a session holds by default."""
+        return self.engine.settings.get("max_kv_size") or self.model.spec.max_positions
+
+    def max_tokens(self, requested: int | None) -> int:
+        """Return the requested limit, or the model's positions: unlimited is no sane default."""
+        return self.model.spec.max_positions if requested is None else requested
+
+    async def generate(
         self,
-        ask: GenerationRequest | Callable[[SessionRecord], GenerationRequest],
+        request: GenerationRequest | Callable[[SessionRecord], GenerationRequest],
         owner: str,
         samplings: Sequence[Sampling] | None = None,
         session: str | None = None,
         revision: int | None = None,
-    ) -> "Running":
-        """Answers to a prompt, on their way: one, or as many as there are samplings.
+    ) -> "GenerationStream":
+        """Submit a request to the engine: one generation, or one for each of `samplings`.
 
         Raises what `Engine.ask` does.
         """
-        running = Running(asyncio.get_running_loop())
+        stream = GenerationStream(asyncio.get_running_loop())
         if samplings is None:
-            future = self.engine.submit(ask, session, owner, running.listener(0), revision)
+            future = self.engine.ask(request, session, owner, stream.listener(0), revision)
         else:
-            assert isinstance(ask, GenerationRequest)
-            listeners = [running.listener(index) for index in range(len(samplings))]
-            future = self.engine.submit_many(ask, samplings, owner, listeners)
+            assert isinstance(request, GenerationRequest)
+            listeners = [stream.listener(index) for index in range(len(samplings))]
+            future = self.engine.several(request, samplings, owner, listeners)
         try:
-            running.answers = await asyncio.wrap_future(future)
+            stream.generations = await asyncio.wrap_future(future)
         except asyncio.CancelledError:
-            future.add_done_callback(_cancel)
+            future.add_done_callback(_cancel_generations)
             raise
-        return running
+        return stream
 
 
-class Running:
-    """Answers on their way, as an event loop sees them: pairs of an index and an event."""
+@dataclass
+class GenerationResult:
+    """A finished generation: its text, its sampled tokens, and how it ended."""
+
+    text: str
+    tokens: list[GeneratedToken]
+    end: Finished
+
+
+class GenerationStream:
+    """Generations in progress, as an event loop sees them: pairs of an index and an event."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
-        self.answers: list[Generation] = []
+        self.generations: list[Generation] = []
         self._loop = loop
-        self._came: deque[tuple[int, GenerationEvent]] = deque()
-        self._some = asyncio.Event()
-        self._told = False
+        self._queue: deque[tuple[int, GenerationEvent]] = deque()
+        self._available = asyncio.Event()
+        self._wake_scheduled = False
 
-    def listener(self, index: int):  # type: ignore[no-untyped-def]
-        """For the engine's thread."""
+    def listener(self, index: int) -> Callable[[GenerationEvent], None]:
+        """Return a callback for the engine's thread that queues events under an index."""
 
-        def came(event: GenerationEvent) -> None:
-            self._came.append((index, event))
-            if not self._told:  # one call for all that come before the loop looks
-                self._told = True
+        def enqueue(event: GenerationEvent) -> None:
+            self._queue.append((index, event))
+            if not self._wake_scheduled:  # one wake-up for all events until the loop runs
+                self._wake_scheduled = True
                 self._loop.call_soon_threadsafe(self._wake)
 
-        return came
+        return enqueue
 
     def _wake(self) -> None:
-        self._told = False
-        self._some.set()
+        self._wake_scheduled = False
+        self._available.set()
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, GenerationEvent]]:
-        """Ends when all answers have. Raises what the first one failed with.
+        """Yield events until all generations have finished. Raises the first failure.
 
-        Whoever stops asking before that cancels them.
+        Leaving the loop early cancels the generations.
         """
-        over = 0
+        finished = 0
         try:
-            while over < len(self.answers):
-                await self._some.wait()
-                self._some.clear()
-                while self._came:
-                    index, event = self._came.popleft()
+            while finished < len(self.generations):
+                await self._available.wait()
+                self._available.clear()
+                while self._queue:
+                    index, event = self._queue.popleft()
                     if isinstance(event, Failed):
                         raise event.error
-                    over += isinstance(event, Finished)
+                    finished += isinstance(event, Finished)
                     yield index, event
         finally:
             self.cancel()
 
+    async def collect(self) -> list[GenerationResult]:
+        """Wait for all generations. Raises the first failure."""
+        texts = ["" for _ in self.generations]
+        tokens: list[list[GeneratedToken]] = [[] for _ in self.generations]
+        ends: dict[int, Finished] = {}
+        async for index, event in self:
+            if isinstance(event, GeneratedToken):
+                tokens[index].append(event)
+            if isinstance(event, (GeneratedToken, Finished)):
+                texts[index] += event.text
+            if isinstance(event, Finished):
+                ends[index] = event
+        indices = range(len(self.generations))
+        return [GenerationResult(texts[index], tokens[index], ends[index]) for index in indices]
+
     def cancel(self) -> None:
-        """Nobody wants the rest; those that are whole stay so."""
-        for answer in self.answers:
-            answer.cancel()
+        """Cancel the generations that have not finished."""
+        for generation in self.generations:
+            generation.cancel()
 
     @asynccontextmanager
-    async def until_gone(self, request: HttpRequest) -> AsyncIterator[None]:
-        """Cancels them when the client goes away. The request's body has been read."""
+    async def cancel_on_disconnect(self, http_request: HttpRequest) -> AsyncIterator[None]:
+        """Cancel when the client disconnects. The request's body must have been read."""
 
         async def watch() -> None:
-            while (await request.receive())["type"] != "http.disconnect":
+            while (await http_request.receive())["type"] != "http.disconnect":
                 pass
             self.cancel()
 
@@ -137,7 +172,7 @@ class Running:
             watching.cancel()
 
 
-def _cancel(future: object) -> None:
-    answers = future.result() if future.exception() is None else ()  # type: ignore[attr-defined]
-    for answer in answers:
-        answer.cancel()
+def _cancel_generations(future: object) -> None:
+    generations = future.result() if future.exception() is None else ()  # type: ignore[attr-defined]
+    for generation in generations:
+        generation.cancel()

@@ -1,4 +1,4 @@
-"""Server-sent events, as the HTML standard has them."""
+"""Server-sent events: their wire form (HTML standard), and their OpenAPI descriptions."""
 
 import json
 from collections.abc import AsyncIterator
@@ -6,17 +6,27 @@ from typing import Any
 
 from starlette.responses import StreamingResponse
 
-DONE = b"data: [DONE]\n\n"  # how OpenAI's API ends a stream
+DONE = b"data: [DONE]\n\n"  # ends a stream of OpenAI's API
+_CONTENT: dict[str, Any] = {"text/event-stream": {}}
+EVENTS: dict[int | str, dict[str, Any]] = {
+    200: {"description": "Server-sent events.", "content": _CONTENT}
+}
+JSON_OR_EVENTS: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The result; server-sent events if `stream` is true.",
+        "content": {"application/json": {"schema": {}}, **_CONTENT},
+    }
+}
 
 
-def event(data: Any, name: str | None = None) -> bytes:
-    """One event. data: a JSON value; name: its kind, for APIs that name them."""
+def sse_event(data: Any, name: str | None = None) -> bytes:
+    """Encode one event. data: a JSON value; name: the event type, for APIs that have types."""
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     head = f"event: {name}\n" if name else ""
     return f"{head}data: {text}\n\n".encode()
 
 
-def stream(events: AsyncIterator[bytes]) -> StreamingResponse:
-    """They reach the client as they come: nothing between may keep them back."""
+def sse_response(events: AsyncIterator[bytes]) -> StreamingResponse:
+    """Return a streaming response that proxies are told neither to cache nor to buffer."""
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
     return StreamingResponse(events, media_type="text/event-stream", headers=headers)

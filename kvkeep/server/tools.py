@@ -1,8 +1,8 @@
-"""Tools: what the model is told of them, and its calls, found in what it writes.
+"""Tools: how the model learns of them, and the parsing of its calls.
 
-Templates that know of tools are handed them. To others, SmolLM2's among them, they are described in
-the system message in the form that Hermes models are trained on, `<tool_call>` around JSON, which
-most small models follow: https://github.com/NousResearch/Hermes-Function-Calling.
+Templates that support tools are given them. For others, SmolLM2's among them, the tools are
+described in the system message in the form that Hermes models are trained on, `<tool_call>` around
+JSON, which most small models follow: https://github.com/NousResearch/Hermes-Function-Calling.
 """
 
 import json
@@ -15,89 +15,97 @@ from typing import Any
 from kvkeep.errors import InvalidArgument
 from kvkeep.models.text.codec import TextCodec
 
-OPENING = "<tool_call>"
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|$)", re.DOTALL)
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
-_MOST = 128
+_MAX_TOOLS = 128
 
 
 @dataclass(frozen=True)
-class Call:
-    """A call of a tool. arguments: JSON, as text."""
+class ToolCall:
+    """A call of a tool. arguments: JSON text."""
 
     name: str
     arguments: str
 
-    def entry(self) -> dict[str, Any]:
-        """As OpenAI's API has it."""
+    def openai_entry(self) -> dict[str, Any]:
+        """Return the call in the form of OpenAI's chat API, with a new id."""
         function = {"name": self.name, "arguments": self.arguments}
         return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
 
 
 @dataclass(frozen=True)
 class Tools:
-    """The tools of a request. choice: "auto", "required", or the name of the one to be called."""
+    """The tools of a request, in OpenAI's form.
 
-    given: Sequence[Mapping[str, Any]]
+    choice: "auto", "required", or the name of the tool that must be called.
+    """
+
+    functions: Sequence[Mapping[str, Any]]
     choice: str = "auto"
 
     @property
     def names(self) -> list[str]:
-        return [tool["function"]["name"] for tool in self.given]
+        return [tool["function"]["name"] for tool in self.functions]
 
     @property
     def forced(self) -> bool:
+        """Whether the model must call a tool."""
         return self.choice != "auto"
 
     def schema(self) -> dict[str, Any]:
-        """Of the call that must be made: the bare JSON of it."""
-        wanted = [
+        """Return the JSON schema of a forced call: bare JSON with a name and arguments."""
+        callable_functions = [
             tool["function"]
-            for tool in self.given
+            for tool in self.functions
             if self.choice in ("required", tool["function"]["name"])
         ]
-        return {"anyOf": [_schema_of(function) for function in wanted]}
+        return {"anyOf": [_call_schema(function) for function in callable_functions]}
 
-    def messages(
+    def for_template(
         self, codec: TextCodec, messages: Sequence[Mapping[str, Any]]
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
-        """What the template is given: messages, and tools where it knows of them."""
-        given = [dict(tool) for tool in self.given]
-        if _known_to_template(codec):
-            return [dict(message) for message in messages], given
-        told = [_without_tools(message) for message in messages]
-        text = _told(self.given)
-        if told and told[0]["role"] == "system":
-            told[0] = {**told[0], "content": f"{told[0]['content']}\n\n{text}"}
+        """Return the messages and the tools for the chat template.
+
+        For a template without tool support, tools and calls become text, and the tools are None.
+        """
+        if _template_supports_tools(codec):
+            return [dict(message) for message in messages], [dict(tool) for tool in self.functions]
+        plain = [_without_tools(message) for message in messages]
+        text = _tool_description(self.functions)
+        if plain and plain[0]["role"] == "system":
+            plain[0] = {**plain[0], "content": f"{plain[0]['content']}\n\n{text}"}
         else:
-            told.insert(0, {"role": "system", "content": text})
-        return told, None
+            plain.insert(0, {"role": "system", "content": text})
+        return plain, None
 
-    def calls(self, text: str) -> tuple[str, list[Call]]:
-        """What the model wrote beside its calls, and these; only of tools that there are."""
-        found = [call for part in _CALL.findall(text) for call in self._parsed(part)]
-        if found:
-            return _CALL.sub("", text).strip(), found
-        whole = self._parsed(text.strip())
-        return ("", whole) if whole else (text, [])
+    def parse(self, text: str) -> tuple[str, list[ToolCall]]:
+        """Split generated text into the text beside the calls and the calls of known tools."""
+        calls = [call for part in _CALL.findall(text) for call in self._parse_calls(part)]
+        if calls:
+            return _CALL.sub("", text).strip(), calls
+        bare_calls = self._parse_calls(text.strip())
+        return ("", bare_calls) if bare_calls else (text, [])
 
-    def _parsed(self, text: str) -> list[Call]:
+    def _parse_calls(self, text: str) -> list[ToolCall]:
+        """Parse JSON as calls; none unless all of it is calls of known tools."""
         try:
-            found = json.loads(text)
+            value = json.loads(text)
         except (ValueError, RecursionError):
             return []
-        entries = found if isinstance(found, list) else [found]
-        calls = [call for entry in entries if (call := _call(entry)) and call.name in self.names]
+        entries = value if isinstance(value, list) else [value]
+        parsed = [_parse_call(entry) for entry in entries]
+        calls = [call for call in parsed if call and call.name in self.names]
         return calls if len(calls) == len(entries) else []
 
 
 def checked_tools(tools: Sequence[Mapping[str, Any]], choice: Any) -> Tools | None:
-    """The tools of a request as OpenAI's clients give them; None where none may be called.
+    """Validate the tools of a request in OpenAI's form. Returns None if none may be called.
 
-    Raises InvalidArgument for what is no tool, and a choice that there is not.
+    Raises InvalidArgument for an entry that is no tool, and for a choice of an unknown tool.
     """
-    if len(tools) > _MOST:
-        raise InvalidArgument(f"there are at most {_MOST} tools; found {len(tools)}")
+    if len(tools) > _MAX_TOOLS:
+        raise InvalidArgument(f"there are at most {_MAX_TOOLS} tools; found {len(tools)}")
     for index, tool in enumerate(tools):
         function = tool.get("function")
         name = function.get("name") if isinstance(function, Mapping) else None
@@ -108,15 +116,15 @@ def checked_tools(tools: Sequence[Mapping[str, Any]], choice: Any) -> Tools | No
     if isinstance(choice, Mapping):
         function = choice.get("function", choice)
         choice = function.get("name") if isinstance(function, Mapping) else None
-    made = Tools(tools, choice or "auto")
-    if made.choice == "none" or (not tools and made.choice == "auto"):
+    result = Tools(tools, choice or "auto")
+    if result.choice == "none" or (not tools and result.choice == "auto"):
         return None
-    if made.choice not in ("auto", "required", *made.names) or not tools:
-        raise InvalidArgument(f"tool_choice: there is no such tool; there are {made.names}")
-    return made
+    if result.choice not in ("auto", "required", *result.names) or not tools:
+        raise InvalidArgument(f"tool_choice: there is no such tool; there are {result.names}")
+    return result
 
 
-def _schema_of(function: Mapping[str, Any]) -> dict[str, Any]:
+def _call_schema(function: Mapping[str, Any]) -> dict[str, Any]:
     parameters = function.get("parameters") or {"type": "object", "properties": {}}
     return {
         "type": "object",
@@ -126,18 +134,18 @@ def _schema_of(function: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _call(entry: Any) -> Call | None:
-    """Hermes and Mistral say "arguments", Llama "parameters"."""
+def _parse_call(entry: Any) -> ToolCall | None:
+    """Parse one call: Hermes and Mistral write "arguments", Llama "parameters"."""
     if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
         return None
     arguments = entry.get("arguments", entry.get("parameters", {}))
     if isinstance(arguments, str):
-        return Call(entry["name"], arguments)
-    return Call(entry["name"], json.dumps(arguments, ensure_ascii=False))
+        return ToolCall(entry["name"], arguments)
+    return ToolCall(entry["name"], json.dumps(arguments, ensure_ascii=False))
 
 
-def _known_to_template(codec: TextCodec) -> bool:
-    """Whether what it writes depends on the tools that it is given."""
+def _template_supports_tools(codec: TextCodec) -> bool:
+    """Whether the text that the template renders depends on the tools given to it."""
     tool = {"type": "function", "function": {"name": "kvkeeptool", "parameters": {}}}
     try:
         return "kvkeeptool" in codec.chat([{"role": "user", "content": "a"}], tools=[tool])
@@ -145,26 +153,26 @@ def _known_to_template(codec: TextCodec) -> bool:
         return False
 
 
-def _told(tools: Sequence[Mapping[str, Any]]) -> str:
-    listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-    form = '<tool_call>\n{"name": <name>, "arguments": <object>}\n</tool_call>'
-    return f"You may call these functions:\n{listed}\n\nTo call one, answer:\n{form}"
+def _tool_description(tools: Sequence[Mapping[str, Any]]) -> str:
+    """Return the system text that describes the tools and the form of a call."""
+    functions = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    form = f'{_OPEN}\n{{"name": <name>, "arguments": <object>}}\n{_CLOSE}'
+    return f"You may call these functions:\n{functions}\n\nTo call one, answer:\n{form}"
 
 
 def _without_tools(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message for a template that knows neither calls nor their results."""
-    made = {key: message[key] for key in ("role", "content") if key in message}
+    """Return a message with its tool calls, or its tool result, as plain text."""
+    result = {key: message[key] for key in ("role", "content") if key in message}
     if message.get("role") == "tool":
-        return {"role": "user", "content": f"<tool_response>\n{made['content']}\n</tool_response>"}
+        text = f"<tool_response>\n{result['content']}\n</tool_response>"
+        return {"role": "user", "content": text}
     calls = []
     for call in message.get("tool_calls") or ():
         function = call.get("function", {}) if isinstance(call, Mapping) else {}
         arguments = function.get("arguments", "{}")
         text = arguments if isinstance(arguments, str) else json.dumps(arguments)
-        calls.append(
-            f'{OPENING}\n{{"name": {json.dumps(function.get("name"))}, "arguments": {text}}}\n'
-            "</tool_call>"
-        )
+        name = json.dumps(function.get("name"))
+        calls.append(f'{_OPEN}\n{{"name": {name}, "arguments": {text}}}\n{_CLOSE}')
     if calls:
-        made["content"] = "\n".join([*filter(None, [made.get("content")]), *calls])
-    return made
+        result["content"] = "\n".join([*filter(None, [result.get("content")]), *calls])
+    return result

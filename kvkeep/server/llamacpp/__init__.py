@@ -1,1 +1,1 @@
-"""llama.cpp's own API, as far as its clients go."""
+"""llama.cpp's own API, as far as its clients use it."""

@@ -1,7 +1,8 @@
-"""`/v1/completions`: text that goes on from a text."""
+"""`/v1/completions`: the continuation of a text."""
 
 import asyncio
 import secrets
+import time
 from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
@@ -12,30 +13,35 @@ from starlette.responses import Response
 
 from kvkeep.engine import Finished, GeneratedToken, GenerationRequest, Usage
 from kvkeep.models.text.codec import TextCodec
-from kvkeep.server.errors import problem_of
-from kvkeep.server.health import now
-from kvkeep.server.openai.chat import asked, longest
-from kvkeep.server.openai.logprobs import CompletionLogprobs
-from kvkeep.server.openai.usage import REASONS, timings_of, usage_of
-from kvkeep.server.openapi import STREAMED
-from kvkeep.server.schemas import MOST_ANSWERS, MOST_TOKENS, Body, Choosing, Owner, Serving
-from kvkeep.server.service import Running, Service
-from kvkeep.server.sse import DONE, event, stream
+from kvkeep.server.errors import api_error_for
+from kvkeep.server.generation import start_generations
+from kvkeep.server.openai.usage import (
+    FINISH_REASONS,
+    CompletionLogprobs,
+    llamacpp_timings,
+    openai_usage,
+)
+from kvkeep.server.schemas import (
+    MAX_GENERATIONS,
+    MAX_TOKENS,
+    OwnerDep,
+    SamplingParams,
+    ServiceDep,
+    StreamOptions,
+    TokenId,
+)
+from kvkeep.server.service import GenerationResult, GenerationStream, Service
+from kvkeep.server.sse import DONE, JSON_OR_EVENTS, sse_event, sse_response
 
 router = APIRouter()
-_Id = Annotated[int, Field(ge=0, lt=2**31)]
 
 
-class StreamOptions(Body):
-    include_usage: bool = False
+class CompletionRequest(SamplingParams):
+    """A request. prompt: a text, token ids, or a list of one of them."""
 
-
-class Completion(Choosing):
-    """A request. prompt: a text or token ids; a list of one of them is taken, too."""
-
-    prompt: str | list[_Id] | Annotated[list[str | list[_Id]], Field(max_length=1)]
-    max_tokens: Annotated[int | None, Field(ge=0, le=MOST_TOKENS)] = 16
-    n: Annotated[int, Field(ge=1, le=MOST_ANSWERS)] = 1
+    prompt: str | list[TokenId] | Annotated[list[str | list[TokenId]], Field(max_length=1)]
+    max_tokens: Annotated[int | None, Field(ge=0, le=MAX_TOKENS)] = 16
+    n: Annotated[int, Field(ge=1, le=MAX_GENERATIONS)] = 1
     stream: bool = False
     stream_options: StreamOptions | None = None
     echo: bool = False
@@ -43,84 +49,77 @@ class Completion(Choosing):
     ignore_eos: bool = False
 
 
-@router.post("/v1/completions", response_model=None, responses=STREAMED)
+@router.post("/v1/completions", response_model=None, responses=JSON_OR_EVENTS)
 async def completions(
-    body: Completion, request: HttpRequest, service: Serving, owner: Owner
+    body: CompletionRequest, http_request: HttpRequest, service: ServiceDep, owner: OwnerDep
 ) -> Response | dict[str, Any]:
-    """Goes on from a prompt, in `n` ways."""
-    ids = await asyncio.to_thread(_ids, service, body.prompt)
-    ask = GenerationRequest(
-        tuple(ids),
-        longest(service, body.max_tokens),
-        ignore_eos=body.ignore_eos,
-        logprobs=body.logprobs,
-    )
-    running = await asked(service, ask, owner, body.samplings(body.n))
-    head = {"id": f"cmpl-{secrets.token_hex(12)}", "created": now(), "model": service.name}
-    head["object"] = "text_completion"
-    echoed = service.model.text.decode(ids) if body.echo else ""
+    """Continue a prompt, in `n` choices."""
+    ids, codec = await asyncio.to_thread(_prompt_ids, service, body.prompt), service.model.text
+    limit = service.max_tokens(body.max_tokens)
+    request = GenerationRequest(tuple(ids), limit, ignore_eos=body.ignore_eos, likely=body.logprobs)
+    generations = await start_generations(service, request, owner, body.samplings(body.n))
+    head = {
+        "id": f"cmpl-{secrets.token_hex(12)}",
+        "created": int(time.time()),
+        "model": service.name,
+        "object": "text_completion",
+    }
+    echo = codec.decode(ids) if body.echo else ""
     if body.stream:
-        return stream(_streamed(running, head, body, echoed, service.model.text))
-    async with running.until_gone(request):
-        return await _whole(running, head, body, echoed, service.model.text)
+        return sse_response(_stream(generations, head, body, echo, codec))
+    async with generations.cancel_on_disconnect(http_request):
+        return _completion(head, await generations.collect(), echo, codec)
 
 
-def _ids(service: Service, prompt: Any) -> list[int]:
+def _prompt_ids(service: Service, prompt: Any) -> list[int]:
     if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
         prompt = prompt[0]
     text = service.model.text
     return [*text.opening_ids, *text.encode(prompt)] if isinstance(prompt, str) else list(prompt)
 
 
-async def _whole(
-    running: Running, head: dict[str, Any], body: Completion, echoed: str, codec: TextCodec
+def _completion(
+    head: dict[str, Any], results: list[GenerationResult], echo: str, codec: TextCodec
 ) -> dict[str, Any]:
-    texts, ends = [echoed] * body.n, dict[int, Finished]()
-    written: list[list[GeneratedToken]] = [[] for _ in texts]
-    async for index, each in running:
-        if isinstance(each, GeneratedToken):
-            written[index].append(each)
-        if isinstance(each, (GeneratedToken, Finished)):
-            texts[index] += each.text
-        if isinstance(each, Finished):
-            ends[index] = each
-    choices = [
-        _choice(
-            index,
-            texts[index],
-            ends[index],
-            CompletionLogprobs(codec, len(echoed)).entry(written[index]),
-        )
-        for index in range(body.n)
-    ]
-    usages = [ends[index].usage for index in range(body.n)]
-    return {**head, "choices": choices, "usage": usage_of(usages), "timings": timings_of(usages[0])}
+    choices = []
+    for index, result in enumerate(results):
+        logprobs = CompletionLogprobs(codec, len(echo)).entry(result.tokens)
+        choices.append(_choice(index, echo + result.text, result.end, logprobs))
+    usages = [result.end.usage for result in results]
+    totals = {"usage": openai_usage(usages), "timings": llamacpp_timings(usages[0])}
+    return {**head, "choices": choices, **totals}
 
 
-async def _streamed(
-    running: Running, head: dict[str, Any], body: Completion, echoed: str, codec: TextCodec
+async def _stream(
+    generations: GenerationStream,
+    head: dict[str, Any],
+    body: CompletionRequest,
+    echo: str,
+    codec: TextCodec,
 ) -> AsyncIterator[bytes]:
     usages: list[Usage] = []
-    logprobs = [CompletionLogprobs(codec, len(echoed)) for _ in range(body.n)]
+    logprobs = [CompletionLogprobs(codec, len(echo)) for _ in range(body.n)]
     try:
-        for index in range(body.n if echoed else 0):
-            yield event({**head, "choices": [_choice(index, echoed, None)]})
-        async for index, each in running:
-            if isinstance(each, Finished):
-                usages.append(each.usage)
-                yield event({**head, "choices": [_choice(index, each.text, each)]})
-            elif isinstance(each, GeneratedToken) and (each.text or each.logprob):
-                likely = logprobs[index].entry([each])
-                yield event({**head, "choices": [_choice(index, each.text, None, likely)]})
+        for index in range(body.n if echo else 0):
+            yield sse_event({**head, "choices": [_choice(index, echo, None)]})
+        async for index, progress in generations:
+            if isinstance(progress, Finished):
+                usages.append(progress.usage)
+                choice = _choice(index, progress.text, progress)
+                yield sse_event({**head, "choices": [choice]})
+            elif isinstance(progress, GeneratedToken) and (progress.text or progress.likely):
+                entry = logprobs[index].entry([progress])
+                choice = _choice(index, progress.text, None, entry)
+                yield sse_event({**head, "choices": [choice]})
         if body.stream_options and body.stream_options.include_usage:
-            yield event({**head, "choices": [], "usage": usage_of(usages)})
+            yield sse_event({**head, "choices": [], "usage": openai_usage(usages)})
         yield DONE
-    except Exception as error:  # the status is sent: what happened is the last event
-        yield event(problem_of(error).body())
+    except Exception as error:  # the status is already sent: the last event reports the error
+        yield sse_event(api_error_for(error).openai_body())
 
 
 def _choice(
-    index: int, text: str, end: Finished | None, likely: dict[str, Any] | None = None
+    index: int, text: str, end: Finished | None, logprobs: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    reason = None if end is None else REASONS[end.reason]
-    return {"index": index, "text": text, "logprobs": likely, "finish_reason": reason}
+    reason = None if end is None else FINISH_REASONS[end.reason]
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}

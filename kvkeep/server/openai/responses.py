@@ -1,14 +1,16 @@
-"""`/v1/responses`: answers that are kept, and from which others go on.
+"""`/v1/responses`: stored responses that others can continue.
 
-A response is a session of the engine. One that goes on from it is a fork: the parent never changes,
-so that any number of others may go on from it. What the parent holds of the new prompt stays, which
-is all of it where the template writes a conversation as it was; a template that strips what was
-said before makes the rest be evaluated again, and `cached_tokens` says so.
+A response is a session of the engine. One that continues it is a fork: the parent never changes, so
+any number of responses may continue it. The fork keeps the longest prefix of the new prompt that
+the parent holds: all of the parent where the template renders the conversation as before. A
+template that strips earlier text makes the rest be evaluated again; `cached_tokens` tells.
 """
 
 import asyncio
 import contextlib
+import itertools
 import secrets
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -20,51 +22,52 @@ from starlette.responses import Response
 
 from kvkeep.engine import Finished, GeneratedToken, GenerationRequest, PrefillProgress
 from kvkeep.errors import InvalidArgument, KvkeepError, NoSuchSession
-from kvkeep.server.errors import Problem, problem_of
-from kvkeep.server.health import now
-from kvkeep.server.openai.chat import forced_by, longest, prompt_ids
+from kvkeep.server.errors import ApiError, api_error_for
+from kvkeep.server.generation import constrain, prompt_ids
 from kvkeep.server.openai.response_items import (
-    Reply,
-    ending,
-    function_tools,
+    GeneratedOutput,
+    chat_tools,
+    final_fields,
+    input_messages,
     message_item,
-    messages_of,
     text_part,
 )
-from kvkeep.server.openai.usage import progress_of, timings_of
-from kvkeep.server.openapi import STREAMED
-from kvkeep.server.schemas import MOST_TOKENS, Body, Choosing, Owner, Serving
-from kvkeep.server.service import Running, Service
-from kvkeep.server.sse import event, stream
+from kvkeep.server.openai.usage import llamacpp_progress, llamacpp_timings
+from kvkeep.server.schemas import MAX_TOKENS, OwnerDep, RequestBody, SamplingParams, ServiceDep
+from kvkeep.server.service import GenerationStream, Service
+from kvkeep.server.sse import JSON_OR_EVENTS, sse_event, sse_response
 from kvkeep.server.tools import Tools, checked_tools
 
 router = APIRouter()
-_Id = Annotated[str, Path(pattern=r"^resp_[0-9a-f]{24}$")]
-_RESPONSE, _MESSAGES = "response", "messages"  # of a session's notes
+_ID_PATTERN = r"^resp_[0-9a-f]{24}$"
+_ResponseId = Annotated[str, Path(pattern=_ID_PATTERN)]
+_RESPONSE, _MESSAGES = "response", "messages"  # keys of a session's notes
 
 
-class TextForm(Body):
+class TextOptions(RequestBody):
     format: dict[str, Any] | None = None
 
 
-class Create(Choosing):
-    """A request."""
-
+class ResponsesRequest(SamplingParams):
     input: str | list[dict[str, Any]]
     instructions: str | None = None
-    previous_response_id: Annotated[str | None, Field(pattern=r"^resp_[0-9a-f]{24}$")] = None
-    max_output_tokens: Annotated[int | None, Field(ge=1, le=MOST_TOKENS)] = None
+    previous_response_id: Annotated[str | None, Field(pattern=_ID_PATTERN)] = None
+    max_output_tokens: Annotated[int | None, Field(ge=1, le=MAX_TOKENS)] = None
     store: bool | None = None
     stream: bool | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    text: TextForm | None = None
+    text: TextOptions | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     metadata: dict[str, str] | None = None
     return_progress: bool = False
     timings_per_token: bool = False
 
+    def checked_tools(self) -> Tools | None:
+        return checked_tools(chat_tools(self.tools or ()), self.tool_choice)
+
     def wanted_schema(self) -> dict[str, Any] | None:
+        """Return the JSON schema that the output must follow. Raises InvalidArgument."""
         form = (self.text.format if self.text else None) or {"type": "text"}
         if form.get("type") == "json_schema":
             schema = form.get("schema")
@@ -77,115 +80,124 @@ class Create(Choosing):
 
 
 @dataclass
-class _Making:
-    """A response on its way.
+class _PendingResponse:
+    """A response in progress.
 
-    held: tokens of its prompt that were there. body: as it is now. progress, timed: whether steps
-    of the prompt, and the time of each token, are told.
+    body: the response object so far. messages: the conversation that it answers. prompt: tokens;
+    cached: those of them that were not evaluated. progress, timed: whether events report prefill
+    steps, and the timings of each token. item_id: of the message that is generated.
     """
 
     body: dict[str, Any]
     messages: list[dict[str, Any]]
     prompt: int
-    held: int
-    running: Running
+    cached: int
+    generations: GenerationStream
     tools: Tools | None
-    progress: bool = False
-    timed: bool = False
-    item: str = field(default_factory=lambda: f"msg_{secrets.token_hex(12)}")
+    progress: bool
+    timed: bool
+    item_id: str = field(default_factory=lambda: f"msg_{secrets.token_hex(12)}")
 
     def timings(self) -> dict[str, Any]:
-        """Until now, where that is wanted."""
-        return {"timings": timings_of(self.running.answers[0].usage)} if self.timed else {}
+        """Return the timings so far, if the request wants them."""
+        if not self.timed:
+            return {}
+        return {"timings": llamacpp_timings(self.generations.generations[0].usage)}
 
 
-@router.post("/v1/responses", response_model=None, responses=STREAMED)
+@router.post("/v1/responses", response_model=None, responses=JSON_OR_EVENTS)
 @router.post("/responses", response_model=None, include_in_schema=False)
 async def create(
-    body: Create, request: HttpRequest, service: Serving, owner: Owner
+    body: ResponsesRequest, http_request: HttpRequest, service: ServiceDep, owner: OwnerDep
 ) -> Response | dict[str, Any]:
-    """Answers, where nothing or where an earlier response stands."""
-    making = await _begun(body, service, owner)
+    """Generate a response, alone or as the continuation of an earlier one."""
+    pending = await _start(body, service, owner)
     if body.stream:
-        return stream(_streamed(making, service, owner))
+        return sse_response(_stream(pending, service, owner))
     try:
-        async with making.running.until_gone(request):
-            text, end = "", None
-            async for _, each in making.running:
-                if isinstance(each, (GeneratedToken, Finished)):
-                    text += each.text
-                end = each
+        async with pending.generations.cancel_on_disconnect(http_request):
+            (result,) = await pending.generations.collect()
     except BaseException:
-        await _forget(making.body["id"], service, owner)
+        await _discard(pending.body["id"], service, owner)
         raise
-    assert isinstance(end, Finished)
-    return await _done(making, text, end, service, owner)
+    return await _complete(pending, result.text, result.end, service, owner)
 
 
 @router.post("/v1/responses/input_tokens")
-async def input_tokens(body: Create, service: Serving, owner: Owner) -> dict[str, Any]:
-    """How many tokens the prompt would be; nothing is evaluated."""
-    tools = checked_tools(function_tools(body.tools or ()), body.tool_choice)
-    system, messages = await _all_messages(body, service, owner)
+async def input_tokens(
+    body: ResponsesRequest, service: ServiceDep, owner: OwnerDep
+) -> dict[str, Any]:
+    """Count the tokens that the prompt would have; nothing is evaluated."""
+    tools = body.checked_tools()
+    system, messages = await _conversation(body, service, owner)
     ids = await prompt_ids(service, [*system, *messages], tools)
     return {"object": "response.input_tokens", "input_tokens": len(ids)}
 
 
 @router.get("/v1/responses/{response}")
-async def retrieve(response: _Id, service: Serving, owner: Owner) -> dict[str, Any]:
-    """A response that was stored."""
+async def retrieve(response: _ResponseId, service: ServiceDep, owner: OwnerDep) -> dict[str, Any]:
+    """Return a stored response."""
     return await _stored(response, service, owner)
 
 
 @router.delete("/v1/responses/{response}")
-async def delete(response: _Id, service: Serving, owner: Owner) -> dict[str, Any]:
-    """Forgets it; those that went on from it stay."""
+async def delete(response: _ResponseId, service: ServiceDep, owner: OwnerDep) -> dict[str, Any]:
+    """Delete a stored response; those that continued it stay."""
     await _stored(response, service, owner)
     await asyncio.wrap_future(service.engine.delete(response, owner))
     return {"id": response, "object": "response", "deleted": True}
 
 
 @router.post("/v1/responses/{response}/cancel")
-async def cancel(response: _Id, service: Serving, owner: Owner) -> dict[str, Any]:
-    """Ends one that is still being made, after the current token."""
-    making = service.making.get((owner, response))
-    if making is not None:
-        making.running.cancel()
-        return {**making.body, "status": "cancelled"}
+async def cancel(response: _ResponseId, service: ServiceDep, owner: OwnerDep) -> dict[str, Any]:
+    """Cancel a response in progress, after the current token."""
+    pending = service.pending_responses.get((owner, response))
+    if pending is not None:
+        pending.generations.cancel()
+        return {**pending.body, "status": "cancelled"}
     return await _stored(response, service, owner)
 
 
-async def _begun(body: Create, service: Service, owner: str) -> _Making:
-    tools = checked_tools(function_tools(body.tools or ()), body.tool_choice)
-    schema, name = body.wanted_schema(), f"resp_{secrets.token_hex(12)}"
-    system, messages = await _all_messages(body, service, owner)
+async def _start(body: ResponsesRequest, service: Service, owner: str) -> _PendingResponse:
+    """Fork the previous response's session, if any, and submit the prompt in it."""
+    tools, schema = body.checked_tools(), body.wanted_schema()
+    response_id = f"resp_{secrets.token_hex(12)}"
+    system, messages = await _conversation(body, service, owner)
     ids = await prompt_ids(service, [*system, *messages], tools)
-    samplings = forced_by(service, body.samplings(), tools, schema)
-    most = longest(service, body.max_output_tokens)
+    (sampling,) = constrain(service, body.samplings(), tools, schema)
     _require_fits(body, len(ids), service)
     engine = service.engine
     if body.previous_response_id is not None:
-        fork = engine.fork(body.previous_response_id, owner, new=name, notes={})
+        fork = engine.fork(body.previous_response_id, owner, new=response_id, notes={})
         await asyncio.wrap_future(fork)
     try:
-        held = await asyncio.wrap_future(engine.prepare(ids, name, owner))
-        ask = GenerationRequest(tuple(ids[held:]), most, samplings[0])
-        running = await service.answers(ask, owner, session=name)
+        cached = await asyncio.wrap_future(engine.prepare(ids, response_id, owner))
+        request = GenerationRequest(
+            tuple(ids[cached:]), service.max_tokens(body.max_output_tokens), sampling
+        )
+        generations = await service.generate(request, owner, session=response_id)
     except BaseException:
-        await _forget(name, service, owner)
+        await _discard(response_id, service, owner)
         raise
-    told = _response(name, body, service)
-    made = _Making(told, messages, len(ids), held, running, tools)
-    made.progress, made.timed = body.return_progress, body.timings_per_token
-    service.making[owner, name] = made
-    return made
+    pending = _PendingResponse(
+        _response_object(response_id, body, service),
+        messages,
+        len(ids),
+        cached,
+        generations,
+        tools,
+        body.return_progress,
+        body.timings_per_token,
+    )
+    service.pending_responses[owner, response_id] = pending
+    return pending
 
 
-def _response(name: str, body: Create, service: Service) -> dict[str, Any]:
+def _response_object(response_id: str, body: ResponsesRequest, service: Service) -> dict[str, Any]:
     return {
-        "id": name,
+        "id": response_id,
         "object": "response",
-        "created_at": now(),
+        "created_at": int(time.time()),
         "status": "in_progress",
         "error": None,
         "incomplete_details": None,
@@ -207,112 +219,113 @@ def _response(name: str, body: Create, service: Service) -> dict[str, Any]:
     }
 
 
-def _require_fits(body: Create, prompt: int, service: Service) -> None:
-    """Where nothing may be forgotten. Raises Problem."""
-    most = service.engine.settings.get("max_kv_size") or service.model.spec.max_positions
-    if body.truncation == "disabled" and prompt + (body.max_output_tokens or 1) > most:
-        raise Problem(
+def _require_fits(body: ResponsesRequest, prompt: int, service: Service) -> None:
+    """Raise ApiError if truncation is disabled and the session would have to evict cells."""
+    limit = service.context_size
+    if body.truncation == "disabled" and prompt + (body.max_output_tokens or 1) > limit:
+        raise ApiError(
             400,
-            f"the prompt has {prompt} tokens, and {most} are held: nothing may be forgotten with "
+            f"the prompt has {prompt} tokens and the session holds {limit}: it does not fit with "
             'truncation "disabled"',
             "exceed_context_size_error",
-            more={"n_prompt_tokens": prompt, "n_ctx": most},
+            extra={"n_prompt_tokens": prompt, "n_ctx": limit},
         )
 
 
-async def _done(
-    making: _Making, text: str, end: Finished, service: Service, owner: str
+async def _complete(
+    pending: _PendingResponse, text: str, end: Finished, service: Service, owner: str
 ) -> dict[str, Any]:
-    """The whole response, which is stored if that is wanted."""
-    reply = Reply(text, making.tools, making.item)
-    made = {**making.body, "output": reply.items(), **ending(end, making.prompt, making.held)}
-    name = making.body["id"]
-    service.making.pop((owner, name), None)
-    if not made["store"]:
-        await _forget(name, service, owner)
-        return made
-    notes = {_RESPONSE: made, _MESSAGES: [*making.messages, reply.message()]}
-    await asyncio.wrap_future(service.engine.set_notes(name, owner, notes))
-    return made
+    """Return the whole response, stored in its session's notes unless `store` is false."""
+    output = GeneratedOutput(text, pending.tools, pending.item_id)
+    final = final_fields(end, pending.prompt, pending.cached)
+    response = {**pending.body, "output": output.items(), **final}
+    response_id = response["id"]
+    service.pending_responses.pop((owner, response_id), None)
+    if not response["store"]:
+        await _discard(response_id, service, owner)
+        return response
+    notes = {_RESPONSE: response, _MESSAGES: [*pending.messages, output.message()]}
+    await asyncio.wrap_future(service.engine.note(response_id, owner, notes))
+    return response
 
 
-async def _streamed(making: _Making, service: Service, owner: str) -> AsyncIterator[bytes]:
-    numbers, text = iter(range(10**9)), ""
-    item, part = making.item, {"item_id": making.item, "output_index": 0, "content_index": 0}
+async def _stream(pending: _PendingResponse, service: Service, owner: str) -> AsyncIterator[bytes]:
+    """Yield text as it comes; with tools, yield all items at the end, once calls are parsed."""
+    sequence, text, completed = itertools.count(), "", False
+    item_id, streams_text = pending.item_id, pending.tools is None
+    part = {"item_id": item_id, "output_index": 0, "content_index": 0}
 
-    def told(kind: str, **data: Any) -> bytes:
-        return event({"type": kind, "sequence_number": next(numbers), **data}, kind)
+    def event(kind: str, **data: Any) -> bytes:
+        return sse_event({"type": kind, "sequence_number": next(sequence), **data}, kind)
 
-    finished = False
     try:
-        yield told("response.created", response=making.body)
-        yield told("response.in_progress", response=making.body)
-        if making.tools is None:
-            started = message_item(item, "", "in_progress")
-            yield told("response.output_item.added", output_index=0, item=started)
-            yield told("response.content_part.added", **part, part=text_part(""))
-        async for _, each in making.running:
-            if isinstance(each, PrefillProgress) and making.progress:
-                seen = {"prompt_progress": progress_of(each)}
-                yield told("response.in_progress", response=making.body, **seen)
-            if not isinstance(each, (GeneratedToken, Finished)):
+        yield event("response.created", response=pending.body)
+        yield event("response.in_progress", response=pending.body)
+        if streams_text:
+            started = message_item(item_id, "", "in_progress")
+            yield event("response.output_item.added", output_index=0, item=started)
+            yield event("response.content_part.added", **part, part=text_part(""))
+        async for _, progress in pending.generations:
+            if isinstance(progress, PrefillProgress) and pending.progress:
+                prefill = {"prompt_progress": llamacpp_progress(progress)}
+                yield event("response.in_progress", response=pending.body, **prefill)
+            if not isinstance(progress, (GeneratedToken, Finished)):
                 continue
-            text += each.text
-            if each.text and making.tools is None:
-                delta = {"delta": each.text, "logprobs": [], **making.timings()}
-                yield told("response.output_text.delta", **part, **delta)
-            if isinstance(each, Finished):
-                made = await _done(making, text, each, service, owner)
-                finished = True
-                if making.tools is None:
-                    yield told("response.output_text.done", **part, text=text, logprobs=[])
-                    yield told("response.content_part.done", **part, part=text_part(text))
-                for index, one in enumerate(made["output"]):
-                    if making.tools is not None:
-                        yield told("response.output_item.added", output_index=index, item=one)
-                    yield told("response.output_item.done", output_index=index, item=one)
-                spent = {"timings": timings_of(each.usage)}
-                yield told(f"response.{made['status']}", response=made, **spent)
-    except Exception as error:  # the status is sent: what happened is the last event
-        problem = problem_of(error)
-        yield told("error", code=problem.kind, message=problem.message, param=problem.param)
+            text += progress.text
+            if progress.text and streams_text:
+                delta = {"delta": progress.text, "logprobs": [], **pending.timings()}
+                yield event("response.output_text.delta", **part, **delta)
+            if isinstance(progress, Finished):
+                response = await _complete(pending, text, progress, service, owner)
+                completed = True
+                if streams_text:
+                    yield event("response.output_text.done", **part, text=text, logprobs=[])
+                    yield event("response.content_part.done", **part, part=text_part(text))
+                for index, item in enumerate(response["output"]):
+                    if not streams_text:
+                        yield event("response.output_item.added", output_index=index, item=item)
+                    yield event("response.output_item.done", output_index=index, item=item)
+                timings = llamacpp_timings(progress.usage)
+                status = response["status"]
+                yield event(f"response.{status}", response=response, timings=timings)
+    except Exception as error:  # the status is already sent: the last event reports the error
+        problem = api_error_for(error)
+        yield event("error", code=problem.kind, message=problem.message, param=problem.param)
     finally:
-        if not finished:
-            await asyncio.shield(_forget(making.body["id"], service, owner))
+        if not completed:
+            await asyncio.shield(_discard(pending.body["id"], service, owner))
 
 
-async def _stored(name: str, service: Service, owner: str) -> dict[str, Any]:
+async def _stored(response_id: str, service: Service, owner: str) -> dict[str, Any]:
+    """Return a stored response. Raises ApiError (404) for one that is unknown or unfinished."""
     try:
-        kept = await asyncio.wrap_future(service.engine.find(name, owner))
+        record = await asyncio.wrap_future(service.engine.find(response_id, owner))
     except NoSuchSession:
-        raise Problem(404, f"there is no response {name!r}", "not_found_error") from None
-    found: dict[str, Any] | None = kept.notes.get(_RESPONSE)
-    if found is None:
-        raise Problem(404, f"response {name!r} is not there yet", "not_found_error")
-    return found
+        message = f"there is no response {response_id!r}"
+        raise ApiError(404, message, "not_found_error") from None
+    response: dict[str, Any] | None = record.notes.get(_RESPONSE)
+    if response is None:
+        raise ApiError(404, f"response {response_id!r} is not finished yet", "not_found_error")
+    return response
 
 
-async def _all_messages(
-    body: Create, service: Service, owner: str
+async def _conversation(
+    body: ResponsesRequest, service: Service, owner: str
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The instructions, and all that was said."""
-    before = await _messages_before(body.previous_response_id, service, owner)
+    """Return the system message, if any, and all messages up to the request's input."""
+    earlier, parent = list[dict[str, Any]](), body.previous_response_id
+    if parent is not None:
+        await _stored(parent, service, owner)
+        record = await asyncio.wrap_future(service.engine.find(parent, owner))
+        earlier = record.notes[_MESSAGES]
     system = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    return system, [*before, *messages_of(body.input)]
+    return system, [*earlier, *input_messages(body.input)]
 
 
-async def _messages_before(name: str | None, service: Service, owner: str) -> list[dict[str, Any]]:
-    if name is None:
-        return []
-    await _stored(name, service, owner)
-    kept = await asyncio.wrap_future(service.engine.find(name, owner))
-    return list(kept.notes[_MESSAGES])
-
-
-async def _forget(name: str, service: Service, owner: str) -> None:
-    """A response that is not kept; what is at work in it ends first."""
-    making = service.making.pop((owner, name), None)
-    if making is not None:
-        making.running.cancel()
+async def _discard(response_id: str, service: Service, owner: str) -> None:
+    """Drop a response's session, after cancelling its generation if it is still running."""
+    pending = service.pending_responses.pop((owner, response_id), None)
+    if pending is not None:
+        pending.generations.cancel()
     with contextlib.suppress(KvkeepError):
-        await asyncio.wrap_future(service.engine.discard(name, owner))
+        await asyncio.wrap_future(service.engine.discard(response_id, owner))

@@ -1,18 +1,20 @@
-"""What an answer took, as OpenAI's and llama.cpp's clients read it."""
+"""What responses report of a generation: finish reason, usage, timings, log probabilities."""
 
+import codecs
+from collections.abc import Sequence
 from typing import Any
 
-from kvkeep.engine import PrefillProgress, Usage
+from kvkeep.engine import GeneratedToken, PrefillProgress, TokenLogprob, Usage
+from kvkeep.models.text.codec import TextCodec
 from kvkeep.version import __version__
 
-FINGERPRINT = f"kvkeep-{__version__}"  # what the same seed gives the same answers by
-# How OpenAI's API names the reasons for which an answer ends.
-REASONS = {"eos": "stop", "stop": "stop", "length": "length", "full": "length"}
+FINGERPRINT = f"kvkeep-{__version__}"  # a seed gives the same text under the same fingerprint
+FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length", "full": "length"}
 
 
-def usage_of(usages: list[Usage]) -> dict[str, Any]:
-    """Of all answers to one prompt, which is counted once."""
-    prompt, written = usages[0].prompt, sum(usage.generated for usage in usages)
+def openai_usage(usages: list[Usage]) -> dict[str, Any]:
+    """Return `usage` for all generations of one prompt, which is counted once."""
+    prompt, written = usages[0].prompt, sum(usage.written for usage in usages)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": written,
@@ -21,28 +23,98 @@ def usage_of(usages: list[Usage]) -> dict[str, Any]:
     }
 
 
-def timings_of(usage: Usage) -> dict[str, Any]:
-    """llama.cpp's `timings`: milliseconds, and tokens per second."""
-    reading, writing = 1000 * usage.prefill_seconds, 1000 * usage.decode_seconds
-    read, written = usage.evaluated, usage.generated
+def llamacpp_timings(usage: Usage) -> dict[str, Any]:
+    """Return llama.cpp's `timings`: milliseconds, and tokens per second."""
+    prefill_ms, decode_ms = 1000 * usage.reading, 1000 * usage.writing
+    evaluated, written = usage.evaluated, usage.written
     return {
         "cache_n": usage.reuse.tokens,
-        "prompt_n": read,
-        "prompt_ms": reading,
-        "prompt_per_token_ms": reading / read if read else 0.0,
-        "prompt_per_second": 1000 * read / reading if reading else 0.0,
+        "prompt_n": evaluated,
+        "prompt_ms": prefill_ms,
+        "prompt_per_token_ms": prefill_ms / evaluated if evaluated else 0.0,
+        "prompt_per_second": 1000 * evaluated / prefill_ms if prefill_ms else 0.0,
         "predicted_n": written,
-        "predicted_ms": writing,
-        "predicted_per_token_ms": writing / written if written else 0.0,
-        "predicted_per_second": 1000 * written / writing if writing else 0.0,
+        "predicted_ms": decode_ms,
+        "predicted_per_token_ms": decode_ms / written if written else 0.0,
+        "predicted_per_second": 1000 * written / decode_ms if decode_ms else 0.0,
     }
 
 
-def progress_of(read: PrefillProgress) -> dict[str, Any]:
-    """llama.cpp's `prompt_progress`."""
+def llamacpp_progress(progress: PrefillProgress) -> dict[str, Any]:
+    """Return llama.cpp's `prompt_progress`."""
     return {
-        "total": read.total,
-        "cache": read.reuse.tokens,
-        "processed": read.done,
-        "time_ms": round(1000 * read.seconds),
+        "total": progress.total,
+        "cache": progress.reuse.tokens,
+        "processed": progress.done,
+        "time_ms": round(1000 * progress.seconds),
     }
+
+
+def chat_logprobs(codec: TextCodec, sampled: GeneratedToken) -> dict[str, Any] | None:
+    """Return a token's entry in the form of chats, or None if log probabilities were not asked."""
+    if sampled.likely is None:
+        return None
+    top = [_chat_entry(codec, likely) for likely in sampled.top]
+    return {**_chat_entry(codec, sampled.likely), "top_logprobs": top}
+
+
+def _chat_entry(codec: TextCodec, likely: TokenLogprob) -> dict[str, Any]:
+    raw = codec.token_bytes(likely.token)
+    return {
+        "id": likely.token,
+        "token": _escaped(raw),
+        "logprob": likely.log_probability,
+        "bytes": list(raw),
+    }
+
+
+class CompletionLogprobs:
+    """The log probabilities of one choice's tokens, in the form of completions.
+
+    Offsets count characters of the choice's text, in a stream too. All tokens of a character that
+    takes several tokens have the offset at which that character begins.
+    """
+
+    def __init__(self, codec: TextCodec, start: int = 0):
+        """start: characters of the choice's text before its first token, such as an echo's."""
+        self._codec, self._offset = codec, start
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def entry(self, sampled: Sequence[GeneratedToken]) -> dict[str, Any] | None:
+        """Return the entry of the next tokens, or None if log probabilities were not asked."""
+        known = [(event, event.likely) for event in sampled if event.likely is not None]
+        if not known:
+            return None
+        return {
+            "tokens": [self._token_name(likely) for _, likely in known],
+            "token_logprobs": [likely.log_probability for _, likely in known],
+            "top_logprobs": [self._top_by_name(event.top) for event, _ in known],
+            "text_offset": [self._next_offset(event.token) for event, _ in known],
+        }
+
+    def _top_by_name(self, top: Sequence[TokenLogprob]) -> dict[str, float]:
+        """Map texts to log probabilities; of two tokens with one text the second has its id."""
+        logprobs: dict[str, float] = {}
+        for likely in top:
+            name = self._token_name(likely)
+            name = f"token_id:{likely.token}" if name in logprobs else name
+            logprobs[name] = likely.log_probability
+        return logprobs
+
+    def _token_name(self, likely: TokenLogprob) -> str:
+        raw = self._codec.token_bytes(likely.token)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return f"bytes:{_escaped(raw)}"
+
+    def _next_offset(self, token: int) -> int:
+        offset = self._offset
+        if not self._codec.is_control(token):  # control tokens are not part of the text
+            self._offset += len(self._decoder.decode(self._codec.token_bytes(token)))
+        return offset
+
+
+def _escaped(raw: bytes) -> str:
+    r"""Decode bytes, writing those of a partial character as \xf0, as OpenAI does."""
+    return raw.decode(errors="backslashreplace")

@@ -1,4 +1,4 @@
-"""What is done to sessions, as it is done; and why a prompt would be evaluated again."""
+"""Operations on sessions, live and logged; and why prompts miss the prefix cache."""
 
 import asyncio
 import dataclasses
@@ -9,45 +9,47 @@ from fastapi import APIRouter
 from starlette.responses import StreamingResponse
 
 from kvkeep.engine import Operation, TextDifference, text_difference
-from kvkeep.server.errors import Problem
-from kvkeep.server.openapi import EVENTS
-from kvkeep.server.schemas import Owner, Serving
+from kvkeep.server.errors import ApiError
+from kvkeep.server.schemas import OwnerDep, ServiceDep
 from kvkeep.server.service import Service
-from kvkeep.server.sessions.entry import Name
-from kvkeep.server.sessions.writing import Fed
-from kvkeep.server.sse import event, stream
+from kvkeep.server.sessions.entry import SessionName
+from kvkeep.server.sessions.generate import FeedRequest
+from kvkeep.server.sse import EVENTS, sse_event, sse_response
 
 router = APIRouter()
-_BEAT, _LOOK = 15, 1.0  # seconds: between signs of life, and between looks whether to end
-_WAITING = 1000  # events that a client may be behind
+_POLL_SECONDS = 1.0  # between two checks for the server's shutdown
+_KEEPALIVE_POLLS = 15
+_QUEUE_SIZE = 1000  # events that a client may lag behind; later ones are dropped
 
 
 @router.get("/v1/events", response_model=None, responses=EVENTS)
-async def events(service: Serving, owner: Owner) -> StreamingResponse:
-    """Each operation on any of the owner's sessions, from now on."""
-    return stream(_told(service, owner, None))
+async def events(service: ServiceDep, owner: OwnerDep) -> StreamingResponse:
+    """Stream each operation on the owner's sessions, from now on."""
+    return sse_response(_stream(service, owner, None))
 
 
 @router.get("/v1/operations")
-async def operations(service: Serving, owner: Owner) -> dict[str, Any]:
-    """The last of them, until now; the newest one first."""
-    found = await asyncio.wrap_future(service.engine.operations(owner))
-    return {"object": "list", "data": [_entry(each) for each in found]}
+async def operations(service: ServiceDep, owner: OwnerDep) -> dict[str, Any]:
+    """List recent operations, the newest first."""
+    recent = await asyncio.wrap_future(service.engine.operations(owner))
+    return {"object": "list", "data": [_entry(operation) for operation in recent]}
 
 
 @router.get("/v1/sessions/{name}/events", response_model=None, responses=EVENTS)
-async def events_of(name: Name, service: Serving, owner: Owner) -> StreamingResponse:
-    """The same of one session."""
+async def session_events(
+    name: SessionName, service: ServiceDep, owner: OwnerDep
+) -> StreamingResponse:
+    """Stream each operation on one session, from now on."""
     await asyncio.wrap_future(service.engine.find(name, owner))
-    return stream(_told(service, owner, name))
+    return sse_response(_stream(service, owner, name))
 
 
 @router.post("/v1/prefix/explain")
-async def explain(body: Fed, service: Serving, owner: Owner) -> dict[str, Any]:
-    """How much of a prompt would not be evaluated again, and why the rest would be."""
-    ids = await asyncio.to_thread(body.ids, service, True)
+async def explain(body: FeedRequest, service: ServiceDep, owner: OwnerDep) -> dict[str, Any]:
+    """Report how much of a prompt would be reused, and why not more. Nothing is evaluated."""
+    ids = await asyncio.to_thread(body.encode, service, True)
     if not ids:
-        raise Problem(400, "give text, tokens or messages")
+        raise ApiError(400, "give text, tokens or messages")
     match = await asyncio.wrap_future(service.engine.explain(ids, owner))
     return {
         "prompt_tokens": len(ids),
@@ -55,14 +57,14 @@ async def explain(body: Fed, service: Serving, owner: Owner) -> dict[str, Any]:
         "session": match.record.name if match.record else None,
         "reason": match.reason,
         "differs_at": match.common if match.common < len(ids) else None,
-        **_texts(text_difference(ids, match), service),
+        **_difference_texts(text_difference(ids, match), service),
     }
 
 
 @router.get("/v1/prefix/misses")
-async def misses(service: Serving, owner: Owner) -> dict[str, Any]:
-    """The last prompts that were evaluated from some token on, as `explain` says it of them."""
-    found = await asyncio.wrap_future(service.engine.cache_misses(owner))
+async def misses(service: ServiceDep, owner: OwnerDep) -> dict[str, Any]:
+    """List recent prompts that were reused in part or not at all, in the form of `explain`."""
+    recent = await asyncio.wrap_future(service.engine.cache_misses(owner))
     data = [
         {
             "number": miss.number,
@@ -72,23 +74,23 @@ async def misses(service: Serving, owner: Owner) -> dict[str, Any]:
             "session": miss.session,
             "reason": miss.reason,
             "differs_at": miss.difference.at if miss.difference else None,
-            **_texts(miss.difference, service),
+            **_difference_texts(miss.difference, service),
         }
-        for miss in found
+        for miss in recent
     ]
     return {"object": "list", "data": data}
 
 
-def _texts(found: TextDifference | None, service: Service) -> dict[str, str]:
-    """What both texts have before they part, and how each goes on."""
-    if found is None:
+def _difference_texts(difference: TextDifference | None, service: Service) -> dict[str, str]:
+    """Return the text that both share before the first difference, and how each continues."""
+    if difference is None:
         return {}
-    codec, shared = service.model.text, found.at - found.start
-    common = codec.decode if found.start == 0 else codec.decode_inside
+    codec, shared = service.model.text, difference.at - difference.start
+    decode = codec.decode if difference.start == 0 else codec.decode_inside
     return {
-        "common_text": common(found.prompt[:shared]),
-        "prompt_text": codec.decode_inside(found.prompt[shared:]),
-        "nearest_text": codec.decode_inside(found.nearest[shared:]),
+        "common_text": decode(difference.prompt[:shared]),
+        "prompt_text": codec.decode_inside(difference.prompt[shared:]),
+        "nearest_text": codec.decode_inside(difference.nearest[shared:]),
     }
 
 
@@ -98,29 +100,30 @@ def _entry(operation: Operation) -> dict[str, Any]:
     return entry
 
 
-async def _told(service: Service, owner: str, name: str | None) -> AsyncIterator[bytes]:
-    loop, queue = asyncio.get_running_loop(), asyncio.Queue[Operation](_WAITING)
+async def _stream(service: Service, owner: str, name: str | None) -> AsyncIterator[bytes]:
+    """Yield an owner's operations, of one session or of all, until the server shuts down."""
+    loop, queue = asyncio.get_running_loop(), asyncio.Queue[Operation](_QUEUE_SIZE)
 
-    def put(operation: Operation) -> None:
+    def enqueue(operation: Operation) -> None:
         if not queue.full():
             queue.put_nowait(operation)
 
-    def came(operation: Operation) -> None:
+    def listener(operation: Operation) -> None:
         if operation.owner == owner and name in (None, operation.session):
-            loop.call_soon_threadsafe(put, operation)
+            loop.call_soon_threadsafe(enqueue, operation)
 
-    stop = service.engine.watch(came)
+    stop_listening = service.engine.watch(listener)
     try:
         yield b": kvkeep\n\n"
-        quiet = 0
+        idle_polls = 0
         while not service.closing:
             try:
-                operation = await asyncio.wait_for(queue.get(), _LOOK)
+                operation = await asyncio.wait_for(queue.get(), _POLL_SECONDS)
             except TimeoutError:
-                quiet += 1
-                if quiet % _BEAT == 0:
+                idle_polls += 1
+                if idle_polls % _KEEPALIVE_POLLS == 0:
                     yield b": still here\n\n"
                 continue
-            yield event(_entry(operation), "operation")
+            yield sse_event(_entry(operation), "operation")
     finally:
-        stop()
+        stop_listening()

@@ -1,4 +1,4 @@
-"""Sessions begin, are listed, forked, saved, snapshotted and deleted."""
+"""Creating, listing, forking, saving and deleting sessions; and their snapshots."""
 
 import asyncio
 from contextlib import suppress
@@ -10,24 +10,31 @@ from starlette.responses import JSONResponse, Response
 
 from kvkeep.engine import Engine
 from kvkeep.errors import StoreError
-from kvkeep.server.schemas import MOST_TOKENS, Body, Owner, Serving
-from kvkeep.server.sessions.entry import Name, Revision, answer, entry_of
+from kvkeep.server.schemas import MAX_TOKENS, OwnerDep, RequestBody, ServiceDep
+from kvkeep.server.sessions.entry import (
+    NAME_PATTERN,
+    RevisionDep,
+    SessionName,
+    TokenIndex,
+    session_entry,
+    session_response,
+)
 from kvkeep.storage.objects.place import Place
 
 router = APIRouter()
-_Named = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}$")]
-_Count = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
+_Name = Annotated[str, Field(pattern=NAME_PATTERN)]
+_Count = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
 _Bits = Literal["8", "8/4", "4", 8, 4]
 
 
-class Create(Body):
-    """The settings are those of a session in Python; what is not given is as the server has it."""
+class CreateSessionRequest(RequestBody):
+    """A new session's settings, as in Python; the server's where none are given."""
 
-    name: _Named | None = None
-    from_snapshot: _Named | None = None
+    name: _Name | None = None
+    from_snapshot: _Name | None = None
     policy: Literal["sliding", "shift", "archive", "self_extend", "full"] | None = None
     max_kv_size: _Count | None = None
-    keep: Annotated[int | None, Field(ge=-1, le=MOST_TOKENS)] = None
+    keep: Annotated[int | None, Field(ge=-1, le=MAX_TOKENS)] = None
     discard: _Count | None = None
     group: _Count | None = None
     window: _Count | None = None
@@ -37,134 +44,157 @@ class Create(Body):
     far_bits: _Bits | None = None
 
     def settings(self) -> dict[str, Any]:
-        """With another policy than the server's its settings are not meant."""
-        given = self.model_dump(exclude={"name", "from_snapshot", *(self.model_extra or {})})
-        found = {key: value for key, value in given.items() if value is not None}
-        return ({**_NO_SETTINGS, **found}) if self.policy else found
+        """Return the given settings. Another policy drops the server's policy settings."""
+        fields = self.model_dump(exclude={"name", "from_snapshot", *(self.model_extra or {})})
+        given = {key: value for key, value in fields.items() if value is not None}
+        return {**_NO_POLICY_SETTINGS, **given} if self.policy else given
 
 
-_NO_SETTINGS = dict.fromkeys(("keep", "discard", "group", "window", "method", "ratio"))
+_NO_POLICY_SETTINGS = dict.fromkeys(("keep", "discard", "group", "window", "method", "ratio"))
 
 
-class Fork(Body):
-    name: _Named | None = None
-    at: Annotated[int | None, Field(ge=0, lt=2**40)] = None
+class ForkRequest(RequestBody):
+    name: _Name | None = None
+    at: TokenIndex | None = None
 
 
-class Label(Body):
-    name: _Named
+class SnapshotRequest(RequestBody):
+    name: _Name
 
 
-class Restore(Body):
-    name: _Named | None = None
+class RestoreRequest(RequestBody):
+    name: _Name | None = None
 
 
-class Resident(Body):
+class ResidentRequest(RequestBody):
     resident: bool
 
 
 @router.post("/v1/sessions", status_code=201, response_model=None)
-async def create(body: Create, service: Serving, owner: Owner) -> Response:
-    """A new session, empty or where a snapshot stands."""
+async def create(body: CreateSessionRequest, service: ServiceDep, owner: OwnerDep) -> Response:
+    """Create a session, empty or from a snapshot."""
     engine = service.engine
     if body.from_snapshot is not None:
-        found = await asyncio.to_thread(engine.load_snapshot, body.from_snapshot, owner)
-        made = engine.restore(found, owner, body.name)
+        snapshot = await asyncio.to_thread(engine.labelled, body.from_snapshot, owner)
+        created = engine.restore(snapshot, owner, body.name)
     else:
-        made = engine.create(owner, body.name, **body.settings())
-    return answer(await asyncio.wrap_future(made), 201)
+        created = engine.create(owner, body.name, **body.settings())
+    return session_response(await asyncio.wrap_future(created), 201)
 
 
 @router.get("/v1/sessions")
-async def sessions(service: Serving, owner: Owner, unnamed: bool = False) -> dict[str, Any]:
-    """All of them, the one used last first; `unnamed`: with those made for a prompt."""
-    found = await asyncio.wrap_future(service.engine.sessions(owner, unnamed))
-    return {"object": "list", "data": [entry_of(kept) for kept in found]}
+async def sessions(service: ServiceDep, owner: OwnerDep, unnamed: bool = False) -> dict[str, Any]:
+    """List sessions, the last used first; `unnamed` includes those made for a prompt."""
+    records = await asyncio.wrap_future(service.engine.sessions(owner, unnamed))
+    return {"object": "list", "data": [session_entry(record) for record in records]}
 
 
 @router.get("/v1/sessions/{name}", response_model=None)
-async def session(name: Name, service: Serving, owner: Owner, revision: Revision) -> Response:
-    """One of them; it stays on disk if it is there."""
-    kept = await asyncio.wrap_future(service.engine.find(name, owner))
-    kept.require_revision(revision)
-    return answer(kept)
+async def session(
+    name: SessionName, service: ServiceDep, owner: OwnerDep, revision: RevisionDep
+) -> Response:
+    """Return one session; it is not loaded from disk."""
+    record = await asyncio.wrap_future(service.engine.find(name, owner))
+    record.require_revision(revision)
+    return session_response(record)
 
 
 @router.delete("/v1/sessions/{name}")
-async def delete(name: Name, service: Serving, owner: Owner, revision: Revision) -> dict[str, Any]:
-    """Forgets it, on disk too."""
+async def delete(
+    name: SessionName, service: ServiceDep, owner: OwnerDep, revision: RevisionDep
+) -> dict[str, Any]:
+    """Delete a session, on disk too."""
     await asyncio.wrap_future(service.engine.delete(name, owner, revision))
     return {"name": name, "object": "session", "deleted": True}
 
 
 @router.post("/v1/sessions/{name}/fork", status_code=201, response_model=None)
 async def fork(
-    name: Name, body: Fork, service: Serving, owner: Owner, revision: Revision
+    name: SessionName,
+    body: ForkRequest,
+    service: ServiceDep,
+    owner: OwnerDep,
+    revision: RevisionDep,
 ) -> Response:
-    """A session that goes on where this one stands, or stood after `at` tokens."""
-    made = service.engine.fork(name, owner, body.at, body.name, revision)
-    return answer(await asyncio.wrap_future(made), 201)
+    """Fork a session at its end, or after `at` tokens."""
+    created = service.engine.fork(name, owner, body.at, body.name, revision)
+    return session_response(await asyncio.wrap_future(created), 201)
 
 
 @router.post("/v1/sessions/{name}/save", response_model=None)
-async def save(name: Name, service: Serving, owner: Owner, revision: Revision) -> Response:
-    """Answers once what it is now is on disk: a kill does not undo it."""
+async def save(
+    name: SessionName, service: ServiceDep, owner: OwnerDep, revision: RevisionDep
+) -> Response:
+    """Save a session; respond once it is on disk, where a kill of the server does not undo it."""
     await asyncio.wrap_future(service.engine.save(name, owner, revision))
-    return answer(await asyncio.wrap_future(service.engine.find(name, owner)))
+    return session_response(await asyncio.wrap_future(service.engine.find(name, owner)))
 
 
 @router.put("/v1/sessions/{name}/resident", response_model=None)
 async def resident(
-    name: Name, body: Resident, service: Serving, owner: Owner, revision: Revision
+    name: SessionName,
+    body: ResidentRequest,
+    service: ServiceDep,
+    owner: OwnerDep,
+    revision: RevisionDep,
 ) -> Response:
-    """Whether it stays in memory, whatever others need."""
+    """Set whether a session stays in memory when others need room."""
     await asyncio.wrap_future(service.engine.pin(name, owner, body.resident, revision))
-    return answer(await asyncio.wrap_future(service.engine.find(name, owner)))
+    return session_response(await asyncio.wrap_future(service.engine.find(name, owner)))
 
 
 @router.post("/v1/sessions/{name}/snapshot", status_code=201, response_model=None)
 async def snapshot(
-    name: Name, body: Label, service: Serving, owner: Owner, revision: Revision
+    name: SessionName,
+    body: SnapshotRequest,
+    service: ServiceDep,
+    owner: OwnerDep,
+    revision: RevisionDep,
 ) -> Response:
-    """Writes what it is now under a name; answers once that is on disk."""
+    """Write a snapshot under a name; respond once it is on disk."""
     size = await asyncio.wrap_future(service.engine.snapshot(name, body.name, owner, revision))
     return JSONResponse({"name": body.name, "object": "snapshot", "bytes": size}, 201)
 
 
 @router.get("/v1/snapshots")
-async def snapshots(service: Serving, owner: Owner) -> dict[str, Any]:
-    """All of them, with the session that each was taken of."""
-    found = await asyncio.to_thread(_snapshots, service.engine, owner)
-    return {"object": "list", "data": found}
+async def snapshots(service: ServiceDep, owner: OwnerDep) -> dict[str, Any]:
+    """List snapshots, each with the session that it was taken of."""
+    data = await asyncio.to_thread(_snapshot_entries, service.engine, owner)
+    return {"object": "list", "data": data}
 
 
-def _snapshots(engine: Engine, owner: str) -> list[dict[str, Any]]:
-    folder, found = engine.snapshots(owner), list[dict[str, Any]]()
+def _snapshot_entries(engine: Engine, owner: str) -> list[dict[str, Any]]:
+    folder, entries = engine.snapshots(owner), list[dict[str, Any]]()
     for label in folder.names():
         file = folder.path(label)
-        with suppress(FileNotFoundError):  # somebody deletes it meanwhile
+        with suppress(FileNotFoundError):  # deleted meanwhile
             size, created = file.stat().st_size, int(file.stat().st_mtime)
             entry = {"name": label, "object": "snapshot", "bytes": size, "created": created}
-            found.append({**entry, "session": _taken_of(engine, file)})
-    return found
+            entries.append({**entry, "session": _session_of(engine, file)})
+    return entries
 
 
-def _taken_of(engine: Engine, file: Place) -> str | None:
+def _session_of(engine: Engine, file: Place) -> str | None:
     try:
-        return engine.snapshot_session_name(file)
-    except StoreError:  # a file that is not sound says so when it is restored
+        return engine.snapshot_of(file)
+    except StoreError:  # restoring it reports that it is damaged
         return None
 
 
 @router.delete("/v1/snapshots/{name}")
-async def delete_snapshot(name: Name, service: Serving, owner: Owner) -> dict[str, Any]:
+async def delete_snapshot(
+    name: SessionName, service: ServiceDep, owner: OwnerDep
+) -> dict[str, Any]:
+    """Delete a snapshot and report how many bytes that freed."""
     freed = await asyncio.to_thread(service.engine.snapshots(owner).remove, name)
     return {"name": name, "object": "snapshot", "deleted": True, "bytes": freed}
 
 
 @router.post("/v1/snapshots/{name}/restore", status_code=201, response_model=None)
-async def restore(name: Name, body: Restore, service: Serving, owner: Owner) -> Response:
-    """A new session that goes on, to the bit, where the snapshot was taken."""
-    found = await asyncio.to_thread(service.engine.load_snapshot, name, owner)
-    made = service.engine.restore(found, owner, body.name)
-    return answer(await asyncio.wrap_future(made), 201)
+async def restore(
+    name: SessionName, body: RestoreRequest, service: ServiceDep, owner: OwnerDep
+) -> Response:
+    """Create a session from a snapshot; it continues to the bit as the original would."""
+    snapshot = await asyncio.to_thread(service.engine.labelled, name, owner)
+    created = service.engine.restore(snapshot, owner, body.name)
+    return session_response(await asyncio.wrap_future(created), 201)

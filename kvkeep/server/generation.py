@@ -1,0 +1,113 @@
+"""From an API request to generations: the prompt, constraints on the output, and submission."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from kvkeep.engine import GenerationRequest
+from kvkeep.errors import ContextFull, InvalidArgument
+from kvkeep.server.errors import ApiError
+from kvkeep.server.grammar import Grammar
+from kvkeep.server.service import GenerationStream, Service
+from kvkeep.server.tools import Tools
+from kvkeep.session.sampling import Sampling
+
+_ROLES = {"developer": "system"}  # a role that templates do not know yet
+
+
+def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages with plain text as content, as chat templates take them.
+
+    Raises InvalidArgument for content that is not text, such as images.
+    """
+    if not messages:
+        raise InvalidArgument("messages: there must be one at least")
+    return [_template_message(index, message) for index, message in enumerate(messages)]
+
+
+def _template_message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
+    role = message.get("role")
+    result = {**message, "role": _ROLES.get(role, role) if isinstance(role, str) else role}
+    content = message.get("content")
+    if isinstance(content, list):
+        result["content"] = "".join(_part_text(index, part) for part in content)
+    elif content is None and not message.get("tool_calls"):
+        raise InvalidArgument(f"messages[{index}] has no content")
+    elif content is None:
+        result["content"] = ""
+    return result
+
+
+def _part_text(index: int, part: Any) -> str:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    text = part.get("text") if isinstance(part, Mapping) else None
+    if kind not in ("text", "input_text", "output_text") or not isinstance(text, str):
+        raise InvalidArgument(
+            f"messages[{index}]: content parts must be text; found {kind or part!r}"
+        )
+    return text
+
+
+async def prompt_ids(
+    service: Service,
+    messages: list[dict[str, Any]],
+    tools: Tools | None = None,
+    continue_final: bool | None = None,
+) -> list[int]:
+    """Render messages with the model's chat template and return the token ids.
+
+    The prompt ends where the assistant's turn begins. continue_final: whether it ends with the
+    last message left open instead; None for "if that is the assistant's".
+    """
+    codec = service.model.text
+
+    def encode() -> list[int]:
+        rendered, template_tools = template_messages(messages), None
+        if tools is not None:
+            rendered, template_tools = tools.for_template(codec, rendered)
+        from_assistant = [message["role"] == "assistant" for message in rendered[-2:]]
+        if not (from_assistant[-1] if continue_final is None else continue_final):
+            return codec.encode(codec.chat(rendered, tools=template_tools))
+        if from_assistant == [True, True]:
+            raise InvalidArgument(
+                "the assistant's last message is to be continued, but the one before it is the "
+                "assistant's too: join them"
+            )
+        return codec.chat_to_continue(rendered, template_tools)
+
+    return await asyncio.to_thread(encode)  # a long text would block the event loop
+
+
+def constrain(
+    service: Service,
+    samplings: list[Sampling],
+    tools: Tools | None,
+    schema: dict[str, Any] | None = None,
+    grammar: str | None = None,
+) -> list[Sampling]:
+    """Return the samplings, constrained to a forced tool call, a JSON schema, or a GBNF grammar.
+
+    Raises InvalidArgument where a grammar comes with either of the others, or cannot be used.
+    """
+    model = service.model
+    if tools is not None and tools.forced:
+        schema = tools.schema()
+    if schema is not None and grammar:
+        raise InvalidArgument("a grammar cannot be combined with a schema or a required tool call")
+    if schema is not None:
+        return [replace(each, constraint=Grammar.from_schema(model, schema)) for each in samplings]
+    if grammar:
+        return [replace(each, constraint=Grammar.from_gbnf(model, grammar)) for each in samplings]
+    return samplings
+
+
+async def start_generations(
+    service: Service, request: GenerationRequest, owner: str, samplings: list[Sampling]
+) -> GenerationStream:
+    """Submit a prompt without a session. One that does not fit is refused as by llama.cpp."""
+    try:
+        return await service.generate(request, owner, samplings)
+    except ContextFull as error:
+        extra = {"n_prompt_tokens": len(request.prompt), "n_ctx": service.context_size}
+        raise ApiError(400, str(error), "exceed_context_size_error", extra=extra) from error

@@ -1,0 +1,157 @@
+"""llama.cpp's endpoints beside `/completion`: tokens, templates, properties, and slots."""
+
+import asyncio
+import time
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Path, Query
+from pydantic import Field
+
+from kvkeep.errors import NoSuchSession, UnsupportedModel
+from kvkeep.models.text.template import template_source
+from kvkeep.server.generation import template_messages
+from kvkeep.server.schemas import OwnerDep, RequestBody, ServiceDep, TokenId
+from kvkeep.server.service import Service
+from kvkeep.version import __version__
+
+router = APIRouter()
+DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}  # llama.cpp's
+SLOTS = 4  # sessions that clients of llama.cpp address by number
+
+
+class TokenizeRequest(RequestBody):
+    content: str
+    add_special: bool = False
+    parse_special: bool = True
+    with_pieces: bool = False
+
+
+class DetokenizeRequest(RequestBody):
+    tokens: list[TokenId]
+
+
+class TemplateRequest(RequestBody):
+    messages: Annotated[list[dict[str, Any]], Field(max_length=10_000)]
+    add_generation_prompt: bool = True
+
+
+class SlotFile(RequestBody):
+    filename: Annotated[str, Field(max_length=200)] = ""
+
+
+@router.post("/tokenize")
+async def tokenize(body: TokenizeRequest, service: ServiceDep) -> dict[str, Any]:
+    """Encode a text. Control tokens are parsed unless `parse_special` is false, as in llama.cpp."""
+    codec = service.model.text
+    ids = await asyncio.to_thread(codec.encode, body.content, body.parse_special)
+    ids = [*codec.opening_ids, *ids] if body.add_special else ids
+    if not body.with_pieces:
+        return {"tokens": ids}
+    return {"tokens": [{"id": token, "piece": _piece(service, token)} for token in ids]}
+
+
+@router.post("/detokenize")
+async def detokenize(body: DetokenizeRequest, service: ServiceDep) -> dict[str, str]:
+    """Decode token ids."""
+    return {"content": service.model.text.decode(body.tokens)}
+
+
+@router.post("/apply-template")
+async def apply_template(body: TemplateRequest, service: ServiceDep) -> dict[str, str]:
+    """Render messages with the model's chat template."""
+    messages = template_messages(body.messages)
+    return {"prompt": str(service.model.text.chat(messages, body.add_generation_prompt))}
+
+
+@router.get("/props")
+async def props(service: ServiceDep) -> dict[str, Any]:
+    """Return the server's properties, which clients read first."""
+    codec = service.model.text
+    return {
+        "default_generation_settings": {
+            "n_ctx": service.context_size,
+            "params": {**DEFAULTS, "n_predict": -1, "seed": 2**32 - 1},  # a random seed
+        },
+        "total_slots": SLOTS,
+        "model_alias": service.name,
+        "model_path": service.name,
+        "modalities": {"vision": False, "audio": False},
+        "build_info": f"kvkeep {__version__}",
+        "chat_template": _chat_template(service),
+        "bos_token": codec.decode(codec.opening_ids),
+        "eos_token": codec.decode(service.model.end_token_ids[:1]),
+    }
+
+
+@router.get("/slots")
+async def list_slots(service: ServiceDep, owner: OwnerDep) -> list[dict[str, Any]]:
+    """List the slots; one without a session is idle."""
+    records = await asyncio.wrap_future(service.engine.sessions(owner))
+    busy = {record.name for record in records if record.busy}
+    return [
+        {"id": slot, "n_ctx": service.context_size, "is_processing": slot_name(slot) in busy}
+        for slot in range(SLOTS)
+    ]
+
+
+@router.post("/slots/{slot}")
+async def change_slot(
+    slot: Annotated[int, Path(ge=0, lt=SLOTS)],
+    action: Annotated[Literal["save", "restore", "erase"], Query()],
+    service: ServiceDep,
+    owner: OwnerDep,
+    body: SlotFile | None = None,
+) -> dict[str, Any]:
+    """Save a slot's session as a snapshot, restore one into the slot, or empty the slot."""
+    engine, name, start = service.engine, slot_name(slot), time.perf_counter()
+    label = body.filename if body else ""
+    if action == "erase":
+        return {"id_slot": slot, "n_erased": await _erase(service, name, owner)}
+    if action == "save":
+        size = await asyncio.wrap_future(engine.snapshot(name, label, owner))
+        counts = {"n_saved": await _token_count(service, name, owner), "n_written": size}
+        timings = {"save_ms": 1000 * (time.perf_counter() - start)}
+        return {"id_slot": slot, "filename": label, **counts, "timings": timings}
+    snapshot = await asyncio.to_thread(engine.labelled, label, owner)
+    await asyncio.wrap_future(engine.restore(snapshot, owner, name, instead=True))
+    timings = {"restore_ms": 1000 * (time.perf_counter() - start)}
+    size = await asyncio.to_thread(lambda: engine.snapshots(owner).path(label).stat().st_size)
+    counts = {"n_restored": await _token_count(service, name, owner), "n_read": size}
+    return {"id_slot": slot, "filename": label, **counts, "timings": timings}
+
+
+async def _erase(service: Service, name: str, owner: str) -> int:
+    """Delete a slot's session, if any, and return how many tokens it held."""
+    try:
+        tokens = await _token_count(service, name, owner)
+    except NoSuchSession:
+        return 0
+    await asyncio.wrap_future(service.engine.delete(name, owner))
+    return tokens
+
+
+async def _token_count(service: Service, name: str, owner: str) -> int:
+    return await asyncio.wrap_future(
+        service.engine.look(name, owner, lambda record: len(record.live.tokens))
+    )
+
+
+def slot_name(slot: int) -> str:
+    """Return the name of a slot's session."""
+    return f"slot-{slot}"
+
+
+def _chat_template(service: Service) -> str:
+    try:
+        return template_source(service.model.text.folder)
+    except UnsupportedModel:
+        return ""
+
+
+def _piece(service: Service, token: int) -> str | list[int]:
+    """Return a token's text, or its bytes if they are not whole characters."""
+    raw = service.model.text.token_bytes(token)
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return list(raw)

@@ -1,0 +1,192 @@
+"""Feeding a session, generating in it, and chat turns in it."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Annotated, Any
+
+from fastapi import APIRouter
+from fastapi import Request as HttpRequest
+from pydantic import Field
+from starlette.responses import Response
+
+from kvkeep.engine import (
+    Finished,
+    GeneratedToken,
+    GenerationRequest,
+    PrefillProgress,
+    SessionRecord,
+    turn,
+)
+from kvkeep.errors import InvalidArgument
+from kvkeep.server.errors import api_error_for
+from kvkeep.server.generation import template_messages
+from kvkeep.server.openai.usage import llamacpp_timings
+from kvkeep.server.schemas import MAX_TOKENS, OwnerDep, SamplingParams, ServiceDep, TokenId
+from kvkeep.server.service import GenerationResult, GenerationStream, Service
+from kvkeep.server.sessions.entry import RevisionDep, SessionName, SpanName, read_session
+from kvkeep.server.sse import JSON_OR_EVENTS, sse_event, sse_response
+from kvkeep.session.session import Session
+
+router = APIRouter()
+
+
+class FeedRequest(SamplingParams):
+    """What to prefill: a text, token ids, or messages for the chat template.
+
+    span: a name for these tokens. special: whether the text of control tokens is parsed.
+    """
+
+    text: str | None = None
+    tokens: list[TokenId] | None = None
+    messages: list[dict[str, Any]] | None = None
+    span: SpanName | None = None
+    special: bool = False
+    stream: bool = False
+
+    def encode(self, service: Service, generation_prompt: bool) -> tuple[int, ...]:
+        """Return the token ids. generation_prompt: whether messages end where a reply begins."""
+        given = [self.text is not None, self.tokens is not None, self.messages is not None]
+        if sum(given) > 1:
+            raise InvalidArgument("give one of text, tokens and messages")
+        codec = service.model.text
+        if self.messages is not None:
+            messages = template_messages(self.messages)
+            chat = codec.chat(messages, add_generation_prompt=generation_prompt)
+            return tuple(codec.encode(chat))
+        return tuple(self.tokens or codec.encode(self.text or "", self.special))
+
+    def name_span(self) -> Callable[[Session, int, int], None] | None:
+        """Return a callback that names the prefilled tokens, which precede the sampled ones."""
+        name = self.span
+        if name is None:
+            return None
+
+        def name_prefilled(session: Session, prefilled: int, sampled: int) -> None:
+            end = len(session.tokens) - sampled
+            if prefilled:
+                session.name(name, end - prefilled, end)
+
+        return name_prefilled
+
+
+class GenerateRequest(FeedRequest):
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = 256
+    ignore_eos: bool = False
+
+
+class TurnRequest(SamplingParams):
+    """A user's turn. system: the system prompt, before the first turn only."""
+
+    content: Annotated[str, Field(min_length=1)]
+    system: str | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] = 1024
+    stream: bool = False
+
+
+@router.post("/v1/sessions/{name}/feed", response_model=None, responses=JSON_OR_EVENTS)
+async def feed(
+    name: SessionName,
+    body: FeedRequest,
+    http_request: HttpRequest,
+    service: ServiceDep,
+    owner: OwnerDep,
+    revision: RevisionDep,
+) -> Response | dict[str, Any]:
+    """Prefill a text at the session's end."""
+    ids = await asyncio.to_thread(body.encode, service, False)
+    if not ids:
+        raise InvalidArgument("nothing to prefill: give text, tokens or messages")
+    request = GenerationRequest(ids, 0, after=body.name_span())
+    return await _run(name, body.stream, request, http_request, service, owner, revision)
+
+
+@router.post("/v1/sessions/{name}/generate", response_model=None, responses=JSON_OR_EVENTS)
+async def generate(
+    name: SessionName,
+    body: GenerateRequest,
+    http_request: HttpRequest,
+    service: ServiceDep,
+    owner: OwnerDep,
+    revision: RevisionDep,
+) -> Response | dict[str, Any]:
+    """Prefill what is given, if anything, and generate."""
+    ids = await asyncio.to_thread(body.encode, service, True)
+    (sampling,) = body.samplings(temperature=0.0)
+    after = body.name_span()
+    request = GenerationRequest(ids, body.max_tokens, sampling, body.ignore_eos, after=after)
+    return await _run(name, body.stream, request, http_request, service, owner, revision)
+
+
+@router.post("/v1/sessions/{name}/turns", response_model=None, responses=JSON_OR_EVENTS)
+async def say(
+    name: SessionName,
+    body: TurnRequest,
+    http_request: HttpRequest,
+    service: ServiceDep,
+    owner: OwnerDep,
+    revision: RevisionDep,
+) -> Response | dict[str, Any]:
+    """Prefill a user's turn, as the chat template renders it, and generate the reply.
+
+    Spans name the parts: "turn 2", "turn 2 question", "turn 2 answer", "system".
+    """
+    (sampling,) = body.samplings(temperature=0.0)
+    reply = GenerationRequest((), body.max_tokens, sampling)
+    request = turn(service.model, body.content, reply, body.system)
+    return await _run(name, body.stream, request, http_request, service, owner, revision)
+
+
+async def _run(
+    name: str,
+    streamed: bool,
+    request: GenerationRequest | Callable[[SessionRecord], GenerationRequest],
+    http_request: HttpRequest,
+    service: Service,
+    owner: str,
+    revision: int | None,
+) -> Response | dict[str, Any]:
+    """Run a request in a session; respond with the whole result or with a stream of events."""
+    generations = await service.generate(request, owner, session=name, revision=revision)
+    if streamed:
+        return sse_response(_stream(generations, name, service, owner))
+    async with generations.cancel_on_disconnect(http_request):
+        (result,) = await generations.collect()
+    return await _response(result, name, service, owner)
+
+
+async def _stream(
+    generations: GenerationStream, name: str, service: Service, owner: str
+) -> AsyncIterator[bytes]:
+    """Yield events `read` (prefill progress) and `token`, and last `done` or `error`."""
+    text, tokens = "", list[GeneratedToken]()
+    try:
+        async for _, progress in generations:
+            if isinstance(progress, PrefillProgress):
+                yield sse_event({"done": progress.done, "total": progress.total}, "read")
+            elif isinstance(progress, GeneratedToken):
+                text += progress.text
+                tokens.append(progress)
+                yield sse_event({"token": progress.token, "text": progress.text}, "token")
+            elif isinstance(progress, Finished):
+                end = progress
+        result = GenerationResult(text + end.text, tokens, end)
+        yield sse_event(await _response(result, name, service, owner), "done")
+    except Exception as error:  # the status is already sent: the last event reports the error
+        yield sse_event(api_error_for(error).openai_body(), "error")
+
+
+async def _response(
+    result: GenerationResult, name: str, service: Service, owner: str
+) -> dict[str, Any]:
+    total_tokens, revision = await read_session(
+        service, name, owner, lambda record: (len(record.live.tokens), record.revision)
+    )
+    return {
+        "text": result.text,
+        "tokens": [sampled.token for sampled in result.tokens],
+        "finish_reason": result.end.reason,
+        "read": result.end.usage.prompt,
+        "total_tokens": total_tokens,
+        "revision": revision,
+        "timings": llamacpp_timings(result.end.usage),
+    }
