@@ -112,11 +112,11 @@ def _setup(choice: MemoryChoice, options: dict[str, Any]) -> Any:
     from kvkeep.fleet.replica import require_conditions
     from kvkeep.fleet.secret import read_secret
     from kvkeep.fleet.setup import Setup
-    from kvkeep.server.keys import Keys
+    from kvkeep.server.keys import ApiKeys
     from kvkeep.storage.objects import open_objects
 
     secret = read_secret(options["secret_file"])
-    keys = Keys.shared(options["api_key_file"], secret)
+    keys = ApiKeys.shared(options["api_key_file"], secret)
     require_conditions(open_objects(options["store"]))
     model = choice.load(progress=not options["quiet"])
     return Setup(

@@ -44,11 +44,11 @@ def serve(memory: MemoryChoice, **options: Any) -> None:
         _serve_shared(memory, options)
         return
     engine = _engine(memory, options)
-    from kvkeep.server.keys import Keys
+    from kvkeep.server.keys import ApiKeys
     from kvkeep.server.lifecycle import serve_on
 
     try:
-        serve_on(engine, Keys.read(options["api_key_file"], options["folder"]), options)
+        serve_on(engine, ApiKeys.read(options["api_key_file"], options["folder"]), options)
     finally:
         engine.close()
 
@@ -62,7 +62,7 @@ def _serve_shared(choice: MemoryChoice, options: dict[str, Any]) -> None:
     model = choice.load(progress=not options["quiet"])
     from kvkeep.engine import Limits
     from kvkeep.fleet.replica import replica
-    from kvkeep.server.keys import Keys
+    from kvkeep.server.keys import ApiKeys
     from kvkeep.server.lifecycle import serve_on
 
     found = replica(
@@ -74,7 +74,7 @@ def _serve_shared(choice: MemoryChoice, options: dict[str, Any]) -> None:
         prefixes=shares_prefixes(choice, options["prefix_cache"]),
     )
     try:
-        keys = Keys.shared(options["api_key_file"], secret)
+        keys = ApiKeys.shared(options["api_key_file"], secret)
         serve_on(found.engine, keys, options, found.around, found.drained)
     finally:
         found.engine.close()

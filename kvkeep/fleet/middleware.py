@@ -23,10 +23,10 @@ from kvkeep.fleet.idempotency_log import LARGEST, Answered, digest, record, seed
 from kvkeep.fleet.leases import Custody, Writing
 from kvkeep.fleet.responses import Body, Message, Receive, Response, Send
 from kvkeep.fleet.session_target import DRAWING, About, about, checked_new, fields_of
-from kvkeep.server.errors import Problem, problem_of
-from kvkeep.server.idempotency import whole
-from kvkeep.server.sessions.entry import entry_of, revision_in
-from kvkeep.server.sse import event
+from kvkeep.server.errors import ApiError, api_error_for
+from kvkeep.server.idempotency import read_body
+from kvkeep.server.sessions.entry import parse_if_match, session_entry
+from kvkeep.server.sse import sse_event
 from kvkeep.storage.sessions.shared import SessionPlace
 from kvkeep.storage.snapshots.snapshot import describe
 
@@ -54,7 +54,7 @@ class Keeper:
         if found.kind == "none":
             await self._app(scope, receive, send)
             return
-        given = await whole(receive)
+        given = await read_body(receive)
         if given is None:
             return
         body = Body(given, receive)
@@ -91,10 +91,10 @@ class Keeper:
         try:
             await self._done(found, scope, given, body, response)
         except Exception as error:
-            problem = problem_of(error)
+            problem = api_error_for(error)
             if problem.status >= 500:
                 _log.error("%s %s", scope["method"], scope["path"], exc_info=error)
-            await response.replace(problem.response(), event(problem.body(), "error"))
+            await response.replace(problem.response(), sse_event(problem.openai_body(), "error"))
         else:
             await response.finish()
 
@@ -104,7 +104,7 @@ class Keeper:
         owner, custody = scope["owner"], self._custody
         match found.kind:
             case "unknown":
-                raise Problem(404, "there is nothing of that name", "not_found_error")
+                raise ApiError(404, "there is nothing of that name", "not_found_error")
             case "list":
                 await self._list(scope, response)
             case "begin":
@@ -198,7 +198,9 @@ class Keeper:
 
     async def _delete(self, found: About, scope: _Scope, response: Response) -> None:
         """Also of one that cannot be read."""
-        wanted = revision_in(dict(scope["headers"]).get(b"if-match", b"").decode("latin-1") or None)
+        wanted = parse_if_match(
+            dict(scope["headers"]).get(b"if-match", b"").decode("latin-1") or None
+        )
         owner, name = scope["owner"], found.name
         async with self._custody.removing(owner, name) as writing:
             if wanted is not None:
@@ -240,7 +242,7 @@ def _entry(place: SessionPlace) -> dict[str, Any] | None:
         noted = describe(place)["notes"][NOTES]
         kept = SessionRecord(place.stem, "", True, None, None)
         kept.goes_on(noted)
-        return entry_of(kept)
+        return session_entry(kept)
     except (StoreError, LookupError, TypeError, ValueError, AttributeError):
         return None
 
@@ -261,9 +263,9 @@ async def _again(answered: Sequence[Answered], key: str, request: str, response:
     if known is None:
         return False
     if known.request != request:
-        raise Problem(400, "this Idempotency-Key came with another request", code="key_reused")
+        raise ApiError(400, "this Idempotency-Key came with another request", code="key_reused")
     if known.body is None:
-        raise Problem(
+        raise ApiError(
             409,
             "the request with this key was carried out; its answer was too long to be kept: look "
             "at the session",
@@ -283,7 +285,7 @@ def _key(scope: _Scope) -> str | None:
     if found is None:
         return None
     if not 0 < len(found) <= _LONGEST:
-        raise Problem(400, f"an Idempotency-Key has 1 to {_LONGEST} characters")
+        raise ApiError(400, f"an Idempotency-Key has 1 to {_LONGEST} characters")
     return digest(str(scope["owner"]).encode(), found)
 
 
@@ -291,7 +293,7 @@ def _seeded(given: bytes, key: str, body: Body, scope: _Scope) -> tuple[Body, _S
     """Tokens that are drawn by chance are drawn by the key, if no seed was given."""
     try:
         fields = fields_of(given)
-    except Problem:  # the route says what is wrong with it
+    except ApiError:  # the route says what is wrong with it
         return body, scope
     seed = fields.get("seed")
     if seed is None or (isinstance(seed, int) and seed < 0):

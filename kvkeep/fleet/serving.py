@@ -1,6 +1,7 @@
 """One server of a fleet, as Ray Serve runs it: in a process of its own."""
 
 import asyncio
+import time
 from typing import Any
 
 from kvkeep.fleet.setup import Setup
@@ -16,7 +17,6 @@ class Server:
         from kvkeep.engine import Limits
         from kvkeep.fleet.replica import replica
         from kvkeep.server.app import LOCAL_HOSTS, application
-        from kvkeep.server.health import now
         from kvkeep.server.service import Service
 
         torch.set_num_threads(setup.threads)
@@ -33,7 +33,7 @@ class Server:
             lease=setup.lease,
         )
         name = setup.alias or model.name.rpartition("/")[2]
-        self._service = Service(self._replica.engine, name, setup.keys, now())
+        self._service = Service(self._replica.engine, name, setup.keys, int(time.time()))
         hosts = {*LOCAL_HOSTS, *setup.hosts}
         self._app = application(self._service, hosts, setup.origins, self._replica.around)
 

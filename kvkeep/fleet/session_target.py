@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from kvkeep.server.errors import Problem
+from kvkeep.server.errors import ApiError
 from kvkeep.storage.sessions.names import is_name
 
 # none: about no session that is kept in the store. begin: makes one. fork: makes one of another.
@@ -66,20 +66,20 @@ def about(method: str, path: str) -> About:
 
 
 def checked_new(name: object) -> str:
-    """A name for a session that is to be in the store. Raises Problem."""
+    """A name for a session that is to be in the store. Raises ApiError."""
     if not isinstance(name, str) or not is_name(name):
-        raise Problem(400, f"name: {name!r:.120} is no name of a session", param="name")
+        raise ApiError(400, f"name: {name!r:.120} is no name of a session", param="name")
     if _OWN.fullmatch(name):
-        raise Problem(400, f"name: {name!r} is kept for slots and responses", param="name")
+        raise ApiError(400, f"name: {name!r} is kept for slots and responses", param="name")
     return name
 
 
 def fields_of(body: bytes) -> dict[str, Any]:
-    """Of a JSON body. Raises Problem for what is no object."""
+    """Of a JSON body. Raises ApiError for what is no object."""
     try:
         found = json.loads(body or b"{}")
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        raise Problem(400, "the body must be a JSON object")
+        raise ApiError(400, "the body must be a JSON object")
     return found

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from kvkeep.server.keys import Keys
+from kvkeep.server.keys import ApiKeys
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Setup:
     prefixes: bool
     threads: int
     lease: float
-    keys: Keys
+    keys: ApiKeys
     hosts: tuple[str, ...]
     origins: tuple[str, ...]
     alias: str | None

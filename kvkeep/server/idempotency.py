@@ -63,8 +63,8 @@ class IdempotencyMiddleware:
             error = ApiError(409, message, "conflict_error", "key_at_work")
             await error.response()(scope, receive, send)
         else:
-            for message in earlier.messages:
-                await send(dict(message))
+            for part in earlier.messages:
+                await send(dict(part))
 
     async def _run(
         self,

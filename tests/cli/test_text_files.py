@@ -10,7 +10,7 @@ from cli.conftest import Invoke
 from kvkeep import load_model
 from kvkeep.cli.batch.requests import of_folder, of_lines
 from kvkeep.errors import InvalidArgument
-from kvkeep.server.keys import Keys
+from kvkeep.server.keys import ApiKeys
 from kvkeep.storage.files.text import decode_text
 
 MARK = b"\xef\xbb\xbf"
@@ -57,12 +57,12 @@ def test_batches_and_keys_take_a_mark(tmp_path: Path) -> None:
     key = "a-key-of-sixteen-1"
     marked, plain = _marked(tmp_path / "keys", f"{key}\n"), tmp_path / "plain"
     plain.write_text(f"{key}\n")
-    owners = {Keys.shared(file, b"0" * 32).owner(key) for file in (marked, plain)}
+    owners = {ApiKeys.shared(file, b"0" * 32).owner(key) for file in (marked, plain)}
     assert len(owners) == 1
     assert None not in owners
     (tmp_path / "latin").write_bytes(b"schl\xfcssel-von-sechzehn\n")
     with pytest.raises(InvalidArgument, match="not UTF-8"):
-        Keys.shared(tmp_path / "latin", b"0" * 32)
+        ApiKeys.shared(tmp_path / "latin", b"0" * 32)
 
 
 def test_a_models_files_take_a_mark(tiny_folder: Path, tmp_path: Path) -> None:

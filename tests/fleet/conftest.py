@@ -16,7 +16,7 @@ from kvkeep.fleet.leases import Custody
 from kvkeep.fleet.middleware import Keeper
 from kvkeep.model import Model
 from kvkeep.server.app import application
-from kvkeep.server.keys import Keys
+from kvkeep.server.keys import ApiKeys
 from kvkeep.server.service import Service
 from kvkeep.storage.objects import Objects
 from kvkeep.storage.sessions.labels import SharedLabels
@@ -54,8 +54,8 @@ def replica(model: Model, objects: Objects, name: str, lease: float = 2.0) -> It
     custody = Custody(
         engine, lambda owner: SharedSessions(objects, owner, writer=name, lease=lease)
     )
-    service = Service(engine, "smollm2", Keys())
-    app = application(service, around=lambda app: Keeper(app, custody, name))
+    service = Service(engine, "smollm2", ApiKeys())
+    app = application(service, middleware=lambda app: Keeper(app, custody, name))
     config = uvicorn.Config(app, port=0, log_level="warning", lifespan="off")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)

@@ -189,9 +189,9 @@ def test_without_any_end_a_grammar_ends_an_answer(tmp_path: Path) -> None:
     schema["additionalProperties"] = False
     session = model.session()
     session.feed("Hi")
-    text = "".join(session.stream(50, Sampling(constraint=Grammar.of_schema(model, schema))))
+    text = "".join(session.stream(50, Sampling(constraint=Grammar.from_schema(model, schema))))
     assert json.loads(text)["a"] in (1, 22)
     assert session.finish_reason == "eos"
-    endless = Sampling(constraint=Grammar.of_gbnf(model, "root ::= [a-z]+"))
+    endless = Sampling(constraint=Grammar.from_gbnf(model, "root ::= [a-z]+"))
     assert "".join(session.stream(9, endless)).isalpha()
     assert session.finish_reason == "length"

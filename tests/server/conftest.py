@@ -14,7 +14,7 @@ import uvicorn
 from kvkeep.engine import Engine, Limits
 from kvkeep.model import Model
 from kvkeep.server.app import application
-from kvkeep.server.keys import Keys
+from kvkeep.server.keys import ApiKeys
 from kvkeep.server.service import Service
 
 
@@ -38,13 +38,13 @@ def as_asked(entry: dict[str, Any]) -> dict[str, Any]:
 def running(
     model: Model,
     folder: Path,
-    keys: Keys | None = None,
+    keys: ApiKeys | None = None,
     limits: Limits = Limits(memory=1_000_000_000),  # noqa: B008 (frozen)
     edits: bool = False,
 ) -> Iterator[Running]:
     """A server of its own. keys: that are let in; None for anybody. edits: whether by the page."""
     engine = Engine(model, settings={"max_kv_size": 2048}, limits=limits, folder=folder)
-    service = Service(engine, "smollm2", keys or Keys(), edits=edits)
+    service = Service(engine, "smollm2", keys or ApiKeys(), allow_edit=edits)
     config = uvicorn.Config(application(service), port=0, log_level="warning", lifespan="off")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)

@@ -8,8 +8,8 @@ from server.conftest import Running, running
 
 from kvkeep.errors import InvalidArgument
 from kvkeep.model import Model
-from kvkeep.server.keys import Keys
-from kvkeep.server.security import LARGEST
+from kvkeep.server.keys import ApiKeys
+from kvkeep.server.security import MAX_BODY
 
 ONE, TWO = "one-key-of-sixteen", "two-key-of-sixteen"
 
@@ -39,7 +39,7 @@ def test_what_curl_sends_of_itself_is_json(server: Running, named: dict[str, str
 
 @pytest.mark.parametrize("chunked", [False, True])
 def test_a_body_that_is_too_large_is_refused(server: Running, chunked: bool) -> None:
-    body = b'{"prompt": "' + b"a" * LARGEST + b'"}'
+    body = b'{"prompt": "' + b"a" * MAX_BODY + b'"}'
     pieces = (body[at : at + 2**16] for at in range(0, len(body), 2**16))
     with server.client() as client:
         answer = client.post("/v1/completions", content=pieces if chunked else body)
@@ -66,7 +66,7 @@ def test_no_page_may_ask_it_that_was_not_named(server: Running) -> None:
 def test_only_those_with_a_key_are_let_in(smollm2: Model, tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text(f"# of two users\n{ONE}\n\n{TWO}\n")
-    with running(smollm2, tmp_path / "kept", Keys.read(file, tmp_path)) as server:
+    with running(smollm2, tmp_path / "kept", ApiKeys.read(file, tmp_path)) as server:
         asked = {"prompt": "a", "max_tokens": 1}
         for headers in (
             {},
@@ -87,9 +87,9 @@ def test_only_those_with_a_key_are_let_in(smollm2: Model, tmp_path: Path) -> Non
 def test_owners_stay_who_they_are_and_tell_nothing_of_keys(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text(f"{ONE}\n{TWO}\n")
-    before, after = (Keys.read(file, tmp_path / "secret") for _ in range(2))
+    before, after = (ApiKeys.read(file, tmp_path / "secret") for _ in range(2))
     assert before.owner(ONE) == after.owner(ONE) != before.owner(TWO)
-    assert Keys.read(file, tmp_path / "other").owner(ONE) != before.owner(ONE)
+    assert ApiKeys.read(file, tmp_path / "other").owner(ONE) != before.owner(ONE)
     assert ((tmp_path / "secret" / "secret").stat().st_mode & 0o777) == 0o600
 
 
@@ -98,11 +98,11 @@ def test_a_file_without_a_usable_key_is_refused(tmp_path: Path, text: str) -> No
     file = tmp_path / "keys"
     file.write_text(text)
     with pytest.raises(InvalidArgument):
-        Keys.read(file, tmp_path)
+        ApiKeys.read(file, tmp_path)
 
 
 def test_what_one_key_asked_another_does_not_reuse(smollm2: Model, tmp_path: Path) -> None:
-    keys, prompt = Keys((ONE, TWO)), "A secret of mine. " * 60
+    keys, prompt = ApiKeys((ONE, TWO)), "A secret of mine. " * 60
     with running(smollm2, tmp_path, keys) as server:
 
         def reused(key: str) -> int:

@@ -8,7 +8,7 @@ import pytest
 from server.conftest import Running, running
 
 from kvkeep.model import Model
-from kvkeep.server.keys import Keys
+from kvkeep.server.keys import ApiKeys
 
 names = (f"once-{number}" for number in count())
 
@@ -72,7 +72,7 @@ def test_keys_are_each_owners_own(smollm2: Model, tmp_path_factory: pytest.TempP
     folder = tmp_path_factory.mktemp("server")
     file = folder / "keys"
     file.write_text("the-first-of-the-keys\nthe-second-of-the-keys\n")
-    with running(smollm2, folder, Keys.read(file, folder)) as server:
+    with running(smollm2, folder, ApiKeys.read(file, folder)) as server:
         for key in file.read_text().split():
             with server.client(key) as client:
                 client.post("/v1/sessions", json={"name": "same"})

@@ -12,7 +12,7 @@ from server.conftest import Running, running
 
 from kvkeep.engine import Limits
 from kvkeep.model import Model
-from kvkeep.server.keys import Keys
+from kvkeep.server.keys import ApiKeys
 
 KEYS = ("one-key-of-sixteen", "two-key-of-sixteen")
 CONVERSATIONS, TURNS = 64, 2
@@ -82,7 +82,7 @@ def test_no_words_of_one_conversation_come_up_in_another(smollm2: Model, tmp_pat
     """Room for a few dozen conversations, so that others are dropped, and forked, all the time."""
     cell = smollm2.session(64).cache.layout.cell_bytes
     limits = Limits(memory=40 * 500 * cell)
-    with running(smollm2, tmp_path, Keys(KEYS), limits) as server:
+    with running(smollm2, tmp_path, ApiKeys(KEYS), limits) as server:
         engine = server.service.engine
         found = asyncio.run(all_at_once(server, 0, CONVERSATIONS))
         for each in found:

@@ -130,7 +130,7 @@ def test_cancelled_or_left_it_is_no_longer_worked_at(
         time.sleep(0.01)
     while {first, second} & {kept.name for kept in engine.sessions().result()}:
         time.sleep(0.01)
-    assert not server.service.making
+    assert not server.service.pending_responses
 
 
 @pytest.mark.parametrize(

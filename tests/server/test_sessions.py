@@ -12,7 +12,7 @@ from server.conftest import Running, as_asked, running
 from topics import topic_text
 
 from kvkeep.model import Model
-from kvkeep.server.keys import Keys
+from kvkeep.server.keys import ApiKeys
 
 TEXT = topic_text()
 SETTINGS = {"policy": "sliding", "max_kv_size": 300, "keep": 4}
@@ -248,7 +248,7 @@ def test_it_explains_why_a_prompt_would_be_evaluated_again(
 def test_another_key_sees_nothing_of_it(smollm2: Model, tmp_path: Path) -> None:
     one, two = "one-key-of-sixteen", "two-key-of-sixteen"
     with (
-        running(smollm2, tmp_path, Keys((one, two))) as server,
+        running(smollm2, tmp_path, ApiKeys((one, two))) as server,
         server.client(one) as mine,
         server.client(two) as other,
     ):
