@@ -118,7 +118,7 @@ def _message(head: dict[str, Any], text: str, end: Finished, tools: Tools | None
     text, calls = tools.parse(text) if tools else (text, [])
     content: list[dict[str, Any]] = [{"type": "text", "text": text}] if text or not calls else []
     content += [_tool_use(call) for call in calls]
-    usage = {**_usage(end.usage.prompt, end.usage.reuse), "output_tokens": end.usage.written}
+    usage = {**_usage(end.usage.prompt, end.usage.reuse), "output_tokens": end.usage.generated}
     return {**head, "content": content, **_stop_fields(end, calls), "usage": usage}
 
 
@@ -166,7 +166,7 @@ def _last_events(end: Finished, text: str, tools: Tools | None) -> list[bytes]:
         events.append(_block_start(index, {**_tool_use(call), "input": {}}))
         events.append(_block_delta(index, delta))
         events.append(_event("content_block_stop", index=index))
-    usage = {"output_tokens": end.usage.written}
+    usage = {"output_tokens": end.usage.generated}
     events.append(_event("message_delta", delta=_stop_fields(end, calls), usage=usage))
     return [*events, _event("message_stop")]
 

@@ -71,21 +71,23 @@ class _EngineCollector(Collector):
         for status, count in sorted(self._status_counts.items()):
             requests.add_metric([str(status)], count)
         ended = counter("kvkeep_answers", "Generations by how they ended.", labels=["ended"])
-        for reason, count in sorted(totals.answers.items()):
+        for reason, count in sorted(totals.ended.items()):
             ended.add_metric([reason], count)
         yield from (requests, ended)
-        yield counter("kvkeep_prompt_tokens_evaluated", "Prefilled prompt tokens.", totals.read)
+        yield counter(
+            "kvkeep_prompt_tokens_evaluated", "Prefilled prompt tokens.", totals.prefilled
+        )
         yield counter("kvkeep_prompt_tokens_reused", "Reused prompt tokens.", totals.reused)
-        yield counter("kvkeep_tokens_written", "Sampled tokens.", totals.written)
-        yield counter("kvkeep_reading_seconds", "Prefill time.", totals.reading)
-        yield counter("kvkeep_writing_seconds", "Decode time.", totals.writing)
-        yield gauge("kvkeep_answers_working", "Generations in progress.", totals.working)
+        yield counter("kvkeep_tokens_written", "Sampled tokens.", totals.generated)
+        yield counter("kvkeep_reading_seconds", "Prefill time.", totals.prefill_seconds)
+        yield counter("kvkeep_writing_seconds", "Decode time.", totals.decode_seconds)
+        yield gauge("kvkeep_answers_working", "Generations in progress.", totals.running)
         sessions = gauge("kvkeep_sessions", "Sessions by place.", labels=["place"])
-        sessions.add_metric(["memory"], totals.live)
+        sessions.add_metric(["memory"], totals.in_memory)
         sessions.add_metric(["disk"], totals.on_disk)
         yield sessions
         yield gauge("kvkeep_cell_bytes", "Bytes of cells, held or reserved.", totals.nbytes)
-        yield gauge("kvkeep_cell_bytes_limit", "Limit on bytes of cells.", totals.limit)
-        yield counter("llamacpp:prompt_tokens", "Prefilled prompt tokens.", totals.read)
-        yield counter("llamacpp:tokens_predicted", "Sampled tokens.", totals.written)
-        yield gauge("llamacpp:requests_processing", "Generations in progress.", totals.working)
+        yield gauge("kvkeep_cell_bytes_limit", "Limit on bytes of cells.", totals.memory_limit)
+        yield counter("llamacpp:prompt_tokens", "Prefilled prompt tokens.", totals.prefilled)
+        yield counter("llamacpp:tokens_predicted", "Sampled tokens.", totals.generated)
+        yield gauge("llamacpp:requests_processing", "Generations in progress.", totals.running)

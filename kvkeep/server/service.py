@@ -66,15 +66,15 @@ class Service:
     ) -> "GenerationStream":
         """Submit a request to the engine: one generation, or one for each of `samplings`.
 
-        Raises what `Engine.ask` does.
+        Raises what `Engine.submit` does.
         """
         stream = GenerationStream(asyncio.get_running_loop())
         if samplings is None:
-            future = self.engine.ask(request, session, owner, stream.listener(0), revision)
+            future = self.engine.submit(request, session, owner, stream.listener(0), revision)
         else:
             assert isinstance(request, GenerationRequest)
             listeners = [stream.listener(index) for index in range(len(samplings))]
-            future = self.engine.several(request, samplings, owner, listeners)
+            future = self.engine.submit_many(request, samplings, owner, listeners)
         try:
             stream.generations = await asyncio.wrap_future(future)
         except asyncio.CancelledError:

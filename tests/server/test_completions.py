@@ -7,7 +7,6 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from kvkeep.server.openai.usage import CompletionLogprobs
 from server.conftest import Running
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
@@ -15,6 +14,7 @@ from tokenizers.models import BPE
 from kvkeep.engine import GeneratedToken, TokenLogprob
 from kvkeep.model import Model
 from kvkeep.models.text.codec import TextCodec
+from kvkeep.server.openai.usage import CompletionLogprobs
 
 PROMPT = "The capital of France is"
 

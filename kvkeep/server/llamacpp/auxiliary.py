@@ -112,8 +112,8 @@ async def change_slot(
         counts = {"n_saved": await _token_count(service, name, owner), "n_written": size}
         timings = {"save_ms": 1000 * (time.perf_counter() - start)}
         return {"id_slot": slot, "filename": label, **counts, "timings": timings}
-    snapshot = await asyncio.to_thread(engine.labelled, label, owner)
-    await asyncio.wrap_future(engine.restore(snapshot, owner, name, instead=True))
+    snapshot = await asyncio.to_thread(engine.load_snapshot, label, owner)
+    await asyncio.wrap_future(engine.restore(snapshot, owner, name, replace=True))
     timings = {"restore_ms": 1000 * (time.perf_counter() - start)}
     size = await asyncio.to_thread(lambda: engine.snapshots(owner).path(label).stat().st_size)
     counts = {"n_restored": await _token_count(service, name, owner), "n_read": size}
@@ -132,7 +132,7 @@ async def _erase(service: Service, name: str, owner: str) -> int:
 
 async def _token_count(service: Service, name: str, owner: str) -> int:
     return await asyncio.wrap_future(
-        service.engine.look(name, owner, lambda record: len(record.live.tokens))
+        service.engine.inspect(name, owner, lambda record: len(record.live.tokens))
     )
 
 

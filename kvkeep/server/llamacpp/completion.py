@@ -216,17 +216,17 @@ class _LlamaOutput:
         return content
 
     def _logprobs(self, sampled: GeneratedToken) -> dict[str, Any]:
-        assert sampled.likely is not None
-        top = [self._logprob(likely) for likely in sampled.top]
-        return {**self._logprob(sampled.likely), "top_logprobs": top}
+        assert sampled.logprob is not None
+        top = [self._logprob(logprob) for logprob in sampled.top_logprobs]
+        return {**self._logprob(sampled.logprob), "top_logprobs": top}
 
-    def _logprob(self, likely: TokenLogprob) -> dict[str, Any]:
-        raw = self._service.model.text.token_bytes(likely.token)
+    def _logprob(self, logprob: TokenLogprob) -> dict[str, Any]:
+        raw = self._service.model.text.token_bytes(logprob.token)
         return {
-            "id": likely.token,
+            "id": logprob.token,
             "token": raw.decode(errors="ignore"),  # partial characters dropped, as in llama.cpp
             "bytes": list(raw),
-            "logprob": likely.log_probability,
+            "logprob": logprob.logprob,
         }
 
     def _final(self, end: Finished) -> dict[str, Any]:
@@ -238,7 +238,7 @@ class _LlamaOutput:
             "id_slot": body.id_slot,
             "stop": True,
             "model": self._service.name,
-            "tokens_predicted": usage.written,
+            "tokens_predicted": usage.generated,
             "tokens_evaluated": len(self._ids),
             "tokens_cached": cached,
             "generation_settings": settings,

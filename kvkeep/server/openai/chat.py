@@ -120,7 +120,7 @@ async def chat(
     prompt = await prompt_ids(service, body.messages, tools, body.continue_final)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     limit = service.max_tokens(body.token_limit)
-    request = GenerationRequest(tuple(prompt), limit, ignore_eos=body.ignore_eos, likely=logprobs)
+    request = GenerationRequest(tuple(prompt), limit, ignore_eos=body.ignore_eos, logprobs=logprobs)
     samplings = _samplings(service, body, tools)
     generations = await start_generations(service, request, owner, samplings)
     head = {

@@ -56,7 +56,9 @@ async def completions(
     """Continue a prompt, in `n` choices."""
     ids, codec = await asyncio.to_thread(_prompt_ids, service, body.prompt), service.model.text
     limit = service.max_tokens(body.max_tokens)
-    request = GenerationRequest(tuple(ids), limit, ignore_eos=body.ignore_eos, likely=body.logprobs)
+    request = GenerationRequest(
+        tuple(ids), limit, ignore_eos=body.ignore_eos, logprobs=body.logprobs
+    )
     generations = await start_generations(service, request, owner, body.samplings(body.n))
     head = {
         "id": f"cmpl-{secrets.token_hex(12)}",
@@ -107,7 +109,7 @@ async def _stream(
                 usages.append(progress.usage)
                 choice = _choice(index, progress.text, progress)
                 yield sse_event({**head, "choices": [choice]})
-            elif isinstance(progress, GeneratedToken) and (progress.text or progress.likely):
+            elif isinstance(progress, GeneratedToken) and (progress.text or progress.logprob):
                 entry = logprobs[index].entry([progress])
                 choice = _choice(index, progress.text, None, entry)
                 yield sse_event({**head, "choices": [choice]})

@@ -97,7 +97,7 @@ def final_fields(end: Finished, prompt: int, cached: int) -> dict[str, Any]:
     """Return status and usage. prompt: its tokens; cached: those that were not evaluated."""
     status = _STATUSES[end.reason]
     incomplete = {"reason": "max_output_tokens"} if status == "incomplete" else None
-    written = end.usage.written
+    written = end.usage.generated
     usage = {
         "input_tokens": prompt,
         "input_tokens_details": {"cached_tokens": cached},

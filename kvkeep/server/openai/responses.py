@@ -245,7 +245,7 @@ async def _complete(
         await _discard(response_id, service, owner)
         return response
     notes = {_RESPONSE: response, _MESSAGES: [*pending.messages, output.message()]}
-    await asyncio.wrap_future(service.engine.note(response_id, owner, notes))
+    await asyncio.wrap_future(service.engine.set_notes(response_id, owner, notes))
     return response
 
 

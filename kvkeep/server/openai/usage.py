@@ -14,7 +14,7 @@ FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length", "full": "le
 
 def openai_usage(usages: list[Usage]) -> dict[str, Any]:
     """Return `usage` for all generations of one prompt, which is counted once."""
-    prompt, written = usages[0].prompt, sum(usage.written for usage in usages)
+    prompt, written = usages[0].prompt, sum(usage.generated for usage in usages)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": written,
@@ -25,8 +25,8 @@ def openai_usage(usages: list[Usage]) -> dict[str, Any]:
 
 def llamacpp_timings(usage: Usage) -> dict[str, Any]:
     """Return llama.cpp's `timings`: milliseconds, and tokens per second."""
-    prefill_ms, decode_ms = 1000 * usage.reading, 1000 * usage.writing
-    evaluated, written = usage.evaluated, usage.written
+    prefill_ms, decode_ms = 1000 * usage.prefill_seconds, 1000 * usage.decode_seconds
+    evaluated, written = usage.evaluated, usage.generated
     return {
         "cache_n": usage.reuse.tokens,
         "prompt_n": evaluated,
@@ -52,18 +52,18 @@ def llamacpp_progress(progress: PrefillProgress) -> dict[str, Any]:
 
 def chat_logprobs(codec: TextCodec, sampled: GeneratedToken) -> dict[str, Any] | None:
     """Return a token's entry in the form of chats, or None if log probabilities were not asked."""
-    if sampled.likely is None:
+    if sampled.logprob is None:
         return None
-    top = [_chat_entry(codec, likely) for likely in sampled.top]
-    return {**_chat_entry(codec, sampled.likely), "top_logprobs": top}
+    top = [_chat_entry(codec, logprob) for logprob in sampled.top_logprobs]
+    return {**_chat_entry(codec, sampled.logprob), "top_logprobs": top}
 
 
-def _chat_entry(codec: TextCodec, likely: TokenLogprob) -> dict[str, Any]:
-    raw = codec.token_bytes(likely.token)
+def _chat_entry(codec: TextCodec, logprob: TokenLogprob) -> dict[str, Any]:
+    raw = codec.token_bytes(logprob.token)
     return {
-        "id": likely.token,
+        "id": logprob.token,
         "token": _escaped(raw),
-        "logprob": likely.log_probability,
+        "logprob": logprob.logprob,
         "bytes": list(raw),
     }
 
@@ -82,27 +82,27 @@ class CompletionLogprobs:
 
     def entry(self, sampled: Sequence[GeneratedToken]) -> dict[str, Any] | None:
         """Return the entry of the next tokens, or None if log probabilities were not asked."""
-        known = [(event, event.likely) for event in sampled if event.likely is not None]
+        known = [(event, event.logprob) for event in sampled if event.logprob is not None]
         if not known:
             return None
         return {
-            "tokens": [self._token_name(likely) for _, likely in known],
-            "token_logprobs": [likely.log_probability for _, likely in known],
-            "top_logprobs": [self._top_by_name(event.top) for event, _ in known],
+            "tokens": [self._token_name(logprob) for _, logprob in known],
+            "token_logprobs": [logprob.logprob for _, logprob in known],
+            "top_logprobs": [self._top_by_name(event.top_logprobs) for event, _ in known],
             "text_offset": [self._next_offset(event.token) for event, _ in known],
         }
 
     def _top_by_name(self, top: Sequence[TokenLogprob]) -> dict[str, float]:
         """Map texts to log probabilities; of two tokens with one text the second has its id."""
         logprobs: dict[str, float] = {}
-        for likely in top:
-            name = self._token_name(likely)
-            name = f"token_id:{likely.token}" if name in logprobs else name
-            logprobs[name] = likely.log_probability
+        for logprob in top:
+            name = self._token_name(logprob)
+            name = f"token_id:{logprob.token}" if name in logprobs else name
+            logprobs[name] = logprob.logprob
         return logprobs
 
-    def _token_name(self, likely: TokenLogprob) -> str:
-        raw = self._codec.token_bytes(likely.token)
+    def _token_name(self, logprob: TokenLogprob) -> str:
+        raw = self._codec.token_bytes(logprob.token)
         try:
             return raw.decode()
         except UnicodeDecodeError:

@@ -56,7 +56,7 @@ def session_entry(record: SessionRecord) -> dict[str, Any]:
         "named": record.named,
         "parent": record.parent,
         "created": int(record.created),
-        "lost_revision": record.lost,
+        "lost_revision": record.lost_revision,
     }
     if record.session is not None:
         entry |= _live_fields(record.session)
@@ -88,7 +88,7 @@ async def read_session(
     service: Service, name: str, owner: str, function: Callable[[SessionRecord], T]
 ) -> T:
     """Return what a function says of a session. It runs in the engine's thread."""
-    return await asyncio.wrap_future(service.engine.look(name, owner, function))
+    return await asyncio.wrap_future(service.engine.inspect(name, owner, function))
 
 
 async def change_session(

@@ -96,7 +96,7 @@ async def feed(
     ids = await asyncio.to_thread(body.encode, service, False)
     if not ids:
         raise InvalidArgument("nothing to prefill: give text, tokens or messages")
-    request = GenerationRequest(ids, 0, after=body.name_span())
+    request = GenerationRequest(ids, 0, on_end=body.name_span())
     return await _run(name, body.stream, request, http_request, service, owner, revision)
 
 
@@ -112,8 +112,8 @@ async def generate(
     """Prefill what is given, if anything, and generate."""
     ids = await asyncio.to_thread(body.encode, service, True)
     (sampling,) = body.samplings(temperature=0.0)
-    after = body.name_span()
-    request = GenerationRequest(ids, body.max_tokens, sampling, body.ignore_eos, after=after)
+    on_end = body.name_span()
+    request = GenerationRequest(ids, body.max_tokens, sampling, body.ignore_eos, on_end=on_end)
     return await _run(name, body.stream, request, http_request, service, owner, revision)
 
 

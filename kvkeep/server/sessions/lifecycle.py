@@ -75,7 +75,7 @@ async def create(body: CreateSessionRequest, service: ServiceDep, owner: OwnerDe
     """Create a session, empty or from a snapshot."""
     engine = service.engine
     if body.from_snapshot is not None:
-        snapshot = await asyncio.to_thread(engine.labelled, body.from_snapshot, owner)
+        snapshot = await asyncio.to_thread(engine.load_snapshot, body.from_snapshot, owner)
         created = engine.restore(snapshot, owner, body.name)
     else:
         created = engine.create(owner, body.name, **body.settings())
@@ -176,7 +176,7 @@ def _snapshot_entries(engine: Engine, owner: str) -> list[dict[str, Any]]:
 
 def _session_of(engine: Engine, file: Place) -> str | None:
     try:
-        return engine.snapshot_of(file)
+        return engine.snapshot_session_name(file)
     except StoreError:  # restoring it reports that it is damaged
         return None
 
@@ -195,6 +195,6 @@ async def restore(
     name: SessionName, body: RestoreRequest, service: ServiceDep, owner: OwnerDep
 ) -> Response:
     """Create a session from a snapshot; it continues to the bit as the original would."""
-    snapshot = await asyncio.to_thread(service.engine.labelled, name, owner)
+    snapshot = await asyncio.to_thread(service.engine.load_snapshot, name, owner)
     created = service.engine.restore(snapshot, owner, body.name)
     return session_response(await asyncio.wrap_future(created), 201)
