@@ -14,7 +14,7 @@ import kvkeep
 from kvkeep import AsyncClient, Client, errors
 from kvkeep.engine import Limits
 from kvkeep.model import Model
-from kvkeep.server.keys import Keys
+from kvkeep.server.keys import ApiKeys
 
 TEXT = topic_text()
 SETTINGS = {"policy": "sliding", "max_kv_size": 300, "keep": 4}
@@ -145,7 +145,7 @@ def test_errors_are_those_of_the_engine(client: Client) -> None:
 def test_who_is_not_there_or_not_let_in(smollm2: Model, tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("a-key-that-is-long-enough\n")
-    with running(smollm2, tmp_path / "server", Keys.read(file, tmp_path)) as server:
+    with running(smollm2, tmp_path / "server", ApiKeys.read(file, tmp_path)) as server:
         with Client(server.url) as client, pytest.raises(errors.ServerError, match="key"):
             client.sessions()
         with Client(server.url, "a-key-that-is-long-enough") as client:
