@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvkeep import validation
 from kvkeep.cache import Bits
-from kvkeep.cache.bits import bits_name
+from kvkeep.cache.layout import bits_name
 from kvkeep.compiled.decoder import can_decode
 from kvkeep.compression.calibration.calibration import Calibration
 from kvkeep.compression.calibration.lookup import kept_calibration

@@ -215,7 +215,7 @@ def test_nothing_of_a_session_before_stays_in_memory() -> None:
     session.feed(TEXT[:40])
     session.rewind(2)
     session.next_token()
-    assert [segment.guarded for segment in session.cache.segments] == [None] * len(
+    assert [segment.protected for segment in session.cache.segments] == [None] * len(
         session.cache.segments
     )
     held = {id(segment.block) for segment in session.cache.segments}

@@ -1,25 +1,26 @@
-"""Attention over one run of cells, and the exact sum of several such parts.
+"""Attention over one run of cells, and the exact combination of several such parts.
 
-A softmax over cells that lie in several segments is computed segment by segment: each part gives
-its output and the log of its softmax denominator, and parts are combined by these (the
-split-softmax identity of Milakov and Gimelshein, arXiv:1805.02867, that flash attention uses
-between its blocks).
+A softmax over cells of several segments is computed segment by segment. Each part gives its output
+and the log of its softmax denominator, by which the parts are combined (the split-softmax identity
+of Milakov and Gimelshein, arXiv:1805.02867, which flash attention uses between its blocks).
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvkeep.cache.quantised import KVTensor, Quantised, hadamard
+from kvkeep.cache.rope import Rope
 
-# Hides a cell. Finite, so that a query that sees nothing of a segment gets a part of weight zero
-# instead of NaN.
+# The bias that hides a cell. It is finite, so that a query that sees no cell of a segment gets a
+# part of weight zero instead of NaN.
 HIDDEN = -1e30
 
 
 class Part(NamedTuple):
-    """What queries found in some of the cells.
+    """The attention of queries over some of the cells.
 
     out: `[..., n, head_dim]`, the softmax-weighted values.
     log_sum: `[..., n]` float32, the natural log of the sum of exponentials.
@@ -27,6 +28,38 @@ class Part(NamedTuple):
 
     out: Tensor
     log_sum: Tensor
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """The attention settings that all layers of a cache share.
+
+    heads: number of query heads.
+    scale: factor on the products of queries and keys.
+    softcap: c in c * tanh(x / c), where x is the scaled product (Gemma 2, arXiv:2408.00118); 0 for
+        none.
+    sinks: `[layers, heads]` float32, a learned logit of each head that takes a share of the softmax
+        and contributes no value (gpt-oss, arXiv:2508.10925); None for none.
+    """
+
+    heads: int
+    rope: Rope
+    scale: float
+    softcap: float = 0.0
+    sinks: Tensor | None = None
+
+    def with_sinks(self, layer: int, part: Part, n: int) -> Part:
+        """Add a layer's sinks to the attention of n queries over all cells.
+
+        part: laid out as `attend_cells` returns it for n queries.
+        """
+        if self.sinks is None:
+            return part
+        kv_heads = part.log_sum.shape[1]
+        sinks = self.sinks[layer].view(kv_heads, -1)  # [kv_heads, groups]
+        sinks = sinks[None] if n == 1 else sinks.T.unsqueeze(-1)
+        share = torch.sigmoid(part.log_sum - sinks).unsqueeze(-1)
+        return Part(part.out * share, torch.logaddexp(part.log_sum, sinks))
 
 
 def attend_cells(
@@ -40,23 +73,24 @@ def attend_cells(
     cell_bias: Tensor | None = None,
     softcap: float = 0.0,
 ) -> Part:
-    """Queries over one run of cells.
+    """Attend with n queries to one run of cells.
 
     Args:
-        q: `[n, heads, head_dim]`, rotated; heads of one KV head lie together.
+        q: `[n, heads, head_dim]`, rotated; the heads of one KV head are adjacent.
         keys, values: `[kv_heads, cells, head_dim]`, any strides with a dense last dimension.
-            Quantised ones are not transformed back: the queries are transformed as the keys are,
-            and what they find of the values is transformed back.
+            Quantised ones stay in the Hadamard-transformed space: the queries are transformed like
+            the keys, and the output is transformed back.
         scale: factor on the dot products.
         bias: `[n, cells]` float32, added to the scaled products; `HIDDEN` hides a cell.
         causal: query i sees cells 0..i only (n == cells; not together with a bias).
-        cell_bias: `[kv_heads, cells]` float32, of the cells themselves; added likewise.
-        softcap: c in c * tanh(x / c), of the scaled products; 0 for none.
+        cell_bias: `[kv_heads, cells]` float32, each cell's own bias, added likewise.
+        softcap: c in c * tanh(x / c), applied to the scaled products; 0 for none.
 
     Returns:
-        out `[groups, kv_heads, n, head_dim]`, log_sum `[groups, kv_heads, n]`. One query alone
-        comes back as `[1, kv_heads, groups, ...]`: the heads that share a KV head are then the
-        rows of one block, so that each key is read once.
+        out `[groups, kv_heads, n, head_dim]`, log_sum `[groups, kv_heads, n]`, where groups is the
+        number of query heads per KV head. For a single query the shape is
+        `[1, kv_heads, groups, ...]`: the heads that share a KV head are then the rows of one
+        block, so that each key is read once.
     """
     transformed = isinstance(values, Quantised)
     dtype, (n, heads, head_dim) = q.dtype, q.shape
@@ -82,8 +116,8 @@ def attend_cells(
     return Part(hadamard(out) if transformed else out, log_sum)
 
 
-def hiding(hidden: Tensor) -> Tensor:
-    """The bias that hides cells: `HIDDEN` where `hidden` is true, else 0; float32."""
+def hiding_bias(hidden: Tensor) -> Tensor:
+    """Return the float32 bias that hides cells: `HIDDEN` where `hidden` is true, else 0."""
     bias = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
     return bias.masked_fill_(hidden, HIDDEN)
 
@@ -91,10 +125,10 @@ def hiding(hidden: Tensor) -> Tensor:
 def attend_by_flash(
     q: Tensor, keys: Tensor, values: Tensor, *, scale: float, bias: Tensor | None, causal: bool
 ) -> Part:
-    """One call of PyTorch's flash kernel for CPUs.
+    """Attend by one call of PyTorch's flash kernel for CPUs.
 
-    q: `[groups, kv_heads, n, head_dim]`; keys, values: `[1, kv_heads, cells, head_dim]`. bias: what
-    broadcasts to `[groups, kv_heads, n, cells]`, of four dimensions or of the last two.
+    q: `[groups, kv_heads, n, head_dim]`. keys, values: `[1, kv_heads, cells, head_dim]`. bias:
+    broadcasts to `[groups, kv_heads, n, cells]`, with four dimensions or with the last two.
     """
     keys, values = (x.expand(q.shape[0], -1, -1, -1) for x in (keys, values))
     out, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -113,10 +147,11 @@ def attend_densely(
     causal: bool,
     softcap: float = 0.0,
 ) -> Part:
-    """The same by plain products, for devices whose flash kernel takes no bias, and for softcaps.
+    """Attend by matrix products, for softcaps and for devices whose flash kernel takes no bias.
 
-    Products of queries and keys are float32, as in a flash kernel: rounded to bfloat16 a large one
-    would be off by a tenth and more, and so would its part's weight among the others.
+    Shapes as in `attend_by_flash`. Products of queries and keys are float32, as in a flash kernel:
+    rounded to bfloat16, a large one would be off by a tenth or more, and so would the weight of its
+    part among the others.
     """
     scores = torch.matmul(q.float(), keys.float().transpose(-1, -2)) * scale
     if softcap:
@@ -132,7 +167,7 @@ def attend_densely(
 
 
 def combine(parts: list[Part]) -> Part:
-    """The attention over all cells of all parts; the sum is carried in float32."""
+    """Combine parts into the attention over all of their cells, accumulated in float32."""
     total = parts[0]
     for part in parts[1:]:
         share = torch.sigmoid(part.log_sum - total.log_sum).unsqueeze(-1)
@@ -143,6 +178,6 @@ def combine(parts: list[Part]) -> Part:
     return total
 
 
-def rows(out: Tensor, n: int) -> Tensor:
-    """A part's `out` as `[n, heads * head_dim]`, heads in their order."""
+def merge_heads(out: Tensor, n: int) -> Tensor:
+    """Return a part's `out` as `[n, heads * head_dim]`, heads in their order."""
     return (out if n == 1 else out.permute(2, 1, 0, 3)).reshape(n, -1)

@@ -1,4 +1,4 @@
-"""Storage for cells, which segments of several sessions may look at together."""
+"""Cells, the blocks of storage that segments of several sessions share, and an undo log."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -7,15 +7,14 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
+from kvkeep.cache.layout import Layout
 from kvkeep.cache.quantised import (
-    SCALE,
     KVTensor,
     Quantised,
     concatenate_stored,
     copy_stored,
     dequantise,
     quantise,
-    scale_count,
     tensors,
 )
 from kvkeep.cache.rope import Rope
@@ -24,60 +23,17 @@ NO_TOKEN = -1  # serial of compressed cells
 
 
 @dataclass(frozen=True)
-class Layout:
-    """The shape and kind of cells.
-
-    key_bits, value_bits: 8 or 4 where they are quantised; 16 where they are plain, in `dtype`.
-    """
-
-    layers: int
-    kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-    device: torch.device
-    key_bits: int = 16
-    value_bits: int = 16
-
-    @property
-    def plain(self) -> "Layout":
-        """The same of cells as they are evaluated."""
-        return replace(self, key_bits=16, value_bits=16)
-
-    @property
-    def quantised(self) -> bool:
-        return min(self.key_bits, self.value_bits) < 16
-
-    @property
-    def cell_bytes(self) -> int:
-        """Bytes of one cell's key and value over all layers and KV heads."""
-        both = self._vector_bytes(self.key_bits) + self._vector_bytes(self.value_bits)
-        return both * self.layers * self.kv_heads
-
-    def _vector_bytes(self, bits: int) -> int:
-        if bits == 16:
-            return self.head_dim * self.dtype.itemsize
-        return self.head_dim * bits // 8 + scale_count(self.head_dim, bits) * SCALE.itemsize
-
-    def slots(self, count: int, bits: int) -> KVTensor:
-        """Zeros for `count` keys or values, `[layers, kv_heads, count, head_dim]`."""
-        shape = (self.layers, self.kv_heads, count, self.head_dim)
-        if bits == 16:
-            return torch.zeros(shape, dtype=self.dtype, device=self.device)
-        return Quantised.empty(shape, bits, self.device)
-
-
-@dataclass(frozen=True)
 class Cells:
-    """Some cells, or slots for them.
+    """A number of cells, or of slots to write cells to.
 
     stored_keys, stored_values: `[layers, kv_heads, n, head_dim]`, plain or quantised; keys are
         rotated to their positions.
-    positions: int64 on the CPU, `[n]`; of compressed cells `[layers, kv_heads, n]`, since each KV
-        head keeps other ones.
-    serials: `[n]` int64 on the CPU: which tokens they are of. Each token that is evaluated has a
-        number of its own; compressed cells are of no one token: `NO_TOKEN`.
-    bias: of compressed cells `[layers, kv_heads, n]` float32, added to every query's logit: the
-        log of how many cells one stands for, or so. None: 0 for all.
+    positions: int64 on the CPU, `[n]`; for compressed cells `[layers, kv_heads, n]`, because each
+        KV head keeps different ones.
+    serials: `[n]` int64 on the CPU, the serial number of each cell's token. Every evaluated token
+        has a serial of its own; compressed cells belong to no single token and have `NO_TOKEN`.
+    bias: for compressed cells `[layers, kv_heads, n]` float32, added to every query's logit:
+        roughly the log of how many cells one stands for. None: 0 for all.
     """
 
     stored_keys: KVTensor
@@ -87,12 +43,12 @@ class Cells:
     bias: Tensor | None = None
 
     @classmethod
-    def empty(cls, layout: Layout, count: int, compressed: bool = False) -> "Cells":
-        """Slots with nothing in them but zeros."""
+    def zeros(cls, layout: Layout, count: int, compressed: bool = False) -> "Cells":
+        """Return slots that hold zeros."""
         shape = (layout.layers, layout.kv_heads, count)
         return cls(
-            layout.slots(count, layout.key_bits),
-            layout.slots(count, layout.value_bits),
+            layout.zeros(count, layout.key_bits),
+            layout.zeros(count, layout.value_bits),
             torch.zeros(shape if compressed else (count,), dtype=torch.int64, device="cpu"),
             torch.full((count,), NO_TOKEN if compressed else 0, dtype=torch.int64, device="cpu"),
             torch.zeros(shape, dtype=torch.float32, device=layout.device) if compressed else None,
@@ -100,10 +56,13 @@ class Cells:
 
     @classmethod
     def concatenate(cls, parts: Sequence["Cells"]) -> "Cells":
-        """The cells of all parts, copied; all are compressed, or none is, and all kept alike."""
-        return next((type(part) for part in parts if type(part) is not Cells), Cells)._concatenate(
-            parts
-        )
+        """Return the cells of all parts, copied.
+
+        All parts are compressed or none is, and all have the same layout. Ragged cells among them
+        make the result ragged.
+        """
+        kind = next((type(part) for part in parts if type(part) is not Cells), Cells)
+        return kind._concatenate(parts)
 
     @classmethod
     def _concatenate(cls, parts: Sequence["Cells"]) -> "Cells":
@@ -121,79 +80,78 @@ class Cells:
 
     @property
     def keys(self) -> Tensor:
-        """Of plain cells."""
-        assert isinstance(self.stored_keys, Tensor), "quantised cells are to be restored first"
+        """The keys of plain cells."""
+        assert isinstance(self.stored_keys, Tensor), "quantised cells must be dequantised first"
         return self.stored_keys
 
     @property
     def values(self) -> Tensor:
-        """Of plain cells."""
-        assert isinstance(self.stored_values, Tensor), "quantised cells are to be restored first"
+        """The values of plain cells."""
+        assert isinstance(self.stored_values, Tensor), "quantised cells must be dequantised first"
         return self.stored_values
 
     @property
     def quantised(self) -> bool:
-        """Whether keys or values are kept in fewer bits than they were evaluated in."""
+        """Whether keys or values are stored in fewer bits than they were evaluated in."""
         return isinstance(self.stored_keys, Quantised) or isinstance(self.stored_values, Quantised)
 
     def dequantised(self, dtype: torch.dtype) -> "Cells":
-        """Plain cells; themselves, if they are that."""
+        """Return plain cells; themselves if they are plain."""
         if not self.quantised:
             return self
         keys, values = dequantise(self.stored_keys, dtype), dequantise(self.stored_values, dtype)
         return replace(self, stored_keys=keys, stored_values=values)
 
     def shifted(self, rope: Rope, by: Tensor) -> "Cells":
-        """The same cells, rotated on by a number of positions each and kept as they are.
+        """Return the cells moved by a number of positions each, keys rotated, stored as before.
 
         by: of the shape of `positions`, or `[1]`.
         """
-        keys, turns = self.stored_keys, self.key_shifts(rope, by)
+        keys, shifts = self.stored_keys, self.key_shifts(rope, by)
         if isinstance(keys, Quantised):
-            exact = rope.shifted(dequantise(keys, torch.float32), turns)
+            exact = rope.shifted(dequantise(keys, torch.float32), shifts)
             keys = quantise(exact, keys.bits)
         else:
-            keys = rope.shifted(keys, turns)
+            keys = rope.shifted(keys, shifts)
         return replace(self, stored_keys=keys, positions=self.positions + by)
 
     def key_shifts(self, rope: Rope, by: Tensor) -> Tensor:
-        """By how many positions keys are rotated that move by so many: 0 where layers have no RoPE.
+        """Return how many positions to rotate each key by: `by`, or 0 in layers without RoPE.
 
-        by: as of `moved`. Returns what broadcasts to `[layers, kv_heads, n]`; of ragged cells to
+        by: as in `shifted`. The result broadcasts to `[layers, kv_heads, n]`; for ragged cells to
         `[total]`.
         """
         if not rope.unrotated:
             return by
-        turns = by.expand(*self.stored_keys.shape[:2], -1).clone()
-        turns[list(rope.unrotated)] = 0
-        return turns
+        shifts = by.expand(*self.stored_keys.shape[:2], -1).clone()
+        shifts[list(rope.unrotated)] = 0
+        return shifts
 
     def in_layout(self, layout: Layout) -> "Cells":
-        """The same cells as a layout keeps them; themselves, if they are kept so."""
-        kept = Cells.empty(layout, 0)
-        if _bits(kept) == _bits(self):
+        """Return the cells quantised as a layout says; themselves if they are already."""
+        if _bits(self) == (layout.key_bits, layout.value_bits):
             return self
-        kept = Cells.empty(layout, len(self), self.compressed)
-        kept.write(slice(None), self)
-        return kept
+        converted = Cells.zeros(layout, len(self), self.compressed)
+        converted.write(slice(None), self)
+        return converted
 
     @property
     def compressed(self) -> bool:
-        """Whether each KV head has cells of its own choice, of no one token."""
+        """Whether each KV head has selected cells of its own, which belong to no single token."""
         return self.bias is not None
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Keys, values, and of compressed cells what they are seen with."""
+        """Return keys and values, and the biases and positions of compressed cells."""
         own = () if self.bias is None else (self.bias, self.positions)
         return (*tensors(self.stored_keys), *tensors(self.stored_values), *own)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys, values and what they are seen with."""
+        """Bytes of keys and values, and of compressed cells' biases and positions."""
         return sum(tensor.nbytes for tensor in self.tensors())
 
     def clone(self) -> "Cells":
-        """The same cells, copied."""
+        """Return a copy of the cells."""
         return Cells(
             self.stored_keys.clone(),
             self.stored_values.clone(),
@@ -202,33 +160,36 @@ class Cells:
             None if self.bias is None else self.bias.clone(),
         )
 
-    def part(self, where: slice) -> "Cells":
-        """Some of these cells, not copied."""
+    def part(self, span: slice) -> "Cells":
+        """Return a slice of the cells, not copied."""
         return Cells(
-            self.stored_keys[:, :, where],
-            self.stored_values[:, :, where],
-            self.positions[..., where],
-            self.serials[where],
-            None if self.bias is None else self.bias[..., where],
+            self.stored_keys[:, :, span],
+            self.stored_values[:, :, span],
+            self.positions[..., span],
+            self.serials[span],
+            None if self.bias is None else self.bias[..., span],
         )
 
-    def biases(self, where: slice) -> tuple[Tensor | None, ...]:
-        """The bias of some of these cells: for each layer `[kv_heads, n]`, or None."""
+    def layer_biases(self, span: slice) -> tuple[Tensor | None, ...]:
+        """Return the bias of a slice of the cells for each layer: `[kv_heads, n]`, or None."""
         if self.bias is None:
             return (None,) * self.stored_keys.shape[0]
-        return self.bias[..., where].unbind(0)
+        return self.bias[..., span].unbind(0)
 
-    def write(self, where: slice, cells: "Cells") -> None:
-        """Puts cells into the slots of a slice, and keeps them as these slots do."""
-        copy_stored(self.stored_keys[:, :, where], cells.stored_keys)
-        copy_stored(self.stored_values[:, :, where], cells.stored_values)
-        self.positions[..., where] = cells.positions
-        self.serials[where] = cells.serials
+    def write(self, span: slice, cells: "Cells") -> None:
+        """Copy cells into a slice of these slots, quantised as the slots are."""
+        copy_stored(self.stored_keys[:, :, span], cells.stored_keys)
+        copy_stored(self.stored_values[:, :, span], cells.stored_values)
+        self.positions[..., span] = cells.positions
+        self.serials[span] = cells.serials
         if self.bias is not None:
-            self.bias[..., where] = cells.bias  # type: ignore[assignment]
+            self.bias[..., span] = cells.bias  # type: ignore[assignment]
 
     def to(self, device: torch.device) -> "Cells":
-        """The same cells with all that queries read on a device; themselves, if they are there."""
+        """Return the cells with keys, values and biases on a device; themselves if they are there.
+
+        Positions and serials stay on the CPU.
+        """
         if self.stored_keys.device == device:
             return self
         bias = None if self.bias is None else self.bias.to(device)
@@ -237,9 +198,9 @@ class Cells:
 
 
 class Storage:
-    """The memory of some slots, which several blocks may look at.
+    """The memory of a number of slots, which several blocks may use.
 
-    cells: how many fit. nbytes: of all of it. blocks: those that look at it, whoever's they are.
+    cells: its capacity. nbytes: the size of all of it. blocks: all that use it, in any session.
     """
 
     def __init__(self, slots: Cells):
@@ -249,10 +210,11 @@ class Storage:
 
 
 class Block:
-    """Slots for cells.
+    """A run of slots for cells: all of a storage, or a part of one.
 
-    shared: slots below this one are seen by others too, and are never written here again.
-    origin: the place of slot 0; see `Segment`. storage: what the slots are in, all of it or a part.
+    shared: the number of leading slots that other blocks use as well; they are never written
+        through this block again (copy-on-write).
+    origin: the place of slot 0; see `Segment`.
     """
 
     def __init__(
@@ -268,24 +230,69 @@ class Block:
     def capacity(self) -> int:
         return len(self.slots)
 
-    def part(self, where: slice) -> "Block":
-        """Some of the slots where they are, to be looked at alone."""
-        extent = where.stop - where.start
-        return Block(self.slots.part(where), extent, self.origin + where.start, self.storage)
+    def part(self, span: slice) -> "Block":
+        """Return a read-only block of some of the slots, in the same storage and places."""
+        extent = span.stop - span.start
+        return Block(self.slots.part(span), extent, self.origin + span.start, self.storage)
 
     def rest(self, first: int) -> "Block":
-        """The slots from one on, as places from 0; those not shared can be written."""
+        """Return the slots from `first` on as places from 0; those not shared stay writable."""
         shared = max(0, self.shared - first)
         return Block(self.slots.part(slice(first, self.capacity)), shared, 0, self.storage)
 
     def share(self, extent: int) -> "Block":
-        """The first `extent` slots, for another to look at: neither side writes them again."""
+        """Return a block of the first `extent` slots, which neither block writes from now on."""
         self.shared = max(self.shared, extent)
         return self.part(slice(0, extent))
 
     def copy(self) -> "Block":
-        """The same slots in storage of its own."""
+        """Return the same slots in a storage of their own."""
         return Block(self.slots.clone(), origin=self.origin)
+
+
+class UndoLog:
+    """Copies of overwritten cells, by which a change to a cache can be rolled back."""
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[Cells, Cells]] = []  # slots, and a copy of what they held
+
+    def record(self, slots: Cells) -> None:
+        """Copy the cells in these slots, which are about to be overwritten."""
+        self._entries.append((slots, slots.clone()))
+
+    def rollback(self) -> None:
+        """Restore all recorded cells. Can be repeated."""
+        for slots, cells in reversed(self._entries):
+            slots.write(slice(None), cells)
+
+    def clear(self) -> None:
+        """Forget all recorded cells."""
+        self._entries.clear()
+
+
+@dataclass(frozen=True)
+class ProtectedCells:
+    """The cells of a segment that a rollback must restore.
+
+    start, length: they are in slots `start, start + 1, ... (modulo capacity)` of the block.
+    """
+
+    block: Block
+    start: int
+    length: int
+    log: UndoLog
+
+    def record(self, slots: list[slice]) -> None:
+        """Log what is in some slots of the block, if any of them holds a protected cell."""
+        for slot in slots:
+            first = (slot.start - self.start) % self.block.capacity
+            if first < self.length or first + slot.stop - slot.start > self.block.capacity:
+                self.log.record(self.block.slots.part(slot))
+
+    def rest(self, block: Block, first: int) -> "ProtectedCells":
+        """Return those among the slots from `first` on, as cells of `block`, which begins there."""
+        inside = max(0, self.start + self.length - first)
+        return ProtectedCells(block, 0, inside, self.log)
 
 
 def _bits(cells: Cells) -> tuple[int, int]:

@@ -1,21 +1,21 @@
-"""Whether what comes from outside is what it is taken for: each check raises ValueError."""
+"""Checks of values that come from outside; each raises ValueError."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-# Numbers that torch looks at without a team of threads, which takes longer to start than they do.
-_BY_ONE_THREAD = 1 << 14
+# So many numbers torch checks in one thread; starting several takes longer than the check.
+_SINGLE_THREADED = 1 << 14
 
 
-def require(holds: bool, what: str) -> None:
-    if not holds:
-        raise ValueError(what)
+def require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
 
 
 def require_whole(name: str, value: Any, minimum: int, maximum: int) -> None:
-    """A whole number of Python's, `minimum` and `maximum` included."""
+    """Require a Python int in the closed range."""
     require(
         type(value) is int and minimum <= value <= maximum,
         f"{name} must be a whole number from {minimum} to {maximum}; found {value!r}",
@@ -27,15 +27,15 @@ def require_flag(name: str, value: Any) -> None:
 
 
 def require_kind(name: str, value: Any, kind: type) -> None:
-    if not isinstance(value, kind):  # what a tensor looks like takes long to say
+    if not isinstance(value, kind):  # not by `require`: the repr of a large tensor is slow
         raise ValueError(f"{name} must be a {kind.__name__}; found {value!r}")
 
 
 def require_tensor(name: str, tensor: Any, dtype: torch.dtype, *shape: int | None) -> None:
-    """None in a shape stands for any length."""
+    """Require a tensor of a dtype and shape; None in the shape stands for any length."""
     require_kind(name, tensor, Tensor)
     fits = len(shape) == tensor.ndim and all(
-        wanted in (None, found) for wanted, found in zip(shape, tensor.shape, strict=True)
+        expected in (None, size) for expected, size in zip(shape, tensor.shape, strict=True)
     )
     require(
         fits and tensor.dtype == dtype,
@@ -45,13 +45,13 @@ def require_tensor(name: str, tensor: Any, dtype: torch.dtype, *shape: int | Non
 
 
 def require_finite(name: str, tensor: Tensor) -> None:
-    parts = torch.split(tensor.flatten(), _BY_ONE_THREAD)
+    parts = torch.split(tensor.flatten(), _SINGLE_THREADED)
     finite = all(bool(part.isfinite().all()) for part in parts)
     require(finite, f"{name} must be finite; found NaN or infinity")
 
 
 def require_within(name: str, tensor: Tensor, minimum: int, maximum: int) -> None:
-    """Whole numbers, `minimum` and `maximum` included; any number of them."""
+    """Require all numbers of an integer tensor to be in the closed range."""
     if tensor.numel():
         low, high = (int(x) for x in tensor.aminmax())
         require(

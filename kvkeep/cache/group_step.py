@@ -1,8 +1,8 @@
-"""One token of each of several caches, in one forward.
+"""A decode step of several caches in one forward: one token of each.
 
-The rows of the forward are sequences that know nothing of each other. What each of them sees is
-prepared by its own cache. Storage that several of them look at, the prompt that forks have in
-common, is read once for all: their queries are the rows of one call.
+The rows of the forward are independent sequences. Each cache prepares what its own token sees.
+Storage that several of them see, such as the prompt that forks share, is read once for all: their
+queries are the rows of one attention call.
 """
 
 from collections.abc import Sequence
@@ -13,8 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvkeep.cache.attending import AttentionConfig
-from kvkeep.cache.attention import HIDDEN, Part
+from kvkeep.cache.attention import HIDDEN, AttentionConfig, Part
 from kvkeep.cache.block import Cells
 from kvkeep.cache.layers import LayerAttention, LayerDispatch
 from kvkeep.cache.quantised import tensors
@@ -23,7 +22,7 @@ from kvkeep.cache.step import DecodeStep, View
 
 
 class RowView(NamedTuple):
-    """One cache's view of stored cells. row: which of the group's queries takes it."""
+    """One cache's view of stored cells. row: index of the query that it belongs to."""
 
     cache: int
     row: int
@@ -32,10 +31,11 @@ class RowView(NamedTuple):
 
 @dataclass(frozen=True)
 class SharedView:
-    """A stretch of stored cells, and who looks at some of them.
+    """A range of stored cells that one or more queries see, each all or some of them.
 
-    slots, span: the storage that they lie in, and where in it. origin: the place of its slot 0.
-    bias: `[runs, cells]` float32, or None where each run is of every cell.
+    slots, span: the storage of the cells, and their range in it. origin: the place of its slot 0.
+    readers: the queries that see them.
+    bias: `[readers, cells]` float32, or None where every reader sees every cell.
     """
 
     slots: Cells
@@ -46,21 +46,26 @@ class SharedView:
 
 
 def shared_views(steps: Sequence[DecodeStep]) -> list[SharedView]:
-    """All that the caches' new tokens see; what several look at is there once."""
-    runs: list[RowView] = []
-    rows = len(steps)  # the first ones stand where the new tokens do
+    """Return all that the caches' new tokens see; storage that several see is listed once.
+
+    A query is rotated anew for each list of positions of its step, so it may have several rows.
+    With two caches, of which the first has an anchor that it sees from elsewhere, rows 0 and 1 are
+    the new tokens at their own positions, and row 2 is the first one's query towards the anchor.
+    """
+    readers: list[RowView] = []
+    rows = len(steps)
     for index, step in enumerate(steps):
         own = [index, *range(rows, rows + len(step.query_positions) - 1)]
         rows += len(own) - 1
-        runs += [RowView(index, own[view.rotation], view) for view in step.views]
-    return [_sight(each) for each in _by_storage(runs)]
+        readers += [RowView(index, own[view.rotation], view) for view in step.views]
+    return [_shared_view(group) for group in _by_storage(readers)]
 
 
 class GroupStep:
     """A step of several caches at once: the i-th token of the forward goes to the i-th of them.
 
-    steps: one that each cache has opened, and will keep or take back. heads: of the queries.
-    sampled: as `Step.sampled`, of all of them.
+    steps: one that each cache has opened, and will commit or discard. heads: number of query heads.
+    sampled: as `Step.sampled`, for all of them.
     """
 
     def __init__(self, steps: Sequence[DecodeStep], heads: int):
@@ -69,68 +74,68 @@ class GroupStep:
         self._heads = heads
 
     @cached_property
-    def _plan(self) -> "Plan":
-        return Plan(self.steps, self._heads)
+    def _attention(self) -> "_GroupAttention":
+        return _GroupAttention(self.steps, self._heads)
 
     @property
     def layer_attention(self) -> LayerAttention:
-        """As `Step.layer_attention`."""
+        """The attention of all decoder layers; see `Step.layer_attention`."""
         local = [step.local for step in self.steps if isinstance(step.local, DecodeStep)]
         if not local:
             return self
         return LayerDispatch(self.steps[0].placements, self, GroupStep(local, self._heads))
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
-        """As `Step.attend`, with one row for each cache."""
-        return self._plan.attend(layer, q, k, v)
+        """Attend as `Step.attend` does, with one row for each cache."""
+        return self._attention.attend(layer, q, k, v)
 
 
-class Plan:
-    """What each query of a group sees, prepared once and used by every layer."""
+class _GroupAttention:
+    """The rotations and views of a group's queries, prepared once and used by every layer."""
 
     def __init__(self, steps: Sequence[DecodeStep], heads: int):
-        self.steps = steps
-        self.attention = steps[0].attention
+        self._steps = steps
+        self._config = steps[0].attention
         layout = steps[0].newest.layout
-        device, self.kv_heads = layout.device, layout.kv_heads
-        self.groups = heads // layout.kv_heads
-        sources, positions = list(range(len(steps))), [step.query_positions[0][0] for step in steps]
+        device, self._kv_heads = layout.device, layout.kv_heads
+        self._groups = heads // layout.kv_heads
+        sources = list(range(len(steps)))  # for each row, the cache of its query
+        positions = [step.query_positions[0][0] for step in steps]
         for index, step in enumerate(steps):
             sources += [index] * (len(step.query_positions) - 1)
-            positions += [where[0] for where in step.query_positions[1:]]
+            positions += [towards[0] for towards in step.query_positions[1:]]
         self._sources = torch.tensor(sources, dtype=torch.int64, device=device)
-        self._rotation = self.attention.rope.at(positions)
+        self._rotation = self._config.rope.at(positions)
         self._key_rotation = Rotation(
             self._rotation.cosine[: len(steps)], self._rotation.sine[: len(steps)]
         )
-        found = shared_views(steps)
-        self._seen = [_Seen.of(sight, self.groups, device) for sight in found]
-        order = [run.cache for sight in found for run in sight.readers]
-        self._parts, self._absent = _parts_of(order, len(steps), device)
+        shared = shared_views(steps)
+        self._views = [_QueryRows.of(view, self._groups, device) for view in shared]
+        owners = [reader.cache for view in shared for reader in view.readers]
+        self._parts, self._absent = _parts_by_cache(owners, len(steps), device)
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
-        """LayerAttention to all that each query sees; its cell goes into its slot first."""
-        for step, row in zip(self.steps, torch.split(q, 1), strict=True):
+        """Attend to all that each query sees; the new cells are written to their slots first."""
+        for step, row in zip(self._steps, torch.split(q, 1), strict=True):
             step.observe(layer, row)
+        rope = self._config.rope
         if k is not None and v is not None:
-            keys = self.attention.rope.rotate_layer(layer, k, self._key_rotation)
-            for step, key, value in zip(self.steps, keys.unbind(0), v.unbind(0), strict=True):
+            keys = rope.rotate_layer(layer, k, self._key_rotation)
+            for step, key, value in zip(self._steps, keys.unbind(0), v.unbind(0), strict=True):
                 step.write(layer, key, value)
-        queries = self.attention.rope.rotate_layer(layer, q[self._sources], self._rotation)
-        found = [
-            seen.attend(layer, _as_one(queries[seen.rows], self.kv_heads), self.attention)
-            for seen in self._seen
+        queries = rope.rotate_layer(layer, q[self._sources], self._rotation)
+        parts = [
+            view.attend(layer, _as_one_query(queries[view.rows], self._kv_heads), self._config)
+            for view in self._views
         ]
-        # All parts, in the order of their sights: [kv_heads, parts, groups, ...].
-        shape = (self.kv_heads, -1, self.groups)
-        outs = torch.cat([part.out[0].float() for part in found], 1).view(*shape, q.shape[2])
-        log_sums = torch.cat([part.log_sum[0] for part in found], 1).view(shape)
+        # All parts, in the order of the shared views: [kv_heads, parts, groups, ...].
+        shape = (self._kv_heads, -1, self._groups)
+        outs = torch.cat([part.out[0].float() for part in parts], 1).view(*shape, q.shape[2])
+        log_sums = torch.cat([part.log_sum[0] for part in parts], 1).view(shape)
         log_sums = log_sums[:, self._parts] + self._absent
-        if (
-            self.attention.sinks is not None
-        ):  # one more part, of nothing: [kv_heads, caches, 1, groups]
-            sinks = self.attention.sinks[layer].view(self.kv_heads, 1, 1, self.groups)
-            shares = torch.cat((log_sums, sinks.expand(-1, len(self.steps), -1, -1)), 2)
+        if self._config.sinks is not None:  # one more part of each cache, without a value
+            sinks = self._config.sinks[layer].view(self._kv_heads, 1, 1, self._groups)
+            shares = torch.cat((log_sums, sinks.expand(-1, len(self._steps), -1, -1)), 2)
             shares = shares.softmax(2)[:, :, :-1]
         else:
             shares = log_sums.softmax(2)
@@ -139,31 +144,30 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class _Seen:
-    """A sight with a row for each query.
+class _QueryRows:
+    """A shared view with its n queries as the rows of one attention call.
 
-    view: of its cells, with a bias `[n * groups, cells]`, or none. rows: which of the group's
-    queries, n of them.
+    view: of its cells, with a bias `[n * groups, cells]`, or none. rows: of the group's queries.
     """
 
     view: View
     rows: slice | Tensor
 
     @classmethod
-    def of(cls, sight: SharedView, groups: int, device: torch.device) -> "_Seen":
-        bias = None if sight.bias is None else sight.bias.repeat_interleave(groups, 0)
-        view = View(sight.slots, sight.span, 0, bias, sight.origin)
-        return cls(view, _indices([run.row for run in sight.readers], device))
+    def of(cls, shared: SharedView, groups: int, device: torch.device) -> "_QueryRows":
+        bias = None if shared.bias is None else shared.bias.repeat_interleave(groups, 0)
+        view = View(shared.slots, shared.span, 0, bias, shared.origin)
+        return cls(view, _indices([reader.row for reader in shared.readers], device))
 
     def attend(self, layer: int, q: Tensor, attention: AttentionConfig) -> Part:
-        """q: `[1, kv_heads * n * groups, head_dim]`."""
+        """Attend with q: `[1, kv_heads * n * groups, head_dim]`."""
         return self.view.attend(layer, q, attention)
 
 
-def _as_one(queries: Tensor, kv_heads: int) -> Tensor:
-    """`[n, heads, head_dim]` as one query of n times as many heads: each key is read once.
+def _as_one_query(queries: Tensor, kv_heads: int) -> Tensor:
+    """Return `[n, heads, head_dim]` as one query of n times as many heads.
 
-    Returns `[1, kv_heads * n * groups, head_dim]`.
+    Each key is then read once. Returns `[1, kv_heads * n * groups, head_dim]`.
     """
     n, _, head_dim = queries.shape
     if n == 1:
@@ -171,31 +175,31 @@ def _as_one(queries: Tensor, kv_heads: int) -> Tensor:
     return queries.view(n, kv_heads, -1, head_dim).transpose(0, 1).reshape(1, -1, head_dim)
 
 
-def _by_storage(runs: list[RowView]) -> list[list[RowView]]:
-    """Looks at the same storage together, whichever part of it each is at."""
-    together: dict[tuple[int, ...], list[RowView]] = {}
-    for run in runs:
-        slots = run.view.slots
-        lies_in = (*tensors(slots.stored_keys), *tensors(slots.stored_values))
-        same = tuple(n for x in lies_in for n in (x.data_ptr(), *x.stride()))
-        together.setdefault((run.view.origin, *same), []).append(run)
-    return list(together.values())
+def _by_storage(readers: list[RowView]) -> list[list[RowView]]:
+    """Group views of the same storage, whichever part of it each one is of."""
+    groups: dict[tuple[int, ...], list[RowView]] = {}
+    for reader in readers:
+        slots = reader.view.slots
+        stored = (*tensors(slots.stored_keys), *tensors(slots.stored_values))
+        addresses = tuple(n for x in stored for n in (x.data_ptr(), *x.stride()))
+        groups.setdefault((reader.view.origin, *addresses), []).append(reader)
+    return list(groups.values())
 
 
-def _sight(runs: list[RowView]) -> SharedView:
-    """One sight of the stretch of storage from the first to the last cell that any looks at."""
-    if len(runs) == 1:
-        view = runs[0].view
-        return SharedView(view.slots, view.span, runs, view.bias, view.origin)
-    spans = [run.view.span for run in runs]
+def _shared_view(readers: list[RowView]) -> SharedView:
+    """Return one view of the storage from the first to the last cell that any reader sees."""
+    if len(readers) == 1:
+        view = readers[0].view
+        return SharedView(view.slots, view.span, readers, view.bias, view.origin)
+    spans = [reader.view.span for reader in readers]
     start, stop = min(s.start for s in spans), max(s.stop for s in spans)
-    slots: Cells = max((run.view.slots for run in runs), key=len)
-    bias = _bias([run.view for run in runs], start, stop, slots.stored_keys.device)
-    return SharedView(slots, slice(start, stop), runs, bias, runs[0].view.origin)
+    slots: Cells = max((reader.view.slots for reader in readers), key=len)
+    bias = _bias([reader.view for reader in readers], start, stop, slots.stored_keys.device)
+    return SharedView(slots, slice(start, stop), readers, bias, readers[0].view.origin)
 
 
 def _bias(views: list[View], start: int, stop: int, device: torch.device) -> Tensor | None:
-    """`[views, stop - start]`; None where each view is of all these cells."""
+    """Return `[views, stop - start]`; None where each view is of all these cells."""
     whole = slice(start, stop)
     if all(view.span == whole and view.bias is None for view in views):
         return None
@@ -208,24 +212,28 @@ def _bias(views: list[View], start: int, stop: int, device: torch.device) -> Ten
 
 
 def _indices(rows: list[int], device: torch.device) -> slice | Tensor:
-    """A slice where rows follow one another: it copies nothing."""
+    """Return a slice for consecutive rows, since indexing by it copies nothing, else a tensor."""
     if rows == list(range(rows[0], rows[0] + len(rows))):
         return slice(rows[0], rows[0] + len(rows))
     return torch.tensor(rows, dtype=torch.int64, device=device)
 
 
-def _parts_of(order: list[int], caches: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Which parts belong to each cache, where `order` says whose each is.
+def _parts_by_cache(owners: list[int], caches: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return which parts belong to each cache, padded to the most that one has.
 
-    Returns `[caches, most]` indices of parts, and `[caches, most, 1]`: `HIDDEN` where a cache has
-    fewer parts than the one with most, and the index means nothing.
+    owners: the cache of each part.
+
+    Returns `[caches, most]` indices of parts, and `[caches, most, 1]` to add to their log-sums:
+    `HIDDEN` for padding, whose index means nothing, else 0. For owners 0, 1, 0:
+
+        parts [[0, 2], [1, 0]], absent [[0, 0], [0, HIDDEN]]
     """
-    mine: list[list[int]] = [[] for _ in range(caches)]
-    for part, cache in enumerate(order):
-        mine[cache].append(part)
-    most = max(map(len, mine))
-    parts = [each + [0] * (most - len(each)) for each in mine]
-    absent = [[0.0] * len(each) + [HIDDEN] * (most - len(each)) for each in mine]
+    by_cache: list[list[int]] = [[] for _ in range(caches)]
+    for part, cache in enumerate(owners):
+        by_cache[cache].append(part)
+    most = max(map(len, by_cache))
+    parts = [own + [0] * (most - len(own)) for own in by_cache]
+    absent = [[0.0] * len(own) + [HIDDEN] * (most - len(own)) for own in by_cache]
     return (
         torch.tensor(parts, dtype=torch.int64, device=device),
         torch.tensor(absent, dtype=torch.float32, device=device).unsqueeze(-1),

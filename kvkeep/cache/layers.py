@@ -8,17 +8,17 @@ from torch import Tensor
 
 
 class LayerAttention(Protocol):
-    """What a forward asks of a step."""
+    """The attention that a model's forward calls, once for each layer."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
-        """As `Step.attend`."""
+        """Attend as `Step.attend` does."""
 
 
 @dataclass(frozen=True)
 class LayerPlacement:
-    """Where a decoder's layer has its cells, or those that it looks at.
+    """The cache and the layer in it whose cells a decoder layer reads.
 
-    local: in the cache of local layers. index: of the layer there.
+    local: whether that is the cache of local layers. index: the layer's index in that cache.
     """
 
     local: bool
@@ -26,9 +26,9 @@ class LayerPlacement:
 
 
 class LayerDispatch:
-    """A step that is told of a decoder's layers by their indices there.
+    """Attention that passes each decoder layer on to the step of the cache that has its cells.
 
-    placements: of all layers. whole, local: the steps of the two caches.
+    placements: one for each decoder layer. whole, local: the steps of the two caches.
     """
 
     def __init__(
@@ -38,5 +38,5 @@ class LayerDispatch:
         self._steps = whole, local
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
-        place = self._placements[layer]
-        return self._steps[place.local].attend(place.index, q, k, v)
+        placement = self._placements[layer]
+        return self._steps[placement.local].attend(placement.index, q, k, v)

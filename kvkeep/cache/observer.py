@@ -1,20 +1,20 @@
-"""The newest queries, as far as somebody decides by them what is worth keeping."""
+"""The newest queries, recorded for compression methods that score cells by them."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kvkeep.cache.position_map import PositionMap
+from kvkeep.cache.rope import PositionMap
 
-MAX_QUERIES = 128  # queries that an observer keeps
+MAX_QUERIES = 128  # that an observer keeps
 
 
 @dataclass(frozen=True)
 class Queries:
-    """Queries before rotation, oldest first.
+    """Unrotated queries, oldest first.
 
-    values: `[layers, heads, n, head_dim]`. times: `[n]` int64 on the CPU, of their tokens.
+    values: `[layers, heads, n, head_dim]`. times: `[n]` int64 on the CPU, the time of each token.
     """
 
     values: Tensor
@@ -24,37 +24,37 @@ class Queries:
         return self.times.shape[0]
 
     def newest(self, count: int) -> "Queries":
-        """The last `count` of them."""
+        """Return the last `count` of them."""
         return Queries(self.values[:, :, -count:], self.times[-count:])
 
     def every(self, stride: int) -> "Queries":
-        """One of each `stride`, the newest included."""
+        """Return every `stride`-th query, the newest included."""
         first = (len(self) - 1) % stride
         return Queries(self.values[:, :, first::stride], self.times[first::stride])
 
     def seen_from(self, position_map: PositionMap) -> "Queries":
-        """The same standing where queries do that look by a map (of single positions)."""
+        """Return the queries at the times shifted by the offset of a map whose group is 1."""
         return Queries(self.values, self.times + position_map.offset)
 
 
 class Observer:
-    """Keeps the queries of the newest `MAX_QUERIES` tokens.
+    """Records the queries of the newest `MAX_QUERIES` tokens.
 
-    They are kept step by step as tensors that nobody writes to again, so that a fork shares them.
+    Each step's queries are one tensor that is never written to again, so forks share them.
     """
 
-    def __init__(self, before: Queries | None = None):
+    def __init__(self, earlier: Queries | None = None):
         self._steps: list[tuple[int, Tensor]] = []  # time of the first; [layers, n, heads, d]
-        if before is not None:
-            values = before.values.transpose(1, 2)
-            for index, time in enumerate(before.times.tolist()):
+        if earlier is not None:
+            values = earlier.values.transpose(1, 2)
+            for index, time in enumerate(earlier.times.tolist()):
                 self._steps.append((time, values[:, index : index + 1]))
 
     def __len__(self) -> int:
         return sum(queries.shape[1] for _, queries in self._steps)
 
-    def take(self, time: int, queries: Tensor) -> None:
-        """queries: `[layers, n, heads, head_dim]` of the tokens from `time` on."""
+    def add(self, time: int, queries: Tensor) -> None:
+        """Record the queries `[layers, n, heads, head_dim]` of the tokens from `time` on."""
         excess = queries.shape[1] - MAX_QUERIES
         if excess > 0:
             time, queries = time + excess, queries[:, excess:].clone()
@@ -66,14 +66,14 @@ class Observer:
                 self._steps.insert(0, (first + excess, oldest[:, excess:]))
             excess -= oldest.shape[1]
 
-    def forget_from(self, time: int) -> None:
-        """Drops the queries of tokens that were taken back."""
+    def drop_from(self, time: int) -> None:
+        """Drop the queries of tokens from `time` on, which were rewound."""
         self._steps = [
             (first, queries[:, : time - first]) for first, queries in self._steps if first < time
         ]
 
     def queries(self) -> Queries | None:
-        """All that are kept, at most `MAX_QUERIES`; None before the first."""
+        """Return all recorded queries, at most `MAX_QUERIES`; None if there are none."""
         if not self._steps:
             return None
         values = torch.cat([queries for _, queries in self._steps], 1).transpose(1, 2)
@@ -86,6 +86,7 @@ class Observer:
         return Queries(values, times)
 
     def fork(self) -> "Observer":
+        """Return an observer that shares all recorded queries and records its own from now on."""
         fork = Observer()
         fork._steps = list(self._steps)
         return fork

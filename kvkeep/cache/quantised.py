@@ -1,12 +1,13 @@
-"""Keys and values in 8 or 4 bits.
+"""Keys and values quantised to 8 or 4 bits.
 
-A vector of head_dim numbers is first multiplied by a Hadamard matrix, which spreads over all of
-them what a few stand out by (QuaRot, arXiv:2404.00456; llama.cpp does so, too). What comes of that
-is rounded: in 8 bits to multiples of a scale, which each vector has; in 4 bits to multiples above
-a minimum, scale and minimum of each 32 numbers.
+A vector of head_dim numbers is first multiplied by a Hadamard matrix, which spreads outliers over
+all numbers (QuaRot, arXiv:2404.00456; llama.cpp does so, too). The result is rounded: in 8 bits to
+multiples of the vector's scale; in 4 bits to multiples of a scale above a minimum, both of which 32
+numbers share.
 
-The matrix is symmetric and its own inverse, so that a query that was multiplied by it as well has
-the same product with a key as before: cells are looked at without being transformed back.
+The matrix is symmetric and its own inverse, so that a query multiplied by it has the same product
+with a transformed key as the original query with the original key: attention never transforms cells
+back.
 """
 
 import math
@@ -19,31 +20,33 @@ import torch
 from torch import Tensor
 
 GROUP = 32  # numbers that share a scale and a minimum in 4 bits
-SCALE = torch.bfloat16  # exact in every dtype that cells are restored to
+SCALE = torch.bfloat16  # exact in every dtype that cells are dequantised to
 _Index: TypeAlias = int | slice | Tensor | tuple[int | slice | None, ...] | None
 
 
 @dataclass(frozen=True)
 class Quantised:
-    """Vectors `[..., head_dim]`, transformed, in 8 or 4 bits. Indices are of the dimensions before.
+    """Hadamard-transformed vectors `[..., head_dim]` in 8 or 4 bits.
+
+    Indices apply to the dimensions before the last.
 
     data: in 8 bits int8 `[..., head_dim]`. In 4 bits uint8 `[..., head_dim / 2]`: number i in the
         lower half of byte i, number i + head_dim / 2 in the upper half.
-    scale: in 8 bits `[..., 1]`: a number is `data x scale`. In 4 bits `[..., 2 x groups]`, scales
-        and then minima of runs of equal length: a number is `data x scale + minimum`.
+    scale: in 8 bits `[..., 1]`: a number is `data x scale`. In 4 bits `[..., 2 x groups]`, the
+        scales and then the minima of groups of equal length: a number is `data x scale + minimum`.
     """
 
     data: Tensor
     scale: Tensor
 
     @classmethod
-    def empty(cls, shape: Sequence[int], bits: int, device: torch.device) -> "Quantised":
-        """Zeros, `[..., head_dim]`."""
-        *before, head_dim = shape
-        kind, width = (torch.int8, head_dim) if bits == 8 else (torch.uint8, head_dim // 2)
+    def zeros(cls, shape: Sequence[int], bits: int, device: torch.device) -> "Quantised":
+        """Return zeros of the shape `[..., head_dim]`."""
+        *leading, head_dim = shape
+        dtype, width = (torch.int8, head_dim) if bits == 8 else (torch.uint8, head_dim // 2)
         return cls(
-            torch.zeros(*before, width, dtype=kind, device=device),
-            torch.zeros(*before, scale_count(head_dim, bits), dtype=SCALE, device=device),
+            torch.zeros(*leading, width, dtype=dtype, device=device),
+            torch.zeros(*leading, scale_count(head_dim, bits), dtype=SCALE, device=device),
         )
 
     @property
@@ -52,9 +55,9 @@ class Quantised:
 
     @property
     def shape(self) -> torch.Size:
-        """As it was before."""
-        *before, width = self.data.shape
-        return torch.Size((*before, width * 8 // self.bits))
+        """The shape of the unquantised vectors, `[..., head_dim]`."""
+        *leading, width = self.data.shape
+        return torch.Size((*leading, width * 8 // self.bits))
 
     @property
     def device(self) -> torch.device:
@@ -68,7 +71,7 @@ class Quantised:
         return Quantised(self.data[index], self.scale[index])
 
     def unbind(self) -> "tuple[Quantised, ...]":
-        """Along the first dimension."""
+        """Split along the first dimension."""
         return tuple(map(Quantised, self.data.unbind(), self.scale.unbind()))
 
     def clone(self) -> "Quantised":
@@ -78,14 +81,14 @@ class Quantised:
         return Quantised(self.data.to(device), self.scale.to(device))
 
     def copy_(self, source: "KVTensor") -> None:
-        """Takes over other vectors: as they are, where they are kept in as many bits."""
+        """Copy other vectors, requantised unless they have the same number of bits."""
         if isinstance(source, Tensor) or source.bits != self.bits:
             source = quantise(dequantise(source, torch.float32), self.bits)
         self.data.copy_(source.data)
         self.scale.copy_(source.scale)
 
     def dequantise_transformed(self, dtype: torch.dtype) -> Tensor:
-        """The numbers, still transformed."""
+        """Return the numbers, still Hadamard-transformed."""
         if self.bits == 8:
             return self.data.to(dtype).mul_(self.scale)
         halves = torch.cat((self.data & 15, self.data >> 4), -1)
@@ -98,10 +101,10 @@ KVTensor: TypeAlias = Tensor | Quantised
 
 
 def quantise(x: Tensor, bits: int) -> Quantised:
-    """`x: [..., head_dim]` in 8 or 4 bits. No transformed number is off by more than half
-    its scale.
+    """Quantise `x: [..., head_dim]` to 8 or 4 bits.
 
-    (But for what bfloat16 rounds of the scale and of the minimum.)
+    No transformed number is off by more than half its scale, apart from the rounding of scale and
+    minimum to bfloat16.
     """
     numbers = hadamard(x)
     if bits == 8:
@@ -122,22 +125,22 @@ def _divisor(scale: Tensor) -> Tensor:
 
 
 def dequantise(stored: KVTensor, dtype: torch.dtype) -> Tensor:
-    """Plain numbers; themselves, if they are that."""
+    """Return unquantised numbers, `[..., head_dim]` in `dtype`."""
     if isinstance(stored, Tensor):
         return stored.to(dtype)
     return hadamard(stored.dequantise_transformed(torch.float32)).to(dtype)
 
 
-def copy_stored(into: KVTensor, source: KVTensor) -> None:
-    """Copies numbers, however each side keeps them."""
-    if isinstance(into, Tensor):
-        into.copy_(dequantise(source, into.dtype))
+def copy_stored(target: KVTensor, source: KVTensor) -> None:
+    """Copy numbers, quantised as the target is."""
+    if isinstance(target, Tensor):
+        target.copy_(dequantise(source, target.dtype))
     else:
-        into.copy_(source)
+        target.copy_(source)
 
 
 def concatenate_stored(parts: Sequence[KVTensor], dim: int) -> KVTensor:
-    """Parts that are all kept alike, as one; copied."""
+    """Concatenate parts that are all quantised alike; copied."""
     first = parts[0]
     if isinstance(first, Tensor):
         return torch.cat([x for x in parts if isinstance(x, Tensor)], dim)
@@ -148,23 +151,26 @@ def concatenate_stored(parts: Sequence[KVTensor], dim: int) -> KVTensor:
 
 
 def tensors(stored: KVTensor) -> tuple[Tensor, ...]:
-    """What the numbers lie in."""
+    """Return the tensors that hold the numbers."""
     return (stored,) if isinstance(stored, Tensor) else (stored.data, stored.scale)
 
 
 def scale_count(head_dim: int, bits: int) -> int:
-    """How many scales a vector has, minima included."""
+    """Return how many scales a vector has, minima included."""
     return 1 if bits == 8 else 2 * (head_dim // math.gcd(head_dim, GROUP))
 
 
 def hadamard(x: Tensor) -> Tensor:
-    """`x: [..., head_dim]` multiplied by the Hadamard matrix, in float32. Twice: x again."""
+    """Multiply `x: [..., head_dim]` by the Hadamard matrix, its own inverse, in float32."""
     return x.float() @ _hadamard(x.shape[-1], x.device)
 
 
 @cache
 def _hadamard(size: int, device: torch.device) -> Tensor:
-    """Sylvester's, orthonormal, as large as the powers of two in `size` allow, along a diagonal."""
+    """Return an orthonormal block-diagonal matrix of equal Sylvester-Hadamard blocks.
+
+    A block is as large as the powers of two in `size` allow: 64 has one block, 96 three of 32.
+    """
     block = torch.ones(1, 1, dtype=torch.float32, device="cpu")
     while size % (2 * block.shape[0]) == 0:
         block = torch.cat((torch.cat((block, block), 1), torch.cat((block, -block), 1)))

@@ -1,7 +1,7 @@
-"""Rotary position embedding (RoFormer, arXiv:2104.09864): tables for any position.
+"""Rotary position embedding (RoFormer, arXiv:2104.09864) at any position, and position maps.
 
 Angles are computed in float64 for each step from the positions in it, so positions have no upper
-limit and nothing is tabulated ahead.
+limit and no table is computed ahead.
 """
 
 from collections.abc import Collection
@@ -11,6 +11,36 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache.shallow_copy import shallow_copy
+
+
+@dataclass(frozen=True)
+class PositionMap:
+    """The position `m(t)` that a query at time `t` takes towards the cells of a segment.
+
+    Keys are written once, rotated to the position they had when they were evaluated, and never
+    move. RoPE attention depends only on the difference between the query's position and the
+    key's, so the distance at which a segment is seen is chosen by moving the query:
+
+        m(t) = t // group + offset
+
+    offset: negative where cells between the segment and the query were removed (evicted, shifted
+        out or deleted), positive where cells were inserted.
+    group: times per position; above 1 for the far cells of self-extend, whose keys are rotated to
+        their positions divided by it.
+    """
+
+    offset: int = 0
+    group: int = 1
+
+    def __call__(self, time: int) -> int:
+        return time // self.group + self.offset
+
+    def closer(self, cells: int) -> "PositionMap":
+        """Return the map after `cells` between the segment and the query are gone.
+
+        A negative number stands for cells that were inserted.
+        """
+        return PositionMap(self.offset - cells, self.group)
 
 
 @dataclass(frozen=True)
@@ -25,11 +55,12 @@ class Rotation:
 
 
 class Rope:
-    """A fixed frequency table in the half layout: element i is paired with i + head_dim / 2.
+    """A table of RoPE frequencies in the half layout: element i pairs with i + head_dim / 2.
 
     inverse_frequencies: radians per position for each pair, `[head_dim / 2]`; float64 on the CPU,
-        since not every device has it. device: where rotations are wanted. unrotated: layers of
-        the cache that rotate nothing (NoPE, arXiv:2305.19466), by their indices there.
+        because some devices lack float64.
+    device: where rotations are returned.
+    unrotated: indices of the cache's layers without RoPE (NoPE, arXiv:2305.19466).
     """
 
     def __init__(
@@ -45,9 +76,9 @@ class Rope:
         self._device = device
 
     def at(self, positions: list[int] | range | Tensor) -> Rotation:
-        """The rotation for the given positions (of either sign), `[..., n]` of them."""
-        where = torch.as_tensor(positions, dtype=torch.float64, device="cpu")
-        angles = where[..., None, None] * self.inverse_frequencies
+        """Return the rotation to the given positions (of either sign), `[..., n]` of them."""
+        exact = torch.as_tensor(positions, dtype=torch.float64, device="cpu")
+        angles = exact[..., None, None] * self.inverse_frequencies
         cosine, sine = angles.cos().float(), angles.sin().float()
         return Rotation(
             torch.cat((cosine, cosine), -1).to(self._device),
@@ -55,32 +86,32 @@ class Rope:
         )
 
     def shifted(self, keys: Tensor, by: Tensor) -> Tensor:
-        """Keys rotated on, in float32, by a number of positions each, in whichever layer they are.
+        """Return keys rotated further, in float32, by a number of positions each.
 
-        keys: `[layers, kv_heads, n, head_dim]`, by: `[n]` or `[layers, kv_heads, n]`; see
-        `Cells.turns`.
+        keys: `[layers, kv_heads, n, head_dim]`. by: `[n]` or `[layers, kv_heads, n]`, applied in
+        every layer, `unrotated` ones included; see `Cells.key_shifts`.
         """
         return rotate(keys.unsqueeze(-2), self.at(by)).squeeze(-2)
 
-    def of(self, layer: int) -> "Rope":
-        """That of one layer alone."""
-        alone = shallow_copy(self)
-        alone.unrotated = frozenset([0] if layer in self.unrotated else [])
-        return alone
+    def for_layer(self, layer: int) -> "Rope":
+        """Return the table for a cache that has only this layer."""
+        rope = shallow_copy(self)
+        rope.unrotated = frozenset([0] if layer in self.unrotated else [])
+        return rope
 
     def rotate_layer(self, layer: int, x: Tensor, rotation: Rotation) -> Tensor:
-        """`rotate` of one layer's queries or keys, `[..., n, heads, head_dim]`."""
+        """Rotate one layer's queries or keys, `[..., n, heads, head_dim]`."""
         return x if layer in self.unrotated else rotate(x, rotation)
 
     def rotate_layers(self, x: Tensor, rotation: Rotation) -> Tensor:
-        """The same of all layers at once: `[layers, ..., n, heads, head_dim]`."""
-        found = rotate(x, rotation)
+        """Rotate the queries or keys of all layers, `[layers, ..., n, heads, head_dim]`."""
+        rotated = rotate(x, rotation)
         for layer in self.unrotated:
-            found[layer] = x[layer]
-        return found
+            rotated[layer] = x[layer]
+        return rotated
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """Rotates `x: [..., n, heads, head_dim]` in float32 and returns it in its own dtype."""
+    """Rotate `x: [..., n, heads, head_dim]` in float32 and return it in its own dtype."""
     swapped = x.roll(x.shape[-1] // 2, -1)
     return torch.addcmul(x * rotation.cosine, swapped, rotation.sine).to(x.dtype)

@@ -1,4 +1,4 @@
-"""All that a cache holds, at rest: taken out of one, and checked before another takes it in."""
+"""The contents of a cache at rest: taken from one cache, checked before another restores them."""
 
 import math
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kvkeep.cache.block import NO_TOKEN, Cells, Layout
+from kvkeep.cache.block import NO_TOKEN, Cells
 from kvkeep.cache.checks import (
     require,
     require_finite,
@@ -17,22 +17,23 @@ from kvkeep.cache.checks import (
     require_whole,
     require_within,
 )
+from kvkeep.cache.layout import Layout
 from kvkeep.cache.observer import MAX_QUERIES, Queries
-from kvkeep.cache.position_map import PositionMap
 from kvkeep.cache.quantised import SCALE, KVTensor, Quantised, scale_count
 from kvkeep.cache.ragged import Ragged
+from kvkeep.cache.rope import PositionMap
 from kvkeep.cache.segment import Segment
 from kvkeep.cache.window import Window
 
-MAX_NUMBER = 2**53  # of times, positions and serials: up to here float64 has every whole number
-MAX_CELLS = 2**30  # of a segment: kernels count its places in 32 bits
+MAX_NUMBER = 2**53  # of times, positions and serials: float64 represents every integer up to it
+MAX_CELLS = 2**30  # of a segment: kernels index its places with 32 bits
 
 
 @dataclass(frozen=True)
 class CacheState:
-    """What a cache holds; see `KVCache`.
+    """The contents of a cache; see `KVCache`.
 
-    observed: the newest queries, where they are wanted. local: the segments of local layers.
+    observed: the newest queries, if the cache records them. local: the segments of local layers.
     recurrent: the states of layers that have no cells, by name.
     """
 
@@ -47,10 +48,13 @@ class CacheState:
     def check(
         self, layout: Layout, far_layout: Layout, heads: int, local: Layout | None = None
     ) -> None:
-        """Raises ValueError, saying what is wrong, where no cache of such cells can hold this.
+        """Check that a cache of such cells can hold these contents.
 
-        layout, far_layout: as those of a `KVCache`. heads: of the queries. local: the layout of
-        local layers; None where there are none.
+        layout, far_layout: as in `KVCache`. heads: number of query heads. local: the layout of
+        local layers; None if there are none.
+
+        Raises:
+            ValueError: says what is wrong.
         """
         require_whole("the serial", self.serial, 0, MAX_NUMBER)
         require_whole("the clock", self.time, -MAX_NUMBER, self.serial)
@@ -64,30 +68,34 @@ class CacheState:
         if self.observed is not None:
             _check_queries(self.observed, layout, heads, self.time)
         self._check_local(local)
-        for name, each in self.recurrent.items():
-            require_finite(f"the state {name!r}", each)
+        for name, state in self.recurrent.items():
+            require_finite(f"the state {name!r}", state)
 
     def _check_local(self, layout: Layout | None) -> None:
-        require(layout is not None or not self.local, "cells of local layers, which it has not")
+        has_place = layout is not None or not self.local
+        require(has_place, "cells of local layers, of which the model has none")
         for index, segment in enumerate(self.local):
             try:
                 require_kind("it", segment, Segment)
                 assert layout is not None
                 self._check_segment(segment, layout)
                 plain = not segment.anchor and not segment.compressed
-                require(plain and segment.map.group == 1, "cells that no window has")
+                require(plain and segment.map.group == 1, "cells that are not a window's")
             except ValueError as error:
                 raise ValueError(f"segment {index} of local layers: {error}") from None
 
     def serials(self) -> Tensor:
-        """`[n]` int64: which tokens the live cells are of, the oldest first; no compressed ones."""
+        """Return the serials of the live cells' tokens, `[n]` int64, oldest first.
+
+        Compressed cells are left out.
+        """
         parts = [_live(s, s.block.slots.serials) for s in self.segments if not s.compressed]
         return torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *parts])
 
     def _check_segment(self, segment: Segment, layout: Layout) -> None:
         for name in ("anchor", "frozen", "sealed"):
             require_flag(name, getattr(segment, name))
-        require(not segment.leaving, "cells of a step that is not done")
+        require(not segment.leaving, "cells of a step that is not finished")
         check_map(segment.map)
         require_whole("the limit", segment.limit, 1, MAX_CELLS)
         require_whole("the length", segment.length, 1, min(segment.limit, segment.capacity))
@@ -96,14 +104,14 @@ class CacheState:
         cells = segment.block.slots
         if isinstance(cells, Ragged):
             whole = segment.length == segment.capacity == segment.limit and not segment.place
-            require(whole and segment.frozen, "some of ragged cells, or such as take more")
+            require(whole and segment.frozen, "a part of ragged cells, or ragged cells that grow")
         check_cells(cells, layout, segment.capacity)
         serials = _live(segment, cells.serials)
         if cells.bias is not None:
-            require(bool((serials == NO_TOKEN).all()), "compressed cells that are of tokens")
+            require(bool((serials == NO_TOKEN).all()), "compressed cells with serials of tokens")
             require_finite("the bias", _live(segment, cells.bias))
             if isinstance(cells, Ragged) and cells.scores is not None:
-                require_finite("the worth", cells.scores)
+                require_finite("the scores", cells.scores)
         else:
             require_within("serials", serials, 0, self.serial - 1)
         now = segment.map(self.time)
@@ -111,13 +119,13 @@ class CacheState:
 
 
 def check_map(position_map: PositionMap) -> None:
-    """Raises ValueError for a position map that none is."""
+    """Check a position map. Raises ValueError."""
     require_whole("a map's group", position_map.group, 1, MAX_CELLS)
     require_whole("a map's offset", position_map.offset, -MAX_NUMBER, MAX_NUMBER)
 
 
 def check_cells(cells: Cells, layout: Layout, count: int) -> None:
-    """Raises ValueError where these are not so many cells of a layout."""
+    """Check that these are `count` cells of a layout. Raises ValueError."""
     require_tensor("serials", cells.serials, torch.int64, count)
     heads = (layout.layers, layout.kv_heads)
     vectors: tuple[int, ...] = (*heads, count)
@@ -130,30 +138,30 @@ def check_cells(cells: Cells, layout: Layout, count: int) -> None:
     if cells.bias is not None:
         require_tensor("bias", cells.bias, torch.float32, *own)
     if isinstance(cells, Ragged) and cells.scores is not None:
-        require_tensor("worth", cells.scores, torch.float32, *own)
+        require_tensor("scores", cells.scores, torch.float32, *own)
 
 
 def _checked_total(cells: Ragged, heads: tuple[int, int], count: int) -> int:
-    """Of ragged cells: how many all heads have. count: that they are said to have on average."""
+    """Return the total of ragged cells' counts. count: their stated mean, rounded up."""
     require_tensor("counts", cells.counts, torch.int64, *heads)
     require_within("counts", cells.counts, 0, MAX_CELLS)
     total, most = int(cells.counts.sum()), count * math.prod(heads)
-    require(most - math.prod(heads) < total <= most, f"{total} cells are no {count} for each head")
+    require(most - math.prod(heads) < total <= most, f"{total} cells are not {count} for each head")
     return total
 
 
 def _check_stored(
     name: str, stored: KVTensor, layout: Layout, bits: int, shape: tuple[int, ...]
 ) -> None:
-    """shape: of the vectors."""
+    """Check keys or values. shape: that of the vectors, without head_dim."""
     width = layout.head_dim
     if bits == 16:
         require_tensor(name, stored, layout.dtype, *shape, width)
         return
     require(isinstance(stored, Quantised), f"{name} must be quantised to {bits} bits")
     assert isinstance(stored, Quantised)
-    kind = torch.int8 if bits == 8 else torch.uint8
-    require_tensor(f"{name}.int{bits}", stored.data, kind, *shape, width * bits // 8)
+    dtype = torch.int8 if bits == 8 else torch.uint8
+    require_tensor(f"{name}.int{bits}", stored.data, dtype, *shape, width * bits // 8)
     require_tensor(f"{name}.scale", stored.scale, SCALE, *shape, scale_count(width, bits))
 
 
@@ -165,18 +173,18 @@ def _check_window(window: Window) -> None:
 
 
 def _check_queries(observed: Queries, layout: Layout, heads: int, time: int) -> None:
-    require_kind("what was observed", observed, Queries)
+    require_kind("the observed queries", observed, Queries)
     require_tensor("query times", observed.times, torch.int64, None)
     require_whole("the number of queries", len(observed), 1, MAX_QUERIES)
     shape = (layout.layers, heads, len(observed), layout.head_dim)
     require_tensor("queries", observed.values, layout.dtype, *shape)
     require_finite("queries", observed.values)
     require_within("query times", observed.times, -MAX_NUMBER, time - 1)
-    require(bool((observed.times.diff() > 0).all()), "queries must be of one time after another")
+    require(bool((observed.times.diff() > 0).all()), "query times must increase")
 
 
 def _live(segment: Segment, numbers: Tensor) -> Tensor:
-    """`[..., length]` of `[..., slots]`: those of the live cells, the oldest first."""
+    """Select the live cells' numbers, `[..., length]` of `[..., slots]`, oldest first."""
     if isinstance(segment.block.slots, Ragged):
         return numbers
     return torch.cat([numbers[..., slot] for slot in segment.slots(0, segment.length)], -1)

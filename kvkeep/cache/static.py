@@ -1,13 +1,13 @@
-"""A decode step whose shapes and addresses never change: what a CUDA graph can replay.
+"""A decode step of constant shapes and addresses, which a CUDA graph can replay.
 
-Once a window is a full ring, each token writes one of its slots and sees all of them. Which slot,
-and where the queries stand, are then values in buffers; everything else is the same at each token.
+Once a window is a full ring, each token writes one of its slots and sees all of them. The slot and
+the query positions are then values in buffers; everything else is the same for each token.
 """
 
 import torch
 from torch import Tensor
 
-from kvkeep.cache.attention import combine, rows
+from kvkeep.cache.attention import combine, merge_heads
 from kvkeep.cache.rope import Rotation
 from kvkeep.cache.step import DecodeStep
 
@@ -15,24 +15,24 @@ Geometry = tuple[object, ...]
 
 
 def geometry(step: DecodeStep) -> Geometry | None:
-    """All that a replay takes for granted; None where the next token's step will differ."""
+    """Return all that a replay requires to stay the same; None if the next step will differ."""
     if not step.in_full_ring or step.queries is not None or step.quantised or step.local:
         return None
     if any(view.bias is not None for view in step.views):
         return None
     slots = [step.newest.block.slots, *(view.slots for view in step.views)]
-    places = [(view.span.start, view.span.stop, view.rotation) for view in step.views]
+    spans = [(view.span.start, view.span.stop, view.rotation) for view in step.views]
     return (
         *((s.keys.data_ptr(), s.values.data_ptr()) for s in slots),
-        *places,
+        *spans,
         len(step.query_positions),
     )
 
 
 class StaticStep:
-    """Stands in for the step in every forward of one geometry.
+    """A replacement for the decode step in every forward of one geometry.
 
-    slot: `[1]` int64, where the new cell goes. cosine, sine: `[rotations, 1, head_dim]` float32.
+    slot: `[1]` int64, the slot of the new cell. cosine, sine: `[rotations, 1, head_dim]` float32.
     """
 
     def __init__(self, step: DecodeStep):
@@ -45,15 +45,15 @@ class StaticStep:
         self.cosine = torch.zeros(shape, dtype=torch.float32, device=device)
         self.sine = torch.zeros(shape, dtype=torch.float32, device=device)
 
-    def take(self, step: DecodeStep) -> None:
-        """Sets the buffers to another step of the same geometry."""
-        rotation = step.attention.rope.at([where[0] for where in step.query_positions])
+    def load(self, step: DecodeStep) -> None:
+        """Set the buffers to the values of another step of the same geometry."""
+        rotation = step.attention.rope.at([positions[0] for positions in step.query_positions])
         self.slot.fill_(step.slot)
         self.cosine.copy_(rotation.cosine)
         self.sine.copy_(rotation.sine)
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
-        """As `Step.attend`, of one token."""
+        """Attend as `Step.attend` does, for one token."""
         rotations = [Rotation(c, s) for c, s in zip(self.cosine, self.sine, strict=True)]
         rope = self._attention.rope
         assert k is not None
@@ -65,5 +65,5 @@ class StaticStep:
         parts = [
             view.attend(layer, queries[view.rotation], self._attention) for view in self._views
         ]
-        found = self._attention.with_sinks(layer, combine(parts), 1)
-        return rows(found.out, 1).to(q.dtype)
+        part = self._attention.with_sinks(layer, combine(parts), 1)
+        return merge_heads(part.out, 1).to(q.dtype)

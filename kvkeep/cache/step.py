@@ -1,7 +1,7 @@
 """One forward's view of a cache: what each query sees, prepared once and used by every layer.
 
-A step adds `count` tokens at times `time ... time + count - 1` to the newest segment. Nothing of
-it counts until `commit`.
+A step adds `count` tokens at times `time ... time + count - 1` to the newest segment. The cache
+does not count them until `commit`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,8 +12,14 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from kvkeep.cache.attending import AttentionConfig
-from kvkeep.cache.attention import Part, attend_cells, combine, hiding, rows
+from kvkeep.cache.attention import (
+    AttentionConfig,
+    Part,
+    attend_cells,
+    combine,
+    hiding_bias,
+    merge_heads,
+)
 from kvkeep.cache.block import Cells
 from kvkeep.cache.layers import LayerAttention, LayerDispatch, LayerPlacement
 from kvkeep.cache.quantised import KVTensor, copy_stored
@@ -25,11 +31,11 @@ from kvkeep.cache.window import Window
 
 @dataclass(frozen=True)
 class View:
-    """KVTensor cells as the queries of this step see them.
+    """Stored cells as the queries of this step see them.
 
-    slots, span: the storage that they lie in, and where in it. origin: the place of its slot 0.
-    rotation: which of the step's rotations the queries take towards these cells.
-    bias: `[n, cells]` float32, or None where every query sees every cell, as of ragged ones.
+    slots, span: the storage of the cells, and their range in it. origin: the place of its slot 0.
+    rotation: index of the step's rotation that the queries take towards these cells.
+    bias: `[n, cells]` float32, or None where every query sees every cell, as with ragged cells.
     """
 
     slots: Cells
@@ -40,21 +46,21 @@ class View:
 
     @cached_property
     def keys(self) -> tuple[KVTensor, ...]:
-        """For each layer `[kv_heads, cells, head_dim]`, unless they are ragged."""
+        """For each layer `[kv_heads, cells, head_dim]`; not for ragged cells."""
         return self.slots.stored_keys[:, :, self.span].unbind()
 
     @cached_property
     def values(self) -> tuple[KVTensor, ...]:
-        """For each layer `[kv_heads, cells, head_dim]`."""
+        """For each layer `[kv_heads, cells, head_dim]`; not for ragged cells."""
         return self.slots.stored_values[:, :, self.span].unbind()
 
     @cached_property
     def cell_bias(self) -> tuple[Tensor | None, ...]:
         """For each layer `[kv_heads, cells]` float32, or None."""
-        return self.slots.biases(self.span)
+        return self.slots.layer_biases(self.span)
 
     def attend(self, layer: int, q: Tensor, attention: AttentionConfig) -> Part:
-        """q: `[n, heads, head_dim]`, rotated. As `attend_cells`."""
+        """Attend with queries `[n, heads, head_dim]`, rotated; see `attend_cells`."""
         if isinstance(self.slots, Ragged):
             return self.slots.attend(layer, q, attention.scale, attention.softcap)
         return attend_cells(
@@ -70,17 +76,27 @@ class View:
 
 
 class Step:
-    """What decode and chunk steps share: times, rotations, and views of stored cells.
+    """Times, rotations and views of stored cells, which decode and chunk steps share.
 
-    Window cells are seen by rank, 0 for the oldest held. The i-th new token evicts the first
-    `evicted[i]` of them; those are hidden from it, and what lies before them is that much closer.
+    Window cells are numbered by rank, 0 for the oldest held. The i-th new token evicts the first
+    `evicted[i]` of them: they are hidden from it, and anchors before them come that much closer.
 
-    sampled: whether the model has just chosen the token, or else it was given from outside, as a
-        prompt is. Nothing in a cache depends on it, but which weights are read may.
-    local: the step of the local layers' cache, where the decoder has such layers. placements: where
-        each of its layers has its cells.
-    recurrent: states of the decoder's layers that have such in the place of cells, by name. Who
-        computes the step puts others there; none is written to.
+    For example, a cache of the anchor 0 and a window of three holds tokens 3, 4, 5, and a chunk
+    adds tokens 6 and 7. The anchor's map is m(t) = t - 2, because 1 and 2 are gone:
+
+        evicted          [1, 2]              query 6 sees 4, 5 and itself; 7 sees 5, 6 and itself
+        query_positions  [[6, 7], [3, 3]]    towards the anchor 6 - 2 - 1 and 7 - 2 - 2
+        views            the anchor by rotation 1; cells 4 and 5 by rotation 0, 4 hidden from 7
+
+    query_positions: the different lists of positions, one for each query, that the queries take
+        towards segments; the first is that of the new tokens themselves.
+    queries: `[layers, n, heads, head_dim]` to record the queries in; None if none are wanted.
+    sampled: whether the model has just sampled the token; else it was given from outside, as in a
+        prompt. The cache does not depend on it, but executors may choose other weights by it.
+    local: the step of the local layers' cache, if the decoder has such layers.
+    placements: for each decoder layer, the cache and layer that has its cells.
+    recurrent: states of layers without cells, by name. The executor replaces them, and writes to
+        none.
     """
 
     sampled = False
@@ -105,56 +121,56 @@ class Step:
         held = sum(s.length for s in segments if not s.anchor)
         grows = not self.newest.anchor
         self.evicted = [window.evicted(held + (i + 1 if grows else 0)) for i in range(count)]
-        # Rotation 0 is that of the new tokens themselves.
         self.query_positions: list[list[int]] = [[self.newest.map(t) for t in self.times]]
         self.views: list[View] = []
-        self.queries: Tensor | None = None  # [layers, n, heads, head_dim], where they are wanted
+        self.queries: Tensor | None = None
         rank = 0
         for segment in segments:
-            view = self._look_at(segment, rank)
+            view = self._view_segment(segment, rank)
             if view is not None:
                 self.views.append(view)
             rank += 0 if segment.anchor else segment.length
 
     @property
     def layer_attention(self) -> LayerAttention:
-        """What a forward asks, of whichever layer of the decoder."""
+        """The attention of all decoder layers, those of the local cache included."""
         return self if self.local is None else LayerDispatch(self.placements, self, self.local)
 
     @property
     def quantised(self) -> bool:
-        """Whether any cells are, of those that are looked at or those that will be written."""
-        seen = (view.slots.quantised for view in self.views)
-        return self.newest.layout.quantised or any(seen)
+        """Whether any of the viewed cells or of the cells to be written are quantised."""
+        viewed = (view.slots.quantised for view in self.views)
+        return self.newest.layout.quantised or any(viewed)
 
     @cached_property
     def rotations(self) -> list[Rotation]:
-        """One for each entry of `where`, the positions that the queries take."""
-        return [self.attention.rope.at(where) for where in self.query_positions]
+        """One for each entry of `query_positions`."""
+        return [self.attention.rope.at(positions) for positions in self.query_positions]
 
-    def _look_at(self, segment: Segment, rank: int) -> View | None:
-        """What the queries see of a segment; `rank` window cells lie before its first."""
+    def _view_segment(self, segment: Segment, rank: int) -> View | None:
+        """Return what the queries see of a segment; `rank` window cells are before its first."""
         if not segment.length:
             return None
         if segment.anchor:
             before = None if self.window.moves else rank
             own = segment.length - segment.leaving
-            shown = [(0, own + evicted) for evicted in self.evicted] if segment.leaving else None
-            return self._view(segment, 0, segment.length, self._places(segment, before), shown)
+            visible = [(0, own + evicted) for evicted in self.evicted] if segment.leaving else None
+            positions = self._positions_towards(segment, before)
+            return self._view(segment, 0, segment.length, positions, visible)
         first = max(0, self.evicted[0] - rank)
         live = segment.length - first
         if live <= 0:
             return None
-        seen = [(evicted - rank, segment.length) for evicted in self.evicted]
-        some_hidden = seen[-1][0] > first
-        where = self._places(segment, None)
-        return self._view(segment, first, live, where, seen if some_hidden else None)
+        visible = [(evicted - rank, segment.length) for evicted in self.evicted]
+        some_hidden = visible[-1][0] > first
+        positions = self._positions_towards(segment, None)
+        return self._view(segment, first, live, positions, visible if some_hidden else None)
 
-    def _places(self, segment: Segment, rank: int | None) -> list[int]:
-        """Where each query stands towards a segment.
+    def _positions_towards(self, segment: Segment, rank: int | None) -> list[int]:
+        """Return the position that each query takes towards a segment.
 
-        rank: for an anchor, the window cells before it. What is evicted beyond them lay between it
-        and the query.
+        rank: for an anchor, the number of window cells before it. Evicted cells beyond these were
+        between the anchor and the query.
         """
         gone = [0 if rank is None else max(0, evicted - rank) for evicted in self.evicted]
         return [segment.map(t) - n for t, n in zip(self.times, gone, strict=True)]
@@ -164,45 +180,46 @@ class Step:
         segment: Segment,
         first: int,
         live: int,
-        where: list[int],
-        seen: list[tuple[int, int]] | None,
+        positions: list[int],
+        visible: list[tuple[int, int]] | None,
     ) -> View:
-        """The `live` cells from the `first`-oldest on.
+        """Return the view of the `live` cells from the `first`-oldest on.
 
-        seen: which of the segment's cells query i sees, from and up to; None for all of these.
+        positions: of each query. visible: for each query, the range (first, end) of the segment's
+        cells that it sees; None if all queries see all of these cells.
         """
         slots = segment.slots(first, live)
         span = slots[0] if len(slots) == 1 else slice(0, segment.capacity)
-        if where not in self.query_positions:
-            self.query_positions.append(where)
+        if positions not in self.query_positions:
+            self.query_positions.append(positions)
         return View(
             slots=segment.block.slots,
             span=span,
-            rotation=self.query_positions.index(where),
-            bias=_bias(segment, span, first, live, seen),
+            rotation=self.query_positions.index(positions),
+            bias=_bias(segment, span, first, live, visible),
             origin=segment.block.origin,
         )
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
-        """Stores the new cells of a layer and attends to all that its queries see.
+        """Store the new cells of a layer and attend to all that its queries see.
 
-        layer: of those that the cache is of. q: `[n, heads, head_dim]`; k, v: `[n, kv_heads,
-        head_dim]`, or None of a layer that looks at what another has stored; unrotated: positions
-        are the step's business. Returns `[n, heads * head_dim]`.
+        layer: index in this cache. q: `[n, heads, head_dim]`. k, v: `[n, kv_heads, head_dim]`, or
+        None for a layer that reads the cells of another one. All are unrotated: positions are the
+        step's concern. Returns `[n, heads * head_dim]`.
         """
         raise NotImplementedError
 
     def commit(self, serial: int) -> None:
-        """Keeps the new cells, of which the first is of the token with that serial."""
+        """Add the new cells to the cache; the first one's token has that serial."""
         raise NotImplementedError
 
     def observe(self, layer: int, q: Tensor) -> None:
-        """Notes the queries of a layer, `[n, heads, head_dim]`, if they are wanted."""
+        """Record the queries of a layer, `[n, heads, head_dim]`, if they are wanted."""
         if self.queries is not None:
             self.queries[layer].copy_(q)
 
     def _rotated(self, layer: int, q: Tensor) -> list[Tensor]:
-        """Queries, as they stand in each of the step's rotations."""
+        """Return the queries rotated by each of the step's rotations."""
         return [self.attention.rope.rotate_layer(layer, q, rotation) for rotation in self.rotations]
 
     def _attend_views(self, layer: int, queries: list[Tensor]) -> list[Part]:
@@ -210,25 +227,27 @@ class Step:
 
 
 def _bias(
-    segment: Segment, span: slice, first: int, live: int, seen: list[tuple[int, int]] | None
+    segment: Segment, span: slice, first: int, live: int, visible: list[tuple[int, int]] | None
 ) -> Tensor | None:
-    """`[n, cells]` for the slots of `span`; None where every query sees every cell."""
-    if seen is None and live == span.stop - span.start:
+    """Return the bias `[n, cells]` of the slots of `span`; None if every query sees every cell."""
+    if visible is None and live == span.stop - span.start:
         return None
     slots = torch.arange(span.start, span.stop, dtype=torch.int64, device="cpu")
-    # 0 for the oldest cell; the one being written comes last, in the slot of an evicted one or not.
+    # 0 for the oldest cell. A cell that is being written comes last, whether its slot was free or
+    # that of an evicted cell.
     order = (slots - segment.start - first) % segment.capacity + first
-    bounds = torch.tensor(seen or [(first, first + live)], dtype=torch.int64, device="cpu")
-    visible = (order >= bounds[:, :1]) & (order < bounds[:, 1:])
-    visible &= (order >= first) & (order < first + live)
-    return hiding(~visible).to(segment.layout.device)
+    bounds = torch.tensor(visible or [(first, first + live)], dtype=torch.int64, device="cpu")
+    seen = (order >= bounds[:, :1]) & (order < bounds[:, 1:])
+    seen &= (order >= first) & (order < first + live)
+    return hiding_bias(~seen).to(segment.layout.device)
 
 
 class DecodeStep(Step):
-    """One token. Its cell is written first, into the slot where it will stay.
+    """A step of one token, whose cell is written first, into the slot where it will stay.
 
-    slot: of the newest segment. cells: its key and value, both `[layers, kv_heads, head_dim]`.
-    in_full_ring: the cell takes the place of the oldest one.
+    slot: of the newest segment.
+    slot_tensors: the key and value in that slot, both `[layers, kv_heads, head_dim]`.
+    in_full_ring: whether the slot is that of the oldest cell.
     """
 
     def __init__(
@@ -236,34 +255,34 @@ class DecodeStep(Step):
     ):
         newest = segments[-1]
         self.slot = newest.next_slot()
-        block = newest.block.slots
-        self.cells = [x[:, :, self.slot] for x in (block.stored_keys, block.stored_values)]
+        slots = newest.block.slots
+        self.slot_tensors = [x[:, :, self.slot] for x in (slots.stored_keys, slots.stored_values)]
         self.in_full_ring = newest.length == newest.capacity
         super().__init__(segments, window, time, 1, attention)
 
-    def _look_at(self, segment: Segment, rank: int) -> View | None:
+    def _view_segment(self, segment: Segment, rank: int) -> View | None:
         if segment is not self.newest:
-            return super()._look_at(segment, rank)
-        # The new cell is there already, in a full ring in the place of the oldest.
+            return super()._view_segment(segment, rank)
+        # The new cell counts as written; in a full ring, it has replaced the oldest.
         first = 0 if segment.anchor else max(0, self.evicted[0] - rank)
-        return self._view(segment, first, segment.length + 1 - first, self.query_positions[0], None)
+        live = segment.length + 1 - first
+        return self._view(segment, first, live, self.query_positions[0], None)
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         self.observe(layer, q)
         if k is not None and v is not None:
-            self.write(
-                layer, self.attention.rope.rotate_layer(layer, k, self.rotations[0])[0], v[0]
-            )
-        found = combine(self._attend_views(layer, self._rotated(layer, q)))
-        return rows(self.attention.with_sinks(layer, found, 1).out, 1).to(q.dtype)
+            key = self.attention.rope.rotate_layer(layer, k, self.rotations[0])[0]
+            self.write(layer, key, v[0])
+        part = combine(self._attend_views(layer, self._rotated(layer, q)))
+        return merge_heads(self.attention.with_sinks(layer, part, 1).out, 1).to(q.dtype)
 
     @cached_property
-    def _cells_of_layers(self) -> list[tuple[KVTensor, ...]]:
-        return [x.unbind() for x in self.cells]
+    def _layer_slots(self) -> list[tuple[KVTensor, ...]]:
+        return [x.unbind() for x in self.slot_tensors]
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Puts the new cell into its slot; key and value: `[kv_heads, head_dim]`, key rotated."""
-        keys, values = self._cells_of_layers
+        """Write the new cell of a layer; key and value: `[kv_heads, head_dim]`, key rotated."""
+        keys, values = self._layer_slots
         copy_stored(keys[layer], key)
         copy_stored(values[layer], value)
 
@@ -273,11 +292,14 @@ class DecodeStep(Step):
 
 
 class ChunkStep(Step):
-    """Several tokens. Their cells are held apart until every layer has been through.
+    """A step of several tokens, whose cells are kept apart until every layer has been through.
 
-    new: their cells. own_bias: `[n, n]`, or None where each query sees what came before it.
-    log_sums: `[layers, heads, n]` float32, where they are wanted: the natural log of the sum that
-        each query's softmax divides by.
+    So the first tokens still see old cells that the last ones do not.
+
+    new_cells: their cells.
+    own_bias: `[n, n]` among the new tokens; None if each query sees all new tokens before it.
+    log_sums: `[layers, heads, n]` float32 to store the natural log of the sum in each query's
+        softmax denominator; None if it is not wanted.
     """
 
     def __init__(
@@ -290,23 +312,23 @@ class ChunkStep(Step):
     ):
         super().__init__(segments, window, time, count, attention)
         self._held = sum(s.length for s in segments if not s.anchor)
-        self.new = Cells.empty(self.newest.layout.plain, count)
+        self.new_cells = Cells.zeros(self.newest.layout.plain, count)
         self.log_sums: Tensor | None = None
-        self.own_bias = self._band() if self.evicted[-1] > self._held else None
+        self.own_bias = self._banded_bias() if self.evicted[-1] > self._held else None
 
-    def _band(self) -> Tensor:
-        """`[n, n]`: a chunk longer than the window hides its own oldest cells from its newest."""
+    def _banded_bias(self) -> Tensor:
+        """Return `[n, n]` that hides the oldest cells of a chunk longer than the window."""
         order = torch.arange(self.count, dtype=torch.int64, device="cpu")
         floors = torch.tensor(self.evicted, dtype=torch.int64, device="cpu") - self._held
         seen = (order <= order[:, None]) & (order >= floors[:, None])
-        return hiding(~seen).to(self.new.keys.device)
+        return hiding_bias(~seen).to(self.new_cells.keys.device)
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         self.observe(layer, q)
-        keys, values = self.new.keys[layer], self.new.values[layer]
+        keys, values = self.new_cells.keys[layer], self.new_cells.values[layer]
         if k is not None and v is not None:
-            turned = self.attention.rope.rotate_layer(layer, k, self.rotations[0])
-            keys.copy_(turned.transpose(0, 1))
+            rotated = self.attention.rope.rotate_layer(layer, k, self.rotations[0])
+            keys.copy_(rotated.transpose(0, 1))
             values.copy_(v.transpose(0, 1))
         queries = self._rotated(layer, q)
         own = attend_cells(
@@ -318,20 +340,20 @@ class ChunkStep(Step):
             causal=self.own_bias is None,
             softcap=self.attention.softcap,
         )
-        found = combine([own, *self._attend_views(layer, queries)])
-        found = self.attention.with_sinks(layer, found, self.count)
+        part = combine([own, *self._attend_views(layer, queries)])
+        part = self.attention.with_sinks(layer, part, self.count)
         if self.log_sums is not None:
-            self.log_sums[layer] = found.log_sum.transpose(0, 1).flatten(0, 1)
-        return rows(found.out, self.count).to(q.dtype)
+            self.log_sums[layer] = part.log_sum.transpose(0, 1).flatten(0, 1)
+        return merge_heads(part.out, self.count).to(q.dtype)
 
     def commit(self, serial: int) -> None:
         positions = torch.tensor(self.query_positions[0], dtype=torch.int64, device="cpu")
         serials = torch.arange(serial, serial + self.count, dtype=torch.int64, device="cpu")
-        gone = max(0, self.evicted[-1] - self.window.spare)
-        self.window.forget(self.segments, min(gone, self._held))
-        unseen = max(0, gone - self._held)  # of the new cells themselves
-        new = Cells(self.new.keys, self.new.values, positions, serials)
-        self.newest.append(new.part(slice(unseen, None)))
+        dropped = max(0, self.evicted[-1] - self.window.spare)
+        self.window.forget(self.segments, min(dropped, self._held))
+        dropped_new = max(0, dropped - self._held)  # of the new cells themselves
+        new = Cells(self.new_cells.keys, self.new_cells.values, positions, serials)
+        self.newest.append(new.part(slice(dropped_new, None)))
         for segment in self.segments:
             if segment.anchor:
-                segment.map = segment.map.closer(unseen)
+                segment.map = segment.map.closer(dropped_new)

@@ -1,4 +1,4 @@
-"""What goes when the window is full."""
+"""The window: the bound on cells, and what is evicted when it is full."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,11 +10,11 @@ from kvkeep.cache.segment import Segment
 class Window:
     """A bound on the cells that are not anchors.
 
-    size: the most of them held; None for no bound.
-    discard: how many of the oldest go at once when one more would not fit.
-    moves: what goes has been taken over by a segment before; nothing comes closer.
-    spare: so many of those that no query sees any more are held all the same: if as many of the
-        newest are taken back, the window is whole again.
+    size: the most of them that queries see; None for no bound.
+    discard: how many of the oldest are evicted at once when one more would not fit.
+    moves: whether an earlier segment has taken over the evicted cells, so that no distance shrinks.
+    spare: how many evicted cells, which no query sees any more, stay in storage. If as many of the
+        newest are rewound, the window is whole again.
     """
 
     size: int | None = None
@@ -23,23 +23,26 @@ class Window:
     spare: int = 0
 
     def evicted(self, cells: int) -> int:
-        """How many of the oldest are no more seen once it has seen `cells`, those included."""
+        """Return how many of the oldest cells queries no longer see after `cells` were added.
+
+        With size 4 and discard 2: 0 of 4 cells, 2 of 5, 2 of 6, 4 of 7.
+        """
         excess = 0 if self.size is None else cells - self.size
         return -(-excess // self.discard) * self.discard if excess > 0 else 0
 
     @property
-    def held(self) -> int | None:
-        """The most cells that are held, seen or not."""
+    def capacity(self) -> int | None:
+        """The most cells in storage, seen or spare; None for no bound."""
         return None if self.size is None else self.size + self.spare
 
     def forget(self, segments: Iterable[Segment], count: int) -> None:
-        """Drops the oldest `count` window cells. What lies before them is that much closer."""
+        """Drop the oldest `count` window cells; what is before them comes that much closer."""
         before: list[Segment] = []
         for segment in segments:
             if not segment.anchor and count:
-                gone = min(count, segment.length)
-                segment.drop_oldest(gone)
-                count -= gone
+                dropped = min(count, segment.length)
+                segment.drop_oldest(dropped)
+                count -= dropped
                 for earlier in before if not self.moves else ():
-                    earlier.map = earlier.map.closer(gone)
+                    earlier.map = earlier.map.closer(dropped)
             before.append(segment)

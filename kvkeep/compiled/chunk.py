@@ -18,7 +18,7 @@ class ChunkAttention:
     """What a chunk step sees, prepared once and used by every layer."""
 
     def __init__(self, step: ChunkStep, kernels: ctypes.CDLL):
-        layers = step.new.keys.shape[0]
+        layers = step.new_cells.keys.shape[0]
         for view in step.views:
             cells = view.slots
             found = cells.counts.shape[0] if isinstance(cells, Ragged) else len(view.keys)
@@ -52,7 +52,7 @@ class ChunkAttention:
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         """As `Step.attend`. Raises KernelMismatch, OutOfMemory."""
         step, (n, heads, head_dim) = self._step, q.shape
-        keys, values = step.new.keys[layer], step.new.values[layer]
+        keys, values = step.new_cells.keys[layer], step.new_cells.values[layer]
         kv_heads = keys.shape[0]
         places = (kv_heads, n, head_dim)
         require(n == step.count, f"queries of {step.count} tokens", n)

@@ -83,7 +83,7 @@ def _seen(
 
 
 def _sequence(token: int, step: DecodeStep, runs: int, vectors: Vectors, heads: int) -> c.CSequence:
-    key, value = step.cells
+    key, value = step.slot_tensors
     layers, _, head_dim = vectors
     observed = (layers, 1, heads, head_dim)
     return c.CSequence(

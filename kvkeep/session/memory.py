@@ -292,7 +292,7 @@ class Memory:
                 "without a gap, or local layers have gone past them"
             )
         memory = shallow_copy(self)
-        memory.cache = self.cache.twin()
+        memory.cache = self.cache.restored_copy()
         memory._drop_newest(total - count)
         if memory.cache.segments:
             memory.cache.segments[-1].unseal()

@@ -113,7 +113,7 @@ def test_cells_take_what_the_layout_says(bits: str, size: int) -> None:
     plain = replace(PLAIN, head_dim=64, dtype=torch.bfloat16)
     kind = Bits(kv=bits).layouts(plain)[0]
     assert kind.cell_bytes == 2 * 2 * size
-    assert Cells.empty(kind, 10).nbytes == 10 * kind.cell_bytes
+    assert Cells.zeros(kind, 10).nbytes == 10 * kind.cell_bytes
     assert plain.cell_bytes == 2 * 2 * 256
 
 
@@ -123,7 +123,7 @@ def test_cells_take_what_the_layout_says(bits: str, size: int) -> None:
 @pytest.mark.parametrize("bits", QUANTISED)
 def test_cells_are_copied_byte_by_byte_between_those_kept_alike(bits: str) -> None:
     first = some_cells(9).in_layout(layout(bits))
-    second = Cells.empty(layout(bits), 20)
+    second = Cells.zeros(layout(bits), 20)
     second.write(slice(4, 13), first)
     joined = Cells.concatenate([first, second.part(slice(4, 13))])
     for part in (second.part(slice(4, 13)), joined.part(slice(0, 9)), joined.part(slice(9, 18))):
@@ -163,7 +163,7 @@ def test_keys_are_moved_and_values_stay(bits: str) -> None:
 
 def test_quantised_cells_are_not_taken_for_plain_ones() -> None:
     cells = some_cells(3).in_layout(layout("8/4"))
-    with pytest.raises(AssertionError, match="restored first"):
+    with pytest.raises(AssertionError, match="dequantised first"):
         _ = cells.keys
 
 

@@ -282,7 +282,7 @@ def test_a_segment_of_them_lies_whole() -> None:
     positions = [c.position for place in PLACES for c in found[place]]
     assert segment.positions().tolist() == positions
     before = segment.block.slots
-    segment.move()
+    segment.compact()
     assert segment.block.slots is not before
     assert isinstance(segment.block.slots, Ragged)
     require_equal(segment.block.slots, found)

@@ -79,7 +79,7 @@ def test_token_by_token_it_writes_and_finds_what_the_ordinary_step_does(
                 static, known = StaticStep(step), geometry(step)
             assert known is not None
             assert geometry(step) == known
-            static.take(step)
+            static.load(step)
             for layer in range(LAYOUT.layers):
                 qkv = random_qkv(1, 100 * token + layer)
                 found, wanted = static.attend(layer, *qkv), ordinary.attend(layer, *qkv)
@@ -98,7 +98,7 @@ def test_a_static_step_reads_its_buffers_when_it_runs_and_nothing_else() -> None
     with cache.step(1) as step:
         assert isinstance(step, DecodeStep)
         static = StaticStep(step)
-        static.take(step)
+        static.load(step)
         buffers = [static.slot, static.cosine, static.sine]
         addresses = [buffer.data_ptr() for buffer in buffers]
         for layer in range(LAYOUT.layers):
@@ -106,7 +106,7 @@ def test_a_static_step_reads_its_buffers_when_it_runs_and_nothing_else() -> None
     with cache.step(1) as step:
         assert isinstance(step, DecodeStep)
         before = [buffer.clone() for buffer in buffers]
-        static.take(step)
+        static.load(step)
         assert [buffer.data_ptr() for buffer in buffers] == addresses
         assert not any(torch.equal(a, b) for a, b in zip(buffers, before, strict=True))
         for layer in range(LAYOUT.layers):

@@ -165,7 +165,7 @@ def test_loading_takes_no_more_memory_than_the_cells_and_keeps_them_aligned(tmp_
 
 
 def _of_empty_cells(layout: Layout, count: int) -> Snapshot:
-    cells, numbers = Cells.empty(layout, count), torch.arange(count)
+    cells, numbers = Cells.zeros(layout, count), torch.arange(count)
     cells.serials.copy_(numbers)
     cells.positions.copy_(numbers)
     return replace(

@@ -69,7 +69,7 @@ class Candidates:
         return replace(
             self,
             cells=cells,
-            rope=self.rope.of(layer),
+            rope=self.rope.for_layer(layer),
             queries=queries,
             statistics=None if known is None else known.head(layer, head),
             seed=hash((self.seed, layer, head)),

@@ -51,7 +51,7 @@ class DecodeGraph:
 
     def hidden(self, tokens: Tensor, step: DecodeStep) -> Tensor:
         """Evaluate a token into a step of this geometry; return `[1, hidden_size]`."""
-        self._static.take(step)
+        self._static.load(step)
         self._tokens.copy_(tokens)
         if self._tokens.device.type != "cuda":
             return self._run()  # the same code without a graph

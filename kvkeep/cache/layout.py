@@ -1,0 +1,90 @@
+"""The shape of cells and the number of bits in which they are stored."""
+
+import operator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from kvkeep.cache.quantised import SCALE, KVTensor, Quantised, scale_count
+
+BITS = {"8": (8, 8), "8/4": (8, 4), "4": (4, 4)}  # of keys, and of values
+_UNQUANTISED = (16, 16)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The shape and storage format of cells.
+
+    key_bits, value_bits: 8 or 4 where they are quantised; 16 where they are plain, in `dtype`.
+    """
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    key_bits: int = 16
+    value_bits: int = 16
+
+    @property
+    def plain(self) -> "Layout":
+        """The same layout without quantisation, as cells are evaluated."""
+        return replace(self, key_bits=16, value_bits=16)
+
+    @property
+    def quantised(self) -> bool:
+        return min(self.key_bits, self.value_bits) < 16
+
+    @property
+    def cell_bytes(self) -> int:
+        """Bytes of one cell's key and value over all layers and KV heads."""
+        both = self._vector_bytes(self.key_bits) + self._vector_bytes(self.value_bits)
+        return both * self.layers * self.kv_heads
+
+    def _vector_bytes(self, bits: int) -> int:
+        if bits == 16:
+            return self.head_dim * self.dtype.itemsize
+        return self.head_dim * bits // 8 + scale_count(self.head_dim, bits) * SCALE.itemsize
+
+    def zeros(self, count: int, bits: int) -> KVTensor:
+        """Return zeros for `count` keys or values, `[layers, kv_heads, count, head_dim]`."""
+        shape = (self.layers, self.kv_heads, count, self.head_dim)
+        if bits == 16:
+            return torch.zeros(shape, dtype=self.dtype, device=self.device)
+        return Quantised.zeros(shape, bits, self.device)
+
+
+@dataclass(frozen=True)
+class Bits:
+    """The number of bits in which a session's cells are stored; None: as they were evaluated.
+
+    kv: of all cells. far: of all cells outside the window. At most one of them is given, as a key
+    of `BITS`; the integers 8 and 4 stand for "8" and "4".
+    """
+
+    kv: str | None = None
+    far: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("kv", "far"):
+            object.__setattr__(self, name, bits_name(getattr(self, name)))
+
+    def layouts(self, plain: Layout) -> tuple[Layout, Layout]:
+        """Return the layouts of the window's cells and of all others."""
+        return _with_bits(plain, self.kv), _with_bits(plain, self.far or self.kv)
+
+
+def bits_name(value: Any) -> Any:
+    """Return an integer of Python, NumPy or torch as a string, and any other value as it is."""
+    if value is None or isinstance(value, (str, bool)):
+        return value
+    try:
+        return str(operator.index(value))
+    except TypeError:
+        return value
+
+
+def _with_bits(plain: Layout, bits: str | None) -> Layout:
+    keys, values = _UNQUANTISED if bits is None else BITS[bits]
+    return replace(plain, key_bits=keys, value_bits=values)
