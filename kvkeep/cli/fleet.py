@@ -97,9 +97,9 @@ def fleet(memory: MemoryChoice, **options: Any) -> None:
     host, port = options["host"], free_port(options["host"], options["port"])
     setup, scale = _setup(memory, options), _scale(options)
     if not options["quiet"]:
-        say(f"starting {scale.least} servers")
+        say(f"starting {scale.min_servers} servers")
     handled = signal.getsignal(signal.SIGTERM)
-    with deployment.running(setup, scale, host, port, options["address"]):
+    with deployment.running_fleet(setup, scale, host, port, options["address"]):
         signal.signal(signal.SIGTERM, handled)  # Ray's ends the process there and then
         if not options["quiet"]:
             print(f"kvkeep serves {setup.model} on http://{host}:{port}", flush=True)
@@ -109,15 +109,14 @@ def fleet(memory: MemoryChoice, **options: Any) -> None:
 
 def _setup(choice: MemoryChoice, options: dict[str, Any]) -> Any:
     """Checked here, before anything is started elsewhere."""
-    from kvkeep.fleet.replica import require_conditions
-    from kvkeep.fleet.secret import read_secret
-    from kvkeep.fleet.setup import Setup
+    from kvkeep.fleet.replica import require_conditional_writes
+    from kvkeep.fleet.setup import Setup, read_secret
     from kvkeep.server.keys import ApiKeys
     from kvkeep.storage.objects import open_objects
 
     secret = read_secret(options["secret_file"])
     keys = ApiKeys.shared(options["api_key_file"], secret)
-    require_conditions(open_objects(options["store"]))
+    require_conditional_writes(open_objects(options["store"]))
     model = choice.load(progress=not options["quiet"])
     return Setup(
         model=model.name,

@@ -55,17 +55,17 @@ def serve(memory: MemoryChoice, **options: Any) -> None:
 
 def _serve_shared(choice: MemoryChoice, options: dict[str, Any]) -> None:
     """Over an object store, which other servers may use too."""
-    from kvkeep.fleet.secret import read_secret
+    from kvkeep.fleet.setup import read_secret
 
     secret = read_secret(options["secret_file"])
     require_secret(options)
     model = choice.load(progress=not options["quiet"])
     from kvkeep.engine import Limits
-    from kvkeep.fleet.replica import replica
+    from kvkeep.fleet.replica import open_replica
     from kvkeep.server.keys import ApiKeys
     from kvkeep.server.lifecycle import serve_on
 
-    found = replica(
+    found = open_replica(
         model,
         options["store"],
         secret,
@@ -75,7 +75,7 @@ def _serve_shared(choice: MemoryChoice, options: dict[str, Any]) -> None:
     )
     try:
         keys = ApiKeys.shared(options["api_key_file"], secret)
-        serve_on(found.engine, keys, options, found.around, found.drained)
+        serve_on(found.engine, keys, options, found.middleware, found.drain)
     finally:
         found.engine.close()
 

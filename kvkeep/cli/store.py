@@ -67,7 +67,7 @@ def told_store() -> str | None:
 
 def told_secret() -> bytes:
     """Of the user's file. Raises InvalidArgument for one that holds none."""
-    from kvkeep.fleet.secret import read_secret
+    from kvkeep.fleet.setup import read_secret
 
     context = click.get_current_context(silent=True)
     return read_secret(None if context is None else context.meta.get(_SECRET))

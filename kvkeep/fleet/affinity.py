@@ -1,9 +1,9 @@
-"""Which server a request goes to whose client does not say: one that knows what it is about.
+"""Session affinity: routes a request to the server that has its session or prefix in memory.
 
 Ray's proxies run this in front of their router, which sends requests of one `x-session-id` to one
-server. A request without that header is given one: of a session its name, and of a chat or a prompt
-a hash of how it begins. So the turns of a conversation come to the server that has its beginning in
-memory. It is a matter of speed alone: any server answers any request.
+server. A request without that header gets one: a session's name, or a hash of how a chat or prompt
+begins. So the turns of a conversation reach the server that has their prefix in memory. This is a
+matter of speed alone: any server can answer any request.
 """
 
 import asyncio
@@ -12,87 +12,90 @@ from collections.abc import Sequence
 from typing import Any
 
 from blake3 import blake3
+from starlette.types import Message, Receive, Scope, Send
 
-from kvkeep.fleet.responses import Message, Receive, Send
-from kvkeep.fleet.session_target import about
+from kvkeep.fleet.session_target import SESSIONS_PATH, session_target
 from kvkeep.storage.sessions.names import is_name
 
 HEADER = b"x-session-id"
 CALLBACK = f"{__name__}:middlewares"
-_SESSIONS = "/v1/sessions"
 _OPENAI = ("/chat/completions", "/completions", "/responses")
-_ASKING = frozenset(
-    (*_OPENAI, *(f"/v1{path}" for path in _OPENAI), "/completion", "/v1/messages", _SESSIONS)
+_KEYED_PATHS = frozenset(
+    (*_OPENAI, *(f"/v1{path}" for path in _OPENAI), "/completion", "/v1/messages", SESSIONS_PATH)
 )
-_MOST = 1 << 20  # bytes of a body that is looked into
-_AT_ONCE = 1 << 16  # bytes that are looked into while nothing else goes on
-_TOKENS, _CHARACTERS = 256, 1024  # of a prompt without turns
+_MAX_BODY = 1 << 20  # bytes; larger bodies get no key
+_MAX_INLINE = 1 << 16  # bytes; larger bodies are parsed in a thread
+_TOKENS, _CHARACTERS = 256, 1024  # of a prompt without turns, that make the key
 
 
 class Affinity:
-    """An ASGI application around Ray's proxy."""
+    """ASGI middleware in Ray's proxy that adds the `x-session-id` header."""
 
     def __init__(self, app: Any):
         self._app = app
 
-    async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or any(name == HEADER for name, _ in scope["headers"]):
             await self._app(scope, receive, send)
             return
-        key = about(scope["method"], scope["path"]).name
-        if not key and scope["method"] == "POST" and scope["path"] in _ASKING:
-            taken = await _taken(receive)
-            receive = _again(taken, receive)
-            key = await _key(scope, b"".join(message.get("body", b"") for message in taken))
+        key = session_target(scope["method"], scope["path"]).name
+        if not key and scope["method"] == "POST" and scope["path"] in _KEYED_PATHS:
+            messages = await _read_messages(receive)
+            receive = _replay(messages, receive)
+            body = b"".join(message.get("body", b"") for message in messages)
+            key = await _body_key(scope, body)
         if key:
             scope = {**scope, "headers": [*scope["headers"], (HEADER, key.encode())]}
         await self._app(scope, receive, send)
 
 
-async def _key(scope: dict[str, Any], body: bytes) -> str:
-    if len(body) > _MOST:
+async def _body_key(scope: Scope, body: bytes) -> str:
+    if len(body) > _MAX_BODY:
         return ""
-    if len(body) <= _AT_ONCE:
-        return key_of(scope["path"], body, _who(scope))
-    return await asyncio.to_thread(key_of, scope["path"], body, _who(scope))
+    if len(body) <= _MAX_INLINE:
+        return affinity_key(scope["path"], body, _credentials(scope))
+    return await asyncio.to_thread(affinity_key, scope["path"], body, _credentials(scope))
 
 
 def middlewares() -> list[Any]:
-    """As Ray asks for them (RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH)."""
+    """Return the middlewares for Ray's RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH."""
     from starlette.middleware import Middleware
 
     return [Middleware(Affinity)]
 
 
-def key_of(path: str, body: bytes, who: bytes = b"") -> str:
-    """Of a request by POST; '' where nothing can be told. who: asks. Others have other keys."""
+def affinity_key(path: str, body: bytes, credentials: bytes = b"") -> str:
+    """Return the key of a POST request, or "" if there is none.
+
+    credentials: of the client; other credentials give other keys.
+    """
     try:
-        asked = json.loads(body)
-    except (ValueError, RecursionError):  # whoever answers will say so
+        request = json.loads(body)
+    except (ValueError, RecursionError):  # the server reports it
         return ""
-    if not isinstance(asked, dict):
+    if not isinstance(request, dict):
         return ""
-    if path == _SESSIONS:
-        name = asked.get("name")
+    if path == SESSIONS_PATH:
+        name = request.get("name")
         return name if isinstance(name, str) and is_name(name) else ""
-    begins = _beginning(asked)
-    if not begins:
+    prefix = _stable_prefix(request)
+    if not prefix:
         return ""
-    text = json.dumps(_plain(begins), sort_keys=True).encode()
-    return blake3(text, key=blake3(who).digest()).hexdigest()[:32]
+    text = json.dumps(_without_cache_control(prefix), sort_keys=True).encode()
+    return blake3(text, key=blake3(credentials).digest()).hexdigest()[:32]
 
 
-def _beginning(asked: dict[str, Any]) -> list[Any]:
-    """Everything that stays in place as a conversation grows: to its user's first words."""
-    turns = asked.get("messages", asked.get("input", asked.get("prompt")))
-    before = [asked[name] for name in ("system", "instructions", "tools") if name in asked]
+def _stable_prefix(request: dict[str, Any]) -> list[Any]:
+    """Return what stays in place as a conversation grows: up to the first user message."""
+    turns = request.get("messages", request.get("input", request.get("prompt")))
+    before = [request[name] for name in ("system", "instructions", "tools") if name in request]
     if isinstance(turns, str):
-        if "prompt" in asked:
+        if "prompt" in request:
             return [*before, turns[:_CHARACTERS]]
         return [*before, {"role": "user", "content": turns}]
     if not isinstance(turns, Sequence):
         return []
-    if "prompt" in asked:  # tokens, or several prompts
+    if "prompt" in request:  # token ids, or several prompts
         return [*before, *turns[:_TOKENS]]
     for number, turn in enumerate(turns):
         if isinstance(turn, dict) and turn.get("role") == "user":
@@ -100,35 +103,36 @@ def _beginning(asked: dict[str, Any]) -> list[Any]:
     return [*before, *turns]
 
 
-def _plain(value: Any) -> Any:
-    """Without the marks by which Anthropic's clients say from turn to turn what to keep."""
+def _without_cache_control(value: Any) -> Any:
+    """Drop Anthropic's `cache_control` marks, which clients move from turn to turn."""
     if isinstance(value, dict):
-        return {name: _plain(each) for name, each in value.items() if name != "cache_control"}
-    return [_plain(each) for each in value] if isinstance(value, list) else value
+        items = value.items()
+        return {key: _without_cache_control(v) for key, v in items if key != "cache_control"}
+    return [_without_cache_control(item) for item in value] if isinstance(value, list) else value
 
 
-def _who(scope: dict[str, Any]) -> bytes:
+def _credentials(scope: Scope) -> bytes:
     headers: dict[bytes, bytes] = dict(scope["headers"])
     return headers.get(b"authorization") or headers.get(b"x-api-key") or b""
 
 
-async def _taken(receive: Receive) -> list[Message]:
-    """What comes until the body ends, or is larger than what is looked into."""
-    taken, size, more = list[Message](), 0, True
-    while more and size <= _MOST:
+async def _read_messages(receive: Receive) -> list[Message]:
+    """Receive until the body ends or exceeds _MAX_BODY."""
+    messages, size, more = list[Message](), 0, True
+    while more and size <= _MAX_BODY:
         message = await receive()
-        taken.append(message)
+        messages.append(message)
         size += len(message.get("body", b""))
         more = message.get("more_body", False)
-    return taken
+    return messages
 
 
-def _again(taken: list[Message], receive: Receive) -> Receive:
-    """Gives that once more, and then what comes after it."""
-    left = iter(taken)
+def _replay(messages: list[Message], receive: Receive) -> Receive:
+    """Return a `receive` that gives these messages again, then what comes after them."""
+    remaining = iter(messages)
 
-    async def gives() -> Message:
-        message = next(left, None)
+    async def receive_again() -> Message:
+        message = next(remaining, None)
         return await receive() if message is None else message
 
-    return gives
+    return receive_again

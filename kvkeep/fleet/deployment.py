@@ -1,9 +1,8 @@
-"""A fleet on Ray Serve: it starts the servers, sends each request to one, and replaces the dead.
+"""A fleet on Ray Serve, which starts the servers, routes requests and replaces dead servers.
 
-Ray Serve's consistent hashing takes a request's `x-session-id` to the same server while the set of
-servers is the same, and `affinity.py` gives that header to requests that have none. That is a
-matter of speed alone: whoever gets a request about a session takes the session from the store,
-where it has one writer at a time.
+Ray Serve's consistent hashing routes requests of one `x-session-id` to one server while the set of
+servers is the same, and `affinity.py` adds that header to requests without it. That is a matter of
+speed alone: any server takes a session from the store, where it has one writer at a time.
 """
 
 import logging
@@ -18,17 +17,18 @@ from kvkeep.fleet.affinity import CALLBACK
 from kvkeep.fleet.setup import Scale, Setup
 
 NAME = "kvkeep"
-_OBJECTS = 128 << 20  # bytes for what servers would hand to each other, which is nothing
-_RAYS = {
+_OBJECT_STORE = 128 << 20  # bytes of Ray's object store, which is not used
+# A cluster that is given by its address must have the last one set by its operator.
+_RAY_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # of 5, a busy machine's proxies never start
-    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": CALLBACK,  # a cluster's user sets it there
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # 5 is too short on a busy machine
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": CALLBACK,
 }
 ROUTER: Any = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 
 
 def require_ray() -> None:
-    """Raises InvalidArgument where the extra is not installed."""
+    """Raise InvalidArgument if the `fleet` extra is not installed."""
     try:
         import ray.serve  # noqa: F401
     except ImportError as error:
@@ -38,25 +38,25 @@ def require_ray() -> None:
 
 
 @contextmanager
-def running(
+def running_fleet(
     setup: Setup, scale: Scale, host: str, port: int, address: str | None
 ) -> Iterator[None]:
-    """A fleet that answers; at the end answers end, and sessions are in the store.
+    """Run a fleet; on exit requests finish, and all sessions are in the store.
 
-    address: of a Ray cluster on which nothing else is served; None for one that is started on this
-    machine. Raises ServerError.
+    address: of a Ray cluster that serves nothing else; None to start one on this machine. Raises
+    ServerError.
     """
-    for name, value in _RAYS.items():
+    for name, value in _RAY_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     import ray
     from ray import serve
 
     for name in ("ray", "ray.serve"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    _join(scale.most * setup.threads, address)
+    _connect(scale.max_servers * setup.threads, address)
     try:
-        if serve.status().proxies:  # it would stay as it is set up, and end with this fleet
-            raise ServerError(f"the Ray cluster at {address} serves already: `serve shutdown`")
+        if serve.status().proxies:  # they would keep their configuration, and stop with this fleet
+            raise ServerError(f"the Ray cluster at {address} already serves: run `serve shutdown`")
         try:
             _serve(_application(setup, scale), host, port)
             yield
@@ -66,17 +66,17 @@ def running(
         ray.shutdown()
 
 
-def _join(threads: int, address: str | None) -> None:
-    """threads: of all servers. Nobody else is to be scheduled on this machine."""
+def _connect(threads: int, address: str | None) -> None:
+    """Connect to a Ray cluster, or start one here. threads: of all servers together."""
     import ray
 
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-    if address is None:  # whatever cluster Ray would find by itself
+    if address is None:  # "local": not a cluster that Ray would find by itself
         cores = max(os.cpu_count() or 1, threads)
         local: dict[str, Any] = {
             "include_dashboard": False,
             "num_cpus": cores,
-            "object_store_memory": _OBJECTS,
+            "object_store_memory": _OBJECT_STORE,
         }
         ray.init(address="local", **quiet, **local)
         return
@@ -85,13 +85,16 @@ def _join(threads: int, address: str | None) -> None:
         ray.init(address=address, **quiet)
     except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
         raise ServerError(
-            f"the Ray cluster at {address} does not let kvkeep in ({error}): Python, Ray, "
+            f"cannot join the Ray cluster at {address} ({error}): Python, Ray, "
             "RAY_AUTH_MODE and ~/.ray/auth_token must be the same there and here"
         ) from error
 
 
 def _require_answer(address: str) -> None:
-    """Ray itself waits for two minutes. Addresses of other kinds ("auto") are Ray's to judge."""
+    """Fail fast if nothing listens: Ray would wait for two minutes.
+
+    Addresses without a port ("auto") are left to Ray.
+    """
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdigit() or "://" in address:
         return
@@ -113,7 +116,7 @@ def _serve(application: Any, host: str, port: int) -> None:
         serve.run(application, name=NAME, route_prefix="/")
     except (RuntimeError, TimeoutError, ray.exceptions.RayError) as error:
         raise ServerError(
-            f"the fleet did not start ({error}); why is in the logs of its servers, below "
+            f"the fleet did not start ({error}); see the logs of its servers, below "
             "/tmp/ray/session_latest/logs/serve on their machines"
         ) from error
 
@@ -122,32 +125,32 @@ def _application(setup: Setup, scale: Scale) -> Any:
     from ray import serve
     from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
-    from kvkeep.fleet.serving import Server
+    from kvkeep.fleet.replica import ReplicaServer
 
-    if scale.least == scale.most:
-        number: dict[str, Any] = {"num_replicas": scale.least}
+    if scale.min_servers == scale.max_servers:
+        replicas: dict[str, Any] = {"num_replicas": scale.min_servers}
     else:
-        number = {
+        replicas = {
             "autoscaling_config": AutoscalingConfig(
-                min_replicas=scale.least,
-                max_replicas=scale.most,
-                target_ongoing_requests=scale.each,
+                min_replicas=scale.min_servers,
+                max_replicas=scale.max_servers,
+                target_ongoing_requests=scale.requests,
             )
         }
     deployment = serve.deployment(
         name=NAME,
-        **number,
-        max_ongoing_requests=4 * scale.each,
+        **replicas,
+        max_ongoing_requests=4 * scale.requests,
         graceful_shutdown_timeout_s=scale.grace,
         health_check_period_s=2,
         health_check_timeout_s=30,
         request_router_config=RequestRouterConfig(
-            request_router_class=ROUTER,  # who has enough to do leaves the rest to any other
-            request_router_kwargs={"num_fallback_replicas": scale.most - 1},
+            request_router_class=ROUTER,  # a server at its limit passes requests to others
+            request_router_kwargs={"num_fallback_replicas": scale.max_servers - 1},
         ),
         ray_actor_options={
             "num_cpus": setup.threads,
             "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(setup.threads)}},
         },
     )
-    return deployment(serve.ingress()(Server)).bind(setup)
+    return deployment(serve.ingress()(ReplicaServer)).bind(setup)

@@ -1,7 +1,8 @@
-"""Sessions that are with this server: brought from a store, held while written, committed."""
+"""Sessions leased from a store: loaded into the engine, held while written, and committed."""
 
 import asyncio
 import time
+from asyncio import wrap_future
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,197 +14,197 @@ from weakref import WeakValueDictionary
 
 from kvkeep.engine import Engine, SessionRecord
 from kvkeep.errors import Busy, HeldElsewhere, KvkeepError, NoObject, NoSuchSession, StoreError
-from kvkeep.fleet.idempotency_log import NOTE, Answered, noted, remembered
+from kvkeep.fleet.exchange import NOTE, RecordedResponse, notes_of, recorded_in
 from kvkeep.storage.objects.interface import Pieces
 from kvkeep.storage.objects.place import ObjectPlace
 from kvkeep.storage.sessions.head import Head
 from kvkeep.storage.sessions.lease import Lease
 from kvkeep.storage.sessions.protocol import Version
-from kvkeep.storage.sessions.shared import SharedSessions
+from kvkeep.storage.sessions.shared import SessionPlace, SharedSessions
 from kvkeep.storage.snapshots.snapshot import Snapshot
 
 T = TypeVar("T")
-LEASE = 2.0  # seconds for which a killed server's sessions stay held
-_COPIES = 1_000  # that are known
-_AGAIN = 5  # looks at a session that others commit meanwhile
-_ENDING = 30.0  # seconds that the step of an answer takes at most
-_LOOK = 0.1  # seconds between two looks at a session that another holds
-_AT_STORE = 16  # threads that wait for the store
-_Key = tuple[str, str]  # an owner and a name
+LEASE_SECONDS = 2.0  # for which the sessions of a killed server stay leased
+_MAX_COPIES = 1_000
+_LOAD_TRIES = 5  # of a session that others commit meanwhile
+_IDLE_TIMEOUT = 30.0  # seconds that a step of a cancelled generation takes at most
+_POLL_SECONDS = 0.1  # between two tries to lease a session that another server holds
+_STORE_THREADS = 16
+_Key = tuple[str, str]  # owner and name
 
 
 @dataclass
-class Copy:
-    """What a session of the engine's is a copy of.
+class _EngineCopy:
+    """An engine's session, and what of the store it is a copy of.
 
-    kept: the session. snapshot: its name in the store. version: of the head when it was looked at
-    last. revision: of the session. answered: with keys, the newest last.
+    snapshot: its name in the store. version: of the head when last seen. revision: the session's,
+    as loaded or committed. responses: to requests with keys, the newest last.
     """
 
-    kept: SessionRecord
+    record: SessionRecord
     snapshot: str
     version: Version | None
     revision: int
-    answered: list[Answered] = field(default_factory=list)
+    responses: list[RecordedResponse] = field(default_factory=list)
 
 
 @dataclass
-class Writing:
-    """A session that is being written, here and nowhere else.
+class LeasedSession:
+    """A session that is leased to this server, which alone may write it.
 
-    kept: None until it is made. before: the revision at which it came; None for one that is only
-    begun. clean: whether the engine's session is what is in the store.
+    record: the engine's session; None until it is created. loaded_revision: the revision at which
+    it was loaded; None for a new one. in_sync: whether the engine's session equals the store's.
     """
 
     owner: str
     name: str
     lease: Lease
-    kept: SessionRecord | None = None
-    before: int | None = None
-    answered: list[Answered] = field(default_factory=list)
-    clean: bool = False
+    record: SessionRecord | None = None
+    loaded_revision: int | None = None
+    responses: list[RecordedResponse] = field(default_factory=list)
+    in_sync: bool = False
 
     @property
     def key(self) -> _Key:
         return self.owner, self.name
 
 
-class Custody:
-    """Sessions of a store, with one engine as long as nobody else writes them.
+class SessionLeases:
+    """Leases of a store's sessions, and their copies in one engine.
 
-    sessions_of: an owner's in the store.
+    Between requests the engine may keep a session's copy; each request compares it with the head in
+    the store and loads the session again if another server has committed.
     """
 
     def __init__(self, engine: Engine, sessions_of: Callable[[str], SharedSessions]):
-        self._visiting, self._sessions_of = engine.borrowed, sessions_of
-        self._copies: OrderedDict[_Key, Copy] = OrderedDict()
-        self._written: dict[_Key, SessionRecord] = {}
-        self._at_work: WeakValueDictionary[_Key, asyncio.Lock] = WeakValueDictionary()
-        self._threads = ThreadPoolExecutor(_AT_STORE, "kvkeep-store")
+        """sessions_of: returns an owner's sessions in the store."""
+        self._borrowed, self.sessions_of = engine.borrowed, sessions_of
+        self._copies: OrderedDict[_Key, _EngineCopy] = OrderedDict()
+        self._being_written: dict[_Key, SessionRecord] = {}
+        self._locks: WeakValueDictionary[_Key, asyncio.Lock] = WeakValueDictionary()
+        self._threads = ThreadPoolExecutor(_STORE_THREADS, "kvkeep-store")
 
-    def sessions(self, owner: str) -> SharedSessions:
-        return self._sessions_of(owner)
-
-    async def at_store(self, function: Callable[[], T]) -> T:
-        """What a function gives that waits for the store, in a thread that does nothing else."""
+    async def in_store_thread(self, function: Callable[[], T]) -> T:
+        """Run a function that waits for the store in a thread of the pool."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, function)
 
     @asynccontextmanager
-    async def beginning(self, owner: str, name: str) -> AsyncIterator[Writing]:
-        """A session that is to be made in the engine, and committed.
+    async def creating(self, owner: str, name: str) -> AsyncIterator[LeasedSession]:
+        """Lease a new session, to be created in the engine and committed within the block.
 
-        Raises InvalidArgument where there is one by that name, HeldElsewhere.
+        Without a commit it is rolled back. Raises InvalidArgument if the name is taken,
+        HeldElsewhere.
         """
-        async with self._alone(owner, name, patience=0.0):
-            lease = await self.at_store(lambda: self._sessions_of(owner).begin(name))
-            writing = Writing(owner, name, lease)
+        async with self._exclusive(owner, name, patience=0.0):
+            lease = await self.in_store_thread(lambda: self.sessions_of(owner).begin(name))
+            leased = LeasedSession(owner, name, lease)
             try:
-                await self._forget(writing.key)  # one that was removed elsewhere
-                yield writing
+                await self._forget_copy(leased.key)  # of one that was deleted elsewhere
+                yield leased
             finally:
                 try:
-                    if not writing.clean:
-                        await self._take_back(writing)
-                    elif writing.kept is not None:
-                        await asyncio.wrap_future(self._visiting.let_go(writing.kept))
+                    if not leased.in_sync:
+                        await self._roll_back_creation(leased)
+                    elif leased.record is not None:
+                        await wrap_future(self._borrowed.let_go(leased.record))
                 finally:
-                    await self.at_store(lease.release)
+                    await self.in_store_thread(lease.release)
 
     @asynccontextmanager
-    async def writing(self, owner: str, name: str, patience: float = 0.0) -> AsyncIterator[Writing]:
-        """A session held, and brought to the engine as it was committed last.
+    async def writing(
+        self, owner: str, name: str, patience: float = 0.0
+    ) -> AsyncIterator[LeasedSession]:
+        """Lease a session and load it into the engine as it was last committed.
 
-        What is not committed by the end is taken back. patience: seconds to wait for one that is at
-        work here; one that another server holds is waited for as long as a killed server would.
+        Changes that are not committed within the block are rolled back. patience: seconds to wait
+        for another request of this server; a lease of another server is waited for as long as a
+        killed server's would last.
 
         Raises NoSuchSession, Busy, HeldElsewhere.
         """
-        async with self._alone(owner, name, patience):
-            lease = await self._taken(owner, name)
-            writing = Writing(owner, name, lease)
+        async with self._exclusive(owner, name, patience):
+            lease = await self._acquire(owner, name)
+            leased = LeasedSession(owner, name, lease)
             try:
-                copy = await self._brought(owner, name, lease.head)
-                writing.kept, writing.before = copy.kept, copy.revision
-                writing.answered = list(copy.answered)
-                self._written[writing.key] = copy.kept
-                yield writing
+                copy = await self._load(owner, name, lease.head)
+                leased.record, leased.loaded_revision = copy.record, copy.revision
+                leased.responses = list(copy.responses)
+                self._being_written[leased.key] = copy.record
+                yield leased
             finally:
-                self._written.pop(writing.key, None)
+                self._being_written.pop(leased.key, None)
                 try:
-                    await self._settled(writing)
+                    await self._settle(leased)
                 finally:
-                    await self.at_store(lease.release)
-                    if writing.key in self._copies:
-                        self._copies[writing.key].version = lease.version
+                    await self.in_store_thread(lease.release)
+                    if leased.key in self._copies:
+                        self._copies[leased.key].version = lease.version
 
     @asynccontextmanager
     async def reading(
-        self, owner: str, name: str, settled: bool = False
+        self, owner: str, name: str, committed: bool = False
     ) -> AsyncIterator[SessionRecord]:
-        """A session in the engine as it was committed last, or as it is here at work on it.
+        """Keep a session in the engine within the block, without a lease.
 
-        settled: waits where it is at work, for what is made of it is to last. Raises NoSuchSession.
+        It is as last committed, or as a request of this server is writing it. committed: wait for
+        such a request, because what is made of the session is to last. Raises NoSuchSession.
         """
-        kept = None if settled else self._written.get((owner, name))
-        if kept is None or not await asyncio.wrap_future(self._visiting.await_(kept)):
+        record = None if committed else self._being_written.get((owner, name))
+        if record is None or not await wrap_future(self._borrowed.await_(record)):
             async with self._lock((owner, name)):
-                kept = await self._seen(owner, name)
+                record = await self._load_latest(owner, name)
         try:
-            yield kept
+            yield record
         finally:
-            await asyncio.wrap_future(self._visiting.let_go(kept))
+            await wrap_future(self._borrowed.let_go(record))
 
-    @asynccontextmanager
-    async def removing(self, owner: str, name: str) -> AsyncIterator[Writing]:
-        """A session held, whether it can be read or not; `remove` ends it.
+    async def remove(self, owner: str, name: str, check: Callable[[SessionPlace], None]) -> None:
+        """Remove a session from store and engine, without loading it: it may be damaged.
 
-        Raises NoSuchSession, Busy, HeldElsewhere.
+        check: called under the lease, before anything is removed. Raises what it raises,
+        NoSuchSession, Busy, HeldElsewhere.
         """
-        async with self._alone(owner, name, patience=0.0):
-            lease = await self._taken(owner, name)
+        async with self._exclusive(owner, name, patience=0.0):
+            lease = await self._acquire(owner, name)
             try:
-                yield Writing(owner, name, lease)
+                await self.in_store_thread(lambda: check(SessionPlace(lease.place)))
+                await self.in_store_thread(lease.remove)
+                await self._forget_copy((owner, name))
             finally:
-                await self.at_store(lease.release)
+                await self.in_store_thread(lease.release)
 
-    async def remove(self, writing: Writing) -> None:
-        """The session is gone, here and in the store."""
-        await self.at_store(writing.lease.remove)
-        await self._forget(writing.key)
+    async def changed(self, leased: LeasedSession) -> bool:
+        """Whether there is anything to commit. Raises StoreError if the engine dropped it."""
+        return await self._idle_revision(await self._record(leased)) != leased.loaded_revision
 
-    async def changed(self, writing: Writing) -> bool:
-        """Whether there is anything to commit. Raises StoreError where the session went."""
-        return await self._idle(await self._kept(writing)) != writing.before
+    async def commit(self, leased: LeasedSession, response: RecordedResponse | None = None) -> None:
+        """Commit a session, with the response to its request, and release the lease.
 
-    async def commit(self, writing: Writing, answer: Answered | None = None) -> None:
-        """What the session is now is in the store, with what was answered; others may write it.
-
-        Raises Moved where another server has taken it, StoreError.
+        Raises Moved if another server has taken the session, StoreError.
         """
-        kept = await self._kept(writing)
-        await self._idle(kept)
-        answers = [*writing.answered, *([answer] if answer else [])]
-        snapshot, revision = await asyncio.wrap_future(self._visiting.snapshot(kept))
-        snapshot = replace(snapshot, notes={**snapshot.notes, **noted(answers)})
-        await self.at_store(lambda: snapshot.save(_Committing(writing.lease)))
-        head, version = writing.lease.head, writing.lease.version
-        self._remember(writing.key, Copy(kept, head.snapshot, version, revision, answers))
-        await asyncio.wrap_future(self._visiting.committed(kept, revision))
-        writing.clean = True
-
-    # How
+        record = await self._record(leased)
+        await self._idle_revision(record)
+        responses = [*leased.responses, *([response] if response else [])]
+        snapshot, revision = await wrap_future(self._borrowed.snapshot(record))
+        snapshot = replace(snapshot, notes={**snapshot.notes, **notes_of(responses)})
+        await self.in_store_thread(lambda: snapshot.save(_CommitTarget(leased.lease)))
+        head, version = leased.lease.head, leased.lease.version
+        copy = _EngineCopy(record, head.snapshot, version, revision, responses)
+        self._remember(leased.key, copy)
+        await wrap_future(self._borrowed.committed(record, revision))
+        leased.in_sync = True
 
     def _lock(self, key: _Key) -> asyncio.Lock:
-        return self._at_work.setdefault(key, asyncio.Lock())
+        return self._locks.setdefault(key, asyncio.Lock())
 
     @asynccontextmanager
-    async def _alone(self, owner: str, name: str, patience: float) -> AsyncIterator[None]:
-        """One request at a time works on a session."""
+    async def _exclusive(self, owner: str, name: str, patience: float) -> AsyncIterator[None]:
+        """Admit one request of this server at a time to a session. Raises Busy."""
         lock = self._lock((owner, name))
-        if (owner, name) in self._written and not patience:
+        if (owner, name) in self._being_written and not patience:
             raise Busy(f"session {name!r} is reading or writing; wait for it, or cancel that")
         try:
-            await asyncio.wait_for(lock.acquire(), patience or _ENDING)
+            await asyncio.wait_for(lock.acquire(), patience or _IDLE_TIMEOUT)
         except TimeoutError:
             raise Busy(f"session {name!r} is still at work on another request") from None
         try:
@@ -211,121 +212,116 @@ class Custody:
         finally:
             lock.release()
 
-    async def _kept(self, writing: Writing) -> SessionRecord:
-        """The engine's session: one that was made meanwhile, too."""
-        if writing.kept is None:
-            writing.kept = await asyncio.wrap_future(
-                self._visiting.find(writing.name, writing.owner)
-            )
-        if writing.kept is None:
-            raise StoreError(f"session {writing.name!r} went while it was made: send it again")
-        return writing.kept
+    async def _record(self, leased: LeasedSession) -> SessionRecord:
+        """Return the engine's session, also one that was created since the lease began."""
+        if leased.record is None:
+            leased.record = await wrap_future(self._borrowed.find(leased.name, leased.owner))
+        if leased.record is None:
+            raise StoreError(f"session {leased.name!r} went while it was made: send it again")
+        return leased.record
 
-    async def _seen(self, owner: str, name: str) -> SessionRecord:
-        """The engine's session is what was committed last when this began, or later."""
-        for left in reversed(range(_AGAIN)):
-            version = await self.at_store(self._sessions_of(owner).at(name).head)
+    async def _load_latest(self, owner: str, name: str) -> SessionRecord:
+        """Load a session as it is committed when this call begins, or later."""
+        for tries_left in reversed(range(_LOAD_TRIES)):
+            version = await self.in_store_thread(self.sessions_of(owner).at(name).head)
             if version is None or version.head.removed or not version.head.snapshot:
-                await self._forget((owner, name))
+                await self._forget_copy((owner, name))
                 raise NoSuchSession(f"there is no session {name!r}")
             try:
-                return (await self._brought(owner, name, version.head)).kept
-            except NoObject:  # another has committed meanwhile
-                if not left:
+                return (await self._load(owner, name, version.head)).record
+            except NoObject:  # another server has committed meanwhile
+                if not tries_left:
                     raise
         raise AssertionError
 
-    async def _taken(self, owner: str, name: str) -> Lease:
-        sessions, copy = self._sessions_of(owner), self._copies.get((owner, name))
+    async def _acquire(self, owner: str, name: str) -> Lease:
+        """Acquire a lease, waiting for as long as a killed server's lease lasts."""
+        sessions, copy = self.sessions_of(owner), self._copies.get((owner, name))
         known = copy.version if copy else None
-        last = time.monotonic() + 1.5 * sessions.lease + 0.5
+        deadline = time.monotonic() + 1.5 * sessions.lease + 0.5
         while True:
             try:
-                lease = await self.at_store(partial(sessions.take, name, False, known))
+                lease = await self.in_store_thread(partial(sessions.take, name, False, known))
                 break
             except NoObject:
-                await self._forget((owner, name))
+                await self._forget_copy((owner, name))
                 raise NoSuchSession(f"there is no session {name!r}") from None
             except HeldElsewhere:
-                if time.monotonic() > last:
+                if time.monotonic() > deadline:
                     raise
                 known = None
-                await asyncio.sleep(_LOOK)
-        if not lease.head.snapshot:  # begun by a server that was killed before it committed
+                await asyncio.sleep(_POLL_SECONDS)
+        if not lease.head.snapshot:  # its creator was killed before the first commit
             with suppress(StoreError):
-                await self.at_store(lease.remove)
-            await self.at_store(lease.release)
+                await self.in_store_thread(lease.remove)
+            await self.in_store_thread(lease.release)
             raise NoSuchSession(f"there is no session {name!r}")
         return lease
 
-    async def _brought(self, owner: str, name: str, head: Head) -> Copy:
-        """The engine's session is what the head says, and stays until it is let go."""
+    async def _load(self, owner: str, name: str, head: Head) -> _EngineCopy:
+        """Make the engine's session what the head says; it stays until it is let go."""
         key = owner, name
         copy = self._copies.get(key)
         if copy is not None and copy.snapshot == head.snapshot:
-            here = await asyncio.wrap_future(self._visiting.await_(copy.kept))
-            if here and copy.kept.revision == copy.revision:
+            present = await wrap_future(self._borrowed.await_(copy.record))
+            if present and copy.record.revision == copy.revision:
                 return copy
-            await asyncio.wrap_future(self._visiting.forget(copy.kept))
-        at = self._sessions_of(owner).at(name)
+            await wrap_future(self._borrowed.forget(copy.record))
+        at = self.sessions_of(owner).at(name)
         place = ObjectPlace(at.objects, at.key(head.snapshot))
-        snapshot = await self.at_store(lambda: Snapshot.load(place))
-        answered = remembered(snapshot.notes)
+        snapshot = await self.in_store_thread(lambda: Snapshot.load(place))
+        responses = recorded_in(snapshot.notes)
         snapshot.notes.pop(NOTE, None)
-        kept = await asyncio.wrap_future(self._visiting.bring(snapshot, name, owner))
+        record = await wrap_future(self._borrowed.bring(snapshot, name, owner))
         version = copy.version if copy else None
-        copy = Copy(kept, head.snapshot, version, kept.revision, answered)
+        copy = _EngineCopy(record, head.snapshot, version, record.revision, responses)
         self._remember(key, copy)
         return copy
 
-    def _remember(self, key: _Key, copy: Copy) -> None:
+    def _remember(self, key: _Key, copy: _EngineCopy) -> None:
         self._copies[key] = copy
         self._copies.move_to_end(key)
-        while len(self._copies) > _COPIES:
+        while len(self._copies) > _MAX_COPIES:
             self._copies.popitem(last=False)
 
-    async def _settled(self, writing: Writing) -> None:
-        """What was not committed is not kept."""
-        if writing.kept is None:  # it could not be brought
+    async def _settle(self, leased: LeasedSession) -> None:
+        """Let the engine's session go; drop it if it was not committed or the lease was lost."""
+        if leased.record is None:  # loading it failed
             return
-        if writing.clean and writing.lease.lost is None:
-            await asyncio.wrap_future(self._visiting.let_go(writing.kept))
+        if leased.in_sync and leased.lease.lost is None:
+            await wrap_future(self._borrowed.let_go(leased.record))
         else:
-            await self._forget(writing.key)
+            await self._forget_copy(leased.key)
 
-    async def _take_back(self, writing: Writing) -> None:
-        """What was to be a session, and was not committed."""
+    async def _roll_back_creation(self, leased: LeasedSession) -> None:
+        """Drop a new session that was not committed, in the engine and in the store."""
         with suppress(KvkeepError):
-            if writing.kept is None:
-                found = self._visiting.find(writing.name, writing.owner)
-                writing.kept = await asyncio.wrap_future(found)
-            if writing.kept is not None:
-                await asyncio.wrap_future(self._visiting.forget(writing.kept))
-        if not writing.lease.head.snapshot:
+            await wrap_future(self._borrowed.forget(await self._record(leased)))
+        if not leased.lease.head.snapshot:
             with suppress(StoreError):
-                await self.at_store(writing.lease.remove)
+                await self.in_store_thread(leased.lease.remove)
 
-    async def _idle(self, kept: SessionRecord) -> int:
-        """The session's revision, once an answer that was cancelled has ended."""
-        last = time.monotonic() + _ENDING
+    async def _idle_revision(self, record: SessionRecord) -> int:
+        """Return the session's revision once a cancelled generation has ended."""
+        deadline = time.monotonic() + _IDLE_TIMEOUT
         while True:
             try:
-                return await asyncio.wrap_future(self._visiting.revision(kept))
+                return await wrap_future(self._borrowed.revision(record))
             except Busy:
-                if time.monotonic() > last:
+                if time.monotonic() > deadline:
                     raise
                 await asyncio.sleep(0.01)
 
-    async def _forget(self, key: _Key) -> None:
-        """The engine has no copy of a session any more, whatever is at work in it."""
+    async def _forget_copy(self, key: _Key) -> None:
+        """Drop the engine's copy of a session, and cancel what is running in it."""
         copy = self._copies.pop(key, None)
         if copy is not None:
-            await asyncio.wrap_future(self._visiting.forget(copy.kept))
+            await wrap_future(self._borrowed.forget(copy.record))
 
 
 @dataclass(frozen=True)
-class _Committing:
-    """Commits what a snapshot is written as, and lets go of the session with that."""
+class _CommitTarget:
+    """Where `Snapshot.save` writes: a commit that releases the lease in the same step."""
 
     lease: Lease
 

@@ -1,16 +1,19 @@
 """One server of a fleet: an engine whose sessions, snapshots and prompts are in a store."""
 
+import asyncio
 import os
 import secrets
 import socket
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvkeep.engine import Engine, Limits
 from kvkeep.errors import Conflict, StoreError
-from kvkeep.fleet.leases import LEASE, Custody
-from kvkeep.fleet.middleware import Keeper
+from kvkeep.fleet.leases import LEASE_SECONDS, SessionLeases
+from kvkeep.fleet.middleware import SessionMiddleware
+from kvkeep.fleet.setup import Setup
 from kvkeep.model import Model
 from kvkeep.storage.objects import Objects, open_objects
 from kvkeep.storage.prefixes.shared import SharedPrefixes
@@ -20,26 +23,25 @@ from kvkeep.storage.sessions.shared import SharedSessions
 
 @dataclass(frozen=True)
 class Replica:
-    """engine: reads and writes. custody: of its sessions. writer: what others are told of it.
-    keepers: of its applications."""
+    """An engine over a store. leases: of its sessions. writer: its name in leases."""
 
     engine: Engine
-    custody: Custody
+    leases: SessionLeases
     writer: str
-    keepers: list[Keeper] = field(default_factory=list)
+    _middlewares: list[SessionMiddleware] = field(default_factory=list)
 
-    def around(self, app: Any) -> Keeper:
-        """For `application`."""
-        self.keepers.append(Keeper(app, self.custody, self.writer))
-        return self.keepers[-1]
+    def middleware(self, app: Any) -> SessionMiddleware:
+        """Wrap an application; see `application`."""
+        self._middlewares.append(SessionMiddleware(app, self.leases, self.writer))
+        return self._middlewares[-1]
 
-    async def drained(self) -> None:
-        """Once all that was begun is in the store."""
-        for keeper in self.keepers:
-            await keeper.drained()
+    async def drain(self) -> None:
+        """Wait until all sessions that are being written are in the store."""
+        for middleware in self._middlewares:
+            await middleware.drain()
 
 
-def replica(
+def open_replica(
     model: Model,
     store: str,
     secret: bytes,
@@ -47,14 +49,15 @@ def replica(
     settings: Mapping[str, Any],
     limits: Limits,
     prefixes: bool,
-    lease: float = LEASE,
+    lease: float = LEASE_SECONDS,
 ) -> Replica:
-    """store: URL. prefixes: whether evaluated beginnings of prompts are shared. lease: seconds.
+    """Open a store and start an engine over it.
 
-    Raises InvalidArgument and StoreError for a store that cannot be used.
+    store: URL. prefixes: whether prefilled prefixes of prompts are shared. lease: seconds. Raises
+    InvalidArgument and StoreError for a store that cannot be used.
     """
-    objects, writer = open_objects(store), writer_name()
-    require_conditions(objects)
+    objects, writer = open_objects(store), _writer_name()
+    require_conditional_writes(objects)
     shared = SharedPrefixes(objects, secret, model.arithmetic) if prefixes else None
     engine = Engine(
         model,
@@ -67,33 +70,76 @@ def replica(
     def sessions_of(owner: str) -> SharedSessions:
         return SharedSessions(objects, owner, writer, lease)
 
-    return Replica(engine, Custody(engine, sessions_of), writer)
+    return Replica(engine, SessionLeases(engine, sessions_of), writer)
 
 
-def writer_name() -> str:
-    """Of this process, and of no other, whatever containers call themselves."""
+def _writer_name() -> str:
+    """Return a name unique to this process, even if containers share host names."""
     return f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
 
 
-def require_conditions(objects: Objects) -> None:
-    """A store that takes no heed of conditions would let two write one session.
+def require_conditional_writes(objects: Objects) -> None:
+    """Check that a store honours conditions: without them two servers could write one session.
 
-    Raises StoreError where it cannot be reached, or does not.
+    Raises StoreError if it does not, or cannot be reached.
     """
     key = f"checks/{secrets.token_hex(8)}"
     tag = objects.put(key, b"first", if_absent=True)
     try:
-        other = objects.put(key, b"second", if_tag=tag)
+        new_tag = objects.put(key, b"second", if_tag=tag)
         refused = 0
         for conditions in ({"if_absent": True}, {"if_tag": tag}):
             try:
                 objects.put(key, b"third", **conditions)
             except Conflict:
                 refused += 1
-        if refused < 2 or objects.get(key) != (b"second", other):
+        if refused < 2 or objects.get(key) != (b"second", new_tag):
             raise StoreError(
-                f"{objects.url} takes no heed of If-Match and If-None-Match, without which two "
-                "servers could write one session: use a store that does"
+                f"{objects.url} ignores If-Match and If-None-Match, without which two servers "
+                "could write one session: use a store that honours them"
             )
     finally:
         objects.delete(key)
+
+
+class ReplicaServer:
+    """A replica as Ray Serve runs it, in a process of its own: loads the model and serves."""
+
+    def __init__(self, setup: Setup):
+        import torch
+
+        from kvkeep import load_model
+        from kvkeep.server.app import LOCAL_HOSTS, application
+        from kvkeep.server.service import Service
+
+        torch.set_num_threads(setup.threads)
+        options = {"dtype": setup.dtype, "weights": setup.weights}
+        given = {name: value for name, value in options.items() if value is not None}
+        model = load_model(setup.model, **given)  # type: ignore[arg-type]
+        self._replica = open_replica(
+            model,
+            setup.store,
+            setup.secret,
+            settings=setup.settings,
+            limits=Limits(memory=setup.memory),
+            prefixes=setup.prefixes,
+            lease=setup.lease,
+        )
+        name = setup.alias or model.name.rpartition("/")[2]
+        self._service = Service(self._replica.engine, name, setup.keys, int(time.time()))
+        hosts = {*LOCAL_HOSTS, *setup.hosts}
+        self._app = application(self._service, hosts, setup.origins, self._replica.middleware)
+
+    def __serve_build_asgi_app__(self) -> Any:
+        """Return the ASGI application; called by Ray Serve."""
+        return self._app
+
+    async def check_health(self) -> None:
+        """Raise if the engine is dead; Ray Serve then replaces this server."""
+        await asyncio.wrap_future(self._replica.engine.totals())
+
+    async def __del__(self) -> None:
+        """Shut down; called by Ray Serve once requests have ended or had their grace period."""
+        self._service.closing = True
+        await self._replica.drain()
+        await asyncio.to_thread(self._replica.engine.close)

@@ -1,4 +1,4 @@
-"""Which session a request is about, and what it does to it."""
+"""Which session a request targets, and what it does to that session."""
 
 import json
 import re
@@ -8,17 +8,17 @@ from typing import Any, Literal
 from kvkeep.server.errors import ApiError
 from kvkeep.storage.sessions.names import is_name
 
-# none: about no session that is kept in the store. begin: makes one. fork: makes one of another.
-# read: changes nothing. label: writes what it is elsewhere. watch: is told of it, for long. save:
-# asks for what is done anyway. unknown: is like a session's, and none.
-Kind = Literal[
+# none: targets no session of the store. create: makes a session, fork: from another one.
+# read: changes nothing. snapshot: writes the session under another name. events: an endless stream.
+# save: asks for what every commit does anyway. unknown: looks like a session's path but is none.
+TargetKind = Literal[
     "none",
     "list",
-    "begin",
+    "create",
     "fork",
     "read",
-    "label",
-    "watch",
+    "snapshot",
+    "events",
     "write",
     "delete",
     "save",
@@ -26,60 +26,61 @@ Kind = Literal[
 ]
 _SESSION = re.compile(r"/v1/sessions/([^/]+)(?:/([a-z]+))?")
 _RESTORE = re.compile(r"/v1/snapshots/[^/]+/restore")
-_PLACE = "/v1/sessions"
-_OWN = re.compile(r"(slot-\d+|resp_.*)", re.DOTALL)  # of each server, as other APIs name them
-DRAWING = frozenset(("generate", "turns"))  # may draw tokens by chance
+SESSIONS_PATH = "/v1/sessions"
+_RESERVED = re.compile(r"(slot-\d+|resp_.*)", re.DOTALL)  # names local to each server
+SAMPLING_ACTIONS = frozenset(("generate", "turns"))  # may sample tokens
 
 
 @dataclass(frozen=True)
-class About:
-    """kind: see `Kind`. name: of the session. action: the last word of the path."""
+class SessionTarget:
+    """The target of a request. name: the session's. action: the last word of the path."""
 
-    kind: Kind
+    kind: TargetKind
     name: str = ""
     action: str = ""
 
 
-def about(method: str, path: str) -> About:
-    """Of a request, by its first line."""
-    if not path.isprintable():  # routes take more for the end of a path than they say
-        return About("unknown")
-    if path == _PLACE:
-        return About("begin" if method == "POST" else "list" if method == "GET" else "none")
+def session_target(method: str, path: str) -> SessionTarget:
+    """Classify a request by its method and path."""
+    if not path.isprintable():  # routes would accept a trailing newline
+        return SessionTarget("unknown")
+    if path == SESSIONS_PATH:
+        kinds: dict[str, TargetKind] = {"POST": "create", "GET": "list"}
+        return SessionTarget(kinds.get(method, "none"))
     if _RESTORE.fullmatch(path) and method == "POST":
-        return About("begin")
-    if method == "OPTIONS" or not path.startswith(f"{_PLACE}/"):
-        return About("none")
-    found = _SESSION.fullmatch(path)
-    if found is None or not is_name(found[1]):
-        return About("unknown")
-    name, action = found[1], found[2] or ""
+        return SessionTarget("create")
+    if method == "OPTIONS" or not path.startswith(f"{SESSIONS_PATH}/"):
+        return SessionTarget("none")
+    match = _SESSION.fullmatch(path)
+    if match is None or not is_name(match[1]):
+        return SessionTarget("unknown")
+    name, action = match[1], match[2] or ""
     if method in ("GET", "HEAD"):
-        return About("watch" if action == "events" else "read", name, action)
+        return SessionTarget("events" if action == "events" else "read", name, action)
     if action == "snapshot":
-        return About("label", name, action)
+        return SessionTarget("snapshot", name, action)
     if method == "DELETE":
-        return About("delete", name)
+        return SessionTarget("delete", name)
     if action in ("fork", "save") and method == "POST":
-        return About("fork" if action == "fork" else "save", name, action)
-    return About("write", name, action)
+        return SessionTarget("fork" if action == "fork" else "save", name, action)
+    return SessionTarget("write", name, action)
 
 
-def checked_new(name: object) -> str:
-    """A name for a session that is to be in the store. Raises ApiError."""
+def checked_new_name(name: object) -> str:
+    """Return the name if a new session of the store may have it. Raises ApiError."""
     if not isinstance(name, str) or not is_name(name):
         raise ApiError(400, f"name: {name!r:.120} is no name of a session", param="name")
-    if _OWN.fullmatch(name):
-        raise ApiError(400, f"name: {name!r} is kept for slots and responses", param="name")
+    if _RESERVED.fullmatch(name):
+        raise ApiError(400, f"name: {name!r} is reserved for slots and responses", param="name")
     return name
 
 
-def fields_of(body: bytes) -> dict[str, Any]:
-    """Of a JSON body. Raises ApiError for what is no object."""
+def json_object(body: bytes) -> dict[str, Any]:
+    """Parse a JSON body. Raises ApiError if it is not an object."""
     try:
-        found = json.loads(body or b"{}")
+        value = json.loads(body or b"{}")
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        value = None
+    if not isinstance(value, dict):
         raise ApiError(400, "the body must be a JSON object")
-    return found
+    return value

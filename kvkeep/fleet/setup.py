@@ -1,17 +1,25 @@
-"""What a fleet is made of, as it is sent to where its servers run."""
+"""The configuration of a fleet, as it is sent to the processes of its servers."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from blake3 import blake3
+
+from kvkeep.errors import InvalidArgument
 from kvkeep.server.keys import ApiKeys
+
+_MIN_SECRET = 32  # bytes of a secret's file
+_NO_SECRET = bytes(32)
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What each server is made of. It is sent to where they run.
+    """The configuration of each server.
 
-    model, dtype, weights: as `load_model` has them. store: URL. settings: of sessions, but for a
-    calibration. threads: that each computes with. hosts, alias: as `kvkeep serve` has them.
+    model, dtype, weights: as for `load_model`. store: URL. settings: of sessions, without a
+    calibration. memory: bytes of cells. prefixes: whether prompts' prefixes are shared. threads:
+    compute threads of each server. lease: seconds. hosts, origins, alias: as for `kvkeep serve`.
     """
 
     model: str
@@ -32,10 +40,30 @@ class Setup:
 
 @dataclass(frozen=True)
 class Scale:
-    """How many servers. least, most: there are between these, by how many requests wait; each is
-    to have `each` of them. grace: seconds for answers to end where a server is to stop."""
+    """How many servers run.
 
-    least: int
-    most: int
-    each: int
+    min_servers, max_servers: bounds of autoscaling, which aims at `requests` running requests for
+    each server. grace: seconds that running requests have when a server is to stop.
+    """
+
+    min_servers: int
+    max_servers: int
+    requests: int
     grace: float
+
+
+def read_secret(file: Path | None) -> bytes:
+    """Return the 32-byte secret that all servers of a fleet share.
+
+    Without a file it is zeros: then everything that can write to the store is trusted. Raises
+    InvalidArgument for a file that is too short to be secret.
+    """
+    if file is None:
+        return _NO_SECRET
+    content = file.read_bytes().strip()
+    if len(content) < _MIN_SECRET:
+        raise InvalidArgument(
+            f"{file} holds {len(content)} bytes; a secret has {_MIN_SECRET} or more, as "
+            "`openssl rand -hex 32` makes them"
+        )
+    return blake3(content, derive_key_context="kvkeep fleet secret, first form").digest()

@@ -6,7 +6,7 @@ import pytest
 from cli.conftest import Invoke
 
 from kvkeep.errors import Conflict, StoreError
-from kvkeep.fleet.replica import require_conditions
+from kvkeep.fleet.replica import require_conditional_writes
 from kvkeep.storage.objects import Objects, open_objects
 
 
@@ -56,9 +56,9 @@ class _Heedless:
 
 def test_a_store_without_conditions_is_refused(tmp_path: Path) -> None:
     objects = open_objects(tmp_path)
-    require_conditions(objects)
+    require_conditional_writes(objects)
     with pytest.raises(StoreError, match="If-Match"):
-        require_conditions(_Heedless(objects))  # type: ignore[arg-type]
+        require_conditional_writes(_Heedless(objects))  # type: ignore[arg-type]
     assert not list(objects.listed(""))
     with pytest.raises(Conflict):
         objects.put("a", b"", if_tag="none")

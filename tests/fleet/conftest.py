@@ -12,8 +12,8 @@ import uvicorn
 from stores import _s3, objects, s3, s3_url
 
 from kvkeep.engine import Engine, Limits
-from kvkeep.fleet.leases import Custody
-from kvkeep.fleet.middleware import Keeper
+from kvkeep.fleet.leases import SessionLeases
+from kvkeep.fleet.middleware import SessionMiddleware
 from kvkeep.model import Model
 from kvkeep.server.app import application
 from kvkeep.server.keys import ApiKeys
@@ -36,8 +36,8 @@ def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 class Replica:
     """A server that runs. url: where. engine: its own."""
 
-    def __init__(self, url: str, engine: Engine, custody: Custody):
-        self.url, self.engine, self.custody = url, engine, custody
+    def __init__(self, url: str, engine: Engine, leases: SessionLeases):
+        self.url, self.engine, self.leases = url, engine, leases
 
     def client(self, **headers: str) -> httpx.Client:
         return httpx.Client(base_url=self.url, headers=headers, timeout=120)
@@ -51,11 +51,11 @@ def replica(model: Model, objects: Objects, name: str, lease: float = 2.0) -> It
         limits=Limits(memory=500_000_000),
         snapshots=lambda owner: SharedLabels(objects, owner),
     )
-    custody = Custody(
+    leases = SessionLeases(
         engine, lambda owner: SharedSessions(objects, owner, writer=name, lease=lease)
     )
     service = Service(engine, "smollm2", ApiKeys())
-    app = application(service, middleware=lambda app: Keeper(app, custody, name))
+    app = application(service, middleware=lambda app: SessionMiddleware(app, leases, name))
     config = uvicorn.Config(app, port=0, log_level="warning", lifespan="off")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
@@ -65,7 +65,7 @@ def replica(model: Model, objects: Objects, name: str, lease: float = 2.0) -> It
         time.sleep(0.01)
     port = server.servers[0].sockets[0].getsockname()[1]
     try:
-        yield Replica(f"http://127.0.0.1:{port}", engine, custody)
+        yield Replica(f"http://127.0.0.1:{port}", engine, leases)
     finally:
         service.closing = server.should_exit = True
         thread.join()

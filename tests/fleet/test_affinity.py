@@ -5,9 +5,9 @@ import json
 from typing import Any
 
 import pytest
+from starlette.types import Message
 
-from kvkeep.fleet.affinity import Affinity, key_of
-from kvkeep.fleet.responses import Message
+from kvkeep.fleet.affinity import Affinity, affinity_key
 
 CHAT = "/v1/chat/completions"
 
@@ -17,7 +17,7 @@ def user(text: Any) -> dict[str, Any]:
 
 
 def of(path: str, who: bytes = b"", **body: Any) -> str:
-    return key_of(path, json.dumps(body).encode(), who)
+    return affinity_key(path, json.dumps(body).encode(), who)
 
 
 def test_the_turns_of_a_conversation_have_one_key() -> None:
@@ -51,8 +51,8 @@ def test_prompts_of_every_kind_have_the_key_of_their_beginning() -> None:
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b"[" * 100_000, b'{"messages": 1}', b"\xff"])
 def test_what_says_nothing_has_no_key(body: bytes) -> None:
-    assert key_of(CHAT, body) == ""
-    assert key_of("/v1/sessions", body) == ""
+    assert affinity_key(CHAT, body) == ""
+    assert affinity_key("/v1/sessions", body) == ""
 
 
 def passed_on(
@@ -90,7 +90,7 @@ def passed_on(
 @pytest.mark.parametrize("pieces", [1, 3])
 def test_a_request_goes_on_whole_with_a_key(pieces: int) -> None:
     body = json.dumps({"messages": [user("one")]}).encode()
-    assert passed_on("POST", CHAT, body, pieces) == (key_of(CHAT, body), body)
+    assert passed_on("POST", CHAT, body, pieces) == (affinity_key(CHAT, body), body)
     new = b'{"name": "notes"}'
     assert passed_on("POST", "/v1/sessions", new, pieces) == ("notes", new)
     turn = b'{"content": "one"}'

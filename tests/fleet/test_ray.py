@@ -192,7 +192,7 @@ def test_a_cluster_that_is_there_is_joined_by_one_fleet(
     store = (tmp_path / "store").as_uri()
     with head(at), fleet(store, {}, "--address", at, "--replicas", "1") as (url, _):
         second = refused("--store", store, "--address", at)
-        assert second.endswith("serves already: `serve shutdown`")
+        assert second.endswith("already serves: run `serve shutdown`")
         answer = httpx.post(f"{url}/v1/completions", json={"prompt": "a", "max_tokens": 2})
         assert answer.status_code == 200, answer.text
 

@@ -1,0 +1,239 @@
+"""A request and its response, which is withheld until its session is committed."""
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from starlette.types import Message, Receive, Scope, Send
+
+from kvkeep.fleet.session_target import SessionTarget
+from kvkeep.server.idempotency import MAX_KEY_LENGTH, bad_key_error
+
+NOTE = "answered"  # key in a snapshot's notes, part of the stored format
+MAX_BODY = 100_000  # bytes of a response that is recorded
+_SEND_TIMEOUT = 60.0  # seconds in which a client must take a message
+_MAX_RECORDS = 256  # responses of a session, the newest
+_MAX_BODIES = 8  # of these, the newest keep their bodies
+_DONE, _FAILED = b"event: done", b"event: error"
+_SEEDS = 2**53
+
+
+class WithheldResponse:
+    """A response that reaches the client only in the parts that promise nothing.
+
+    A stream of events passes through except for its last event; any other response is withheld
+    whole. So no client sees success before the commit. `release` sends what was withheld.
+    """
+
+    def __init__(self, send: Send, max_body: int = 0):
+        """max_body: bytes of the body that `body` keeps; a longer one is not kept."""
+        self._send, self._max_body, self._size = send, max_body, 0
+        self._withheld = list[Message]()
+        self._parts = list[bytes]()
+        self.status = 0
+        self.headers = list[tuple[bytes, bytes]]()
+        self.started = False  # whether the client has received anything
+        self._ended = False
+        self._failed = False  # whether the stream has reported an error
+
+    @property
+    def _is_stream(self) -> bool:
+        types = [value for name, value in self.headers if name.lower() == b"content-type"]
+        return any(value.startswith(b"text/event-stream") for value in types)
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether the application has responded to the end, without an error."""
+        return self._ended and 0 < self.status < 400 and not self._failed
+
+    @property
+    def body(self) -> bytes | None:
+        """The body, or None if it was too long to keep."""
+        return b"".join(self._parts) if self._size <= self._max_body else None
+
+    async def send(self, message: Message) -> None:
+        """Take a message from the application; send or withhold it."""
+        body = message.get("body", b"")
+        if message["type"] == "http.response.start":
+            self.status, self.headers = message["status"], list(message.get("headers", ()))
+        else:
+            self._size += len(body)
+            if self._size <= self._max_body:
+                self._parts.append(body)
+            self._failed = self._failed or (self._is_stream and body.startswith(_FAILED))
+            self._ended = self._ended or not message.get("more_body", False)
+        is_last = body.startswith((_DONE, _FAILED)) or self._ended
+        if self._withheld or is_last or not self._is_stream:
+            self._withheld.append(message)
+        else:
+            await self.send_now(message)
+
+    async def send_now(self, message: Message) -> None:
+        """Send a message without withholding it, for requests that change nothing."""
+        self.started = True
+        await self._send(message)
+
+    async def release(self) -> None:
+        """Send what was withheld."""
+        withheld, self._withheld = self._withheld, []
+        for message in withheld:
+            await self._send(message)
+
+    async def replace(self, error: Any, event: bytes) -> None:
+        """Discard what was withheld; send `event` if a stream has started, else the `error`."""
+        self._withheld.clear()
+        if self.started:
+            await self._send({"type": "http.response.body", "body": event, "more_body": False})
+        else:
+            await error({"type": "http"}, disconnected, self._send)
+
+
+class ReplayedBody:
+    """A request body that was read, replayed to the application; then the client's messages.
+
+    client_gone: set once the client has disconnected, or is to be treated as disconnected.
+    """
+
+    def __init__(self, body: bytes, receive: Receive):
+        self._body: bytes | None = body
+        self._receive = receive
+        self.client_gone = asyncio.Event()
+
+    async def receive(self) -> Message:
+        if self._body is not None:
+            body, self._body = self._body, None
+            return {"type": "http.request", "body": body, "more_body": False}
+        return await self.receive_rest()
+
+    async def receive_rest(self) -> Message:
+        """Return what the client sends after the body, which is only that it disconnects."""
+        if not self.client_gone.is_set():
+            message = asyncio.ensure_future(self._receive())
+            gone = asyncio.ensure_future(self.client_gone.wait())
+            try:
+                await asyncio.wait((message, gone), return_when=asyncio.FIRST_COMPLETED)
+                if message.done() and message.result()["type"] != "http.disconnect":
+                    return message.result()
+            finally:
+                message.cancel()
+                gone.cancel()
+            self.client_gone.set()
+        return {"type": "http.disconnect"}
+
+
+async def disconnected() -> Message:
+    """Receive from a client that is gone."""
+    return {"type": "http.disconnect"}
+
+
+def bounded_send(send: Send, body: ReplayedBody) -> Send:
+    """Return a `send` that treats a client that fails or stalls as disconnected."""
+
+    async def send_or_disconnect(message: Message) -> None:
+        try:
+            await asyncio.wait_for(send(message), _SEND_TIMEOUT)
+        except Exception:  # TimeoutError too: the lease must not wait for a stalled client
+            body.client_gone.set()
+
+    return send_or_disconnect
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A request and its response. content: the body as sent; body: as the application gets it."""
+
+    target: SessionTarget
+    scope: Scope
+    content: bytes
+    body: ReplayedBody
+    response: WithheldResponse
+
+    @property
+    def owner(self) -> str:
+        owner: str = self.scope["owner"]  # set by SecurityMiddleware
+        return owner
+
+    def key(self) -> str | None:
+        """Return a digest of the request's Idempotency-Key, meaningless to readers of the store.
+
+        Raises ApiError for a key of a wrong length.
+        """
+        key = dict(self.scope["headers"]).get(b"idempotency-key")
+        if key is None:
+            return None
+        if not 0 < len(key) <= MAX_KEY_LENGTH:
+            raise bad_key_error()
+        return digest(self.owner.encode(), key)
+
+    def with_fields(self, fields: dict[str, Any]) -> "Exchange":
+        """Return the exchange with these fields as the JSON body that the application gets."""
+        body = ReplayedBody(json.dumps(fields).encode(), self.body.receive_rest)
+        headers = [item for item in self.scope["headers"] if item[0].lower() != b"content-length"]
+        return replace(self, body=body, scope={**self.scope, "headers": headers})
+
+
+@dataclass(frozen=True)
+class RecordedResponse:
+    """The response to a request with an Idempotency-Key, stored with the session.
+
+    key, request: digests. body: None if it was too long or is too old to be kept.
+    """
+
+    key: str
+    request: str
+    status: int
+    headers: list[list[str]] = field(default_factory=list)
+    body: str | None = None
+
+    @classmethod
+    def of(cls, key: str, request: str, response: WithheldResponse) -> "RecordedResponse":
+        headers = [
+            [name.decode("latin-1"), value.decode("latin-1")]
+            for name, value in response.headers
+            if name.lower() != b"content-length"
+        ]
+        body = None if response.body is None else response.body.decode()
+        return cls(key, request, response.status, headers, body)
+
+    async def send(self, response: WithheldResponse) -> None:
+        """Repeat the response."""
+        headers = [
+            (name.encode("latin-1"), value.encode("latin-1")) for name, value in self.headers
+        ]
+        start = {"type": "http.response.start", "status": self.status, "headers": headers}
+        await response.send(start)
+        await response.send({"type": "http.response.body", "body": (self.body or "").encode()})
+
+
+def recorded_in(notes: Mapping[str, Any]) -> list[RecordedResponse]:
+    """Read the responses recorded in a snapshot's notes, skipping malformed entries."""
+    responses, entries = list[RecordedResponse](), notes.get(NOTE)
+    for entry in entries if isinstance(entries, list) else ():
+        try:
+            response = RecordedResponse(**entry)
+            kinds = (type(response.key), type(response.request), type(response.status))
+            if kinds == (str, str, int) and isinstance(response.body, str | None):
+                headers = [[str(name), str(value)] for name, value in response.headers]
+                responses.append(replace(response, headers=headers))
+        except (TypeError, ValueError):
+            continue
+    return responses
+
+
+def notes_of(responses: Sequence[RecordedResponse]) -> dict[str, Any]:
+    """Return notes for a snapshot. Only the newest responses keep their headers and bodies."""
+    older = responses[-_MAX_RECORDS:-_MAX_BODIES]
+    stripped = [replace(response, body=None, headers=[]) for response in older]
+    return {NOTE: [asdict(response) for response in (*stripped, *responses[-_MAX_BODIES:])]}
+
+
+def digest(*parts: bytes) -> str:
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()
+
+
+def seed_from_key(key: str) -> int:
+    """Derive a sampling seed from a key's digest: a repeated request samples the same tokens."""
+    return int(key[:16], 16) % _SEEDS
