@@ -129,9 +129,8 @@ class ParallelExperts:
     """A mixture of experts beside an MLP, as Gemma 4 has it.
 
     Both read the residual stream through norms of their own, and their outputs are normed
-    separately
-    and added. The router reads the residual stream, too: normed without a weight, and scaled
-    element by element. Each expert's output is scaled by a learned number.
+    separately and added. The router reads the residual stream, too: normed without a weight, and
+    scaled element by element. Each expert's output is scaled by a learned number.
 
     Attributes:
         mlp_norm: norm of the MLP's output.
