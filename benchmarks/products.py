@@ -26,7 +26,7 @@ from kvkeep.compiled.binding import CMatrix, library, require_done
 from kvkeep.compiled.instruction_sets import choice
 from kvkeep.compiled.matrices import described
 from kvkeep.models.weights.formats import FORMATS
-from kvkeep.models.weights.packing import from_gguf, packed
+from kvkeep.models.weights.packing import from_gguf, pack
 from kvkeep.storage.files.whole import write_json
 
 SHAPE = (8192, 2048)  # the widest of Llama 3.2 1B
@@ -63,7 +63,7 @@ def main(formats: Sequence[str], counts: Sequence[int], out: Path | None) -> Non
 
 def measure(name: str, counts: Sequence[int]) -> list[Speed]:
     blocks = random_blocks(np.random.default_rng(0), name, *SHAPE)
-    matrix = packed(from_gguf(FORMATS[name], torch.from_numpy(blocks)))
+    matrix = pack(from_gguf(FORMATS[name], torch.from_numpy(blocks)))
     kept = [dataclasses.replace(matrix, data=matrix.data.clone()) for _ in range(COPIES)]
     copies = [described(name, each, SHAPE, None, rounded=False) for each in kept]
     found = list[Speed]()

@@ -12,8 +12,8 @@ from kvkeep.models.layers.decoder import Decoder
 from kvkeep.models.spec.model_spec import ModelSpec
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.models.text.end_of_turn import end_token_ids
-from kvkeep.models.weights.checksum import checksum_of
-from kvkeep.models.weights.packing import name_of
+from kvkeep.models.weights.packed_file import checksum_of
+from kvkeep.models.weights.packing import format_name
 from kvkeep.models.weights.tensors import NORM, tensor_shapes
 from kvkeep.storage.snapshots.fingerprint import Fingerprint, fingerprint
 from kvkeep.version import __version__
@@ -59,8 +59,8 @@ class LoadedModel:
         """The format of most of what a decode step reads: "Q4_1", "Q4_K", "bf16" and so on."""
         sizes = Counter[str]()
         for matrix in self.decoder.packed.values():
-            sizes[name_of(matrix)] += matrix.nbytes
-        return sizes.most_common(1)[0][0] if sizes else name_of(self.decoder.tensors[NORM])
+            sizes[format_name(matrix)] += matrix.nbytes
+        return sizes.most_common(1)[0][0] if sizes else format_name(self.decoder.tensors[NORM])
 
     @cached_property
     def path(self) -> ComputePath:

@@ -23,10 +23,15 @@ from kvkeep.models.spec.config import read_spec
 from kvkeep.models.spec.model_spec import ModelSpec
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.models.weights.checkpoint import decoder_shapes, decoder_tensors, is_text
-from kvkeep.models.weights.packed import WEIGHTS, find_own, find_rounded, own_file
+from kvkeep.models.weights.packed import (
+    WEIGHTS,
+    converted_file,
+    load_converted,
+    load_rounded,
+    load_unpacked,
+)
 from kvkeep.models.weights.packing import Matrix, PackedMatrix
 from kvkeep.models.weights.tensors import check_tensors, check_tied, read_shapes, read_tensors
-from kvkeep.models.weights.unpacked import find_unpacked
 from kvkeep.policies import Policy, PolicySettings, checked_bits, longest, make_policy
 from kvkeep.runtime.cpu import fit_threads
 from kvkeep.runtime.memory import trim
@@ -187,15 +192,15 @@ def load_model(
     if weights is not None:
         weights = validation.one_of("weights", weights, WEIGHTS)
     text = TextCodec.open(folder)
-    own, packed = own_file(folder), dict[str, Matrix]()
+    own, packed = converted_file(folder), dict[str, Matrix]()
     if own is None:
         tensors = _tensors(folder, spec, DTYPES[dtype], where, progress)
     else:
-        found = find_own(own, spec)
+        found = load_converted(own, spec)
         tensors, packed = _as_they_are(found, DTYPES[dtype], where)
     kernels = can_decode(spec, cell_layout(spec, tensors))
     if own is not None and (weights or not kernels):
-        unpacked = find_unpacked(own, spec, found, DTYPES[dtype], progress)
+        unpacked = load_unpacked(own, spec, found, DTYPES[dtype], progress)
         tensors, packed = {name: tensor.to(where) for name, tensor in unpacked.items()}, {}
     if weights in ("int8", "int4"):
         if not kernels:
@@ -203,7 +208,7 @@ def load_model(
                 f'weights="{weights}" is read by compiled kernels, and there are none for this '
                 'model, dtype, device and processor: use weights="bf16"'
             )
-        packed = find_rounded(folder, spec, weights, tensors, progress)
+        packed = load_rounded(folder, spec, weights, tensors, progress)
     loaded = Model(model, folder, new_decoder(spec, tensors, packed), text)
     warn_of(slowness(loaded.path))
     trim()  # reading a tokenizer leaves as much as it takes

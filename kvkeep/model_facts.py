@@ -20,15 +20,15 @@ from kvkeep.models.spec.cells import UNDO, layout_of
 from kvkeep.models.spec.config import read_spec
 from kvkeep.models.spec.model_spec import LayerGroup, ModelSpec
 from kvkeep.models.weights.checkpoint import decoder_shapes
-from kvkeep.models.weights.packed import WEIGHTS, own_file, rounded_formats
+from kvkeep.models.weights.packed import WEIGHTS, converted_file, rounded_formats
 from kvkeep.models.weights.packed_file import read_packed
-from kvkeep.models.weights.packing import PackedMatrix, name_of, packed_shapes
+from kvkeep.models.weights.packing import PackedMatrix, format_name, packed_shapes
 from kvkeep.models.weights.tensors import (
     EMBEDDING,
     HEAD,
     check_tensors,
     matrices,
-    read_by_a_token,
+    matrices_per_token,
     read_shapes,
     tensor_shapes,
 )
@@ -117,7 +117,7 @@ def model_facts(name: str, dtype: str = "bfloat16", weights: str | None = None) 
             f"lists them): `kvkeep pull {name}` does that, if it is one"
         )
     spec = read_spec(folder)
-    own = own_file(folder)
+    own = converted_file(folder)
     if own is None:
         check_tensors(spec, decoder_shapes(spec, read_shapes(folder)), folder)
     cpu = torch.device("cpu")
@@ -132,7 +132,7 @@ def model_facts(name: str, dtype: str = "bfloat16", weights: str | None = None) 
             raise InvalidArgument(
                 f'weights="{weights}" is read by compiled kernels, which {against}'
             )
-    names, by_a_token = read_by_a_token(spec), size * _numbers(spec, read_by_a_token(spec))
+    names, by_a_token = matrices_per_token(spec), size * _numbers(spec, matrices_per_token(spec))
     read = _Read(dict.fromkeys(names, dtype), size * parameters, by_a_token)
     if weights in ("int8", "int4"):
         read = _rounded(spec, weights, read)
@@ -226,7 +226,7 @@ def _as_in_the_file(spec: ModelSpec, own: Path) -> _Read:
     )
     by_name = {
         name: found[EMBEDDING if name == HEAD and spec.tied_head else name]
-        for name in read_by_a_token(spec)
+        for name in matrices_per_token(spec)
     }
-    names = {name: name_of(matrix) for name, matrix in by_name.items()}
+    names = {name: format_name(matrix) for name, matrix in by_name.items()}
     return _Read(names, held, sum(matrix.nbytes for matrix in by_name.values()))

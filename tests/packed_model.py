@@ -14,7 +14,7 @@ from kvkeep.executors import new_decoder
 from kvkeep.model import Model
 from kvkeep.models.spec.model_spec import ModelSpec, RopeSpec
 from kvkeep.models.text.codec import TextCodec
-from kvkeep.models.weights.packing import MatrixBits, PackedMatrix, packed, quantise
+from kvkeep.models.weights.packing import MatrixBits, PackedMatrix, pack, quantise
 from kvkeep.models.weights.tensors import HEAD, is_router, matrices, tensor_shapes
 
 VOCABULARY = 264  # not a multiple of 16
@@ -156,7 +156,7 @@ def packed_model(
             rounded = quantise(tensors[source], bits)
             if lossless:
                 tensors[source] = rounded.values()
-            matrices_packed[name] = packed(rounded)
+            matrices_packed[name] = pack(rounded)
     halves = {name: tensor.bfloat16() for name, tensor in tensors.items()}
     text = TextCodec(Path(), small_tokenizer())
     return Model("packed", Path("packed"), new_decoder(spec, halves, matrices_packed), text)

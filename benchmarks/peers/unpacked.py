@@ -4,7 +4,7 @@ from pathlib import Path
 
 from kvkeep.models.hub.source import home
 from kvkeep.models.weights.export import export
-from kvkeep.models.weights.packed import own_file
+from kvkeep.models.weights.packed import converted_file
 
 
 def unpacked(folder: Path, progress: bool) -> Path:
@@ -12,7 +12,7 @@ def unpacked(folder: Path, progress: bool) -> Path:
 
     That is done once, into kvkeep's home. Raises as `export`.
     """
-    own = own_file(folder)
+    own = converted_file(folder)
     if own is None:
         return folder
     state = own.stat()

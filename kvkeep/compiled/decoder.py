@@ -36,7 +36,7 @@ from kvkeep.models.weights.tensors import (
     HEAD,
     is_router,
     matrices,
-    read_by_a_token,
+    matrices_per_token,
 )
 
 
@@ -150,7 +150,7 @@ class CompiledExecutor:
 
     def matrix_bytes(self) -> dict[str, int]:
         """What each matrix takes that is read for a token that was sampled, by name."""
-        names = read_by_a_token(self.spec)
+        names = matrices_per_token(self.spec)
         return {name: self._held.found(name, sampled=True).nbytes for name in names}
 
     def unpacked(self, name: str) -> Tensor:

@@ -29,7 +29,7 @@ from kvkeep.compiled.decoder import CompiledExecutor
 from kvkeep.compression.methods.similarity import most_similar
 from kvkeep.errors import KernelMismatch, OutOfMemory
 from kvkeep.models.weights.formats import FORMATS
-from kvkeep.models.weights.packing import packed, quantise
+from kvkeep.models.weights.packing import pack, quantise
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no compiled kernels here")
 
@@ -76,7 +76,7 @@ def test_weights_of_another_shape_dtype_or_device_are_refused_when_a_model_is_ma
 )
 def test_packed_matrices_of_another_shape_or_dtype_are_refused(damaged) -> None:  # type: ignore[no-untyped-def]
     tensors, name = weights(), "model.layers.0.mlp.up_proj.weight"
-    good = packed(quantise(tensors[name].float(), 4))
+    good = pack(quantise(tensors[name].float(), 4))
     executor(tensors, **{name: good})
     with pytest.raises(KernelMismatch, match="up_proj"):
         executor(tensors, **{name: damaged(good)})

@@ -11,8 +11,8 @@ from kvkeep.models.weights.formats import FORMATS, GROUP
 from kvkeep.models.weights.packing import (
     BLOCK,
     from_gguf,
+    pack,
     packable,
-    packed,
     packed_shapes,
     quantise,
 )
@@ -29,7 +29,7 @@ def test_a_files_blocks_are_taken_over_to_the_last_bit(name, rows, tiles, seed):
     assert wanted.isfinite().all()
     matrix = from_gguf(kind, torch.from_numpy(blocks))
     assert torch.equal(matrix.values(), wanted)
-    there = packed(matrix)
+    there = pack(matrix)
     assert (there.rows, there.columns) == wanted.shape
     shapes = (tuple(there.data.shape), tuple(there.scales.shape))
     assert shapes == packed_shapes(kind, *wanted.shape)
@@ -49,7 +49,7 @@ def test_what_is_packed_is_hardly_larger_than_in_its_file(name: str) -> None:
 @given(BITS, st.integers(1, 40), st.integers(1, 4), st.integers(0, 9))
 def test_no_weight_moves_by_more_than_half_a_step(bits, rows, groups, seed):  # type: ignore[no-untyped-def]
     weights = torch.randn(rows, groups * GROUP, generator=torch.Generator().manual_seed(seed))
-    matrix = packed(quantise(weights, bits)).unpacked()
+    matrix = pack(quantise(weights, bits)).unpacked()
     steps = matrix.parts[0].float().flatten(1).repeat_interleave(GROUP, 1)
     # A scale or minimum in float16 is itself off by up to 2 ** -11 of it.
     slack = 2**-11 * (16 if bits == 4 else 128) * steps + 2**-11 * weights.abs().max()

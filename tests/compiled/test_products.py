@@ -13,7 +13,7 @@ from kvkeep.compiled.instruction_sets import choice
 from kvkeep.compiled.matrices import FEW, PackedLinear, described
 from kvkeep.errors import KernelMismatch, NonFiniteLogits
 from kvkeep.models.weights.formats import FORMATS
-from kvkeep.models.weights.packing import Matrix, from_gguf, packed
+from kvkeep.models.weights.packing import Matrix, from_gguf, pack
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no compiled kernels here")
 
@@ -56,7 +56,7 @@ def made(kind: str | torch.dtype, size: tuple[int, int], bias: Tensor | None = N
         plain = torch.randn(size, generator=torch.Generator().manual_seed(rows)).to(kind)
         return Made(plain.float(), plain, bias)
     blocks = random_blocks(kind, rows, -(-columns // FORMATS[kind].span) * FORMATS[kind].span, rows)
-    there = packed(from_gguf(FORMATS[kind], torch.from_numpy(blocks)))
+    there = pack(from_gguf(FORMATS[kind], torch.from_numpy(blocks)))
     return Made(exact(kind, blocks), there, bias)
 
 

@@ -11,7 +11,7 @@ import kvkeep
 from kvkeep.errors import BadModelFile, InvalidArgument
 from kvkeep.models.gguf.convert import convert
 from kvkeep.models.weights.export import export
-from kvkeep.models.weights.packed import own_path
+from kvkeep.models.weights.packed import converted_path
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_a_folder_that_is_there_is_left_as_it_is(folder: Path, tmp_path: Path) -
 
 
 def test_of_a_damaged_model_nothing_is_written(folder: Path, tmp_path: Path) -> None:
-    path = own_path(folder)
+    path = converted_path(folder)
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)

@@ -13,7 +13,7 @@ from kvkeep.compiled.binding import library
 from kvkeep.compiled.decoder import CompiledExecutor
 from kvkeep.errors import BadModelFile
 from kvkeep.models.spec.config import read_spec
-from kvkeep.models.weights.fused import separated
+from kvkeep.models.weights.checkpoint import decoder_tensors
 from kvkeep.models.weights.packing import MatrixBits, quantise
 
 TOKENS = [(17 * i * i + 5 * i) % 40_000 for i in range(90)]
@@ -52,7 +52,7 @@ def theirs(folder: Path, dtype: torch.dtype) -> torch.Tensor:
 
 def test_parts_are_where_they_lie_in_the_whole(phi: Path) -> None:
     whole = load_file(phi / "model.safetensors")
-    parts = separated(read_spec(phi), whole)
+    parts = decoder_tensors(read_spec(phi), whole)
     assert not any("qkv" in name or "gate_up" in name for name in parts)
     for part, fused, first in (
         ("self_attn.q_proj", "self_attn.qkv_proj", 0),

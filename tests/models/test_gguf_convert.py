@@ -32,8 +32,8 @@ from kvkeep.models.spec.frequencies import rope_spec
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.models.weights.export import export
 from kvkeep.models.weights.formats import FORMATS
-from kvkeep.models.weights.packed import find_own, own_path
-from kvkeep.models.weights.packing import Matrix, PackedMatrix, as_tensor, name_of
+from kvkeep.models.weights.packed import converted_path, load_converted
+from kvkeep.models.weights.packing import Matrix, PackedMatrix, as_tensor, format_name
 from kvkeep.models.weights.tensors import check_tensors, read_shapes
 
 
@@ -86,7 +86,7 @@ def test_a_llama_with_a_window_is_a_mistral(tmp_path: Path) -> None:
 def taken(path: Path, to: Path) -> dict[str, Matrix]:
     """What a file's tensors are taken over as."""
     convert(path, to, False)
-    return find_own(own_path(to), read_spec(to))
+    return load_converted(converted_path(to), read_spec(to))
 
 
 @pytest.mark.parametrize("stored", [Type.F32, Type.F16, Type.BF16, *map(Type.__getitem__, FORMATS)])
@@ -115,7 +115,7 @@ def test_every_matrix_is_kept_as_the_file_has_it(tmp_path: Path, stored: Type) -
                 wanted = wanted.reshape(tensor.shape)
         else:
             wanted = tensor.to(PLAIN.get(stored.name, torch.float32)).float()
-        assert name_of(ours[name]) == (stored.name if packed else stored.name.lower())
+        assert format_name(ours[name]) == (stored.name if packed else stored.name.lower())
         assert torch.equal(as_tensor(ours[name], torch.float32), wanted), name
 
 

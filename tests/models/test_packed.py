@@ -15,9 +15,13 @@ from small import write_small_folder
 import kvkeep
 from kvkeep.compiled.binding import library
 from kvkeep.errors import BadModelFile, InvalidArgument
-from kvkeep.models.weights.checksum import checksum_of
-from kvkeep.models.weights.packed import find_own, find_rounded, own_file, own_path
-from kvkeep.models.weights.packed_file import Stored, read_packed, write_packed
+from kvkeep.models.weights.packed import (
+    converted_file,
+    converted_path,
+    load_converted,
+    load_rounded,
+)
+from kvkeep.models.weights.packed_file import StoredMatrix, checksum_of, read_packed, write_packed
 from kvkeep.models.weights.packing import Matrix, PackedMatrix, quantise
 from kvkeep.models.weights.tensors import EMBEDDING, matrices, tensor_shapes
 
@@ -47,7 +51,7 @@ def values(matrix: Matrix) -> torch.Tensor:
 @pytest.mark.parametrize(("weights", "bits"), [("int8", 8), ("int4", 4)])
 def test_they_are_packed_once(home: Path, tmp_path: Path, weights: str, bits: int) -> None:
     folder, tensors = folder_with(tmp_path / "model")
-    found = find_rounded(folder, SPEC, weights, tensors, progress=False)  # type: ignore[arg-type]
+    found = load_rounded(folder, SPEC, weights, tensors, progress=False)  # type: ignore[arg-type]
     assert found.keys() == matrices(SPEC).keys()
     name = "model.layers.1.mlp.down_proj.weight"
     wanted = quantise(tensors[name], bits).values()  # type: ignore[arg-type]
@@ -57,24 +61,24 @@ def test_they_are_packed_once(home: Path, tmp_path: Path, weights: str, bits: in
     assert head.format.name == "Q8_0"
     files = {path: path.stat().st_mtime_ns for path in home.rglob("*") if path.is_file()}
     assert len(files) == 2  # the other one is the checksum
-    find_rounded(folder, SPEC, weights, {}, progress=False)  # type: ignore[arg-type]
+    load_rounded(folder, SPEC, weights, {}, progress=False)  # type: ignore[arg-type]
     assert files == {path: path.stat().st_mtime_ns for path in home.rglob("*") if path.is_file()}
     assert not list(folder.glob("packed*"))
 
 
 def test_other_weights_under_the_same_name_are_packed_anew(home: Path, tmp_path: Path) -> None:
     folder, tensors = folder_with(tmp_path / "model")
-    first = find_rounded(folder, SPEC, "int8", tensors, progress=False)["lm_head.weight"]
+    first = load_rounded(folder, SPEC, "int8", tensors, progress=False)["lm_head.weight"]
     tensors = dict(packed_model(SPEC, None, seed=1).decoder.tensors)
     save_file(tensors, folder / "model.safetensors")
-    second = find_rounded(folder, SPEC, "int8", tensors, progress=False)["lm_head.weight"]
+    second = load_rounded(folder, SPEC, "int8", tensors, progress=False)["lm_head.weight"]
     assert not torch.equal(values(first), values(second))
 
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "foreign", "another model"])
 def test_a_damaged_file_is_refused_by_name(home: Path, tmp_path: Path, damage: str) -> None:
     folder, tensors = folder_with(tmp_path / "model")
-    find_rounded(folder, SPEC, "int4", tensors, progress=False)
+    load_rounded(folder, SPEC, "int4", tensors, progress=False)
     (path,) = home.rglob("*.safetensors")
     if damage == "cut":
         path.write_bytes(path.read_bytes()[:-1000])
@@ -103,11 +107,11 @@ def of_own(tmp_path: Path) -> tuple[Path, dict[str, Matrix]]:
     found: dict[str, Matrix] = dict(model.decoder.tensors)
     found |= {name: of for name, of in model.decoder.packed.items() if name in found}
     found[EMBEDDING] = model.decoder.packed["lm_head.weight"]
-    path, stored, each = own_path(tmp_path), {}, {}
+    path, stored, each = converted_path(tmp_path), {}, {}
     for name, shape in tensor_shapes(SPEC).items():
         one = found[name]
         kind = one.format if isinstance(one, PackedMatrix) else one.dtype
-        stored[name], each[name] = Stored(kind, shape), iter([one])
+        stored[name], each[name] = StoredMatrix(kind, shape), iter([one])
     write_packed(path, stored, each)
     return path, found
 
@@ -121,15 +125,15 @@ def test_what_was_rounded_here_and_is_damaged_is_made_anew(
     home: Path, tmp_path: Path, begin: int
 ) -> None:
     folder, tensors = folder_with(tmp_path / "model")
-    whole = checksum_of(find_rounded(folder, SPEC, "int8", tensors, progress=False))
+    whole = checksum_of(load_rounded(folder, SPEC, "int8", tensors, progress=False))
     (path,) = home.rglob("*.safetensors")
     zero(path, begin, 64)
     with pytest.warns(RuntimeWarning, match=r"int8.safetensors is damaged.*anew"):
-        found = find_rounded(folder, SPEC, "int8", tensors, progress=False)
+        found = load_rounded(folder, SPEC, "int8", tensors, progress=False)
     assert checksum_of(found) == whole
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # said once
-        again = find_rounded(folder, SPEC, "int8", {}, progress=False)
+        again = load_rounded(folder, SPEC, "int8", {}, progress=False)
     assert checksum_of(again) == whole
 
 
@@ -137,16 +141,16 @@ def test_what_was_rounded_before_there_were_checksums_is_made_anew(
     home: Path, tmp_path: Path
 ) -> None:
     folder, tensors = folder_with(tmp_path / "model")
-    whole = checksum_of(find_rounded(folder, SPEC, "int4", tensors, progress=False))
+    whole = checksum_of(load_rounded(folder, SPEC, "int4", tensors, progress=False))
     (path,) = home.rglob("*.safetensors")
     zero(path, 60_000, 64)
     path.with_name(path.name + ".blake3").unlink()
-    assert checksum_of(find_rounded(folder, SPEC, "int4", tensors, progress=False)) == whole
+    assert checksum_of(load_rounded(folder, SPEC, "int4", tensors, progress=False)) == whole
 
 
 def test_what_a_file_held_comes_back(tmp_path: Path) -> None:
     path, wanted = of_own(tmp_path)
-    found = find_own(path, SPEC)
+    found = load_converted(path, SPEC)
     assert found.keys() == wanted.keys()
     for name, matrix in wanted.items():
         if isinstance(matrix, PackedMatrix):
@@ -157,16 +161,16 @@ def test_what_a_file_held_comes_back(tmp_path: Path) -> None:
 
 def test_what_a_file_held_is_verified_each_time(tmp_path: Path) -> None:
     path, _ = of_own(tmp_path)
-    first = find_own(path, SPEC)
+    first = load_converted(path, SPEC)
     beside = path.with_name(path.name + ".blake3")
     assert beside.read_text() == checksum_of(first) + "\n"
     for unusable in ("", "0" * 64, "ÿ"):
         beside.write_text(unusable)
         with pytest.raises(BadModelFile, match="damaged"):
-            find_own(path, SPEC)
+            load_converted(path, SPEC)
     beside.unlink()
     with pytest.raises(BadModelFile, match="damaged"):
-        find_own(path, SPEC)
+        load_converted(path, SPEC)
 
 
 def test_what_a_file_held_and_is_damaged_is_refused(tmp_path: Path) -> None:
@@ -177,7 +181,7 @@ def test_what_a_file_held_and_is_damaged_is_refused(tmp_path: Path) -> None:
         before = path.read_bytes()
         zero(path, begin, 64)
         with pytest.raises(BadModelFile, match=r"packed\.safetensors is damaged"):
-            find_own(path, SPEC)
+            load_converted(path, SPEC)
         path.write_bytes(before)
 
 
@@ -187,14 +191,14 @@ def test_tensors_of_another_model_are_refused(tmp_path: Path) -> None:
     path, _ = of_own(tmp_path)
     for other in (replace(SPEC, layers=2), replace(SPEC, layers=4), replace(SPEC, vocab_size=80)):
         with pytest.raises(BadModelFile, match="is not whole"):
-            find_own(path, other)
+            load_converted(path, other)
 
 
 @compiled
 def test_a_damaged_default_model_is_refused(smollm2_folder: Path, tmp_path: Path) -> None:
     for file in smollm2_folder.iterdir():
         (tmp_path / file.name).symlink_to(file)
-    path = own_path(tmp_path)
+    path = converted_path(tmp_path)
     path.unlink()
     shutil.copy(smollm2_folder / path.name, path)
     zero(path, 40_000_000, 20_000_000)
@@ -216,7 +220,7 @@ def test_rows_that_are_no_whole_groups_are_refused(home: Path, tmp_path: Path) -
 
     odd = replace(SPEC, intermediate_size=330)
     with pytest.raises(InvalidArgument, match="330"):
-        find_rounded(tmp_path, odd, "int4", {}, progress=False)
+        load_rounded(tmp_path, odd, "int4", {}, progress=False)
 
 
 def test_unknown_weights_are_refused(tmp_path: Path) -> None:
@@ -234,12 +238,12 @@ def test_packed_weights_where_there_are_no_kernels_are_refused(tmp_path: Path) -
 @compiled
 def test_the_default_model_is_held_as_its_file_packs_it(smollm2_folder: Path) -> None:
     model, plain = kvkeep.load_model(), kvkeep.load_model(weights="bf16")
-    assert own_file(smollm2_folder) is not None
+    assert converted_file(smollm2_folder) is not None
     assert (model.weights, plain.weights) == ("Q4_1", "bf16")
     assert not plain.decoder.packed
     assert all(tensor.dim() == 1 for tensor in model.decoder.tensors.values())
     held = [*model.decoder.tensors.values(), *model.decoder.packed.values()]
-    assert sum(each.nbytes for each in held) <= 1.05 * own_path(smollm2_folder).stat().st_size
+    assert sum(each.nbytes for each in held) <= 1.05 * converted_path(smollm2_folder).stat().st_size
     weights, wanted = model.decoder.weights, plain.decoder.tensors
     assert weights.keys() == wanted.keys()
     assert all(torch.equal(weights[name], wanted[name]) for name in wanted)

@@ -15,7 +15,7 @@ from kvkeep.errors import BadModelFile, UnsupportedModel
 from kvkeep.integrations.transformers.model import TransformersModel, from_transformers
 from kvkeep.model import DTYPES, on_device
 from kvkeep.models.hub.source import resolve
-from kvkeep.models.weights.packed import own_file
+from kvkeep.models.weights.packed import converted_file
 from kvkeep.runtime.cpu import fit_threads
 from kvkeep.types import DtypeName
 
@@ -31,7 +31,7 @@ def load_folder(
     where = on_device(device)
     fit_threads()
     folder = resolve(model, progress)
-    if own_file(folder) is not None:
+    if converted_file(folder) is not None:
         raise UnsupportedModel(
             f"{model} is packed, which transformers does not read: `kvkeep models export {model} "
             "FOLDER` unpacks it, then say transformers:FOLDER"

@@ -19,13 +19,16 @@ from kvkeep.models.gguf.tokenizer import build_tokenizer
 from kvkeep.models.gguf.vocabulary import special_token
 from kvkeep.models.spec.config import spec_from_config
 from kvkeep.models.spec.model_spec import ModelSpec
-from kvkeep.models.weights.checkpoint import decoder_name, decoder_shapes
+from kvkeep.models.weights.checkpoint import (
+    decoder_name,
+    decoder_shapes,
+    fused_part,
+    rope_row_order,
+)
 from kvkeep.models.weights.formats import FORMATS, Format
-from kvkeep.models.weights.fused import part_of
-from kvkeep.models.weights.packed import own_path
-from kvkeep.models.weights.packed_file import Stored, write_packed
-from kvkeep.models.weights.packing import BLOCK, Matrix, from_gguf, packable, packed
-from kvkeep.models.weights.rows import half_layout
+from kvkeep.models.weights.packed import converted_path
+from kvkeep.models.weights.packed_file import StoredMatrix, write_packed
+from kvkeep.models.weights.packing import BLOCK, Matrix, from_gguf, pack, packable
 from kvkeep.models.weights.tensors import check_tensors, tensor_shapes
 from kvkeep.storage.files.whole import write_whole
 
@@ -51,7 +54,7 @@ def convert(gguf: Path, folder: Path, progress: bool) -> None:
     template = file.text("tokenizer.chat_template", "")
 
     folder.mkdir(parents=True, exist_ok=True)
-    _write_weights(own_path(folder), tensors, spec, progress)
+    _write_weights(converted_path(folder), tensors, spec, progress)
     tokenizer.save(str(folder / "tokenizer.json"))
     _write_json(folder / "tokenizer_config.json", _tokenizer_config(file))
     eos = eos_token_ids(file)
@@ -93,7 +96,7 @@ def _write_weights(
 ) -> None:
     """All tensors in the formats that they have, as far as there are kernels for them."""
     sources, shapes = _sources(tensors, spec), tensor_shapes(spec)
-    stored = {name: Stored(_kind(of), shapes[name]) for name, (of, _) in sources.items()}
+    stored = {name: StoredMatrix(_kind(of), shapes[name]) for name, (of, _) in sources.items()}
     unpacked = {
         sources[name][0].quantisation
         for name, one in stored.items()
@@ -148,13 +151,13 @@ def _sources(
     named = {decoder_name(spec, name): tensor for name, tensor in tensors.items()}
     found = {}
     for name in tensor_shapes(spec):
-        part = None if name in named else part_of(spec, name)
+        part = None if name in named else fused_part(spec, name)
         source = part[0] if part else name
         if source in named:
             order = row_order(source, named[source], spec)
             rows = np.arange(named[source].shape[0], dtype=np.int64)[order]
             rows = rows[part[1]] if part else rows
-            half = half_layout(spec, name, len(rows))
+            half = rope_row_order(spec, name, len(rows))
             found[name] = named[source], rows if half is None else rows[half.numpy()]
     return found
 
@@ -164,7 +167,7 @@ def _taken(
 ) -> Matrix:
     """added: what the file has too much."""
     if isinstance(kind, Format):
-        return packed(from_gguf(kind, torch.from_numpy(tensor.data[rows])))
+        return pack(from_gguf(kind, torch.from_numpy(tensor.data[rows])))
     unpacked = torch.from_numpy(tensor.unpack(rows))
     return (unpacked - added if added else unpacked).to(kind)
 

@@ -1,93 +1,186 @@
-"""From a checkpoint's tensors to those that the decoder computes with: names, parts and rows."""
+"""Checkpoint tensors to decoder tensors: names, fused matrices and the row order of RoPE.
+
+Fused matrices (query, key and value, or gate and up, stored as one) are split into views.
+
+The cache rotates element i of a head with element i + head_dim / 2, for all i (the half layout).
+Where a family pairs elements in another way, or rotates a part of each head only, the rows of its
+query and key are put in that order:
+
+    stored     0 1 2 3 4 5 6 7    of which 0 1 2 3 are rotated, in adjacent pairs (interleaved)
+    decoder    0 2 4 5 1 3 6 7    0 with 1, 2 with 3; 4 with 6 and 5 with 7 at frequency 0
+
+Queries and keys have the same order, so that their dot products do not change. Values keep the
+stored order.
+"""
 
 import re
 from collections.abc import Mapping
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from kvkeep.models.spec.families import FAMILIES
 from kvkeep.models.spec.model_spec import ModelSpec
-from kvkeep.models.weights.fused import part_of, separated, separated_shapes
-from kvkeep.models.weights.rows import arranged
-from kvkeep.models.weights.stored_experts import (
+from kvkeep.models.weights.expert_stacks import (
     expert_name,
+    split_stack_shapes,
+    split_stacks,
     stored_expert_name,
-    unstacked,
-    unstacked_shapes,
 )
 from kvkeep.models.weights.tensors import tensor_shapes
 
 _T = TypeVar("_T")
-_LAYER = re.compile(r"(model\.layers\.\d+\.)(.+)(\.(?:weight|bias))")
-# Of a model that reads images, too: its language model where that is told apart by name, and what
-# makes its images embeddings.
+_LAYER_TENSOR = re.compile(r"(model\.layers\.\d+\.)(.+)\.(weight|bias)")
+# Prefixes of the language model in checkpoints of models that read images, too, and their tensors
+# that are not the language model's.
 _LANGUAGE_MODEL = r"(model\.language_model|language_model\.model)\."
-_HEAD = r"language_model\.lm_head\."
-_IMAGES = re.compile(
+_LANGUAGE_MODEL_HEAD = r"language_model\.lm_head\."
+_OTHER_MODALITIES = re.compile(
     r"(model\.)?(visual|vision_tower|multi_modal_projector|audio_tower|embed_vision|embed_audio)\..*"
 )
-_CELLS = re.compile(r"model\.layers\.(\d+)\.self_attn\.[kv]_(proj|norm)\.weight")
+_KEY_OR_VALUE = re.compile(r"model\.layers\.(\d+)\.self_attn\.[kv]_(proj|norm)\.weight")
+_QUERY_OR_KEY = re.compile(r"model\.layers\.\d+\.self_attn\.([qk])_(?:proj|norm)\.(?:weight|bias)")
 
 
 def decoder_shapes(
     spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, tuple[int, ...]]:
-    """Name and shape of what `decoder_tensors` makes of tensors of these shapes."""
-    return separated_shapes(spec, unstacked_shapes(spec, _named(spec, shapes)))
+    """Return names and shapes of what `decoder_tensors` makes of tensors of these shapes.
+
+    A fused matrix whose rows are not those of its parts stays whole, under a name that no decoder
+    has.
+    """
+    split: dict[str, tuple[int, ...]] = {}
+    for name, shape in split_stack_shapes(spec, _renamed(spec, shapes)).items():
+        rows = _fused_rows(spec, name)
+        if rows and shape[:1] == (sum(rows.values()),):
+            split |= {part: (count, *shape[1:]) for part, count in rows.items()}
+        else:
+            split[name] = shape
+    return split
 
 
 def decoder_tensors(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A model's tensors by the names that `weights.tensor_shapes` has, their shapes checked.
+    """Return a model's tensors by the names of `tensor_shapes`; their shapes were checked before.
 
-    Nothing is copied but rows that come in another order.
+    Only tensors whose rows change order are copied.
     """
-    return arranged(spec, separated(spec, unstacked(spec, _named(spec, tensors))))
+    split: dict[str, Tensor] = {}
+    for name, tensor in split_stacks(spec, _renamed(spec, tensors)).items():
+        rows = _fused_rows(spec, name)
+        parts = torch.split(tensor, list(rows.values())) if rows else (tensor,)
+        split |= zip(rows or [name], parts, strict=True)
+    return {
+        name: tensor
+        if (order := rope_row_order(spec, name, len(tensor))) is None
+        else tensor[order]
+        for name, tensor in split.items()
+    }
 
 
 def stored_parts(spec: ModelSpec) -> dict[str, list[str]]:
-    """Which of the decoder's tensors each of a checkpoint's is: one, or several in their order."""
-    theirs = {ours: name for name, ours in FAMILIES[spec.architecture].renamed.items()}
-    found: dict[str, list[str]] = {}
+    """Return, for each checkpoint tensor, the decoder's tensors that it holds, in order."""
+    stored_names = {ours: theirs for theirs, ours in FAMILIES[spec.architecture].renamed.items()}
+    parts: dict[str, list[str]] = {}
     for name in tensor_shapes(spec):
-        part, layer = part_of(spec, name), _LAYER.fullmatch(name)
-        if part:
-            stored = part[0]
-        elif layer and layer.group(2) in theirs:
-            stored = f"{layer.group(1)}{theirs[layer.group(2)]}{layer.group(3)}"
+        fused, layer = fused_part(spec, name), _LAYER_TENSOR.fullmatch(name)
+        if fused:
+            stored = fused[0]
+        elif layer and layer.group(2) in stored_names:
+            stored = f"{layer.group(1)}{stored_names[layer.group(2)]}.{layer.group(3)}"
         else:
             stored = stored_expert_name(spec, name)
-        found.setdefault(stored, []).append(name)
-    return found
+        parts.setdefault(stored, []).append(name)
+    return parts
 
 
 def is_text(spec: ModelSpec, name: str) -> bool:
-    """Whether a checkpoint's tensor is of the language model."""
-    return not (FAMILIES[spec.architecture].text_part and _IMAGES.fullmatch(name))
+    """Whether a checkpoint tensor belongs to the language model."""
+    return not (FAMILIES[spec.architecture].text_part and _OTHER_MODALITIES.fullmatch(name))
 
 
 def decoder_name(spec: ModelSpec, name: str) -> str:
-    """The name that a checkpoint's tensor has here, if it is one and not of several."""
+    """Return the decoder's name of a checkpoint tensor that is neither fused nor a stack."""
     family = FAMILIES[spec.architecture]
     if family.text_part:
-        name = re.sub(f"^{_LANGUAGE_MODEL}", "model.", re.sub(f"^{_HEAD}", "lm_head.", name))
+        name = re.sub(f"^{_LANGUAGE_MODEL_HEAD}", "lm_head.", name)
+        name = re.sub(f"^{_LANGUAGE_MODEL}", "model.", name)
     name = expert_name(spec, name)
-    layer = _LAYER.fullmatch(name)
+    layer = _LAYER_TENSOR.fullmatch(name)
     if layer is None or layer.group(2) not in family.renamed:
         return name
-    return f"{layer.group(1)}{family.renamed[layer.group(2)]}{layer.group(3)}"
+    return f"{layer.group(1)}{family.renamed[layer.group(2)]}.{layer.group(3)}"
 
 
 def is_unused(spec: ModelSpec, name: str) -> bool:
-    """Whether a tensor, by its name here, makes cells of a layer that looks at another's: files
-    have such, and no model reads them.
+    """Whether a tensor makes keys or values in a layer that attends to another layer's cells.
+
+    Some files have such tensors; the model does not read them. name: the decoder's.
     """
-    found = _CELLS.fullmatch(name)
-    if found is None or int(found.group(1)) >= spec.layers:
+    match = _KEY_OR_VALUE.fullmatch(name)
+    if match is None or int(match.group(1)) >= spec.layers:
         return False
-    return spec.source_of(int(found.group(1))) != int(found.group(1))
+    return spec.source_of(int(match.group(1))) != int(match.group(1))
 
 
-def _named(spec: ModelSpec, tensors: Mapping[str, _T]) -> dict[str, _T]:
-    named = {decoder_name(spec, name): x for name, x in tensors.items() if is_text(spec, name)}
-    return {name: x for name, x in named.items() if not is_unused(spec, name)}
+def fused_part(spec: ModelSpec, name: str) -> tuple[str, slice] | None:
+    """Return the fused tensor that holds a decoder's tensor, and its rows; None if none does."""
+    family, match = FAMILIES[spec.architecture], _LAYER_TENSOR.fullmatch(name)
+    if match is None:
+        return None
+    for matrix in filter(None, (family.qkv, family.gate_up)):
+        stored, first = f"{match.group(1)}{matrix}.{match.group(3)}", 0
+        for part, count in _fused_rows(spec, stored).items():
+            if part == name:
+                return stored, slice(first, first + count)
+            first += count
+    return None
+
+
+def rope_row_order(spec: ModelSpec, name: str, rows: int) -> Tensor | None:
+    """Return the stored row of each decoder row of a tensor, `[rows]`; None if they are equal."""
+    if spec.rope.kind == "proportional":  # stored in the half layout, unrotated pairs as well
+        return None
+    if not _QUERY_OR_KEY.fullmatch(name) or (order := _head_order(spec)) == list(
+        range(spec.head_dim)
+    ):
+        return None
+    heads = torch.arange(rows, dtype=torch.int64, device="cpu").view(-1, spec.head_dim)
+    return heads[:, order].flatten()
+
+
+def _head_order(spec: ModelSpec) -> list[int]:
+    """The stored element of each element of a head in the half layout."""
+    half, pairs = spec.head_dim // 2, sum(map(bool, spec.rope.inverse_frequencies))
+    rotated, rest = list(range(2 * pairs)), list(range(2 * pairs, spec.head_dim))
+    if FAMILIES[spec.architecture].interleaved:
+        first, second = rotated[::2], rotated[1::2]
+    else:
+        first, second = rotated[:pairs], rotated[pairs:]
+    return [*first, *rest[: half - pairs], *second, *rest[half - pairs :]]
+
+
+def _fused_rows(spec: ModelSpec, name: str) -> dict[str, int]:
+    """The parts of a fused matrix and their row counts, in order; empty for any other tensor."""
+    family, match = FAMILIES[spec.architecture], _LAYER_TENSOR.fullmatch(name)
+    if match is None:
+        return {}
+    layer, matrix, kind = match.groups()
+    rows: dict[str, int] = {}
+    if matrix == family.gate_up:
+        rows = {"mlp.gate_proj": spec.intermediate_size, "mlp.up_proj": spec.intermediate_size}
+    elif matrix == family.qkv:
+        keys = spec.kv_heads * spec.head_dim
+        rows = {
+            "self_attn.q_proj": spec.heads * spec.head_dim,
+            "self_attn.k_proj": keys,
+            "self_attn.v_proj": keys,
+        }
+    return {f"{layer}{part}.{kind}": count for part, count in rows.items()}
+
+
+def _renamed(spec: ModelSpec, tensors: Mapping[str, _T]) -> dict[str, _T]:
+    """The language model's tensors by the decoder's names, without unused ones."""
+    renamed = {decoder_name(spec, name): x for name, x in tensors.items() if is_text(spec, name)}
+    return {name: x for name, x in renamed.items() if not is_unused(spec, name)}

@@ -1,4 +1,4 @@
-"""A converted model as a folder that transformers and others read: all tensors unpacked."""
+"""Export of a converted model as a folder of unpacked tensors, which transformers reads."""
 
 import shutil
 from collections.abc import Iterator
@@ -11,39 +11,42 @@ from tqdm import tqdm
 from kvkeep.errors import InvalidArgument, ModelError, StoreError
 from kvkeep.models.spec.config import read_spec
 from kvkeep.models.spec.model_spec import ModelSpec
-from kvkeep.models.weights.checkpoint import stored_parts
-from kvkeep.models.weights.clamped_experts import as_stored
-from kvkeep.models.weights.packed import find_own, own_file
-from kvkeep.models.weights.packing import Matrix, PackedMatrix, as_tensor, some_rows
-from kvkeep.models.weights.rows import half_layout
-from kvkeep.models.weights.stored_experts import stack_shape
+from kvkeep.models.weights.checkpoint import rope_row_order, stored_parts
+from kvkeep.models.weights.expert_stacks import clamped_stack_entry, stack_shape
+from kvkeep.models.weights.packed import converted_file, load_converted
+from kvkeep.models.weights.packing import Matrix, PackedMatrix, as_tensor, row_chunks
 from kvkeep.storage.files.folder import making
 from kvkeep.storage.files.tensors import Entry, tensor_bytes, write_tensors
 
-_NAMES = {torch.bfloat16: "BF16", torch.float32: "F32"}
+_DTYPE_NAMES = {torch.bfloat16: "BF16", torch.float32: "F32"}
 
 
 def export(
     folder: Path, to: Path, dtype: torch.dtype = torch.bfloat16, progress: bool = False
 ) -> None:
-    """Writes `to`, whole or not at all: config, tokenizer, template, and model.safetensors.
+    """Write `to` atomically: config, tokenizer, template, and model.safetensors.
 
-    folder: of a model that was converted. dtype: bfloat16, to which weights are rounded once, or
-    float32. Memory: some rows at a time.
+    Memory use: some rows of one matrix at a time.
 
-    Raises InvalidArgument where `to` is there already or the model was never packed, BadModelFile
-    for one that is damaged, ModelError where it cannot be written.
+    Args:
+        folder: of a converted model.
+        dtype: bfloat16, to which weights are rounded once, or float32.
+
+    Raises:
+        InvalidArgument: `to` exists, or the model was not converted.
+        BadModelFile: the model is damaged.
+        ModelError: `to` cannot be written.
     """
-    own = own_file(folder)
-    if own is None:
+    converted = converted_file(folder)
+    if converted is None:
         raise InvalidArgument(f"{folder} is in that form already: give that folder")
     if to.exists():
         raise InvalidArgument(f"{to} is there already: give a folder that is not")
     spec = read_spec(folder)
-    found, parts = find_own(own, spec), stored_parts(spec)
+    matrices, parts = load_converted(converted, spec), stored_parts(spec)
     entries = {
-        name: _entry([found[each] for each in of], dtype, stack_shape(spec, name))
-        for name, of in parts.items()
+        stored: _entry([matrices[name] for name in names], dtype, stack_shape(spec, stored))
+        for stored, names in parts.items()
     }
     bar = tqdm(
         total=sum(entry.nbytes for entry in entries.values()),
@@ -54,53 +57,56 @@ def export(
     )
 
     def pieces() -> Iterator[bytes]:
-        for stored, of in parts.items():
-            for rows in _pieces(spec, stored, {name: found[name] for name in of}, dtype):
-                piece = tensor_bytes(rows)
-                yield piece
-                bar.update(len(piece))
+        for stored, names in parts.items():
+            for rows in _stored_rows(spec, stored, {name: matrices[name] for name in names}, dtype):
+                data = tensor_bytes(rows)
+                yield data
+                bar.update(len(data))
+
+    def is_copied(path: Path) -> bool:
+        written = path.name == "kvkeep.json" or path.match(f"{converted.name}*")
+        return path.is_file() and not written
 
     try:
         to.parent.mkdir(parents=True, exist_ok=True)
         with making(to.absolute()) as partial, bar:
-            for path in folder.iterdir():
-                if path.is_file() and path.name != "kvkeep.json" and not path.match(f"{own.name}*"):
-                    shutil.copy(path, partial)
+            for path in filter(is_copied, folder.iterdir()):
+                shutil.copy(path, partial)
             write_tensors(partial / "model.safetensors", entries, pieces(), {"format": "pt"})
     except (OSError, StoreError) as error:
         raise ModelError(f"cannot write the model to {to} ({error}); free some space") from error
 
 
 def _entry(parts: list[Matrix], dtype: torch.dtype, stack: tuple[int, ...] | None) -> Entry:
-    """Of a tensor that has the rows of these, one behind the other. stack: its shape if it is one
-    of experts.
-    """
+    """The header entry of a tensor with the rows of its parts. stack: its shape if it is one."""
     shapes = [_shape(matrix) for matrix in parts]
-    shape = stack or (sum(each[0] for each in shapes), *shapes[0][1:])
-    return Entry(_NAMES[dtype], shape, torch.Size(shape).numel() * dtype.itemsize)
+    shape = stack or (sum(shape[0] for shape in shapes), *shapes[0][1:])
+    return Entry(_DTYPE_NAMES[dtype], shape, torch.Size(shape).numel() * dtype.itemsize)
 
 
-def _pieces(
+def _stored_rows(
     spec: ModelSpec, stored: str, parts: dict[str, Matrix], dtype: torch.dtype
 ) -> Iterator[Tensor]:
-    """What is stored under one name, some of it at a time."""
+    """The rows of a checkpoint's tensor, some at a time."""
     if not spec.clamped_experts or stack_shape(spec, stored) is None:
         for name, matrix in parts.items():
-            yield from _as_stored(spec, name, matrix, dtype)
+            yield from _in_stored_order(spec, name, matrix, dtype)
         return
-    each = len(parts) // spec.experts  # of gate and up, or of one
+    parts_per_expert = len(parts) // spec.experts  # gate and up, or one matrix
     matrices = iter(parts.values())
-    for expert in zip(*[matrices] * each, strict=True):
-        yield as_stored([as_tensor(matrix, dtype) for matrix in expert])
+    for expert in zip(*[matrices] * parts_per_expert, strict=True):
+        yield clamped_stack_entry([as_tensor(matrix, dtype) for matrix in expert])
 
 
-def _as_stored(spec: ModelSpec, name: str, matrix: Matrix, dtype: torch.dtype) -> Iterator[Tensor]:
-    """A matrix, some rows at a time, in the order in which its family stores them."""
-    half = half_layout(spec, name, _shape(matrix)[0])
-    if half is not None:
-        yield as_tensor(matrix, dtype)[half.argsort()]
+def _in_stored_order(
+    spec: ModelSpec, name: str, matrix: Matrix, dtype: torch.dtype
+) -> Iterator[Tensor]:
+    """A matrix, some rows at a time, in the row order of its family's checkpoints."""
+    order = rope_row_order(spec, name, _shape(matrix)[0])
+    if order is not None:
+        yield as_tensor(matrix, dtype)[order.argsort()]
         return
-    for rows in some_rows(matrix):
+    for rows in row_chunks(matrix):
         yield as_tensor(rows, dtype)
 
 

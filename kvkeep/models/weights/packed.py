@@ -1,33 +1,57 @@
-"""Which packed matrices a model decodes with: its own file's, or its tensors rounded once."""
+"""The packed and unpacked weights of a model, made once and kept on disk.
+
+A converted model (from a GGUF file) has all tensors in one file in its folder, packed as GGUF had
+them. For other models matrices are rounded and packed on request; for executors that cannot read
+packed matrices, a converted model is unpacked. Both are kept under kvkeep's home.
+"""
 
 import contextlib
 import hashlib
+import re
+import shutil
 import warnings
 from collections.abc import Iterator, Mapping
+from math import prod
 from pathlib import Path
 
+import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from kvkeep.errors import BadModelFile, InvalidArgument, ModelError, StoreError
 from kvkeep.models.hub.library import home
 from kvkeep.models.spec.model_spec import ModelSpec
-from kvkeep.models.weights.checksum import checksum_of, read_checksum, remove_checksum
 from kvkeep.models.weights.formats import FORMATS, Format
-from kvkeep.models.weights.packed_file import Stored, read_packed, write_packed
-from kvkeep.models.weights.packing import ROUNDED, Matrix, MatrixBits, packable, packed, quantise
+from kvkeep.models.weights.packed_file import (
+    StoredMatrix,
+    checksum_of,
+    read_checksum,
+    read_packed,
+    remove_checksum,
+    write_packed,
+)
+from kvkeep.models.weights.packing import (
+    ROUNDED,
+    Matrix,
+    MatrixBits,
+    as_tensor,
+    pack,
+    packable,
+    quantise,
+    row_chunks,
+)
 from kvkeep.models.weights.tensors import EMBEDDING, HEAD, is_router, matrices, tensor_shapes
 
-WEIGHTS = ("bf16", "int8", "int4")  # that can be asked for
+WEIGHTS = ("bf16", "int8", "int4")  # values of the option `weights`
 
 
 def rounded_formats(spec: ModelSpec, weights: str) -> dict[str, Format]:
-    """What each matrix is rounded to; the head to 8 bits in any case, and routers to none.
+    """Return the format of each matrix that is rounded: the head to 8 bits, routers not at all.
 
     weights: "int8" or "int4". Raises InvalidArgument for a model whose rows are not whole groups.
     """
     bits: MatrixBits = 4 if weights == "int4" else 8
-    found = {}
+    formats = {}
     for name, (rows, columns) in matrices(spec).items():
         if is_router(name):
             continue
@@ -37,94 +61,115 @@ def rounded_formats(spec: ModelSpec, weights: str) -> dict[str, Format]:
                 f'weights="{weights}" packs groups of {kind.span} columns, and {name} has '
                 f'{columns}: use weights="bf16"'
             )
-        found[name] = kind
-    return found
+        formats[name] = kind
+    return formats
 
 
-def own_file(folder: Path) -> Path | None:
-    """Where all tensors of a converted model lie, as its GGUF file had them."""
-    path = own_path(folder)
-    return path if path.exists() else None
-
-
-def own_path(folder: Path) -> Path:
-    """Where they are to lie."""
+def converted_path(folder: Path) -> Path:
+    """Return the path of a converted model's weights, whether the file exists or not."""
     return folder / "packed.safetensors"
 
 
-def find_own(path: Path, spec: ModelSpec) -> dict[str, Matrix]:
-    """All tensors of a converted model, mapped and verified.
+def converted_file(folder: Path) -> Path | None:
+    """Return the file of a converted model's weights; None for any other model."""
+    path = converted_path(folder)
+    return path if path.exists() else None
 
-    Raises BadModelFile.
-    """
-    found = read_packed(path, tensor_shapes(spec))
-    if checksum_of(found) != read_checksum(path):
+
+def load_converted(path: Path, spec: ModelSpec) -> dict[str, Matrix]:
+    """Return all tensors of a converted model, memory-mapped and verified. Raises BadModelFile."""
+    loaded = read_packed(path, tensor_shapes(spec))
+    if checksum_of(loaded) != read_checksum(path):
         raise BadModelFile(
             f"{path} is damaged: it is not what was written when the model was converted. Remove "
             f"the folder {path.parent}, and the model is fetched or converted again"
         )
-    return found
+    return loaded
 
 
-def find_rounded(
+def load_rounded(
     folder: Path,
     spec: ModelSpec,
     weights: str,
     tensors: Mapping[str, Tensor],
     progress: bool,
 ) -> dict[str, Matrix]:
-    """The matrices of a model, rounded and packed first where that was not done before.
+    """Return a model's matrices rounded and packed, memory-mapped and verified.
 
-    They are verified, and made anew where they are damaged.
+    They are packed first if no file has them, and again if it is damaged.
 
     tensors: the model's, to pack. Raises InvalidArgument, ModelError, BadModelFile.
     """
-    formats, path = rounded_formats(spec, weights), _elsewhere(folder, weights)
+    formats, path = rounded_formats(spec, weights), _rounded_path(folder, weights)
     shapes = {name: shape for name, shape in matrices(spec).items() if name in formats}
     if path.exists():
         with contextlib.suppress(BadModelFile):
-            found = read_packed(path, shapes)
-            if checksum_of(found) == read_checksum(path):
-                return found
-        if read_checksum(path):  # else another version has packed it
+            loaded = read_packed(path, shapes)
+            if checksum_of(loaded) == read_checksum(path):
+                return loaded
+        if read_checksum(path):  # otherwise another version has packed it
             message = f"{path} is damaged: it is packed anew from the model's tensors"
             warnings.warn(message, RuntimeWarning, stacklevel=2)
-    checksum = _pack(path, spec, formats, tensors, progress)
-    found = read_packed(path, shapes)
-    if checksum_of(found) != checksum:
+    checksum = _write_rounded(path, spec, formats, tensors, progress)
+    loaded = read_packed(path, shapes)
+    if checksum_of(loaded) != checksum:
         raise BadModelFile(
             f"{path} was written and is not what was written: the disk or memory fails. Set "
             'KVKEEP_HOME to a folder elsewhere, or use weights="bf16"'
         )
-    return found
+    return loaded
 
 
-def _pack(
+def load_unpacked(
+    converted: Path, spec: ModelSpec, packed: dict[str, Matrix], dtype: torch.dtype, progress: bool
+) -> dict[str, Tensor]:
+    """Return all tensors of a converted model unpacked, memory-mapped.
+
+    They are unpacked first if no file has them: that takes seconds even for a small model, and
+    processes share a mapped file.
+
+    converted: the file that `packed` was read from. Raises ModelError, BadModelFile.
+    """
+    state, shapes = converted.stat(), tensor_shapes(spec)
+    folder = f"{converted.parent.name}-{state.st_size}-{state.st_mtime_ns}"
+    path = home() / "unpacked" / folder / f"{str(dtype).removeprefix('torch.')}.safetensors"
+    if not path.exists():
+        _remove_outdated(path.parent, converted.parent.name)
+        _write_unpacked(path, shapes, packed, dtype, progress)
+    try:
+        loaded = read_packed(path, shapes)
+    except BadModelFile:  # cut short, or of another version
+        _write_unpacked(path, shapes, packed, dtype, progress)
+        loaded = read_packed(path, shapes)
+    return {name: tensor for name, tensor in loaded.items() if isinstance(tensor, Tensor)}
+
+
+def _write_rounded(
     path: Path,
     spec: ModelSpec,
     formats: Mapping[str, Format],
     tensors: Mapping[str, Tensor],
     progress: bool,
 ) -> str:
-    """Returns the checksum of what was written. Raises ModelError."""
+    """Round, pack and write; return the checksum. Raises ModelError."""
     shapes = matrices(spec)
-    stored = {name: Stored(kind, shapes[name]) for name, kind in formats.items()}
+    stored = {name: StoredMatrix(kind, shapes[name]) for name, kind in formats.items()}
     bar = tqdm(
         total=len(stored),
         desc=f"packing to {next(iter(formats.values())).name}",
         disable=None if progress else True,
     )
 
-    def one(name: str) -> Iterator[Matrix]:
+    def rounded(name: str) -> Iterator[Matrix]:
         source = EMBEDDING if name == HEAD and spec.tied_head else name
-        yield packed(quantise(tensors[source], 8 if formats[name].bits == 8 else 4))
+        yield pack(quantise(tensors[source], 8 if formats[name].bits == 8 else 4))
         bar.update()
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         remove_checksum(path)
         with bar:
-            return write_packed(path, stored, {name: one(name) for name in stored})
+            return write_packed(path, stored, {name: rounded(name) for name in stored})
     except (OSError, StoreError) as error:
         raise ModelError(
             f"cannot write packed weights to {path.parent} ({error}); free some space, set "
@@ -132,11 +177,54 @@ def _pack(
         ) from error
 
 
-def _elsewhere(folder: Path, weights: str) -> Path:
-    """For a folder that may not be ours to write to: under kvkeep's home, for this state of it."""
+def _write_unpacked(
+    path: Path,
+    shapes: dict[str, tuple[int, ...]],
+    packed: dict[str, Matrix],
+    dtype: torch.dtype,
+    progress: bool,
+) -> None:
+    bar = tqdm(
+        total=sum(map(prod, shapes.values())) * dtype.itemsize,
+        desc=f"unpacking to {str(dtype).removeprefix('torch.')}",
+        unit="B",
+        unit_scale=True,
+        disable=None if progress else True,
+    )
+
+    def unpacked(name: str) -> Iterator[Matrix]:
+        for rows in row_chunks(packed[name]):
+            tensor = as_tensor(rows, dtype)
+            yield tensor
+            bar.update(tensor.nbytes)
+
+    stored = {name: StoredMatrix(dtype, shape) for name, shape in shapes.items()}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with bar:
+            write_packed(path, stored, {name: unpacked(name) for name in shapes})
+    except (OSError, StoreError) as error:
+        raise ModelError(
+            f"cannot write unpacked weights to {path.parent} ({error}); free some space, or set "
+            "KVKEEP_HOME to a folder that can be written"
+        ) from error
+
+
+def _rounded_path(folder: Path, weights: str) -> Path:
+    """The file for a model folder in its present state, under kvkeep's home.
+
+    The model's own folder may not be writable, or belong to another program.
+    """
     files = sorted(folder.glob("*.safetensors"))
     state = [f"{folder.resolve()}"] + [
         f"{path.name} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in files
     ]
     digest = hashlib.sha256("\n".join(state).encode()).hexdigest()[:16]
     return home() / "packed" / f"{folder.name}-{digest}" / f"{weights}.safetensors"
+
+
+def _remove_outdated(folder: Path, name: str) -> None:
+    """Remove the unpacked files of earlier states of the same model."""
+    for other in folder.parent.glob(f"{name}-*"):
+        if other != folder and re.fullmatch(rf"{re.escape(name)}-\d+-\d+", other.name):
+            shutil.rmtree(other, ignore_errors=True)

@@ -1,39 +1,42 @@
-"""Packed matrices in a file: made once, then memory-mapped.
+"""Files of packed matrices, written once and memory-mapped, and the checksums beside them.
 
-A safetensors file, a model's tensors by their names; of a packed one NAME.codes and NAME.scales,
-and its format in the metadata. A checksum lies beside it.
+A safetensors file holds a model's tensors by name; a packed one as NAME.codes and NAME.scales, with
+its format in the metadata. The checksum lies beside the file, and is verified in memory whenever
+the file is mapped.
 """
 
 import contextlib
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from blake3 import blake3
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from kvkeep.errors import BadModelFile
-from kvkeep.models.weights.checksum import Checksum, write_checksum
+from kvkeep.errors import BadModelFile, StoreError
 from kvkeep.models.weights.formats import FORMATS, Format
 from kvkeep.models.weights.packing import Matrix, PackedMatrix, packed_shapes
 from kvkeep.storage.files.tensors import DTYPE_NAMES, Entry, tensor_bytes, write_tensors
+from kvkeep.storage.files.whole import write_whole
 
 _VERSION = "3"
-_ALTOGETHER = "packed weights"
+_KIND = "packed weights"
 
 
 @dataclass(frozen=True)
-class Stored:
-    """What a file holds under a name. kind: a format, or the dtype of a plain tensor."""
+class StoredMatrix:
+    """What a file holds under a name. kind: a packed format, or the dtype of a plain tensor."""
 
     kind: Format | torch.dtype
     shape: tuple[int, ...]
 
     def entries(self, name: str) -> dict[str, Entry]:
-        """Of the tensors in the file."""
+        """Return the entries of the file's header."""
         if isinstance(self.kind, torch.dtype):
             nbytes = self.kind.itemsize * math.prod(self.shape)
             return {name: Entry(DTYPE_NAMES[self.kind], self.shape, nbytes)}
@@ -44,68 +47,126 @@ class Stored:
         }
 
 
-def write_packed(
-    path: Path, stored: Mapping[str, Stored], each: Mapping[str, Iterator[Matrix]]
-) -> str:
-    """Writes a file whole, and the checksum beside it, which it returns.
+class Checksum:
+    """A BLAKE3 digest over tensors, packed or not, in file order."""
 
-    each: of every name, what is stored in its order, some rows at a time: whole blocks of 16, but
-    for the last. Of what is packed the scales are held until all codes are written.
+    def __init__(self) -> None:
+        self._hash = blake3(max_threads=blake3.AUTO)
+        self._name = ""
+
+    def update(self, name: str, data: bytes) -> None:
+        """Add the next bytes of a tensor."""
+        if name != self._name:
+            self._hash.update(f"{name}\n".encode())
+            self._name = name
+        self._hash.update(data)
+
+    def hexdigest(self) -> str:
+        """Return 64 hex digits."""
+        return self._hash.hexdigest()
+
+
+def checksum_of(matrices: Mapping[str, Matrix]) -> str:
+    """Return the checksum of matrices in memory, equal to that of `write_packed`."""
+    checksum = Checksum()
+    for name, matrix in matrices.items():
+        if isinstance(matrix, PackedMatrix):
+            checksum.update(f"{name}.codes", tensor_bytes(matrix.data))
+            checksum.update(f"{name}.scales", tensor_bytes(matrix.scales))
+        else:
+            checksum.update(name, tensor_bytes(matrix))
+    return checksum.hexdigest()
+
+
+def read_checksum(path: Path) -> str | None:
+    """Return the checksum beside a file; None if there is no valid one."""
+    try:
+        text = _checksum_path(path).read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        return None
+    return text if re.fullmatch("[0-9a-f]{64}", text) else None
+
+
+def remove_checksum(path: Path) -> None:
+    """Remove the checksum beside a file, before the file is replaced."""
+    _checksum_path(path).unlink(missing_ok=True)
+
+
+def _write_checksum(path: Path, checksum: str) -> None:
+    # If it cannot be written, the file is not trusted the next time.
+    with contextlib.suppress(OSError, StoreError):
+        write_whole(_checksum_path(path), f"{checksum}\n".encode())
+
+
+def _checksum_path(path: Path) -> Path:
+    return path.with_name(f"{path.name}.blake3")
+
+
+def write_packed(
+    path: Path, stored: Mapping[str, StoredMatrix], chunks: Mapping[str, Iterator[Matrix]]
+) -> str:
+    """Write a file atomically, and the checksum beside it; return the checksum.
+
+    chunks: for every name of `stored`, the matrix some rows at a time: whole blocks of 16, except
+        the last. The scales of a packed matrix are held in memory until its codes are written.
     """
     entries: dict[str, Entry] = {}
-    for name, one in stored.items():
-        entries |= one.entries(name)
+    for name, matrix in stored.items():
+        entries |= matrix.entries(name)
     checksum = Checksum()
 
     def pieces() -> Iterator[memoryview | bytes]:
         for name in stored:
             scales = []
-            for matrix in each[name]:
+            for matrix in chunks[name]:
                 packed = isinstance(matrix, PackedMatrix)
-                piece = tensor_bytes(matrix.data if isinstance(matrix, PackedMatrix) else matrix)
-                checksum.take(f"{name}.codes" if packed else name, piece)
+                data = tensor_bytes(matrix.data if isinstance(matrix, PackedMatrix) else matrix)
+                checksum.update(f"{name}.codes" if packed else name, data)
                 if isinstance(matrix, PackedMatrix):
                     scales.append(tensor_bytes(matrix.scales))
-                yield piece
-            for piece in scales:
-                checksum.take(f"{name}.scales", piece)
-                yield piece
+                yield data
+            for data in scales:
+                checksum.update(f"{name}.scales", data)
+                yield data
 
-    formats = {n: one.kind.name for n, one in stored.items() if isinstance(one.kind, Format)}
-    metadata = {"kvkeep": _ALTOGETHER, "version": _VERSION, "formats": json.dumps(formats)}
+    formats = {n: m.kind.name for n, m in stored.items() if isinstance(m.kind, Format)}
+    metadata = {"kvkeep": _KIND, "version": _VERSION, "formats": json.dumps(formats)}
     write_tensors(path, entries, pieces(), metadata)
     digest = checksum.hexdigest()
-    write_checksum(path, digest)
+    _write_checksum(path, digest)
     return digest
 
 
 def read_packed(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Matrix]:
-    """What a file holds, by name, mapped; verifies no bytes.
+    """Return a file's matrices by name, memory-mapped; the checksum is not verified.
 
-    shapes: of all that it must hold. Raises BadModelFile where it is of another model, or not
-    whole.
+    shapes: of all matrices that the file must hold. Raises BadModelFile if it holds others, or is
+    incomplete.
     """
-    with _opened(path) as (file, formats):
+    with _open(path) as (file, formats):
         names = set(file.keys())  # type: ignore[no-untyped-call]
-        found = {name: _read(file, names, name, formats.get(name), shapes[name]) for name in shapes}
+        matrices = {
+            name: _read(file, names, name, formats.get(name), shapes[name]) for name in shapes
+        }
         unused = names - {f"{name}{end}" for name in shapes for end in ("", ".codes", ".scales")}
         if unused:
-            raise ValueError(f"it has {min(unused)}, which the model has not")
-        return found
+            raise ValueError(f"it has {min(unused)}, which the model does not have")
+        return matrices
 
 
 def stored_formats(path: Path) -> dict[str, str]:
-    """The format of every packed matrix, from the header alone. Raises BadModelFile."""
-    with _opened(path) as (_, formats):
+    """Return the format of every packed matrix, from the header alone. Raises BadModelFile."""
+    with _open(path) as (_, formats):
         return formats
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[tuple[safe_open, dict[str, str]]]:
+def _open(path: Path) -> Iterator[tuple[safe_open, dict[str, str]]]:
+    """Open a file with its formats; errors of the block become BadModelFile."""
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             metadata = file.metadata() or {}
-            if metadata.get("version") != _VERSION or metadata.get("kvkeep") != _ALTOGETHER:
+            if metadata.get("version") != _VERSION or metadata.get("kvkeep") != _KIND:
                 raise BadModelFile(f"{path} is of another version of kvkeep; remove it")
             formats = json.loads(metadata.get("formats", ""))
             if not isinstance(formats, dict) or not set(formats.values()) <= FORMATS.keys():
@@ -128,7 +189,7 @@ def _read(
     kind = FORMATS[packed]
     codes: Tensor = file.get_tensor(f"{name}.codes")  # type: ignore[no-untyped-call]
     scales: Tensor = file.get_tensor(f"{name}.scales")  # type: ignore[no-untyped-call]
-    held = [(tuple(each.shape), each.dtype) for each in (codes, scales)]
-    if len(shape) != 2 or held != [(each, torch.uint8) for each in packed_shapes(kind, *shape)]:
+    stored = [(tuple(tensor.shape), tensor.dtype) for tensor in (codes, scales)]
+    if len(shape) != 2 or stored != [(x, torch.uint8) for x in packed_shapes(kind, *shape)]:
         raise ValueError(f"{name} has another shape than the model's")
     return PackedMatrix(kind, shape[0], codes, scales)

@@ -1,13 +1,15 @@
-"""Weight matrices in few bits, in the order in which a product of one row reads them.
+"""Packed weight matrices: few bits, in the order in which a one-row product reads them.
 
-Sixteen rows are multiplied at once, one in each lane of a register. For each block of 16 rows and
-each group of 32 columns there lie together: in 8 bits, for each pair of columns, the two codes of
-row 0, the two of row 1 and so on. Of smaller codes the low 4 bits, the same in 16-bit words of four
-pairs, four times 64 bytes: word j of a row has in its nibble s column `8 * part + 2 * s + j`. Then
-what is above 4 bits, in words of 16 pairs, or of 8 and 8 where there are two bits of each. Pairs
-are in such an order that the bits of one and of that two further are a byte apart, as their nibbles
-are: 0 1 4 5 8 9 12 13 in the lower byte, 2 3 6 7 10 11 14 15 in the upper one. So products of bytes
-find both in their places by one shift.
+A product handles 16 rows at once, one in each lane of a vector register. The data of a matrix is
+laid out by blocks of 16 rows and groups of 32 columns. Within one such tile:
+
+- 8-bit codes: for each pair of columns, the two codes of row 0, the two of row 1, and so on.
+- Smaller codes: first the low 4 bits of all, in 16-bit words of four pairs, four times 64 bytes.
+  Word j (0 or 1) of a row has in nibble s of part p column 8 p + 2 s + j. Then the bits above the
+  low 4: for 5-bit codes one word of 16 pairs, for 6-bit codes two words of 8 pairs, per row and j.
+  Within a word the pairs are ordered 0 1 4 5 8 9 12 13 in the lower byte and 2 3 6 7 10 11 14 15 in
+  the upper one: the bits of a pair and of the pair two further are a byte apart, as their nibbles
+  are, so that the kernels' byte products align both with one shift.
 """
 
 from collections.abc import Iterator
@@ -17,19 +19,22 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from kvkeep.models.weights.formats import FORMATS, GROUP, Format, apart
+from kvkeep.models.weights.formats import FORMATS, GROUP, Format, split_last
 
-BLOCK = 16
+BLOCK = 16  # rows
 
 MatrixBits = Literal[4, 8]
-ROUNDED: dict[MatrixBits, str] = {4: "Q4_1", 8: "Q8_0"}  # what kvkeep itself rounds to
+ROUNDED: dict[MatrixBits, str] = {4: "Q4_1", 8: "Q8_0"}  # formats that kvkeep itself rounds to
+_BLOCKS_PER_CHUNK = 64  # of `row_chunks`
+_DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 
 
 @dataclass(frozen=True)
 class QuantisedMatrix:
-    """A matrix in groups. codes: `[rows, columns]` uint8.
+    """A quantised matrix in row order.
 
-    parts: what the scales are made of, each `[rows, columns / span, n]`; see `Format`.
+    codes: `[rows, columns]` uint8. parts: the stored parts of the scales, each
+    `[rows, columns / span, n]`; see `Format`.
     """
 
     format: Format
@@ -37,16 +42,16 @@ class QuantisedMatrix:
     parts: tuple[Tensor, ...]
 
     def values(self) -> Tensor:
-        """`[rows, columns]` float32."""
+        """Return `[rows, columns]` float32."""
         return self.format.values(self.codes, self.parts)
 
 
 @dataclass(frozen=True)
 class PackedMatrix:
-    """data: uint8 `[blocks, columns / 32, group_bytes]`. scales: uint8
-    `[blocks, columns / span, tile_bytes]`, part after part, each of all 16 rows.
+    """A quantised matrix in kernel order.
 
-    Rows past the last are zeros.
+    data: `[blocks, columns / 32, group_bytes]` uint8. scales: `[blocks, columns / span,
+    tile_bytes]` uint8, part after part, each with all 16 rows. Rows beyond the last are zeros.
     """
 
     format: Format
@@ -63,54 +68,46 @@ class PackedMatrix:
         return self.data.nbytes + self.scales.nbytes
 
     def unpacked(self) -> QuantisedMatrix:
-        """The inverse of `packed`."""
-        codes = _unpacked_codes(self.data, self.format.bits)
-        parts, at = [], 0
+        """Return the matrix in row order: the inverse of `pack`."""
+        codes = _unpack_codes(self.data, self.format.bits)
+        parts, offset = [], 0
         for dtype, count in self.format.parts:
             size = BLOCK * count * dtype.itemsize
-            part = self.scales[..., at : at + size].contiguous().view(dtype)
+            part = self.scales[..., offset : offset + size].contiguous().view(dtype)
             part = part.view(*self.scales.shape[:2], count, BLOCK).permute(0, 3, 1, 2)
             parts.append(part.flatten(0, 1)[: self.rows])
-            at += size
+            offset += size
         return QuantisedMatrix(self.format, codes[: self.rows], tuple(parts))
 
     def values(self) -> Tensor:
-        """`[rows, columns]` float32."""
+        """Return `[rows, columns]` float32."""
         return self.unpacked().values()
 
 
-# As a model's file has it: a tensor is in bfloat16, float16 or float32.
+# A matrix as a model's file has it; a tensor is bfloat16, float16 or float32.
 Matrix: TypeAlias = Tensor | PackedMatrix
 
 
-_PLAIN = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
-
-
-def name_of(matrix: Matrix) -> str:
-    """The name of its format, or of its dtype."""
-    return matrix.format.name if isinstance(matrix, PackedMatrix) else _PLAIN[matrix.dtype]
+def format_name(matrix: Matrix) -> str:
+    """Return the name of a matrix's format, or of its dtype."""
+    return matrix.format.name if isinstance(matrix, PackedMatrix) else _DTYPE_NAMES[matrix.dtype]
 
 
 def as_tensor(matrix: Matrix, dtype: torch.dtype) -> Tensor:
-    """`[rows, columns]`, rounded once where the dtype cannot hold what the matrix does."""
+    """Return `[rows, columns]`, rounded once if the dtype cannot hold the values."""
     values = matrix.values() if isinstance(matrix, PackedMatrix) else matrix
     return values.to(dtype)
 
 
-_BLOCKS = 64  # unpacked at a time
-
-
-def some_rows(matrix: Matrix) -> Iterator[Matrix]:
-    """A matrix, some rows at a time where it is packed."""
+def row_chunks(matrix: Matrix) -> Iterator[Matrix]:
+    """Yield a packed matrix some rows at a time, and a tensor as a whole."""
     if not isinstance(matrix, PackedMatrix):
         yield matrix
         return
-    for first in range(0, len(matrix.data), _BLOCKS):
-        left = matrix.rows - first * BLOCK
-        some = slice(first, first + _BLOCKS)
-        yield PackedMatrix(
-            matrix.format, min(left, _BLOCKS * BLOCK), matrix.data[some], matrix.scales[some]
-        )
+    for first in range(0, len(matrix.data), _BLOCKS_PER_CHUNK):
+        rows = min(matrix.rows - first * BLOCK, _BLOCKS_PER_CHUNK * BLOCK)
+        blocks = slice(first, first + _BLOCKS_PER_CHUNK)
+        yield PackedMatrix(matrix.format, rows, matrix.data[blocks], matrix.scales[blocks])
 
 
 def packable(kind: Format, rows: int, columns: int) -> bool:
@@ -119,50 +116,47 @@ def packable(kind: Format, rows: int, columns: int) -> bool:
 
 
 def packed_shapes(kind: Format, rows: int, columns: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shapes of `data` and `scales` for a matrix of this size."""
+    """Return the shapes of `data` and `scales` for a matrix of this shape."""
     blocks = -(-rows // BLOCK)
-    return (blocks, columns // GROUP, kind.group_bytes), (
-        blocks,
-        columns // kind.span,
-        kind.tile_bytes,
-    )
+    data = (blocks, columns // GROUP, kind.group_bytes)
+    return data, (blocks, columns // kind.span, kind.tile_bytes)
 
 
 def quantise(weights: Tensor, bits: MatrixBits) -> QuantisedMatrix:
-    """The nearest values, group by group, to `weights: [rows, columns]`: as Q4_1 or Q8_0."""
-    grouped = apart(weights.float(), -1, GROUP)
+    """Quantise `weights: [rows, columns]` to the nearest values, group by group: Q4_1 or Q8_0."""
+    grouped = split_last(weights.float(), -1, GROUP)
     kind = FORMATS[ROUNDED[bits]]
     if bits == 8:
         scales = (grouped.abs().amax(-1, keepdim=True) / 127).half()
-        codes = _divided(grouped, scales).clamp(-127, 127).to(torch.int8).view(torch.uint8)
+        codes = _rounded_quotient(grouped, scales).clamp(-127, 127).to(torch.int8).view(torch.uint8)
         return QuantisedMatrix(kind, codes.flatten(1), (scales,))
     low, high = grouped.aminmax(dim=-1, keepdim=True)
     minima = low.half()
     scales = ((high - minima.float()) / 15).half()
-    codes = _divided(grouped - minima.float(), scales).clamp(0, 15).to(torch.uint8)
+    codes = _rounded_quotient(grouped - minima.float(), scales).clamp(0, 15).to(torch.uint8)
     return QuantisedMatrix(kind, codes.flatten(1), (scales, minima))
 
 
-def _divided(grouped: Tensor, scales: Tensor) -> Tensor:
+def _rounded_quotient(grouped: Tensor, scales: Tensor) -> Tensor:
     return (grouped / torch.where(scales == 0, 1, scales).float()).round()
 
 
 def from_gguf(kind: Format, data: Tensor) -> QuantisedMatrix:
-    """What GGUF stores in a format, without loss.
+    """Return a matrix that GGUF stores in this format, without loss.
 
-    data: `[rows, bytes]` uint8, a row's blocks one behind the other.
+    data: `[rows, bytes]` uint8, each row its blocks in sequence.
     """
-    codes, parts = kind.taken(apart(data, -1, kind.block))
+    codes, parts = kind.split_block(split_last(data, -1, kind.block))
     return QuantisedMatrix(kind, codes.flatten(1), parts)
 
 
-def packed(matrix: QuantisedMatrix) -> PackedMatrix:
-    """A matrix in the order in which it is read."""
+def pack(matrix: QuantisedMatrix) -> PackedMatrix:
+    """Return a matrix in kernel order."""
     rows, columns = matrix.codes.shape
     blocks, kind = -(-rows // BLOCK), matrix.format
-    codes = _filled(matrix.codes, blocks).view(blocks, BLOCK, columns // GROUP, GROUP)
+    codes = _padded(matrix.codes, blocks).view(blocks, BLOCK, columns // GROUP, GROUP)
     scales = [
-        _filled(part, blocks)
+        _padded(part, blocks)
         .view(blocks, BLOCK, columns // kind.span, count)
         .permute(0, 2, 3, 1)
         .contiguous()
@@ -170,28 +164,29 @@ def packed(matrix: QuantisedMatrix) -> PackedMatrix:
         .flatten(2)
         for part, (_, count) in zip(matrix.parts, kind.parts, strict=True)
     ]
-    return PackedMatrix(kind, rows, _packed_codes(codes, kind.bits), torch.cat(scales, -1))
+    return PackedMatrix(kind, rows, _pack_codes(codes, kind.bits), torch.cat(scales, -1))
 
 
-def _packed_codes(codes: Tensor, bits: int) -> Tensor:
-    """`[blocks, 16, groups, 32]` to `[blocks, groups, 64 * bits]`."""
-    pairs = apart(codes, 16, 2).permute(0, 2, 3, 1, 4)  # block, group, pair, row, j
+def _pack_codes(codes: Tensor, bits: int) -> Tensor:
+    """Map `[blocks, 16, groups, 32]` to `[blocks, groups, 64 * bits]`."""
+    pairs = split_last(codes, 16, 2).permute(0, 2, 3, 1, 4)  # block, group, pair, row, j
     if bits == 8:
         return pairs.flatten(2)
-    # Of four pairs, 0 and 1 are the halves of a word's first byte, 2 and 3 of its second one.
+    # Four pairs make a word: pairs 0 and 1 are the nibbles of its first byte, 2 and 3 of its
+    # second.
     four = (pairs & 15).reshape(*pairs.shape[:2], 4, 2, 2, *pairs.shape[3:])
     words = (four[..., 0, :, :] | four[..., 1, :, :] << 4).permute(0, 1, 2, 4, 5, 3)
-    planes, above = [words.flatten(2)], pairs >> 4
-    held = 16 // (bits - 4) if bits > 4 else 16  # pairs whose upper bits make a word
-    for first in range(0, 16 if bits > 4 else 0, held):
-        places = _places(held)
-        word = (above[:, :, first : first + held].int() << places).sum(2, dtype=torch.int32)
+    planes, upper = [words.flatten(2)], pairs >> 4
+    per_word = 16 // (bits - 4) if bits > 4 else 16  # pairs whose upper bits share a word
+    for first in range(0, 16 if bits > 4 else 0, per_word):
+        shifts = _upper_bit_shifts(per_word)
+        word = (upper[:, :, first : first + per_word].int() << shifts).sum(2, dtype=torch.int32)
         planes.append(word.to(torch.int16).contiguous().view(torch.uint8).flatten(2))
     return torch.cat(planes, -1)
 
 
-def _unpacked_codes(data: Tensor, bits: int) -> Tensor:
-    """`[blocks, groups, 64 * bits]` to `[16 blocks, columns]`."""
+def _unpack_codes(data: Tensor, bits: int) -> Tensor:
+    """Map `[blocks, groups, 64 * bits]` to `[16 * blocks, columns]`."""
     blocks, groups = data.shape[:2]
     if bits == 8:
         pairs = data.view(blocks, groups, 16, BLOCK, 2)
@@ -200,23 +195,24 @@ def _unpacked_codes(data: Tensor, bits: int) -> Tensor:
         words = words.permute(0, 1, 2, 5, 3, 4).contiguous()
         four = torch.stack((words & 15, words >> 4), 4)
         pairs = four.view(blocks, groups, 16, BLOCK, 2)
-        held = 16 // (bits - 4) if bits > 4 else 16
+        per_word = 16 // (bits - 4) if bits > 4 else 16
         planes = data[..., 256:].contiguous().view(torch.int16).int()
-        for first in range(0, 16 if bits > 4 else 0, held):
-            at = 32 * first // held
-            word = planes[..., at : at + 32].view(blocks, groups, 1, BLOCK, 2)
-            above = (word >> _places(held)) & ((1 << (bits - 4)) - 1)
-            pairs[:, :, first : first + held] |= above.to(torch.uint8) << 4
+        for first in range(0, 16 if bits > 4 else 0, per_word):
+            start = 32 * first // per_word
+            word = planes[..., start : start + 32].view(blocks, groups, 1, BLOCK, 2)
+            upper = (word >> _upper_bit_shifts(per_word)) & ((1 << (bits - 4)) - 1)
+            pairs[:, :, first : first + per_word] |= upper.to(torch.uint8) << 4
     return pairs.permute(0, 3, 1, 2, 4).reshape(blocks * BLOCK, groups * GROUP)
 
 
-def _places(held: int) -> Tensor:
-    """Which bit of a word is the lowest of each of as many pairs. `[held, 1, 1]`."""
-    pair = torch.arange(held, dtype=torch.int32, device="cpu").view(held, 1, 1)
-    return 16 // held * (pair // 4 * 2 + pair % 2) + pair % 4 // 2 * 8
+def _upper_bit_shifts(pairs: int) -> Tensor:
+    """The lowest bit of each pair in a word that holds so many pairs, `[pairs, 1, 1]`."""
+    pair = torch.arange(pairs, dtype=torch.int32, device="cpu").view(pairs, 1, 1)
+    return 16 // pairs * (pair // 4 * 2 + pair % 2) + pair % 4 // 2 * 8
 
 
-def _filled(x: Tensor, blocks: int) -> Tensor:
+def _padded(x: Tensor, blocks: int) -> Tensor:
+    """Append rows of zeros up to whole blocks."""
     missing = blocks * BLOCK - x.shape[0]
     if not missing:
         return x

@@ -1,4 +1,4 @@
-"""A model's tensors, memory-mapped from safetensors files."""
+"""A model's tensors: memory-mapped reading from safetensors files, and expected shapes."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -24,7 +24,7 @@ from kvkeep.runtime.signals import interrupts_deferred
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 NORM = "model.norm.weight"
-_Linear: TypeAlias = tuple[str, int, int, bool]  # its name, rows, columns and whether it has a bias
+_LinearShape: TypeAlias = tuple[str, int, int, bool]  # name, rows, columns, has a bias
 _ROUTERS = ("mlp.gate.weight", "mlp.shared_expert_gate.weight")
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -36,10 +36,10 @@ def read_tensors(
     progress: bool,
     wanted: Callable[[str], bool] = lambda name: True,
 ) -> dict[str, Tensor]:
-    """All tensors of a model that are wanted, by Hugging Face name.
+    """Read the wanted tensors of a model, by Hugging Face name.
 
-    A tensor that is stored in `dtype` and stays on the CPU is a view of the file: nothing is read
-    until it is used, and processes share the memory.
+    A tensor that is stored in `dtype` and stays on the CPU is a view of the mapped file: it is read
+    on first use, and processes share the memory.
 
     Raises BadModelFile naming the file that is missing, empty, truncated or not safetensors.
     """
@@ -54,47 +54,46 @@ def read_tensors(
     ) as bar:
         for path, names in located.items():
             for name, tensor in _read_file(path, names):
-                kind = dtype if tensor.is_floating_point() else tensor.dtype  # as blocks of MXFP4
-                tensors[name] = tensor.to(device=device, dtype=kind)
+                target = dtype if tensor.is_floating_point() else tensor.dtype  # MXFP4 blocks
+                tensors[name] = tensor.to(device=device, dtype=target)
                 bar.update()
     return tensors
 
 
 def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """The shape of each tensor of a model, from the files' headers alone. Raises as above."""
+    """Read the shape of each tensor from the files' headers. Raises BadModelFile."""
     shapes = {}
     for path, names in _locate(folder).items():
-        with _opened(path) as file:
+        with _open(path) as file:
             for name in names:
                 shapes[name] = tuple(file.get_slice(name).get_shape())
     return shapes
 
 
 def is_router(name: str) -> bool:
-    """Whether a matrix says which experts a token goes through, or how much of the shared one.
+    """Whether a matrix routes tokens to experts, or weights the shared expert.
 
-    It is small, and a small error of it is another expert: it is never rounded.
+    It is small, and a small error of it selects another expert: it is never rounded.
     """
     return name.endswith(_ROUTERS)
 
 
 def check_tensors(spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]], source: Path) -> None:
-    """That the tensors are those of the model that `spec` describes. source: for messages.
+    """Check that the tensors are those of the model that `spec` describes.
 
-    Raises BadModelFile if one is missing or has another shape, and UnsupportedModel for one that
-    the forward pass would not use: results would be those of another model.
+    source: for messages. Raises BadModelFile if one is missing or has another shape, and
+    UnsupportedModel for one that the forward pass would not use: it is another kind of model.
     """
-    asked = f"{spec.layers} layers"
-    least = spec.layers
+    wanted_parts, least = f"{spec.layers} layers", spec.layers
     if least <= len(shapes) and any(map(spec.is_sparse, range(spec.layers))):
-        asked, least = f"{asked} and {spec.experts} experts", spec.experts
-    if least > len(shapes):  # before as many names are made up
+        wanted_parts, least = f"{wanted_parts} and {spec.experts} experts", spec.experts
+    if least > len(shapes):  # checked before that many names are generated
         raise BadModelFile(
             f"{source} lacks tensors: it has {len(shapes)} in all where config.json asks for "
-            f"{asked}; fetch the model again"
+            f"{wanted_parts}; fetch the model again"
         )
     wanted = tensor_shapes(spec)
-    if spec.tied_head and HEAD in shapes:  # told to be the embedding once more: see `check_tied`
+    if spec.tied_head and HEAD in shapes:  # a copy of the embedding: see `check_tied`
         wanted[HEAD] = wanted[EMBEDDING]
     missing = [name for name in wanted if name not in shapes]
     if missing:
@@ -108,7 +107,7 @@ def check_tensors(spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]], source
                 f"{source}: {name} has shape {list(shapes[name])} where config.json asks for "
                 f"{list(shape)}; weights and config are of different models: fetch it again"
             )
-    # Tables of frequencies say what the config says.
+    # Tables of RoPE frequencies repeat the config.
     unused = [name for name in shapes if name not in wanted and "rotary_emb" not in name]
     if unused:
         raise UnsupportedModel(
@@ -118,9 +117,9 @@ def check_tensors(spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]], source
 
 
 def check_tied(spec: ModelSpec, tensors: Mapping[str, Tensor], source: Path) -> None:
-    """That a head which is said to be the embedding is no other one. source: for messages.
+    """Check that the head of a model with a tied head equals the embedding.
 
-    Raises UnsupportedModel.
+    source: for messages. Raises UnsupportedModel.
     """
     if spec.tied_head and HEAD in tensors and not torch.equal(tensors[HEAD], tensors[EMBEDDING]):
         raise UnsupportedModel(
@@ -130,16 +129,16 @@ def check_tied(spec: ModelSpec, tensors: Mapping[str, Tensor], source: Path) -> 
 
 
 def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor that the forward pass needs."""
+    """Return the name and shape of every tensor that the forward pass needs."""
     shapes: dict[str, tuple[int, ...]] = {}
     shapes[EMBEDDING] = (spec.vocab_size, spec.hidden_size)
-    alike: dict[tuple[int, ...], dict[str, tuple[int, ...]]] = {}
+    by_kind: dict[tuple[int, ...], dict[str, tuple[int, ...]]] = {}  # layers of a kind are alike
     for layer in range(spec.layers):
         local, own = layer in spec.local_layers, spec.source_of(layer) == layer
         kind = (spec.is_sparse(layer), local, own, spec.mlp_width(layer))
-        if kind not in alike:
-            alike[kind] = _layer_shapes(spec, layer)
-        for name, shape in alike[kind].items():
+        if kind not in by_kind:
+            by_kind[kind] = _layer_shapes(spec, layer)
+        for name, shape in by_kind[kind].items():
             shapes[f"model.layers.{layer}.{name}"] = shape
     shapes[NORM] = (spec.hidden_size,)
     shapes |= per_layer_embedding_shapes(spec) | gemma3n.streams_shapes(spec)
@@ -148,10 +147,10 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def read_by_a_token(spec: ModelSpec) -> list[str]:
-    """The matrices that a decode step reads for one token.
+def matrices_per_token(spec: ModelSpec) -> list[str]:
+    """Return the matrices that a decode step reads for one token.
 
-    Of a layer's experts, which are alike, the first ones stand for those that it goes through.
+    A layer's experts have the same shapes; the first ones stand for those that it is routed to.
     """
 
     def is_read(name: str) -> bool:
@@ -162,15 +161,15 @@ def read_by_a_token(spec: ModelSpec) -> list[str]:
 
 
 def matrices(spec: ModelSpec) -> dict[str, tuple[int, int]]:
-    """Name and shape of what a decode step multiplies; the head under its own name, if tied too."""
+    """Return the matrices that a decode step multiplies by; a tied head under the head's name."""
     shapes = tensor_shapes(spec)
     shapes[HEAD] = shapes.pop(EMBEDDING)
-    shapes.pop(TABLE, None)  # is looked up
+    shapes.pop(TABLE, None)  # read by lookup
     return {name: (shape[0], shape[1]) for name, shape in shapes.items() if len(shape) == 2}
 
 
 def _layer_shapes(spec: ModelSpec, layer: int) -> dict[str, tuple[int, ...]]:
-    """Of one layer. Checksums know their order."""
+    """The shapes of one layer's tensors. Checksums depend on their order."""
     hidden, group, own = spec.hidden_size, spec.group_of(layer), spec.source_of(layer) == layer
     queries, keys = spec.heads * group.head_dim, group.kv_heads * group.head_dim
     sparse = spec.is_sparse(layer)
@@ -180,7 +179,7 @@ def _layer_shapes(spec: ModelSpec, layer: int) -> dict[str, tuple[int, ...]]:
         shapes["input_layernorm.weight"] = (hidden,)
         if not spec.parallel:
             shapes["post_attention_layernorm.weight"] = (hidden,)
-    if spec.norms_after:  # under the names that GLM-4 has for them
+    if spec.norms_after:  # under GLM-4's names
         shapes["post_self_attn_layernorm.weight"] = (hidden,)
         shapes["post_mlp_layernorm.weight"] = (hidden,)
     for name, rows, columns, bias in (
@@ -204,12 +203,12 @@ def _layer_shapes(spec: ModelSpec, layer: int) -> dict[str, tuple[int, ...]]:
     shapes |= gemma3n.layer_shapes(spec)
     if spec.layer_scales:
         shapes["layer_scalar"] = (1,)
-    none = "kv" if not own else "v" if spec.keys_as_values and group.window is None else ""
-    absent = tuple(f"self_attn.{each}_" for each in none)
+    missing = "kv" if not own else "v" if spec.keys_as_values and group.window is None else ""
+    absent = tuple(f"self_attn.{letter}_" for letter in missing)
     return {name: shape for name, shape in shapes.items() if not name.startswith(absent)}
 
 
-def _mlp(name: str, hidden: int, inner: int, bias: bool) -> list[_Linear]:
+def _mlp(name: str, hidden: int, inner: int, bias: bool) -> list[_LinearShape]:
     return [
         (f"{name}.gate_proj", inner, hidden, bias),
         (f"{name}.up_proj", inner, hidden, bias),
@@ -217,22 +216,22 @@ def _mlp(name: str, hidden: int, inner: int, bias: bool) -> list[_Linear]:
     ]
 
 
-def _experts(spec: ModelSpec) -> list[_Linear]:
+def _experts(spec: ModelSpec) -> list[_LinearShape]:
     hidden, shared, bias = spec.hidden_size, spec.shared_expert_size, spec.clamped_experts
-    found: list[_Linear] = [("mlp.gate", spec.experts, hidden, bias)]
+    shapes: list[_LinearShape] = [("mlp.gate", spec.experts, hidden, bias)]
     for expert in range(spec.experts):
-        found += _mlp(f"mlp.experts.{expert}", hidden, spec.expert_size, bias)
+        shapes += _mlp(f"mlp.experts.{expert}", hidden, spec.expert_size, bias)
     if shared:
-        found += _mlp("mlp.shared_expert", hidden, shared, bias=False)
-        found.append(("mlp.shared_expert_gate", 1, hidden, False))
-    return found
+        shapes += _mlp("mlp.shared_expert", hidden, shared, bias=False)
+        shapes.append(("mlp.shared_expert_gate", 1, hidden, False))
+    return shapes
 
 
 def _locate(folder: Path) -> dict[Path, list[str]]:
-    """Which tensors each file of the model holds."""
+    """Return the names of the tensors in each file of the model."""
     single, index = folder / _SINGLE, folder / _INDEX
     if single.exists():
-        with _opened(single) as file:
+        with _open(single) as file:
             return {single: list(file.keys())}
     if not index.exists():
         raise BadModelFile(
@@ -249,10 +248,10 @@ def _locate(folder: Path) -> dict[Path, list[str]]:
 
 
 def _read_file(path: Path, names: list[str]) -> Iterator[tuple[str, Tensor]]:
-    with _opened(path) as file:
+    with _open(path) as file:
         for name in names:
             try:
-                with interrupts_deferred():  # inside, torch makes another error of a Ctrl-C
+                with interrupts_deferred():  # torch would turn a Ctrl-C into another error
                     tensor = file.get_tensor(name)
                 yield name, tensor
             except SafetensorError as error:
@@ -261,8 +260,8 @@ def _read_file(path: Path, names: list[str]) -> Iterator[tuple[str, Tensor]]:
                 ) from error
 
 
-def _opened(path: Path) -> safe_open:
-    """A safetensors file, its header checked against its length."""
+def _open(path: Path) -> safe_open:
+    """Open a safetensors file, with its header checked against its length."""
     try:
         if path.stat().st_size == 0:
             raise BadModelFile(f"{path} is empty; fetch the model again")
