@@ -1,86 +1,93 @@
-"""Clients of `kvkeep serve`: what its OpenAI clients cannot do. One waits, one is awaited."""
+"""Clients of `kvkeep serve`, synchronous and asynchronous, for what OpenAI's clients lack."""
 
+import json
+import math
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import httpx
 
-from kvkeep.client.remote import RemoteSession, Text, given, set_fields
-from kvkeep.client.wire import TRIES, Call, Event, Parser, Then, answer_of, events, unreachable
+from kvkeep import errors
+from kvkeep.client.remote import ApiRequest, Convert, RemoteSession, Text, given_fields, text_fields
 
-_TIMEOUT = httpx.Timeout(10.0, read=None)  # a long prompt takes what it takes
 URL = "http://127.0.0.1:8080"
+ServerEvent = tuple[str, Any]  # a name and its data
+_TIMEOUT = httpx.Timeout(10.0, read=None)  # prefill of a long prompt has no time limit
+_TRIES = 3  # of a request whose response is lost
 
 
-class _Calls:
-    """What both clients can be asked. Methods return answers, or what is awaited for them."""
+class _Requests:
+    """The requests of both clients. Methods return responses, or awaitables of them."""
 
     send: Callable[..., Any]
-    stream: Callable[[Call], Any]
+    stream: Callable[[ApiRequest], Any]
 
     def session(self, name: str) -> RemoteSession:
-        """One that exists; nothing is asked yet."""
+        """Return an existing session; no request is sent yet."""
         return RemoteSession(self, name)
 
     def create(self, name: str | None = None, **settings: Any) -> Any:
-        """A new RemoteSession. settings: policy, max_kv_size, keep, kv_bits, ..., as of
-        `Model.session`; from_snapshot: a snapshot's name."""
-        call = Call("POST", "/v1/sessions", set_fields(name=name, **settings))
-        return self.send(call, self._session)
+        """Create a session and return it as a RemoteSession.
+
+        settings: policy, max_kv_size, keep, kv_bits, ..., as for `Model.session`; from_snapshot: a
+        snapshot's name.
+        """
+        request = ApiRequest("POST", "/v1/sessions", given_fields(name=name, **settings))
+        return self.send(request, self._session)
 
     def sessions(self, unnamed: bool = False) -> Any:
-        """What there is of each, the one used last first. unnamed: with those of prompts."""
-        return self.send(Call("GET", "/v1/sessions", params={"unnamed": unnamed}), _data)
+        """List sessions, the last used first. unnamed: with those made for a prompt."""
+        return self.send(ApiRequest("GET", "/v1/sessions", params={"unnamed": unnamed}), _data)
 
     def delete(self, name: str, revision: int | None = None) -> Any:
-        """Forgets a session, on disk too."""
-        return self.send(Call("DELETE", f"/v1/sessions/{name}", revision=revision))
+        """Delete a session, on disk too."""
+        return self.send(ApiRequest("DELETE", f"/v1/sessions/{name}", revision=revision))
 
     def snapshots(self) -> Any:
-        return self.send(Call("GET", "/v1/snapshots"), _data)
+        return self.send(ApiRequest("GET", "/v1/snapshots"), _data)
 
     def restore(self, snapshot: str, name: str | None = None) -> Any:
-        """A new RemoteSession that goes on, to the bit, where a snapshot was taken."""
-        call = Call("POST", f"/v1/snapshots/{snapshot}/restore", set_fields(name=name))
-        return self.send(call, self._session)
+        """Return a new RemoteSession that continues, to the bit, from a snapshot."""
+        path = f"/v1/snapshots/{snapshot}/restore"
+        return self.send(ApiRequest("POST", path, given_fields(name=name)), self._session)
 
     def delete_snapshot(self, snapshot: str) -> Any:
-        return self.send(Call("DELETE", f"/v1/snapshots/{snapshot}"))
+        return self.send(ApiRequest("DELETE", f"/v1/snapshots/{snapshot}"))
 
     def explain(self, text: Text) -> Any:
-        """How much of a prompt would be reused, and why not more."""
-        return self.send(Call("POST", "/v1/prefix/explain", given(text)))
+        """Report how much of a prompt would be reused, and why not more."""
+        return self.send(ApiRequest("POST", "/v1/prefix/explain", text_fields(text)))
 
     def misses(self) -> Any:
-        """The same of the last prompts that were evaluated from some token on."""
-        return self.send(Call("GET", "/v1/prefix/misses"), _data)
+        """List recent prompts that were not reused whole, in the form of `explain`."""
+        return self.send(ApiRequest("GET", "/v1/prefix/misses"), _data)
 
     def operations(self) -> Any:
-        """What was done lately, the last one first."""
-        return self.send(Call("GET", "/v1/operations"), _data)
+        """List recent operations, the newest first."""
+        return self.send(ApiRequest("GET", "/v1/operations"), _data)
 
     def events(self) -> Any:
-        """A stream of what is done to any session: pairs of a name and what is told."""
-        return self.stream(Call("GET", "/v1/events"))
+        """Stream each operation on any session: pairs of a name and its data."""
+        return self.stream(ApiRequest("GET", "/v1/events"))
 
-    def _session(self, made: dict[str, Any]) -> RemoteSession:
-        return RemoteSession(self, made["name"])
+    def _session(self, entry: dict[str, Any]) -> RemoteSession:
+        return RemoteSession(self, entry["name"])
 
 
-class Client(_Calls):
-    """Sessions of a server, from a program that waits.
+class Client(_Requests):
+    """A synchronous client.
 
         with kvkeep.Client() as client:
             notes = client.create("notes", policy="sliding", max_kv_size=4096)
             notes.feed(open("manual.txt").read(), span="manual")
             print(notes.say("What is this about?")["text"])
 
-    A request whose answer is lost on its way is sent again, and the server makes a change once.
+    A request whose response is lost is sent again; the server makes each change once.
     """
 
     def __init__(self, url: str = URL, api_key: str | None = None, **options: Any):
         """options: for httpx."""
-        self._http = httpx.Client(**_options(url, api_key, options))
+        self._http = httpx.Client(**_http_options(url, api_key, options))
 
     def __enter__(self) -> "Client":
         return self
@@ -91,33 +98,38 @@ class Client(_Calls):
     def close(self) -> None:
         self._http.close()
 
-    def send(self, call: Call, then: Then = lambda found: found) -> Any:
-        for left in reversed(range(TRIES)):
+    def send(self, request: ApiRequest, convert: Convert = lambda response: response) -> Any:
+        options = request.httpx_options
+        for tries_left in reversed(range(_TRIES)):
             try:
-                return then(answer_of(self._http.request(call.method, call.path, **call.fields)))
+                response = self._http.request(request.method, request.path, **options)
+                return convert(_checked(response))
             except httpx.TransportError as error:
-                if not left or isinstance(error, httpx.ConnectError):
-                    raise unreachable(error, self._http.base_url) from error
+                _require_retry(error, tries_left, self._http.base_url)
         raise AssertionError("unreachable")
 
-    def stream(self, call: Call) -> Iterator[Event]:
-        """Letting go of it cancels what the server makes."""
+    def stream(self, request: ApiRequest) -> Iterator[ServerEvent]:
+        """Yield events. Closing the iterator cancels the generation."""
+        parser, options = _EventParser(), request.httpx_options
         try:
-            with self._http.stream(call.method, call.path, **call.fields) as response:
+            with self._http.stream(request.method, request.path, **options) as response:
                 if not response.is_success:
                     response.read()
-                    answer_of(response)
-                yield from events(response.iter_lines())
+                    _checked(response)
+                for line in response.iter_lines():
+                    event = parser.push(line)
+                    if event is not None:
+                        yield event
         except httpx.TransportError as error:
-            raise unreachable(error, self._http.base_url) from error
+            raise _no_response(error, self._http.base_url) from error
 
 
-class AsyncClient(_Calls):
-    """The same for asyncio: methods are awaited, streams are iterated by `async for`."""
+class AsyncClient(_Requests):
+    """An asyncio client: methods are awaited, streams are iterated by `async for`."""
 
     def __init__(self, url: str = URL, api_key: str | None = None, **options: Any):
         """options: for httpx."""
-        self._http = httpx.AsyncClient(**_options(url, api_key, options))
+        self._http = httpx.AsyncClient(**_http_options(url, api_key, options))
 
     async def __aenter__(self) -> "AsyncClient":
         return self
@@ -128,35 +140,98 @@ class AsyncClient(_Calls):
     async def close(self) -> None:
         await self._http.aclose()
 
-    async def send(self, call: Call, then: Then = lambda found: found) -> Any:
-        for left in reversed(range(TRIES)):
+    async def send(self, request: ApiRequest, convert: Convert = lambda response: response) -> Any:
+        options = request.httpx_options
+        for tries_left in reversed(range(_TRIES)):
             try:
-                response = await self._http.request(call.method, call.path, **call.fields)
-                return then(answer_of(response))
+                response = await self._http.request(request.method, request.path, **options)
+                return convert(_checked(response))
             except httpx.TransportError as error:
-                if not left or isinstance(error, httpx.ConnectError):
-                    raise unreachable(error, self._http.base_url) from error
+                _require_retry(error, tries_left, self._http.base_url)
         raise AssertionError("unreachable")
 
-    async def stream(self, call: Call) -> AsyncIterator[Event]:
-        parser = Parser()
+    async def stream(self, request: ApiRequest) -> AsyncIterator[ServerEvent]:
+        """Yield events. Closing the iterator cancels the generation."""
+        parser, options = _EventParser(), request.httpx_options
         try:
-            async with self._http.stream(call.method, call.path, **call.fields) as response:
+            async with self._http.stream(request.method, request.path, **options) as response:
                 if not response.is_success:
                     await response.aread()
-                    answer_of(response)
+                    _checked(response)
                 async for line in response.aiter_lines():
                     event = parser.push(line)
                     if event is not None:
                         yield event
         except httpx.TransportError as error:
-            raise unreachable(error, self._http.base_url) from error
+            raise _no_response(error, self._http.base_url) from error
 
 
-def _options(url: str, key: str | None, options: dict[str, Any]) -> dict[str, Any]:
+def _http_options(url: str, key: str | None, options: dict[str, Any]) -> dict[str, Any]:
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     return {"base_url": url, "headers": headers, "timeout": _TIMEOUT, **options}
 
 
-def _data(found: dict[str, Any]) -> Any:
-    return found["data"]
+def _data(listing: dict[str, Any]) -> Any:
+    return listing["data"]
+
+
+def _require_retry(error: httpx.TransportError, tries_left: int, url: object) -> None:
+    """Raise ServerError after the last try, or if the connection itself was refused."""
+    if not tries_left or isinstance(error, httpx.ConnectError):
+        raise _no_response(error, url) from error
+
+
+def _no_response(error: httpx.TransportError, url: object) -> errors.ServerError:
+    return errors.ServerError(f"no answer from {url}: {str(error) or type(error).__name__}")
+
+
+def _checked(response: httpx.Response) -> Any:
+    """Return the JSON of a response. Raises the error that it reports, of the engine's types."""
+    if response.is_success:
+        return response.json()
+    try:
+        error = response.json()["error"]
+        message, code = str(error["message"]), error.get("code")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        message, code = f"the server answered with status {response.status_code}", None
+    status = response.status_code
+    if status == 429:
+        raise errors.NoRoom(message, _seconds(response.headers.get("Retry-After")))
+    if code == "too_large":
+        raise errors.NoRoom(message, math.inf)
+    by_code: dict[Any, type[errors.KvkeepError]] = {
+        "session_not_found": errors.NoSuchSession,
+        "session_busy": errors.Busy,
+        "key_at_work": errors.Busy,
+        "wrong_revision": errors.WrongRevision,
+        "exceed_context_size_error": errors.ContextFull,
+        "cancelled": errors.Cancelled,
+        "locked": errors.Locked,
+    }
+    by_status = {400: errors.InvalidArgument, 404: errors.InvalidArgument}
+    raise by_code.get(code, by_status.get(status, errors.ServerError))(message)
+
+
+def _seconds(text: str | None) -> float:
+    return float(text) if text is not None and text.isascii() and text.isdigit() else 1.0
+
+
+class _EventParser:
+    """Parses server-sent events line by line."""
+
+    def __init__(self) -> None:
+        self._name, self._data = "message", list[str]()
+
+    def push(self, line: str) -> ServerEvent | None:
+        """Return the event that this line ends, if any. Raises ServerError for an error event."""
+        if line.startswith("event:"):
+            self._name = line[6:].strip()
+        elif line.startswith("data:"):
+            self._data.append(line[5:].removeprefix(" "))
+        if line or not self._data:
+            return None
+        name, content = self._name, json.loads("\n".join(self._data))
+        self._name, self._data = "message", []
+        if name == "error":
+            raise errors.ServerError(content["error"]["message"])
+        return name, content

@@ -1,85 +1,127 @@
-"""A session on a server: what can be done to it, by the names of `kvkeep.Session`."""
+"""A session on a server, and the requests that its methods send."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
-from kvkeep.client.wire import Call, Sender
+Text = str | Sequence[int] | Sequence[Mapping[str, Any]]  # a text, token ids, or messages
+Convert = Callable[[Any], Any]
 
-Text = str | Sequence[int] | Sequence[Mapping[str, Any]]
+
+@dataclass(frozen=True)
+class ApiRequest:
+    """A request to a server.
+
+    revision: that the session must be at. key: by which the server carries a change out once,
+    however often the request is sent.
+    """
+
+    method: str
+    path: str
+    body: Mapping[str, Any] | None = None
+    params: Mapping[str, Any] | None = None
+    revision: int | None = None
+    key: str = field(default_factory=lambda: uuid.uuid4().hex, compare=False)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        headers = {} if self.method == "GET" else {"Idempotency-Key": self.key}
+        if self.revision is not None:
+            headers["If-Match"] = f'"{self.revision}"'
+        return headers
+
+    @property
+    def httpx_options(self) -> dict[str, Any]:
+        body = None if self.method in ("GET", "DELETE") else dict(self.body or {})
+        params = {name: value for name, value in (self.params or {}).items() if value is not None}
+        return {"headers": self.headers, "json": body, "params": params}
+
+
+class ApiClient(Protocol):
+    """What a session needs of its client, which may be synchronous or asynchronous."""
+
+    def send(self, request: ApiRequest, convert: Convert = lambda response: response) -> Any: ...
+
+    def stream(self, request: ApiRequest) -> Any: ...
 
 
 class RemoteSession:
-    """A session by its name. Nothing of it is here: each method asks the server.
+    """A session on a server, by its name. It holds no state: each method sends a request.
 
-    Of a `Client` methods return what the server answers, a dictionary where nothing else is said;
-    of an `AsyncClient` they are awaited for that, and streams are iterated by `async for`.
+    Methods of a `Client`'s session return what the server responds, a dictionary unless stated
+    otherwise; those of an `AsyncClient`'s are awaited for that, and streams are iterated by
+    `async for`.
 
     revision: of changes, that the session must be at; the server refuses others (WrongRevision).
-    Raises, beside what methods name: NoSuchSession; Busy while it reads or writes; NoRoom, with
-    `retry_after` in seconds; InvalidArgument; ServerError where no answer comes.
+    Raises, beside what methods name: NoSuchSession; Busy while it is fed or generates; NoRoom, with
+    `retry_after` in seconds; InvalidArgument; ServerError if the server does not respond.
     """
 
-    def __init__(self, client: Sender, name: str):
+    def __init__(self, client: ApiClient, name: str):
         self._client, self.name = client, name
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r}>"
 
-    # What it is
+    # Reading
 
     def info(self) -> Any:
-        """Its revision, bytes, settings and spans, without bringing it back to memory."""
+        """Return revision, bytes, settings and spans, without loading the session from disk."""
         return self._get("")
 
     def memory(self) -> Any:
-        """Which tokens are kept, pinned, in the window, compressed, forgotten; spans; bytes."""
+        """Return runs of tokens (kept, pinned, window, compressed, forgotten), spans and bytes."""
         return self._get("/memory")
 
     def text(self, start: int = 0, end: int | None = None) -> Any:
-        """Tokens `start ... end - 1`, each with its text; at most 4,096 of them."""
+        """Return tokens `start ... end - 1`, each with its text; at most 4,096 of them."""
         return self._get("/text", start=start, end=end)
 
     def heads(self, layer: int | None = None, head: int | None = None) -> Any:
-        """Cells of each layer and KV head; with both named, at which positions they stand."""
+        """Return cell counts of each layer and KV head; with both given, that head's positions."""
         return self._get("/heads", layer=layer, head=head)
 
     def events(self) -> Any:
-        """A stream of each operation on it, as it is done: pairs of a name and what is told."""
-        return self._client.stream(Call("GET", self._path("/events")))
+        """Stream each operation on the session as it is done: pairs of a name and its data."""
+        return self._client.stream(ApiRequest("GET", self._path("/events")))
 
-    # Reading and writing
+    # Feeding and generating
 
     def feed(self, text: Text, span: str | None = None, revision: int | None = None) -> Any:
-        """Reads a text, token ids, or messages, on where it stands. span: the name they get."""
-        return self._post("/feed", revision, **given(text), span=span)
+        """Prefill a text, token ids, or messages at the session's end. span: names them."""
+        return self._post("/feed", revision, **text_fields(text), span=span)
 
     def generate(self, text: Text | None = None, revision: int | None = None, **how: Any) -> Any:
-        """Reads what is given, if anything is, and writes on. how: max_tokens, temperature, ..."""
-        return self._post("/generate", revision, **given(text), **how)
+        """Prefill what is given, if anything, and generate. how: max_tokens, temperature, ..."""
+        return self._post("/generate", revision, **text_fields(text), **how)
 
     def stream(self, text: Text | None = None, revision: int | None = None, **how: Any) -> Any:
-        """The same as it comes: pairs of "read", "token" or "done" and what is told."""
-        return self._stream("/generate", revision, **given(text), **how)
+        """Generate as a stream of pairs of "read", "token" or "done" and its data."""
+        return self._stream("/generate", revision, **text_fields(text), **how)
 
     def say(
         self, content: str, system: str | None = None, revision: int | None = None, **how: Any
     ) -> Any:
-        """A turn of a chat, answered. system: before the first one."""
+        """Take a chat turn: prefill the user's message and generate the reply.
+
+        system: the system prompt, before the first turn.
+        """
         return self._post("/turns", revision, content=content, system=system, **how)
 
     def stream_turn(
         self, content: str, system: str | None = None, revision: int | None = None, **how: Any
     ) -> Any:
-        """The same as it comes, as of `stream`."""
+        """Take a chat turn as a stream, in the form of `stream`."""
         return self._stream("/turns", revision, content=content, system=system, **how)
 
-    # Changing it
+    # Editing
 
     def insert(
         self, at: int, text: Text, recompute: str = "none", revision: int | None = None
     ) -> Any:
         edit = {"op": "insert", "at": at, "recompute": recompute}
-        return self._post("/edit", revision, **edit, **given(text))
+        return self._post("/edit", revision, **edit, **text_fields(text))
 
     def delete(
         self,
@@ -88,9 +130,9 @@ class RemoteSession:
         recompute: str = "none",
         revision: int | None = None,
     ) -> Any:
-        """Takes tokens out, or a span. Of the session itself, see `Client.delete`."""
+        """Delete tokens, or a span. `Client.delete` deletes the session itself."""
         edit = {"op": "delete", "recompute": recompute}
-        return self._post("/edit", revision, **edit, **_place(start, end))
+        return self._post("/edit", revision, **edit, **_range(start, end))
 
     def replace(
         self,
@@ -101,13 +143,13 @@ class RemoteSession:
         revision: int | None = None,
     ) -> Any:
         edit = {"op": "replace", "recompute": recompute}
-        return self._post("/edit", revision, **edit, **_place(start, end), **given(text))
+        return self._post("/edit", revision, **edit, **_range(start, end), **text_fields(text))
 
     def pin(self, start: int | str, end: int | None = None, revision: int | None = None) -> Any:
-        return self._post("/pin", revision, **_place(start, end))
+        return self._post("/pin", revision, **_range(start, end))
 
     def unpin(self, start: int | str, end: int | None = None, revision: int | None = None) -> Any:
-        return self._post("/unpin", revision, **_place(start, end))
+        return self._post("/unpin", revision, **_range(start, end))
 
     def name_span(self, name: str, start: int, end: int, revision: int | None = None) -> Any:
         return self._post("/spans", revision, name=name, start=start, end=end)
@@ -126,52 +168,54 @@ class RemoteSession:
         settings = {"method": method, "budget": budget, "recent": recent}
         return self._post("/compress", revision, ratio=ratio, **settings)
 
-    # Keeping it
+    # Saving and forking
 
     def fork(
         self, name: str | None = None, at: int | None = None, revision: int | None = None
     ) -> Any:
-        """A RemoteSession that goes on where this one stands, or stood after `at` tokens."""
-        call = Call("POST", self._path("/fork"), set_fields(name=name, at=at), revision=revision)
-        return self._client.send(call, lambda made: RemoteSession(self._client, made["name"]))
+        """Return a new RemoteSession that continues from this one's end, or from `at` tokens."""
+        body = given_fields(name=name, at=at)
+        request = ApiRequest("POST", self._path("/fork"), body, revision=revision)
+        return self._client.send(request, lambda entry: RemoteSession(self._client, entry["name"]))
 
     def save(self, revision: int | None = None) -> Any:
-        """Once it answers, a kill of the server does not undo it."""
+        """Save the session; once this returns, a kill of the server does not undo it."""
         return self._post("/save", revision)
 
     def snapshot(self, name: str, revision: int | None = None) -> Any:
-        """Writes what it is now under a name; see `Client.restore`."""
+        """Write a snapshot under a name; see `Client.restore`."""
         return self._post("/snapshot", revision, name=name)
 
     def stay(self, resident: bool = True, revision: int | None = None) -> Any:
-        """Whether it stays in memory, whatever others need."""
-        call = Call("PUT", self._path("/resident"), {"resident": resident}, revision=revision)
-        return self._client.send(call)
+        """Set whether the session stays in memory when others need room."""
+        body = {"resident": resident}
+        request = ApiRequest("PUT", self._path("/resident"), body, revision=revision)
+        return self._client.send(request)
 
-    # How
+    def _path(self, action: str) -> str:
+        return f"/v1/sessions/{self.name}{action}"
 
-    def _path(self, what: str) -> str:
-        return f"/v1/sessions/{self.name}{what}"
+    def _get(self, action: str, **params: Any) -> Any:
+        return self._client.send(ApiRequest("GET", self._path(action), params=params))
 
-    def _get(self, what: str, **params: Any) -> Any:
-        return self._client.send(Call("GET", self._path(what), params=params))
+    def _post(self, action: str, revision: int | None, /, **body: Any) -> Any:
+        fields = given_fields(**body)
+        request = ApiRequest("POST", self._path(action), fields, revision=revision)
+        return self._client.send(request)
 
-    def _post(self, what: str, revision: int | None, /, **body: Any) -> Any:
-        return self._client.send(
-            Call("POST", self._path(what), set_fields(**body), revision=revision)
-        )
-
-    def _stream(self, what: str, revision: int | None, /, **body: Any) -> Any:
-        asked = set_fields(**body, stream=True)
-        return self._client.stream(Call("POST", self._path(what), asked, revision=revision))
+    def _stream(self, action: str, revision: int | None, /, **body: Any) -> Any:
+        fields = given_fields(**body, stream=True)
+        request = ApiRequest("POST", self._path(action), fields, revision=revision)
+        return self._client.stream(request)
 
 
-def set_fields(**fields: Any) -> dict[str, Any]:
+def given_fields(**fields: Any) -> dict[str, Any]:
+    """Return the fields that are not None."""
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def given(text: Text | None) -> dict[str, Any]:
-    """A text, token ids or messages, as the server tells them apart."""
+def text_fields(text: Text | None) -> dict[str, Any]:
+    """Return the body field for a text, for token ids, or for messages."""
     if text is None:
         return {}
     if isinstance(text, str):
@@ -180,5 +224,5 @@ def given(text: Text | None) -> dict[str, Any]:
     return {"messages" if items and isinstance(items[0], Mapping) else "tokens": items}
 
 
-def _place(start: int | str, end: int | None) -> dict[str, Any]:
+def _range(start: int | str, end: int | None) -> dict[str, Any]:
     return {"span": start} if isinstance(start, str) else {"start": start, "end": end}

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvkeep.client import Client, RemoteSession
-from kvkeep.client.wire import Call
+from kvkeep.client.remote import ApiRequest
 from kvkeep.errors import InvalidArgument
 from kvkeep.session.conversation import turns_in
 
@@ -19,7 +19,7 @@ class RemoteText:
         self._client = client
 
     def decode(self, ids: Sequence[int]) -> str:
-        found = self._client.send(Call("POST", "/detokenize", {"tokens": list(ids)}))
+        found = self._client.send(ApiRequest("POST", "/detokenize", {"tokens": list(ids)}))
         return str(found["content"])
 
 
