@@ -24,7 +24,7 @@ from benchmarks.command import Measurement, check_outputs, out_option
 from benchmarks.machine import describe_machine
 from benchmarks.progress import bar
 from kvkeep.errors import InvalidArgument
-from kvkeep.storage.files.whole import write_json
+from kvkeep.storage.files.atomic import write_json
 
 HERE = Path(__file__).resolve().parent.parent
 WORKER = Path(__file__).with_name("one_checkout.py")

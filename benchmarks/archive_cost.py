@@ -24,7 +24,7 @@ from benchmarks.progress import bar
 from kvkeep import Archive, Calibration, Session, Sliding, load_calibration, load_model
 from kvkeep.evaluate.manual import manual_text
 from kvkeep.model import Model
-from kvkeep.storage.files.whole import write_json
+from kvkeep.storage.files.atomic import write_json
 
 FILLED = 3  # budgets of text that are read before anything is measured
 

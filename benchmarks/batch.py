@@ -25,7 +25,7 @@ from kvkeep import load_model
 from kvkeep.evaluate.manual import manual_text
 from kvkeep.model import Model
 from kvkeep.models.hub.source import home
-from kvkeep.storage.files.whole import write_json
+from kvkeep.storage.files.atomic import write_json
 
 QUESTION = "\n\nIn one sentence, the text above is about"
 

@@ -29,7 +29,7 @@ from kvkeep import Model, Session, SessionGroup, load_model
 from kvkeep.errors import InvalidArgument
 from kvkeep.evaluate.manual import manual_text
 from kvkeep.models.weights.packed import WEIGHTS
-from kvkeep.storage.files.whole import write_json
+from kvkeep.storage.files.atomic import write_json
 from kvkeep.types import DtypeName, WeightsName
 
 OWN = 8  # tokens of its own that each branch is fed after the prompt

@@ -8,7 +8,7 @@ import click
 from kvkeep.errors import KvkeepError
 from kvkeep.model import DTYPES
 from kvkeep.models.hub.source import DEFAULT_MODEL
-from kvkeep.storage.files.whole import check_writable
+from kvkeep.storage.files.atomic import check_writable
 
 INTERRUPTED = 128 + 2  # SIGINT, as shells report it
 

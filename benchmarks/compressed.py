@@ -22,7 +22,7 @@ from benchmarks.machine import describe_machine
 from kvkeep import Snapshot, load_model
 from kvkeep.evaluate.manual import manual_text
 from kvkeep.runtime.memory import trim_heap
-from kvkeep.storage.files.whole import write_json
+from kvkeep.storage.files.atomic import write_json
 
 
 @dataclass(frozen=True)

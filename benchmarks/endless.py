@@ -29,7 +29,7 @@ from benchmarks.progress import bar
 from kvkeep import load_model
 from kvkeep.evaluate.manual import manual_text
 from kvkeep.evaluate.plot import check_plottable
-from kvkeep.storage.files.whole import write_json, write_whole
+from kvkeep.storage.files.atomic import write_atomic, write_json
 from kvkeep.types import DtypeName
 
 
@@ -73,7 +73,7 @@ def endless(
     click.echo(table(result))
     write_json(out, _as_json(result, machine, name, dtype, keep))
     if plot is not None and result.trace:
-        write_whole(plot, draw_endless(result, plot.suffix))
+        write_atomic(plot, draw_endless(result, plot.suffix))
     if result.interrupted:
         sys.exit(INTERRUPTED)
 

@@ -30,7 +30,7 @@ from kvkeep.evaluate.manual import manual_text
 from kvkeep.evaluate.recall import way
 from kvkeep.model import Model
 from kvkeep.models.hub.source import pull
-from kvkeep.storage.files.whole import write_json
+from kvkeep.storage.files.atomic import write_json
 
 RATIOS = (2.0, 4.0, 8.0)
 IN_TURN = 20  # tokens that one session writes before the next one does

@@ -32,7 +32,7 @@ from benchmarks.progress import bar
 from kvkeep.evaluate.manual import manual_text
 from kvkeep.models.hub.source import resolve
 from kvkeep.models.text.codec import TextCodec
-from kvkeep.storage.files.whole import write_json
+from kvkeep.storage.files.atomic import write_json
 
 PROMPTS, CONTEXTS, WRITTEN, ROUNDS = (512,), (128, 2048), 32, 3
 

@@ -22,7 +22,7 @@ from kvkeep.errors import InvalidArgument
 from kvkeep.evaluate.manual import manual_text
 from kvkeep.model import Model
 from kvkeep.session.session import Session
-from kvkeep.storage.files.whole import write_json
+from kvkeep.storage.files.atomic import write_json
 
 
 @dataclass(frozen=True)

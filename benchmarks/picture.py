@@ -22,7 +22,7 @@ from kvkeep.errors import ContextFull
 from kvkeep.evaluate.manual import manual_text
 from kvkeep.evaluate.perplexity import PerplexityPoint, perplexity_points
 from kvkeep.evaluate.plot import check_plottable
-from kvkeep.storage.files.whole import write_json, write_whole
+from kvkeep.storage.files.atomic import write_atomic, write_json
 from kvkeep.types import DtypeName
 
 FIRST = 1024  # tokens read before any is scored
@@ -160,7 +160,7 @@ def picture(
         write_json(out, _as_json(curves, machine, name, dtype))
     found = json.loads(out.read_text(encoding="utf-8"))["curves"]
     click.echo(table(found))
-    write_whole(plot, draw_picture(found, plot.suffix))
+    write_atomic(plot, draw_picture(found, plot.suffix))
 
 
 if __name__ == "__main__":

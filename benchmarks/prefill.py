@@ -26,7 +26,7 @@ from benchmarks.machine import describe_machine
 from benchmarks.one_prefill import Prefill, Way, measure_apart
 from benchmarks.progress import bar
 from kvkeep.models.hub.source import resolve
-from kvkeep.storage.files.whole import write_json
+from kvkeep.storage.files.atomic import write_json
 from kvkeep.types import DtypeName
 
 

@@ -27,7 +27,7 @@ from kvkeep.compiled.instruction_sets import choice
 from kvkeep.compiled.matrices import described
 from kvkeep.models.weights.formats import FORMATS
 from kvkeep.models.weights.packing import from_gguf, pack
-from kvkeep.storage.files.whole import write_json
+from kvkeep.storage.files.atomic import write_json
 
 SHAPE = (8192, 2048)  # the widest of Llama 3.2 1B
 COPIES, ROUNDS = 6, 15

@@ -33,7 +33,7 @@ from kvkeep.errors import KvkeepError
 from kvkeep.evaluate.manual import manual_text
 from kvkeep.models.hub.source import resolve
 from kvkeep.models.text.codec import TextCodec
-from kvkeep.storage.files.whole import write_json
+from kvkeep.storage.files.atomic import write_json
 
 PROMPT, WRITTEN, LONG, BESIDE = 512, 128, 4096, 4
 _OURS = "-c 'from kvkeep.cli.start import run; run()' serve -m {model} --port {port} -q"

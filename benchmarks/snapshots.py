@@ -29,7 +29,7 @@ from benchmarks.snapshots_run import (
 from kvkeep import load_model
 from kvkeep.evaluate.manual import manual_text
 from kvkeep.model import Model
-from kvkeep.storage.files.whole import write_json
+from kvkeep.storage.files.atomic import write_json
 from kvkeep.storage.snapshots.snapshot import Snapshot
 from kvkeep.types import DtypeName
 

@@ -28,7 +28,7 @@ from benchmarks.machine import describe_machine
 from benchmarks.serving import served
 from kvkeep.errors import KvkeepError
 from kvkeep.models.hub.source import resolve
-from kvkeep.storage.files.whole import write_json
+from kvkeep.storage.files.atomic import write_json
 
 KEYS = ("the-first-key-of-two", "the-second-key-of-two")
 _OURS = (

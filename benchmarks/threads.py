@@ -23,7 +23,7 @@ from kvkeep import load_model
 from kvkeep.errors import KvkeepError
 from kvkeep.evaluate.manual import manual_text
 from kvkeep.session.session import Session
-from kvkeep.storage.files.whole import write_json
+from kvkeep.storage.files.atomic import write_json
 from kvkeep.types import DtypeName
 
 PROMPT = 200  # tokens of each session

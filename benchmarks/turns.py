@@ -21,7 +21,7 @@ from benchmarks.progress import bar
 from kvkeep import load_model
 from kvkeep.evaluate.manual import manual_text
 from kvkeep.model import Model
-from kvkeep.storage.files.whole import write_json
+from kvkeep.storage.files.atomic import write_json
 from kvkeep.types import DtypeName
 
 SHORTEST = 5  # tokens of a turn

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvkeep.session.sampling import Sampling
     from kvkeep.session.session import Session
     from kvkeep.storage.prefixes.store import PrefixStore
-    from kvkeep.storage.snapshots.exactness import Exactness
+    from kvkeep.storage.snapshots.fingerprint import Exactness
     from kvkeep.storage.snapshots.snapshot import Snapshot
 
 __all__ = [
@@ -63,7 +63,7 @@ _HOMES = {
     "Calibration": "kvkeep.compression.calibration.calibration",
     "Client": "kvkeep.client",
     "CompressionReport": "kvkeep.compression.plan",
-    "Exactness": "kvkeep.storage.snapshots.exactness",
+    "Exactness": "kvkeep.storage.snapshots.fingerprint",
     "FeedReport": "kvkeep.session.feeding",
     "FeedStep": "kvkeep.session.feeding",
     "Feeding": "kvkeep.session.feeding",

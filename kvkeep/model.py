@@ -37,7 +37,7 @@ from kvkeep.runtime.cpu import fit_threads
 from kvkeep.runtime.memory import trim
 from kvkeep.session.context import WHOLE_PROMPT
 from kvkeep.session.session import Session
-from kvkeep.storage.prefixes.interface import PrefixKeeper
+from kvkeep.storage.prefixes.interface import PrefixCache
 from kvkeep.storage.snapshots.snapshot import Snapshot
 from kvkeep.types import DtypeName, KvBits, PolicyName, WeightsName
 
@@ -59,7 +59,7 @@ class Model(LoadedModel):
     def restore(
         self,
         snapshot: Snapshot,
-        store: PrefixKeeper | None = None,
+        store: PrefixCache | None = None,
         calibration: Calibration | None = None,
     ) -> Session:
         """A session that goes on exactly where the snapshot was taken.
@@ -89,7 +89,7 @@ class Model(LoadedModel):
         keep: int | None = None,
         policy: PolicyName | Policy = "sliding",
         prefill_step: int = 512,
-        store: PrefixKeeper | None = None,
+        store: PrefixCache | None = None,
         *,
         bits: Bits | None = None,
         kv_bits: KvBits | None = None,

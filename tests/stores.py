@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from object_server import BUCKET, ObjectServer, object_server
 
-from kvkeep.storage.objects import Objects, open_objects
+from kvkeep.storage.objects import ObjectStore, open_object_store
 
 KINDS = ("folder", "memory", "s3")
 
@@ -45,5 +45,5 @@ def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def objects(store_url: str) -> Objects:
-    return open_objects(store_url)
+def objects(store_url: str) -> ObjectStore:
+    return open_object_store(store_url)

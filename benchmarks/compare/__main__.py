@@ -11,7 +11,7 @@ import click
 from benchmarks.command import INTERRUPTED, Measurement, model_option
 from benchmarks.compare.plan import PARTS, PEERS, QUICK, Plan
 from kvkeep.errors import InvalidArgument, KvkeepError
-from kvkeep.storage.files.whole import check_writable, write_json, write_whole
+from kvkeep.storage.files.atomic import check_writable, write_atomic, write_json
 
 if TYPE_CHECKING:
     from benchmarks.compare.results import Result
@@ -207,9 +207,9 @@ def _write(result: "Result", out: Path | None, plots: Path | None, page: Path | 
     write_json(out, {**result.as_json(), **summarised(result)})
     if plots is not None:
         for name, content in draw_plots(result).items():
-            write_whole(plots / name, content)
+            write_atomic(plots / name, content)
     if page is not None:
-        write_whole(page, filled(page, result))
+        write_atomic(page, filled(page, result))
 
 
 if __name__ == "__main__":

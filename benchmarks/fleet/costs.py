@@ -18,8 +18,8 @@ import httpx
 import torch
 
 from kvkeep import Model, Snapshot
-from kvkeep.storage.objects import open_objects
-from kvkeep.storage.sessions.shared import SessionPlace, SharedSessions
+from kvkeep.storage.objects import open_object_store
+from kvkeep.storage.sessions.shared import SessionPath, SharedSessions
 
 BATCHES = (1, 2, 4, 8)
 STEPS = (32, 64, 128)
@@ -159,12 +159,12 @@ def store(model: Model, ids: Sequence[int]) -> Stored:
     snapshot = session.snapshot()
     commits, loads, heads, size = list[float](), list[float](), list[float](), 0
     with tempfile.TemporaryDirectory() as folder:
-        sessions = SharedSessions(open_objects(folder))
+        sessions = SharedSessions(open_object_store(folder))
         for _ in range(7):
             begun = time.perf_counter()
-            lease = sessions.take("one")
+            lease = sessions.acquire("one")
             taken = time.perf_counter()
-            size = snapshot.save(SessionPlace(lease.place, lease))
+            size = snapshot.save(SessionPath(lease.place, lease))
             commits.append(time.perf_counter() - taken)
             lease.release()
             heads.append(taken - begun)

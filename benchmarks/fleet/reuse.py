@@ -24,14 +24,14 @@ from benchmarks.machine import describe_machine
 from kvkeep import Model, load_model
 from kvkeep.engine import Engine, GenerationRequest
 from kvkeep.evaluate.manual import manual_text
-from kvkeep.storage.files.whole import write_json
-from kvkeep.storage.objects import Objects, open_objects
-from kvkeep.storage.prefixes.shared import SharedPrefixes
+from kvkeep.storage.files.atomic import write_json
+from kvkeep.storage.objects import ObjectStore, open_object_store
+from kvkeep.storage.prefixes.shared import SharedPrefixCache
 
 SETTINGS = {"max_kv_size": 8192}
 
 
-def first_token(model: Model, ids: Sequence[int], shared: SharedPrefixes | None) -> float:
+def first_token(model: Model, ids: Sequence[int], shared: SharedPrefixCache | None) -> float:
     """Seconds to the first token, in a new engine; what it leaves in the store is there then."""
     with Engine(model, settings=SETTINGS, stores=shared.of if shared else None) as engine:
         begun = time.perf_counter()
@@ -42,7 +42,7 @@ def first_token(model: Model, ids: Sequence[int], shared: SharedPrefixes | None)
     return spent
 
 
-def latencies(objects: Objects) -> tuple[float, float]:
+def latencies(objects: ObjectStore) -> tuple[float, float]:
     """Seconds of a put and of a get of 1 kB."""
     puts, gets = list[float](), list[float]()
     for number in range(50):
@@ -66,19 +66,19 @@ def main(tokens: int, question: int, rounds: int, out: Path | None) -> None:
     text = model.text.encode(manual_text())
     alone, stored, reused = list[float](), list[float](), list[float]()
     with object_store() as url:
-        objects = open_objects(url)
+        objects = open_object_store(url)
         put, get = latencies(objects)
         for number in range(rounds):
             ids, secret = text[1000 * number :][: tokens + question], secrets.token_bytes(32)
             alone.append(first_token(model, ids, None))
             stored.append(
-                first_token(model, ids, SharedPrefixes(objects, secret, model.arithmetic))
+                first_token(model, ids, SharedPrefixCache(objects, secret, model.arithmetic))
             )
             reused.append(
-                first_token(model, ids, SharedPrefixes(objects, secret, model.arithmetic))
+                first_token(model, ids, SharedPrefixCache(objects, secret, model.arithmetic))
             )
             click.echo(f"{alone[-1]:.2f} s, stored {stored[-1]:.2f}, reused {reused[-1]:.2f}")
-        size = sum(stored.size for stored in objects.listed("prefixes/")) / rounds
+        size = sum(stored.size for stored in objects.list_objects("prefixes/")) / rounds
     ratio = median(a / b for a, b in zip(alone, reused, strict=True))
     click.echo(f"{ratio:.1f} times as fast; a put {1e3 * put:.1f} ms, a get {1e3 * get:.1f} ms")
     result = {

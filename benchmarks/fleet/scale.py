@@ -19,7 +19,7 @@ from benchmarks.command import out_option
 from benchmarks.figures import rounded
 from benchmarks.fleet.costs import Costs
 from benchmarks.fleet.simulator import Fleet, Found, Law, World
-from kvkeep.storage.files.whole import write_json, write_whole
+from kvkeep.storage.files.atomic import write_atomic, write_json
 
 SERVERS = (1, 10, 100, 1000)
 EACH = 30  # clients of a server
@@ -115,7 +115,7 @@ def main(costs: Path, into: Path | None, out: Path | None) -> None:
         before, rest = text.split(BEGIN)
         table = "\n".join([HEADER, *map(line, rows)])
         made = f"{before}{BEGIN}\n\n{table}\n\n{END}{rest.split(END)[1]}"
-        write_whole(into, made.encode())
+        write_atomic(into, made.encode())
     write_json(out, {"world": asdict(world(1)), "seconds": SECONDS, "rows": rows})
 
 

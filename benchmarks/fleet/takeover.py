@@ -24,7 +24,7 @@ from benchmarks.command import out_option
 from benchmarks.figures import rounded
 from benchmarks.fleet.servers import fleet, object_store
 from benchmarks.machine import describe_machine
-from kvkeep.storage.files.whole import write_json
+from kvkeep.storage.files.atomic import write_json
 
 WRITTEN, KILLED_AT = 100, 20  # tokens
 TEXT = "Once upon a time there was a small town by the sea, in which"

@@ -26,7 +26,7 @@ from benchmarks.fleet.simulator import Fleet, Law, World
 from benchmarks.machine import describe_machine
 from kvkeep import load_model
 from kvkeep.evaluate.manual import manual_text
-from kvkeep.storage.files.whole import write_json
+from kvkeep.storage.files.atomic import write_json
 
 COUNTS = (1, 2, 4)
 WORKS = {"completions": Work(8, 64, 64, False), "sessions": Work(8, 64, 64, True)}

@@ -9,7 +9,7 @@ from kvkeep.cli.stderr import say
 from kvkeep.cli.text_input import read_text
 from kvkeep.cli.which_model import DEVICE, DTYPE, MODEL, load_named
 from kvkeep.errors import InvalidArgument, StoreError
-from kvkeep.storage.snapshots.output_file import check_store_place
+from kvkeep.storage.snapshots.header import check_output_path
 from kvkeep.types import DtypeName
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def calibrate(
     if not written:
         raise InvalidArgument(f"{text} is empty: expected some text")
     if output is not None:
-        check_store_place(output, "calibration")
+        check_output_path(output, "calibration")
     measure(
         load_named(model, dtype, device, weights=None, progress=not quiet), written, output, quiet
     )
@@ -70,7 +70,7 @@ def measure(model: "Model", text: str, output: Path | None, quiet: bool) -> None
             raise StoreError(
                 f"{output.parent} cannot be made: {error.strerror or error}"
             ) from error
-        check_store_place(output, "calibration")
+        check_output_path(output, "calibration")
     unfinished = output.with_name(f"{output.name}.unfinished")
     ids = model.text.encode(text)
     hidden = True if quiet else None  # None: unless it is a terminal

@@ -7,7 +7,7 @@ import click
 from kvkeep.cli.report import megabytes
 from kvkeep.cli.store import session_folder
 from kvkeep.models.hub.library import home
-from kvkeep.storage.files.folder import folder_bytes
+from kvkeep.storage.files.atomic import folder_bytes
 
 # Below kvkeep's folder; what each is, and what makes room there.
 _KINDS = {

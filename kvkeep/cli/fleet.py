@@ -112,11 +112,11 @@ def _setup(choice: MemoryChoice, options: dict[str, Any]) -> Any:
     from kvkeep.fleet.replica import require_conditional_writes
     from kvkeep.fleet.setup import Setup, read_secret
     from kvkeep.server.keys import ApiKeys
-    from kvkeep.storage.objects import open_objects
+    from kvkeep.storage.objects import open_object_store
 
     secret = read_secret(options["secret_file"])
     keys = ApiKeys.shared(options["api_key_file"], secret)
-    require_conditional_writes(open_objects(options["store"]))
+    require_conditional_writes(open_object_store(options["store"]))
     model = choice.load(progress=not options["quiet"])
     return Setup(
         model=model.name,

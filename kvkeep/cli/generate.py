@@ -30,8 +30,8 @@ from kvkeep.cli.restore import FIRST_PROMPT, UNREAD, Opened, apply_keep, resume
 from kvkeep.cli.store import saved_sessions, store_option
 from kvkeep.cli.text_input import SPECIAL, read_prompt
 from kvkeep.errors import InvalidArgument
-from kvkeep.storage.objects.place import Place
-from kvkeep.storage.snapshots.output_file import check_store_place
+from kvkeep.storage.objects.paths import Source
+from kvkeep.storage.snapshots.header import check_output_path
 
 if TYPE_CHECKING:
     from kvkeep.cli.run import Run
@@ -124,7 +124,7 @@ def generate(
     if given("codec") and cache_prompt is None:
         raise InvalidArgument("--codec says how --cache-prompt writes its file; give both")
     if cache_prompt is not None:
-        check_store_place(cache_prompt, "snapshot")
+        check_output_path(cache_prompt, "snapshot")
     with saved_sessions().lock(session) if session is not None else nullcontext() as kept:
         source = kept if kept is not None and kept.exists() else restore_prompt
         continues = source is not None and prompt is None and file is None
@@ -152,7 +152,9 @@ def generate(
         run.close(reason)
 
 
-def _open(source: Place | None, memory: MemoryChoice, prefixes: Prefixes, output: Output) -> Opened:
+def _open(
+    source: Source | None, memory: MemoryChoice, prefixes: Prefixes, output: Output
+) -> Opened:
     if source is not None:
         return resume(source, memory, output.progress)
     model = memory.load(output.progress)

@@ -10,7 +10,7 @@ from kvkeep.runtime.signals import first_interrupt_deferred
 
 if TYPE_CHECKING:
     from kvkeep import Session
-    from kvkeep.storage.sessions.shared import SessionPlace
+    from kvkeep.storage.sessions.shared import SessionPath
     from kvkeep.storage.snapshots.codec import Codec
 
 
@@ -37,7 +37,7 @@ class Keeper:
     def __init__(
         self,
         session: "Session",
-        file: "Path | SessionPlace",
+        file: "Path | SessionPath",
         what: str,
         notes: dict[str, Any],
         codec: "Codec" = "none",
@@ -81,5 +81,5 @@ class Keeper:
             self.saved = Saved(self.what, size, time.perf_counter() - begun)
 
 
-def _resolved(file: "Path | SessionPlace") -> "Path | SessionPlace":
+def _resolved(file: "Path | SessionPath") -> "Path | SessionPath":
     return file.resolve() if isinstance(file, Path) else file

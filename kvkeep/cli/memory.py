@@ -20,12 +20,12 @@ from kvkeep.cli.store import secret_option, told_secret, told_store
 from kvkeep.cli.which_model import DEVICE, DTYPE, MODEL, PREFILL_STEP, WEIGHTS, load_named
 from kvkeep.errors import InvalidArgument, StoreError
 from kvkeep.models.hub.source import home
-from kvkeep.storage.objects.address import is_url, open_objects
+from kvkeep.storage.objects.address import is_url, open_object_store
 from kvkeep.types import BitsName, DtypeName, PolicyName, WeightsName
 
 if TYPE_CHECKING:
     from kvkeep import Model, PrefixStore, Session
-    from kvkeep.storage.prefixes.interface import PrefixKeeper
+    from kvkeep.storage.prefixes.interface import PrefixCache
 
 # Written out, because the modules that define them import torch, and help must open at once.
 KEEPING = ("sliding", "shift", "archive")  # policies that forget, but not the first tokens
@@ -85,7 +85,7 @@ class MemoryChoice:
     def load(self, progress: bool) -> "Model":
         return load_named(self.model, self.dtype, self.device, self.weights, progress)
 
-    def session(self, model: "Model", keep: int, store: "PrefixKeeper | None" = None) -> "Session":
+    def session(self, model: "Model", keep: int, store: "PrefixCache | None" = None) -> "Session":
         return model.session(store=store, **self.settings(model, keep))
 
     def settings(self, model: "Model", keep: int) -> dict[str, Any]:
@@ -127,7 +127,7 @@ class Prefixes:
     prefix_cache: bool
     prefix_cache_bytes: int
 
-    def store(self, model: "Model") -> "PrefixKeeper | None":
+    def store(self, model: "Model") -> "PrefixCache | None":
         """None where it was not asked for, or cannot be used, which is said: it only saves work."""
         if not self.prefix_cache:
             return None
@@ -141,11 +141,11 @@ class Prefixes:
             return None
 
 
-def _shared_prefixes(store: str, model: "Model") -> "PrefixKeeper":
+def _shared_prefixes(store: str, model: "Model") -> "PrefixCache":
     """Those of a store that several machines share, who make room in it by `kvkeep prefixes gc`."""
-    from kvkeep.storage.prefixes.shared import SharedPrefixes
+    from kvkeep.storage.prefixes.shared import SharedPrefixCache
 
-    return SharedPrefixes(open_objects(store), told_secret(), model.arithmetic)
+    return SharedPrefixCache(open_object_store(store), told_secret(), model.arithmetic)
 
 
 def say_without_prefixes(error: str) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import click
 from click.core import ParameterSource
 
-from kvkeep.storage.files.whole import check_writable
+from kvkeep.storage.files.atomic import check_writable
 
 if TYPE_CHECKING:
     from kvkeep import Sampling

@@ -11,7 +11,7 @@ from kvkeep.cli.options import Output, output_options, whole_number
 from kvkeep.cli.stderr import say
 from kvkeep.cli.text_input import read_text
 from kvkeep.errors import InvalidArgument
-from kvkeep.storage.files.whole import check_writable, write_whole
+from kvkeep.storage.files.atomic import check_writable, write_atomic
 
 if TYPE_CHECKING:
     from kvkeep.cli.run import Run
@@ -126,7 +126,7 @@ def _show(run: "Run", points: list["PerplexityPoint"], plot: Path | None) -> Non
         title = (
             f"{run.model.name}, {session.policy}, {session.max_kv_size} cells, {session.keep} kept"
         )
-        write_whole(plot, draw_perplexity(points, title, plot.suffix))
+        write_atomic(plot, draw_perplexity(points, title, plot.suffix))
         if len(points) == 1:
             say(f"{plot} shows one point, as the text is one step: a smaller --prefill-step, more")
     if run.perplexity is not None:

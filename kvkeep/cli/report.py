@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from kvkeep.storage.files.whole import write_whole
+from kvkeep.storage.files.atomic import write_atomic
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Report:
 
     def write(self, path: Path) -> None:
         text = json.dumps(asdict(self), indent=2, ensure_ascii=False, allow_nan=False)
-        write_whole(path, f"{text}\n".encode())
+        write_atomic(path, f"{text}\n".encode())
 
 
 def counted(count: int, noun: str) -> str:

@@ -10,7 +10,7 @@ from kvkeep.cli.stderr import say
 from kvkeep.cli.which_model import require_here
 from kvkeep.errors import CorruptFile, InvalidArgument
 from kvkeep.session.conversation import CHAT
-from kvkeep.storage.objects.place import Place
+from kvkeep.storage.objects.paths import Source
 from kvkeep.types import DtypeName
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Opened:
     seed: int | None = None
 
 
-def resume(file: Place, memory: MemoryChoice, progress: bool) -> Opened:
+def resume(file: Source, memory: MemoryChoice, progress: bool) -> Opened:
     """The session in a file, on the model that it was saved with.
 
     What the user gave no option for is as it was saved.
@@ -72,7 +72,7 @@ def resume(file: Place, memory: MemoryChoice, progress: bool) -> Opened:
     )
 
 
-def checked_notes(file: Place, snapshot: "Snapshot") -> dict[str, Any]:
+def checked_notes(file: Source, snapshot: "Snapshot") -> dict[str, Any]:
     """The notes of a file, as the command line writes them. Raises CorruptFile for others."""
     notes = snapshot.notes
     chat, unread = notes.get(CHAT, {"system": None}), notes.get(UNREAD, [])
@@ -86,7 +86,7 @@ def checked_notes(file: Place, snapshot: "Snapshot") -> dict[str, Any]:
     return notes
 
 
-def saved_on(file: Place, memory: MemoryChoice, snapshot: "Snapshot") -> MemoryChoice:
+def saved_on(file: Source, memory: MemoryChoice, snapshot: "Snapshot") -> MemoryChoice:
     """The memory asked for, on the model and dtype of a snapshot where none were.
 
     Raises ModelNotFound for a model that nobody named and that is not here.
@@ -124,7 +124,7 @@ def apply_keep(opened: Opened, keep: int | None) -> None:
         session.keep = keep
 
 
-def _require_agreement(file: Place, snapshot: "Snapshot", memory: MemoryChoice) -> None:
+def _require_agreement(file: Source, snapshot: "Snapshot", memory: MemoryChoice) -> None:
     found = {**snapshot.policy, "policy": snapshot.policy.get("name")}
     found |= {"kv_bits": snapshot.bits.kv, "far_bits": snapshot.bits.far}
     for option in _FIXED:

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import click
 
 from kvkeep.models.hub.library import home, is_given
-from kvkeep.storage.objects.address import is_url, open_objects
+from kvkeep.storage.objects.address import is_url, open_object_store
 from kvkeep.storage.sessions.folder import SessionFolder
 
 if TYPE_CHECKING:
-    from kvkeep.storage.sessions.shared import SessionPlace
+    from kvkeep.storage.sessions.shared import SessionPath
 
 _STORE, _SECRET = "kvkeep.store", "kvkeep.secret"  # of a command's context
 
@@ -20,10 +20,10 @@ _STORE, _SECRET = "kvkeep.store", "kvkeep.secret"  # of a command's context
 class Sessions(Protocol):
     """What a command asks of saved sessions, wherever they are."""
 
-    def existing(self, name: str) -> "Path | SessionPlace": ...
+    def existing(self, name: str) -> "Path | SessionPath": ...
     def names(self) -> list[str]: ...
-    def newest(self) -> "Iterator[Path | SessionPlace]": ...
-    def lock(self, name: str) -> "AbstractContextManager[Path | SessionPlace]": ...
+    def newest(self) -> "Iterator[Path | SessionPath]": ...
+    def lock(self, name: str) -> "AbstractContextManager[Path | SessionPath]": ...
     def remove(self, name: str) -> int: ...
     def sweep(self) -> Sequence[object]: ...
 
@@ -82,7 +82,7 @@ def saved_sessions() -> Sessions:
         return SessionFolder(Path(store))
     from kvkeep.storage.sessions.shared import SharedSessions
 
-    return SharedSessions(open_objects(store))
+    return SharedSessions(open_object_store(store))
 
 
 def session_folder() -> SessionFolder:

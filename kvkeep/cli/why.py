@@ -36,12 +36,12 @@ def why(
     """
     text = read_prompt(prompt, file)
 
-    from kvkeep.storage.prefixes.names import BLOCK
+    from kvkeep.storage.prefixes.inventory import BLOCK_TOKENS
 
     loaded = load_named(model, dtype, "cpu", weights=None, progress=not no_progress)
     ids = loaded.text.encode(text, special)
     stored, differs = open_prefix_store().differs_at(loaded.fingerprint, ids)
-    more = len(ids) - stored >= BLOCK
+    more = len(ids) - stored >= BLOCK_TOKENS
     if as_json:
         found = {"prompt_tokens": len(ids), "stored_tokens": stored}
         click.echo(json.dumps(found | {"differs_at": differs if more else None}))

@@ -25,8 +25,8 @@ from kvkeep.engine.thread import EngineThread
 from kvkeep.engine.whole_steps import WholeSteps
 from kvkeep.model import Model
 from kvkeep.session.session import Session
-from kvkeep.storage.objects.place import Place
-from kvkeep.storage.prefixes.interface import PrefixKeeper
+from kvkeep.storage.objects.paths import Source
+from kvkeep.storage.prefixes.interface import PrefixCache
 from kvkeep.storage.prefixes.store import PrefixStore
 from kvkeep.storage.snapshots.snapshot import Snapshot
 
@@ -55,7 +55,7 @@ class Engine:
         settings: Mapping[str, Any] | None = None,
         limits: Limits | None = None,
         folder: str | Path | None = None,
-        stores: str | Path | Callable[[str], PrefixKeeper] | None = None,
+        stores: str | Path | Callable[[str], PrefixCache] | None = None,
         snapshots: Callable[[str], Labels] | None = None,
     ):
         """settings: of sessions that are made for a prompt, as of `Model.session`, by default those
@@ -311,7 +311,7 @@ class Engine:
         """The owner's snapshots, by label."""
         return self._keeping.snapshots_of(owner)
 
-    def snapshot_session_name(self, file: Place) -> str | None:
+    def snapshot_session_name(self, file: Source) -> str | None:
         """The name of the session that a snapshot was taken of. Raises StoreError."""
         return self._keeping.snapshot_session_name(file)
 
@@ -367,7 +367,7 @@ class Engine:
         return self.model.session(store=store, **settings)
 
 
-def _stores_in(stores: str | Path) -> Callable[[str], PrefixKeeper]:
+def _stores_in(stores: str | Path) -> Callable[[str], PrefixCache]:
     folder = validation.path("stores", stores)
     return lambda owner: PrefixStore(folder / owner)
 

@@ -15,7 +15,7 @@ from kvkeep.engine.record import SessionRecord, max_session_bytes
 from kvkeep.errors import InvalidArgument, NoRoom, NoSuchSession, StoreError
 from kvkeep.model import Model
 from kvkeep.session.session import Session
-from kvkeep.storage.objects.place import ObjectPlace, Place
+from kvkeep.storage.objects.paths import ObjectPath, Source
 from kvkeep.storage.sessions.folder import SessionFolder
 from kvkeep.storage.snapshots.snapshot import Snapshot, describe
 
@@ -27,8 +27,8 @@ _UNSAVED = ".unsaved"
 class Labels(Protocol):
     """One owner's snapshots, by label; a `SessionFolder` has such."""
 
-    def path(self, name: str) -> Path | ObjectPlace: ...
-    def existing(self, name: str) -> Path | ObjectPlace: ...
+    def path(self, name: str) -> Path | ObjectPath: ...
+    def existing(self, name: str) -> Path | ObjectPath: ...
     def names(self) -> list[str]: ...
     def remove(self, name: str) -> int: ...
 
@@ -273,7 +273,7 @@ class SessionRegistry:
         kept.changed = engine.get("changed", "")
         kept.parent = engine.get("name")
 
-    def snapshot_session_name(self, file: Place) -> str | None:
+    def snapshot_session_name(self, file: Source) -> str | None:
         """The name of the session that a snapshot was taken of. Raises StoreError."""
         name = describe(file).get("notes", {}).get(NOTES, {}).get("name")
         return name if isinstance(name, str) else None

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvkeep.engine.record import SessionRecord
 from kvkeep.engine.registry import SessionRegistry
-from kvkeep.storage.objects.place import ObjectPlace
+from kvkeep.storage.objects.paths import ObjectPath
 from kvkeep.storage.snapshots.snapshot import Snapshot
 
 _log = logging.getLogger("kvkeep.engine")
@@ -57,7 +57,7 @@ class SessionSaver:
                 self.save(kept)
                 return
 
-    def write(self, snapshot: Snapshot, path: Path | ObjectPlace) -> "Future[int]":
+    def write(self, snapshot: Snapshot, path: Path | ObjectPath) -> "Future[int]":
         """Writes a snapshot elsewhere; its bytes."""
         return self._writer.submit(snapshot.save, path)
 

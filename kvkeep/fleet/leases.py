@@ -15,12 +15,12 @@ from weakref import WeakValueDictionary
 from kvkeep.engine import Engine, SessionRecord
 from kvkeep.errors import Busy, HeldElsewhere, KvkeepError, NoObject, NoSuchSession, StoreError
 from kvkeep.fleet.exchange import NOTE, RecordedResponse, notes_of, recorded_in
-from kvkeep.storage.objects.interface import Pieces
-from kvkeep.storage.objects.place import ObjectPlace
-from kvkeep.storage.sessions.head import Head
+from kvkeep.storage.objects.interface import ChunkSource
+from kvkeep.storage.objects.paths import ObjectPath
+from kvkeep.storage.sessions.head import SessionHead
 from kvkeep.storage.sessions.lease import Lease
-from kvkeep.storage.sessions.protocol import Version
-from kvkeep.storage.sessions.shared import SessionPlace, SharedSessions
+from kvkeep.storage.sessions.protocol import VersionedHead
+from kvkeep.storage.sessions.shared import SessionPath, SharedSessions
 from kvkeep.storage.snapshots.snapshot import Snapshot
 
 T = TypeVar("T")
@@ -43,7 +43,7 @@ class _EngineCopy:
 
     record: SessionRecord
     snapshot: str
-    version: Version | None
+    version: VersionedHead | None
     revision: int
     responses: list[RecordedResponse] = field(default_factory=list)
 
@@ -96,7 +96,7 @@ class SessionLeases:
         HeldElsewhere.
         """
         async with self._exclusive(owner, name, patience=0.0):
-            lease = await self.in_store_thread(lambda: self.sessions_of(owner).begin(name))
+            lease = await self.in_store_thread(lambda: self.sessions_of(owner).create(name))
             leased = LeasedSession(owner, name, lease)
             try:
                 await self._forget_copy(leased.key)  # of one that was deleted elsewhere
@@ -158,7 +158,7 @@ class SessionLeases:
         finally:
             await wrap_future(self._borrowed.let_go(record))
 
-    async def remove(self, owner: str, name: str, check: Callable[[SessionPlace], None]) -> None:
+    async def remove(self, owner: str, name: str, check: Callable[[SessionPath], None]) -> None:
         """Remove a session from store and engine, without loading it: it may be damaged.
 
         check: called under the lease, before anything is removed. Raises what it raises,
@@ -167,7 +167,7 @@ class SessionLeases:
         async with self._exclusive(owner, name, patience=0.0):
             lease = await self._acquire(owner, name)
             try:
-                await self.in_store_thread(lambda: check(SessionPlace(lease.place)))
+                await self.in_store_thread(lambda: check(SessionPath(lease.place)))
                 await self.in_store_thread(lease.remove)
                 await self._forget_copy((owner, name))
             finally:
@@ -223,7 +223,7 @@ class SessionLeases:
     async def _load_latest(self, owner: str, name: str) -> SessionRecord:
         """Load a session as it is committed when this call begins, or later."""
         for tries_left in reversed(range(_LOAD_TRIES)):
-            version = await self.in_store_thread(self.sessions_of(owner).at(name).head)
+            version = await self.in_store_thread(self.sessions_of(owner).objects_of(name).head)
             if version is None or version.head.removed or not version.head.snapshot:
                 await self._forget_copy((owner, name))
                 raise NoSuchSession(f"there is no session {name!r}")
@@ -241,7 +241,7 @@ class SessionLeases:
         deadline = time.monotonic() + 1.5 * sessions.lease + 0.5
         while True:
             try:
-                lease = await self.in_store_thread(partial(sessions.take, name, False, known))
+                lease = await self.in_store_thread(partial(sessions.acquire, name, False, known))
                 break
             except NoObject:
                 await self._forget_copy((owner, name))
@@ -258,7 +258,7 @@ class SessionLeases:
             raise NoSuchSession(f"there is no session {name!r}")
         return lease
 
-    async def _load(self, owner: str, name: str, head: Head) -> _EngineCopy:
+    async def _load(self, owner: str, name: str, head: SessionHead) -> _EngineCopy:
         """Make the engine's session what the head says; it stays until it is let go."""
         key = owner, name
         copy = self._copies.get(key)
@@ -267,8 +267,8 @@ class SessionLeases:
             if present and copy.record.revision == copy.revision:
                 return copy
             await wrap_future(self._borrowed.forget(copy.record))
-        at = self.sessions_of(owner).at(name)
-        place = ObjectPlace(at.objects, at.key(head.snapshot))
+        at = self.sessions_of(owner).objects_of(name)
+        place = ObjectPath(at.objects, at.key(head.snapshot))
         snapshot = await self.in_store_thread(lambda: Snapshot.load(place))
         responses = recorded_in(snapshot.notes)
         snapshot.notes.pop(NOTE, None)
@@ -325,5 +325,5 @@ class _CommitTarget:
 
     lease: Lease
 
-    def receive(self, pieces: Pieces) -> None:
-        self.lease.commit(pieces, release=True)
+    def write_chunks(self, chunks: ChunkSource) -> None:
+        self.lease.commit(chunks, release=True)

@@ -43,7 +43,7 @@ from kvkeep.server.errors import ApiError, api_error_for
 from kvkeep.server.idempotency import key_reused_error, read_body
 from kvkeep.server.sessions.entry import parse_if_match, session_entry
 from kvkeep.server.sse import sse_event
-from kvkeep.storage.sessions.shared import SessionPlace
+from kvkeep.storage.sessions.shared import SessionPath
 from kvkeep.storage.snapshots.snapshot import describe
 
 _log = logging.getLogger("kvkeep.server")
@@ -217,7 +217,7 @@ class SessionMiddleware:
         if_match = dict(exchange.scope["headers"]).get(b"if-match", b"").decode("latin-1")
         wanted, name = parse_if_match(if_match or None), exchange.target.name
 
-        def require_revision(place: SessionPlace) -> None:
+        def require_revision(place: SessionPath) -> None:
             entry = None if wanted is None else _stored_entry(place)
             if wanted is not None and (entry is None or entry["revision"] != wanted):
                 raise WrongRevision(
@@ -245,7 +245,7 @@ class SessionMiddleware:
         await listing(exchange.scope, disconnected, exchange.response.send)
 
 
-def _stored_entry(place: SessionPlace) -> dict[str, Any] | None:
+def _stored_entry(place: SessionPath) -> dict[str, Any] | None:
     """Return a session's fields as last committed; None for one that is gone or damaged."""
     try:
         notes = describe(place)["notes"][NOTES]
@@ -263,7 +263,7 @@ def _disconnect_when_lost(leased: LeasedSession, body: ReplayedBody) -> None:
     def disconnect() -> None:
         loop.call_soon_threadsafe(body.client_gone.set)
 
-    leased.lease.when_lost(disconnect)
+    leased.lease.on_lost(disconnect)
 
 
 async def _repeat_response(

@@ -15,10 +15,9 @@ from kvkeep.fleet.leases import LEASE_SECONDS, SessionLeases
 from kvkeep.fleet.middleware import SessionMiddleware
 from kvkeep.fleet.setup import Setup
 from kvkeep.model import Model
-from kvkeep.storage.objects import Objects, open_objects
-from kvkeep.storage.prefixes.shared import SharedPrefixes
-from kvkeep.storage.sessions.labels import SharedLabels
-from kvkeep.storage.sessions.shared import SharedSessions
+from kvkeep.storage.objects import ObjectStore, open_object_store
+from kvkeep.storage.prefixes.shared import SharedPrefixCache
+from kvkeep.storage.sessions.shared import SharedLabels, SharedSessions
 
 
 @dataclass(frozen=True)
@@ -56,9 +55,9 @@ def open_replica(
     store: URL. prefixes: whether prefilled prefixes of prompts are shared. lease: seconds. Raises
     InvalidArgument and StoreError for a store that cannot be used.
     """
-    objects, writer = open_objects(store), _writer_name()
+    objects, writer = open_object_store(store), _writer_name()
     require_conditional_writes(objects)
-    shared = SharedPrefixes(objects, secret, model.arithmetic) if prefixes else None
+    shared = SharedPrefixCache(objects, secret, model.arithmetic) if prefixes else None
     engine = Engine(
         model,
         settings=settings,
@@ -78,7 +77,7 @@ def _writer_name() -> str:
     return f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
 
 
-def require_conditional_writes(objects: Objects) -> None:
+def require_conditional_writes(objects: ObjectStore) -> None:
     """Check that a store honours conditions: without them two servers could write one session.
 
     Raises StoreError if it does not, or cannot be reached.
@@ -86,9 +85,9 @@ def require_conditional_writes(objects: Objects) -> None:
     key = f"checks/{secrets.token_hex(8)}"
     tag = objects.put(key, b"first", if_absent=True)
     try:
-        new_tag = objects.put(key, b"second", if_tag=tag)
+        new_tag = objects.put(key, b"second", if_match=tag)
         refused = 0
-        for conditions in ({"if_absent": True}, {"if_tag": tag}):
+        for conditions in ({"if_absent": True}, {"if_match": tag}):
             try:
                 objects.put(key, b"third", **conditions)
             except Conflict:

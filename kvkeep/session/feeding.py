@@ -16,7 +16,7 @@ from kvkeep.session.context import Context
 from kvkeep.session.memory import Evaluated
 from kvkeep.session.prefixes import PromptPrefix, load_prefix, store_prefix
 from kvkeep.session.state import State
-from kvkeep.storage.prefixes.interface import PrefixKeeper
+from kvkeep.storage.prefixes.interface import PrefixCache
 
 LONG = 0.25  # seconds for a prompt, beside which it is nothing to give back what it took
 
@@ -71,7 +71,7 @@ class Reader(Context):
         model: LoadedModel,
         policy: Policy,
         prefill_step: int,
-        store: PrefixKeeper | None = None,
+        store: PrefixCache | None = None,
         bits: Bits = Bits(),  # noqa: B008 (frozen)
     ):
         super().__init__(model, policy, prefill_step, bits)
@@ -101,9 +101,9 @@ class Reader(Context):
         return work, load_prefix(self._store, self._model.fingerprint, work.memory, ids)
 
 
-def checked_keeper(store: object) -> PrefixKeeper | None:
+def checked_keeper(store: object) -> PrefixCache | None:
     """Raises InvalidArgument for what keeps no prompts."""
-    if store is None or isinstance(store, PrefixKeeper):
+    if store is None or isinstance(store, PrefixCache):
         return store
     raise InvalidArgument(f"store must be a PrefixStore; found {store!r:.200}")
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from kvkeep.cache import Bits, Cells, KVCache, PositionMap
 from kvkeep.errors import StoreError
 from kvkeep.session.memory import Memory
-from kvkeep.storage.prefixes.interface import PrefixKeeper
-from kvkeep.storage.prefixes.names import BLOCK
+from kvkeep.storage.prefixes.interface import PrefixCache
+from kvkeep.storage.prefixes.inventory import BLOCK_TOKENS
 from kvkeep.storage.snapshots.fingerprint import Fingerprint
 
 _LOCAL = (
@@ -34,7 +34,7 @@ class PromptPrefix:
     at which the nearest stored prompt differs. error: what it failed with.
     """
 
-    store: PrefixKeeper | None
+    store: PrefixCache | None
     fingerprint: Fingerprint
     reused: int = 0
     stored: int = 0
@@ -46,7 +46,7 @@ class PromptPrefix:
 
 
 def load_prefix(
-    store: PrefixKeeper, fingerprint: Fingerprint, memory: Memory, ids: Sequence[int]
+    store: PrefixCache, fingerprint: Fingerprint, memory: Memory, ids: Sequence[int]
 ) -> PromptPrefix:
     """Takes what a store holds of a first prompt into an empty memory.
 
@@ -83,11 +83,11 @@ def store_prefix(prefix: PromptPrefix, memory: Memory, upcoming: int) -> None:
     """
     count, exact = len(memory.tokens), memory.policy.exact
     pending = min(count, exact) - prefix.stored
-    if prefix.store is None or pending < BLOCK or memory.bits != Bits():
+    if prefix.store is None or pending < BLOCK_TOKENS or memory.bits != Bits():
         return
     if upcoming and count + upcoming <= exact and pending < prefix.stored:
         return
-    end = min(_plain(memory.cache), exact) // BLOCK * BLOCK
+    end = min(_plain(memory.cache), exact) // BLOCK_TOKENS * BLOCK_TOKENS
     if end <= prefix.stored:
         return
     tokens, blocks = memory.tokens[:end], _cells(memory.cache, prefix.stored, end)
@@ -101,8 +101,8 @@ def store_prefix(prefix: PromptPrefix, memory: Memory, upcoming: int) -> None:
 
 def _cells(cache: KVCache, start: int, end: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Keys and values, block by block, each copied when it is asked for."""
-    for first in range(start, end, BLOCK):
-        cells = Cells.concatenate([part for _, part in cache.read(first, BLOCK)])
+    for first in range(start, end, BLOCK_TOKENS):
+        cells = Cells.concatenate([part for _, part in cache.read(first, BLOCK_TOKENS)])
         yield cells.keys, cells.values
 
 

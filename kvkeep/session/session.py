@@ -22,8 +22,8 @@ from kvkeep.session.sampling import Sampler, Sampling
 from kvkeep.session.snapshots import restored_state, snapshot_of
 from kvkeep.session.spans import after_rewind
 from kvkeep.session.streaming import TextStream
-from kvkeep.storage.prefixes.interface import PrefixKeeper
-from kvkeep.storage.snapshots.exactness import Exactness
+from kvkeep.storage.prefixes.interface import PrefixCache
+from kvkeep.storage.snapshots.fingerprint import Exactness
 from kvkeep.storage.snapshots.snapshot import Snapshot
 
 GREEDY = Sampling()
@@ -49,7 +49,7 @@ class Session(Reader):
         model: LoadedModel,
         policy: Policy,
         prefill_step: int,
-        store: PrefixKeeper | None = None,
+        store: PrefixCache | None = None,
         bits: Bits = Bits(),  # noqa: B008 (frozen)
     ):
         super().__init__(model, policy, prefill_step, store, bits)
@@ -259,7 +259,7 @@ class Session(Reader):
     @classmethod
     @computes
     def restored(
-        cls, model: LoadedModel, snapshot: Snapshot, store: PrefixKeeper | None = None
+        cls, model: LoadedModel, snapshot: Snapshot, store: PrefixCache | None = None
     ) -> "Session":
         """The session that a snapshot was taken of.
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from click.testing import CliRunner
 
 from benchmarks.against import HERE, Figure, compared, main, result, table
-from kvkeep.storage.files.whole import write_json
+from kvkeep.storage.files.atomic import write_json
 
 
 def test_figures_are_compared_within_a_round_and_more_is_better_where_it_is() -> None:

@@ -7,7 +7,7 @@ from cli.conftest import Invoke
 
 from kvkeep.errors import Conflict, StoreError
 from kvkeep.fleet.replica import require_conditional_writes
-from kvkeep.storage.objects import Objects, open_objects
+from kvkeep.storage.objects import ObjectStore, open_object_store
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_keys_need_a_secret_that_all_servers_know(
 class _Heedless:
     """A store that writes whatever is asked of it."""
 
-    def __init__(self, objects: Objects):
+    def __init__(self, objects: ObjectStore):
         self._objects = objects
         self.url = objects.url
 
@@ -55,10 +55,10 @@ class _Heedless:
 
 
 def test_a_store_without_conditions_is_refused(tmp_path: Path) -> None:
-    objects = open_objects(tmp_path)
+    objects = open_object_store(tmp_path)
     require_conditional_writes(objects)
     with pytest.raises(StoreError, match="If-Match"):
         require_conditional_writes(_Heedless(objects))  # type: ignore[arg-type]
-    assert not list(objects.listed(""))
+    assert not list(objects.list(""))
     with pytest.raises(Conflict):
-        objects.put("a", b"", if_tag="none")
+        objects.put("a", b"", if_match="none")

@@ -11,7 +11,7 @@ from cli.conftest import Invoke
 from topics import topic_text
 
 from kvkeep.models.hub.library import find, keep, pulled
-from kvkeep.storage.prefixes.names import stored_prompts
+from kvkeep.storage.prefixes.inventory import stored_prompts
 
 
 @pytest.fixture

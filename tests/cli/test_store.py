@@ -7,7 +7,7 @@ import pytest
 from cli.conftest import Invoke
 from stores import _s3, s3, s3_url, store_url
 
-from kvkeep.storage.objects import open_objects
+from kvkeep.storage.objects import open_object_store
 from kvkeep.storage.sessions.shared import SharedSessions
 
 __all__ = ["_s3", "s3", "s3_url", "store_url"]
@@ -95,7 +95,7 @@ def test_a_session_that_somebody_uses_is_refused(
     invoke: Invoke, tiny: list[str], store_url: str, at: list[str]
 ) -> None:
     invoke("generate", "-p", "one", "-n", 2, "--session", "a", *tiny, *at)
-    with SharedSessions(open_objects(store_url), writer="laptop:1").lock("a"):
+    with SharedSessions(open_object_store(store_url), writer="laptop:1").lock("a"):
         refused = invoke("generate", "-n", 2, "--session", "a", *tiny, *at)
     assert refused.exit_code == 2
     assert "laptop:1 is using session 'a'" in refused.stderr

@@ -15,7 +15,7 @@ from kvkeep.evaluate.perplexity import measure_perplexity
 from kvkeep.executors import new_decoder
 from kvkeep.model import Model
 from kvkeep.session.session import Session
-from kvkeep.storage.prefixes.store import BLOCK
+from kvkeep.storage.prefixes.store import BLOCK_TOKENS
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no compiled kernels here")
 
@@ -149,10 +149,10 @@ def test_score_as_written_reads_packed_weights() -> None:
 
 
 def test_cells_in_a_prefix_store_do_not_depend_on_the_step(tmp_path) -> None:  # type: ignore[no-untyped-def]
-    store, prompt = PrefixStore(tmp_path), (PROMPT * 4)[: BLOCK + 4]
+    store, prompt = PrefixStore(tmp_path), (PROMPT * 4)[: BLOCK_TOKENS + 4]
     PACKED.session(prefill_step=1, store=store).feed(prompt)
     session, wanted = PACKED.session(store=store), PACKED.session()
-    assert session.feed(prompt).reused == BLOCK
+    assert session.feed(prompt).reused == BLOCK_TOKENS
     wanted.feed(prompt)
     assert apart(last(session), last(wanted)) <= ROUNDED
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kvkeep.storage.files.folder import making, sweep_folders
+from kvkeep.storage.files.atomic import atomic_folder, sweep_partial_folders
 
 
 def names(folder: Path) -> list[str]:
@@ -12,7 +12,7 @@ def names(folder: Path) -> list[str]:
 
 
 def test_a_folder_appears_with_all_of_its_files(tmp_path: Path) -> None:
-    with making(tmp_path / "model") as folder:
+    with atomic_folder(tmp_path / "model") as folder:
         (folder / "part").mkdir()
         (folder / "part" / "weights").write_text("some")
         assert not (tmp_path / "model").exists()
@@ -21,24 +21,24 @@ def test_a_folder_appears_with_all_of_its_files(tmp_path: Path) -> None:
 
 def test_a_new_folder_takes_the_place_of_the_old_one(tmp_path: Path) -> None:
     for content in ("old", "new"):
-        with making(tmp_path / "model") as folder:
+        with atomic_folder(tmp_path / "model") as folder:
             (folder / content).write_text(content)
     assert names(tmp_path) == ["model", "model/new"]
 
 
 def test_a_folder_that_could_not_be_filled_leaves_the_old_one(tmp_path: Path) -> None:
-    with making(tmp_path / "model") as folder:
+    with atomic_folder(tmp_path / "model") as folder:
         (folder / "old").write_text("old")
-    with pytest.raises(FileNotFoundError), making(tmp_path / "model") as folder:
+    with pytest.raises(FileNotFoundError), atomic_folder(tmp_path / "model") as folder:
         (folder / "missing" / "new").write_text("some")
     assert names(tmp_path) == ["model", "model/old"]
 
 
 def test_what_the_dead_left_is_swept(tmp_path: Path) -> None:
-    with making(tmp_path / "model") as folder:
+    with atomic_folder(tmp_path / "model") as folder:
         (folder / "weights").write_text("some")
     for left in ("other.partial", "other.old.partial"):
         (tmp_path / left).mkdir()
         (tmp_path / left / "weights").write_text("half")
-    sweep_folders(tmp_path)
+    sweep_partial_folders(tmp_path)
     assert names(tmp_path) == ["model", "model/weights"]

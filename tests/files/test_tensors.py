@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from kvkeep.storage.files.tensors import (
     ALIGNMENT,
     DTYPE_NAMES,
-    Entry,
-    dense_pieces,
+    TensorEntry,
+    dense_chunks,
     tensor_bytes,
     write_tensors,
 )
@@ -24,7 +24,8 @@ def test_any_reader_opens_what_is_written(tmp_path: Path) -> None:
     }
     tensors["empty"] = torch.zeros(0, 3, device="cpu")
     entries = {
-        name: Entry(DTYPE_NAMES[t.dtype], tuple(t.shape), t.nbytes) for name, t in tensors.items()
+        name: TensorEntry(DTYPE_NAMES[t.dtype], tuple(t.shape), t.nbytes)
+        for name, t in tensors.items()
     }
     write_tensors(
         tmp_path / "a.safetensors",
@@ -49,7 +50,7 @@ def test_a_file_whose_tensors_could_not_all_be_made_is_not_there(tmp_path: Path)
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        write_tensors(tmp_path / "a.safetensors", {"a": Entry("U8", (8,), 8)}, pieces(), {})  # type: ignore[arg-type]
+        write_tensors(tmp_path / "a.safetensors", {"a": TensorEntry("U8", (8,), 8)}, pieces(), {})  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -57,5 +58,5 @@ def test_a_file_whose_tensors_could_not_all_be_made_is_not_there(tmp_path: Path)
 def test_pieces_of_any_strides_are_the_bytes_in_order(order: tuple[int, int, int]) -> None:
     tensor = torch.arange(24, dtype=torch.int32, device="cpu").reshape(2, 3, 4).permute(order)
     for part in (tensor, tensor[:1], tensor[..., 1:], tensor[:0]):
-        joined = b"".join(bytes(piece) for piece in dense_pieces(part))
+        joined = b"".join(bytes(piece) for piece in dense_chunks(part))
         assert joined == part.contiguous().numpy().tobytes()

@@ -18,9 +18,8 @@ from kvkeep.model import Model
 from kvkeep.server.app import application
 from kvkeep.server.keys import ApiKeys
 from kvkeep.server.service import Service
-from kvkeep.storage.objects import Objects
-from kvkeep.storage.sessions.labels import SharedLabels
-from kvkeep.storage.sessions.shared import SharedSessions
+from kvkeep.storage.objects import ObjectStore
+from kvkeep.storage.sessions.shared import SharedLabels, SharedSessions
 
 __all__ = ["_s3", "objects", "s3", "s3_url"]
 
@@ -44,7 +43,7 @@ class Replica:
 
 
 @contextmanager
-def replica(model: Model, objects: Objects, name: str, lease: float = 2.0) -> Iterator[Replica]:
+def replica(model: Model, objects: ObjectStore, name: str, lease: float = 2.0) -> Iterator[Replica]:
     engine = Engine(
         model,
         settings={"max_kv_size": 512},
@@ -73,7 +72,7 @@ def replica(model: Model, objects: Objects, name: str, lease: float = 2.0) -> It
 
 
 @pytest.fixture
-def replicas(smollm2: Model, objects: Objects) -> Iterator[Callable[..., Replica]]:
+def replicas(smollm2: Model, objects: ObjectStore) -> Iterator[Callable[..., Replica]]:
     """Makes servers over one store, by name; the same name gives the same one."""
     made: dict[str, Replica] = {}
     with ExitStack() as stack:

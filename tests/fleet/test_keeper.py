@@ -12,7 +12,7 @@ import pytest
 from fleet.conftest import Replica
 
 from kvkeep.model import Model
-from kvkeep.storage.objects import Objects
+from kvkeep.storage.objects import ObjectStore
 from kvkeep.storage.sessions.shared import SharedSessions
 
 Replicas = Callable[..., Replica]
@@ -90,14 +90,14 @@ def test_edits_forks_and_names_go_with_it(a: httpx.Client, b: httpx.Client) -> N
 
 
 def test_a_turn_of_a_chat_streams_and_its_end_is_told_when_it_is_committed(
-    a: httpx.Client, b: httpx.Client, objects: Objects
+    a: httpx.Client, b: httpx.Client, objects: ObjectStore
 ) -> None:
     ok(a.post("/v1/sessions", json={"name": "s"}), 201)
     body = {"content": "Name a colour.", "max_tokens": 6, "stream": True}
     with a.stream("POST", "/v1/sessions/s/turns", json=body) as answer:
         events = [line for line in answer.iter_lines() if line.startswith("event")]
         assert events[-1] == "event: done"
-    head = SharedSessions(objects).at("s").head()
+    head = SharedSessions(objects).objects_of("s").head()
     assert head is not None
     assert (head.head.gen, head.head.writer) == (2, "")
     assert ok(b.get("/v1/sessions/s"))["tokens"] > 6
@@ -173,7 +173,7 @@ def test_a_session_is_busy_at_the_other_server(a: httpx.Client, replicas: Replic
 
 
 def test_who_lost_a_session_stops_at_once_and_says_so(
-    a: httpx.Client, b: httpx.Client, objects: Objects
+    a: httpx.Client, b: httpx.Client, objects: ObjectStore
 ) -> None:
     """Another writer takes the session by force, as if this server's clock had stood still."""
     from kvkeep.storage.sessions import protocol
@@ -186,8 +186,8 @@ def test_who_lost_a_session_stops_at_once_and_says_so(
         lines = answer.iter_lines()
         while not next(lines).startswith("event: token"):
             pass
-        at = sessions.at("s")
-        at.run(protocol.acquire(protocol.Who("thief", time.time() + 1000, 0.0)))
+        at = sessions.objects_of("s")
+        at.run(protocol.acquire(protocol.LeaseRequest("thief", time.time() + 1000, 0.0)))
         events = [line for line in lines if line]
     assert events[-2] == "event: error"
     error = json.loads(events[-1].removeprefix("data: "))["error"]
@@ -210,7 +210,7 @@ def _settled(client: httpx.Client, name: str) -> int:
 
 
 def test_two_clients_at_two_servers_never_share_a_generation(
-    a: httpx.Client, b: httpx.Client, objects: Objects
+    a: httpx.Client, b: httpx.Client, objects: ObjectStore
 ) -> None:
     ok(a.post("/v1/sessions", json={"name": "s"}), 201)
     told: list[int] = []
@@ -230,7 +230,7 @@ def test_two_clients_at_two_servers_never_share_a_generation(
         thread.join()
     assert len(told) == len(set(told)) > 10
     assert ok(a.get("/v1/sessions/s"))["tokens"] == len(told)
-    head = SharedSessions(objects).at("s").head()
+    head = SharedSessions(objects).objects_of("s").head()
     assert head is not None
     assert head.head.gen == len(told) + 1
 
@@ -245,7 +245,7 @@ def test_reads_at_once_of_a_session_that_is_not_here_yet(a: httpx.Client, b: htt
 
 
 def test_a_session_that_was_begun_and_never_committed_can_be_begun_again(
-    a: httpx.Client, objects: Objects
+    a: httpx.Client, objects: ObjectStore
 ) -> None:
     lease = SharedSessions(objects, writer="killed", lease=0.3).begin("s")
     lease._over.set()  # as if it had been killed: nothing is renewed, nothing is let go
@@ -274,25 +274,25 @@ def test_what_is_a_servers_own_stays_so(a: httpx.Client) -> None:
         assert a.post("/v1/sessions", json={"name": name}).status_code == 400
 
 
-def test_paths_that_only_look_like_a_sessions(a: httpx.Client, objects: Objects) -> None:
+def test_paths_that_only_look_like_a_sessions(a: httpx.Client, objects: ObjectStore) -> None:
     ok(a.post("/v1/sessions", json={"name": "s"}), 201)
-    before = SharedSessions(objects).at("s").head()
+    before = SharedSessions(objects).objects_of("s").head()
     for path in ("/v1/sessions/s/feed%0A", "/v1/sessions%0A", "/v1/sessions/a%2Fb/feed"):
         assert a.post(path, json={"text": "x", "name": "t"}).status_code == 404
     a.options("/v1/sessions/s/feed")
     assert a.post("/v1/sessions/s/unheard", json={}).status_code == 404
     assert a.get("/v1/sessions/t").status_code == 404
-    after = SharedSessions(objects).at("s").head()
+    after = SharedSessions(objects).objects_of("s").head()
     assert before is not None
     assert after is not None
     assert after.head.gen == before.head.gen
 
 
 def test_a_session_that_cannot_be_read_can_be_deleted(
-    a: httpx.Client, b: httpx.Client, objects: Objects
+    a: httpx.Client, b: httpx.Client, objects: ObjectStore
 ) -> None:
     ok(a.post("/v1/sessions", json={"name": "s"}), 201)
-    (stored,) = [each for each in objects.listed("sessions/") if each.key.endswith(".kvkeep")]
+    (stored,) = [each for each in objects.list_objects("sessions/") if each.key.endswith(".kvkeep")]
     objects.put(stored.key, b"damaged")
     assert b.get("/v1/sessions/s").status_code == 500
     assert b.delete("/v1/sessions/s", headers={"If-Match": '"7"'}).status_code == 412

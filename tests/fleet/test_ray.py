@@ -21,7 +21,7 @@ from object_server import ObjectServer
 from patience import PATIENCE
 
 from kvkeep.model import Model
-from kvkeep.storage.objects import open_objects
+from kvkeep.storage.objects import open_object_store
 from kvkeep.storage.sessions.shared import SharedSessions
 
 pytest.importorskip("ray.serve", reason="a fleet needs kvkeep[fleet]")
@@ -149,7 +149,7 @@ def _killed(at: str, url: str, name: str, model: Model, server: str) -> bool:
 
 def _gen(url: str, name: str) -> int:
     """How many have written the session."""
-    version = SharedSessions(open_objects(url)).at(name).head()
+    version = SharedSessions(open_object_store(url)).objects_of(name).head()
     assert version is not None
     return version.head.gen
 

@@ -10,38 +10,38 @@ import pytest
 from object_server import FAULTS, ObjectServer
 
 from kvkeep.errors import Conflict, InvalidArgument, NoObject, StoreError
-from kvkeep.storage.objects import Objects, open_objects
-from kvkeep.storage.objects.place import ObjectPlace, opened, place_of
+from kvkeep.storage.objects import ObjectStore, open_object_store
+from kvkeep.storage.objects.paths import ObjectPath, as_path, opened
 
 
-def test_what_was_put_is_got_with_its_tag(objects: Objects) -> None:
+def test_what_was_put_is_got_with_its_tag(objects: ObjectStore) -> None:
     tag = objects.put("a/b.txt", b"one")
     assert objects.get("a/b.txt") == (b"one", tag)
-    assert objects.look("a/b.txt").size == 3
-    assert objects.look("a/b.txt").tag == tag
+    assert objects.info("a/b.txt").size == 3
+    assert objects.info("a/b.txt").etag == tag
     other = objects.put("a/b.txt", b"two")
     assert other != tag
     assert objects.get("a/b.txt") == (b"two", other)
 
 
-def test_conditions_are_kept(objects: Objects) -> None:
+def test_conditions_are_kept(objects: ObjectStore) -> None:
     first = objects.put("head", b"1", if_absent=True)
     with pytest.raises(Conflict):
         objects.put("head", b"2", if_absent=True)
-    second = objects.put("head", b"2", if_tag=first)
+    second = objects.put("head", b"2", if_match=first)
     with pytest.raises(Conflict):
-        objects.put("head", b"3", if_tag=first)
+        objects.put("head", b"3", if_match=first)
     with pytest.raises(Conflict):
-        objects.put("none", b"3", if_tag=second)
+        objects.put("none", b"3", if_match=second)
     assert objects.get("head") == (b"2", second)
 
 
-def test_one_of_many_that_race_wins(objects: Objects) -> None:
+def test_one_of_many_that_race_wins(objects: ObjectStore) -> None:
     tag = objects.put("head", b"0")
 
     def tries(number: int) -> bool:
         try:
-            objects.put("head", b"%d" % number, if_tag=tag)
+            objects.put("head", b"%d" % number, if_match=tag)
         except Conflict:
             return False
         return True
@@ -52,37 +52,37 @@ def test_one_of_many_that_race_wins(objects: Objects) -> None:
     assert objects.get("head")[0] == b"%d" % (won.index(True) + 1)
 
 
-def test_what_is_listed(objects: Objects) -> None:
-    assert list(objects.listed("")) == []
+def test_what_is_listed(objects: ObjectStore) -> None:
+    assert list(objects.list_objects("")) == []
     for key in ("a/1", "a/2", "a/deep/3", "b/4"):
         objects.put(key, key.encode())
-    assert {stored.key: stored.size for stored in objects.listed("a/")} == {
+    assert {stored.key: stored.size for stored in objects.list_objects("a/")} == {
         "a/1": 3,
         "a/2": 3,
         "a/deep/3": 8,
     }
-    assert {stored.key for stored in objects.listed("")} == {"a/1", "a/2", "a/deep/3", "b/4"}
-    assert objects.folders("") == ["a", "b"]
-    assert objects.folders("a/") == ["deep"]
-    assert objects.folders("none/") == []
+    assert {stored.key for stored in objects.list_objects("")} == {"a/1", "a/2", "a/deep/3", "b/4"}
+    assert objects.list_folders("") == ["a", "b"]
+    assert objects.list_folders("a/") == ["deep"]
+    assert objects.list_folders("none/") == []
     objects.delete("a/1")
     objects.delete("a/1")
-    assert {stored.key for stored in objects.listed("a/")} == {"a/2", "a/deep/3"}
+    assert {stored.key for stored in objects.list_objects("a/")} == {"a/2", "a/deep/3"}
 
 
-def test_what_is_not_there_is_said(objects: Objects) -> None:
-    for asks in (objects.get, objects.look):
+def test_what_is_not_there_is_said(objects: ObjectStore) -> None:
+    for asks in (objects.get, objects.info):
         with pytest.raises(NoObject, match="none/at/all"):
             asks("none/at/all")
 
 
 @pytest.mark.parametrize("key", ["", "/a", "a//b", "../a", "a/.hidden", "a b", "a/", "é"])
-def test_a_key_is_refused_that_is_none(objects: Objects, key: str) -> None:
+def test_a_key_is_refused_that_is_none(objects: ObjectStore, key: str) -> None:
     with pytest.raises(InvalidArgument):
         objects.put(key, b"")
 
 
-def test_a_large_object_goes_in_pieces_and_is_read_by_ranges(objects: Objects) -> None:
+def test_a_large_object_goes_in_pieces_and_is_read_by_ranges(objects: ObjectStore) -> None:
     content = os.urandom(21_000_001)
     begun = []
 
@@ -90,9 +90,9 @@ def test_a_large_object_goes_in_pieces_and_is_read_by_ranges(objects: Objects) -
         begun.append(True)
         return [content[at : at + 1_000_000] for at in range(0, len(content), 1_000_000)]
 
-    objects.put_pieces("large", pieces)
+    objects.put_chunks("large", pieces)
     assert begun
-    stored = objects.look("large")
+    stored = objects.info("large")
     assert stored.size == len(content)
     assert bytes(objects.get_range(stored, 5_000_000, 5_000_010)) == content[5_000_000:5_000_010]
     with opened(objects, stored) as file:
@@ -104,34 +104,34 @@ def test_a_large_object_goes_in_pieces_and_is_read_by_ranges(objects: Objects) -
         assert file.read() == content[20_000_000:]
 
 
-def test_another_object_under_the_key_is_not_mixed_in(objects: Objects) -> None:
-    objects.put_pieces("a", lambda: [b"x" * 20_000_000])
-    stored = objects.look("a")
-    objects.put_pieces("a", lambda: [b"y" * 20_000_001])
+def test_another_object_under_the_key_is_not_mixed_in(objects: ObjectStore) -> None:
+    objects.put_chunks("a", lambda: [b"x" * 20_000_000])
+    stored = objects.info("a")
+    objects.put_chunks("a", lambda: [b"y" * 20_000_001])
     with pytest.raises(Conflict):
         objects.get_range(stored, 0, 10)
 
 
 def test_urls(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="s3://bucket"):
-        open_objects("ftp://somewhere")
+        open_object_store("ftp://somewhere")
     with pytest.raises(InvalidArgument, match="three slashes"):
-        open_objects("file://host/folder")
-    assert open_objects(tmp_path).url == tmp_path.as_uri()
-    assert open_objects(open_objects(tmp_path).url).url == tmp_path.as_uri()
+        open_object_store("file://host/folder")
+    assert open_object_store(tmp_path).url == tmp_path.as_uri()
+    assert open_object_store(open_object_store(tmp_path).url).url == tmp_path.as_uri()
     with pytest.raises(InvalidArgument, match="names a store"):
-        place_of("s3://bucket")
-    place = place_of("memory://urls/a/b.kvkeep")
-    assert isinstance(place, ObjectPlace)
+        as_path("s3://bucket")
+    place = as_path("memory://urls/a/b.kvkeep")
+    assert isinstance(place, ObjectPath)
     assert (place.stem, place.key, str(place)) == ("b", "b.kvkeep", "memory://urls/a/b.kvkeep")
     assert not place.exists()
-    assert place_of(str(tmp_path)) == tmp_path
+    assert as_path(str(tmp_path)) == tmp_path
 
 
 def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="cannot hold a store"):
-        open_objects(tmp_path / "file" / "below")
+        open_object_store(tmp_path / "file" / "below")
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -139,12 +139,12 @@ def test_a_fault_in_each_way_is_made_up_for_or_told(
     s3: ObjectServer, s3_url: str, fault: str
 ) -> None:
     """A fifth of all requests goes wrong; what is told to be there is there, and whole."""
-    objects, chance = open_objects(s3_url), random.Random(1)
+    objects, chance = open_object_store(s3_url), random.Random(1)
     s3.fault = lambda method, path: fault if chance.random() < 0.2 else None
     content, told = os.urandom(100_000), []
     for number in range(12):
         try:
-            objects.put_pieces(f"{number}", lambda: [content])
+            objects.put_chunks(f"{number}", lambda: [content])
             told.append(number)
         except StoreError:
             continue

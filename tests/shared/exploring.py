@@ -12,15 +12,15 @@ from typing import Any
 
 from kvkeep.errors import Conflict, StoreError
 from kvkeep.storage.sessions import head as heads
-from kvkeep.storage.sessions.head import Head
+from kvkeep.storage.sessions.head import SessionHead
 from kvkeep.storage.sessions.protocol import (
     Delete,
     ListSnapshots,
     PutHead,
     ReadHead,
-    Step,
+    StoreOperation,
     Upload,
-    Version,
+    VersionedHead,
     Wait,
 )
 
@@ -41,7 +41,7 @@ class World:
     """commits: snapshots in the order in which they became the session's. late: steps on their way,
     that may arrive at any time or never. sent: to each actor, in order. dead: actors."""
 
-    head: Head | None
+    head: SessionHead | None
     snapshots: frozenset[str]
     commits: tuple[str, ...]
     late: frozenset[Any]
@@ -58,7 +58,7 @@ class Explorer:
     """Goes through all that can happen. actors: are handed a list to which they add the snapshots
     of the commits that they were told of. faults: at most so many in one schedule."""
 
-    def __init__(self, actors: list[Actor], head: Head | None, faults: int):
+    def __init__(self, actors: list[Actor], head: SessionHead | None, faults: int):
         self._actors = actors
         snapshots = frozenset([head.snapshot] if head and head.snapshot else [])
         nothing: tuple[tuple[Any, ...], ...] = ((),) * len(actors)
@@ -133,7 +133,7 @@ class Explorer:
                 return world, None
         raise AssertionError(step)
 
-    def _check_put(self, before: Head | None, after: Head) -> None:
+    def _check_put(self, before: SessionHead | None, after: SessionHead) -> None:
         if before is None:
             return
         if after.epoch < before.epoch:
@@ -154,7 +154,9 @@ class Explorer:
             if not set(told) <= set(world.commits):
                 raise Violation(f"a commit is lost that a writer was told of: {world}")
 
-    def _replay(self, index: int, sent: tuple[Any, ...]) -> tuple[Step | None, tuple[str, ...]]:
+    def _replay(
+        self, index: int, sent: tuple[Any, ...]
+    ) -> tuple[StoreOperation | None, tuple[str, ...]]:
         """What an actor does next, None if it is through; and the commits it knows of."""
         found = self._replayed.get((index, sent))
         if found is None:
@@ -181,8 +183,8 @@ def _sent(steps: Generator[Any, Any, None], result: Any) -> Any:
         return steps.throw(StoreError("no answer"))
     if result == _CONFLICT:
         return steps.throw(Conflict("another"))
-    if isinstance(result, Head):
-        return steps.send(Version(result, result.nonce))
+    if isinstance(result, SessionHead):
+        return steps.send(VersionedHead(result, result.nonce))
     return steps.send(None if result == _NONE else result)
 
 

@@ -12,7 +12,7 @@ import time
 
 from kvkeep import Snapshot, load_model
 from kvkeep.errors import StoreError
-from kvkeep.storage.objects import open_objects
+from kvkeep.storage.objects import open_object_store
 from kvkeep.storage.sessions.shared import SharedSessions
 
 LEASE = 0.3  # seconds
@@ -39,10 +39,10 @@ def main(url: str, model_path: str, tokens: int) -> None:
 
 
 def saves(url: str, snapshot: Snapshot, says: int) -> None:
-    sessions = SharedSessions(open_objects(url), writer=f"{os.getpid()}", lease=LEASE)
+    sessions = SharedSessions(open_object_store(url), writer=f"{os.getpid()}", lease=LEASE)
     while True:
         try:
-            lease = sessions.take("one")
+            lease = sessions.acquire("one")
             break
         except StoreError:  # of the one that was killed
             time.sleep(0.01)
@@ -52,9 +52,9 @@ def saves(url: str, snapshot: Snapshot, says: int) -> None:
         number += 1
         snapshot.notes["number"] = number
         os.write(says, b"+%d\n" % number)
-        from kvkeep.storage.sessions.shared import SessionPlace
+        from kvkeep.storage.sessions.shared import SessionPath
 
-        snapshot.save(SessionPlace(lease.place, lease))
+        snapshot.save(SessionPath(lease.place, lease))
         os.write(says, b"=%d\n" % number)
 
 

@@ -11,7 +11,7 @@ from object_server import ObjectServer
 from shared import saving
 
 from kvkeep import Snapshot
-from kvkeep.storage.objects import open_objects
+from kvkeep.storage.objects import open_object_store
 from kvkeep.storage.sessions.shared import SharedSessions
 
 
@@ -27,7 +27,7 @@ from kvkeep.storage.sessions.shared import SharedSessions
 def test_it_is_the_old_one_or_the_new_one(
     s3: ObjectServer, s3_url: str, smollm2_folder: Path, kills: int, tokens: int
 ) -> None:
-    chance, sessions = random.Random(tokens), SharedSessions(open_objects(s3_url))
+    chance, sessions = random.Random(tokens), SharedSessions(open_object_store(s3_url))
     with _savers(s3_url, smollm2_folder, tokens) as savers:
         done = 0
         for _ in range(kills):
@@ -40,7 +40,7 @@ def test_it_is_the_old_one_or_the_new_one(
             done = max([int(word[1:]) for word in said if word[0] == "="], default=done)
             if not begun:
                 continue  # killed before the first save
-            place = sessions.at("one").head()
+            place = sessions.objects_of("one").head()
             assert place is not None
             if not place.head.snapshot:
                 assert done == 0
@@ -50,7 +50,7 @@ def test_it_is_the_old_one_or_the_new_one(
             assert snapshot.notes["number"] in (done, begun)
             done = snapshot.notes["number"]
     assert done > 0
-    left = sum(1 for stored in sessions.objects.listed("") if stored.key.endswith(".kvkeep"))
+    left = sum(1 for stored in sessions.objects.list_objects("") if stored.key.endswith(".kvkeep"))
     names = _swept(sessions)
     assert left == len(names) + 1
     assert Snapshot.load(sessions.existing("one")).notes["number"] == done
@@ -67,10 +67,10 @@ def _savers(url: str, model: Path, tokens: int) -> "subprocess.Popen[str]":
 def _swept(sessions: SharedSessions) -> list[str]:
     """Once the lease of the last one that was killed has run out."""
     while True:
-        version = sessions.at("one").head()
+        version = sessions.objects_of("one").head()
         assert version is not None
         swept = sessions.sweep()
-        after = sessions.at("one").head()
+        after = sessions.objects_of("one").head()
         assert after is not None
         if after.head.epoch > version.head.epoch:
             return swept

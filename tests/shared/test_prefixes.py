@@ -12,10 +12,9 @@ from kvkeep import load_model
 from kvkeep.engine import Engine, GenerationRequest
 from kvkeep.errors import InvalidArgument
 from kvkeep.model import Model
-from kvkeep.storage.objects import Objects
-from kvkeep.storage.prefixes.names import stored_prompts
-from kvkeep.storage.prefixes.shared import SharedPrefixes
-from kvkeep.storage.prefixes.shared_room import make_room, stored_blocks
+from kvkeep.storage.objects import ObjectStore
+from kvkeep.storage.prefixes.inventory import make_room, stored_blocks, stored_prompts
+from kvkeep.storage.prefixes.shared import SharedPrefixCache
 
 SECRET = secrets.token_bytes(32)
 PROMPT = [(7 * i) % 500 for i in range(700)]
@@ -27,12 +26,14 @@ def tiny(tiny_folder: Path) -> Iterator[Model]:
 
 
 def prefixes(
-    model: Model, objects: Objects, secret: bytes = SECRET, owner: str = "0"
-) -> SharedPrefixes:
-    return SharedPrefixes(objects, secret, model.arithmetic, owner)
+    model: Model, objects: ObjectStore, secret: bytes = SECRET, owner: str = "0"
+) -> SharedPrefixCache:
+    return SharedPrefixCache(objects, secret, model.arithmetic, owner)
 
 
-def fed(model: Model, store: SharedPrefixes | None, prompt: list[int]) -> tuple[int, torch.Tensor]:
+def fed(
+    model: Model, store: SharedPrefixCache | None, prompt: list[int]
+) -> tuple[int, torch.Tensor]:
     """How many tokens were reused, and the logits after the prompt."""
     session = model.session(max_kv_size=2048, prefill_step=128, store=store)
     feed = session.feed(prompt)
@@ -41,7 +42,9 @@ def fed(model: Model, store: SharedPrefixes | None, prompt: list[int]) -> tuple[
     return feed.reused, session.logits
 
 
-def test_another_reuses_what_one_has_evaluated_to_the_bit(objects: Objects, tiny: Model) -> None:
+def test_another_reuses_what_one_has_evaluated_to_the_bit(
+    objects: ObjectStore, tiny: Model
+) -> None:
     reused, logits = fed(tiny, prefixes(tiny, objects), PROMPT)
     assert reused == 0
     again, same = fed(tiny, prefixes(tiny, objects), PROMPT)
@@ -51,7 +54,7 @@ def test_another_reuses_what_one_has_evaluated_to_the_bit(objects: Objects, tiny
     assert longer == 256
 
 
-def test_where_a_prompt_differs_is_told(objects: Objects, tiny: Model) -> None:
+def test_where_a_prompt_differs_is_told(objects: ObjectStore, tiny: Model) -> None:
     store = prefixes(tiny, objects)
     fed(tiny, store, PROMPT)
     other = [*PROMPT[:300], 9, *PROMPT[301:]]
@@ -60,25 +63,25 @@ def test_where_a_prompt_differs_is_told(objects: Objects, tiny: Model) -> None:
 
 
 def test_nobody_finds_what_another_owner_or_secret_or_processor_has(
-    objects: Objects, tiny: Model
+    objects: ObjectStore, tiny: Model
 ) -> None:
     fed(tiny, prefixes(tiny, objects), PROMPT)
     for store in (
         prefixes(tiny, objects, owner="1"),
         prefixes(tiny, objects, secrets.token_bytes(32)),
-        SharedPrefixes(objects, SECRET, {"kernels": "another"}),
+        SharedPrefixCache(objects, SECRET, {"kernels": "another"}),
     ):
         assert fed(tiny, store, PROMPT)[0] == 0
     assert prefixes(tiny, objects).of("1").find(tiny.fingerprint, PROMPT).tokens == 512
 
 
-def test_a_block_that_somebody_else_made_is_not_used(objects: Objects, tiny: Model) -> None:
+def test_a_block_that_somebody_else_made_is_not_used(objects: ObjectStore, tiny: Model) -> None:
     """One that verifies by all checksums, under the right name, without the secret."""
     store = prefixes(tiny, objects)
     _, right = fed(tiny, store, PROMPT)
     forger = prefixes(tiny, objects, secrets.token_bytes(32))
     fed(tiny, forger, [(3 * i) % 500 for i in range(700)])
-    keys = sorted(stored.key for stored in objects.listed("prefixes/"))
+    keys = sorted(stored.key for stored in objects.list_objects("prefixes/"))
     own = [block.place.key for block in store._blocks(tiny.fingerprint, PROMPT)]
     forged = next(key for key in keys if key not in own)
     objects.put(own[0], objects.get(forged)[0])
@@ -87,7 +90,7 @@ def test_a_block_that_somebody_else_made_is_not_used(objects: Objects, tiny: Mod
     assert torch.equal(logits, right)
 
 
-def test_a_block_that_was_damaged_is_evaluated_again(objects: Objects, tiny: Model) -> None:
+def test_a_block_that_was_damaged_is_evaluated_again(objects: ObjectStore, tiny: Model) -> None:
     store = prefixes(tiny, objects)
     fed(tiny, store, PROMPT)
     place = store._blocks(tiny.fingerprint, PROMPT)[1].place
@@ -98,7 +101,7 @@ def test_a_block_that_was_damaged_is_evaluated_again(objects: Objects, tiny: Mod
     assert fed(tiny, store, PROMPT)[0] == 512
 
 
-def test_a_block_under_another_name_is_not_used(objects: Objects, tiny: Model) -> None:
+def test_a_block_under_another_name_is_not_used(objects: ObjectStore, tiny: Model) -> None:
     store = prefixes(tiny, objects)
     fed(tiny, store, PROMPT)
     first, second = (block.place for block in store._blocks(tiny.fingerprint, PROMPT))
@@ -107,7 +110,7 @@ def test_a_block_under_another_name_is_not_used(objects: Objects, tiny: Model) -
 
 
 def test_room_is_made_from_the_ends_of_the_prompts_that_were_written_first(
-    objects: Objects, tiny: Model
+    objects: ObjectStore, tiny: Model
 ) -> None:
     store, later = prefixes(tiny, objects), [*PROMPT[:300], *reversed(PROMPT)]
     fed(tiny, store, PROMPT)
@@ -123,7 +126,7 @@ def test_room_is_made_from_the_ends_of_the_prompts_that_were_written_first(
     assert [*stored_blocks(objects)] == []
 
 
-def test_what_is_of_no_prompt_goes_too(objects: Objects) -> None:
+def test_what_is_of_no_prompt_goes_too(objects: ObjectStore) -> None:
     for name in ("a/a", "b/c", "c/b", "x/e", "y/e"):
         objects.put(f"prefixes/mischief/{name}.kvblock", b"12")
     assert make_room(objects, 4) == (6, 4)
@@ -138,19 +141,19 @@ def test_names_that_go_round_in_a_circle_end(tmp_path: Path) -> None:
     assert [block.key for block in prompt.blocks] == ["b", "a", "c"]
 
 
-def test_an_engine_gives_each_owner_its_own(objects: Objects, tiny: Model) -> None:
+def test_an_engine_gives_each_owner_its_own(objects: ObjectStore, tiny: Model) -> None:
     shared = prefixes(tiny, objects)
     with Engine(tiny, settings={"max_kv_size": 2048}, stores=shared.of) as engine:
         for owner in ("a", "b"):
             engine.generate(GenerationRequest(tuple(PROMPT), 1), owner=owner).text()
             shared.flush()
-    assert objects.folders("prefixes/") == ["a", "b"]
+    assert objects.list_folders("prefixes/") == ["a", "b"]
     with Engine(tiny, settings={"max_kv_size": 2048}, stores=prefixes(tiny, objects).of) as engine:
         answer = engine.generate(GenerationRequest(tuple(PROMPT), 1), owner="a")
         answer.text()
         assert answer.reuse.tokens == 512
 
 
-def test_a_secret_of_another_length_is_refused(objects: Objects, tiny: Model) -> None:
+def test_a_secret_of_another_length_is_refused(objects: ObjectStore, tiny: Model) -> None:
     with pytest.raises(InvalidArgument, match="32 bytes"):
         prefixes(tiny, objects, b"short")

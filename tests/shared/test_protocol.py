@@ -9,20 +9,20 @@ from shared.exploring import Actor, Explorer, Fetch, Violation
 
 from kvkeep.errors import HeldElsewhere, NoObject, StoreError
 from kvkeep.storage.sessions import protocol
-from kvkeep.storage.sessions.head import Head
-from kvkeep.storage.sessions.protocol import PutHead, ReadHead, Upload, Version, Who
+from kvkeep.storage.sessions.head import SessionHead
+from kvkeep.storage.sessions.protocol import LeaseRequest, PutHead, ReadHead, Upload, VersionedHead
 
 # Where `lease` is 0 every lease has run out when it begins: no clock keeps anybody from anything.
 ANYBODY = {"now": math.inf, "lease": 0.0}
-START = Head(1, 1, "first", "", 0.0, "000000000001-000000000001-0")
+START = SessionHead(1, 1, "first", "", 0.0, "000000000001-000000000001-0")
 
 
 def writer(name: str, commits: int, renews: bool = False) -> Actor:
     def acts(told: list[str]) -> Generator[Any, Any, None]:
         try:
-            held = yield from protocol.acquire(Who(name, **ANYBODY))
+            held = yield from protocol.acquire(LeaseRequest(name, **ANYBODY))
             if renews:
-                held = yield from protocol.renew(held, Who(name, **ANYBODY))
+                held = yield from protocol.renew(held, LeaseRequest(name, **ANYBODY))
             for _ in range(commits):
                 snapshot = yield from protocol.upload(held)
                 held = yield from protocol.commit(held, snapshot, 1.0, name)
@@ -36,7 +36,7 @@ def writer(name: str, commits: int, renews: bool = False) -> Actor:
 
 def collector(told: list[str]) -> Generator[Any, Any, None]:
     try:
-        held = yield from protocol.acquire(Who("collector", **ANYBODY))
+        held = yield from protocol.acquire(LeaseRequest("collector", **ANYBODY))
         yield from protocol.collect(held)
         yield from protocol.release(held)
     except StoreError:
@@ -45,7 +45,7 @@ def collector(told: list[str]) -> Generator[Any, Any, None]:
 
 def remover(told: list[str]) -> Generator[Any, Any, None]:
     try:
-        held = yield from protocol.acquire(Who("remover", **ANYBODY))
+        held = yield from protocol.acquire(LeaseRequest("remover", **ANYBODY))
         yield from protocol.remove(held)
     except StoreError:
         return
@@ -54,9 +54,9 @@ def remover(told: list[str]) -> Generator[Any, Any, None]:
 def beginner(name: str) -> Actor:
     def acts(told: list[str]) -> Generator[Any, Any, None]:
         try:
-            held = yield from protocol.create(Who(name, **ANYBODY))
+            held = yield from protocol.create(LeaseRequest(name, **ANYBODY))
             snapshot = yield from protocol.upload(held)
-            held = yield from protocol.commit(held, snapshot, protocol.NOBODY, "")
+            held = yield from protocol.commit(held, snapshot, protocol.RELEASED, "")
             told.append(held.head.snapshot)
         except (StoreError, ValueError):
             return
@@ -118,7 +118,7 @@ def test_every_schedule_of_more(name: str) -> None:
     explore(name, *LARGER[name])
 
 
-def explore(name: str, actors: list[Actor], head: Head | None, faults: int) -> None:
+def explore(name: str, actors: list[Actor], head: SessionHead | None, faults: int) -> None:
     schedules, states = Explorer(actors, head, faults).explore()
     print(f"{name}: {schedules:,} schedules through {states:,} states")
     assert schedules > 100
@@ -133,7 +133,7 @@ def test_the_explorer_finds_what_is_wrong() -> None:
         yield Upload(name)
         now = yield ReadHead()
         head = found.head.next(gen=found.head.gen + 1, snapshot=name)
-        yield PutHead(head, now.tag)
+        yield PutHead(head, now.etag)
         told.append(name)
 
     with pytest.raises(Violation):
@@ -153,20 +153,20 @@ def test_a_collector_that_goes_by_no_epoch_is_found() -> None:
 
 
 def test_a_session_that_is_not_there_is_not_taken() -> None:
-    steps = protocol.acquire(Who("a", 0.0, 1.0))
+    steps = protocol.acquire(LeaseRequest("a", 0.0, 1.0))
     assert next(steps) == ReadHead()
     with pytest.raises(NoObject):
         steps.send(None)
 
 
 def test_who_holds_a_session_keeps_others_out_until_it_expires() -> None:
-    version = Version(Head(3, 1, "n", "b", 10.0, "s"), "tag")
-    steps = protocol.acquire(Who("a", 9.0, 1.0))
+    version = VersionedHead(SessionHead(3, 1, "n", "b", 10.0, "s"), "tag")
+    steps = protocol.acquire(LeaseRequest("a", 9.0, 1.0))
     next(steps)
     with pytest.raises(HeldElsewhere, match="b"):
         steps.send(version)
-    steps = protocol.acquire(Who("a", 10.5, 1.0))
+    steps = protocol.acquire(LeaseRequest("a", 10.5, 1.0))
     next(steps)
     put = steps.send(version)
-    assert put.tag == "tag"
+    assert put.etag == "tag"
     assert (put.head.epoch, put.head.writer, put.head.expires) == (4, "a", 11.5)

@@ -27,19 +27,19 @@ from kvkeep.errors import (
     StoreError,
 )
 from kvkeep.model import Model
-from kvkeep.storage.objects import Objects, open_objects, remote
-from kvkeep.storage.objects.interface import Pieces
+from kvkeep.storage.objects import ObjectStore, open_object_store, remote
+from kvkeep.storage.objects.interface import ChunkSource
 from kvkeep.storage.sessions import driver
-from kvkeep.storage.sessions.head import Head
+from kvkeep.storage.sessions.head import SessionHead
 from kvkeep.storage.sessions.lease import Lease
 from kvkeep.storage.sessions.shared import SharedSessions, sweep_all
 
 
-def by(objects: Objects, writer: str, lease: float = 30.0) -> SharedSessions:
+def by(objects: ObjectStore, writer: str, lease: float = 30.0) -> SharedSessions:
     return SharedSessions(objects, writer=writer, lease=lease)
 
 
-def commit(lease: Lease, content: bytes, release: bool = False) -> Head:
+def commit(lease: Lease, content: bytes, release: bool = False) -> SessionHead:
     return lease.commit(lambda: [content], release)
 
 
@@ -48,7 +48,7 @@ def content(sessions: SharedSessions, name: str) -> bytes:
         return file.read()
 
 
-def test_a_session_is_saved_and_goes_on_to_the_bit(objects: Objects, tiny: Model) -> None:
+def test_a_session_is_saved_and_goes_on_to_the_bit(objects: ObjectStore, tiny: Model) -> None:
     sessions = by(objects, "a")
     session = tiny.session(max_kv_size=32, keep=4)
     session.feed(list(range(40)))
@@ -65,61 +65,61 @@ def test_a_session_is_saved_and_goes_on_to_the_bit(objects: Objects, tiny: Model
     assert list(again.stream(8)) == list(session.stream(8))
 
 
-def test_only_the_last_snapshot_is_kept(objects: Objects) -> None:
+def test_only_the_last_snapshot_is_kept(objects: ObjectStore) -> None:
     with by(objects, "a").lock("one") as place:
         for number in range(3):
-            place.receive(lambda number=number: [b"%d" % number])
-    keys = [stored.key for stored in objects.listed("")]
+            place.write_chunks(lambda number=number: [b"%d" % number])
+    keys = [stored.key for stored in objects.list_objects("")]
     assert sorted(key.rpartition("/")[2] for key in keys)[1:] == ["head.json"]
     assert content(by(objects, "b"), "one") == b"2"
 
 
-def test_who_has_a_session_keeps_it(objects: Objects) -> None:
+def test_who_has_a_session_keeps_it(objects: ObjectStore) -> None:
     with by(objects, "a").lock("one") as place:
-        place.receive(lambda: [b"1"])
+        place.write_chunks(lambda: [b"1"])
         with pytest.raises(HeldElsewhere, match="a is using session 'one'") as raised:
-            by(objects, "b").take("one")
+            by(objects, "b").acquire("one")
         assert raised.value.writer == "a"
         assert raised.value.until > time.time()
         with pytest.raises(Locked):
             by(objects, "b").remove("one")
-    lease = by(objects, "b").take("one")
+    lease = by(objects, "b").acquire("one")
     assert lease.head.epoch == 2
     lease.release()
 
 
-def test_a_session_that_was_begun_and_not_saved_leaves_nothing(objects: Objects) -> None:
+def test_a_session_that_was_begun_and_not_saved_leaves_nothing(objects: ObjectStore) -> None:
     with by(objects, "a").lock("one"):
         pass
     assert by(objects, "b").names() == []
     with pytest.raises(InvalidArgument, match="no session 'one'"):
         by(objects, "b").existing("one")
     with by(objects, "b").lock("one") as place:
-        place.receive(lambda: [b"1"])
+        place.write_chunks(lambda: [b"1"])
     assert content(by(objects, "a"), "one") == b"1"
 
 
-def test_what_is_removed_is_gone_and_can_be_begun_anew(objects: Objects) -> None:
+def test_what_is_removed_is_gone_and_can_be_begun_anew(objects: ObjectStore) -> None:
     sessions = by(objects, "a")
     with sessions.lock("one") as place:
-        place.receive(lambda: [b"12345"])
+        place.write_chunks(lambda: [b"12345"])
     assert sessions.remove("one") == 5
     assert sessions.names() == []
     with pytest.raises(NoObject):
-        sessions.take("one", begin=False)
-    lease = sessions.begin("one")
+        sessions.acquire("one", create=False)
+    lease = sessions.create("one")
     assert lease.head.epoch > 2  # no epoch comes twice
     commit(lease, b"new", release=True)
     with pytest.raises(InvalidArgument, match="already"):
-        sessions.begin("one")
+        sessions.create("one")
     assert content(sessions, "one") == b"new"
 
 
-def test_one_that_was_taken_can_commit_no_more_and_is_told(objects: Objects) -> None:
-    first = by(objects, "a", lease=0.2).take("one")
+def test_one_that_was_taken_can_commit_no_more_and_is_told(objects: ObjectStore) -> None:
+    first = by(objects, "a", lease=0.2).acquire("one")
     commit(first, b"1")
     told = threading.Event()
-    first.when_lost(told.set)
+    first.on_lost(told.set)
     time.sleep(0.01)
     # As if the first were stopped: its renewals do not come.
     second = None
@@ -135,42 +135,42 @@ def test_one_that_was_taken_can_commit_no_more_and_is_told(objects: Objects) -> 
     second.release()
 
 
-def _taken_now(objects: Objects) -> Lease:
+def _taken_now(objects: ObjectStore) -> Lease:
     """By a writer whose clock is far ahead: leases keep nobody out of anything."""
     from kvkeep.storage.sessions import protocol
 
     sessions = by(objects, "b")
-    at = sessions.at("one")
-    version = at.run(protocol.acquire(protocol.Who("b", time.time() + 1000, 30.0)))
+    at = sessions.objects_of("one")
+    version = at.run(protocol.acquire(protocol.LeaseRequest("b", time.time() + 1000, 30.0)))
     return Lease(at, version, "b", 30.0)
 
 
-def test_a_lease_is_renewed_while_it_is_held(objects: Objects) -> None:
-    lease = by(objects, "a", lease=0.15).take("one")
+def test_a_lease_is_renewed_while_it_is_held(objects: ObjectStore) -> None:
+    lease = by(objects, "a", lease=0.15).acquire("one")
     commit(lease, b"1")
     time.sleep(0.6)
     with pytest.raises(HeldElsewhere):
-        by(objects, "b", lease=0.15).take("one")
+        by(objects, "b", lease=0.15).acquire("one")
     lease.release()
 
 
-def test_what_a_killed_writer_left_is_swept(objects: Objects) -> None:
+def test_what_a_killed_writer_left_is_swept(objects: ObjectStore) -> None:
     sessions = by(objects, "a")
-    lease = sessions.take("one")
+    lease = sessions.acquire("one")
     commit(lease, b"1")
     at = lease.place
-    objects.put_pieces(at.key("000000000001-000000000009-left"), lambda: [b"never committed"])
+    objects.put_chunks(at.key("000000000001-000000000009-left"), lambda: [b"never committed"])
     lease.release()
     assert sessions.sweep() == ["one/000000000001-000000000009-left"]
     assert sessions.sweep() == []
     assert content(sessions, "one") == b"1"
 
 
-def test_what_was_left_of_any_owners_session_is_swept(objects: Objects) -> None:
+def test_what_was_left_of_any_owners_session_is_swept(objects: ObjectStore) -> None:
     for owner in ("0", "a" * 32):
-        lease = SharedSessions(objects, owner).take("one")
+        lease = SharedSessions(objects, owner).acquire("one")
         commit(lease, b"1")
-        objects.put_pieces(lease.place.key("000000000001-000000000009-left"), lambda: [b"2"])
+        objects.put_chunks(lease.place.key("000000000001-000000000009-left"), lambda: [b"2"])
         lease.release()
     assert sweep_all(objects) == [
         f"{owner}/one/000000000001-000000000009-left" for owner in ("0", "a" * 32)
@@ -178,23 +178,25 @@ def test_what_was_left_of_any_owners_session_is_swept(objects: Objects) -> None:
     assert sweep_all(objects) == []
 
 
-def test_a_head_that_is_none_is_said(objects: Objects) -> None:
+def test_a_head_that_is_none_is_said(objects: ObjectStore) -> None:
     key = "sessions/0/one/head.json"
     for wrong in (b"", b"{}", b"[]", b"\xff", b'{"kvkeep": "head", "format": 1, "epoch": "1"}'):
         objects.put(key, wrong)
         with pytest.raises(CorruptFile, match="session 'one'"):
-            by(objects, "a").take("one")
+            by(objects, "a").acquire("one")
     objects.put(key, b'{"kvkeep": "head", "format": 2}')
     with pytest.raises(NewerFormat, match="upgrade"):
         by(objects, "a").existing("one")
 
 
-def test_a_snapshot_that_was_damaged_in_the_store_is_refused(objects: Objects, tiny: Model) -> None:
+def test_a_snapshot_that_was_damaged_in_the_store_is_refused(
+    objects: ObjectStore, tiny: Model
+) -> None:
     sessions, session = by(objects, "a"), tiny.session(max_kv_size=32)
     session.feed([1, 2, 3])
     with sessions.lock("one") as place:
         session.snapshot().save(place)
-    (stored,) = [s for s in objects.listed("") if s.key.endswith(".kvkeep")]
+    (stored,) = [s for s in objects.list_objects("") if s.key.endswith(".kvkeep")]
     found = bytearray(objects.get(stored.key)[0])
     found[-5] ^= 1
     objects.put(stored.key, bytes(found))
@@ -205,13 +207,13 @@ def test_a_snapshot_that_was_damaged_in_the_store_is_refused(objects: Objects, t
 class Scheduled:
     """A store at which several threads take one step each at a time, in an order that is given."""
 
-    def __init__(self, objects: Objects, order: random.Random, actors: int):
+    def __init__(self, objects: ObjectStore, order: random.Random, actors: int):
         self._objects, self._order = objects, order
         self._turn = threading.Condition()
         self._waiting: set[int] = set()
         self._alive, self._next = actors, -1
 
-    def by(self, actor: int) -> Objects:
+    def by(self, actor: int) -> ObjectStore:
         return _Turns(self, actor)  # type: ignore[return-value]
 
     def wait(self, actor: int) -> None:
@@ -247,7 +249,7 @@ class _Turns:
         return waits
 
 
-def test_two_writers_in_a_thousand_schedules(objects: Objects) -> None:
+def test_two_writers_in_a_thousand_schedules(objects: ObjectStore) -> None:
     """Each goes by a lease that has run out for the other: what it has done is there, or it is
     told, and no generation comes twice."""
     if "memory" not in objects.url:
@@ -258,8 +260,8 @@ def test_two_writers_in_a_thousand_schedules(objects: Objects) -> None:
     assert lost > 100  # or they never met
 
 
-def _schedule(objects: Objects, name: str, order: random.Random) -> int:
-    begun = by(objects, "first").begin(name)
+def _schedule(objects: ObjectStore, name: str, order: random.Random) -> int:
+    begun = by(objects, "first").create(name)
     commit(begun, json.dumps([]).encode(), release=True)
     scheduled = Scheduled(objects, order, 2)
     clock = itertools.count(time.time(), 100).__next__  # every lease has run out by the next look
@@ -273,7 +275,7 @@ def _schedule(objects: Objects, name: str, order: random.Random) -> int:
             for number in range(2):
                 operation = f"{actor}.{number}"
                 try:
-                    lease = sessions.take(name)
+                    lease = sessions.acquire(name)
                 except StoreError:
                     losses[actor] += 1
                     continue
@@ -314,7 +316,7 @@ def test_faults_lose_and_double_nothing(
 ) -> None:
     """Timeouts before and after, 409, 412, 500 and 503, bodies that end early: what was told to be
     committed is there once, and what was not is there once or not at all."""
-    sessions, chance = by(open_objects(s3_url), "a", lease=60.0), random.Random(7)
+    sessions, chance = by(open_object_store(s3_url), "a", lease=60.0), random.Random(7)
     happened = Counter[str]()
 
     def fault(method: str, path: str) -> str | None:
@@ -327,13 +329,13 @@ def test_faults_lose_and_double_nothing(
             happened[found] += 1
         return found
 
-    commit(sessions.begin("one"), b"[]", release=True)
+    commit(sessions.create("one"), b"[]", release=True)
     told, number = [], 0
     s3.fault = fault
     while sum(happened.values()) < faults:
         number += 1
         with suppress(StoreError):
-            lease = sessions.take("one", begin=False)
+            lease = sessions.acquire("one", create=False)
             try:
                 before = json.loads(content(sessions, "one"))
                 commit(lease, json.dumps([*before, number]).encode())
@@ -354,14 +356,14 @@ def _expire(sessions: SharedSessions) -> None:
     """A lease that could not be let go of runs out, a minute later."""
     while True:
         with suppress(StoreError):
-            version = sessions.at("one").head()
+            version = sessions.objects_of("one").head()
             assert version is not None
             if version.head.writer:
-                at = sessions.at("one")
+                at = sessions.objects_of("one")
                 at.objects.put(
                     "sessions/0/one/head.json",
                     version.head.next(writer="", expires=0.0).content(),
-                    if_tag=version.tag,
+                    if_match=version.etag,
                 )
             return
 
@@ -376,25 +378,25 @@ def tiny(tiny_folder: Path) -> Iterator[Model]:
 class _Slow:
     """A store to which an upload takes long."""
 
-    def __init__(self, objects: Objects, seconds: float):
+    def __init__(self, objects: ObjectStore, seconds: float):
         self._objects, self._seconds = objects, seconds
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._objects, name)
 
-    def put_pieces(self, key: str, pieces: Pieces) -> None:
+    def put_chunks(self, key: str, pieces: ChunkSource) -> None:
         time.sleep(self._seconds)
-        self._objects.put_pieces(key, pieces)
+        self._objects.put_chunks(key, pieces)
 
 
-def test_a_lease_is_renewed_while_something_large_is_uploaded(objects: Objects) -> None:
-    slow: Objects = _Slow(objects, 1.0)  # type: ignore[assignment]
-    lease = by(slow, "a", lease=0.3).take("one")
+def test_a_lease_is_renewed_while_something_large_is_uploaded(objects: ObjectStore) -> None:
+    slow: ObjectStore = _Slow(objects, 1.0)  # type: ignore[assignment]
+    lease = by(slow, "a", lease=0.3).acquire("one")
     taken = list[bool]()
 
     def tries() -> None:
         with suppress(StoreError):
-            by(objects, "b", lease=0.3).take("one").release()
+            by(objects, "b", lease=0.3).acquire("one").release()
             taken.append(True)
 
     others = [threading.Timer(0.1 * number, tries) for number in range(1, 10)]
@@ -409,7 +411,7 @@ def test_a_lease_is_renewed_while_something_large_is_uploaded(objects: Objects) 
 class _Unheard:
     """A store whose answer to one put is lost, after others have gone on from what it did."""
 
-    def __init__(self, objects: Objects):
+    def __init__(self, objects: ObjectStore):
         self._objects, self.then = objects, list[Callable[[], None]]()
 
     def __getattr__(self, name: str) -> object:
@@ -423,13 +425,13 @@ class _Unheard:
         return tag
 
 
-def test_a_commit_is_known_to_be_done_though_others_went_on_from_it(objects: Objects) -> None:
+def test_a_commit_is_known_to_be_done_though_others_went_on_from_it(objects: ObjectStore) -> None:
     unheard = _Unheard(objects)
-    lease = by(unheard, "a").take("one")  # type: ignore[arg-type]
+    lease = by(unheard, "a").acquire("one")  # type: ignore[arg-type]
 
     def goes_on() -> None:
         for number in range(3):
-            other = by(objects, "b").take("one")
+            other = by(objects, "b").acquire("one")
             commit(other, b"b%d" % number, release=True)
 
     unheard.then.append(goes_on)
@@ -438,9 +440,9 @@ def test_a_commit_is_known_to_be_done_though_others_went_on_from_it(objects: Obj
     assert content(by(objects, "c"), "one") == b"b2"
 
 
-def test_a_renewal_whose_answer_was_lost_loses_nothing(objects: Objects) -> None:
+def test_a_renewal_whose_answer_was_lost_loses_nothing(objects: ObjectStore) -> None:
     unheard = _Unheard(objects)
-    lease = by(unheard, "a", lease=0.3).take("one")  # type: ignore[arg-type]
+    lease = by(unheard, "a", lease=0.3).acquire("one")  # type: ignore[arg-type]
     unheard.then.append(lambda: None)
     time.sleep(0.5)
     commit(lease, b"1", release=True)

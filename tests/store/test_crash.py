@@ -14,8 +14,8 @@ import torch
 from small import small_model
 
 from kvkeep.errors import StoreError
-from kvkeep.storage.files import whole
-from kvkeep.storage.files.whole import TEMPORARY
+from kvkeep.storage.files import atomic
+from kvkeep.storage.files.atomic import TEMPORARY
 from kvkeep.storage.snapshots import container
 from kvkeep.storage.snapshots.snapshot import Snapshot
 
@@ -93,13 +93,13 @@ def killed_while_saving(snapshot: Snapshot, path: Path, after: int) -> None:
     """after: bytes of what the process writes; it is killed before the next one."""
 
     def work() -> None:
-        make = whole._temporary
+        make = atomic._temporary
 
         def failing(place: Path) -> tuple[BinaryIO, Path]:
             file, temporary = make(place)
             return KillsItself(file, after), temporary  # type: ignore[return-value]
 
-        whole._temporary = failing
+        atomic._temporary = failing
         snapshot.save(path)
 
     _, status = os.waitpid(in_a_child(work), 0)
@@ -165,9 +165,9 @@ def failure(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(os, "replace", raising(errno.EACCES))
         return os.strerror(errno.EACCES)
     if request.param == "open":
-        monkeypatch.setattr(whole, "_temporary", raising(errno.EROFS))
+        monkeypatch.setattr(atomic, "_temporary", raising(errno.EROFS))
         return os.strerror(errno.EROFS)
-    make, left = whole._temporary, room[request.param]
+    make, left = atomic._temporary, room[request.param]
 
     def full(path: Path) -> tuple[BinaryIO, Path]:
         file, temporary = make(path)
@@ -175,7 +175,7 @@ def failure(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
     FullDisk.__enter__ = lambda self: self  # type: ignore[attr-defined]
     FullDisk.__exit__ = lambda self, *_: self._file.close()  # type: ignore[attr-defined]
-    monkeypatch.setattr(whole, "_temporary", full)
+    monkeypatch.setattr(atomic, "_temporary", full)
     return os.strerror(errno.ENOSPC)
 
 
@@ -185,7 +185,7 @@ def test_a_save_that_fails_leaves_the_old_file_and_nothing_else(
     path = tmp_path / "a.kvkeep"
     path.write_bytes(b"")
     with pytest.MonkeyPatch.context() as unbroken:
-        for module, name in ((os, "fsync"), (os, "replace"), (whole, "_temporary")):
+        for module, name in ((os, "fsync"), (os, "replace"), (atomic, "_temporary")):
             unbroken.setattr(module, name, ORIGINALS[name])
         two[0].save(path)
     with pytest.raises(StoreError, match=f"{failure}.*unchanged"):
@@ -194,7 +194,7 @@ def test_a_save_that_fails_leaves_the_old_file_and_nothing_else(
     assert os.listdir(tmp_path) == ["a.kvkeep"]
 
 
-ORIGINALS = {"fsync": os.fsync, "replace": os.replace, "_temporary": whole._temporary}
+ORIGINALS = {"fsync": os.fsync, "replace": os.replace, "_temporary": atomic._temporary}
 
 
 @pytest.fixture
@@ -226,7 +226,7 @@ def test_a_folder_that_cannot_be_put_on_disk_is_told(
     tmp_path: Path, two: list[Snapshot], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     two[0].save(tmp_path / "a.kvkeep")
-    monkeypatch.setattr(whole, "fsync_folder", raising(errno.EIO))
+    monkeypatch.setattr(atomic, "fsync_folder", raising(errno.EIO))
     with pytest.raises(StoreError, match="was written, but may be the old one again"):
         two[1].save(tmp_path / "a.kvkeep")
     assert which(tmp_path / "a.kvkeep", two) == 1
@@ -280,7 +280,7 @@ def test_what_another_process_is_writing_is_not_swept_away(
     writing, saved = os.pipe(), os.pipe()
 
     def work() -> None:
-        with whole.replacing(other) as file:
+        with atomic.atomic_writer(other) as file:
             file.write(b"of the other")
             os.write(writing[1], b"!")
             os.read(saved[0], 1)

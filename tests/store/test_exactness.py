@@ -18,7 +18,7 @@ from kvkeep.compiled.instruction_sets import choice
 from kvkeep.model import Model
 from kvkeep.models.layers.decoder import Decoder
 from kvkeep.session.session import Session
-from kvkeep.storage.snapshots.exactness import Exactness
+from kvkeep.storage.snapshots.fingerprint import Exactness
 
 TEXT = [(i * 7) % 250 + 1 for i in range(40)]
 SMALL = small_model()

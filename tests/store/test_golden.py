@@ -12,7 +12,7 @@ from kvkeep.cache import Ragged
 from kvkeep.model import Model
 from kvkeep.session.session import Session
 from kvkeep.storage.prefixes.block import blocks_of
-from kvkeep.storage.prefixes.names import BLOCK
+from kvkeep.storage.prefixes.inventory import BLOCK_TOKENS
 from kvkeep.storage.snapshots.container import read_container
 from kvkeep.storage.snapshots.snapshot import Snapshot, describe
 
@@ -102,4 +102,4 @@ def test_a_prefix_block_that_does_not_say_what_it_follows_on_is_not_there(tmp_pa
     shutil.copy(PATH.with_name("golden-prefix-block.kvblock"), block[0].path)
     session = model.session(512, store=store)
     assert session.feed(PROMPT).reused == 0
-    assert model.session(512, store=store).feed(PROMPT).reused == BLOCK
+    assert model.session(512, store=store).feed(PROMPT).reused == BLOCK_TOKENS

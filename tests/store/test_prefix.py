@@ -19,35 +19,35 @@ from topics import topic_ids
 
 from kvkeep.errors import InvalidArgument, StoreError
 from kvkeep.model import Model, load_model
-from kvkeep.storage.files.whole import TEMPORARY
+from kvkeep.storage.files.atomic import TEMPORARY
 from kvkeep.storage.prefixes import block as prefix_block
 from kvkeep.storage.prefixes.block import FORMAT, KIND
-from kvkeep.storage.prefixes.names import BLOCK
+from kvkeep.storage.prefixes.inventory import BLOCK_TOKENS
 from kvkeep.storage.prefixes.store import PrefixStore
 from kvkeep.storage.snapshots.container import read_container, write_container
 
 MODEL = small_model()
 SCRIPT = Path(__file__).with_name("prefill.py")
 LAYOUT = MODEL.session().cache.layout
-BLOCK_BYTES = BLOCK * LAYOUT.cell_bytes
+BLOCK_BYTES = BLOCK_TOKENS * LAYOUT.cell_bytes
 FILE_BYTES = BLOCK_BYTES + 8192
 
 
 def cells(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     random = torch.Generator().manual_seed(seed)
-    shape = (LAYOUT.layers, LAYOUT.kv_heads, BLOCK, LAYOUT.head_dim)
+    shape = (LAYOUT.layers, LAYOUT.kv_heads, BLOCK_TOKENS, LAYOUT.head_dim)
     return torch.randn(shape, generator=random), torch.randn(shape, generator=random)
 
 
 def fill(store: PrefixStore, tokens: list[int]) -> list[bool]:
     """Adds every whole block of a prompt, with some cells; whether each was taken."""
-    ends = range(BLOCK, len(tokens) + 1, BLOCK)
+    ends = range(BLOCK_TOKENS, len(tokens) + 1, BLOCK_TOKENS)
     return [add(store, tokens[:end]) for end in ends]
 
 
 def add(store: PrefixStore, tokens: list[int]) -> bool:
     """Adds the last block of a prompt, with some cells; whether it was taken."""
-    stored = store.add(MODEL.fingerprint, tokens, len(tokens) - BLOCK, [cells(len(tokens))])
+    stored = store.add(MODEL.fingerprint, tokens, len(tokens) - BLOCK_TOKENS, [cells(len(tokens))])
     return stored == len(tokens)
 
 
@@ -197,8 +197,8 @@ def rewrite(file: Path, document: dict[str, object] | None = None, **tensors: to
 
 def test_a_block_that_followed_on_other_tokens_is_not_found(tmp_path: Path) -> None:
     """Its own tokens are those that were asked for; its cells saw others."""
-    store, same = PrefixStore(tmp_path), prompt(5, BLOCK)
-    one, other = prompt(6, BLOCK) + same, prompt(7, BLOCK) + same
+    store, same = PrefixStore(tmp_path), prompt(5, BLOCK_TOKENS)
+    one, other = prompt(6, BLOCK_TOKENS) + same, prompt(7, BLOCK_TOKENS) + same
     for ids in (one, other):
         fill(store, ids)
     first, second = (
@@ -207,22 +207,22 @@ def test_a_block_that_followed_on_other_tokens_is_not_found(tmp_path: Path) -> N
     )
     swapped = first.read_bytes(), second.read_bytes()
     for ids in (one, other):
-        assert store.find(MODEL.fingerprint, ids).tokens == 2 * BLOCK
+        assert store.find(MODEL.fingerprint, ids).tokens == 2 * BLOCK_TOKENS
     second.write_bytes(swapped[0])
     first.write_bytes(swapped[1])
     for ids in (one, other):
-        assert store.find(MODEL.fingerprint, ids).tokens == BLOCK
-        assert store.differs_at(MODEL.fingerprint, ids) == (BLOCK, BLOCK)
+        assert store.find(MODEL.fingerprint, ids).tokens == BLOCK_TOKENS
+        assert store.differs_at(MODEL.fingerprint, ids) == (BLOCK_TOKENS, BLOCK_TOKENS)
 
 
 def test_a_block_that_does_not_say_what_it_followed_on_is_replaced(tmp_path: Path) -> None:
     """As earlier versions wrote them."""
-    store, ids = PrefixStore(tmp_path), prompt(5, BLOCK)
+    store, ids = PrefixStore(tmp_path), prompt(5, BLOCK_TOKENS)
     fill(store, ids)
     rewrite(only_block(tmp_path), {"start": 0})
     assert store.find(MODEL.fingerprint, ids).tokens == 0
     assert fill(store, ids) == [True]
-    assert store.find(MODEL.fingerprint, ids).tokens == BLOCK
+    assert store.find(MODEL.fingerprint, ids).tokens == BLOCK_TOKENS
 
 
 @pytest.mark.parametrize("missing", ["keys", "values", "tokens"])
@@ -234,18 +234,18 @@ def test_a_block_without_one_of_its_tensors_is_not_there(tmp_path: Path, missing
     del was.tensors[missing]
     write_container(file, KIND, FORMAT, was.document, was.tensors)
     assert MODEL.session(store=store).feed(ids).reused == 0
-    assert MODEL.session(store=store).feed(ids).reused == BLOCK
+    assert MODEL.session(store=store).feed(ids).reused == BLOCK_TOKENS
 
 
 @pytest.mark.parametrize(
     "other",
     [
-        {"keys": torch.zeros(LAYOUT.layers, LAYOUT.kv_heads, BLOCK, 2 * LAYOUT.head_dim)},
-        {"values": torch.zeros(LAYOUT.layers, LAYOUT.kv_heads, BLOCK - 1, LAYOUT.head_dim)},
-        {"values": torch.zeros(BLOCK)},
+        {"keys": torch.zeros(LAYOUT.layers, LAYOUT.kv_heads, BLOCK_TOKENS, 2 * LAYOUT.head_dim)},
+        {"values": torch.zeros(LAYOUT.layers, LAYOUT.kv_heads, BLOCK_TOKENS - 1, LAYOUT.head_dim)},
+        {"values": torch.zeros(BLOCK_TOKENS)},
         {"keys": cells()[0].bfloat16()},
-        {"tokens": torch.zeros(BLOCK, dtype=torch.int64)},
-        {"tokens": torch.zeros(2, BLOCK // 2, dtype=torch.int32)},
+        {"tokens": torch.zeros(BLOCK_TOKENS, dtype=torch.int64)},
+        {"tokens": torch.zeros(2, BLOCK_TOKENS // 2, dtype=torch.int32)},
         {"tokens": torch.zeros(0, dtype=torch.int32)},
     ],
     ids=lambda other: "-".join(f"{name}{list(x.shape)}" for name, x in other.items()),
@@ -258,15 +258,15 @@ def test_a_block_with_other_tensors_is_not_there(
     rewrite(only_block(tmp_path), **other)
     store.differs_at(MODEL.fingerprint, ids)
     assert MODEL.session(store=store).feed(ids).reused == 0
-    assert MODEL.session(store=store).feed(ids).reused == BLOCK
+    assert MODEL.session(store=store).feed(ids).reused == BLOCK_TOKENS
 
 
 def test_a_folder_that_is_named_like_a_block_is_left_alone(tmp_path: Path) -> None:
-    store, ids = PrefixStore(tmp_path), prompt(5, 2 * BLOCK + 10)
+    store, ids = PrefixStore(tmp_path), prompt(5, 2 * BLOCK_TOKENS + 10)
     (tmp_path / "some.kvblock").mkdir()
     assert fill(store, ids) == [True, True]
     assert store.gc(0) > 0
-    fill(store, ids[:BLOCK])
+    fill(store, ids[:BLOCK_TOKENS])
     file = only_block(tmp_path)
     file.unlink()
     file.mkdir()
@@ -306,14 +306,14 @@ def test_the_quota_holds_at_every_moment(tmp_path: Path, monkeypatch: pytest.Mon
     for name in ("fsync", "replace", "unlink"):
         monkeypatch.setattr(os, name, partial(looking, getattr(os, name)))
     for seed in range(25):
-        ids = prompt(seed, 2 * BLOCK)
-        for end in (BLOCK, 2 * BLOCK):
+        ids = prompt(seed, 2 * BLOCK_TOKENS)
+        for end in (BLOCK_TOKENS, 2 * BLOCK_TOKENS):
             assert add(store, ids[:end])
             assert store.nbytes <= size(tmp_path) <= store.max_bytes
     assert len(seen) >= 2 * 2 * 50
     assert 8 * BLOCK_BYTES < max(seen) <= store.max_bytes
-    assert store.find(MODEL.fingerprint, prompt(24, 2 * BLOCK)).tokens == 2 * BLOCK
-    assert store.find(MODEL.fingerprint, prompt(0, 2 * BLOCK)).tokens == 0
+    assert store.find(MODEL.fingerprint, prompt(24, 2 * BLOCK_TOKENS)).tokens == 2 * BLOCK_TOKENS
+    assert store.find(MODEL.fingerprint, prompt(0, 2 * BLOCK_TOKENS)).tokens == 0
 
 
 def test_the_quota_holds_between_processes(small_folder: Path, tmp_path: Path) -> None:
@@ -336,48 +336,48 @@ def test_the_quota_holds_between_processes(small_folder: Path, tmp_path: Path) -
 def test_what_was_used_last_stays(tmp_path: Path) -> None:
     store = PrefixStore(tmp_path, max_bytes=4 * FILE_BYTES)
     for seed in range(4):
-        fill(store, prompt(seed, BLOCK))
-    assert store.find(MODEL.fingerprint, prompt(0, BLOCK)).tokens == BLOCK
+        fill(store, prompt(seed, BLOCK_TOKENS))
+    assert store.find(MODEL.fingerprint, prompt(0, BLOCK_TOKENS)).tokens == BLOCK_TOKENS
     for seed in (4, 5):
-        fill(store, prompt(seed, BLOCK))
-    here = [store.differs_at(MODEL.fingerprint, prompt(seed, BLOCK))[0] for seed in range(6)]
-    assert here == [BLOCK, 0, 0, BLOCK, BLOCK, BLOCK]
+        fill(store, prompt(seed, BLOCK_TOKENS))
+    here = [store.differs_at(MODEL.fingerprint, prompt(seed, BLOCK_TOKENS))[0] for seed in range(6)]
+    assert here == [BLOCK_TOKENS, 0, 0, BLOCK_TOKENS, BLOCK_TOKENS, BLOCK_TOKENS]
 
 
 def test_the_end_of_a_prompt_goes_before_its_beginning(tmp_path: Path) -> None:
     store = PrefixStore(tmp_path, max_bytes=6 * FILE_BYTES)
-    fill(store, prompt(0, 4 * BLOCK))
+    fill(store, prompt(0, 4 * BLOCK_TOKENS))
     for seed in (1, 2, 3):
-        fill(store, prompt(seed, BLOCK))
-    assert store.find(MODEL.fingerprint, prompt(0, 4 * BLOCK)).tokens == 3 * BLOCK
+        fill(store, prompt(seed, BLOCK_TOKENS))
+    assert store.find(MODEL.fingerprint, prompt(0, 4 * BLOCK_TOKENS)).tokens == 3 * BLOCK_TOKENS
 
 
 def test_a_prompt_longer_than_the_quota_keeps_its_beginning(tmp_path: Path) -> None:
     store = PrefixStore(tmp_path, max_bytes=5 * FILE_BYTES)
-    taken = fill(store, prompt(0, 12 * BLOCK))
+    taken = fill(store, prompt(0, 12 * BLOCK_TOKENS))
     assert taken == [True] * 5 + [False] * 7
-    assert store.find(MODEL.fingerprint, prompt(0, 12 * BLOCK)).tokens == 5 * BLOCK
+    assert store.find(MODEL.fingerprint, prompt(0, 12 * BLOCK_TOKENS)).tokens == 5 * BLOCK_TOKENS
 
 
 def test_a_block_larger_than_the_quota_is_not_taken(tmp_path: Path) -> None:
     store = PrefixStore(tmp_path, max_bytes=BLOCK_BYTES)
-    assert fill(store, prompt(0, BLOCK)) == [False]
+    assert fill(store, prompt(0, BLOCK_TOKENS)) == [False]
     assert store.nbytes == 0
 
 
 def test_a_block_without_those_before_it_is_not_taken(tmp_path: Path) -> None:
     store = PrefixStore(tmp_path)
-    assert not add(store, prompt(0, 2 * BLOCK))
+    assert not add(store, prompt(0, 2 * BLOCK_TOKENS))
     assert store.nbytes == 0
 
 
 def test_gc_frees_what_is_asked_and_what_killed_writers_left(tmp_path: Path) -> None:
     store = PrefixStore(tmp_path)
-    fill(store, prompt(0, 4 * BLOCK))
+    fill(store, prompt(0, 4 * BLOCK_TOKENS))
     (tmp_path / f"{TEMPORARY}0123456789abcdef.kvblock").write_bytes(bytes(10_000))
     before = store.nbytes
     assert store.gc(2 * FILE_BYTES) == before - store.nbytes >= 2 * BLOCK_BYTES
-    assert store.find(MODEL.fingerprint, prompt(0, 4 * BLOCK)).tokens == 2 * BLOCK
+    assert store.find(MODEL.fingerprint, prompt(0, 4 * BLOCK_TOKENS)).tokens == 2 * BLOCK_TOKENS
     store.gc(0)
     assert os.listdir(tmp_path) == ["lock"]
 
@@ -404,7 +404,7 @@ def test_a_store_that_cannot_be_written_says_so(
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(StoreError, match="No space left"):
-        fill(store, prompt(0, BLOCK))
+        fill(store, prompt(0, BLOCK_TOKENS))
     assert store.nbytes == 0
 
 
@@ -489,8 +489,11 @@ def test_storing_a_prompt_costs_each_of_its_blocks_the_same(
     for blocks in (4, 16):
         store = PrefixStore(tmp_path / str(blocks))
         with counted_work(monkeypatch) as work:
-            MODEL.session(policy="full", store=store).feed(prompt(5, blocks * BLOCK))
-        assert store.find(MODEL.fingerprint, prompt(5, blocks * BLOCK)).tokens == blocks * BLOCK
+            MODEL.session(policy="full", store=store).feed(prompt(5, blocks * BLOCK_TOKENS))
+        assert (
+            store.find(MODEL.fingerprint, prompt(5, blocks * BLOCK_TOKENS)).tokens
+            == blocks * BLOCK_TOKENS
+        )
         found.append(work)
     few, many = found
     assert few["keys"] >= 4

@@ -19,7 +19,7 @@ from kvkeep.errors import Locked
 from kvkeep.model import Model
 from kvkeep.session.session import Session
 from kvkeep.storage.prefixes import store as prefix
-from kvkeep.storage.prefixes.names import BLOCK
+from kvkeep.storage.prefixes.inventory import BLOCK_TOKENS
 from kvkeep.storage.prefixes.store import PrefixStore
 
 MODEL = small_model()
@@ -73,7 +73,7 @@ def test_what_a_session_that_kept_all_left_changes_no_result(tmp_path: Path, nam
     store, ids = PrefixStore(tmp_path), prompt(7, 900)
     MODEL.session(policy="full", store=store).feed(ids)
     found, alone = (session(name, each) for each in (store, None))
-    assert found.feed(ids).reused >= BLOCK
+    assert found.feed(ids).reused >= BLOCK_TOKENS
     alone.feed(ids)
     require_same(found, alone)
 
@@ -154,7 +154,9 @@ def test_an_archive_decides_the_same_with_a_store(tmp_path: Path, method: str) -
     MODEL.session(policy="full", store=store, prefill_step=256).feed(ids)
     known = calibration() if METHODS[method].guesses else None
     found, alone = archives(MODEL, method, store, known)
-    assert found.feed(ids).reused == (BLOCK if METHODS[method].observes else 2 * BLOCK)
+    assert found.feed(ids).reused == (
+        BLOCK_TOKENS if METHODS[method].observes else 2 * BLOCK_TOKENS
+    )
     alone.feed(ids)
     require_same_archives(found, alone)
 
@@ -163,7 +165,7 @@ def test_an_archive_decides_the_same_on_the_real_model(smollm2: Model, tmp_path:
     store, ids = PrefixStore(tmp_path), topic_ids(smollm2)[:600]
     smollm2.session(policy="full", store=store, prefill_step=256).feed(ids)
     found, alone = archives(smollm2, "snapkv", store)
-    assert found.feed(ids).reused == BLOCK
+    assert found.feed(ids).reused == BLOCK_TOKENS
     alone.feed(ids)
     require_same_archives(found, alone)
 

@@ -243,10 +243,10 @@ class _Job:
     def close(self) -> None:
         self._report.answered = self._results.added
         if self._output.report is not None:
-            from kvkeep.storage.files.whole import write_whole
+            from kvkeep.storage.files.atomic import write_atomic
 
             text = json.dumps({"command": "batch", **asdict(self._report)}, indent=2)
-            write_whole(self._output.report, f"{text}\n".encode())
+            write_atomic(self._output.report, f"{text}\n".encode())
         if not self._output.quiet:
             say(self._report.line())
         if self._report.failed:

@@ -23,8 +23,8 @@ from kvkeep.cli.store import saved_sessions, store_option
 from kvkeep.cli.text_input import require_utf8
 from kvkeep.errors import InvalidArgument, StoreError
 from kvkeep.session.conversation import CHAT
-from kvkeep.storage.objects.place import Place
-from kvkeep.storage.snapshots.summary import summary
+from kvkeep.storage.objects.paths import Source
+from kvkeep.storage.snapshots.header import read_summary
 
 if TYPE_CHECKING:
     from kvkeep import Model
@@ -128,7 +128,7 @@ def _latest(session: str | None) -> str:
         raise InvalidArgument("--continue takes the latest session; leave it or --session out")
     for path in saved_sessions().newest():
         try:
-            if CHAT in summary(path).notes:
+            if CHAT in read_summary(path).notes:
                 return path.stem
         except StoreError:
             if path.exists():
@@ -140,7 +140,7 @@ def _latest(session: str | None) -> str:
 
 
 def _open(
-    source: Place | None,
+    source: Source | None,
     system: str | None,
     memory: MemoryChoice,
     prefixes: Prefixes,

@@ -31,7 +31,7 @@ from kvkeep.cli.memory import BIT_NAMES
 from kvkeep.cli.options import collected, whole_number
 from kvkeep.errors import InvalidArgument
 from kvkeep.evaluate.haystack import MANUAL
-from kvkeep.storage.files.whole import write_whole
+from kvkeep.storage.files.atomic import write_atomic
 
 if TYPE_CHECKING:
     from kvkeep.evaluate.grid import Grid
@@ -213,8 +213,8 @@ def _show(found: "Grid", files: GridFiles) -> None:
     if not found.readings:
         raise InvalidArgument("there is nothing in it to show: no reading was made yet")
     if files.plot is not None:
-        write_whole(files.plot, draw_grid(found, files.plot.suffix))
+        write_atomic(files.plot, draw_grid(found, files.plot.suffix))
     if files.page is not None:
-        write_whole(files.page, filled(files.page, found))
+        write_atomic(files.page, filled(files.page, found))
     else:
         click.echo(grid_markdown(found))

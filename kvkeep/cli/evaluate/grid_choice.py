@@ -14,7 +14,7 @@ from kvkeep.evaluate.haystack import Haystack
 from kvkeep.evaluate.needle import Needle
 from kvkeep.evaluate.passkey import Passkey
 from kvkeep.evaluate.tasks import TASKS
-from kvkeep.storage.files.whole import check_writable
+from kvkeep.storage.files.atomic import check_writable
 from kvkeep.types import BitsName
 
 PASSKEYS = {  # keys, task

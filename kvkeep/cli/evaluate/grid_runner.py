@@ -12,7 +12,7 @@ from kvkeep.cli.evaluate.options import ModelChoice
 from kvkeep.evaluate.facts import Samples
 from kvkeep.evaluate.grid import Grid, GridPlan, read_sample
 from kvkeep.evaluate.haystack import TEXTS, Haystack
-from kvkeep.storage.files.whole import write_json
+from kvkeep.storage.files.atomic import write_json
 
 
 def measure_grid(

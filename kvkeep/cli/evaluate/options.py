@@ -21,7 +21,7 @@ from kvkeep.cli.options import Decorator, collected, whole_number
 from kvkeep.cli.which_model import DEVICE, DTYPE, MODEL, PREFILL_STEP, WEIGHTS, load_named
 from kvkeep.evaluate.facts import KEYS, Where
 from kvkeep.evaluate.haystack import MANUAL, TEXTS
-from kvkeep.storage.files.whole import check_writable
+from kvkeep.storage.files.atomic import check_writable
 from kvkeep.types import DtypeName, WeightsName
 
 if TYPE_CHECKING:

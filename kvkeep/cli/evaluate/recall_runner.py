@@ -26,7 +26,7 @@ from kvkeep.evaluate.recall import (
 )
 from kvkeep.evaluate.recall_summary import Summary, summarise
 from kvkeep.runtime.resident import peak_rss
-from kvkeep.storage.files.whole import write_json, write_whole
+from kvkeep.storage.files.atomic import write_atomic, write_json
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ class Recalling:
             f"{self._experiment.command}, {self._asked.task}: {self._how.method} at ratio "
             f"{self._how.ratio:g}"
         )
-        write_whole(plot, draw_depths(self._measured, title, plot.suffix))
+        write_atomic(plot, draw_depths(self._measured, title, plot.suffix))
 
 
 def _outcome(measured: Outcome) -> str:

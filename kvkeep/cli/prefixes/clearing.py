@@ -6,7 +6,7 @@ from kvkeep.cli.memory import PREFIX_BYTES, open_prefix_store
 from kvkeep.cli.options import nbytes
 from kvkeep.cli.prefixes.where import shared_option
 from kvkeep.cli.report import megabytes
-from kvkeep.storage.objects.address import open_objects
+from kvkeep.storage.objects.address import open_object_store
 
 
 @click.command()
@@ -45,8 +45,8 @@ def _remove(shared: str | None, most: int) -> None:
 def _freed(shared: str | None, most: int) -> tuple[int, int]:
     """Bytes; and those that are left."""
     if shared is not None:
-        from kvkeep.storage.prefixes.shared_room import make_room
+        from kvkeep.storage.prefixes.inventory import make_room
 
-        return make_room(open_objects(shared), most)
+        return make_room(open_object_store(shared), most)
     store = open_prefix_store()
     return store.gc(most), store.nbytes

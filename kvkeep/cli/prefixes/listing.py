@@ -12,8 +12,8 @@ from kvkeep.cli.report import counted, megabytes
 from kvkeep.cli.stderr import say
 from kvkeep.cli.which_model import MODEL
 from kvkeep.models.hub.library import home
-from kvkeep.storage.objects.address import open_objects
-from kvkeep.storage.prefixes.names import StoredPrompt, prompts_of, stored_prompts
+from kvkeep.storage.objects.address import open_object_store
+from kvkeep.storage.prefixes.inventory import StoredPrompt, prompts_of, stored_prompts
 
 _SHOWN = 60  # characters of a text
 
@@ -56,9 +56,9 @@ def _stored(store: str | None, with_text: bool) -> list[StoredPrompt]:
         return stored_prompts(home() / "prefixes")
     if with_text:
         raise click.UsageError("--text reads the prompts of this machine alone, not of a --store")
-    from kvkeep.storage.prefixes.shared_room import stored_blocks
+    from kvkeep.storage.prefixes.inventory import stored_blocks
 
-    return prompts_of(stored_blocks(open_objects(store)))
+    return prompts_of(stored_blocks(open_object_store(store)))
 
 
 def _name(prompt: StoredPrompt) -> str:

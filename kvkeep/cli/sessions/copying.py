@@ -17,13 +17,13 @@ from kvkeep.cli.restore import FIRST_PROMPT, UNREAD, checked_notes, dtype_name
 from kvkeep.cli.store import saved_sessions, store_option
 from kvkeep.cli.which_model import SAVED_MODEL, load_named, require_here
 from kvkeep.errors import InvalidArgument, StoreError
-from kvkeep.storage.files.whole import replacing
-from kvkeep.storage.objects.place import Place
-from kvkeep.storage.snapshots.output_file import check_store_place
+from kvkeep.storage.files.atomic import atomic_writer
+from kvkeep.storage.objects.paths import Source
+from kvkeep.storage.snapshots.header import check_output_path
 
 if TYPE_CHECKING:
     from kvkeep import Snapshot
-    from kvkeep.storage.sessions.shared import SessionPlace
+    from kvkeep.storage.sessions.shared import SessionPath
     from kvkeep.storage.snapshots.codec import Codec
 
 
@@ -96,7 +96,7 @@ def _notes_at(notes: dict[str, Any], count: int) -> dict[str, Any]:
 def export(name: str, file: Path, codec: "Codec | None") -> None:
     """Write a session to a file, for another place or machine."""
     source = saved_sessions().existing(name)
-    check_store_place(file, "snapshot")
+    check_output_path(file, "snapshot")
     from kvkeep import Snapshot
 
     snapshot, file = Snapshot.load(source), file.resolve()
@@ -127,13 +127,13 @@ def import_(file: Path, name: str, force: bool) -> None:
         click.echo(f"{name} has {tokens}, {_size(place)}")
 
 
-def copy(source: Place, target: "Path | SessionPlace") -> None:
+def copy(source: Source, target: "Path | SessionPath") -> None:
     """Copies a file so that the target is whole or as it was. Raises StoreError."""
     if not isinstance(target, Path):
-        target.receive(lambda: _pieces(source))
+        target.write_chunks(lambda: _pieces(source))
         return
     try:
-        with source.open("rb") as original, replacing(target) as file:
+        with source.open("rb") as original, atomic_writer(target) as file:
             shutil.copyfileobj(original, file, 1 << 20)
     except OSError as error:
         raise StoreError(
@@ -142,13 +142,13 @@ def copy(source: Place, target: "Path | SessionPlace") -> None:
         ) from error
 
 
-def _pieces(source: Place) -> Iterator[bytes]:
+def _pieces(source: Source) -> Iterator[bytes]:
     with source.open("rb") as original:
         while piece := original.read(1 << 20):
             yield piece
 
 
-def _require_free(place: Place, name: str) -> None:
+def _require_free(place: Source, name: str) -> None:
     if place.exists():
         raise InvalidArgument(
             f"there is a session {name!r} already; choose another name, or remove it with "
@@ -156,5 +156,5 @@ def _require_free(place: Place, name: str) -> None:
         )
 
 
-def _size(file: Place) -> str:
+def _size(file: Source) -> str:
     return megabytes(file.stat().st_size)

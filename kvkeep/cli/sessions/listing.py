@@ -11,8 +11,8 @@ from kvkeep.cli.stderr import say
 from kvkeep.cli.store import saved_sessions, store_option
 from kvkeep.errors import StoreError
 from kvkeep.session.conversation import CHAT
-from kvkeep.storage.objects.place import Place
-from kvkeep.storage.snapshots.summary import summary
+from kvkeep.storage.objects.paths import Source
+from kvkeep.storage.snapshots.header import read_summary
 
 
 @click.command("list")
@@ -53,14 +53,14 @@ class _Row:
     error: str | None = None
 
 
-def _row(path: Place) -> _Row | None:
+def _row(path: Source) -> _Row | None:
     """None for a session that somebody removes meanwhile."""
     try:
         status = path.stat()
     except FileNotFoundError:
         return None
     try:
-        found = summary(path)
+        found = read_summary(path)
         return _Row(
             path.stem,
             status.st_size,

@@ -8,8 +8,8 @@ from kvkeep.cli.completion import session_names
 from kvkeep.cli.report import counted, megabytes
 from kvkeep.cli.store import saved_sessions, store_option, told_store
 from kvkeep.models.hub.library import home
-from kvkeep.storage.files.whole import sweep
-from kvkeep.storage.objects.address import is_url, open_objects
+from kvkeep.storage.files.atomic import sweep_temporaries
+from kvkeep.storage.objects.address import is_url, open_object_store
 
 
 @click.command()
@@ -34,7 +34,7 @@ def gc() -> None:
     """
     prefixes = home() / "prefixes"
     removed: list[object] = [*_swept()]
-    removed += sweep(prefixes) if prefixes.is_dir() else []
+    removed += sweep_temporaries(prefixes) if prefixes.is_dir() else []
     for file in removed:
         click.echo(f"removed {file}")
     click.echo(f"{counted(len(removed), 'file')} removed")
@@ -46,4 +46,4 @@ def _swept() -> Sequence[object]:
         return saved_sessions().sweep()
     from kvkeep.storage.sessions.shared import sweep_all
 
-    return sweep_all(open_objects(store))
+    return sweep_all(open_object_store(store))

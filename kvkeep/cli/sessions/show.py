@@ -15,7 +15,7 @@ from kvkeep.cli.sessions.verify import session_or_file
 from kvkeep.cli.store import store_option
 from kvkeep.cli.which_model import SAVED_MODEL, require_here
 from kvkeep.errors import FingerprintMismatch
-from kvkeep.storage.objects.place import Place
+from kvkeep.storage.objects.paths import Source
 
 if TYPE_CHECKING:
     from kvkeep import Snapshot
@@ -65,7 +65,7 @@ def compressed_cells(snapshot: "Snapshot") -> int:
     return sum(segment.length for segment in snapshot.segments if segment.compressed)
 
 
-def _facts(file: Place, snapshot: "Snapshot") -> Iterator[tuple[str, str]]:
+def _facts(file: Source, snapshot: "Snapshot") -> Iterator[tuple[str, str]]:
     policy = snapshot.policy
     settings = ", ".join(f"{key} {value}" for key, value in policy.items() if key != "name")
     dtype = str(snapshot.layout.dtype).removeprefix("torch.")
@@ -83,7 +83,7 @@ def _facts(file: Place, snapshot: "Snapshot") -> Iterator[tuple[str, str]]:
         yield "unread", f"{counted(len(unread), 'token')} of a prompt that was interrupted"
 
 
-def _tokenizer(file: Place, snapshot: "Snapshot", named: str | None) -> "TextCodec":
+def _tokenizer(file: Source, snapshot: "Snapshot", named: str | None) -> "TextCodec":
     from kvkeep.models.hub.source import resolve
     from kvkeep.models.text.codec import TextCodec
     from kvkeep.storage.snapshots.fingerprint import is_tokenizer_of

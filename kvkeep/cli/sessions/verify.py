@@ -8,7 +8,7 @@ from kvkeep.cli.completion import session_names
 from kvkeep.cli.report import counted, megabytes
 from kvkeep.cli.store import saved_sessions, store_option
 from kvkeep.errors import InvalidArgument, StoreError
-from kvkeep.storage.objects.place import Place
+from kvkeep.storage.objects.paths import Source
 
 DAMAGED = 2  # exit status
 
@@ -41,7 +41,7 @@ def verify(names: tuple[str, ...]) -> None:
         raise click.exceptions.Exit(DAMAGED)
 
 
-def session_or_file(name: str) -> Place:
+def session_or_file(name: str) -> Source:
     """The file of a session, or the file of that name. Raises InvalidArgument if neither is."""
     if (path := Path(name)).is_file():
         try:

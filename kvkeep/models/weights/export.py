@@ -15,8 +15,8 @@ from kvkeep.models.weights.checkpoint import rope_row_order, stored_parts
 from kvkeep.models.weights.expert_stacks import clamped_stack_entry, stack_shape
 from kvkeep.models.weights.packed import converted_file, load_converted
 from kvkeep.models.weights.packing import Matrix, PackedMatrix, as_tensor, row_chunks
-from kvkeep.storage.files.folder import making
-from kvkeep.storage.files.tensors import Entry, tensor_bytes, write_tensors
+from kvkeep.storage.files.atomic import atomic_folder
+from kvkeep.storage.files.tensors import TensorEntry, tensor_bytes, write_tensors
 
 _DTYPE_NAMES = {torch.bfloat16: "BF16", torch.float32: "F32"}
 
@@ -69,7 +69,7 @@ def export(
 
     try:
         to.parent.mkdir(parents=True, exist_ok=True)
-        with making(to.absolute()) as partial, bar:
+        with atomic_folder(to.absolute()) as partial, bar:
             for path in filter(is_copied, folder.iterdir()):
                 shutil.copy(path, partial)
             write_tensors(partial / "model.safetensors", entries, pieces(), {"format": "pt"})
@@ -77,11 +77,11 @@ def export(
         raise ModelError(f"cannot write the model to {to} ({error}); free some space") from error
 
 
-def _entry(parts: list[Matrix], dtype: torch.dtype, stack: tuple[int, ...] | None) -> Entry:
+def _entry(parts: list[Matrix], dtype: torch.dtype, stack: tuple[int, ...] | None) -> TensorEntry:
     """The header entry of a tensor with the rows of its parts. stack: its shape if it is one."""
     shapes = [_shape(matrix) for matrix in parts]
     shape = stack or (sum(shape[0] for shape in shapes), *shapes[0][1:])
-    return Entry(_DTYPE_NAMES[dtype], shape, torch.Size(shape).numel() * dtype.itemsize)
+    return TensorEntry(_DTYPE_NAMES[dtype], shape, torch.Size(shape).numel() * dtype.itemsize)
 
 
 def _stored_rows(

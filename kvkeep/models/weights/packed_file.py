@@ -21,8 +21,8 @@ from torch import Tensor
 from kvkeep.errors import BadModelFile, StoreError
 from kvkeep.models.weights.formats import FORMATS, Format
 from kvkeep.models.weights.packing import Matrix, PackedMatrix, packed_shapes
-from kvkeep.storage.files.tensors import DTYPE_NAMES, Entry, tensor_bytes, write_tensors
-from kvkeep.storage.files.whole import write_whole
+from kvkeep.storage.files.atomic import write_atomic
+from kvkeep.storage.files.tensors import DTYPE_NAMES, TensorEntry, tensor_bytes, write_tensors
 
 _VERSION = "3"
 _KIND = "packed weights"
@@ -35,15 +35,15 @@ class StoredMatrix:
     kind: Format | torch.dtype
     shape: tuple[int, ...]
 
-    def entries(self, name: str) -> dict[str, Entry]:
+    def entries(self, name: str) -> dict[str, TensorEntry]:
         """Return the entries of the file's header."""
         if isinstance(self.kind, torch.dtype):
             nbytes = self.kind.itemsize * math.prod(self.shape)
-            return {name: Entry(DTYPE_NAMES[self.kind], self.shape, nbytes)}
+            return {name: TensorEntry(DTYPE_NAMES[self.kind], self.shape, nbytes)}
         codes, scales = packed_shapes(self.kind, *self.shape)
         return {
-            f"{name}.codes": Entry("U8", codes, math.prod(codes)),
-            f"{name}.scales": Entry("U8", scales, math.prod(scales)),
+            f"{name}.codes": TensorEntry("U8", codes, math.prod(codes)),
+            f"{name}.scales": TensorEntry("U8", scales, math.prod(scales)),
         }
 
 
@@ -95,7 +95,7 @@ def remove_checksum(path: Path) -> None:
 def _write_checksum(path: Path, checksum: str) -> None:
     # If it cannot be written, the file is not trusted the next time.
     with contextlib.suppress(OSError, StoreError):
-        write_whole(_checksum_path(path), f"{checksum}\n".encode())
+        write_atomic(_checksum_path(path), f"{checksum}\n".encode())
 
 
 def _checksum_path(path: Path) -> Path:
@@ -110,7 +110,7 @@ def write_packed(
     chunks: for every name of `stored`, the matrix some rows at a time: whole blocks of 16, except
         the last. The scales of a packed matrix are held in memory until its codes are written.
     """
-    entries: dict[str, Entry] = {}
+    entries: dict[str, TensorEntry] = {}
     for name, matrix in stored.items():
         entries |= matrix.entries(name)
     checksum = Checksum()

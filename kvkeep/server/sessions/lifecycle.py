@@ -19,7 +19,7 @@ from kvkeep.server.sessions.entry import (
     session_entry,
     session_response,
 )
-from kvkeep.storage.objects.place import Place
+from kvkeep.storage.objects.paths import Source
 
 router = APIRouter()
 _Name = Annotated[str, Field(pattern=NAME_PATTERN)]
@@ -174,7 +174,7 @@ def _snapshot_entries(engine: Engine, owner: str) -> list[dict[str, Any]]:
     return entries
 
 
-def _session_of(engine: Engine, file: Place) -> str | None:
+def _session_of(engine: Engine, file: Source) -> str | None:
     try:
         return engine.snapshot_session_name(file)
     except StoreError:  # restoring it reports that it is damaged

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from kvkeep.storage.files.whole import replacing
+from kvkeep.storage.files.atomic import atomic_writer
 
 ALIGNMENT = 64  # bytes: kernels read whole cache lines
 DTYPE_NAMES = {
@@ -26,7 +26,7 @@ DTYPE_NAMES = {
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """What the header says of a tensor. dtype: safetensors' name of it."""
 
     dtype: str
@@ -36,22 +36,22 @@ class Entry:
 
 def write_tensors(
     path: Path,
-    entries: Mapping[str, Entry],
+    entries: Mapping[str, TensorEntry],
     pieces: Iterable[bytes | memoryview],
     metadata: Mapping[str, str],
 ) -> None:
     """Writes a file whole, or leaves what is there; no more than one piece is in memory at a time.
 
     pieces: the bytes of all tensors, in the order of the entries, however they are cut. Raises as
-    `replacing`.
+    `atomic_writer`.
     """
-    with replacing(path) as out:
+    with atomic_writer(path) as out:
         out.write(header_bytes(entries, metadata))
         for piece in pieces:
             out.write(piece)
 
 
-def header_bytes(entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> bytes:
+def header_bytes(entries: Mapping[str, TensorEntry], metadata: Mapping[str, str]) -> bytes:
     """What comes before the tensors, so long that they begin at a multiple of 64 bytes."""
     table: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
@@ -67,7 +67,7 @@ def header_bytes(entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> b
     return struct.pack("<Q", len(text)) + text
 
 
-def dense_pieces(tensor: Tensor) -> Iterator[bytes]:
+def dense_chunks(tensor: Tensor) -> Iterator[bytes]:
     """A tensor's bytes in order, in dense pieces as large as its strides allow."""
     if tensor.is_contiguous():
         flat = tensor.reshape(-1)
@@ -75,7 +75,7 @@ def dense_pieces(tensor: Tensor) -> Iterator[bytes]:
             yield tensor_bytes(flat)
         return
     for part in tensor:
-        yield from dense_pieces(part)
+        yield from dense_chunks(part)
 
 
 def tensor_bytes(tensor: Tensor) -> bytes:

@@ -1,10 +1,10 @@
 """Objects under keys, in a folder or in an object store: what must outlive a machine.
 
-store = open_objects("s3://bucket/prefix")
+store = open_object_store("s3://bucket/prefix")
 tag = store.put("a/b", b"...", if_absent=True)
 """
 
-from kvkeep.storage.objects.address import is_url, open_objects
-from kvkeep.storage.objects.interface import Objects, Stored
+from kvkeep.storage.objects.address import is_url, open_object_store
+from kvkeep.storage.objects.interface import ObjectInfo, ObjectStore
 
-__all__ = ["Objects", "Stored", "is_url", "open_objects"]
+__all__ = ["ObjectInfo", "ObjectStore", "is_url", "open_object_store"]

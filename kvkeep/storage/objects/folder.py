@@ -9,11 +9,11 @@ from blake3 import blake3
 from filelock import FileLock
 
 from kvkeep.errors import Conflict, NoObject, StoreError
-from kvkeep.storage.files.whole import TEMPORARY, fsync_folder, replacing
+from kvkeep.storage.files.atomic import TEMPORARY, atomic_writer, fsync_folder
 from kvkeep.storage.objects.interface import (
     SMALL,
-    Pieces,
-    Stored,
+    ChunkSource,
+    ObjectInfo,
     checked_key,
     checked_prefix,
     too_large,
@@ -24,7 +24,7 @@ _STRIPES = 64  # conditional puts of different keys rarely wait for each other
 _SMALL = 1 << 16  # bytes; a tag of such an object is a hash of it
 
 
-class FolderObjects:
+class FolderObjectStore:
     """A folder of one machine, or one that several share whose file system has locks.
 
     obstore has one too, whose objects are not put on disk, and which knows no condition by tags.
@@ -43,18 +43,18 @@ class FolderObjects:
         return self._root.as_uri()
 
     def put(
-        self, key: str, content: bytes, *, if_absent: bool = False, if_tag: str | None = None
+        self, key: str, content: bytes, *, if_absent: bool = False, if_match: str | None = None
     ) -> str:
         path = self._path(key)
         with self._failing(key, "written"), self._lock(key):
             if if_absent and path.exists():
                 raise Conflict(f"there is an object {key} already")
-            if if_tag is not None and (not path.is_file() or _tag(path) != if_tag):
+            if if_match is not None and (not path.is_file() or _tag(path) != if_match):
                 raise Conflict(f"the object {key} is another by now")
             self._write(path, lambda: [content])
             return _tag(path)
 
-    def put_pieces(self, key: str, pieces: Pieces) -> None:
+    def put_chunks(self, key: str, pieces: ChunkSource) -> None:
         with self._failing(key, "written"):
             self._write(self._path(key), pieces)
 
@@ -64,23 +64,23 @@ class FolderObjects:
             if path.stat().st_size > most:
                 raise too_large(key, most)
             content = path.read_bytes()
-        return content, _tag_of(content) if len(content) <= _SMALL else self.look(key).tag
+        return content, _tag_of(content) if len(content) <= _SMALL else self.info(key).etag
 
-    def get_range(self, stored: Stored, begin: int, end: int) -> memoryview:
+    def get_range(self, stored: ObjectInfo, begin: int, end: int) -> memoryview:
         path = self._path(stored.key)
         with self._failing(stored.key, "read"), path.open("rb") as file:
-            if _tag(path) != stored.tag:
+            if _tag(path) != stored.etag:
                 raise Conflict(f"the object {stored.key} is another by now")
             file.seek(begin)
             return memoryview(file.read(end - begin))
 
-    def look(self, key: str) -> Stored:
+    def info(self, key: str) -> ObjectInfo:
         path = self._path(key)
         with self._failing(key, "read"):
             status = path.stat()
-            return Stored(key, status.st_size, status.st_mtime, _tag(path))
+            return ObjectInfo(key, status.st_size, status.st_mtime, _tag(path))
 
-    def listed(self, prefix: str) -> Iterator[Stored]:
+    def list_objects(self, prefix: str) -> Iterator[ObjectInfo]:
         begin = self._root / checked_prefix(prefix)
         for folder, below, names in os.walk(begin):
             below[:] = [name for name in below if not name.startswith(".")]
@@ -88,9 +88,9 @@ class FolderObjects:
                 key = str((Path(folder) / name).relative_to(self._root))
                 if not name.startswith("."):
                     with suppress(NoObject):  # removed meanwhile
-                        yield self.look(key)
+                        yield self.info(key)
 
-    def folders(self, prefix: str) -> list[str]:
+    def list_folders(self, prefix: str) -> list[str]:
         place = self._root / checked_prefix(prefix)
         try:
             with os.scandir(place) as entries:
@@ -113,11 +113,11 @@ class FolderObjects:
             with suppress(FileNotFoundError):  # it went in this moment
                 fsync_folder(folder)
 
-    def _write(self, path: Path, pieces: Pieces) -> None:
+    def _write(self, path: Path, pieces: ChunkSource) -> None:
         for again in (True, True, False):
             path.parent.mkdir(parents=True, exist_ok=True)
             try:
-                with replacing(path) as file:
+                with atomic_writer(path) as file:
                     for piece in pieces():
                         file.write(piece)
                 return

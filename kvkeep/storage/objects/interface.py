@@ -7,13 +7,13 @@ from typing import Protocol
 
 from kvkeep.errors import InvalidArgument, StoreError
 
-Pieces = Callable[[], Iterable[bytes | memoryview]]
+ChunkSource = Callable[[], Iterable[bytes | memoryview]]
 SMALL = 64 << 20  # bytes that are read at once where nobody says how many
 _PART = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
 
 
 @dataclass(frozen=True)
-class Stored:
+class ObjectInfo:
     """What a store says of an object.
 
     size: in bytes. modified: seconds since 1970. tag: another one for any other content; of no
@@ -23,10 +23,10 @@ class Stored:
     key: str
     size: int
     modified: float
-    tag: str
+    etag: str
 
 
-class Objects(Protocol):
+class ObjectStore(Protocol):
     """Objects under keys: words of A-Z, a-z, 0-9, '.', '_' and '-' with '/' between them.
 
     An object is there whole or not at all, for whoever reads, and survives a crash from the moment
@@ -39,7 +39,7 @@ class Objects(Protocol):
 
     @property
     def url(self) -> str:
-        """By which `open_objects` opens it again."""
+        """By which `open_object_store` opens it again."""
 
     def put(
         self,
@@ -47,32 +47,32 @@ class Objects(Protocol):
         content: bytes,
         *,
         if_absent: bool = False,
-        if_tag: str | None = None,
+        if_match: str | None = None,
     ) -> str:
         """Writes a small object; its tag. Conditions are checked and met in one step.
 
-        if_absent: only where there is none. if_tag: only where that one is there still. Raises
+        if_absent: only where there is none. if_match: only where that one is there still. Raises
         Conflict where a condition does not hold.
         """
 
-    def put_pieces(self, key: str, pieces: Pieces) -> None:
+    def put_chunks(self, key: str, pieces: ChunkSource) -> None:
         """Writes an object of any size. pieces: gives all of it from the beginning, each time it is
         called; no more than some pieces are in memory at a time."""
 
     def get(self, key: str, most: int = SMALL) -> tuple[bytes, str]:
         """All of an object of at most so many bytes, and its tag. Raises NoObject."""
 
-    def get_range(self, stored: Stored, begin: int, end: int) -> memoryview:
+    def get_range(self, stored: ObjectInfo, begin: int, end: int) -> memoryview:
         """Bytes of the very object that was looked at. Raises NoObject, Conflict where there is
         another by that key now."""
 
-    def look(self, key: str) -> Stored:
+    def info(self, key: str) -> ObjectInfo:
         """Raises NoObject."""
 
-    def listed(self, prefix: str) -> Iterator[Stored]:
+    def list_objects(self, prefix: str) -> Iterator[ObjectInfo]:
         """All objects below a prefix: '' or words that end with '/'. In no order."""
 
-    def folders(self, prefix: str) -> list[str]:
+    def list_folders(self, prefix: str) -> list[str]:
         """The words that come next in the keys below a prefix and have more behind them."""
 
     def delete(self, key: str) -> None:

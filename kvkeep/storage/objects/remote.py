@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from kvkeep.errors import Conflict, InvalidArgument, KvkeepError, NoObject, StoreError
 from kvkeep.storage.objects.interface import (
     SMALL,
-    Pieces,
-    Stored,
+    ChunkSource,
+    ObjectInfo,
     checked_key,
     checked_prefix,
     too_large,
@@ -38,7 +38,7 @@ CLIENT: "ClientConfig" = {
 }
 
 
-class RemoteObjects:
+class RemoteObjectStore:
     """Of any store that obstore knows, below the prefix of its URL."""
 
     def __init__(self, url: str, store: "ObjectStore"):
@@ -49,18 +49,18 @@ class RemoteObjects:
         return self._url
 
     def put(
-        self, key: str, content: bytes, *, if_absent: bool = False, if_tag: str | None = None
+        self, key: str, content: bytes, *, if_absent: bool = False, if_match: str | None = None
     ) -> str:
         import obstore
 
-        mode: Any = "create" if if_absent else _version(if_tag) if if_tag else "overwrite"
+        mode: Any = "create" if if_absent else _version(if_match) if if_match else "overwrite"
         with self._failing(key, "written"):
             done = obstore.put(
                 self._store, checked_key(key), content, mode=mode, use_multipart=False
             )
             return _tag(key, done)
 
-    def put_pieces(self, key: str, pieces: Pieces) -> None:
+    def put_chunks(self, key: str, pieces: ChunkSource) -> None:
         import obstore
 
         for left in reversed(range(_TRIES)):
@@ -90,10 +90,10 @@ class RemoteObjects:
                 raise StoreError(f"{key} in {self._url} cannot be read: its end did not come")
         raise AssertionError
 
-    def get_range(self, stored: Stored, begin: int, end: int) -> memoryview:
+    def get_range(self, stored: ObjectInfo, begin: int, end: int) -> memoryview:
         import obstore
 
-        options: Any = {"range": (begin, end), "if_match": _version(stored.tag)["e_tag"]}
+        options: Any = {"range": (begin, end), "if_match": _version(stored.etag)["e_tag"]}
         for left in reversed(range(_TRIES)):
             with self._failing(stored.key, "read"):
                 found = obstore.get(self._store, checked_key(stored.key), options=options)
@@ -104,20 +104,20 @@ class RemoteObjects:
                 raise StoreError(f"{stored.key} in {self._url} cannot be read: it ended early")
         raise AssertionError
 
-    def look(self, key: str) -> Stored:
+    def info(self, key: str) -> ObjectInfo:
         import obstore
 
         with self._failing(key, "read"):
             return _stored(obstore.head(self._store, checked_key(key)))
 
-    def listed(self, prefix: str) -> Iterator[Stored]:
+    def list_objects(self, prefix: str) -> Iterator[ObjectInfo]:
         import obstore
 
         with self._failing(prefix, "listed"):
             for page in obstore.list(self._store, prefix=checked_prefix(prefix) or None):
                 yield from map(_stored, page)
 
-    def folders(self, prefix: str) -> list[str]:
+    def list_folders(self, prefix: str) -> list[str]:
         import obstore
 
         with self._failing(prefix, "listed"):
@@ -151,7 +151,7 @@ class RemoteObjects:
             raise StoreError(f"{key} in {self._url} cannot be {verb}: {reason}") from error
 
 
-def _begun(pieces: Pieces) -> tuple[bytes, Iterator[bytes | memoryview] | None]:
+def _begun(pieces: ChunkSource) -> tuple[bytes, Iterator[bytes | memoryview] | None]:
     """All of it where that is little, which is one request then; or its beginning and the rest."""
     begin, coming = bytearray(), iter(pieces())
     for piece in coming:
@@ -161,7 +161,7 @@ def _begun(pieces: Pieces) -> tuple[bytes, Iterator[bytes | memoryview] | None]:
     return bytes(begin), None
 
 
-def opened(url: str) -> RemoteObjects:
+def opened(url: str) -> RemoteObjectStore:
     """Credentials and endpoints are those of the environment, as the store's own tools take them.
 
     Raises InvalidArgument for a URL of none, or where obstore is missing.
@@ -172,9 +172,9 @@ def opened(url: str) -> RemoteObjects:
     except ImportError as error:
         raise InvalidArgument(f"{url} needs obstore: pip install 'kvkeep[object-store]'") from error
     if url.startswith("memory://"):
-        return RemoteObjects(url, _memories.setdefault(url.rstrip("/"), MemoryStore()))
+        return RemoteObjectStore(url, _memories.setdefault(url.rstrip("/"), MemoryStore()))
     try:
-        return RemoteObjects(url, from_url(url, retry_config=RETRIES, client_options=CLIENT))
+        return RemoteObjectStore(url, from_url(url, retry_config=RETRIES, client_options=CLIENT))
     except (exceptions.BaseError, ValueError, TypeError) as error:
         reason = str(error).partition("\n")[0][:300]
         raise InvalidArgument(f"{url} cannot be opened as a store: {reason}") from error
@@ -183,9 +183,9 @@ def opened(url: str) -> RemoteObjects:
 _memories: dict[str, "ObjectStore"] = {}  # of this process, by URL
 
 
-def _stored(meta: Any) -> Stored:
+def _stored(meta: Any) -> ObjectInfo:
     key = str(meta["path"])
-    return Stored(key, meta["size"], meta["last_modified"].timestamp(), _tag(key, meta))
+    return ObjectInfo(key, meta["size"], meta["last_modified"].timestamp(), _tag(key, meta))
 
 
 def _tag(key: str, found: Any) -> str:

@@ -9,7 +9,7 @@ from blake3 import blake3
 from torch import Tensor
 
 from kvkeep.errors import StoreError
-from kvkeep.storage.prefixes.names import BLOCK, ENDING
+from kvkeep.storage.prefixes.inventory import BLOCK_SUFFIX, BLOCK_TOKENS
 from kvkeep.storage.snapshots.container import Container, read_container, write_container
 from kvkeep.storage.snapshots.fingerprint import Fingerprint
 
@@ -41,7 +41,11 @@ class PrefixBlock:
             return None
         cells = (found.tensors.get("keys"), found.tensors.get("values"))
         for tensor in cells:
-            if tensor is None or not fingerprint.describes(tensor) or tensor.shape[2] != BLOCK:
+            if (
+                tensor is None
+                or not fingerprint.describes(tensor)
+                or tensor.shape[2] != BLOCK_TOKENS
+            ):
                 return None
         return cells  # type: ignore[return-value]
 
@@ -58,11 +62,11 @@ def blocks_of(
 ) -> tuple[list[PrefixBlock], list[str]]:
     """The whole blocks of a prompt; and their parents' keys, with what would follow on the last."""
     parents, blocks = [fingerprint.digest()[:32]], list[PrefixBlock]()
-    for end in range(BLOCK, len(tokens) + 1, BLOCK):
-        tokens_of_it = tokens[end - BLOCK : end]
+    for end in range(BLOCK_TOKENS, len(tokens) + 1, BLOCK_TOKENS):
+        tokens_of_it = tokens[end - BLOCK_TOKENS : end]
         key = block_key(parents[-1], tokens_of_it)
-        path = folder / f"{parents[-1]}-{key}{ENDING}"
-        blocks.append(PrefixBlock(path, key, end - BLOCK, tokens_of_it))
+        path = folder / f"{parents[-1]}-{key}{BLOCK_SUFFIX}"
+        blocks.append(PrefixBlock(path, key, end - BLOCK_TOKENS, tokens_of_it))
         parents.append(key)
     return blocks, parents
 
@@ -90,5 +94,5 @@ def _verified(path: Path, key: str, only: tuple[str, ...] | None) -> Container |
     except StoreError:
         return None
     tokens = found.tensors.get("tokens")
-    whole = tokens is not None and tokens.dtype == torch.int32 and tokens.shape == (BLOCK,)
+    whole = tokens is not None and tokens.dtype == torch.int32 and tokens.shape == (BLOCK_TOKENS,)
     return found if whole and found.document.get("key") == key else None

@@ -6,12 +6,12 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from kvkeep.storage.prefixes.names import BLOCK
+from kvkeep.storage.prefixes.inventory import BLOCK_TOKENS
 from kvkeep.storage.snapshots.fingerprint import Fingerprint
 
 
 @dataclass(frozen=True)
-class Found:
+class PrefixMatch:
     """What a store holds of a prompt.
 
     keys, values: for each block `[layers, kv_heads, 256, head_dim]`, verified.
@@ -25,14 +25,14 @@ class Found:
 
     @property
     def tokens(self) -> int:
-        return BLOCK * len(self.keys)
+        return BLOCK_TOKENS * len(self.keys)
 
 
 @runtime_checkable
-class PrefixKeeper(Protocol):
+class PrefixCache(Protocol):
     """Keeps blocks of 256 evaluated tokens. It saves work, and nothing depends on it."""
 
-    def find(self, fingerprint: Fingerprint, tokens: Sequence[int]) -> Found:
+    def find(self, fingerprint: Fingerprint, tokens: Sequence[int]) -> PrefixMatch:
         """The longest beginning of a prompt that is kept, in whole blocks. Raises StoreError."""
 
     def add(

@@ -8,8 +8,9 @@ tell from its name which prompt it is of.
 
 import io
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -29,13 +30,11 @@ from kvkeep.errors import (
     TruncatedFile,
 )
 from kvkeep.storage.files.tensors import tensor_bytes
-from kvkeep.storage.objects import Objects
-from kvkeep.storage.objects.place import ObjectPlace, Seen
+from kvkeep.storage.objects import ObjectStore
+from kvkeep.storage.objects.paths import ObjectPath, ObjectStatus
 from kvkeep.storage.prefixes.block import FORMAT, KIND
-from kvkeep.storage.prefixes.interface import Found
-from kvkeep.storage.prefixes.names import BLOCK, ENDING
-from kvkeep.storage.prefixes.shared_room import folder_of
-from kvkeep.storage.prefixes.shared_writing import Writing
+from kvkeep.storage.prefixes.interface import PrefixMatch
+from kvkeep.storage.prefixes.inventory import BLOCK_SUFFIX, BLOCK_TOKENS, folder_of
 from kvkeep.storage.snapshots.container import Container, read_container, write_container
 from kvkeep.storage.snapshots.fingerprint import Fingerprint
 
@@ -46,7 +45,7 @@ _AT_ONCE = 4  # blocks that are read or written at once
 _NEAR = 4  # blocks that are looked into for where a prompt differs
 
 
-class SharedPrefixes:
+class SharedPrefixCache:
     """Blocks of one owner's prompts; no other owner's are found or made.
 
     secret: 32 bytes that all who share the store know, and nobody else; the owner's own key comes
@@ -56,31 +55,31 @@ class SharedPrefixes:
 
     def __init__(
         self,
-        objects: Objects,
+        objects: ObjectStore,
         secret: bytes,
         arithmetic: Mapping[str, str],
         owner: str = "0",
-        writing: Writing | None = None,
+        writing: "WriteQueue | None" = None,
     ):
         """writing: that other owners' are written by, too. Raises InvalidArgument for a secret of
         another length."""
         if len(secret) != SECRET:
             raise InvalidArgument(f"a secret has {SECRET} bytes; found {len(secret)}")
         self.objects, self._secret, self._model = objects, secret, dict(arithmetic)
-        self._writing = writing or Writing()
+        self._writing = writing or WriteQueue()
         self._key = blake3(f"kvkeep prefixes of {owner}".encode(), key=secret).digest()
         self._prefix = folder_of(owner)
         self._arithmetic = "\n".join(f"{name}={arithmetic[name]}" for name in sorted(arithmetic))
 
-    def of(self, owner: str) -> "SharedPrefixes":
+    def of(self, owner: str) -> "SharedPrefixCache":
         """Another owner's, in the same store."""
-        return SharedPrefixes(self.objects, self._secret, self._model, owner, self._writing)
+        return SharedPrefixCache(self.objects, self._secret, self._model, owner, self._writing)
 
     def flush(self) -> None:
         """Once all that was given is in the store, or could not be."""
         self._writing.flush()
 
-    def find(self, fingerprint: Fingerprint, tokens: Sequence[int]) -> Found:
+    def find(self, fingerprint: Fingerprint, tokens: Sequence[int]) -> PrefixMatch:
         """The longest beginning that verifies, in whole blocks, several read at once.
 
         Where the store has not answered lately it is not asked: whoever reads a prompt would wait.
@@ -92,7 +91,7 @@ class SharedPrefixes:
             self._writing.is_down()
             raise
 
-    def _find(self, fingerprint: Fingerprint, tokens: Sequence[int]) -> Found:
+    def _find(self, fingerprint: Fingerprint, tokens: Sequence[int]) -> PrefixMatch:
         blocks = self._blocks(fingerprint, tokens)
         found: list[tuple[Tensor, Tensor]] = []
         with ThreadPoolExecutor(_AT_ONCE, "kvkeep-prefix") as readers:
@@ -119,7 +118,7 @@ class SharedPrefixes:
         that are there already are not written again, but for the first: whoever asks has found none
         that verifies in its place."""
         self._writing.require_up()
-        first = done = start // BLOCK
+        first = done = start // BLOCK_TOKENS
         for block, (keys, values) in zip(
             self._blocks(fingerprint, tokens)[done:], blocks, strict=False
         ):
@@ -129,41 +128,43 @@ class SharedPrefixes:
             ):
                 break
             done += 1
-        return BLOCK * done
+        return BLOCK_TOKENS * done
 
     def _found(
         self, cells: list[tuple[Tensor, Tensor]], blocks: "list[_Block]", tokens: Sequence[int]
-    ) -> Found:
+    ) -> PrefixMatch:
         differs_at = None
         if len(cells) < len(blocks):
             block = blocks[len(cells)]
             differs_at = block.start + self._common(block, tokens[block.start :])
-        return Found([keys for keys, _ in cells], [values for _, values in cells], differs_at)
+        return PrefixMatch([keys for keys, _ in cells], [values for _, values in cells], differs_at)
 
     def _common(self, block: "_Block", tokens: Sequence[int]) -> int:
         """How many tokens agree with a block in the place of one that is not there, at best."""
         best = 0
-        for stored in itertools.islice(self.objects.listed(block.folder), _NEAR):
-            place = ObjectPlace(self.objects, stored.key)
+        for stored in itertools.islice(self.objects.list_objects(block.folder), _NEAR):
+            place = ObjectPath(self.objects, stored.key)
             with suppress(StoreError):
                 found = read_container(place, KIND, FORMAT, ("tokens",)).tensors.get("tokens")
-                if found is None or found.shape != (BLOCK,) or found.dtype != torch.int32:
+                if found is None or found.shape != (BLOCK_TOKENS,) or found.dtype != torch.int32:
                     continue  # whoever made it knew no better
                 pairs = enumerate(zip(found.tolist(), tokens, strict=False))
                 differs = (i for i, (theirs, ours) in pairs if theirs != ours)
-                best = max(best, next(differs, min(BLOCK, len(tokens))))
+                best = max(best, next(differs, min(BLOCK_TOKENS, len(tokens))))
         return best
 
     def _blocks(self, fingerprint: Fingerprint, tokens: Sequence[int]) -> "list[_Block]":
         """The whole blocks of a prompt."""
         root = f"{fingerprint.digest()}\n{self._arithmetic}"
         parent, found = self._digest(root.encode()), []
-        for end in range(BLOCK, len(tokens) + 1, BLOCK):
-            numbers = torch.tensor(tokens[end - BLOCK : end], dtype=torch.int32, device="cpu")
+        for end in range(BLOCK_TOKENS, len(tokens) + 1, BLOCK_TOKENS):
+            numbers = torch.tensor(
+                tokens[end - BLOCK_TOKENS : end], dtype=torch.int32, device="cpu"
+            )
             key = self._digest(parent.encode(), tensor_bytes(numbers))
             folder = f"{self._prefix}{parent}/"
-            place = ObjectPlace(self.objects, f"{folder}{key}{ENDING}")
-            found.append(_Block(place, folder, key, end - BLOCK, numbers))
+            place = ObjectPath(self.objects, f"{folder}{key}{BLOCK_SUFFIX}")
+            found.append(_Block(place, folder, key, end - BLOCK_TOKENS, numbers))
             parent = key
         return found
 
@@ -185,7 +186,7 @@ class SharedPrefixes:
         tokens, keys, values = (tensors[name] for name in ("tokens", "keys", "values"))
         if tokens.dtype != torch.int32 or not torch.equal(tokens, block.tokens):
             return None
-        if not all(fingerprint.describes(t) and t.shape[2] == BLOCK for t in (keys, values)):
+        if not all(fingerprint.describes(t) and t.shape[2] == BLOCK_TOKENS for t in (keys, values)):
             return None
         code = found.document.get("code")
         return (keys, values) if code == self._code(block, keys, values) else None
@@ -226,16 +227,54 @@ class _Content:
     def open(self, mode: Literal["rb"]) -> BinaryIO:
         return io.BytesIO(self.content)
 
-    def stat(self) -> Seen:
-        return Seen(len(self.content), 0.0)
+    def stat(self) -> ObjectStatus:
+        return ObjectStatus(len(self.content), 0.0)
 
 
 @dataclass(frozen=True)
 class _Block:
     """One of a prompt's blocks, there or not. folder: of those that may be in its place."""
 
-    place: ObjectPlace
+    place: ObjectPath
     folder: str
     key: str
     start: int
     tokens: Tensor
+
+
+_MOST_WAITING = 64  # blocks that are still to be written
+_DOWN = 30.0  # seconds for which a store that failed is left alone
+
+
+class WriteQueue:
+    """Blocks on their way to a store, and whether it answers."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "kvkeep-prefixes")
+        self._waiting: set[Future[None]] = set()
+        self._down_until = 0.0
+
+    def takes(self, write: Callable[[], None]) -> bool:
+        """Whether there was room for another, which is written then."""
+        if len(self._waiting) >= _MOST_WAITING:
+            return False
+        work = self._thread.submit(write)
+        self._waiting.add(work)
+        work.add_done_callback(self._done)
+        return True
+
+    def flush(self) -> None:
+        wait(list(self._waiting))
+
+    def is_down(self) -> None:
+        self._down_until = time.monotonic() + _DOWN
+
+    def require_up(self) -> None:
+        """Raises StoreError where the store failed a short while ago."""
+        if time.monotonic() < self._down_until:
+            raise StoreError(f"the store of prompts failed less than {_DOWN:.0f} seconds ago")
+
+    def _done(self, work: "Future[None]") -> None:
+        self._waiting.discard(work)
+        if work.exception() is not None:  # it saves work, and nothing depends on it
+            self.is_down()

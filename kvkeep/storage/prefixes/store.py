@@ -18,10 +18,10 @@ from torch import Tensor
 
 from kvkeep import validation
 from kvkeep.errors import InvalidArgument, Locked, StoreError
-from kvkeep.storage.files.whole import sweep
+from kvkeep.storage.files.atomic import sweep_temporaries
 from kvkeep.storage.prefixes.block import OVERHEAD, PrefixBlock, blocks_of, tokens_in
-from kvkeep.storage.prefixes.interface import Found
-from kvkeep.storage.prefixes.names import BLOCK, ENDING
+from kvkeep.storage.prefixes.interface import PrefixMatch
+from kvkeep.storage.prefixes.inventory import BLOCK_SUFFIX, BLOCK_TOKENS
 from kvkeep.storage.snapshots.fingerprint import Fingerprint
 
 PATIENCE = 5.0  # seconds for which another process may hold the lock
@@ -45,7 +45,7 @@ class PrefixStore:
             raise StoreError(f"{path} cannot be a prefix store: {error.strerror}") from error
         self._lock = FileLock(self.path / "lock")
 
-    def find(self, fingerprint: Fingerprint, tokens: Sequence[int]) -> Found:
+    def find(self, fingerprint: Fingerprint, tokens: Sequence[int]) -> PrefixMatch:
         """The longest stored beginning of a prompt, in whole blocks.
 
         Raises StoreError where the folder cannot be read.
@@ -61,7 +61,7 @@ class PrefixStore:
             keys.append(cells[0])
             values.append(cells[1])
         _touch(blocks[: len(keys)])
-        return Found(keys, values, differs_at)
+        return PrefixMatch(keys, values, differs_at)
 
     def differs_at(self, fingerprint: Fingerprint, tokens: Sequence[int]) -> tuple[int, int]:
         """How many tokens are stored, and the first at which the nearest stored prompt differs.
@@ -71,7 +71,7 @@ class PrefixStore:
         blocks, parents = blocks_of(self.path, fingerprint, tokens)
         here = [tokens_in(block.path) == list(block.tokens) for block in blocks]
         count = here.index(False) if False in here else len(here)
-        stored = count * BLOCK
+        stored = count * BLOCK_TOKENS
         return stored, stored + self._common(parents[count], tokens[stored:])
 
     def add(
@@ -92,21 +92,21 @@ class PrefixStore:
         Raises InvalidArgument for a start within a block, StoreError where the folder cannot be
         written, Locked where another process has not let go of it for some seconds.
         """
-        if validation.whole("start", start, 0) % BLOCK:
-            raise InvalidArgument(f"start must be a multiple of {BLOCK}; found {start}")
+        if validation.whole("start", start, 0) % BLOCK_TOKENS:
+            raise InvalidArgument(f"start must be a multiple of {BLOCK_TOKENS}; found {start}")
         all_blocks, _ = blocks_of(self.path, fingerprint, tokens)
-        done = all_blocks[: start // BLOCK]
+        done = all_blocks[: start // BLOCK_TOKENS]
         with self._locked():
             if not all(block.path.exists() for block in done):
                 return 0
-            sweep(self.path)
+            sweep_temporaries(self.path)
             room = _Room(self._files(), self.max_bytes, {block.path for block in done})
             for block, cells in zip(all_blocks[len(done) :], blocks, strict=False):
                 if not _put(block, fingerprint, *cells, room):
                     break
                 done.append(block)
             _touch(done)
-        return BLOCK * len(done)
+        return BLOCK_TOKENS * len(done)
 
     def gc(self, max_bytes: int | None = None) -> int:
         """Removes blocks, least recently used first, down to a quota; returns the bytes freed.
@@ -116,7 +116,7 @@ class PrefixStore:
         asked = validation.optional_whole("max_bytes", max_bytes, 0)
         with self._locked():
             before = self.nbytes
-            sweep(self.path)
+            sweep_temporaries(self.path)
             _Room(self._files(), self.max_bytes if asked is None else asked).make(0)
             return before - self.nbytes
 
@@ -156,7 +156,7 @@ class PrefixStore:
         with os.scandir(self.path) as entries:
             for entry in entries:
                 with suppress(FileNotFoundError):
-                    if entry.name.endswith(ENDING) and entry.is_file():
+                    if entry.name.endswith(BLOCK_SUFFIX) and entry.is_file():
                         status = entry.stat()
                         yield status.st_mtime_ns, status.st_size, self.path / entry.name
 
@@ -170,7 +170,7 @@ class PrefixStore:
             raise self._failed("read", error) from error
         best = 0
         for name in names:
-            if name.startswith(f"{parent}-") and name.endswith(ENDING):
+            if name.startswith(f"{parent}-") and name.endswith(BLOCK_SUFFIX):
                 stored = tokens_in(self.path / name)
                 pairs = enumerate(zip(stored, tokens, strict=False))
                 agreed = next((i for i, (a, b) in pairs if a != b), min(len(stored), len(tokens)))

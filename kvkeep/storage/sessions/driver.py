@@ -5,23 +5,23 @@ import time
 from typing import Any, TypeVar
 
 from kvkeep.errors import NoObject, StoreError
-from kvkeep.storage.objects import Objects
-from kvkeep.storage.objects.interface import Pieces
-from kvkeep.storage.sessions.head import Head
+from kvkeep.storage.objects import ObjectStore
+from kvkeep.storage.objects.interface import ChunkSource
+from kvkeep.storage.sessions.head import SessionHead
 from kvkeep.storage.sessions.protocol import (
     Delete,
     ListSnapshots,
+    Operations,
     PutHead,
     ReadHead,
-    Step,
-    Steps,
+    StoreOperation,
     Upload,
-    Version,
+    VersionedHead,
     Wait,
 )
 
 T = TypeVar("T")
-ENDING = ".kvkeep"
+SNAPSHOT_SUFFIX = ".kvkeep"
 HEAD = "head.json"
 _FIRST, _MOST = 0.02, 1.0  # seconds of a wait
 
@@ -32,22 +32,22 @@ class SessionObjects:
     name: as people know it. folder: its prefix, with '/' at the end.
     """
 
-    def __init__(self, objects: Objects, folder: str, name: str):
+    def __init__(self, objects: ObjectStore, folder: str, name: str):
         self.objects, self.name = objects, name
         self._head, self._snapshots = f"{folder}{HEAD}", f"{folder}snapshots/"
 
     def key(self, snapshot: str) -> str:
-        return f"{self._snapshots}{snapshot}{ENDING}"
+        return f"{self._snapshots}{snapshot}{SNAPSHOT_SUFFIX}"
 
-    def head(self) -> Version | None:
+    def head(self) -> VersionedHead | None:
         """As it is now."""
         try:
             content, tag = self.objects.get(self._head)
         except NoObject:
             return None
-        return Version(Head.read(content, self.name), tag)
+        return VersionedHead(SessionHead.read(content, self.name), tag)
 
-    def run(self, steps: Steps[T], pieces: Pieces | None = None) -> T:
+    def run(self, steps: Operations[T], pieces: ChunkSource | None = None) -> T:
         """What the steps come to. pieces: of what they upload. Raises what they raise."""
         result: Any = None
         error: StoreError | None = None
@@ -62,19 +62,21 @@ class SessionObjects:
             except StoreError as failure:
                 error = failure
 
-    def _take(self, step: Step, pieces: Pieces | None) -> Any:
+    def _take(self, step: StoreOperation, pieces: ChunkSource | None) -> Any:
         match step:
             case ReadHead():
                 return self.head()
             case PutHead(head, tag):
                 absent = tag is None
                 content = head.content()
-                return self.objects.put(self._head, content, if_absent=absent, if_tag=tag)
+                return self.objects.put(self._head, content, if_absent=absent, if_match=tag)
             case Upload(snapshot):
                 assert pieces is not None
-                self.objects.put_pieces(self.key(snapshot), pieces)
+                self.objects.put_chunks(self.key(snapshot), pieces)
             case ListSnapshots():
-                return [self._name(stored.key) for stored in self.objects.listed(self._snapshots)]
+                return [
+                    self._name(stored.key) for stored in self.objects.list_objects(self._snapshots)
+                ]
             case Delete(snapshot):
                 self.objects.delete(self.key(snapshot))
             case Wait(tries):
@@ -82,7 +84,7 @@ class SessionObjects:
         return None
 
     def _name(self, key: str) -> str:
-        return key.removeprefix(self._snapshots).removesuffix(ENDING)
+        return key.removeprefix(self._snapshots).removesuffix(SNAPSHOT_SUFFIX)
 
 
 def _wait(tries: int) -> None:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -10,10 +11,9 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from kvkeep.errors import InvalidArgument, Locked, StoreError
-from kvkeep.storage.files.whole import fsync_folder, replacing, sweep
-from kvkeep.storage.sessions.names import checked_name, is_name
+from kvkeep.storage.files.atomic import atomic_writer, fsync_folder, sweep_temporaries
 
-ENDING = ".kvkeep"
+SNAPSHOT_SUFFIX = ".kvkeep"
 _LOCK = ".lock"
 
 
@@ -40,7 +40,7 @@ class SessionFolder:
 
         Raises InvalidArgument for a name that is not one.
         """
-        return self._folder / f"{checked_name(name)}{ENDING}"
+        return self._folder / f"{checked_name(name)}{SNAPSHOT_SUFFIX}"
 
     def existing(self, name: str) -> Path:
         """The file of a session; raises InvalidArgument, naming those there are, if it has none."""
@@ -112,7 +112,7 @@ class SessionFolder:
         removed = self._older.sweep() if self._older is not None else []
         if not self._folder.is_dir():
             return removed
-        removed += sweep(self._folder)
+        removed += sweep_temporaries(self._folder)
         for file in self._folder.glob(f".*{_LOCK}"):
             name = file.name[1 : -len(_LOCK)]
             try:
@@ -150,7 +150,7 @@ class SessionFolder:
             yield from (path for path in self._older._files() if path.stem not in names)
 
     def _files(self) -> Iterator[Path]:
-        for path in self._folder.glob(f"*{ENDING}"):
+        for path in self._folder.glob(f"*{SNAPSHOT_SUFFIX}"):
             if is_name(path.stem) and path.is_file():
                 yield path
 
@@ -166,7 +166,24 @@ def _move(source: Path, target: Path) -> None:
         if error.errno != errno.EXDEV:
             raise
         status = source.stat()
-        with source.open("rb") as original, replacing(target) as file:
+        with source.open("rb") as original, atomic_writer(target) as file:
             shutil.copyfileobj(original, file, 1 << 20)
         os.utime(target, ns=(status.st_atime_ns, status.st_mtime_ns))
         source.unlink()
+
+
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
+
+
+def is_name(name: str) -> bool:
+    return _NAME.fullmatch(name) is not None and ".." not in name
+
+
+def checked_name(name: str) -> str:
+    """Raises InvalidArgument for a name that is not one."""
+    if not is_name(name):
+        raise InvalidArgument(
+            "a session's name must be 1 to 100 letters, digits, '.', '_' and '-', beginning "
+            f"with no '.' and without '..'; found {name!r}"
+        )
+    return name

@@ -23,7 +23,7 @@ _PAST = 16  # commits that are remembered
 
 
 @dataclass(frozen=True)
-class Head:
+class SessionHead:
     """One version of a session's head.
 
     epoch: grows with each writer that takes the session. gen: of the last commit; 0 before any.
@@ -44,11 +44,11 @@ class Head:
     removed: bool = False
     past: tuple[str, ...] = ()
 
-    def next(self, **changes: Any) -> "Head":
+    def next(self, **changes: Any) -> "SessionHead":
         """Another version."""
         return replace(self, nonce=new_nonce(), **changes)
 
-    def committed(self, snapshot: str, **changes: Any) -> "Head":
+    def committed(self, snapshot: str, **changes: Any) -> "SessionHead":
         """The version after a commit."""
         past = (*self.past, self.snapshot)[-_PAST:] if self.snapshot else self.past
         return self.next(gen=self.gen + 1, snapshot=snapshot, past=past, **changes)
@@ -61,7 +61,7 @@ class Head:
         return json.dumps({"kvkeep": "head", "format": FORMAT, **asdict(self)}).encode()
 
     @classmethod
-    def read(cls, content: bytes, name: str) -> "Head":
+    def read(cls, content: bytes, name: str) -> "SessionHead":
         """Raises CorruptFile or NewerFormat for what is no head that this kvkeep knows."""
         try:
             found = json.loads(content)
@@ -90,7 +90,7 @@ def new_nonce() -> str:
     return secrets.token_hex(16)
 
 
-def snapshot_name(head: Head) -> str:
+def snapshot_name(head: SessionHead) -> str:
     """For what is to be committed by whoever wrote that head. It begins with the epoch, by which
     collectors know that nobody can commit it any more (see `protocol.collect`)."""
     return f"{head.epoch:012}-{head.gen + 1:012}-{secrets.token_hex(8)}"

@@ -7,11 +7,11 @@ from contextlib import suppress
 from typing import TypeVar
 
 from kvkeep.errors import Moved, StoreError
-from kvkeep.storage.objects.interface import Pieces
+from kvkeep.storage.objects.interface import ChunkSource
 from kvkeep.storage.sessions import protocol
 from kvkeep.storage.sessions.driver import SessionObjects
-from kvkeep.storage.sessions.head import Head
-from kvkeep.storage.sessions.protocol import NOBODY, Steps, Version, Who
+from kvkeep.storage.sessions.head import SessionHead
+from kvkeep.storage.sessions.protocol import RELEASED, LeaseRequest, Operations, VersionedHead
 
 T = TypeVar("T")
 
@@ -25,7 +25,7 @@ class Lease:
     def __init__(
         self,
         place: SessionObjects,
-        held: Version,
+        held: VersionedHead,
         writer: str,
         seconds: float,
         clock: Callable[[], float] = time.time,
@@ -42,11 +42,11 @@ class Lease:
         self._renewing.start()
 
     @property
-    def head(self) -> Head:
+    def head(self) -> SessionHead:
         return self._version.head
 
     @property
-    def version(self) -> Version:
+    def version(self) -> VersionedHead:
         """The newest that is known."""
         return self._version
 
@@ -55,7 +55,7 @@ class Lease:
         """Why nothing can be committed any more; None while it can, as far as is known."""
         return self._lost
 
-    def when_lost(self, function: Callable[[], None]) -> None:
+    def on_lost(self, function: Callable[[], None]) -> None:
         """It is called, in any thread, at the moment at which nothing can be committed any more."""
         self._told.append(function)
         if self._lost is not None:
@@ -66,7 +66,7 @@ class Lease:
         if self._lost is not None:
             raise self._lost
 
-    def commit(self, pieces: Pieces, release: bool = False) -> Head:
+    def commit(self, pieces: ChunkSource, release: bool = False) -> SessionHead:
         """What the pieces are is the session from now on.
 
         Raises Moved where it is another writer's: nothing of the pieces is kept then.
@@ -76,7 +76,7 @@ class Lease:
         snapshot = self.place.run(protocol.upload(self._version), pieces)
         with self._at_store:
             self.check()
-            expires = NOBODY if release else self._clock() + self._seconds
+            expires = RELEASED if release else self._clock() + self._seconds
             writer = "" if release else self._writer
             steps = protocol.commit(self._version, snapshot, expires, writer)
             self._version = self._tried(steps)
@@ -105,7 +105,7 @@ class Lease:
                     self._version = self.place.run(protocol.release(self._version))
             self._over.set()
 
-    def _tried(self, steps: Steps[T]) -> T:
+    def _tried(self, steps: Operations[T]) -> T:
         try:
             return self.place.run(steps)
         except StoreError as error:
@@ -117,7 +117,7 @@ class Lease:
             with self._at_store:
                 if self._over.is_set() or self._lost is not None:
                     return
-                who = Who(self._writer, self._clock(), self._seconds)
+                who = LeaseRequest(self._writer, self._clock(), self._seconds)
                 try:
                     self._version = self.place.run(protocol.renew(self._version, who))
                 except Moved as error:

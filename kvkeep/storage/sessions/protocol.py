@@ -19,34 +19,34 @@ from kvkeep.errors import (
     NoObject,
     StoreError,
 )
-from kvkeep.storage.sessions.head import Head, epoch_of, new_nonce, snapshot_name
+from kvkeep.storage.sessions.head import SessionHead, epoch_of, new_nonce, snapshot_name
 
 T = TypeVar("T")
 TRIES = 5  # of a put whose outcome is not known
 LONGEST = 1000.0  # seconds of a lease; what is to last longer was said by a clock that is wrong
-NOBODY = 0.0  # `expires` of a head that nobody holds
+RELEASED = 0.0  # `expires` of a head that nobody holds
 GONE = "gone"  # the tag of a version that was in the store for a moment: no object has it
 
 
 @dataclass(frozen=True)
-class Version:
+class VersionedHead:
     """A head that is or was in the store, and the tag that it had there."""
 
-    head: Head
-    tag: str
+    head: SessionHead
+    etag: str
 
 
 @dataclass(frozen=True)
 class ReadHead:
-    """Is sent a `Version`, or None where there is no head."""
+    """Is sent a `VersionedHead`, or None where there is no head."""
 
 
 @dataclass(frozen=True)
 class PutHead:
-    """Is sent the tag. tag: of the head that it replaces; None: only where there is none."""
+    """Is sent the new ETag. etag: of the head that it replaces; None: only where there is none."""
 
-    head: Head
-    tag: str | None
+    head: SessionHead
+    etag: str | None
 
 
 @dataclass(frozen=True)
@@ -73,12 +73,12 @@ class Wait:
     tries: int
 
 
-Step = ReadHead | PutHead | Upload | ListSnapshots | Delete | Wait
-Steps = Generator[Step, Any, T]
+StoreOperation = ReadHead | PutHead | Upload | ListSnapshots | Delete | Wait
+Operations = Generator[StoreOperation, Any, T]
 
 
 @dataclass(frozen=True)
-class Who:
+class LeaseRequest:
     """A writer. name: as others are told. now: by its clock, seconds since 1970. lease: seconds for
     which it takes a session, until it takes it for longer."""
 
@@ -91,12 +91,12 @@ class Who:
         return self.now + self.lease
 
 
-def create(who: Who) -> Steps[Version]:
+def create(who: LeaseRequest) -> Operations[VersionedHead]:
     """Begins a session and holds it. Raises InvalidArgument where there is one, HeldElsewhere where
     another has begun it and not committed yet."""
-    now: Version | None = yield from _read()
+    now: VersionedHead | None = yield from _read()
     if now is None:
-        head = Head(1, 0, new_nonce(), who.name, who.until)
+        head = SessionHead(1, 0, new_nonce(), who.name, who.until)
     elif (
         now.head.removed or not now.head.snapshot
     ):  # or begun by one who was killed before a commit
@@ -112,13 +112,13 @@ def create(who: Who) -> Steps[Version]:
         raise InvalidArgument("somebody else has begun a session of that name") from None
 
 
-def _require_free(head: Head, who: Who) -> None:
+def _require_free(head: SessionHead, who: LeaseRequest) -> None:
     """Raises HeldElsewhere where another writer may be at work."""
     if head.writer and who.now < head.expires < who.now + LONGEST:
         raise HeldElsewhere(f"{head.writer} is writing it", head.writer, head.expires)
 
 
-def acquire(who: Who, known: Version | None = None) -> Steps[Version]:
+def acquire(who: LeaseRequest, known: VersionedHead | None = None) -> Operations[VersionedHead]:
     """Takes a session that is there: from then on nobody who held it before can commit.
 
     known: the version that it is thought to be at, so that it need not be read.
@@ -126,7 +126,7 @@ def acquire(who: Who, known: Version | None = None) -> Steps[Version]:
     Raises NoObject where there is none, HeldElsewhere.
     """
     while True:
-        now: Version | None = known or (yield from _read())
+        now: VersionedHead | None = known or (yield from _read())
         if now is None or now.head.removed:
             raise NoObject("there is no such session")
         held = now.head
@@ -138,28 +138,30 @@ def acquire(who: Who, known: Version | None = None) -> Steps[Version]:
             known = None
 
 
-def renew(held: Version, who: Who) -> Steps[Version]:
+def renew(held: VersionedHead, who: LeaseRequest) -> Operations[VersionedHead]:
     """Holds a session for longer. Raises Moved where another has taken it."""
     return (yield from _replace(held, held.head.next(expires=who.until)))
 
 
-def release(held: Version) -> Steps[Version]:
+def release(held: VersionedHead) -> Operations[VersionedHead]:
     """Lets others take a session at once. Raises Moved where one has."""
-    return (yield from _replace(held, held.head.next(writer="", expires=NOBODY)))
+    return (yield from _replace(held, held.head.next(writer="", expires=RELEASED)))
 
 
-def upload(held: Version) -> Steps[str]:
+def upload(held: VersionedHead) -> Operations[str]:
     """Brings what is to be committed to the store; its name. Renewals may go on meanwhile."""
     name = snapshot_name(held.head)
     yield Upload(name)
     return name
 
 
-def commit(held: Version, snapshot: str, expires: float, writer: str) -> Steps[Version]:
+def commit(
+    held: VersionedHead, snapshot: str, expires: float, writer: str
+) -> Operations[VersionedHead]:
     """What was uploaded becomes the session, and what it was before goes.
 
-    expires, writer: of the head then; NOBODY and "" to let go of it in the same step. Raises Moved
-    where another has taken it, and what was uploaded is not the session nor was it ever.
+    expires, writer: of the new head; RELEASED and "" release the lease in the same operation.
+    Raises Moved where another writer has taken the session; the upload never was the session then.
     """
     before = held.head
     head = before.committed(snapshot, expires=expires, writer=writer)
@@ -168,15 +170,17 @@ def commit(held: Version, snapshot: str, expires: float, writer: str) -> Steps[V
     return after
 
 
-def remove(held: Version) -> Steps[None]:
+def remove(held: VersionedHead) -> Operations[None]:
     """There is no such session then."""
     names = yield ListSnapshots()
-    yield from _replace(held, held.head.next(snapshot="", removed=True, writer="", expires=NOBODY))
+    yield from _replace(
+        held, held.head.next(snapshot="", removed=True, writer="", expires=RELEASED)
+    )
     # Those of this epoch too: nobody else has it, and whoever begins anew has a greater one.
     yield from _delete([name for name in names if (epoch_of(name) or 0) <= held.head.epoch])
 
 
-def collect(held: Version) -> Steps[list[str]]:
+def collect(held: VersionedHead) -> Operations[list[str]]:
     """Removes what writers left that were killed; the names.
 
     Only who holds the session can know: what is named by an epoch before this one can be committed
@@ -195,7 +199,7 @@ def collect(held: Version) -> Steps[list[str]]:
     return left
 
 
-def _replace(before: Version | None, head: Head) -> Steps[Version]:
+def _replace(before: VersionedHead | None, head: SessionHead) -> Operations[VersionedHead]:
     """Puts a head in the place of another; whether that was done is known when this ends.
 
     An answer that was lost is made up for by reading: the nonce tells whether what is there is
@@ -207,14 +211,14 @@ def _replace(before: Version | None, head: Head) -> Steps[Version]:
         if tries:
             yield Wait(tries)
         try:
-            tag = yield PutHead(head, before.tag if before else None)
-            return Version(head, tag)
+            tag = yield PutHead(head, before.etag if before else None)
+            return VersionedHead(head, tag)
         except Conflict:
             pass  # perhaps of an earlier try of ours, whose answer was lost
         except StoreError as error:
             failure = error
         try:
-            now: Version | None = yield ReadHead()
+            now: VersionedHead | None = yield ReadHead()
         except StoreError as error:
             failure = error
             continue
@@ -222,32 +226,32 @@ def _replace(before: Version | None, head: Head) -> Steps[Version]:
             return now
         if now is None and before is not None:
             raise Moved("the session's head is gone from the store")
-        if now is None or (before is not None and now.tag == before.tag):
+        if now is None or (before is not None and now.etag == before.etag):
             continue
         if _is_committed(before, head, now):
-            return Version(head, tag=GONE)
+            return VersionedHead(head, GONE)
         if before is None or not _is_ours(before.head, head, now.head):
             raise Moved(_where(now.head))
         before = now  # by an earlier put of ours, of which we did not know
     raise failure or StoreError("the store refuses a change and shows no reason")
 
 
-def _is_ours(before: Head, wanted: Head, now: Head) -> bool:
+def _is_ours(before: SessionHead, wanted: SessionHead, now: SessionHead) -> bool:
     """Whether a head is one that we have renewed, who hold the session and put another."""
     renewed = (now.epoch, now.gen, now.writer) == (before.epoch, before.gen, before.writer)
     return renewed and wanted.epoch == before.epoch  # who takes a session does not hold it yet
 
 
-def _is_committed(before: Version | None, head: Head, now: Version) -> bool:
+def _is_committed(before: VersionedHead | None, head: SessionHead, now: VersionedHead) -> bool:
     """Whether that head was there for a moment, and others have taken the session since."""
     commits = before is not None and head.snapshot not in ("", before.head.snapshot)
     return commits and now.head.has_committed(head.snapshot)
 
 
-def _read() -> Steps[Version | None]:
+def _read() -> Operations[VersionedHead | None]:
     for tries in range(TRIES):
         try:
-            found: Version | None = yield ReadHead()
+            found: VersionedHead | None = yield ReadHead()
             return found
         except (CorruptFile, NewerFormat):  # it would be read again as it is
             raise
@@ -258,7 +262,7 @@ def _read() -> Steps[Version | None]:
     raise AssertionError
 
 
-def _delete(names: list[str]) -> Steps[None]:
+def _delete(names: list[str]) -> Operations[None]:
     for name in names:
         try:
             yield Delete(name)
@@ -266,7 +270,7 @@ def _delete(names: list[str]) -> Steps[None]:
             return
 
 
-def _where(head: Head) -> str:
+def _where(head: SessionHead) -> str:
     if head.removed:
         return "it was removed meanwhile"
     whom = f"{head.writer} has" if head.writer else "another writer, who let go of it since, had"

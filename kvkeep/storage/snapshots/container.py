@@ -23,16 +23,16 @@ from blake3 import blake3
 from torch import Tensor
 
 from kvkeep.errors import CorruptFile, StoreError
+from kvkeep.storage.files.atomic import atomic_writer
 from kvkeep.storage.files.tensors import (
     ALIGNMENT,
     DTYPE_NAMES,
-    Entry,
-    dense_pieces,
+    TensorEntry,
+    dense_chunks,
     header_bytes,
 )
-from kvkeep.storage.files.whole import replacing
-from kvkeep.storage.objects.place import Place, Target
-from kvkeep.storage.snapshots.header import NO_CHECKSUM, Placed, opened, read_header
+from kvkeep.storage.objects.paths import Source, Target
+from kvkeep.storage.snapshots.header import NO_CHECKSUM, TensorExtent, opened, read_header
 
 PADDING = "padding."  # begins the names of tensors that only fill up
 _PIECE = 1 << 22  # bytes read at once
@@ -75,16 +75,16 @@ def _send(target: Target, header: "_Header") -> int:
     def pieces() -> Iterator[bytes | memoryview]:
         yield sealed
         for tensor in header.laid_out.values():
-            yield from dense_pieces(tensor)
+            yield from dense_chunks(tensor)
 
-    target.receive(pieces)
+    target.write_chunks(pieces)
     return len(sealed) + sum(tensor.nbytes for tensor in header.laid_out.values())
 
 
 def _write_file(path: Path, header: "_Header") -> int:
     try:
         # Hashing, writing, and bringing to disk what is written go side by side.
-        with replacing(path) as file, ThreadPoolExecutor(_BESIDE) as beside:
+        with atomic_writer(path) as file, ThreadPoolExecutor(_BESIDE) as beside:
             digests = {name: beside.submit(_digest_of, t) for name, t in header.laid_out.items()}
             on_disk, waiting = [], file.write(bytes(header.size))
             for piece in _parts(header.laid_out.values()):
@@ -111,14 +111,14 @@ def _write_file(path: Path, header: "_Header") -> int:
 def _parts(tensors: Iterable[Tensor]) -> Iterator[bytes]:
     """The bytes of tensors in order, in pieces of at most `_PIECE`."""
     for tensor in tensors:
-        for piece in dense_pieces(tensor):
+        for piece in dense_chunks(tensor):
             for begin in range(0, len(piece), _PIECE):
                 yield piece[begin : begin + _PIECE]
 
 
 def _digest_of(tensor: Tensor) -> str:
     digest = blake3()
-    for piece in dense_pieces(tensor):
+    for piece in dense_chunks(tensor):
         digest.update(piece)
     return digest.hexdigest()
 
@@ -151,7 +151,7 @@ class _Header:
             "document": json.dumps(self.document),
         }
         entries = {
-            name: Entry(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), tensor.nbytes)
+            name: TensorEntry(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), tensor.nbytes)
             for name, tensor in self.laid_out.items()
         }
         return header_bytes(entries, metadata)
@@ -166,7 +166,7 @@ def _padded(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
 
 
 def read_container(
-    path: Place, kind: str, newest: int, only: Collection[str] | None = None
+    path: Source, kind: str, newest: int, only: Collection[str] | None = None
 ) -> Container:
     """Reads a file and checks every byte of it.
 
@@ -197,7 +197,9 @@ def read_container(
     return Container(header.document, tensors)
 
 
-def _read_tensors(file: BinaryIO, wanted: Mapping[str, Placed]) -> dict[str, tuple[Tensor, str]]:
+def _read_tensors(
+    file: BinaryIO, wanted: Mapping[str, TensorExtent]
+) -> dict[str, tuple[Tensor, str]]:
     """Tensors, and for each the checksum of just the bytes that it was given."""
     places = list(
         itertools.accumulate((_aligned(e.end - e.begin) for e in wanted.values()), initial=0)
@@ -230,7 +232,7 @@ def _read_into(into: memoryview, file: BinaryIO, begin: int, reading: ThreadPool
     return digest.hexdigest()
 
 
-def _tensor(room: mmap.mmap, place: int, entry: Placed) -> Tensor:
+def _tensor(room: mmap.mmap, place: int, entry: TensorExtent) -> Tensor:
     count, dtype = math.prod(entry.shape), _DTYPES[entry.dtype]
     if not count:
         return torch.empty(entry.shape, dtype=dtype, device="cpu")

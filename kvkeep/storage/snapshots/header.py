@@ -9,12 +9,21 @@ import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from blake3 import blake3
 
-from kvkeep.errors import CorruptFile, ForeignFile, NewerFormat, StoreError, TruncatedFile
-from kvkeep.storage.objects.place import Place
+from kvkeep.errors import (
+    CorruptFile,
+    ForeignFile,
+    InvalidArgument,
+    NewerFormat,
+    StoreError,
+    TruncatedFile,
+)
+from kvkeep.storage.files.atomic import check_writable
+from kvkeep.storage.objects.paths import Source, as_path
 
 SNAPSHOT, SNAPSHOT_FORMAT = "snapshot", 6  # the kind of a session's file, and the newest format
 NO_CHECKSUM = "0" * 64  # what stands for the header's checksum while it is computed
@@ -23,7 +32,7 @@ ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I8":
 _MAGIC, _CHECKSUM = b'{"__metadata__":{"kvkeep":', b'"checksum":"'
 
 
-def read_document(path: Place, kind: str, newest: int) -> dict[str, Any]:
+def read_document(path: Source, kind: str, newest: int) -> dict[str, Any]:
     """What a file says of itself, from its checked header; tensors are not looked at.
 
     Raises as `read_container`.
@@ -33,7 +42,7 @@ def read_document(path: Place, kind: str, newest: int) -> dict[str, Any]:
 
 
 @contextmanager
-def opened(path: Place) -> Iterator[BinaryIO]:
+def opened(path: Source) -> Iterator[BinaryIO]:
     try:
         with path.open("rb") as file:
             yield file
@@ -42,7 +51,7 @@ def opened(path: Place) -> Iterator[BinaryIO]:
 
 
 @dataclass(frozen=True)
-class Placed:
+class TensorExtent:
     """A tensor in a file. dtype: safetensors' name of it. begin, end: its bytes, from the file's
     first on."""
 
@@ -58,10 +67,10 @@ class Header:
 
     document: dict[str, Any]
     checksums: dict[str, str]
-    entries: dict[str, Placed]
+    entries: dict[str, TensorExtent]
 
 
-def read_header(file: BinaryIO, path: Place, kind: str, newest: int) -> Header:
+def read_header(file: BinaryIO, path: Source, kind: str, newest: int) -> Header:
     size = file.seek(0, 2)
     file.seek(0)
     start = file.read(8)
@@ -103,10 +112,10 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _checked(
-    path: Place, size: int, begin: int, metadata: dict[str, str], entries: dict[str, Any]
+    path: Source, size: int, begin: int, metadata: dict[str, str], entries: dict[str, Any]
 ) -> Header:
     """That the tensors fill the file from `begin` to its end, each as large as its shape says."""
-    found, end = dict[str, Placed](), begin
+    found, end = dict[str, TensorExtent](), begin
     for name, entry in entries.items():
         dtype, shape = entry["dtype"], tuple(entry["shape"])
         first, last = (begin + offset for offset in entry["data_offsets"])
@@ -114,7 +123,7 @@ def _checked(
             raise ValueError(f"tensor {name!r} has sizes that are no whole numbers")
         if (first, last) != (end, end + math.prod(shape) * ITEM_BYTES[dtype]) or last < first:
             raise ValueError(f"tensor {name!r} has another size or place than its shape asks for")
-        found[name], end = Placed(dtype, shape, first, last), last
+        found[name], end = TensorExtent(dtype, shape, first, last), last
     checksums, document = json.loads(metadata["checksums"]), json.loads(metadata["document"])
     if checksums.keys() != found.keys() or not isinstance(document, dict):
         raise ValueError("checksums and tensors do not match")
@@ -123,3 +132,64 @@ def _checked(
     if size > end:
         raise CorruptFile(f"{path} is corrupt: {size - end} bytes too many")
     return Header(document, checksums, found)
+
+
+@dataclass(frozen=True)
+class SnapshotSummary:
+    """tokens: all of them, those forgotten too. cells: that are held. notes: of whoever kept it."""
+
+    model: str
+    policy: str
+    max_kv_size: int
+    tokens: int
+    cells: int
+    notes: dict[str, Any]
+
+
+def read_summary(path: str | Source) -> SnapshotSummary:
+    """Raises StoreError and its kinds, as `Snapshot.load`; its cells are not looked at."""
+    found = read_document(as_path(path), SNAPSHOT, SNAPSHOT_FORMAT)
+    try:
+        segments = [each for each in found["segments"] if not each.get("local", False)]
+        policy = found["policy"]
+        says = SnapshotSummary(
+            found["model"],
+            policy["name"],
+            policy["max_kv_size"],
+            found["tokens"],
+            sum(each["length"] for each in segments),
+            found.get("notes", {}),
+        )
+    except (LookupError, TypeError, AttributeError) as error:
+        raise _corrupt(path, error) from error
+    kinds = (str, str, int, int, int, dict)
+    if [type(value) for value in vars(says).values()] != list(kinds):
+        raise _corrupt(path, says)
+    return says
+
+
+def _corrupt(path: str | Source, why: object) -> CorruptFile:
+    return CorruptFile(f"{path} is corrupt: no session says this of itself ({why!r:.200})")
+
+
+def check_output_path(path: Path, kind: str) -> None:
+    """Refuses, before any work, a place where a store's file cannot or should not be written.
+
+    kind: of file, "snapshot" or "calibration". Raises InvalidArgument; also where that would
+    replace a file that is none.
+    """
+    check_writable(path)
+    if not path.exists():
+        return
+    if not path.is_file():
+        raise InvalidArgument(f"{path} is a device or a pipe; expected a file to write to")
+    try:
+        if path.stat().st_size:
+            read_document(path, kind, newest=1)
+    except ForeignFile as error:
+        raise InvalidArgument(
+            f"{path} exists and is no {kind}, so it was left as it is; give another name, or "
+            "remove it first"
+        ) from error
+    except StoreError:
+        pass  # one that is newer or damaged: to be replaced

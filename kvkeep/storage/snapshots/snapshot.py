@@ -12,7 +12,7 @@ from torch import Tensor
 from kvkeep.cache import Bits, CacheState, Layout, Queries, Segment, Window
 from kvkeep.cache.checks import require, require_tensor
 from kvkeep.errors import CorruptFile
-from kvkeep.storage.objects.place import Place, Target, place_of
+from kvkeep.storage.objects.paths import Source, Target, as_path
 from kvkeep.storage.snapshots.codec import Codec, decode, encode
 from kvkeep.storage.snapshots.container import read_container, write_container
 from kvkeep.storage.snapshots.document import check_document, layout_of
@@ -129,7 +129,7 @@ class Snapshot:
         }
         if self.local_layout is not None:
             document["local_layout"] = _layout_entry(self.local_layout)
-        return write_container(place_of(path), SNAPSHOT, self._format, document, stored)
+        return write_container(as_path(path), SNAPSHOT, self._format, document, stored)
 
     @property
     def _format(self) -> int:
@@ -147,14 +147,14 @@ class Snapshot:
         return _OF_PLAIN_CELLS if plain else _OF_EVEN_CELLS
 
     @classmethod
-    def load(cls, path: str | Place) -> "Snapshot":
+    def load(cls, path: str | Source) -> "Snapshot":
         """Reads a snapshot and verifies every byte of it.
 
         path: of a file, or the URL of an object.
 
         Raises StoreError and its kinds: foreign, newer, truncated, corrupt.
         """
-        container = read_container(place_of(path), SNAPSHOT, SNAPSHOT_FORMAT)
+        container = read_container(as_path(path), SNAPSHOT, SNAPSHOT_FORMAT)
         document = container.document
         try:
             check_document(document)
@@ -178,9 +178,9 @@ class Snapshot:
         return MemoryState(self.tokens, self.serials, pins, self.hidden, self.logits, held)
 
 
-def describe(path: str | Place) -> dict[str, Any]:
+def describe(path: str | Source) -> dict[str, Any]:
     """What a snapshot file says of itself, from its checked header alone. Raises as `load`."""
-    document = read_document(place_of(path), SNAPSHOT, SNAPSHOT_FORMAT)
+    document = read_document(as_path(path), SNAPSHOT, SNAPSHOT_FORMAT)
     try:
         check_document(document)
     except (LookupError, ValueError, TypeError, AttributeError) as error:
@@ -188,7 +188,7 @@ def describe(path: str | Place) -> dict[str, Any]:
     return document
 
 
-def _corrupt(path: str | Place, error: Exception) -> CorruptFile:
+def _corrupt(path: str | Source, error: Exception) -> CorruptFile:
     return CorruptFile(
         f"{path} is corrupt: no session could be so, though each byte is as it was written "
         f"({error!r}). Restore it from a copy, or evaluate the text again"

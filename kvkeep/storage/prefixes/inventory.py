@@ -5,13 +5,15 @@ block of a prompt follows on the digest of its model.
 """
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-BLOCK = 256  # tokens
-ENDING = ".kvblock"
+from kvkeep.storage.objects import ObjectStore
+
+BLOCK_TOKENS = 256  # tokens
+BLOCK_SUFFIX = ".kvblock"
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class StoredPrompt:
 
     @property
     def tokens(self) -> int:
-        return BLOCK * len(self.blocks)
+        return BLOCK_TOKENS * len(self.blocks)
 
     @property
     def nbytes(self) -> int:
@@ -83,9 +85,52 @@ def stored_prompts(folder: Path) -> list[StoredPrompt]:
 def _blocks(folder: Path) -> Iterator[StoredBlock]:
     with os.scandir(folder) as entries:
         for entry in entries:
-            parent, _, key = entry.name.removesuffix(ENDING).partition("-")
-            if not entry.name.endswith(ENDING) or not key:
+            parent, _, key = entry.name.removesuffix(BLOCK_SUFFIX).partition("-")
+            if not entry.name.endswith(BLOCK_SUFFIX) or not key:
                 continue
             with suppress(FileNotFoundError):  # another process removes it
                 status = entry.stat()
                 yield StoredBlock(parent, key, entry.path, status.st_size, status.st_mtime)
+
+
+_ALL = "prefixes/"
+
+
+def folder_of(owner: str) -> str:
+    """Where an owner's blocks lie, each as PARENT/KEY.kvblock."""
+    return f"{_ALL}{owner}/"
+
+
+def stored_blocks(objects: ObjectStore, owner: str | None = None) -> Iterator[StoredBlock]:
+    """Of all owners, unless one is named. used: when it was written; a store does not tell when it
+    was read. Raises StoreError."""
+    for stored in objects.list_objects(_ALL if owner is None else folder_of(owner)):
+        *_, parent, name = stored.key.split("/")
+        if name.endswith(BLOCK_SUFFIX):
+            key = name.removesuffix(BLOCK_SUFFIX)
+            yield StoredBlock(parent, key, stored.key, stored.size, stored.modified)
+
+
+def make_room(objects: ObjectStore, max_bytes: int) -> tuple[int, int]:
+    """Removes blocks of all owners' prompts down to a size; the bytes freed, and those left.
+
+    The prompt whose end was written first goes first, from its end: what is left of a prompt can
+    be used. Whoever would read one that goes evaluates it anew. Raises StoreError.
+    """
+    stored = list(stored_blocks(objects))
+    total, freed = sum(block.nbytes for block in stored), 0
+    for block in _going(stored):
+        if total - freed <= max_bytes:
+            break
+        objects.delete(block.where)
+        freed += block.nbytes
+    return freed, total - freed
+
+
+def _going(stored: Sequence[StoredBlock]) -> Iterator[StoredBlock]:
+    """All, in order. Those that are of no prompt, which only mischief makes, are the first."""
+    prompts = prompts_of(stored)
+    of_prompts = {block.where for prompt in prompts for block in prompt.blocks}
+    yield from (block for block in stored if block.where not in of_prompts)
+    for prompt in reversed(prompts):
+        yield from reversed(prompt.blocks[-prompt.own :])

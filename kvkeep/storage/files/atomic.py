@@ -5,9 +5,10 @@ import fcntl
 import json
 import os
 import secrets
+import shutil
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -17,7 +18,7 @@ TEMPORARY = ".kvkeep-writing-"
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
+def atomic_writer(path: Path) -> Iterator[BinaryIO]:
     """A file to write that takes the place of `path` when the block ends without an exception.
 
     It is written beside its place, so that renaming it is atomic, and is on disk before the
@@ -30,7 +31,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     replaced = _status(path)
     if replaced is not None and not stat.S_ISREG(replaced.st_mode):
         raise OSError(errno.EINVAL, "it is not a regular file")
-    sweep(path.parent)
+    sweep_temporaries(path.parent)
     file, temporary = _temporary(path)
     try:
         with file:
@@ -52,15 +53,15 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         ) from error
 
 
-def write_whole(path: Path, content: bytes) -> None:
+def write_atomic(path: Path, content: bytes) -> None:
     """The file holds all of `content`, or what it held before: never a part.
 
-    A pipe or a device is written into. Raises as `replacing`.
+    A pipe or a device is written into. Raises as `atomic_writer`.
     """
     if _is_special(path):
         path.write_bytes(content)
         return
-    with replacing(path) as file:
+    with atomic_writer(path) as file:
         file.write(content)
 
 
@@ -68,11 +69,11 @@ def write_json(path: Path | None, result: dict[str, Any]) -> None:
     """Where a place was asked for: None writes nothing."""
     if path is not None:
         text = json.dumps(result, indent=1, ensure_ascii=False, allow_nan=False)
-        write_whole(path, f"{text}\n".encode())
+        write_atomic(path, f"{text}\n".encode())
 
 
 def check_writable(path: Path) -> None:
-    """Raises InvalidArgument if `write_whole` could not write there. Changes nothing."""
+    """Raises InvalidArgument if `write_atomic` could not write there. Changes nothing."""
     if path.is_dir():
         raise InvalidArgument(f"{path} is a folder; expected a file to write to")
     if _is_special(path):
@@ -100,7 +101,7 @@ def fsync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def sweep(folder: Path) -> list[Path]:
+def sweep_temporaries(folder: Path) -> list[Path]:
     """Removes what killed writers left in a folder, and says what that was.
 
     A writer holds a lock on its file, which the system lets go of when it dies: a process number
@@ -153,3 +154,62 @@ def _status(path: Path) -> os.stat_result | None:
         return path.stat()
     except FileNotFoundError:
         return None
+
+
+PARTIAL = ".partial"
+
+
+@contextmanager
+def atomic_folder(final: Path) -> Iterator[Path]:
+    """A folder to fill that takes the place of `final` when the block ends without an exception.
+
+    All of it is on disk before it appears under its name, by one rename. Only one process at a
+    time may make folders beside each other; what one that was killed left goes by
+    `sweep_partial_folders`.
+
+    Raises OSError.
+    """
+    partial = final.with_name(final.name + PARTIAL)
+    partial.mkdir()
+    try:
+        yield partial
+        for path in [*partial.rglob("*"), partial]:
+            _to_disk(path)
+        if final.exists():
+            remove_folder(final)
+        partial.rename(final)
+        fsync_folder(final.parent)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def remove_folder(folder: Path) -> None:
+    """Gone at once under its name, then for good: never a half-removed folder under its name."""
+    doomed = folder.with_name(f"{folder.name}.old{PARTIAL}")
+    folder.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def folder_bytes(folder: Path) -> int:
+    """What all files below a folder take, and nothing if it is not there. No link is followed."""
+    found = 0
+    for path in folder.rglob("*"):
+        with suppress(FileNotFoundError):  # removed meanwhile
+            status = path.lstat()
+            found += status.st_size if stat.S_ISREG(status.st_mode) else 0
+    return found
+
+
+def sweep_partial_folders(parent: Path) -> None:
+    """Removes what killed processes left half-made or half-removed. Call it when no one makes."""
+    for path in parent.glob("*" + PARTIAL):
+        shutil.rmtree(path)
+
+
+def _to_disk(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from kvkeep.errors import InvalidArgument
-from kvkeep.storage.files.whole import (
+from kvkeep.storage.files.atomic import (
     TEMPORARY,
+    atomic_writer,
     check_writable,
-    replacing,
-    sweep,
+    sweep_temporaries,
+    write_atomic,
     write_json,
-    write_whole,
 )
 
 
@@ -24,7 +24,7 @@ def test_a_written_file_replaces_the_old_one_and_nothing_else(tmp_path: Path) ->
     link.symlink_to(file)
     check_writable(link)
     assert file.read_text() == "old"
-    write_whole(link, b"new")
+    write_atomic(link, b"new")
     assert file.read_text() == "new"
     assert file.stat().st_mode & 0o777 == 0o640
     assert link.is_symlink()
@@ -44,7 +44,7 @@ def test_a_pipe_is_written_into_and_stays(tmp_path: Path) -> None:
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     check_writable(pipe)
-    write_whole(pipe, b"numbers")
+    write_atomic(pipe, b"numbers")
     assert os.read(reader, 100) == b"numbers"
     assert pipe.is_fifo()
     os.close(reader)
@@ -53,7 +53,7 @@ def test_a_pipe_is_written_into_and_stays(tmp_path: Path) -> None:
 def test_a_writer_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     file.write_text("old")
-    with pytest.raises(ZeroDivisionError), replacing(file) as out:
+    with pytest.raises(ZeroDivisionError), atomic_writer(file) as out:
         out.writelines(b"%d" % (1 // left) for left in (2, 1, 0))
     assert file.read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
@@ -61,7 +61,7 @@ def test_a_writer_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path
 
 def test_nothing_is_seen_of_a_file_before_it_is_whole(tmp_path: Path) -> None:
     file = tmp_path / "report.json"
-    with replacing(file) as out:
+    with atomic_writer(file) as out:
         out.write(b"half")
         out.flush()
         assert not file.exists()
@@ -71,10 +71,10 @@ def test_nothing_is_seen_of_a_file_before_it_is_whole(tmp_path: Path) -> None:
 def test_what_the_dead_left_is_swept_and_what_is_being_written_is_not(tmp_path: Path) -> None:
     left = tmp_path / f"{TEMPORARY}0123456789abcdef.json"
     left.write_text("half")
-    with replacing(tmp_path / "report.json") as out:
+    with atomic_writer(tmp_path / "report.json") as out:
         assert not left.exists()
         left.write_text("half")
-        assert sweep(tmp_path) == [left]
+        assert sweep_temporaries(tmp_path) == [left]
         out.write(b"whole")
     assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
 
@@ -83,7 +83,7 @@ def test_what_the_dead_left_is_swept_and_what_is_being_written_is_not(tmp_path: 
 def test_what_is_no_file_is_never_replaced(tmp_path: Path, place: str) -> None:
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(OSError, match="not a regular file"), replacing(tmp_path / place):
+    with pytest.raises(OSError, match="not a regular file"), atomic_writer(tmp_path / place):
         raise AssertionError("nothing is to be written")
 
 
