@@ -1,4 +1,4 @@
-"""Policies: what a session remembers when its budget is reached. One file, one policy."""
+"""Policies: what a session does when its budget is reached."""
 
 from dataclasses import fields
 from typing import Any, TypedDict
@@ -11,8 +11,7 @@ from kvkeep.policies.archive import Archive
 from kvkeep.policies.base import Policy
 from kvkeep.policies.full import Full
 from kvkeep.policies.self_extend import SelfExtend
-from kvkeep.policies.shift import Shift
-from kvkeep.policies.sliding import Sliding
+from kvkeep.policies.sliding import Shift, Sliding
 
 __all__ = [
     "POLICIES",
@@ -34,7 +33,7 @@ POLICIES: dict[str, type[Policy]] = {
 
 
 class PolicySettings(TypedDict, total=False):
-    """PolicySettings of policies by name, for `Model.session`; None for the policy's default."""
+    """Settings of policies by name, for `Model.session`; None for the policy's default."""
 
     discard: int | None
     group: int | None
@@ -45,52 +44,55 @@ class PolicySettings(TypedDict, total=False):
 
 
 def make_policy(name: str, max_kv_size: int, **settings: int | float | str | None) -> Policy:
-    """The policy of that name; a setting that is None is left at its default.
+    """Return the policy of a name; a setting that is None takes its default.
 
-    Raises InvalidArgument for an unknown name, a setting that the policy does not have, or a
-    number out of range.
+    Raises:
+        InvalidArgument: for an unknown name, a setting that the policy does not have, or a number
+            out of range.
     """
-    given = {key: value for key, value in settings.items() if value is not None}
-    kind: Any = POLICIES[validation.one_of("policy", name, sorted(POLICIES))]
-    for key in given:
-        if key not in _settings(kind):
-            having = [each.name for each in POLICIES.values() if key in _settings(each)]
+    policy_class: Any = POLICIES[validation.one_of("policy", name, sorted(POLICIES))]
+    chosen = {key: value for key, value in settings.items() if value is not None}
+    for key in chosen:
+        if key not in _setting_names(policy_class):
+            others = [policy.name for policy in POLICIES.values() if key in _setting_names(policy)]
             raise InvalidArgument(
                 f'policy "{name}" has no setting {key!r}'
-                + (f"; it is one of {', '.join(having)}" if having else "")
+                + (f"; it is a setting of {', '.join(others)}" if others else "")
             )
-    policy: Policy = kind(max_kv_size, **given)
+    policy: Policy = policy_class(max_kv_size, **chosen)
     return policy
 
 
 def longest(name: str, trained: int, **settings: int | float | str | None) -> int:
-    """The largest budget that a policy can have for a model trained to `trained` positions.
+    """Return the largest budget of a policy for a model trained to `trained` positions.
 
-    Raises as `make_policy`.
+    Raises as `make_policy` does.
     """
     return make_policy(name, trained, **settings).longest(trained)
 
 
-def _settings(kind: type[Policy]) -> list[str]:
-    return [field.name for field in fields(kind)]
+def _setting_names(policy: type[Policy]) -> list[str]:
+    return [field.name for field in fields(policy)]
 
 
 def checked_bits(policy: Policy | str, bits: Bits) -> Bits:
-    """In how many bits a session of that policy, or of a policy of that name, keeps its cells.
+    """Check the bits of cells for a policy, or for the policy of a name, and return them.
 
-    Raises InvalidArgument for unknown bits, for both at once, and where nothing is far.
+    Raises:
+        InvalidArgument: for unknown bits, for both kinds at once, and for `far` if the policy has
+            no cells outside a window.
     """
     name = policy if isinstance(policy, str) else policy.name
-    for option, found in (("kv_bits", bits.kv), ("far_bits", bits.far)):
-        if found is not None and not (isinstance(found, str) and found in BITS):
-            known = ", ".join(f'"{each}"' for each in BITS)
-            raise InvalidArgument(f"{option} must be one of {known}; found {found!r}")
+    for option, value in (("kv_bits", bits.kv), ("far_bits", bits.far)):
+        if value is not None and not (isinstance(value, str) and value in BITS):
+            known = ", ".join(f'"{key}"' for key in BITS)
+            raise InvalidArgument(f"{option} must be one of {known}; found {value!r}")
     if bits.kv and bits.far:
         raise InvalidArgument(
-            "kv_bits is of all cells and far_bits of all but the window's: give one of them"
+            "kv_bits applies to all cells and far_bits to all but the window's: give one of them"
         )
     if bits.far and name == Full.name:
         raise InvalidArgument(
-            f'far_bits is of cells beyond a window, and policy "{name}" has none: use kv_bits'
+            f'far_bits applies to cells outside a window, and policy "{name}" has none: use kv_bits'
         )
     return bits

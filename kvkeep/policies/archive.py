@@ -1,4 +1,4 @@
-"""Policy `archive`: the bounded memory with a past."""
+"""Policy `archive`: a window, and a compressed archive of what is older."""
 
 from collections.abc import Set
 from dataclasses import dataclass, field, replace
@@ -21,38 +21,38 @@ from kvkeep.compression.methods import (
     make_method,
 )
 from kvkeep.errors import InvalidArgument
-from kvkeep.policies.archived import (
-    append,
+from kvkeep.policies.archive_cells import (
+    append_to_archive,
     archived_cells,
     archived_segments,
-    as_seen,
-    in_window,
-    oldest,
+    at_seen_positions,
+    halve_distances,
+    oldest_window_cells,
     replace_archive,
 )
-from kvkeep.policies.base import Policy, open_anchors, pinned_beyond, pinned_cells
-from kvkeep.policies.distance import draw_closer
+from kvkeep.policies.base import Policy, cells_to_pin, open_anchors, pinned_cells, window_cells
 
-SLACK = 8  # a full archive gives up one of so many cells, and is then not full for a while
+SLACK = 8  # compressing a full archive frees one in so many cells, so it is not full for a while
 
 
 @dataclass(frozen=True)
 class Archive(Policy):
-    """Anchors exactly, what is older than a window compressed, and the window exactly.
+    """Exact anchors, an exact window, and a compressed archive of the cells between them.
 
     The first `keep` cells and the pinned ones are anchors. The window holds at most `window +
-    block` cells. When it is full, its oldest `block` go into the archive, compressed by `ratio`.
-    When the archive is full, all of it and the block are compressed together: what is older has
-    been through that more often, and is coarser. Blocks end where they would in any prefill step.
+    block` cells. When it is full, its oldest `block` cells go into the archive, compressed by
+    `ratio`. When the archive is full, all of it and the block are compressed together: older cells
+    were compressed more often, and are coarser. Blocks end at the same tokens for any prefill step.
 
-    Nothing is seen from further than `span` positions: before that, distances beyond the window
-    are halved, by rotating the archive's keys once more.
+    No cell is seen from further than `span` positions: before that would happen, distances beyond
+    the window are halved, by rotating the archive's keys once more.
 
-    method, ratio: how what leaves the window is compressed, and how much; "" for what is best for
-    what is known of the model. budget: how layers and KV
-    heads share the archive; "" for what is best for the method. window, block, span: 0 for what
-    fits the budget. seed: of method "random". statistics: what is known of the model, by the
-    calibration with the digest `calibrated_by`.
+    method, ratio: how blocks are compressed, and how much; method "" for the best one that the
+        available calibration allows.
+    budget: how layers and KV heads share the archive; "" for the method's best.
+    window, block, span: 0 for values that fit `max_kv_size`.
+    seed: of method "random".
+    statistics: the model's calibration, whose digest is `calibrated_by`.
     """
 
     name: ClassVar[str] = "archive"
@@ -79,15 +79,15 @@ class Archive(Policy):
         super().__post_init__()
 
     def for_model(self, trained: int) -> Self:
-        """What is seen furthest is no further than the model was trained for."""
-        fitting = super().for_model(trained)
+        """Return the policy with a span of at most what the model was trained for."""
+        fitted = super().for_model(trained)
         span = self.span or min(2 * self.max_kv_size, trained)
         if span > trained:
             raise InvalidArgument(
                 f"span must be up to {trained}, the positions that the model was trained for; "
                 f"found {span}"
             )
-        return replace(fitting, span=span)
+        return replace(fitted, span=span)
 
     @property
     def shared(self) -> str:
@@ -95,17 +95,17 @@ class Archive(Policy):
         return self.budget or self.by.budget
 
     def settings(self) -> dict[str, Any]:
-        """Of the budget only what was said: earlier releases know of none."""
+        """Return the settings; `budget` only if it was set, so that old releases read the rest."""
         settings = super().settings() | {"method": self.by.name}
         return settings if self.budget else {k: v for k, v in settings.items() if k != "budget"}
 
     @property
     def reach(self) -> int:
-        """The furthest that anything is seen from."""
+        """The furthest distance from which a cell is seen."""
         return self.span or 2 * self.max_kv_size
 
     def limit(self, pinned: int) -> int:
-        """The most cells of the archive, where so many are pinned beyond the kept ones."""
+        """Return the most cells of the archive. pinned: cells pinned beyond the kept ones."""
         return self.max_kv_size - self.keep - pinned - self.window - self.block
 
     def calibrated(self, statistics: Statistics, digest: str) -> Self:
@@ -117,7 +117,7 @@ class Archive(Policy):
 
     @property
     def by(self) -> Method:
-        """What decides what is kept."""
+        """The compression method."""
         return make_method(self.method or best_method(None))
 
     @property
@@ -141,8 +141,8 @@ class Archive(Policy):
         cells, limit = sum(s.length for s in archived), self.limit(pinned_cells(cache, self.keep))
         if cells > limit or not all(segment.anchor for segment in archived):
             raise InvalidArgument(
-                f"no cache of this policy could be so: found {cells} archived cells of {limit}, "
-                f"in {sum(not segment.anchor for segment in archived)} segments that are no anchors"
+                f"a cache of this policy cannot have {cells} archived cells of {limit}, in "
+                f"{sum(not segment.anchor for segment in archived)} segments that are not anchors"
             )
 
     def room(self, cache: KVCache) -> int | None:
@@ -158,40 +158,43 @@ class Archive(Policy):
         size = self.window + self.block
         newest = cache.open_window(size)
         newest.lazy_growth = any(not s.anchor for s in cache.segments[:-1])
-        count = min(wanted, size - in_window(cache))
+        count = min(wanted, size - window_cells(cache))
         newest.reserve(newest.length + count + min(ahead, size - newest.length - count))
         return count
 
     def settle(self, cache: KVCache) -> list[Compression]:
-        done: list[Compression] = []
-        while in_window(cache) >= self.window + self.block:
-            self._archive(cache, done)
-        if done:
-            self._draw_closer(cache)
-        return done
+        compressions: list[Compression] = []
+        while window_cells(cache) >= self.window + self.block:
+            compressions += self._archive_block(cache)
+        if compressions:
+            self._limit_distances(cache)
+        return compressions
 
-    def _archive(self, cache: KVCache, done: list[Compression]) -> None:
-        """Compresses the oldest block of the window into the archive."""
+    def _archive_block(self, cache: KVCache) -> list[Compression]:
+        """Compress the oldest block of the window into the archive."""
         count = max(1, int(self.block / self.ratio))
         archived = archived_segments(cache)
-        runs = [as_seen(cache, oldest(cache, self.block))]
+        runs = [at_seen_positions(cache, oldest_window_cells(cache, self.block))]
         limit = self.limit(pinned_cells(cache, self.keep))
         if sum(segment.length for segment in archived) + count > limit:
             runs = [*archived_cells(cache, archived), *runs]
             archived, count = [], limit - limit // SLACK
-        for cells in self._compressed(cache, runs, count, done):
-            append(cache, archived, cells, limit)
+        results = self._compress(cache, runs, count)
+        for cells, _ in results:
+            if len(cells):
+                append_to_archive(cache, archived, cells, limit)
         replace_archive(cache, archived)
         Window(moves=True).forget(cache.segments, self.block)
         cache.segments = [segment for segment in cache.segments if segment.length]
+        return [compression for _, compression in results]
 
     def check(self, pinned: int = 0) -> None:
         super().check(pinned)
         check_shared(self.by, self.shared)
         if self.by.reconstructs:
             raise InvalidArgument(
-                f'method "{self.method}" has the whole text repeated, and an archive never holds '
-                'all of it: take "kvzap" with a calibration, or compress a "full" session at once'
+                f'method "{self.method}" repeats the whole text, which an archive does not hold: '
+                'use "kvzap" with a calibration, or compress a "full" session'
             )
         if self.ratio < 1:
             raise InvalidArgument(f"ratio must be 1 or more; found {self.ratio}")
@@ -216,7 +219,7 @@ class Archive(Policy):
             )
 
     def changed(self, cache: KVCache, pins: Set[int], **settings: Any) -> Self:
-        """As `Sliding.changed`; what is in the archive stays there."""
+        """Change the anchors as `Sliding.changed` does; archived cells stay in the archive."""
         changed = self.with_settings(**settings)
         if (
             changed.keep != self.keep
@@ -226,20 +229,21 @@ class Archive(Policy):
                 f"keep was {self.keep} when the first tokens were archived, and stays so; pin "
                 "tokens of the window instead"
             )
-        changed.check(pinned_beyond(cache, changed.keep, pins))
+        changed.check(cells_to_pin(cache, changed.keep, pins))
         changed._regroup(cache, pins)
         return changed
 
     def _regroup(self, cache: KVCache, pins: Set[int]) -> None:
         cache.regroup(lambda rank, serial: serial == NO_TOKEN or rank < self.keep or serial in pins)
-        self.settle(cache)  # what is no longer kept or pinned may be too much for the window
+        self.settle(cache)  # the window may overflow with cells that are no longer anchors
         archived, limit = archived_segments(cache), self.limit(pinned_cells(cache, self.keep))
         if sum(segment.length for segment in archived) > limit:
             coarser: list[Segment] = []
-            for fewer in self._compressed(cache, archived_cells(cache, archived), limit, []):
-                append(cache, coarser, fewer, limit)
+            for cells, _ in self._compress(cache, archived_cells(cache, archived), limit):
+                if len(cells):
+                    append_to_archive(cache, coarser, cells, limit)
             replace_archive(cache, coarser)
-        self._draw_closer(cache)
+        self._limit_distances(cache)
 
     def _candidates(self, cache: KVCache, cells: Cells, newest: int) -> Candidates:
         queries = cache.observer.queries() if cache.observer else None
@@ -255,28 +259,24 @@ class Archive(Policy):
             newest=newest,
         )
 
-    def _compressed(
-        self, cache: KVCache, runs: list[Cells], count: int, done: list[Compression]
-    ) -> list[Cells]:
-        """`count` cells in the place of many: chunk by chunk, or all at once if heads compete.
+    def _compress(
+        self, cache: KVCache, runs: list[Cells], count: int
+    ) -> list[tuple[Cells, Compression]]:
+        """Compress cells to `count`: chunk by chunk, or all at once if heads share the budget.
 
-        runs: oldest first.
+        runs: oldest first. Some of the results may have no cells.
         """
         method, newest = self.by, max(int(cells.positions.max()) for cells in runs)
-        found: list[tuple[Cells, Compression]]
         if self.shared == "heads":
             assert isinstance(method, Eviction)
             candidates = [self._candidates(cache, cells, newest) for cells in runs]
-            found = [fewer_together(method, candidates, count)]
-        else:
-            together = Cells.concatenate([as_compressed(cells) for cells in runs])
-            found = list(compress(method, self._candidates(cache, together, newest), count))
-        done += [compression for _, compression in found]
-        return [cells for cells, _ in found if len(cells)]
+            return [fewer_together(method, candidates, count)]
+        merged = Cells.concatenate([as_compressed(cells) for cells in runs])
+        return list(compress(method, self._candidates(cache, merged, newest), count))
 
-    def _draw_closer(self, cache: KVCache) -> None:
-        """Before the first cell is seen from too far; that is, before the next block is full."""
-        inside = in_window(cache)
-        # Pinned cells may lie among those of the window, which are the newest but for them.
+    def _limit_distances(self, cache: KVCache) -> None:
+        """Halve distances if a cell would be seen from too far before the next block is full."""
+        inside = window_cells(cache)
+        # The window has the newest cells except for pinned ones, which may be among them.
         near = cache.time - inside - pinned_cells(cache, self.keep)
-        draw_closer(cache, near, self.reach - (self.window + self.block - inside))
+        halve_distances(cache, near, self.reach - (self.window + self.block - inside))

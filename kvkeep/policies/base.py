@@ -1,4 +1,4 @@
-"""What a policy is: the choice of segments, and what happens when the budget is reached."""
+"""The interface of a policy: the choice of segments, and what happens at the budget."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence, Set
@@ -13,11 +13,11 @@ from kvkeep.errors import InvalidArgument
 
 @dataclass(frozen=True)
 class Policy(ABC):
-    """Decides where new cells go and which ones stay; a value that many sessions may share.
+    """A rule for where new cells go and which ones stay; an immutable value.
 
-    The cells are in the cache, and which tokens are pinned is the session's business: a policy is
-    handed both. Numbers that are out of range or do not go together raise InvalidArgument when it
-    is made.
+    Sessions may share a policy: the cells are in the cache and the pins in the session, which
+    passes both to the methods here. The constructor raises InvalidArgument for settings that are
+    out of range or contradict each other.
 
     max_kv_size: the most cells held after any call.
     """
@@ -37,29 +37,33 @@ class Policy(ABC):
     @property
     @abstractmethod
     def keep(self) -> int:
-        """How many of the first cells stay for ever."""
+        """How many of the first cells are never evicted."""
 
     @property
     @abstractmethod
     def exact(self) -> int:
-        """How many first tokens are held, and see each other, as if every token were.
+        """How many first tokens have full attention among each other.
 
-        That is, before any is forgotten, compressed or grouped.
+        That is, how many fit before any is evicted, compressed or grouped.
         """
 
     @property
     def observed(self) -> int:
-        """How many of the newest tokens' queries it decides by: they are to be evaluated here."""
+        """How many of the newest tokens' queries the policy decides by.
+
+        These tokens must be evaluated rather than read from a prefix store.
+        """
         return 0
 
     def longest(self, trained: int) -> int:
-        """The largest budget that it can have for a model trained to `trained` positions."""
+        """Return the largest budget for a model trained to `trained` positions."""
         return trained
 
     def for_model(self, trained: int) -> Self:
-        """The same policy for a model trained to `trained` positions.
+        """Return the policy for a model trained to `trained` positions.
 
-        Raises InvalidArgument where that model cannot look as far as the policy would need.
+        Raises:
+            InvalidArgument: if distances could exceed what the model was trained for.
         """
         if self.max_kv_size > (most := self.longest(trained)):
             raise InvalidArgument(
@@ -69,18 +73,25 @@ class Policy(ABC):
         return self
 
     def check(self, pinned: int = 0) -> None:
-        """Raises InvalidArgument where its numbers do not go together.
+        """Check that the settings fit together.
 
-        pinned: cells that are pinned beyond the first `keep`.
+        pinned: number of cells that are pinned beyond the first `keep`.
+
+        Raises:
+            InvalidArgument: says which settings do not fit.
         """
         validation.whole("max_kv_size", self.max_kv_size, 1)
 
     def settings(self) -> dict[str, Any]:
-        """What `make_policy` needs, beside the name, to make this policy again; JSON values."""
+        """Return the settings with which `make_policy` makes this policy again; JSON values."""
         return {field.name: getattr(self, field.name) for field in fields(self) if field.repr}
 
     def with_settings(self, **settings: Any) -> Self:
-        """The same with other settings. Raises InvalidArgument for one that it does not have."""
+        """Return the policy with other settings.
+
+        Raises:
+            InvalidArgument: for a setting that it does not have, or a value out of range.
+        """
         for key in settings:
             if key not in self.settings():
                 raise InvalidArgument(
@@ -95,22 +106,27 @@ class Policy(ABC):
         return ""
 
     def calibrated(self, statistics: Statistics, digest: str) -> Self:
-        """The same, deciding by what is known of the model; digest: of that.
+        """Return the policy with a model's calibration. digest: of the calibration.
 
-        Raises InvalidArgument for a policy that has no use for it.
+        Raises:
+            InvalidArgument: if the policy does not use one.
         """
         raise InvalidArgument(f'policy "{self.name}" has no use for a calibration')
 
     def require_known(self) -> None:
-        """Raises InvalidArgument where it would decide by a calibration that it was not given."""
-        return  # most decide by none
+        """Raise InvalidArgument if it needs a calibration that it does not have."""
+        return  # most policies need none
 
     def discards(self, cache: KVCache) -> int:
-        """How many of the oldest cells go at once at the budget; 0 where they do not."""
+        """Return how many of the oldest cells are evicted at once at the budget; 0 for none."""
         return 0
 
     def check_held(self, cache: KVCache) -> None:
-        """Raises InvalidArgument where under this policy no cache could be as this one is."""
+        """Check that a cache could be one of this policy.
+
+        Raises:
+            InvalidArgument: says what the policy could not have led to.
+        """
         self.check(pinned_cells(cache, self.keep))
         _require(cache.cells <= self.max_kv_size, f"{cache.cells} cells of {self.max_kv_size}")
         for segment in cache.segments:
@@ -121,16 +137,15 @@ class Policy(ABC):
             )
             _require(segment.map.group == self.group_of(segment), "cells grouped in another way")
             _require(self.compresses or not segment.compressed, "compressed cells")
-        window = self.most_in_window(cache)
-        inside = sum(segment.length for segment in cache.segments if not segment.anchor)
+        window, inside = self.most_in_window(cache), window_cells(cache)
         _require(inside <= window, f"{inside} cells in a window of {window}")
 
     @abstractmethod
     def most_in_window(self, cache: KVCache) -> int:
-        """The most cells that are no anchors, between two steps."""
+        """Return the most cells that are not anchors, between two steps."""
 
     def group_of(self, segment: Segment) -> int:
-        """How many positions are one in the segment's map."""
+        """Return how many times share a position in the segment's map."""
         return 1
 
     @property
@@ -140,47 +155,54 @@ class Policy(ABC):
 
     @abstractmethod
     def room(self, cache: KVCache) -> int | None:
-        """How many more tokens the cache can take; None if there is no end."""
+        """Return how many more tokens the cache can take; None for no limit."""
 
     @abstractmethod
     def open(self, cache: KVCache, wanted: int, ahead: int = 0) -> int:
-        """Makes the last segment the one for the next tokens, right before they come.
+        """Make the last segment the one for the next tokens; called right before each step.
 
-        Returns how many of the `wanted` (at least 1) go there in one step: at least 1. ahead: how
-        many are known to follow, so that storage need not grow for each step.
+        Returns how many of the `wanted` tokens (at least 1) go there in one step: at least 1.
+        ahead: how many tokens are known to follow, so that storage need not grow in each step.
         """
 
     def settle(self, cache: KVCache) -> Sequence[Compression]:
-        """Puts the cache in order once a step is done. Returns what was compressed."""
+        """Restore the policy's bounds after a step. Returns what was compressed for that."""
         return ()
 
     def changed(self, cache: KVCache, pins: Set[int], **settings: Any) -> Self:
-        """The same with other settings, for a cache in use, which is put in order.
+        """Return the policy with other settings, and adapt a cache in use to it.
 
-        pins: serials of the pinned tokens from now on. Raises InvalidArgument before changing
-        anything.
+        pins: serials of the tokens that are pinned from now on.
+
+        Raises:
+            InvalidArgument: before anything was changed.
         """
         return self.with_settings(**settings)
 
 
-def _require(holds: bool, found: str) -> None:
-    if not holds:
-        raise InvalidArgument(f"no cache of this policy could be so: found {found}")
+def _require(condition: bool, found: str) -> None:
+    if not condition:
+        raise InvalidArgument(f"a cache of this policy cannot have {found}")
+
+
+def window_cells(cache: KVCache) -> int:
+    """Return how many cells are not anchors."""
+    return sum(segment.length for segment in cache.segments if not segment.anchor)
 
 
 def pinned_cells(cache: KVCache, keep: int) -> int:
-    """How many cells are anchors beyond the first `keep`: the pinned ones."""
+    """Return how many uncompressed anchor cells there are beyond the first `keep`: the pins."""
     anchors = (s for s in cache.segments if s.anchor and not s.compressed)
     return max(0, sum(segment.length for segment in anchors) - keep)
 
 
-def pinned_beyond(cache: KVCache, keep: int, pins: Set[int]) -> int:
-    """How many cells would be, if the tokens with serials `pins` were pinned."""
+def cells_to_pin(cache: KVCache, keep: int, pins: Set[int]) -> int:
+    """Return how many cells beyond the first `keep` are of tokens with the serials `pins`."""
     return sum(serial in pins for serial in cache.serials()[keep:])
 
 
 def open_anchors(cache: KVCache, keep: int, wanted: int) -> int:
-    """Makes the last segment the one for the first `keep` cells, until all of them are there.
+    """Make the last segment the one for the first `keep` cells, until all of them are there.
 
     Returns how many of the `wanted` tokens go there; 0 once a window may begin.
     """

@@ -9,11 +9,14 @@ from kvkeep.policies.base import Policy
 
 @dataclass(frozen=True)
 class Full(Policy):
-    """Remembers everything, and takes no more tokens than `max_kv_size`."""
+    """A memory of everything, which takes no more tokens than `max_kv_size`.
+
+    trained: positions that the model was trained for; the budget if that is larger.
+    """
 
     name: ClassVar[str] = "full"
 
-    trained: int = field(default=0, repr=False)  # positions; no more than the budget where not said
+    trained: int = field(default=0, repr=False)
 
     def for_model(self, trained: int) -> Self:
         return replace(super().for_model(trained), trained=trained)
@@ -28,17 +31,17 @@ class Full(Policy):
 
     @property
     def compresses(self) -> bool:
-        return True  # when it is asked to
+        return True  # by `Session.compress`
 
     def most_in_window(self, cache: KVCache) -> int:
         return self.max_kv_size
 
     def room(self, cache: KVCache) -> int | None:
-        """As many as the budget has cells left for, and as the model can look past.
+        """Return what both the budget and the model's trained distance leave.
 
-        The n-th new token sees the oldest cell from `reach + n - 1` positions away, which the model
-        was trained for up to `trained - 1`. The two bounds differ once cells were compressed: they
-        are fewer then, and lie as far apart as before.
+        The n-th new token sees the oldest cell from `reach + n - 1` positions away, of which the
+        model was trained for up to `trained - 1`. The two bounds differ once cells were
+        compressed: they are fewer then, at the same distances as before.
         """
         trained = max(self.trained, self.max_kv_size)
         return min(self.max_kv_size - cache.cells, trained - cache.reach)

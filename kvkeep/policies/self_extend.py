@@ -7,19 +7,22 @@ import torch
 
 from kvkeep.cache import Cells, KVCache, PositionMap, Segment, Window
 from kvkeep.errors import InvalidArgument
-from kvkeep.policies.base import Policy
+from kvkeep.policies.base import Policy, window_cells
 
 
 @dataclass(frozen=True)
 class SelfExtend(Policy):
-    """Remembers everything: the newest `window` tokens exactly, older ones in groups of positions.
+    """A memory of everything: the newest `window` tokens exactly, older ones by grouped positions.
 
     A query at time t sees a cell at position p as it is while t - p < window. From then on the
-    cell is at p // group, and the query looks at it from t // group + window - window // group,
-    so that the two ranges of distances join and none exceeds the trained length.
+    cell is at p // group, and the query sees it from t // group + window - window // group, so that
+    the two ranges of distances join and none exceeds the trained length. With window 8 and group 4:
 
-    Cells leave the window for the far segment one by one; a far key was rotated once more, when it
-    went there, and never again.
+        t - p     0 ... 7    8 ... 11    12 ... 15
+        seen at   0 ... 7    8           9              (for a p that is a multiple of 4)
+
+    Cells move from the window to the far segment one by one. A far key is rotated once more when it
+    moves there, and never again.
     """
 
     name: ClassVar[str] = "self_extend"
@@ -40,7 +43,7 @@ class SelfExtend(Policy):
         return self.max_kv_size
 
     def longest(self, trained: int) -> int:
-        """How many tokens it can take before a distance exceeds the trained length."""
+        """Return how many tokens fit before a distance exceeds the trained length."""
         return max(trained, self.group * (trained - self.window) + self.window)
 
     @property
@@ -57,7 +60,7 @@ class SelfExtend(Policy):
         super().check_held(cache)
         anchors = [segment.anchor for segment in cache.segments]
         if anchors != sorted(anchors, reverse=True):
-            raise InvalidArgument("no cache of this policy could be so: found the far cells nearer")
+            raise InvalidArgument("a cache of this policy cannot have far cells after near ones")
 
     def room(self, cache: KVCache) -> int | None:
         return self.max_kv_size - cache.cells
@@ -67,14 +70,13 @@ class SelfExtend(Policy):
         count = min(wanted, self.window)
         newest = cache.open_window(self.window)
         newest.reserve(newest.length + count + ahead)
-        near = [segment for segment in cache.segments if not segment.anchor]
-        leaving = sum(segment.length for segment in near) + count - self.window
+        leaving = window_cells(cache) + count - self.window
         if leaving > 0:
-            self._leave(cache, leaving)
+            self._copy_to_far_segment(cache, leaving)
         return count
 
-    def _leave(self, cache: KVCache, count: int) -> None:
-        """Shows the far segment the oldest window cells, which leave the window in this step."""
+    def _copy_to_far_segment(self, cache: KVCache, count: int) -> None:
+        """Copy the oldest window cells, which leave the window in this step."""
         offset = self.window - self.window // self.group
         far = next((s for s in cache.segments if s.anchor and not s.frozen), None)
         if far is None:
@@ -82,12 +84,12 @@ class SelfExtend(Policy):
                 cache.far_layout, self.max_kv_size, PositionMap(offset, self.group), anchor=True
             )
             far.lazy_growth = True
-            at = sum(segment.anchor for segment in cache.segments)
-            cache.segments.insert(at, far)
+            index = sum(segment.anchor for segment in cache.segments)
+            cache.segments.insert(index, far)
         far_cells = sum(s.length for s in cache.segments if s.anchor)
         leaving = cache.read(far_cells, count)
         cells = Cells.concatenate([cells for _, cells in leaving])
-        # An edit may have brought some closer: where they are seen counts, not where they were put.
+        # After an edit, cells are seen at other positions than those they were evaluated at.
         seen = torch.cat([cells.positions - segment.map.offset for segment, cells in leaving])
         far.append(cells.shifted(cache.rope, seen // self.group - cells.positions))
         far.leaving = count

@@ -1,4 +1,8 @@
-"""Policy `sliding`: attention sinks and a rotating window (StreamingLLM, arXiv:2309.17453)."""
+"""Policies with attention sinks and a window: `sliding` and `shift`.
+
+`sliding` evicts one cell per token (StreamingLLM, arXiv:2309.17453); `shift` evicts many at once
+(llama.cpp's context shift).
+"""
 
 from collections.abc import Set
 from dataclasses import dataclass
@@ -6,7 +10,7 @@ from typing import Any, ClassVar, Self
 
 from kvkeep.cache import KVCache, Window
 from kvkeep.errors import InvalidArgument
-from kvkeep.policies.base import Policy, open_anchors, pinned_beyond, pinned_cells
+from kvkeep.policies.base import Policy, cells_to_pin, open_anchors, pinned_cells
 
 
 @dataclass(frozen=True)
@@ -14,8 +18,8 @@ class Sliding(Policy):
     """The first `keep` cells and the pinned ones are anchors; a window holds the newest.
 
     Every query sees exactly the cells that StreamingLLM would, at the same distances: those of
-    their places in the cache, not in the text. Instead of moving all keys down at each token, the
-    cache lets queries stand closer to the anchors by the number of cells that went between.
+    their places in the cache, not in the text. Instead of moving all keys at each token, the cache
+    lets queries come closer to the anchors by the number of cells evicted in between.
 
     Until `keep` cells are anchored there is no window.
     """
@@ -46,7 +50,7 @@ class Sliding(Policy):
         return wanted
 
     def window_size(self, cache: KVCache) -> int:
-        """The most cells that are neither kept nor pinned."""
+        """Return the most cells that are neither kept nor pinned."""
         return self.max_kv_size - self.keep - pinned_cells(cache, self.keep)
 
     def most_in_window(self, cache: KVCache) -> int:
@@ -63,8 +67,32 @@ class Sliding(Policy):
             )
 
     def changed(self, cache: KVCache, pins: Set[int], **settings: Any) -> Self:
-        """More `keep` or pins make anchors of cells as they lie; fewer give them to the window."""
+        """Turn cells into anchors in place for more `keep` or pins, and back for fewer."""
         changed = self.with_settings(**settings)
-        changed.check(pinned_beyond(cache, changed.keep, pins))
+        changed.check(cells_to_pin(cache, changed.keep, pins))
         cache.regroup(lambda rank, serial: rank < changed.keep or serial in pins)
         return changed
+
+
+@dataclass(frozen=True)
+class Shift(Sliding):
+    """As `sliding`, but `discard` cells are evicted each time the window is full.
+
+    discard: 0 for half of the cells that are neither kept nor pinned at the time; 1 is `sliding`.
+    """
+
+    name: ClassVar[str] = "shift"
+
+    discard: int = 0
+
+    def discards(self, cache: KVCache) -> int:
+        return self.discard or max(1, self.window_size(cache) // 2)
+
+    def check(self, pinned: int = 0) -> None:
+        super().check(pinned)
+        window = self.max_kv_size - self.keep - pinned
+        if not 0 <= self.discard <= window:
+            raise InvalidArgument(
+                f"discard must be 1 to {window}, the cells that are neither kept nor pinned, or 0 "
+                f"for half of them; found {self.discard}"
+            )

@@ -1,0 +1,143 @@
+"""The cells of an archive, in compressed segments that are anchors, and their distances."""
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from kvkeep.cache import Block, Cells, KVCache, PositionMap, Ragged, Segment
+
+SEGMENT_CELLS = 1024  # that one segment of the archive holds
+
+
+def archived_segments(cache: KVCache) -> list[Segment]:
+    """Return the segments of the archive, oldest first."""
+    return [segment for segment in cache.segments if segment.compressed]
+
+
+def archived_cells(cache: KVCache, archived: list[Segment]) -> list[Cells]:
+    """Return the cells of each segment at their seen positions; they must not be written to."""
+    return [
+        at_seen_positions(cache, [(segment, segment.view(0, segment.length))])
+        for segment in archived
+    ]
+
+
+def oldest_window_cells(cache: KVCache, count: int) -> list[tuple[Segment, Cells]]:
+    """Return copies of the oldest cells of the window, with their segments."""
+    parts = []
+    for segment in cache.segments:
+        inside = 0 if segment.anchor else min(segment.length, count)
+        if inside:
+            parts.append((segment, segment.read(0, inside)))
+            count -= inside
+    return parts
+
+
+def at_seen_positions(cache: KVCache, parts: list[tuple[Segment, Cells]]) -> Cells:
+    """Return unquantised cells of several segments, moved to the positions they are seen at.
+
+    These differ from the positions of their keys by the offset of their segment's map, which an
+    edit or an eviction has changed.
+    """
+    dtype = cache.layout.dtype
+    moved = [
+        move_cells(cache, cells.dequantised(dtype), cells.positions - offset)
+        if (offset := segment.map.offset)
+        else cells.dequantised(dtype)
+        for segment, cells in parts
+    ]
+    return moved[0] if len(moved) == 1 else Cells.concatenate(moved)
+
+
+def append_to_archive(cache: KVCache, archived: list[Segment], cells: Cells, limit: int) -> None:
+    """Add compressed cells to the last segment that can take them, or to a new one.
+
+    limit: the most cells of the archive.
+    """
+    if isinstance(cells, Ragged):
+        _append_ragged(cache, archived, cells)
+        return
+    last = archived[-1] if archived else None
+    if last is None or not _can_take(last, len(cells)):
+        most = max(len(cells), min(SEGMENT_CELLS, limit))
+        last = Segment(cache.far_layout, most, anchor=True, compressed=True)
+        archived.append(last)
+    last.append(cells)
+
+
+def _append_ragged(cache: KVCache, archived: list[Segment], cells: Ragged) -> None:
+    """Replace the last segment by one with these cells as well, or add one."""
+    layout, last = cache.far_layout, archived[-1] if archived else None
+    merged: Cells = cells
+    if last is not None and last.map == PositionMap() and last.length + len(cells) <= SEGMENT_CELLS:
+        archived.pop()
+        merged = Cells.concatenate([last.read(0, last.length), cells.in_layout(layout)])
+    archived.append(Segment.from_cells(layout, merged, PositionMap(), anchor=True))
+
+
+def _can_take(segment: Segment, count: int) -> bool:
+    """Whether an archive segment has room for more cells, seen at their own positions."""
+    fits = segment.length + count <= segment.limit
+    return fits and not segment.frozen and segment.map == PositionMap()
+
+
+def replace_archive(cache: KVCache, archived: list[Segment]) -> None:
+    """Replace the archive's segments by others, before the first segment of the window."""
+    others = [segment for segment in cache.segments if not segment.compressed]
+    index = next((i for i, segment in enumerate(others) if not segment.anchor), len(others))
+    cache.segments = [*others[:index], *archived, *others[index:]]
+
+
+def halve_distances(cache: KVCache, near: int, furthest: int) -> None:
+    """Halve distances beyond position `near`, until the next token sees no cell from too far.
+
+    Keys of the archive are rotated once more; other segments get another position map.
+    """
+    while _furthest_distance(cache) > furthest:
+        cache.segments = [run for segment in cache.segments for run in _split_at_gaps(segment)]
+        for segment in cache.segments:
+            _halve(cache, segment, near)
+
+
+def move_cells(cache: KVCache, cells: Cells, positions: Tensor) -> Cells:
+    """Return cells at other positions, their keys rotated once more."""
+    return cells.shifted(cache.rope, positions - cells.positions)
+
+
+def _furthest_distance(cache: KVCache) -> int:
+    """Return the largest distance from the next token to a cell."""
+    return max(
+        (segment.map(cache.time) - int(segment.positions().min()) for segment in cache.segments),
+        default=0,
+    )
+
+
+def _halve(cache: KVCache, segment: Segment, near: int) -> None:
+    """Halve the distances from a position of those cells of a segment that are before it."""
+    if segment.compressed:
+        cells = segment.block.slots
+        seen = cells.positions - segment.map.offset
+        positions = torch.where(seen < near, near - (near - seen + 1) // 2, seen)
+        segment.block = Block(move_cells(cache, cells, positions), origin=segment.block.origin)
+        segment.map = PositionMap()
+        return
+    last = int(segment.positions()[-1]) - segment.map.offset
+    if last < near:
+        segment.map = segment.map.closer((near - last) // 2)
+
+
+def _split_at_gaps(segment: Segment) -> list[Segment]:
+    """Cut an uncompressed segment where positions are missing, so each run has its own map."""
+    if segment.compressed:
+        return [segment]
+    gaps = torch.nonzero(segment.positions().diff() != 1).flatten() + 1
+    bounds = [0, *gaps.tolist(), segment.length]
+    if len(bounds) == 2:
+        return [segment]
+    return [
+        Segment.from_cells(
+            segment.layout, segment.read(first, end - first), segment.map, segment.anchor
+        )
+        for first, end in itertools.pairwise(bounds)
+    ]
