@@ -59,6 +59,6 @@ def test_a_store_without_conditions_is_refused(tmp_path: Path) -> None:
     require_conditional_writes(objects)
     with pytest.raises(StoreError, match="If-Match"):
         require_conditional_writes(_Heedless(objects))  # type: ignore[arg-type]
-    assert not list(objects.list(""))
+    assert not list(objects.list_objects(""))
     with pytest.raises(Conflict):
         objects.put("a", b"", if_match="none")
