@@ -1,10 +1,17 @@
-"""The choice of who computes: made here, once, when a model is loaded."""
+"""The choice of a model's executor on this machine, and the reason if it is not the fastest."""
 
+import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
 
+import torch
 from torch import Tensor
 
-from kvkeep.compiled.decoder import CompiledExecutor, can_decode
+from kvkeep.cache import Layout
+from kvkeep.compiled.decoder import CompiledExecutor, can_decode, obstacle
+from kvkeep.compiled.instruction_sets import TORCH, choice, runs_here
+from kvkeep.errors import SlowPathWarning
 from kvkeep.models.layers.decoder import Decoder
 from kvkeep.models.layers.graph import GraphExecutor
 from kvkeep.models.layers.network import Network
@@ -12,21 +19,77 @@ from kvkeep.models.spec.cells import cell_layout
 from kvkeep.models.spec.model_spec import ModelSpec
 from kvkeep.models.weights.packing import Matrix
 
+MORE = "`kvkeep doctor` says what there is on this machine"
+
 
 def new_decoder(
     spec: ModelSpec,
     tensors: Mapping[str, Tensor],
     packed: Mapping[str, Matrix] | None = None,
 ) -> Decoder:
-    """A decoder with the fastest executor that there is for it on this machine.
+    """Return a decoder with the fastest executor for this model on this machine.
 
-    packed: matrices that a decode step reads instead of tensors, where there are kernels for them;
-    where there are none, all must be tensors.
+    packed: matrices that a decode step reads instead of tensors, if there are kernels for them;
+        without kernels, all must be tensors.
     """
     layout = cell_layout(spec, tensors)
     if can_decode(spec, layout):
         return Decoder(spec, tensors, packed, CompiledExecutor(spec, tensors, packed or {}))
-    # A graph replays the same products: which experts a token goes through is not known before.
+    # A graph replays the same products, but the experts of a token are not known in advance.
     if layout.device.type == "cuda" and not spec.experts:
         return Decoder(spec, tensors, executor=GraphExecutor(Network(spec, tensors)))
     return Decoder(spec, tensors)
+
+
+@dataclass(frozen=True)
+class ComputePath:
+    """How a model is computed on this machine.
+
+    Attributes:
+        name: the instruction set of the compiled kernels, or "torch".
+        against: the reason against each faster way, by its name.
+        slow: that reason in words, unless the slower way was requested by an argument or the
+            environment; then "".
+    """
+
+    name: str
+    against: dict[str, str] = field(default_factory=dict)
+    slow: str = ""
+
+    def __str__(self) -> str:
+        against = "; ".join(f"{name} {why}" for name, why in self.against.items())
+        if self.name == TORCH:
+            return f"{TORCH}: {against}"
+        return f"compiled kernels of {self.name}" + (f"; {against}" if against else "")
+
+
+def path_of(spec: ModelSpec, layout: Layout) -> ComputePath:
+    """Return how a model with cells of this layout is computed here.
+
+    The cells have the dtype and the device of the weights. Raises InvalidArgument as
+    `kvkeep.compiled.instruction_sets.choice` does.
+    """
+    chosen, reason = choice(), obstacle(spec, layout)
+    if not reason:
+        against = {f"those of {name}": why for name, why in chosen.against.items()}
+        missing = [] if chosen.asked else list(filter(runs_here, chosen.against))
+        slow = f"those of {missing[0]} {chosen.against[missing[0]]}" if missing else ""
+        return ComputePath(chosen.name, against, slow)
+    requested = chosen.asked or layout.device.type != "cpu" or layout.dtype is not torch.bfloat16
+    slow = "" if requested else f"the compiled kernels {reason}"
+    return ComputePath(TORCH, {"the compiled kernels": reason}, slow)
+
+
+def slowness(path: ComputePath) -> str:
+    """Return the warning about a path that is slower than it could be; "" if it is not."""
+    if not path.slow:
+        return ""
+    executor = "torch" if path.name == TORCH else f"the kernels of {path.name}"
+    return f"the model is computed by {executor}, slower than it could be: {path.slow}; {MORE}"
+
+
+@cache
+def warn_of(slowness: str) -> None:
+    """Warn with SlowPathWarning, once per process and text; not for ""."""
+    if slowness:
+        warnings.warn(slowness, SlowPathWarning, stacklevel=4)  # the caller of kvkeep.load_model

@@ -1,4 +1,4 @@
-"""What is loaded of a model: all that sessions of it share."""
+"""A loaded model as its sessions use it: weights, tokenizer, and identity."""
 
 from collections import Counter
 from functools import cached_property
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from kvkeep.compute_path import ComputePath, path_of
+from kvkeep.executors import ComputePath, path_of
 from kvkeep.models.layers.decoder import Decoder
 from kvkeep.models.spec.model_spec import ModelSpec
 from kvkeep.models.text.codec import TextCodec
@@ -20,9 +20,9 @@ from kvkeep.version import __version__
 
 
 class LoadedModel:
-    """Weights and text of one model; any number of sessions share it.
+    """Weights and tokenizer of one model, shared by any number of sessions.
 
-    name: as it was asked for. folder: where its files are.
+    name: the name that it was loaded by. folder: of its files.
     """
 
     def __init__(self, name: str, folder: Path, decoder: Decoder, text: TextCodec):
@@ -50,13 +50,13 @@ class LoadedModel:
     def end_token_ids(self) -> tuple[int, ...]:
         """Ids of the tokens that end a generation, from all of the model's files.
 
-        The fingerprint is made of `spec.eos_token_ids` alone, so that snapshots stay valid.
+        The fingerprint covers only `spec.eos_token_ids`, so that older snapshots stay valid.
         """
         return end_token_ids(self.spec, self.text)
 
     @cached_property
     def weights(self) -> str:
-        """The format of most of what a decode step reads: "Q4_1", "Q4_K", "bf16" and so on."""
+        """The format of most bytes that a decode step reads: "Q4_1", "Q4_K", "bf16" and so on."""
         sizes = Counter[str]()
         for matrix in self.decoder.packed.values():
             sizes[format_name(matrix)] += matrix.nbytes
@@ -64,19 +64,19 @@ class LoadedModel:
 
     @cached_property
     def path(self) -> ComputePath:
-        """Who computes it here, an instruction set or torch, and why nobody faster does."""
+        """How it is computed here: an instruction set or torch, and why nothing faster."""
         return path_of(self.spec, self.decoder.new_cache().layout)
 
     @cached_property
     def packed_digest(self) -> str:
-        """Of the matrices that a decode step reads instead of tensors; "" where there are none."""
+        """Digest of the matrices that a decode step reads instead of tensors; "" without any."""
         return checksum_of(self.decoder.packed) if self.decoder.packed else ""
 
     @property
     def arithmetic(self) -> dict[str, str]:
-        """What the last bit of the next logits depends on, beside the model and the session.
+        """What the last bits of logits depend on, besides the model and the session.
 
-        The compiled kernels give the same on any number of threads; torch does not.
+        The compiled kernels give the same bits on any number of threads; torch does not.
         """
         device, kernels = self.decoder.new_cache().layout.device, self.decoder.executor.name
         on_cpu = device.type == "cpu"
@@ -93,7 +93,7 @@ class LoadedModel:
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
-        """What snapshots of this model's sessions are recognised by. Reads all weights, once."""
+        """The identity that snapshots are checked against. Reads all weights, once."""
         return fingerprint(
             self.spec,
             self.decoder.weights,

@@ -1,4 +1,4 @@
-"""A model by its name: computed by kvkeep, or by transformers where that is said."""
+"""`load_model`: loads a model by name, computed by kvkeep or by transformers."""
 
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,7 @@ from kvkeep.types import DtypeName, WeightsName
 if TYPE_CHECKING:
     from kvkeep.integrations.transformers import TransformersModel
 
-BY_TRANSFORMERS = "transformers:"  # begins the name of a model that transformers is to compute
+BY_TRANSFORMERS = "transformers:"  # prefix of a model that transformers computes
 
 
 def load_model(
@@ -23,21 +23,21 @@ def load_model(
     weights: WeightsName | None = None,
     progress: bool = False,
 ) -> Model:
-    """Loads a model, pulling or converting it first where that was not done before.
+    """Load a model, pulling or converting it first if that was not done before.
 
     Args:
         model: a known name, a GGUF file, a local Hugging Face folder, or a hub id; or
-            "transformers:" and such a folder, for architectures that kvkeep has no forward of.
+            "transformers:" and such a folder, for architectures that kvkeep does not compute.
         dtype: "bfloat16" or "float32", of weights and cells.
         device: any torch device.
         weights: what a decode step reads for each token: "bf16", "int8" or "int4". None for what
-            the model's file has: matrices that a GGUF packs are read as they are, and held in
+            the model's file has: packed matrices of a GGUF file are read as they are, and held in
             no other form. Other weights are rounded, or unpacked first. Prompts are multiplied by
             weights in `dtype` in any case.
-        progress: progress bars on standard error.
+        progress: show progress bars on standard error.
 
-    Warns with SlowPathWarning, once a process, where another machine, or kernels that were built,
-    would compute it faster; `Model.path` says who computes.
+    Warns with SlowPathWarning, once per process, if another processor, or kernels that were not
+    built, would compute it faster; `Model.path` says how it is computed.
 
     Raises:
         ModelNotFound, BadModelFile, UnsupportedModel: see their messages.

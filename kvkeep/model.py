@@ -13,9 +13,8 @@ from kvkeep.cache.layout import bits_name
 from kvkeep.compiled.decoder import can_decode
 from kvkeep.compression.calibration.calibration import Calibration
 from kvkeep.compression.calibration.lookup import kept_calibration
-from kvkeep.compute_path import slowness, warn_of
 from kvkeep.errors import InvalidArgument
-from kvkeep.executors import new_decoder
+from kvkeep.executors import new_decoder, slowness, warn_of
 from kvkeep.loaded_model import LoadedModel
 from kvkeep.models.hub.source import DEFAULT_MODEL, resolve
 from kvkeep.models.spec.cells import cell_layout
@@ -45,7 +44,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 class Model(LoadedModel):
-    """A loaded model, and the sessions that it makes; any number of them share it."""
+    """A loaded model that makes sessions; any number of them share it."""
 
     @property
     def calibration(self) -> Calibration | None:
@@ -183,25 +182,25 @@ def load_model(
     weights: WeightsName | None = None,
     progress: bool = False,
 ) -> Model:
-    """As `kvkeep.load_model`, of a model that kvkeep computes."""
+    """Load a model that kvkeep computes; arguments and errors as for `kvkeep.load_model`."""
     model, dtype = str(validation.path("model", model)), validation.one_of("dtype", dtype, DTYPES)
     fit_threads()
-    where, progress = on_device(device), validation.flag("progress", progress)
+    target, progress = on_device(device), validation.flag("progress", progress)
     folder = resolve(model, progress)
     spec = read_spec(folder)
     if weights is not None:
         weights = validation.one_of("weights", weights, WEIGHTS)
     text = TextCodec.open(folder)
-    own, packed = converted_file(folder), dict[str, Matrix]()
-    if own is None:
-        tensors = _tensors(folder, spec, DTYPES[dtype], where, progress)
+    converted, packed = converted_file(folder), dict[str, Matrix]()
+    if converted is None:
+        tensors = _read_tensors(folder, spec, DTYPES[dtype], target, progress)
     else:
-        found = load_converted(own, spec)
-        tensors, packed = _as_they_are(found, DTYPES[dtype], where)
+        stored = load_converted(converted, spec)
+        tensors, packed = _split_packed(stored, DTYPES[dtype], target)
     kernels = can_decode(spec, cell_layout(spec, tensors))
-    if own is not None and (weights or not kernels):
-        unpacked = load_unpacked(own, spec, found, DTYPES[dtype], progress)
-        tensors, packed = {name: tensor.to(where) for name, tensor in unpacked.items()}, {}
+    if converted is not None and (weights or not kernels):
+        unpacked = load_unpacked(converted, spec, stored, DTYPES[dtype], progress)
+        tensors, packed = {name: tensor.to(target) for name, tensor in unpacked.items()}, {}
     if weights in ("int8", "int4"):
         if not kernels:
             raise InvalidArgument(
@@ -211,14 +210,14 @@ def load_model(
         packed = load_rounded(folder, spec, weights, tensors, progress)
     loaded = Model(model, folder, new_decoder(spec, tensors, packed), text)
     warn_of(slowness(loaded.path))
-    trim()  # reading a tokenizer leaves as much as it takes
+    trim()  # reading a tokenizer leaves as much free memory as it takes
     return loaded
 
 
-def _tensors(
+def _read_tensors(
     folder: Path, spec: ModelSpec, dtype: torch.dtype, device: torch.device, progress: bool
 ) -> dict[str, Tensor]:
-    """What a folder in Hugging Face layout holds."""
+    """Read and check the tensors of a folder in Hugging Face layout."""
     check_tensors(spec, decoder_shapes(spec, read_shapes(folder)), folder)
     read = read_tensors(folder, dtype, device, progress, partial(is_text, spec))
     tensors = decoder_tensors(spec, read)
@@ -226,28 +225,28 @@ def _tensors(
     return tensors
 
 
-def _as_they_are(
-    found: dict[str, Matrix], dtype: torch.dtype, device: torch.device
+def _split_packed(
+    stored: dict[str, Matrix], dtype: torch.dtype, device: torch.device
 ) -> tuple[dict[str, Tensor], dict[str, Matrix]]:
-    """Of what a GGUF file was taken over as: tensors of that dtype, and matrices of other kinds."""
+    """Split a converted model into tensors of the dtype, and matrices in other forms."""
     packed = {
         name: matrix
-        for name, matrix in found.items()
+        for name, matrix in stored.items()
         if isinstance(matrix, PackedMatrix) or (matrix.dim() == 2 and matrix.dtype != dtype)
     }
     tensors = {
         name: matrix.to(device=device, dtype=dtype)
-        for name, matrix in found.items()
+        for name, matrix in stored.items()
         if isinstance(matrix, Tensor) and name not in packed
     }
     return tensors, packed
 
 
 def on_device(name: str) -> torch.device:
-    """A device by its name. Raises InvalidArgument for one that is not there."""
+    """Return a torch device by name. Raises InvalidArgument if it cannot be used."""
     try:
         device = torch.device(name)
-        torch.zeros(1, dtype=torch.float32, device=device).cpu()  # "meta" can be made, not read
+        torch.zeros(1, dtype=torch.float32, device=device).cpu()  # "meta" can be created, not read
     except (RuntimeError, AssertionError, TypeError, ImportError) as error:
         raise InvalidArgument(
             f"device {name!r} cannot be used: torch {torch.__version__} has {_devices()} here"
@@ -256,6 +255,6 @@ def on_device(name: str) -> torch.device:
 
 
 def _devices() -> str:
-    """The devices that can be used, for messages."""
+    """The usable devices, for messages."""
     names = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
     return ", ".join([*names, "mps"] if torch.backends.mps.is_available() else names)

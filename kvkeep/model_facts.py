@@ -1,4 +1,4 @@
-"""What a model is, how it is computed on this machine, and the memory that it takes."""
+"""Facts about a model from its files: architecture, compute path on this machine, memory."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -11,8 +11,8 @@ import torch
 from kvkeep import validation
 from kvkeep.cache import Bits
 from kvkeep.compiled.decoder import obstacle, prompts_in
-from kvkeep.compute_path import path_of
 from kvkeep.errors import InvalidArgument, ModelNotFound
+from kvkeep.executors import path_of
 from kvkeep.loader import BY_TRANSFORMERS
 from kvkeep.model import DTYPES
 from kvkeep.models.hub.source import here
@@ -33,16 +33,19 @@ from kvkeep.models.weights.tensors import (
     tensor_shapes,
 )
 
-KINDS = (None, "8", "8/4", "4")  # of cells
+CELL_BITS = (None, "8", "8/4", "4")
 
 
 @dataclass(frozen=True)
 class GroupFacts:
-    """Layers that attend alike.
+    """A group of layers that attend alike.
 
-    layers: how many. unrotated: of them, without RoPE. shared: of them, that look at another's
-    cells and keep none. window: tokens that each sees; None for all. cell_bytes: of one token in
-    all of them, as it is evaluated.
+    Attributes:
+        layers: count of layers.
+        unrotated: those of them without RoPE.
+        shared: those of them that attend to another layer's cells and keep none.
+        window: tokens that each sees; None for all.
+        cell_bytes: bytes of one token in all of them, unquantised.
     """
 
     layers: int
@@ -56,17 +59,21 @@ class GroupFacts:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """layers ... trained: as in `ModelSpec`. dtype: of weights and cells.
+    """Facts about a model on this machine; `layers` to `rope` as in `ModelSpec`.
 
-    groups: of the layers, those that see everything first; head_dim and kv_heads are theirs.
-
-    sparse_layers: how many have experts, of which a token goes through experts_per_token.
-    parameters_per_token: those that it is computed with. formats: how many matrices a written token
-    reads in each format. bytes_per_token: all of them.
-    decode, prefill, attention: who computes a written token; the products, and the attention, of a
-    prompt. weight_bytes_held: mapped, packed ones included. thousand_cells: bytes of so many in the
-    layers that see everything, by the number of bits. full_cells: bytes of as many tokens as the
-    model was trained for, of which local layers keep their window and a little more.
+    Attributes:
+        groups: of layers, those that see everything first; `head_dim` and `kv_heads` are theirs.
+        dtype: of weights and cells.
+        parameters_per_token: parameters that one token is computed with.
+        experts_per_token: experts that a token goes through in each of the `sparse_layers`.
+        weight_bytes_held: bytes of all weights, memory-mapped and packed ones included.
+        formats: count of matrices that a decode step reads, by format.
+        bytes_per_token: bytes of weights that a decode step reads.
+        decode: how a decode step is computed.
+        prefill, attention: how the products and the attention of a prompt are computed.
+        thousand_cells: bytes of 1,000 cells in the layers that see everything, by bits.
+        full_cells: bytes of the trained length in tokens; local layers keep their window and a
+            little more.
     """
 
     name: str
@@ -99,10 +106,14 @@ class ModelFacts:
 
 
 def model_facts(name: str, dtype: str = "bfloat16", weights: str | None = None) -> ModelFacts:
-    """What is known of a model on this machine, from its config and the headers of its files.
+    """Return facts about a model from its config and the headers of its files.
 
-    weights: as of `load_model`. Raises ModelNotFound for a model that is not here, BadModelFile and
-    UnsupportedModel as `load_model`, InvalidArgument for packed weights that nothing here reads.
+    weights: as for `load_model`.
+
+    Raises:
+        ModelNotFound: the model was not pulled or converted on this machine.
+        BadModelFile, UnsupportedModel: as for `load_model`.
+        InvalidArgument: there are no kernels here for packed weights.
     """
     dtype = validation.one_of("dtype", dtype, DTYPES)
     if name.startswith(BY_TRANSFORMERS):
@@ -116,32 +127,32 @@ def model_facts(name: str, dtype: str = "bfloat16", weights: str | None = None) 
             f"{name!r} is none of the models that were fetched or converted here (`kvkeep models` "
             f"lists them): `kvkeep pull {name}` does that, if it is one"
         )
-    spec = read_spec(folder)
-    own = converted_file(folder)
-    if own is None:
+    spec, converted = read_spec(folder), converted_file(folder)
+    if converted is None:
         check_tensors(spec, decoder_shapes(spec, read_shapes(folder)), folder)
-    cpu = torch.device("cpu")
-    layout = layout_of(spec, spec.groups[0], DTYPES[dtype], cpu)
+    layout = layout_of(spec, spec.groups[0], DTYPES[dtype], torch.device("cpu"))
     groups = tuple(_group(spec, group, DTYPES[dtype]) for group in spec.groups)
-    against, size = obstacle(spec, layout), layout.dtype.itemsize
-    parameters = sum(prod(shape) for shape in tensor_shapes(spec).values())
-    sparse_layers = sum(map(spec.is_sparse, range(spec.layers)))
+    reason, itemsize = obstacle(spec, layout), layout.dtype.itemsize
     if weights is not None:
         weights = validation.one_of("weights", weights, WEIGHTS)
-        if weights != "bf16" and against:
+        if weights != "bf16" and reason:
             raise InvalidArgument(
-                f'weights="{weights}" is read by compiled kernels, which {against}'
+                f'weights="{weights}" is read by compiled kernels, which {reason}'
             )
-    names, by_a_token = matrices_per_token(spec), size * _numbers(spec, matrices_per_token(spec))
-    read = _Read(dict.fromkeys(names, dtype), size * parameters, by_a_token)
+    parameters = sum(prod(shape) for shape in tensor_shapes(spec).values())
+    sparse_layers = sum(map(spec.is_sparse, range(spec.layers)))
+    names = matrices_per_token(spec)
+    traffic = _WeightTraffic(
+        dict.fromkeys(names, dtype), itemsize * parameters, itemsize * _numel(spec, names)
+    )
     if weights in ("int8", "int4"):
-        read = _rounded(spec, weights, read)
-    elif own is not None and not weights and not against:
-        read = _as_in_the_file(spec, own)
-    plain = f"{8 * size} bits"
+        traffic = _rounded(spec, weights, traffic)
+    elif converted is not None and not weights and not reason:
+        traffic = _converted(spec, converted)
     cells = {
-        plain if kind is None else f"{kind} bits": 1000 * Bits(kind).layouts(layout)[0].cell_bytes
-        for kind in KINDS
+        f"{8 * itemsize if bits is None else bits} bits": 1000
+        * Bits(bits).layouts(layout)[0].cell_bytes
+        for bits in CELL_BITS
     }
     return ModelFacts(
         name=name,
@@ -158,21 +169,21 @@ def model_facts(name: str, dtype: str = "bfloat16", weights: str | None = None) 
         rope=spec.rope.kind,
         dtype=dtype,
         parameters=parameters,
-        parameters_per_token=parameters - _numbers(spec, set(matrices(spec)) - set(names)),
+        parameters_per_token=parameters - _numel(spec, set(matrices(spec)) - set(names)),
         experts=spec.experts if sparse_layers else 0,
         experts_per_token=spec.experts_per_token if sparse_layers else 0,
         sparse_layers=sparse_layers,
-        weight_bytes=size * parameters,
-        weight_bytes_held=read.held,
-        formats=dict(sorted(Counter(read.formats.values()).items())),
-        bytes_per_token=read.by_a_token,
+        weight_bytes=itemsize * parameters,
+        weight_bytes_held=traffic.held,
+        formats=dict(sorted(Counter(traffic.formats.values()).items())),
+        bytes_per_token=traffic.per_token,
         decode=str(path_of(spec, layout)),
-        prefill=f"torch in {dtype if against else str(prompts_in()).removeprefix('torch.')}",
-        attention="torch" if against else "compiled kernels",
+        prefill=f"torch in {dtype if reason else str(prompts_in()).removeprefix('torch.')}",
+        attention="torch" if reason else "compiled kernels",
         thousand_cells=cells,
         full_cells=sum(
-            each.cell_bytes * min(spec.max_positions, (each.window or spec.max_positions) + UNDO)
-            for each in groups
+            group.cell_bytes * min(spec.max_positions, (group.window or spec.max_positions) + UNDO)
+            for group in groups
         ),
     )
 
@@ -191,42 +202,47 @@ def _group(spec: ModelSpec, group: LayerGroup, dtype: torch.dtype) -> GroupFacts
 
 
 @dataclass(frozen=True)
-class _Read:
-    """formats: of each matrix that a token reads. held, by_a_token: bytes in memory, and read."""
+class _WeightTraffic:
+    """Weights in memory and read by a decode step.
+
+    formats: of each matrix that a decode step reads. held: bytes in memory. per_token: bytes read.
+    """
 
     formats: dict[str, str]
     held: int
-    by_a_token: int
+    per_token: int
 
 
-def _numbers(spec: ModelSpec, names: Iterable[str]) -> int:
+def _numel(spec: ModelSpec, names: Iterable[str]) -> int:
     shapes = matrices(spec)
     return sum(prod(shapes[name]) for name in names)
 
 
-def _rounded(spec: ModelSpec, weights: str, plain: _Read) -> _Read:
-    """Beside what is held plain; routers are read from there."""
+def _rounded(spec: ModelSpec, weights: str, plain: _WeightTraffic) -> _WeightTraffic:
+    """Packed copies of matrices beside the plain weights; routers are read plain."""
     formats, shapes = rounded_formats(spec, weights), matrices(spec)
-    sizes = {
+    packed_bytes = {
         name: sum(map(prod, packed_shapes(kind, *shapes[name]))) for name, kind in formats.items()
     }
-    size = plain.held // sum(map(prod, tensor_shapes(spec).values()))
-    read = {
-        name: sizes[name] if name in sizes else size * prod(shapes[name]) for name in plain.formats
+    itemsize = plain.held // sum(map(prod, tensor_shapes(spec).values()))
+    per_token = sum(packed_bytes.get(name, itemsize * prod(shapes[name])) for name in plain.formats)
+    names = {
+        name: formats[name].name if name in formats else kind
+        for name, kind in plain.formats.items()
     }
-    kinds = {name: formats[name].name if name in formats else plain.formats[name] for name in read}
-    return _Read(kinds, plain.held + sum(sizes.values()), sum(read.values()))
+    return _WeightTraffic(names, plain.held + sum(packed_bytes.values()), per_token)
 
 
-def _as_in_the_file(spec: ModelSpec, own: Path) -> _Read:
-    found = read_packed(own, tensor_shapes(spec))
+def _converted(spec: ModelSpec, path: Path) -> _WeightTraffic:
+    """The matrices of a converted model, as its file has them; norms are held as bfloat16."""
+    stored = read_packed(path, tensor_shapes(spec))
     held = sum(
         matrix.nbytes if isinstance(matrix, PackedMatrix) or matrix.dim() > 1 else 2 * len(matrix)
-        for matrix in found.values()
+        for matrix in stored.values()
     )
-    by_name = {
-        name: found[EMBEDDING if name == HEAD and spec.tied_head else name]
+    read = {
+        name: stored[EMBEDDING if name == HEAD and spec.tied_head else name]
         for name in matrices_per_token(spec)
     }
-    names = {name: format_name(matrix) for name, matrix in by_name.items()}
-    return _Read(names, held, sum(matrix.nbytes for matrix in by_name.values()))
+    formats = {name: format_name(matrix) for name, matrix in read.items()}
+    return _WeightTraffic(formats, held, sum(matrix.nbytes for matrix in read.values()))

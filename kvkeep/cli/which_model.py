@@ -81,7 +81,7 @@ def load_named(
 
 
 def _say_if_slow(model: "Model") -> None:
-    from kvkeep.compute_path import slowness
+    from kvkeep.executors import slowness
 
     _say_once(slowness(model.path))
 

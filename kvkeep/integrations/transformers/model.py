@@ -14,8 +14,8 @@ from tokenizers.models import BPE
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvkeep.compute_path import ComputePath
 from kvkeep.errors import InvalidArgument, KvkeepError, UnsupportedModel
+from kvkeep.executors import ComputePath
 from kvkeep.integrations.transformers.executor import TransformersExecutor
 from kvkeep.integrations.transformers.hooks import body_name
 from kvkeep.integrations.transformers.self_check import require_agreement
