@@ -73,7 +73,7 @@ def press(page: Page, button: str, **fields: str) -> None:
 
 
 def told(page: Page, text: str | re.Pattern[str]) -> None:
-    expect(page.locator("#told")).to_contain_text(text)
+    expect(page.locator("#status")).to_contain_text(text)
 
 
 def test_a_chat_is_begun_and_goes_on(page: Page, client: httpx.Client) -> None:

@@ -1,20 +1,20 @@
-// What can be done to a session, and to what is selected of it.
+// Changes of a session and of what is selected in it.
 
 import { send } from "./api.js";
-import { asked, fill, h, number, tell } from "./dom.js";
+import { fill, h, number, promptDialog, showStatus } from "./dom.js";
 
 const NAME = { pattern: "[A-Za-z0-9_\\-][A-Za-z0-9._\\-]*", maxlength: "100" };
 
-// What a change that came too late is answered by.
-export const said = (error) =>
+// Returns the message for a failed change. Status 412: the session is at another revision.
+export const changeError = (error) =>
   error.status === 412
     ? "The session was changed meanwhile, and nothing was done. This is what it is now: choose again."
     : error.message;
 
-// One change, begun at the revision that is shown then. However long a dialog stays open, the server
-// refuses the change once the session is at another one.
-// view: again reads the session anew; carry is called with a revision in which tokens have the same
-// numbers as in the one before it; sending counts the changes that are on their way.
+// One change, for the revision that is shown when it begins. However long its dialog stays open, the
+// server refuses it once the session is at another revision.
+// view: reload() loads the session again; markStable(revision) is called with a revision in which
+// tokens have the same numbers as in the one before; pendingChanges counts changes in progress.
 export class Change {
   constructor(name, revision, view) {
     Object.assign(this, { name, revision, view });
@@ -24,45 +24,45 @@ export class Change {
     return { "If-Match": `"${this.revision}"`, "Idempotency-Key": crypto.randomUUID?.() ?? String(Math.random()) };
   }
 
-  async post(what, body, done, moves = false) {
-    return this.send("POST", `/v1/sessions/${this.name}/${what}`, body, done, moves);
+  async post(action, body, message, renumbers = false) {
+    return this.send("POST", `/v1/sessions/${this.name}/${action}`, body, message, renumbers);
   }
 
-  // moves: whether tokens have other numbers afterwards.
-  async send(method, path, body, done, moves = false) {
-    this.view.sending += 1;
+  // Sends the change and shows a message, or what `message` returns for the result.
+  // renumbers: whether tokens have other numbers afterwards. Returns null if the change failed.
+  async send(method, path, body, message, renumbers = false) {
+    this.view.pendingChanges += 1;
     try {
-      const found = await send(method, path, body, { headers: this.headers });
-      if (!moves) this.came(found.revision);
-      await this.view.again();
-      tell(typeof done === "function" ? done(found) : done);
-      return found;
+      const result = await send(method, path, body, { headers: this.headers });
+      if (!renumbers) this.keepNumbers(result.revision);
+      await this.view.reload();
+      showStatus(typeof message === "function" ? message(result) : message);
+      return result;
     } catch (error) {
-      await this.failed(error);
+      await this.fail(error);
       return null;
     } finally {
-      this.view.sending -= 1;
+      this.view.pendingChanges -= 1;
     }
   }
 
-  // The session is at a revision since. Past the next one somebody else has changed it, too.
-  came(revision) {
-    if (revision === this.revision + 1) this.view.carry(revision);
+  // Notes that this change kept tokens' numbers. A later revision includes changes by others too.
+  keepNumbers(revision) {
+    if (revision === this.revision + 1) this.view.markStable(revision);
   }
 
-  async failed(error) {
-    await this.view.again();
-    tell(said(error), true);
+  async fail(error) {
+    await this.view.reload();
+    showStatus(changeError(error), true);
   }
 }
 
-// The buttons for a whole session.
-// begin: a new Change.
-export function forSession(begin, memory) {
-  const button = (label, work) => h("button", { onclick: () => work(begin()) }, label);
+// Creates the buttons for a whole session. newChange: returns a Change.
+export function sessionButtons(newChange, memory) {
+  const button = (label, run) => h("button", { onclick: () => run(newChange()) }, label);
   return [
     button("Fork", (change) => fork(change, null)),
-    memory().policy === "full" ? button("Compress", compress) : null, // others do not take it
+    memory().policy === "full" ? button("Compress", compress) : null, // other policies refuse it
     button("Save", (change) => change.post("save", {}, "It is on disk.")),
     button("Snapshot", snapshot),
     button("Stay in memory", (change) => {
@@ -75,8 +75,8 @@ export function forSession(begin, memory) {
 }
 
 async function snapshot(change) {
-  const given = await asked("Snapshot", [{ name: "name", label: "Name", required: true, ...NAME }], "Write it");
-  if (given) await change.post("snapshot", given, `Snapshot ${given.name} is on disk.`);
+  const values = await promptDialog("Snapshot", [{ name: "name", label: "Name", required: true, ...NAME }], "Write it");
+  if (values) await change.post("snapshot", values, `Snapshot ${values.name} is on disk.`);
 }
 
 async function compress(change) {
@@ -84,56 +84,59 @@ async function compress(change) {
     { name: "ratio", label: "How many times fewer cells", kind: "number", value: "4", min: "1.1", step: "any", required: true },
     { name: "method", label: "Method", choices: ["", "fitted", "kvzip", "expected_attention", "snapkv", "keydiff"] },
   ];
-  const given = await asked("Compress", fields, "Compress");
-  if (!given) return;
-  tell("Compressing.");
-  const body = { ratio: given.ratio, ...(given.method ? { method: given.method } : {}) };
-  const cells = ({ result }) => `${number(result.cells_before)} cells became ${number(result.cells_after)}.`;
-  await change.post("compress", body, cells);
+  const values = await promptDialog("Compress", fields, "Compress");
+  if (!values) return;
+  showStatus("Compressing.");
+  const body = { ratio: values.ratio, ...(values.method ? { method: values.method } : {}) };
+  const message = ({ result }) => `${number(result.cells_before)} cells became ${number(result.cells_after)}.`;
+  await change.post("compress", body, message);
 }
 
 async function remove(change) {
-  if (!(await asked(`Delete ${change.name}?`, [], "Delete"))) return;
-  const gone = await change.send("DELETE", `/v1/sessions/${change.name}`, null, "It is deleted.");
-  if (gone) location.hash = "#/";
+  if (!(await promptDialog(`Delete ${change.name}?`, [], "Delete"))) return;
+  const deleted = await change.send("DELETE", `/v1/sessions/${change.name}`, null, "It is deleted.");
+  if (deleted) location.hash = "#/";
 }
 
 async function fork(change, at) {
   const where = at === null ? "where it stands" : `before token ${at}`;
-  const given = await asked(`Fork ${where}`, [{ name: "name", label: "Name (or one is made up)", ...NAME }], "Fork");
-  if (!given) return;
-  const body = { ...(given.name ? { name: given.name } : {}), ...(at === null ? {} : { at }) };
-  const made = await change.post("fork", body, "Forked.");
-  if (made) location.hash = `#/sessions/${made.name}`;
+  const fields = [{ name: "name", label: "Name (or one is made up)", ...NAME }];
+  const values = await promptDialog(`Fork ${where}`, fields, "Fork");
+  if (!values) return;
+  const body = { ...(values.name ? { name: values.name } : {}), ...(at === null ? {} : { at }) };
+  const forked = await change.post("fork", body, "Forked.");
+  if (forked) location.hash = `#/sessions/${forked.name}`;
 }
 
-// The bar for what is selected: its range, and what can be done to it.
-// begin: a new Change; null where there is nothing to be changed. choose: selects a span by its name.
-export function bar(selection, begin, memory, textOf, choose) {
+// Creates the bar of the selection: its range, and buttons that change it.
+// newChange: returns a Change; null if changes are not allowed. selectSpan: selects a span by name.
+// update() shows the selection; updateSpans() shows the names of the session's spans.
+export function selectionBar(selection, newChange, memory, textOf, selectSpan) {
   const from = h("input", { type: "number", min: "0", id: "from" });
   const to = h("input", { type: "number", min: "0", id: "to" });
-  const typed = () => selection.set(Number(from.value), Number(to.value), selection.revision);
-  from.addEventListener("change", typed);
-  to.addEventListener("change", typed);
+  const selectTyped = () => selection.set(Number(from.value), Number(to.value), selection.revision);
+  from.addEventListener("change", selectTyped);
+  to.addEventListener("change", selectTyped);
   const spans = h("select", { id: "span" });
-  spans.addEventListener("change", () => choose(spans.value));
+  spans.addEventListener("change", () => selectSpan(spans.value));
   const range = () => ({ start: selection.start, end: selection.end });
-  const what = () => `tokens ${selection.start} to ${selection.end}`;
+  const rangeText = () => `tokens ${selection.start} to ${selection.end}`;
   const rewind = (change) => {
     const count = memory().tokens - selection.end;
     return change.post("rewind", { count }, `Rewound to token ${selection.end}.`);
   };
-  const buttons = begin
+  const deleteText = (change) => change.post("edit", { op: "delete", ...range() }, `Took out ${rangeText()}.`, true);
+  const buttons = newChange
     ? [
-        ["Pin", (change) => change.post("pin", range(), `Pinned ${what()}.`)],
-        ["Unpin", (change) => change.post("unpin", range(), `Unpinned ${what()}.`)],
-        ["Name", (change) => named(change, range(), choose)],
-        ["Delete text", (change) => change.post("edit", { op: "delete", ...range() }, `Took out ${what()}.`, true)],
+        ["Pin", (change) => change.post("pin", range(), `Pinned ${rangeText()}.`)],
+        ["Unpin", (change) => change.post("unpin", range(), `Unpinned ${rangeText()}.`)],
+        ["Name", (change) => nameSpan(change, range(), selectSpan)],
+        ["Delete text", deleteText],
         ["Replace", (change) => replace(change, range(), textOf)],
         ["Insert before", (change) => insert(change, selection.start)],
         ["Fork here", (change) => fork(change, selection.end)],
         ["Rewind to here", rewind],
-      ].map(([label, work]) => h("button", { onclick: () => work(begin()) }, label))
+      ].map(([label, run]) => h("button", { onclick: () => run(newChange()) }, label))
     : [];
   const element = h(
     "div",
@@ -146,44 +149,47 @@ export function bar(selection, begin, memory, textOf, choose) {
     spans,
     buttons,
   );
-  const shown = () => {
+  const update = () => {
     from.value = String(selection.start);
     to.value = String(selection.end);
     spans.value = selection.span ?? "";
     for (const button of buttons) button.disabled = selection.empty;
   };
-  const renamed = () => {
+  const updateSpans = () => {
     const names = Object.keys(memory().spans);
     fill(spans, ["", ...names].map((name) => h("option", { value: name }, name || (names.length ? "choose" : "none"))));
   };
-  return { element, shown, renamed };
+  return { element, update, updateSpans };
 }
 
-async function named(change, range, choose) {
-  const given = await asked("Name these tokens", [{ name: "name", label: "Name", required: true, maxlength: "200" }], "Name");
-  if (!given) return;
-  const done = await change.post("spans", { ...given, ...range }, `They are now ${given.name}.`);
-  if (done) choose(given.name);
+async function nameSpan(change, range, selectSpan) {
+  const fields = [{ name: "name", label: "Name", required: true, maxlength: "200" }];
+  const values = await promptDialog("Name these tokens", fields, "Name");
+  if (!values) return;
+  const named = await change.post("spans", { ...values, ...range }, `They are now ${values.name}.`);
+  if (named) selectSpan(values.name);
 }
 
-const ANEW = { name: "anew", label: "Evaluate what follows anew", kind: "checkbox" };
+const RECOMPUTE = { name: "recompute", label: "Evaluate what follows anew", kind: "checkbox" };
 
 async function replace(change, range, textOf) {
   let value;
   try {
     value = await textOf(range.start, range.end);
   } catch (error) {
-    return change.failed(error);
+    return change.fail(error);
   }
-  const given = await asked("Replace", [{ name: "text", label: "By", kind: "textarea", value }, ANEW], "Replace");
-  if (given) await change.post("edit", { op: "replace", ...range, ...wanted(given) }, edited, true);
+  const fields = [{ name: "text", label: "By", kind: "textarea", value }, RECOMPUTE];
+  const values = await promptDialog("Replace", fields, "Replace");
+  if (values) await change.post("edit", { op: "replace", ...range, ...editFields(values) }, editMessage, true);
 }
 
 async function insert(change, at) {
-  const given = await asked(`Insert before token ${at}`, [{ name: "text", label: "Text", kind: "textarea" }, ANEW], "Insert");
-  if (given) await change.post("edit", { op: "insert", at, ...wanted(given) }, edited, true);
+  const fields = [{ name: "text", label: "Text", kind: "textarea" }, RECOMPUTE];
+  const values = await promptDialog(`Insert before token ${at}`, fields, "Insert");
+  if (values) await change.post("edit", { op: "insert", at, ...editFields(values) }, editMessage, true);
 }
 
-const wanted = ({ text, anew }) => ({ text, recompute: anew ? "suffix" : "none" });
+const editFields = ({ text, recompute }) => ({ text, recompute: recompute ? "suffix" : "none" });
 
-const edited = ({ result }) => `Changed; ${number(result.tokens_evaluated)} tokens evaluated.`;
+const editMessage = ({ result }) => `Changed; ${number(result.tokens_evaluated)} tokens evaluated.`;

@@ -2,7 +2,7 @@
 
 const KEY = "kvkeep key";
 
-export class Refused extends Error {
+export class ApiError extends Error {
   constructor(status, message, code) {
     super(message);
     this.status = status;
@@ -14,13 +14,14 @@ export const hasKey = () => sessionStorage.getItem(KEY) !== null;
 
 export const setKey = (key) => sessionStorage.setItem(KEY, key);
 
-function headers(more) {
+function withKey(headers) {
   const key = sessionStorage.getItem(KEY);
-  return { ...(key ? { Authorization: `Bearer ${key}` } : {}), ...more };
+  return { ...(key ? { Authorization: `Bearer ${key}` } : {}), ...headers };
 }
 
-async function sent(method, path, body, more = {}) {
-  const options = { method, headers: headers(more.headers), signal: more.signal };
+// Sends a request and returns the response. Throws ApiError for an error status.
+async function request(method, path, body, { headers, signal } = {}) {
+  const options = { method, headers: withKey(headers), signal };
   if (body !== undefined && body !== null) {
     options.body = JSON.stringify(body);
     options.headers["Content-Type"] = "application/json";
@@ -31,31 +32,31 @@ async function sent(method, path, body, more = {}) {
     try {
       error = (await response.json()).error;
     } catch {
-      // an answer that is no JSON: its status says all
+      // The body is not JSON: the status has to do.
     }
-    throw new Refused(response.status, error.message || `status ${response.status}`, error.code);
+    throw new ApiError(response.status, error.message || `status ${response.status}`, error.code);
   }
   return response;
 }
 
-export const get = async (path) => (await sent("GET", path)).json();
+export const get = async (path) => (await request("GET", path)).json();
 
-export const send = async (method, path, body, more) => (await sent(method, path, body, more)).json();
+export const send = async (method, path, body, options) => (await request(method, path, body, options)).json();
 
-// The events of an answer, or of the server: pairs of a name and what came with it.
-export async function* streamed(method, path, body, more) {
-  const response = await sent(method, path, body, more);
+// Yields server-sent events: pairs of a name and its data.
+export async function* streamEvents(method, path, body, options) {
+  const response = await request(method, path, body, options);
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  let held = "";
+  let buffer = "";
   try {
     for (;;) {
       const { value, done } = await reader.read();
       if (done) return;
-      held += value;
-      const blocks = held.split("\n\n");
-      held = blocks.pop();
+      buffer += value;
+      const blocks = buffer.split("\n\n");
+      buffer = blocks.pop();
       for (const block of blocks) {
-        const event = parsed(block);
+        const event = parseEvent(block);
         if (event) yield event;
       }
     }
@@ -64,7 +65,7 @@ export async function* streamed(method, path, body, more) {
   }
 }
 
-function parsed(block) {
+function parseEvent(block) {
   let name = "message";
   const data = [];
   for (const line of block.split("\n")) {

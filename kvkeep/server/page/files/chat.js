@@ -1,57 +1,56 @@
-// The chat in a session: its turns as they stand in memory, and the next one.
+// The chat in a session: its turns as memory holds them, and a form for the next one.
 
-import { streamed } from "./api.js";
-import { said } from "./actions.js";
-import { h, tell } from "./dom.js";
-import { drawn, pieces, redraw } from "./tokens.js";
+import { streamEvents } from "./api.js";
+import { changeError } from "./actions.js";
+import { h, showStatus } from "./dom.js";
+import { fetchPieces, redraw, tokenElements } from "./tokens.js";
 
 const SHOWN = 20; // turns
 
-// name: of the session. begin: a new Change; null where nothing is to be said. choose: selects a span
-// by its name. done: called once a turn is over.
-export function chat(name, begin, choose, done, signal) {
+// Creates the chat of a session. newChange: returns a Change; null if turns are not allowed.
+// selectSpan: selects a span by name. afterTurn: called once a turn has ended.
+export function chat(name, newChange, selectSpan, afterTurn, signal) {
   const turns = h("div", { class: "turns", role: "log", "aria-label": "Conversation", tabindex: "0" });
   const system = h("input", { id: "system" });
-  const first = h("p", {}, h("label", { for: "system" }, "System prompt, if any"), system);
-  const words = h("textarea", { id: "words", rows: "2", required: true });
-  const button = h("button", { class: "main" }, "Send");
-  const stop = h("button", { type: "button", hidden: true }, "Stop");
-  let under = null;
-  let latest = null; // what is drawn, or is about to be
+  const systemField = h("p", {}, h("label", { for: "system" }, "System prompt, if any"), system);
+  const input = h("textarea", { id: "words", rows: "2", required: true });
+  const sendButton = h("button", { class: "main" }, "Send");
+  const stopButton = h("button", { type: "button", hidden: true }, "Stop");
+  let running = null; // the AbortController of the turn in progress
+  let latest = null; // the memory that is drawn, or about to be
 
-  const says = async () => {
-    const content = words.value;
-    if (!content.trim() || button.disabled) return;
-    const change = begin();
-    under = new AbortController();
-    signal.addEventListener("abort", () => under?.abort(), { once: true });
-    words.value = "";
-    button.disabled = true;
-    stop.hidden = false;
+  const takeTurn = async () => {
+    const content = input.value;
+    if (!content.trim() || sendButton.disabled) return;
+    const change = newChange();
+    running = new AbortController();
+    signal.addEventListener("abort", () => running?.abort(), { once: true });
+    input.value = "";
+    sendButton.disabled = true;
+    stopButton.hidden = false;
     const answer = h("p", { class: "answer" });
-    const asks = h("p", { class: "question" }, content);
-    turns.append(asks, answer);
+    turns.append(h("p", { class: "question" }, content), answer);
     turns.scrollTop = turns.scrollHeight;
     let failure = null;
-    const body = { content, stream: true, ...(!first.hidden && system.value ? { system: system.value } : {}) };
+    const body = { content, stream: true };
+    if (!systemField.hidden && system.value) body.system = system.value;
     try {
-      const { headers } = change;
-      const events = streamed("POST", `/v1/sessions/${name}/turns`, body, { headers, signal: under.signal });
-      for await (const [kind, event] of events) {
-        heard(kind, event, answer);
-        if (kind === "done") change.came(event.revision); // it was added behind all that was there
+      const options = { headers: change.headers, signal: running.signal };
+      for await (const [kind, event] of streamEvents("POST", `/v1/sessions/${name}/turns`, body, options)) {
+        showEvent(kind, event, answer);
+        if (kind === "done") change.keepNumbers(event.revision); // a turn only appends tokens
       }
     } catch (error) {
       if (error.name !== "AbortError") failure = error;
-      if (!answer.textContent) words.value = content;
+      if (!answer.textContent) input.value = content;
     }
-    under = null;
-    stop.hidden = true;
-    if (!signal.aborted) await done();
-    if (failure && !signal.aborted) tell(said(failure), true);
-    button.disabled = false; // what is said next is for what is shown by now
+    running = null;
+    stopButton.hidden = true;
+    if (!signal.aborted) await afterTurn();
+    if (failure && !signal.aborted) showStatus(changeError(failure), true);
+    sendButton.disabled = false; // only now: the next turn is for the revision that is shown
   };
-  const heard = (kind, event, answer) => {
+  const showEvent = (kind, event, answer) => {
     if (kind === "read") answer.dataset.reading = `reading, ${event.done} of ${event.total} tokens`;
     else if (kind === "token") {
       delete answer.dataset.reading;
@@ -59,63 +58,65 @@ export function chat(name, begin, choose, done, signal) {
       turns.scrollTop = turns.scrollHeight;
     } else if (kind === "error") throw new Error(event.error.message);
   };
-  stop.addEventListener("click", () => under?.abort());
-  words.addEventListener("keydown", (event) => {
+  stopButton.addEventListener("click", () => running?.abort());
+  input.addEventListener("keydown", (event) => {
     if (event.key === "Enter" && !event.shiftKey) {
       event.preventDefault();
-      says();
+      takeTurn();
     }
   });
   const submit = (event) => {
     event.preventDefault();
-    says();
+    takeTurn();
   };
   const form = h(
     "form",
     { onsubmit: submit },
-    first,
+    systemField,
     h("label", { for: "words" }, "Say"),
-    words,
-    h("div", { class: "actions" }, button, stop),
+    input,
+    h("div", { class: "actions" }, sendButton, stopButton),
   );
 
   async function draw(memory) {
-    if (under) return;
-    first.hidden = memory.tokens > 0;
+    if (running) return;
+    systemField.hidden = memory.tokens > 0;
     const parts = partsOf(memory.spans);
     latest = memory;
     if (!parts.length) {
-      redraw(turns, h("p", { class: "hint" }, memory.tokens ? "No turns here: the text beside is all." : "Nothing was said yet."));
+      const hint = memory.tokens ? "No turns here: the text beside is all." : "Nothing was said yet.";
+      redraw(turns, h("p", { class: "hint" }, hint));
       return;
     }
-    const shown = [];
-    for (const part of parts) shown.push(await bubble(name, part, memory, choose));
-    if (under || latest !== memory) return;
-    redraw(turns, shown);
+    const bubbles = [];
+    for (const part of parts) bubbles.push(await bubble(name, part, memory, selectSpan));
+    if (running || latest !== memory) return;
+    redraw(turns, bubbles);
     turns.scrollTop = turns.scrollHeight;
   }
 
-  const element = h("section", { class: "chat", "aria-label": "Chat" }, h("h2", {}, "Chat"), turns, begin ? form : null);
-  return { element, draw, busy: () => under !== null };
+  const heading = h("h2", {}, "Chat");
+  const element = h("section", { class: "chat", "aria-label": "Chat" }, heading, turns, newChange ? form : null);
+  return { element, draw, busy: () => running !== null };
 }
 
-async function bubble(name, { label, who, span }, memory, choose) {
-  const tokens = await pieces(name, span.start, span.end);
-  const select = h("button", { class: "who", onclick: () => choose(label), title: `Select ${label}` }, label);
-  return h("div", { class: who }, select, h("p", {}, drawn(tokens, memory)));
+async function bubble(name, { label, kind, span }, memory, selectSpan) {
+  const tokens = await fetchPieces(name, span.start, span.end);
+  const attributes = { class: "turn-label", onclick: () => selectSpan(label), title: `Select ${label}` };
+  return h("div", { class: kind }, h("button", attributes, label), h("p", {}, tokenElements(tokens, memory)));
 }
 
-// What was said, in its order: the newest turns, and the system prompt.
+// Returns the parts of the conversation in order: the system prompt and the newest turns.
 function partsOf(spans) {
   const numbers = Object.keys(spans)
-    .map((each) => /^turn (\d+)$/.exec(each))
+    .map((label) => /^turn (\d+)$/.exec(label))
     .filter(Boolean)
     .map(([, digits]) => Number(digits))
     .sort((a, b) => a - b)
     .slice(-SHOWN);
-  const parts = [{ label: "system text", who: "system" }];
-  for (const each of numbers) {
-    parts.push({ label: `turn ${each} question`, who: "question" }, { label: `turn ${each} answer`, who: "answer" });
+  const parts = [{ label: "system text", kind: "system" }];
+  for (const turn of numbers) {
+    parts.push({ label: `turn ${turn} question`, kind: "question" }, { label: `turn ${turn} answer`, kind: "answer" });
   }
   return parts
     .map((part) => ({ ...part, span: spans[part.label] }))

@@ -1,7 +1,8 @@
-// Elements, numbers and times, as every view writes them.
+// Elements, dialogs, numbers and times, as every view uses them.
 
 import { get, hasKey } from "./api.js";
 
+// Creates an element. Attributes that begin with "on" are event listeners.
 export function h(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
@@ -11,18 +12,22 @@ export function h(tag, attributes = {}, ...children) {
     else if (name in element && typeof value !== "string") element[name] = value;
     else element.setAttribute(name, value);
   }
-  element.append(...children.flat().filter((child) => child !== null && child !== undefined));
+  element.append(...present(children));
   return element;
 }
 
+// Replaces the children of an element.
 export function fill(element, ...children) {
-  element.replaceChildren(...children.flat().filter((child) => child !== null && child !== undefined));
+  element.replaceChildren(...present(children));
 }
 
-export function tell(text, isError = false) {
-  const told = document.getElementById("told");
-  told.textContent = text;
-  told.className = isError ? "error" : "";
+const present = (children) => children.flat().filter((child) => child !== null && child !== undefined);
+
+// Shows a message at the bottom of the page.
+export function showStatus(text, isError = false) {
+  const status = document.getElementById("status");
+  status.textContent = text;
+  status.className = isError ? "error" : "";
 }
 
 export const number = (value) => value.toLocaleString("en-US");
@@ -41,31 +46,31 @@ export const clock = (seconds) => new Date(seconds * 1000).toLocaleTimeString();
 
 export const sessionLink = (name) => h("a", { href: `#/sessions/${name}` }, name);
 
-// The same as JSON. Where a key is asked for, a link alone would not be let in.
-function twin(path) {
-  const opened = async (event) => {
+// A link to the view's data as JSON. With an API key the page has to fetch it: a link sends none.
+function jsonLink(path) {
+  const open = async (event) => {
     if (!hasKey()) return;
     event.preventDefault();
     const text = JSON.stringify(await get(path), null, 1);
     window.open(URL.createObjectURL(new Blob([text], { type: "application/json" })));
   };
-  return h("a", { class: "twin", href: path, target: "_blank", rel: "noopener", onclick: opened }, "JSON");
+  return h("a", { class: "json-link", href: path, target: "_blank", rel: "noopener", onclick: open }, "JSON");
 }
 
-export function title(text, path, ...more) {
+export function title(text, path, ...children) {
   document.title = `${text} - kvkeep`;
-  return h("div", { class: "title" }, h("h1", {}, text), path ? twin(path) : null, ...more);
+  return h("div", { class: "title" }, h("h1", {}, text), path ? jsonLink(path) : null, ...children);
 }
 
-// A dialog with fields; gives their values, or null where it was left.
-export function asked(heading, fields, action) {
+// Shows a dialog with fields. Resolves to their values, or to null if it was cancelled.
+export function promptDialog(heading, fields, action) {
   return new Promise((resolve) => {
     const inputs = fields.map(field);
     const form = h(
       "form",
       { method: "dialog" },
       h("h2", {}, heading),
-      inputs.map(([label]) => label),
+      inputs.map(({ label }) => label),
       h(
         "div",
         { class: "actions" },
@@ -76,7 +81,7 @@ export function asked(heading, fields, action) {
     const dialog = h("dialog", { "aria-label": heading }, form);
     dialog.addEventListener("close", () => {
       dialog.remove();
-      const values = Object.fromEntries(inputs.map(([, name, value]) => [name, value()]));
+      const values = Object.fromEntries(inputs.map(({ name, read }) => [name, read()]));
       resolve(dialog.returnValue === "done" ? values : null);
     });
     document.body.append(dialog);
@@ -84,20 +89,22 @@ export function asked(heading, fields, action) {
   });
 }
 
-// One field of a dialog: its label, its name, and what gives its value.
-function field({ name, label, kind = "text", value = "", choices, ...more }) {
+// Creates a field of a dialog: its labelled element, its name, and a function that reads its value.
+function field({ name, label, kind = "text", value = "", choices, ...attributes }) {
   let input;
   if (choices) {
-    input = h("select", { name }, choices.map((each) => h("option", { value: each }, each || "as the server")));
+    const options = choices.map((choice) => h("option", { value: choice }, choice || "as the server"));
+    input = h("select", { name }, options);
   } else if (kind === "textarea") {
-    input = h("textarea", { name, rows: "4", ...more });
+    input = h("textarea", { name, rows: "4", ...attributes });
   } else {
-    input = h("input", { name, type: kind, ...more });
+    input = h("input", { name, type: kind, ...attributes });
   }
   if (kind === "checkbox") {
-    return [h("label", { class: "check" }, input, ` ${label}`), name, () => input.checked];
+    return { label: h("label", { class: "check" }, input, ` ${label}`), name, read: () => input.checked };
   }
   input.value = value;
-  const read = () => (kind === "number" ? (input.value === "" ? null : Number(input.value)) : input.value);
-  return [h("label", {}, label, input), name, read];
+  const readNumber = () => (input.value === "" ? null : Number(input.value));
+  const read = () => (kind === "number" ? readNumber() : input.value);
+  return { label: h("label", {}, label, input), name, read };
 }

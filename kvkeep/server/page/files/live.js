@@ -1,48 +1,50 @@
-// What is done to sessions, as it is done: one stream for all views.
+// Live operations on sessions: one event stream for all views.
 
-import { Refused, streamed } from "./api.js";
+import { ApiError, streamEvents } from "./api.js";
 
-const RATE_OVER = 10_000; // milliseconds
+const RATE_WINDOW = 10_000; // milliseconds
 const listeners = new Set();
-const lately = new Map(); // by session: [when, tokens] of each operation
+const recentTokens = new Map(); // by session: [time, tokens] of each operation
 
-export function listen(listener, signal) {
+// Calls a listener for each operation, or with null after a reconnection, until the signal aborts.
+export function onOperation(listener, signal) {
   listeners.add(listener);
   signal.addEventListener("abort", () => listeners.delete(listener));
 }
 
-// Tokens per second, of the last ten seconds.
+// Returns a session's tokens per second over the last ten seconds.
 export function rate(session) {
-  const since = performance.now() - RATE_OVER;
-  const kept = (lately.get(session) || []).filter(([when]) => when > since);
-  lately.set(session, kept);
-  return kept.reduce((sum, [, tokens]) => sum + tokens, 0) / (RATE_OVER / 1000);
+  const start = performance.now() - RATE_WINDOW;
+  const recent = (recentTokens.get(session) || []).filter(([time]) => time > start);
+  recentTokens.set(session, recent);
+  return recent.reduce((sum, [, tokens]) => sum + tokens, 0) / (RATE_WINDOW / 1000);
 }
 
-export async function follow(onState) {
+// Follows the server's operations, reconnecting for ever. onState receives "live" or "not connected".
+export async function followOperations(onState) {
   for (;;) {
     try {
-      const events = streamed("GET", "/v1/events");
+      const events = streamEvents("GET", "/v1/events");
       onState("live");
-      for await (const [, operation] of events) heard(operation);
+      for await (const [, operation] of events) dispatch(operation);
     } catch (error) {
-      if (error instanceof Refused && error.status === 401) return;
+      if (error instanceof ApiError && error.status === 401) return;
     }
     onState("not connected");
     await new Promise((resolve) => setTimeout(resolve, 2000));
-    for (const listener of listeners) listener(null); // much may have changed meanwhile
+    for (const listener of listeners) listener(null); // operations may have been missed
   }
 }
 
-function heard(operation) {
-  const done = lately.get(operation.session) || [];
-  done.push([performance.now(), Math.max(0, operation.tokens)]);
-  lately.set(operation.session, done);
+function dispatch(operation) {
+  const recent = recentTokens.get(operation.session) || [];
+  recent.push([performance.now(), Math.max(0, operation.tokens)]);
+  recentTokens.set(operation.session, recent);
   for (const listener of listeners) listener(operation);
 }
 
-// Calls a function once, a little after the last of many reasons to.
-export function soon(work, wait = 150) {
+// Returns a function that calls `work` once, `wait` milliseconds after its own last call.
+export function debounce(work, wait = 150) {
   let timer = null;
   return () => {
     clearTimeout(timer);

@@ -1,10 +1,10 @@
-// Which view a URL shows; what all of them have around them.
+// The entry point: routes URL hashes to views.
 
-import { get, Refused, setKey } from "./api.js";
-import { asked, fill, h, tell } from "./dom.js";
-import { follow } from "./live.js";
+import { ApiError, get, setKey } from "./api.js";
+import { fill, h, promptDialog, showStatus } from "./dom.js";
+import { followOperations } from "./live.js";
 import { heads } from "./heads.js";
-import { missed } from "./missed.js";
+import { misses } from "./misses.js";
 import { operations } from "./operations.js";
 import { session } from "./session.js";
 import { sessions } from "./sessions.js";
@@ -14,64 +14,65 @@ const VIEWS = [
   [/^#?\/?$/, sessions],
   [/^#\/tree$/, tree],
   [/^#\/operations$/, operations],
-  [/^#\/missed(?:\/(\d+))?$/, missed],
+  [/^#\/missed(?:\/(\d+))?$/, misses],
   [/^#\/sessions\/([^/]+)\/heads$/, heads],
   [/^#\/sessions\/([^/]+)$/, session],
 ];
 
 const content = document.getElementById("content");
-let leaving = new AbortController();
+let currentView = new AbortController(); // aborted when the view is left
 let settings = { edits: false, model: "" };
 
-async function show(focus) {
+async function showView(focus) {
   const hash = location.hash;
-  if (hash && !hash.startsWith("#/")) return; // a place in this view
-  leaving.abort();
-  for (const dialog of document.querySelectorAll("dialog")) dialog.close(); // it asks about another view
-  leaving = new AbortController();
-  const { signal } = leaving;
-  tell("");
+  if (hash && !hash.startsWith("#/")) return; // an anchor inside the current view
+  currentView.abort();
+  for (const dialog of document.querySelectorAll("dialog")) dialog.close(); // of the view that is left
+  currentView = new AbortController();
+  const { signal } = currentView;
+  showStatus("");
   for (const link of document.querySelectorAll("nav a")) {
-    const here = link.getAttribute("href") === (hash || "#/");
-    if (here) link.setAttribute("aria-current", "page");
+    const isCurrent = link.getAttribute("href") === (hash || "#/");
+    if (isCurrent) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
   }
-  const [pattern, view] = VIEWS.find(([each]) => each.test(hash)) || VIEWS[0];
-  const place = h("div");
-  fill(content, place);
+  const [pattern, view] = VIEWS.find(([candidate]) => candidate.test(hash)) || VIEWS[0];
+  const container = h("div");
+  fill(content, container);
   try {
-    await view(place, { signal, edits: settings.edits, parts: pattern.exec(hash) || [] });
+    await view(container, { signal, edits: settings.edits, parts: pattern.exec(hash) || [] });
   } catch (error) {
     if (signal.aborted) return;
-    if (error instanceof Refused && error.status === 401) return letIn();
-    fill(place, h("h1", {}, "That cannot be shown"), h("p", {}, error.message));
+    if (error instanceof ApiError && error.status === 401) return askForKey();
+    fill(container, h("h1", {}, "That cannot be shown"), h("p", {}, error.message));
   }
   if (signal.aborted) return;
   if (focus) content.focus({ preventScroll: true });
 }
 
-async function letIn() {
-  const given = await asked("This server asks for a key", [{ name: "key", label: "Key", kind: "password", required: true }], "Go on");
-  if (given) {
-    setKey(given.key);
+async function askForKey() {
+  const fields = [{ name: "key", label: "Key", kind: "password", required: true }];
+  const values = await promptDialog("This server asks for a key", fields, "Go on");
+  if (values) {
+    setKey(values.key);
     location.reload();
   }
 }
 
-async function begin() {
+async function start() {
   try {
     settings = await get("/v1/page");
   } catch (error) {
-    if (error instanceof Refused && error.status === 401) return letIn();
-    tell(error.message, true);
+    if (error instanceof ApiError && error.status === 401) return askForKey();
+    showStatus(error.message, true);
   }
-  const state = h("span", { class: "state" });
-  fill(document.getElementById("about"), `${settings.model}${settings.edits ? "" : ", read only"} `, state);
-  window.addEventListener("hashchange", () => show(true));
-  follow((now) => {
-    state.textContent = now;
+  const connection = h("span", { class: "state" });
+  fill(document.getElementById("about"), `${settings.model}${settings.edits ? "" : ", read only"} `, connection);
+  window.addEventListener("hashchange", () => showView(true));
+  followOperations((state) => {
+    connection.textContent = state;
   });
-  await show(false);
+  await showView(false);
 }
 
-begin();
+start();

@@ -1,24 +1,24 @@
-// The log of what was done, the newest first.
+// The log of operations, the newest first.
 
 import { get } from "./api.js";
 import { bytes, clock, fill, h, number, sessionLink, title } from "./dom.js";
-import { listen } from "./live.js";
+import { onOperation } from "./live.js";
 
 const PATH = "/v1/operations";
-const MOST = 200;
+const MAX_ROWS = 200;
 
-export async function operations(place, { signal }) {
+export async function operations(container, { signal }) {
   const rows = h("tbody");
   const { data } = await get(PATH);
   fill(rows, data.map(row));
-  listen((operation) => {
+  onOperation((operation) => {
     if (!operation) return;
     rows.prepend(row(operation));
-    while (rows.children.length > MOST) rows.lastChild.remove();
+    while (rows.children.length > MAX_ROWS) rows.lastChild.remove();
   }, signal);
   const names = ["When", "Session", "What", "Tokens", "Milliseconds", "Bytes", "Revision"];
   fill(
-    place,
+    container,
     title("Operations", PATH),
     h(
       "div",

@@ -1,147 +1,150 @@
 // One session: its strip, its text, its spans, and the chat in it.
 
 import { get } from "./api.js";
-import { bar, Change, forSession } from "./actions.js";
+import { Change, selectionBar, sessionButtons } from "./actions.js";
 import { chat } from "./chat.js";
-import { bytes, fill, h, number, sessionLink, tell, title } from "./dom.js";
-import { listen, rate, soon } from "./live.js";
-import { state } from "./sessions.js";
+import { bytes, fill, h, number, sessionLink, showStatus, title } from "./dom.js";
+import { debounce, onOperation, rate } from "./live.js";
+import { stateText } from "./sessions.js";
 import { strip } from "./strip.js";
-import { drawn, pieces, redraw, Selection } from "./tokens.js";
+import { fetchPieces, redraw, Selection, tokenElements } from "./tokens.js";
 
 const SHOWN = 2048; // tokens of the text at a time
 
-export async function session(place, { signal, edits, parts }) {
+export async function session(container, { signal, edits, parts }) {
   const name = parts[1];
   const path = `/v1/sessions/${name}/memory`;
   let memory = await get(path);
-  let current = false; // whether what is drawn is of that
-  let carried = null; // a revision in which what is selected has the same numbers
-  let [begun, read] = [0, 0]; // readings of memory: the last one, and the newest that came
-  let first = null; // of the text that is shown; null for its end
+  let isDrawn = false; // whether what is drawn shows `memory`
+  let stableRevision = null; // a revision in which the selected tokens still have the same numbers
+  let [lastRequest, lastApplied] = [0, 0]; // numbers of requests for the memory
+  let first = null; // first token of the text that is shown; null for the end of the text
   const facts = h("p");
   const text = h("div", { class: "text", tabindex: "0", role: "region", "aria-label": "Text" });
   const paging = h("div", { class: "actions" });
 
-  const again = async () => {
-    const reading = ++begun;
+  const reload = async () => {
+    const request = ++lastRequest;
     try {
-      const now = await get(path);
-      if (signal.aborted || reading < read) return;
-      read = reading;
-      const same = now.revision === memory.revision && current;
-      memory = now;
-      if (same) fill(facts, about(memory)); // what somebody points at stays where it is
+      const latest = await get(path);
+      if (signal.aborted || request < lastApplied) return;
+      lastApplied = request;
+      const unchanged = latest.revision === memory.revision && isDrawn;
+      memory = latest;
+      if (unchanged) fill(facts, factLine(memory)); // tokens under the pointer stay in place
       else await draw();
     } catch (error) {
-      if (!signal.aborted) tell(error.message, true);
+      if (!signal.aborted) showStatus(error.message, true);
     }
   };
-  const carry = (revision) => {
-    carried = revision;
+  const markStable = (revision) => {
+    stableRevision = revision;
   };
-  const view = { again, carry, sending: 0 };
-  const begin = edits ? () => new Change(name, memory.revision, view) : null;
+  const view = { reload, markStable, pendingChanges: 0 };
+  const newChange = edits ? () => new Change(name, memory.revision, view) : null;
   const selection = new Selection(() => {
-    selecting.shown();
-    mark(selection);
+    selectionControls.update();
+    markSelected(selection);
   }, signal);
-  const textOf = async (start, end) => (await pieces(name, start, end)).map((each) => each.text).join("");
-  const choose = (label) => {
+  const textOf = async (start, end) => (await fetchPieces(name, start, end)).map((piece) => piece.text).join("");
+  const selectSpan = (label) => {
     const span = memory.spans[label];
     if (span) selection.set(span.start, span.end, memory.revision, label);
   };
-  const selecting = bar(selection, begin, () => memory, textOf, choose);
-  const show = async (token) => {
+  const selectionControls = selectionBar(selection, newChange, () => memory, textOf, selectSpan);
+  const firstShown = () => (first === null ? Math.max(0, memory.tokens - SHOWN) : first);
+  const selectToken = async (token) => {
     const { revision } = memory;
-    if (token < shownFrom() || token >= shownFrom() + SHOWN) {
+    if (token < firstShown() || token >= firstShown() + SHOWN) {
       first = Math.max(0, token - SHOWN / 2);
-      await turned();
+      await redrawText();
     }
     selection.set(token, token + 1, revision);
     text.querySelector(`[data-at="${token}"]`)?.scrollIntoView({ block: "nearest" });
   };
-  const shownFrom = () => (first === null ? Math.max(0, memory.tokens - SHOWN) : first);
-  const line = strip(name, show);
-  const turnOver = () => {
-    current = false; // the chat was not drawn meanwhile
-    return again();
+  const tokenStrip = strip(name, selectToken);
+  const afterTurn = () => {
+    isDrawn = false; // the chat was not redrawn during the turn
+    return reload();
   };
-  const talk = chat(name, begin, choose, turnOver, signal);
+  const chatView = chat(name, newChange, selectSpan, afterTurn, signal);
 
   async function drawText() {
-    const [from, of, at] = [shownFrom(), memory, first];
-    const to = Math.min(of.tokens, from + SHOWN);
-    const tokens = await pieces(name, from, to);
-    if (of.revision !== memory.revision || at !== first) return; // a later drawing has begun
-    redraw(text, drawn(tokens, of));
-    const page = (label, start) => h("button", { onclick: () => turn(start) }, label);
+    const [start, drawnMemory, drawnFirst] = [firstShown(), memory, first];
+    const end = Math.min(drawnMemory.tokens, start + SHOWN);
+    const tokens = await fetchPieces(name, start, end);
+    if (drawnMemory.revision !== memory.revision || drawnFirst !== first) return; // outdated by a later call
+    redraw(text, tokenElements(tokens, drawnMemory));
+    const pageButton = (label, page) => h("button", { onclick: () => showFrom(page) }, label);
     fill(
       paging,
-      from > 0 ? page("Earlier", Math.max(0, from - SHOWN)) : null,
-      to < of.tokens ? page("Later", to) : null,
+      start > 0 ? pageButton("Earlier", Math.max(0, start - SHOWN)) : null,
+      end < drawnMemory.tokens ? pageButton("Later", end) : null,
     );
-    mark(selection);
+    markSelected(selection);
   }
-  const turn = (start) => {
+  const showFrom = (start) => {
     first = start + SHOWN >= memory.tokens ? null : start;
-    return turned();
+    return redrawText();
   };
-  const turned = () => drawText().catch((error) => signal.aborted || tell(error.message, true));
+  const redrawText = () => drawText().catch((error) => signal.aborted || showStatus(error.message, true));
 
   async function draw() {
-    fill(facts, about(memory));
-    line.draw(memory);
-    selecting.renamed();
-    if (selection.follow(memory, carried)) tell("The session was changed: nothing is selected any more.");
-    selecting.shown();
-    current = true;
-    await Promise.all([drawText(), talk.draw(memory)]);
+    fill(facts, factLine(memory));
+    tokenStrip.draw(memory);
+    selectionControls.updateSpans();
+    if (selection.follow(memory, stableRevision)) {
+      showStatus("The session was changed: nothing is selected any more.");
+    }
+    selectionControls.update();
+    isDrawn = true;
+    await Promise.all([drawText(), chatView.draw(memory)]);
   }
 
-  const news = soon(() => {
-    if (view.sending) news(); // whose change it may be
-    else if (!talk.busy()) again();
+  const reloadSoon = debounce(() => {
+    if (view.pendingChanges) reloadSoon(); // the operation may be this page's own change
+    else if (!chatView.busy()) reload();
   });
-  listen((operation) => {
+  onOperation((operation) => {
     if (operation && operation.session !== name) return;
-    // Revisions may begin anew: where the server was started again, and with a session of that name.
+    // Revisions may restart: after a restart of the server, or with a new session of this name.
     if (!operation || operation.what === "delete") {
-      [current, carried] = [false, null];
-      selection.forget();
+      [isDrawn, stableRevision] = [false, null];
+      selection.clear();
     }
-    news();
+    reloadSoon();
   }, signal);
   const memoryView = h("section", { class: "memory", "aria-label": "Memory" }, h("h2", {}, "Text"), text, paging);
+  const buttons = edits ? h("div", { class: "actions" }, sessionButtons(newChange, () => memory)) : null;
   fill(
-    place,
-    title(name, path, edits ? h("div", { class: "actions" }, forSession(begin, () => memory)) : null),
+    container,
+    title(name, path, buttons),
     facts,
-    line.element,
-    selecting.element,
-    h("div", { class: "beside" }, memoryView, talk.element),
+    tokenStrip.element,
+    selectionControls.element,
+    h("div", { class: "columns" }, memoryView, chatView.element),
   );
   await draw();
   text.scrollTop = text.scrollHeight;
 }
 
-function about(memory) {
+function factLine(memory) {
   const budget = memory.max_kv_size ? ` of ${number(memory.max_kv_size)}` : "";
   const shared = memory.bytes_shared ? `, ${bytes(memory.bytes_shared)} shared` : "";
-  const pace = rate(memory.name);
+  const tokensPerSecond = rate(memory.name);
   return [
     `${number(memory.tokens)} tokens in ${number(memory.cells)}${budget} cells, ${memory.policy}. `,
     `${bytes(memory.bytes)}${shared}. `,
     memory.parent ? ["Forked from ", sessionLink(memory.parent), ". "] : "",
-    pace ? `${pace.toFixed(1)} tokens/s. ` : "",
-    `${state(memory)}. `.replace(/^./, (letter) => letter.toUpperCase()),
+    tokensPerSecond ? `${tokensPerSecond.toFixed(1)} tokens/s. ` : "",
+    `${stateText(memory)}. `.replace(/^./, (letter) => letter.toUpperCase()),
     h("a", { href: `#/sessions/${memory.name}/heads` }, "Cells by head"),
   ].flat();
 }
 
-function mark(selection) {
+function markSelected(selection) {
   for (const element of document.querySelectorAll("[data-at]")) {
     const at = Number(element.dataset.at);
-    element.classList.toggle("chosen", at >= selection.start && at < selection.end);
+    element.classList.toggle("selected", at >= selection.start && at < selection.end);
   }
 }

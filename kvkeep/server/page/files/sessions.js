@@ -1,37 +1,36 @@
-// All sessions: what they hold and how fast they go.
+// The list of sessions: what they hold and how fast they run.
 
 import { get, send } from "./api.js";
-import { asked, bytes, fill, h, number, sessionLink, tell, title } from "./dom.js";
-import { listen, rate, soon } from "./live.js";
+import { bytes, fill, h, number, promptDialog, sessionLink, showStatus, title } from "./dom.js";
+import { debounce, onOperation, rate } from "./live.js";
 
 const PATH = "/v1/sessions?unnamed=true";
 
-export async function sessions(place, { signal, edits }) {
+export async function sessions(container, { signal, edits }) {
   const rows = h("tbody");
   const summary = h("p");
-  const again = async () => {
+  const reload = async () => {
     try {
       const { data } = await get(PATH);
       if (signal.aborted) return;
       fill(rows, data.map(row));
-      const held = data.reduce((sum, each) => sum + (each.bytes || 0), 0);
+      const held = data.reduce((sum, entry) => sum + (entry.bytes || 0), 0);
       summary.textContent = data.length
         ? `${number(data.length)} sessions, ${bytes(held)} in memory, counted once for each that shares them.`
         : "There are no sessions yet.";
     } catch (error) {
-      tell(error.message, true);
+      showStatus(error.message, true);
     }
   };
-  const changed = soon(again);
-  listen(changed, signal);
+  onOperation(debounce(reload), signal);
   const timer = setInterval(() => {
-    for (const cell of rows.querySelectorAll("[data-rate]")) cell.textContent = pace(cell.dataset.rate);
+    for (const cell of rows.querySelectorAll("[data-rate]")) cell.textContent = rateText(cell.dataset.rate);
   }, 1000);
   signal.addEventListener("abort", () => clearInterval(timer));
   const names = ["Session", "Tokens", "Cells", "Bytes", "Tokens/s", "State"];
   fill(
-    place,
-    title("Sessions", PATH, edits ? h("button", { onclick: begin }, "New session") : null),
+    container,
+    title("Sessions", PATH, edits ? h("button", { onclick: createSession }, "New session") : null),
     summary,
     h(
       "div",
@@ -39,27 +38,27 @@ export async function sessions(place, { signal, edits }) {
       h("table", {}, h("thead", {}, h("tr", {}, names.map((name) => h("th", { scope: "col" }, name)))), rows),
     ),
   );
-  await again();
+  await reload();
 }
 
-const pace = (name) => (rate(name) ? rate(name).toFixed(1) : "");
+const rateText = (name) => (rate(name) ? rate(name).toFixed(1) : "");
 
 function row(entry) {
   const budget = entry.max_kv_size ? ` of ${number(entry.max_kv_size)}` : "";
-  const there = entry.in_memory;
+  const inMemory = entry.in_memory;
   return h(
     "tr",
     {},
     h("th", { scope: "row" }, sessionLink(entry.name), entry.named ? null : h("small", {}, " of a prompt")),
-    h("td", {}, there ? number(entry.tokens) : ""),
-    h("td", {}, there ? `${number(entry.cells)}${budget}` : ""),
-    h("td", {}, there ? bytes(entry.bytes) : ""),
-    h("td", { "data-rate": entry.name }, pace(entry.name)),
-    h("td", {}, state(entry)),
+    h("td", {}, inMemory ? number(entry.tokens) : ""),
+    h("td", {}, inMemory ? `${number(entry.cells)}${budget}` : ""),
+    h("td", {}, inMemory ? bytes(entry.bytes) : ""),
+    h("td", { "data-rate": entry.name }, rateText(entry.name)),
+    h("td", {}, stateText(entry)),
   );
 }
 
-export function state(entry) {
+export function stateText(entry) {
   const words = [];
   if (entry.busy) words.push("at work");
   if (entry.in_memory === false) words.push("on disk");
@@ -68,8 +67,8 @@ export function state(entry) {
   return words.join(", ");
 }
 
-async function begin() {
-  const given = await asked(
+async function createSession() {
+  const values = await promptDialog(
     "New session",
     [
       { name: "name", label: "Name (or one is made up)", pattern: "[A-Za-z0-9_\\-][A-Za-z0-9._\\-]*", maxlength: "100" },
@@ -78,12 +77,12 @@ async function begin() {
     ],
     "Begin",
   );
-  if (!given) return;
-  const body = Object.fromEntries(Object.entries(given).filter(([, value]) => value));
+  if (!values) return;
+  const body = Object.fromEntries(Object.entries(values).filter(([, value]) => value));
   try {
-    const made = await send("POST", "/v1/sessions", body);
-    location.hash = `#/sessions/${made.name}`;
+    const created = await send("POST", "/v1/sessions", body);
+    location.hash = `#/sessions/${created.name}`;
   } catch (error) {
-    tell(error.message, true);
+    showStatus(error.message, true);
   }
 }

@@ -1,17 +1,17 @@
-// A session as a strip of its tokens, coloured by how they stand.
+// A session as a strip of its tokens, coloured by status.
 
 import { get } from "./api.js";
 import { fill, h, number } from "./dom.js";
-import { soon } from "./live.js";
+import { debounce } from "./live.js";
 
-export const STANDINGS = ["kept", "pinned", "window", "grouped", "compressed", "forgotten"];
-const AROUND = 12; // tokens that are shown where one points
+export const STATUSES = ["kept", "pinned", "window", "grouped", "compressed", "forgotten"];
+const PREVIEW = 12; // tokens on either side of the pointer
 
-// A strip that is drawn anew from what a session's memory is. choose: is told of a token.
-export function strip(name, choose) {
+// Creates a strip. draw(memory): draws it for a session's memory. onSelect: called with a token.
+export function strip(name, onSelect) {
   const bars = h("div", { class: "bars" });
-  const marks = h("div", { class: "marks" });
-  const pointed = h("p", { class: "pointed" }, "Point at the strip to read the text there.");
+  const spanMarks = h("div", { class: "marks" });
+  const preview = h("p", { class: "preview" }, "Point at the strip to read the text there.");
   const slider = h("div", {
     class: "strip",
     role: "slider",
@@ -21,68 +21,71 @@ export function strip(name, choose) {
     "aria-valuemax": "0",
     "aria-valuenow": "0",
   });
-  slider.append(bars, marks);
+  slider.append(bars, spanMarks);
   const legend = h("ul", { class: "legend" });
   let memory = { tokens: 0, runs: [], spans: {} };
   let at = 0;
 
-  const read = soon(async () => {
+  const showPreview = debounce(async () => {
     if (!memory.tokens) return;
-    const start = Math.max(0, at - AROUND);
-    const { pieces } = await get(`/v1/sessions/${name}/text?start=${start}&end=${at + AROUND}`);
-    fill(pointed, `Token ${number(at)}, ${standing(memory, at)}: `, h("q", {}, pieces.map((each) => each.text).join("")));
+    const start = Math.max(0, at - PREVIEW);
+    const { pieces } = await get(`/v1/sessions/${name}/text?start=${start}&end=${at + PREVIEW}`);
+    const text = pieces.map((piece) => piece.text).join("");
+    fill(preview, `Token ${number(at)}, ${statusOf(memory, at)}: `, h("q", {}, text));
   }, 60);
-  const move = (token) => {
+  const moveTo = (token) => {
     at = Math.min(Math.max(0, token), Math.max(0, memory.tokens - 1));
     slider.setAttribute("aria-valuenow", String(at));
-    slider.setAttribute("aria-valuetext", `token ${at}, ${standing(memory, at)}`);
-    read();
+    slider.setAttribute("aria-valuetext", `token ${at}, ${statusOf(memory, at)}`);
+    showPreview();
   };
-  const under = (event) => {
+  const tokenUnder = (event) => {
     const box = slider.getBoundingClientRect();
     return Math.floor(((event.clientX - box.left) / box.width) * memory.tokens);
   };
-  slider.addEventListener("pointermove", (event) => move(under(event)));
+  slider.addEventListener("pointermove", (event) => moveTo(tokenUnder(event)));
   slider.addEventListener("click", (event) => {
-    move(under(event));
-    choose(at);
+    moveTo(tokenUnder(event));
+    onSelect(at);
   });
   slider.addEventListener("keydown", (event) => {
     const page = Math.max(1, Math.round(memory.tokens / 20));
     const step = { ArrowRight: 1, ArrowLeft: -1, ArrowUp: 1, ArrowDown: -1, PageUp: page, PageDown: -page }[event.key];
-    if (step) move(at + step);
-    else if (event.key === "Home") move(0);
-    else if (event.key === "End") move(memory.tokens - 1);
-    else if (event.key === "Enter" && memory.tokens) choose(at);
+    if (step) moveTo(at + step);
+    else if (event.key === "Home") moveTo(0);
+    else if (event.key === "End") moveTo(memory.tokens - 1);
+    else if (event.key === "Enter" && memory.tokens) onSelect(at);
     else return;
     event.preventDefault();
   });
 
-  function draw(now) {
-    memory = now;
+  function draw(newMemory) {
+    memory = newMemory;
     slider.setAttribute("aria-valuemax", String(Math.max(0, memory.tokens - 1)));
     fill(bars, memory.runs.map((run) => h("span", { class: run.standing, style: { flexGrow: String(run.count) } })));
-    const places = Object.entries(memory.spans).filter(([, span]) => span.end > span.start);
-    fill(marks, memory.tokens ? places.map(([label, span]) => mark(label, span, memory.tokens)) : []);
-    fill(legend, STANDINGS.map((each) => [each, counted(memory, each)]).filter(([, count]) => count).map(entry));
-    move(Math.min(at, memory.tokens));
+    const spans = Object.entries(memory.spans).filter(([, span]) => span.end > span.start);
+    fill(spanMarks, memory.tokens ? spans.map(([label, span]) => spanMark(label, span, memory.tokens)) : []);
+    const counts = STATUSES.map((status) => [status, countOf(memory, status)]);
+    fill(legend, counts.filter(([, count]) => count).map(legendEntry));
+    moveTo(Math.min(at, memory.tokens));
   }
 
-  return { element: h("div", {}, slider, pointed, legend), draw };
+  return { element: h("div", {}, slider, preview, legend), draw };
 }
 
-function mark(label, span, tokens) {
+function spanMark(label, span, tokens) {
   const style = { left: `${(100 * span.start) / tokens}%`, width: `${(100 * (span.end - span.start)) / tokens}%` };
   return h("span", { title: label, style });
 }
 
-const entry = ([standing, count]) =>
-  h("li", {}, h("span", { class: `swatch ${standing}` }), ` ${standing} ${number(count)}`);
+const legendEntry = ([status, count]) =>
+  h("li", {}, h("span", { class: `swatch ${status}` }), ` ${status} ${number(count)}`);
 
-const counted = (memory, standing) =>
-  memory.runs.filter((run) => run.standing === standing).reduce((sum, run) => sum + run.count, 0);
+const countOf = (memory, status) =>
+  memory.runs.filter((run) => run.standing === status).reduce((sum, run) => sum + run.count, 0);
 
-export function standing(memory, token) {
-  const run = memory.runs.find((each) => token >= each.start && token < each.start + each.count);
+// Returns a token's status: kept, pinned, window, ... ("standing" in the API).
+export function statusOf(memory, token) {
+  const run = memory.runs.find(({ start, count }) => token >= start && token < start + count);
   return run ? run.standing : "";
 }

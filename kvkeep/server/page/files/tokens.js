@@ -1,93 +1,95 @@
-// Tokens as text that can be pointed at, and what of it is selected.
+// Tokens as text that can be selected, and the selection.
 
 import { get } from "./api.js";
 import { fill, h } from "./dom.js";
-import { standing } from "./strip.js";
+import { statusOf } from "./strip.js";
 
-const PART = 4096; // tokens that one request gives
+const MAX_PIECES = 4096; // tokens that one request returns
 
-// The tokens `start ... end - 1`, each with its text.
-export async function pieces(name, start, end) {
-  const found = [];
-  for (let first = start; first < end; first += PART) {
-    const part = await get(`/v1/sessions/${name}/text?start=${first}&end=${Math.min(end, first + PART)}`);
-    found.push(...part.pieces);
+// Fetches tokens `start ... end - 1`, each with its text and its number `at`.
+export async function fetchPieces(name, start, end) {
+  const pieces = [];
+  for (let first = start; first < end; first += MAX_PIECES) {
+    const last = Math.min(end, first + MAX_PIECES);
+    const part = await get(`/v1/sessions/${name}/text?start=${first}&end=${last}`);
+    pieces.push(...part.pieces);
   }
-  return found.map((piece, index) => ({ ...piece, at: start + index }));
+  return pieces.map((piece, index) => ({ ...piece, at: start + index }));
 }
 
-// Each token an element that has its number, and the revision in which it has that number.
-export function drawn(tokens, memory) {
+// Creates an element for each token, with its number and the revision in which it has that number.
+export function tokenElements(tokens, memory) {
   return tokens.map((token) => {
-    const how = standing(memory, token.at);
+    const status = statusOf(memory, token.at);
     const data = { "data-at": String(token.at), "data-revision": String(memory.revision) };
-    return h("span", { class: `token ${how}`, ...data, title: `${token.at}, ${how}` }, token.text || "·");
+    return h("span", { class: `token ${status}`, ...data, title: `${token.at}, ${status}` }, token.text || "·");
   });
 }
 
-// Fills an element with tokens drawn anew. The browser's selection there goes with the old ones: of the
-// new ones it would select others, or all.
+// Replaces the children of an element. First removes the browser's selection there: it would move to
+// other tokens among the new children, or to all of them.
 export function redraw(element, ...children) {
   const selected = document.getSelection();
-  const there = selected && selected.rangeCount && !selected.isCollapsed;
-  if (there && selected.getRangeAt(0).intersectsNode(element)) selected.removeAllRanges();
+  const hasSelection = selected && selected.rangeCount && !selected.isCollapsed;
+  if (hasSelection && selected.getRangeAt(0).intersectsNode(element)) selected.removeAllRanges();
   fill(element, ...children);
 }
 
-// The selected tokens `start ... end - 1` of a session at one revision; `span` if they have a name.
-// They are chosen by pointing at text, by number, or by span. changed: called after each change.
+// The selected tokens `start ... end - 1` of a session at one revision, and the name of their span if
+// they were selected by it. Tokens are selected in the text, by number, or by span.
 export class Selection {
-  constructor(changed, signal) {
-    Object.assign(this, { start: 0, end: 0, span: null, revision: null, changed });
-    document.addEventListener("selectionchange", () => this.pointed(), { signal });
+  // onChange: called after each change.
+  constructor(onChange, signal) {
+    Object.assign(this, { start: 0, end: 0, span: null, revision: null, onChange });
+    document.addEventListener("selectionchange", () => this.takeBrowserSelection(), { signal });
   }
 
   get empty() {
     return this.end <= this.start;
   }
 
-  // revision: the one that the numbers are of. Those of an outdated one select nothing.
+  // revision: the one that the numbers belong to. Numbers of another revision select nothing.
   set(start, end, revision, span = null) {
     if (revision !== this.revision) [start, end] = [0, 0];
     this.start = Math.max(0, start);
     this.end = Math.max(0, end);
     this.span = this.empty ? null : span;
-    this.changed();
+    this.onChange();
   }
 
-  // Nothing is selected, of no revision.
-  forget() {
+  // Selects nothing, at no revision.
+  clear() {
     this.revision = null;
     this.set(0, 0, null);
   }
 
-  // Moves on to a session as it is now: numbers of another revision mean other tokens.
-  // carried: the revision up to which the tokens are known to have kept their numbers.
-  // Returns whether something was selected and no longer is.
-  follow(memory, carried) {
-    const [before, had] = [this.revision, !this.empty];
+  // Moves to the session's current revision, in which the same numbers may mean other tokens.
+  // stableRevision: the last revision in which tokens are known to have kept their numbers.
+  // Returns whether the selection was lost.
+  follow(memory, stableRevision) {
+    const [before, hadTokens] = [this.revision, !this.empty];
     this.revision = memory.revision;
     if (before === memory.revision) return false;
     const place = this.span === null ? null : memory.spans[this.span];
     if (place) this.set(place.start, place.end, memory.revision, this.span);
-    else if (this.span !== null || carried !== memory.revision) this.set(0, 0, memory.revision);
-    return had && this.empty;
+    else if (this.span !== null || stableRevision !== memory.revision) this.set(0, 0, memory.revision);
+    return hadTokens && this.empty;
   }
 
-  pointed() {
+  takeBrowserSelection() {
     const selected = document.getSelection();
     if (!selected || selected.isCollapsed || !selected.rangeCount) return;
     const range = selected.getRangeAt(0);
-    const places = [...document.querySelectorAll("[data-at]")].filter((each) => inside(range, each));
-    if (!places.length) return;
-    const at = places.map((each) => Number(each.dataset.at));
-    const shown = new Set(places.map((each) => Number(each.dataset.revision)));
-    this.set(Math.min(...at), Math.max(...at) + 1, shown.size === 1 ? [...shown][0] : null);
+    const elements = [...document.querySelectorAll("[data-at]")].filter((element) => includesText(range, element));
+    if (!elements.length) return;
+    const numbers = elements.map((element) => Number(element.dataset.at));
+    const revisions = new Set(elements.map((element) => Number(element.dataset.revision)));
+    this.set(Math.min(...numbers), Math.max(...numbers) + 1, revisions.size === 1 ? [...revisions][0] : null);
   }
 }
 
-// Whether a range has some of an element's text, and not its edge alone.
-function inside(range, element) {
+// Whether a range includes some of an element's text, not only its edge.
+function includesText(range, element) {
   const text = element.firstChild;
   if (!text || !range.intersectsNode(text)) return false;
   const from = range.startContainer === text ? range.startOffset : 0;

@@ -1,63 +1,65 @@
-// Which session was forked from which, and where snapshots were taken.
+// The tree of forks, with the snapshots of each session.
 
 import { get, send } from "./api.js";
-import { asked, bytes, fill, h, number, sessionLink, tell, title } from "./dom.js";
-import { listen, soon } from "./live.js";
+import { bytes, fill, h, number, promptDialog, sessionLink, showStatus, title } from "./dom.js";
+import { debounce, onOperation } from "./live.js";
 
 const PATH = "/v1/sessions?unnamed=true";
 
-export async function tree(place, { signal, edits }) {
+export async function tree(container, { signal, edits }) {
   const forest = h("div");
-  const again = async () => {
+  const reload = async () => {
     try {
-      const [found, taken] = await Promise.all([get(PATH), snapshots()]);
-      if (!signal.aborted) fill(forest, drawn(found.data, taken, edits));
+      const [sessions, snapshots] = await Promise.all([get(PATH), fetchSnapshots()]);
+      if (!signal.aborted) fill(forest, forestOf(sessions.data, snapshots, edits));
     } catch (error) {
-      tell(error.message, true);
+      showStatus(error.message, true);
     }
   };
-  listen(soon(again), signal);
-  fill(place, title("Tree of forks and snapshots", PATH), forest);
-  await again();
+  onOperation(debounce(reload), signal);
+  fill(container, title("Tree of forks and snapshots", PATH), forest);
+  await reload();
 }
 
-async function snapshots() {
+async function fetchSnapshots() {
   try {
     return (await get("/v1/snapshots")).data;
   } catch {
-    return []; // a server without a folder has none
+    return []; // a server without a folder has no snapshots
   }
 }
 
-function drawn(sessions, taken, edits) {
-  const known = new Set(sessions.map((each) => each.name));
-  const under = new Map();
-  for (const each of sessions) {
-    const parent = known.has(each.parent) && each.parent !== each.name ? each.parent : "";
-    under.set(parent, [...(under.get(parent) || []), each]);
+function forestOf(sessions, snapshots, edits) {
+  const names = new Set(sessions.map((entry) => entry.name));
+  const children = new Map(); // by parent; "" for roots
+  for (const entry of sessions) {
+    const parent = names.has(entry.parent) && entry.parent !== entry.name ? entry.parent : "";
+    children.set(parent, [...(children.get(parent) || []), entry]);
   }
   const branch = (entry) => {
-    const own = taken.filter((each) => each.session === entry.name);
-    const forks = under.get(entry.name) || [];
-    const gone = entry.parent && !known.has(entry.parent) ? `, from ${entry.parent}, which is gone` : "";
+    const own = snapshots.filter((snapshot) => snapshot.session === entry.name);
+    const forks = children.get(entry.name) || [];
+    const gone = entry.parent && !names.has(entry.parent) ? `, from ${entry.parent}, which is gone` : "";
     const held = entry.in_memory ? `${number(entry.tokens)} tokens, ${bytes(entry.bytes)}` : "on disk";
-    const below = [...own.map((each) => leaf(each, edits)), ...forks.map(branch)];
+    const below = [...own.map((snapshot) => leaf(snapshot, edits)), ...forks.map(branch)];
     return h("li", {}, sessionLink(entry.name), ` ${held}${gone}`, below.length ? h("ul", {}, below) : null);
   };
-  const lost = taken.filter((each) => !known.has(each.session));
-  const roots = [...(under.get("") || []).map(branch), ...lost.map((each) => leaf(each, edits))];
+  const orphans = snapshots.filter((snapshot) => !names.has(snapshot.session));
+  const roots = [...(children.get("") || []).map(branch), ...orphans.map((snapshot) => leaf(snapshot, edits))];
   return roots.length ? h("ul", { class: "tree" }, roots) : h("p", {}, "There are no sessions yet.");
 }
 
 function leaf(snapshot, edits) {
   const restore = async () => {
-    const given = await asked(`Restore ${snapshot.name}`, [{ name: "name", label: "As session (or one is made up)" }], "Restore");
-    if (!given) return;
+    const fields = [{ name: "name", label: "As session (or one is made up)" }];
+    const values = await promptDialog(`Restore ${snapshot.name}`, fields, "Restore");
+    if (!values) return;
     try {
-      const made = await send("POST", `/v1/snapshots/${snapshot.name}/restore`, given.name ? { name: given.name } : {});
-      location.hash = `#/sessions/${made.name}`;
+      const body = values.name ? { name: values.name } : {};
+      const restored = await send("POST", `/v1/snapshots/${snapshot.name}/restore`, body);
+      location.hash = `#/sessions/${restored.name}`;
     } catch (error) {
-      tell(error.message, true);
+      showStatus(error.message, true);
     }
   };
   return h(

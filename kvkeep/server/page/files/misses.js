@@ -1,10 +1,10 @@
-// Prompts that were evaluated again: where they part from the nearest text, and why.
+// Prompts that missed the prefix cache: where they differ from the nearest text, and why.
 
 import { get, send } from "./api.js";
-import { clock, fill, h, number, sessionLink, tell, title } from "./dom.js";
+import { clock, fill, h, number, sessionLink, showStatus, title } from "./dom.js";
 
 const PATH = "/v1/prefix/misses";
-const WHY = {
+const REASONS = {
   cold: "No text begins like it.",
   differs: "The nearest text goes on otherwise.",
   below_step: "What they have in common ends within the first step.",
@@ -16,38 +16,38 @@ const WHY = {
   settings: "The nearest session has another policy, budget, step or bits.",
 };
 
-export async function missed(place, { parts }) {
+export async function misses(container, { parts }) {
   const { data } = await get(PATH);
-  const [, chosen] = parts;
-  const shown = chosen ? data.filter((each) => String(each.number) === chosen) : data;
-  const cards = h("div", {}, shown.length ? shown.map((each) => card(each, chosen)) : h("p", {}, "None yet."));
-  fill(place, title(chosen ? `Missed prompt ${chosen}` : "Missed prompts", PATH), explaining(cards), cards);
+  const [, selected] = parts; // the number of one prompt, in the URL
+  const shown = selected ? data.filter((miss) => String(miss.number) === selected) : data;
+  const cards = h("div", {}, shown.length ? shown.map((miss) => card(miss, selected)) : h("p", {}, "None yet."));
+  fill(container, title(selected ? `Missed prompt ${selected}` : "Missed prompts", PATH), explainForm(cards), cards);
 }
 
-function explaining(cards) {
+function explainForm(cards) {
   const text = h("textarea", { rows: "3", id: "prompt", required: true });
-  const asks = async (event) => {
+  const explain = async (event) => {
     event.preventDefault();
     try {
-      const found = await send("POST", "/v1/prefix/explain", { text: text.value, special: true });
-      cards.prepend(card(found));
+      const result = await send("POST", "/v1/prefix/explain", { text: text.value, special: true });
+      cards.prepend(card(result));
     } catch (error) {
-      tell(error.message, true);
+      showStatus(error.message, true);
     }
   };
   return h(
     "form",
-    { onsubmit: asks },
+    { onsubmit: explain },
     h("label", { for: "prompt" }, "What would be reused of this prompt?"),
     text,
     h("button", {}, "Explain"),
   );
 }
 
-function card(miss, chosen) {
+function card(miss, selected) {
   const when = miss.created ? `, ${clock(miss.created)}` : "";
   const name = miss.number ? `Prompt ${miss.number}` : "This prompt";
-  const heading = miss.number && !chosen ? h("a", { href: `#/missed/${miss.number}` }, name) : name;
+  const heading = miss.number && !selected ? h("a", { href: `#/missed/${miss.number}` }, name) : name;
   return h(
     "article",
     { class: "card" },
@@ -57,14 +57,14 @@ function card(miss, chosen) {
       {},
       `${number(miss.reused)} of ${number(miss.prompt_tokens)} tokens reused`,
       miss.session ? [" from ", sessionLink(miss.session)] : "",
-      `${when}. ${WHY[miss.reason] || miss.reason} `,
+      `${when}. ${REASONS[miss.reason] || miss.reason} `,
       miss.differs_at === null ? "" : `First difference: token ${number(miss.differs_at)}.`,
     ),
-    miss.prompt_text === undefined ? null : texts(miss),
+    miss.prompt_text === undefined ? null : differingTexts(miss),
   );
 }
 
-function texts(miss) {
+function differingTexts(miss) {
   return h(
     "div",
     { class: "texts" },
