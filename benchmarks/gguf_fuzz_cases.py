@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from tokenizers.pre_tokenizers import ByteLevel
 
 from benchmarks.gguf_fuzz_tensors import VOCABULARY, Fields, Model, Tensors
-from kvkeep.models.spec.frequencies import rope_spec
+from kvkeep.models.spec.rope import rope_spec
 
 _CONTEXT = 512
 _TABLED = ("llama", "mistral3", "granite", "granitemoe", "exaone4")  # may have rope_freqs.weight

@@ -15,8 +15,8 @@ from kvkeep.errors import InvalidArgument, ModelNotFound
 from kvkeep.executors import path_of
 from kvkeep.loader import BY_TRANSFORMERS
 from kvkeep.model import DTYPES
-from kvkeep.models.hub.source import here
-from kvkeep.models.spec.cells import UNDO, layout_of
+from kvkeep.models.hub.source import local_folder
+from kvkeep.models.spec.cells import UNDO_TOKENS, group_layout
 from kvkeep.models.spec.config import read_spec
 from kvkeep.models.spec.model_spec import LayerGroup, ModelSpec
 from kvkeep.models.weights.checkpoint import decoder_shapes
@@ -121,7 +121,7 @@ def model_facts(name: str, dtype: str = "bfloat16", weights: str | None = None) 
             f"{name} is computed by transformers: kvkeep knows of it once it is loaded, and not "
             "from its files"
         )
-    folder = here(name)
+    folder = local_folder(name)
     if folder is None:
         raise ModelNotFound(
             f"{name!r} is none of the models that were fetched or converted here (`kvkeep models` "
@@ -130,7 +130,7 @@ def model_facts(name: str, dtype: str = "bfloat16", weights: str | None = None) 
     spec, converted = read_spec(folder), converted_file(folder)
     if converted is None:
         check_tensors(spec, decoder_shapes(spec, read_shapes(folder)), folder)
-    layout = layout_of(spec, spec.groups[0], DTYPES[dtype], torch.device("cpu"))
+    layout = group_layout(spec, spec.groups[0], DTYPES[dtype], torch.device("cpu"))
     groups = tuple(_group(spec, group, DTYPES[dtype]) for group in spec.groups)
     reason, itemsize = obstacle(spec, layout), layout.dtype.itemsize
     if weights is not None:
@@ -182,14 +182,15 @@ def model_facts(name: str, dtype: str = "bfloat16", weights: str | None = None) 
         attention="torch" if reason else "compiled kernels",
         thousand_cells=cells,
         full_cells=sum(
-            group.cell_bytes * min(spec.max_positions, (group.window or spec.max_positions) + UNDO)
+            group.cell_bytes
+            * min(spec.max_positions, (group.window or spec.max_positions) + UNDO_TOKENS)
             for group in groups
         ),
     )
 
 
 def _group(spec: ModelSpec, group: LayerGroup, dtype: torch.dtype) -> GroupFacts:
-    layout = layout_of(spec, group, dtype, torch.device("cpu"))
+    layout = group_layout(spec, group, dtype, torch.device("cpu"))
     return GroupFacts(
         layers=len(group.layers),
         unrotated=len(set(group.layers) & set(spec.unrotated_layers)),

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from tiers import EXTENDED
 
 from kvkeep.model import Model, load_model
-from kvkeep.models.hub.known import KNOWN, fetch
+from kvkeep.models.hub.known_models import KNOWN_MODELS, fetch_known_model
 from kvkeep.models.hub.source import DEFAULT_MODEL, pull
 from kvkeep.models.spec.config import read_spec
 from kvkeep.models.weights.tensors import tensor_shapes
@@ -75,7 +75,7 @@ def smollm2_gguf(request: pytest.FixtureRequest) -> Path:
     kept = folder / "model.gguf"
     with FileLock(folder / "lock"):
         if not kept.exists():
-            fetch(KNOWN[DEFAULT_MODEL], folder, progress=True).rename(kept)
+            fetch_known_model(KNOWN_MODELS[DEFAULT_MODEL], folder, progress=True).rename(kept)
     return kept
 
 

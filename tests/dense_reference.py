@@ -54,7 +54,9 @@ class DenseMemory:
         self._seen: list[Token] = []
         self.near: list[Token] = []  # what local layers hold
         self.near_size = min(self.spec.window, max_kv_size)
-        self.near_spare = min(cells.UNDO, max_kv_size - self.near_size) if self.near_size else 0
+        self.near_spare = (
+            min(cells.UNDO_TOKENS, max_kv_size - self.near_size) if self.near_size else 0
+        )
 
     # What is in it
 
@@ -291,7 +293,7 @@ class DenseMemory:
         return self.network.forward(torch.tensor([token.id]), self)
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
-        group, source = self.spec.group_of(layer), self.spec.source_of(layer)
+        group, source = self.spec.group_of(layer), self.spec.kv_source(layer)
         seen = self._seen if group.window is None else self.near[-self.near_size :]
         if k is not None and v is not None:
             seen[-1].keys.append(k[0])

@@ -34,7 +34,7 @@ class NaiveStreamingCache:
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         spec, group = self.spec, self.spec.group_of(layer)
-        source = spec.source_of(layer)
+        source = spec.kv_source(layer)
         keys, values = self.keys[source], self.values[source]
         if k is not None and v is not None:
             keys.append(k[0])

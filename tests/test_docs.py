@@ -21,7 +21,7 @@ import kvkeep
 from kvkeep.cli.main import COMMANDS, main
 from kvkeep.compiled.binding import library
 from kvkeep.model import Model
-from kvkeep.models.hub.library import home, keep
+from kvkeep.models.hub.library import home, store_model
 from kvkeep.models.hub.source import DEFAULT_MODEL
 
 ROOT = Path(__file__).parent.parent
@@ -112,7 +112,7 @@ def test_commands_run(
         ends = {"eos_token_id": list(range(0, size, 32))}
         (models / "generation_config.json").write_text(json.dumps(ends))
 
-    keep(DEFAULT_MODEL, DEFAULT_MODEL, "tiny", tiny, progress=False)
+    store_model(DEFAULT_MODEL, DEFAULT_MODEL, "tiny", tiny, progress=False)
     for command, _ in snippet.commands():
         run(command)
 

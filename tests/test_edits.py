@@ -42,7 +42,7 @@ POLICIES = ("full", "sliding", "shift")
 def few_to_take_back() -> Iterator[None]:
     """So that edits of short texts, too, reach what local layers have forgotten."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cells, "UNDO", 3)
+        patch.setattr(cells, "UNDO_TOKENS", 3)
         yield
 
 

@@ -12,7 +12,7 @@ from topics import topic_text
 from kvkeep import PrefixStore, SessionGroup, Snapshot
 from kvkeep.errors import InvalidSnapshot, KvkeepError
 from kvkeep.model import Model
-from kvkeep.models.spec.cells import UNDO
+from kvkeep.models.spec.cells import UNDO_TOKENS
 from kvkeep.session.session import Session
 from kvkeep.storage.snapshots.snapshot import describe
 
@@ -37,7 +37,7 @@ def test_they_hold_their_window_and_take_as_much(policy: str) -> None:
     session = fed(policy, 256 if policy in ("full", "self_extend") else 48, **settings)
     for _ in range(20):
         session.next_token()
-    held = min(WINDOW + UNDO, session.max_kv_size)
+    held = min(WINDOW + UNDO_TOKENS, session.max_kv_size)
     assert near(session) == held
     layout = session.cache.local.layout
     assert layout.layers == 4

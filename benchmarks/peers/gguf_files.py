@@ -9,7 +9,7 @@ from pathlib import Path
 from benchmarks.peers.llama_library import load_library
 from kvkeep.errors import ModelError
 from kvkeep.models.gguf.file import GgufFile
-from kvkeep.models.hub.known import KNOWN, fetch
+from kvkeep.models.hub.known_models import KNOWN_MODELS, fetch_known_model
 from kvkeep.models.hub.source import home
 
 REQUANTISED = ("Q4_0", "Q8_0")
@@ -23,13 +23,13 @@ def own_file(model: str, progress: bool) -> Path:
     path = Path(model).expanduser()
     if path.suffix == ".gguf" and path.is_file():
         return path.resolve()
-    known = KNOWN.get(model.lower())
+    known = KNOWN_MODELS.get(model.lower())
     if known is None:
         raise ModelError(f"there is no GGUF file of {model}: give one with --gguf")
     kept = _folder() / Path(known.member).name
     if not kept.exists():
         with tempfile.TemporaryDirectory(dir=_folder(), prefix=".fetching-") as place:
-            os.replace(fetch(known, Path(place), progress), kept)
+            os.replace(fetch_known_model(known, Path(place), progress), kept)
     return kept
 
 

@@ -39,9 +39,9 @@ def model_names(
     context: click.Context, parameter: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
     """For those that name a model: what is here, and files."""
-    from kvkeep.models.hub.known import KNOWN
-    from kvkeep.models.hub.library import pulled
+    from kvkeep.models.hub.known_models import KNOWN_MODELS
+    from kvkeep.models.hub.library import pulled_models
 
-    names = sorted({*KNOWN, *(model.name for model in pulled())})
+    names = sorted({*KNOWN_MODELS, *(model.name for model in pulled_models())})
     found = [CompletionItem(name) for name in names if name.startswith(incomplete)]
     return found or [CompletionItem(incomplete, type="file")]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import click
 
-from kvkeep.models.hub.library import home, is_given
+from kvkeep.models.hub.library import home, home_is_set
 from kvkeep.storage.objects.address import is_url, open_object_store
 from kvkeep.storage.sessions.folder import SessionFolder
 
@@ -90,7 +90,7 @@ def session_folder() -> SessionFolder:
 
     They were kept in the cache folder once, which any cleaner may empty, and are still found there.
     """
-    if is_given():
+    if home_is_set():
         return SessionFolder(home() / "sessions")
     from platformdirs import user_data_path
 

@@ -13,7 +13,7 @@ from kvkeep.cli.options import whole_number
 from kvkeep.cli.stderr import say
 from kvkeep.cli.text_input import require_utf8
 from kvkeep.errors import ModelNotFound
-from kvkeep.models.hub.known import KNOWN
+from kvkeep.models.hub.known_models import KNOWN_MODELS
 from kvkeep.models.hub.source import DEFAULT_MODEL
 from kvkeep.types import DtypeName, WeightsName
 
@@ -69,7 +69,7 @@ def load_named(
     from kvkeep import load_model
     from kvkeep.errors import SlowPathWarning
 
-    if name.lower() not in KNOWN and Path(name).expanduser().exists():
+    if name.lower() not in KNOWN_MODELS and Path(name).expanduser().exists():
         # What is saved remembers its model by name, and may be continued in another folder.
         name = str(Path(name).expanduser().absolute())
     with warnings.catch_warnings():
@@ -98,9 +98,9 @@ def require_here(name: str, file: object) -> None:
     What a person names is fetched or converted; what a file names is only used. Raises
     ModelNotFound.
     """
-    from kvkeep.models.hub.source import here
+    from kvkeep.models.hub.source import local_folder
 
-    if here(name) is None:
+    if local_folder(name) is None:
         raise ModelNotFound(
             f"{file} was saved with the model {name!r}, which is not on this machine, and a file "
             f"alone has none fetched: name it with --model, or fetch it with `kvkeep pull`"

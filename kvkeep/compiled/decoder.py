@@ -113,7 +113,8 @@ class CompiledExecutor:
         self.spec = spec
         self._held = Held(spec, tensors, packed)
         self._vectors = [
-            (len(spec.keepers(group)), group.kv_heads, group.head_dim) for group in spec.groups
+            (len(spec.layers_with_cells(group)), group.kv_heads, group.head_dim)
+            for group in spec.groups
         ]
         self._of_kernels = [spec.groups.index(group) for group, _ in kernel_groups(spec)]
         kernels = library()

@@ -93,7 +93,7 @@ def _group(
     spec: ModelSpec, held: Held, group: LayerGroup, scale: tuple[float, ...] | None
 ) -> CGroup:
     return CGroup(
-        len(spec.keepers(group)),
+        len(spec.layers_with_cells(group)),
         group.kv_heads,
         group.head_dim,
         0,
@@ -123,7 +123,7 @@ def _layer(
         else None,
         sinks=None if sinks is None else held.kept(sinks, torch.float32),
         group=groups.index((group, group.query_scale(index))),
-        place=spec.keepers(group).index(spec.source_of(index)),
+        place=spec.layers_with_cells(group).index(spec.kv_source(index)),
         rotated=index not in spec.unrotated_layers,
         scale=1.0 if scale is None else scale.item(),
     )

@@ -158,7 +158,7 @@ def _repeated(
         tokens = torch.tensor(ids, dtype=torch.int64, device=where)
         require_finite(memory.decoder.chunk(tokens, step, lengths))
     spec = memory.decoder.spec
-    return step, None if lengths is None else lengths[spec.keepers(spec.groups[0])]
+    return step, None if lengths is None else lengths[spec.layers_with_cells(spec.groups[0])]
 
 
 def _largest(keys: Tensor, queries: Tensor, log_sums: Tensor, scale: float) -> Tensor:

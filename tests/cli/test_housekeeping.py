@@ -10,7 +10,7 @@ import pytest
 from cli.conftest import Invoke
 from topics import topic_text
 
-from kvkeep.models.hub.library import find, keep, pulled
+from kvkeep.models.hub.library import find_model, pulled_models, store_model
 from kvkeep.storage.prefixes.inventory import stored_prompts
 
 
@@ -77,7 +77,7 @@ def made(slug: str, name: str, elsewhere: Path | None = None) -> None:
         ((elsewhere or folder) / "model.safetensors").write_bytes(b"w" * 1000)
         return elsewhere
 
-    keep(slug, name, f"from {name}", fill, progress=False)
+    store_model(slug, name, f"from {name}", fill, progress=False)
 
 
 def test_a_model_goes_with_what_was_made_of_it(
@@ -94,17 +94,17 @@ def test_a_model_goes_with_what_was_made_of_it(
     refused = invoke("models", "rm", "one", "none")
     assert refused.exit_code == 2
     assert "there is no model 'none' here; there is: owner/far, one, one-2" in refused.stderr
-    assert len(pulled()) == 3
+    assert len(pulled_models()) == 3
     disk = {row["kind"]: row["bytes"] for row in listed(invoke, "disk")}
     assert disk["packed"] == 1000
     assert disk["unpacked"] == 500
     assert invoke("models", "rm", "one").stdout.startswith("removed one, 0.0 MB")
-    assert {model.slug for model in pulled()} == {"far", "one-2"}
+    assert {model.slug for model in pulled_models()} == {"far", "one-2"}
     assert [path.name for path in (own_home / "packed").iterdir()] == ["one-2-" + "0" * 16]
     assert list((own_home / "unpacked").iterdir()) == []
     assert invoke("models", "rm", "owner/far", "one-2").exit_code == 0
     assert (hub / "model.safetensors").exists(), "the hub's cache is not ours"
-    assert find("far") is None
+    assert find_model("far") is None
     assert list((own_home / "models").iterdir()) == []
 
 

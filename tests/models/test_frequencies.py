@@ -8,7 +8,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from kvkeep.errors import BadModelFile
-from kvkeep.models.spec.frequencies import rope_spec
+from kvkeep.models.spec.rope import rope_spec
 
 LLAMA3 = {
     "rope_type": "llama3",

@@ -28,7 +28,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from kvkeep.errors import BadModelFile, UnsupportedModel
 from kvkeep.models.gguf.convert import convert
 from kvkeep.models.spec.config import read_spec
-from kvkeep.models.spec.frequencies import rope_spec
+from kvkeep.models.spec.rope import rope_spec
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.models.weights.export import export
 from kvkeep.models.weights.formats import FORMATS

@@ -21,7 +21,7 @@ from kvkeep.compiled.decoder import CompiledExecutor
 from kvkeep.errors import BadModelFile, InvalidArgument, UnsupportedModel
 from kvkeep.models.gguf.convert import convert
 from kvkeep.models.spec.config import read_spec
-from kvkeep.models.spec.frequencies import rope_spec
+from kvkeep.models.spec.rope import rope_spec
 from kvkeep.models.weights.checkpoint import decoder_tensors
 from kvkeep.models.weights.export import export
 from kvkeep.models.weights.packing import as_tensor

@@ -14,8 +14,8 @@ from models.test_gguf_families import MADE, Edit, made, write
 from kvkeep.errors import BadModelFile, UnsupportedModel
 from kvkeep.models.gguf.convert import convert
 from kvkeep.models.spec.config import read_spec
-from kvkeep.models.spec.frequencies import rope_spec
 from kvkeep.models.spec.model_spec import ModelSpec
+from kvkeep.models.spec.rope import rope_spec
 
 
 def spec_of(kind: str, edit: Edit, folder: Path) -> ModelSpec:

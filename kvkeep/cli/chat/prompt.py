@@ -12,7 +12,7 @@ from kvkeep.cli.stderr import say
 from kvkeep.cli.text_input import require_utf8
 from kvkeep.cli.type_ahead import type_ahead
 from kvkeep.errors import InvalidArgument
-from kvkeep.models.hub.library import home, is_given
+from kvkeep.models.hub.library import home, home_is_set
 from kvkeep.storage.files.text import decode_text
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ def _history() -> "History":
 
 def history_file() -> Path:
     """What was typed in chats."""
-    if is_given():
+    if home_is_set():
         return home() / "history"
     from platformdirs import user_state_path
 

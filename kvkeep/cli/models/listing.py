@@ -33,10 +33,16 @@ class _Row:
 
 
 def _rows() -> list[_Row]:
-    from kvkeep.models.hub.known import KNOWN
-    from kvkeep.models.hub.source import pulled
+    from kvkeep.models.hub.known_models import KNOWN_MODELS
+    from kvkeep.models.hub.source import pulled_models
 
-    rows = [_Row(model.name, model.bytes, model.source, str(model.folder)) for model in pulled()]
+    rows = [
+        _Row(model.name, model.bytes, model.source, str(model.folder)) for model in pulled_models()
+    ]
     here = {row.name for row in rows}
-    rows += [_Row(name, None, k.requirement, None) for name, k in KNOWN.items() if name not in here]
+    rows += [
+        _Row(name, None, k.requirement, None)
+        for name, k in KNOWN_MODELS.items()
+        if name not in here
+    ]
     return rows

@@ -5,7 +5,7 @@ import click
 from kvkeep.cli.completion import model_names
 from kvkeep.cli.report import megabytes
 from kvkeep.errors import ModelNotFound
-from kvkeep.models.hub.library import PulledModel, pulled, remove
+from kvkeep.models.hub.library import PulledModel, pulled_models, remove_model
 
 
 @click.command()
@@ -19,11 +19,11 @@ def rm(names: tuple[str, ...]) -> None:
     """
     found = [_named(name) for name in names]  # all, or none
     for model in found:
-        click.echo(f"removed {model.name}, {megabytes(remove(model, progress=True))}")
+        click.echo(f"removed {model.name}, {megabytes(remove_model(model, progress=True))}")
 
 
 def _named(name: str) -> PulledModel:
-    here = pulled()
+    here = pulled_models()
     for model in here:
         if name in (model.name, model.folder.name, model.slug):
             return model

@@ -169,7 +169,7 @@ class _Description:
             **sizes,
         )
         for index, each in enumerate(seen):
-            source = spec.source_of(index)
+            source = spec.kv_source(index)
             holds = (source == index) == each.own and seen[source].layer == each.layer
             _require(holds, "its layers share keys in another way than the last ones do")
         return spec
@@ -215,12 +215,12 @@ class _Description:
         _require(len(orders) <= 1, "its layers pair the numbers of a head in several ways")
         order = next(iter(orders), ())
         moved = order != tuple(sorted(order))
-        keepers = spec.keepers(group)
+        keepers = spec.layers_with_cells(group)
         return Attends(
             module=each.module,
             layer=each.layer,
             asked=each.asked,
-            index=keepers.index(spec.source_of(index)),
+            index=keepers.index(spec.kv_source(index)),
             own=each.own,
             order=_indices(order, each.q.device) if moved else None,
             factor=each.asked.scale / self.seen[0].asked.scale,

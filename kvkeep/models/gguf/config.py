@@ -10,7 +10,7 @@ from kvkeep.models.gguf.gemma3n import gemma3n_config
 from kvkeep.models.gguf.layers import is_olmo3, layers_config
 from kvkeep.models.gguf.rope import has_temperature, original_length, rope_scaling, shortest
 from kvkeep.models.gguf.vocabulary import special_id
-from kvkeep.models.spec.unsupported import why_not
+from kvkeep.models.spec.unsupported import unsupported_reason
 
 # general.architecture to the class and model_type. Mistral is stored as llama. A model that reads
 # images keeps what it needs for them in another file: this one is a language model as others are.
@@ -176,8 +176,8 @@ def _family(file: GgufFile) -> str:
         )
     if family not in _FAMILIES:
         raise UnsupportedModel(
-            f"the GGUF architecture {family!r} is not supported{why_not(family)}; supported: "
-            f"{', '.join(sorted(_FAMILIES))}"
+            f"the GGUF architecture {family!r} is not supported{unsupported_reason(family)}; "
+            f"supported: {', '.join(sorted(_FAMILIES))}"
         )
     return family
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from kvkeep.errors import BadModelFile, UnsupportedModel
 from kvkeep.models.gguf.file import GgufFile
-from kvkeep.models.spec.frequencies import rope_spec
+from kvkeep.models.spec.rope import rope_spec
 
 _FREQS = "rope_freqs.weight"
 _TWO = {kind: f"rope_factors_{kind}.weight" for kind in ("short", "long")}

@@ -1,4 +1,4 @@
-"""The models that were pulled or converted, under one folder, each whole or not there at all."""
+"""The folder of pulled and converted models. Each model is either complete or absent."""
 
 import glob
 import json
@@ -20,16 +20,18 @@ from kvkeep.storage.files.atomic import (
     write_atomic,
 )
 
-PATIENCE = 3600.0  # seconds; of a large model, a download takes long
+PATIENCE = 3600.0  # seconds that a process waits for the lock: large downloads take long
 _RECORD = "kvkeep.json"
-# Raised when what is written into a model's folder changes: older ones are then made anew.
+# Version of the contents of a model's folder: models with an older one are converted again.
 _LAYOUT = 6
 
 
 @dataclass(frozen=True)
 class PulledModel:
-    """name: what to call it by. folder: Hugging Face layout. source: package, file or hub id. slug:
-    what it is kept under.
+    """A model of the library.
+
+    name: what users call it. folder: in Hugging Face layout. bytes: size of its files. source: a
+    pip requirement, a file or a hub id. slug: the name of its folder in the library.
     """
 
     name: str
@@ -40,28 +42,28 @@ class PulledModel:
 
 
 def home() -> Path:
-    """Where kvkeep keeps models: $KVKEEP_HOME, or the user's cache folder."""
-    if is_given():
+    """Return the folder for all of kvkeep's data: $KVKEEP_HOME, or the user's cache folder."""
+    if home_is_set():
         return Path(os.environ["KVKEEP_HOME"]).expanduser().absolute()
     from platformdirs import user_cache_path
 
     return user_cache_path("kvkeep")
 
 
-def is_given() -> bool:
-    """Whether $KVKEEP_HOME says where everything is kept."""
+def home_is_set() -> bool:
+    """Whether $KVKEEP_HOME is set."""
     return bool(os.environ.get("KVKEEP_HOME"))
 
 
-def pulled() -> list[PulledModel]:
-    """All models that are here whole, by name."""
+def pulled_models() -> list[PulledModel]:
+    """Return all complete models, by name."""
     models = _models()
     names = sorted(path.name for path in models.iterdir()) if models.is_dir() else []
-    return [model for name in names if (model := find(name)) is not None]
+    return [model for name in names if (model := find_model(name)) is not None]
 
 
-def find(slug: str) -> PulledModel | None:
-    """The model kept under a name, if it is here and no file of it is missing or cut short."""
+def find_model(slug: str) -> PulledModel | None:
+    """Return a model, or None if it is absent or one of its files is missing or truncated."""
     record = _read_record(_models() / slug)
     if record is None:
         return None
@@ -77,37 +79,37 @@ def find(slug: str) -> PulledModel | None:
     )
 
 
-def keep(
+def store_model(
     slug: str,
     name: str,
     source: str,
     fill: Callable[[Path], Path | None],
     progress: bool,
-    anew: bool = False,
+    refresh: bool = False,
 ) -> Path:
-    """Make a model and keep it under `slug`; its folder.
+    """Create a model under `slug` and return its folder. A complete one is reused.
 
-    fill: writes the model into the folder that it is given, or returns the folder of its own in
-        which the model lies already.
-    anew: make it even if it is here.
+    fill: writes the model into the folder that it is passed, or returns another folder that already
+        holds the model.
+    refresh: create the model even if it is complete.
 
-    One process at a time makes models: a second one waits and finds what the first one made. What
-    is made appears by one rename, after all of it is on the disk, so that no crash leaves a part
-    that could be taken for the whole; what a crash leaves is swept by the next call. A model made
-    earlier from the same source, under another slug, gives way.
+    A lock admits one process at a time: a second one waits and reuses the first one's result. The
+    model appears by one rename after all of it is on disk, so a crash cannot leave a partial model
+    that looks complete; the next call removes leftovers. A model created earlier from the same
+    source under another slug is removed.
 
-    Raises ModelError if the folder cannot be written, Locked if another process has been making a
-    model for an hour, and what `fill` raises.
+    Raises ModelError if the folder cannot be written, Locked if another process has held the lock
+    for an hour, and what `fill` raises.
     """
     try:
         models = _models()
         models.mkdir(parents=True, exist_ok=True)
-        with _only_one(home() / "pull.lock", progress):
-            present = None if anew else find(slug)
-            if present is not None:
-                return present.folder
-            sweep_partial_folders(models)  # under the lock, all of them were left by the dead
-            folder = _make(models / slug, name, source, fill)
+        with _locked(home() / "pull.lock", progress):
+            stored = None if refresh else find_model(slug)
+            if stored is not None:
+                return stored.folder
+            sweep_partial_folders(models)  # while locked, these are left over from crashes
+            folder = _create(models / slug, name, source, fill)
             _drop_superseded(slug, source)
             return folder
     except OSError as error:
@@ -117,14 +119,14 @@ def keep(
         ) from error
 
 
-def remove(model: PulledModel, progress: bool) -> int:
-    """Removes a model that is kept, and what was made of its weights; the bytes freed.
+def remove_model(model: PulledModel, progress: bool) -> int:
+    """Remove a model and its packed and unpacked weights. Return the number of bytes freed.
 
-    A folder that is not under kvkeep's own stays. Raises ModelError, and Locked as `keep`.
+    A folder outside the library stays. Raises ModelError, and Locked as `store_model` does.
     """
     try:
-        with _only_one(home() / "pull.lock", progress):
-            folders = [_models() / model.slug, *_made_of(model)]
+        with _locked(home() / "pull.lock", progress):
+            folders = [_models() / model.slug, *_weight_folders(model)]
             freed = sum(map(folder_bytes, folders))
             for folder in folders:
                 if folder.is_dir():
@@ -134,12 +136,12 @@ def remove(model: PulledModel, progress: bool) -> int:
     return freed
 
 
-def _made_of(model: PulledModel) -> Iterator[Path]:
-    """Folders of packed and unpacked weights: named after the model's, and a state of it."""
-    for kind, states in (("packed", r"[0-9a-f]{16}"), ("unpacked", r"[0-9]+-[0-9]+")):
+def _weight_folders(model: PulledModel) -> Iterator[Path]:
+    """Yield the folders of a model's packed and unpacked weights: its name and a state's digest."""
+    for kind, state_pattern in (("packed", r"[0-9a-f]{16}"), ("unpacked", r"[0-9]+-[0-9]+")):
         for path in (home() / kind).glob(f"{glob.escape(model.folder.name)}-*"):
             state = path.name.removeprefix(f"{model.folder.name}-")
-            if re.fullmatch(states, state):
+            if re.fullmatch(state_pattern, state):
                 yield path
 
 
@@ -147,10 +149,10 @@ def _models() -> Path:
     return home() / "models"
 
 
-def _make(final: Path, name: str, source: str, fill: Callable[[Path], Path | None]) -> Path:
+def _create(final: Path, name: str, source: str, fill: Callable[[Path], Path | None]) -> Path:
     with atomic_folder(final) as partial:
-        elsewhere = fill(partial)
-        folder = elsewhere or partial
+        external = fill(partial)
+        folder = external or partial
         files = {
             str(path.relative_to(folder)): path.stat().st_size
             for path in sorted(folder.rglob("*"))
@@ -160,11 +162,11 @@ def _make(final: Path, name: str, source: str, fill: Callable[[Path], Path | Non
             "layout": _LAYOUT,
             "name": name,
             "source": source,
-            "folder": str(elsewhere) if elsewhere else None,
+            "folder": str(external) if external else None,
             "files": files,
         }
         write_atomic(partial / _RECORD, f"{json.dumps(record, indent=2)}\n".encode())
-    return elsewhere or final
+    return external or final
 
 
 def _read_record(folder: Path) -> dict[str, Any] | None:
@@ -179,10 +181,10 @@ def _read_record(folder: Path) -> dict[str, Any] | None:
     return record
 
 
-def _only_one(path: Path, progress: bool) -> Any:
-    """The lock that whoever makes a model holds. The system frees it when a process dies.
+def _locked(path: Path, progress: bool) -> Any:
+    """Acquire the lock for changing the library. The system releases it when a process dies.
 
-    Raises Locked where its holder neither ends nor dies: it may be stopped.
+    Raises Locked after `PATIENCE` seconds: the holder may be suspended.
     """
     from filelock import FileLock, Timeout
 
@@ -207,7 +209,7 @@ def _only_one(path: Path, progress: bool) -> Any:
 
 
 def _drop_superseded(slug: str, source: str) -> None:
-    """A file that was edited was converted before, under another slug: nothing asks for it now."""
+    """Remove models of the same source under other slugs: conversions of the file before edits."""
     for path in _models().iterdir():
         record = _read_record(path)
         if record is not None and record["source"] == source and path.name != slug:

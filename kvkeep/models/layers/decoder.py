@@ -66,7 +66,7 @@ class Decoder:
         """
         spec, weights, norms = self.spec, self.weights, []
         heads_per_kv_head = spec.heads // spec.kv_heads
-        for index, layer_values in zip(spec.keepers(spec.groups[0]), values, strict=True):
+        for index, layer_values in zip(spec.layers_with_cells(spec.groups[0]), values, strict=True):
             weight = weights[f"model.layers.{index}.self_attn.o_proj.weight"]
             per_head = weight.view(-1, spec.heads, spec.head_dim).permute(1, 2, 0)
             repeated = layer_values.to(weight.dtype).repeat_interleave(heads_per_kv_head, 0)

@@ -220,7 +220,7 @@ def _layer(
     def norm(name: str, exists: bool) -> Norm | None:
         return make_norm(spec, tensors[f"{prefix}{name}.weight"]) if exists else None
 
-    own_cells, altup = spec.source_of(index) == index, make_altup(spec, index, tensors, product)
+    own_cells, altup = spec.kv_source(index) == index, make_altup(spec, index, tensors, product)
     own_values = own_cells and not (spec.keys_as_values and index not in spec.local_layers)
     return DecoderLayer(
         attention_norm=norm("input_layernorm", spec.norms_before),

@@ -1,4 +1,4 @@
-"""The cells that a model's layers need: their layouts, and an empty cache for them."""
+"""The layouts of a model's cells, and an empty cache for them."""
 
 from collections.abc import Mapping
 
@@ -9,61 +9,62 @@ from kvkeep.cache import AttentionConfig, Bits, KVCache, LayerPlacement, Layout,
 from kvkeep.models.spec.model_spec import LayerGroup, ModelSpec
 from kvkeep.models.weights.tensors import NORM
 
-UNDO = 128  # tokens that can be taken back before local layers lack some that they would see
+# Cells that local layers hold beyond their window: so many of the newest tokens can be taken back
+# and the window is still whole.
+UNDO_TOKENS = 128
 
 
 def cell_layout(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> Layout:
-    """Of the layers that see everything, as cells are evaluated.
-
-    They are of the weights' dtype, and where the weights are.
-    """
+    """Return the layout of the global layers' cells, in the weights' dtype and on their device."""
     weight = tensors[NORM]
-    return layout_of(spec, spec.groups[0], weight.dtype, weight.device)
+    return group_layout(spec, spec.groups[0], weight.dtype, weight.device)
 
 
-def layout_of(
+def group_layout(
     spec: ModelSpec, group: LayerGroup, dtype: torch.dtype, device: torch.device
 ) -> Layout:
-    """Of a group's layers; those that look at another's cells have none."""
-    layers = len(spec.keepers(group))
+    """Return the layout of a group's cells, without layers that attend to another layer's."""
+    layers = len(spec.layers_with_cells(group))
     return Layout(layers, group.kv_heads, group.head_dim, dtype, device)
 
 
 def new_cache(
-    spec: ModelSpec, tensors: Mapping[str, Tensor], bits: Bits, most: int | None = None
+    spec: ModelSpec, tensors: Mapping[str, Tensor], bits: Bits, max_cells: int | None = None
 ) -> KVCache:
-    """An empty cache for a model's cells.
+    """Return an empty cache for a model's cells.
 
-    most: the most cells of any layer, so that a window of local layers is no longer than that.
+    max_cells: the most cells of any layer, which also bounds the window of local layers.
     """
     dtype, device = tensors[NORM].dtype, tensors[NORM].device
-    whole = spec.groups[0]
-    near, far = bits.layouts(layout_of(spec, whole, dtype, device))
-    how = _attending(spec, whole, tensors, device)
+    global_group = spec.groups[0]
+    near, far = bits.layouts(group_layout(spec, global_group, dtype, device))
+    attention = _attention_config(spec, global_group, tensors, device)
     if len(spec.groups) == 1:
-        return KVCache(near, how, far)
-    group = spec.groups[1]
-    layout, _ = bits.layouts(layout_of(spec, group, dtype, device))
-    local = KVCache(layout, _attending(spec, group, tensors, device))
-    most = spec.window + UNDO if most is None else most
-    size = min(spec.window, most)
-    local.window = Window(size, spare=min(UNDO, most - size))
-    return KVCache(near, how, far, local, _placements(spec))
+        return KVCache(near, attention, far)
+    local_group = spec.groups[1]
+    local_layout, _ = bits.layouts(group_layout(spec, local_group, dtype, device))
+    local = KVCache(local_layout, _attention_config(spec, local_group, tensors, device))
+    if max_cells is None:
+        max_cells = spec.window + UNDO_TOKENS
+    size = min(spec.window, max_cells)
+    local.window = Window(size, spare=min(UNDO_TOKENS, max_cells - size))
+    return KVCache(near, attention, far, local, _placements(spec))
 
 
 def _placements(spec: ModelSpec) -> tuple[LayerPlacement, ...]:
-    groups = [spec.keepers(group) for group in spec.groups]
-    local = [layer in spec.local_layers for layer in range(spec.layers)]
+    """Return for each layer which cache its cells are in, and where among that cache's layers."""
+    groups = [spec.layers_with_cells(group) for group in spec.groups]
+    is_local = [layer in spec.local_layers for layer in range(spec.layers)]
     return tuple(
-        LayerPlacement(local[layer], groups[local[layer]].index(spec.source_of(layer)))
+        LayerPlacement(is_local[layer], groups[is_local[layer]].index(spec.kv_source(layer)))
         for layer in range(spec.layers)
     )
 
 
-def _attending(
+def _attention_config(
     spec: ModelSpec, group: LayerGroup, tensors: Mapping[str, Tensor], device: torch.device
 ) -> AttentionConfig:
-    layers, sinks = spec.keepers(group), None
+    layers, sinks = spec.layers_with_cells(group), None
     if spec.sinks:
         sinks = torch.stack([tensors[f"model.layers.{i}.self_attn.sinks"].float() for i in layers])
     unrotated = [index for index, layer in enumerate(layers) if layer in spec.unrotated_layers]

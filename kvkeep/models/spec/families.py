@@ -1,37 +1,38 @@
-"""Which architectures there are, and what each of them has that Llama has not.
+"""The supported architectures, and how the config and checkpoint of each differ from Llama's.
 
-The names are those of transformers' classes; what a field means is read by `config.py`, and where
-a checkpoint's tensors go by `checkpoint.py`.
+Names are those of transformers' classes. `config.py` reads the fields of a config, and
+`weights/checkpoint.py` renames the tensors of a checkpoint.
 """
 
 from dataclasses import replace
 
-from kvkeep.models.spec.family import Family, Mixture, Unlike
+from kvkeep.models.spec.family import Family, LayerPattern, Mixture
 
-_EPS_5 = {"rms_norm_eps": 1e-5}
-_MISTRAL = {"num_key_value_heads": 8, "sliding_window": 4096}
-_QWEN = {"num_key_value_heads": 32, "sliding_window": 4096}
+_NORM_EPS_5 = {"rms_norm_eps": 1e-5}
+_MISTRAL_DEFAULTS = {"num_key_value_heads": 8, "sliding_window": 4096}
+_QWEN_DEFAULTS = {"num_key_value_heads": 32, "sliding_window": 4096}
 _GLM = Family(
-    attention_bias="stated of qkv",
-    usual={
+    attention_bias="attention_bias of qkv",
+    defaults={
         "attention_bias": True,
         "head_dim": 128,
         "num_key_value_heads": 2,
         "rms_norm_eps": 1.5625e-7,
     },
-    rotated=0.5,
-    interleaved=True,
-    gate_up="mlp.gate_up_proj",
+    partial_rotary_factor=0.5,
+    interleaved_rope=True,
+    fused_gate_up="mlp.gate_up_proj",
 )
 _COHERE = Family(
     centred_norms=True,
     parallel=True,
-    norm_eps="layer_norm_eps",
-    logit_scale=True,
-    usual={"tie_word_embeddings": True, "layer_norm_eps": 1e-5, "rope_theta": 5e5},
-    interleaved=True,
+    norm_eps_field="layer_norm_eps",
+    cohere_logit_scale=True,
+    defaults={"tie_word_embeddings": True, "layer_norm_eps": 1e-5, "rope_theta": 5e5},
+    interleaved_rope=True,
 )
-_NORMED_AFTER = {
+# Norms of sub-layer outputs: the names in checkpoints to the names in kvkeep.
+_OUTPUT_NORMS = {
     "post_attention_layernorm": "post_self_attn_layernorm",
     "post_feedforward_layernorm": "post_mlp_layernorm",
 }
@@ -40,17 +41,17 @@ _OLMO2 = Family(
     qk_norm_whole=True,
     norms_before=False,
     norms_after=True,
-    renamed=_NORMED_AFTER,
-    usual=_EPS_5,
+    renamed_tensors=_OUTPUT_NORMS,
+    defaults=_NORM_EPS_5,
 )
-_NORMED_TWICE = {**_NORMED_AFTER, "pre_feedforward_layernorm": "post_attention_layernorm"}
+_INPUT_AND_OUTPUT_NORMS = {**_OUTPUT_NORMS, "pre_feedforward_layernorm": "post_attention_layernorm"}
 _GEMMA = Family(
     norms_after=True,
     unit_norms=True,
-    activation="hidden_activation",
-    scaled=True,
-    renamed=_NORMED_TWICE,
-    usual={
+    activation_field="hidden_activation",
+    gemma_scales=True,
+    renamed_tensors=_INPUT_AND_OUTPUT_NORMS,
+    defaults={
         "head_dim": 256,
         "num_key_value_heads": 4,
         "hidden_activation": "gelu_pytorch_tanh",
@@ -62,9 +63,9 @@ _GEMMA = Family(
 _GEMMA3 = replace(
     _GEMMA,
     qk_norm=True,
-    unlike=Unlike(period=6, pattern=True, two_ropes=True),
-    usual={  # files of the larger ones leave these out
-        **_GEMMA.usual,
+    layer_pattern=LayerPattern(period=6, period_in_config=True, separate_local_rope=True),
+    defaults={  # the configs of the larger models leave these out
+        **_GEMMA.defaults,
         "vocab_size": 262208,
         "num_attention_heads": 8,
         "max_position_embeddings": 131072,
@@ -76,9 +77,9 @@ _GEMMA3N = replace(
     _GEMMA3,
     unit_norms=False,
     gemma3n=True,
-    unlike=Unlike(period=5, two_ropes=True),
-    usual={
-        **_GEMMA3.usual,
+    layer_pattern=LayerPattern(period=5, separate_local_rope=True),
+    defaults={
+        **_GEMMA3.defaults,
         "vocab_size": 262400,
         "num_key_value_heads": 2,
         "intermediate_size": 16384,
@@ -96,16 +97,16 @@ _GEMMA4 = replace(
     _GEMMA3,
     unit_norms=False,
     gemma4=True,
-    unlike=Unlike(period=6, last_whole=True, two_ropes=True),
-    usual={
-        **_GEMMA3.usual,
+    layer_pattern=LayerPattern(period=6, last_layer_global=True, separate_local_rope=True),
+    defaults={
+        **_GEMMA3.defaults,
         "vocab_size": 262144,
         "query_pre_attn_scalar": 1,
         "sliding_window": 512,
         "global_head_dim": 512,
         "num_kv_shared_layers": 0,
     },
-    usual_rope={
+    default_rope={
         "full_attention": {
             "rope_type": "proportional",
             "partial_rotary_factor": 0.25,
@@ -116,9 +117,9 @@ _GEMMA4 = replace(
 )
 _MINISTRAL3 = Family(
     attention_bias="none",
-    window="stated",
-    usual={"head_dim": 128, "num_key_value_heads": 8, **_EPS_5},
-    usual_rope={
+    window="sliding_window",
+    defaults={"head_dim": 128, "num_key_value_heads": 8, **_NORM_EPS_5},
+    default_rope={
         "rope_type": "yarn",
         "rope_theta": 1e6,
         "factor": 16.0,
@@ -133,47 +134,53 @@ _MINISTRAL3 = Family(
 
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(mlp_bias=True),
-    "MistralForCausalLM": Family(attention_bias="none", window="stated", usual=_MISTRAL),
+    "MistralForCausalLM": Family(
+        attention_bias="none", window="sliding_window", defaults=_MISTRAL_DEFAULTS
+    ),
     "Mistral3ForConditionalGeneration": Family(
-        attention_bias="none", window="stated", usual=_MISTRAL, text_part=True
+        attention_bias="none", window="sliding_window", defaults=_MISTRAL_DEFAULTS, multimodal=True
     ),
     "Ministral3ForCausalLM": _MINISTRAL3,
-    "Qwen2ForCausalLM": Family(attention_bias="qkv", window="if used", usual=_QWEN),
-    "Qwen3ForCausalLM": Family(window="if used", usual={**_QWEN, "head_dim": 128}, qk_norm=True),
+    "Qwen2ForCausalLM": Family(
+        attention_bias="qkv", window="max_window_layers", defaults=_QWEN_DEFAULTS
+    ),
+    "Qwen3ForCausalLM": Family(
+        window="max_window_layers", defaults={**_QWEN_DEFAULTS, "head_dim": 128}, qk_norm=True
+    ),
     "Phi3ForCausalLM": Family(
         attention_bias="none",
-        window="stated",
-        rotated=1.0,
-        qkv="self_attn.qkv_proj",
-        gate_up="mlp.gate_up_proj",
-        usual={**_EPS_5, "original_max_position_embeddings": 4096},
+        window="sliding_window",
+        partial_rotary_factor=1.0,
+        fused_qkv="self_attn.qkv_proj",
+        fused_gate_up="mlp.gate_up_proj",
+        defaults={**_NORM_EPS_5, "original_max_position_embeddings": 4096},
     ),
-    "GraniteForCausalLM": Family(mlp_bias=True, multipliers=True),
-    # Granite 4 without state layers and experts (-micro, -1b, -350m); others are refused.
+    "GraniteForCausalLM": Family(mlp_bias=True, granite_multipliers=True),
+    # Granite 4 without state layers and experts (-micro, -1b, -350m); the others are refused.
     "GraniteMoeHybridForCausalLM": Family(
-        multipliers=True,
-        gate_up="shared_mlp.input_linear",
-        renamed={"shared_mlp.output_linear": "mlp.down_proj"},
+        granite_multipliers=True,
+        fused_gate_up="shared_mlp.input_linear",
+        renamed_tensors={"shared_mlp.output_linear": "mlp.down_proj"},
     ),
     "Olmo2ForCausalLM": _OLMO2,
     "Olmo3ForCausalLM": replace(
         _OLMO2,
-        unlike=Unlike(period=4, two_ropes=True),
-        usual={**_EPS_5, "sliding_window": 4096, "rope_theta": 5e5},
+        layer_pattern=LayerPattern(period=4, separate_local_rope=True),
+        defaults={**_NORM_EPS_5, "sliding_window": 4096, "rope_theta": 5e5},
     ),
     "Exaone4ForCausalLM": Family(
         attention_bias="none",
         qk_norm=True,
         norms_before=False,
         norms_after=True,
-        renamed=_NORMED_AFTER,
-        unlike=Unlike(period=4, pattern=True, unrotated="whole if windowed"),
-        usual={**_QWEN, **_EPS_5},
+        renamed_tensors=_OUTPUT_NORMS,
+        layer_pattern=LayerPattern(period=4, period_in_config=True, unrotated="global if windowed"),
+        defaults={**_QWEN_DEFAULTS, **_NORM_EPS_5},
     ),
     "SmolLM3ForCausalLM": Family(
         mlp_bias=True,
-        unlike=Unlike(unrotated="stated"),
-        usual={
+        layer_pattern=LayerPattern(unrotated="no_rope_layers"),
+        defaults={
             "num_key_value_heads": 4,
             "tie_word_embeddings": True,
             "no_rope_layer_interval": 4,
@@ -185,54 +192,60 @@ FAMILIES: dict[str, Family] = {
     "CohereForCausalLM": _COHERE,
     "Cohere2ForCausalLM": replace(
         _COHERE,
-        unlike=Unlike(period=4, pattern=True, unrotated="whole"),
-        usual={**_COHERE.usual, "sliding_window": 4096, "rope_theta": 1e4},
+        layer_pattern=LayerPattern(period=4, period_in_config=True, unrotated="global"),
+        defaults={**_COHERE.defaults, "sliding_window": 4096, "rope_theta": 1e4},
     ),
     "Gemma2ForCausalLM": replace(
         _GEMMA,
-        unlike=Unlike(period=2),
-        usual={**_GEMMA.usual, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        layer_pattern=LayerPattern(period=2),
+        defaults={
+            **_GEMMA.defaults,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
     ),
     "Gemma3ForCausalLM": _GEMMA3,
-    "Gemma3ForConditionalGeneration": replace(_GEMMA3, text_part=True, uncapped=True),
+    "Gemma3ForConditionalGeneration": replace(_GEMMA3, multimodal=True, no_logits_softcap=True),
     "Gemma3nForCausalLM": _GEMMA3N,
-    "Gemma3nForConditionalGeneration": replace(_GEMMA3N, text_part=True),
+    "Gemma3nForConditionalGeneration": replace(_GEMMA3N, multimodal=True),
     "Gemma4ForCausalLM": _GEMMA4,
-    "Gemma4ForConditionalGeneration": replace(_GEMMA4, text_part=True),
+    "Gemma4ForConditionalGeneration": replace(_GEMMA4, multimodal=True),
     "MixtralForCausalLM": Family(
         attention_bias="none",
-        window="stated",
-        usual={"num_key_value_heads": 8, **_EPS_5, "rope_theta": 1e6},
+        window="sliding_window",
+        defaults={"num_key_value_heads": 8, **_NORM_EPS_5, "rope_theta": 1e6},
         mixture=Mixture(norm_topk=True),
     ),
     "Qwen2MoeForCausalLM": Family(
-        attention_bias="qkv unless said",
-        window="if used at all",
-        usual={"num_key_value_heads": 16, "sliding_window": 4096},
+        attention_bias="qkv_bias",
+        window="use_sliding_window",
+        defaults={"num_key_value_heads": 16, "sliding_window": 4096},
         mixture=Mixture(
-            "moe_intermediate_size", "shared_expert_intermediate_size", alternating=True
+            "moe_intermediate_size", "shared_expert_intermediate_size", some_layers_dense=True
         ),
     ),
     "Qwen3MoeForCausalLM": Family(
-        window="if used at all",
-        usual={"num_key_value_heads": 4, "sliding_window": 4096},
+        window="use_sliding_window",
+        defaults={"num_key_value_heads": 4, "sliding_window": 4096},
         qk_norm=True,
-        mixture=Mixture("moe_intermediate_size", alternating=True),
+        mixture=Mixture("moe_intermediate_size", some_layers_dense=True),
     ),
-    "OlmoeForCausalLM": Family(qk_norm=True, qk_norm_whole=True, usual=_EPS_5, mixture=Mixture()),
+    "OlmoeForCausalLM": Family(
+        qk_norm=True, qk_norm_whole=True, defaults=_NORM_EPS_5, mixture=Mixture()
+    ),
     "GptOssForCausalLM": Family(
         sinks=True,
         mixture=Mixture(norm_topk=True, clamped=True),
-        unlike=Unlike(period=2),
-        usual={
+        layer_pattern=LayerPattern(period=2),
+        defaults={
             "attention_bias": True,
             "head_dim": 64,
             "num_key_value_heads": 8,
-            **_EPS_5,
+            **_NORM_EPS_5,
             "sliding_window": 128,
             "rope_theta": 1.5e5,
         },
-        usual_rope={
+        default_rope={
             "rope_type": "yarn",
             "factor": 32.0,
             "beta_fast": 32.0,
@@ -241,23 +254,23 @@ FAMILIES: dict[str, Family] = {
             "original_max_position_embeddings": 4096,
         },
     ),
-    # A softmax over those that are chosen is one over all, made to add up to 1.
-    "GraniteMoeForCausalLM": Family(multipliers=True, mixture=Mixture(norm_topk=True)),
+    # Its softmax over the chosen experts equals one over all experts, renormalised.
+    "GraniteMoeForCausalLM": Family(granite_multipliers=True, mixture=Mixture(norm_topk=True)),
     "Qwen2_5_VLForConditionalGeneration": Family(
         attention_bias="qkv",
-        window="if used",
-        usual={
+        window="max_window_layers",
+        defaults={
             "num_key_value_heads": 8,
-            **_EPS_5,
+            **_NORM_EPS_5,
             "rope_theta": 1e6,
             "sliding_window": 4096,
             "max_window_layers": 80,
         },
-        text_part=True,
+        multimodal=True,
     ),
     "Qwen3VLForConditionalGeneration": Family(
-        usual={"head_dim": 128, "num_key_value_heads": 32, "rope_theta": 5e5},
+        defaults={"head_dim": 128, "num_key_value_heads": 32, "rope_theta": 5e5},
         qk_norm=True,
-        text_part=True,
+        multimodal=True,
     ),
 }

@@ -1,88 +1,92 @@
-"""How a model family's config and checkpoint differ from Llama's: the columns of `families.py`."""
+"""How the config and checkpoint of an architecture differ from Llama's: the type of `FAMILIES`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-# Which projections of attention have biases: all as `attention_bias` says; q, k and v as it says;
-# q, k and v whatever it says; q, k and v unless `qkv_bias` says no; none.
-Biases = Literal["stated", "stated of qkv", "qkv", "qkv unless said", "none"]
-# Whether attention was trained to see fewer tokens than all: as `sliding_window` says; the same
-# where `use_sliding_window` says so, too, of the layers that are left to slide, or of whichever;
-# never.
-Windows = Literal["stated", "if used", "if used at all", "none"]
+# What decides which attention projections have biases:
+# "attention_bias": that field, for all four of them. "attention_bias of qkv": that field, for q, k
+# and v. "qkv": always q, k and v. "qkv_bias": q, k and v unless that field is false.
+BiasRule = Literal["attention_bias", "attention_bias of qkv", "qkv", "qkv_bias", "none"]
+# What decides whether all layers were trained with a sliding window:
+# "sliding_window": a stated window always counts. "use_sliding_window": only if that field is true.
+# "max_window_layers": only if, moreover, `layer_types` or `max_window_layers` lets a layer slide.
+WindowRule = Literal["sliding_window", "use_sliding_window", "max_window_layers", "none"]
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """How a family's config speaks of experts.
+    """How a family's config describes its mixture of experts.
 
-    width: the field that says how wide an expert is. shared: the same of the shared one; "" where
-        the family has none.
-    norm_topk: as in ModelSpec; None where `norm_topk_prob` says it.
+    width: the field with the width of an expert's MLP.
+    shared_width: the same of the shared expert; "" if the family has none.
+    norm_topk: as in ModelSpec; None if the field `norm_topk_prob` says it.
     clamped: as clamped_experts in ModelSpec.
-    alternating: some layers may have an MLP, as `decoder_sparse_step` and `mlp_only_layers` say.
+    some_layers_dense: `decoder_sparse_step` and `mlp_only_layers` may give some layers an MLP.
     """
 
     width: str = "intermediate_size"
-    shared: str = ""
+    shared_width: str = ""
     norm_topk: bool | None = None
     clamped: bool = False
-    alternating: bool = False
+    some_layers_dense: bool = False
 
 
 @dataclass(frozen=True)
-class Unlike:
-    """How a family's config speaks of layers that see or rotate in another way than the others.
+class LayerPattern:
+    """Which layers of a family are local or have no RoPE.
 
-    period: every n-th layer sees everything, and the others a window, where `layer_types` does not
-        say it. pattern: whether `sliding_window_pattern` says another period then.
-    last_whole: the last layer sees everything, whatever the config says.
-    unrotated: those that see everything, where others do not, or ("whole if windowed") where there
-        is a `sliding_window`; as `no_rope_layers` says, and it is these that are local where
-        `use_sliding_window` says so and there are no `layer_types`; none.
-    two_ropes: RoPE of local layers has a base of its own, and is not scaled.
+    period: without `layer_types`, every period-th layer is global (sees everything) and the others
+        are local (see a window).
+    period_in_config: `sliding_window_pattern` overrides the period.
+    last_layer_global: the last layer is global whatever the config says.
+    unrotated: the layers without RoPE. "global": the global ones. "global if windowed": the same,
+        if there is a `sliding_window`. "no_rope_layers": as that field says; without `layer_types`
+        and with `use_sliding_window`, these layers are also the local ones.
+    separate_local_rope: local layers have a RoPE base of their own, without scaling.
     """
 
     period: int = 0
-    pattern: bool = False
-    last_whole: bool = False
-    unrotated: Literal["none", "whole", "whole if windowed", "stated"] = "none"
-    two_ropes: bool = False
+    period_in_config: bool = False
+    last_layer_global: bool = False
+    unrotated: Literal["none", "global", "global if windowed", "no_rope_layers"] = "none"
+    separate_local_rope: bool = False
 
 
 @dataclass(frozen=True)
 class Family:
-    """An architecture, by how it differs from Llama.
+    """An architecture, by its differences from Llama.
 
-    attention_bias, mlp_bias: which biases it has; those of the MLP are as the config says.
-    usual: the defaults of fields that a config leaves out, as transformers' config class has them.
-        Sizes have none: a config that lacks one is refused. usual_rope: the RoPE settings where it
-        has neither `rope_parameters` nor `rope_scaling`.
-    window: see `Windows`. unlike: of families whose layers are not all alike.
+    attention_bias: see `BiasRule`. mlp_bias: the field `mlp_bias` is in effect.
+    defaults: values of fields that a config leaves out, as in transformers' config class. Sizes
+        have none: a config that lacks one is refused.
+    default_rope: the RoPE settings of a config with neither `rope_parameters` nor `rope_scaling`.
+    window: see `WindowRule`.
+    layer_pattern: for families whose layers are not all alike.
     qk_norm, qk_norm_whole, norms_before, norms_after, centred_norms, parallel, unit_norms,
         sinks: as in ModelSpec.
-    norm_eps: the field of the config that says it.
-    activation: the field of the config that says it.
-    gemma4, gemma3n: it has what `config_gemma4.py` or `config_gemma3n.py` reads.
-    multipliers: Granite's four. logit_scale: Cohere's one. scaled: Gemma's two, of embeddings and
-        of attention, and its caps on products and logits; uncapped: it has none on logits, whatever
-        the config says.
-    rotated: the part of each head that is rotated where the config says nothing; None for families
-        that rotate whole heads, whatever it says.
-    interleaved: the pairs that are rotated lie side by side, not half a head apart.
-    qkv, gate_up: of a layer's matrices that are several: their name, and its parts in their order.
-    renamed: what else of a layer has another name than here: theirs to ours.
-    mixture: it is a mixture of experts; see `stored_experts.py` for their names.
-    text_part: it reads images, too, and is run without them.
+    norm_eps_field, activation_field: the config fields that state these.
+    gemma4, gemma3n: the config has the fields that `config_gemma.py` reads.
+    granite_multipliers: the config has Granite's four multipliers.
+    cohere_logit_scale: the config has Cohere's `logit_scale`.
+    gemma_scales: Gemma's scales of embeddings and attention, and its caps on attention and logits.
+    no_logits_softcap: logits are not capped whatever the config says.
+    partial_rotary_factor: the rotated share of each head if the config states none; None for
+        families that always rotate whole heads.
+    interleaved_rope: the two numbers of a rotated pair are neighbours, not half a head apart.
+    fused_qkv, fused_gate_up: the checkpoint's name of one matrix that holds several, in this order;
+        "" if the matrices are separate.
+    renamed_tensors: other layer tensors with another name in checkpoints: their name to kvkeep's.
+    mixture: for mixtures of experts; `weights/stored_experts.py` has the names of their tensors.
+    multimodal: the model also reads images; only its language model is run.
     """
 
-    attention_bias: Biases = "stated"
+    attention_bias: BiasRule = "attention_bias"
     mlp_bias: bool = False
-    usual: Mapping[str, Any] = field(default_factory=dict)
-    usual_rope: Mapping[str, Any] = field(default_factory=dict)
-    window: Windows = "none"
-    unlike: Unlike | None = None
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    default_rope: Mapping[str, Any] = field(default_factory=dict)
+    window: WindowRule = "none"
+    layer_pattern: LayerPattern | None = None
     qk_norm: bool = False
     qk_norm_whole: bool = False
     norms_before: bool = True
@@ -91,18 +95,18 @@ class Family:
     parallel: bool = False
     unit_norms: bool = False
     sinks: bool = False
-    norm_eps: str = "rms_norm_eps"
-    activation: str = "hidden_act"
+    norm_eps_field: str = "rms_norm_eps"
+    activation_field: str = "hidden_act"
     gemma4: bool = False
     gemma3n: bool = False
-    multipliers: bool = False
-    logit_scale: bool = False
-    scaled: bool = False
-    uncapped: bool = False
-    rotated: float | None = None
-    interleaved: bool = False
-    qkv: str = ""
-    gate_up: str = ""
-    renamed: Mapping[str, str] = field(default_factory=dict)
+    granite_multipliers: bool = False
+    cohere_logit_scale: bool = False
+    gemma_scales: bool = False
+    no_logits_softcap: bool = False
+    partial_rotary_factor: float | None = None
+    interleaved_rope: bool = False
+    fused_qkv: str = ""
+    fused_gate_up: str = ""
+    renamed_tensors: Mapping[str, str] = field(default_factory=dict)
     mixture: Mixture | None = None
-    text_part: bool = False
+    multimodal: bool = False

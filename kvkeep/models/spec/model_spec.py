@@ -1,4 +1,4 @@
-"""What a model is, in numbers: everything that the forward and the cache need to know of it."""
+"""The specification of a model in numbers: all that the forward and the cache depend on."""
 
 import math
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Literal, get_args
 
 Activation = Literal["silu", "gelu_tanh"]
-Gating = Literal["silu", "gelu_tanh", "clamped"]  # what becomes of an MLP's gate and up
+Gating = Literal["silu", "gelu_tanh", "clamped"]  # how an MLP combines its gate and up projections
 GATINGS: tuple[Gating, ...] = get_args(Gating)
 
 
@@ -15,11 +15,11 @@ class RopeSpec:
     """Rotary position embedding, resolved to a fixed table.
 
     inverse_frequencies: radians per position for each pair of a head, `[head_dim / 2]`, float64
-        values; scaled kinds (linear, llama3, yarn, longrope) are already applied. 0 for pairs that
-        are not rotated, behind those that are.
+        values; scaling (linear, llama3, yarn, longrope) is already applied. Pairs that are not
+        rotated come last and have 0.
     attention_scaling: yarn's or longrope's factor on cosine and sine. It multiplies q and k alike,
-        so its square is put on the softmax scale and rotations stay pure. Layers without RoPE, and
-        numbers of a head that are not rotated, do not have it; see `LayerGroup.query_scale`.
+        so its square goes into the softmax scale and rotations stay pure. Layers without RoPE, and
+        unrotated numbers of a head, do not have it; see `LayerGroup.query_scale`.
     """
 
     kind: str
@@ -29,62 +29,65 @@ class RopeSpec:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A decoder.
+    """A decoder-only transformer.
 
-    max_positions is the trained length in tokens; a model all of whose layers slide counts as
-    trained to their window, since beyond it full attention is not what it learnt.
+    Fields without a default are those that Llama has, too. Snapshots carry a digest of the fields;
+    one that has its default is left out of the digest, so the names cannot change.
 
-    What has a default is what Llama does not have; no digest names it where it is the default:
-
-    norms_before, norms_after: whether attention and MLP norm what they read, and what they give
-        before it is added to the residual stream.
+    max_positions: the trained length in tokens. A model all of whose layers slide counts as trained
+        to their window, since it never saw full attention beyond it.
+    norms_before, norms_after: attention and MLP normalise their input, and their output before it
+        is added to the residual stream.
     centred_norms: norms are LayerNorm (arXiv:1607.06450) without a bias, not RMSNorm.
-    parallel: the MLP reads what attention reads, not what it has added to.
-    qk_norm_whole: queries and keys are normed over all heads together, not head by head.
-    embedding_multiplier, residual_multiplier, logits_multiplier: of embeddings, of what attention
-        and MLP add to the residual stream, and of logits. Folded into weights they would round
-        them, and change what a packed matrix says.
-    embedding_multiplier_rounded: that of embeddings is rounded to the dtype of the weights first.
-    attention_multiplier: in the place of 1 / sqrt(head_dim); None for that.
-    experts, experts_per_token: of a mixture of experts, in the place of the MLP, and how many of
-        them a token goes through; 0 for none. Its router scores them by a softmax over all.
-    expert_size, shared_expert_size: as intermediate_size, of an expert and of the one that every
-        token goes through beside them; 0 for none of that kind.
-    norm_topk: the weights of the experts that a token goes through are made to add up to 1.
-    experts_beside: they are not in the place of an MLP, but beside it, in every layer, with norms
-        of their own (Gemma 4).
-    clamped_experts: experts and their router have biases, and what an expert multiplies is clamped:
-        (up + 1) * gate * sigmoid(1.702 gate), no gate above 7 and no up beyond 7 (gpt-oss).
-    sparse_step, dense_layers: each so-manieth layer is a mixture, but for these, by their indices;
-        the others have an MLP.
-    local_layers, window: these layers, by their indices, see the newest `window` tokens alone, the
-        one that looks included.
-    local_rope, local_kv_heads, local_head_dim: of local layers, where they are not as the others.
-    unrotated_layers: without RoPE (NoPE), though their group has one.
-    shared_kv_layers: so many of the last layers keep no cells; they look at those of the last layer
-        before them that is local, too, or not.
-    wide_shared_mlp: the MLP of these is twice as wide.
-    keys_as_values: layers that see everything have no projection of values: they are the keys,
-        before these are normed and rotated.
-    values_normed: values are normed head by head, without a weight.
-    per_layer_size: of the vectors that each layer has of each token; 0 for none.
-    layer_scales: a layer multiplies all that it gives on by a learned number.
-    per_layer_vocab: tokens that have such vectors, where not all have; others have those of token
-        0. 0 for all.
-    altup_inputs, altup_active: residual streams (AltUp), and which of them the layers compute; 0
-        inputs for the residual stream alone.
-    laurel_rank: of the way past attention (LAuReL); 0 for none.
-    activation_sparsity: of each layer, the share of its gate's numbers that are made nothing;
-        empty where none has any.
-    mlp_widths: of the MLP of each layer, where they differ; intermediate_size is the greatest.
-    sinks: each head has a learned logit that takes its share of the softmax and gives nothing.
-    attention_softcap, logits_softcap: c in c * tanh(x / c), of scaled products and of logits; 0 for
-        none.
-    recurrent: other layers, which are not counted here, keep states in the place of cells (linear
-        attention, convolution).
+    parallel: the MLP reads the same input as attention, not the sum with attention's output.
+    qk_norm_whole: queries and keys are normalised over all heads together, not head by head.
+    embedding_multiplier, residual_multiplier, logits_multiplier: factors on embeddings, on what
+        attention and MLP add to the residual stream, and on logits. Folding them into weights would
+        round the weights, and change what a packed matrix says.
+    embedding_multiplier_rounded: that factor is first rounded to the dtype of the weights.
+    attention_multiplier: replaces 1 / sqrt(head_dim) as the softmax scale; None for that scale.
+    experts, experts_per_token: for a mixture of experts in the place of the MLP, how many there are
+        and how many the router chooses for a token; 0 without a mixture. The router scores them by
+        a softmax over all.
+    expert_size, shared_expert_size: the intermediate_size of an expert, and of the shared expert
+        that processes every token; 0 without one.
+    norm_topk: the weights of the chosen experts are renormalised to a sum of 1.
+    experts_beside: every layer has experts beside its MLP, not in its place, with norms of their
+        own (Gemma 4).
+    clamped_experts: experts and their router have biases, and an expert's product is clamped:
+        (up + 1) * gate * sigmoid(1.702 gate), with gate at most 7 and up within ±7 (gpt-oss).
+    sparse_step, dense_layers: every sparse_step-th layer has experts, except the layers listed in
+        dense_layers; the others have an MLP.
+    local_layers, window: the layers listed see only the newest `window` tokens, the querying one
+        included.
+    local_rope, local_kv_heads, local_head_dim: those of local layers, where they differ; None or 0
+        where they do not.
+    unrotated_layers: layers without RoPE (NoPE), although their group has a RoPE table.
+    shared_kv_layers: so many of the last layers have no cells of their own; each attends to those
+        of the last earlier layer of its kind (local or global).
+    wide_shared_mlp: the MLP of these layers is twice as wide.
+    keys_as_values: global layers have no value projection: values are the keys before norm and
+        rotation.
+    values_normed: values are normalised head by head, without a weight.
+    per_layer_size: the width of the embedding that each layer has of each token; 0 for none.
+    layer_scales: each layer multiplies its output by a learned number.
+    per_layer_vocab: how many tokens have such an embedding; the others have that of token 0. 0 if
+        all tokens do.
+    altup_inputs, altup_active: the number of residual streams (AltUp), and the index of the one
+        that layers compute; 0 inputs for a single residual stream.
+    laurel_rank: the rank of the low-rank path beside attention (LAuReL); 0 for none.
+    activation_sparsity: for each layer, the share of gate values that are zeroed; empty if none
+        are.
+    mlp_widths: the width of each layer's MLP, where they differ; intermediate_size is the largest.
+    sinks: each head has a learned logit that takes part in the softmax and contributes no value.
+    attention_softcap, logits_softcap: c in c * tanh(x / c), applied to scaled products of queries
+        and keys, and to logits; 0 for none.
+    recurrent: further layers, not counted here, keep a state instead of cells (linear attention,
+        convolution).
     activation: of the MLP's gate.
-    unit_norms: norms are computed in float32, and their weight is 1 more than what is stored: as
-        checkpoints have it, in GGUF files less 1. Added in bfloat16 it would be rounded away.
+    unit_norms: norms are computed in float32, and their factor is 1 more than the stored weight, as
+        in Gemma's checkpoints (GGUF files store the sum). Adding it in bfloat16 would round it
+        away.
     """
 
     architecture: str
@@ -158,75 +161,80 @@ class ModelSpec:
         )
 
     def mlp_width(self, layer: int) -> int:
-        """What is between its MLP's matrices."""
+        """Return the intermediate size of a layer's MLP."""
         if self.mlp_widths:
             return self.mlp_widths[layer]
-        twice = self.wide_shared_mlp and self.source_of(layer) != layer
-        return self.intermediate_size * (2 if twice else 1)
+        is_wide = self.wide_shared_mlp and self.kv_source(layer) != layer
+        return self.intermediate_size * (2 if is_wide else 1)
 
     @property
     def gating(self) -> Gating:
-        """Of all MLPs and experts."""
+        """How all MLPs and experts combine their gate and up projections."""
         return "clamped" if self.clamped_experts else self.activation
 
     @property
     def softmax_scale(self) -> float:
-        """The factor on the products of queries and keys, of layers that are not local."""
+        """The factor on the products of queries and keys in global layers."""
         return self.groups[0].softmax_scale
 
     @cached_property
     def groups(self) -> tuple["LayerGroup", ...]:
-        """The layers that see everything, and the local ones, where there are any."""
-        every = range(self.layers)
-        local = set(self.local_layers)
-        scale = self.attention_multiplier
-        whole = LayerGroup(
-            tuple(layer for layer in every if layer not in local),
+        """The group of global layers, and that of local layers if there are any."""
+        all_layers = set(range(self.layers))
+        local_layers = set(self.local_layers)
+        global_group = LayerGroup(
+            tuple(sorted(all_layers - local_layers)),
             self.kv_heads,
             self.head_dim,
             self.rope,
-            scale,
-            unrotated=self._unrotated(set(every) - local),
+            self.attention_multiplier,
+            unrotated=self._unrotated(all_layers - local_layers),
         )
-        if not local:
-            return (whole,)
-        near = LayerGroup(
-            tuple(layer for layer in every if layer in local),
+        if not local_layers:
+            return (global_group,)
+        local_group = LayerGroup(
+            tuple(sorted(all_layers & local_layers)),
             self.local_kv_heads or self.kv_heads,
             self.local_head_dim or self.head_dim,
             self.local_rope or self.rope,
-            scale,
+            self.attention_multiplier,
             self.window,
-            unrotated=self._unrotated(local),
+            unrotated=self._unrotated(local_layers),
         )
-        return whole, near
+        return global_group, local_group
 
     def _unrotated(self, layers: set[int]) -> tuple[int, ...]:
         return tuple(layer for layer in self.unrotated_layers if layer in layers)
 
     def group_of(self, layer: int) -> "LayerGroup":
-        """Those that attend as this layer does."""
+        """Return the group that a layer belongs to."""
         return self.groups[layer in self.local_layers]
 
-    def keepers(self, group: "LayerGroup") -> list[int]:
-        """Of a group's layers, by their indices, those that have cells of their own."""
-        return [layer for layer in group.layers if self.source_of(layer) == layer]
+    def layers_with_cells(self, group: "LayerGroup") -> list[int]:
+        """Return the layers of a group that have cells of their own."""
+        return [layer for layer in group.layers if self.kv_source(layer) == layer]
 
-    def source_of(self, layer: int) -> int:
-        """The layer whose cells a layer looks at: itself, but for `shared_kv_layers`."""
-        first = self.layers - self.shared_kv_layers
-        if layer < first:
+    def kv_source(self, layer: int) -> int:
+        """Return the layer whose cells a layer attends to: itself, except in `shared_kv_layers`.
+
+        Example: with 6 layers, of which 2 and 5 are global and the last 2 share, layer 5 attends to
+        the cells of layer 2, and layer 4 to those of layer 3.
+        """
+        first_shared = self.layers - self.shared_kv_layers
+        if layer < first_shared:
             return layer
-        return max(other for other in self.group_of(layer).layers if other < first)
+        return max(other for other in self.group_of(layer).layers if other < first_shared)
 
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """Layers of a decoder that attend alike.
+    """Layers with the same heads, rotation, softmax scale and window.
 
-    layers: their indices, in order. multiplier: on products of queries and keys, in the place of
-    1 / sqrt(head_dim); None for that. window: how many of the newest tokens each sees, the one
-    that looks included; None for all. unrotated: the layers among them without RoPE.
+    layers: their indices, in order.
+    multiplier: replaces 1 / sqrt(head_dim) as the factor on products of queries and keys; None for
+        that factor.
+    window: how many of the newest tokens each layer sees, the querying one included; None for all.
+    unrotated: the layers of the group without RoPE.
     """
 
     layers: tuple[int, ...]
@@ -239,17 +247,17 @@ class LayerGroup:
 
     @property
     def softmax_scale(self) -> float:
-        """The factor on the products of queries and keys, which all layers of the group share."""
+        """The factor on products of queries and keys, the same in all layers of the group."""
         if self.multiplier is not None:
             return self._attention_scaling**2 * self.multiplier
         return self._attention_scaling**2 / math.sqrt(self.head_dim)
 
     def query_scale(self, layer: int) -> tuple[float, ...] | None:
-        """The factors on each query of a layer, `[head_dim]`; None where all of them are 1.
+        """Return the factors on each query of a layer, `[head_dim]`; None if all of them are 1.
 
-        `attention_scaling` belongs to rotated numbers alone, and the softmax scale has its square
-        for all of them: the queries of a layer without RoPE are divided by that square, and so are
-        the numbers of a query that are not rotated where a part of each head is.
+        `attention_scaling` applies to rotated numbers only, but the softmax scale contains its
+        square for all of them. So the queries of a layer without RoPE are divided by that square,
+        and likewise the unrotated numbers of a head of which only a part is rotated.
         """
         frequencies, scaling = self.rope.inverse_frequencies, self._attention_scaling
         if layer in self.unrotated:
@@ -261,5 +269,5 @@ class LayerGroup:
 
     @property
     def _attention_scaling(self) -> float:
-        """The RoPE factor in the softmax scale: 1 where no layer of the group rotates."""
+        """The RoPE factor in the softmax scale; 1 if no layer of the group rotates."""
         return self.rope.attention_scaling if len(self.unrotated) < len(self.layers) else 1.0

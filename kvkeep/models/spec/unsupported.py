@@ -1,7 +1,20 @@
-"""Architectures that people ask for and that cannot run here: why not, and what can in their place.
+"""Models that kvkeep refuses: the reasons, what to use instead, and the checks of a config."""
 
-By their names in config.json and in GGUF files.
-"""
+from collections.abc import Mapping
+from typing import Any
+
+from kvkeep.errors import UnsupportedModel
+from kvkeep.models.spec.families import FAMILIES
+from kvkeep.models.spec.model_spec import Activation
+
+GRANITE_HYBRID = "GraniteMoeHybridForCausalLM"
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+_GEMMA3 = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
+_GPT_OSS = "GptOssForCausalLM"
 
 _MAMBA = "keeps a running state (Mamba) in the place of cells in some layers"
 _DELTA = "keeps a running state (Gated DeltaNet) in the place of cells in three of four layers"
@@ -19,7 +32,8 @@ _GLM = "GLM-4 runs"
 _PHI = "Phi-3 and Phi-4 run"
 _ANY = "Llama 3, Qwen3 and Granite run"
 
-_WHY: dict[str, tuple[str, str]] = {
+# Architecture to the reason and to what can be used instead, by name in config.json and in GGUF.
+_REASONS: dict[str, tuple[str, str]] = {
     "Qwen3NextForCausalLM": (_DELTA, _QWEN3),
     "qwen3next": (_DELTA, _QWEN3),
     "Qwen3_5ForCausalLM": (_DELTA, _QWEN3),
@@ -69,9 +83,81 @@ _WHY: dict[str, tuple[str, str]] = {
 }
 
 
-def why_not(architecture: object) -> str:
-    """What is to be said of it behind its name: nothing where it is not one of these."""
-    if not isinstance(architecture, str) or architecture not in _WHY:
+def unsupported_reason(architecture: object) -> str:
+    """Return ": it <reason>. In its place <model>" for a known architecture, else ""."""
+    if not isinstance(architecture, str) or architecture not in _REASONS:
         return ""
-    why, instead = _WHY[architecture]
-    return f": it {why}. In its place {instead}"
+    reason, alternative = _REASONS[architecture]
+    return f": it {reason}. In its place {alternative}"
+
+
+def unsupported_architecture(architecture: object) -> UnsupportedModel:
+    """Return the error for an architecture of config.json that is not supported."""
+    return UnsupportedModel(
+        f"architecture {architecture} is not supported{unsupported_reason(architecture)}; "
+        f"supported: {', '.join(FAMILIES)}"
+    )
+
+
+def require_dense_granite(config: Mapping[str, Any]) -> None:
+    """Raise UnsupportedModel for a Granite 4 with state layers or experts, or without RoPE."""
+    kinds = config.get("layer_types")
+    attention_kinds = ("attention", "full_attention")
+    if not isinstance(kinds, list) or any(kind not in attention_kinds for kind in kinds):
+        raise unsupported_architecture(GRANITE_HYBRID)
+    stated = {"num_local_experts": 8, "position_embedding_type": None, **config}
+    for name, expected in (("num_local_experts", 0), ("position_embedding_type", "rope")):
+        if stated[name] != expected:
+            raise UnsupportedModel(
+                f"architecture {GRANITE_HYBRID} with {name} {stated[name]!r} is not supported, "
+                f"only {expected!r}: granite-4.0-micro, -1b and -350m run, and Granite 3"
+            )
+
+
+def refuse_unsupported_fields(config: Mapping[str, Any], architecture: str) -> None:
+    """Raise UnsupportedModel for fields of a supported architecture with values that are not.
+
+    config: with the defaults of the family.
+    """
+    activation = config.get(FAMILIES[architecture].activation_field, "silu")
+    if not isinstance(activation, str) or activation not in ACTIVATIONS:
+        raise UnsupportedModel(
+            f"{architecture} with activation {activation!r} is not supported, only "
+            f"{', '.join(ACTIVATIONS)}"
+        )
+    if architecture in ("CohereForCausalLM", "Cohere2ForCausalLM") and config.get("use_qk_norm"):
+        raise UnsupportedModel(
+            f"{architecture} with norms of queries and keys (Command R+) is not supported; the "
+            "others of its family (Command R, R7B, A, Aya) are"
+        )
+    if architecture == "OlmoeForCausalLM" and config.get("clip_qkv") is not None:
+        raise UnsupportedModel(
+            f"{architecture} that clips queries, keys and values (clip_qkv) is not supported; the "
+            "others of its family are"
+        )
+    if architecture in _GEMMA3 and config.get("attn_logit_softcapping") is not None:
+        raise UnsupportedModel(
+            f"{architecture} that caps attention (attn_logit_softcapping) is not supported; the "
+            "others of its family are, and Gemma 2"
+        )
+    if config.get("use_bidirectional_attention") not in (None, False, "vision"):
+        raise UnsupportedModel(
+            f"{architecture} that looks ahead in a text (use_bidirectional_attention) is not "
+            "supported: it makes embeddings, not text. The others of its family are"
+        )
+    if architecture == _GPT_OSS and (
+        config.get("swiglu_alpha", 1.702) != 1.702 or config.get("swiglu_limit", 7.0) != 7
+    ):
+        raise UnsupportedModel(
+            f"{architecture} whose experts are clamped otherwise than at 7 (swiglu_limit, "
+            "swiglu_alpha) is not supported; gpt-oss-20b and -120b are"
+        )
+    quantisation = config.get("quantization_config")
+    if quantisation:
+        method = quantisation.get("quant_method", "?") if isinstance(quantisation, dict) else "?"
+        if architecture == _GPT_OSS and method == "mxfp4":
+            return
+        raise UnsupportedModel(
+            f"weights quantised by {method!r} are not supported; use the model's bf16 safetensors "
+            "or a .gguf file"
+        )

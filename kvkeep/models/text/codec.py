@@ -12,8 +12,8 @@ from tokenizers import Tokenizer
 from kvkeep import validation
 from kvkeep.errors import BadModelFile, InvalidArgument
 from kvkeep.models.text.byte_fallback import ByteTokens
+from kvkeep.models.text.chat_template import checked_messages, checked_tools, render_chat
 from kvkeep.models.text.control_tokens import ChatText, ControlTokens
-from kvkeep.models.text.template import checked_messages, checked_tools, render_chat
 from kvkeep.models.text.token_bytes import TokenBytes
 
 _REPLACEMENT = "\ufffd"  # what decoding gives for bytes that are not, or not yet, a character

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from kvkeep.errors import KvkeepError
-from kvkeep.models.spec.config import read_json
+from kvkeep.models.spec.config_fields import read_json
 from kvkeep.models.spec.model_spec import ModelSpec
 from kvkeep.models.text.codec import TextCodec
 

@@ -81,7 +81,9 @@ def decoder_tensors(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> dict[str,
 
 def stored_parts(spec: ModelSpec) -> dict[str, list[str]]:
     """Return, for each checkpoint tensor, the decoder's tensors that it holds, in order."""
-    stored_names = {ours: theirs for theirs, ours in FAMILIES[spec.architecture].renamed.items()}
+    stored_names = {
+        ours: theirs for theirs, ours in FAMILIES[spec.architecture].renamed_tensors.items()
+    }
     parts: dict[str, list[str]] = {}
     for name in tensor_shapes(spec):
         fused, layer = fused_part(spec, name), _LAYER_TENSOR.fullmatch(name)
@@ -97,20 +99,20 @@ def stored_parts(spec: ModelSpec) -> dict[str, list[str]]:
 
 def is_text(spec: ModelSpec, name: str) -> bool:
     """Whether a checkpoint tensor belongs to the language model."""
-    return not (FAMILIES[spec.architecture].text_part and _OTHER_MODALITIES.fullmatch(name))
+    return not (FAMILIES[spec.architecture].multimodal and _OTHER_MODALITIES.fullmatch(name))
 
 
 def decoder_name(spec: ModelSpec, name: str) -> str:
     """Return the decoder's name of a checkpoint tensor that is neither fused nor a stack."""
     family = FAMILIES[spec.architecture]
-    if family.text_part:
+    if family.multimodal:
         name = re.sub(f"^{_LANGUAGE_MODEL_HEAD}", "lm_head.", name)
         name = re.sub(f"^{_LANGUAGE_MODEL}", "model.", name)
     name = expert_name(spec, name)
     layer = _LAYER_TENSOR.fullmatch(name)
-    if layer is None or layer.group(2) not in family.renamed:
+    if layer is None or layer.group(2) not in family.renamed_tensors:
         return name
-    return f"{layer.group(1)}{family.renamed[layer.group(2)]}.{layer.group(3)}"
+    return f"{layer.group(1)}{family.renamed_tensors[layer.group(2)]}.{layer.group(3)}"
 
 
 def is_unused(spec: ModelSpec, name: str) -> bool:
@@ -121,7 +123,7 @@ def is_unused(spec: ModelSpec, name: str) -> bool:
     match = _KEY_OR_VALUE.fullmatch(name)
     if match is None or int(match.group(1)) >= spec.layers:
         return False
-    return spec.source_of(int(match.group(1))) != int(match.group(1))
+    return spec.kv_source(int(match.group(1))) != int(match.group(1))
 
 
 def fused_part(spec: ModelSpec, name: str) -> tuple[str, slice] | None:
@@ -129,7 +131,7 @@ def fused_part(spec: ModelSpec, name: str) -> tuple[str, slice] | None:
     family, match = FAMILIES[spec.architecture], _LAYER_TENSOR.fullmatch(name)
     if match is None:
         return None
-    for matrix in filter(None, (family.qkv, family.gate_up)):
+    for matrix in filter(None, (family.fused_qkv, family.fused_gate_up)):
         stored, first = f"{match.group(1)}{matrix}.{match.group(3)}", 0
         for part, count in _fused_rows(spec, stored).items():
             if part == name:
@@ -154,7 +156,7 @@ def _head_order(spec: ModelSpec) -> list[int]:
     """The stored element of each element of a head in the half layout."""
     half, pairs = spec.head_dim // 2, sum(map(bool, spec.rope.inverse_frequencies))
     rotated, rest = list(range(2 * pairs)), list(range(2 * pairs, spec.head_dim))
-    if FAMILIES[spec.architecture].interleaved:
+    if FAMILIES[spec.architecture].interleaved_rope:
         first, second = rotated[::2], rotated[1::2]
     else:
         first, second = rotated[:pairs], rotated[pairs:]
@@ -168,9 +170,9 @@ def _fused_rows(spec: ModelSpec, name: str) -> dict[str, int]:
         return {}
     layer, matrix, kind = match.groups()
     rows: dict[str, int] = {}
-    if matrix == family.gate_up:
+    if matrix == family.fused_gate_up:
         rows = {"mlp.gate_proj": spec.intermediate_size, "mlp.up_proj": spec.intermediate_size}
-    elif matrix == family.qkv:
+    elif matrix == family.fused_qkv:
         keys = spec.kv_heads * spec.head_dim
         rows = {
             "self_attn.q_proj": spec.heads * spec.head_dim,

@@ -18,7 +18,7 @@ from kvkeep.models.layers.per_layer import (
     per_layer_embedding_shapes,
     per_layer_input_shapes,
 )
-from kvkeep.models.spec.config import read_json
+from kvkeep.models.spec.config_fields import read_json
 from kvkeep.models.spec.model_spec import ModelSpec
 from kvkeep.runtime.signals import interrupts_deferred
 
@@ -134,7 +134,7 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     shapes[EMBEDDING] = (spec.vocab_size, spec.hidden_size)
     by_kind: dict[tuple[int, ...], dict[str, tuple[int, ...]]] = {}  # layers of a kind are alike
     for layer in range(spec.layers):
-        local, own = layer in spec.local_layers, spec.source_of(layer) == layer
+        local, own = layer in spec.local_layers, spec.kv_source(layer) == layer
         kind = (spec.is_sparse(layer), local, own, spec.mlp_width(layer))
         if kind not in by_kind:
             by_kind[kind] = _layer_shapes(spec, layer)
@@ -170,7 +170,7 @@ def matrices(spec: ModelSpec) -> dict[str, tuple[int, int]]:
 
 def _layer_shapes(spec: ModelSpec, layer: int) -> dict[str, tuple[int, ...]]:
     """The shapes of one layer's tensors. Checksums depend on their order."""
-    hidden, group, own = spec.hidden_size, spec.group_of(layer), spec.source_of(layer) == layer
+    hidden, group, own = spec.hidden_size, spec.group_of(layer), spec.kv_source(layer) == layer
     queries, keys = spec.heads * group.head_dim, group.kv_heads * group.head_dim
     sparse = spec.is_sparse(layer)
     dense = not sparse or spec.experts_beside

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Path, Query
 from pydantic import Field
 
 from kvkeep.errors import NoSuchSession, UnsupportedModel
-from kvkeep.models.text.template import template_source
+from kvkeep.models.text.chat_template import template_source
 from kvkeep.server.generation import template_messages
 from kvkeep.server.schemas import OwnerDep, RequestBody, ServiceDep, TokenId
 from kvkeep.server.service import Service

