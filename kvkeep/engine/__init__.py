@@ -3,7 +3,6 @@
 import warnings
 from typing import TYPE_CHECKING
 
-from kvkeep.engine.cache_misses import CacheMiss, TextDifference, text_difference
 from kvkeep.engine.engine import Engine
 from kvkeep.engine.events import (
     Failed,
@@ -16,9 +15,11 @@ from kvkeep.engine.events import (
     Usage,
 )
 from kvkeep.engine.generation import Generation, GenerationRequest
-from kvkeep.engine.limits import Limits, Operation, Totals
+from kvkeep.engine.operations import Operation, Totals
 from kvkeep.engine.record import SessionRecord
-from kvkeep.engine.turn import turn
+from kvkeep.engine.reuse import CacheMiss, TextDifference, text_difference
+from kvkeep.engine.scheduler import Limits
+from kvkeep.engine.turn import chat_turn
 
 __all__ = [
     "CacheMiss",
@@ -38,8 +39,8 @@ __all__ = [
     "TokenLogprob",
     "Totals",
     "Usage",
+    "chat_turn",
     "text_difference",
-    "turn",
 ]
 
 if not TYPE_CHECKING:  # for a type checker the old names do not exist

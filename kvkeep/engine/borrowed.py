@@ -1,4 +1,4 @@
-"""Sessions that are at home in a store elsewhere, and are with an engine while it works on them."""
+"""Borrowed sessions: their home is a store elsewhere, and an engine holds them for a while."""
 
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -12,104 +12,105 @@ from kvkeep.storage.snapshots.snapshot import Snapshot
 
 
 class BorrowedSessions:
-    """For whoever keeps sessions elsewhere: each is awaited while it must stay, then may go.
+    """The interface for a caller that keeps sessions in a store, from any thread.
 
-    One that makes room for others is not saved: whoever let it go has it. call: runs a function in
-    the engine's thread. discard: forgets a session there, and cancels what is at work in it.
+    A session stays while one of its leases is held. After that it may be evicted without being
+    saved: the caller that released it has it in the store.
     """
 
     def __init__(
         self,
         model: Model,
-        keeping: SessionRegistry,
+        registry: SessionRegistry,
         call: Callable[[Callable[[], Any]], Future[Any]],
         discard: Callable[[SessionRecord], None],
     ):
-        self._model, self._keeping, self._call = model, keeping, call
+        """call: runs a function in the engine's thread. discard: forgets a session there, and
+        cancels its generation."""
+        self._model, self._registry, self._call = model, registry, call
         self._discard = discard
 
-    def bring(self, snapshot: Snapshot, name: str, owner: str) -> Future[SessionRecord]:
-        """A session goes on as another engine had it, awaited; in the place of one that visits.
+    def load(self, snapshot: Snapshot, name: str, owner: str) -> Future[SessionRecord]:
+        """Restore a session as another engine had it, with a lease.
 
-        Raises StoreError for a snapshot of another model, InvalidArgument where the engine has a
-        session of its own by that name, Busy, NoRoom.
+        It replaces a borrowed session of that name. Raises StoreError for a snapshot of another
+        model, InvalidArgument if the engine has a session of its own by that name, Busy, NoRoom.
         """
 
-        def brought() -> SessionRecord:
+        def load() -> SessionRecord:
             session = self._model.restore(snapshot)
-            kept = self._keeping.welcome(session, owner, name, snapshot.notes)
-            kept.visits, kept.awaited = True, 1
-            return kept
+            record = self._registry.add_borrowed(session, owner, name, snapshot.notes)
+            record.borrowed, record.leases = True, 1
+            return record
 
-        return self._call(brought)
+        return self._call(load)
 
-    def await_(self, kept: SessionRecord) -> Future[bool]:
-        """It stays until it is let go as often; False where it has gone already."""
+    def acquire(self, record: SessionRecord) -> Future[bool]:
+        """Add a lease; False if the session is not in the engine any more."""
 
-        def awaited() -> bool:
-            there = self._is_here(kept)
-            kept.awaited += there
-            return there
+        def acquire() -> bool:
+            present = self._is_present(record)
+            record.leases += present
+            return present
 
-        return self._call(awaited)
+        return self._call(acquire)
 
-    def let_go(self, kept: SessionRecord) -> Future[None]:
-        """Once less awaited."""
+    def release(self, record: SessionRecord) -> Future[None]:
+        """Give a lease back."""
 
-        def gone() -> None:
-            kept.awaited = max(0, kept.awaited - 1)
+        def release() -> None:
+            record.leases = max(0, record.leases - 1)
 
-        return self._call(gone)
+        return self._call(release)
 
-    def find(self, name: str, owner: str) -> Future[SessionRecord | None]:
-        """A session that was made here, to be at home elsewhere from now on, awaited."""
+    def adopt(self, name: str, owner: str) -> Future[SessionRecord | None]:
+        """Make a session that was created here a borrowed one, with a lease; None for none."""
 
-        def found() -> SessionRecord | None:
-            if not self._keeping.has(name, owner):
+        def adopt() -> SessionRecord | None:
+            if not self._registry.has(name, owner):
                 return None
-            kept = self._keeping.find(name, owner)
-            kept.visits, kept.awaited = True, kept.awaited + 1
-            return kept
+            record = self._registry.find(name, owner)
+            record.borrowed, record.leases = True, record.leases + 1
+            return record
 
-        return self._call(found)
+        return self._call(adopt)
 
-    def snapshot(self, kept: SessionRecord) -> Future[tuple[Snapshot, int]]:
-        """All that it is, for another engine to bring; and its revision. Raises Busy."""
+    def snapshot(self, record: SessionRecord) -> Future[tuple[Snapshot, int]]:
+        """Return a snapshot for `load` in another engine, and its revision. Raises Busy."""
 
-        def taken() -> tuple[Snapshot, int]:
-            self._require_here(kept)
-            kept.require_idle()
-            return self._keeping.snapshot(kept), kept.revision
+        def snapshot() -> tuple[Snapshot, int]:
+            self._require_idle(record)
+            return self._registry.snapshot(record), record.revision
 
-        return self._call(taken)
+        return self._call(snapshot)
 
-    def committed(self, kept: SessionRecord, revision: int) -> Future[None]:
-        """What it was at that revision is at home."""
-        return self._call(lambda: self._keeping.is_saved(kept, revision))
+    def mark_saved(self, record: SessionRecord, revision: int) -> Future[None]:
+        """Note that the store has that revision."""
+        return self._call(lambda: self._registry.mark_saved(record, revision))
 
-    def revision(self, kept: SessionRecord) -> Future[int]:
-        """At which it is. Raises Busy, StoreError where it is not here any more."""
+    def revision(self, record: SessionRecord) -> Future[int]:
+        """Return the revision. Raises Busy, StoreError if it is not in the engine any more."""
 
-        def found() -> int:
-            self._require_here(kept)
-            kept.require_idle()
-            return kept.revision
+        def revision() -> int:
+            self._require_idle(record)
+            return record.revision
 
-        return self._call(found)
+        return self._call(revision)
 
-    def forget(self, kept: SessionRecord) -> Future[None]:
-        """It is not here any more, whatever was at work in it."""
+    def discard(self, record: SessionRecord) -> Future[None]:
+        """Forget the session, and cancel its generation."""
 
-        def forgotten() -> None:
-            if self._is_here(kept):
-                self._discard(kept)
+        def discard() -> None:
+            if self._is_present(record):
+                self._discard(record)
 
-        return self._call(forgotten)
+        return self._call(discard)
 
-    def _is_here(self, kept: SessionRecord) -> bool:
-        name, owner = kept.name, kept.owner
-        return self._keeping.has(name, owner) and self._keeping.find(name, owner) is kept
+    def _is_present(self, record: SessionRecord) -> bool:
+        name, owner = record.name, record.owner
+        return self._registry.has(name, owner) and self._registry.find(name, owner) is record
 
-    def _require_here(self, kept: SessionRecord) -> None:
-        if not self._is_here(kept):
-            raise StoreError(f"session {kept.name!r} went while it was worked on: send it again")
+    def _require_idle(self, record: SessionRecord) -> None:
+        if not self._is_present(record):
+            raise StoreError(f"session {record.name!r} went while it was worked on: send it again")
+        record.require_idle()

@@ -1,22 +1,23 @@
-"""What an engine tells of an answer while it makes it."""
+"""The events of a generation, and what they carry."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-# "length": as many tokens as were asked for. "full": the policy holds no more. "cancelled": nobody
-# wants the rest.
-Reason = Literal["eos", "stop", "length", "full", "cancelled"]
+# "eos": the model ended the text. "stop": a stop string was found. "length": max_tokens were
+# generated. "full": the policy holds no more tokens. "cancelled": the caller wants no more.
+EndReason = Literal["eos", "stop", "length", "full", "cancelled"]
 
 
 @dataclass(frozen=True)
 class Reuse:
-    """What of a prompt was there already.
+    """The part of a prompt that was in the cache already.
 
-    tokens: so many, from `source`: "session" (one that was or is live), "store" (the prefix store),
-    or "" where none was. reason: why the rest was not: see `kvkeep.engine.reuse`; "" where all of
-    it was. differs_at: the first token of the prompt that the nearest text does not have; None
-    where there is none. session: which session it came from.
+    tokens: how many first tokens of the prompt.
+    source: "session" (one in memory or on disk), "store" (the prefix store), or "" for none.
+    reason: why the rest was not reused, a `kvkeep.engine.reuse.MissReason`; "" if all of it was.
+    differs_at: the first token of the prompt that the nearest text does not have; None for none.
+    session: the session that the tokens come from.
     """
 
     tokens: int = 0
@@ -28,10 +29,11 @@ class Reuse:
 
 @dataclass(frozen=True)
 class Usage:
-    """What an answer took.
+    """The tokens and the time that a generation took.
 
-    prompt, generated: tokens. evaluated: prompt tokens that were not reused. queue_seconds: from
-    submission to the first prefill step; prefill_seconds and decode_seconds follow it.
+    prompt, generated: tokens.
+    queue_seconds: from submission to the first prefill step.
+    prefill_seconds, decode_seconds: wall-clock time of the two phases after that.
     """
 
     prompt: int
@@ -43,12 +45,13 @@ class Usage:
 
     @property
     def evaluated(self) -> int:
+        """Prompt tokens that were not reused."""
         return self.prompt - self.reuse.tokens
 
 
 @dataclass(frozen=True)
 class PrefillProgress:
-    """A step of the prompt is in. done, total: of the prompt, what was reused included."""
+    """A prefill step is done. done, total: prompt tokens, including those that were reused."""
 
     done: int
     total: int
@@ -66,10 +69,10 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class GeneratedToken:
-    """A token was written.
+    """A token was generated.
 
-    text: what is certain now: whole characters, "" while a stop string or a character may go on.
-    logprob: of the token itself, and top_logprobs: of the likeliest ones, where requested.
+    text: what is certain now: whole characters, "" while a stop string or a character may continue.
+    logprob: of the token itself; top_logprobs: of the most likely tokens. Both if requested.
     """
 
     token: int
@@ -80,9 +83,12 @@ class GeneratedToken:
 
 @dataclass(frozen=True)
 class Finished:
-    """The answer is whole. text: what was held back until now. stop: the string that ended it."""
+    """The generation is complete.
 
-    reason: Reason
+    text: what was held back until now. stop: the stop string that ended it.
+    """
+
+    reason: EndReason
     text: str
     usage: Usage
     stop: str | None = None
@@ -90,7 +96,7 @@ class Finished:
 
 @dataclass(frozen=True)
 class Failed:
-    """There will be no more of the answer; the session is as after the last token written."""
+    """The generation ended with an error; the session is as after its last generated token."""
 
     error: BaseException
 

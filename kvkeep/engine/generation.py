@@ -1,23 +1,24 @@
-"""An answer on its way: what was asked, how far it is, and who listens."""
+"""A generation: the request, its progress, and the events for its caller."""
 
 import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from kvkeep import validation
 from kvkeep.engine.events import (
+    EndReason,
     Failed,
     Finished,
     GeneratedToken,
     GenerationEvent,
     PrefillProgress,
-    Reason,
     Reuse,
     TokenLogprob,
     Usage,
@@ -30,19 +31,25 @@ from kvkeep.session.sampling import Sampling
 from kvkeep.session.session import GREEDY, Session
 from kvkeep.session.streaming import TextStream
 
+# "waiting": for the prefill of a prompt that it shares with another generation.
+Phase = Literal["waiting", "prefill", "decode", "done"]
+
+_LEAST_LOGPROB = -9999.0  # in the place of minus infinity, which JSON cannot express
 _numbers = itertools.count(1)
 
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """A prompt to take in and tokens to write after it; either may be nothing.
+    """A prompt to prefill and tokens to generate after it; either may be empty.
 
-    prompt: token ids. max_tokens: at most so many are written; None for no end but the model's own.
-    logprobs: of how many of the likeliest tokens the probabilities are told, 0 for the written one
-        alone; None for none.
+    prompt: token ids.
+    max_tokens: how many tokens are generated at most; None for as many as the model gives.
+    ignore_eos: whether generation continues after an end token.
+    logprobs: of how many of the most likely tokens the probabilities are reported; 0 for the
+        generated token alone, None for none.
     priority: greater is sooner. A prompt that waits gains on those that came later.
-    on_end: is called in the engine's thread with the session, how many tokens of the prompt were
-        read and how many written, once the answer is over, however it ended.
+    on_end: called in the engine's thread when the generation has ended in any way, with the
+        session, how many tokens of the prompt were prefilled, and how many were generated.
     """
 
     prompt: tuple[int, ...] = ()
@@ -63,56 +70,61 @@ class GenerationRequest:
 
 
 class Generation(Iterator[GenerationEvent]):
-    """What an engine makes of a request. Iterating gives its events as they come, in any thread.
+    """A request that the engine has admitted. Iterating yields its events, in any thread.
 
     The last event is `Finished`, or an error is raised. `cancel` ends it after the current token.
+
+    phase: what it needs next. generated: token ids.
+    end_reason: how it ended; "failed" for an error, "" before.
+    unread: prompt tokens that were not prefilled when it ended.
+    age: tokens that were prefilled for other prompts while this one waited.
     """
 
     def __init__(
         self,
-        ask: GenerationRequest,
-        kept: SessionRecord,
+        request: GenerationRequest,
+        record: SessionRecord,
         codec: TextCodec,
         listener: Callable[[GenerationEvent], None] | None = None,
     ):
-        """listener: is told each event in the engine's thread, which it must not keep; then
-        nothing is to be had by iterating."""
+        """listener: gets each event in the engine's thread, which it must not block; iterating then
+        yields nothing."""
         self.number = next(_numbers)
-        self.ask, self.kept, self._codec = ask, kept, codec
+        self.request, self.record, self._codec = request, record, codec
+        self.phase: Phase = "waiting"
         self.reuse = Reuse()
-        self.feeding: Feeding | None = None
-        self.begun = time.perf_counter()
         self.cancelled = False
-        self.over = False
-        self._given_all = False
         self.error: BaseException | None = None
-        self.ended = ""  # how
-        self.unread = 0  # tokens of the prompt, when it ended
-        self.written: list[int] = []
-        self.aged = 0  # tokens that were evaluated for others while it waited
-        self._in_step = False
-        self._moments: dict[str, float] = {}
+        self.end_reason = ""
+        self.generated: list[int] = []
+        self.unread = self.age = 0
+        self._feeding: Feeding | None = None
+        self._exact = False
+        self._submitted = time.perf_counter()
+        self._prefill_began: float | None = None
+        self._prefill_ended: float | None = None
         self._text: TextStream | None = None
         self._events: SimpleQueue[GenerationEvent] = SimpleQueue()
+        self._exhausted = False
         self._listener = listener or self._events.put
 
-    # For those who asked
+    # For the caller
 
     def cancel(self) -> None:
-        """Nobody wants the rest. What is written by now stays in the session."""
+        """End it after the current token. What was generated until then stays in the session."""
         self.cancelled = True
 
     def __next__(self) -> GenerationEvent:
-        if self._given_all:
+        if self._exhausted:
             raise StopIteration
         event = self._events.get()
-        self._given_all = isinstance(event, (Finished, Failed))
+        self._exhausted = isinstance(event, (Finished, Failed))
         if isinstance(event, Failed):
             raise event.error
         return event
 
     def text(self) -> str:
-        """All of the text, once it is there. Raises what the answer failed with."""
+        """Wait for the end and return all of the text. Raises what the generation failed with."""
         return "".join(e.text for e in self if isinstance(e, (GeneratedToken, Finished)))
 
     # For the engine, in its thread
@@ -120,136 +132,144 @@ class Generation(Iterator[GenerationEvent]):
     @property
     def prefill_remaining(self) -> int:
         """Tokens of the prompt that are still to be evaluated."""
-        return self.feeding.total - self.feeding.done if self.feeding else 0
-
-    @property
-    def writes(self) -> bool:
-        """Whether it is to write the next token."""
-        return self.feeding is None and not self.over
+        return self._feeding.total - self._feeding.done if self._feeding else 0
 
     def start(self, feeding: Feeding | None, reuse: Reuse) -> None:
-        """feeding: of what is to be evaluated; None where nothing is."""
-        self.feeding, self.reuse = feeding, reuse
+        """Begin with the prefill of `feeding`; None if there is nothing to prefill."""
+        self._feeding, self.reuse = feeding, reuse
         # Steps then end at multiples of the prefill step, as those of any prompt that begins so.
-        self._in_step = self.kept.evaluated == len(self.kept.live.tokens)
+        self._exact = self.record.exact_tokens == len(self.record.live.tokens)
         if feeding is None:
-            self._moments["first step"] = self._moments["read"] = time.perf_counter()
+            self.phase = "decode"
+            self._prefill_began = self._prefill_ended = time.perf_counter()
+        else:
+            self.phase = "prefill"
         if feeding is not None or reuse.tokens:
-            self._tell_read()
+            self._emit_progress()
 
-    def read(self) -> None:
-        """Takes one step of the prompt."""
-        assert self.feeding is not None
-        self._mark("first step")
-        session = self.kept.live
-        step = self.feeding.step(prefill_step_at(session.prefill_step, len(session.tokens)))
+    def prefill_next_step(self) -> None:
+        """Evaluate one step of the prompt."""
+        assert self._feeding is not None
+        if self._prefill_began is None:
+            self._prefill_began = time.perf_counter()
+        session = self.record.live
+        step = self._feeding.step(prefill_step_at(session.prefill_step, len(session.tokens)))
         if step.reused:
-            self.reuse = Reuse(
-                self.reuse.tokens + step.tokens,
-                "store",
-                self.reuse.reason,
-                self.reuse.differs_at,
-                self.reuse.session,
-            )
-        if self._in_step:
-            self.kept.evaluated = self.kept.whole_steps(len(self.kept.live.tokens))
-        self._tell_read()
+            self.reuse = replace(self.reuse, tokens=self.reuse.tokens + step.tokens, source="store")
+        if self._exact:
+            self.record.exact_tokens = self.record.whole_steps(len(session.tokens))
+        self._emit_progress()
         if not self.prefill_remaining:
-            self.feeding = None
-            self._mark("read")
+            self._feeding, self.phase = None, "decode"
+            self._prefill_ended = time.perf_counter()
 
-    def likely_of(self, logits: Tensor) -> tuple[Tensor, Sequence[TokenLogprob]]:
-        """The logs of all probabilities, and the likeliest as asked for. logits: `[vocab]`."""
-        logs = torch.log_softmax(logits.float().cpu(), -1)
-        count = min(self.ask.logprobs or 0, logs.shape[0])
-        values, ids = logs.topk(count)
-        return logs, [
-            TokenLogprob(*pair) for pair in zip(ids.tolist(), values.tolist(), strict=True)
-        ]
+    def may_decode(self) -> bool:
+        """Whether another token may be generated; ends the generation if not."""
+        if self.request.max_tokens == len(self.generated):
+            self.finish("length")
+        elif self.record.live.room == 0:
+            self.finish("full")
+        return self.phase == "decode"
 
-    def wrote(
-        self, token: int, ends: Sequence[int], logs: Tensor | None, top: Sequence[TokenLogprob]
+    def logprobs(self) -> tuple[Tensor | None, Sequence[TokenLogprob]]:
+        """Return the log-probabilities of the next token, `[vocab]`, and the top ones requested.
+
+        None and an empty sequence if the request does not ask for them.
+        """
+        logits = None if self.request.logprobs is None else self.record.live.logits
+        if logits is None:
+            return None, ()
+        logprobs = torch.log_softmax(logits.float().cpu(), -1)
+        values, ids = logprobs.topk(min(self.request.logprobs or 0, logprobs.shape[0]))
+        top = zip(ids.tolist(), values.tolist(), strict=True)
+        return logprobs, [TokenLogprob(*pair) for pair in top]
+
+    def add_token(
+        self,
+        token: int,
+        end_tokens: Sequence[int],
+        logprobs: Tensor | None,
+        top: Sequence[TokenLogprob],
     ) -> None:
-        """The session has taken in that token. ends: ids that end a text."""
-        self.written.append(token)
-        likely = None if logs is None else TokenLogprob(token, _floored(float(logs[token])))
-        if token in ends and not self.ask.ignore_eos:
+        """Report a token that the session has sampled, and end the generation if it was the last.
+
+        end_tokens: ids that end a text. logprobs, top: as `logprobs` gave them before the token.
+        """
+        self.generated.append(token)
+        logprob = None if logprobs is None else TokenLogprob(token, _finite(float(logprobs[token])))
+        if token in end_tokens and not self.request.ignore_eos:
             self.finish("eos")
             return
         stream = self._stream()
         text = "".join(stream.push(token))
-        self._tell(GeneratedToken(token, text, likely, top))
+        self._emit(GeneratedToken(token, text, logprob, top))
         if stream.stopped:
             self.finish("stop")
-        elif self.ask.sampling.complete:
+        elif self.request.sampling.complete:
             self.finish("eos")
-        elif len(self.written) == self.ask.max_tokens:
+        elif len(self.generated) == self.request.max_tokens:
             self.finish("length")
 
-    def finish(self, reason: Reason) -> None:
+    def finish(self, reason: EndReason) -> None:
+        """End it with a reason; a stop string in the text that was held back takes precedence."""
         stream = self._stream()
         rest = "".join(stream.flush())
         reason = "stop" if stream.stopped else reason
         self._end(Finished(reason, rest, self.usage, stream.found))
 
     def fail(self, error: BaseException) -> None:
+        """End it with an error."""
         self.error = self.error or error
         self._end(Failed(error))
 
-    def dismiss(self) -> None:
-        """Ends it because it was cancelled."""
+    def fail_cancelled(self) -> None:
+        """End it because it was cancelled."""
         self.fail(Cancelled("the answer was cancelled"))
 
     @property
     def usage(self) -> Usage:
+        """The tokens and seconds it has taken until now."""
         now = time.perf_counter()
-        first = self._moments.get("first step", now)
-        read = self._moments.get("read", now)
+        began = now if self._prefill_began is None else self._prefill_began
+        ended = now if self._prefill_ended is None else self._prefill_ended
         return Usage(
-            len(self.ask.prompt),
-            len(self.written),
+            len(self.request.prompt),
+            len(self.generated),
             self.reuse,
-            max(0.0, first - self.begun),
-            max(0.0, read - first),
-            max(0.0, now - read),
+            max(0.0, began - self._submitted),
+            max(0.0, ended - began),
+            max(0.0, now - ended),
         )
 
     def _end(self, event: Finished | Failed) -> None:
-        if not self.over:
-            self.over, self.unread = True, self.prefill_remaining
-            self.ended = event.reason if isinstance(event, Finished) else _how(event.error)
-            self.feeding = None
-            self._tell(event)
+        if self.phase == "done":
+            return
+        self.phase, self.unread = "done", self.prefill_remaining
+        if isinstance(event, Finished):
+            self.end_reason = event.reason
+        else:
+            self.end_reason = "cancelled" if isinstance(event.error, Cancelled) else "failed"
+        self._feeding = None
+        self._emit(event)
 
-    def _tell(self, event: GenerationEvent) -> None:
+    def _emit(self, event: GenerationEvent) -> None:
         try:
             self._listener(event)
-        except Exception:  # who listens is gone: others must not suffer from it
+        except Exception:  # the listener is gone; other generations must not suffer from it
             self.cancelled = True
 
-    def _tell_read(self) -> None:
-        total = len(self.ask.prompt)
-        self._tell(
-            PrefillProgress(
-                total - self.prefill_remaining, total, self.reuse, time.perf_counter() - self.begun
-            )
-        )
-
-    def _mark(self, what: str) -> None:
-        self._moments.setdefault(what, time.perf_counter())
+    def _emit_progress(self) -> None:
+        total = len(self.request.prompt)
+        done, seconds = total - self.prefill_remaining, time.perf_counter() - self._submitted
+        self._emit(PrefillProgress(done, total, self.reuse, seconds))
 
     def _stream(self) -> TextStream:
         if self._text is None:
-            session = self.kept.live
-            before = session.tokens.first(len(session.tokens) - len(self.written))
-            self._text = TextStream(self._codec, self.ask.sampling.stop, before)
+            session = self.record.live
+            before = session.tokens.first(len(session.tokens) - len(self.generated))
+            self._text = TextStream(self._codec, self.request.sampling.stop, before)
         return self._text
 
 
-def _how(error: BaseException) -> str:
-    return "cancelled" if isinstance(error, Cancelled) else "failed"
-
-
-def _floored(value: float) -> float:
-    """As JSON can say it: what cannot come has the least logarithm that people use."""
-    return value if math.isfinite(value) else -9999.0
+def _finite(logprob: float) -> float:
+    return logprob if math.isfinite(logprob) else _LEAST_LOGPROB

@@ -1,42 +1,104 @@
-"""What was done to sessions lately, and who is told of it."""
+"""What an engine has done: the operation log, and totals."""
 
+import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
-from kvkeep.engine.limits import Operation
-from kvkeep.engine.recent_log import RecentLog
 from kvkeep.engine.record import SessionRecord
 
-_KNOWN = 200  # of one owner
+T = TypeVar("T")
+_LOGGED = 200  # operations of one owner
+
+
+@dataclass(frozen=True)
+class Operation:
+    """Something that was done to a session: `what`, with so many `tokens`, in `seconds`.
+
+    revision: of the session afterwards. nbytes: of its cells. when: in seconds since 1970.
+    """
+
+    owner: str
+    session: str
+    what: str
+    revision: int
+    tokens: int
+    seconds: float
+    nbytes: int
+    when: float = field(default_factory=time.time)
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What an engine has done since it started, and what it does now.
+
+    ended: generations by the reason of their end.
+    prefilled, reused, generated: tokens.
+    prefill_seconds, decode_seconds: of all generations.
+    running: generations now.
+    in_memory, on_disk: sessions.
+    nbytes: held or reserved, of memory_limit.
+    """
+
+    ended: dict[str, int]
+    prefilled: int
+    reused: int
+    generated: int
+    prefill_seconds: float
+    decode_seconds: float
+    running: int
+    in_memory: int
+    on_disk: int
+    nbytes: int
+    memory_limit: int
+
+
+class RecentLog(Generic[T]):
+    """The newest entries of each owner, up to a limit."""
+
+    def __init__(self, limit: int):
+        self._limit = limit
+        self._entries: dict[str, deque[T]] = {}
+
+    def add(self, owner: str, entry: T) -> None:
+        self._entries.setdefault(owner, deque(maxlen=self._limit)).append(entry)
+
+    def of(self, owner: str) -> list[T]:
+        """Return an owner's entries, the newest first."""
+        return list(reversed(self._entries.get(owner, ())))
 
 
 class OperationLog:
-    """The newest of each owner, and those who watch. In the engine's thread."""
+    """The newest operations of each owner, and their listeners. Used in the engine's thread."""
 
     def __init__(self) -> None:
-        self._recent = RecentLog[Operation](_KNOWN)
+        self._recent = RecentLog[Operation](_LOGGED)
         self._listeners: list[Callable[[Operation], None]] = []
 
     def of(self, owner: str) -> list[Operation]:
-        """The last one first."""
+        """Return an owner's operations, the newest first."""
         return self._recent.of(owner)
 
-    def add(self, kept: SessionRecord, what: str, tokens: int, seconds: float) -> None:
-        """Something was done to a session. A listener that fails is told of nothing more."""
-        nbytes = kept.session.cache.nbytes if kept.session else 0
-        done = Operation(kept.owner, kept.name, what, kept.revision, tokens, seconds, nbytes)
-        self._recent.add(kept.owner, done)
+    def add(self, record: SessionRecord, what: str, tokens: int, seconds: float) -> None:
+        """Log an operation and pass it to the listeners. One that raises is removed."""
+        nbytes = record.session.cache.nbytes if record.session else 0
+        operation = Operation(
+            record.owner, record.name, what, record.revision, tokens, seconds, nbytes
+        )
+        self._recent.add(record.owner, operation)
         for listener in list(self._listeners):
             try:
-                listener(done)
-            except Exception:  # who listens is gone, such as an event loop that has closed
-                self._unwatch(listener)
+                listener(operation)
+            except Exception:  # it is gone, such as an event loop that has closed
+                self._remove(listener)
 
     def watch(self, listener: Callable[[Operation], None]) -> Callable[[], None]:
-        """Tells of each from now on; what is returned ends that. From any thread."""
+        """Add a listener, from any thread; returns a function that removes it."""
         self._listeners.append(listener)
-        return lambda: self._unwatch(listener)
+        return lambda: self._remove(listener)
 
-    def _unwatch(self, listener: Callable[[Operation], None]) -> None:
+    def _remove(self, listener: Callable[[Operation], None]) -> None:
         with suppress(ValueError):
             self._listeners.remove(listener)

@@ -1,39 +1,60 @@
-"""A session that an engine keeps: who it is, where it is, and what it may take."""
+"""The record of a session in an engine: its name and owner, where it is, and its memory bound."""
 
 import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from kvkeep.cache.segment import GROWTH
 from kvkeep.errors import Busy, WrongRevision
 from kvkeep.session.session import Session
 
-# Storage takes no more than that over the cells of a budget, whatever was edited, pinned or forked;
-# and as it grows no more than that, or a few cells, over those that are held.
-_OVER = 9 / 8
-STEP = 128  # tokens of a prompt between two tokens of those who write meanwhile
-_SHALLOW = 12  # steps, from which on they are half as long
+# Storage exceeds the cells of a budget by at most this factor, whatever was edited, pinned or
+# forked. Growing storage exceeds the held cells by no more than that, or by a few cells.
+_STORAGE_FACTOR = 9 / 8
+STEP = 128  # default prefill step in tokens: running generations decode one token between two steps
+_SHALLOW_STEPS = 12  # prefill steps after which the step size is halved
+
+# What the engine is doing in a session.
+Activity = Literal["idle", "generating", "changing"]
+
+# Fields that a snapshot's notes hold, by their keys there, which are part of the file format.
+_NOTED_FIELDS = {
+    "evaluated": "exact_tokens",
+    "sampled": "sampled_length",
+    "changed": "edit",
+    "parent": "parent",
+    "pinned": "pinned",
+    "created": "created",
+}
 
 
 @dataclass(eq=False)
 class SessionRecord:
     """A session under a name, in memory or on disk.
 
-    owner: whose it is; nobody else sees it. named: whether it was asked for by name, and is kept
-    until it is deleted; others make room for what is new. session: None while it is on disk alone.
-    revision: grows with each change. saved, saving: the revision that is on disk, and the one on
-    its way there; None for none. pinned: it stays in memory. answer: what is at work in it.
-    evaluated: how many of its first tokens were evaluated in whole steps, so that any text that
-    begins like it would have got the same cells, to the bit. sampled: how many tokens it held when
-    the newest one was sampled; 0 where none was. changed: how it was changed by other
-    than adding to its end. lost_revision: of a session found on disk, the revision that an engine
-    which was killed had brought it to. visits: whether it is at home elsewhere, and whole there
-    while nobody awaits it. awaited: by how many it is. passing: whether it may be lost to
-    make room, though it has a name. notes: JSON values of whoever made it.
-    reserved: bytes that it may come to take while it is at work. removed: whether it was deleted.
+    owner: only requests of this owner see it.
+    named: whether it was created by name and is kept until it is deleted. Unnamed sessions are
+        created for a prompt and evicted first.
+    session: None while it is on disk only.
+    revision: grows with each change.
+    saved_revision, saving_revision: on disk, and being written; None for none.
+    pinned: it stays in memory.
+    activity: what the engine is doing in it now.
+    exact_tokens: how many of its first tokens were evaluated in whole prefill steps. Any text that
+        begins with them would get the same cells, to the bit.
+    sampled_length: how many tokens it held when the newest one was sampled; 0 for none.
+    edit: the operation that changed it other than by appending; "" for none.
+    lost_revision: of a session found on disk, the unsaved revision that a killed engine had
+        reached; None if nothing was lost.
+    borrowed: whether its home is a store elsewhere, which holds all of it while `leases` is 0.
+    leases: how many callers need it to stay here.
+    evictable: whether it may be dropped to make room although it has a name.
+    notes: JSON values of the caller that created it.
+    reserved: bytes that it may come to take while it is busy.
+    removed: whether it was deleted.
     """
 
     name: str
@@ -42,112 +63,134 @@ class SessionRecord:
     file: Path | None
     session: Session | None
     revision: int = 0
-    saved: int | None = None
-    saving: int | None = None
+    saved_revision: int | None = None
+    saving_revision: int | None = None
     pinned: bool = False
     parent: str | None = None
-    evaluated: int = 0
-    sampled: int = 0
-    changed: str = ""
+    exact_tokens: int = 0
+    sampled_length: int = 0
+    edit: str = ""
     lost_revision: int | None = None
-    visits: bool = False
-    awaited: int = 0
+    borrowed: bool = False
+    leases: int = 0
     evictable: bool = False
     notes: dict[str, Any] = field(default_factory=dict)
     removed: bool = False
-    answer: object | None = None
+    activity: Activity = "idle"
     reserved: int = 0
     created: float = field(default_factory=time.time)
-    used: float = field(default_factory=time.monotonic)
+    last_used: float = field(default_factory=time.monotonic)
 
     @property
     def live(self) -> Session:
-        assert self.session is not None, "brought back before it is used"
+        """The session, which must be in memory."""
+        assert self.session is not None, "loaded before it is used"
         return self.session
 
     @property
     def busy(self) -> bool:
-        return self.answer is not None
+        return self.activity != "idle"
 
     @property
     def dirty(self) -> bool:
-        """Whether what is in memory would be lost with it."""
-        return self.named and self.session is not None and self.saved != self.revision
+        """Whether memory holds changes that are not on disk."""
+        return self.named and self.session is not None and self.saved_revision != self.revision
 
     @property
-    def may_go(self) -> bool:
-        """Whether it can make room for others, and be had again if it is to be kept."""
-        if self.session is None or self.busy or self.awaited:
+    def droppable(self) -> bool:
+        """Whether eviction drops it without saving: nothing is lost, or losing it is allowed."""
+        return not self.named or self.borrowed or self.evictable
+
+    @property
+    def can_leave_memory(self) -> bool:
+        """Whether it may be evicted, and can be loaded again if it is to be kept."""
+        if self.session is None or self.busy or self.leases:
             return False
-        if self.visits or self.evictable:
+        if self.borrowed or self.evictable:
             return True
         return not self.pinned and (not self.named or self.file is not None)
 
     @property
     def ends_sampled(self) -> bool:
-        """Whether its last token was sampled, and not read in a prompt or evaluated anew."""
-        return 0 < self.sampled == len(self.live.tokens)
+        """Whether its last token was sampled, rather than prefilled or evaluated again."""
+        return 0 < self.sampled_length == len(self.live.tokens)
 
-    def goes_on(self, noted: Mapping[str, Any]) -> None:
-        """It is what an engine has noted of it (see `SessionRegistry.snapshot`)."""
-        self.revision = self.saved = noted.get("revision", 0)
-        for field_ in ("evaluated", "sampled", "changed", "parent", "pinned", "created"):
-            setattr(self, field_, noted.get(field_, getattr(self, field_)))
+    def noted_fields(self) -> dict[str, Any]:
+        """Return the fields that a snapshot holds, by their keys in its notes."""
+        fields = {key: getattr(self, name) for key, name in _NOTED_FIELDS.items()}
+        return {"name": self.name, "revision": self.revision, **fields}
+
+    def resume(self, noted: Mapping[str, Any]) -> None:
+        """Continue the record whose `noted_fields` these are."""
+        self.revision = self.saved_revision = noted.get("revision", 0)
+        for key, name in _NOTED_FIELDS.items():
+            setattr(self, name, noted.get(key, getattr(self, name)))
+
+    def derive_from(self, noted: Mapping[str, Any]) -> None:
+        """Describe a new session that was restored from a snapshot with these `noted_fields`."""
+        self.exact_tokens = noted.get("evaluated", 0)
+        self.sampled_length = noted.get("sampled", 0)
+        self.edit = noted.get("changed", "")
+        self.parent = noted.get("name")
 
     def require_idle(self) -> None:
+        """Raise Busy if a generation or a change is running in the session."""
         if self.busy:
-            raise Busy(f"session {self.name!r} is reading or writing; wait for it, or cancel that")
+            raise Busy(f"session {self.name!r} is {self.activity}; wait for it, or cancel it")
 
-    def require_revision(self, wanted: int | None) -> None:
-        if wanted is not None and wanted != self.revision:
+    def require_revision(self, expected: int | None) -> None:
+        """Raise WrongRevision unless the session is at the expected revision; None for any."""
+        if expected is not None and expected != self.revision:
             raise WrongRevision(
                 f"session {self.name!r} is at revision {self.revision}, and the change was meant "
-                f"for {wanted}: look at it again"
+                f"for {expected}: look at it again"
             )
 
     def whole_steps(self, tokens: int) -> int:
-        """Of so many first tokens those in steps that end where any longer prompt's would."""
+        """Return how many of the first `tokens` lie in steps that end where any longer prompt's do.
+
+        For example, with a prefill step of 128, 500 tokens contain 384 in whole steps.
+        """
         step = prefill_step_at(self.live.prefill_step, tokens)
         return tokens // step * step
 
-    def stands_at(self, tokens: int) -> None:
-        """It was taken back to so many tokens, of which the last was evaluated again by itself."""
-        if tokens <= self.evaluated:
-            self.evaluated = self.whole_steps(max(0, tokens - 1))
-        if tokens <= self.sampled:
-            self.sampled = 0
+    def truncated(self, tokens: int) -> None:
+        """Note that the session was cut to `tokens`, the last of which was evaluated by itself."""
+        if tokens <= self.exact_tokens:
+            self.exact_tokens = self.whole_steps(max(0, tokens - 1))
+        if tokens <= self.sampled_length:
+            self.sampled_length = 0
 
-    def touched(self, changed: str = "") -> None:
-        """It was changed."""
+    def mark_changed(self, edit: str = "") -> None:
+        """Begin a new revision. edit: the operation, if it did more than append."""
         self.revision += 1
-        self.used = time.monotonic()
-        self.changed = self.changed or changed
+        self.last_used = time.monotonic()
+        self.edit = self.edit or edit
 
 
 def prefill_step_at(step: int, position: int) -> int:
-    """How many tokens of a prompt are evaluated at once there, of a session with that prefill step.
+    """Return the size of the prefill step that begins at `position`.
 
-    Those who write meanwhile wait for a step, and its attention takes longer the more there is
-    before it: half as many tokens, then, unless longer steps than usual were asked for, which is to
-    say that nobody minds. It depends on nothing but the position, so that a prompt is always
-    evaluated in the same steps. Odd steps are never halved: where they end, halves would not.
+    step: the session's prefill step. Running generations wait for a prefill step, and its attention
+    takes longer the more tokens precede it; so steps are halved from the twelfth on. Steps larger
+    than the default stay as they are: whoever sets one accepts the wait. The size depends only on
+    the position, so that a prompt is always evaluated in the same steps. Odd steps are never
+    halved, since their halves would end elsewhere.
     """
-    halved = step <= STEP and step % 2 == 0 and position >= _SHALLOW * step
+    halved = step <= STEP and step % 2 == 0 and position >= _SHALLOW_STEPS * step
     return step // 2 if halved else step
 
 
 def max_session_bytes(session: Session, tokens: int | None) -> int:
-    """Bytes that its cells can come to take once it has read and written so many more tokens.
-
-    tokens: None for any number of them.
-    """
+    """Return the bytes that a session's cells can take after `tokens` more; None for any number."""
     cache, budget = session.cache, session.max_kv_size
     held = budget if tokens is None else cache.cells + tokens
-    slots = min(_OVER * held + GROWTH, _OVER * budget)
+    slots = min(_STORAGE_FACTOR * held + GROWTH, _STORAGE_FACTOR * budget)
     cell = max(cache.layout.cell_bytes, cache.far_layout.cell_bytes)
     step = session.prefill_step * cache.layout.plain.cell_bytes
     total = math.ceil(slots * cell) + step
     if cache.local is not None:
-        window, reads = cache.local.window.size or budget, cache.local.layout.cell_bytes
-        total += math.ceil(min(budget, window + 128) * reads * _OVER) + session.prefill_step * reads
+        window, local_cell = cache.local.window.size or budget, cache.local.layout.cell_bytes
+        total += math.ceil(min(budget, window + 128) * local_cell * _STORAGE_FACTOR)
+        total += session.prefill_step * local_cell
     return max(total, cache.nbytes)

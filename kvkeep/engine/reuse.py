@@ -1,29 +1,36 @@
-"""What of a prompt an engine has in its memory already, and why not more of it.
+"""Prefix reuse: which tokens of a prompt are in the cache already, and why not more of them.
 
-A session that holds the first tokens of a prompt, each in a cell of its own as its tokens alone
-give it, is taken from at the end of a step. So an answer is the same, to the bit, whether a part of
-its prompt was reused or not. One exception is meant: a prompt that goes on behind the last token
-that was sampled in a session, as the next turn of a chat does, goes on with all of its cells, those
-of sampled tokens too. They are what the model read when it wrote them; evaluated as a prompt they
-would differ by rounding. Where a session stands behind a token of a prompt nothing is exempt: the
-last step of that prompt ended where no step of a longer one does.
+A session that holds the first tokens of a prompt, each in a cell as its tokens alone give it,
+lends them up to the end of a prefill step. So a generation is the same, to the bit, whether part of
+its prompt was reused or not. One exception is intended: a prompt that continues after the last
+sampled token of a session, as the next turn of a chat does, keeps all cells of the session, those
+of sampled tokens too. They are what the model read when it generated them; evaluated as a prompt
+they would differ by rounding. A session that ends with a token of a prompt is no exception: the
+last step of that prompt ended where no step of a longer prompt does.
 """
 
+import itertools
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from kvkeep.engine.record import SessionRecord
+from kvkeep.session.session import Session
+from kvkeep.storage.prefixes.interface import PrefixCache, PrefixMatch
+from kvkeep.storage.prefixes.inventory import BLOCK_TOKENS
+from kvkeep.storage.snapshots.fingerprint import Fingerprint
 
-# Why a part of a prompt was not reused that somebody's text begins with:
-# "cold": no text begins like it. "differs": the nearest text goes on otherwise. "below_step": what
-# they have in common ends within a step. "forgotten", "compressed", "quantised", "edited": the
-# session's cells are no longer those that its tokens give. "written": its tokens were written, not
-# read. "settings": its policy, step or bits are others.
-Miss = Literal[
+# Why no more of a prompt was reused.
+# "cold": no text begins like it. "differs": the nearest text continues differently.
+# "below_step": the common tokens end within a prefill step. "forgotten", "compressed",
+# "quantised", "edited": the session's cells are no longer those that its tokens give. "written":
+# its tokens were sampled, not prefilled. "settings": its policy, prefill step or bits differ.
+MissReason = Literal[
     "",
     "cold",
     "differs",
@@ -36,73 +43,168 @@ Miss = Literal[
     "settings",
 ]
 
+_SHOWN_TOKENS = 40  # on each side of a difference
+_numbers = itertools.count(1)
+
 
 @dataclass(frozen=True)
 class Match:
-    """The best of what is there for a prompt.
+    """The session that a prompt reuses most of.
 
-    record: whose first `tokens` are reused; None for nobody's. whole: whether it goes on where that
-    session stands, behind a sampled token. common: how many first tokens the nearest text shares.
-    reason: see `Miss`.
+    record: lends its first `tokens`; None for no session.
+    whole: whether the prompt continues after the last token of that session, which was sampled.
+    common: how many first tokens the nearest text shares with the prompt.
+    nearest: that text; None if no text begins like the prompt.
     """
 
     record: SessionRecord | None = None
     tokens: int = 0
     whole: bool = False
     common: int = 0
-    reason: Miss = "cold"
+    reason: MissReason = "cold"
     nearest: Sequence[int] | None = None
+
+
+@dataclass(frozen=True)
+class TextDifference:
+    """Where a prompt and the nearest text part: the tokens of both from `start` on, around `at`."""
+
+    start: int
+    at: int
+    prompt: tuple[int, ...]
+    nearest: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class CacheMiss:
+    """A prompt that was not continued in a session.
+
+    number: identifies it. when: in seconds since 1970. tokens, reused: of the prompt. session: that
+    the reused ones come from. reason: a `MissReason`. difference: None if no text begins like it.
+    """
+
+    number: int
+    when: float
+    tokens: int
+    reused: int
+    session: str | None
+    reason: str
+    difference: TextDifference | None
+
+
+class WholeSteps:
+    """A `PrefixCache` that truncates hits to the end of a prefill step.
+
+    The rest of a prompt is then evaluated in the same steps as without a store. Blocks behind that
+    end are evaluated again, since a step of the uncached prompt would begin within them. There
+    are no hits where no multiple of the step within the prompt is one of a block (256 tokens), too.
+
+    step: the prefill step of the session, in tokens.
+    """
+
+    def __init__(self, store: PrefixCache, step: int):
+        self._store, self._step = store, step
+
+    def find(self, fingerprint: Fingerprint, tokens: Sequence[int]) -> PrefixMatch:
+        """Find the longest stored prefix that ends at a step. Raises StoreError."""
+        found = self._store.find(fingerprint, tokens)
+        count = len(found.keys)
+        while count * BLOCK_TOKENS % self._step:
+            count -= 1
+        return PrefixMatch(found.keys[:count], found.values[:count], found.differs_at)
+
+    def add(
+        self,
+        fingerprint: Fingerprint,
+        tokens: Sequence[int],
+        start: int,
+        blocks: Iterable[tuple[Tensor, Tensor]],
+    ) -> int:
+        """Store the blocks, all of them. Raises StoreError."""
+        return self._store.add(fingerprint, tokens, start, blocks)
 
 
 def best_match(
     prompt: Sequence[int],
     candidates: Iterable[SessionRecord],
-    like: SessionRecord,
-    into: SessionRecord | None = None,
+    wanted: Session,
+    target: SessionRecord | None = None,
 ) -> Match:
-    """The session that the prompt takes most from.
+    """Return the match of the session that the prompt reuses most of.
 
-    candidates: in memory, of the owner who asks. like: one with the settings that are wanted.
-    into: the session that takes the prompt; None for any without a name, which goes on itself where
-    it is the best match.
+    candidates: of the owner of the prompt; those on disk only are skipped. wanted: a session with
+    the settings that the prompt needs. target: the session that takes the prompt; None if any
+    unnamed session may take it, and does so where it is the best match.
     """
     ids = np.asarray(prompt, dtype=np.int32)
     best = Match()
-    for kept in candidates:
-        if kept is like or kept.session is None:
+    for record in candidates:
+        if record.session is None:
             continue
-        itself = kept is into if into is not None else not kept.named
-        found = _match(ids, kept, like, itself)
-        if (found.tokens, found.common) > (best.tokens, best.common):
-            best = replace(found, nearest=kept.live.tokens)
+        in_place = record is target if target is not None else not record.named
+        match = _match(ids, record, wanted, in_place)
+        if (match.tokens, match.common) > (best.tokens, best.common):
+            best = replace(match, nearest=record.live.tokens)
     return best
 
 
-def _match(ids: NDArray[np.int32], kept: SessionRecord, like: SessionRecord, itself: bool) -> Match:
-    """itself: whether the session would go on, and not a copy of it."""
-    session = kept.live
-    # No more of it than the prompt is long: a session may have read for days.
+def text_difference(prompt: Sequence[int], match: Match) -> TextDifference | None:
+    """Return where a prompt differs from the nearest text; None if it does not."""
+    if match.nearest is None or match.common >= len(prompt):
+        return None
+    start, end = max(0, match.common - _SHOWN_TOKENS), match.common + _SHOWN_TOKENS
+    nearest = tuple(match.nearest[start:end])
+    return TextDifference(start, match.common, tuple(prompt[start:end]), nearest)
+
+
+def cache_miss(prompt: Sequence[int], match: Match) -> CacheMiss:
+    """Describe why no more of a prompt was reused than `match` says."""
+    session = match.record.name if match.record else None
+    difference = text_difference(prompt, match)
+    return CacheMiss(
+        next(_numbers),
+        time.time(),
+        len(prompt),
+        match.tokens,
+        session,
+        match.reason,
+        difference,
+    )
+
+
+def common_length(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:
+    """Return how many first numbers are equal."""
+    shorter = min(len(a), len(b))
+    differs = a[:shorter] != b[:shorter]
+    return int(differs.argmax()) if differs.any() else shorter
+
+
+def _match(ids: NDArray[np.int32], record: SessionRecord, wanted: Session, in_place: bool) -> Match:
+    """in_place: whether the session itself would take the prompt, rather than a copy of it."""
+    session = record.live
+    # No more of it than the prompt is long: a session's text may be much longer.
     held = np.frombuffer(session.tokens.first(len(ids)).array(), dtype=np.int32)
     common = common_length(ids, held)
     if common == 0:
         return Match()
-    if _settings(kept) != _settings(like):
+    if _settings(session) != _settings(wanted):
         return Match(common=common, reason="settings")
-    # One token at least is evaluated, for its logits.
-    stands = kept.ends_sampled and not kept.busy and not kept.changed
-    if stands and common == len(session.tokens) < len(ids) and (itself or session.holds_all):
-        return Match(kept, common, True, common, "differs")
-    most, reason = _exact(kept, min(common, len(ids) - 1))
-    tokens = kept.whole_steps(most)
+    resumable = record.ends_sampled and not record.busy and not record.edit
+    # At least one token is evaluated, for its logits.
+    continues = common == len(session.tokens) < len(ids)
+    if resumable and continues and (in_place or session.holds_all):
+        return Match(record, common, True, common, "differs")
+    exact, reason = _exact_tokens(record, min(common, len(ids) - 1))
+    tokens = record.whole_steps(exact)
     if not tokens:
         return Match(common=common, reason=reason or "below_step")
-    return Match(kept, tokens, False, common, reason or "differs")
+    return Match(record, tokens, False, common, reason or "differs")
 
 
-def _exact(kept: SessionRecord, most: int) -> tuple[int, Miss]:
-    """How many of the first `most` cells are what any such text has, and what ended them."""
-    cache, session = kept.live.cache, kept.live
-    if kept.changed:
+def _exact_tokens(record: SessionRecord, limit: int) -> tuple[int, MissReason]:
+    """Return how many of the first `limit` cells depend on their tokens alone, and why no more."""
+    session, cache = record.live, record.live.cache
+    if record.edit:
         return 0, "edited"
     if any(segment.compressed for segment in cache.segments):
         return 0, "compressed"
@@ -111,19 +213,13 @@ def _exact(kept: SessionRecord, most: int) -> tuple[int, Miss]:
     if cache.cells < len(session.tokens) or cache.local is not None or cache.recurrent:
         return 0, "forgotten"
     window = next((segment.length for segment in cache.segments if not segment.anchor), 0)
-    most = min(most, window + sum(each.length for each in cache.segments if each.anchor))
-    step = kept.live.prefill_step  # the last one of a prompt is rarely whole
-    return min(most, kept.evaluated), "written" if most >= kept.evaluated + step else ""
+    anchors = sum(segment.length for segment in cache.segments if segment.anchor)
+    limit = min(limit, window + anchors)
+    # The last step of a prompt is rarely whole: less than a step beyond is not worth a reason.
+    sampled = limit >= record.exact_tokens + session.prefill_step
+    return min(limit, record.exact_tokens), "written" if sampled else ""
 
 
-def common_length(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:
-    """How many first numbers are the same."""
-    shorter = min(len(a), len(b))
-    differs = a[:shorter] != b[:shorter]
-    return int(differs.argmax()) if differs.any() else shorter
-
-
-def _settings(kept: SessionRecord) -> tuple[object, ...]:
-    session = kept.live
+def _settings(session: Session) -> tuple[object, ...]:
     keep = session.keep if session.keep >= 0 else None
     return (session._memory.policy, session.bits, session.prefill_step, keep)

@@ -1,4 +1,4 @@
-"""Sessions written to disk while the engine goes on."""
+"""Snapshots of sessions, written to disk while the engine continues."""
 
 import logging
 import time
@@ -15,65 +15,69 @@ _log = logging.getLogger("kvkeep.engine")
 
 
 class SessionSaver:
-    """Writes snapshots in a thread of its own, one after the other.
+    """A thread that writes snapshots one after the other.
 
-    call: runs a function in the engine's thread, in which all methods here are called.
+    All methods are called in the engine's thread. call: runs a function there.
     """
 
-    def __init__(self, keeping: SessionRegistry, call: Callable[[Callable[[], None]], object]):
-        self._keeping, self._call = keeping, call
+    def __init__(self, registry: SessionRegistry, call: Callable[[Callable[[], None]], object]):
+        self._registry, self._call = registry, call
         self._writer = ThreadPoolExecutor(1, "kvkeep-save")
-        self._waiting = 0
+        self._pending = 0
 
-    def save(self, kept: SessionRecord) -> "Future[int]":
-        """The revision that is on disk from then on. Raises InvalidArgument where there is none."""
-        file, saved = self._keeping.file(kept), Future[int]()
-        snapshot, revision = self._keeping.snapshot(kept), kept.revision
-        kept.saving = revision
-        self._waiting += 1
+    def save(self, record: SessionRecord) -> "Future[int]":
+        """Begin to save a session; the result is the revision that is on disk then.
 
-        def written() -> None:
-            if not kept.removed:
+        Raises InvalidArgument if the engine has no folder for sessions.
+        """
+        file, result = self._registry.file(record), Future[int]()
+        snapshot, revision = self._registry.snapshot(record), record.revision
+        record.saving_revision = revision
+        self._pending += 1
+
+        def write() -> None:
+            if not record.removed:
                 snapshot.save(file)
-            if kept.removed:  # meanwhile, and whoever saves one of that name comes after this
+            if record.removed:  # meanwhile; a new session of that name is saved after this
                 file.unlink(missing_ok=True)
 
-        def done(work: "Future[None]") -> None:
+        def written(work: "Future[None]") -> None:
             error = work.exception()
-            self._call(lambda: self._settle(kept, revision, error))
-            saved.set_result(revision) if error is None else saved.set_exception(error)
+            self._call(lambda: self._settle(record, revision, error))
+            result.set_result(revision) if error is None else result.set_exception(error)
 
-        self._writer.submit(written).add_done_callback(done)
-        return saved
+        self._writer.submit(write).add_done_callback(written)
+        return result
 
     def save_idle(self, seconds: float) -> None:
-        """Begins to save a session that has been idle for so long, if there is one to save."""
-        if self._waiting:
+        """Begin to save a changed session that has been idle for so long, if there is one."""
+        if self._pending:
             return
-        longest_ago = time.monotonic() - seconds
-        for kept in self._keeping:
-            waits = kept.dirty and kept.file is not None and not kept.busy
-            if waits and kept.used < longest_ago and kept.saving != kept.revision:
-                self.save(kept)
+        idle_since = time.monotonic() - seconds
+        for record in self._registry:
+            unsaved = record.dirty and record.saving_revision != record.revision
+            idle = not record.busy and record.last_used < idle_since
+            if unsaved and idle and record.file is not None:
+                self.save(record)
                 return
 
     def write(self, snapshot: Snapshot, path: Path | ObjectPath) -> "Future[int]":
-        """Writes a snapshot elsewhere; its bytes."""
+        """Write a snapshot elsewhere; the result is its size in bytes."""
         return self._writer.submit(snapshot.save, path)
 
     def save_all(self) -> None:
-        """Ends with everything on disk that can be there."""
+        """Finish what was begun, and save all other changes."""
         self._writer.shutdown()
-        for kept in self._keeping:
-            if kept.dirty and kept.file is not None:
+        for record in self._registry:
+            if record.dirty and record.file is not None:
                 try:
-                    self._keeping.save(kept)
+                    self._registry.save(record)
                 except Exception as error:
-                    _log.error("session %r could not be saved: %s", kept.name, error)
+                    _log.error("session %r could not be saved: %s", record.name, error)
 
-    def _settle(self, kept: SessionRecord, revision: int, error: BaseException | None) -> None:
-        self._waiting -= 1
+    def _settle(self, record: SessionRecord, revision: int, error: BaseException | None) -> None:
+        self._pending -= 1
         if error is None:
-            self._keeping.is_saved(kept, revision)
-        else:  # tried again when it has changed, or when it must leave memory
-            _log.error("session %r could not be saved: %s", kept.name, error)
+            self._registry.mark_saved(record, revision)
+        else:  # tried again when it has changed, or when it is evicted
+            _log.error("session %r could not be saved: %s", record.name, error)

@@ -1,151 +1,219 @@
-"""Whose turn it is: one token for all that write, then one step of one prompt."""
+"""The scheduler: what is admitted, decoded and prefilled next, and which session is evicted.
 
-from collections.abc import Callable, Sequence
+A step of the scheduler decodes one token of every generation whose prompt is prefilled, by one
+forward pass, and then evaluates one prefill step of one prompt.
+"""
 
-import torch
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
-from kvkeep.engine.events import TokenLogprob
 from kvkeep.engine.generation import Generation
+from kvkeep.engine.record import STEP, SessionRecord
+from kvkeep.errors import NoRoom
 from kvkeep.session.group import SessionGroup
 
-ROWS = 64  # of one forward: more of them make a token later, and none cheaper
-_AGEING = 0.5  # tokens by which a waiting prompt gains for each that was read for another
-_URGENCY = 2048  # tokens that a step of priority is worth
+ROWS = 64  # of one forward pass: more of them delay each token and save nothing
+_AGING = 0.5  # tokens that a waiting prompt gains for each token prefilled for another
+_PRIORITY_TOKENS = 2048  # tokens that one step of priority is worth
+_TYPICAL_TOKENS = 512  # assumed of a generation without max_tokens
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What an engine admits.
+
+    memory: bytes of cells, of all sessions.
+    running: generations at a time, of all owners; running_per_owner: of one owner.
+    sessions_per_owner: named sessions.
+    prompt_tokens: of one prompt.
+    save_idle_after: seconds that a session is idle before its changes are written to disk.
+    """
+
+    memory: int = 4_000_000_000
+    running: int = 256
+    running_per_owner: int = 128
+    sessions_per_owner: int = 1_000
+    prompt_tokens: int = 250_000
+    save_idle_after: float = 2.0
+
+
+class SchedulingPolicy:
+    """Every scheduling decision of an engine. It holds the limits and no other state."""
+
+    def __init__(self, limits: Limits):
+        self.limits = limits
+
+    def admit(self, owner: str, running: Sequence[Generation], step_seconds: float) -> None:
+        """Raise NoRoom if another generation of the owner would exceed the limits.
+
+        step_seconds: of a scheduler step lately, from which the error's `retry_after` is estimated.
+        """
+        own = sum(generation.record.owner == owner for generation in running)
+        if len(running) >= self.limits.running or own >= self.limits.running_per_owner:
+            steps_left = (_steps_left(generation) for generation in running)
+            raise NoRoom(
+                f"{len(running)} answers are being made, {own} of them yours: "
+                "come back when one is done",
+                max(1.0, min(steps_left, default=0) * step_seconds),
+            )
+
+    def admit_session(self, records: Iterable[SessionRecord]) -> None:
+        """Raise NoRoom if another named session would exceed the limit. records: of its owner."""
+        count = sum(
+            record.named and not (record.borrowed or record.evictable) for record in records
+        )
+        if count >= self.limits.sessions_per_owner:
+            raise NoRoom(f"there are {count} sessions already: delete some", float("inf"))
+
+    def admit_bytes(self, wanted: int) -> None:
+        """Raise NoRoom if so many bytes would not fit even if every other session were evicted."""
+        if wanted > self.limits.memory:
+            raise NoRoom(
+                f"the session could take {wanted / 1e6:,.0f} MB, and the engine has "
+                f"{self.limits.memory / 1e6:,.0f} MB for all: take a smaller max_kv_size, or fewer "
+                "tokens",
+                retry_after=float("inf"),
+            )
+
+    def next_prefill(self, prefilling: Sequence[Generation]) -> Generation:
+        """Return the generation whose prompt gets the next prefill step.
+
+        The fewest remaining tokens go first. Waiting prompts age, and priority counts as tokens:
+        with 1,000 tokens left, after 600 that were prefilled for others, a prompt counts as 700.
+        """
+        return min(prefilling, key=_prefill_rank)
+
+    def victim(
+        self, records: Iterable[SessionRecord], needed: SessionRecord
+    ) -> SessionRecord | None:
+        """Return the session to evict so that `needed` has room; None if none may leave memory.
+
+        Unnamed sessions go before named ones, and the least recently used goes first.
+        """
+        candidates = (
+            record for record in records if record is not needed and record.can_leave_memory
+        )
+        return min(candidates, key=lambda record: (record.named, record.last_used), default=None)
 
 
 class Scheduler:
-    """The answers that an engine works at, each in a session of its own.
+    """The running generations, each in a session of its own, and the steps that advance them.
 
-    ends: token ids that end a text. over: is called with each answer that has come to its end.
-    read: with each whose prompt has been read.
+    A generation that fails, fails alone. Company changes no bit of a generation: a prompt is always
+    prefilled in the same steps, and the rows of a forward pass are independent.
 
-    An answer that fails, fails alone. Which answers work beside it changes no bit of one: a
-    prompt's steps are always the same, and the rows of a forward know nothing of each other.
+    step_seconds: how long a step took lately.
     """
 
     def __init__(
         self,
-        ends: Sequence[int],
-        over: Callable[[Generation], None],
-        read: Callable[[Generation], None],
+        policy: SchedulingPolicy,
+        end_tokens: Sequence[int],
+        prefilled: Callable[[Generation], None],
+        ended: Callable[[Generation], None],
     ):
-        self._ends, self._over, self._has_read = ends, over, read
-        self._answers: list[Generation] = []
-
-    def __len__(self) -> int:
-        return len(self._answers)
+        """end_tokens: ids that end a text. prefilled, ended: called with each generation whose
+        prompt is prefilled, and that has ended."""
+        self.step_seconds = 0.02
+        self._policy, self._end_tokens = policy, end_tokens
+        self._prefilled, self._ended = prefilled, ended
+        self._running: list[Generation] = []
 
     @property
-    def answers(self) -> Sequence[Generation]:
-        return tuple(self._answers)
+    def running(self) -> Sequence[Generation]:
+        """The generations that have not ended, the oldest first."""
+        return tuple(self._running)
 
-    def add(self, answer: Generation) -> None:
-        self._answers.append(answer)
+    def add(self, generation: Generation) -> None:
+        self._running.append(generation)
 
-    def turn(self) -> None:
-        """Writes a token of each answer that writes, and reads a step of one that reads."""
+    def step(self) -> None:
+        """Decode one token of each generation that decodes, then one prefill step of one prompt."""
+        began = time.perf_counter()
         self.end_cancelled()
         try:
-            self._work()
-        except Exception as error:  # nobody may wait for ever, whatever it was
-            for answer in self._answers:
-                answer.fail(error)
-        self._leave()
-
-    def _work(self) -> None:
-        writing = [answer for answer in self._answers if answer.writes]
-        for first in range(0, len(writing), ROWS):
-            self._write(writing[first : first + ROWS])
-        self._read()
+            decoding = [each for each in self._running if each.phase == "decode"]
+            for first in range(0, len(decoding), ROWS):
+                self._decode(decoding[first : first + ROWS])
+            self._prefill()
+        except Exception as error:  # whatever it was, no caller may wait for ever
+            for generation in self._running:
+                generation.fail(error)
+        self._remove_ended()
+        self.step_seconds += 0.1 * (time.perf_counter() - began - self.step_seconds)
 
     def cancel_all(self) -> None:
-        for answer in self._answers:
-            answer.cancel()
-
-    # Writing
-
-    def _write(self, answers: Sequence[Generation]) -> None:
-        ready = [answer for answer in answers if self._may_write(answer)]
-        known = [self._likely(answer) for answer in ready]
-        try:
-            tokens: Sequence[int | BaseException] = _next_tokens(ready)
-        except Exception:  # whichever failed, none has changed: each by itself, then
-            tokens = [_next_or_error(answer) for answer in ready]
-        for answer, token, likely in zip(ready, tokens, known, strict=True):
-            if isinstance(token, BaseException):
-                answer.fail(token)
-            else:
-                answer.wrote(token, self._ends, *likely)
-
-    def _may_write(self, answer: Generation) -> bool:
-        if answer.ask.max_tokens == len(answer.written):
-            answer.finish("length")
-        elif answer.kept.live.room == 0:
-            answer.finish("full")
-        return not answer.over
-
-    @staticmethod
-    def _likely(answer: Generation) -> tuple[torch.Tensor | None, Sequence[TokenLogprob]]:
-        if answer.ask.logprobs is None:
-            return None, ()
-        logits = answer.kept.live.logits
-        return (None, ()) if logits is None else answer.likely_of(logits)
-
-    # Reading
-
-    def _read(self) -> None:
-        waiting = [
-            answer for answer in self._answers if answer.prefill_remaining and not answer.over
-        ]
-        if not waiting:
-            return
-        answer = min(waiting, key=_claim)
-        before = answer.prefill_remaining
-        try:
-            answer.read()
-        except Exception as error:
-            answer.fail(error)
-            return
-        for other in waiting:
-            other.aged += 0 if other is answer else before - answer.prefill_remaining
-        if answer.writes:
-            self._has_read(answer)
-
-    # Ending
+        for generation in self._running:
+            generation.cancel()
 
     def end_cancelled(self) -> None:
-        """Between two turns."""
-        for answer in self._answers:
-            if answer.cancelled and not answer.over:
-                answer.dismiss()
-        self._leave()
+        """End the generations that were cancelled. Called between two steps."""
+        for generation in self._running:
+            if generation.cancelled and generation.phase != "done":
+                generation.fail_cancelled()
+        self._remove_ended()
 
-    def _leave(self) -> None:
-        over = [answer for answer in self._answers if answer.over]
-        self._answers = [answer for answer in self._answers if not answer.over]
-        for answer in over:
-            self._over(answer)
+    def _decode(self, generations: Sequence[Generation]) -> None:
+        ready = [generation for generation in generations if generation.may_decode()]
+        logprobs = [generation.logprobs() for generation in ready]
+        try:
+            tokens: Sequence[int | Exception] = _next_tokens(ready)
+        except Exception:  # none has changed: one by one, to find the one that fails
+            tokens = [_next_token_or_error(generation) for generation in ready]
+        for generation, token, known in zip(ready, tokens, logprobs, strict=True):
+            if isinstance(token, Exception):
+                generation.fail(token)
+            else:
+                generation.add_token(token, self._end_tokens, *known)
+
+    def _prefill(self) -> None:
+        prefilling = [each for each in self._running if each.phase == "prefill"]
+        if not prefilling:
+            return
+        generation = self._policy.next_prefill(prefilling)
+        before = generation.prefill_remaining
+        try:
+            generation.prefill_next_step()
+        except Exception as error:
+            generation.fail(error)
+            return
+        for other in prefilling:
+            other.age += 0 if other is generation else before - generation.prefill_remaining
+        if generation.phase == "decode":
+            self._prefilled(generation)
+
+    def _remove_ended(self) -> None:
+        ended = [each for each in self._running if each.phase == "done"]
+        self._running = [each for each in self._running if each.phase != "done"]
+        for generation in ended:
+            self._ended(generation)
 
 
-def _claim(answer: Generation) -> tuple[float, int]:
-    """Who has the least goes first: of tokens left to read, less what it has waited."""
-    prefill_remaining = (
-        answer.prefill_remaining - _AGEING * answer.aged - _URGENCY * answer.ask.priority
-    )
-    return prefill_remaining, answer.number
+def _prefill_rank(generation: Generation) -> tuple[float, int]:
+    """The lower goes first; of equal ones the older."""
+    advantage = _AGING * generation.age + _PRIORITY_TOKENS * generation.request.priority
+    return generation.prefill_remaining - advantage, generation.number
 
 
-def _next_tokens(answers: Sequence[Generation]) -> list[int]:
-    if not answers:
+def _steps_left(generation: Generation) -> float:
+    """An estimate of the scheduler steps until the generation ends."""
+    tokens = (generation.request.max_tokens or _TYPICAL_TOKENS) - len(generation.generated)
+    return tokens + generation.prefill_remaining / STEP
+
+
+def _next_tokens(generations: Sequence[Generation]) -> list[int]:
+    """Sample the next token of each, by one forward pass. If that fails, no session has changed."""
+    if not generations:
         return []
-    if len(answers) == 1:
-        return [answers[0].kept.live.next_token(answers[0].ask.sampling)]
-    group = SessionGroup([answer.kept.live for answer in answers])
-    return group.next_tokens([answer.ask.sampling for answer in answers])
+    if len(generations) == 1:
+        return [generations[0].record.live.next_token(generations[0].request.sampling)]
+    group = SessionGroup([generation.record.live for generation in generations])
+    return group.next_tokens([generation.request.sampling for generation in generations])
 
 
-def _next_or_error(answer: Generation) -> int | BaseException:
+def _next_token_or_error(generation: Generation) -> int | Exception:
     try:
-        return answer.kept.live.next_token(answer.ask.sampling)
+        return generation.record.live.next_token(generation.request.sampling)
     except Exception as error:
         return error

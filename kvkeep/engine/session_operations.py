@@ -1,88 +1,92 @@
-"""What is done to an engine's sessions by name: made, changed, forked, restored, forgotten."""
+"""Operations on an engine's sessions by name: create, change, fork, restore, delete."""
 
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from kvkeep.engine.limits import Limits
 from kvkeep.engine.operations import OperationLog
 from kvkeep.engine.record import SessionRecord
 from kvkeep.engine.registry import SessionRegistry
 from kvkeep.engine.reuse import best_match
-from kvkeep.errors import InvalidArgument, NoRoom
+from kvkeep.engine.scheduler import SchedulingPolicy
+from kvkeep.engine.session_files import NOTES, other_notes
+from kvkeep.errors import InvalidArgument
 from kvkeep.model import Model
 from kvkeep.session.session import Session
 from kvkeep.storage.snapshots.snapshot import Snapshot
 
 T = TypeVar("T")
-_ADDING = ("span", "rewind")  # changes that leave the cells of what is held as they were
+_NO_EDITS = ("span", "rewind")  # changes that leave the remaining cells as they were
 
 
 class SessionOperations:
-    """Each is whole before the next one begins. In the engine's thread; see `Engine` for what each
-    does and raises.
+    """Each operation is complete before the next one begins. Used in the engine's thread.
 
-    operations: is told of each.
+    `Engine` documents the methods of the same names. log: gets each operation.
     """
 
     def __init__(
-        self, model: Model, keeping: SessionRegistry, limits: Limits, operations: OperationLog
+        self,
+        model: Model,
+        registry: SessionRegistry,
+        policy: SchedulingPolicy,
+        log: OperationLog,
     ):
-        self._model, self._keeping, self._limits = model, keeping, limits
-        self._operations = operations
+        self._model, self._registry, self._policy = model, registry, policy
+        self._log = log
 
-    def done(self, kept: SessionRecord, what: str, tokens: int, seconds: float) -> None:
-        """Something was done to a session: it is to be saved, and told of."""
-        self._keeping.changed(kept)
-        self._operations.add(kept, what, tokens, seconds)
+    def log(self, record: SessionRecord, what: str, tokens: int, seconds: float) -> None:
+        """Log an operation that has changed a session, which is then to be saved."""
+        self._registry.mark_unsaved(record)
+        self._log.add(record, what, tokens, seconds)
 
     def create(
         self, session: Session, owner: str, name: str | None, notes: dict[str, Any] | None
     ) -> SessionRecord:
-        if any(kept.session is session for kept in self._keeping):
+        if any(record.session is session for record in self._registry):
             raise InvalidArgument("the engine has that session already; give it a fork of it")
-        kept = self._keep(session, owner, name, notes=notes)
-        self.done(kept, "create", 0, 0.0)
-        return kept
+        record = self._add(session, owner, name, notes=notes)
+        self.log(record, "create", 0, 0.0)
+        return record
 
     def prepare(self, prompt: Sequence[int], name: str, owner: str, new: Session) -> int:
-        """new: of the owner's, which holds nothing yet."""
-        fresh = SessionRecord("", owner, False, None, new)
-        known = self._keeping.has(name, owner)
-        kept = self._keeping.find(name, owner) if known else fresh
-        kept.require_idle()
-        if known:
-            self._keeping.reserve(kept, 0)
-        match = best_match(prompt, self._keeping.of(owner), fresh, kept)
-        if match.whole and match.record is kept:
-            kept.live.draw_anew()
-            return match.tokens
+        """new: an empty session for the owner."""
+        existing = self._registry.find(name, owner) if self._registry.has(name, owner) else None
+        if existing:
+            existing.require_idle()
+            self._registry.reserve(existing, 0)
+        target = existing or SessionRecord("", owner, False, None, new)
+        match = best_match(prompt, self._registry.of(owner), new, target)
         source = match.record
-        session = source.live.beginning(match.tokens) if source else fresh.live
-        if known:
-            kept.session, kept.changed = session, ""
-            kept.touched()
+        if match.whole and source is existing and existing:
+            existing.live.draw_anew()
+            return match.tokens
+        session = source.live.beginning(match.tokens) if source else new
+        if existing:
+            record = existing
+            record.session, record.edit = session, ""
+            record.mark_changed()
         else:
-            kept = self._keep(session, owner, name)
-        kept.evaluated = min(source.evaluated, match.tokens) if source else 0
-        kept.sampled = match.tokens if match.whole else 0
+            record = self._add(session, owner, name)
+        record.exact_tokens = min(source.exact_tokens, match.tokens) if source else 0
+        record.sampled_length = match.tokens if match.whole else 0
         return match.tokens
 
     def set_notes(self, name: str, owner: str, notes: dict[str, Any]) -> None:
-        kept = self._keeping.find(name, owner)
-        kept.notes = {**kept.notes, **notes}
-        self._settled(kept)
+        record = self._registry.find(name, owner)
+        record.notes = {**record.notes, **notes}
+        self._metadata_changed(record)
 
     def pin(self, name: str, owner: str, pinned: bool, revision: int | None) -> None:
-        kept = self._keeping.find(name, owner)
-        kept.require_revision(revision)
-        kept.pinned = pinned
-        self._settled(kept)
+        record = self._registry.find(name, owner)
+        record.require_revision(revision)
+        record.pinned = pinned
+        self._metadata_changed(record)
 
     def inspect(self, name: str, owner: str, function: Callable[[SessionRecord], T]) -> T:
-        kept = self._keeping.find(name, owner)
-        self._keeping.reserve_idle(kept)
-        return function(kept)
+        record = self._registry.find(name, owner)
+        self._registry.reserve_idle(record)
+        return function(record)
 
     def change(
         self,
@@ -93,21 +97,21 @@ class SessionOperations:
         revision: int | None,
         adds: int,
     ) -> T:
-        kept = self._keeping.find(name, owner)
-        kept.require_idle()
-        kept.require_revision(revision)
-        self._keeping.reserve(kept, adds)
-        begun, before = time.perf_counter(), len(kept.live.tokens)
-        kept.answer = function
+        record = self._registry.find(name, owner)
+        record.require_idle()
+        record.require_revision(revision)
+        self._registry.reserve(record, adds)
+        began, before = time.perf_counter(), len(record.live.tokens)
+        record.activity = "changing"
         try:
-            result = function(kept.live)
+            result = function(record.live)
         finally:
-            kept.answer = None
-        kept.touched("" if what in _ADDING else what)
-        added = len(kept.live.tokens) - before
+            record.activity = "idle"
+        record.mark_changed("" if what in _NO_EDITS else what)
+        added = len(record.live.tokens) - before
         if added < 0:
-            kept.stands_at(len(kept.live.tokens))
-        self.done(kept, what, added, time.perf_counter() - begun)
+            record.truncated(len(record.live.tokens))
+        self.log(record, what, added, time.perf_counter() - began)
         return result
 
     def fork(
@@ -119,41 +123,42 @@ class SessionOperations:
         revision: int | None,
         notes: dict[str, Any] | None,
     ) -> SessionRecord:
-        kept = self._keeping.find(name, owner)
-        kept.require_revision(revision)
-        self._keeping.reserve_idle(kept)
-        told = dict(kept.notes) if notes is None else notes
-        found = self._keep(kept.live.fork(at), owner, new, kept.name, told)
-        found.evaluated, found.sampled = kept.evaluated, kept.sampled
-        found.changed = kept.changed
-        if at is not None and at < len(kept.live.tokens):
-            found.stands_at(at)
-        self.done(found, "fork", 0, 0.0)
-        return found
+        record = self._registry.find(name, owner)
+        record.require_revision(revision)
+        self._registry.reserve_idle(record)
+        notes = dict(record.notes) if notes is None else notes
+        fork = self._add(record.live.fork(at), owner, new, record.name, notes)
+        fork.exact_tokens, fork.sampled_length = record.exact_tokens, record.sampled_length
+        fork.edit = record.edit
+        if at is not None and at < len(record.live.tokens):
+            fork.truncated(at)
+        self.log(fork, "fork", 0, 0.0)
+        return fork
 
     def restore(
         self, snapshot: Snapshot, owner: str, name: str | None, replace: bool
     ) -> SessionRecord:
         session = self._model.restore(snapshot)
-        if replace and name is not None and self._keeping.has(name, owner):
-            kept = self._keeping.find(name, owner)
-            kept.require_idle()
-            kept.session = session
-            kept.touched()
-            self._keeping.reserve(kept, 0)
+        if replace and name is not None and self._registry.has(name, owner):
+            record = self._registry.find(name, owner)
+            record.require_idle()
+            record.session = session
+            record.mark_changed()
+            self._registry.reserve(record, 0)
         else:
-            kept = self._keep(session, owner, name)
-        self._keeping.tell_again(kept, snapshot.notes)
-        self.done(kept, "restore", 0, 0.0)
-        return kept
+            record = self._add(session, owner, name)
+        record.notes = other_notes(snapshot.notes)
+        record.derive_from(snapshot.notes.get(NOTES, {}))
+        self.log(record, "restore", 0, 0.0)
+        return record
 
     def delete(self, name: str, owner: str, revision: int | None) -> None:
-        kept = self._keeping.find(name, owner)
-        kept.require_revision(revision)
-        self._keeping.remove(kept)
-        self._operations.add(kept, "delete", 0, 0.0)
+        record = self._registry.find(name, owner)
+        record.require_revision(revision)
+        self._registry.remove(record)
+        self._log.add(record, "delete", 0, 0.0)
 
-    def _keep(
+    def _add(
         self,
         session: Session,
         owner: str,
@@ -161,16 +166,12 @@ class SessionOperations:
         parent: str | None = None,
         notes: dict[str, Any] | None = None,
     ) -> SessionRecord:
-        """Raises NoRoom where the owner has as many by name as there may be."""
-        held = sum(
-            kept.named and not (kept.visits or kept.evictable) for kept in self._keeping.of(owner)
-        )
-        if held >= self._limits.sessions_per_owner:
-            raise NoRoom(f"there are {held} sessions already: delete some", float("inf"))
-        return self._keeping.add(session, owner, name, parent, notes=notes)
+        """Register a named session. Raises NoRoom if the owner has as many as the limit allows."""
+        self._policy.admit_session(self._registry.of(owner))
+        return self._registry.add(session, owner, name, parent, notes=notes)
 
-    def _settled(self, kept: SessionRecord) -> None:
-        """What is kept beside a session was changed: it is to be saved with that."""
-        self._keeping.reserve_idle(kept)
-        kept.touched()
-        self._keeping.changed(kept)
+    def _metadata_changed(self, record: SessionRecord) -> None:
+        """Begin a new revision, with which notes and pins are saved."""
+        self._registry.reserve_idle(record)
+        record.mark_changed()
+        self._registry.mark_unsaved(record)

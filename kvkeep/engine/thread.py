@@ -1,4 +1,4 @@
-"""The thread in which an engine does everything: what others ask of it, and its turns."""
+"""The thread in which an engine does everything: calls from other threads, and scheduler steps."""
 
 import threading
 from collections.abc import Callable
@@ -15,45 +15,45 @@ T = TypeVar("T")
 
 @dataclass
 class _Call:
-    """What somebody wants done."""
+    """A function to run in the thread, and the future of its result."""
 
     function: Callable[[], Any]
     future: Future[Any]
 
 
 class EngineThread:
-    """Does calls in the order in which they came, and a turn after all that are there.
+    """Runs all waiting calls in the order in which they came, then a step, and so on.
 
-    turn: says whether there is more to do without another call. idle: seconds after which a turn is
-    due where there is not. end: is called last, once `close` was and the last turn had no more.
+    step: returns whether there is more to do without another call. idle: seconds after which a step
+    is due if there is not. end: called last, once `close` was called and the last step had no more.
     """
 
-    def __init__(self, turn: Callable[[], bool], idle: float, end: Callable[[], None]):
-        self._turn, self._idle, self._end = turn, idle, end
+    def __init__(self, step: Callable[[], bool], idle: float, end: Callable[[], None]):
+        self._step, self._idle, self._end = step, idle, end
         self._calls: SimpleQueue[_Call] = SimpleQueue()
-        self.closing, self._over = threading.Event(), threading.Event()
+        self.closing, self._ended = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvkeep-engine", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def call(self, function: Callable[[], T]) -> Future[T]:
-        """What a function gives that is run there. Cancelled where the thread is about to end."""
+        """Run a function in the thread. The future has Cancelled if the thread is about to end."""
         future: Future[T] = Future()
         if self.closing.is_set():
             future.set_exception(Cancelled("the engine has ended"))
         else:
             self._calls.put(_Call(function, future))
-            if self._over.is_set():  # it ended meanwhile, and has looked for the last time
+            if self._ended.is_set():  # meanwhile, after its last look at the calls
                 self._refuse_calls()
         return future
 
     def post(self, function: Callable[[], None]) -> None:
-        """To be done there, even as it ends."""
+        """Run a function in the thread, even while it is ending."""
         self._calls.put(_Call(function, Future()))
 
     def close(self) -> None:
-        """Takes no more calls, and waits for the end."""
+        """Accept no more calls, and wait for the end."""
         self.closing.set()
         self.post(lambda: None)
         self._thread.join()
@@ -62,25 +62,25 @@ class EngineThread:
         more = False
         try:
             while more or not self.closing.is_set():
-                self._do_calls(wait=not more)
-                more = self._turn()
-            self._do_calls(wait=False)
+                self._run_calls(wait=not more)
+                more = self._step()
+            self._run_calls(wait=False)
             self._end()
-        finally:  # however it ends, nobody is to wait for it
+        finally:  # however it ends, no caller may wait for ever
             self.closing.set()
-            self._over.set()
+            self._ended.set()
             self._refuse_calls()
 
     def _refuse_calls(self) -> None:
-        """Those that came as it ended."""
+        """Cancel the calls that came while the thread was ending."""
         with suppress(Empty):
             while True:
                 call = self._calls.get_nowait()
                 if call.future.set_running_or_notify_cancel():
                     call.future.set_exception(Cancelled("the engine has ended"))
 
-    def _do_calls(self, wait: bool) -> None:
-        """All that are there; where there is nothing else to do, waits for one."""
+    def _run_calls(self, wait: bool) -> None:
+        """Run all waiting calls. wait: for the first one, if there is none."""
         while True:
             try:
                 call = self._calls.get(wait and not self.closing.is_set(), timeout=self._idle)
@@ -93,4 +93,4 @@ class EngineThread:
                 call.future.set_result(call.function())
             except BaseException as error:
                 call.future.set_exception(error)
-            del call  # what it holds is the caller's
+            del call  # it holds objects of the caller

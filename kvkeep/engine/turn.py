@@ -1,4 +1,4 @@
-"""A turn of a chat, in a session that holds the whole of it."""
+"""A turn of a chat in a session that holds the whole chat."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -12,57 +12,58 @@ from kvkeep.session.conversation import CHAT, Conversation, system_tokens
 from kvkeep.session.session import Session
 
 
-def turn(
-    model: Model, words: str, ask: GenerationRequest, system: str | None = None
+def chat_turn(
+    model: Model, text: str, request: GenerationRequest, system: str | None = None
 ) -> Callable[[SessionRecord], GenerationRequest]:
-    """For `Engine.ask`: reads what a user says, as the model's template has it, and answers.
+    """Return a request function for `Engine.submit` that prefills a user's text and answers it.
 
-    Its tokens, and only what is new of them, are evaluated; spans name the question and the
-    answer (see `Conversation`). ask: how the answer is written; without a prompt. system: what
-    comes before all turns; None for what the session has begun with, also where all of that was
-    taken back.
+    Only the new tokens are evaluated, as the model's template renders them; spans name the question
+    and the answer (see `Conversation`). A question that is cancelled before its prefill is done is
+    removed again.
 
-    A question that is cancelled before it is read is taken back. Raises InvalidArgument for a
-    system prompt that is another than the session's.
+    request: how the answer is generated; it has no prompt. system: the system prompt; None for the
+    one that the session began with, also if all of it was rewound.
+
+    The function raises InvalidArgument for a system prompt other than the session's.
     """
 
-    def asked(kept: SessionRecord) -> GenerationRequest:
-        chat = _conversation(model, kept, system)
+    def request_for(record: SessionRecord) -> GenerationRequest:
+        chat = _conversation(model, record, system)
         if chat.is_open:
             chat.end_turn()
-        ids = chat.begin_turn(words)
+        ids = chat.begin_turn(text)
 
-        def after(session: Session, read: int, written: int) -> None:
-            if read < len(ids):
-                with suppress(InvalidArgument):  # it has pushed out what was before it
-                    session.rewind(read)
+        def on_end(session: Session, prefilled: int, generated: int) -> None:
+            if prefilled < len(ids):
+                with suppress(InvalidArgument):  # what it has evicted cannot be rewound
+                    session.rewind(prefilled)
                 return
-            chat.name_turn(words, len(ids), written)
+            chat.name_turn(text, len(ids), generated)
             chat.end_turn()
 
-        return replace(ask, prompt=tuple(ids), on_end=after)
+        return replace(request, prompt=tuple(ids), on_end=on_end)
 
-    return asked
+    return request_for
 
 
-def _conversation(model: Model, kept: SessionRecord, system: str | None) -> Conversation:
-    session, known = kept.live, kept.notes.get(CHAT, {}).get("system")
+def _conversation(model: Model, record: SessionRecord, system: str | None) -> Conversation:
+    session, known = record.live, record.notes.get(CHAT, {}).get("system")
     if not session.tokens:
         if system is not None:
             known = system
-            _keep(model, session, system)
+            _keep_system_prompt(model, session, system)
     elif system not in (None, known):
         raise InvalidArgument(
             "the system prompt comes first in a chat, and this one has begun with another or "
             "without: leave it out, edit the span 'system text', or begin a new session"
         )
     chat = Conversation(session, model.text, model.end_token_ids, known)
-    kept.notes = {**kept.notes, CHAT: chat.notes}
+    record.notes = {**record.notes, CHAT: chat.notes}
     return chat
 
 
-def _keep(model: Model, session: Session, system: str) -> None:
-    """A system prompt is never forgotten, where the policy keeps first tokens."""
+def _keep_system_prompt(model: Model, session: Session, system: str) -> None:
+    """Raise `keep` so that the system prompt is never evicted, if the policy keeps first tokens."""
     if session.policy not in ("sliding", "shift"):
         return
     needed, budget = system_tokens(model.text, system), session.max_kv_size
