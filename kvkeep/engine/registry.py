@@ -149,7 +149,7 @@ class SessionRegistry:
         idle = [
             record.live.cache for record in self if record.session is not None and not record.busy
         ]
-        held = nbytes([segment for cache in idle for segment in cache.every_segment])
+        held = nbytes([segment for cache in idle for segment in cache.all_segments])
         return held + sum(record.reserved for record in busy)
 
     def shared_bytes(self, record: SessionRecord) -> int:
@@ -158,9 +158,9 @@ class SessionRegistry:
             segment.block.storage
             for other in self
             if other is not record and other.session is not None
-            for segment in other.session.cache.every_segment
+            for segment in other.session.cache.all_segments
         }
-        own = {segment.block.storage for segment in record.live.cache.every_segment}
+        own = {segment.block.storage for segment in record.live.cache.all_segments}
         return sum(storage.nbytes for storage in own & others)
 
     def reserve(self, record: SessionRecord, tokens: int | None, copies: int = 1) -> None:

@@ -106,7 +106,7 @@ class SessionLeases:
                     if not leased.in_sync:
                         await self._roll_back_creation(leased)
                     elif leased.record is not None:
-                        await wrap_future(self._borrowed.let_go(leased.record))
+                        await wrap_future(self._borrowed.release(leased.record))
                 finally:
                     await self.in_store_thread(lease.release)
 
@@ -150,13 +150,13 @@ class SessionLeases:
         such a request, because what is made of the session is to last. Raises NoSuchSession.
         """
         record = None if committed else self._being_written.get((owner, name))
-        if record is None or not await wrap_future(self._borrowed.await_(record)):
+        if record is None or not await wrap_future(self._borrowed.acquire(record)):
             async with self._lock((owner, name)):
                 record = await self._load_latest(owner, name)
         try:
             yield record
         finally:
-            await wrap_future(self._borrowed.let_go(record))
+            await wrap_future(self._borrowed.release(record))
 
     async def remove(self, owner: str, name: str, check: Callable[[SessionPath], None]) -> None:
         """Remove a session from store and engine, without loading it: it may be damaged.
@@ -191,7 +191,7 @@ class SessionLeases:
         head, version = leased.lease.head, leased.lease.version
         copy = _EngineCopy(record, head.snapshot, version, revision, responses)
         self._remember(leased.key, copy)
-        await wrap_future(self._borrowed.committed(record, revision))
+        await wrap_future(self._borrowed.mark_saved(record, revision))
         leased.in_sync = True
 
     def _lock(self, key: _Key) -> asyncio.Lock:
@@ -215,7 +215,7 @@ class SessionLeases:
     async def _record(self, leased: LeasedSession) -> SessionRecord:
         """Return the engine's session, also one that was created since the lease began."""
         if leased.record is None:
-            leased.record = await wrap_future(self._borrowed.find(leased.name, leased.owner))
+            leased.record = await wrap_future(self._borrowed.adopt(leased.name, leased.owner))
         if leased.record is None:
             raise StoreError(f"session {leased.name!r} went while it was made: send it again")
         return leased.record
@@ -263,16 +263,16 @@ class SessionLeases:
         key = owner, name
         copy = self._copies.get(key)
         if copy is not None and copy.snapshot == head.snapshot:
-            present = await wrap_future(self._borrowed.await_(copy.record))
+            present = await wrap_future(self._borrowed.acquire(copy.record))
             if present and copy.record.revision == copy.revision:
                 return copy
-            await wrap_future(self._borrowed.forget(copy.record))
+            await wrap_future(self._borrowed.discard(copy.record))
         at = self.sessions_of(owner).objects_of(name)
         place = ObjectPath(at.objects, at.key(head.snapshot))
         snapshot = await self.in_store_thread(lambda: Snapshot.load(place))
         responses = recorded_in(snapshot.notes)
         snapshot.notes.pop(NOTE, None)
-        record = await wrap_future(self._borrowed.bring(snapshot, name, owner))
+        record = await wrap_future(self._borrowed.load(snapshot, name, owner))
         version = copy.version if copy else None
         copy = _EngineCopy(record, head.snapshot, version, record.revision, responses)
         self._remember(key, copy)
@@ -289,14 +289,14 @@ class SessionLeases:
         if leased.record is None:  # loading it failed
             return
         if leased.in_sync and leased.lease.lost is None:
-            await wrap_future(self._borrowed.let_go(leased.record))
+            await wrap_future(self._borrowed.release(leased.record))
         else:
             await self._forget_copy(leased.key)
 
     async def _roll_back_creation(self, leased: LeasedSession) -> None:
         """Drop a new session that was not committed, in the engine and in the store."""
         with suppress(KvkeepError):
-            await wrap_future(self._borrowed.forget(await self._record(leased)))
+            await wrap_future(self._borrowed.discard(await self._record(leased)))
         if not leased.lease.head.snapshot:
             with suppress(StoreError):
                 await self.in_store_thread(leased.lease.remove)
@@ -316,7 +316,7 @@ class SessionLeases:
         """Drop the engine's copy of a session, and cancel what is running in it."""
         copy = self._copies.pop(key, None)
         if copy is not None:
-            await wrap_future(self._borrowed.forget(copy.record))
+            await wrap_future(self._borrowed.discard(copy.record))
 
 
 @dataclass(frozen=True)

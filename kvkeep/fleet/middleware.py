@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from kvkeep.engine import SessionRecord
-from kvkeep.engine.registry import NOTES
+from kvkeep.engine.session_files import NOTES
 from kvkeep.errors import InvalidArgument, NoSuchSession, StoreError, WrongRevision
 from kvkeep.fleet.exchange import (
     MAX_BODY,
@@ -250,7 +250,7 @@ def _stored_entry(place: SessionPath) -> dict[str, Any] | None:
     try:
         notes = describe(place)["notes"][NOTES]
         record = SessionRecord(place.stem, "", True, None, None)
-        record.goes_on(notes)
+        record.resume(notes)
         return session_entry(record)
     except (StoreError, LookupError, TypeError, ValueError, AttributeError):
         return None

@@ -180,7 +180,7 @@ def test_cancelled_it_ends_after_the_current_token(engine: Engine, smollm2: Mode
     answer.cancel()
     with pytest.raises(Cancelled):
         list(answer)
-    assert engine.call(lambda: len(engine._schedule)).result() == 0
+    assert engine.totals().result().running == 0
 
 
 def test_events_tell_how_far_it_is(engine: Engine, smollm2: Model) -> None:
@@ -204,14 +204,14 @@ def test_a_change_that_takes_long_lets_others_write(engine: Engine, smollm2: Mod
     answer = engine.generate(ask(tuple(ids[3000:3100]), count=400))
     while not isinstance(next(answer), GeneratedToken):
         pass
-    before = len(answer.written)
+    before = len(answer.generated)
     during = engine.change(
         "long",
         "0",
         "compress",
         lambda session: (
             session.compress(4, "kvzip", progress=engine.yield_turn),
-            len(answer.written),
+            len(answer.generated),
         ),
     ).result()
     assert during[0].cells_after < 500

@@ -23,6 +23,7 @@ from engine.killed import (
 )
 
 from kvkeep.engine import Engine, GenerationRequest
+from kvkeep.engine.thread import EngineThread
 from kvkeep.errors import (
     Busy,
     Cancelled,
@@ -58,7 +59,7 @@ def test_cells_stay_within_the_limit(tmp_path: Path) -> None:
             made.create(name=name).result()
         for _ in range(60):
             write(made, draw.choice(names), draw.randrange(1, 20), text(draw.randrange(9), 30))
-            held = made.call(lambda: made._keeping.nbytes).result()
+            held = made.totals().result().nbytes
             assert held <= 250 * CELL
 
 
@@ -73,7 +74,7 @@ def test_without_room_an_answer_is_refused_and_nothing_is_left_behind() -> None:
         assert 1 <= refused.value.retry_after < 60
         for answer in busy:
             answer.cancel()
-        while made.call(lambda: len(made._schedule)).result():
+        while made.totals().result().running:
             time.sleep(0.01)
         assert len(list(made.generate(GenerationRequest(text(5, 40), 3, ignore_eos=True)))) > 3
 
@@ -250,7 +251,7 @@ def test_many_answers_leave_memory_as_it_was() -> None:
         some(0)
         before = some(1000)
         assert some(2000) - before < 8_000_000
-        assert made.call(lambda: made._keeping.nbytes).result() <= 1000 * CELL
+        assert made.totals().result().nbytes <= 1000 * CELL
 
 
 def test_a_snapshot_goes_on_as_the_session_does_and_is_no_session(tmp_path: Path) -> None:
@@ -360,18 +361,16 @@ def test_a_listener_that_fails_ends_nobody_elses_work() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_nobody_waits_for_an_engine_that_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = engine()
+def test_calls_are_cancelled_once_the_engine_thread_has_failed() -> None:
+    def step() -> bool:
+        raise RuntimeError("a defect of the engine")
 
-    def fails() -> bool:
-        raise RuntimeError("a mistake of ours")
-
-    monkeypatch.setattr(made._thread, "_turn", fails)
-    asked = [made.call(lambda: None) for _ in range(3)]
-    for each in (*asked, made.sessions()):
+    thread = EngineThread(step, 60, lambda: None)
+    thread.start()
+    futures = [thread.call(lambda: None) for _ in range(3)]
+    for future in futures:
         with contextlib.suppress(Cancelled):
-            each.result(60)
-    made._thread._thread.join(60)
+            future.result(60)
+    thread.close()
     with pytest.raises(Cancelled):
-        made.sessions().result(60)
-    made.close()
+        thread.call(lambda: None).result(60)

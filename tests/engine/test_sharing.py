@@ -34,7 +34,7 @@ def test_answers_at_work_need_constraints_of_their_own() -> None:
         for answer in (*first.result(), *both):
             written = [event.token for event in answer if isinstance(event, GeneratedToken)]
             assert written == [10, 11, 12, 13, 14]
-        assert engine.call(lambda: len(engine._schedule)).result() == 0
+        assert engine.totals().result().running == 0
 
 
 def test_a_session_is_kept_under_one_name() -> None:

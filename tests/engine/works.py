@@ -129,10 +129,10 @@ class _Listener:
         else:
             result.ended, result.reuse = event.reason, event.usage.reuse
         answer = self.answers[self.at]
-        result.name, result.written = answer.kept.name, list(answer.written)
-        result.read = len(answer.ask.prompt) - answer.unread
-        result.tokens = tuple(answer.kept.live.tokens)
-        result.logits = answer.kept.live.logits
+        result.name, result.written = answer.record.name, list(answer.generated)
+        result.read = len(answer.request.prompt) - answer.unread
+        result.tokens = tuple(answer.record.live.tokens)
+        result.logits = answer.record.live.logits
         self.over.put(None)
 
 

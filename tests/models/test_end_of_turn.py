@@ -149,7 +149,7 @@ def test_an_answer_ends_where_the_tokenizer_says_and_the_config_does_not(
             GenerationRequest(tuple(model.text.encode("Hi")), 5, sampling)
         ).result()
         assert answer.text() == ""
-        assert answer.ended == "eos"
+        assert answer.end_reason == "eos"
     finally:
         engine.close()
     layout = model.decoder.new_cache().layout

@@ -191,19 +191,19 @@ def test_who_goes_away_is_no_longer_worked_for(server: Running) -> None:
     ):
         lines = answer.iter_lines()  # whoever lets go of it hangs up
         assert next(lines)
-        assert engine.call(lambda: len(engine._schedule)).result() == 1
-    while engine.call(lambda: len(engine._schedule)).result():
+        assert engine.totals().result().running == 1
+    while engine.totals().result().running:
         time.sleep(0.01)
 
     async def leave() -> None:
         async with httpx.AsyncClient(base_url=server.url, timeout=None) as client:
             asking = asyncio.create_task(client.post("/v1/chat/completions", json=body))
-            while not await asyncio.wrap_future(engine.call(lambda: len(engine._schedule))):
+            while not (await asyncio.wrap_future(engine.totals())).running:
                 await asyncio.sleep(0.01)
             asking.cancel()
 
     asyncio.run(leave())
-    while engine.call(lambda: len(engine._schedule)).result():
+    while engine.totals().result().running:
         time.sleep(0.01)
 
 

@@ -89,9 +89,9 @@ def test_no_words_of_one_conversation_come_up_in_another(smollm2: Model, tmp_pat
             others = [marker(n) for n in range(CONVERSATIONS) if n != each["number"]]
             assert not [word for word in others if word in each["said"]]
         assert sum(each["reused"] > 0 for each in found) > CONVERSATIONS // 2
-        while engine.call(lambda: len(engine._schedule)).result():
+        while engine.totals().result().running:
             pass
-        assert engine.call(lambda: engine._keeping.nbytes).result() <= limits.memory
+        assert engine.totals().result().nbytes <= limits.memory
         gc.collect()
         before = psutil.Process().memory_info().rss
         asyncio.run(all_at_once(server, 1000, 16))

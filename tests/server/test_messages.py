@@ -140,8 +140,8 @@ def test_who_goes_away_is_no_longer_worked_for(
         extra_body={"temperature": 0, "ignore_eos": True},
     ) as stream:
         assert next(iter(stream.text_stream))
-        assert engine.call(lambda: len(engine._schedule)).result() == 1
-    while engine.call(lambda: len(engine._schedule)).result():
+        assert engine.totals().result().running == 1
+    while engine.totals().result().running:
         time.sleep(0.01)
 
 

@@ -126,7 +126,7 @@ def test_cancelled_or_left_it_is_no_longer_worked_at(
     other = made(client, "Count for ever.", stream=True, max_output_tokens=100_000)
     second = next(iter(other)).response.id
     other.close()
-    while engine.call(lambda: len(engine._schedule)).result():
+    while engine.totals().result().running:
         time.sleep(0.01)
     while {first, second} & {kept.name for kept in engine.sessions().result()}:
         time.sleep(0.01)

@@ -49,7 +49,7 @@ def session_entry(record: SessionRecord) -> dict[str, Any]:
         "name": record.name,
         "object": "session",
         "revision": record.revision,
-        "saved_revision": record.saved,
+        "saved_revision": record.saved_revision,
         "busy": record.busy,
         "in_memory": record.session is not None,
         "resident": record.pinned,

@@ -15,7 +15,7 @@ from kvkeep.engine import (
     GenerationRequest,
     PrefillProgress,
     SessionRecord,
-    turn,
+    chat_turn,
 )
 from kvkeep.errors import InvalidArgument
 from kvkeep.server.errors import api_error_for
@@ -132,7 +132,7 @@ async def say(
     """
     (sampling,) = body.samplings(temperature=0.0)
     reply = GenerationRequest((), body.max_tokens, sampling)
-    request = turn(service.model, body.content, reply, body.system)
+    request = chat_turn(service.model, body.content, reply, body.system)
     return await _run(name, body.stream, request, http_request, service, owner, revision)
 
 

@@ -101,7 +101,7 @@ def _memory(record: SessionRecord, engine: Engine) -> dict[str, Any]:
         "parent": record.parent,
         "busy": record.busy,
         "resident": record.pinned,
-        "saved_revision": record.saved,
+        "saved_revision": record.saved_revision,
         "policy": session.policy,
         "runs": runs,
         "spans": spans,
