@@ -23,8 +23,7 @@ from setuptools.errors import BaseError, CCompilerError
 SOURCES = Path("kvkeep/compiled/src")
 # OpenMP's threads are torch's own: its symbols are found in the process, and not linked. What is
 # not called from Python stays hidden: objects of several sets may be in one process.
-COMMON = ["-std=c++17", "-O3", "-fvisibility=hidden"]
-COMMON += ["-Wno-uninitialized", "-Wno-maybe-uninitialized", "-Wno-ignored-attributes"]
+COMMON = ["-std=c++17", "-O3", "-fvisibility=hidden", "-Wall", "-Wextra"]
 # The one that is built for: this Python's, or the one that `make emulated` names.
 ARCHITECTURE = sysconfig.get_platform().rpartition("-")[2]
 if sys.platform == "darwin":

@@ -10,17 +10,17 @@ KVKEEP_INLINE void store_rounded(Bf16* to, Floats x) {
 }
 
 // The same, of 32 numbers: in their order.
-KVKEEP_INLINE Ints rounded_in_order(Floats first, Floats second) {
+KVKEEP_INLINE Ints round_in_order(Floats first, Floats second) {
   return reinterpret_cast<Ints>(_mm512_cvtne2ps_pbh(second, first));
 }
 
 // Of each lane of both: one beside the other.
-KVKEEP_INLINE Ints rounded_in_pairs(Floats even, Floats odd) {
+KVKEEP_INLINE Ints round_interleaved(Floats even, Floats odd) {
   // What is rounded has all even ones in front.
   alignas(64) static constexpr std::uint16_t kTogether[32] = {
       0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
       8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-  return _mm512_permutexvar_epi16(load_ints(kTogether), rounded_in_order(even, odd));
+  return _mm512_permutexvar_epi16(load_ints(kTogether), round_in_order(even, odd));
 }
 
 // Adds to each lane of `sum` the products of two pairs of bf16.
@@ -30,7 +30,7 @@ KVKEEP_INLINE Floats add_products(Floats sum, Ints a, Ints b) {
 
 // Of the lowest bits of each half of a lane, by a table of 32 or 64.
 template <int kSize>
-KVKEEP_INLINE Ints halves_looked_up(Ints which, const Bf16* table) {
+KVKEEP_INLINE Ints lookup_halves(Ints which, const Bf16* table) {
   if constexpr (kSize == 32)
     return _mm512_permutexvar_epi16(which, load_ints(table));
   else

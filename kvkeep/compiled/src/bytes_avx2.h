@@ -3,45 +3,45 @@
 
 namespace kvkeep {
 
-constexpr int kMostByteCode = 255;
+constexpr int kMaxByteCode = 255;
 
 // Products of bytes, unsigned with signed, each two added up: two sums of 16 bits for each lane.
 using ByteSums = Ints;
-constexpr int kMostOfByteSums = 32767, kAddedInByteSums = 2;
+constexpr int kMaxByteSum = 32767, kProductsPerByteSum = 2;
 
-KVKEEP_INLINE ByteSums no_byte_sums() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+KVKEEP_INLINE ByteSums zero_byte_sums() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
 KVKEEP_INLINE ByteSums add_byte_products(ByteSums sums, Ints codes, Ints bytes) {
   return {_mm256_add_epi16(sums.low, _mm256_maddubs_epi16(codes.low, bytes.low)),
           _mm256_add_epi16(sums.high, _mm256_maddubs_epi16(codes.high, bytes.high))};
 }
 // The sum of each lane, times a factor, in 32 bits.
 template <int kFactor>
-KVKEEP_INLINE Ints widened(ByteSums x) {
+KVKEEP_INLINE Ints widen_byte_sums(ByteSums x) {
   const __m256i factors = _mm256_set1_epi16(kFactor);
   return {_mm256_madd_epi16(x.low, factors), _mm256_madd_epi16(x.high, factors)};
 }
 
 // Adds to each lane the products of the halves of both, signed.
-KVKEEP_INLINE Ints add_half_products(Ints sums, Ints a, Ints b) {
+KVKEEP_INLINE Ints add_int16_products(Ints sums, Ints a, Ints b) {
   return {_mm256_add_epi32(sums.low, _mm256_madd_epi16(a.low, b.low)),
           _mm256_add_epi32(sums.high, _mm256_madd_epi16(a.high, b.high))};
 }
 // Integers of 8 bits, two for each lane, as its halves.
-KVKEEP_INLINE Ints load_bytes_as_halves(const std::int8_t* x) {
+KVKEEP_INLINE Ints load_int8_as_int16(const std::int8_t* x) {
   const __m128i* from = reinterpret_cast<const __m128i*>(x);
   return {_mm256_cvtepi8_epi16(_mm_loadu_si128(from)),
           _mm256_cvtepi8_epi16(_mm_loadu_si128(from + 1))};
 }
 
 // Each 16 bytes in another order.
-KVKEEP_INLINE Ints bytes_in_order(Ints x, const std::uint8_t* order) {
+KVKEEP_INLINE Ints shuffle_bytes(Ints x, const std::uint8_t* order) {
   const __m256i both =
       _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(order)));
   return {_mm256_shuffle_epi8(x.low, both), _mm256_shuffle_epi8(x.high, both)};
 }
 
 // Of each byte, the upper half of which is 0, by a table of 16.
-KVKEEP_INLINE Ints bytes_looked_up(Ints which, const std::uint8_t* table) {
+KVKEEP_INLINE Ints lookup_bytes(Ints which, const std::uint8_t* table) {
   const __m256i both =
       _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
   return {_mm256_shuffle_epi8(both, which.low), _mm256_shuffle_epi8(both, which.high)};

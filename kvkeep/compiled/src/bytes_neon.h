@@ -3,18 +3,18 @@
 
 namespace kvkeep {
 
-constexpr int kMostByteCode = 127;  // which instructions take as signed, too
+constexpr int kMaxByteCode = 127;  // which instructions take as signed, too
 
 KVKEEP_INLINE int8x16_t as_signed_bytes(uint32x4_t x) { return vreinterpretq_s8_u32(x); }
 
 #if defined(__ARM_FEATURE_DOTPROD)
 // Each four are added up, in 32 bits.
 using ByteSums = Ints;
-constexpr int kMostOfByteSums = INT32_MAX, kAddedInByteSums = 4;
+constexpr int kMaxByteSum = INT32_MAX, kProductsPerByteSum = 4;
 
-KVKEEP_INLINE ByteSums no_byte_sums() { return ints(0); }
+KVKEEP_INLINE ByteSums zero_byte_sums() { return splat_int(0); }
 KVKEEP_INLINE ByteSums add_byte_products(ByteSums sums, Ints codes, Ints bytes) {
-  return quarters<Ints>(
+  return map_registers<Ints>(
       [](auto sum, auto codes, auto bytes) {
         return as_unsigned(
             vdotq_s32(as_signed(sum), as_signed_bytes(codes), as_signed_bytes(bytes)));
@@ -22,17 +22,17 @@ KVKEEP_INLINE ByteSums add_byte_products(ByteSums sums, Ints codes, Ints bytes) 
       sums, codes, bytes);
 }
 template <int kFactor>
-KVKEEP_INLINE Ints widened(ByteSums x) {
-  return left<__builtin_ctz(kFactor)>(x);
+KVKEEP_INLINE Ints widen_byte_sums(ByteSums x) {
+  return shift_left<__builtin_ctz(kFactor)>(x);
 }
 #else
 // Four sums of 16 bits for each lane.
 struct ByteSums {
   int16x8_t low[4], high[4];
 };
-constexpr int kMostOfByteSums = 32767, kAddedInByteSums = 1;
+constexpr int kMaxByteSum = 32767, kProductsPerByteSum = 1;
 
-KVKEEP_INLINE ByteSums no_byte_sums() {
+KVKEEP_INLINE ByteSums zero_byte_sums() {
   const int16x8_t none = vdupq_n_s16(0);
   return {{none, none, none, none}, {none, none, none, none}};
 }
@@ -45,7 +45,7 @@ KVKEEP_INLINE ByteSums add_byte_products(ByteSums sums, Ints codes, Ints bytes) 
   return sums;
 }
 template <int kFactor>
-KVKEEP_INLINE Ints widened(ByteSums x) {
+KVKEEP_INLINE Ints widen_byte_sums(ByteSums x) {
   const auto quarter = [&](int i) {
     const int32x4_t sum = vpaddq_s32(vpaddlq_s16(x.low[i]), vpaddlq_s16(x.high[i]));
     return as_unsigned(vshlq_n_s32(sum, __builtin_ctz(kFactor)));
@@ -54,8 +54,8 @@ KVKEEP_INLINE Ints widened(ByteSums x) {
 }
 #endif
 
-KVKEEP_INLINE Ints add_half_products(Ints sums, Ints a, Ints b) {
-  return quarters<Ints>(
+KVKEEP_INLINE Ints add_int16_products(Ints sums, Ints a, Ints b) {
+  return map_registers<Ints>(
       [](auto sum, auto a, auto b) {
         const int16x8_t x = vreinterpretq_s16_u32(a), y = vreinterpretq_s16_u32(b);
         const int32x4_t low = vmull_s16(vget_low_s16(x), vget_low_s16(y));
@@ -63,21 +63,20 @@ KVKEEP_INLINE Ints add_half_products(Ints sums, Ints a, Ints b) {
       },
       sums, a, b);
 }
-KVKEEP_INLINE Ints load_bytes_as_halves(const std::int8_t* x) {
+KVKEEP_INLINE Ints load_int8_as_int16(const std::int8_t* x) {
   const auto eight = [=](int i) { return vreinterpretq_u32_s16(vmovl_s8(vld1_s8(x + 8 * i))); };
   return {{eight(0), eight(1), eight(2), eight(3)}};
 }
 
-KVKEEP_INLINE Ints bytes_in_order(Ints x, const std::uint8_t* order) {
+KVKEEP_INLINE Ints shuffle_bytes(Ints x, const std::uint8_t* order) {
   const uint8x16_t places = vld1q_u8(order);
-  return quarters<Ints>(
-      [=](auto x) { return vreinterpretq_u32_u8(vqtbl1q_u8(vreinterpretq_u8_u32(x), places)); },
-      x);
+  return map_registers<Ints>(
+      [=](auto x) { return vreinterpretq_u32_u8(vqtbl1q_u8(vreinterpretq_u8_u32(x), places)); }, x);
 }
 
-KVKEEP_INLINE Ints bytes_looked_up(Ints which, const std::uint8_t* table) {
+KVKEEP_INLINE Ints lookup_bytes(Ints which, const std::uint8_t* table) {
   const uint8x16_t values = vld1q_u8(table);
-  return quarters<Ints>(
+  return map_registers<Ints>(
       [=](auto which) {
         return vreinterpretq_u32_u8(vqtbl1q_u8(values, vreinterpretq_u8_u32(which)));
       },

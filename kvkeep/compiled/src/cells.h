@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstddef>
 
 #include "lanes.h"
 
@@ -10,12 +11,12 @@ namespace kvkeep {
 
 // A tensor [layers, kv_heads, cells, head_dim]: elements between neighbours along the first three.
 struct Strides {
-  std::int64_t layer, head, cell;
+  std::ptrdiff_t layer, head, cell;
 };
 
 // Keys or values. data: bf16 in 16 bits, int8 in 8, two numbers in a byte in 4. scale: where they
 // are quantised, bf16 [..., 1] in 8 bits; in 4 [..., head_dim / 16], scales and least numbers.
-struct Kept {
+struct StoredCells {
   void* data;
   Bf16* scale;
   Strides strides, scale_strides;
@@ -27,10 +28,10 @@ struct Kept {
 // Cells of which each layer and KV head has a number of its own lie in one row, `strides.layer` and
 // `strides.head` 0. offsets: where each head's begin, and where the last one's end; null where all
 // heads have as many. most: that the head with most of them has.
-struct Own {
+struct RaggedOffsets {
   const std::int64_t* offsets;
 
-  long first(int index) const { return offsets ? offsets[index] : 0; }
+  std::ptrdiff_t first(int index) const { return offsets ? offsets[index] : 0; }
   int count(int index, int most) const {
     return offsets ? static_cast<int>(offsets[index + 1] - offsets[index]) : most;
   }
@@ -38,13 +39,13 @@ struct Own {
 
 // Those of one layer and KV head, from some cell on. Neighbours lie `stride` bytes apart, and their
 // scales `scale_stride` elements.
-struct Stretch {
+struct HeadCells {
   std::uint8_t* data;
   Bf16* scale;
-  long stride, scale_stride;
+  std::ptrdiff_t stride, scale_stride;
   int bits;
 
-  Stretch(const Kept& kept, int layer, int head)
+  HeadCells(const StoredCells& kept, int layer, int head)
       : scale(nullptr), scale_stride(kept.scale_strides.cell), bits(kept.bits) {
     const int size = kept.quantised() ? 1 : sizeof(Bf16);
     const auto at = [=](const Strides& s) { return layer * s.layer + head * s.head; };
@@ -55,15 +56,15 @@ struct Stretch {
 
   bool quantised() const { return bits != 16; }
 
-  Stretch from(long cell) const {
-    Stretch later = *this;
+  HeadCells advanced(std::ptrdiff_t cell) const {
+    HeadCells later = *this;
     later.data += cell * stride, later.scale += cell * scale_stride;
     return later;
   }
 
   // Of plain cells.
-  Bf16* plain() const { return reinterpret_cast<Bf16*>(data); }
-  long plain_stride() const { return stride / static_cast<long>(sizeof(Bf16)); }
+  Bf16* plain_data() const { return reinterpret_cast<Bf16*>(data); }
+  std::ptrdiff_t plain_stride() const { return stride / static_cast<std::ptrdiff_t>(sizeof(Bf16)); }
 };
 
 template <int kDim>
@@ -73,7 +74,7 @@ using Vector = Floats[kDim / kLanes];
 template <int kDim>
 inline void hadamard(Vector<kDim>& x) {
   constexpr int kBlock = kDim & -kDim;
-  const Floats norm = all(1.f / std::sqrt(static_cast<float>(kBlock)));
+  const Floats norm = splat(1.f / std::sqrt(static_cast<float>(kBlock)));
   for (Floats& lanes : x)
     lanes = butterfly<8>(butterfly<4>(butterfly<2>(butterfly<1>(lanes)))) * norm;
   for (int step = 1; step < kBlock / kLanes; step *= 2)
@@ -96,9 +97,9 @@ inline void store_rounded(Number* to, const Vector<kDim>& x) {
 
 // The numbers of the first cell of a quantised stretch, still transformed.
 template <int kDim>
-inline void dequantise(const Stretch& from, Vector<kDim>& x) {
+inline void dequantise(const HeadCells& from, Vector<kDim>& x) {
   if (from.bits == 8) {
-    const Floats scale = all(single(from.scale[0]));
+    const Floats scale = splat(to_float(from.scale[0]));
     for (int i = 0; i < kDim / kLanes; ++i) {
       const auto* whole = reinterpret_cast<const std::int8_t*>(from.data) + i * kLanes;
       x[i] = to_floats(widen(whole)) * scale;
@@ -108,52 +109,51 @@ inline void dequantise(const Stretch& from, Vector<kDim>& x) {
   constexpr int kHalf = kDim / kLanes / 2;  // registers whose numbers are in the lower halves
   const Bf16* least = from.scale + kHalf;
   const auto number = [&](int i, Ints whole) {
-    x[i] = multiply_add(to_floats(whole), all(single(from.scale[i / 2])),
-                           all(single(least[i / 2])));
+    x[i] = multiply_add(to_floats(whole), splat(to_float(from.scale[i / 2])),
+                        splat(to_float(least[i / 2])));
   };
   for (int i = 0; i < kHalf; ++i) {
     const Ints both = widen(from.data + i * kLanes);
-    number(i, both & ints(15));
-    number(kHalf + i, right<4>(both));
+    number(i, both & splat_int(15));
+    number(kHalf + i, shift_right<4>(both));
   }
 }
 
 // What numbers are divided by, of which the greatest is to become `most`.
-inline Floats units_of(float greatest, float most, Bf16* scale) {
-  *scale = rounded(std::max(greatest, 0.f) / most);
-  const float unit = single(*scale);
-  return all(unit == 0.f ? 1.f : unit);
+inline Floats quantisation_step(float greatest, float most, Bf16* scale) {
+  *scale = to_bf16(std::max(greatest, 0.f) / most);
+  const float unit = to_float(*scale);
+  return splat(unit == 0.f ? 1.f : unit);
 }
 
 // Mixed numbers into the first cell of a quantised stretch.
 template <int kDim>
-inline void quantise(const Vector<kDim>& x, const Stretch& to) {
+inline void quantise(const Vector<kDim>& x, const HeadCells& to) {
   constexpr int kAll = kDim / kLanes, kHalf = kAll / 2;
   if (to.bits == 8) {
     Floats most = zeros();
     for (const Floats& lanes : x) most = max(most, absolute(lanes));
-    const Floats unit = units_of(greatest_of(most), 127.f, to.scale);
+    const Floats unit = quantisation_step(reduce_max(most), 127.f, to.scale);
     for (int i = 0; i < kAll; ++i) {
       const Ints whole = to_ints(x[i] / unit);
-      const Ints low = max(whole, ints(-127));
-      store_bytes(to.data + i * kLanes, min(low, ints(127)));
+      const Ints low = max(whole, splat_int(-127));
+      store_bytes(to.data + i * kLanes, min(low, splat_int(127)));
     }
     return;
   }
   Ints whole[kAll];
   for (int i = 0; i < kAll; i += 2) {
-    const float greatest = greatest_of(max(x[i], x[i + 1]));
+    const float greatest = reduce_max(max(x[i], x[i + 1]));
     Bf16& least = to.scale[kHalf + i / 2];
-    least = rounded(least_of(min(x[i], x[i + 1])));
-    const Floats unit = units_of(greatest - single(least), 15.f, to.scale + i / 2);
+    least = to_bf16(reduce_min(min(x[i], x[i + 1])));
+    const Floats unit = quantisation_step(greatest - to_float(least), 15.f, to.scale + i / 2);
     for (int j = i; j < i + 2; ++j) {
-      const Ints near = to_ints((x[j] - all(single(least))) / unit);
-      whole[j] = min(max(near, ints(0)),
-                                  ints(15));
+      const Ints near = to_ints((x[j] - splat(to_float(least))) / unit);
+      whole[j] = min(max(near, splat_int(0)), splat_int(15));
     }
   }
   for (int i = 0; i < kHalf; ++i)
-    store_bytes(to.data + i * kLanes, whole[i] | left<4>(whole[kHalf + i]));
+    store_bytes(to.data + i * kLanes, whole[i] | shift_left<4>(whole[kHalf + i]));
 }
 
 }  // namespace kvkeep

@@ -1,5 +1,6 @@
 // The formats of packed weights: how 16 rows of 32 columns are unpacked, and what they are scaled
-// by. kvkeep/models/weights/formats.py says what the formats are, kvkeep/models/weights/packing.py how they lie.
+// by. kvkeep/models/weights/formats.py says what the formats are, kvkeep/models/weights/packing.py
+// how they lie.
 #pragma once
 
 #include <utility>
@@ -9,7 +10,20 @@
 namespace kvkeep {
 
 enum Format : std::int32_t {
-  kBf16, kF16, kF32, kQ8_0, kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ4_K, kQ5_K, kQ6_K, kIq4Nl, kIq4Xs, kMxfp4
+  kBf16,
+  kF16,
+  kF32,
+  kQ8_0,
+  kQ4_0,
+  kQ4_1,
+  kQ5_0,
+  kQ5_1,
+  kQ4_K,
+  kQ5_K,
+  kQ6_K,
+  kIq4Nl,
+  kIq4Xs,
+  kMxfp4
 };
 
 constexpr int kGroup = 32;  // columns that are unpacked together
@@ -24,35 +38,35 @@ inline Ints unsigned_bytes(const char* x) {
   return widen(reinterpret_cast<const std::uint8_t*>(x));
 }
 
-struct Finer : Sixteen {  // IQ4_NL, IQ4_XS
-  constexpr Finer()
-      : Sixteen({-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113}) {}
+struct Iq4Codebook : Codebook16 {  // IQ4_NL, IQ4_XS
+  constexpr Iq4Codebook()
+      : Codebook16({-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113}) {}
 };
 
-struct E2m1 : Sixteen {  // MXFP4
-  constexpr E2m1()
-      : Sixteen({0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.f, -.5f, -1, -1.5f, -2, -3, -4, -6}) {}
+struct E2m1Codebook : Codebook16 {  // MXFP4
+  constexpr E2m1Codebook()
+      : Codebook16({0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.f, -.5f, -1, -1.5f, -2, -3, -4, -6}) {}
 };
 
 // Calls `each` with the integers of a sequence, as constants.
 template <typename Each, int... n>
-KVKEEP_INLINE void each_of(Each each, std::integer_sequence<int, n...>) {
+KVKEEP_INLINE void unroll(Each each, std::integer_sequence<int, n...>) {
   (each(std::integral_constant<int, n>{}), ...);
 }
 
-// Codes: `pair<p>(data)` are columns 2 p and 2 p + 1 of 16 rows, as bf16. Those of integers are numbered
-// from kFirst on, to kFirst + kMost, in steps of kStep; see integers.h.
+// Codes: `pair<p>(data)` are columns 2 p and 2 p + 1 of 16 rows, as bf16. Those of integers are
+// numbered from kFirst on, to kFirst + kMost, in steps of kStep; see integers.h.
 
 // The word of which the lowest bits are the lower four of the codes of pair p.
 template <int p>
 Ints nibble_word(const char* data) {
-  return halves_right<4 * (p % 4)>(load_ints(data + 64 * (p / 4)));
+  return shift_halves_right<4 * (p % 4)>(load_ints(data + 64 * (p / 4)));
 }
 
 // The lower four bits of each byte of that, and of what lies two pairs further.
 template <int n>
 Ints nibbles(const char* data) {
-  return nibble_word<4 * (n / 2) + n % 2>(data) & ints(0x0f0f0f0f);
+  return nibble_word<4 * (n / 2) + n % 2>(data) & splat_int(0x0f0f0f0f);
 }
 
 // Which bit of a half of a plane is the lowest of pair p, of kBits for each: that of a pair two
@@ -62,23 +76,23 @@ constexpr int kPlaneBit = kBits * (2 * (p / 4) + p % 2) + 8 * (p % 4 / 2);
 
 // With these bits in the place of bits 4 and above.
 template <int p, int kBits>
-Ints moved(const char* plane) {
-  return halves_right<kPlaneBit<p, kBits> - 4>(load_ints(plane));
+Ints shift_plane(const char* plane) {
+  return shift_halves_right<kPlaneBit<p, kBits> - 4>(load_ints(plane));
 }
 
 template <typename Numbers>
 struct Codes4 {
-  static constexpr int kBytes = 256;
-  static constexpr Numbers kNumbers{};
+  static constexpr int kBytes = 256, kBits = 4;
+  static constexpr Numbers kCodebook{};
   template <int p>
-  static Paired pair(const char* data) {
-    return kNumbers(nibble_word<p>(data));
+  static Bf16Pairs pair(const char* data) {
+    return kCodebook(nibble_word<p>(data));
   }
 };
 
-template <int kFrom>
-struct Steps4 : Codes4<Steps<kFrom, 4>> {
-  static constexpr int kFirst = kFrom, kMost = 15;
+template <int kLowestCode>
+struct LinearCodes4 : Codes4<LinearCodebook<kLowestCode, 4>> {
+  static constexpr int kLowest = kLowestCode, kRange = 15;
   static constexpr float kStep = 1;
   template <int n>
   static Ints bytes(const char* data) {
@@ -86,122 +100,123 @@ struct Steps4 : Codes4<Steps<kFrom, 4>> {
   }
 };
 
-struct FinerCodes : Codes4<Finer> {
-  static constexpr int kFirst = -127, kMost = 240;
+struct Iq4Codes : Codes4<Iq4Codebook> {
+  static constexpr int kLowest = -127, kRange = 240;
   static constexpr float kStep = 1;
   template <int n>
   static Ints bytes(const char* data) {
-    alignas(16) static constexpr std::uint8_t kPlaces[16] = {0,   23,  44,  62,  78,  92,  105, 117,
-                                                             128, 140, 152, 165, 180, 196, 216, 240};
-    return bytes_looked_up(nibbles<n>(data), kPlaces);
+    alignas(16) static constexpr std::uint8_t kPlaces[16] = {
+        0, 23, 44, 62, 78, 92, 105, 117, 128, 140, 152, 165, 180, 196, 216, 240};
+    return lookup_bytes(nibbles<n>(data), kPlaces);
   }
 };
 
-struct E2m1Codes : Codes4<E2m1> {
-  static constexpr int kFirst = -12, kMost = 24;
+struct E2m1Codes : Codes4<E2m1Codebook> {
+  static constexpr int kLowest = -12, kRange = 24;
   static constexpr float kStep = .5f;
   template <int n>
   static Ints bytes(const char* data) {
     alignas(16) static constexpr std::uint8_t kPlaces[16] = {12, 13, 14, 15, 16, 18, 20, 24,
                                                              12, 11, 10, 9,  8,  6,  4,  0};
-    return bytes_looked_up(nibbles<n>(data), kPlaces);
+    return lookup_bytes(nibbles<n>(data), kPlaces);
   }
 };
 
-template <int kFrom>
+template <int kLowestCode>
 struct Codes5 {
-  static constexpr int kBytes = 320, kFirst = kFrom, kMost = 31;
+  static constexpr int kBytes = 320, kBits = 5, kLowest = kLowestCode, kRange = 31;
   static constexpr float kStep = 1;
-  static constexpr Steps<kFrom, 5> kNumbers{};
+  static constexpr LinearCodebook<kLowestCode, 5> kCodebook{};
   template <int p>
-  static Paired pair(const char* data) {
-    return kNumbers(four_from(nibble_word<p>(data), moved<p, 1>(data + 256)));
+  static Bf16Pairs pair(const char* data) {
+    return kCodebook(merge_nibbles(nibble_word<p>(data), shift_plane<p, 1>(data + 256)));
   }
   template <int n>
   static Ints bytes(const char* data) {
-    const Ints high = moved<4 * (n / 2) + n % 2, 1>(data + 256);
-    return nibbles<n>(data) | (high & ints(0x10101010));
+    const Ints high = shift_plane<4 * (n / 2) + n % 2, 1>(data + 256);
+    return nibbles<n>(data) | (high & splat_int(0x10101010));
   }
 };
 
 struct Codes6 {
-  static constexpr int kBytes = 384, kFirst = -32, kMost = 63;
+  static constexpr int kBytes = 384, kBits = 6, kLowest = -32, kRange = 63;
   static constexpr float kStep = 1;
-  static constexpr Steps<-32, 6> kNumbers{};
+  static constexpr LinearCodebook<-32, 6> kCodebook{};
   template <int p>
-  static Paired pair(const char* data) {
-    const Ints high = moved<p % 8, 2>(data + 256 + 64 * (p / 8));
-    return kNumbers(four_from(nibble_word<p>(data), high));
+  static Bf16Pairs pair(const char* data) {
+    const Ints high = shift_plane<p % 8, 2>(data + 256 + 64 * (p / 8));
+    return kCodebook(merge_nibbles(nibble_word<p>(data), high));
   }
   template <int n>
   static Ints bytes(const char* data) {
-    const Ints high = moved<4 * (n / 2) % 8 + n % 2, 2>(data + 256 + 64 * (n / 4));
-    return nibbles<n>(data) | (high & ints(0x30303030));
+    const Ints high = shift_plane<4 * (n / 2) % 8 + n % 2, 2>(data + 256 + 64 * (n / 4));
+    return nibbles<n>(data) | (high & splat_int(0x30303030));
   }
 };
 
 struct Codes8 {
-  static constexpr int kBytes = 512;
+  static constexpr int kBytes = 512, kBits = 8;
   static constexpr float kStep = 1;
   template <int p>
-  static Paired pair(const char* data) {
-    return load_bytes_paired(reinterpret_cast<const std::int8_t*>(data + 32 * p));
+  static Bf16Pairs pair(const char* data) {
+    return load_int8_pairs(reinterpret_cast<const std::int8_t*>(data + 32 * p));
   }
   template <int p>
   static Ints halves(const char* data) {
-    return load_bytes_as_halves(reinterpret_cast<const std::int8_t*>(data + 32 * p));
+    return load_int8_as_int16(reinterpret_cast<const std::int8_t*>(data + 32 * p));
   }
 };
 
 // Scales: those of 16 rows in group `g` of a tile; `s` counts the scales of a group, if it has two.
 
-struct HalfScales {
-  static constexpr int kSpan = 32, kShared = 32, kTileBytes = 32;
-  static constexpr bool kMinima = false;
-  static Floats scale(const char* tile, int, int) { return load_half(tile); }
+struct Fp16Scales {
+  static constexpr int kTileColumns = 32, kScaleColumns = 32, kTileBytes = 32;
+  static constexpr bool kHasMinima = false;
+  static Floats scale(const char* tile, int, int) { return load_fp16(tile); }
   static Floats minimum(const char*, int) { return zeros(); }
 };
 
-struct HalfScalesAndMinima {
-  static constexpr int kSpan = 32, kShared = 32, kTileBytes = 64;
-  static constexpr bool kMinima = true;
-  static Floats scale(const char* tile, int, int) { return load_half(tile); }
-  static Floats minimum(const char* tile, int) { return load_half(tile + 32); }
+struct Fp16ScalesAndMinima {
+  static constexpr int kTileColumns = 32, kScaleColumns = 32, kTileBytes = 64;
+  static constexpr bool kHasMinima = true;
+  static Floats scale(const char* tile, int, int) { return load_fp16(tile); }
+  static Floats minimum(const char* tile, int) { return load_fp16(tile + 32); }
 };
 
 struct KScales {  // Q4_K, Q5_K
-  static constexpr int kSpan = 256, kShared = 32, kTileBytes = 320;
-  static constexpr bool kMinima = true;
+  static constexpr int kTileColumns = 256, kScaleColumns = 32, kTileBytes = 320;
+  static constexpr bool kHasMinima = true;
   static Floats scale(const char* tile, int g, int) {
-    return load_half(tile) * to_floats(unsigned_bytes(tile + 64 + 16 * g));
+    return load_fp16(tile) * to_floats(unsigned_bytes(tile + 64 + 16 * g));
   }
   static Floats minimum(const char* tile, int g) {
     const Floats below = to_floats(unsigned_bytes(tile + 192 + 16 * g));
-    return subtract_product(zeros(), load_half(tile + 32), below);
+    return subtract_product(zeros(), load_fp16(tile + 32), below);
   }
 };
 
 template <int kSharedBy>  // Q6_K, IQ4_XS
 struct ByteScales {
-  static constexpr int kSpan = 256, kShared = kSharedBy, kTileBytes = 32 + 16 * 256 / kSharedBy;
-  static constexpr bool kMinima = false;
+  static constexpr int kTileColumns = 256, kScaleColumns = kSharedBy,
+                       kTileBytes = 32 + 16 * 256 / kSharedBy;
+  static constexpr bool kHasMinima = false;
   static Floats scale(const char* tile, int g, int s) {
-    return load_half(tile) * byte_floats(tile + 32 + 16 * (g * (kGroup / kShared) + s));
+    return load_fp16(tile) * byte_floats(tile + 32 + 16 * (g * (kGroup / kScaleColumns) + s));
   }
   static Floats minimum(const char*, int) { return zeros(); }
 };
 
-struct Exponents {  // MXFP4
-  static constexpr int kSpan = 32, kShared = 32, kTileBytes = 16;
-  static constexpr bool kMinima = false;
+struct ExponentScales {  // MXFP4
+  static constexpr int kTileColumns = 32, kScaleColumns = 32, kTileBytes = 16;
+  static constexpr bool kHasMinima = false;
   static Floats scale(const char* tile, int, int) {
-    return as_floats(left<23>(unsigned_bytes(tile)));
+    return as_floats(shift_left<23>(unsigned_bytes(tile)));
   }
   static Floats minimum(const char*, int) { return zeros(); }
 };
 
 template <typename CodesOf, typename ScalesOf>
-struct Kind {
+struct PackedFormat {
   using Codes = CodesOf;
   using Scales = ScalesOf;
 };
@@ -210,17 +225,17 @@ struct Kind {
 template <typename With, typename Other>
 void for_format(std::int32_t format, With with, Other other) {
   switch (format) {
-    case kQ8_0: return with(Kind<Codes8, HalfScales>{});
-    case kQ4_0: return with(Kind<Steps4<-8>, HalfScales>{});
-    case kQ4_1: return with(Kind<Steps4<0>, HalfScalesAndMinima>{});
-    case kQ5_0: return with(Kind<Codes5<-16>, HalfScales>{});
-    case kQ5_1: return with(Kind<Codes5<0>, HalfScalesAndMinima>{});
-    case kQ4_K: return with(Kind<Steps4<0>, KScales>{});
-    case kQ5_K: return with(Kind<Codes5<0>, KScales>{});
-    case kQ6_K: return with(Kind<Codes6, ByteScales<16>>{});
-    case kIq4Nl: return with(Kind<FinerCodes, HalfScales>{});
-    case kIq4Xs: return with(Kind<FinerCodes, ByteScales<32>>{});
-    case kMxfp4: return with(Kind<E2m1Codes, Exponents>{});
+    case kQ8_0: return with(PackedFormat<Codes8, Fp16Scales>{});
+    case kQ4_0: return with(PackedFormat<LinearCodes4<-8>, Fp16Scales>{});
+    case kQ4_1: return with(PackedFormat<LinearCodes4<0>, Fp16ScalesAndMinima>{});
+    case kQ5_0: return with(PackedFormat<Codes5<-16>, Fp16Scales>{});
+    case kQ5_1: return with(PackedFormat<Codes5<0>, Fp16ScalesAndMinima>{});
+    case kQ4_K: return with(PackedFormat<LinearCodes4<0>, KScales>{});
+    case kQ5_K: return with(PackedFormat<Codes5<0>, KScales>{});
+    case kQ6_K: return with(PackedFormat<Codes6, ByteScales<16>>{});
+    case kIq4Nl: return with(PackedFormat<Iq4Codes, Fp16Scales>{});
+    case kIq4Xs: return with(PackedFormat<Iq4Codes, ByteScales<32>>{});
+    case kMxfp4: return with(PackedFormat<E2m1Codes, ExponentScales>{});
     default: return other();
   }
 }

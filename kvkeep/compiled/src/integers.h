@@ -1,13 +1,15 @@
-// Rows as integers, for products with codes that are integers: bytes are multiplied faster than bf16.
+// Rows as integers, for products with codes that are integers: bytes are multiplied faster than
+// bf16.
 //
-// 32 columns of a row share a scale, a power of two, and each is an integer of 15 bits, in two bytes:
+// 32 columns of a row share a scale, a power of two, and each is an integer of 15 bits, in two
+// bytes:
 //
 //   x = scale * (256 * high + low),  at most 16,320 * scale
 //
-// A bf16 has 8 bits, so that what is within 2^6 of the greatest of its 32 stays as it is, to the bit;
-// what is less is off by 2^-14 of that at most. Sums of a group are exact. (llama.cpp's rows have 8
-// bits.) Instructions multiply the four codes of a lane with four bytes, and add up each two in 16 bits, or
-// all in 32; before the former overflow they are added up in 32, too.
+// A bf16 has 8 bits, so that what is within 2^6 of the greatest of its 32 stays as it is, to the
+// bit; what is less is off by 2^-14 of that at most. Sums of a group are exact. (llama.cpp's rows
+// have 8 bits.) Instructions multiply the four codes of a lane with four bytes, and add up each two
+// in 16 bits, or all in 32; before the former overflow they are added up in 32, too.
 #pragma once
 
 #include <algorithm>
@@ -20,7 +22,7 @@ namespace kvkeep {
 
 // 32 columns of a row. bytes: `high`, then `low`, of eight columns at a time, in the order in which
 // codes of less than 8 bits lie: 0 4 1 5, 2 6 3 7.
-struct Integers {
+struct IntegerGroup {
   std::uint8_t bytes[2 * kGroup];
   std::int16_t whole[kGroup];
   float scale;           // NaN where one of them is no number
@@ -31,9 +33,9 @@ struct Integers {
 };
 
 // x: 32 bf16, as they are or as floats. Returns the sum of what is taken.
-inline float take_integers(const Activation* x, Integers& to) {
+inline float quantise_group(const Activation* x, IntegerGroup& to) {
   const Floats part[2] = {load(x), load(x + kLanes)};
-  const float greatest = greatest_of(max(absolute(part[0]), absolute(part[1])));
+  const float greatest = reduce_max(max(absolute(part[0]), absolute(part[1])));
   std::uint32_t bits;
   std::memcpy(&bits, &greatest, sizeof bits);
   const std::uint32_t scale = std::max(static_cast<int>(bits >> 23) - 13, 1) << 23;
@@ -47,84 +49,88 @@ inline float take_integers(const Activation* x, Integers& to) {
   }
   std::uint8_t bytes[2][kGroup];  // high, low
   for (int h = 0; h < 2; ++h) {
-    const Ints whole = to_ints(part[h] * all(factor));
-    store_bytes(bytes[0] + h * kLanes, right_signed<8>(sum(whole, ints(128))));
+    const Ints whole = to_ints(part[h] * splat(factor));
+    store_bytes(bytes[0] + h * kLanes, shift_right_signed<8>(add(whole, splat_int(128))));
     // Less 256 * high, that is its lowest byte, which has a sign.
     store_bytes(bytes[1] + h * kLanes, whole);
     store_halves(reinterpret_cast<std::uint16_t*>(to.whole) + h * kLanes, whole);
-    to.sums[h] = static_cast<std::int32_t>(sum_of(to_floats(whole)));
+    to.sums[h] = static_cast<std::int32_t>(reduce_add(to_floats(whole)));
   }
   alignas(16) static constexpr std::uint8_t kOrder[16] = {0, 4,  1, 5,  2,  6,  3,  7,
                                                           8, 12, 9, 13, 10, 14, 11, 15};
-  store_ints(to.bytes, bytes_in_order(load_ints(bytes), kOrder));
+  store_ints(to.bytes, shuffle_bytes(load_ints(bytes), kOrder));
   return to.scale * static_cast<float>(to.sums[0] + to.sums[1]);
 }
 
 // Codes of 8 bits, whose products need 32: `halves<p>(data)` are columns 2 p and 2 p + 1.
-template <typename Codes, typename = void>
-constexpr bool kHasHalves = false;
 template <typename Codes>
-constexpr bool kHasHalves<Codes, std::void_t<decltype(Codes::template halves<0>(nullptr))>> = true;
+constexpr bool kHasInt16Codes = Codes::kBits == 8;
 
-// Of fewer bits: `bytes<n>(data)` are columns 8 (n / 2) + 2 (n % 2) and those 4, 1 and 5 further. How
-// many times their products with `high`, and with `low`, are added up before that may be more than a
-// sum holds.
+// Of fewer bits: `bytes<n>(data)` are columns 8 (n / 2) + 2 (n % 2) and those 4, 1 and 5 further.
+// How many times their products with `high`, and with `low`, are added up before that may be more
+// than a sum holds.
 template <typename Codes>
-constexpr int kTimesHigh = kMostOfByteSums / (kAddedInByteSums * 64 * Codes::kMost);
+constexpr int kHighProductsPerSum = kMaxByteSum / (kProductsPerByteSum * 64 * Codes::kRange);
 template <typename Codes>
-constexpr int kTimesLow = kTimesHigh<Codes> / 2;
+constexpr int kLowProductsPerSum = kHighProductsPerSum<Codes> / 2;
 
 // Whether codes are multiplied as integers. Those of IQ4 are too far apart for sums of 16 bits.
 template <typename Codes>
-constexpr bool by_integers() {
-  if constexpr (kHasHalves<Codes>)
+constexpr bool multiplies_as_integers() {
+  if constexpr (kHasInt16Codes<Codes>)
     return true;
   else
-    return Codes::kMost <= kMostByteCode && kTimesLow<Codes> > 0;
+    return Codes::kRange <= kMaxByteCode && kLowProductsPerSum<Codes> > 0;
 }
 
-inline Ints spread_bytes(const void* x) {
+inline Ints splat_bytes(const void* x) {
   std::int32_t four;
   std::memcpy(&four, x, sizeof four);
-  return ints(four);
+  return splat_int(four);
 }
 
-// What 16 rows of codes make of kShared columns, the `s`-th so many of a group, of kCount rows of input.
-template <typename Codes, int kShared, int s, int kCount>
-KVKEEP_INLINE void multiply_integers(const char* data, const Integers* const (&x)[kCount],
-                                     Ints (&sums)[kCount]) {
-  for (int i = 0; i < kCount; ++i) sums[i] = ints(0);
-  if constexpr (kHasHalves<Codes>) {
-    each_of(
+// What 16 rows of codes make of kShared columns, the `s`-th so many of a group, of kCount rows of
+// input.
+template <typename Codes, int kScaleColumns, int s, int kCount>
+KVKEEP_INLINE void multiply_group(const char* data, const IntegerGroup* const (&x)[kCount],
+                                  Ints (&sums)[kCount]) {
+  for (int i = 0; i < kCount; ++i) sums[i] = splat_int(0);
+  if constexpr (kHasInt16Codes<Codes>) {
+    unroll(
         [&](auto p) __attribute__((always_inline)) {
           const Ints codes = Codes::template halves<p.value>(data);
           for (int i = 0; i < kCount; ++i)
-            sums[i] = add_half_products(sums[i], codes, spread_bytes(x[i]->whole + 2 * p.value));
+            sums[i] = add_int16_products(sums[i], codes, splat_bytes(x[i]->whole + 2 * p.value));
         },
         std::make_integer_sequence<int, kPairs>{});
   } else {
-    constexpr int kTerms = kShared / 4;
+    constexpr int kTerms = kScaleColumns / 4;
     ByteSums high[kCount], low[kCount];
-    each_of(
+    unroll(
         [&](auto n) __attribute__((always_inline)) {
           constexpr int place = s * kTerms + n.value;
           const Ints codes = Codes::template bytes<place>(data);
           constexpr bool last = n.value == kTerms - 1;
 #pragma GCC unroll 8
           for (int i = 0; i < kCount; ++i) {
-            if constexpr (n.value % kTimesHigh<Codes> == 0) high[i] = no_byte_sums();
-            if constexpr (n.value % kTimesLow<Codes> == 0) low[i] = no_byte_sums();
-            high[i] = add_byte_products(high[i], codes, spread_bytes(x[i]->high() + 4 * place));
-            low[i] = add_byte_products(low[i], codes, spread_bytes(x[i]->low() + 4 * place));
-            if constexpr (last || n.value % kTimesHigh<Codes> == kTimesHigh<Codes> - 1) sums[i] = sum(sums[i], widened<256>(high[i]));
-            if constexpr (last || n.value % kTimesLow<Codes> == kTimesLow<Codes> - 1) sums[i] = sum(sums[i], widened<1>(low[i]));
+            if constexpr (n.value % kHighProductsPerSum<Codes> == 0) high[i] = zero_byte_sums();
+            if constexpr (n.value % kLowProductsPerSum<Codes> == 0) low[i] = zero_byte_sums();
+            high[i] = add_byte_products(high[i], codes, splat_bytes(x[i]->high() + 4 * place));
+            low[i] = add_byte_products(low[i], codes, splat_bytes(x[i]->low() + 4 * place));
+            if constexpr (last ||
+                          n.value % kHighProductsPerSum<Codes> == kHighProductsPerSum<Codes> - 1)
+              sums[i] = add(sums[i], widen_byte_sums<256>(high[i]));
+            if constexpr (last ||
+                          n.value % kLowProductsPerSum<Codes> == kLowProductsPerSum<Codes> - 1)
+              sums[i] = add(sums[i], widen_byte_sums<1>(low[i]));
           }
         },
         std::make_integer_sequence<int, kTerms>{});
-    if constexpr (Codes::kFirst != 0)
+    if constexpr (Codes::kLowest != 0)
       for (int i = 0; i < kCount; ++i) {
         const auto& of = x[i]->sums;
-        sums[i] = sum(sums[i], ints(Codes::kFirst * (kShared == 16 ? of[s] : of[0] + of[1])));
+        sums[i] =
+            add(sums[i], splat_int(Codes::kLowest * (kScaleColumns == 16 ? of[s] : of[0] + of[1])));
       }
   }
 }

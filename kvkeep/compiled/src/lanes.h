@@ -54,21 +54,21 @@ constexpr int kLanes = 16;  // floats in Floats
 
 namespace kvkeep {
 
-KVKEEP_INLINE float single(Bf16 x) {
+KVKEEP_INLINE float to_float(Bf16 x) {
   const std::uint32_t bits = std::uint32_t{x} << 16;
   float value;
   std::memcpy(&value, &bits, sizeof value);
   return value;
 }
 
-KVKEEP_INLINE Bf16 rounded(float x) {
+KVKEEP_INLINE Bf16 to_bf16(float x) {
   Bf16 lanes[kLanes];
-  store_rounded(lanes, all(x));
+  store_rounded(lanes, splat(x));
   return lanes[0];
 }
 
 // Of `count` lanes.
-KVKEEP_INLINE Floats load_some(const Bf16* x, int count) {
+KVKEEP_INLINE Floats load_first(const Bf16* x, int count) {
   Bf16 lanes[kLanes] = {};
   std::memcpy(lanes, x, count * sizeof(Bf16));
   return load(lanes);
@@ -77,29 +77,29 @@ KVKEEP_INLINE Floats load_some(const Bf16* x, int count) {
 // 2 to the x, to about 2e-7 of it; 0 far below.
 KVKEEP_INLINE Floats exp2(Floats x) {
   const Floats rest = fraction(x);
-  Floats sum = all(0.00186713008f);
-  const auto next = [&](float factor) { sum = multiply_add(sum, rest, all(factor)); };
+  Floats sum = splat(0.00186713008f);
+  const auto next = [&](float factor) { sum = multiply_add(sum, rest, splat(factor)); };
   next(0.0090170303f);
   next(0.0557999131f);
   next(0.24016445f);
   next(0.693151312f);
   next(1.f);
-  return times_power(sum, x);
+  return multiply_power(sum, x);
 }
 
 constexpr float kLog2E = 1.44269504088896f;
 
 KVKEEP_INLINE Floats sigmoid_times(Floats x, Floats y) {  // x * sigmoid(x) * y
-  const Floats minus = exp2(x * all(-kLog2E));
-  return x / (all(1.f) + minus) * y;
+  const Floats minus = exp2(x * splat(-kLog2E));
+  return x / (splat(1.f) + minus) * y;
 }
 
 KVKEEP_INLINE Floats tanh(Floats x) {  // to about 1e-7
-  return all(1.f) - all(2.f) / (all(1.f) + exp2(x * all(2.f * kLog2E)));
+  return splat(1.f) - splat(2.f) / (splat(1.f) + exp2(x * splat(2.f * kLog2E)));
 }
 
 // The sum over the lanes of each of 16 registers, as the lanes of one.
-KVKEEP_INLINE Floats sums(const Floats (&x)[16]) {
+KVKEEP_INLINE Floats reduce_add_each(const Floats (&x)[16]) {
   Ints r[16];
   for (int i = 0; i < 16; ++i) r[i] = as_ints(x[i]);
   transpose(r);

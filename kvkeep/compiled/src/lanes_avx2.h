@@ -15,9 +15,9 @@ struct Mask {  // all bits of a lane, or none
   __m256i low, high;
 };
 
-constexpr int kSums = 6;              // Floats that stay in registers while products are added up
-constexpr int kTile = 3;              // rows multiplied with 16 of packed weights at a time
-constexpr int kIntegerTile = 2;       // the same, where rows are integers
+constexpr int kAccumulators = 6;      // Floats that stay in registers while products are added up
+constexpr int kRowTile = 3;           // rows multiplied with 16 of packed weights at a time
+constexpr int kIntegerRowTile = 2;    // the same, where rows are integers
 constexpr bool kLooksUpFast = false;  // whether looked_up is faster than arithmetic
 
 KVKEEP_INLINE Floats operator+(Floats a, Floats b) {
@@ -40,34 +40,37 @@ KVKEEP_INLINE Ints operator|(Ints a, Ints b) {
 }
 
 KVKEEP_INLINE Floats zeros() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
-KVKEEP_INLINE Floats all(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+KVKEEP_INLINE Floats splat(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
 KVKEEP_INLINE Floats load(const float* x) { return {_mm256_loadu_ps(x), _mm256_loadu_ps(x + 8)}; }
 KVKEEP_INLINE void store(float* to, Floats x) {
   _mm256_storeu_ps(to, x.low);
   _mm256_storeu_ps(to + 8, x.high);
 }
 
-KVKEEP_INLINE Ints ints(std::int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
-KVKEEP_INLINE Ints lane_numbers() {
-  return {_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_setr_epi32(8, 9, 10, 11, 12, 13, 14, 15)};
+KVKEEP_INLINE Ints splat_int(std::int32_t x) {
+  return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)};
+}
+KVKEEP_INLINE Ints lane_indices() {
+  return {_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7),
+          _mm256_setr_epi32(8, 9, 10, 11, 12, 13, 14, 15)};
 }
 KVKEEP_INLINE Mask lanes_below(int lane) {
   const __m256i end = _mm256_set1_epi32(lane);
-  const Ints number = lane_numbers();
+  const Ints number = lane_indices();
   return {_mm256_cmpgt_epi32(end, number.low), _mm256_cmpgt_epi32(end, number.high)};
 }
 
 // Lanes that are not in the mask are not read, and become 0.
-KVKEEP_INLINE Floats load_where(Mask mask, const float* x) {
+KVKEEP_INLINE Floats masked_load(Mask mask, const float* x) {
   return {_mm256_maskload_ps(x, mask.low), _mm256_maskload_ps(x + 8, mask.high)};
 }
-KVKEEP_INLINE void store_some(float* to, int count, Floats x) {
+KVKEEP_INLINE void store_first(float* to, int count, Floats x) {
   const Mask mask = lanes_below(count);
   _mm256_maskstore_ps(to, mask.low, x.low);
   _mm256_maskstore_ps(to + 8, mask.high, x.high);
 }
 
-KVKEEP_INLINE Floats load_half(const void* x) {
+KVKEEP_INLINE Floats load_fp16(const void* x) {
   const __m128i* from = static_cast<const __m128i*>(x);
   return {_mm256_cvtph_ps(_mm_loadu_si128(from)), _mm256_cvtph_ps(_mm_loadu_si128(from + 1))};
 }
@@ -94,51 +97,53 @@ KVKEEP_INLINE Floats absolute(Floats x) {
 
 // One number of all lanes, by halves.
 template <typename Of>
-KVKEEP_INLINE float of_all(Floats x, Of of) {
+KVKEEP_INLINE float reduce_lanes(Floats x, Of of) {
   const __m256 eight = of(x.low, x.high);
   const __m256 four = of(eight, _mm256_permute2f128_ps(eight, eight, 1));
   const __m256 two = of(four, _mm256_permute_ps(four, 0x4e));
   return _mm256_cvtss_f32(of(two, _mm256_permute_ps(two, 0xb1)));
 }
-KVKEEP_INLINE float sum_of(Floats x) {
-  return of_all(x, [](__m256 a, __m256 b) { return _mm256_add_ps(a, b); });
+KVKEEP_INLINE float reduce_add(Floats x) {
+  return reduce_lanes(x, [](__m256 a, __m256 b) { return _mm256_add_ps(a, b); });
 }
-KVKEEP_INLINE float greatest_of(Floats x) {
-  return of_all(x, [](__m256 a, __m256 b) { return _mm256_max_ps(a, b); });
+KVKEEP_INLINE float reduce_max(Floats x) {
+  return reduce_lanes(x, [](__m256 a, __m256 b) { return _mm256_max_ps(a, b); });
 }
-KVKEEP_INLINE float least_of(Floats x) {
-  return of_all(x, [](__m256 a, __m256 b) { return _mm256_min_ps(a, b); });
+KVKEEP_INLINE float reduce_min(Floats x) {
+  return reduce_lanes(x, [](__m256 a, __m256 b) { return _mm256_min_ps(a, b); });
 }
-KVKEEP_INLINE float first_of(Floats x) { return _mm256_cvtss_f32(x.low); }
+KVKEEP_INLINE float first_lane(Floats x) { return _mm256_cvtss_f32(x.low); }
 
 KVKEEP_INLINE Mask all_lanes() { return {_mm256_set1_epi32(-1), _mm256_set1_epi32(-1)}; }
-KVKEEP_INLINE Mask both(Mask a, Mask b) {
+KVKEEP_INLINE Mask mask_and(Mask a, Mask b) {
   return {_mm256_and_si256(a.low, b.low), _mm256_and_si256(a.high, b.high)};
 }
-KVKEEP_INLINE Mask without(Mask a, Mask b) {
+KVKEEP_INLINE Mask mask_and_not(Mask a, Mask b) {
   return {_mm256_andnot_si256(b.low, a.low), _mm256_andnot_si256(b.high, a.high)};
 }
-KVKEEP_INLINE Mask greater(Mask where, Floats a, Floats b) {
-  return both(where, {_mm256_castps_si256(_mm256_cmp_ps(a.low, b.low, _CMP_GT_OQ)),
-                      _mm256_castps_si256(_mm256_cmp_ps(a.high, b.high, _CMP_GT_OQ))});
+KVKEEP_INLINE Mask greater(Mask among, Floats a, Floats b) {
+  return mask_and(among, {_mm256_castps_si256(_mm256_cmp_ps(a.low, b.low, _CMP_GT_OQ)),
+                          _mm256_castps_si256(_mm256_cmp_ps(a.high, b.high, _CMP_GT_OQ))});
 }
 KVKEEP_INLINE Mask equal(Floats a, Floats b) {
   return {_mm256_castps_si256(_mm256_cmp_ps(a.low, b.low, _CMP_EQ_OQ)),
           _mm256_castps_si256(_mm256_cmp_ps(a.high, b.high, _CMP_EQ_OQ))};
 }
-KVKEEP_INLINE Floats where(Mask mask, Floats x) {
+KVKEEP_INLINE Floats select(Mask mask, Floats x) {
   return {_mm256_and_ps(_mm256_castsi256_ps(mask.low), x.low),
           _mm256_and_ps(_mm256_castsi256_ps(mask.high), x.high)};
 }
-KVKEEP_INLINE Floats where(Mask mask, Floats x, Floats other) {
+KVKEEP_INLINE Floats select(Mask mask, Floats x, Floats other) {
   return {_mm256_blendv_ps(other.low, x.low, _mm256_castsi256_ps(mask.low)),
           _mm256_blendv_ps(other.high, x.high, _mm256_castsi256_ps(mask.high))};
 }
-KVKEEP_INLINE Ints where(Mask mask, Ints x, Ints other) {
+KVKEEP_INLINE Ints select(Mask mask, Ints x, Ints other) {
   return {_mm256_blendv_epi8(other.low, x.low, mask.low),
           _mm256_blendv_epi8(other.high, x.high, mask.high)};
 }
-KVKEEP_INLINE Floats max_where(Mask mask, Floats a, Floats b) { return where(mask, max(a, b), a); }
+KVKEEP_INLINE Floats masked_max(Mask mask, Floats a, Floats b) {
+  return select(mask, max(a, b), a);
+}
 
 KVKEEP_INLINE Ints load_ints(const void* x) {
   const __m256i* from = static_cast<const __m256i*>(x);
@@ -149,15 +154,15 @@ KVKEEP_INLINE void store_ints(void* to, Ints x) {
   _mm256_storeu_si256(static_cast<__m256i*>(to) + 1, x.high);
 }
 // Lanes from `count` on are not read, and become 0.
-KVKEEP_INLINE Ints load_some_ints(const void* x, int count) {
+KVKEEP_INLINE Ints load_first_ints(const void* x, int count) {
   const Mask mask = lanes_below(count);
   const int* from = static_cast<const int*>(x);
   return {_mm256_maskload_epi32(from, mask.low), _mm256_maskload_epi32(from + 8, mask.high)};
 }
-KVKEEP_INLINE Ints sum(Ints a, Ints b) {
+KVKEEP_INLINE Ints add(Ints a, Ints b) {
   return {_mm256_add_epi32(a.low, b.low), _mm256_add_epi32(a.high, b.high)};
 }
-KVKEEP_INLINE Ints difference(Ints a, Ints b) {
+KVKEEP_INLINE Ints subtract(Ints a, Ints b) {
   return {_mm256_sub_epi32(a.low, b.low), _mm256_sub_epi32(a.high, b.high)};
 }
 KVKEEP_INLINE Ints max(Ints a, Ints b) {
@@ -166,9 +171,9 @@ KVKEEP_INLINE Ints max(Ints a, Ints b) {
 KVKEEP_INLINE Ints min(Ints a, Ints b) {
   return {_mm256_min_epi32(a.low, b.low), _mm256_min_epi32(a.high, b.high)};
 }
-KVKEEP_INLINE int least_where(Mask mask, Ints x) {
+KVKEEP_INLINE int masked_reduce_min(Mask mask, Ints x) {
   alignas(32) std::int32_t lanes[kLanes];
-  store_ints(lanes, where(mask, x, ints(INT32_MAX)));
+  store_ints(lanes, select(mask, x, splat_int(INT32_MAX)));
   int least = lanes[0];
   for (const std::int32_t lane : lanes) least = lane < least ? lane : least;
   return least;
@@ -176,7 +181,7 @@ KVKEEP_INLINE int least_where(Mask mask, Ints x) {
 
 // Whether one of the first `count` lanes is NaN or infinity.
 KVKEEP_INLINE bool not_finite(Floats x, int count) {
-  const Floats most = all(3.40282347e38f), size = absolute(x);
+  const Floats most = splat(3.40282347e38f), size = absolute(x);
   const auto beyond = [](__m256 a, __m256 b) {
     return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_NLE_UQ));
   };
@@ -185,21 +190,21 @@ KVKEEP_INLINE bool not_finite(Floats x, int count) {
 }
 
 template <int kBits>
-KVKEEP_INLINE Ints left(Ints x) {
+KVKEEP_INLINE Ints shift_left(Ints x) {
   return {_mm256_slli_epi32(x.low, kBits), _mm256_slli_epi32(x.high, kBits)};
 }
 template <int kBits>
-KVKEEP_INLINE Ints right(Ints x) {
+KVKEEP_INLINE Ints shift_right(Ints x) {
   return {_mm256_srli_epi32(x.low, kBits), _mm256_srli_epi32(x.high, kBits)};
 }
 template <int kBits>  // signed
-KVKEEP_INLINE Ints right_signed(Ints x) {
+KVKEEP_INLINE Ints shift_right_signed(Ints x) {
   return {_mm256_srai_epi32(x.low, kBits), _mm256_srai_epi32(x.high, kBits)};
 }
 
 // Of each half of a lane by itself; a negative number of bits goes left.
 template <int kBits>
-KVKEEP_INLINE Ints halves_right(Ints x) {
+KVKEEP_INLINE Ints shift_halves_right(Ints x) {
   if constexpr (kBits > 0)
     return {_mm256_srli_epi16(x.low, kBits), _mm256_srli_epi16(x.high, kBits)};
   if constexpr (kBits < 0)
@@ -208,20 +213,24 @@ KVKEEP_INLINE Ints halves_right(Ints x) {
 }
 
 // The lowest four bits of each half of one, the others of another.
-KVKEEP_INLINE Ints four_from(Ints low, Ints others) {
+KVKEEP_INLINE Ints merge_nibbles(Ints low, Ints others) {
   const Ints four = {_mm256_set1_epi16(15), _mm256_set1_epi16(15)};
   return (low & four) | Ints{_mm256_andnot_si256(four.low, others.low),
                              _mm256_andnot_si256(four.high, others.high)};
 }
 
-KVKEEP_INLINE Floats to_floats(Ints x) { return {_mm256_cvtepi32_ps(x.low), _mm256_cvtepi32_ps(x.high)}; }
+KVKEEP_INLINE Floats to_floats(Ints x) {
+  return {_mm256_cvtepi32_ps(x.low), _mm256_cvtepi32_ps(x.high)};
+}
 KVKEEP_INLINE Ints to_ints(Floats x) {  // to nearest, ties to even
   return {_mm256_cvtps_epi32(x.low), _mm256_cvtps_epi32(x.high)};
 }
 KVKEEP_INLINE Floats as_floats(Ints x) {
   return {_mm256_castsi256_ps(x.low), _mm256_castsi256_ps(x.high)};
 }
-KVKEEP_INLINE Ints as_ints(Floats x) { return {_mm256_castps_si256(x.low), _mm256_castps_si256(x.high)}; }
+KVKEEP_INLINE Ints as_ints(Floats x) {
+  return {_mm256_castps_si256(x.low), _mm256_castps_si256(x.high)};
+}
 
 // 16 numbers in memory, one for each lane.
 KVKEEP_INLINE Ints widen(const std::int8_t* x) {
@@ -245,19 +254,19 @@ KVKEEP_INLINE __m256i lower_halves(Ints x) {
 }
 // The lowest byte, or half, of each lane.
 KVKEEP_INLINE void store_bytes(std::uint8_t* to, Ints x) {
-  const __m256i halves = lower_halves(x & ints(0xff));
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(to),
-                   _mm_packus_epi16(_mm256_castsi256_si128(halves),
-                                    _mm256_extracti128_si256(halves, 1)));
+  const __m256i halves = lower_halves(x & splat_int(0xff));
+  _mm_storeu_si128(
+      reinterpret_cast<__m128i*>(to),
+      _mm_packus_epi16(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1)));
 }
 KVKEEP_INLINE void store_halves(std::uint16_t* to, Ints x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), lower_halves(x));
 }
 
 // Of each lane's lowest four bits, by a table of 16.
-KVKEEP_INLINE Floats looked_up(Ints which, const float* table) {
+KVKEEP_INLINE Floats lookup(Ints which, const float* table) {
   const Floats values = load(table);
-  const Ints upper = left<28>(which);  // whose sign is the highest of the four bits
+  const Ints upper = shift_left<28>(which);  // whose sign is the highest of the four bits
   const auto found = [&](__m256i lanes, __m256i sign) {
     return _mm256_blendv_ps(_mm256_permutevar8x32_ps(values.low, lanes),
                             _mm256_permutevar8x32_ps(values.high, lanes),
@@ -266,7 +275,7 @@ KVKEEP_INLINE Floats looked_up(Ints which, const float* table) {
   return {found(which.low, upper.low), found(which.high, upper.high)};
 }
 
-KVKEEP_INLINE Floats floor_of(Floats x) { return {_mm256_floor_ps(x.low), _mm256_floor_ps(x.high)}; }
+KVKEEP_INLINE Floats floor(Floats x) { return {_mm256_floor_ps(x.low), _mm256_floor_ps(x.high)}; }
 
 // Sums and differences of lanes whose numbers differ in the bit `kBit`.
 template <int kBit>
@@ -286,7 +295,7 @@ KVKEEP_INLINE Floats butterfly(Floats x) {
 }
 
 // 32 floats in memory: those at even places, and those at odd ones.
-KVKEEP_INLINE void load_apart(const float* x, Floats& even, Floats& odd) {
+KVKEEP_INLINE void load_deinterleaved(const float* x, Floats& even, Floats& odd) {
   const auto apart = [](Floats x, __m256& even, __m256& odd) {
     const auto in_order = [](__m256 x) {
       return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(x), 0xd8));
@@ -343,4 +352,4 @@ KVKEEP_INLINE void transpose(Ints (&r)[16]) {
 
 }  // namespace kvkeep
 
-#include "powers.h"
+#include "power_of_two.h"

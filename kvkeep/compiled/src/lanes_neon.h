@@ -15,21 +15,21 @@ struct Mask {  // all bits of a lane, or none
   uint32x4_t of[4];
 };
 
-constexpr int kSums = 6;              // Floats that stay in registers while products are added up
-constexpr int kTile = 2;              // rows multiplied with 16 of packed weights at a time
-constexpr int kIntegerTile = 1;       // the same, where rows are integers
+constexpr int kAccumulators = 6;      // Floats that stay in registers while products are added up
+constexpr int kRowTile = 2;           // rows multiplied with 16 of packed weights at a time
+constexpr int kIntegerRowTile = 1;    // the same, where rows are integers
 constexpr bool kLooksUpFast = false;  // whether looked_up is faster than arithmetic
 
 KVKEEP_INLINE void prefetch(const void* x) { __builtin_prefetch(x); }
-KVKEEP_INLINE bool fetches_past_second() { return false; }
-KVKEEP_INLINE void prefetch_past_second(const void* x) { __builtin_prefetch(x, 0, 0); }
+KVKEEP_INLINE bool prefers_nontemporal_prefetch() { return false; }
+KVKEEP_INLINE void prefetch_nontemporal(const void* x) { __builtin_prefetch(x, 0, 0); }
 
 // `yield` is over at once on most processors. `isb` takes about as long as `pause` does on x86.
-KVKEEP_INLINE void wait_a_little() { __asm__ volatile("isb" ::: "memory"); }
+KVKEEP_INLINE void spin_pause() { __asm__ volatile("isb" ::: "memory"); }
 
 // What `with` makes of each quarter.
 template <typename To, typename With, typename... Of>
-KVKEEP_INLINE To quarters(With with, Of... x) {
+KVKEEP_INLINE To map_registers(With with, Of... x) {
   return {{with(x.of[0]...), with(x.of[1]...), with(x.of[2]...), with(x.of[3]...)}};
 }
 
@@ -39,29 +39,29 @@ KVKEEP_INLINE uint16x8_t as_halves(uint32x4_t x) { return vreinterpretq_u16_u32(
 KVKEEP_INLINE uint32x4_t as_lanes(uint16x8_t x) { return vreinterpretq_u32_u16(x); }
 
 KVKEEP_INLINE Floats operator+(Floats a, Floats b) {
-  return quarters<Floats>([](auto a, auto b) { return vaddq_f32(a, b); }, a, b);
+  return map_registers<Floats>([](auto a, auto b) { return vaddq_f32(a, b); }, a, b);
 }
 KVKEEP_INLINE Floats operator-(Floats a, Floats b) {
-  return quarters<Floats>([](auto a, auto b) { return vsubq_f32(a, b); }, a, b);
+  return map_registers<Floats>([](auto a, auto b) { return vsubq_f32(a, b); }, a, b);
 }
 KVKEEP_INLINE Floats operator*(Floats a, Floats b) {
-  return quarters<Floats>([](auto a, auto b) { return vmulq_f32(a, b); }, a, b);
+  return map_registers<Floats>([](auto a, auto b) { return vmulq_f32(a, b); }, a, b);
 }
 KVKEEP_INLINE Floats operator/(Floats a, Floats b) {
-  return quarters<Floats>([](auto a, auto b) { return vdivq_f32(a, b); }, a, b);
+  return map_registers<Floats>([](auto a, auto b) { return vdivq_f32(a, b); }, a, b);
 }
 KVKEEP_INLINE Ints operator&(Ints a, Ints b) {
-  return quarters<Ints>([](auto a, auto b) { return vandq_u32(a, b); }, a, b);
+  return map_registers<Ints>([](auto a, auto b) { return vandq_u32(a, b); }, a, b);
 }
 KVKEEP_INLINE Ints operator|(Ints a, Ints b) {
-  return quarters<Ints>([](auto a, auto b) { return vorrq_u32(a, b); }, a, b);
+  return map_registers<Ints>([](auto a, auto b) { return vorrq_u32(a, b); }, a, b);
 }
 
-KVKEEP_INLINE Floats all(float x) {
+KVKEEP_INLINE Floats splat(float x) {
   const float32x4_t four = vdupq_n_f32(x);
   return {{four, four, four, four}};
 }
-KVKEEP_INLINE Floats zeros() { return all(0.f); }
+KVKEEP_INLINE Floats zeros() { return splat(0.f); }
 KVKEEP_INLINE Floats load(const float* x) {
   return {{vld1q_f32(x), vld1q_f32(x + 4), vld1q_f32(x + 8), vld1q_f32(x + 12)}};
 }
@@ -69,7 +69,7 @@ KVKEEP_INLINE void store(float* to, Floats x) {
   for (int i = 0; i < 4; ++i) vst1q_f32(to + 4 * i, x.of[i]);
 }
 
-KVKEEP_INLINE Ints ints(std::int32_t x) {
+KVKEEP_INLINE Ints splat_int(std::int32_t x) {
   const uint32x4_t four = vdupq_n_u32(static_cast<std::uint32_t>(x));
   return {{four, four, four, four}};
 }
@@ -82,138 +82,140 @@ KVKEEP_INLINE void store_ints(void* to, Ints x) {
   for (int i = 0; i < 4; ++i)
     vst1q_u8(static_cast<std::uint8_t*>(to) + 16 * i, vreinterpretq_u8_u32(x.of[i]));
 }
-KVKEEP_INLINE Ints lane_numbers() {
-  alignas(64) static constexpr std::int32_t kNumbers[kLanes] = {0, 1, 2,  3,  4,  5,  6,  7,
-                                                                8, 9, 10, 11, 12, 13, 14, 15};
-  return load_ints(kNumbers);
+KVKEEP_INLINE Ints lane_indices() {
+  alignas(64) static constexpr std::int32_t kCodebook[kLanes] = {0, 1, 2,  3,  4,  5,  6,  7,
+                                                                 8, 9, 10, 11, 12, 13, 14, 15};
+  return load_ints(kCodebook);
 }
 KVKEEP_INLINE Mask lanes_below(int lane) {
   const int32x4_t end = vdupq_n_s32(lane);
-  return quarters<Mask>([=](auto number) { return vcgtq_s32(end, as_signed(number)); },
-                        lane_numbers());
+  return map_registers<Mask>([=](auto number) { return vcgtq_s32(end, as_signed(number)); },
+                             lane_indices());
 }
-KVKEEP_INLINE int of_lanes(int count) { return count < 0 ? 0 : count < kLanes ? count : kLanes; }
+KVKEEP_INLINE int clamp_lane_count(int count) {
+  return count < 0 ? 0 : count < kLanes ? count : kLanes;
+}
 
-KVKEEP_INLINE bool any(Mask mask) {
+KVKEEP_INLINE bool any_lane(Mask mask) {
   const uint32x4_t low = vorrq_u32(mask.of[0], mask.of[1]);
   return vmaxvq_u32(vorrq_u32(low, vorrq_u32(mask.of[2], mask.of[3]))) != 0;
 }
-KVKEEP_INLINE bool every(Mask mask) {
+KVKEEP_INLINE bool every_lane(Mask mask) {
   const uint32x4_t low = vandq_u32(mask.of[0], mask.of[1]);
   return vminvq_u32(vandq_u32(low, vandq_u32(mask.of[2], mask.of[3]))) != 0;
 }
 
 // Lanes that are not in the mask are not read, and become 0.
-KVKEEP_INLINE Floats load_where(Mask mask, const float* x) {
-  if (every(mask)) return load(x);
+KVKEEP_INLINE Floats masked_load(Mask mask, const float* x) {
+  if (every_lane(mask)) return load(x);
   std::uint32_t there[kLanes];
   store_ints(there, Ints{{mask.of[0], mask.of[1], mask.of[2], mask.of[3]}});
   float lanes[kLanes];
   for (int i = 0; i < kLanes; ++i) lanes[i] = there[i] ? x[i] : 0.f;
   return load(lanes);
 }
-KVKEEP_INLINE void store_some(float* to, int count, Floats x) {
+KVKEEP_INLINE void store_first(float* to, int count, Floats x) {
   float lanes[kLanes];
   store(lanes, x);
-  std::memcpy(to, lanes, of_lanes(count) * sizeof(float));
+  std::memcpy(to, lanes, clamp_lane_count(count) * sizeof(float));
 }
 // Lanes from `count` on are not read, and become 0.
-KVKEEP_INLINE Ints load_some_ints(const void* x, int count) {
+KVKEEP_INLINE Ints load_first_ints(const void* x, int count) {
   std::int32_t lanes[kLanes] = {};
-  std::memcpy(lanes, x, of_lanes(count) * sizeof(std::int32_t));
+  std::memcpy(lanes, x, clamp_lane_count(count) * sizeof(std::int32_t));
   return load_ints(lanes);
 }
 
-KVKEEP_INLINE Floats load_half(const void* x) {
+KVKEEP_INLINE Floats load_fp16(const void* x) {
   const auto* from = static_cast<const std::uint8_t*>(x);
-  const auto four = [=](int i) {
-    return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(from + 8 * i)));
-  };
+  const auto four = [=](int i) { return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(from + 8 * i))); };
   return {{four(0), four(1), four(2), four(3)}};
 }
 
 KVKEEP_INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
-  return quarters<Floats>([](auto a, auto b, auto c) { return vfmaq_f32(c, a, b); }, a, b, c);
+  return map_registers<Floats>([](auto a, auto b, auto c) { return vfmaq_f32(c, a, b); }, a, b, c);
 }
 KVKEEP_INLINE Floats multiply_subtract(Floats a, Floats b, Floats c) {
-  return quarters<Floats>([](auto a, auto b, auto c) { return vfmaq_f32(vnegq_f32(c), a, b); }, a,
-                          b, c);
+  return map_registers<Floats>([](auto a, auto b, auto c) { return vfmaq_f32(vnegq_f32(c), a, b); },
+                               a, b, c);
 }
 KVKEEP_INLINE Floats subtract_product(Floats c, Floats a, Floats b) {
-  return quarters<Floats>([](auto c, auto a, auto b) { return vfmsq_f32(c, a, b); }, c, a, b);
+  return map_registers<Floats>([](auto c, auto a, auto b) { return vfmsq_f32(c, a, b); }, c, a, b);
 }
 // Of a number and a NaN: the NaN.
 KVKEEP_INLINE Floats max(Floats a, Floats b) {
-  return quarters<Floats>([](auto a, auto b) { return vmaxq_f32(a, b); }, a, b);
+  return map_registers<Floats>([](auto a, auto b) { return vmaxq_f32(a, b); }, a, b);
 }
 KVKEEP_INLINE Floats min(Floats a, Floats b) {
-  return quarters<Floats>([](auto a, auto b) { return vminq_f32(a, b); }, a, b);
+  return map_registers<Floats>([](auto a, auto b) { return vminq_f32(a, b); }, a, b);
 }
 KVKEEP_INLINE Floats absolute(Floats x) {
-  return quarters<Floats>([](auto x) { return vabsq_f32(x); }, x);
+  return map_registers<Floats>([](auto x) { return vabsq_f32(x); }, x);
 }
 
 // One number of all lanes, by halves.
 template <typename Of>
-KVKEEP_INLINE float of_all(Floats x, Of of) {
+KVKEEP_INLINE float reduce_lanes(Floats x, Of of) {
   const float32x4_t four = of(of(x.of[0], x.of[2]), of(x.of[1], x.of[3]));
   const float32x4_t two = of(four, vextq_f32(four, four, 2));
   return vgetq_lane_f32(of(two, vextq_f32(two, two, 1)), 0);
 }
-KVKEEP_INLINE float sum_of(Floats x) {
-  return of_all(x, [](auto a, auto b) { return vaddq_f32(a, b); });
+KVKEEP_INLINE float reduce_add(Floats x) {
+  return reduce_lanes(x, [](auto a, auto b) { return vaddq_f32(a, b); });
 }
-KVKEEP_INLINE float greatest_of(Floats x) {
-  return of_all(x, [](auto a, auto b) { return vmaxq_f32(a, b); });
+KVKEEP_INLINE float reduce_max(Floats x) {
+  return reduce_lanes(x, [](auto a, auto b) { return vmaxq_f32(a, b); });
 }
-KVKEEP_INLINE float least_of(Floats x) {
-  return of_all(x, [](auto a, auto b) { return vminq_f32(a, b); });
+KVKEEP_INLINE float reduce_min(Floats x) {
+  return reduce_lanes(x, [](auto a, auto b) { return vminq_f32(a, b); });
 }
-KVKEEP_INLINE float first_of(Floats x) { return vgetq_lane_f32(x.of[0], 0); }
+KVKEEP_INLINE float first_lane(Floats x) { return vgetq_lane_f32(x.of[0], 0); }
 
 KVKEEP_INLINE Mask all_lanes() {
   const uint32x4_t four = vdupq_n_u32(0xffffffff);
   return {{four, four, four, four}};
 }
-KVKEEP_INLINE Mask both(Mask a, Mask b) {
-  return quarters<Mask>([](auto a, auto b) { return vandq_u32(a, b); }, a, b);
+KVKEEP_INLINE Mask mask_and(Mask a, Mask b) {
+  return map_registers<Mask>([](auto a, auto b) { return vandq_u32(a, b); }, a, b);
 }
-KVKEEP_INLINE Mask without(Mask a, Mask b) {
-  return quarters<Mask>([](auto a, auto b) { return vbicq_u32(a, b); }, a, b);
+KVKEEP_INLINE Mask mask_and_not(Mask a, Mask b) {
+  return map_registers<Mask>([](auto a, auto b) { return vbicq_u32(a, b); }, a, b);
 }
-KVKEEP_INLINE Mask greater(Mask where, Floats a, Floats b) {
-  return both(where, quarters<Mask>([](auto a, auto b) { return vcgtq_f32(a, b); }, a, b));
+KVKEEP_INLINE Mask greater(Mask among, Floats a, Floats b) {
+  return mask_and(among, map_registers<Mask>([](auto a, auto b) { return vcgtq_f32(a, b); }, a, b));
 }
 KVKEEP_INLINE Mask equal(Floats a, Floats b) {
-  return quarters<Mask>([](auto a, auto b) { return vceqq_f32(a, b); }, a, b);
+  return map_registers<Mask>([](auto a, auto b) { return vceqq_f32(a, b); }, a, b);
 }
-KVKEEP_INLINE Floats where(Mask mask, Floats x, Floats other) {
-  return quarters<Floats>([](auto mask, auto x, auto other) { return vbslq_f32(mask, x, other); },
-                          mask, x, other);
+KVKEEP_INLINE Floats select(Mask mask, Floats x, Floats other) {
+  return map_registers<Floats>(
+      [](auto mask, auto x, auto other) { return vbslq_f32(mask, x, other); }, mask, x, other);
 }
-KVKEEP_INLINE Floats where(Mask mask, Floats x) { return where(mask, x, zeros()); }
-KVKEEP_INLINE Ints where(Mask mask, Ints x, Ints other) {
-  return quarters<Ints>([](auto mask, auto x, auto other) { return vbslq_u32(mask, x, other); },
-                        mask, x, other);
+KVKEEP_INLINE Floats select(Mask mask, Floats x) { return select(mask, x, zeros()); }
+KVKEEP_INLINE Ints select(Mask mask, Ints x, Ints other) {
+  return map_registers<Ints>(
+      [](auto mask, auto x, auto other) { return vbslq_u32(mask, x, other); }, mask, x, other);
 }
-KVKEEP_INLINE Floats max_where(Mask mask, Floats a, Floats b) { return where(mask, max(a, b), a); }
+KVKEEP_INLINE Floats masked_max(Mask mask, Floats a, Floats b) {
+  return select(mask, max(a, b), a);
+}
 
-KVKEEP_INLINE Ints sum(Ints a, Ints b) {
-  return quarters<Ints>([](auto a, auto b) { return vaddq_u32(a, b); }, a, b);
+KVKEEP_INLINE Ints add(Ints a, Ints b) {
+  return map_registers<Ints>([](auto a, auto b) { return vaddq_u32(a, b); }, a, b);
 }
-KVKEEP_INLINE Ints difference(Ints a, Ints b) {
-  return quarters<Ints>([](auto a, auto b) { return vsubq_u32(a, b); }, a, b);
+KVKEEP_INLINE Ints subtract(Ints a, Ints b) {
+  return map_registers<Ints>([](auto a, auto b) { return vsubq_u32(a, b); }, a, b);
 }
 KVKEEP_INLINE Ints max(Ints a, Ints b) {
-  return quarters<Ints>(
+  return map_registers<Ints>(
       [](auto a, auto b) { return as_unsigned(vmaxq_s32(as_signed(a), as_signed(b))); }, a, b);
 }
 KVKEEP_INLINE Ints min(Ints a, Ints b) {
-  return quarters<Ints>(
+  return map_registers<Ints>(
       [](auto a, auto b) { return as_unsigned(vminq_s32(as_signed(a), as_signed(b))); }, a, b);
 }
-KVKEEP_INLINE int least_where(Mask mask, Ints x) {
-  const Ints in = where(mask, x, ints(INT32_MAX));
+KVKEEP_INLINE int masked_reduce_min(Mask mask, Ints x) {
+  const Ints in = select(mask, x, splat_int(INT32_MAX));
   const auto least = [](auto a, auto b) { return vminq_s32(as_signed(a), as_signed(b)); };
   return vminvq_s32(vminq_s32(least(in.of[0], in.of[1]), least(in.of[2], in.of[3])));
 }
@@ -221,52 +223,54 @@ KVKEEP_INLINE int least_where(Mask mask, Ints x) {
 // Whether one of the first `count` lanes is NaN or infinity.
 KVKEEP_INLINE bool not_finite(Floats x, int count) {
   const float32x4_t most = vdupq_n_f32(3.40282347e38f);
-  const Mask finite =
-      quarters<Mask>([=](auto x) { return vcleq_f32(vabsq_f32(x), most); }, x);
-  return any(without(lanes_below(count), finite));
+  const Mask finite = map_registers<Mask>([=](auto x) { return vcleq_f32(vabsq_f32(x), most); }, x);
+  return any_lane(mask_and_not(lanes_below(count), finite));
 }
 
 template <int kBits>
-KVKEEP_INLINE Ints left(Ints x) {
-  return quarters<Ints>([](auto x) { return vshlq_n_u32(x, kBits); }, x);
+KVKEEP_INLINE Ints shift_left(Ints x) {
+  return map_registers<Ints>([](auto x) { return vshlq_n_u32(x, kBits); }, x);
 }
 template <int kBits>
-KVKEEP_INLINE Ints right(Ints x) {
-  return quarters<Ints>([](auto x) { return vshrq_n_u32(x, kBits); }, x);
+KVKEEP_INLINE Ints shift_right(Ints x) {
+  return map_registers<Ints>([](auto x) { return vshrq_n_u32(x, kBits); }, x);
 }
 template <int kBits>  // signed
-KVKEEP_INLINE Ints right_signed(Ints x) {
-  return quarters<Ints>([](auto x) { return as_unsigned(vshrq_n_s32(as_signed(x), kBits)); }, x);
+KVKEEP_INLINE Ints shift_right_signed(Ints x) {
+  return map_registers<Ints>([](auto x) { return as_unsigned(vshrq_n_s32(as_signed(x), kBits)); },
+                             x);
 }
 
 // Of each half of a lane by itself; a negative number of bits goes left.
 template <int kBits>
-KVKEEP_INLINE Ints halves_right(Ints x) {
+KVKEEP_INLINE Ints shift_halves_right(Ints x) {
   if constexpr (kBits > 0)
-    return quarters<Ints>([](auto x) { return as_lanes(vshrq_n_u16(as_halves(x), kBits)); }, x);
+    return map_registers<Ints>([](auto x) { return as_lanes(vshrq_n_u16(as_halves(x), kBits)); },
+                               x);
   if constexpr (kBits < 0)
-    return quarters<Ints>([](auto x) { return as_lanes(vshlq_n_u16(as_halves(x), -kBits)); }, x);
+    return map_registers<Ints>([](auto x) { return as_lanes(vshlq_n_u16(as_halves(x), -kBits)); },
+                               x);
   return x;
 }
 
 // The lowest four bits of each half of one, the others of another.
-KVKEEP_INLINE Ints four_from(Ints low, Ints others) {
+KVKEEP_INLINE Ints merge_nibbles(Ints low, Ints others) {
   const uint32x4_t four = vdupq_n_u32(0x000f000fu);
-  return quarters<Ints>([=](auto low, auto others) { return vbslq_u32(four, low, others); }, low,
-                        others);
+  return map_registers<Ints>([=](auto low, auto others) { return vbslq_u32(four, low, others); },
+                             low, others);
 }
 
 KVKEEP_INLINE Floats to_floats(Ints x) {
-  return quarters<Floats>([](auto x) { return vcvtq_f32_s32(as_signed(x)); }, x);
+  return map_registers<Floats>([](auto x) { return vcvtq_f32_s32(as_signed(x)); }, x);
 }
 KVKEEP_INLINE Ints to_ints(Floats x) {  // to nearest, ties to even
-  return quarters<Ints>([](auto x) { return as_unsigned(vcvtnq_s32_f32(x)); }, x);
+  return map_registers<Ints>([](auto x) { return as_unsigned(vcvtnq_s32_f32(x)); }, x);
 }
 KVKEEP_INLINE Floats as_floats(Ints x) {
-  return quarters<Floats>([](auto x) { return vreinterpretq_f32_u32(x); }, x);
+  return map_registers<Floats>([](auto x) { return vreinterpretq_f32_u32(x); }, x);
 }
 KVKEEP_INLINE Ints as_ints(Floats x) {
-  return quarters<Ints>([](auto x) { return vreinterpretq_u32_f32(x); }, x);
+  return map_registers<Ints>([](auto x) { return vreinterpretq_u32_f32(x); }, x);
 }
 
 // 16 numbers in memory, one for each lane.
@@ -276,17 +280,18 @@ KVKEEP_INLINE Ints widen(const std::int8_t* x) {
   return {{as_unsigned(vmovl_s16(vget_low_s16(low))), as_unsigned(vmovl_high_s16(low)),
            as_unsigned(vmovl_s16(vget_low_s16(high))), as_unsigned(vmovl_high_s16(high))}};
 }
-KVKEEP_INLINE Ints widened(uint16x8_t low, uint16x8_t high) {
+KVKEEP_INLINE Ints widen_halves(uint16x8_t low, uint16x8_t high) {
   return {{vmovl_u16(vget_low_u16(low)), vmovl_high_u16(low), vmovl_u16(vget_low_u16(high)),
            vmovl_high_u16(high)}};
 }
 KVKEEP_INLINE Ints widen(const std::uint8_t* x) {
   const uint8x16_t bytes = vld1q_u8(x);
-  return widened(vmovl_u8(vget_low_u8(bytes)), vmovl_high_u8(bytes));
+  return widen_halves(vmovl_u8(vget_low_u8(bytes)), vmovl_high_u8(bytes));
 }
 KVKEEP_INLINE Ints widen(const std::uint16_t* x) {
   const auto* from = reinterpret_cast<const std::uint8_t*>(x);  // at any address
-  return widened(vreinterpretq_u16_u8(vld1q_u8(from)), vreinterpretq_u16_u8(vld1q_u8(from + 16)));
+  return widen_halves(vreinterpretq_u16_u8(vld1q_u8(from)),
+                      vreinterpretq_u16_u8(vld1q_u8(from + 16)));
 }
 // The lower halves of two quarters, in their order.
 KVKEEP_INLINE uint16x8_t lower_halves(uint32x4_t low, uint32x4_t high) {
@@ -302,17 +307,17 @@ KVKEEP_INLINE void store_halves(std::uint16_t* to, Ints x) {
   vst1q_u16(to + 8, lower_halves(x.of[2], x.of[3]));
 }
 
-KVKEEP_INLINE uint8x16x4_t bytes_of(const void* x) {
+KVKEEP_INLINE uint8x16x4_t load_table(const void* x) {
   const auto* from = static_cast<const std::uint8_t*>(x);
   return {{vld1q_u8(from), vld1q_u8(from + 16), vld1q_u8(from + 32), vld1q_u8(from + 48)}};
 }
 
 // Of each lane's lowest four bits, by a table of 16.
-KVKEEP_INLINE Floats looked_up(Ints which, const float* table) {
-  const uint8x16x4_t values = bytes_of(table);
+KVKEEP_INLINE Floats lookup(Ints which, const float* table) {
+  const uint8x16x4_t values = load_table(table);
   const uint32x4_t four = vdupq_n_u32(15), times = vdupq_n_u32(0x04040404);
   const uint32x4_t first = vdupq_n_u32(0x03020100);  // bytes of the table's first float
-  return quarters<Floats>(
+  return map_registers<Floats>(
       [&](auto which) {
         const uint32x4_t bytes = vmlaq_u32(first, vandq_u32(which, four), times);
         return vreinterpretq_f32_u8(vqtbl4q_u8(values, vreinterpretq_u8_u32(bytes)));
@@ -320,8 +325,8 @@ KVKEEP_INLINE Floats looked_up(Ints which, const float* table) {
       which);
 }
 
-KVKEEP_INLINE Floats floor_of(Floats x) {
-  return quarters<Floats>([](auto x) { return vrndmq_f32(x); }, x);
+KVKEEP_INLINE Floats floor(Floats x) {
+  return map_registers<Floats>([](auto x) { return vrndmq_f32(x); }, x);
 }
 
 // Sums and differences of lanes whose numbers differ in the bit `kBit`.
@@ -337,7 +342,7 @@ KVKEEP_INLINE Floats butterfly(Floats x) {
   } else {
     constexpr float kSecond = kBit == 1 ? -1.f : 1.f;
     const float32x4_t sign = {1.f, kSecond, -kSecond, -1.f};
-    return quarters<Floats>(
+    return map_registers<Floats>(
         [=](auto x) {
           const float32x4_t other = kBit == 1 ? vrev64q_f32(x) : vextq_f32(x, x, 2);
           return vfmaq_f32(other, x, sign);  // a product with 1 or -1 is exact
@@ -347,7 +352,7 @@ KVKEEP_INLINE Floats butterfly(Floats x) {
 }
 
 // 32 floats in memory: those at even places, and those at odd ones.
-KVKEEP_INLINE void load_apart(const float* x, Floats& even, Floats& odd) {
+KVKEEP_INLINE void load_deinterleaved(const float* x, Floats& even, Floats& odd) {
   for (int i = 0; i < 4; ++i) {
     const float32x4x2_t apart = vld2q_f32(x + 8 * i);
     even.of[i] = apart.val[0], odd.of[i] = apart.val[1];
@@ -392,4 +397,4 @@ KVKEEP_INLINE void transpose(Ints (&r)[16]) {
 
 }  // namespace kvkeep
 
-#include "powers.h"
+#include "power_of_two.h"

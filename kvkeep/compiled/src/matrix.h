@@ -27,33 +27,35 @@ struct Mlp {
 };
 
 // How many of the 16 rows of a block there are.
-inline int rows_of(const Matrix& matrix, int block) {
+inline int rows_in_block(const Matrix& matrix, int block) {
   const int rows = matrix.rows - block * kBlock;
   return rows < kBlock ? rows : kBlock;
 }
 
-// The rows that matrices are multiplied with, and what is made of them: the sum of each group of 32,
-// for the minima, and the group as integers.
-struct Input {
-  Activation* x;       // [count, columns]
-  float* sums;         // [count, columns / 32]
+// The rows that matrices are multiplied with, and what is made of them: the sum of each group of
+// 32, for the minima, and the group as integers.
+struct ActivationRows {
+  Activation* x;  // [count, columns]
+  float* sums;    // [count, columns / 32]
   int columns;
-  Integers* integers;  // [count, columns / 32]
+  IntegerGroup* integers;  // [count, columns / 32]
 
-  Activation* row(int i) const { return x + static_cast<long>(i) * columns; }
-  float* row_sums(int i) const { return sums + static_cast<long>(i) * (columns / kGroup); }
-  Integers* row_integers(int i) const {
-    return integers + static_cast<long>(i) * (columns / kGroup);
+  Activation* row(int i) const { return x + static_cast<std::ptrdiff_t>(i) * columns; }
+  float* row_sums(int i) const {
+    return sums + static_cast<std::ptrdiff_t>(i) * (columns / kGroup);
+  }
+  IntegerGroup* row_integers(int i) const {
+    return integers + static_cast<std::ptrdiff_t>(i) * (columns / kGroup);
   }
 
   // To be called for each row once it is written.
-  void sum_up(int i) const {
+  void prepare_row(int i) const {
     for (int g = 0; g < columns / kGroup; ++g)
-      row_sums(i)[g] = take_integers(row(i) + g * kGroup, row_integers(i)[g]);
+      row_sums(i)[g] = quantise_group(row(i) + g * kGroup, row_integers(i)[g]);
   }
 
   // Row i becomes row j of another, as wide, with all that was made of that.
-  void copy(int i, const Input& other, int j) const {
+  void copy(int i, const ActivationRows& other, int j) const {
     const auto taken = [](auto* to, const auto* from, int count) {
       std::memcpy(to, from, std::size_t(count) * sizeof *to);
     };
@@ -63,12 +65,12 @@ struct Input {
   }
 };
 
-constexpr int kMostRows = 16;  // multiplied with a block of weights that was unpacked once
+constexpr int kMaxRows = 16;  // multiplied with a block of weights that was unpacked once
 
 // Products of 16 rows of weights, those of `block`, with `count` rows of input from `first` on.
 // out: one register for each of these, its lanes the 16 products, bias added. What a row becomes
 // does not depend on `count`.
-void multiply(const Matrix& matrix, int block, const Input& input, int first, int count,
+void multiply(const Matrix& matrix, int block, const ActivationRows& input, int first, int count,
               Floats* out);
 
 // The rows of a block, those that there are, rounded to bf16. out: [16, columns] of bf16 or floats.

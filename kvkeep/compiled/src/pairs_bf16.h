@@ -5,31 +5,33 @@
 namespace kvkeep {
 
 using Activation = Bf16;  // how a number is held that products will read
-using Paired = Ints;
+using Bf16Pairs = Ints;
 
-KVKEEP_INLINE Floats as_upper_halves(Ints x) { return as_floats(left<16>(x)); }
+KVKEEP_INLINE Floats as_upper_halves(Ints x) { return as_floats(shift_left<16>(x)); }
 
 KVKEEP_INLINE Floats load(const Bf16* x) { return as_upper_halves(widen(x)); }
 
-KVKEEP_INLINE Paired paired(Ints x) { return x; }
-KVKEEP_INLINE Paired load_paired(const Bf16* x) { return load_ints(x); }
+KVKEEP_INLINE Bf16Pairs as_pairs(Ints x) { return x; }
+KVKEEP_INLINE Bf16Pairs load_pairs(const Bf16* x) { return load_ints(x); }
 
 // The same pair in every lane.
-KVKEEP_INLINE Paired spread(const Bf16* x) {
+KVKEEP_INLINE Bf16Pairs splat_pair(const Bf16* x) {
   std::int32_t two;
   std::memcpy(&two, x, sizeof two);
-  return ints(two);
+  return splat_int(two);
 }
 
-KVKEEP_INLINE Floats evens(Paired x) { return as_upper_halves(x); }
-KVKEEP_INLINE Floats odds(Paired x) { return as_floats(x & ints(static_cast<int>(0xffff0000))); }
+KVKEEP_INLINE Floats evens(Bf16Pairs x) { return as_upper_halves(x); }
+KVKEEP_INLINE Floats odds(Bf16Pairs x) {
+  return as_floats(x & splat_int(static_cast<int>(0xffff0000)));
+}
 
 // Adds to each lane of `sum` the products of two pairs.
-KVKEEP_INLINE Floats dot(Floats sum, Paired a, Paired b) { return add_products(sum, a, b); }
+KVKEEP_INLINE Floats dot(Floats sum, Bf16Pairs a, Bf16Pairs b) { return add_products(sum, a, b); }
 
 // Integers of 8 bits, two for each lane, in their order.
-KVKEEP_INLINE Paired load_bytes_paired(const std::int8_t* x) {
-  return rounded_in_order(to_floats(widen(x)), to_floats(widen(x + kLanes)));
+KVKEEP_INLINE Bf16Pairs load_int8_pairs(const std::int8_t* x) {
+  return round_in_order(to_floats(widen(x)), to_floats(widen(x + kLanes)));
 }
 
 // Numbers that are bf16, looked up by the lowest bits of each half of a lane. What the other bits
@@ -44,21 +46,21 @@ struct Table {
       values[i] = static_cast<Bf16>(__builtin_bit_cast(std::uint32_t, float(value(i))) >> 16);
   }
 
-  KVKEEP_INLINE Paired operator()(Ints which) const {
-    return halves_looked_up<kSize>(which, values);
+  KVKEEP_INLINE Bf16Pairs operator()(Ints which) const {
+    return lookup_halves<kSize>(which, values);
   }
 };
 
 // Codes of kBits that stand for kFirst and the integers after it.
-template <int kFirst, int kBits>
-struct Steps : Table<kBits <= 5 ? 32 : 64> {
-  constexpr Steps()
-      : Table<kBits <= 5 ? 32 : 64>([](int i) { return kFirst + i % (1 << kBits); }) {}
+template <int kLowest, int kBits>
+struct LinearCodebook : Table<kBits <= 5 ? 32 : 64> {
+  constexpr LinearCodebook()
+      : Table<kBits <= 5 ? 32 : 64>([](int i) { return kLowest + i % (1 << kBits); }) {}
 };
 
 // Codes of four bits that stand for any numbers.
-struct Sixteen : Table<32> {
-  constexpr explicit Sixteen(const float (&from)[16])
+struct Codebook16 : Table<32> {
+  constexpr explicit Codebook16(const float (&from)[16])
       : Table<32>([&](int i) { return from[i % 16]; }) {}
 };
 

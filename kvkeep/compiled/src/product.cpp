@@ -5,19 +5,19 @@
 #include <atomic>
 
 #include "decode.h"
-#include "guard.h"
-#include "rows.h"
-#include "workers.h"
+#include "status.h"
+#include "activation_rows.h"
+#include "thread_team.h"
 
 namespace kvkeep {
 namespace {
 
 template <typename To>
 int unpack(const Matrix& matrix, int first, int blocks, To* out, int threads) {
-  return guarded([=, &matrix] {
-    Workers workers(threads);
+  return run_guarded([=, &matrix] {
+    ThreadTeam workers(threads);
 #pragma omp parallel num_threads(threads)
-    workers.share(omp_get_thread_num(), blocks, 4, [&](int b) {
+    workers.run_shared(omp_get_thread_num(), blocks, 4, [&](int b) {
       unpack_block(matrix, first + b, out + std::size_t(b) * kBlock * matrix.columns);
     });
     return kDone;
@@ -30,20 +30,21 @@ int unpack(const Matrix& matrix, int first, int blocks, To* out, int threads) {
 int kvkeep_product(const kvkeep::Matrix* matrix, const kvkeep::Bf16* x, int count, float* out,
                    int threads) {
   using namespace kvkeep;
-  return guarded([=] {
-    Rows input(count, matrix->columns);
-    for (int i = 0; i < count; ++i) input.take(i, x + std::size_t(i) * matrix->columns);
-    Workers workers(threads);
+  return run_guarded([=] {
+    ActivationBuffer input(count, matrix->columns);
+    for (int i = 0; i < count; ++i) input.set_row(i, x + std::size_t(i) * matrix->columns);
+    ThreadTeam workers(threads);
     std::atomic<bool> finite{true};
 #pragma omp parallel num_threads(threads)
-    workers.share(omp_get_thread_num(), matrix->blocks(), 16, [&](int block) {
-      Floats products[kMostRows];
-      const int rows = rows_of(*matrix, block);
-      for (int first = 0; first < count; first += kMostRows) {
-        const int some = std::min(kMostRows, count - first);
+    workers.run_shared(omp_get_thread_num(), matrix->blocks(), 16, [&](int block) {
+      Floats products[kMaxRows];
+      const int rows = rows_in_block(*matrix, block);
+      for (int first = 0; first < count; first += kMaxRows) {
+        const int some = std::min(kMaxRows, count - first);
         multiply(*matrix, block, input, first, some, products);
         for (int i = 0; i < some; ++i) {
-          store_some(out + std::size_t(first + i) * matrix->rows + block * kBlock, rows, products[i]);
+          store_first(out + std::size_t(first + i) * matrix->rows + block * kBlock, rows,
+                      products[i]);
           if (not_finite(products[i], rows)) finite.store(false, std::memory_order_relaxed);
         }
       }
@@ -65,7 +66,7 @@ int kvkeep_unpack_floats(const kvkeep::Matrix* matrix, int first, int blocks, fl
 int kvkeep_rows(const kvkeep::Matrix* matrix, const std::int64_t* rows, int count,
                 kvkeep::Bf16* out) {
   using namespace kvkeep;
-  return guarded([=] {
+  return run_guarded([=] {
     for (int i = 0; i < count; ++i)
       unpack_row(*matrix, static_cast<int>(rows[i]), out + std::size_t(i) * matrix->columns);
     return kDone;

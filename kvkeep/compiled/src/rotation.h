@@ -21,7 +21,7 @@ inline void angles(const double* frequencies, int head_dim, std::int64_t positio
 
 // Two halves of one stretch of 16 pairs, rotated, rounded and stored.
 template <typename To>
-void rotate_some(Floats a, Floats b, const float* angle, int half, To* to) {
+void rotate_lanes(Floats a, Floats b, const float* angle, int half, To* to) {
   const Floats cosine = load(angle), sine = load(angle + half);
   store_rounded(to, multiply_subtract(a, cosine, b * sine));
   store_rounded(to + half, multiply_add(b, cosine, a * sine));
@@ -32,7 +32,7 @@ template <typename From, typename To>
 void rotate(const From* x, const float* angle, int head_dim, To* to) {
   const int half = head_dim / 2;
   for (int i = 0; i < half; i += kLanes)
-    rotate_some(load(x + i), load(x + half + i), angle + i, half, to + i);
+    rotate_lanes(load(x + i), load(x + half + i), angle + i, half, to + i);
 }
 
 }  // namespace kvkeep

@@ -1,5 +1,5 @@
-// Which of some vectors is most like each of others. The structure is the interface to Python, as
-// those of decode.h.
+// The search for the most similar vector. The structure is part of the interface to Python; see
+// decode.h.
 #pragma once
 
 #include <cstdint>
@@ -8,27 +8,25 @@
 
 namespace kvkeep {
 
-// row: [heads, rows, width], column: [heads, columns, width], both dense; width is even.
-// most: [heads, rows], the largest product of each row with a column; minus infinity without any.
-// which: [heads, rows], the first column that has it; may be null.
+// rows: [heads, row_count, width], columns: [heads, column_count, width], both dense; width is
+// even. max_products: [heads, row_count], the largest product of each row with a column; minus
+// infinity for a row without any. argmax: [heads, row_count], the first column with that product;
+// may be null.
 struct Similarity {
-  std::int32_t heads, rows, columns, width;
-  std::int32_t older;  // 1: row i meets columns 0 ... i - 1 only
+  std::int32_t heads, row_count, column_count, width;
+  std::int32_t strictly_older;  // 1: row i is compared with columns 0 ... i - 1 only
   std::int32_t threads;
-  const Bf16* row;
-  const Bf16* column;
-  float* most;
-  std::int64_t* which;
+  const Bf16* rows;
+  const Bf16* columns;
+  float* max_products;
+  std::int64_t* argmax;
 };
 
 }  // namespace kvkeep
 
 extern "C" {
 #pragma GCC visibility push(default)
-// The size of Similarity: both sides must agree.
-int kvkeep_similarity_interface();
-
-// A status; see guard.h.
-int kvkeep_most_similar(const kvkeep::Similarity* asked);
+// Find the largest product of each row. Returns a Status.
+int kvkeep_most_similar(const kvkeep::Similarity* search);
 #pragma GCC visibility pop
 }

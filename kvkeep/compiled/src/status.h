@@ -12,7 +12,7 @@ enum Status : int { kDone = 0, kNoKernel = 1, kNoMemory = 2, kFailed = 3, kNotFi
 // Runs `work`, which returns a status. All memory of a call is to be had before its threads start:
 // an exception within them could not be caught here.
 template <typename Work>
-int guarded(Work work) noexcept {
+int run_guarded(Work work) noexcept {
   try {
     return work();
   } catch (const std::bad_alloc&) {

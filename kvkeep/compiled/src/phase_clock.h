@@ -7,9 +7,9 @@
 namespace kvkeep {
 
 // Counts time under the phase that has just ended, where anyone wants to know.
-class Clock {
+class PhaseClock {
  public:
-  explicit Clock(double* seconds) : seconds_(seconds) {
+  explicit PhaseClock(double* seconds) : seconds_(seconds) {
     if (seconds_) last_ = std::chrono::steady_clock::now();
   }
   void ends(Phase phase) {

@@ -1,4 +1,5 @@
-// The threads of one call, which share out the pieces of a phase and wait for each other at its end.
+// The threads of one call, which share out the pieces of a phase and wait for each other at its
+// end.
 #pragma once
 
 #include <sched.h>
@@ -10,22 +11,21 @@
 
 namespace kvkeep {
 
-class Workers {
+class ThreadTeam {
  public:
-  explicit Workers(int threads) : threads_(threads), next_(threads) {}
+  explicit ThreadTeam(int threads) : threads_(threads), next_(threads) {}
 
   // Runs `work(i)` for each i below `count` once. Each thread has a stretch of its own, so that it
   // reads memory in one run, and goes through it `grain` pieces at a time; whoever is done helps
   // the others. Nothing after it may use what others computed before `barrier`.
   template <typename Work>
-  void share(int me, int count, int grain, Work work) {
+  void run_shared(int me, int count, int grain, Work work) {
     for (int turn = 0; turn < threads_; ++turn) {
       const int whose = (me + turn) % threads_;
-      const int begin = static_cast<int>(static_cast<long>(count) * whose / threads_);
-      const int end = static_cast<int>(static_cast<long>(count) * (whose + 1) / threads_);
+      const int begin = static_cast<int>(static_cast<std::ptrdiff_t>(count) * whose / threads_);
+      const int end = static_cast<int>(static_cast<std::ptrdiff_t>(count) * (whose + 1) / threads_);
       for (;;) {
-        const int first =
-            begin + next_[whose].value.fetch_add(grain, std::memory_order_relaxed);
+        const int first = begin + next_[whose].value.fetch_add(grain, std::memory_order_relaxed);
         if (first >= end) break;
         for (int i = first; i < first + grain && i < end; ++i) work(i);
       }
@@ -33,7 +33,7 @@ class Workers {
   }
 
   // Waits until all threads are here.
-  void barrier() {
+  void wait_for_all() {
     const int now = phase_.load(std::memory_order_relaxed);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads_) {
       arrived_.store(0, std::memory_order_relaxed);
@@ -44,16 +44,16 @@ class Workers {
     // Spinning pays while every thread has a core; where one has lost its own, let it run.
     for (int spins = 0; phase_.load(std::memory_order_acquire) == now; ++spins) {
       if (spins < kSpins)
-        wait_a_little();
+        spin_pause();
       else
         sched_yield();
     }
   }
 
   template <typename Work>
-  void share_then_barrier(int me, int count, int grain, Work work) {
-    share(me, count, grain, work);
-    barrier();
+  void run_shared_then_wait(int me, int count, int grain, Work work) {
+    run_shared(me, count, grain, work);
+    wait_for_all();
   }
 
  private:

@@ -1,5 +1,5 @@
-// The layers of one group in a decode step: how their queries and new cells stand, and what they see.
-// Groups may have heads of different widths, which what is here is compiled for.
+// The layers of one group in a decode step: how their queries and new cells stand, and what they
+// see. Groups may have heads of different widths, which what is here is compiled for.
 #pragma once
 
 #include <algorithm>
@@ -7,32 +7,33 @@
 
 #include "decode.h"
 #include "rotation.h"
-#include "runs.h"
+#include "decode_attention.h"
 
 namespace kvkeep {
 
 // Queries, keys and values of each sequence, one behind the other. width: of all of these.
-struct Projected {
+struct ProjectedRows {
   float* x;
   int width;
 
   float* row(int i) const { return x + std::size_t(i) * width; }
 };
 
-class Looking {
+class AttentionGroup {
  public:
-  Looking(const Model& model, const Group& group, const Seen& seen)
+  AttentionGroup(const Model& model, const LayerGroup& group, const GroupViews& views)
       : group(group),
-        seen(seen),
+        views(views),
         queries_width(model.heads * group.head_dim),
         keys_width(group.kv_heads * group.head_dim) {}
-  virtual ~Looking() = default;
+  virtual ~AttentionGroup() = default;
 
   // Towards what: i is a sequence, for its new cell, or behind all of these a run.
   virtual void turn(int i) = 0;
 
-  // A sequence's new cell into its slot, or the queries of one run as they stand there; i: as above.
-  virtual void place(const Layer& layer, const Projected& projected, int i) = 0;
+  // A sequence's new cell into its slot, or the queries of one run as they stand there; i: as
+  // above.
+  virtual void place(const Layer& layer, const ProjectedRows& projected, int i) = 0;
 
   // Attention is shared out in so many units; see AttentionRuns. me: the thread.
   virtual int units(const Layer& layer) const = 0;
@@ -41,33 +42,33 @@ class Looking {
   // What sequence i found. to: [queries_width].
   virtual void merge(const Layer& layer, int i, Activation* to) const = 0;
 
-  const Group& group;
-  const Seen& seen;
+  const LayerGroup& group;
+  const GroupViews& views;
   const int queries_width, keys_width;
 };
 
 template <int kDim>
-class LookingAt final : public Looking {
+class AttentionGroupOf final : public AttentionGroup {
  public:
-  LookingAt(const Model& model, const Group& group, const Seen& seen, const Step& step)
-      : Looking(model, group, seen),
+  AttentionGroupOf(const Model& model, const LayerGroup& group, const GroupViews& views,
+                   const DecodeStep& step)
+      : AttentionGroup(model, group, views),
         heads_(model.heads),
-        sequences_(step.sequences),
-        angles_(std::size_t(step.sequences + seen.runs) * kDim),
-        runs_(model, group, seen, step) {
+        sequences_(step.sequence_count),
+        angles_(std::size_t(step.sequence_count + views.view_count) * kDim),
+        runs_(model, group, views, step) {
     std::fill_n(unrotated_, kDim / 2, 1.f);
     std::fill_n(unrotated_ + kDim / 2, kDim / 2, 0.f);
   }
 
   void turn(int i) override {
     const int run = i - sequences_;
-    const std::int64_t position = run < 0 ? seen.sequence[i].position : seen.run[run].position;
-    angles(group.frequencies, kDim, position, angles_.get() + std::size_t(i) * kDim);
+    const std::int64_t position = run < 0 ? views.sequences[i].position : views.views[run].position;
+    angles(group.inverse_frequencies, kDim, position, angles_.get() + std::size_t(i) * kDim);
   }
 
-  void place(const Layer& layer, const Projected& projected, int i) override {
-    const float* angle =
-        layer.rotated ? angles_.get() + std::size_t(i) * kDim : unrotated_;
+  void place(const Layer& layer, const ProjectedRows& projected, int i) override {
+    const float* angle = layer.rotated ? angles_.get() + std::size_t(i) * kDim : unrotated_;
     if (i >= sequences_) {
       const int run = i - sequences_;
       const float* from = projected.row(runs_.sequence_of(run));
@@ -78,10 +79,10 @@ class LookingAt final : public Looking {
       }
       return;
     }
-    const Sequence& sequence = seen.sequence[i];
+    const Sequence& sequence = views.sequences[i];
     if (sequence.queries)
       for (int c = 0; c < queries_width; c += kLanes)
-        store_rounded(sequence.queries + std::size_t(layer.place) * queries_width + c,
+        store_rounded(sequence.queries + std::size_t(layer.cell_layer) * queries_width + c,
                       load(projected.row(i) + c));
     if (!layer.key.rows) return;
     const float* keys = projected.row(i) + queries_width;
@@ -89,19 +90,19 @@ class LookingAt final : public Looking {
     for (int head = 0; head < group.kv_heads; ++head) {
       Bf16 key[kDim];
       rotate(keys + head * kDim, angle, kDim, key);
-      keep(key, Stretch(sequence.key, layer.place, head));
-      keep(values + head * kDim, Stretch(sequence.value, layer.place, head));
+      keep(key, HeadCells(sequence.key, layer.cell_layer, head));
+      keep(values + head * kDim, HeadCells(sequence.value, layer.cell_layer, head));
     }
   }
 
-  int units(const Layer& layer) const override { return runs_.units(layer.place); }
+  int units(const Layer& layer) const override { return runs_.units(layer.cell_layer); }
 
   void attend_unit(int me, const Layer& layer, int u) override {
-    runs_.attend_unit(me, layer.place, u);
+    runs_.attend_unit(me, layer.cell_layer, u);
   }
 
   void merge(const Layer& layer, int i, Activation* to) const override {
-    runs_.merge(layer.place, i, layer.sinks, to);
+    runs_.merge(layer.cell_layer, i, layer.sinks, to);
   }
 
  private:
@@ -114,26 +115,28 @@ class LookingAt final : public Looking {
 
   // Into the first cell of a stretch.
   template <typename Number>
-  void keep(const Number* numbers, const Stretch& to) const {
+  void keep(const Number* numbers, const HeadCells& to) const {
     Vector<kDim> x;
     load<kDim>(numbers, x);
-    if (!to.quantised()) return store_rounded<kDim>(to.plain(), x);
+    if (!to.quantised()) return store_rounded<kDim>(to.plain_data(), x);
     hadamard<kDim>(x);
     quantise<kDim>(x, to);
   }
 
   const int heads_, sequences_;
   Buffer<float> angles_;  // of the new cells, and of each run
-  AttentionRuns<kDim> runs_;
+  DecodeAttention<kDim> runs_;
   float unrotated_[kDim];  // angles of layers without RoPE
 };
 
 // Null for heads of a width that there are no kernels for.
-inline std::unique_ptr<Looking> looking(const Model& model, const Group& group, const Seen& seen,
-                                        const Step& step) {
-  std::unique_ptr<Looking> found;
-  for_width(group.head_dim, [&](auto width) {
-    found = std::make_unique<LookingAt<width.value>>(model, group, seen, step);
+inline std::unique_ptr<AttentionGroup> make_attention_group(const Model& model,
+                                                            const LayerGroup& group,
+                                                            const GroupViews& views,
+                                                            const DecodeStep& step) {
+  std::unique_ptr<AttentionGroup> found;
+  for_head_dim(group.head_dim, [&](auto width) {
+    found = std::make_unique<AttentionGroupOf<width.value>>(model, group, views, step);
   });
   return found;
 }

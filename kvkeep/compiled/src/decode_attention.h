@@ -1,0 +1,215 @@
+// What the sequences of a step see: attention over all their sights, in pieces that threads share.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <vector>
+
+#include "attention.h"
+#include "buffer.h"
+#include "decode.h"
+
+namespace kvkeep {
+
+constexpr int kUnitCells = 256;  // cells that one thread takes at a time, counted from place 0
+
+template <int kDim>
+class DecodeAttention {
+ public:
+  DecodeAttention(const Model& model, const LayerGroup& group, const GroupViews& views,
+                  const DecodeStep& step)
+      : views_(views),
+        heads_(model.heads),
+        kv_heads_(group.kv_heads),
+        groups_(model.heads / group.kv_heads),
+        how_{group.softmax_scale, group.softcap},
+        rotated_(std::size_t(views.view_count) * model.heads * kDim) {
+    for (int s = 0; s < views.shared_view_count; ++s) {
+      const SharedView& shared = views.shared_views[s];
+      const int begin = (shared.origin + shared.first) / kUnitCells;
+      const int end = (shared.origin + shared.first + shared.cells + kUnitCells - 1) / kUnitCells;
+      first_state_.push_back(state_count_);
+      chunks_.push_back(end - begin);
+      state_count_ += std::size_t(end - begin) * shared.view_count * model.heads;
+      ragged_ |= shared.ragged.offsets != nullptr;
+    }
+    for (int layer = 0; layer < (ragged_ ? group.layer_count : 1); ++layer) {
+      first_unit_.push_back(static_cast<int>(units_.size()));
+      for (int s = 0; s < views.shared_view_count; ++s)
+        for (int head = 0; head < kv_heads_; ++head)
+          for (int chunk = 0; chunk < chunks(s, layer, head); ++chunk)
+            units_.push_back({s, first_chunk(s) + chunk, head});
+    }
+    first_unit_.push_back(static_cast<int>(units_.size()));
+    states_ = std::make_unique<Buffer<SoftmaxState>>(state_count_);
+    out_ = std::make_unique<Buffer<float>>(state_count_ * kDim);
+    std::size_t most = 0;
+    for (int s = 0; s < views.shared_view_count; ++s)
+      most = std::max(most, std::size_t(views.shared_views[s].view_count) * groups_);
+    rows_.resize(step.threads);
+    for (auto& rows : rows_) rows.reserve(most);
+    runs_of_.resize(views.shared_view_count);
+    for (int i = 0, run = 0; i < step.sequence_count; ++i)
+      for (int j = 0; j < views.sequences[i].view_count; ++j, ++run) {
+        sequence_of_.push_back(i);
+        auto& own = runs_of_[views.views[run].shared_view];
+        own.resize(views.shared_views[views.views[run].shared_view].view_count);
+        own[views.views[run].row] = run;
+      }
+  }
+
+  int units(int layer) const {
+    const int at = ragged_ ? layer : 0;
+    return first_unit_[at + 1] - first_unit_[at];
+  }
+  int sequence_of(int run) const { return sequence_of_[run]; }
+
+  // Whether a run's queries are transformed, as the keys are that they look at.
+  bool transformed(int run) const {
+    return views_.shared_views[views_.views[run].shared_view].keys.quantised();
+  }
+
+  // Where a run's query of one head goes, rotated.
+  Activation* query(int run, int head) const {
+    return rotated_.get() + (std::size_t(run) * heads_ + head) * kDim;
+  }
+
+  // All queries that see a chunk of cells of one KV head. me: the thread. u: which of
+  // `units(layer)`.
+  void attend_unit(int me, int layer, int u) {
+    const WorkUnit& unit = units_[(ragged_ ? first_unit_[layer] : 0) + u];
+    PackedBlock<kDim> block;
+    std::vector<QueryRow>& rows = rows_[me];  // with room for all
+    const SharedView& shared = views_.shared_views[unit.shared_view];
+    const int index = layer * kv_heads_ + unit.head;
+    const std::ptrdiff_t own = shared.ragged.first(index);
+    const int upto = shared.first + shared.ragged.count(index, shared.cells);
+    const int first = std::max(shared.first, unit.chunk * kUnitCells - shared.origin);
+    const int end = std::min(upto, (unit.chunk + 1) * kUnitCells - shared.origin);
+    rows.clear();
+    for (int i = 0; i < shared.view_count; ++i)
+      for (int g = 0; g < groups_; ++g) {
+        const int head = unit.head * groups_ + g;
+        const std::size_t at = state_index(unit.shared_view, i, unit.chunk, head);
+        (*states_)[at] = SoftmaxState{};
+        float* out = out_->get() + at * kDim;
+        std::fill_n(out, kDim, 0.f);
+        const int run = runs_of_[unit.shared_view][i];
+        rows.push_back({query(run, head), nullptr, nullptr, 0, 0, states_->get() + at, out});
+      }
+    const HeadCells keys = HeadCells(shared.keys, layer, unit.head).advanced(own);
+    const HeadCells values = HeadCells(shared.values, layer, unit.head).advanced(own);
+    const bool plain = !keys.quantised() && !values.quantised();
+    // Blocks begin at places that are multiples of their size, whichever cells are looked at and
+    // wherever they are stored: sums then come out the same to the last bit, whoever else runs.
+    // With origin 70, slots 0 to 57 are the end of the second block, which begins at slot -6.
+    const int begin = (shared.origin + first) / kBlockCells * kBlockCells - shared.origin;
+    for (int slot = begin; slot < end; slot += kBlockCells) {
+      const int from = std::max(first - slot, 0), to = std::min(kBlockCells, end - slot);
+      pack<kDim>(keys.advanced(slot), values.advanced(slot), from, to, Hadamard::kKept, block);
+      for (std::size_t r = 0; r < rows.size(); ++r) {
+        rows[r].begin = from, rows[r].end = to;
+        if (shared.bias)
+          rows[r].bias = shared.bias + static_cast<std::ptrdiff_t>(r / groups_) * shared.cells +
+                         slot - shared.first;
+        if (shared.cell_bias)
+          rows[r].cell_bias = shared.cell_bias + layer * shared.cell_bias_layer +
+                              unit.head * shared.cell_bias_head + own + slot;
+      }
+      const int next = slot + kBlockCells;
+      Prefetch ahead{};
+      if (plain)
+        ahead = {keys.advanced(next).plain_data(), values.advanced(next).plain_data(),
+                 keys.plain_stride(), values.plain_stride(),
+                 std::clamp(upto - next, 0, kBlockCells)};
+      attend<kDim>(block, how_, rows.data(), static_cast<int>(rows.size()), ahead);
+    }
+  }
+
+  // What a sequence's runs found, as one softmax. sinks: [heads], or null. to: [heads, head_dim].
+  void merge(int layer, int i, const float* sinks, Activation* to) const {
+    int begin = 0;
+    for (int before = 0; before < i; ++before) begin += views_.sequences[before].view_count;
+    const int end = begin + views_.sequences[i].view_count;
+    for (int head = 0; head < heads_; ++head) {
+      float most = kNoScore;
+      const auto each = [&](auto visit) {
+        for (int l = begin; l < end; ++l) {
+          const SequenceView& run = views_.views[l];
+          const int from = first_chunk(run.shared_view);
+          const int upto = from + chunks(run.shared_view, layer, head / groups_);
+          for (int chunk = from; chunk < upto; ++chunk) {
+            const std::size_t at = state_index(run.shared_view, run.row, chunk, head);
+            if ((*states_)[at].sum > 0.f)
+              visit((*states_)[at], out_->get() + at * kDim,
+                    views_.shared_views[run.shared_view].values.quantised());
+          }
+        }
+      };
+      each([&](const SoftmaxState& found, const float*, bool) {
+        most = std::max(most, found.most);
+      });
+      if (sinks) most = std::max(most, sinks[head] * kLog2E);
+      float total = sinks ? std::exp2(sinks[head] * kLog2E - most) : 0.f;
+      bool some_transformed = false;
+      Vector<kDim> plain, transformed;  // what was found of plain values, and of quantised ones
+      for (auto& lanes : plain) lanes = zeros();
+      for (auto& lanes : transformed) lanes = zeros();
+      each([&](const SoftmaxState& found, const float* out, bool is_transformed) {
+        const float share = std::exp2(found.most - most);
+        total += share * found.sum;
+        some_transformed |= is_transformed;
+        auto& sum = is_transformed ? transformed : plain;
+        for (int d = 0; d < kDim / kLanes; ++d)
+          sum[d] = multiply_add(splat(share), load(out + d * kLanes), sum[d]);
+      });
+      if (some_transformed) {
+        hadamard<kDim>(transformed);
+        for (int d = 0; d < kDim / kLanes; ++d) plain[d] = plain[d] + transformed[d];
+      }
+      for (int d = 0; d < kDim / kLanes; ++d)
+        store_rounded(to + head * kDim + d * kLanes, plain[d] / splat(total));
+    }
+  }
+
+ private:
+  struct WorkUnit {
+    int shared_view, chunk, head;
+  };
+
+  // Of one layer and KV head.
+  int chunks(int shared, int layer, int head) const {
+    const RaggedOffsets& own = views_.shared_views[shared].ragged;
+    if (!own.offsets) return chunks_[shared];
+    return (own.count(layer * kv_heads_ + head, 0) + kUnitCells - 1) / kUnitCells;
+  }
+
+  int first_chunk(int shared) const {
+    return (views_.shared_views[shared].origin + views_.shared_views[shared].first) / kUnitCells;
+  }
+
+  // Where what a run found in a chunk lies.
+  std::size_t state_index(int shared, int index, int chunk, int head) const {
+    const int from = first_chunk(shared);
+    return first_state_[shared] + (std::size_t(index) * chunks_[shared] + (chunk - from)) * heads_ +
+           head;
+  }
+
+  const GroupViews& views_;
+  const int heads_, kv_heads_, groups_;
+  const ScoreParams how_;
+  Buffer<Activation> rotated_;
+  bool ragged_ = false;          // whether any sight is: layers then have units of their own
+  std::vector<WorkUnit> units_;  // of each such layer, one behind the other
+  std::vector<int> first_unit_;  // of each such layer, and the end
+  std::vector<std::size_t> first_state_;     // of each sight
+  std::vector<int> chunks_, sequence_of_;    // of each sight, of each run
+  std::vector<std::vector<QueryRow>> rows_;  // of each thread
+  std::vector<std::vector<int>> runs_of_;    // of each sight, by the index within it
+  std::size_t state_count_ = 0;
+  std::unique_ptr<Buffer<SoftmaxState>> states_;
+  std::unique_ptr<Buffer<float>> out_;
+};
+
+}  // namespace kvkeep

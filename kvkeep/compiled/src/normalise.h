@@ -1,0 +1,45 @@
+#pragma once
+
+#include <cmath>
+
+#include "lanes.h"
+
+namespace kvkeep {
+
+// How a model norms. centred: the mean is taken off first, which makes it LayerNorm
+// (arXiv:1607.06450). plus: what weights are more than is stored.
+struct NormParams {
+  float eps, plus;
+  bool centred;
+};
+
+// RMSNorm (arXiv:1910.07467) of `size` values, a multiple of 16. `weight(i)` is of those from i on,
+// and `to(i, values)` takes them, 16 at a time.
+template <typename Weight, typename To>
+void normalise_by(Weight weight, const float* x, const NormParams& how, int size, To to) {
+  Floats mean = zeros();
+  if (how.centred) {
+    for (int i = 0; i < size; i += kLanes) mean = mean + load(x + i);
+    mean = splat(reduce_add(mean) / size);
+  }
+  Floats squares = zeros();
+  for (int i = 0; i < size; i += kLanes) {
+    const Floats value = load(x + i) - mean;
+    squares = multiply_add(value, value, squares);
+  }
+  const Floats factor = splat(1.f / std::sqrt(reduce_add(squares) / size + how.eps));
+  for (int i = 0; i < size; i += kLanes) to(i, (load(x + i) - mean) * factor * weight(i));
+}
+
+template <typename To>
+void normalise(const float* x, const Bf16* weight, const NormParams& how, int size, To to) {
+  normalise_by([=](int i) { return load(weight + i) + splat(how.plus); }, x, how, size, to);
+}
+
+// The same without a weight.
+template <typename To>
+void normalise(const float* x, const NormParams& how, int size, To to) {
+  normalise_by([](int) { return splat(1.f); }, x, how, size, to);
+}
+
+}  // namespace kvkeep
