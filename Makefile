@@ -70,7 +70,7 @@ fuzz: install
 SANITIZED := $(CURDIR)/build/sanitize
 SANITIZERS := -fsanitize=address,undefined
 
-BEST := from kvkeep.compiled.instruction_sets import choice; print(choice().name)
+BEST := from kvkeep.compiled.instruction_sets import selected_set; print(selected_set().name)
 
 sanitize: install
 	KVKEEP_SETS="$$($(BIN)/python -c '$(BEST)' | sed '/^avx2$$/d;s/^torch$$//') avx2" \
@@ -121,16 +121,20 @@ emulated: install
 	  tests/methods/test_similarity.py \
 	  tests/compiled/test_instruction_sets.py::test_numbers_are_rounded_to_the_same_bits
 
+CPP := $(wildcard kvkeep/compiled/src/*) $(wildcard tests/emulated/*.cpp)
+
 # Formats everything; `make check` is what to run before each commit (also by .pre-commit-config.yaml).
 fmt: install
 	$(BIN)/ruff check --fix-only --quiet .
 	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CPP)
 
 check: lint types
 
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $(CPP)
 
 types: install
 	$(BIN)/mypy

@@ -23,8 +23,8 @@ from benchmarks.figures import rounded
 from benchmarks.machine import describe_machine
 from benchmarks.random_gguf import random_blocks
 from kvkeep.compiled.binding import CMatrix, library, require_done
-from kvkeep.compiled.instruction_sets import choice
-from kvkeep.compiled.matrices import described
+from kvkeep.compiled.instruction_sets import selected_set
+from kvkeep.compiled.operands import matrix_operand
 from kvkeep.models.weights.formats import FORMATS
 from kvkeep.models.weights.packing import from_gguf, pack
 from kvkeep.storage.files.atomic import write_json
@@ -53,11 +53,11 @@ def main(formats: Sequence[str], counts: Sequence[int], out: Path | None) -> Non
     if unknown := set(formats) - FORMATS.keys():
         raise click.UsageError(f"{min(unknown)} is no format; there are {', '.join(FORMATS)}")
     if library() is None:
-        raise click.UsageError(f"there are no kernels here: they {choice().why_torch}")
-    print(f"{choice().name}, {torch.get_num_threads()} threads")
+        raise click.UsageError(f"there are no kernels here: they {selected_set().torch_reason}")
+    print(f"{selected_set().name}, {torch.get_num_threads()} threads")
     found = [speed for name in formats or FORMATS for speed in measure(name, counts)]
     if out:
-        about = {"machine": dataclasses.asdict(describe_machine()), "kernels": choice().name}
+        about = {"machine": dataclasses.asdict(describe_machine()), "kernels": selected_set().name}
         write_json(out, about | {"speeds": [dataclasses.asdict(each) for each in found]})
 
 
@@ -65,7 +65,7 @@ def measure(name: str, counts: Sequence[int]) -> list[Speed]:
     blocks = random_blocks(np.random.default_rng(0), name, *SHAPE)
     matrix = pack(from_gguf(FORMATS[name], torch.from_numpy(blocks)))
     kept = [dataclasses.replace(matrix, data=matrix.data.clone()) for _ in range(COPIES)]
-    copies = [described(name, each, SHAPE, None, rounded=False) for each in kept]
+    copies = [matrix_operand(name, each, SHAPE, None, rounded=False) for each in kept]
     found = list[Speed]()
     for count in counts:
         seconds = _seconds(copies, count)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache import Layout
-from kvkeep.compiled.decoder import CompiledExecutor, can_decode, obstacle
-from kvkeep.compiled.instruction_sets import TORCH, choice, runs_here
+from kvkeep.compiled.decoder import CompiledExecutor, can_decode, unsupported_reason
+from kvkeep.compiled.instruction_sets import TORCH, runs_here, selected_set
 from kvkeep.errors import SlowPathWarning
 from kvkeep.models.layers.decoder import Decoder
 from kvkeep.models.layers.graph import GraphExecutor
@@ -67,15 +67,17 @@ def path_of(spec: ModelSpec, layout: Layout) -> ComputePath:
     """Return how a model with cells of this layout is computed here.
 
     The cells have the dtype and the device of the weights. Raises InvalidArgument as
-    `kvkeep.compiled.instruction_sets.choice` does.
+    `kvkeep.compiled.instruction_sets.selected_set` does.
     """
-    chosen, reason = choice(), obstacle(spec, layout)
+    chosen, reason = selected_set(), unsupported_reason(spec, layout)
     if not reason:
-        against = {f"those of {name}": why for name, why in chosen.against.items()}
-        missing = [] if chosen.asked else list(filter(runs_here, chosen.against))
-        slow = f"those of {missing[0]} {chosen.against[missing[0]]}" if missing else ""
+        against = {f"those of {name}": why for name, why in chosen.rejected.items()}
+        missing = [] if chosen.requested else list(filter(runs_here, chosen.rejected))
+        slow = f"those of {missing[0]} {chosen.rejected[missing[0]]}" if missing else ""
         return ComputePath(chosen.name, against, slow)
-    requested = chosen.asked or layout.device.type != "cpu" or layout.dtype is not torch.bfloat16
+    requested = (
+        chosen.requested or layout.device.type != "cpu" or layout.dtype is not torch.bfloat16
+    )
     slow = "" if requested else f"the compiled kernels {reason}"
     return ComputePath(TORCH, {"the compiled kernels": reason}, slow)
 

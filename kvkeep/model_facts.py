@@ -10,7 +10,7 @@ import torch
 
 from kvkeep import validation
 from kvkeep.cache import Bits
-from kvkeep.compiled.decoder import obstacle, prompts_in
+from kvkeep.compiled.decoder import prompt_dtype, unsupported_reason
 from kvkeep.errors import InvalidArgument, ModelNotFound
 from kvkeep.executors import path_of
 from kvkeep.loader import BY_TRANSFORMERS
@@ -132,7 +132,7 @@ def model_facts(name: str, dtype: str = "bfloat16", weights: str | None = None) 
         check_tensors(spec, decoder_shapes(spec, read_shapes(folder)), folder)
     layout = group_layout(spec, spec.groups[0], DTYPES[dtype], torch.device("cpu"))
     groups = tuple(_group(spec, group, DTYPES[dtype]) for group in spec.groups)
-    reason, itemsize = obstacle(spec, layout), layout.dtype.itemsize
+    reason, itemsize = unsupported_reason(spec, layout), layout.dtype.itemsize
     if weights is not None:
         weights = validation.one_of("weights", weights, WEIGHTS)
         if weights != "bf16" and reason:
@@ -178,7 +178,7 @@ def model_facts(name: str, dtype: str = "bfloat16", weights: str | None = None) 
         formats=dict(sorted(Counter(traffic.formats.values()).items())),
         bytes_per_token=traffic.per_token,
         decode=str(path_of(spec, layout)),
-        prefill=f"torch in {dtype if reason else str(prompts_in()).removeprefix('torch.')}",
+        prefill=f"torch in {dtype if reason else str(prompt_dtype()).removeprefix('torch.')}",
         attention="torch" if reason else "compiled kernels",
         thousand_cells=cells,
         full_cells=sum(

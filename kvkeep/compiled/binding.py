@@ -1,21 +1,33 @@
-"""The compiled kernels, where they were built and this processor can run them.
+"""The compiled kernels as ctypes sees them: their structures, functions and status codes.
 
-The structures are those of `src/decode.h`, `src/chunk.h` and `src/similarity.h`;
-`instruction_sets.py` says which kernels they are.
+Each structure is that of the same name, less the C, in `src/matrix.h`, `src/cells.h`,
+`src/decode.h`, `src/chunk.h` or `src/similarity.h`. A library whose structures differ in any field
+is not used.
 """
 
 import ctypes
 import warnings
-from ctypes import POINTER, Structure, c_double, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import (
+    POINTER,
+    Structure,
+    c_double,
+    c_float,
+    c_int,
+    c_int32,
+    c_int64,
+    c_ssize_t,
+    c_void_p,
+)
 from functools import cache
 
 import torch
 
-from kvkeep.compiled.instruction_sets import TORCH, choice, load
+from kvkeep.compiled.instruction_sets import TORCH, load, selected_set
 from kvkeep.errors import KernelMismatch, OutOfMemory
 from kvkeep.models.layers.primitives import non_finite_error
 
-PLAIN = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # CMatrix.format
+# CMatrix.format of matrices that are not packed.
+DENSE_FORMATS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 
 class CMatrix(Structure):
@@ -34,7 +46,7 @@ class CMlp(Structure):
     _fields_ = (("gate", CMatrix), ("up", CMatrix), ("down", CMatrix))
 
 
-class CBeside(Structure):
+class CParallelExperts(Structure):
     _fields_ = (
         ("mlp_norm", c_void_p),
         ("norm", c_void_p),
@@ -43,28 +55,28 @@ class CBeside(Structure):
     )
 
 
-class CMixture(Structure):
+class CMixtureOfExperts(Structure):
     _fields_ = (
         ("router", CMatrix),
         ("shared_router", CMatrix),
         ("shared", CMlp),
-        ("expert", POINTER(CMlp)),
-        ("scales", c_void_p),
-        ("beside", POINTER(CBeside)),
+        ("experts", POINTER(CMlp)),
+        ("expert_scales", c_void_p),
+        ("parallel", POINTER(CParallelExperts)),
     )
 
 
-class CPerLayer(Structure):
+class CPerLayerEmbedding(Structure):
     _fields_ = (
         ("table", CMatrix),
         ("projection", CMatrix),
         ("norm", c_void_p),
         ("size", c_int32),
-        ("factor", c_float),
+        ("table_multiplier", c_float),
     )
 
 
-class COwnInput(Structure):
+class CPerLayerInput(Structure):
     _fields_ = (("gate", CMatrix), ("projection", CMatrix), ("norm", c_void_p))
 
 
@@ -81,64 +93,64 @@ class CLayer(Structure):
         ("key_norm", c_void_p),
         ("attention_output_norm", c_void_p),
         ("mlp_output_norm", c_void_p),
-        ("mixture", POINTER(CMixture)),
-        ("own", POINTER(COwnInput)),
+        ("experts", POINTER(CMixtureOfExperts)),
+        ("per_layer_input", POINTER(CPerLayerInput)),
         ("sinks", c_void_p),
         ("group", c_int32),
-        ("place", c_int32),
+        ("cell_layer", c_int32),
         ("rotated", c_int32),
-        ("scale", c_float),
+        ("output_scale", c_float),
     )
 
 
-class CGroup(Structure):
+class CLayerGroup(Structure):
     _fields_ = (
-        ("layers", c_int32),
+        ("layer_count", c_int32),
         ("kv_heads", c_int32),
         ("head_dim", c_int32),
         ("reserved", c_int32),
-        ("scale", c_float),
+        ("softmax_scale", c_float),
         ("softcap", c_float),
         ("query_scale", c_void_p),
-        ("frequencies", c_void_p),
+        ("inverse_frequencies", c_void_p),
     )
 
 
 class CModel(Structure):
     _fields_ = (
-        ("layers", c_int32),
-        ("groups", c_int32),
-        ("hidden", c_int32),
-        ("inner", c_int32),
+        ("layer_count", c_int32),
+        ("group_count", c_int32),
+        ("hidden_size", c_int32),
+        ("mlp_size", c_int32),
         ("heads", c_int32),
         ("values_normed", c_int32),
         ("norm_eps", c_float),
-        ("norm_plus", c_float),
+        ("norm_offset", c_float),
         ("embedding_multiplier", c_float),
         ("residual_multiplier", c_float),
-        ("whole_norms", c_int32),
+        ("qk_norm_whole", c_int32),
         ("centred_norms", c_int32),
         ("parallel", c_int32),
         ("activation", c_int32),
-        ("experts", c_int32),
+        ("expert_count", c_int32),
         ("experts_per_token", c_int32),
-        ("expert_inner", c_int32),
-        ("shared_inner", c_int32),
+        ("expert_size", c_int32),
+        ("shared_expert_size", c_int32),
         ("norm_topk", c_int32),
         ("norm", c_void_p),
-        ("per_layer", POINTER(CPerLayer)),
-        ("layer", POINTER(CLayer)),
-        ("group", POINTER(CGroup)),
+        ("per_layer", POINTER(CPerLayerEmbedding)),
+        ("layers", POINTER(CLayer)),
+        ("groups", POINTER(CLayerGroup)),
         ("embedding", CMatrix),
         ("head", CMatrix),
     )
 
 
 class CStrides(Structure):
-    _fields_ = (("layer", c_int64), ("head", c_int64), ("cell", c_int64))
+    _fields_ = (("layer", c_ssize_t), ("head", c_ssize_t), ("cell", c_ssize_t))
 
 
-class CKept(Structure):
+class CStoredCells(Structure):
     _fields_ = (
         ("data", c_void_p),
         ("scale", c_void_p),
@@ -152,66 +164,66 @@ class CKept(Structure):
 class CSequence(Structure):
     _fields_ = (
         ("token", c_int32),
-        ("runs", c_int32),
+        ("view_count", c_int32),
         ("position", c_int64),
-        ("key", CKept),
-        ("value", CKept),
+        ("key", CStoredCells),
+        ("value", CStoredCells),
         ("queries", c_void_p),
     )
 
 
-class CSight(Structure):
+class CSharedView(Structure):
     _fields_ = (
-        ("keys", CKept),
-        ("values", CKept),
+        ("keys", CStoredCells),
+        ("values", CStoredCells),
         ("first", c_int32),
         ("cells", c_int32),
-        ("runs", c_int32),
+        ("view_count", c_int32),
         ("origin", c_int32),
         ("bias", c_void_p),
         ("cell_bias", c_void_p),
-        ("cell_bias_layer", c_int64),
-        ("cell_bias_head", c_int64),
-        ("offsets", c_void_p),
+        ("cell_bias_layer", c_ssize_t),
+        ("cell_bias_head", c_ssize_t),
+        ("ragged", c_void_p),
     )
 
 
-class CRun(Structure):
-    _fields_ = (("position", c_int64), ("sight", c_int32), ("index", c_int32))
+class CSequenceView(Structure):
+    _fields_ = (("position", c_int64), ("shared_view", c_int32), ("row", c_int32))
 
 
-class CSeen(Structure):
+class CGroupViews(Structure):
     _fields_ = (
-        ("sights", c_int32),
-        ("runs", c_int32),
-        ("sequence", POINTER(CSequence)),
-        ("sight", POINTER(CSight)),
-        ("run", POINTER(CRun)),
+        ("shared_view_count", c_int32),
+        ("view_count", c_int32),
+        ("sequences", POINTER(CSequence)),
+        ("shared_views", POINTER(CSharedView)),
+        ("views", POINTER(CSequenceView)),
     )
 
 
-class CStep(Structure):
+class CDecodeStep(Structure):
     _fields_ = (
-        ("sequences", c_int32),
+        ("sequence_count", c_int32),
         ("threads", c_int32),
-        ("seen", POINTER(CSeen)),
+        ("groups", POINTER(CGroupViews)),
         ("hidden", c_void_p),
         ("seconds", POINTER(c_double)),
     )
 
 
-class CPart(Structure):
+class CChunkView(Structure):
     _fields_ = (
-        ("keys", CKept),
-        ("values", CKept),
+        ("keys", CStoredCells),
+        ("values", CStoredCells),
         ("cells", c_int32),
         ("rotation", c_int32),
         ("causal", c_int32),
         ("bias_row", c_int32),
         ("bias", c_void_p),
         ("cell_bias", c_void_p),
-        ("cell_bias_head", c_int64),
-        ("offsets", c_void_p),
+        ("cell_bias_head", c_ssize_t),
+        ("ragged", c_void_p),
     )
 
 
@@ -222,9 +234,9 @@ class CChunk(Structure):
         ("kv_heads", c_int32),
         ("head_dim", c_int32),
         ("rotations", c_int32),
-        ("parts", c_int32),
+        ("view_count", c_int32),
         ("threads", c_int32),
-        ("scale", c_float),
+        ("softmax_scale", c_float),
         ("softcap", c_float),
         ("reserved", c_int32),
         ("sinks", c_void_p),
@@ -234,9 +246,9 @@ class CChunk(Structure):
         ("angles", POINTER(c_float)),
         ("new_keys", c_void_p),
         ("new_values", c_void_p),
-        ("new_key_head", c_int64),
-        ("new_value_head", c_int64),
-        ("part", POINTER(CPart)),
+        ("new_key_head", c_ssize_t),
+        ("new_value_head", c_ssize_t),
+        ("views", POINTER(CChunkView)),
         ("out", c_void_p),
         ("log_sums", c_void_p),
     )
@@ -245,49 +257,54 @@ class CChunk(Structure):
 class CSimilarity(Structure):
     _fields_ = (
         ("heads", c_int32),
-        ("rows", c_int32),
-        ("columns", c_int32),
+        ("row_count", c_int32),
+        ("column_count", c_int32),
         ("width", c_int32),
-        ("older", c_int32),
+        ("strictly_older", c_int32),
         ("threads", c_int32),
-        ("row", c_void_p),
-        ("column", c_void_p),
-        ("most", c_void_p),
-        ("which", c_void_p),
+        ("rows", c_void_p),
+        ("columns", c_void_p),
+        ("max_products", c_void_p),
+        ("argmax", c_void_p),
     )
 
 
-# What a step's seconds are counted under, in this order.
+# The phases that a decode step's seconds are counted under, in this order.
 PHASES = ("norms", "projections", "cells", "attention", "output", "mlp")
 HEAD_DIMS = (32, 64, 96, 128, 256, 512)
-_LAYERS = (CModel, CLayer, CGroup, CMixture, CBeside, CPerLayer, COwnInput)
-_DECODE = (*_LAYERS, CStep, CSeen, CSequence, CSight, CRun)
-_CHUNK = (CPart, CChunk)
-_REVISION = 8  # of the calls; `kRevision` in src/decode.h
-_NO_MEMORY, _NOT_FINITE = 2, 4  # as in src/guard.h
+STRUCTURES: tuple[type[Structure], ...] = (
+    *(CMatrix, CMlp, CParallelExperts, CMixtureOfExperts, CPerLayerEmbedding, CPerLayerInput),
+    *(CLayer, CLayerGroup, CModel, CStrides, CStoredCells, CSequence, CSharedView, CSequenceView),
+    *(CGroupViews, CDecodeStep, CChunkView, CChunk, CSimilarity),
+)
+_REVISION = 9  # `kRevision` in src/decode.h
+_NO_MEMORY, _NOT_FINITE = 2, 4  # `Status` in src/status.h
 
 
 def library() -> ctypes.CDLL | None:
-    """The kernels, or None: not built, not for this processor, or switched off.
+    """Return the kernels, or None: not built, not for this processor, or switched off.
 
-    Raises InvalidArgument for kernels that KVKEEP_ISA asks for and that are not to be had.
+    Raises:
+        InvalidArgument: KVKEEP_ISA names kernels that are not available.
     """
-    name = choice().name
+    name = selected_set().name
     kernels = None if name == TORCH else load(name)
     return None if kernels is None else _bound(kernels)
 
 
 @cache
 def _bound(kernels: ctypes.CDLL) -> ctypes.CDLL | None:
-    if not _agree(kernels):
+    try:
+        require_same_interface(kernels)
+    except KernelMismatch as error:
         warnings.warn(
             "the compiled kernels were built from other sources than this kvkeep's and are not "
-            "used: install it again to build them",
+            f"used: install it again to build them ({error})",
             RuntimeWarning,
             stacklevel=2,
         )
         return None
-    kernels.kvkeep_decode.argtypes = [POINTER(CModel), POINTER(CStep)]
+    kernels.kvkeep_decode.argtypes = [POINTER(CModel), POINTER(CDecodeStep)]
     kernels.kvkeep_product.argtypes = [POINTER(CMatrix), c_void_p, c_int, c_void_p, c_int]
     kernels.kvkeep_unpack.argtypes = [POINTER(CMatrix), c_int, c_int, c_void_p, c_int]
     kernels.kvkeep_unpack_floats.argtypes = kernels.kvkeep_unpack.argtypes
@@ -299,8 +316,53 @@ def _bound(kernels: ctypes.CDLL) -> ctypes.CDLL | None:
     return kernels
 
 
+def require_same_interface(kernels: ctypes.CDLL) -> None:
+    """Check that a library's structures are those of this module, field by field.
+
+    Raises:
+        KernelMismatch: names the structure and the first field that differs.
+    """
+    if not hasattr(kernels, "kvkeep_layout") or kernels.kvkeep_revision() != _REVISION:
+        raise KernelMismatch(f"the kernels' interface is not revision {_REVISION}")
+    layout = _layout(kernels)
+    for structure in STRUCTURES:
+        name = structure.__name__.removeprefix("C")
+        fields = layout.pop(name, {})
+        for field, *_ in structure._fields_:
+            place = getattr(structure, field)
+            expected, found = (place.offset, place.size), fields.pop(field, None)
+            if found != expected:
+                raise KernelMismatch(
+                    f"{name}.{field} must have offset {expected[0]} and size {expected[1]}; the "
+                    f"kernels have {found or 'no such field'}"
+                )
+        if fields:
+            raise KernelMismatch(f"{name}.{next(iter(fields))} is a field of the kernels alone")
+    if layout:
+        raise KernelMismatch(f"{next(iter(layout))} is a structure of the kernels alone")
+
+
+def _layout(kernels: ctypes.CDLL) -> dict[str, dict[str, tuple[int, int]]]:
+    """Return a library's own list: for each structure the offset and size of each field."""
+    size = 1 << 16
+    text = ctypes.create_string_buffer(size)
+    length = kernels.kvkeep_layout(text, size)
+    layout: dict[str, dict[str, tuple[int, int]]] = {}
+    for line in text.raw[:length].decode().splitlines():
+        name, offset, width = line.split()
+        structure, _, field = name.partition(".")
+        layout.setdefault(structure, {})[field] = (int(offset), int(width))
+    return layout
+
+
 def require_done(status: int) -> None:
-    """Raises what a kernel could not: OutOfMemory, NonFiniteLogits; KernelMismatch for none."""
+    """Raise the error that a kernel's status stands for; nothing for success.
+
+    Raises:
+        OutOfMemory: the call's buffers could not be allocated.
+        NonFiniteLogits: a result is NaN or infinity.
+        KernelMismatch: no kernel supports the call.
+    """
     if status == _NOT_FINITE:
         raise non_finite_error()
     if status == _NO_MEMORY:
@@ -313,20 +375,3 @@ def require_done(status: int) -> None:
             f"no compiled kernel takes this model (status {status}); KVKEEP_COMPILED=0 goes by "
             "torch alone"
         )
-
-
-def _agree(kernels: ctypes.CDLL) -> bool:
-    """False for a library that was built from an older source than this file."""
-    found = {
-        "kvkeep_interface": _size(*_DECODE),
-        "kvkeep_revision": _REVISION,
-        "kvkeep_chunk_interface": _size(*_CHUNK),
-        "kvkeep_similarity_interface": _size(CSimilarity),
-    }
-    return all(
-        hasattr(kernels, name) and getattr(kernels, name)() == size for name, size in found.items()
-    )
-
-
-def _size(*structures: type[Structure]) -> int:
-    return sum(map(ctypes.sizeof, structures))

@@ -1,4 +1,4 @@
-"""A chunk step's attention by the compiled kernels: one call for each layer."""
+"""Attention of a prompt's chunk by the compiled kernels: one call for each layer."""
 
 import ctypes
 from functools import cached_property
@@ -6,37 +6,75 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from kvkeep.cache import Ragged
+from kvkeep.cache import LayerAttention, Layout, Ragged
+from kvkeep.cache.layers import LayerDispatch
 from kvkeep.cache.quantised import KVTensor
 from kvkeep.cache.step import ChunkStep, View
 from kvkeep.compiled import binding as c
-from kvkeep.compiled.binding import require_done
-from kvkeep.compiled.operands import address, biases, kept, require, row
+from kvkeep.compiled.operands import (
+    address,
+    cell_bias_address,
+    ragged_cells,
+    require,
+    stored_cells,
+)
+from kvkeep.models.layers.executor import AnyStep
+
+
+def can_attend(layout: Layout) -> bool:
+    """Whether the kernels can read cells of this layout on this machine."""
+    on_cpu = layout.device.type == "cpu" and layout.dtype is torch.bfloat16
+    return on_cpu and layout.head_dim in c.HEAD_DIMS and c.library() is not None
+
+
+def layer_attention(step: AnyStep) -> LayerAttention:
+    """Return the attention of a step: the kernels where they can attend, else the step's own.
+
+    For forwards that torch computes and that only attend here, such as those of transformers.
+    """
+    kernels = c.library()
+    if kernels is None or not isinstance(step, ChunkStep):
+        return step.layer_attention
+    steps = [step, *([step.local] if isinstance(step.local, ChunkStep) else [])]
+    if not all(can_attend(group.newest.layout.plain) for group in steps):
+        return step.layer_attention
+    return chunk_attention(step, kernels)
+
+
+def chunk_attention(step: ChunkStep, kernels: ctypes.CDLL) -> LayerAttention:
+    """Return the kernels' attention of a chunk, which also covers its local layers."""
+    attention = ChunkAttention(step, kernels)
+    if not isinstance(step.local, ChunkStep):
+        return attention
+    return LayerDispatch(step.placements, attention, ChunkAttention(step.local, kernels))
 
 
 class ChunkAttention:
-    """What a chunk step sees, prepared once and used by every layer."""
+    """The attention of one chunk step, prepared once and used by every layer.
+
+    Raises KernelMismatch for cells of another number of layers.
+    """
 
     def __init__(self, step: ChunkStep, kernels: ctypes.CDLL):
         layers = step.new_cells.keys.shape[0]
         for view in step.views:
             cells = view.slots
-            found = cells.counts.shape[0] if isinstance(cells, Ragged) else len(view.keys)
-            require(found == layers, f"cells of {layers} layers", found)
+            count = cells.counts.shape[0] if isinstance(cells, Ragged) else len(view.keys)
+            require(count == layers, f"cells of {layers} layers", count)
         self._step = step
         self._kernels = kernels
 
     @cached_property
     def _angles(self) -> Tensor:
         """`[rotations, n, head_dim]` float32: cosines and sines of each query's position."""
-        return self._turned_by(self._step.attention.rope.inverse_frequencies)
+        return self._angles_of(self._step.attention.rope.inverse_frequencies)
 
     @cached_property
-    def _no_angles(self) -> Tensor:
-        """The same of layers without RoPE: all are 0."""
-        return self._turned_by(torch.zeros_like(self._step.attention.rope.inverse_frequencies))
+    def _zero_angles(self) -> Tensor:
+        """The angles of layers without RoPE, as `_angles`."""
+        return self._angles_of(torch.zeros_like(self._step.attention.rope.inverse_frequencies))
 
-    def _turned_by(self, frequencies: Tensor) -> Tensor:
+    def _angles_of(self, frequencies: Tensor) -> Tensor:
         positions = torch.tensor(self._step.query_positions, dtype=torch.int64, device="cpu")
         shape = (*positions.shape, 2 * frequencies.shape[0])
         angles = torch.empty(shape, dtype=torch.float32, device="cpu")
@@ -50,65 +88,69 @@ class ChunkAttention:
         return angles
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
-        """As `Step.attend`. Raises KernelMismatch, OutOfMemory."""
+        """Attend as `Step.attend` does. Raises KernelMismatch, OutOfMemory."""
         step, (n, heads, head_dim) = self._step, q.shape
         keys, values = step.new_cells.keys[layer], step.new_cells.values[layer]
         kv_heads = keys.shape[0]
-        places = (kv_heads, n, head_dim)
+        new_shape, kv_shape = (kv_heads, n, head_dim), (n, kv_heads, head_dim)
         require(n == step.count, f"queries of {step.count} tokens", n)
         require(heads % kv_heads == 0, f"a multiple of {kv_heads} heads", heads)
         q = q.contiguous()
-        given = [None if x is None else x.contiguous() for x in (k, v)]
-        require((k is None) == (v is None), "keys with values, or neither", given)
-        own = _part(keys, values, places, n, 0, step.own_bias, causal=step.own_bias is None)
-        parts = [own, *(_of_view(view, layer, places) for view in step.views)]
+        k, v = (None if x is None else x.contiguous() for x in (k, v))
+        require((k is None) == (v is None), "keys with values, or neither", (k, v))
+        new = _view(keys, values, new_shape, n, 0, step.own_bias, causal=step.own_bias is None)
+        views = [new, *(_stored_view(view, layer, new_shape) for view in step.views)]
         out = torch.empty(n, heads * head_dim, dtype=torch.bfloat16, device="cpu")
-        turns = self._no_angles if layer in step.attention.rope.unrotated else self._angles
-        sinks = None if step.attention.sinks is None else step.attention.sinks[layer]
-        angles = address(turns, "angles", torch.float32, (len(step.query_positions), n, head_dim))
+        rotations, attention = len(step.query_positions), step.attention
+        angles = self._zero_angles if layer in attention.rope.unrotated else self._angles
+        angles_at = address(angles, "angles", torch.float32, (rotations, n, head_dim))
+        sinks = None if attention.sinks is None else attention.sinks[layer]
         chunk = c.CChunk(
             n,
             heads,
             kv_heads,
             head_dim,
-            len(step.query_positions),
-            len(parts),
+            rotations,
+            len(views),
             torch.get_num_threads(),
-            step.attention.scale,
-            step.attention.softcap,
+            attention.scale,
+            attention.softcap,
             0,
             None if sinks is None else address(sinks, "sinks", torch.float32, (heads,)),
             address(q, "queries", torch.bfloat16, (n, heads, head_dim)),
-            *(
-                None if x is None else address(x, what, torch.bfloat16, (n, kv_heads, head_dim))
-                for what, x in zip(("keys", "values"), given, strict=True)
-            ),
-            ctypes.cast(angles, ctypes.POINTER(ctypes.c_float)),
-            address(keys, "new keys", torch.bfloat16, places),
-            address(values, "new values", torch.bfloat16, places),
+            None if k is None else address(k, "keys", torch.bfloat16, kv_shape),
+            None if v is None else address(v, "values", torch.bfloat16, kv_shape),
+            ctypes.cast(angles_at, ctypes.POINTER(ctypes.c_float)),
+            address(keys, "new keys", torch.bfloat16, new_shape),
+            address(values, "new values", torch.bfloat16, new_shape),
             keys.stride(0),
             values.stride(0),
-            (c.CPart * len(parts))(*parts),
+            (c.CChunkView * len(views))(*views),
             out.data_ptr(),
             None
             if step.log_sums is None
             else address(step.log_sums[layer], "log sums", torch.float32, (heads, n)),
         )
         step.observe(layer, q)
-        require_done(self._kernels.kvkeep_attend_chunk(chunk))
+        c.require_done(self._kernels.kvkeep_attend_chunk(chunk))
         return out
 
 
-def _of_view(view: View, layer: int, places: tuple[int, int, int]) -> c.CPart:
-    kv_heads, n, head_dim = places
-    if isinstance(view.slots, Ragged):
-        return _ragged(view.slots, layer, kv_heads, head_dim, view.rotation)
-    keys, values, cell_bias = view.keys[layer], view.values[layer], view.cell_bias[layer]
-    seen = (kv_heads, keys.shape[1], head_dim)
-    return _part(keys, values, seen, n, view.rotation, view.bias, False, cell_bias)
+def _stored_view(view: View, layer: int, new_shape: tuple[int, int, int]) -> c.CChunkView:
+    """Describe stored cells of one layer. new_shape: `[kv_heads, n, head_dim]` of the chunk."""
+    kv_heads, n, head_dim = new_shape
+    cells = view.slots
+    if isinstance(cells, Ragged):
+        keys, values, bias, offsets = ragged_cells(cells, cells.counts.shape[0], kv_heads, head_dim)
+        offsets += layer * kv_heads * cells.offsets.itemsize
+        most = int(cells.counts[layer].max())
+        return c.CChunkView(keys, values, most, view.rotation, 0, 0, None, bias, 0, offsets)
+    layer_keys, layer_values = view.keys[layer], view.values[layer]
+    shape, cell_bias = (kv_heads, layer_keys.shape[1], head_dim), view.cell_bias[layer]
+    return _view(layer_keys, layer_values, shape, n, view.rotation, view.bias, False, cell_bias)
 
 
-def _part(
+def _view(
     keys: KVTensor,
     values: KVTensor,
     shape: tuple[int, int, int],
@@ -117,26 +159,19 @@ def _part(
     bias: Tensor | None,
     causal: bool,
     cell_bias: Tensor | None = None,
-) -> c.CPart:
-    """shape: `[kv_heads, cells, head_dim]`, of keys and values. n: queries."""
+) -> c.CChunkView:
+    """Describe cells of one layer. shape: `[kv_heads, cells, head_dim]`. n: queries."""
     kv_heads, cells, _ = shape
     rows = 1 if bias is None or bias.shape[0] == 1 else n
-    return c.CPart(
-        kept(keys, shape, 0),
-        kept(values, shape, 0),
+    return c.CChunkView(
+        stored_cells(keys, shape, 0),
+        stored_cells(values, shape, 0),
         cells,
         rotation,
         int(causal),
         0 if rows == 1 else cells,
         None if bias is None else address(bias, "a bias", torch.float32, (rows, cells)),
-        None if cell_bias is None else biases(cell_bias, (kv_heads, cells)),
+        None if cell_bias is None else cell_bias_address(cell_bias, (kv_heads, cells)),
         0 if cell_bias is None else cell_bias.stride(0),
         None,
     )
-
-
-def _ragged(cells: Ragged, layer: int, kv_heads: int, head_dim: int, rotation: int) -> c.CPart:
-    keys, values, bias, offsets = row(cells, cells.counts.shape[0], kv_heads, head_dim)
-    offsets += layer * kv_heads * cells.offsets.itemsize
-    most = int(cells.counts[layer].max())
-    return c.CPart(keys, values, most, rotation, 0, 0, None, bias, 0, offsets)

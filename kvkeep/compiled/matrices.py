@@ -1,9 +1,9 @@
-"""Matrices as the compiled kernels read them, and their products with the rows of a prompt.
+"""Products of packed weight matrices with the rows of a prompt.
 
-A token that was sampled is multiplied by weights as they are packed. A prompt's tokens are
-multiplied by the same weights, each rounded to bfloat16, however many tokens a step has: few by a
-kernel, many by the library, to which a matrix is unpacked part by part. On a processor that does
-not multiply bfloat16 the library is handed the same numbers in float32.
+A sampled token is multiplied by the weights as they are packed. A prompt's tokens are multiplied
+by the same weights, each rounded to bfloat16, whatever the size of the step: few rows by a kernel,
+many by torch, for which the matrix is unpacked part by part. On a processor without fast bfloat16
+products torch gets the same numbers in float32.
 """
 
 import ctypes
@@ -15,39 +15,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvkeep.compiled.binding import PLAIN, CMatrix, require_done
+from kvkeep.compiled.binding import CMatrix, require_done
 from kvkeep.compiled.operands import address, require
 from kvkeep.models.layers.primitives import padded_rows
-from kvkeep.models.weights.packing import BLOCK, Matrix, packed_shapes
+from kvkeep.models.weights.packing import BLOCK, Matrix
 
-FEW = 16  # rows that a kernel multiplies: beyond, unpacking and the library are faster
+FEW = 16  # rows that a kernel multiplies: beyond, unpacking and torch are faster
 _SCRATCH = 1 << 26  # bytes that are unpacked at a time, 64 MB
 
 
-def described(
-    name: str, matrix: Matrix, shape: tuple[int, ...], bias: int | None, rounded: bool
-) -> CMatrix:
-    """rounded: as if each weight had been rounded to bfloat16.
-
-    Raises KernelMismatch for a matrix that is not of that shape.
-    """
-    rows, columns = shape
-    if isinstance(matrix, Tensor):
-        require(matrix.dtype in PLAIN, f"{name} in 16 or 32 bits", matrix.dtype)
-        data = address(matrix, name, matrix.dtype, shape)
-        return CMatrix(PLAIN[matrix.dtype], rows, columns, int(rounded), data, None, bias)
-    require(matrix.rows == rows, f"{name} packed with {rows} rows", matrix.rows)
-    shapes = packed_shapes(matrix.format, rows, columns)
-    data = address(matrix.data, name, torch.uint8, shapes[0])
-    scales = address(matrix.scales, f"the scales of {name}", torch.uint8, shapes[1])
-    return CMatrix(matrix.format.number, rows, columns, int(rounded), data, scales, bias)
-
-
 class PackedLinear:
-    """A product with rows of bfloat16, `[n, columns]` to `[n, rows]`, of a matrix that is packed.
+    """The product of bfloat16 rows with a packed matrix: `[n, columns]` to `[n, rows]`.
 
-    matrix: to be read as rounded. bias: `[rows]` bfloat16, or None. kept: what the matrix is of.
-    dtype: of the library's products.
+    matrix: the operand, marked as rounded. bias: `[rows]` bfloat16, or None. weight: the storage
+    that the operand points to. dtype: of torch's products.
     """
 
     def __init__(
@@ -55,35 +36,31 @@ class PackedLinear:
         kernels: ctypes.CDLL,
         matrix: CMatrix,
         bias: Tensor | None,
-        kept: Matrix,
+        weight: Matrix,
         dtype: torch.dtype,
     ):
         self._kernels = kernels
-        self._dtype = dtype
         self._matrix = matrix
         self._bias = bias
-        self._kept = kept
+        self._weight = weight  # not read here; must live as long as the operand
+        self._dtype = dtype
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._by_kernel(x) if x.shape[0] <= FEW else self._by_library(x)
+        return self._by_kernel(x) if x.shape[0] <= FEW else self._by_torch(x)
 
     def dense(self) -> Tensor:
-        """All of it, `[rows, columns]` bfloat16."""
-        out = torch.empty(
-            self._matrix.rows, self._matrix.columns, dtype=torch.bfloat16, device="cpu"
-        )
-        self._unpack(0, -(-self._matrix.rows // BLOCK), out)
+        """Return the matrix unpacked, `[rows, columns]` bfloat16."""
+        rows, columns = self._matrix.rows, self._matrix.columns
+        out = torch.empty(rows, columns, dtype=torch.bfloat16, device="cpu")
+        self._unpack(0, -(-rows // BLOCK), out)
         return out
 
     def take_rows(self, indices: Tensor) -> Tensor:
         """Return rows of the matrix, `[n, columns]` bfloat16. indices: `[n]` int64."""
         matrix, indices = self._matrix, indices.contiguous()
         rows = indices.tolist()
-        require(
-            not rows or 0 <= min(rows) <= max(rows) < matrix.rows,
-            f"rows of 0 to {matrix.rows - 1}",
-            rows,
-        )
+        in_range = not rows or 0 <= min(rows) <= max(rows) < matrix.rows
+        require(in_range, f"rows of 0 to {matrix.rows - 1}", rows)
         out = torch.empty(len(rows), matrix.columns, dtype=torch.bfloat16, device="cpu")
         require_done(
             self._kernels.kvkeep_rows(matrix, indices.data_ptr(), len(rows), out.data_ptr())
@@ -91,16 +68,15 @@ class PackedLinear:
         return out
 
     def _by_kernel(self, x: Tensor) -> Tensor:
-        matrix, x = self._matrix, x.contiguous()
-        read = address(x, "rows", torch.bfloat16, (x.shape[0], matrix.columns))
+        matrix, x, threads = self._matrix, x.contiguous(), torch.get_num_threads()
+        rows = address(x, "rows", torch.bfloat16, (x.shape[0], matrix.columns))
         out = torch.empty(x.shape[0], matrix.rows, dtype=torch.float32, device="cpu")
-        threads = torch.get_num_threads()
         require_done(
-            self._kernels.kvkeep_product(matrix, read, x.shape[0], out.data_ptr(), threads)
+            self._kernels.kvkeep_product(matrix, rows, x.shape[0], out.data_ptr(), threads)
         )
         return out.bfloat16()
 
-    def _by_library(self, x: Tensor) -> Tensor:
+    def _by_torch(self, x: Tensor) -> Tensor:
         matrix, n = self._matrix, x.shape[0]
         if self._dtype is torch.bfloat16 and (missing := padded_rows(n) - n):
             x = F.pad(x, (0, 0, 0, missing))
@@ -110,10 +86,10 @@ class PackedLinear:
         scratch = _scratch(min(step, blocks) * BLOCK * matrix.columns, self._dtype)
         for first in range(0, blocks, step):
             begin, end = first * BLOCK, min((first + step) * BLOCK, matrix.rows)
-            some = scratch[: (end - begin) * matrix.columns].view(end - begin, matrix.columns)
-            self._unpack(first, min(step, blocks - first), some)
+            part = scratch[: (end - begin) * matrix.columns].view(end - begin, matrix.columns)
+            self._unpack(first, min(step, blocks - first), part)
             bias = None if self._bias is None else self._bias[begin:end].to(self._dtype)
-            parts.append(F.linear(x, some, bias)[:n].bfloat16())
+            parts.append(F.linear(x, part, bias)[:n].bfloat16())
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
     def _unpack(self, first: int, blocks: int, out: Tensor) -> None:
@@ -123,22 +99,22 @@ class PackedLinear:
         require_done(unpack(self._matrix, first, blocks, out.data_ptr(), threads))
 
 
-_OF_THREAD = threading.local()
+_thread_local = threading.local()
 
 
 @contextmanager
-def one_scratch() -> Iterator[None]:
-    """Products in the block are unpacked to one piece of memory, which then is given back."""
+def shared_scratch() -> Iterator[None]:
+    """Unpack the matrices of all products in the block to one buffer, freed at its end."""
     try:
         yield
     finally:
-        vars(_OF_THREAD).pop("scratch", None)
+        vars(_thread_local).pop("scratch", None)
 
 
 def _scratch(size: int, dtype: torch.dtype) -> Tensor:
-    """Of so many numbers; of a thread the same memory for each call."""
-    held: Tensor | None = getattr(_OF_THREAD, "scratch", None)
-    if held is None or held.nbytes < size * dtype.itemsize:
-        held = torch.empty(size * dtype.itemsize, dtype=torch.uint8, device="cpu")
-        _OF_THREAD.scratch = held
-    return held[: size * dtype.itemsize].view(dtype)
+    """Return this thread's scratch buffer as `[size]` numbers, enlarged where it is too small."""
+    buffer: Tensor | None = getattr(_thread_local, "scratch", None)
+    if buffer is None or buffer.nbytes < size * dtype.itemsize:
+        buffer = torch.empty(size * dtype.itemsize, dtype=torch.uint8, device="cpu")
+        _thread_local.scratch = buffer
+    return buffer[: size * dtype.itemsize].view(dtype)

@@ -1,15 +1,16 @@
-"""A model as the kernels of a decode step read it: layer by layer, and group by group."""
+"""A model as the decode kernels read it: its layers, groups of layers, MLPs and experts."""
 
-from collections.abc import Sequence
+import ctypes
+from collections.abc import Callable, Sequence
 from ctypes import pointer
 from functools import partial
 from typing import TypeAlias
 
 import torch
 
-from kvkeep.compiled.binding import CGroup, CLayer, CMlp, CModel, COwnInput, CPerLayer
-from kvkeep.compiled.experts import mixture, mlp
-from kvkeep.compiled.held import Held
+from kvkeep.compiled import binding as c
+from kvkeep.compiled.operands import ModelOperands, require
+from kvkeep.models.layers.experts import EXPERT_SCALES, PARALLEL_NORMS, ROUTER_SCALE
 from kvkeep.models.layers.network import embedding_multiplier, per_layer_multiplier
 from kvkeep.models.layers.per_layer import LAYER_PARTS, NORM, PROJECTION, TABLE
 from kvkeep.models.spec.model_spec import GATINGS, LayerGroup, ModelSpec
@@ -30,35 +31,37 @@ _NORMS = {
     "mlp_output_norm": "post_mlp_layernorm",
 }
 
-# A group of layers, and what multiplies their queries; None for nothing.
+# A group of layers, and the query scale of those of its layers that it stands for; None for none.
 KernelGroup: TypeAlias = tuple[LayerGroup, tuple[float, ...] | None]
+# Describes a matrix by its name.
+_MatrixByName: TypeAlias = Callable[[str], c.CMatrix]
 
 
 def kernel_groups(spec: ModelSpec) -> list[KernelGroup]:
-    """The groups of layers as the kernels know them: all layers of one scale queries alike.
+    """Return the kernels' groups of layers: all layers of one scale their queries alike.
 
-    Where layers with and without RoPE lie in one group and RoPE has an attention factor, they are
-    two of the kernels' groups, which look at the same cells.
+    Where a group has layers with and without RoPE, and RoPE has an attention factor, the kernels
+    see two groups that read the same cells.
     """
     pairs = [(group, group.query_scale(layer)) for group in spec.groups for layer in group.layers]
     return list(dict.fromkeys(pairs))
 
 
-def described_model(spec: ModelSpec, held: Held, sampled: bool) -> CModel:
-    """For tokens that were sampled, or for those of a prompt.
+def describe_model(spec: ModelSpec, operands: ModelOperands, sampled: bool) -> c.CModel:
+    """Describe a model for sampled tokens, or for those of a prompt.
 
     Raises KernelMismatch for weights that are not those of `spec`.
     """
     pairs = kernel_groups(spec)
-    layers = (CLayer * spec.layers)(
-        *(_layer(spec, held, i, pairs, sampled) for i in range(spec.layers))
+    layers = (c.CLayer * spec.layers)(
+        *(_layer(spec, operands, i, pairs, sampled) for i in range(spec.layers))
     )
-    groups = (CGroup * len(pairs))(*(_group(spec, held, *pair) for pair in pairs))
-    return CModel(
+    groups = (c.CLayerGroup * len(pairs))(*(_group(spec, operands, *pair) for pair in pairs))
+    return c.CModel(
         spec.layers,
         len(pairs),
         spec.hidden_size,
-        _widest(held),
+        _widest_mlp(operands),
         spec.heads,
         spec.values_normed,
         spec.norm_eps,
@@ -74,66 +77,104 @@ def described_model(spec: ModelSpec, held: Held, sampled: bool) -> CModel:
         spec.expert_size,
         spec.shared_expert_size,
         spec.norm_topk,
-        held.pointer("model.norm.weight"),
-        pointer(_per_layer(spec, held, sampled)) if spec.per_layer_size else None,
+        operands.vector("model.norm.weight"),
+        pointer(_per_layer(spec, operands, sampled)) if spec.per_layer_size else None,
         layers,
         groups,
-        held.matrix(EMBEDDING, sampled=False),
-        held.matrix(HEAD, sampled=True),
+        operands.matrix(EMBEDDING, sampled=False),
+        operands.matrix(HEAD, sampled=True),
     )
 
 
-def _widest(held: Held) -> int:
-    """Of all MLPs that are no experts; 0 where there are none."""
-    gates = (name for name in held.shapes if name.endswith(".mlp.gate_proj.weight"))
-    return max((held.shapes[name][0] for name in gates), default=0)
+def _widest_mlp(operands: ModelOperands) -> int:
+    """Return the width of the widest MLP that is no expert; 0 without any."""
+    gates = (name for name in operands.shapes if name.endswith(".mlp.gate_proj.weight"))
+    return max((operands.shapes[name][0] for name in gates), default=0)
 
 
 def _group(
-    spec: ModelSpec, held: Held, group: LayerGroup, scale: tuple[float, ...] | None
-) -> CGroup:
-    return CGroup(
+    spec: ModelSpec, operands: ModelOperands, group: LayerGroup, scale: tuple[float, ...] | None
+) -> c.CLayerGroup:
+    return c.CLayerGroup(
         len(spec.layers_with_cells(group)),
         group.kv_heads,
         group.head_dim,
         0,
         group.softmax_scale,
         spec.attention_softcap,
-        None if scale is None else held.kept(scale, torch.float32),
-        held.kept(group.rope.inverse_frequencies, torch.float64),
+        None if scale is None else operands.constant(scale, torch.float32),
+        operands.constant(group.rope.inverse_frequencies, torch.float64),
     )
 
 
 def _layer(
-    spec: ModelSpec, held: Held, index: int, groups: Sequence[KernelGroup], sampled: bool
-) -> CLayer:
+    spec: ModelSpec,
+    operands: ModelOperands,
+    index: int,
+    groups: Sequence[KernelGroup],
+    sampled: bool,
+) -> c.CLayer:
     prefix = f"model.layers.{index}."
-    matrix = partial(held.matrix, sampled=sampled)
+    matrix = partial(operands.matrix, sampled=sampled)
     sparse, group = spec.is_sparse(index), spec.group_of(index)
-    sinks = held.tensors.get(f"{prefix}self_attn.sinks")
-    own = [f"{prefix}{name}.weight" for name in LAYER_PARTS]
-    scale = held.tensors.get(f"{prefix}layer_scalar")
-    return CLayer(
-        **{role: matrix(f"{prefix}{name}.weight") for role, name in _MATRICES.items()},
-        mlp=CMlp() if sparse and not spec.experts_beside else mlp(f"{prefix}mlp", matrix),
-        mixture=pointer(mixture(spec, held, prefix, sampled)) if sparse else None,
-        **{role: held.pointer(f"{prefix}{name}.weight") for role, name in _NORMS.items()},
-        own=pointer(COwnInput(matrix(own[0]), matrix(own[1]), held.pointer(own[2])))
+    sinks = operands.tensors.get(f"{prefix}self_attn.sinks")
+    gate, projection, norm = (f"{prefix}{name}.weight" for name in LAYER_PARTS)
+    scale = operands.tensors.get(f"{prefix}layer_scalar")
+    return c.CLayer(
+        **{field: matrix(f"{prefix}{name}.weight") for field, name in _MATRICES.items()},
+        mlp=c.CMlp() if sparse and not spec.experts_beside else _mlp(f"{prefix}mlp", matrix),
+        experts=pointer(_experts(spec, operands, prefix, sampled)) if sparse else None,
+        **{field: operands.vector(f"{prefix}{name}.weight") for field, name in _NORMS.items()},
+        per_layer_input=pointer(
+            c.CPerLayerInput(matrix(gate), matrix(projection), operands.vector(norm))
+        )
         if spec.per_layer_size
         else None,
-        sinks=None if sinks is None else held.kept(sinks, torch.float32),
+        sinks=None if sinks is None else operands.constant(sinks, torch.float32),
         group=groups.index((group, group.query_scale(index))),
-        place=spec.layers_with_cells(group).index(spec.kv_source(index)),
+        cell_layer=spec.layers_with_cells(group).index(spec.kv_source(index)),
         rotated=index not in spec.unrotated_layers,
-        scale=1.0 if scale is None else scale.item(),
+        output_scale=1.0 if scale is None else scale.item(),
     )
 
 
-def _per_layer(spec: ModelSpec, held: Held, sampled: bool) -> CPerLayer:
-    return CPerLayer(
-        held.matrix(TABLE, sampled=False),
-        held.matrix(PROJECTION, sampled),
-        held.pointer(NORM),
+def _per_layer(spec: ModelSpec, operands: ModelOperands, sampled: bool) -> c.CPerLayerEmbedding:
+    return c.CPerLayerEmbedding(
+        operands.matrix(TABLE, sampled=False),
+        operands.matrix(PROJECTION, sampled),
+        operands.vector(NORM),
         spec.per_layer_size,
         per_layer_multiplier(spec, torch.bfloat16),
     )
+
+
+def _mlp(prefix: str, matrix: _MatrixByName) -> c.CMlp:
+    return c.CMlp(*(matrix(f"{prefix}.{name}_proj.weight") for name in ("gate", "up", "down")))
+
+
+def _experts(
+    spec: ModelSpec, operands: ModelOperands, layer: str, sampled: bool
+) -> c.CMixtureOfExperts:
+    """Describe a layer's experts. layer: the prefix of its tensors' names.
+
+    Raises KernelMismatch for more experts per token than experts, which no kernel checks.
+    """
+    chosen, count = spec.experts_per_token, spec.experts
+    require(0 < chosen <= count, f"1 to {count} experts for each token", chosen)
+    matrix, prefix = partial(operands.matrix, sampled=sampled), f"{layer}mlp"
+    mixture = c.CMixtureOfExperts(router=matrix(f"{prefix}.gate.weight"))
+    if spec.shared_expert_size:
+        mixture.shared_router = matrix(f"{prefix}.shared_expert_gate.weight")
+        mixture.shared = _mlp(f"{prefix}.shared_expert", matrix)
+    experts = (c.CMlp * count)(*(_mlp(f"{prefix}.experts.{i}", matrix) for i in range(count)))
+    mixture.experts = ctypes.cast(experts, ctypes.POINTER(c.CMlp))
+    if spec.experts_beside:
+        scales = operands.tensors[f"{layer}{EXPERT_SCALES}"]
+        mixture.expert_scales = operands.constant(scales, torch.float32)
+        norms = {
+            field: operands.vector(f"{layer}{name}.weight")
+            for field, name in PARALLEL_NORMS.items()
+        }
+        router_scale = operands.vector(f"{layer}{ROUTER_SCALE}")
+        mixture.parallel = pointer(c.CParallelExperts(**norms, router_scale=router_scale))
+    return mixture

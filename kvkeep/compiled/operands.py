@@ -1,9 +1,11 @@
-"""Tensors whose addresses the compiled kernels are handed: only what they were written to read.
+"""What the compiled kernels are handed: addresses and structures of tensors, checked before use.
 
-A kernel trusts its pointers. Whatever is of another dtype, shape or layout is refused here, at a
-fraction of a microsecond each: a decode step of a small model takes two thousand of them.
+A kernel trusts its pointers. Any tensor of another dtype, shape or layout than the kernel reads is
+refused here, at a fraction of a microsecond each: a decode step of a small model takes two thousand
+of them.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,53 +15,59 @@ from kvkeep.cache import Ragged
 from kvkeep.cache.quantised import SCALE, KVTensor, scale_count
 from kvkeep.compiled import binding as c
 from kvkeep.errors import KernelMismatch
+from kvkeep.models.spec.model_spec import ModelSpec
+from kvkeep.models.weights.packing import Matrix, packed_shapes
+from kvkeep.models.weights.tensors import EMBEDDING, HEAD, is_router, tensor_shapes
 
 
 def address(x: Tensor, what: str, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    """Of a dense tensor in the CPU's memory. Raises KernelMismatch for any other."""
+    """Return the address of a dense CPU tensor. Raises KernelMismatch for any other tensor."""
     if x.dtype is not dtype or x.shape != shape or not x.is_contiguous() or not x.is_cpu:
         raise _mismatch(x, what, f"dense {dtype} {list(shape)}")
     return x.data_ptr()
 
 
-def row_address(x: Tensor, what: str, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    """As `address`, where only the last dimension must be dense: strides are handed over, too."""
+def strided_address(x: Tensor, what: str, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    """As `address`, but only the last dimension must be dense: the kernel gets the strides, too."""
     if x.dtype is not dtype or x.shape != shape or x.stride()[-1] != 1 or not x.is_cpu:
         raise _mismatch(x, what, f"{dtype} {list(shape)}, the last dimension dense")
     return x.data_ptr()
 
 
-def biases(x: Tensor, shape: tuple[int, ...]) -> int:
-    """The address of cells' biases, `[..., cells]`. Raises KernelMismatch."""
-    return row_address(x, "the cells' biases", torch.float32, shape)
+def cell_bias_address(x: Tensor, shape: tuple[int, ...]) -> int:
+    """Return the address of cells' biases, `[..., cells]`. Raises KernelMismatch."""
+    return strided_address(x, "the cells' biases", torch.float32, shape)
 
 
-def kept(stored: KVTensor, shape: tuple[int, ...], *before: int) -> c.CKept:
-    """Keys or values, plain or quantised, `[layers, kv_heads, cells, head_dim]` or without cells.
+def stored_cells(stored: KVTensor, shape: tuple[int, ...], *outer_strides: int) -> c.CStoredCells:
+    """Describe keys or values, plain or quantised, `[layers, kv_heads, cells, head_dim]`.
 
-    shape: what the kernel will take for granted. before: strides of dimensions that were taken
-    away in front, such as 0 for cells of one layer. Raises KernelMismatch.
+    shape: what the kernel takes for granted; it may lack dimensions. outer_strides: the strides of
+    dimensions missing in front, such as 0 for cells of one layer. Raises KernelMismatch.
     """
     if isinstance(stored, Tensor):
-        data = row_address(stored, "cells", torch.bfloat16, shape)
-        return c.CKept(data, None, c.CStrides(*before, *stored.stride()[:-1]), c.CStrides(), 16, 0)
+        data = strided_address(stored, "cells", torch.bfloat16, shape)
+        strides = c.CStrides(*outer_strides, *stored.stride()[:-1])
+        return c.CStoredCells(data, None, strides, c.CStrides(), 16, 0)
     bits, head_dim = stored.bits, shape[-1]
-    kind, width = (torch.int8, head_dim) if bits == 8 else (torch.uint8, head_dim // 2)
-    vectors = shape[:-1]
-    return c.CKept(
-        row_address(stored.data, "quantised cells", kind, (*vectors, width)),
-        row_address(stored.scale, "their scales", SCALE, (*vectors, scale_count(head_dim, bits))),
-        c.CStrides(*before, *stored.data.stride()[:-1]),
-        c.CStrides(*before, *stored.scale.stride()[:-1]),
+    dtype, width = (torch.int8, head_dim) if bits == 8 else (torch.uint8, head_dim // 2)
+    vectors, scales = shape[:-1], scale_count(head_dim, bits)
+    return c.CStoredCells(
+        strided_address(stored.data, "quantised cells", dtype, (*vectors, width)),
+        strided_address(stored.scale, "their scales", SCALE, (*vectors, scales)),
+        c.CStrides(*outer_strides, *stored.data.stride()[:-1]),
+        c.CStrides(*outer_strides, *stored.scale.stride()[:-1]),
         bits,
         0,
     )
 
 
-def row(cells: Ragged, layers: int, kv_heads: int, head_dim: int) -> tuple[Any, Any, int, int]:
-    """Keys, values, and the addresses of biases and offsets of ragged cells of so many heads.
+def ragged_cells(
+    cells: Ragged, layers: int, kv_heads: int, head_dim: int
+) -> tuple[c.CStoredCells, c.CStoredCells, int, int]:
+    """Describe ragged cells: keys, values, and the addresses of biases and of heads' offsets.
 
-    Raises KernelMismatch, too, where counts are not of these cells, or of other heads.
+    Raises KernelMismatch, also where the counts do not add up to the cells or are of other heads.
     """
     vectors, offsets = (cells.total, head_dim), cells.offsets
     assert cells.bias is not None
@@ -67,15 +75,86 @@ def row(cells: Ragged, layers: int, kv_heads: int, head_dim: int) -> tuple[Any, 
         heads = f"{layers} x {kv_heads} heads"
         require(False, f"{cells.total} cells, shared by {heads}", cells.counts.tolist())
     return (
-        kept(cells.stored_keys, vectors, 0, 0),
-        kept(cells.stored_values, vectors, 0, 0),
-        biases(cells.bias, (cells.total,)),
+        stored_cells(cells.stored_keys, vectors, 0, 0),
+        stored_cells(cells.stored_values, vectors, 0, 0),
+        cell_bias_address(cells.bias, (cells.total,)),
         address(offsets, "offsets", torch.int64, (layers * kv_heads + 1,)),
     )
 
 
-def require(holds: bool, expected: str, found: object) -> None:
-    """Raises KernelMismatch."""
+def matrix_operand(
+    name: str, matrix: Matrix, shape: tuple[int, ...], bias: int | None, rounded: bool
+) -> c.CMatrix:
+    """Describe a weight matrix, dense or packed.
+
+    bias: the address of `[rows]` bfloat16, or None. rounded: multiply as if each weight had been
+    rounded to bfloat16. Raises KernelMismatch for a matrix of another shape.
+    """
+    rows, columns = shape
+    if isinstance(matrix, Tensor):
+        require(matrix.dtype in c.DENSE_FORMATS, f"{name} in 16 or 32 bits", matrix.dtype)
+        data = address(matrix, name, matrix.dtype, shape)
+        dense = c.DENSE_FORMATS[matrix.dtype]
+        return c.CMatrix(dense, rows, columns, int(rounded), data, None, bias)
+    require(matrix.rows == rows, f"{name} packed with {rows} rows", matrix.rows)
+    shapes = packed_shapes(matrix.format, rows, columns)
+    data = address(matrix.data, name, torch.uint8, shapes[0])
+    scales = address(matrix.scales, f"the scales of {name}", torch.uint8, shapes[1])
+    return c.CMatrix(matrix.format.number, rows, columns, int(rounded), data, scales, bias)
+
+
+class ModelOperands:
+    """A model's weights by name, as `CompiledExecutor` holds them: tensors and packed matrices.
+
+    Weights that the model's spec does not name are ignored. Everything that an address is handed
+    out for lives as long as this object.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, tensors: Mapping[str, Tensor], packed: Mapping[str, Matrix]
+    ):
+        self.shapes = tensor_shapes(spec)
+        self.tensors = {name: tensors[name].contiguous() for name in self.shapes if name in tensors}
+        self._packed = packed
+        self._tied_head = spec.tied_head
+        self._constants: list[Tensor] = []
+
+    def weight(self, name: str, sampled: bool) -> Matrix:
+        """Return the matrix to multiply by: the packed one first for sampled tokens, else last.
+
+        Raises KernelMismatch for a weight that the model lacks.
+        """
+        names = (HEAD, EMBEDDING) if name == HEAD and self._tied_head else (name,)
+        sources: tuple[Mapping[str, Matrix], ...] = (self.tensors, self._packed)
+        for source in reversed(sources) if sampled else sources:
+            for candidate in names:
+                if candidate in source:
+                    return source[candidate]
+        raise KernelMismatch(f"the compiled kernels need {name}, and there is none")
+
+    def matrix(self, name: str, sampled: bool) -> c.CMatrix:
+        """Describe a matrix; one without rows where the spec has none. Raises KernelMismatch."""
+        shape = self.shapes.get(EMBEDDING if name == HEAD and self._tied_head else name)
+        if shape is None:
+            return c.CMatrix()
+        bias = self.vector(name.removesuffix("weight") + "bias")
+        rounded = not sampled and not is_router(name)
+        return matrix_operand(name, self.weight(name, sampled), shape, bias, rounded)
+
+    def vector(self, name: str) -> int | None:
+        """Return a tensor's address, or None where the spec has none. Raises KernelMismatch."""
+        if name not in self.shapes:
+            return None
+        return address(self.tensors[name], name, torch.bfloat16, self.shapes[name])
+
+    def constant(self, numbers: Sequence[float] | Tensor, dtype: torch.dtype) -> int:
+        """Return the address of a copy of these numbers, which this object keeps."""
+        self._constants.append(torch.as_tensor(numbers, dtype=dtype, device="cpu").contiguous())
+        return self._constants[-1].data_ptr()
+
+
+def require(holds: bool, expected: str, found: Any) -> None:
+    """Raise KernelMismatch unless a condition holds."""
     if not holds:
         raise KernelMismatch(f"the compiled kernels need {expected}; found {found}")
 

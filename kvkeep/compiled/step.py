@@ -1,4 +1,4 @@
-"""What a decode step sees, as the compiled kernels take it."""
+"""A decode step as the compiled kernels take it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,117 +11,119 @@ from kvkeep.cache import Ragged
 from kvkeep.cache.group_step import SharedView, shared_views
 from kvkeep.cache.step import DecodeStep
 from kvkeep.compiled import binding as c
-from kvkeep.compiled.operands import address, biases, kept, require, row
+from kvkeep.compiled.operands import (
+    address,
+    cell_bias_address,
+    ragged_cells,
+    require,
+    stored_cells,
+)
 from kvkeep.errors import KernelMismatch
 
-# The shape of cells: (layers, kv_heads, head_dim).
-Vectors: TypeAlias = tuple[int, int, int]
+# The shape of a layer group's cells: (layers, kv_heads, head_dim).
+CellShape: TypeAlias = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
-class Described:
-    """structure: for the kernels. kept: whatever it points to, that must live as long."""
+class StepOperands:
+    """A step's structure, and all that it points to, which must live as long."""
 
-    structure: c.CStep
-    kept: list[Any]
+    structure: c.CDecodeStep
+    references: list[Any]
 
 
-def describe(
+def describe_step(
     tokens: Sequence[int],
     steps: Sequence[DecodeStep],
-    groups: Sequence[Vectors],
-    of_kernels: Sequence[int],
+    cell_shapes: Sequence[CellShape],
+    kernel_groups: Sequence[int],
     heads: int,
     hidden: Tensor,
     threads: int,
     seconds: Any = None,
-) -> Described:
-    """One token for each step; `hidden` takes the result.
+) -> StepOperands:
+    """Describe a step of one token for each cache; `hidden` takes the result.
 
-    groups: the shape of cells in each of the model's groups of layers. of_kernels: for each of the
-    kernels' groups, which of these it is. heads: of the queries.
-    Raises KernelMismatch for cells of any other shape.
+    cell_shapes: of the model's layer groups. kernel_groups: for each of the kernels' groups, the
+    index of the model's group whose cells it reads. heads: query heads. seconds: added to by phase.
+    Raises KernelMismatch for cells of another shape.
     """
     local = [step.local for step in steps if isinstance(step.local, DecodeStep)]
-    of_groups = [steps, *([local] if local else [])]
-    require(len(of_groups) == len(groups), f"{len(groups)} groups of layers", len(of_groups))
-    seen = [
-        _seen(tokens, each, vectors, heads) for each, vectors in zip(of_groups, groups, strict=True)
+    by_group = [steps, *([local] if local else [])]
+    expected = f"{len(cell_shapes)} groups of layers"
+    require(len(by_group) == len(cell_shapes), expected, len(by_group))
+    views = [
+        _group_views(tokens, group_steps, shape, heads)
+        for group_steps, shape in zip(by_group, cell_shapes, strict=True)
     ]
-    array = (c.CSeen * len(of_kernels))(*(seen[index][0] for index in of_kernels))
-    structure = c.CStep(len(steps), threads, array, hidden.data_ptr(), seconds)
-    return Described(structure, [array, seen])
+    groups = (c.CGroupViews * len(kernel_groups))(*(views[index][0] for index in kernel_groups))
+    structure = c.CDecodeStep(len(steps), threads, groups, hidden.data_ptr(), seconds)
+    return StepOperands(structure, [groups, views])
 
 
-def _seen(
-    tokens: Sequence[int], steps: Sequence[DecodeStep], vectors: Vectors, heads: int
-) -> tuple[c.CSeen, list[Any]]:
-    """What the steps of one group see, and whatever it points to."""
-    seen = shared_views(steps)
-    runs: list[list[c.CRun]] = [[] for _ in steps]
-    # A cache's runs in the order of its own views, whoever else looks at the same cells: so what
-    # they find is added up in the same order as when it is alone.
+def _group_views(
+    tokens: Sequence[int], steps: Sequence[DecodeStep], shape: CellShape, heads: int
+) -> tuple[c.CGroupViews, list[Any]]:
+    """Describe what the steps attend to in one group; also returns what that points to."""
+    shared = shared_views(steps)
+    # A cache's views keep the order of its own step, whichever other caches share them: results
+    # are then added up in the same order as when the cache decodes alone.
     places = {
-        id(run.view): (s, index)
-        for s, sight in enumerate(seen)
-        for index, run in enumerate(sight.readers)
+        id(reader.view): (index, row)
+        for index, view in enumerate(shared)
+        for row, reader in enumerate(view.readers)
     }
-    for own, step in zip(runs, steps, strict=True):
-        for view in step.views:
-            own.append(c.CRun(step.query_positions[view.rotation][0], *places[id(view)]))
+    views = [
+        c.CSequenceView(step.query_positions[view.rotation][0], *places[id(view)])
+        for step in steps
+        for view in step.views
+    ]
     sequences = (c.CSequence * len(steps))(
-        *(
-            _sequence(token, step, len(own), vectors, heads)
-            for token, step, own in zip(tokens, steps, runs, strict=True)
-        )
+        *(_sequence(token, step, shape, heads) for token, step in zip(tokens, steps, strict=True))
     )
-    sight_array = (c.CSight * len(seen))(*(_sight(sight, vectors) for sight in seen))
-    every = [run for own in runs for run in own]
-    run_array = (c.CRun * len(every))(*every)
-    found = c.CSeen(len(seen), len(every), sequences, sight_array, run_array)
-    return found, [seen, sequences, sight_array, run_array]
+    shared_array = (c.CSharedView * len(shared))(*(_shared_view(view, shape) for view in shared))
+    view_array = (c.CSequenceView * len(views))(*views)
+    group = c.CGroupViews(len(shared), len(views), sequences, shared_array, view_array)
+    return group, [shared, sequences, shared_array, view_array]
 
 
-def _sequence(token: int, step: DecodeStep, runs: int, vectors: Vectors, heads: int) -> c.CSequence:
+def _sequence(token: int, step: DecodeStep, shape: CellShape, heads: int) -> c.CSequence:
     key, value = step.slot_tensors
-    layers, _, head_dim = vectors
-    observed = (layers, 1, heads, head_dim)
+    layers, _, head_dim = shape
+    query_shape = (layers, 1, heads, head_dim)
     return c.CSequence(
         token,
-        runs,
+        len(step.views),
         step.query_positions[0][0],
-        kept(key, vectors),
-        kept(value, vectors),
+        stored_cells(key, shape),
+        stored_cells(value, shape),
         None
         if step.queries is None
-        else address(step.queries, "queries", torch.bfloat16, observed),
+        else address(step.queries, "queries", torch.bfloat16, query_shape),
     )
 
 
-def _sight(sight: SharedView, vectors: Vectors) -> c.CSight:
-    if isinstance(sight.slots, Ragged):
-        return _ragged(sight.slots, len(sight.readers), vectors)
-    bias, cell_bias, slots = sight.bias, sight.slots.bias, len(sight.slots)
-    first, end, runs = sight.span.start, sight.span.stop, len(sight.readers)
+def _shared_view(view: SharedView, shape: CellShape) -> c.CSharedView:
+    layers, kv_heads, head_dim = shape
+    cells, readers = view.slots, len(view.readers)
+    if isinstance(cells, Ragged):
+        keys, values, cell_biases, offsets = ragged_cells(cells, layers, kv_heads, head_dim)
+        most = cells.max_count
+        return c.CSharedView(keys, values, 0, most, readers, 0, None, cell_biases, 0, 0, offsets)
+    bias, cell_bias, slots = view.bias, cells.bias, len(cells)
+    first, end = view.span.start, view.span.stop
     if not 0 <= first < end <= slots:
-        raise KernelMismatch(f"cells {first} to {end} were to be looked at, of {slots}")
-    layers, kv_heads, head_dim = vectors
-    shape = (layers, kv_heads, slots)
-    return c.CSight(
-        kept(sight.slots.stored_keys, (*shape, head_dim)),
-        kept(sight.slots.stored_values, (*shape, head_dim)),
+        raise KernelMismatch(f"cells {first} to {end} were to be attended to, of {slots}")
+    vectors = (layers, kv_heads, slots)
+    return c.CSharedView(
+        stored_cells(cells.stored_keys, (*vectors, head_dim)),
+        stored_cells(cells.stored_values, (*vectors, head_dim)),
         first,
         end - first,
-        runs,
-        sight.origin,
-        None if bias is None else address(bias, "a bias", torch.float32, (runs, end - first)),
-        None if cell_bias is None else biases(cell_bias, shape),
+        readers,
+        view.origin,
+        None if bias is None else address(bias, "a bias", torch.float32, (readers, end - first)),
+        None if cell_bias is None else cell_bias_address(cell_bias, vectors),
         *((0, 0) if cell_bias is None else cell_bias.stride()[:2]),
         None,
     )
-
-
-def _ragged(cells: Ragged, runs: int, vectors: Vectors) -> c.CSight:
-    layers, kv_heads, head_dim = vectors
-    keys, values, bias, offsets = row(cells, layers, kv_heads, head_dim)
-    return c.CSight(keys, values, 0, cells.max_count, runs, 0, None, bias, 0, 0, offsets)

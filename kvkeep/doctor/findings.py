@@ -8,8 +8,8 @@ import psutil
 import torch
 
 from kvkeep.compiled.binding import library
-from kvkeep.compiled.decoder import unusable
-from kvkeep.compiled.instruction_sets import TORCH, choice
+from kvkeep.compiled.decoder import unavailable_reason
+from kvkeep.compiled.instruction_sets import TORCH, selected_set
 from kvkeep.doctor.libraries import Cuda, Torch, describe_cuda, describe_torch
 from kvkeep.doctor.outlook import Outlook, measured_tokens_per_s, outlook
 from kvkeep.doctor.processor import Processor, processor
@@ -104,9 +104,9 @@ def examine(name: str, dtype: DtypeName, weights: WeightsName | None, measure: b
 
 
 def _kernels() -> Kernels:
-    chosen, against = choice(), dict(choice().against)
+    chosen, against = selected_set(), dict(selected_set().rejected)
     if chosen.name != TORCH and library() is None:
-        against[chosen.name] = unusable()
+        against[chosen.name] = unavailable_reason()
     name = chosen.name if library() else TORCH
     return Kernels(name, against, _environment(_SWITCHES))
 

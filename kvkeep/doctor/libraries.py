@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from kvkeep.compiled.binding import library
-from kvkeep.compiled.decoder import prompts_in
+from kvkeep.compiled.decoder import prompt_dtype
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Cuda:
 
 def describe_torch() -> Torch:
     there = {"MKL": torch._C.has_mkl, "oneDNN": torch._C._has_mkldnn}
-    prompts = torch.bfloat16 if library() is None else prompts_in()
+    prompts = torch.bfloat16 if library() is None else prompt_dtype()
     return Torch(
         torch.__version__,
         torch.backends.cpu.get_cpu_capability(),

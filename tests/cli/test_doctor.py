@@ -20,7 +20,7 @@ from small import small_spec, write_small_folder
 from kvkeep import load_model
 from kvkeep.compiled import instruction_sets
 from kvkeep.compiled.binding import library
-from kvkeep.compiled.instruction_sets import SETS, choice
+from kvkeep.compiled.instruction_sets import SETS, selected_set
 from kvkeep.errors import SlowPathWarning
 from kvkeep.runtime.cpu import cores
 
@@ -125,7 +125,7 @@ def test_kernels_that_cannot_be_loaded(examine: Examine, smollm2_folder, tmp_pat
         else:
             (tmp_path / file.name).write_bytes(b"\x7fELF and no more")
     found = examine(KVKEEP_KERNELS=str(tmp_path))
-    best = next(name for name in SETS if name not in choice().against)
+    best = next(name for name in SETS if name not in selected_set().rejected)
     assert found["kernels"]["name"] == "torch"
     assert found["kernels"]["against"][best].startswith("cannot be loaded (")
     assert "torch: the compiled kernels cannot be loaded (" in found["model"]["decode"]
@@ -216,8 +216,8 @@ def test_a_model_says_who_computes_it(smollm2_folder, tiny_folder: Path) -> None
         warnings.simplefilter("error", SlowPathWarning)
         usual = load_model().path
         asked = load_model(str(tiny_folder), dtype="float32").path
-    assert usual.name == choice().name
-    assert list(usual.against.values()) == list(choice().against.values())
+    assert usual.name == selected_set().name
+    assert list(usual.against.values()) == list(selected_set().rejected.values())
     assert asked.name == "torch"
     assert asked.against == {"the compiled kernels": "are for bfloat16, not for float32"}
     assert small_spec().head_dim == 16

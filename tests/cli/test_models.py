@@ -8,7 +8,7 @@ import pytest
 from tiny_gguf import tiny_llama, write_gguf
 
 from kvkeep.compiled.decoder import CompiledExecutor
-from kvkeep.compiled.instruction_sets import choice
+from kvkeep.compiled.instruction_sets import selected_set
 from kvkeep.model import Model
 
 
@@ -56,7 +56,7 @@ def test_what_is_shown_of_a_model_is_what_it_is_once_loaded(invoke, smollm2: Mod
     if isinstance(executor, CompiledExecutor):
         assert facts["bytes_per_token"] == sum(executor.matrix_bytes().values())
         assert facts["formats"] == {"Q4_1": 210, "Q8_0": 1}
-        assert facts["decode"].startswith(f"compiled kernels of {choice().name}")
+        assert facts["decode"].startswith(f"compiled kernels of {selected_set().name}")
         assert facts["attention"] == "compiled kernels"
     else:
         assert facts["decode"].startswith("torch: the compiled kernels")

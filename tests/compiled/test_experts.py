@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvkeep import SessionGroup, load_model
 from kvkeep.compiled.binding import library
-from kvkeep.compiled.decoder import CompiledExecutor, obstacle
+from kvkeep.compiled.decoder import CompiledExecutor, unsupported_reason
 from kvkeep.errors import KernelMismatch
 from kvkeep.executors import new_decoder
 from kvkeep.model import Model
@@ -108,9 +108,9 @@ def test_widths_of_what_a_model_has_not_stand_in_no_way() -> None:
     spec = spec_of(64, "mixtral")
     layout = cell_layout(spec, packed_model(spec, None).decoder.tensors)
     object.__setattr__(spec, "intermediate_size", 331)
-    assert not obstacle(spec, layout)
+    assert not unsupported_reason(spec, layout)
     object.__setattr__(spec, "expert_size", 100)
-    assert "groups of 32" in obstacle(spec, layout)
+    assert "groups of 32" in unsupported_reason(spec, layout)
 
 
 @pytest.mark.best_set

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvkeep import SessionGroup, Snapshot, load_model
 from kvkeep.compiled.binding import library
-from kvkeep.compiled.decoder import CompiledExecutor, obstacle
+from kvkeep.compiled.decoder import CompiledExecutor, unsupported_reason
 from kvkeep.compiled.matrices import FEW
 from kvkeep.model import Model
 from kvkeep.models.spec.cells import cell_layout
@@ -139,8 +139,8 @@ def test_a_gguf_file_is_read_as_well_as_by_torch(
 def test_what_no_kernel_takes_is_said(changes: dict[str, Any], why: str) -> None:
     spec = spec_of(64, "gemma4")
     layout = cell_layout(spec, packed_model(spec, None).decoder.tensors)
-    assert not obstacle(spec, layout)
+    assert not unsupported_reason(spec, layout)
     if "local_head_dim" in changes:
         half = tuple(100.0 ** (-i / 24) for i in range(24))
         changes = {**changes, "local_rope": replace(spec.rope, inverse_frequencies=half)}
-    assert re.search(why, obstacle(replace(spec, **changes), layout))
+    assert re.search(why, unsupported_reason(replace(spec, **changes), layout))

@@ -1,4 +1,4 @@
-"""Which kernels are used, and that those of each set round alike."""
+"""Which instruction set is used, and that all sets round to the same bits."""
 
 import math
 import os
@@ -17,17 +17,17 @@ from kvkeep.compiled.instruction_sets import (
     ARCHITECTURE,
     ARCHITECTURES,
     SETS,
-    Choice,
-    choice,
+    InstructionSet,
     load,
     runs_here,
+    selected_set,
 )
-from kvkeep.compiled.matrices import described
+from kvkeep.compiled.operands import matrix_operand
 from kvkeep.errors import InvalidArgument
 
 kernels_here = pytest.mark.skipif(library() is None, reason="no compiled kernels here")
 
-# As Linux calls what the sets need.
+# The flags in /proc/cpuinfo that each set needs.
 FLAGS = {
     "avx2": {"avx2", "fma", "f16c"},
     "avx512": {"avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl"},
@@ -45,97 +45,104 @@ def cpu_flags() -> set[str]:
 
 
 @pytest.fixture
-def unasked(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_switches(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("KVKEEP_ISA", "KVKEEP_COMPILED"):
         monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture
 def old_processor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
-    """One that runs none of the sets, all of them being built. The names of what was loaded."""
-    loaded, load_from = list[str](), instruction_sets._loaded
+    """A processor that runs none of the sets, although all are built.
 
-    def noted(folder: Path, name: str) -> object:
+    Returns the names of the libraries that are loaded.
+    """
+    loaded, load_library = list[str](), instruction_sets.load_library
+
+    def recorded(folder: Path, name: str) -> object:
         loaded.append(name)
-        return load_from(folder, name)
+        return load_library(folder, name)
 
     for file in Path(instruction_sets.__file__).parent.glob("*.so"):
         (tmp_path / file.name).symlink_to(file)
     monkeypatch.setenv("KVKEEP_KERNELS", str(tmp_path))
     monkeypatch.setattr(instruction_sets, "runs_here", lambda name: False)
-    monkeypatch.setattr(instruction_sets, "_loaded", noted)
+    monkeypatch.setattr(instruction_sets, "load_library", recorded)
     return loaded
 
 
 @kernels_here
-@pytest.mark.usefixtures("unasked")
-def test_the_best_that_the_processor_runs_is_taken() -> None:
+@pytest.mark.usefixtures("no_switches")
+def test_the_best_set_that_the_processor_runs_is_used() -> None:
     runs = [name for name in SETS if FLAGS[name] <= cpu_flags()]
     assert [name for name in SETS if runs_here(name)] == runs
-    chosen = choice()
-    assert chosen.name == runs[0]
+    selected = selected_set()
+    assert selected.name == runs[0]
     faster = list(SETS)[: list(SETS).index(runs[0])]
-    assert chosen.against == {name: f"need a processor with {SETS[name]}" for name in faster}
-    assert chosen.why_torch == ""
+    assert selected.rejected == {name: f"need a processor with {SETS[name]}" for name in faster}
+    assert selected.torch_reason == ""
 
 
 @kernels_here
-@pytest.mark.usefixtures("unasked")
-def test_another_one_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("no_switches")
+def test_kvkeep_isa_selects_another_set(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in sets_here():
         monkeypatch.setenv("KVKEEP_ISA", name)
-        assert choice().name == name
+        assert selected_set().name == name
         assert library() is load(name)
-        assert all(name in why for why in choice().against.values())
+        assert all(name in reason for reason in selected_set().rejected.values())
 
 
-@pytest.mark.usefixtures("unasked")
+@pytest.mark.usefixtures("no_switches")
 @pytest.mark.parametrize(("name", "value"), [("KVKEEP_ISA", "torch"), ("KVKEEP_COMPILED", "0")])
-def test_they_can_be_switched_off(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_can_be_switched_off(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(name, value)
     assert library() is None
-    assert choice() == Choice("torch", dict.fromkeys(SETS, f"were switched off by {name}={value}"))
+    assert selected_set() == InstructionSet(
+        "torch", dict.fromkeys(SETS, f"were switched off by {name}={value}")
+    )
 
 
-@pytest.mark.usefixtures("unasked")
-def test_a_word_that_is_no_set_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("no_switches")
+def test_an_unknown_set_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVKEEP_ISA", "avx3")
     known = ", ".join([*SETS, "torch"])
     with pytest.raises(InvalidArgument, match=f"one of {known}; found 'avx3'"):
         library()
 
 
-@pytest.mark.usefixtures("unasked")
+@pytest.mark.usefixtures("no_switches")
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_set_of_another_architecture_is_refused(
     architecture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if architecture == ARCHITECTURE:
-        pytest.skip("this is one")
+        pytest.skip("this machine's own architecture")
     for name in ARCHITECTURES[architecture]:
         monkeypatch.setenv("KVKEEP_ISA", name)
         with pytest.raises(InvalidArgument, match=f"are for {architecture}, and this is"):
             library()
 
 
-@pytest.mark.usefixtures("unasked")
-def test_where_there_are_no_sets_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("no_switches")
+def test_an_architecture_without_sets_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(instruction_sets, "SETS", {})
-    instruction_sets._chosen.cache_clear()
+    instruction_sets.select_set.cache_clear()
     try:
-        assert choice() == Choice("torch", {})
-        assert choice().why_torch == "are for x86_64 and aarch64"
+        assert selected_set() == InstructionSet("torch", {})
+        assert selected_set().torch_reason == "are for x86_64 and aarch64"
     finally:
-        instruction_sets._chosen.cache_clear()
+        instruction_sets.select_set.cache_clear()
 
 
 @kernels_here
-@pytest.mark.usefixtures("unasked")
+@pytest.mark.usefixtures("no_switches")
 def test_a_set_that_the_processor_lacks_is_refused_and_not_loaded(
     old_processor: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert choice().name == "torch"
-    assert choice().why_torch == f"need a processor with {list(SETS.values())[-1]}"
+    assert selected_set().name == "torch"
+    assert selected_set().torch_reason == f"need a processor with {list(SETS.values())[-1]}"
     for name in SETS:
         monkeypatch.setenv("KVKEEP_ISA", name)
         with pytest.raises(InvalidArgument, match=f"KVKEEP_ISA={name} .* need a processor with"):
@@ -144,32 +151,32 @@ def test_a_set_that_the_processor_lacks_is_refused_and_not_loaded(
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_a_process_that_asks_for_what_it_lacks_ends_with_an_error_of_ours(name: str) -> None:
+def test_a_process_that_requests_a_set_it_lacks_ends_with_invalid_argument(name: str) -> None:
     if runs_here(name):
-        pytest.skip("this processor has it")
+        pytest.skip("this processor runs the set")
     script = "from kvkeep.compiled.binding import library; library()"
     environment = {**os.environ, "KVKEEP_ISA": name}
-    ended = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True
     )
-    assert ended.returncode == 1
-    assert f"InvalidArgument: KVKEEP_ISA={name} cannot be had: its kernels" in ended.stderr
+    assert process.returncode == 1
+    assert f"InvalidArgument: KVKEEP_ISA={name} cannot be had: its kernels" in process.stderr
 
 
-@pytest.mark.usefixtures("unasked")
-def test_where_none_were_built_that_is_said(
+@pytest.mark.usefixtures("no_switches")
+def test_libraries_that_were_not_built_are_reported(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("KVKEEP_KERNELS", str(tmp_path))
     assert library() is None
-    assert choice().why_torch == "were not built here"
+    assert selected_set().torch_reason == "were not built here"
     monkeypatch.setenv("KVKEEP_ISA", "neon" if "neon" in SETS else "avx2")
     with pytest.raises(InvalidArgument, match="were not built here"):
         library()
 
 
 def rounded(bits: int) -> int:
-    """A float's bits as bf16's, as AVX512-BF16 has it: what is below the least normal is zero."""
+    """Round a float's bits to bf16's as AVX512-BF16 does: subnormal numbers become zero."""
     sign, size = bits & 0x80000000, bits & 0x7FFFFFFF
     if size > 0x7F800000:
         return (bits >> 16) | 0x40
@@ -178,19 +185,19 @@ def rounded(bits: int) -> int:
     return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
 
 
-def hard_ones() -> list[int]:
-    """Bits of floats: between two bf16, beside that, the largest, none, and below the least."""
+def hard_cases() -> list[int]:
+    """Bits of floats: halfway between two bf16, just beside that, the largest, NaNs, subnormals."""
     tops = [0x3F80, 0x3F81, 0x0080, 0x7F7F, 0x7F7E, 0x7F80, 0x0000, 0x0001, 0x007F, 0x4049]
     lows = [0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF]
-    found = [top << 16 | low for top in tops for low in lows]
-    found += [sign | size for sign in (0x80000000, 0) for size in (0x7FFFFFFF, 0x7FA00000)]
-    return found + [size | 0x80000000 for size in found if size < 0x80000000]
+    bits = [top << 16 | low for top in tops for low in lows]
+    bits += [sign | size for sign in (0x80000000, 0) for size in (0x7FFFFFFF, 0x7FA00000)]
+    return bits + [size | 0x80000000 for size in bits if size < 0x80000000]
 
 
 @kernels_here
 @pytest.mark.parametrize("instruction_set", sets_here(), indirect=True)
 def test_numbers_are_rounded_to_the_same_bits(instruction_set: str) -> None:
-    bits = hard_ones()
+    bits = hard_cases()
     columns = 32 * math.ceil(len(bits) / 32)
     bits += [0] * (columns - len(bits))
     floats = struct.pack(f"{columns}I", *bits)
@@ -198,6 +205,6 @@ def test_numbers_are_rounded_to_the_same_bits(instruction_set: str) -> None:
     out = torch.empty(1, columns, dtype=torch.int16)
     kernels = library()
     assert kernels is not None
-    it = described("it", matrix, (1, columns), None, rounded=True)
-    require_done(kernels.kvkeep_unpack(it, 0, 1, out.data_ptr(), 1))
+    operand = matrix_operand("matrix", matrix, (1, columns), None, rounded=True)
+    require_done(kernels.kvkeep_unpack(operand, 0, 1, out.data_ptr(), 1))
     assert [x & 0xFFFF for x in out[0].tolist()] == list(map(rounded, bits))

@@ -16,12 +16,12 @@ import kvkeep
 from kvkeep.cache import Ragged
 from kvkeep.cache.quantised import Quantised
 from kvkeep.compiled.binding import (
-    PLAIN,
+    DENSE_FORMATS,
     CChunk,
+    CDecodeStep,
     CMatrix,
     CModel,
     CSimilarity,
-    CStep,
     library,
     require_done,
 )
@@ -224,13 +224,13 @@ def test_a_call_that_finds_no_memory_says_so() -> None:
     kernels = library()
     assert kernels is not None
     one = torch.zeros(64, dtype=torch.bfloat16).data_ptr()
-    matrix = CMatrix(PLAIN[torch.bfloat16], 16, MANY, 0, one, None, None)
+    matrix = CMatrix(DENSE_FORMATS[torch.bfloat16], 16, MANY, 0, one, None, None)
     assert kernels.kvkeep_product(matrix, one, MANY, one, 1) == 2
     chunk = CChunk(tokens=MANY, heads=MANY, kv_heads=1, head_dim=64, rotations=MANY, threads=1)
     assert kernels.kvkeep_attend_chunk(chunk) == 2
-    model = CModel(layers=1, hidden=MANY, inner=MANY, heads=1, kv_heads=1, head_dim=64)
-    assert kernels.kvkeep_decode(model, CStep(sequences=MANY, threads=1)) == 2
-    alike = CSimilarity(heads=1, rows=1, columns=MANY, width=MANY, threads=MANY)
+    model = CModel(layer_count=1, hidden_size=MANY, mlp_size=MANY, heads=1)
+    assert kernels.kvkeep_decode(model, CDecodeStep(sequence_count=MANY, threads=1)) == 2
+    alike = CSimilarity(heads=1, row_count=1, column_count=MANY, width=MANY, threads=MANY)
     assert kernels.kvkeep_most_similar(alike) == 2
 
 

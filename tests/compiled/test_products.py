@@ -1,6 +1,5 @@
 """Products with few rows, and what matrices are unpacked to."""
 
-import ctypes
 from dataclasses import dataclass
 
 import pytest
@@ -8,16 +7,23 @@ import torch
 from random_blocks import exact, random_blocks
 from torch import Tensor
 
-from kvkeep.compiled.binding import PLAIN, CMatrix, library, require_done
-from kvkeep.compiled.instruction_sets import choice
-from kvkeep.compiled.matrices import FEW, PackedLinear, described
+from kvkeep.compiled.binding import (
+    DENSE_FORMATS,
+    CMatrix,
+    library,
+    require_done,
+    require_same_interface,
+)
+from kvkeep.compiled.instruction_sets import selected_set
+from kvkeep.compiled.matrices import FEW, PackedLinear
+from kvkeep.compiled.operands import matrix_operand
 from kvkeep.errors import KernelMismatch, NonFiniteLogits
 from kvkeep.models.weights.formats import FORMATS
 from kvkeep.models.weights.packing import Matrix, from_gguf, pack
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no compiled kernels here")
 
-KINDS = [*FORMATS, *PLAIN]
+KINDS = [*FORMATS, *DENSE_FORMATS]
 # Of one block and more, with a rest and without; of more columns than are unpacked at a time.
 SIZES = [(16, 32), (48, 96), (50, 64), (1, 32), (264, 192), (17, 1312)]
 
@@ -40,7 +46,7 @@ class Made:
 
     def matrix(self, rounded: bool = False) -> CMatrix:
         bias = None if self.bias is None else self.bias.data_ptr()
-        return described("it", self.kept, tuple(self.values.shape), bias, rounded)
+        return matrix_operand("it", self.kept, tuple(self.values.shape), bias, rounded)
 
     def linear(self, dtype: torch.dtype = torch.bfloat16) -> PackedLinear:
         kernels = library()
@@ -67,7 +73,7 @@ def inputs(count: int, columns: int) -> Tensor:
 def held(x: Tensor, kind: str | torch.dtype) -> Tensor:
     """Rows as a product with packed weights reads them, float64: see src/integers.h."""
     of_floats = isinstance(kind, torch.dtype) or (
-        kind.startswith("IQ4") and choice().name != "avx512bf16"
+        kind.startswith("IQ4") and selected_set().name != "avx512bf16"
     )
     if of_floats:
         return x.double()
@@ -197,4 +203,4 @@ def test_one_that_is_no_number_is_found(row: int, wrong: float) -> None:
 def test_both_sides_agree_on_the_structures() -> None:
     kernels = library()
     assert kernels is not None
-    assert kernels.kvkeep_interface() > ctypes.sizeof(CMatrix)
+    require_same_interface(kernels)

@@ -1,7 +1,7 @@
-"""Kernels for Arm, run under qemu on this process's memory, where ctypes would call one of its own.
+"""Kernels for Arm, run under qemu on this process's memory instead of by ctypes.
 
-Nothing is described twice: tests hand over addresses as they always do, and machine.cpp, under the
-emulator, copies what is read there. So the tests of the kernels are those of these, too.
+Tests pass addresses of their own memory as usual, and machine.cpp, which runs under the emulator,
+copies the pages that a kernel reads. So the tests of the kernels need no changes.
 """
 
 import ctypes
@@ -20,10 +20,10 @@ _SET_PTRACER, _ANY = 0x59616D61, -1  # linux/prctl.h
 
 
 class Emulator:
-    """A machine of that processor, as `qemu-aarch64 -cpu help` names it."""
+    """A machine with a processor that `qemu-aarch64 -cpu help` lists."""
 
     def __init__(self, cpu: str = "max"):
-        # Where Linux asks for it: the emulator is a child, which by itself may not read its parent.
+        # The emulator is a child process, which Linux may forbid to read its parent's memory.
         ctypes.CDLL(None).prctl(_SET_PTRACER, ctypes.c_long(_ANY), 0, 0, 0)
         self._process = subprocess.Popen(
             [QEMU, "-cpu", cpu, "-L", LIBRARIES, str(MACHINE), str(os.getpid())],
@@ -31,17 +31,17 @@ class Emulator:
             stdout=subprocess.PIPE,
             env={**os.environ, "OMP_WAIT_POLICY": "passive"},
             text=True,
-            preexec_fn=_lie_elsewhere,
+            preexec_fn=_move_libraries,
         )
 
     def call(self, path: Path, function: str, *arguments: int) -> int:
-        """What a function of an object returns.
+        """Call a function of a library and return its result.
 
-        Raises AttributeError for one that it does not have, RuntimeError where the emulator ended.
+        Raises AttributeError for a missing function, RuntimeError where the emulator ended.
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        numbers = " ".join(str(each % 2**64) for each in arguments)
+        numbers = " ".join(str(x % 2**64) for x in arguments)
         print("call", path, function, numbers, file=self._process.stdin, flush=True)
         verb, _, result = self._process.stdout.readline().partition(" ")
         if verb == "missing":
@@ -52,7 +52,7 @@ class Emulator:
 
 
 class Object:
-    """What `ctypes.CDLL` is, of an object that runs there."""
+    """A library in the emulator, used like a `ctypes.CDLL`."""
 
     def __init__(self, emulator: Emulator, path: Path):
         self._at = emulator, path
@@ -63,7 +63,7 @@ class Object:
 
 
 class Function:
-    """What ctypes makes of a C function whose arguments are integers and pointers."""
+    """A function in the emulator, used like one of ctypes; arguments are integers and pointers."""
 
     argtypes: tuple[Any, ...] | list[Any] = ()
     restype: Any = ctypes.c_int
@@ -71,22 +71,23 @@ class Function:
     def __init__(self, name: str, emulator: Emulator, path: Path):
         self._name, self._emulator, self._path = name, emulator, path
 
-    def __call__(self, *given: Any) -> int | None:
-        if self.argtypes and len(given) != len(self.argtypes):
+    def __call__(self, *arguments: Any) -> int | None:
+        if self.argtypes and len(arguments) != len(self.argtypes):
             raise TypeError(f"{self._name} takes {len(self.argtypes)} arguments")
-        held = [ctypes.create_string_buffer(x) if isinstance(x, bytes) else x for x in given]
-        found = self._emulator.call(self._path, self._name, *map(_as_integer, held))
-        return None if self.restype is None else found
+        values = [ctypes.create_string_buffer(x) if isinstance(x, bytes) else x for x in arguments]
+        result = self._emulator.call(self._path, self._name, *map(_as_integer, values))
+        return None if self.restype is None else result
 
 
 @cache
-def machine(cpu: str, process: int) -> Emulator:
-    """The one of this process."""
+def emulator_of(cpu: str, process: int) -> Emulator:
+    """Return the emulator of a process and processor."""
     return Emulator(cpu)
 
 
-def here() -> Emulator:
-    return machine("max", os.getpid())
+def emulator_here() -> Emulator:
+    """Return this process's emulator of a processor with all instructions."""
+    return emulator_of("max", os.getpid())
 
 
 def _as_integer(x: Any) -> int:
@@ -99,10 +100,11 @@ def _as_integer(x: Any) -> int:
     return ctypes.cast(x, ctypes.c_void_p).value or 0
 
 
-def _lie_elsewhere() -> None:
-    """With a stack without end Linux puts a program's libraries where they are not in this one.
+def _move_libraries() -> None:
+    """Make Linux place the emulator's libraries at other addresses than this process's.
 
-    Copies have the addresses that they have here.
+    It does so for a program with an unlimited stack. Copied pages keep this process's addresses,
+    which must be free in the emulator.
     """
-    most = resource.getrlimit(resource.RLIMIT_STACK)[1]
-    resource.setrlimit(resource.RLIMIT_STACK, (most, most))
+    limit = resource.getrlimit(resource.RLIMIT_STACK)[1]
+    resource.setrlimit(resource.RLIMIT_STACK, (limit, limit))

@@ -14,7 +14,7 @@ from store.golden import PATH
 
 from kvkeep import Snapshot
 from kvkeep.compiled.binding import library
-from kvkeep.compiled.instruction_sets import choice
+from kvkeep.compiled.instruction_sets import selected_set
 from kvkeep.model import Model
 from kvkeep.models.layers.decoder import Decoder
 from kvkeep.session.session import Session
@@ -69,7 +69,7 @@ def test_kernels_are_told_from_torch(tmp_path: Path) -> None:
     found = by_torch.restore(snapshot).exactness
     assert not found.bit_exact
     kernels = model.decoder.executor.name
-    assert kernels.startswith(f"compiled {choice().name}")
+    assert kernels.startswith(f"compiled {selected_set().name}")
     assert found.differs[0] == f"kernels: {kernels} there, torch here"
 
 

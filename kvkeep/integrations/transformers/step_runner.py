@@ -7,7 +7,7 @@ from transformers import PreTrainedConfig
 from kvkeep.cache import LayerAttention
 from kvkeep.cache.group_step import GroupStep
 from kvkeep.cache.layers import LayerDispatch
-from kvkeep.compiled.attention import attention_of
+from kvkeep.compiled.chunk import layer_attention
 from kvkeep.errors import UnsupportedModel
 from kvkeep.integrations.transformers.interface import Asked, MaskFunction
 from kvkeep.integrations.transformers.layers import Adapted
@@ -29,7 +29,7 @@ class Stepping:
         self._adapted = adapted
         self._each_alone = isinstance(step, GroupStep)
         self._steps = step.steps if isinstance(step, GroupStep) else [step]
-        self._attends: LayerAttention = attention_of(step)
+        self._attends: LayerAttention = layer_attention(step)
         self._by_layer = isinstance(self._attends, LayerDispatch)
         self._done = 0
         self._given: dict[int, tuple[Tensor, Tensor]] = {}
