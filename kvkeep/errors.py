@@ -1,4 +1,4 @@
-"""Every error that kvkeep raises on purpose.
+"""The tree of typed errors that kvkeep raises.
 
 All derive from `KvkeepError`. Each is raised before anything is changed, and its message says
 what was expected, what was found, and what to do.
@@ -10,7 +10,7 @@ class KvkeepError(Exception):
 
 
 class InvalidArgument(KvkeepError, ValueError):
-    """A number, text or name from outside is not usable."""
+    """An argument, such as a number, a text or a name, is not valid."""
 
 
 class KernelMismatch(KvkeepError):
@@ -18,7 +18,7 @@ class KernelMismatch(KvkeepError):
 
 
 class OutOfMemory(KvkeepError, MemoryError):
-    """A compiled kernel could not have the memory that it works in; nothing was changed."""
+    """A compiled kernel could not allocate its working memory; nothing was changed."""
 
 
 class ContextFull(KvkeepError):
@@ -26,9 +26,9 @@ class ContextFull(KvkeepError):
 
 
 class NoRoom(KvkeepError):
-    """An engine has no memory, or no turn, to give now.
+    """An engine has no memory or no queue slot free for a request.
 
-    retry_after: seconds after which it may have.
+    retry_after: seconds after which a retry may succeed.
     """
 
     def __init__(self, message: str, retry_after: float = 1.0):
@@ -37,27 +37,27 @@ class NoRoom(KvkeepError):
 
 
 class NoSuchSession(InvalidArgument):
-    """An engine keeps no session of that name for who asks."""
+    """The owner has no session of that name in the engine."""
 
 
 class Busy(KvkeepError):
-    """An engine's session is reading or writing, and takes no other change meanwhile."""
+    """An engine's session is in prefill or decode, and accepts no other change until that ends."""
 
 
 class WrongRevision(KvkeepError):
-    """A session has changed since the revision that a change was meant for."""
+    """A change names a revision of a session that is no longer the current one."""
 
 
 class Cancelled(KvkeepError):
-    """What was asked of an engine was taken back, or the engine has ended."""
+    """A request was cancelled, or its engine was closed."""
 
 
 class ServerError(KvkeepError):
-    """A server failed, or did not answer."""
+    """A server failed or did not respond."""
 
 
 class NonFiniteLogits(KvkeepError):
-    """The model produced NaN or infinity: broken weights, or a dtype too small for them."""
+    """The model produced NaN or infinity: its weights are broken, or the dtype is too narrow."""
 
 
 class ModelError(KvkeepError):
@@ -65,7 +65,7 @@ class ModelError(KvkeepError):
 
 
 class ModelNotFound(ModelError):
-    """Nothing by that name: no folder, file, pulled model or hub repository."""
+    """No folder, file, pulled model or hub repository has the given name."""
 
 
 class BadModelFile(ModelError):
@@ -73,23 +73,23 @@ class BadModelFile(ModelError):
 
 
 class UnsupportedModel(ModelError):
-    """The architecture, RoPE kind or tokenizer is known to be outside what kvkeep runs."""
+    """The architecture, RoPE kind or tokenizer is one that kvkeep does not support."""
 
 
 class SlowPathWarning(RuntimeWarning):
-    """A model is computed by something slower than this machine could have, and nobody asked so."""
+    """A model runs on a slower backend than this machine supports, without a request for it."""
 
 
 class StoreError(KvkeepError):
-    """A file of kvkeep's cannot be written or read."""
+    """A kvkeep file or store cannot be written or read."""
 
 
 class ForeignFile(StoreError):
-    """Not a kvkeep file, or one of another kind."""
+    """The file is not a kvkeep file, or is one of another kind."""
 
 
 class NewerFormat(StoreError):
-    """Made by a later kvkeep than this one."""
+    """The file has a newer format than this version of kvkeep reads."""
 
 
 class TruncatedFile(StoreError):
@@ -97,35 +97,38 @@ class TruncatedFile(StoreError):
 
 
 class CorruptFile(StoreError):
-    """Bytes are not what was saved; the message says where."""
+    """The bytes of a file differ from what was saved; the message says where."""
 
 
 class InvalidSnapshot(StoreError):
-    """A snapshot is not one that any session of the model could have been in; says what is wrong.
+    """A snapshot holds a state that no session of the model can have; the message says why.
 
-    Whoever made it took no care, or means harm: what kvkeep saves comes out of a session.
+    kvkeep only saves states of real sessions, so another program made the file, by mistake or as
+    an attack.
     """
 
 
 class FingerprintMismatch(StoreError):
-    """Saved with another model, dtype or tokenizer; the message lists the fields that differ."""
+    """A file was saved with another model, dtype or tokenizer; the message lists the fields."""
 
 
 class Locked(StoreError):
-    """Another process is using it."""
+    """Another process holds the lock."""
 
 
 class NoObject(StoreError):
-    """There is no object by that key in a store."""
+    """An object store has no object under the key."""
 
 
 class Conflict(StoreError):
-    """An object is not what a conditional put was meant for: somebody else was first."""
+    """The condition of a conditional put (if absent, if match) does not hold."""
 
 
 class HeldElsewhere(Locked):
-    """Another writer holds a session in a store. writer: who; until: seconds since 1970, if it is
-    not held for longer then."""
+    """Another writer holds the lease of a session in a store.
+
+    writer: its name. until: when the lease expires unless renewed, in seconds since 1970.
+    """
 
     def __init__(self, message: str, writer: str, until: float):
         super().__init__(message)
@@ -133,7 +136,7 @@ class HeldElsewhere(Locked):
 
 
 class Moved(StoreError):
-    """A session is another's to write now; the message says whose.
+    """Another writer has taken over a session; the message names it.
 
-    What was done since the last commit is not kept: the other one went on from there.
+    Changes since the last commit are lost: the new writer continues from that commit.
     """

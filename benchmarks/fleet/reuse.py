@@ -33,7 +33,7 @@ SETTINGS = {"max_kv_size": 8192}
 
 def first_token(model: Model, ids: Sequence[int], shared: SharedPrefixCache | None) -> float:
     """Seconds to the first token, in a new engine; what it leaves in the store is there then."""
-    with Engine(model, settings=SETTINGS, stores=shared.of if shared else None) as engine:
+    with Engine(model, settings=SETTINGS, stores=shared.for_owner if shared else None) as engine:
         begun = time.perf_counter()
         engine.generate(GenerationRequest(tuple(ids), 1, ignore_eos=True)).text()
         spent = time.perf_counter() - begun

@@ -62,7 +62,7 @@ def open_replica(
         model,
         settings=settings,
         limits=limits,
-        stores=shared.of if shared else None,
+        stores=shared.for_owner if shared else None,
         snapshots=lambda owner: SharedLabels(objects, owner),
     )
 

@@ -11,7 +11,7 @@ from object_server import FAULTS, ObjectServer
 
 from kvkeep.errors import Conflict, InvalidArgument, NoObject, StoreError
 from kvkeep.storage.objects import ObjectStore, open_object_store
-from kvkeep.storage.objects.paths import ObjectPath, as_path, opened
+from kvkeep.storage.objects.paths import ObjectPath, as_path, open_object
 
 
 def test_what_was_put_is_got_with_its_tag(objects: ObjectStore) -> None:
@@ -95,7 +95,7 @@ def test_a_large_object_goes_in_pieces_and_is_read_by_ranges(objects: ObjectStor
     stored = objects.info("large")
     assert stored.size == len(content)
     assert bytes(objects.get_range(stored, 5_000_000, 5_000_010)) == content[5_000_000:5_000_010]
-    with opened(objects, stored) as file:
+    with open_object(objects, stored) as file:
         assert file.read(8) == content[:8]
         assert file.seek(-10, io.SEEK_END) == len(content) - 10
         assert file.read() == content[-10:]

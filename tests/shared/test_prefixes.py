@@ -72,7 +72,7 @@ def test_nobody_finds_what_another_owner_or_secret_or_processor_has(
         SharedPrefixCache(objects, SECRET, {"kernels": "another"}),
     ):
         assert fed(tiny, store, PROMPT)[0] == 0
-    assert prefixes(tiny, objects).of("1").find(tiny.fingerprint, PROMPT).tokens == 512
+    assert prefixes(tiny, objects).for_owner("1").find(tiny.fingerprint, PROMPT).tokens == 512
 
 
 def test_a_block_that_somebody_else_made_is_not_used(objects: ObjectStore, tiny: Model) -> None:
@@ -82,7 +82,7 @@ def test_a_block_that_somebody_else_made_is_not_used(objects: ObjectStore, tiny:
     forger = prefixes(tiny, objects, secrets.token_bytes(32))
     fed(tiny, forger, [(3 * i) % 500 for i in range(700)])
     keys = sorted(stored.key for stored in objects.list_objects("prefixes/"))
-    own = [block.place.key for block in store._blocks(tiny.fingerprint, PROMPT)]
+    own = [block.path.key for block in store._blocks(tiny.fingerprint, PROMPT)]
     forged = next(key for key in keys if key not in own)
     objects.put(own[0], objects.get(forged)[0])
     reused, logits = fed(tiny, store, PROMPT)
@@ -93,7 +93,7 @@ def test_a_block_that_somebody_else_made_is_not_used(objects: ObjectStore, tiny:
 def test_a_block_that_was_damaged_is_evaluated_again(objects: ObjectStore, tiny: Model) -> None:
     store = prefixes(tiny, objects)
     fed(tiny, store, PROMPT)
-    place = store._blocks(tiny.fingerprint, PROMPT)[1].place
+    place = store._blocks(tiny.fingerprint, PROMPT)[1].path
     content = bytearray(objects.get(place.key)[0])
     content[-100] ^= 4
     objects.put(place.key, bytes(content))
@@ -104,7 +104,7 @@ def test_a_block_that_was_damaged_is_evaluated_again(objects: ObjectStore, tiny:
 def test_a_block_under_another_name_is_not_used(objects: ObjectStore, tiny: Model) -> None:
     store = prefixes(tiny, objects)
     fed(tiny, store, PROMPT)
-    first, second = (block.place for block in store._blocks(tiny.fingerprint, PROMPT))
+    first, second = (block.path for block in store._blocks(tiny.fingerprint, PROMPT))
     objects.put(first.key, objects.get(second.key)[0])
     assert fed(tiny, store, PROMPT)[0] == 0
 
@@ -115,12 +115,12 @@ def test_room_is_made_from_the_ends_of_the_prompts_that_were_written_first(
     store, later = prefixes(tiny, objects), [*PROMPT[:300], *reversed(PROMPT)]
     fed(tiny, store, PROMPT)
     time.sleep(1.1)  # S3 tells whole seconds
-    fed(tiny, store.of("another"), later)
+    fed(tiny, store.for_owner("another"), later)
     blocks = list(stored_blocks(objects))
     size, each = sum(block.nbytes for block in blocks), blocks[0].nbytes
     assert make_room(objects, size) == (0, size)
     assert make_room(objects, size - each) == (each, size - each)
-    assert fed(tiny, store.of("another"), later)[0] == len(later) // 256 * 256
+    assert fed(tiny, store.for_owner("another"), later)[0] == len(later) // 256 * 256
     assert fed(tiny, store, PROMPT)[0] == 256, "its beginning is still there"
     assert make_room(objects, 0) == (size, 0)
     assert [*stored_blocks(objects)] == []
@@ -143,12 +143,14 @@ def test_names_that_go_round_in_a_circle_end(tmp_path: Path) -> None:
 
 def test_an_engine_gives_each_owner_its_own(objects: ObjectStore, tiny: Model) -> None:
     shared = prefixes(tiny, objects)
-    with Engine(tiny, settings={"max_kv_size": 2048}, stores=shared.of) as engine:
+    with Engine(tiny, settings={"max_kv_size": 2048}, stores=shared.for_owner) as engine:
         for owner in ("a", "b"):
             engine.generate(GenerationRequest(tuple(PROMPT), 1), owner=owner).text()
             shared.flush()
     assert objects.list_folders("prefixes/") == ["a", "b"]
-    with Engine(tiny, settings={"max_kv_size": 2048}, stores=prefixes(tiny, objects).of) as engine:
+    with Engine(
+        tiny, settings={"max_kv_size": 2048}, stores=prefixes(tiny, objects).for_owner
+    ) as engine:
         answer = engine.generate(GenerationRequest(tuple(PROMPT), 1), owner="a")
         answer.text()
         assert answer.reuse.tokens == 512

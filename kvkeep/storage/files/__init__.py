@@ -1,1 +1,1 @@
-"""Files: written whole or not at all, and on disk when that is said. Imports errors alone."""
+"""Atomic writes of files and folders, text files and safetensors. Imports only `kvkeep.errors`."""

@@ -1,4 +1,4 @@
-"""Replacing a file so that a crash leaves the old one or the new one, whole."""
+"""Atomic writes of files and folders: a crash leaves the old content or the new, complete."""
 
 import errno
 import fcntl
@@ -14,18 +14,24 @@ from typing import Any, BinaryIO
 
 from kvkeep.errors import InvalidArgument, StoreError
 
-TEMPORARY = ".kvkeep-writing-"
+TEMPORARY = ".kvkeep-writing-"  # prefix of temporary files
+PARTIAL = ".partial"  # suffix of folders that are being written or removed
+
+# Files
 
 
 @contextmanager
 def atomic_writer(path: Path) -> Iterator[BinaryIO]:
-    """A file to write that takes the place of `path` when the block ends without an exception.
+    """Open a file that replaces `path` when the block ends without an exception.
 
-    It is written beside its place, so that renaming it is atomic, and is on disk before the
-    rename, as the rename is before this returns. What killed writers left in the folder goes
-    first. A link is followed, and a file that is replaced hands on its permissions.
+    The content is written to a temporary file in the same folder, so that the rename is atomic.
+    The file is fsynced before the rename and the folder after it. Temporary files that killed
+    writers left in the folder are removed first. A symbolic link is followed, and the new file
+    gets the permissions of the one that it replaces.
 
-    Raises OSError where `path` is as it was, StoreError where it is new but not surely on disk.
+    Raises:
+        OSError: nothing was written; `path` is unchanged.
+        StoreError: `path` was replaced, but may not survive a power cut.
     """
     path = path.resolve()
     replaced = _status(path)
@@ -40,7 +46,7 @@ def atomic_writer(path: Path) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-            os.replace(temporary, path)  # while the lock is held: see `sweep`
+            os.replace(temporary, path)  # while the lock is held: see `sweep_temporaries`
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
@@ -54,9 +60,9 @@ def atomic_writer(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_atomic(path: Path, content: bytes) -> None:
-    """The file holds all of `content`, or what it held before: never a part.
+    """Replace a file's content atomically. A pipe or a device is written into instead.
 
-    A pipe or a device is written into. Raises as `atomic_writer`.
+    Raises as `atomic_writer`.
     """
     if _is_special(path):
         path.write_bytes(content)
@@ -66,14 +72,14 @@ def write_atomic(path: Path, content: bytes) -> None:
 
 
 def write_json(path: Path | None, result: dict[str, Any]) -> None:
-    """Where a place was asked for: None writes nothing."""
+    """Write a JSON report with `write_atomic`, unless `path` is None."""
     if path is not None:
         text = json.dumps(result, indent=1, ensure_ascii=False, allow_nan=False)
         write_atomic(path, f"{text}\n".encode())
 
 
 def check_writable(path: Path) -> None:
-    """Raises InvalidArgument if `write_atomic` could not write there. Changes nothing."""
+    """Raise InvalidArgument if `write_atomic` could not write to `path`. Changes nothing."""
     if path.is_dir():
         raise InvalidArgument(f"{path} is a folder; expected a file to write to")
     if _is_special(path):
@@ -89,31 +95,20 @@ def check_writable(path: Path) -> None:
         ) from error
 
 
-def fsync_folder(folder: Path) -> None:
-    """Makes renames and removals in a folder survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # some network file systems have no such thing
-            raise
-    finally:
-        os.close(descriptor)
-
-
 def sweep_temporaries(folder: Path) -> list[Path]:
-    """Removes what killed writers left in a folder, and says what that was.
+    """Remove the temporary files that killed writers left in a folder, and return their paths.
 
-    A writer holds a lock on its file, which the system lets go of when it dies: a process number
-    would not tell, since it may belong to another by then, or to one in another container.
+    A live writer holds a lock on its temporary file, and the system releases that lock when the
+    writer dies. A process id in the name would not do: another process, or one in another
+    container, may have the same.
     """
     with os.scandir(folder) as entries:
-        found = [Path(entry.path) for entry in entries if entry.name.startswith(TEMPORARY)]
-    return [path for path in found if _removed(path)]
+        leftovers = [Path(entry.path) for entry in entries if entry.name.startswith(TEMPORARY)]
+    return [path for path in leftovers if _remove_unlocked(path)]
 
 
-def _removed(path: Path) -> bool:
-    """Removes a temporary file, unless it is in use, gone, or not ours to remove."""
+def _remove_unlocked(path: Path) -> bool:
+    """Remove a temporary file. False if it is locked, gone, or may not be removed."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         try:
@@ -127,7 +122,7 @@ def _removed(path: Path) -> bool:
 
 
 def _temporary(path: Path) -> tuple[BinaryIO, Path]:
-    """A new file beside `path`, locked by this process."""
+    """Create a temporary file beside `path`, locked by this process."""
     while True:
         temporary = path.with_name(f"{TEMPORARY}{secrets.token_hex(8)}{path.suffix}")
         descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666)
@@ -136,7 +131,7 @@ def _temporary(path: Path) -> tuple[BinaryIO, Path]:
             if os.fstat(descriptor).st_nlink:
                 return os.fdopen(descriptor, "wb", buffering=1 << 20), temporary
         except BlockingIOError:
-            pass  # another process sweeps it away in this moment
+            pass  # another process locked it to sweep it, between the open and the lock
         except BaseException:
             os.close(descriptor)
             temporary.unlink(missing_ok=True)
@@ -145,7 +140,7 @@ def _temporary(path: Path) -> tuple[BinaryIO, Path]:
 
 
 def _is_special(path: Path) -> bool:
-    """A pipe or a device such as /dev/stderr, which is written into and must not be replaced."""
+    """Whether a path is a pipe or a device such as /dev/stderr, which must not be replaced."""
     return path.exists() and not path.is_file()
 
 
@@ -156,16 +151,16 @@ def _status(path: Path) -> os.stat_result | None:
         return None
 
 
-PARTIAL = ".partial"
+# Folders
 
 
 @contextmanager
 def atomic_folder(final: Path) -> Iterator[Path]:
-    """A folder to fill that takes the place of `final` when the block ends without an exception.
+    """Create a folder to fill that replaces `final` when the block ends without an exception.
 
-    All of it is on disk before it appears under its name, by one rename. Only one process at a
-    time may make folders beside each other; what one that was killed left goes by
-    `sweep_partial_folders`.
+    All files are fsynced before one rename puts the folder in place. Only one process at a time
+    may write folders in the same parent. `sweep_partial_folders` removes what a killed process
+    left.
 
     Raises OSError.
     """
@@ -174,7 +169,7 @@ def atomic_folder(final: Path) -> Iterator[Path]:
     try:
         yield partial
         for path in [*partial.rglob("*"), partial]:
-            _to_disk(path)
+            _fsync(path)
         if final.exists():
             remove_folder(final)
         partial.rename(final)
@@ -185,31 +180,43 @@ def atomic_folder(final: Path) -> Iterator[Path]:
 
 
 def remove_folder(folder: Path) -> None:
-    """Gone at once under its name, then for good: never a half-removed folder under its name."""
+    """Rename a folder away, then delete it, so that it is never half removed under its name."""
     doomed = folder.with_name(f"{folder.name}.old{PARTIAL}")
     folder.rename(doomed)
     shutil.rmtree(doomed)
 
 
-def folder_bytes(folder: Path) -> int:
-    """What all files below a folder take, and nothing if it is not there. No link is followed."""
-    found = 0
-    for path in folder.rglob("*"):
-        with suppress(FileNotFoundError):  # removed meanwhile
-            status = path.lstat()
-            found += status.st_size if stat.S_ISREG(status.st_mode) else 0
-    return found
-
-
 def sweep_partial_folders(parent: Path) -> None:
-    """Removes what killed processes left half-made or half-removed. Call it when no one makes."""
+    """Remove folders that killed processes left half written or half removed.
+
+    No process may be writing a folder in `parent` at the time.
+    """
     for path in parent.glob("*" + PARTIAL):
         shutil.rmtree(path)
 
 
-def _to_disk(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
+def folder_bytes(folder: Path) -> int:
+    """Return the total size of all files below a folder; 0 if it is missing. Links count as 0."""
+    total = 0
+    for path in folder.rglob("*"):
+        with suppress(FileNotFoundError):  # removed meanwhile
+            status = path.lstat()
+            total += status.st_size if stat.S_ISREG(status.st_mode) else 0
+    return total
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make renames and removals in a folder survive a power cut."""
     try:
-        os.fsync(handle)
+        _fsync(folder, os.O_DIRECTORY)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some network file systems have no fsync of folders
+            raise
+
+
+def _fsync(path: Path, flags: int = 0) -> None:
+    descriptor = os.open(path, os.O_RDONLY | flags)
+    try:
+        os.fsync(descriptor)
     finally:
-        os.close(handle)
+        os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Safetensors files: the header, and the bytes of tensors one after another."""
+"""The safetensors format: writing files, their headers, and the bytes of tensors."""
 
 import json
 import struct
@@ -27,7 +27,7 @@ DTYPE_NAMES = {
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """What the header says of a tensor. dtype: safetensors' name of it."""
+    """A tensor's entry in the header. dtype: its name in the safetensors format."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -37,22 +37,22 @@ class TensorEntry:
 def write_tensors(
     path: Path,
     entries: Mapping[str, TensorEntry],
-    pieces: Iterable[bytes | memoryview],
+    chunks: Iterable[bytes | memoryview],
     metadata: Mapping[str, str],
 ) -> None:
-    """Writes a file whole, or leaves what is there; no more than one piece is in memory at a time.
+    """Write a safetensors file atomically, with one chunk in memory at a time.
 
-    pieces: the bytes of all tensors, in the order of the entries, however they are cut. Raises as
-    `atomic_writer`.
+    chunks: the bytes of all tensors in the order of `entries`; chunk borders need not be tensor
+    borders. Raises as `atomic_writer`.
     """
     with atomic_writer(path) as out:
         out.write(header_bytes(entries, metadata))
-        for piece in pieces:
-            out.write(piece)
+        for chunk in chunks:
+            out.write(chunk)
 
 
 def header_bytes(entries: Mapping[str, TensorEntry], metadata: Mapping[str, str]) -> bytes:
-    """What comes before the tensors, so long that they begin at a multiple of 64 bytes."""
+    """Return the header with its length prefix, padded so that tensors start 64-byte aligned."""
     table: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
     for name, entry in entries.items():
@@ -68,7 +68,7 @@ def header_bytes(entries: Mapping[str, TensorEntry], metadata: Mapping[str, str]
 
 
 def dense_chunks(tensor: Tensor) -> Iterator[bytes]:
-    """A tensor's bytes in order, in dense pieces as large as its strides allow."""
+    """Yield a tensor's bytes in order, in dense chunks as large as its strides allow."""
     if tensor.is_contiguous():
         flat = tensor.reshape(-1)
         if flat.numel():
@@ -79,7 +79,7 @@ def dense_chunks(tensor: Tensor) -> Iterator[bytes]:
 
 
 def tensor_bytes(tensor: Tensor) -> bytes:
-    """The bytes of a dense CPU tensor: a view on its memory, for whatever takes a buffer."""
-    # A single number may have any stride, and a view of other numbers asks for 1.
+    """Return the bytes of a dense CPU tensor as a view of its memory (a buffer, not a copy)."""
+    # A tensor of one number may have any stride, but `view(torch.uint8)` needs stride 1.
     flat = tensor.detach().contiguous().reshape(-1).as_strided((tensor.numel(),), (1,))
     return cast(bytes, memoryview(flat.view(torch.uint8).numpy()))  # type: ignore[arg-type]

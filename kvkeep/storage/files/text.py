@@ -1,14 +1,14 @@
-"""Text in files: UTF-8, of which a byte order mark is no part."""
+"""Text files: UTF-8, with or without a byte order mark."""
 
 from pathlib import Path
 
 from kvkeep.errors import InvalidArgument
 
-ENCODING = "utf-8-sig"  # as editors on Windows save UTF-8: it may begin with a byte order mark
+ENCODING = "utf-8-sig"  # removes the byte order mark that editors on Windows write
 
 
 def decode_text(content: bytes, source: str) -> str:
-    """Decode UTF-8 without a byte order mark at its beginning.
+    """Decode UTF-8 and drop a leading byte order mark.
 
     source: the file's name, for messages. Raises InvalidArgument if it is not UTF-8.
     """
@@ -22,5 +22,5 @@ def decode_text(content: bytes, source: str) -> str:
 
 
 def read_text_file(path: Path) -> str:
-    """All text of a file. Raises OSError, and InvalidArgument as `decode_text`."""
+    """Read a UTF-8 text file. Raises OSError, and InvalidArgument as `decode_text`."""
     return decode_text(path.read_bytes(), str(path))

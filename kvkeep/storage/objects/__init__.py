@@ -1,7 +1,7 @@
-"""Objects under keys, in a folder or in an object store: what must outlive a machine.
+"""Object stores: objects under keys, in a folder or in a remote store such as S3.
 
 store = open_object_store("s3://bucket/prefix")
-tag = store.put("a/b", b"...", if_absent=True)
+etag = store.put("a/b", b"...", if_absent=True)
 """
 
 from kvkeep.storage.objects.address import is_url, open_object_store

@@ -1,4 +1,4 @@
-"""Where a store is, as people write it: a folder, or a URL."""
+"""Addresses of object stores: the path of a folder, or a URL."""
 
 import re
 from pathlib import Path
@@ -12,37 +12,39 @@ _REMOTE = ("s3", "s3a", "gs", "az", "abfs", "abfss", "adl", "memory")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
 
-def is_url(place: str | Path) -> bool:
-    """Whether a store is given as a URL, and not as the path of a folder."""
-    return isinstance(place, str) and _SCHEME.match(place) is not None
+def is_url(address: str | Path) -> bool:
+    """Whether an address is a URL rather than the path of a folder."""
+    return isinstance(address, str) and _SCHEME.match(address) is not None
 
 
-def open_object_store(place: str | Path) -> ObjectStore:
-    """The store at a URL: s3://bucket/prefix, gs://..., az://..., memory://name, file:///folder; or
-    in a folder. memory:// is one store per name, of this process, gone with it.
+def open_object_store(address: str | Path) -> ObjectStore:
+    """Open the store at a URL or in a folder. Sends no request to a remote store yet.
 
-    Nothing is asked of the store yet. Raises InvalidArgument for another kind of URL, or where the
-    extra `object-store` is not installed, StoreError for a folder that cannot be used.
+    address: s3://bucket/prefix, gs://..., az://..., file:///folder, memory://name, or a path.
+    memory:// is one store per name within this process; its content is lost with the process.
+
+    Raises InvalidArgument for another kind of URL, or if the extra `object-store` is not
+    installed, StoreError for a folder that cannot be used.
     """
-    if not isinstance(place, str) or not is_url(place):
-        return FolderObjectStore(Path(place))
-    scheme = urlsplit(place).scheme.lower()
+    if not isinstance(address, str) or not is_url(address):
+        return FolderObjectStore(Path(address))
+    scheme = urlsplit(address).scheme.lower()
     if scheme == "file":
-        return FolderObjectStore(_folder(place))
+        return FolderObjectStore(_file_url_path(address))
     if scheme not in _REMOTE:
         raise InvalidArgument(
             "a store is a folder, or a URL of s3, gs, az, memory or file, such as "
-            f"s3://bucket/prefix; found {place!r:.200}"
+            f"s3://bucket/prefix; found {address!r:.200}"
         )
-    from kvkeep.storage.objects.remote import opened
+    from kvkeep.storage.objects.remote import open_remote_store
 
-    return opened(place)
+    return open_remote_store(address)
 
 
-def _folder(url: str) -> Path:
-    found = urlsplit(url)
-    if found.netloc not in ("", "localhost") or not found.path.startswith("/"):
+def _file_url_path(url: str) -> Path:
+    parts = urlsplit(url)
+    if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
         raise InvalidArgument(
             f"a file URL has three slashes, as file:///folder; found {url!r:.200}"
         )
-    return Path(unquote(found.path))
+    return Path(unquote(parts.path))

@@ -1,4 +1,4 @@
-"""Objects as files in a folder: each replaced as a whole, and on disk when that is said."""
+"""An object store in a folder: one file per object, replaced atomically and fsynced."""
 
 import os
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from filelock import FileLock
 from kvkeep.errors import Conflict, NoObject, StoreError
 from kvkeep.storage.files.atomic import TEMPORARY, atomic_writer, fsync_folder
 from kvkeep.storage.objects.interface import (
-    SMALL,
+    MAX_GET_BYTES,
     ChunkSource,
     ObjectInfo,
     checked_key,
@@ -20,14 +20,14 @@ from kvkeep.storage.objects.interface import (
 )
 
 _LOCKS = ".locks"
-_STRIPES = 64  # conditional puts of different keys rarely wait for each other
-_SMALL = 1 << 16  # bytes; a tag of such an object is a hash of it
+_STRIPES = 64  # lock files; conditional puts of different keys rarely share one
+_HASHED = 1 << 16  # objects of up to so many bytes have a hash of their content as ETag
 
 
 class FolderObjectStore:
-    """A folder of one machine, or one that several share whose file system has locks.
+    """A store in a folder of one machine, or in a shared one whose file system supports locks.
 
-    obstore has one too, whose objects are not put on disk, and which knows no condition by tags.
+    obstore's own folder store does not fsync objects and has no puts conditional on an ETag.
     """
 
     def __init__(self, path: Path):
@@ -46,44 +46,44 @@ class FolderObjectStore:
         self, key: str, content: bytes, *, if_absent: bool = False, if_match: str | None = None
     ) -> str:
         path = self._path(key)
-        with self._failing(key, "written"), self._lock(key):
+        with self._translated_errors(key, "written"), self._lock(key):
             if if_absent and path.exists():
-                raise Conflict(f"there is an object {key} already")
-            if if_match is not None and (not path.is_file() or _tag(path) != if_match):
-                raise Conflict(f"the object {key} is another by now")
+                raise Conflict(f"object {key} exists already")
+            if if_match is not None and (not path.is_file() or _etag(path) != if_match):
+                raise Conflict(f"object {key} was changed meanwhile")
             self._write(path, lambda: [content])
-            return _tag(path)
+            return _etag(path)
 
-    def put_chunks(self, key: str, pieces: ChunkSource) -> None:
-        with self._failing(key, "written"):
-            self._write(self._path(key), pieces)
+    def put_chunks(self, key: str, chunks: ChunkSource) -> None:
+        with self._translated_errors(key, "written"):
+            self._write(self._path(key), chunks)
 
-    def get(self, key: str, most: int = SMALL) -> tuple[bytes, str]:
+    def get(self, key: str, max_bytes: int = MAX_GET_BYTES) -> tuple[bytes, str]:
         path = self._path(key)
-        with self._failing(key, "read"):
-            if path.stat().st_size > most:
-                raise too_large(key, most)
+        with self._translated_errors(key, "read"):
+            if path.stat().st_size > max_bytes:
+                raise too_large(key, max_bytes)
             content = path.read_bytes()
-        return content, _tag_of(content) if len(content) <= _SMALL else self.info(key).etag
+        return content, _hash(content) if len(content) <= _HASHED else self.info(key).etag
 
     def get_range(self, stored: ObjectInfo, begin: int, end: int) -> memoryview:
         path = self._path(stored.key)
-        with self._failing(stored.key, "read"), path.open("rb") as file:
-            if _tag(path) != stored.etag:
-                raise Conflict(f"the object {stored.key} is another by now")
+        with self._translated_errors(stored.key, "read"), path.open("rb") as file:
+            if _etag(path) != stored.etag:
+                raise Conflict(f"object {stored.key} was changed meanwhile")
             file.seek(begin)
             return memoryview(file.read(end - begin))
 
     def info(self, key: str) -> ObjectInfo:
         path = self._path(key)
-        with self._failing(key, "read"):
+        with self._translated_errors(key, "read"):
             status = path.stat()
-            return ObjectInfo(key, status.st_size, status.st_mtime, _tag(path))
+            return ObjectInfo(key, status.st_size, status.st_mtime, _etag(path))
 
     def list_objects(self, prefix: str) -> Iterator[ObjectInfo]:
-        begin = self._root / checked_prefix(prefix)
-        for folder, below, names in os.walk(begin):
-            below[:] = [name for name in below if not name.startswith(".")]
+        start = self._root / checked_prefix(prefix)
+        for folder, subfolders, names in os.walk(start):
+            subfolders[:] = [name for name in subfolders if not name.startswith(".")]
             for name in names:
                 key = str((Path(folder) / name).relative_to(self._root))
                 if not name.startswith("."):
@@ -91,38 +91,37 @@ class FolderObjectStore:
                         yield self.info(key)
 
     def list_folders(self, prefix: str) -> list[str]:
-        place = self._root / checked_prefix(prefix)
+        folder = self._root / checked_prefix(prefix)
         try:
-            with os.scandir(place) as entries:
-                found = [e.name for e in entries if e.is_dir() and not e.name.startswith(".")]
+            with os.scandir(folder) as entries:
+                return sorted(e.name for e in entries if e.is_dir() and not e.name.startswith("."))
         except FileNotFoundError:
             return []
         except OSError as error:
-            raise self._failed(prefix, "read", error) from error
-        return sorted(found)
+            raise self._error(prefix, "read", error) from error
 
     def delete(self, key: str) -> None:
         path = self._path(key)
-        with self._failing(key, "deleted"), self._lock(key):
+        with self._translated_errors(key, "deleted"), self._lock(key):
             path.unlink(missing_ok=True)
             folder = path.parent
-            with suppress(OSError):  # other objects are there, or no folder is
+            with suppress(OSError):  # it holds other objects, or does not exist
                 folder.rmdir()
             while not folder.is_dir():
                 folder = folder.parent
-            with suppress(FileNotFoundError):  # it went in this moment
+            with suppress(FileNotFoundError):  # removed by another process at this moment
                 fsync_folder(folder)
 
-    def _write(self, path: Path, pieces: ChunkSource) -> None:
-        for again in (True, True, False):
+    def _write(self, path: Path, chunks: ChunkSource) -> None:
+        for may_retry in (True, True, False):
             path.parent.mkdir(parents=True, exist_ok=True)
             try:
                 with atomic_writer(path) as file:
-                    for piece in pieces():
-                        file.write(piece)
+                    for chunk in chunks():
+                        file.write(chunk)
                 return
-            except FileNotFoundError:  # the folder went with its last object in this moment
-                if not again:
+            except FileNotFoundError:  # a delete of its last object removed the folder just now
+                if not may_retry:
                     raise
 
     def _path(self, key: str) -> Path:
@@ -135,28 +134,29 @@ class FolderObjectStore:
             yield
 
     @contextmanager
-    def _failing(self, key: str, verb: str) -> Iterator[None]:
+    def _translated_errors(self, key: str, verb: str) -> Iterator[None]:
+        """Raise NoObject and StoreError in place of OSError."""
         try:
             yield
         except FileNotFoundError as error:
             raise NoObject(f"there is no object {key} in {self._root}") from error
         except OSError as error:
-            raise self._failed(key, verb, error) from error
+            raise self._error(key, verb, error) from error
 
-    def _failed(self, key: str, verb: str, error: OSError) -> StoreError:
+    def _error(self, key: str, verb: str, error: OSError) -> StoreError:
         reason = error.strerror or error
         return StoreError(f"{key} in {self._root} cannot be {verb}: {reason}")
 
 
-def _tag(path: Path) -> str:
+def _etag(path: Path) -> str:
     status = path.stat()
-    if status.st_size <= _SMALL:
-        return _tag_of(path.read_bytes())
+    if status.st_size <= _HASHED:
+        return _hash(path.read_bytes())
     return f"{status.st_ino:x}-{status.st_mtime_ns:x}-{status.st_size:x}"
 
 
-def _tag_of(content: bytes) -> str:
+def _hash(content: bytes) -> str:
     return blake3(content).hexdigest()
 
 
-assert TEMPORARY.startswith(".")  # half-written files are no objects
+assert TEMPORARY.startswith(".")  # `list_objects` must skip files that are being written

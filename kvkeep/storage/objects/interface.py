@@ -1,4 +1,4 @@
-"""What kvkeep asks of a store of objects, whichever it is."""
+"""The interface of object stores, and checks of keys that all of them share."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -7,17 +7,16 @@ from typing import Protocol
 
 from kvkeep.errors import InvalidArgument, StoreError
 
-ChunkSource = Callable[[], Iterable[bytes | memoryview]]
-SMALL = 64 << 20  # bytes that are read at once where nobody says how many
-_PART = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
+ChunkSource = Callable[[], Iterable[bytes | memoryview]]  # each call starts from the first byte
+MAX_GET_BYTES = 64 << 20  # default limit of `get`, which reads an object in one go
+_KEY_PART = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
 
 
 @dataclass(frozen=True)
 class ObjectInfo:
-    """What a store says of an object.
+    """An object's metadata.
 
-    size: in bytes. modified: seconds since 1970. tag: another one for any other content; of no
-    meaning beside that.
+    size: in bytes. modified: seconds since 1970. etag: opaque; differs for different content.
     """
 
     key: str
@@ -27,19 +26,19 @@ class ObjectInfo:
 
 
 class ObjectStore(Protocol):
-    """Objects under keys: words of A-Z, a-z, 0-9, '.', '_' and '-' with '/' between them.
+    """Objects under keys: words of A-Z, a-z, 0-9, '.', '_' and '-', joined by '/'.
 
-    An object is there whole or not at all, for whoever reads, and survives a crash from the moment
-    at which its put has returned. Each method may be called from any thread, raises StoreError
-    where the store fails or cannot be reached, and has tried again by then where that helps.
+    Writes are atomic and durable: readers see a complete object or none, and an object survives a
+    crash once its put has returned. All methods are thread-safe. They raise StoreError if the
+    store fails or cannot be reached, after retries where those can help.
 
-    A put that raises StoreError, and is no Conflict, may have been done all the same, and may even
-    be done later: whoever must know reads what is there.
+    A put that raises StoreError (other than Conflict) has an unknown outcome: it may have been
+    applied, or may still be applied later. A caller that must know has to read the object.
     """
 
     @property
     def url(self) -> str:
-        """By which `open_object_store` opens it again."""
+        """The URL with which `open_object_store` opens the same store."""
 
     def put(
         self,
@@ -49,43 +48,48 @@ class ObjectStore(Protocol):
         if_absent: bool = False,
         if_match: str | None = None,
     ) -> str:
-        """Writes a small object; its tag. Conditions are checked and met in one step.
+        """Write a small object, and return its ETag. Conditions make it a compare-and-swap.
 
-        if_absent: only where there is none. if_match: only where that one is there still. Raises
-        Conflict where a condition does not hold.
+        if_absent: only if there is no object. if_match: only if the object has this ETag. Raises
+        Conflict if a condition does not hold.
         """
 
-    def put_chunks(self, key: str, pieces: ChunkSource) -> None:
-        """Writes an object of any size. pieces: gives all of it from the beginning, each time it is
-        called; no more than some pieces are in memory at a time."""
+    def put_chunks(self, key: str, chunks: ChunkSource) -> None:
+        """Write an object of any size with a bounded number of chunks in memory.
 
-    def get(self, key: str, most: int = SMALL) -> tuple[bytes, str]:
-        """All of an object of at most so many bytes, and its tag. Raises NoObject."""
+        chunks: called once per attempt.
+        """
+
+    def get(self, key: str, max_bytes: int = MAX_GET_BYTES) -> tuple[bytes, str]:
+        """Read an object of at most `max_bytes`; return its content and ETag. Raises NoObject."""
 
     def get_range(self, stored: ObjectInfo, begin: int, end: int) -> memoryview:
-        """Bytes of the very object that was looked at. Raises NoObject, Conflict where there is
-        another by that key now."""
+        """Read a byte range of the version of an object that `stored` describes.
+
+        Raises NoObject, and Conflict if the object was replaced.
+        """
 
     def info(self, key: str) -> ObjectInfo:
-        """Raises NoObject."""
+        """Return an object's metadata. Raises NoObject."""
 
     def list_objects(self, prefix: str) -> Iterator[ObjectInfo]:
-        """All objects below a prefix: '' or words that end with '/'. In no order."""
+        """Yield all objects below a prefix, in any order. prefix: '' or words ending with '/'."""
 
     def list_folders(self, prefix: str) -> list[str]:
-        """The words that come next in the keys below a prefix and have more behind them."""
+        """Return the next words of keys below a prefix that are followed by further words."""
 
     def delete(self, key: str) -> None:
-        """There is no such object then, whether there was one or not."""
+        """Delete an object. Does nothing if there is none."""
 
 
-def too_large(key: str, most: int) -> StoreError:
-    return StoreError(f"{key} cannot be read at once: it has more than {most:,} bytes")
+def too_large(key: str, max_bytes: int) -> StoreError:
+    """The error for an object that exceeds the limit of `get`."""
+    return StoreError(f"{key} cannot be read at once: it has more than {max_bytes:,} bytes")
 
 
 def checked_key(key: str) -> str:
-    """Raises InvalidArgument for what is no key."""
-    if not key or not all(_PART.fullmatch(part) for part in key.split("/")):
+    """Return a key. Raises InvalidArgument if it is not valid."""
+    if not key or not all(_KEY_PART.fullmatch(part) for part in key.split("/")):
         raise InvalidArgument(
             "a key is words of A-Z, a-z, 0-9, '.', '_' and '-', beginning with no '.', with '/' "
             f"between them; found {key!r:.200}"
@@ -94,7 +98,7 @@ def checked_key(key: str) -> str:
 
 
 def checked_prefix(prefix: str) -> str:
-    """Raises InvalidArgument for what is neither '' nor a key with '/' at its end."""
+    """Return a prefix. Raises InvalidArgument unless it is '' or a key followed by '/'."""
     if prefix:
         if not prefix.endswith("/"):
             raise InvalidArgument(f"a prefix ends with '/'; found {prefix!r:.200}")

@@ -1,4 +1,4 @@
-"""Where one file is, or is to be: a path of this machine, or a key in a store."""
+"""Paths of single files: a path of this machine, or an object in a store."""
 
 import io
 from collections import deque
@@ -11,8 +11,16 @@ from kvkeep.errors import InvalidArgument, NoObject
 from kvkeep.storage.objects.address import is_url, open_object_store
 from kvkeep.storage.objects.interface import ChunkSource, ObjectInfo, ObjectStore
 
+# The first range of a file is small: most headers are shorter, and many readers need only them.
+# For the others the latency of a request is small against the transfer.
+_FIRST_RANGE = 1 << 18  # bytes
+_RANGE = 8 << 20  # bytes
+_PREFETCHED = 3  # ranges
+
 
 class FileStatus(Protocol):
+    """What `stat` returns. st_mtime: seconds since 1970."""
+
     @property
     def st_size(self) -> int: ...
     @property
@@ -20,7 +28,7 @@ class FileStatus(Protocol):
 
 
 class Source(Protocol):
-    """What reading asks of a place; a `pathlib.Path` is one."""
+    """A file to read. A `pathlib.Path` is one."""
 
     @property
     def stem(self) -> str: ...
@@ -31,15 +39,15 @@ class Source(Protocol):
 
 
 class Target(Protocol):
-    """What is written to that is no path: whole, or as it was."""
+    """A place other than a path of this machine to which a file is written atomically."""
 
-    def write_chunks(self, pieces: ChunkSource) -> None:
-        """Raises StoreError."""
+    def write_chunks(self, chunks: ChunkSource) -> None:
+        """Write the whole file, or leave what is there. Raises StoreError."""
 
 
 @dataclass(frozen=True)
 class ObjectStatus:
-    """As `os.stat_result` has it. st_mtime: seconds since 1970."""
+    """The `FileStatus` of an object."""
 
     st_size: int
     st_mtime: float
@@ -47,7 +55,7 @@ class ObjectStatus:
 
 @dataclass(frozen=True)
 class ObjectPath:
-    """An object, there or not."""
+    """The path of an object, which may or may not exist: a `Source` and a `Target`."""
 
     objects: ObjectStore
     key: str
@@ -67,70 +75,64 @@ class ObjectPath:
         return True
 
     def open(self, mode: Literal["rb"]) -> BinaryIO:
-        return opened(self.objects, self.objects.info(self.key))
+        return open_object(self.objects, self.objects.info(self.key))
 
     def stat(self) -> ObjectStatus:
-        return status(self.objects, self.key)
+        return object_status(self.objects, self.key)
 
-    def write_chunks(self, pieces: ChunkSource) -> None:
-        self.objects.put_chunks(self.key, pieces)
+    def write_chunks(self, chunks: ChunkSource) -> None:
+        self.objects.put_chunks(self.key, chunks)
 
 
 P = TypeVar("P")
 
 
 @overload
-def as_path(place: str) -> Path | ObjectPath: ...
+def as_path(path: str) -> Path | ObjectPath: ...
 @overload
-def as_path(place: P) -> P: ...
-def as_path(place: object) -> object:
-    """A path, or the object that a URL names; what is a place already stays what it is.
+def as_path(path: P) -> P: ...
+def as_path(path: object) -> object:
+    """Convert a string to a path, or to the object that a URL names. Returns other types as is.
 
     Raises InvalidArgument for a URL that names no object.
     """
-    if not isinstance(place, str):
-        return place
-    if not is_url(place):
-        return Path(place)
-    store, _, key = place.rpartition("/")
+    if not isinstance(path, str):
+        return path
+    if not is_url(path):
+        return Path(path)
+    store, _, key = path.rpartition("/")
     if not key or store.endswith(":/"):
-        raise InvalidArgument(
-            f"{place} names a store; expected an object in it, as {place}/a.kvkeep"
-        )
+        raise InvalidArgument(f"{path} names a store; expected an object in it, as {path}/a.kvkeep")
     return ObjectPath(open_object_store(store), key)
 
 
-def opened(objects: ObjectStore, stored: ObjectInfo) -> BinaryIO:
-    """An object as it was when it was looked at."""
+def object_status(objects: ObjectStore, key: str) -> ObjectStatus:
+    """Return an object's size and time. Raises FileNotFoundError, as `pathlib.Path.stat`."""
+    try:
+        info = objects.info(key)
+    except NoObject as error:
+        raise FileNotFoundError(str(error)) from error
+    return ObjectStatus(info.size, info.modified)
+
+
+def open_object(objects: ObjectStore, stored: ObjectInfo) -> BinaryIO:
+    """Open the version of an object that `stored` describes."""
     return cast(BinaryIO, io.BufferedReader(ObjectFile(objects, stored), 1 << 16))
 
 
-def status(objects: ObjectStore, key: str) -> ObjectStatus:
-    """Raises FileNotFoundError."""
-    try:
-        found = objects.info(key)
-    except NoObject as error:
-        raise FileNotFoundError(str(error)) from error
-    return ObjectStatus(found.size, found.modified)
-
-
-_BEGIN = 1 << 18  # bytes of the first range: most headers are shorter, and are all that many read
-_PIECE = 8 << 20  # bytes of a range: a request's latency is small beside it
-_AHEAD = 3  # ranges on their way
-
-
 class ObjectFile(io.RawIOBase):
-    """Reads the object that was looked at, and no other that takes its place meanwhile.
+    """A seekable file over an object, read by range requests with prefetch.
 
-    Reading on in order is fastest. Raises StoreError and its kinds.
+    All ranges are of the version that `stored` describes, even if the object is replaced
+    meanwhile. Sequential reads are fastest. Raises StoreError and its subclasses.
     """
 
     def __init__(self, objects: ObjectStore, stored: ObjectInfo):
         self._objects, self._stored = objects, stored
-        self._at = 0
-        self._coming: deque[tuple[int, Future[memoryview]]] = deque()
-        self._reader = ThreadPoolExecutor(_AHEAD, "kvkeep-read")
-        self._first: memoryview | None = None
+        self._position = 0
+        self._prefetched: deque[tuple[int, Future[memoryview]]] = deque()  # by their first byte
+        self._executor = ThreadPoolExecutor(_PREFETCHED, "kvkeep-read")
+        self._first_range: memoryview | None = None
 
     def readable(self) -> bool:
         return True
@@ -139,51 +141,54 @@ class ObjectFile(io.RawIOBase):
         return True
 
     def tell(self) -> int:
-        return self._at
+        return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = (0, self._at, self._stored.size)[whence]
-        self._at = max(0, base + offset)
-        return self._at
+        base = (0, self._position, self._stored.size)[whence]
+        self._position = max(0, base + offset)
+        return self._position
 
-    def readinto(self, into: Any) -> int:
-        wanted = min(len(into), self._stored.size - self._at)
+    def readinto(self, buffer: Any) -> int:
+        wanted = min(len(buffer), self._stored.size - self._position)
         if wanted <= 0:
             return 0
-        begin, piece = self._piece()
-        found = piece[self._at - begin :][:wanted]
-        into[: len(found)] = found
-        self._at += len(found)
-        return len(found)
+        begin, content = self._current_range()
+        part = content[self._position - begin :][:wanted]
+        buffer[: len(part)] = part
+        self._position += len(part)
+        return len(part)
 
     def close(self) -> None:
         if not self.closed:
-            self._reader.shutdown(wait=False, cancel_futures=True)
+            self._executor.shutdown(wait=False, cancel_futures=True)
         super().close()
 
-    def _piece(self) -> tuple[int, memoryview]:
-        """The range that holds the place, and where it begins."""
-        wanted = _begin(self._at)
+    def _current_range(self) -> tuple[int, memoryview]:
+        """Return the range that contains the position, after the offset of its first byte."""
+        wanted = _range_begin(self._position)
         if not wanted:
-            self._first = self._first or self._get(0)  # it is read in several steps
-            return 0, self._first
-        while self._coming and self._coming[0][0] != wanted:
-            self._coming.popleft()[1].cancel()
-        last = _end(self._coming[-1][0]) if self._coming else wanted
-        while len(self._coming) < _AHEAD and last < self._stored.size:
-            self._coming.append((last, self._reader.submit(self._get, last)))
-            last = _end(last)
-        return wanted, self._coming[0][1].result()
+            self._first_range = self._first_range or self._get(0)  # headers take several reads
+            return 0, self._first_range
+        while self._prefetched and self._prefetched[0][0] != wanted:
+            self._prefetched.popleft()[1].cancel()
+        last = _range_end(self._prefetched[-1][0]) if self._prefetched else wanted
+        while len(self._prefetched) < _PREFETCHED and last < self._stored.size:
+            self._prefetched.append((last, self._executor.submit(self._get, last)))
+            last = _range_end(last)
+        return wanted, self._prefetched[0][1].result()
 
     def _get(self, begin: int) -> memoryview:
-        return self._objects.get_range(self._stored, begin, min(_end(begin), self._stored.size))
+        end = min(_range_end(begin), self._stored.size)
+        return self._objects.get_range(self._stored, begin, end)
 
 
-def _begin(place: int) -> int:
-    """Of the range that a place is in."""
-    return 0 if place < _BEGIN else _BEGIN + (place - _BEGIN) // _PIECE * _PIECE
+def _range_begin(position: int) -> int:
+    """The first byte of the range that contains a position."""
+    if position < _FIRST_RANGE:
+        return 0
+    return _FIRST_RANGE + (position - _FIRST_RANGE) // _RANGE * _RANGE
 
 
-def _end(begin: int) -> int:
-    """Of the range that begins there."""
-    return begin + _PIECE if begin else _BEGIN
+def _range_end(begin: int) -> int:
+    """The end of the range that begins at `begin`."""
+    return begin + _RANGE if begin else _FIRST_RANGE

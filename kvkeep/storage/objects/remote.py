@@ -1,4 +1,4 @@
-"""Objects in an object store, through obstore: S3 and what speaks like it, Google's, Azure's."""
+"""Remote object stores through obstore: S3 and compatible stores, Google Cloud Storage, Azure."""
 
 import itertools
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvkeep.errors import Conflict, InvalidArgument, KvkeepError, NoObject, StoreError
 from kvkeep.storage.objects.interface import (
-    SMALL,
+    MAX_GET_BYTES,
     ChunkSource,
     ObjectInfo,
     checked_key,
@@ -19,9 +19,9 @@ from kvkeep.storage.objects.interface import (
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore, RetryConfig
 
-_SMALL = 8 << 20  # bytes that are sent in one request
-_AND = " of version "  # in a tag
-_TRIES = 3  # of what obstore itself does not send again, such as a put that timed out
+_SINGLE_REQUEST = 8 << 20  # bytes up to which an object is uploaded in one request
+_VERSION = " of version "  # separates e_tag and version in our ETags
+_ATTEMPTS = 3  # for failures that obstore does not retry, such as a put that timed out
 RETRIES: "RetryConfig" = {
     "max_retries": 6,
     "retry_timeout": timedelta(seconds=20),
@@ -34,12 +34,33 @@ RETRIES: "RetryConfig" = {
 CLIENT: "ClientConfig" = {
     "connect_timeout": timedelta(seconds=5),
     "timeout": timedelta(seconds=60),
-    "allow_http": True,  # where the environment names such an endpoint, as MinIO's at home
+    "allow_http": True,  # only used if the environment names an http endpoint, such as MinIO's
 }
+_memory_stores: dict[str, "ObjectStore"] = {}  # memory:// stores of this process, by URL
+
+
+def open_remote_store(url: str) -> "RemoteObjectStore":
+    """Open a store with the credentials and endpoint that its own tools take from the environment.
+
+    Raises InvalidArgument for a URL that obstore rejects, or if obstore is not installed.
+    """
+    try:
+        from obstore import exceptions
+        from obstore.store import MemoryStore, from_url
+    except ImportError as error:
+        raise InvalidArgument(f"{url} needs obstore: pip install 'kvkeep[object-store]'") from error
+    if url.startswith("memory://"):
+        store = _memory_stores.setdefault(url.rstrip("/"), MemoryStore())
+        return RemoteObjectStore(url, store)
+    try:
+        return RemoteObjectStore(url, from_url(url, retry_config=RETRIES, client_options=CLIENT))
+    except (exceptions.BaseError, ValueError, TypeError) as error:
+        reason = str(error).partition("\n")[0][:300]
+        raise InvalidArgument(f"{url} cannot be opened as a store: {reason}") from error
 
 
 class RemoteObjectStore:
-    """Of any store that obstore knows, below the prefix of its URL."""
+    """Any store that obstore supports, below the prefix in its URL."""
 
     def __init__(self, url: str, store: "ObjectStore"):
         self._url, self._store = url.rstrip("/"), store
@@ -54,88 +75,91 @@ class RemoteObjectStore:
         import obstore
 
         mode: Any = "create" if if_absent else _version(if_match) if if_match else "overwrite"
-        with self._failing(key, "written"):
-            done = obstore.put(
+        with self._translated_errors(key, "written"):
+            result = obstore.put(
                 self._store, checked_key(key), content, mode=mode, use_multipart=False
             )
-            return _tag(key, done)
+            return _etag(key, result)
 
-    def put_chunks(self, key: str, pieces: ChunkSource) -> None:
+    def put_chunks(self, key: str, chunks: ChunkSource) -> None:
         import obstore
 
-        for left in reversed(range(_TRIES)):
-            small, rest = _begun(pieces)
-            content: Any = small if rest is None else itertools.chain((small,), rest)
+        for attempts_left in reversed(range(_ATTEMPTS)):
+            start, rest = _first_part(chunks)
+            content: Any = start if rest is None else itertools.chain((start,), rest)
             try:
-                with self._failing(key, "written"):
+                with self._translated_errors(key, "written"):
                     obstore.put(self._store, checked_key(key), content)
                 return
-            except StoreError:  # the same bytes once more do no harm
-                if not left:
+            except StoreError:  # writing the same bytes again is harmless
+                if not attempts_left:
                     raise
 
-    def get(self, key: str, most: int = SMALL) -> tuple[bytes, str]:
+    def get(self, key: str, max_bytes: int = MAX_GET_BYTES) -> tuple[bytes, str]:
         import obstore
 
-        for left in reversed(range(_TRIES)):
-            with self._failing(key, "read"):
-                found = obstore.get(self._store, checked_key(key))
-                tag, size = _tag(key, found.meta), found.meta["size"]
-                if size > most:
-                    raise too_large(key, most)
-                content = bytes(found.bytes())
+        for _ in range(_ATTEMPTS):
+            with self._translated_errors(key, "read"):
+                result = obstore.get(self._store, checked_key(key))
+                etag, size = _etag(key, result.meta), result.meta["size"]
+                if size > max_bytes:
+                    raise too_large(key, max_bytes)
+                content = bytes(result.bytes())
             if len(content) == size:
-                return content, tag
-            if not left:
-                raise StoreError(f"{key} in {self._url} cannot be read: its end did not come")
-        raise AssertionError
+                return content, etag
+        raise self._short_read(key)
 
     def get_range(self, stored: ObjectInfo, begin: int, end: int) -> memoryview:
         import obstore
 
         options: Any = {"range": (begin, end), "if_match": _version(stored.etag)["e_tag"]}
-        for left in reversed(range(_TRIES)):
-            with self._failing(stored.key, "read"):
-                found = obstore.get(self._store, checked_key(stored.key), options=options)
-                content = memoryview(found.bytes())
+        for _ in range(_ATTEMPTS):
+            with self._translated_errors(stored.key, "read"):
+                result = obstore.get(self._store, checked_key(stored.key), options=options)
+                content = memoryview(result.bytes())
             if len(content) == end - begin:
                 return content
-            if not left:
-                raise StoreError(f"{stored.key} in {self._url} cannot be read: it ended early")
-        raise AssertionError
+        raise self._short_read(stored.key)
 
     def info(self, key: str) -> ObjectInfo:
         import obstore
 
-        with self._failing(key, "read"):
-            return _stored(obstore.head(self._store, checked_key(key)))
+        with self._translated_errors(key, "read"):
+            return _info(obstore.head(self._store, checked_key(key)))
 
     def list_objects(self, prefix: str) -> Iterator[ObjectInfo]:
         import obstore
 
-        with self._failing(prefix, "listed"):
+        with self._translated_errors(prefix, "listed"):
             for page in obstore.list(self._store, prefix=checked_prefix(prefix) or None):
-                yield from map(_stored, page)
+                yield from map(_info, page)
 
     def list_folders(self, prefix: str) -> list[str]:
         import obstore
 
-        with self._failing(prefix, "listed"):
-            found = obstore.list_with_delimiter(self._store, checked_prefix(prefix) or None)
-        return sorted(each.rstrip("/").rpartition("/")[2] for each in found["common_prefixes"])
+        with self._translated_errors(prefix, "listed"):
+            listing = obstore.list_with_delimiter(self._store, checked_prefix(prefix) or None)
+        paths = listing["common_prefixes"]
+        return sorted(path.rstrip("/").rpartition("/")[2] for path in paths)
 
     def delete(self, key: str) -> None:
         import obstore
 
         try:
-            with self._failing(key, "deleted"):
+            with self._translated_errors(key, "deleted"):
                 obstore.delete(self._store, checked_key(key))
         except NoObject:
             pass
 
+    def _short_read(self, key: str) -> StoreError:
+        return StoreError(f"{key} in {self._url} cannot be read: the response ended early")
+
     @contextmanager
-    def _failing(self, key: str, verb: str) -> Iterator[None]:
-        """obstore's errors as ours; what was wrong, without the source that it was found in."""
+    def _translated_errors(self, key: str, verb: str) -> Iterator[None]:
+        """Raise kvkeep's errors in place of obstore's, with only the first line of the message.
+
+        The further lines quote the location in obstore's source code.
+        """
         from obstore import exceptions
 
         try:
@@ -143,7 +167,7 @@ class RemoteObjectStore:
         except KvkeepError:
             raise
         except (exceptions.AlreadyExistsError, exceptions.PreconditionError) as error:
-            raise Conflict(f"the object {key} is not what the change was meant for") from error
+            raise Conflict(f"object {key} was changed meanwhile, or exists already") from error
         except (FileNotFoundError, exceptions.NotFoundError) as error:
             raise NoObject(f"there is no object {key} in {self._url}") from error
         except (exceptions.BaseError, OSError, NotImplementedError, ValueError) as error:
@@ -151,51 +175,34 @@ class RemoteObjectStore:
             raise StoreError(f"{key} in {self._url} cannot be {verb}: {reason}") from error
 
 
-def _begun(pieces: ChunkSource) -> tuple[bytes, Iterator[bytes | memoryview] | None]:
-    """All of it where that is little, which is one request then; or its beginning and the rest."""
-    begin, coming = bytearray(), iter(pieces())
-    for piece in coming:
-        begin += piece
-        if len(begin) > _SMALL:
-            return bytes(begin), coming
-    return bytes(begin), None
+def _first_part(chunks: ChunkSource) -> tuple[bytes, Iterator[bytes | memoryview] | None]:
+    """Read chunks until more than one request's worth; return them and the rest.
 
-
-def opened(url: str) -> RemoteObjectStore:
-    """Credentials and endpoints are those of the environment, as the store's own tools take them.
-
-    Raises InvalidArgument for a URL of none, or where obstore is missing.
+    The rest is None if the chunks ended before: then one request uploads the whole object.
     """
-    try:
-        from obstore import exceptions
-        from obstore.store import MemoryStore, from_url
-    except ImportError as error:
-        raise InvalidArgument(f"{url} needs obstore: pip install 'kvkeep[object-store]'") from error
-    if url.startswith("memory://"):
-        return RemoteObjectStore(url, _memories.setdefault(url.rstrip("/"), MemoryStore()))
-    try:
-        return RemoteObjectStore(url, from_url(url, retry_config=RETRIES, client_options=CLIENT))
-    except (exceptions.BaseError, ValueError, TypeError) as error:
-        reason = str(error).partition("\n")[0][:300]
-        raise InvalidArgument(f"{url} cannot be opened as a store: {reason}") from error
+    start, rest = bytearray(), iter(chunks())
+    for chunk in rest:
+        start += chunk
+        if len(start) > _SINGLE_REQUEST:
+            return bytes(start), rest
+    return bytes(start), None
 
 
-_memories: dict[str, "ObjectStore"] = {}  # of this process, by URL
-
-
-def _stored(meta: Any) -> ObjectInfo:
+def _info(meta: Any) -> ObjectInfo:
     key = str(meta["path"])
-    return ObjectInfo(key, meta["size"], meta["last_modified"].timestamp(), _tag(key, meta))
+    return ObjectInfo(key, meta["size"], meta["last_modified"].timestamp(), _etag(key, meta))
 
 
-def _tag(key: str, found: Any) -> str:
-    tag = found["e_tag"]
-    if not tag:
+def _etag(key: str, result: Any) -> str:
+    """Combine e_tag and version: Google's store checks conditions by the version."""
+    etag = result["e_tag"]
+    if not etag:
         raise StoreError(f"the store gives {key} no ETag, without which nothing in it can be kept")
-    version = found["version"]  # by which Google's store knows what a change is meant for
-    return f"{tag}{_AND}{version}" if version else str(tag)
+    version = result["version"]
+    return f"{etag}{_VERSION}{version}" if version else str(etag)
 
 
-def _version(tag: str) -> dict[str, str]:
-    e_tag, _, version = tag.partition(_AND)
+def _version(etag: str) -> dict[str, str]:
+    """Split an ETag as obstore expects it."""
+    e_tag, _, version = etag.partition(_VERSION)
     return {"e_tag": e_tag, "version": version} if version else {"e_tag": e_tag}

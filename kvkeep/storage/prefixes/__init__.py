@@ -1,1 +1,1 @@
-"""Prefix caches on disk and in an object store."""
+"""Prefix caches: in a folder of this machine, or in a shared object store."""

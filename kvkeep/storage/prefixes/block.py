@@ -1,4 +1,4 @@
-"""A block of the prefix store: the file of 256 evaluated tokens of a prompt."""
+"""A block of the prefix store: a file with the cells of 256 tokens of a prompt."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,15 +14,16 @@ from kvkeep.storage.snapshots.container import Container, read_container, write_
 from kvkeep.storage.snapshots.fingerprint import Fingerprint
 
 KIND, FORMAT = "prefix-block", 1
-OVERHEAD = 8192  # bytes that a block's file may need beside its cells
+OVERHEAD = 8192  # bytes that a block's file may need besides its cells
 
 
 @dataclass(frozen=True)
 class PrefixBlock:
-    """One of a prompt's blocks, there or not.
+    """A block of a prompt, stored or not.
 
-    path: named by the keys of the block before it and of its own. key: a hash over the model's
-    fingerprint and every token up to its end. start: the place of its first token in the prompt.
+    path: its file, named after the keys of its parent and its own. key: a hash over the model's
+    fingerprint and all tokens up to the block's end. start: the index of its first token in the
+    prompt.
     """
 
     path: Path
@@ -31,28 +32,26 @@ class PrefixBlock:
     tokens: Sequence[int]
 
     def read(self, fingerprint: Fingerprint) -> tuple[Tensor, Tensor] | None:
-        """Its keys and values; None unless the file verifies as this very block.
+        """Return the block's keys and values, or None unless the file verifies as this block.
 
-        That is: every byte is as it was written, it was written under this key, and its tensors
-        are of these tokens and of this kind of cells.
+        That is: all checksums match, it was written under this key, and its tensors have these
+        tokens and the fingerprint's dtype and layout.
         """
-        found = _verified(self.path, self.key, only=None)
-        if found is None or found.tensors["tokens"].tolist() != list(self.tokens):
+        container = _read_verified(self.path, self.key, only=None)
+        if container is None or container.tensors["tokens"].tolist() != list(self.tokens):
             return None
-        cells = (found.tensors.get("keys"), found.tensors.get("values"))
+        cells = (container.tensors.get("keys"), container.tensors.get("values"))
         for tensor in cells:
-            if (
-                tensor is None
-                or not fingerprint.describes(tensor)
-                or tensor.shape[2] != BLOCK_TOKENS
-            ):
+            if tensor is None or not fingerprint.describes(tensor):
+                return None
+            if tensor.shape[2] != BLOCK_TOKENS:
                 return None
         return cells  # type: ignore[return-value]
 
     def write(self, keys: Tensor, values: Tensor) -> int:
-        """Writes the file, or leaves it as it is; its bytes. Raises StoreError."""
-        numbers = torch.tensor(self.tokens, dtype=torch.int32, device="cpu")
-        tensors = {"keys": keys, "values": values, "tokens": numbers}
+        """Write the file atomically, and return its size in bytes. Raises StoreError."""
+        token_ids = torch.tensor(self.tokens, dtype=torch.int32, device="cpu")
+        tensors = {"keys": keys, "values": values, "tokens": token_ids}
         document = {"start": self.start, "key": self.key}
         return write_container(self.path, KIND, FORMAT, document, tensors)
 
@@ -60,39 +59,44 @@ class PrefixBlock:
 def blocks_of(
     folder: Path, fingerprint: Fingerprint, tokens: Sequence[int]
 ) -> tuple[list[PrefixBlock], list[str]]:
-    """The whole blocks of a prompt; and their parents' keys, with what would follow on the last."""
+    """Return the n whole blocks of a prompt, and n + 1 parent keys.
+
+    `parents[i]` is the parent of block i; the last one would be the parent of the next block.
+    """
     parents, blocks = [fingerprint.digest()[:32]], list[PrefixBlock]()
     for end in range(BLOCK_TOKENS, len(tokens) + 1, BLOCK_TOKENS):
-        tokens_of_it = tokens[end - BLOCK_TOKENS : end]
-        key = block_key(parents[-1], tokens_of_it)
+        block_tokens = tokens[end - BLOCK_TOKENS : end]
+        key = block_key(parents[-1], block_tokens)
         path = folder / f"{parents[-1]}-{key}{BLOCK_SUFFIX}"
-        blocks.append(PrefixBlock(path, key, end - BLOCK_TOKENS, tokens_of_it))
+        blocks.append(PrefixBlock(path, key, end - BLOCK_TOKENS, block_tokens))
         parents.append(key)
     return blocks, parents
 
 
 def block_key(parent: str, tokens: Sequence[int]) -> str:
-    """The key of a block that follows on another, or on a model's digest."""
-    numbers = torch.tensor(tokens, dtype=torch.int32, device="cpu")
-    return blake3(parent.encode() + numbers.numpy().tobytes()).hexdigest()[:32]
+    """Return the key of a block. parent: its parent's key, or the digest of the model."""
+    token_ids = torch.tensor(tokens, dtype=torch.int32, device="cpu")
+    return blake3(parent.encode() + token_ids.numpy().tobytes()).hexdigest()[:32]
 
 
 def tokens_in(path: Path) -> list[int]:
-    """The tokens of a block's file, without a look at its cells; none if they do not verify."""
-    found = _verified(path, path.stem.partition("-")[2], only=("tokens",))
-    return [] if found is None else list[int](found.tensors["tokens"].tolist())
+    """Return the tokens in a block's file without reading its cells; [] if they do not verify."""
+    container = _read_verified(path, path.stem.partition("-")[2], only=("tokens",))
+    return [] if container is None else list[int](container.tensors["tokens"].tolist())
 
 
-def _verified(path: Path, key: str, only: tuple[str, ...] | None) -> Container | None:
-    """What a file holds, if it is whole and was written under a key.
+def _read_verified(path: Path, key: str, only: tuple[str, ...] | None) -> Container | None:
+    """Read a file; None unless it is intact and was written under the key.
 
-    Blocks of earlier versions do not say under which: equal tokens that followed on others look
-    the same, so that none of them can be told from another.
+    Blocks of early versions have no key in the document. They count as missing, as equal tokens
+    after different parents could not be told apart.
     """
     try:
-        found = read_container(path, KIND, FORMAT, only)
+        container = read_container(path, KIND, FORMAT, only)
     except StoreError:
         return None
-    tokens = found.tensors.get("tokens")
-    whole = tokens is not None and tokens.dtype == torch.int32 and tokens.shape == (BLOCK_TOKENS,)
-    return found if whole and found.document.get("key") == key else None
+    tokens = container.tensors.get("tokens")
+    complete = (
+        tokens is not None and tokens.dtype == torch.int32 and tokens.shape == (BLOCK_TOKENS,)
+    )
+    return container if complete and container.document.get("key") == key else None

@@ -1,4 +1,4 @@
-"""What a session asks of whoever keeps evaluated beginnings of prompts, wherever that is."""
+"""The interface of prefix caches."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ from kvkeep.storage.snapshots.fingerprint import Fingerprint
 
 @dataclass(frozen=True)
 class PrefixMatch:
-    """What a store holds of a prompt.
+    """The result of a lookup.
 
-    keys, values: for each block `[layers, kv_heads, 256, head_dim]`, verified.
-    differs_at: the first token at which the nearest stored prompt goes another way, or ends; None
-    where all that could be asked for was found.
+    keys, values: `[layers, kv_heads, 256, head_dim]` for each matching block, verified.
+    differs_at: the first token at which the nearest stored prompt differs or ends; None if all
+    whole blocks of the prompt were found.
     """
 
     keys: list[Tensor]
@@ -30,10 +30,13 @@ class PrefixMatch:
 
 @runtime_checkable
 class PrefixCache(Protocol):
-    """Keeps blocks of 256 evaluated tokens. It saves work, and nothing depends on it."""
+    """A cache of the cells of prompts, in blocks of 256 tokens.
+
+    It only saves prefill work: a session is correct without it, and whatever it loses.
+    """
 
     def find(self, fingerprint: Fingerprint, tokens: Sequence[int]) -> PrefixMatch:
-        """The longest beginning of a prompt that is kept, in whole blocks. Raises StoreError."""
+        """Return the longest stored prefix of a prompt, in whole blocks. Raises StoreError."""
 
     def add(
         self,
@@ -42,7 +45,7 @@ class PrefixCache(Protocol):
         start: int,
         blocks: Iterable[tuple[Tensor, Tensor]],
     ) -> int:
-        """Keeps the blocks of a prompt from token `start` on; how many of its tokens are kept now.
+        """Store the blocks of a prompt from token `start` on; return how many tokens are stored.
 
         blocks: keys and values `[layers, kv_heads, 256, head_dim]`. Raises StoreError.
         """

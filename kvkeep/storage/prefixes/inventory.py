@@ -1,7 +1,8 @@
-"""What the names of a prefix store's files tell, without a look into them: which prompts it holds.
+"""The inventory of a prefix cache, from the names of its files or objects alone.
 
-A block's file is named by the key of the block before it and its own: PARENT-KEY.kvblock. The first
-block of a prompt follows on the digest of its model.
+A block is named after its parent's key and its own: PARENT-KEY.kvblock in a folder, and
+prefixes/OWNER/PARENT/KEY.kvblock in an object store. The parent of a prompt's first block is the
+digest of its model. So the names hold a tree per model, and each leaf is the end of a prompt.
 """
 
 import os
@@ -12,13 +13,18 @@ from pathlib import Path
 
 from kvkeep.storage.objects import ObjectStore
 
-BLOCK_TOKENS = 256  # tokens
+BLOCK_TOKENS = 256
 BLOCK_SUFFIX = ".kvblock"
+_OBJECTS_PREFIX = "prefixes/"
 
 
 @dataclass(frozen=True)
 class StoredBlock:
-    """where: its file, or its key in a store of objects. used: seconds since 1970."""
+    """A block in a store.
+
+    where: its file, or its key in an object store. used: when it was last used, in seconds since
+    1970; in an object store, when it was written.
+    """
 
     parent: str
     key: str
@@ -29,9 +35,10 @@ class StoredBlock:
 
 @dataclass(frozen=True)
 class StoredPrompt:
-    """A beginning on which nothing else in the store follows.
+    """A prompt whose last block has no child in the store.
 
-    blocks: in order. own: how many of them, at the end, no prompt before it in the list has, too.
+    blocks: from the first on. own: how many of the last blocks belong to no earlier prompt of the
+    list.
     """
 
     blocks: tuple[StoredBlock, ...]
@@ -43,12 +50,12 @@ class StoredPrompt:
 
     @property
     def nbytes(self) -> int:
-        """Of its own blocks."""
+        """The size of its own blocks."""
         return sum(block.nbytes for block in self.blocks[-self.own :])
 
     @property
     def used(self) -> float:
-        """Seconds since 1970."""
+        """The time of last use of its end, in seconds since 1970."""
         return self.blocks[-1].used
 
     @property
@@ -58,68 +65,65 @@ class StoredPrompt:
 
 
 def prompts_of(stored: Iterable[StoredBlock]) -> list[StoredPrompt]:
-    """All prompts, the one used last first; what two of them begin with counts for the first.
+    """Return all prompts, the most recently used first.
 
-    Blocks without the ones before them, which nothing can use, are as prompts of another root.
+    Blocks that several prompts share count as the first one's own. Blocks whose ancestors are
+    missing, which no lookup can reach, appear as prompts of another root.
     """
     blocks = {block.key: block for block in stored}
     parents = {block.parent for block in blocks.values()}
     leaves = [block for key, block in blocks.items() if key not in parents]
-    counted, found = set[str](), list[StoredPrompt]()
+    counted, prompts = set[str](), list[StoredPrompt]()
     for leaf in sorted(leaves, key=lambda block: block.used, reverse=True):
         chain = {leaf.key: leaf}
-        at = leaf
-        while (before := blocks.get(at.parent)) and before.key not in chain:
-            chain[before.key] = at = before  # a circle of names is somebody's mischief
+        block = leaf
+        while (parent := blocks.get(block.parent)) and parent.key not in chain:
+            chain[parent.key] = block = parent  # forged names may form a circle, so it stops there
         own = [key for key in chain if key not in counted]
         counted |= set(own)
-        found.append(StoredPrompt(tuple(reversed(chain.values())), len(own)))
-    return found
+        prompts.append(StoredPrompt(tuple(reversed(chain.values())), len(own)))
+    return prompts
 
 
 def stored_prompts(folder: Path) -> list[StoredPrompt]:
-    """Of a prefix store's folder. Raises OSError."""
-    return prompts_of(_blocks(folder)) if folder.is_dir() else []
+    """Return the prompts in the folder of a prefix store. Raises OSError."""
+    return prompts_of(_folder_blocks(folder)) if folder.is_dir() else []
 
 
-def _blocks(folder: Path) -> Iterator[StoredBlock]:
+def _folder_blocks(folder: Path) -> Iterator[StoredBlock]:
     with os.scandir(folder) as entries:
         for entry in entries:
             parent, _, key = entry.name.removesuffix(BLOCK_SUFFIX).partition("-")
             if not entry.name.endswith(BLOCK_SUFFIX) or not key:
                 continue
-            with suppress(FileNotFoundError):  # another process removes it
+            with suppress(FileNotFoundError):  # removed by another process meanwhile
                 status = entry.stat()
                 yield StoredBlock(parent, key, entry.path, status.st_size, status.st_mtime)
 
 
-_ALL = "prefixes/"
-
-
-def folder_of(owner: str) -> str:
-    """Where an owner's blocks lie, each as PARENT/KEY.kvblock."""
-    return f"{_ALL}{owner}/"
+def owner_prefix(owner: str) -> str:
+    """Return the prefix of an owner's blocks in an object store."""
+    return f"{_OBJECTS_PREFIX}{owner}/"
 
 
 def stored_blocks(objects: ObjectStore, owner: str | None = None) -> Iterator[StoredBlock]:
-    """Of all owners, unless one is named. used: when it was written; a store does not tell when it
-    was read. Raises StoreError."""
-    for stored in objects.list_objects(_ALL if owner is None else folder_of(owner)):
-        *_, parent, name = stored.key.split("/")
+    """Yield the blocks of one owner, or of all, in an object store. Raises StoreError."""
+    for info in objects.list_objects(_OBJECTS_PREFIX if owner is None else owner_prefix(owner)):
+        *_, parent, name = info.key.split("/")
         if name.endswith(BLOCK_SUFFIX):
             key = name.removesuffix(BLOCK_SUFFIX)
-            yield StoredBlock(parent, key, stored.key, stored.size, stored.modified)
+            yield StoredBlock(parent, key, info.key, info.size, info.modified)
 
 
 def make_room(objects: ObjectStore, max_bytes: int) -> tuple[int, int]:
-    """Removes blocks of all owners' prompts down to a size; the bytes freed, and those left.
+    """Evict blocks of all owners down to a total size; return the bytes freed and those left.
 
-    The prompt whose end was written first goes first, from its end: what is left of a prompt can
-    be used. Whoever would read one that goes evaluates it anew. Raises StoreError.
+    The prompt whose end was written first is evicted first, from its end, so that what remains of
+    a prompt is still a usable prefix. A lookup of an evicted block is a miss. Raises StoreError.
     """
     stored = list(stored_blocks(objects))
     total, freed = sum(block.nbytes for block in stored), 0
-    for block in _going(stored):
+    for block in _eviction_order(stored):
         if total - freed <= max_bytes:
             break
         objects.delete(block.where)
@@ -127,10 +131,10 @@ def make_room(objects: ObjectStore, max_bytes: int) -> tuple[int, int]:
     return freed, total - freed
 
 
-def _going(stored: Sequence[StoredBlock]) -> Iterator[StoredBlock]:
-    """All, in order. Those that are of no prompt, which only mischief makes, are the first."""
+def _eviction_order(stored: Sequence[StoredBlock]) -> Iterator[StoredBlock]:
+    """Yield all blocks. Those in a circle of forged names, which are of no prompt, come first."""
     prompts = prompts_of(stored)
-    of_prompts = {block.where for prompt in prompts for block in prompt.blocks}
-    yield from (block for block in stored if block.where not in of_prompts)
+    in_prompts = {block.where for prompt in prompts for block in prompt.blocks}
+    yield from (block for block in stored if block.where not in in_prompts)
     for prompt in reversed(prompts):
         yield from reversed(prompt.blocks[-prompt.own :])

@@ -1,9 +1,9 @@
-"""Evaluated beginnings of prompts in a store that several machines share.
+"""A prefix cache in an object store that several machines share.
 
-As in the prefix store of one machine, a prompt's cells lie in blocks of 256 tokens. Here others may
-write to the same store: a block's key, and a code over all that is in it, are keyed by a secret
-(BLAKE3 with a key), so that only who knows that can make a block that is used, and nobody else can
-tell from its name which prompt it is of.
+As in the prefix store of one machine, the cells of a prompt are stored in blocks of 256 tokens.
+Other parties may be able to write to the same store, so a block's key and a code over its content
+(a MAC) are BLAKE3 hashes keyed by a secret: only a holder of the secret can make a block that
+verifies, or tell from a key which prompt it belongs to.
 """
 
 import io
@@ -34,23 +34,25 @@ from kvkeep.storage.objects import ObjectStore
 from kvkeep.storage.objects.paths import ObjectPath, ObjectStatus
 from kvkeep.storage.prefixes.block import FORMAT, KIND
 from kvkeep.storage.prefixes.interface import PrefixMatch
-from kvkeep.storage.prefixes.inventory import BLOCK_SUFFIX, BLOCK_TOKENS, folder_of
+from kvkeep.storage.prefixes.inventory import BLOCK_SUFFIX, BLOCK_TOKENS, owner_prefix
 from kvkeep.storage.snapshots.container import Container, read_container, write_container
 from kvkeep.storage.snapshots.fingerprint import Fingerprint
 
-SECRET = 32  # bytes
-NOT_SOUND = (CorruptFile, ForeignFile, NewerFormat, TruncatedFile)
-_LARGEST = 2_000_000_000  # bytes of a block of the largest models
-_AT_ONCE = 4  # blocks that are read or written at once
-_NEAR = 4  # blocks that are looked into for where a prompt differs
+SECRET_BYTES = 32
+_UNSOUND = (CorruptFile, ForeignFile, NewerFormat, TruncatedFile)
+_MAX_BLOCK_BYTES = 2_000_000_000  # more than a block of the largest models has
+_READERS = 4  # blocks read at once
+_MAX_COMPARED = 4  # stored blocks that are compared to find where a prompt differs
+_MAX_QUEUED = 64  # blocks that wait to be written
+_BACKOFF = 30.0  # seconds without requests after a failure of the store
 
 
 class SharedPrefixCache:
-    """Blocks of one owner's prompts; no other owner's are found or made.
+    """A prefix cache of one owner. Blocks of other owners are neither found nor written.
 
-    secret: 32 bytes that all who share the store know, and nobody else; the owner's own key comes
-    of it. arithmetic: of the model (see `LoadedModel`). Cells that another kind of processor has
-    computed differ in their last bits, so they are kept apart.
+    secret: 32 bytes shared by all processes that use the cache, and known to no one else; each
+    owner's key is derived from it. arithmetic: of the model (see `LoadedModel`). Cells computed by
+    another kind of processor differ in their last bits, so they have other keys.
     """
 
     def __init__(
@@ -59,53 +61,55 @@ class SharedPrefixCache:
         secret: bytes,
         arithmetic: Mapping[str, str],
         owner: str = "0",
-        writing: "WriteQueue | None" = None,
+        queue: "WriteQueue | None" = None,
     ):
-        """writing: that other owners' are written by, too. Raises InvalidArgument for a secret of
-        another length."""
-        if len(secret) != SECRET:
-            raise InvalidArgument(f"a secret has {SECRET} bytes; found {len(secret)}")
-        self.objects, self._secret, self._model = objects, secret, dict(arithmetic)
-        self._writing = writing or WriteQueue()
-        self._key = blake3(f"kvkeep prefixes of {owner}".encode(), key=secret).digest()
-        self._prefix = folder_of(owner)
-        self._arithmetic = "\n".join(f"{name}={arithmetic[name]}" for name in sorted(arithmetic))
+        """queue: shared with the caches of other owners; None for a new one.
 
-    def of(self, owner: str) -> "SharedPrefixCache":
-        """Another owner's, in the same store."""
-        return SharedPrefixCache(self.objects, self._secret, self._model, owner, self._writing)
+        Raises InvalidArgument for a secret of another length.
+        """
+        if len(secret) != SECRET_BYTES:
+            raise InvalidArgument(f"a secret has {SECRET_BYTES} bytes; found {len(secret)}")
+        self.objects, self._secret, self._arithmetic = objects, secret, dict(arithmetic)
+        self._queue = queue or WriteQueue()
+        self._key = blake3(f"kvkeep prefixes of {owner}".encode(), key=secret).digest()
+        self._prefix = owner_prefix(owner)
+
+    def for_owner(self, owner: str) -> "SharedPrefixCache":
+        """Return the cache of another owner in the same store, with the same write queue."""
+        return SharedPrefixCache(self.objects, self._secret, self._arithmetic, owner, self._queue)
 
     def flush(self) -> None:
-        """Once all that was given is in the store, or could not be."""
-        self._writing.flush()
+        """Wait until all queued blocks are written or have failed."""
+        self._queue.flush()
 
     def find(self, fingerprint: Fingerprint, tokens: Sequence[int]) -> PrefixMatch:
-        """The longest beginning that verifies, in whole blocks, several read at once.
+        """Return the longest prefix that verifies, in whole blocks. Reads several blocks at once.
 
-        Where the store has not answered lately it is not asked: whoever reads a prompt would wait.
+        Raises StoreError, without a request if the store has failed recently: prefill would wait
+        for a timeout.
         """
-        self._writing.require_up()
+        self._queue.require_up()
         try:
             return self._find(fingerprint, tokens)
         except StoreError:
-            self._writing.is_down()
+            self._queue.mark_down()
             raise
 
     def _find(self, fingerprint: Fingerprint, tokens: Sequence[int]) -> PrefixMatch:
         blocks = self._blocks(fingerprint, tokens)
-        found: list[tuple[Tensor, Tensor]] = []
-        with ThreadPoolExecutor(_AT_ONCE, "kvkeep-prefix") as readers:
-            # One that is not there is asked for first, since most prompts are new.
+        hits: list[tuple[Tensor, Tensor]] = []
+        with ThreadPoolExecutor(_READERS, "kvkeep-prefix") as readers:
+            # The first block is read alone, since most prompts are new and miss at once.
             for part in (blocks[:1], blocks[1:]):
-                cells = [readers.submit(self._read, block, fingerprint) for block in part]
-                for index, each in enumerate(cells):
-                    read = each.result()
-                    if read is None:
-                        for rest in cells[index:]:
-                            rest.cancel()
-                        return self._found(found, blocks, tokens)
-                    found.append(read)
-        return self._found(found, blocks, tokens)
+                reads = [readers.submit(self._read, block, fingerprint) for block in part]
+                for index, read in enumerate(reads):
+                    cells = read.result()
+                    if cells is None:
+                        for later in reads[index:]:
+                            later.cancel()
+                        return self._match(hits, blocks, tokens)
+                    hits.append(cells)
+        return self._match(hits, blocks, tokens)
 
     def add(
         self,
@@ -114,73 +118,75 @@ class SharedPrefixCache:
         start: int,
         blocks: Iterable[tuple[Tensor, Tensor]],
     ) -> int:
-        """They are written while whoever gives them goes on; as many as that can wait for. Those
-        that are there already are not written again, but for the first: whoever asks has found none
-        that verifies in its place."""
-        self._writing.require_up()
-        first = done = start // BLOCK_TOKENS
+        """Queue the blocks of a prompt from token `start` on; see `PrefixCache.add`.
+
+        A thread writes them in the background. Stops when the queue is full. Blocks that exist are
+        not written again, except the first: the caller's lookup has just missed there, so an
+        object in its place does not verify.
+        """
+        self._queue.require_up()
+        first = queued = start // BLOCK_TOKENS
         for block, (keys, values) in zip(
-            self._blocks(fingerprint, tokens)[done:], blocks, strict=False
+            self._blocks(fingerprint, tokens)[first:], blocks, strict=False
         ):
-            again = done == first
-            if not self._writing.takes(
-                partial(self._put, block, keys.clone(), values.clone(), again)
+            overwrite = queued == first
+            if not self._queue.submit(
+                partial(self._write, block, keys.clone(), values.clone(), overwrite)
             ):
                 break
-            done += 1
-        return BLOCK_TOKENS * done
+            queued += 1
+        return BLOCK_TOKENS * queued
 
-    def _found(
-        self, cells: list[tuple[Tensor, Tensor]], blocks: "list[_Block]", tokens: Sequence[int]
+    def _match(
+        self, hits: list[tuple[Tensor, Tensor]], blocks: "list[_Block]", tokens: Sequence[int]
     ) -> PrefixMatch:
         differs_at = None
-        if len(cells) < len(blocks):
-            block = blocks[len(cells)]
-            differs_at = block.start + self._common(block, tokens[block.start :])
-        return PrefixMatch([keys for keys, _ in cells], [values for _, values in cells], differs_at)
+        if len(hits) < len(blocks):
+            missing = blocks[len(hits)]
+            differs_at = missing.start + self._common(missing, tokens[missing.start :])
+        return PrefixMatch([keys for keys, _ in hits], [values for _, values in hits], differs_at)
 
-    def _common(self, block: "_Block", tokens: Sequence[int]) -> int:
-        """How many tokens agree with a block in the place of one that is not there, at best."""
+    def _common(self, missing: "_Block", tokens: Sequence[int]) -> int:
+        """Return the longest common prefix of `tokens` and the siblings of a missing block."""
         best = 0
-        for stored in itertools.islice(self.objects.list_objects(block.folder), _NEAR):
-            place = ObjectPath(self.objects, stored.key)
+        for info in itertools.islice(self.objects.list_objects(missing.folder), _MAX_COMPARED):
+            path = ObjectPath(self.objects, info.key)
             with suppress(StoreError):
-                found = read_container(place, KIND, FORMAT, ("tokens",)).tensors.get("tokens")
-                if found is None or found.shape != (BLOCK_TOKENS,) or found.dtype != torch.int32:
-                    continue  # whoever made it knew no better
-                pairs = enumerate(zip(found.tolist(), tokens, strict=False))
-                differs = (i for i, (theirs, ours) in pairs if theirs != ours)
-                best = max(best, next(differs, min(BLOCK_TOKENS, len(tokens))))
+                stored = read_container(path, KIND, FORMAT, ("tokens",)).tensors.get("tokens")
+                if stored is None or stored.shape != (BLOCK_TOKENS,) or stored.dtype != torch.int32:
+                    continue  # not written by kvkeep
+                pairs = enumerate(zip(stored.tolist(), tokens, strict=False))
+                differing = (i for i, (theirs, ours) in pairs if theirs != ours)
+                best = max(best, next(differing, min(BLOCK_TOKENS, len(tokens))))
         return best
 
     def _blocks(self, fingerprint: Fingerprint, tokens: Sequence[int]) -> "list[_Block]":
-        """The whole blocks of a prompt."""
-        root = f"{fingerprint.digest()}\n{self._arithmetic}"
-        parent, found = self._digest(root.encode()), []
+        """Return the whole blocks of a prompt."""
+        settings = "\n".join(f"{name}={value}" for name, value in sorted(self._arithmetic.items()))
+        parent, blocks = self._mac(f"{fingerprint.digest()}\n{settings}".encode()), []
         for end in range(BLOCK_TOKENS, len(tokens) + 1, BLOCK_TOKENS):
-            numbers = torch.tensor(
-                tokens[end - BLOCK_TOKENS : end], dtype=torch.int32, device="cpu"
-            )
-            key = self._digest(parent.encode(), tensor_bytes(numbers))
+            begin = end - BLOCK_TOKENS
+            token_ids = torch.tensor(tokens[begin:end], dtype=torch.int32, device="cpu")
+            key = self._mac(parent.encode(), tensor_bytes(token_ids))
             folder = f"{self._prefix}{parent}/"
-            place = ObjectPath(self.objects, f"{folder}{key}{BLOCK_SUFFIX}")
-            found.append(_Block(place, folder, key, end - BLOCK_TOKENS, numbers))
+            path = ObjectPath(self.objects, f"{folder}{key}{BLOCK_SUFFIX}")
+            blocks.append(_Block(path, folder, key, begin, token_ids))
             parent = key
-        return found
+        return blocks
 
     def _read(self, block: "_Block", fingerprint: Fingerprint) -> tuple[Tensor, Tensor] | None:
-        """Its keys and values; None unless who knows the secret wrote it as this very block."""
-        try:  # all of it by one request: there are many blocks, and each is small
-            content, _ = self.objects.get(block.place.key, _LARGEST)
-            found = read_container(_Content(block.key, content), KIND, FORMAT)
-        except (NoObject, *NOT_SOUND):  # its tokens are evaluated
+        """Return a block's keys and values; None if it is missing or does not verify."""
+        try:  # one request for the whole object: blocks are many, and each is small
+            content, _ = self.objects.get(block.path.key, _MAX_BLOCK_BYTES)
+            container = read_container(_BytesSource(block.key, content), KIND, FORMAT)
+        except (NoObject, *_UNSOUND):
             return None
-        return self._verified(found, block, fingerprint)
+        return self._verified(container, block, fingerprint)
 
     def _verified(
-        self, found: Container, block: "_Block", fingerprint: Fingerprint
+        self, container: Container, block: "_Block", fingerprint: Fingerprint
     ) -> tuple[Tensor, Tensor] | None:
-        tensors = found.tensors
+        tensors = container.tensors
         if not {"tokens", "keys", "values"} <= tensors.keys():
             return None
         tokens, keys, values = (tensors[name] for name in ("tokens", "keys", "values"))
@@ -188,32 +194,69 @@ class SharedPrefixCache:
             return None
         if not all(fingerprint.describes(t) and t.shape[2] == BLOCK_TOKENS for t in (keys, values)):
             return None
-        code = found.document.get("code")
-        return (keys, values) if code == self._code(block, keys, values) else None
+        code = container.document.get("code")
+        return (keys, values) if code == self._content_code(block, keys, values) else None
 
-    def _put(self, block: "_Block", keys: Tensor, values: Tensor, again: bool) -> None:
-        if again or not block.place.exists():
-            self._write(block, keys, values)
+    def _write(self, block: "_Block", keys: Tensor, values: Tensor, overwrite: bool) -> None:
+        if overwrite or not block.path.exists():
+            document = {"start": block.start, "code": self._content_code(block, keys, values)}
+            tensors = {"tokens": block.tokens, "keys": keys, "values": values}
+            write_container(block.path, KIND, FORMAT, document, tensors)
 
-    def _write(self, block: "_Block", keys: Tensor, values: Tensor) -> None:
-        document = {"start": block.start, "code": self._code(block, keys, values)}
-        tensors = {"tokens": block.tokens, "keys": keys, "values": values}
-        write_container(block.place, KIND, FORMAT, document, tensors)
+    def _content_code(self, block: "_Block", keys: Tensor, values: Tensor) -> str:
+        return self._mac(block.key.encode(), tensor_bytes(keys), tensor_bytes(values))
 
-    def _code(self, block: "_Block", keys: Tensor, values: Tensor) -> str:
-        return self._digest(block.key.encode(), tensor_bytes(keys), tensor_bytes(values))
+    def _mac(self, *parts: bytes) -> str:
+        """Hash parts with the owner's key.
 
-    def _digest(self, *parts: bytes) -> str:
-        """Of parts whose lengths are told by those before them."""
-        hashed = blake3(key=self._key)
+        The parts are joined without separators: each has a fixed length, or one that the parts
+        before it determine.
+        """
+        digest = blake3(key=self._key)
         for part in parts:
-            hashed.update(part)
-        return hashed.hexdigest()[:32]
+            digest.update(part)
+        return digest.hexdigest()[:32]
+
+
+class WriteQueue:
+    """A bounded queue of background writes to a store, and a circuit breaker after failures."""
+
+    def __init__(self) -> None:
+        self._writer = ThreadPoolExecutor(1, "kvkeep-prefixes")
+        self._queued: set[Future[None]] = set()
+        self._down_until = 0.0
+
+    def submit(self, write: Callable[[], None]) -> bool:
+        """Queue a write. Returns False if the queue is full."""
+        if len(self._queued) >= _MAX_QUEUED:
+            return False
+        future = self._writer.submit(write)
+        self._queued.add(future)
+        future.add_done_callback(self._finish)
+        return True
+
+    def flush(self) -> None:
+        """Wait until all queued writes have ended."""
+        wait(list(self._queued))
+
+    def mark_down(self) -> None:
+        """Pause requests after a failure of the store."""
+        self._down_until = time.monotonic() + _BACKOFF
+
+    def require_up(self) -> None:
+        """Raise StoreError if the store has failed recently."""
+        if time.monotonic() < self._down_until:
+            raise StoreError(f"the store of prompts failed less than {_BACKOFF:.0f} seconds ago")
+
+    def _finish(self, future: "Future[None]") -> None:
+        self._queued.discard(future)
+        if future.exception() is not None:  # not reported: no session depends on the cache
+            self.mark_down()
 
 
 @dataclass(frozen=True)
-class _Content:
-    """The bytes of a file, as a place to read them from."""
+class _BytesSource:
+    """A `Source` over the content of a file in memory."""
 
     stem: str
     content: bytes
@@ -233,48 +276,10 @@ class _Content:
 
 @dataclass(frozen=True)
 class _Block:
-    """One of a prompt's blocks, there or not. folder: of those that may be in its place."""
+    """A block of a prompt, stored or not. folder: the prefix of all blocks with its parent."""
 
-    place: ObjectPath
+    path: ObjectPath
     folder: str
     key: str
     start: int
     tokens: Tensor
-
-
-_MOST_WAITING = 64  # blocks that are still to be written
-_DOWN = 30.0  # seconds for which a store that failed is left alone
-
-
-class WriteQueue:
-    """Blocks on their way to a store, and whether it answers."""
-
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "kvkeep-prefixes")
-        self._waiting: set[Future[None]] = set()
-        self._down_until = 0.0
-
-    def takes(self, write: Callable[[], None]) -> bool:
-        """Whether there was room for another, which is written then."""
-        if len(self._waiting) >= _MOST_WAITING:
-            return False
-        work = self._thread.submit(write)
-        self._waiting.add(work)
-        work.add_done_callback(self._done)
-        return True
-
-    def flush(self) -> None:
-        wait(list(self._waiting))
-
-    def is_down(self) -> None:
-        self._down_until = time.monotonic() + _DOWN
-
-    def require_up(self) -> None:
-        """Raises StoreError where the store failed a short while ago."""
-        if time.monotonic() < self._down_until:
-            raise StoreError(f"the store of prompts failed less than {_DOWN:.0f} seconds ago")
-
-    def _done(self, work: "Future[None]") -> None:
-        self._waiting.discard(work)
-        if work.exception() is not None:  # it saves work, and nothing depends on it
-            self.is_down()

@@ -1,9 +1,8 @@
-"""The prefix store: evaluated beginnings of prompts, shared by sessions, processes and restarts.
+"""The prefix store: a prefix cache in a folder, shared by sessions and processes across restarts.
 
-A prompt's cells are kept in blocks of 256 tokens. A block's key is a hash over the model's
-fingerprint and every token up to its end, so equal keys mean equal cells. The files are all there
-is: their names hold the keys and their times of modification the last use, so that there is no
-index to lose.
+The cells of a prompt are stored in blocks of 256 tokens. A block's key is a hash over the model's
+fingerprint and all tokens up to the block's end, so equal keys mean equal cells. There is no index
+that could be lost or wrong: file names hold the keys, and modification times the last use.
 """
 
 import os
@@ -24,15 +23,15 @@ from kvkeep.storage.prefixes.interface import PrefixMatch
 from kvkeep.storage.prefixes.inventory import BLOCK_SUFFIX, BLOCK_TOKENS
 from kvkeep.storage.snapshots.fingerprint import Fingerprint
 
-PATIENCE = 5.0  # seconds for which another process may hold the lock
+PATIENCE = 5.0  # seconds to wait for the lock of another process
 
 
 class PrefixStore:
-    """Evaluated beginnings of prompts in a folder, within a quota.
+    """A prefix cache in a folder, within a quota of bytes.
 
-    Any number of processes may use one folder. When a new block would exceed the quota, those
-    used longest ago go first, but never those that the new one follows on. A file that does not
-    verify counts as not there, and is replaced when its tokens are evaluated again.
+    Any number of processes may use one folder. When a new block would exceed the quota, the least
+    recently used blocks are evicted, but never the ancestors of the new one. A file that does not
+    verify counts as a miss, and is replaced when its tokens are evaluated again.
     """
 
     def __init__(self, path: str | Path, max_bytes: int = 2_000_000_000):
@@ -46,9 +45,9 @@ class PrefixStore:
         self._lock = FileLock(self.path / "lock")
 
     def find(self, fingerprint: Fingerprint, tokens: Sequence[int]) -> PrefixMatch:
-        """The longest stored beginning of a prompt, in whole blocks.
+        """Return the longest stored prefix of a prompt, in whole blocks.
 
-        Raises StoreError where the folder cannot be read.
+        Raises StoreError if the folder cannot be read.
         """
         keys, values, differs_at = list[Tensor](), list[Tensor](), None
         blocks, parents = blocks_of(self.path, fingerprint, tokens)
@@ -64,13 +63,14 @@ class PrefixStore:
         return PrefixMatch(keys, values, differs_at)
 
     def differs_at(self, fingerprint: Fingerprint, tokens: Sequence[int]) -> tuple[int, int]:
-        """How many tokens are stored, and the first at which the nearest stored prompt differs.
+        """Return how many tokens of a prompt are stored, and where the nearest prompt differs.
 
-        Cells are not looked at. Raises StoreError where the folder cannot be read.
+        Reads the tokens of blocks only, not the cells. Raises StoreError if the folder cannot be
+        read.
         """
         blocks, parents = blocks_of(self.path, fingerprint, tokens)
-        here = [tokens_in(block.path) == list(block.tokens) for block in blocks]
-        count = here.index(False) if False in here else len(here)
+        hits = [tokens_in(block.path) == list(block.tokens) for block in blocks]
+        count = hits.index(False) if False in hits else len(hits)
         stored = count * BLOCK_TOKENS
         return stored, stored + self._common(parents[count], tokens[stored:])
 
@@ -81,56 +81,57 @@ class PrefixStore:
         start: int,
         blocks: Iterable[tuple[Tensor, Tensor]],
     ) -> int:
-        """Stores the blocks of a prompt from token `start` on, in one go.
+        """Store the blocks of a prompt from token `start` on, under one lock.
 
-        blocks: keys and values `[layers, kv_heads, 256, head_dim]` of one after another, at the
-        positions of their tokens; each is asked for when it is its turn.
+        blocks: keys and values `[layers, kv_heads, 256, head_dim]` in the order of the prompt, with
+        keys rotated to the positions of their tokens. Consumed lazily, one block at a time.
 
-        Returns how many tokens of the prompt are there now. Blocks are taken only where all before
-        them are there, and until one would not fit beside those.
+        Returns how many tokens of the prompt are stored now. Stores nothing if an ancestor is
+        missing, and stops at the first block that does not fit in the quota beside its ancestors.
 
-        Raises InvalidArgument for a start within a block, StoreError where the folder cannot be
-        written, Locked where another process has not let go of it for some seconds.
+        Raises InvalidArgument for a start within a block, StoreError if the folder cannot be
+        written, Locked if another process holds the lock for more than some seconds.
         """
         if validation.whole("start", start, 0) % BLOCK_TOKENS:
             raise InvalidArgument(f"start must be a multiple of {BLOCK_TOKENS}; found {start}")
-        all_blocks, _ = blocks_of(self.path, fingerprint, tokens)
-        done = all_blocks[: start // BLOCK_TOKENS]
+        prompt_blocks, _ = blocks_of(self.path, fingerprint, tokens)
+        stored = prompt_blocks[: start // BLOCK_TOKENS]
         with self._locked():
-            if not all(block.path.exists() for block in done):
+            if not all(block.path.exists() for block in stored):
                 return 0
             sweep_temporaries(self.path)
-            room = _Room(self._files(), self.max_bytes, {block.path for block in done})
-            for block, cells in zip(all_blocks[len(done) :], blocks, strict=False):
-                if not _put(block, fingerprint, *cells, room):
+            quota = _Quota(self._files(), self.max_bytes, {block.path for block in stored})
+            for block, cells in zip(prompt_blocks[len(stored) :], blocks, strict=False):
+                if not _put(block, fingerprint, *cells, quota):
                     break
-                done.append(block)
-            _touch(done)
-        return BLOCK_TOKENS * len(done)
+                stored.append(block)
+            _touch(stored)
+        return BLOCK_TOKENS * len(stored)
 
     def gc(self, max_bytes: int | None = None) -> int:
-        """Removes blocks, least recently used first, down to a quota; returns the bytes freed.
+        """Evict the least recently used blocks down to a quota; return the bytes freed.
 
-        Raises InvalidArgument for a quota below 0, StoreError and Locked as `add`.
+        max_bytes: None for the store's own quota. Raises InvalidArgument for a quota below 0,
+        StoreError and Locked as `add`.
         """
-        asked = validation.optional_whole("max_bytes", max_bytes, 0)
+        quota = validation.optional_whole("max_bytes", max_bytes, 0)
         with self._locked():
             before = self.nbytes
             sweep_temporaries(self.path)
-            _Room(self._files(), self.max_bytes if asked is None else asked).make(0)
+            _Quota(self._files(), self.max_bytes if quota is None else quota).make_room(0)
             return before - self.nbytes
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all blocks in the store. Raises StoreError where the folder cannot be read."""
+        """Total size of all blocks. Raises StoreError if the folder cannot be read."""
         try:
             return sum(size for _, size, _ in self._files())
         except OSError as error:
-            raise self._failed("read", error) from error
+            raise self._error("read", error) from error
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Only one process at a time changes the folder; finding needs no lock."""
+        """Hold the lock under which the folder is changed. Lookups need no lock."""
         try:
             self._lock.acquire(timeout=PATIENCE)
         except Timeout:
@@ -139,20 +140,20 @@ class PrefixStore:
                 f"{PATIENCE:g} seconds"
             ) from None
         except OSError as error:
-            raise self._failed("written", error) from error
+            raise self._error("written", error) from error
         try:
             yield
         except OSError as error:
-            raise self._failed("written", error) from error
+            raise self._error("written", error) from error
         finally:
             self._lock.release()
 
-    def _failed(self, verb: str, error: OSError) -> StoreError:
+    def _error(self, verb: str, error: OSError) -> StoreError:
         reason = error.strerror or error
         return StoreError(f"the prefix store {self.path} cannot be {verb}: {reason}")
 
     def _files(self) -> Iterator[tuple[int, int, Path]]:
-        """(time of last use, bytes, path) of each block, those being written included."""
+        """Yield (time of last use in ns, bytes, path) of each block file."""
         with os.scandir(self.path) as entries:
             for entry in entries:
                 with suppress(FileNotFoundError):
@@ -161,83 +162,86 @@ class PrefixStore:
                         yield status.st_mtime_ns, status.st_size, self.path / entry.name
 
     def _common(self, parent: str, tokens: Sequence[int]) -> int:
-        """How many of the tokens agree with a block that follows on `parent`, at best."""
+        """Return the longest common prefix of `tokens` and any stored child of block `parent`."""
         try:
             names = os.listdir(self.path)
         except FileNotFoundError:
-            return 0  # whoever removed the folder emptied the store; the next block makes it anew
+            return 0  # another process removed the folder; the next block creates it again
         except OSError as error:
-            raise self._failed("read", error) from error
+            raise self._error("read", error) from error
         best = 0
         for name in names:
             if name.startswith(f"{parent}-") and name.endswith(BLOCK_SUFFIX):
                 stored = tokens_in(self.path / name)
                 pairs = enumerate(zip(stored, tokens, strict=False))
-                agreed = next((i for i, (a, b) in pairs if a != b), min(len(stored), len(tokens)))
-                best = max(best, agreed)
+                common = next((i for i, (a, b) in pairs if a != b), min(len(stored), len(tokens)))
+                best = max(best, common)
         return best
 
 
-class _Room:
-    """Bytes under a quota; what was used longest ago makes room for more. For use under the lock.
+class _Quota:
+    """The bytes left under a quota, and LRU eviction. For use under the lock.
 
-    files: (time of last use, bytes, path) of all that are there. spared: those that stay.
+    files: (time of last use, bytes, path) of all blocks. pinned: those that must not be evicted.
     """
 
     def __init__(
-        self, files: Iterable[tuple[int, int, Path]], quota: int, spared: Collection[Path] = ()
+        self, files: Iterable[tuple[int, int, Path]], quota: int, pinned: Collection[Path] = ()
     ):
         oldest_first = sorted(files)
         self._free = quota - sum(size for _, size, _ in oldest_first)
-        self._may_go = {path: size for _, size, path in oldest_first if path not in spared}
-        self._oldest = deque(self._may_go)
-        self._most = self._free + sum(self._may_go.values())
+        self._evictable = {path: size for _, size, path in oldest_first if path not in pinned}
+        self._oldest = deque(self._evictable)
+        self._max_free = self._free + sum(self._evictable.values())
 
-    def make(self, size: int) -> bool:
-        """Removes blocks until `size` more bytes fit, if that can be."""
-        if size > self._most:
+    def make_room(self, size: int) -> bool:
+        """Evict blocks until `size` more bytes fit. False, evicting none, if they cannot fit."""
+        if size > self._max_free:
             return False
         while self._free < size:
             path = self._oldest.popleft()
-            if path in self._may_go:
+            if path in self._evictable:
                 path.unlink(missing_ok=True)
-                self._free += self._may_go.pop(path)
+                self._free += self._evictable.pop(path)
         return True
 
-    def spare(self, path: Path) -> None:
-        """From now on a file stays, if it is there."""
-        self._most -= self._may_go.pop(path, 0)
+    def pin(self, path: Path) -> None:
+        """Protect a file from eviction. Does nothing if there is none."""
+        self._max_free -= self._evictable.pop(path, 0)
 
     def remove(self, path: Path) -> None:
-        """Removes a file that is in the way, if there is one."""
+        """Remove a file. Does nothing if there is none."""
         path.unlink(missing_ok=True)
-        self._free += self._may_go.pop(path, 0)
+        self._free += self._evictable.pop(path, 0)
 
-    def take(self, size: int) -> None:
-        """Counts bytes that were written, and stay."""
+    def add_pinned(self, size: int) -> None:
+        """Count the size of a file that was written and must not be evicted."""
         self._free -= size
-        self._most -= size
+        self._max_free -= size
 
 
 def _put(
-    block: PrefixBlock, fingerprint: Fingerprint, keys: Tensor, values: Tensor, room: _Room
+    block: PrefixBlock, fingerprint: Fingerprint, keys: Tensor, values: Tensor, quota: _Quota
 ) -> bool:
-    """Writes a block where it is not there yet; whether it is there now."""
+    """Write a block unless it is stored. Returns whether it is stored now."""
     if block.read(fingerprint) is not None:
-        room.spare(block.path)
+        quota.pin(block.path)
         return True
     if block.path.exists() and not block.path.is_file():
-        return False  # a folder of that name, say: nothing of ours
-    room.remove(block.path)
-    if not room.make(keys.nbytes + values.nbytes + OVERHEAD):
+        return False  # such as a folder of that name, which is not ours to remove
+    quota.remove(block.path)
+    if not quota.make_room(keys.nbytes + values.nbytes + OVERHEAD):
         return False
-    room.take(block.write(keys, values))
+    quota.add_pinned(block.write(keys, values))
     return True
 
 
 def _touch(blocks: Sequence[PrefixBlock]) -> None:
-    """Marks blocks as used now. A block is of use only with those before it, so it goes first."""
+    """Mark blocks as used now.
+
+    Later blocks of a prompt get an older time, to be evicted before the ancestors they depend on.
+    """
     now = time.time_ns()
     for age, block in enumerate(blocks):
-        with suppress(OSError):  # removed meanwhile, or a store that may only be read
+        with suppress(OSError):  # removed meanwhile, or the store is read-only
             os.utime(block.path, ns=(now - age, now - age))

@@ -12,7 +12,7 @@ from typing import BinaryIO, Literal
 from kvkeep.errors import HeldElsewhere, InvalidArgument, Locked, NoObject, StoreError
 from kvkeep.storage.objects import ObjectStore
 from kvkeep.storage.objects.interface import ChunkSource
-from kvkeep.storage.objects.paths import ObjectPath, ObjectStatus, opened, status
+from kvkeep.storage.objects.paths import ObjectPath, ObjectStatus, object_status, open_object
 from kvkeep.storage.sessions import protocol
 from kvkeep.storage.sessions.driver import HEAD, SessionObjects
 from kvkeep.storage.sessions.folder import SNAPSHOT_SUFFIX, checked_name, is_name
@@ -60,7 +60,7 @@ class SessionPath:
                 break
             try:
                 objects = self.at.objects
-                return opened(objects, objects.info(self.at.key(head.snapshot)))
+                return open_object(objects, objects.info(self.at.key(head.snapshot)))
             except NoObject:
                 if not left:
                     raise
@@ -73,7 +73,7 @@ class SessionPath:
             if head is None or not head.snapshot:
                 break
             try:
-                return status(self.at.objects, self.at.key(head.snapshot))
+                return object_status(self.at.objects, self.at.key(head.snapshot))
             except FileNotFoundError:  # replaced meanwhile
                 continue
         raise FileNotFoundError(f"there is nothing of {self}")
