@@ -140,7 +140,7 @@ class Model(LoadedModel):
         chosen = self._within_its_reach(chosen)
         if calibration is not None:
             chosen = self._calibrated(chosen, calibration)
-        chosen.require_known()
+        chosen.require_statistics()
         if bits is not None and _given(kv_bits=kv_bits, far_bits=far_bits):
             raise InvalidArgument("give bits, or kv_bits or far_bits")
         bits = bits or Bits(bits_name(kv_bits), bits_name(far_bits))

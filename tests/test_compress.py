@@ -30,7 +30,7 @@ def calibration() -> Calibration:
 
 def compressed(session: Session, ratio: float, method: str, recent: int) -> CompressionReport:
     """In each head alike; by what is known of the model, if the method cannot do without it."""
-    known = calibration() if make_method(method).guesses else None
+    known = calibration() if make_method(method).uses_surrogate else None
     return session.compress(ratio, method, recent, calibration=known, budget="uniform")
 
 

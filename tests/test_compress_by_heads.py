@@ -19,7 +19,9 @@ from kvkeep.errors import InvalidArgument
 from kvkeep.session.session import Session
 
 SCORING = [name for name, method in METHODS.items() if issubclass(method, Eviction)]
-OF_CELLS = [name for name in SCORING if not METHODS[name].reconstructs]  # and of nothing else
+OF_CELLS = [
+    name for name in SCORING if not METHODS[name].uses_reconstruction
+]  # and of nothing else
 OTHERS = [name for name in METHODS if name not in SCORING]
 HEADS = 4  # layers times KV heads of the small model
 
@@ -51,7 +53,7 @@ def test_it_leaves_exactly_as_many_as_asked_for_in_all_heads_or_changes_nothing(
             session.pin(start, start + 3)
     before, cells, pinned = state(session), cells_of(session), sorted(session._memory.pins)
     try:
-        known = calibration() if METHODS[method].guesses else None
+        known = calibration() if METHODS[method].uses_surrogate else None
         report = session.compress(ratio, method, recent, budget="heads", calibration=known)
     except InvalidArgument:
         assert same(state(session), before)
@@ -79,7 +81,7 @@ def test_what_is_worth_most_stays_whichever_head_it_is_in(method: str) -> None:
     session = fed(700)
     cells = session.cache.segments[0].read(4, 676)
     chosen = make_method(method)
-    known = calibration() if chosen.guesses else None
+    known = calibration() if chosen.uses_surrogate else None
     candidates = Candidates(cells, session.cache.rope, session.cache.scale)
     candidates = replace(candidates, statistics=known.statistics if known else None)
     assert isinstance(chosen, Eviction)
@@ -213,7 +215,7 @@ def test_as_large_a_share_of_each_heads_cells_stays_when_all_become_fewer() -> N
 def test_every_method_takes_what_heads_left(method: str) -> None:
     session = fed(300)
     session.compress(2.0, "keydiff", recent=20, budget="heads")
-    known = calibration() if METHODS[method].guesses else None
+    known = calibration() if METHODS[method].uses_surrogate else None
     session.compress(2.0, method, recent=20, budget="uniform", calibration=known)
     assert session.cache.cells == 75
     session.feed(TEXT[:9])

@@ -13,7 +13,7 @@ from whole_state import differences, whole_state
 
 from kvkeep import Bits
 from kvkeep.cache import Cells, PositionMap, Segment
-from kvkeep.compression.methods.base import Repeated
+from kvkeep.compression.methods.base import ReconstructionScore
 from kvkeep.compression.reconstruction import reconstruction
 from kvkeep.errors import InvalidArgument
 from kvkeep.model import Model
@@ -128,7 +128,7 @@ def test_by_contribution_they_are_weighed_by_values_and_streams(count: int) -> N
 
 @pytest.mark.parametrize("by", ["attention", "contribution"])
 def test_scores_of_the_default_model_are_those_of_plain_float32(
-    smollm2: Model, smollm2_fp32: Model, by: Repeated
+    smollm2: Model, smollm2_fp32: Model, by: ReconstructionScore
 ) -> None:
     ids = topic_ids(smollm2)[:120]
     wanted = naively(smollm2_fp32, ids, by)

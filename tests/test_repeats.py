@@ -10,7 +10,7 @@ from test_compress import cells_of, require_untouched
 
 from kvkeep import Session
 from kvkeep.cache import NO_TOKEN, Cells
-from kvkeep.compression.methods.repeats import RUN, said_before
+from kvkeep.compression.methods.repeats import RUN, find_repeats
 from kvkeep.evaluate.passkey import JUNK, PREFIX
 from kvkeep.model import Model
 
@@ -41,13 +41,13 @@ def test_a_token_was_said_before_if_a_run_with_it_was(tokens: list[int]) -> None
         run = tokens[first : first + RUN]
         if any(tokens[at : at + RUN] == run for at in range(first)):
             expected[first : first + RUN] = [True] * RUN
-    assert said_before(tokens).tolist() == expected
+    assert find_repeats(tokens).tolist() == expected
 
 
 def test_a_token_of_a_run_that_is_too_short_was_not() -> None:
     run = list(range(RUN - 1))
-    assert not said_before([*run, 99, *run, 98]).any()
-    assert said_before([*run, 99, *run, 99]).tolist() == [False] * RUN + [True] * RUN
+    assert not find_repeats([*run, 99, *run, 98]).any()
+    assert find_repeats([*run, 99, *run, 99]).tolist() == [False] * RUN + [True] * RUN
 
 
 @pytest.mark.parametrize("pin", [None, (300, 310)])
@@ -71,7 +71,7 @@ def test_what_is_said_once_stays_in_every_head(ratio: float, pin: tuple[int, int
     assert (cells.bias == 0).all(), "how often the same was said counts for nothing"
     assert (cells.serials == NO_TOKEN).all()
     assert (cells.positions.diff(dim=-1) > 0).all()
-    once = set((~said_before(TEXT)).nonzero()[:, 0].tolist()) - kept
+    once = set((~find_repeats(TEXT)).nonzero()[:, 0].tolist()) - kept
     for layer, head in ((a, b) for a in range(2) for b in range(2)):
         at = {int(each): index for index, each in enumerate(cells.positions[layer, head])}
         assert once <= at.keys()

@@ -19,13 +19,13 @@ from kvkeep.compression.methods import (
     Eviction,
     Method,
     Statistics,
-    check_shared,
+    check_shares,
     compress,
     compress_by_heads,
 )
 from kvkeep.compression.methods.kvzap import KVzap
 from kvkeep.compression.methods.kvzip import KVzip
-from kvkeep.compression.methods.repeats import fewer_repeats, said_before
+from kvkeep.compression.methods.repeats import compress_repeats, find_repeats
 from kvkeep.compression.reconstruction import held_tokens, reconstruction
 from kvkeep.errors import InvalidArgument
 from kvkeep.models.text.codec import TextCodec
@@ -95,14 +95,14 @@ class CompressionPlan:
 
     def check(self) -> None:
         """Raises InvalidArgument for what cannot be."""
-        check_shared(self.method, self.shared)
+        check_shares(self.method, self.shared)
         if not self.ratio > 1:
             raise InvalidArgument(f"compressing takes a ratio above 1; found {self.ratio:g}")
         if self.recent is not None and self.recent < 1:
             raise InvalidArgument(
                 f"compressing leaves 1 or more recent cells as they are; found {self.recent}"
             )
-        self.method.require_known(self.statistics)
+        self.method.require_statistics(self.statistics)
 
 
 def best_at_once(memory: Memory, statistics: Statistics | None) -> str:
@@ -172,13 +172,13 @@ def _only_repeats(memory: Memory, how: CompressionPlan) -> _Plan | None:
     Only for what asks what it takes to say the text again, and then without asking. None where
     hardly a repeat would be left of them, or cells are of no one token.
     """
-    if not how.method.reconstructs or how.budget is not None:
+    if not how.method.uses_reconstruction or how.budget is not None:
         return None
     tokens = held_tokens(memory)
     if tokens is None:
         return None
     runs, left = _runs(memory, how, MOST_RECENT)
-    again, found, begun = said_before(tokens), list[Tensor](), 0
+    again, found, begun = find_repeats(tokens), list[Tensor](), 0
     for _, kept, _, count in runs:
         if not kept:
             found.append(again[begun : begun + count])
@@ -222,10 +222,10 @@ def _candidates(memory: Memory, how: CompressionPlan, runs: Sequence[_Run]) -> l
     cache, method = memory.cache, how.method
     queries = _newest_queries(memory) if method.needs_queries(how.statistics) else None
     needed, begun = None, 0
-    if method.reconstructs:
+    if method.uses_reconstruction:
         newest = takewhile(lambda run: run[1], reversed(runs))  # they stay whatever they are worth
         oldest = cache.cells - sum(count for _, _, _, count in newest)
-        needed = reconstruction(memory, how.text, how.progress, oldest, method.reconstructs)
+        needed = reconstruction(memory, how.text, how.progress, oldest, method.uses_reconstruction)
     found = []
     for run in runs:
         segment, kept, _, count = run
@@ -254,7 +254,7 @@ def _repeats_left(
         count = int(each.sum())
         quota = room * (seen + count) // total - room * seen // total
         seen += count
-        cells, chunks = fewer_repeats(_known(memory, how, run), each, quota)
+        cells, chunks = compress_repeats(_known(memory, how, run), each, quota)
         if how.progress:
             how.progress(len(each))
         yield [cells], chunks
@@ -284,7 +284,7 @@ def _by_heads(runs: list[Candidates], left: int, how: CompressionPlan) -> Iterat
 
 
 def _tell(how: CompressionPlan, cells: int) -> None:
-    if how.progress and not how.method.reconstructs:  # which has told of them
+    if how.progress and not how.method.uses_reconstruction:  # which has told of them
         how.progress(cells)
 
 

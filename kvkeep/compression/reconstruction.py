@@ -23,7 +23,7 @@ from torch import Tensor
 from kvkeep.cache import NO_TOKEN, KVCache, Segment
 from kvkeep.cache.rope import Rotation
 from kvkeep.cache.step import ChunkStep
-from kvkeep.compression.methods.base import Repeated
+from kvkeep.compression.methods.base import ReconstructionScore
 from kvkeep.compression.methods.similarity import most_similar
 from kvkeep.errors import InvalidArgument
 from kvkeep.models.layers.primitives import require_finite
@@ -43,7 +43,7 @@ def reconstruction(
     text: TextCodec,
     progress: Callable[[int], None] | None = None,
     oldest: int | None = None,
-    by: Repeated = "attention",
+    by: ReconstructionScore = "attention",
 ) -> Tensor:
     """`[layers, kv_heads, n]` float32: the log of the most that any query gives to each cell.
 
@@ -99,7 +99,9 @@ def _prompt(ids: list[int], first: int, text: TextCodec) -> list[int]:
     return text.encode(LATER) + ids[max(0, first - LEAD) : first] + text.encode("\n\n")
 
 
-def _scores(memory: Memory, asked: list[int], part: list[int], first: int, by: Repeated) -> Tensor:
+def _scores(
+    memory: Memory, asked: list[int], part: list[int], first: int, by: ReconstructionScore
+) -> Tensor:
     """`[layers, kv_heads, m]`: of the m tokens `part`, whose cells begin with the `first`-oldest.
 
     asked: what is evaluated before they are repeated.
@@ -136,7 +138,7 @@ def _scores(memory: Memory, asked: list[int], part: list[int], first: int, by: R
 
 
 def _repeated(
-    memory: Memory, read: KVCache, ids: list[int], by: Repeated
+    memory: Memory, read: KVCache, ids: list[int], by: ReconstructionScore
 ) -> tuple[ChunkStep, Tensor | None]:
     """Evaluates tokens behind what was read; what attention saw is in the step.
 

@@ -15,9 +15,9 @@ from kvkeep.compression.methods import (
     Statistics,
     as_compressed,
     best_method,
-    check_shared,
+    check_shares,
     compress,
-    fewer_together,
+    compress_and_join,
     make_method,
 )
 from kvkeep.errors import InvalidArgument
@@ -112,8 +112,8 @@ class Archive(Policy):
         method = self.method or best_method(statistics)
         return replace(self, method=method, statistics=statistics, calibrated_by=digest)
 
-    def require_known(self) -> None:
-        self.by.require_known(self.statistics)
+    def require_statistics(self) -> None:
+        self.by.require_statistics(self.statistics)
 
     @property
     def by(self) -> Method:
@@ -126,7 +126,7 @@ class Archive(Policy):
 
     @property
     def observed(self) -> int:
-        return MAX_QUERIES if self.by.observes else 0
+        return MAX_QUERIES if self.by.uses_queries else 0
 
     @property
     def compresses(self) -> bool:
@@ -150,7 +150,7 @@ class Archive(Policy):
 
     def open(self, cache: KVCache, wanted: int, ahead: int = 0) -> int:
         cache.window = Window(moves=True)
-        if self.by.observes and cache.observer is None:
+        if self.by.uses_queries and cache.observer is None:
             cache.observe()
         anchored = open_anchors(cache, self.keep, wanted)
         if anchored:
@@ -190,8 +190,8 @@ class Archive(Policy):
 
     def check(self, pinned: int = 0) -> None:
         super().check(pinned)
-        check_shared(self.by, self.shared)
-        if self.by.reconstructs:
+        check_shares(self.by, self.shared)
+        if self.by.uses_reconstruction:
             raise InvalidArgument(
                 f'method "{self.method}" repeats the whole text, which an archive does not hold: '
                 'use "kvzap" with a calibration, or compress a "full" session'
@@ -270,7 +270,7 @@ class Archive(Policy):
         if self.shared == "heads":
             assert isinstance(method, Eviction)
             candidates = [self._candidates(cache, cells, newest) for cells in runs]
-            return [fewer_together(method, candidates, count)]
+            return [compress_and_join(method, candidates, count)]
         merged = Cells.concatenate([as_compressed(cells) for cells in runs])
         return list(compress(method, self._candidates(cache, merged, newest), count))
 

@@ -113,7 +113,7 @@ class Policy(ABC):
         """
         raise InvalidArgument(f'policy "{self.name}" has no use for a calibration')
 
-    def require_known(self) -> None:
+    def require_statistics(self) -> None:
         """Raise InvalidArgument if it needs a calibration that it does not have."""
         return  # most policies need none
 

@@ -112,11 +112,11 @@ def test_undo_leaves_what_the_template_writes_without_the_turn(model: Model, end
 def test_the_bookkeeping_of_a_turn_is_as_small_after_a_long_talk(model: Model, tmp_path: Path):
     """What comes around a turn's evaluation: no copy of what was said before is made for it."""
 
-    def most_memory(said_before: int) -> int:
+    def most_memory(find_repeats: int) -> int:
         session = model.session(max_kv_size=64, prefill_step=2048)
         conversation = Conversation(session, model.text, (2,), SYSTEM)
         say(conversation, "Well?", "")
-        session.feed([token % 1000 + 20 for token in range(said_before)])
+        session.feed([token % 1000 + 20 for token in range(find_repeats)])
         conversation.end_turn()
         keeper = Keeper(session, tmp_path / "file", "it", {})
         say(conversation, "And?", "Oh.")  # what is made once is made now

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kvkeep.cache import Cells, Queries, Rope
 from kvkeep.compression.methods import Candidates, Statistics
-from kvkeep.compression.methods.surrogate import Surrogate
+from kvkeep.compression.methods.statistics import Surrogate
 
 LAYERS, KV_HEADS, HEADS, WIDTH = 2, 2, 4, 16
 GROUPS = HEADS // KV_HEADS
@@ -42,7 +42,9 @@ def some_cells(
     if statistics:
         samples = torch.randn(LAYERS, KV_HEADS, 50, WIDTH, generator=random) + 0.2
         moment = samples.transpose(-1, -2) @ samples / 50
-        surrogate = Surrogate.of(torch.randn(LAYERS, KV_HEADS, 2 * WIDTH + 1, generator=random))
+        surrogate = Surrogate.from_weights(
+            torch.randn(LAYERS, KV_HEADS, 2 * WIDTH + 1, generator=random)
+        )
         known = Statistics(samples.mean(2), moment, torch.full((LAYERS, KV_HEADS), 0.9), surrogate)
     needed = torch.randn(shape, generator=random)
     return Candidates(cells, ROPE, SCALE, observed, known, seed, reconstruction=needed)

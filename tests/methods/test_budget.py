@@ -15,18 +15,18 @@ from kvkeep.compression.methods import (
     Candidates,
     Eviction,
     as_compressed,
-    best_of_all,
-    check_shared,
+    check_shares,
+    compress_and_join,
     compress_by_heads,
-    fewer_together,
     make_method,
     score,
+    top_over_heads,
 )
-from kvkeep.compression.methods.base import EvictionByCell
+from kvkeep.compression.methods.base import CellwiseEviction
 from kvkeep.errors import InvalidArgument
 
 EVICTIONS = [name for name, method in METHODS.items() if issubclass(method, Eviction)]
-ALONE = [name for name in EVICTIONS if issubclass(METHODS[name], EvictionByCell)]
+ALONE = [name for name in EVICTIONS if issubclass(METHODS[name], CellwiseEviction)]
 
 
 def ragged(candidates: Candidates, seed: int = 0) -> tuple[Candidates, Tensor]:
@@ -46,7 +46,7 @@ def test_no_cell_that_goes_is_worth_more_than_one_that_stays(
     random = torch.Generator().manual_seed(len(lengths))
     scores = [torch.randn(LAYERS, KV_HEADS, n, generator=random) for n in lengths]
     count = data.draw(st.integers(1, sum(score.numel() for score in scores)))
-    best = best_of_all(scores, count)
+    best = top_over_heads(scores, count)
     assert [each.shape for each in best] == [each.shape for each in scores]
     pairs = list(zip(scores, best, strict=True))
     stays, goes = (torch.cat([s[b == x] for s, b in pairs]) for x in (True, False))
@@ -68,7 +68,9 @@ def test_a_cell_is_worth_the_same_wherever_it_lies(name: str) -> None:
         torch.testing.assert_close(found, there[which], atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", [name for name in EVICTIONS if not METHODS[name].reconstructs])
+@pytest.mark.parametrize(
+    "name", [name for name in EVICTIONS if not METHODS[name].uses_reconstruction]
+)
 def test_ragged_cells_are_compressed_again_to_as_many_as_asked_for(name: str) -> None:
     candidates, _ = ragged(some_cells(60, compressed=True, queries=20, statistics=True))
     before = candidates.cells
@@ -85,7 +87,9 @@ def test_ragged_cells_are_compressed_again_to_as_many_as_asked_for(name: str) ->
         assert torch.equal(kept.values, rows.values[:, :, where])
 
 
-@pytest.mark.parametrize("name", [name for name in EVICTIONS if not METHODS[name].reconstructs])
+@pytest.mark.parametrize(
+    "name", [name for name in EVICTIONS if not METHODS[name].uses_reconstruction]
+)
 def test_runs_that_become_one_keep_what_they_would_joined(name: str) -> None:
     old, _ = ragged(some_cells(60, compressed=True, queries=20, statistics=True))
     new = replace(old, cells=some_cells(20, seed=1).cells)
@@ -95,27 +99,27 @@ def test_runs_that_become_one_keep_what_they_would_joined(name: str) -> None:
     method = make_method(name)
     assert isinstance(method, Eviction)
     ((expected, _),) = compress_by_heads(method, [joined], 15)
-    together, told = fewer_together(method, [old, new], 15)
+    together, told = compress_and_join(method, [old, new], 15)
     assert isinstance(together, Ragged)
     assert told.cells_before == len(old) + len(new)
     for one, other in zip(expected.tensors(), together.tensors(), strict=False):
         assert torch.equal(one, other)
-    if isinstance(method, EvictionByCell):
+    if isinstance(method, CellwiseEviction):
         assert together.scores is not None
-        fresh = method.worth(replace(old, cells=replace(together, scores=None)))
+        fresh = method.cell_score(replace(old, cells=replace(together, scores=None)))
         torch.testing.assert_close(together.scores, fresh, atol=1e-4, rtol=1e-4)
-        again, _ = fewer_together(method, [replace(old, cells=together)], 7)
+        again, _ = compress_and_join(method, [replace(old, cells=together)], 7)
         assert again.scores is not None
         assert set(again.scores.tolist()) <= set(together.scores.tolist())
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name not in EVICTIONS])
 def test_a_method_without_scores_has_no_heads_that_compete(name: str) -> None:
-    check_shared(make_method(name), "uniform")
+    check_shares(make_method(name), "uniform")
     with pytest.raises(InvalidArgument, match="no scores"):
-        check_shared(make_method(name), "heads")
+        check_shares(make_method(name), "heads")
 
 
 def test_a_name_that_is_no_budget_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="heads, uniform"):
-        check_shared(make_method("knorm"), "each")
+        check_shares(make_method("knorm"), "each")

@@ -30,7 +30,7 @@ def asked(draw: st.DrawFn) -> tuple[Candidates, int]:
 
 def known(name: str, candidates: Candidates) -> Candidates:
     """The candidates with a calibration, if the method cannot do without one."""
-    if not make_method(name).guesses:
+    if not make_method(name).uses_surrogate:
         return candidates
     return replace(candidates, statistics=some_cells(1, statistics=True).statistics)
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.compression.calibration.regression import RIDGE, Regression
-from kvkeep.compression.methods.surrogate import Surrogate, features
+from kvkeep.compression.methods.statistics import Surrogate, features
 
 LAYERS, KV_HEADS, HEAD_DIM, SAMPLES = 2, 3, 4, 200
 WIDTH = 2 * HEAD_DIM + 1
@@ -71,7 +71,7 @@ def test_a_surrogate_gives_what_was_fitted() -> None:
     x, _, truth = samples(noise=0.0)
     keys, values = x[..., :HEAD_DIM], x[..., HEAD_DIM:-1]
     wanted = (x @ truth.unsqueeze(-1)).squeeze(-1).float()
-    found = Surrogate.of(truth).score(keys.float(), values.float())
+    found = Surrogate.from_weights(truth).score(keys.float(), values.float())
     torch.testing.assert_close(found, wanted)
-    coarse = Surrogate.of(truth).score(keys.bfloat16(), values.bfloat16())
+    coarse = Surrogate.from_weights(truth).score(keys.bfloat16(), values.bfloat16())
     torch.testing.assert_close(coarse, wanted, atol=0.1, rtol=0.01)

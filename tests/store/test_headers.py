@@ -13,7 +13,7 @@ from small import small_model
 
 from kvkeep import Calibration, Snapshot, load_calibration
 from kvkeep.compression.methods import Statistics
-from kvkeep.compression.methods.surrogate import Surrogate
+from kvkeep.compression.methods.statistics import Surrogate
 from kvkeep.errors import CorruptFile, FingerprintMismatch, StoreError, TruncatedFile
 from kvkeep.storage.snapshots.container import read_container, write_container
 from kvkeep.storage.snapshots.snapshot import describe
@@ -33,7 +33,7 @@ def calibration() -> Calibration:
         torch.ones(*heads, spec.head_dim),
         torch.eye(spec.head_dim).expand(*heads, -1, -1).contiguous(),
         torch.full(heads, 0.5),
-        Surrogate.of(torch.ones(*heads, 2 * spec.head_dim + 1)),
+        Surrogate.from_weights(torch.ones(*heads, 2 * spec.head_dim + 1)),
     )
     return Calibration(known, MODEL.fingerprint.saved(), MODEL.name, 3000, 0.5)
 

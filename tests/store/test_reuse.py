@@ -147,15 +147,17 @@ def calibration() -> Calibration:
     return calibrate(MODEL, prompt(3, 8 * 512))
 
 
-@pytest.mark.parametrize("method", [name for name in METHODS if not METHODS[name].reconstructs])
+@pytest.mark.parametrize(
+    "method", [name for name in METHODS if not METHODS[name].uses_reconstruction]
+)
 def test_an_archive_decides_the_same_with_a_store(tmp_path: Path, method: str) -> None:
     """Methods that look at queries must have seen those of the newest tokens."""
     store, ids = PrefixStore(tmp_path), prompt(7, 900)
     MODEL.session(policy="full", store=store, prefill_step=256).feed(ids)
-    known = calibration() if METHODS[method].guesses else None
+    known = calibration() if METHODS[method].uses_surrogate else None
     found, alone = archives(MODEL, method, store, known)
     assert found.feed(ids).reused == (
-        BLOCK_TOKENS if METHODS[method].observes else 2 * BLOCK_TOKENS
+        BLOCK_TOKENS if METHODS[method].uses_queries else 2 * BLOCK_TOKENS
     )
     alone.feed(ids)
     require_same_archives(found, alone)

@@ -16,7 +16,7 @@ from torch import Tensor
 from kvkeep.cache.checks import require, require_finite, require_tensor, require_whole
 from kvkeep.cache.state import MAX_NUMBER
 from kvkeep.compression.methods import Statistics
-from kvkeep.compression.methods.surrogate import Surrogate
+from kvkeep.compression.methods.statistics import Surrogate
 from kvkeep.errors import CorruptFile
 from kvkeep.loaded_model import LoadedModel
 from kvkeep.storage.files.tensors import tensor_bytes

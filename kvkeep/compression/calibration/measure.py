@@ -14,7 +14,7 @@ from kvkeep.compression.calibration.calibration import Calibration
 from kvkeep.compression.calibration.sums import CalibrationSums
 from kvkeep.compression.methods import Statistics
 from kvkeep.compression.methods.base import Candidates
-from kvkeep.compression.methods.surrogate import Surrogate, features
+from kvkeep.compression.methods.statistics import Surrogate, features
 from kvkeep.compression.plan import SINKS
 from kvkeep.compression.reconstruction import reconstruction
 from kvkeep.errors import InvalidArgument
@@ -175,7 +175,7 @@ def _calibration(model: LoadedModel, count: int, sums: CalibrationSums) -> Calib
     weights = sums.fitted.weights()
     measured = sums.measured.statistics()
     statistics = Statistics(
-        measured.mean, measured.moment, measured.tolerance, Surrogate.of(weights)
+        measured.mean, measured.moment, measured.tolerance, Surrogate.from_weights(weights)
     )
     r_squared = sums.held_back.r_squared(weights)
     return Calibration(statistics, model.fingerprint.saved(), model.name, count, r_squared)

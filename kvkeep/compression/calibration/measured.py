@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache import Cells, KVCache, Layout, Queries
-from kvkeep.compression.methods.attended import by_kv_head, output_error
+from kvkeep.compression.methods.attention import by_kv_head, output_error
 from kvkeep.compression.methods.base import Candidates
 from kvkeep.compression.methods.fitted import Fitted
 from kvkeep.compression.methods.statistics import Statistics

@@ -1,4 +1,4 @@
-"""What a compression method is: it leaves fewer cells of some, each KV head its own."""
+"""The interface of compression methods: fewer cells for each KV head."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
@@ -13,19 +13,26 @@ from kvkeep.compression.methods.budget import Budget
 from kvkeep.compression.methods.statistics import Statistics
 from kvkeep.errors import InvalidArgument
 
-Repeated: TypeAlias = Literal["attention", "contribution"]
+# What a reconstruction score measures: a query's attention to a cell, or that times the norm of the
+# cell's projected value, relative to the residual stream of the query's token.
+ReconstructionScore: TypeAlias = Literal["attention", "contribution"]
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """Cells to be compressed, and what is known of those who look at them.
+    """Cells to compress, and what a method may decide by.
 
-    cells: n of them, oldest first. queries: the newest ones, of tokens that came after the cells
-    or are of them; None where nobody observed. statistics: of the model, from a calibration; None
-    without one. seed: for what is drawn. ageing: whether they compete with cells still to come, for
-    ever: what is older may then be worth less. reconstruction: `[layers, kv_heads, n]` float32, the
-    log of how much each was needed to repeat the text; None where nobody asked. newest: a position,
-    from which ages are counted; None for that of the newest of these.
+    Attributes:
+        cells: n cells, oldest first.
+        queries: the newest ones, of tokens after the cells or of the cells' own; None if the cache
+            did not observe any.
+        statistics: of the model, from a calibration; None without one.
+        seed: of random choices.
+        ageing: the cells compete with all later ones, as in an archive, so that a method may score
+            older cells lower.
+        reconstruction: `[layers, kv_heads, n]` float32, the log of each cell's score in
+            reconstructing the text; None unless the method uses it.
+        newest: the position from which ages count; None for that of the newest cell.
     """
 
     cells: Cells
@@ -43,47 +50,47 @@ class Candidates:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """(layers, kv_heads, n); not of ragged cells."""
+        """(layers, kv_heads, n); undefined for ragged cells."""
         layers, kv_heads, count, _ = self.cells.keys.shape
         return layers, kv_heads, count
 
     @property
     def layers_and_heads(self) -> tuple[int, int]:
-        """(layers, kv_heads), of ragged cells, too."""
+        """(layers, kv_heads), for ragged cells as well."""
         cells = self.cells
         shape = (cells.counts if isinstance(cells, Ragged) else cells.stored_keys).shape
         return shape[0], shape[1]
 
-    def part(self, where: slice) -> "Candidates":
-        """Some of them."""
-        needed = None if self.reconstruction is None else self.reconstruction[..., where]
-        return replace(self, cells=self.cells.part(where), reconstruction=needed)
+    def part(self, indices: slice) -> "Candidates":
+        """Return some of the cells."""
+        scores = None if self.reconstruction is None else self.reconstruction[..., indices]
+        return replace(self, cells=self.cells.part(indices), reconstruction=scores)
 
     def head(self, layer: int, head: int, cells: Cells) -> "Candidates":
-        """Cells of one layer and KV head, `[1, 1, n, ...]`, and what is known of that."""
-        queries, known = self.queries, self.statistics
+        """Return cells of one layer and KV head, `[1, 1, n, ...]`, with that head's statistics."""
+        queries, statistics = self.queries, self.statistics
         if queries is not None:
             groups = queries.values.shape[1] // self.layers_and_heads[1]
-            own = slice(head * groups, (head + 1) * groups)
-            queries = Queries(queries.values[layer : layer + 1, own], queries.times)
+            heads = slice(head * groups, (head + 1) * groups)
+            queries = Queries(queries.values[layer : layer + 1, heads], queries.times)
         return replace(
             self,
             cells=cells,
             rope=self.rope.for_layer(layer),
             queries=queries,
-            statistics=None if known is None else known.head(layer, head),
+            statistics=None if statistics is None else statistics.head(layer, head),
             seed=hash((self.seed, layer, head)),
         )
 
-    def layers(self, where: slice) -> "Candidates":
-        """All of them in some layers, of which neither queries nor statistics are known."""
-        cells, own = self.cells, self.cells.bias is not None
+    def layers(self, indices: slice) -> "Candidates":
+        """Return all cells of some layers, without queries and statistics."""
+        cells, per_head = self.cells, self.cells.bias is not None
         part = Cells(
-            cells.keys[where],
-            cells.values[where],
-            cells.positions[where] if own else cells.positions,
+            cells.keys[indices],
+            cells.values[indices],
+            cells.positions[indices] if per_head else cells.positions,
             cells.serials,
-            cells.bias[where] if cells.bias is not None else None,
+            cells.bias[indices] if cells.bias is not None else None,
         )
         return replace(self, cells=part, queries=None, statistics=None)
 
@@ -101,62 +108,67 @@ class Candidates:
 
     @cached_property
     def keys(self) -> Tensor:
-        """As they are stored; float32."""
+        """Rotated keys as stored, in float32."""
         return self.cells.keys.float()
 
     @cached_property
     def age(self) -> Tensor:
-        """`[layers, kv_heads, n]` float32: how many positions before the newest."""
+        """`[layers, kv_heads, n]` float32: positions before the newest."""
         newest = self.positions.max() if self.newest is None else self.newest
         age = newest - self.positions
         return age.to(self.cells.keys.device, torch.float32)
 
     @cached_property
     def unrotated(self) -> Tensor:
-        """Keys as they were before rotation: what a cell says, wherever it stands; float32."""
+        """Keys before rotation, which do not depend on positions; float32."""
         return self.rope.shifted(self.keys, self.cells.key_shifts(self.rope, -self.cells.positions))
 
-    def taken(self, which: Tensor) -> Cells:
-        """Some of the cells. which: `[layers, kv_heads, m]` indices, in their order."""
+    def select(self, indices: Tensor) -> Cells:
+        """Return copies of some cells. indices: `[layers, kv_heads, m]`, ascending."""
         return Cells(
-            rows(self.cells.keys, which),
-            rows(self.cells.values, which),
-            self.positions.gather(2, which.cpu()),
-            torch.full((which.shape[2],), NO_TOKEN, dtype=torch.int64, device="cpu"),
-            self.bias.gather(2, which),
+            gather_rows(self.cells.keys, indices),
+            gather_rows(self.cells.values, indices),
+            self.positions.gather(2, indices.cpu()),
+            torch.full((indices.shape[2],), NO_TOKEN, dtype=torch.int64, device="cpu"),
+            self.bias.gather(2, indices),
         )
 
 
 @dataclass(frozen=True)
 class Compressed:
-    """cells: what is left. merged: cells that live on in others, a mean over all KV heads."""
+    """The remaining cells.
+
+    merged: evicted cells that were merged into remaining ones, a mean over all KV heads.
+    """
 
     cells: Cells
     merged: float = 0.0
 
 
 class Method(ABC):
-    """observes: whether it decides by the newest queries, where somebody observes them. guesses:
-    whether it decides by a calibration's surrogate.
+    """A compression method.
 
-    reconstructs: what it decides by while the model repeats the text, if it does: how much a query
-    looks at a cell, or how much that adds to what the query's token is. budget: how cells are
-    shared out unless somebody says otherwise; only an `Eviction` can let heads compete.
+    Class attributes:
+        uses_queries: decides by the newest queries, if the cache observes them.
+        uses_surrogate: decides by a calibration's surrogate.
+        uses_reconstruction: decides by this score of the text's reconstruction; None if it does
+            not.
+        budget: how heads share the budget by default; only an `Eviction` can let them compete.
     """
 
     name: ClassVar[str]
-    observes: ClassVar[bool] = False
-    guesses: ClassVar[bool] = False
-    reconstructs: ClassVar[Repeated | None] = None
+    uses_queries: ClassVar[bool] = False
+    uses_surrogate: ClassVar[bool] = False
+    uses_reconstruction: ClassVar[ReconstructionScore | None] = None
     budget: ClassVar[Budget] = "uniform"
 
     def needs_queries(self, statistics: Statistics | None) -> bool:
-        """Whether it cannot do without them."""
-        return self.observes
+        """Whether it needs observed queries, given these statistics."""
+        return self.uses_queries
 
-    def require_known(self, statistics: Statistics | None) -> None:
-        """Raises InvalidArgument where it cannot decide by what is known."""
-        if self.guesses and (statistics is None or statistics.surrogate is None):
+    def require_statistics(self, statistics: Statistics | None) -> None:
+        """Raise InvalidArgument if the method needs a surrogate that the statistics lack."""
+        if self.uses_surrogate and (statistics is None or statistics.surrogate is None):
             found = "none" if statistics is None else "one of an earlier kvkeep"
             raise InvalidArgument(
                 f'method "{self.name}" decides by a calibration with a surrogate; found {found}: '
@@ -165,53 +177,53 @@ class Method(ABC):
 
     @abstractmethod
     def compress(self, candidates: Candidates, count: int) -> Compressed:
-        """Leaves `count` cells (1 to n) for each layer and KV head."""
+        """Return `count` cells (1 to n) for each layer and KV head."""
 
 
 class Eviction(Method):
-    """Keeps the cells of the highest score as they are; the others are forgotten."""
+    """A method that keeps the cells with the highest scores unchanged and evicts the others."""
 
     @abstractmethod
     def score(self, candidates: Candidates) -> Tensor:
-        """`[layers, kv_heads, n]`, or `[total]` of ragged cells: what each cell is worth."""
+        """Return each cell's score: `[layers, kv_heads, n]`, or `[total]` for ragged cells."""
 
     def compress(self, candidates: Candidates, count: int) -> Compressed:
-        return Compressed(candidates.taken(best(self.score(candidates), count)))
+        return Compressed(candidates.select(top_indices(self.score(candidates), count)))
 
 
-class EvictionByCell(Eviction):
-    """One whose score of a cell depends on nothing but that cell, and its age.
+class CellwiseEviction(Eviction):
+    """An eviction whose score of a cell depends on nothing but that cell and its age.
 
-    So ragged cells are scored in a row, and an archive finds once what each is worth.
+    So ragged cells are scored as one row, and an archive computes each cell's score only once.
     """
 
     @abstractmethod
-    def worth(self, candidates: Candidates) -> Tensor:
-        """The score, whatever the age: `[layers, kv_heads, n]`, or `[total]` of ragged cells."""
+    def cell_score(self, candidates: Candidates) -> Tensor:
+        """Return the score without ageing: `[layers, kv_heads, n]`, or `[total]` if ragged."""
 
     def score(self, candidates: Candidates) -> Tensor:
         cells = candidates.cells
-        kept = cells.scores if isinstance(cells, Ragged) else None
-        return self.worth(candidates) if kept is None else kept
+        stored = cells.scores if isinstance(cells, Ragged) else None
+        return self.cell_score(candidates) if stored is None else stored
 
 
-def best(score: Tensor, count: int) -> Tensor:
-    """`[layers, kv_heads, count]`: which have the highest scores, in their order."""
+def top_indices(score: Tensor, count: int) -> Tensor:
+    """Return the indices of the highest scores, ascending: `[layers, kv_heads, count]`."""
     return score.topk(count, sorted=False).indices.sort().values
 
 
-def rows(x: Tensor, which: Tensor) -> Tensor:
-    """x: `[layers, kv_heads, n, width]`, which: `[layers, kv_heads, m]`: m of the n, copied."""
+def gather_rows(x: Tensor, indices: Tensor) -> Tensor:
+    """Copy rows of `[layers, kv_heads, n, width]`. indices: `[layers, kv_heads, m]`."""
     layers, kv_heads, count, width = x.shape
     total = layers * kv_heads * count
     first = torch.arange(0, total, count, dtype=torch.int64, device=x.device)
-    flat = (which + first.view(layers, kv_heads, 1)).flatten()
+    flat = (indices + first.view(layers, kv_heads, 1)).flatten()
     # Ten times as fast as `gather`, which takes an index for each number.
-    return x.reshape(-1, width).index_select(0, flat).view(*which.shape, width)
+    return x.reshape(-1, width).index_select(0, flat).view(*indices.shape, width)
 
 
 def as_compressed(cells: Cells) -> Cells:
-    """The same cells, each KV head's its own; themselves, if they are so already."""
+    """Return the cells with positions and bias for each KV head; unchanged if they have them."""
     if cells.bias is not None:
         return cells
     heads = cells.keys.shape[:3]

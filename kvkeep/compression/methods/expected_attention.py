@@ -1,5 +1,4 @@
-"""Method `expected_attention`: what queries to come will look at (Devoto et al.,
-arXiv:2510.00636)."""
+"""Method `expected_attention`: the expected attention of future queries (arXiv:2510.00636)."""
 
 from typing import ClassVar
 
@@ -7,24 +6,24 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache.observer import MAX_QUERIES
-from kvkeep.compression.methods.attended import by_kv_head
+from kvkeep.compression.methods.attention import by_kv_head
 from kvkeep.compression.methods.base import Candidates, Eviction
-from kvkeep.compression.methods.observed import observed
+from kvkeep.compression.methods.observed_attention import observed
 from kvkeep.compression.methods.statistics import Statistics
 
-AHEAD = 512  # positions that the expectation goes over
+AHEAD = 512  # future positions that the expectation is taken over
 EPSILON = 1e-2
 
 
 class ExpectedAttention(Eviction):
-    """Keeps the cells of the highest expected attention, times the norm of their values.
+    """Keeps the cells with the highest expected attention, times the norm of their values.
 
-    Queries are taken as normal with the mean and covariance of those observed, or of a
-    calibration, and their rotation as the mean over the next 512 positions.
+    Devoto et al. Queries are modelled as normally distributed, with the mean and covariance of the
+    observed ones or of a calibration; their rotation as the mean over the next 512 positions.
     """
 
     name: ClassVar[str] = "expected_attention"
-    observes: ClassVar[bool] = True
+    uses_queries: ClassVar[bool] = True
 
     def needs_queries(self, statistics: Statistics | None) -> bool:
         return statistics is None
@@ -43,10 +42,10 @@ class ExpectedAttention(Eviction):
 
 def _distribution(candidates: Candidates) -> tuple[Tensor, Tensor]:
     """Mean `[layers, kv_heads, head_dim]` and covariance `[..., head_dim, head_dim]`."""
-    known = candidates.statistics
-    if known is not None:
-        outer = known.mean.unsqueeze(-1) * known.mean.unsqueeze(-2)
-        return known.mean, known.moment - outer
+    statistics = candidates.statistics
+    if statistics is not None:
+        outer = statistics.mean.unsqueeze(-1) * statistics.mean.unsqueeze(-2)
+        return statistics.mean, statistics.moment - outer
     samples = by_kv_head(observed(candidates, MAX_QUERIES).values, candidates.shape[1])
     mean = samples.mean(2)
     centred = samples - mean.unsqueeze(2)
@@ -54,9 +53,9 @@ def _distribution(candidates: Candidates) -> tuple[Tensor, Tensor]:
 
 
 def _mean_rotation(candidates: Candidates) -> Tensor:
-    """The mean rotation matrix over the positions ahead: `[head_dim, head_dim]`.
+    """The mean rotation matrix over the future positions, `[head_dim, head_dim]`.
 
-    For each layer one, `[layers, 1, head_dim, head_dim]`, where some rotate nothing.
+    `[layers, 1, head_dim, head_dim]` if some layers do not rotate.
     """
     first = int(candidates.positions.max()) + 1
     rotation = candidates.rope.at(range(first, first + AHEAD))

@@ -1,4 +1,4 @@
-"""Which of some vectors is most like each of others."""
+"""Most similar vectors: the largest dot product of each vector with those of another set."""
 
 import math
 
@@ -12,60 +12,64 @@ BLOCK = 256  # rows compared with all older ones at a time
 
 
 def most_similar(x: Tensor, among: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest product of each vector with one of others, and with which.
+    """Return the largest product of each vector with those of another set, and its index there.
 
-    x: `[layers, kv_heads, n, width]` bfloat16 or float32, among: `[layers, kv_heads, m, width]`, m
-    above 0. Returns `[layers, kv_heads, n]` float32 and int64.
+    x: `[layers, kv_heads, n, width]` bfloat16 or float32, among: `[layers, kv_heads, m, width]`,
+    m > 0. Returns `[layers, kv_heads, n]` float32 and int64.
     """
-    which = torch.empty(x.shape[:3], dtype=torch.int64, device=x.device)
-    most = _by_kernels(x, among, which)
-    if most is not None:
-        return most, which
-    # Layer by layer, so that not all products are there at once.
-    found = [
+    indices = torch.empty(x.shape[:3], dtype=torch.int64, device=x.device)
+    largest = _run_kernel(x, among, indices)
+    if largest is not None:
+        return largest, indices
+    # Layer by layer, to bound the memory that the products take.
+    maxima = [
         (rows @ columns.transpose(-1, -2)).max(-1) for rows, columns in zip(x, among, strict=True)
     ]
-    return torch.stack([most for most, _ in found]).float(), torch.stack([at for _, at in found])
+    products, places = zip(*maxima, strict=True)
+    return torch.stack(products).float(), torch.stack(places)
 
 
 def most_similar_older(x: Tensor) -> Tensor:
-    """The largest product of each vector with one before it; minus infinity for the first.
+    """Return the largest product of each vector with those before it; -inf for the first.
 
     x: `[layers, kv_heads, n, width]` bfloat16. Returns `[layers, kv_heads, n]` float32.
     """
-    most = _by_kernels(x, x, None)
-    if most is not None:
-        return most
-    found, count = [], x.shape[2]
-    later = torch.ones(BLOCK, count, dtype=torch.bool, device=x.device).triu_()
-    for first in range(0, count, BLOCK):  # what is younger need not be looked at
-        upto = min(first + BLOCK, count)
-        products = x[:, :, first:upto] @ x[:, :, :upto].transpose(-1, -2)
+    largest = _run_kernel(x, x, None)
+    if largest is not None:
+        return largest
+    parts, count = [], x.shape[2]
+    not_older = torch.ones(BLOCK, count, dtype=torch.bool, device=x.device).triu_()
+    for first in range(0, count, BLOCK):  # later columns are not needed
+        end = min(first + BLOCK, count)
+        products = x[:, :, first:end] @ x[:, :, :end].transpose(-1, -2)
         diagonal = products[..., first:]
-        diagonal.masked_fill_(later[: upto - first, : upto - first], -math.inf)
-        found.append(products.amax(-1))
-    return torch.cat(found, -1).float()
+        diagonal.masked_fill_(not_older[: end - first, : end - first], -math.inf)
+        parts.append(products.amax(-1))
+    return torch.cat(parts, -1).float()
 
 
-def _by_kernels(x: Tensor, among: Tensor, which: Tensor | None) -> Tensor | None:
-    """which: filled; None where each row meets those before it only. None where no kernel can."""
+def _run_kernel(x: Tensor, among: Tensor, indices: Tensor | None) -> Tensor | None:
+    """The largest products by the compiled kernel; None if there is none for these tensors.
+
+    indices: filled; None to compare each vector with those before it only.
+    """
     kernels = library()
     if kernels is None or x.device.type != "cpu" or x.dtype != torch.bfloat16 or x.shape[-1] % 2:
         return None
     x, among = x.contiguous(), among.contiguous()
     (layers, kv_heads, rows, width), columns = x.shape, among.shape[2]
-    most = torch.empty(layers, kv_heads, rows, dtype=torch.float32, device="cpu")
-    asked = CSimilarity(
+    largest = torch.empty(layers, kv_heads, rows, dtype=torch.float32, device="cpu")
+    arguments = CSimilarity(
         layers * kv_heads,
         rows,
         columns,
         width,
-        int(which is None),
+        int(indices is None),
         torch.get_num_threads(),
         address(x, "vectors", torch.bfloat16, (layers, kv_heads, rows, width)),
         address(among, "others", torch.bfloat16, (layers, kv_heads, columns, width)),
-        most.data_ptr(),
-        None if which is None else address(which, "indices", torch.int64, most.shape),
+        largest.data_ptr(),
+        None if indices is None else address(indices, "indices", torch.int64, largest.shape),
     )
-    require_done(kernels.kvkeep_most_similar(asked))
-    return most
+    require_done(kernels.kvkeep_most_similar(arguments))
+    return largest

@@ -1,4 +1,4 @@
-"""What a calibration knows of a model."""
+"""Statistics of a model that compression methods use, measured once by a calibration."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -6,19 +6,76 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from kvkeep.compression.methods.surrogate import Surrogate
+POWER = 0.25  # of the second moment in `Statistics.metric`
 
-POWER = 0.25  # of the second moment; 0 would do without it, 0.5 is what a query itself measures
+
+@dataclass(frozen=True)
+class Surrogate:
+    """A linear predictor of reconstruction scores for each layer and KV head; float32.
+
+    KVzap (arXiv:2601.07891) predicts from hidden states, which are gone once a token is evaluated.
+    A cell's key before rotation and its value predict as well, and last as long as the cell.
+
+    key, value: `[layers, kv_heads, head_dim]`. constant: `[layers, kv_heads]`.
+    """
+
+    key: Tensor
+    value: Tensor
+    constant: Tensor
+
+    def score(self, keys: Tensor, values: Tensor, owners: Tensor | None = None) -> Tensor:
+        """Return the predicted log of each cell's attention weight, `[layers, kv_heads, n]`.
+
+        keys: before rotation, and values: `[layers, kv_heads, n, head_dim]`. For ragged cells
+        `[total, head_dim]`, with owners: the index of each cell's layer and KV head; the result is
+        `[total]` then.
+        """
+        key, value, constant = (x.to(keys.device) for x in (self.key, self.value, self.constant))
+        if owners is not None:
+            key, value = key.flatten(0, 1)[owners], value.flatten(0, 1)[owners]
+            score = (keys.float() * key).sum(-1) + (values.float() * value).sum(-1)
+            return score + constant.flatten()[owners]
+        score = keys.float() @ key.unsqueeze(-1) + values.float() @ value.unsqueeze(-1)
+        return score.squeeze(-1) + constant.unsqueeze(-1)
+
+    def layers(self, indices: slice) -> "Surrogate":
+        """Return the predictors of some layers."""
+        return Surrogate(self.key[indices], self.value[indices], self.constant[indices])
+
+    def head(self, layer: int, head: int) -> "Surrogate":
+        """Return the predictor of one KV head, of shape `[1, 1, ...]`."""
+        index = slice(layer, layer + 1), slice(head, head + 1)
+        return Surrogate(self.key[index], self.value[index], self.constant[index])
+
+    @classmethod
+    def from_weights(cls, weights: Tensor) -> "Surrogate":
+        """Return the predictor with weights of `features`: `[layers, kv_heads, 2 head_dim + 1]`."""
+        head_dim, weights = weights.shape[-1] // 2, weights.float()
+        key, value = weights[..., :head_dim], weights[..., head_dim:-1]
+        return cls(key.contiguous(), value.contiguous(), weights[..., -1].contiguous())
+
+
+def features(keys: Tensor, values: Tensor) -> Tensor:
+    """Return key, value and 1 of each cell, `[..., n, 2 head_dim + 1]` float64.
+
+    keys: before rotation, and values: `[..., n, head_dim]`.
+    """
+    one = torch.ones(*keys.shape[:-1], 1, dtype=torch.float64, device=keys.device)
+    return torch.cat((keys.double(), values.double(), one), -1)
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """Of queries before rotation, float32; each KV head's are those of all heads that share it.
+    """Statistics of a model's queries before rotation, float32.
 
-    mean: `[layers, kv_heads, head_dim]`. moment: `[layers, kv_heads, head_dim, head_dim]`, the mean
-    of q q^T. tolerance: `[layers, kv_heads]`, how alike (cosine) keys must be there to be merged
-    without harm to what queries get. surrogate: what reconstruction is guessed by; None in a
-    calibration of an earlier kvkeep.
+    For each KV head over all query heads that share it.
+
+    Attributes:
+        mean: `[layers, kv_heads, head_dim]`.
+        moment: `[layers, kv_heads, head_dim, head_dim]`, the mean of q q^T.
+        tolerance: `[layers, kv_heads]`, the least cosine of keys that can be merged without harm to
+            attention output.
+        surrogate: None in a calibration of an earlier kvkeep.
     """
 
     mean: Tensor
@@ -27,18 +84,19 @@ class Statistics:
     surrogate: Surrogate | None = None
 
     def head(self, layer: int, head: int) -> "Statistics":
-        """What is known of one KV head, of shape `[1, 1, ...]`."""
-        own = slice(layer, layer + 1), slice(head, head + 1)
+        """Return the statistics of one KV head, of shape `[1, 1, ...]`."""
+        index = slice(layer, layer + 1), slice(head, head + 1)
         surrogate = None if self.surrogate is None else self.surrogate.head(layer, head)
-        return Statistics(self.mean[own], self.moment[own], self.tolerance[own], surrogate)
+        return Statistics(self.mean[index], self.moment[index], self.tolerance[index], surrogate)
 
     @cached_property
-    def emphasis(self) -> Tensor:
+    def metric(self) -> Tensor:
         """`[layers, kv_heads, head_dim, head_dim]`: keys times it differ as queries see them.
 
-        With the moment itself (power 0.5) the few directions that queries are strongest in decide
-        alone; in between, text is foretold best from what is kept.
+        A power of the moment: at 0.5, which is what a query measures itself, the few directions in
+        which queries are strongest would decide alone; at 0 no query would count. In between, text
+        is predicted best from the remaining cells.
         """
         values, vectors = torch.linalg.eigh(self.moment)
-        emphasis: Tensor = vectors * values.clamp(min=0).pow(POWER).unsqueeze(-2)
-        return emphasis
+        metric: Tensor = vectors * values.clamp(min=0).pow(POWER).unsqueeze(-2)
+        return metric

@@ -1,0 +1,160 @@
+"""Application of a compression method to runs of cells, chunk by chunk."""
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from kvkeep.cache import Cells, Ragged
+from kvkeep.compression.methods.base import (
+    Candidates,
+    CellwiseEviction,
+    Compressed,
+    Eviction,
+    Method,
+    as_compressed,
+)
+from kvkeep.compression.methods.budget import check_budget, top_over_heads
+from kvkeep.errors import InvalidArgument
+
+CHUNK = 512  # cells that are decided on together
+
+
+@dataclass(frozen=True)
+class Compression:
+    """The compression of one chunk.
+
+    Attributes:
+        cells_before, cells_after: cells of each KV head; cells_after may be 0.
+        merged: evicted cells that were merged into others, a mean over layers and KV heads.
+        seconds: wall time.
+    """
+
+    cells_before: int
+    cells_after: int
+    merged: float
+    seconds: float
+
+
+def compress(
+    method: Method, candidates: Candidates, count: int
+) -> Iterator[tuple[Cells, Compression]]:
+    """Reduce cells to `count` (1 to n) per KV head, spread evenly over chunks of 512.
+
+    Yields the cells and the report of each chunk; a chunk without a quota yields no cells. The work
+    per chunk does not depend on the number of chunks. Ragged cells are one chunk.
+    """
+    total = len(candidates)
+    if isinstance(candidates.cells, Ragged):
+        begun = time.perf_counter()
+        result = _compress_ragged(method, candidates, candidates.cells, count)
+        seconds = time.perf_counter() - begun
+        yield result.cells, Compression(total, len(result.cells), result.merged, seconds)
+        return
+    for first in range(0, total, CHUNK):
+        end = min(first + CHUNK, total)
+        quota = count * end // total - count * first // total
+        begun = time.perf_counter()
+        result = _compress_chunk(method, candidates.part(slice(first, end)), quota)
+        seconds = time.perf_counter() - begun
+        yield result.cells, Compression(end - first, quota, result.merged, seconds)
+
+
+def compress_by_heads(
+    method: Eviction, runs: Sequence[Candidates], count: int
+) -> Iterator[tuple[Ragged, Compression]]:
+    """Keep the highest scored cells of all runs, over all layers and KV heads.
+
+    count: cells that remain for each layer and KV head on average, of all runs together.
+    """
+    begun = time.perf_counter()
+    heads = math.prod(runs[0].layers_and_heads)
+    masks = top_over_heads([score(method, candidates) for candidates in runs], count * heads)
+    seconds_per_cell = (time.perf_counter() - begun) / sum(map(len, runs))
+    for candidates, mask in zip(runs, masks, strict=True):
+        cells, before = Ragged.select_from(candidates.cells, mask), len(candidates)
+        yield cells, Compression(before, len(cells), 0.0, seconds_per_cell * before)
+
+
+def compress_and_join(
+    method: Eviction, runs: Sequence[Candidates], count: int
+) -> tuple[Ragged, Compression]:
+    """Compress as `compress_by_heads` does, and join what remains of all runs to one.
+
+    runs: oldest first; they differ in nothing but their cells.
+    """
+    begun = time.perf_counter()
+    heads = math.prod(runs[0].layers_and_heads)
+    parts = [_ragged_with_scores(method, run) for run in runs]
+    if not isinstance(method, CellwiseEviction):  # its scores compare cells with each other
+        joined = Cells.concatenate(parts)
+        assert isinstance(joined, Ragged)
+        parts = [joined]
+    scores = [score(method, replace(runs[0], cells=part)) for part in parts]
+    cells = Ragged.select_and_concatenate(parts, top_over_heads(scores, count * heads))
+    seconds = time.perf_counter() - begun
+    return cells, Compression(sum(map(len, runs)), len(cells), 0.0, seconds)
+
+
+def check_shares(method: Method, budget: str) -> None:
+    """Raise InvalidArgument if the method cannot share cells by this budget."""
+    check_budget(budget)
+    if budget == "heads" and not isinstance(method, Eviction):
+        raise InvalidArgument(
+            f'method "{method.name}" has no scores by which heads could compete: take '
+            'budget="uniform", or a method that scores'
+        )
+
+
+def score(method: Eviction, candidates: Candidates) -> Tensor:
+    """Return each cell's score: `[layers, kv_heads, n]`, or `[total]` for ragged cells.
+
+    A method that compares cells compares those of one layer and KV head, chunk by chunk.
+    """
+    cells = candidates.cells
+    if isinstance(method, CellwiseEviction):
+        return method.score(candidates)
+    if isinstance(cells, Ragged):
+        scores = [
+            score(method, candidates.head(layer, head, head_cells)).flatten()
+            for layer, head, head_cells in cells.heads()
+            if len(head_cells)
+        ]
+        return torch.cat(scores)
+    chunks = [slice(first, first + CHUNK) for first in range(0, len(candidates), CHUNK)]
+    return torch.cat([method.score(candidates.part(chunk)) for chunk in chunks], -1)
+
+
+def _ragged_with_scores(method: Eviction, run: Candidates) -> Ragged:
+    """A run as ragged cells, with their scores if these do not change."""
+    cells = Ragged.from_cells(as_compressed(run.cells))
+    if cells.scores is None and isinstance(method, CellwiseEviction):
+        return replace(cells, scores=method.cell_score(run).flatten())
+    return cells
+
+
+def _compress_chunk(method: Method, chunk: Candidates, quota: int) -> Compressed:
+    if quota:
+        return method.compress(chunk, quota)
+    return Compressed(as_compressed(chunk.cells.part(slice(0, 0))))
+
+
+def _compress_ragged(
+    method: Method, candidates: Candidates, cells: Ragged, count: int
+) -> Compressed:
+    """Keep the same share of each head's cells, `count` / mean, rounded so that the sum fits.
+
+    With 5, 3, 0 and 1 cells (a length of 3) and a count of 1, a third remains: of 5, 8, 8 and 9
+    cells in sum 1, 2, 2 and 3, so 1, 1, 0 and 1 of each head.
+    """
+    remaining, merged, total = [], 0.0, 0
+    for layer, head, head_cells in cells.heads():
+        before, total = total, total + len(head_cells)
+        quota = total * count // len(cells) - before * count // len(cells)
+        result = _compress_chunk(method, candidates.head(layer, head, head_cells), quota)
+        remaining.append(result.cells)
+        merged += result.merged / cells.counts.numel()
+    return Compressed(Ragged.from_heads(remaining, cells.counts.shape[0]), merged)
