@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvkeep.cache.attention import HIDDEN, AttentionConfig, Part
+from kvkeep.cache.attention import HIDDEN
 from kvkeep.cache.block import Cells
 from kvkeep.cache.layers import LayerAttention, LayerDispatch
 from kvkeep.cache.quantised import tensors
@@ -110,7 +110,7 @@ class _GroupAttention:
             self._rotation.cosine[: len(steps)], self._rotation.sine[: len(steps)]
         )
         shared = shared_views(steps)
-        self._views = [_QueryRows.of(view, self._groups, device) for view in shared]
+        self._views = [self._with_rows(view, device) for view in shared]
         owners = [reader.cache for view in shared for reader in view.readers]
         self._parts, self._absent = _parts_by_cache(owners, len(steps), device)
 
@@ -125,8 +125,8 @@ class _GroupAttention:
                 step.write(layer, key, value)
         queries = rope.rotate_layer(layer, q[self._sources], self._rotation)
         parts = [
-            view.attend(layer, _as_one_query(queries[view.rows], self._kv_heads), self._config)
-            for view in self._views
+            view.attend(layer, _as_one_query(queries[rows], self._kv_heads), self._config)
+            for view, rows in self._views
         ]
         # All parts, in the order of the shared views: [kv_heads, parts, groups, ...].
         shape = (self._kv_heads, -1, self._groups)
@@ -142,26 +142,11 @@ class _GroupAttention:
         out = (outs[:, self._parts] * shares.unsqueeze(-1)).sum(2)
         return out.transpose(0, 1).flatten(1).to(q.dtype)
 
-
-@dataclass(frozen=True)
-class _QueryRows:
-    """A shared view with its n queries as the rows of one attention call.
-
-    view: of its cells, with a bias `[n * groups, cells]`, or none. rows: of the group's queries.
-    """
-
-    view: View
-    rows: slice | Tensor
-
-    @classmethod
-    def of(cls, shared: SharedView, groups: int, device: torch.device) -> "_QueryRows":
-        bias = None if shared.bias is None else shared.bias.repeat_interleave(groups, 0)
+    def _with_rows(self, shared: SharedView, device: torch.device) -> tuple[View, slice | Tensor]:
+        """Return a view for one query of n times as many heads, and the rows of its n queries."""
+        bias = None if shared.bias is None else shared.bias.repeat_interleave(self._groups, 0)
         view = View(shared.slots, shared.span, 0, bias, shared.origin)
-        return cls(view, _indices([reader.row for reader in shared.readers], device))
-
-    def attend(self, layer: int, q: Tensor, attention: AttentionConfig) -> Part:
-        """Attend with q: `[1, kv_heads * n * groups, head_dim]`."""
-        return self.view.attend(layer, q, attention)
+        return view, _indices([reader.row for reader in shared.readers], device)
 
 
 def _as_one_query(queries: Tensor, kv_heads: int) -> Tensor:

@@ -1,7 +1,8 @@
 """The contents of a cache at rest: taken from one cache, checked before another restores them."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -60,11 +61,9 @@ class CacheState:
         require_whole("the clock", self.time, -MAX_NUMBER, self.serial)
         _check_window(self.window)
         for index, segment in enumerate(self.segments):
-            try:
+            with _named(f"segment {index}"):
                 require_kind("it", segment, Segment)
                 self._check_segment(segment, far_layout if segment.anchor else layout)
-            except ValueError as error:
-                raise ValueError(f"segment {index}: {error}") from None
         if self.observed is not None:
             _check_queries(self.observed, layout, heads, self.time)
         self._check_local(local)
@@ -75,14 +74,12 @@ class CacheState:
         has_place = layout is not None or not self.local
         require(has_place, "cells of local layers, of which the model has none")
         for index, segment in enumerate(self.local):
-            try:
+            with _named(f"segment {index} of local layers"):
                 require_kind("it", segment, Segment)
                 assert layout is not None
                 self._check_segment(segment, layout)
                 plain = not segment.anchor and not segment.compressed
                 require(plain and segment.map.group == 1, "cells that are not a window's")
-            except ValueError as error:
-                raise ValueError(f"segment {index} of local layers: {error}") from None
 
     def serials(self) -> Tensor:
         """Return the serials of the live cells' tokens, `[n]` int64, oldest first.
@@ -116,6 +113,15 @@ class CacheState:
             require_within("serials", serials, 0, self.serial - 1)
         now = segment.map(self.time)
         require_within("positions", segment.positions(), -MAX_NUMBER, now)
+
+
+@contextmanager
+def _named(what: str) -> Iterator[None]:
+    """Say in a ValueError what was checked."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}") from None
 
 
 def check_map(position_map: PositionMap) -> None:
