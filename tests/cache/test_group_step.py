@@ -1,4 +1,4 @@
-"""What several caches read together, and that it is what each reads alone."""
+"""Group steps equal single steps, and view shared storage once."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -56,8 +56,8 @@ def forks(count: int) -> list[KVCache]:
     return [feed(parent.fork(), own + 1, seed=own) for own in range(count)]
 
 
-def forks_of_a_window() -> list[KVCache]:
-    """Caches that share a window of 12, of which each has forgotten another number of cells."""
+def forks_with_windows() -> list[KVCache]:
+    """Caches that share a window of 12, from which each has evicted a different number of cells."""
     parent = feed(new_cache(window=20), 12)
     return [feed(parent.fork(), count, seed=count) for count in (3, 9, 14)]
 
@@ -68,7 +68,7 @@ def forks_of_forks() -> list[KVCache]:
 
 
 def with_ragged_cells() -> KVCache:
-    """A cache with 12 cells, of which heads have 5, 0, 12 and 7 left, and 3 newer ones."""
+    """A cache with ragged cells, 5, 0, 12 and 7 for each head, and 3 newer cells."""
     cache = feed(new_cache(), 12)
     held = cache.segments[0].read(0, 12)
     compressed = replace(
@@ -76,9 +76,9 @@ def with_ragged_cells() -> KVCache:
         positions=held.positions.expand(2, 2, -1),
         bias=torch.randn(2, 2, 12, generator=torch.Generator().manual_seed(3)),
     )
-    which = torch.arange(12) < torch.tensor([5, 0, 12, 7])[:, None]
-    left = Ragged.from_cells(compressed).select(which.flatten())
-    cache.segments = [Segment.from_cells(LAYOUT, left, PositionMap(-2), False)]
+    mask = torch.arange(12) < torch.tensor([5, 0, 12, 7])[:, None]
+    ragged_cells = Ragged.from_cells(compressed).select(mask.flatten())
+    cache.segments = [Segment.from_cells(LAYOUT, ragged_cells, PositionMap(-2), False)]
     return feed(cache, 3, seed=4)
 
 
@@ -88,18 +88,18 @@ def forks_of_ragged_cells() -> list[KVCache]:
     return [*others, feed(new_cache(), 5)]
 
 
-def strangers() -> list[KVCache]:
+def unrelated_caches() -> list[KVCache]:
     return [feed(new_cache(), 5), feed(new_cache(window=4), 9, seed=1), feed(new_cache(), 1)]
 
 
 def decode_together(caches: list[KVCache], seed: int) -> tuple[list[Tensor], GroupStep]:
-    """One token each, of all layers."""
-    opened = [cache.step(1) for cache in caches]
-    step = GroupStep([each.__enter__() for each in opened], HEADS)  # type: ignore[misc]
+    """Decode one token of each cache in one group step; one output for each layer."""
+    contexts = [cache.step(1) for cache in caches]
+    step = GroupStep([each.__enter__() for each in contexts], HEADS)  # type: ignore[misc]
     outs = [
         step.attend(layer, *random_qkv(len(caches), seed + layer)) for layer in range(LAYOUT.layers)
     ]
-    for each in opened:
+    for each in contexts:
         each.__exit__(None, None, None)
     return outs, step
 
@@ -119,64 +119,67 @@ def decode_alone(caches: list[KVCache], seed: int) -> list[Tensor]:
     [
         lambda: forks(1),
         lambda: forks(5),
-        forks_of_a_window,
+        forks_with_windows,
         forks_of_forks,
         forks_of_ragged_cells,
-        strangers,
+        unrelated_caches,
     ],
 )
-def test_together_equals_each_alone(make: Callable[[], list[KVCache]]) -> None:
+def test_a_group_step_equals_single_steps(make: Callable[[], list[KVCache]]) -> None:
     together, alone = make(), make()
     for token in range(25):
         expected = decode_alone(alone, seed=100 + token)
-        for found, wanted in zip(decode_together(together, 100 + token)[0], expected, strict=True):
-            assert (found - wanted).abs().max() <= 1e-5
+        for actual, expected_segment in zip(
+            decode_together(together, 100 + token)[0], expected, strict=True
+        ):
+            assert (actual - expected_segment).abs().max() <= 1e-5
     for cache, other in zip(together, alone, strict=True):
         assert cache.serials() == other.serials()
         assert cache.time == other.time
-        for segment, wanted in zip(cache.segments, other.segments, strict=True):
-            assert segment.map == wanted.map
-            read, expected_cells = segment.read(0, segment.length), wanted.read(0, wanted.length)
+        for segment, expected_segment in zip(cache.segments, other.segments, strict=True):
+            assert segment.map == expected_segment.map
+            read, expected_cells = (
+                segment.read(0, segment.length),
+                expected_segment.read(0, expected_segment.length),
+            )
             assert torch.equal(read.positions, expected_cells.positions)
             assert (read.keys - expected_cells.keys).abs().max() <= 1e-5
 
 
-def cells(sight: SharedView) -> int:
-    return int(sight.span.stop - sight.span.start)
+def cells(view: SharedView) -> int:
+    return int(view.span.stop - view.span.start)
 
 
-def test_what_forks_share_is_read_once_and_each_tail_by_its_own() -> None:
+def test_cells_shared_by_forks_are_viewed_once() -> None:
     step = decode_together(forks(5), 0)[1]
-    found = shared_views(step.steps)
-    assert [cells(sight) for sight in found] == [12, 2, 3, 4, 5, 6]
-    assert found[0].bias is None
+    views = shared_views(step.steps)
+    assert [cells(view) for view in views] == [12, 2, 3, 4, 5, 6]
+    assert views[0].bias is None
 
 
-def test_forks_of_forks_share_each_stretch_that_they_have_in_common() -> None:
+def test_forks_of_forks_share_every_common_range() -> None:
     caches = forks_of_forks()
     step = decode_together(caches, 0)[1]
-    # The root's 12, which all see; the first branch's one, where its forks found it (its own
-    # storage grew and moved); and what each branch has to itself.
-    assert [cells(sight) for sight in shared_views(step.steps)] == [12, 2, 3, 1, 3, 4]
+    # The root's 12 cells, which all see; the first fork's one cell, where its own forks share it
+    # (its storage has since grown and moved); and the cells that only one cache has.
+    assert [cells(view) for view in shared_views(step.steps)] == [12, 2, 3, 1, 3, 4]
 
 
-def test_a_shared_window_is_read_once_and_hides_from_each_what_it_forgot() -> None:
-    caches = forks_of_a_window()
+def test_a_shared_window_hides_from_each_cache_what_it_evicted() -> None:
+    caches = forks_with_windows()
     step = decode_together(caches, 0)[1]
-    shared = max(
-        shared_views(step.steps), key=lambda sight: cells(sight) * (sight.bias is not None)
-    )
+    shared = max(shared_views(step.steps), key=lambda view: cells(view) * (view.bias is not None))
     assert cells(shared) == 12
     assert shared.bias is not None
     assert (shared.bias == HIDDEN).sum(1).tolist() == [0, 2, 7]
 
 
-def test_what_forks_share_of_ragged_cells_is_read_once() -> None:
-    found = shared_views(decode_together(forks_of_ragged_cells(), 0)[1].steps)
-    ragged = [sight for sight in found if isinstance(sight.slots, Ragged)]
-    assert [len(sight.readers) for sight in ragged] == [3]
-    assert len(found) == 6  # that, the newer cells of the parent, and what each has of its own
+def test_ragged_cells_shared_by_forks_are_viewed_once() -> None:
+    views = shared_views(decode_together(forks_of_ragged_cells(), 0)[1].steps)
+    ragged = [view for view in views if isinstance(view.slots, Ragged)]
+    assert [len(view.readers) for view in ragged] == [3]
+    assert len(views) == 6  # that one, the parent's newer cells, and four caches' own cells
 
 
-def test_strangers_share_nothing() -> None:
-    assert len(shared_views(decode_together(strangers(), 0)[1].steps)) == 3
+def test_unrelated_caches_share_no_view() -> None:
+    assert len(shared_views(decode_together(unrelated_caches(), 0)[1].steps)) == 3

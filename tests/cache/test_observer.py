@@ -1,4 +1,4 @@
-"""An observer holds the newest queries as they were before rotation, however they came."""
+"""An observer records the newest queries before rotation, however their tokens were fed."""
 
 import pytest
 import torch
@@ -29,30 +29,33 @@ def observing(step: int = 512, tokens: int = 0, budget: int = 48) -> Session:
 
 def queries(session: Session) -> Queries:
     assert session.cache.observer is not None
-    found = session.cache.observer.queries()
-    assert found is not None
-    return found
+    recorded = session.cache.observer.queries()
+    assert recorded is not None
+    return recorded
 
 
-def told(tokens: int) -> Tensor:
-    """What the model hands to attention, of every token: `[layers, heads, n, head_dim]`."""
-    session, found = MODEL.session(48), list[list[Tensor]]([[] for _ in range(2)])
+def queries_passed_to_attention(tokens: int) -> Tensor:
+    """The queries that the model passes to attention: `[layers, heads, n, head_dim]`."""
+    session, layers = MODEL.session(48), list[list[Tensor]]([[] for _ in range(2)])
 
     def listening(step: AnyStep, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        found[layer].append(q.clone())
+        layers[layer].append(q.clone())
         return step.attend(layer, q, k, v)
 
     with attending(MODEL.decoder, listening):
         session.feed(TEXT[:tokens])
-    return torch.stack([torch.cat(each) for each in found]).transpose(1, 2)
+    return torch.stack([torch.cat(queries) for queries in layers]).transpose(1, 2)
 
 
 @pytest.mark.parametrize("tokens", [1, 40, MAX_QUERIES, MAX_QUERIES + 1, 390])
 @pytest.mark.parametrize("step", [1, 7, MAX_QUERIES, 512])
-def test_they_are_those_of_the_newest_tokens_before_rotation(step: int, tokens: int) -> None:
-    found, expected = queries(observing(step, tokens)), told(tokens)[:, :, -MAX_QUERIES:]
-    assert found.times.tolist() == list(range(max(0, tokens - MAX_QUERIES), tokens))
-    torch.testing.assert_close(found.values, expected, rtol=1e-4, atol=1e-4)
+def test_the_newest_queries_are_recorded_unrotated(step: int, tokens: int) -> None:
+    actual, expected = (
+        queries(observing(step, tokens)),
+        queries_passed_to_attention(tokens)[:, :, -MAX_QUERIES:],
+    )
+    assert actual.times.tolist() == list(range(max(0, tokens - MAX_QUERIES), tokens))
+    torch.testing.assert_close(actual.values, expected, rtol=1e-4, atol=1e-4)
 
 
 ACTIONS = st.lists(
@@ -63,16 +66,18 @@ ACTIONS = st.lists(
 
 @settings(max_examples=20)
 @given(ACTIONS, st.sampled_from([1, 50, 512]))
-def test_they_follow_what_happens_to_the_tokens(actions: list[tuple[str, int]], step: int) -> None:
-    session, known = observing(step, 9, budget=2000), list(range(9))
+def test_queries_follow_rewinds_failures_and_forks(
+    actions: list[tuple[str, int]], step: int
+) -> None:
+    session, times = observing(step, 9, budget=2000), list(range(9))
     for kind, amount in actions:
         total = len(session.tokens)
         if kind == "feed":
             session.feed(TEXT[:amount])
-            known = [*known, *range(total, total + amount)][-MAX_QUERIES:]
+            times = [*times, *range(total, total + amount)][-MAX_QUERIES:]
         elif kind == "rewind" and amount < total:
-            session.rewind(amount)  # the token before is evaluated anew
-            known = [t for t in known if t < total - amount - 1] + [total - amount - 1]
+            session.rewind(amount)  # the token before is evaluated again
+            times = [t for t in times if t < total - amount - 1] + [total - amount - 1]
         elif kind == "fail":
             weight = MODEL.decoder.tensors["model.layers.1.mlp.down_proj.weight"]
             sound = weight.clone()
@@ -82,11 +87,11 @@ def test_they_follow_what_happens_to_the_tokens(actions: list[tuple[str, int]], 
             weight.copy_(sound)
         elif kind == "fork":
             session.fork().feed(TEXT[:amount])
-        assert queries(session).times.tolist() == known
-        assert queries(session).values.shape[2] == len(known)
+        assert queries(session).times.tolist() == times
+        assert queries(session).values.shape[2] == len(times)
 
 
-def test_forks_go_on_each_with_their_own() -> None:
+def test_a_fork_records_its_own_queries() -> None:
     session = observing(tokens=60)
     fork, before = session.fork(), queries(session)
     fork.feed(TEXT[200:210])
@@ -98,7 +103,7 @@ def test_forks_go_on_each_with_their_own() -> None:
     assert not torch.equal(queries(fork).values[:, :, -1], queries(session).values[:, :, -1])
 
 
-def test_those_of_a_group_are_each_sessions_own() -> None:
+def test_sessions_of_a_group_record_their_own_queries() -> None:
     sessions, alone = ([observing(tokens=n) for n in (20, 60, 45)] for _ in range(2))
     group = SessionGroup(sessions)
     for _ in range(5):
@@ -110,7 +115,7 @@ def test_those_of_a_group_are_each_sessions_own() -> None:
         )
 
 
-def test_a_restored_one_goes_on_as_if_it_had_never_stopped() -> None:
+def test_a_restored_session_has_the_same_queries() -> None:
     session = MODEL.session(300, policy="archive", method="snapkv", prefill_step=100)
     session.feed(TEXT[:200])
     restored = MODEL.restore(session.snapshot())

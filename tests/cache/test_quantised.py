@@ -1,4 +1,4 @@
-"""Cells in 8 and 4 bits: how much is lost, what they take, and that nothing else changes."""
+"""Cells in 8 and 4 bits: their error, their size, and that nothing else changes."""
 
 from contextlib import suppress
 from dataclasses import replace
@@ -36,13 +36,13 @@ def some_cells(count: int, seed: int = 0, kind: Layout = PLAIN) -> Cells:
 
 
 def feed(cache: KVCache, count: int, seed: int = 0) -> Tensor:
-    """`[layers, count, heads * head_dim]`: what the new tokens found in each layer."""
-    found = []
+    """Feed tokens; return each layer's output, `[layers, count, heads * head_dim]`."""
+    outs = []
     with cache.step(count) as step:
         for layer in range(PLAIN.layers):
             q, k, v = (random(count, n, 16, seed=seed + layer * 9 + n) for n in (HEADS, 2, 2))
-            found.append(step.attend(layer, q, k, v))
-    return torch.stack(found)
+            outs.append(step.attend(layer, q, k, v))
+    return torch.stack(outs)
 
 
 def new_cache(bits: str, window: int | None = None) -> KVCache:
@@ -52,23 +52,27 @@ def new_cache(bits: str, window: int | None = None) -> KVCache:
     return cache
 
 
-def restored_twin(cache: KVCache) -> KVCache:
-    """The same cache with plain cells, as the quantised ones say that they are."""
-    twin = KVCache(PLAIN, AttentionConfig(HEADS, ROPE, cache.scale))
-    twin.window, twin.time, twin.serial = cache.window, cache.time, cache.serial
+def dequantised_copy(cache: KVCache) -> KVCache:
+    """Return the same cache with its cells dequantised."""
+    plain_cache = KVCache(PLAIN, AttentionConfig(HEADS, ROPE, cache.scale))
+    plain_cache.window, plain_cache.time, plain_cache.serial = (
+        cache.window,
+        cache.time,
+        cache.serial,
+    )
     for segment in cache.segments:
         plain = Segment(PLAIN, segment.limit)
         plain.__dict__.update(segment.__dict__ | {"layout": PLAIN, "block": plain.block})
         plain.block.slots = segment.block.slots.dequantised(torch.float32)
-        twin.segments.append(plain)
-    return twin
+        plain_cache.segments.append(plain)
+    return plain_cache
 
 
-# The numbers
+# Quantisation
 
 
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128])
-def test_mixing_keeps_products_and_undoes_itself(head_dim: int) -> None:
+def test_the_hadamard_transform_keeps_products_and_is_its_own_inverse(head_dim: int) -> None:
     x, y = random(5, head_dim), random(5, head_dim, seed=1)
     torch.testing.assert_close(hadamard(hadamard(x)), x)
     torch.testing.assert_close(hadamard(x) @ hadamard(y).T, x @ y.T, rtol=1e-4, atol=1e-4)
@@ -82,26 +86,26 @@ def test_mixing_keeps_products_and_undoes_itself(head_dim: int) -> None:
     st.floats(-30, 30),
     st.booleans(),
 )
-def test_no_mixed_number_is_off_by_more_than_half_its_scale(
+def test_quantisation_error_is_at_most_half_a_scale(
     bits: int, head_dim: int, seed: int, exponent: float, outlier: bool
 ) -> None:
     x = random(3, head_dim, seed=seed) * 10**exponent
     if outlier:
         x[0, seed % head_dim] *= 1000
     x[2] = 0
-    found = quantise(x, bits)
-    scale, least = found.scale.float(), torch.zeros(())
+    quantised = quantise(x, bits)
+    scale, least = quantised.scale.float(), torch.zeros(())
     if bits == 4:
         scale, least = scale.chunk(2, -1)
     runs = (*scale.shape, -1)
-    off = (found.dequantise_transformed(torch.float32) - hadamard(x)).view(runs).abs()
+    off = (quantised.dequantise_transformed(torch.float32) - hadamard(x)).view(runs).abs()
     rounded = least.abs() / 256  # by bfloat16
     assert (off <= (0.505 * scale + rounded).unsqueeze(-1) * 1.05).all()
-    assert torch.equal(dequantise(found, torch.float32)[2], torch.zeros(head_dim))
+    assert torch.equal(dequantise(quantised, torch.float32)[2], torch.zeros(head_dim))
 
 
 @pytest.mark.parametrize(("bits", "most"), [(8, 0.009), (4, 0.085)])
-def test_of_normal_numbers_little_is_lost_whatever_stands_out(bits: int, most: float) -> None:
+def test_an_outlier_channel_does_not_increase_the_error(bits: int, most: float) -> None:
     x = random(1000, 64)
     x[:, 5] *= 30  # as in the keys of real models
     lost = dequantise(quantise(x, bits), torch.float32) - x
@@ -109,7 +113,7 @@ def test_of_normal_numbers_little_is_lost_whatever_stands_out(bits: int, most: f
 
 
 @pytest.mark.parametrize(("bits", "size"), [("8", 132), ("8/4", 106), ("4", 80)])
-def test_cells_take_what_the_layout_says(bits: str, size: int) -> None:
+def test_cells_take_the_bytes_of_their_layout(bits: str, size: int) -> None:
     plain = replace(PLAIN, head_dim=64, dtype=torch.bfloat16)
     kind = Bits(kv=bits).layouts(plain)[0]
     assert kind.cell_bytes == 2 * 2 * size
@@ -121,7 +125,7 @@ def test_cells_take_what_the_layout_says(bits: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("bits", QUANTISED)
-def test_cells_are_copied_byte_by_byte_between_those_kept_alike(bits: str) -> None:
+def test_cells_of_one_layout_are_copied_bit_for_bit(bits: str) -> None:
     first = some_cells(9).in_layout(layout(bits))
     second = Cells.zeros(layout(bits), 20)
     second.write(slice(4, 13), first)
@@ -140,28 +144,28 @@ def test_cells_are_copied_byte_by_byte_between_those_kept_alike(bits: str) -> No
 
 @pytest.mark.parametrize("source", [None, "8", "4"])
 @pytest.mark.parametrize("target", [None, "8", "4"])
-def test_cells_go_from_any_kind_to_any_other(source: str | None, target: str | None) -> None:
+def test_cells_convert_between_any_two_layouts(source: str | None, target: str | None) -> None:
     kinds = [PLAIN if each is None else layout(each) for each in (source, target)]
     cells = some_cells(9)
-    found = cells.in_layout(kinds[0]).in_layout(kinds[1]).dequantised(torch.float32)
+    converted = cells.in_layout(kinds[0]).in_layout(kinds[1]).dequantised(torch.float32)
     most = 0.15 if "4" in (source, target) else 0.02
-    for before, after in ((cells.keys, found.keys), (cells.values, found.values)):
+    for before, after in ((cells.keys, converted.keys), (cells.values, converted.values)):
         assert float((before - after).norm() / before.norm()) <= most
 
 
 @pytest.mark.parametrize("bits", QUANTISED)
-def test_keys_are_moved_and_values_stay(bits: str) -> None:
+def test_shifting_rotates_keys_and_keeps_values(bits: str) -> None:
     cells = some_cells(9).in_layout(layout(bits))
     by = torch.arange(9) * 3
-    found = cells.shifted(ROPE, by)
+    shifted = cells.shifted(ROPE, by)
     exact = ROPE.shifted(cells.dequantised(torch.float32).keys, by)
-    assert found.stored_values is cells.stored_values
-    assert torch.equal(found.positions, cells.positions + by)
-    off = found.dequantised(torch.float32).keys - exact
+    assert shifted.stored_values is cells.stored_values
+    assert torch.equal(shifted.positions, cells.positions + by)
+    off = shifted.dequantised(torch.float32).keys - exact
     assert float(off.norm() / exact.norm()) < (0.1 if bits == "4" else 0.01)
 
 
-def test_quantised_cells_are_not_taken_for_plain_ones() -> None:
+def test_quantised_cells_have_no_plain_keys() -> None:
     cells = some_cells(3).in_layout(layout("8/4"))
     with pytest.raises(AssertionError, match="dequantised first"):
         _ = cells.keys
@@ -172,52 +176,56 @@ def test_quantised_cells_are_not_taken_for_plain_ones() -> None:
 
 @pytest.mark.parametrize("bits", QUANTISED)
 @pytest.mark.parametrize("n", [1, 7])
-def test_a_query_sees_what_restored_cells_would_show(bits: str, n: int) -> None:
+def test_attention_equals_that_over_dequantised_cells(bits: str, n: int) -> None:
     cells = some_cells(40).in_layout(layout(bits))
     plain = cells.dequantised(torch.float32)
     bias = torch.where(random(n, 40) > 0, 0.0, HIDDEN)
     for cell_bias in (None, random(2, 40, seed=5)):
         for layer in range(2):
-            how = {"scale": 0.3, "bias": bias, "causal": False, "cell_bias": cell_bias}
+            options = {"scale": 0.3, "bias": bias, "causal": False, "cell_bias": cell_bias}
             q = random(n, HEADS, 16, seed=7)
-            found = attend_cells(q, cells.stored_keys[layer], cells.stored_values[layer], **how)
-            exact = attend_cells(q, plain.keys[layer], plain.values[layer], **how)
-            torch.testing.assert_close(found.out, exact.out, rtol=1e-4, atol=1e-4)
-            torch.testing.assert_close(found.log_sum, exact.log_sum, rtol=1e-4, atol=1e-4)
+            actual = attend_cells(
+                q, cells.stored_keys[layer], cells.stored_values[layer], **options
+            )
+            exact = attend_cells(q, plain.keys[layer], plain.values[layer], **options)
+            torch.testing.assert_close(actual.out, exact.out, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(actual.log_sum, exact.log_sum, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("bits", QUANTISED)
 @pytest.mark.parametrize("window", [None, 12])
 @pytest.mark.parametrize("already", [7, 30])
-def test_a_chunk_sees_stored_cells_as_they_are_kept_and_its_own_exactly(
+def test_a_chunk_sees_stored_cells_quantised_and_its_own_exactly(
     bits: str, window: int | None, already: int
 ) -> None:
     cache = new_cache(bits, window)
     feed(cache, already)
-    twin = restored_twin(cache)
+    plain_cache = dequantised_copy(cache)
     torch.testing.assert_close(
-        feed(cache, 5, seed=50), feed(twin, 5, seed=50), rtol=1e-4, atol=1e-4
+        feed(cache, 5, seed=50), feed(plain_cache, 5, seed=50), rtol=1e-4, atol=1e-4
     )
-    assert twin.cells == cache.cells
-    for mine, theirs in zip(cache.segments, twin.segments, strict=True):
-        kept = theirs.read(0, theirs.length).in_layout(cache.layout).dequantised(torch.float32)
-        found = mine.read(0, mine.length).dequantised(torch.float32)
-        new = slice(mine.length - 5, None)
-        assert torch.equal(found.keys[:, :, new], kept.keys[:, :, new])
-        assert torch.equal(found.values[:, :, new], kept.values[:, :, new])
+    assert plain_cache.cells == cache.cells
+    for segment, plain_segment in zip(cache.segments, plain_cache.segments, strict=True):
+        expected = (
+            plain_segment.read(0, plain_segment.length)
+            .in_layout(cache.layout)
+            .dequantised(torch.float32)
+        )
+        actual = segment.read(0, segment.length).dequantised(torch.float32)
+        new = slice(segment.length - 5, None)
+        assert torch.equal(actual.keys[:, :, new], expected.keys[:, :, new])
+        assert torch.equal(actual.values[:, :, new], expected.values[:, :, new])
 
 
 @pytest.mark.parametrize("bits", QUANTISED)
 @pytest.mark.parametrize("window", [None, 12])
-def test_a_token_sees_all_cells_as_they_are_kept_and_its_own_too(
-    bits: str, window: int | None
-) -> None:
+def test_a_decoded_token_sees_all_cells_quantised(bits: str, window: int | None) -> None:
     cache = new_cache(bits, window)
     feed(cache, 20)
-    found = feed(cache, 1, seed=50)
-    twin = restored_twin(cache)  # its newest cell is there already, as it was quantised
+    actual = feed(cache, 1, seed=50)
+    plain_cache = dequantised_copy(cache)  # it has the newest cell already, as it was quantised
     for layer in range(2):
-        segment = twin.segments[0]
+        segment = plain_cache.segments[0]
         cells = segment.block.slots.part(slice(0, segment.length))
         q = ROPE.shifted(
             random(1, HEADS, 16, seed=50 + 9 * layer + HEADS)[None], torch.tensor([20])
@@ -226,20 +234,20 @@ def test_a_token_sees_all_cells_as_they_are_kept_and_its_own_too(
         exact = attend_cells(
             q[0].view(1, HEADS, 16), keys, values, scale=0.3, bias=None, causal=False
         )
-        torch.testing.assert_close(found[layer], exact.out.view(1, -1), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(actual[layer], exact.out.view(1, -1), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("bits", QUANTISED)
-def test_several_caches_together_find_what_each_finds_alone(bits: str) -> None:
+def test_a_group_step_equals_single_steps(bits: str) -> None:
     parent = new_cache(bits)
     feed(parent, 12)
 
     def forks() -> list[KVCache]:
-        made = [parent.fork() for _ in range(3)]
-        for index, fork in enumerate(made):
+        caches = [parent.fork() for _ in range(3)]
+        for index, fork in enumerate(caches):
             fork.segments.append(Segment(fork.layout, 100))
             feed(fork, index + 1, seed=index)
-        return made
+        return caches
 
     alone = torch.stack([feed(fork, 1, seed=60 + i)[:, 0] for i, fork in enumerate(forks())])
     together = forks()
@@ -250,16 +258,14 @@ def test_several_caches_together_find_what_each_finds_alone(bits: str) -> None:
             torch.cat([random(1, n, 16, seed=60 + i + layer * 9 + n) for i in range(3)])
             for n in (HEADS, 2, 2)
         )
-        found = group.attend(layer, q, k, v)
-        torch.testing.assert_close(found, alone[:, layer], rtol=1e-4, atol=1e-4)
+        actual = group.attend(layer, q, k, v)
+        torch.testing.assert_close(actual, alone[:, layer], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("bits", QUANTISED)
 @pytest.mark.parametrize("count", [1, 5])
 @pytest.mark.parametrize("layers", [PLAIN.layers, PLAIN.layers + 1])  # all, or more than there are
-def test_a_step_that_is_put_back_leaves_every_byte_as_it_was(
-    bits: str, count: int, layers: int
-) -> None:
+def test_a_rolled_back_step_leaves_every_byte_as_it_was(bits: str, count: int, layers: int) -> None:
     cache = new_cache(bits, window=12)
     feed(cache, 30)
     before = cache.segments[0].read(0, 12)

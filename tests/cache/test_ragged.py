@@ -1,4 +1,4 @@
-"""Cells of which each layer and KV head has a number of its own, beside plain lists of them."""
+"""Ragged cells, compared with plain lists of cells for each layer and KV head."""
 
 import math
 from dataclasses import dataclass, replace
@@ -35,7 +35,7 @@ class Listed:
 Lists = dict[tuple[int, int], list[Listed]]
 
 
-def lists(counts: list[int], seed: int = 0) -> Lists:
+def random_lists(counts: list[int], seed: int = 0) -> Lists:
     random = torch.Generator().manual_seed(seed)
     found: Lists = {}
     for place, count in zip(PLACES, counts, strict=True):
@@ -64,7 +64,7 @@ def ragged(found: Lists) -> Ragged:
 
 
 def require_equal(cells: Ragged, found: Lists) -> None:
-    """That they are these, to the bit, in a row and seen head by head."""
+    """Require that ragged cells are the listed ones, to the bit, in a row and head by head."""
     assert cells.counts.tolist() == [
         [len(found[layer, head]) for head in range(KV_HEADS)] for layer in range(LAYERS)
     ]
@@ -86,8 +86,8 @@ def require_equal(cells: Ragged, found: Lists) -> None:
 
 
 def even(count: int, seed: int = 0) -> tuple[Cells, Lists]:
-    """Compressed cells of which all heads have as many, and the lists of them."""
-    found = lists([count] * len(PLACES), seed)
+    """Compressed cells of equal counts, and the lists of them."""
+    found = random_lists([count] * len(PLACES), seed)
     heads = [one_head(found[place]) for place in PLACES]
 
     def shaped(x: list[Tensor]) -> Tensor:
@@ -104,13 +104,13 @@ def even(count: int, seed: int = 0) -> tuple[Cells, Lists]:
 
 
 @given(COUNTS, st.integers(0, 99))
-def test_heads_one_after_another_are_themselves_again(counts: list[int], seed: int) -> None:
-    found = lists(counts, seed)
+def test_heads_are_stored_in_a_row(counts: list[int], seed: int) -> None:
+    found = random_lists(counts, seed)
     require_equal(ragged(found), found)
 
 
 @given(st.integers(0, 9))
-def test_even_cells_are_ragged_ones_of_one_number(count: int) -> None:
+def test_cells_of_equal_counts_become_ragged_ones(count: int) -> None:
     cells, found = even(count)
     require_equal(Ragged.from_cells(cells), found)
     assert (
@@ -119,19 +119,21 @@ def test_even_cells_are_ragged_ones_of_one_number(count: int) -> None:
 
 
 @given(COUNTS, st.data())
-def test_chosen_ones_stay_in_their_head_and_order(counts: list[int], data: st.DataObject) -> None:
-    found = lists(counts)
-    which = data.draw(st.lists(st.booleans(), min_size=sum(counts), max_size=sum(counts)))
-    left = iter(which)
+def test_selected_cells_stay_in_their_head_and_order(
+    counts: list[int], data: st.DataObject
+) -> None:
+    found = random_lists(counts)
+    mask = data.draw(st.lists(st.booleans(), min_size=sum(counts), max_size=sum(counts)))
+    left = iter(mask)
     expected = {place: [c for c in found[place] if next(left)] for place in PLACES}
     cells = ragged(found)
-    require_equal(cells.select(torch.tensor(which, dtype=torch.bool)), expected)
-    require_equal(cells, found)  # which it copied from
+    require_equal(cells.select(torch.tensor(mask, dtype=torch.bool)), expected)
+    require_equal(cells, found)  # the source is unchanged
 
 
 @given(st.lists(COUNTS, min_size=1, max_size=4), st.integers(0, 4))
-def test_joined_ones_follow_each_other_in_each_head(parts: list[list[int]], count: int) -> None:
-    found = [lists(counts, seed) for seed, counts in enumerate(parts)]
+def test_cells_are_concatenated_head_by_head(parts: list[list[int]], count: int) -> None:
+    found = [random_lists(counts, seed) for seed, counts in enumerate(parts)]
     plain, plain_lists = even(count, 77)
     expected = {place: [c for part in found for c in part[place]] for place in PLACES}
     require_equal(Ragged.concatenate([ragged(part) for part in found]), expected)
@@ -146,8 +148,8 @@ def test_joined_ones_follow_each_other_in_each_head(parts: list[list[int]], coun
 
 
 @given(COUNTS, st.integers(-50, 50))
-def test_moved_ones_are_rotated_on_in_every_head(counts: list[int], by: int) -> None:
-    found = lists(counts)
+def test_shifted_cells_are_rotated_in_every_head(counts: list[int], by: int) -> None:
+    found = random_lists(counts)
     moved = ragged(found).shifted(ROPE, torch.tensor([by]))
     assert isinstance(moved, Ragged)
     for layer, head, own in moved.heads():
@@ -158,8 +160,8 @@ def test_moved_ones_are_rotated_on_in_every_head(counts: list[int], by: int) -> 
             assert torch.equal(own.values[0, 0, index], cell.value)
 
 
-def test_each_cell_can_be_moved_by_a_number_of_its_own() -> None:
-    found = lists([3, 0, 4, 2])
+def test_each_cell_can_be_shifted_by_its_own_number() -> None:
+    found = random_lists([3, 0, 4, 2])
     by = torch.arange(9) - 3
     moved, numbers = ragged(found).shifted(ROPE, by), iter(by.tolist())
     assert isinstance(moved, Ragged)
@@ -171,12 +173,12 @@ def test_each_cell_can_be_moved_by_a_number_of_its_own() -> None:
 
 @pytest.mark.parametrize("counts", SOME)
 @pytest.mark.parametrize("bits", [(8, 8), (8, 4), (4, 4), (16, 4)])
-def test_they_are_kept_in_fewer_bits_as_each_head_alone_would_be(
+def test_quantising_equals_quantising_each_head_alone(
     bits: tuple[int, int], counts: list[int]
 ) -> None:
-    found, layout = lists(counts), replace(LAYOUT, key_bits=bits[0], value_bits=bits[1])
-    kept = ragged(found).in_layout(layout)
-    for layer, head, own in kept.heads():
+    found, layout = random_lists(counts), replace(LAYOUT, key_bits=bits[0], value_bits=bits[1])
+    quantised = ragged(found).in_layout(layout)
+    for layer, head, own in quantised.heads():
         alone = one_head(found[layer, head])
         for stored, plain, each in (
             (own.stored_keys, alone.keys, bits[0]),
@@ -189,22 +191,22 @@ def test_they_are_kept_in_fewer_bits_as_each_head_alone_would_be(
                 assert torch.equal(stored.scale, expected.scale)
             else:
                 assert torch.equal(stored, plain)
-    assert kept.in_layout(layout) is kept
-    assert kept.counts.tolist() == ragged(found).counts.tolist()
-    plain = kept.dequantised(torch.float32)
-    again = kept.in_layout(LAYOUT)
+    assert quantised.in_layout(layout) is quantised
+    assert quantised.counts.tolist() == ragged(found).counts.tolist()
+    plain = quantised.dequantised(torch.float32)
+    again = quantised.in_layout(LAYOUT)
     assert isinstance(plain, Ragged)
     assert torch.equal(again.keys, plain.keys)
-    assert torch.equal(plain.keys, dequantise(kept.stored_keys, torch.float32))
+    assert torch.equal(plain.keys, dequantise(quantised.stored_keys, torch.float32))
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_quantised_ones_are_chosen_and_joined_as_plain_ones(bits: int) -> None:
-    found, layout = lists([3, 0, 4, 2]), replace(LAYOUT, key_bits=bits, value_bits=bits)
-    which = torch.tensor([True, False, True, True, True, False, False, True, True])
+def test_quantised_cells_are_selected_and_concatenated_as_plain_ones(bits: int) -> None:
+    found, layout = random_lists([3, 0, 4, 2]), replace(LAYOUT, key_bits=bits, value_bits=bits)
+    mask = torch.tensor([True, False, True, True, True, False, False, True, True])
     cells = ragged(found).in_layout(layout)
     for one, other in (
-        (cells.select(which), ragged(found).select(which).in_layout(layout)),
+        (cells.select(mask), ragged(found).select(mask).in_layout(layout)),
         (
             Ragged.concatenate([cells, cells]),
             Ragged.concatenate([ragged(found)] * 2).in_layout(layout),
@@ -212,24 +214,24 @@ def test_quantised_ones_are_chosen_and_joined_as_plain_ones(bits: int) -> None:
     ):
         assert isinstance(one, Ragged)
         assert one.counts.tolist() == other.counts.tolist()
-        for here, there in zip(one.tensors(), other.tensors(), strict=True):
-            assert torch.equal(here, there)
+        for tensor, expected_tensor in zip(one.tensors(), other.tensors(), strict=True):
+            assert torch.equal(tensor, expected_tensor)
 
 
 @pytest.mark.parametrize("counts", SOME)
 @pytest.mark.parametrize("bits", [16, 8, 4])
-def test_bytes_are_those_of_the_cells_that_are_there(bits: int, counts: list[int]) -> None:
+def test_nbytes_counts_the_cells_that_exist(bits: int, counts: list[int]) -> None:
     layout = replace(LAYOUT, key_bits=bits, value_bits=bits)
     vector = WIDTH * 4
     if bits < 16:
         vector = WIDTH * bits // 8 + scale_count(WIDTH, bits) * SCALE_DTYPE.itemsize
     each = 2 * vector + 8 + 4  # a key, a value, a position, a bias
-    own = 8 * len(PLACES)  # how many each head has
-    assert ragged(lists(counts)).in_layout(layout).nbytes == sum(counts) * each + own
+    own = 8 * len(PLACES)  # the counts of the heads
+    assert ragged(random_lists(counts)).in_layout(layout).nbytes == sum(counts) * each + own
 
 
-def naive(q: Tensor, cells: list[Listed]) -> tuple[Tensor, float]:
-    """What a query `[head_dim]` finds, and the log of the sum of exponentials."""
+def reference_attention(q: Tensor, cells: list[Listed]) -> tuple[Tensor, float]:
+    """A query's attention output, `[head_dim]`, and the log of its sum of exponentials."""
     logits = torch.tensor([float(q @ c.key) * SCALE + c.bias for c in cells])
     weights = logits.softmax(0)
     out = sum((w * c.value for w, c in zip(weights, cells, strict=True)), torch.zeros(WIDTH))
@@ -238,11 +240,11 @@ def naive(q: Tensor, cells: list[Listed]) -> tuple[Tensor, float]:
 
 @settings(max_examples=40)
 @given(COUNTS, st.integers(1, 3), st.sampled_from([16, 8]))
-def test_attention_finds_what_a_plain_softmax_over_each_head_finds(
+def test_attention_equals_a_softmax_over_each_heads_cells(
     counts: list[int], n: int, bits: int
 ) -> None:
     layout = replace(LAYOUT, key_bits=bits, value_bits=bits)
-    cells = ragged(lists(counts)).in_layout(layout)
+    cells = ragged(random_lists(counts)).in_layout(layout)
     plain = cells.dequantised(torch.float32)
     assert isinstance(plain, Ragged)
     groups = HEADS // KV_HEADS
@@ -264,13 +266,13 @@ def test_attention_finds_what_a_plain_softmax_over_each_head_finds(
                     assert float(part.log_sum[at]) <= HIDDEN
                     assert not part.out[at].any()
                     continue
-                out, log_sum = naive(q[index, head], listed)
+                out, log_sum = reference_attention(q[index, head], listed)
                 assert (part.out[at] - out).abs().max() <= 1e-4
                 assert abs(float(part.log_sum[at]) - log_sum) <= 1e-4
 
 
-def test_a_segment_of_them_lies_whole() -> None:
-    found = lists([3, 0, 4, 2])
+def test_a_segment_of_ragged_cells_is_read_and_moved_whole() -> None:
+    found = random_lists([3, 0, 4, 2])
     segment = Segment.from_cells(LAYOUT, ragged(found), PositionMap(-2), anchor=False)
     assert (segment.length, segment.capacity, segment.limit) == (3, 3, 3)
     assert segment.compressed

@@ -1,4 +1,4 @@
-"""Rotations: exact at any position, and computed where float64 is."""
+"""Rotations are exact at any position, and computed in float64 on the CPU only."""
 
 import math
 
@@ -12,7 +12,7 @@ FREQUENCIES = tuple(10000.0 ** (-2 * i / 64) for i in range(32))
 
 
 @pytest.mark.parametrize("position", [0, 1, -7, 12_345, 2**31 + 3, 10**12])
-def test_angles_are_those_of_float64_at_any_position(position: int) -> None:
+def test_angles_are_exact_to_float64_at_any_position(position: int) -> None:
     rotation = Rope(FREQUENCIES, torch.device("cpu")).at([position])
     cosines = [math.cos(position * frequency) for frequency in FREQUENCIES]
     sines = [math.sin(position * frequency) for frequency in FREQUENCIES]
@@ -21,26 +21,26 @@ def test_angles_are_those_of_float64_at_any_position(position: int) -> None:
     assert rotation.sine[0, 0].tolist() == pytest.approx([-s for s in sines] + sines, abs=1e-7)
 
 
-class Float64On(TorchDispatchMode):
-    """Lists what is computed in float64 on a device."""
+class Float64Recorder(TorchDispatchMode):
+    """Records the operations that give float64 results on a device."""
 
     def __init__(self, device: str):
         super().__init__()
-        self.device, self.found = device, list[str]()
+        self.device, self.operations = device, list[str]()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         out = func(*args, **(kwargs or {}))
         if isinstance(out, torch.Tensor) and out.dtype is torch.float64:
-            self.found += [str(func)] * (out.device.type == self.device)
+            self.operations += [str(func)] * (out.device.type == self.device)
         return out
 
 
-def test_nothing_is_float64_on_a_device_that_may_not_have_it() -> None:
+def test_no_float64_is_computed_on_the_device() -> None:
     rope, by = Rope(FREQUENCIES, torch.device("meta")), torch.arange(5)
     keys = torch.zeros(2, 3, 5, 64, dtype=torch.bfloat16, device="meta")
-    with Float64On("meta") as mode:
+    with Float64Recorder("meta") as mode:
         rotation = rope.at(range(3))
         moved = rope.shifted(keys, by)
-    assert mode.found == []
+    assert mode.operations == []
     assert rotation.cosine.device.type == rotation.sine.device.type == "meta"
     assert (moved.device.type, moved.dtype) == ("meta", torch.bfloat16)

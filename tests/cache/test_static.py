@@ -1,4 +1,4 @@
-"""The step that a CUDA graph replays, run eagerly: the same values, and the same cells written."""
+"""The step that a CUDA graph replays, run eagerly: same outputs and same cells."""
 
 from dataclasses import replace
 
@@ -37,10 +37,10 @@ def feed(cache: KVCache, count: int, seed: int) -> None:
             step.attend(layer, *random_qkv(count, seed + layer))
 
 
-def full(anchored: bool, compressed: str = "") -> KVCache:
-    """A full ring; before it an anchor, and cells that each KV head chose, with biases.
+def cache_with_full_ring(anchored: bool, compressed: str = "") -> KVCache:
+    """A cache with a full ring, and before it an anchor, of plain or of compressed cells.
 
-    compressed: "evenly", as many in each head, or "ragged", where one head has none.
+    compressed: "evenly" for equal counts, or "ragged", where one head has no cell.
     """
     cache = KVCache(LAYOUT, AttentionConfig(HEADS, ROPE, 0.3))
     cache.window = Window(WINDOW)
@@ -55,9 +55,9 @@ def full(anchored: bool, compressed: str = "") -> KVCache:
             bias=torch.randn(2, 2, KEPT, generator=torch.Generator().manual_seed(5)),
         )
         if compressed == "ragged":
-            which = torch.arange(4 * KEPT).remainder(4) < 3
-            which[:KEPT] = False
-            cells = Ragged.from_cells(cells).select(which)
+            mask = torch.arange(4 * KEPT).remainder(4) < 3
+            mask[:KEPT] = False
+            cells = Ragged.from_cells(cells).select(mask)
         cache.segments = [Segment.from_cells(LAYOUT, cells, PositionMap(), True)]
     cache.segments.append(Segment(LAYOUT, WINDOW))
     feed(cache, WINDOW + 4, seed=2)
@@ -67,34 +67,35 @@ def full(anchored: bool, compressed: str = "") -> KVCache:
 @pytest.mark.parametrize(
     ("anchored", "compressed"), [(False, ""), (True, ""), (True, "evenly"), (True, "ragged")]
 )
-def test_token_by_token_it_writes_and_finds_what_the_ordinary_step_does(
-    anchored: bool, compressed: str
-) -> None:
-    here, there = full(anchored, compressed), full(anchored, compressed)
-    static, known = None, None
+def test_a_static_step_equals_the_ordinary_step(anchored: bool, compressed: str) -> None:
+    static_cache, plain_cache = (
+        cache_with_full_ring(anchored, compressed),
+        cache_with_full_ring(anchored, compressed),
+    )
+    static, recorded = None, None
     for token in range(2 * WINDOW + 3):  # more than once around the ring
-        with here.step(1) as step, there.step(1) as ordinary:
+        with static_cache.step(1) as step, plain_cache.step(1) as ordinary:
             assert isinstance(step, DecodeStep)
             if static is None:
-                static, known = StaticStep(step), geometry(step)
-            assert known is not None
-            assert geometry(step) == known
+                static, recorded = StaticStep(step), geometry(step)
+            assert recorded is not None
+            assert geometry(step) == recorded
             static.load(step)
             for layer in range(LAYOUT.layers):
                 qkv = random_qkv(1, 100 * token + layer)
-                found, wanted = static.attend(layer, *qkv), ordinary.attend(layer, *qkv)
-                torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
-        assert here.serials() == there.serials()
-        for one, other in zip(here.segments, there.segments, strict=True):
-            found_cells, wanted_cells = (s.read(0, s.length) for s in (one, other))
-            torch.testing.assert_close(found_cells.keys, wanted_cells.keys)
-            assert torch.equal(found_cells.values, wanted_cells.values)
-            assert torch.equal(found_cells.positions, wanted_cells.positions)
+                actual, expected = static.attend(layer, *qkv), ordinary.attend(layer, *qkv)
+                torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+        assert static_cache.serials() == plain_cache.serials()
+        for one, other in zip(static_cache.segments, plain_cache.segments, strict=True):
+            actual_cells, expected_cells = (s.read(0, s.length) for s in (one, other))
+            torch.testing.assert_close(actual_cells.keys, expected_cells.keys)
+            assert torch.equal(actual_cells.values, expected_cells.values)
+            assert torch.equal(actual_cells.positions, expected_cells.positions)
 
 
-def test_a_static_step_reads_its_buffers_when_it_runs_and_nothing_else() -> None:
-    """What a recorded graph does: it was made at one token, and is replayed at others."""
-    cache = full(True)
+def test_a_static_step_depends_on_its_buffers_alone() -> None:
+    """A recorded graph was made at one token, and is replayed at others."""
+    cache = cache_with_full_ring(True)
     with cache.step(1) as step:
         assert isinstance(step, DecodeStep)
         static = StaticStep(step)
@@ -113,10 +114,10 @@ def test_a_static_step_reads_its_buffers_when_it_runs_and_nothing_else() -> None
             static.attend(layer, *random_qkv(1, layer))
 
 
-def test_what_a_ring_without_an_end_or_with_queries_to_keep_does_is_not_replayed() -> None:
+def test_a_growing_segment_or_recorded_queries_cannot_be_replayed() -> None:
     growing = KVCache(LAYOUT, AttentionConfig(HEADS, ROPE, 0.3))
     growing.segments.append(Segment(LAYOUT, 100))
-    watched = full(True)
+    watched = cache_with_full_ring(True)
     watched.observe()
     for cache in (growing, watched):
         with cache.step(1) as step:
