@@ -1,8 +1,8 @@
-"""An edited, bounded memory written naively: raw keys in a list, all rotated anew at each token.
+"""A naive bounded memory with edits: raw keys in a list, all rotated again at each token.
 
-It shares no code with `kvkeep.cache`. The cells held form a list; a cell's position is its index
-among the cells that a query sees, and the query stands right behind the last of them. Local layers
-have a list of their own, of the newest cells that fit in their window.
+It shares no code with `kvkeep.cache`. A cell's position is its index among the cells that a query
+sees, and the query's position is that of the last of them. Local layers have a list of their own,
+of the newest cells that fit in their window.
 """
 
 import copy
@@ -19,7 +19,7 @@ from kvkeep.models.spec import cells
 
 @dataclass(eq=False)
 class Token:
-    """keys, values: for each layer `[kv_heads, head_dim]`, the keys not rotated."""
+    """A token. keys, values: for each layer `[kv_heads, head_dim]`, the keys unrotated."""
 
     id: int
     pinned: bool = False
@@ -29,13 +29,14 @@ class Token:
 
 
 class Refused(Exception):
-    """The memory cannot do that."""
+    """The memory refuses the call."""
 
 
 class DenseMemory:
-    """discard: cells that go at once when the window is full; 0 for half of the window.
+    """A reference for sessions of policies `sliding`, `shift` and, if not bounded, `full`.
 
-    bounded: whether anything is ever forgotten.
+    discard: cells that are evicted at once when the window is full; 0 for half of the window.
+    bounded: whether cells are ever evicted.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class DenseMemory:
             min(cells.UNDO_TOKENS, max_kv_size - self.near_size) if self.near_size else 0
         )
 
-    # What is in it
+    # Contents
 
     @property
     def held(self) -> list[Token]:
@@ -69,11 +70,11 @@ class DenseMemory:
         return [token.id for token in self.tokens]
 
     def free(self, held: list[Token]) -> list[Token]:
-        """Those that may be forgotten, oldest first."""
+        """Return the tokens that may be evicted, oldest first."""
         return [t for rank, t in enumerate(held) if rank >= self.keep and not t.pinned]
 
     def window(self, keep: int | None = None, held: list[Token] | None = None) -> int:
-        """How many that are neither kept nor pinned fit."""
+        """Return how many tokens fit that are neither kept nor pinned."""
         keep = self.keep if keep is None else keep
         pinned = sum(t.pinned for t in (self.held if held is None else held)[keep:])
         return self.max_kv_size - keep - pinned
@@ -89,7 +90,7 @@ class DenseMemory:
         copied.near = [copies.get(id(t), t) for t in self.near]
         return copied
 
-    # What is done to it
+    # Calls
 
     def feed(self, ids: list[int]) -> None:
         if not self.bounded and len(self.held) + len(ids) > self.max_kv_size:
@@ -103,7 +104,7 @@ class DenseMemory:
             self.hidden = self._evaluate(token, self.held)
 
     def rewind(self, count: int) -> None:
-        if count == len(self.tokens):  # nothing must remain to go on from
+        if count == len(self.tokens):  # then no token before them needs to be held
             self.tokens, self.near = [], []
             self.evaluate_last()
         else:
@@ -128,22 +129,22 @@ class DenseMemory:
         self.discard = discard
 
     def pin(self, start: int, end: int) -> None:
-        these = self.tokens[start:end]
-        if not all(t.held and not t.pinned for t in these):
+        chosen = self.tokens[start:end]
+        if not all(t.held and not t.pinned for t in chosen):
             raise Refused
-        self._try_pinned(these, True)
+        self._try_pinned(chosen, True)
 
     def unpin(self, start: int, end: int) -> None:
-        these = [t for t in self.tokens[start:end] if t.pinned]
-        if not these:
+        chosen = [t for t in self.tokens[start:end] if t.pinned]
+        if not chosen:
             raise Refused
-        self._try_pinned(these, False)
+        self._try_pinned(chosen, False)
 
     def edit(self, start: int, end: int, ids: list[int], suffix: bool) -> None:
         if start == end and not ids:
             raise Refused
         if not (suffix or ids or any(t.held for t in self.tokens[start:end])):
-            del self.tokens[start:end]  # forgotten altogether: nothing changes but the list
+            del self.tokens[start:end]  # evicted already: only the list of tokens changes
             return
         keep, pinned = self._never_forgotten(start, end, ids)
         if end == len(self.tokens) or suffix:
@@ -151,12 +152,12 @@ class DenseMemory:
         else:
             self._edit_in_place(start, end, ids, keep, pinned)
 
-    # How
+    # Implementation
 
     def _never_forgotten(self, start: int, end: int, ids: list[int]) -> tuple[int, bool]:
-        """`keep` after an edit, and whether what comes is pinned.
+        """Return `keep` after an edit, and whether the new tokens are pinned.
 
-        What takes the place of kept or pinned tokens, or comes between two of them, is so too.
+        Tokens that replace kept or pinned ones, or are inserted between two of them, are so too.
         """
         if start == end:
             around = self.tokens[start - 1 : start + 1] if 0 < start < len(self.tokens) else []
@@ -188,7 +189,7 @@ class DenseMemory:
                 run = []
 
     def _edit_in_place(self, start: int, end: int, ids: list[int], keep: int, pinned: bool) -> None:
-        # What is removed must be held; of an insertion's neighbours one.
+        # All removed tokens must be held, or one of the neighbours of an insertion.
         removed = self.tokens[start:end]
         around = self.tokens[max(0, start - 1) : start + 1]
         if not (all(t.held for t in removed) if removed else any(t.held for t in around)):
@@ -237,8 +238,10 @@ class DenseMemory:
         self.near = [*self.near, token][-held:] if held else []
 
     def _read_again(self, tokens: list[Token], most: int) -> list[Token]:
-        """What local layers hold when the last of these tokens that are held without a gap, so many
-        at most, are evaluated once more, by layers that know nothing of what was before.
+        """Return what local layers hold after the last of these tokens are evaluated again.
+
+        That is as many of the last tokens as are held without a gap, at most `most`. The local
+        layers start empty.
         """
         if not self.near_size:
             return []
@@ -261,13 +264,13 @@ class DenseMemory:
             for token in self.free(held)[:count]:
                 token.held = False
 
-    def _try_pinned(self, these: list[Token], pinned: bool) -> None:
-        for token in these:
+    def _try_pinned(self, chosen: list[Token], pinned: bool) -> None:
+        for token in chosen:
             token.pinned = pinned
         try:
             self._require_window(self.keep, self.held)
         except Refused:
-            for token in these:
+            for token in chosen:
                 token.pinned = not pinned
             raise
 
@@ -284,11 +287,11 @@ class DenseMemory:
             count += 1
         return count
 
-    # The model
+    # The forward
 
     @torch.inference_mode()
     def _evaluate(self, token: Token, seen: list[Token]) -> Tensor:
-        """The hidden state of a token that is the last of those it sees."""
+        """Return the hidden state of a token that sees these tokens, itself last."""
         self._seen = seen
         return self.network.forward(torch.tensor([token.id]), self)
 
@@ -314,10 +317,10 @@ class DenseMemory:
     def rotated(
         self, frequencies: tuple[float, ...], x: Tensor, positions: range | list[int]
     ) -> Tensor:
-        """x: `[n, heads, head_dim]`, turned as complex numbers in float64."""
+        """Rotate `x: [n, heads, head_dim]` as complex numbers in float64."""
         half = x.shape[-1] // 2
-        turned = torch.complex(x[..., :half].double(), x[..., half:].double())
-        where = torch.tensor(positions, dtype=torch.float64)[:, None]
-        angles = where * torch.tensor(frequencies, dtype=torch.float64)
-        turned = turned * torch.polar(torch.ones_like(angles), angles)[:, None]
-        return torch.cat((turned.real, turned.imag), -1).to(x.dtype)
+        pairs = torch.complex(x[..., :half].double(), x[..., half:].double())
+        column = torch.tensor(positions, dtype=torch.float64)[:, None]
+        angles = column * torch.tensor(frequencies, dtype=torch.float64)
+        pairs = pairs * torch.polar(torch.ones_like(angles), angles)[:, None]
+        return torch.cat((pairs.real, pairs.imag), -1).to(x.dtype)

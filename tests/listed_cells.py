@@ -1,4 +1,4 @@
-"""Attention over cells that each KV head has of its own, written naively, token by token."""
+"""Naive attention over the cells of each KV head, token by token."""
 
 import math
 
@@ -12,10 +12,10 @@ from kvkeep.session.session import Session
 
 
 class ListedCells:
-    """What a session holds, for each layer and KV head a list of cells with a bias each.
+    """The cells of a session, listed for each layer and KV head with their biases.
 
-    It shares no code with attention in `kvkeep.cache`: each query looks at all cells at once, each
-    from where its segment's map says.
+    No code is shared with attention in `kvkeep.cache`: each query attends to all cells at once,
+    from the position that each segment's map gives.
     """
 
     def __init__(self, session: Session):
@@ -45,7 +45,7 @@ class ListedCells:
 
     @torch.inference_mode()
     def feed(self, tokens: list[int]) -> Tensor:
-        """The logits after the last of them."""
+        """Feed tokens; return the logits after the last one."""
         for token in tokens:
             hidden = self.network.forward(torch.tensor([token]), self)
             self.time += 1
@@ -54,21 +54,23 @@ class ListedCells:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         groups, outs = self.spec.heads // self.spec.kv_heads, []
         for head in range(self.spec.kv_heads):
-            place, key = (layer, head), self.turned(k[0, head][None], torch.tensor([self.time]))
+            place, key = (layer, head), self.rotate(k[0, head][None], torch.tensor([self.time]))
             self.keys[place] = torch.cat((self.keys[place], key))
             self.values[place] = torch.cat((self.values[place], v[0, head][None]))
             self.bias[place] = torch.cat((self.bias[place], torch.zeros(1)))
             self.offsets[place] = torch.cat((self.offsets[place], torch.zeros(1, dtype=int)))
-            where = self.time + self.offsets[place]
+            positions = self.time + self.offsets[place]
             for query in q[0, head * groups : (head + 1) * groups]:
-                looking = self.turned(query.expand(len(where), -1), where)
-                logits = (looking * self.keys[place]).sum(-1) / math.sqrt(self.spec.head_dim)
+                rotated_queries = self.rotate(query.expand(len(positions), -1), positions)
+                logits = (rotated_queries * self.keys[place]).sum(-1) / math.sqrt(
+                    self.spec.head_dim
+                )
                 weights = (logits + self.bias[place]).softmax(0)
                 outs.append((weights[:, None] * self.values[place]).sum(0))
         return torch.cat(outs)[None]
 
-    def turned(self, x: Tensor, positions: Tensor) -> Tensor:
-        """x: `[n, head_dim]`, turned as complex numbers in float64."""
+    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Rotate `x: [n, head_dim]` as complex numbers in float64."""
         half = x.shape[-1] // 2
         turned = torch.complex(x[..., :half].double(), x[..., half:].double())
         angles = positions.double()[:, None] * self.frequencies
@@ -77,14 +79,14 @@ class ListedCells:
 
 
 def of_head(cells: Cells, layer: int, head: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys, values `[n, head_dim]` and biases `[n]` of one layer and KV head.
+    """Return keys and values `[n, head_dim]` and biases `[n]` of one layer and KV head.
 
-    Of ragged cells, by the numbers of those that lie before them, counted one after another.
+    For ragged cells, their rows follow from the counts of the heads before them.
     """
     if isinstance(cells, Ragged):
-        every, kv_heads = cells.counts.flatten().tolist(), cells.counts.shape[1]
-        before = sum(every[: layer * kv_heads + head])
-        rows = slice(before, before + every[layer * kv_heads + head])
+        counts, kv_heads = cells.counts.flatten().tolist(), cells.counts.shape[1]
+        first = sum(counts[: layer * kv_heads + head])
+        rows = slice(first, first + counts[layer * kv_heads + head])
         assert cells.bias is not None
         return cells.keys[rows], cells.values[rows], cells.bias[rows]
     keys, values = cells.keys[layer, head], cells.values[layer, head]
@@ -92,7 +94,7 @@ def of_head(cells: Cells, layer: int, head: int) -> tuple[Tensor, Tensor, Tensor
 
 
 def biased(session: Session, seed: int = 0) -> Session:
-    """The session with another bias on each compressed cell of each layer and KV head."""
+    """Set a random bias on each compressed cell of each layer and KV head; return the session."""
     random = torch.Generator().manual_seed(seed)
     with torch.inference_mode():
         for segment in session.cache.segments:

@@ -1,4 +1,4 @@
-"""StreamingLLM written naively, for comparison: raw keys, all rotated anew at each token."""
+"""A naive StreamingLLM for comparison: raw keys, all rotated again at each token."""
 
 import torch
 from torch import Tensor
@@ -8,11 +8,11 @@ from kvkeep.models.layers.network import Network
 
 
 class NaiveStreamingCache:
-    """Keeps raw keys of the first `keep` tokens and the newest; a cell's position is its place.
+    """Raw keys of the first `keep` tokens and the newest; a cell's position is its index.
 
-    A local layer keeps the newest alone, as many as its window is long. It is handed one token at a
-    time and shares no code with `kvkeep.cache`. Rotation is done with complex numbers, attention
-    with an explicit softmax.
+    A local layer keeps only the newest tokens of its window. Tokens are evaluated one at a time.
+    No code is shared with `kvkeep.cache`: rotation uses complex numbers, attention an explicit
+    softmax.
     """
 
     def __init__(self, decoder: Decoder, max_kv_size: int, keep: int):
@@ -22,15 +22,15 @@ class NaiveStreamingCache:
         self.values: list[list[Tensor]] = [[] for _ in range(self.spec.layers)]
 
     def rotated(self, layer: int, x: Tensor, positions: Tensor) -> Tensor:
-        """x: `[n, heads, head_dim]`."""
+        """Rotate `x: [n, heads, head_dim]` to positions."""
         if layer in self.spec.unrotated_layers:
             return x
         frequencies = self.spec.group_of(layer).rope.inverse_frequencies
         half = x.shape[-1] // 2
-        turned = torch.complex(x[..., :half].double(), x[..., half:].double())
+        pairs = torch.complex(x[..., :half].double(), x[..., half:].double())
         angles = positions.double()[:, None] * torch.tensor(frequencies, dtype=torch.float64)
-        turned = turned * torch.polar(torch.ones_like(angles), angles)[:, None]
-        return torch.cat((turned.real, turned.imag), -1).to(x.dtype)
+        pairs = pairs * torch.polar(torch.ones_like(angles), angles)[:, None]
+        return torch.cat((pairs.real, pairs.imag), -1).to(x.dtype)
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         spec, group = self.spec, self.spec.group_of(layer)
@@ -55,15 +55,15 @@ class NaiveStreamingCache:
             sinks = self.tensors[f"model.layers.{layer}.self_attn.sinks"].float()
             scores = torch.cat((scores, sinks[:, None]), 1)
         weights = scores.softmax(-1)[:, :n].to(q.dtype)
-        values_all = torch.stack(values).repeat_interleave(groups, 1)
-        return torch.einsum("hn,nhd->hd", weights, values_all).reshape(1, -1)
+        all_values = torch.stack(values).repeat_interleave(groups, 1)
+        return torch.einsum("hn,nhd->hd", weights, all_values).reshape(1, -1)
 
 
 @torch.inference_mode()
 def streaming_logits(
     decoder: Decoder, tokens: list[int], max_kv_size: int, keep: int, last: int
 ) -> Tensor:
-    """`[last, vocab]`: logits for the last tokens, everything evaluated token by token."""
+    """Return the logits of the last tokens, `[last, vocab]`, evaluated token by token."""
     cache = NaiveStreamingCache(decoder, max_kv_size, keep)
     network = Network(decoder.spec, decoder.tensors)
     hidden = [network.forward(torch.tensor([token]), cache) for token in tokens]

@@ -1,6 +1,6 @@
-"""StreamingLLM by a model's own attention: keys are rotated again each time that a cell goes.
+"""StreamingLLM by a model's own attention: keys are rotated again at each eviction.
 
-Written as a cache of transformers, it shares no code with kvkeep. One token at a time.
+It is a cache of transformers that shares no code with kvkeep, for one token at a time.
 """
 
 import sys
@@ -12,10 +12,10 @@ from transformers import Cache, PreTrainedModel
 
 
 class RerotatingCache(Cache):
-    """Holds the first `keep` and the newest tokens, `budget` in all; some layers a window of them.
+    """The first `keep` and the newest tokens, `budget` in total; local layers have their window.
 
-    Positions are those in the cache: a token comes at `position`, and when one goes, all that lie
-    behind it move one closer.
+    Positions are those in the cache: a token comes at `position`, and when one is evicted, all
+    after it move one position closer.
     """
 
     def __init__(self, model: PreTrainedModel, budget: int, keep: int):
@@ -30,10 +30,10 @@ class RerotatingCache(Cache):
         return min(self.seen, self._budget - 1)
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any) -> tuple[Tensor, Tensor]:
-        before = self._held.get(layer)
-        if before is None:
-            before = keys[:, :, :0], values[:, :, :0]
-        held_keys, held_values = before
+        held = self._held.get(layer)
+        if held is None:
+            held = keys[:, :, :0], values[:, :, :0]
+        held_keys, held_values = held
         limit, keep = self._budget, self._keep
         if self._kinds and self._kinds[layer] == "sliding_attention":
             limit, keep = min(self._model.config.sliding_window, self._budget), 0
@@ -41,18 +41,18 @@ class RerotatingCache(Cache):
             held_keys = torch.cat((held_keys[:, :, :keep], held_keys[:, :, keep + 1 :]), 2)
             held_values = torch.cat((held_values[:, :, :keep], held_values[:, :, keep + 1 :]), 2)
         if self.seen >= self._budget:
-            moved = self._turned_back(held_keys[:, :, keep:], layer)
-            held_keys = torch.cat((held_keys[:, :, :keep], moved), 2)
+            shifted = self._shift_back(held_keys[:, :, keep:], layer)
+            held_keys = torch.cat((held_keys[:, :, :keep], shifted), 2)
         self._held[layer] = torch.cat((held_keys, keys), 2), torch.cat((held_values, values), 2)
         return self._held[layer]
 
-    def _turned_back(self, keys: Tensor, layer: int) -> Tensor:
-        """One position closer, by the rotation of the model's own code."""
+    def _shift_back(self, keys: Tensor, layer: int) -> Tensor:
+        """Return keys one position closer, rotated by the model's own code."""
         code = sys.modules[type(self._model).__module__]
-        where = torch.full((1, keys.shape[2]), -1)
+        shift = torch.full((1, keys.shape[2]), -1)
         rotary = self._model.base_model.rotary_emb
         kinds = [self._kinds[layer]] if isinstance(rotary.rope_type, dict) else []
-        cosine, sine = rotary(keys, where, *kinds)
+        cosine, sine = rotary(keys, shift, *kinds)
         return code.apply_rotary_pos_emb(keys, keys, cosine, sine)[1]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -64,8 +64,8 @@ class RerotatingCache(Cache):
 
 @torch.no_grad()
 def streaming_logits(model: PreTrainedModel, ids: list[int], budget: int, keep: int) -> Tensor:
-    """`[n, vocab]`: after each token."""
-    cache, found = RerotatingCache(model, budget, keep), []
+    """Return the logits after each token, `[n, vocab]`."""
+    cache, logits = RerotatingCache(model, budget, keep), []
     nothing_hidden = torch.zeros(1, 1, 1, 1, dtype=model.dtype)
     for token in ids:
         out = model(
@@ -74,6 +74,6 @@ def streaming_logits(model: PreTrainedModel, ids: list[int], budget: int, keep: 
             attention_mask=nothing_hidden,
             past_key_values=cache,
         )
-        found.append(out.logits[0, -1])
+        logits.append(out.logits[0, -1])
         cache.seen += 1
-    return torch.stack(found)
+    return torch.stack(logits)

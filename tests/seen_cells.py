@@ -1,4 +1,4 @@
-"""What the newest token must have found, computed anew in float32 from the cells that it saw."""
+"""The newest token's logits, computed again in float32 from the cells that it saw."""
 
 import itertools
 import math
@@ -13,13 +13,14 @@ from kvkeep.session.session import Session
 
 
 class SeenCells:
-    """All cells of a session, and a look of the newest token at them from where each segment says.
+    """All cells of a session, to which the newest token attends by each segment's position map.
 
-    It shares no code with attention in `kvkeep.cache`. The last call must have evaluated the last
+    No code is shared with attention in `kvkeep.cache`. The last call must have evaluated the last
     token alone, and compressed nothing after it.
 
     exact: the model in float32. For each layer and KV head, keys, values: `[n, head_dim]`; bias:
     `[n]`; where: `[n]`, the position that the token takes towards each cell.
+    off: how far the token's own keys and values are from the stored ones at most.
     """
 
     def __init__(self, session: Session, exact: Model):
@@ -45,27 +46,30 @@ class SeenCells:
 
     @torch.inference_mode()
     def logits(self) -> Tensor:
-        """`[vocab]`; `off` is then how far its own keys and values are from these, at most."""
+        """Return the logits, `[vocab]`, and set `off`."""
         hidden = self.network.forward(torch.tensor([self.token]), self)
         return self.decoder.logits(hidden)[0]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        key = self._turned(k, torch.full((1,), self.time))[0]
+        key = self._rotate(k, torch.full((1,), self.time))[0]
         groups, outs = self.spec.heads // self.spec.kv_heads, []
         for head in range(self.spec.kv_heads):
             keys, values = self.keys[layer, head], self.values[layer, head]
             for stored, evaluated in ((keys, key[head]), (values, v[0, head])):
                 self.off = max(self.off, float((stored[-1] - evaluated).abs().max()))
-            where, own = self.where[layer, head], q[:, head * groups : (head + 1) * groups]
-            queries = self._turned(own.expand(len(where), -1, -1), where)
+            positions, own = (
+                self.where[layer, head],
+                q[:, head * groups : (head + 1) * groups],
+            )
+            queries = self._rotate(own.expand(len(positions), -1, -1), positions)
             scores = torch.einsum("nhd,nd->hn", queries, keys) / math.sqrt(self.spec.head_dim)
             outs.append((scores + self.bias[layer, head]).softmax(-1) @ values)
         return torch.cat(outs).reshape(1, -1)
 
-    def _turned(self, x: Tensor, positions: Tensor) -> Tensor:
-        """x: `[n, heads, head_dim]`, turned as complex numbers in float64."""
+    def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Rotate `x: [n, heads, head_dim]` as complex numbers in float64."""
         half = x.shape[-1] // 2
-        turned = torch.complex(x[..., :half].double(), x[..., half:].double())
+        pairs = torch.complex(x[..., :half].double(), x[..., half:].double())
         angles = positions.double()[:, None] * self.frequencies
-        turned = turned * torch.polar(torch.ones_like(angles), angles)[:, None]
-        return torch.cat((turned.real, turned.imag), -1).float()
+        pairs = pairs * torch.polar(torch.ones_like(angles), angles)[:, None]
+        return torch.cat((pairs.real, pairs.imag), -1).float()

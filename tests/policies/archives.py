@@ -1,4 +1,4 @@
-"""Sessions of policy `archive` so small that everything happens within a few tokens."""
+"""Sessions of policy `archive` that are so small that a few tokens fill them."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -37,8 +37,8 @@ class Setting:
         numbers = {k: v for k, v in vars(self).items() if k not in ("max_kv_size", "prefill_step")}
         policy = make_policy("archive", self.max_kv_size, **numbers)
         if self.method == "kvzap":
-            known = calibration()
-            policy = policy.calibrated(known.statistics, known.digest)
+            calibration_used = calibration()
+            policy = policy.calibrated(calibration_used.statistics, calibration_used.digest)
         return Session(MODEL, policy, self.prefill_step)
 
     def fed(self, count: int) -> Session:
@@ -56,7 +56,7 @@ WAYS: list[dict[str, str]] = [
 
 @st.composite
 def archives(draw: st.DrawFn) -> Setting:
-    """Any that the policy takes, of a budget up to 40 cells."""
+    """Any settings that the policy accepts, for small budgets."""
     window, block = draw(st.integers(1, 12)), draw(st.integers(1, 9))
     keep, ratio = draw(st.integers(0, 6)), draw(st.sampled_from([1.0, 1.5, 2.0, 4.0, 20.0]))
     least = keep + window + block + int(block / ratio) + 1
@@ -74,12 +74,12 @@ def archives(draw: st.DrawFn) -> Setting:
 
 
 def distances(cache: KVCache) -> torch.Tensor:
-    """How far from the newest token each cell is that it sees, of every layer and KV head."""
-    found = []
+    """Return the distance from the newest token to each cell, `[layers, kv_heads, n]`."""
+    parts = []
     for segment in cache.segments:
         positions = segment.read(0, segment.length).positions
-        found.append((segment.map(cache.time - 1) - positions).expand(2, 2, -1))
-    return torch.cat(found, -1)
+        parts.append((segment.map(cache.time - 1) - positions).expand(2, 2, -1))
+    return torch.cat(parts, -1)
 
 
 def archived(session: Session) -> int:
@@ -87,20 +87,20 @@ def archived(session: Session) -> int:
 
 
 def state(session: Session) -> list[object]:
-    """All that a session is, to the bit."""
+    """Return the complete state of a session, to compare it bit for bit."""
     cache = session.cache
     observed = cache.observer.queries() if cache.observer else None
-    found: list[object] = [session.tokens, cache.time, session.keep, session.logits]
-    found += [] if observed is None else [observed.values, observed.times]
+    parts: list[object] = [session.tokens, cache.time, session.keep, session.logits]
+    parts += [] if observed is None else [observed.values, observed.times]
     for segment in cache.segments:
         cells = segment.read(0, segment.length)
-        found += [cells.keys, cells.values, cells.positions, cells.serials, cells.bias]
-        found += [cells.counts if isinstance(cells, Ragged) else None, segment.map, segment.anchor]
-    return found
+        parts += [cells.keys, cells.values, cells.positions, cells.serials, cells.bias]
+        parts += [cells.counts if isinstance(cells, Ragged) else None, segment.map, segment.anchor]
+    return parts
 
 
-def same(found: list[object], other: list[object]) -> bool:
-    return len(found) == len(other) and all(
+def same(parts: list[object], other: list[object]) -> bool:
+    return len(parts) == len(other) and all(
         torch.equal(a, b) if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) else a == b
-        for a, b in zip(found, other, strict=True)
+        for a, b in zip(parts, other, strict=True)
     )

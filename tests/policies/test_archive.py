@@ -1,4 +1,4 @@
-"""Policy `archive`: the bound, distances and order, whatever is done to a session."""
+"""Policy `archive`: the bound, distances and order after random calls."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,7 +24,7 @@ ACTIONS = st.lists(
 
 
 def act(session: Session, action: tuple[str, int, int]) -> None:
-    """What a user does: near the end of what was said, since the rest is in the archive."""
+    """Make one call, near the end of the text, since the rest is in the archive."""
     kind, amount, more = action
     start = len(session.tokens) - amount
     if kind == "feed":
@@ -48,12 +48,12 @@ def act(session: Session, action: tuple[str, int, int]) -> None:
 
 @settings(max_examples=25)
 @given(archives(), ACTIONS)
-def test_whatever_is_done_the_budget_binds_and_nothing_is_seen_from_beyond_the_span(
+def test_the_budget_and_the_span_bind_after_every_call(
     setting: Setting, actions: list[tuple[str, int, int]]
 ) -> None:
     session = setting.session()
     for action in [*actions, ("feed", 60, 0), ("feed", 60, 0)]:
-        held = session.cache.serials()
+        serials = session.cache.serials()
         try:
             if action[0] == "feed":
                 report = session.feed(TEXT[len(session.tokens) :][: action[1]])
@@ -61,7 +61,7 @@ def test_whatever_is_done_the_budget_binds_and_nothing_is_seen_from_beyond_the_s
             else:
                 act(session, action)
         except KvkeepError:
-            assert session.cache.serials() == held
+            assert session.cache.serials() == serials
         if session.cache.cells:
             assert session.cache.cells <= setting.max_kv_size
             assert int(distances(session.cache).max()) < setting.span

@@ -1,4 +1,4 @@
-"""Policy `archive`: failures, forks, pins, groups, and what is refused."""
+"""Policy `archive`: failures, forks, pins, groups, and refused calls."""
 
 import pytest
 import torch
@@ -16,8 +16,8 @@ WARM = Sampling(temperature=1.2, seed=7)
 METHODS = ["fitted", "keydiff", "snapkv", "random", "expected_attention"]
 
 
-class Thrown(Exception):
-    """Out of a forward in its middle."""
+class ForwardFailed(Exception):
+    """Raised in the middle of a forward."""
 
 
 @settings(max_examples=10)
@@ -29,22 +29,22 @@ def test_a_step_that_fails_inside_the_model_changes_nothing(
     before = state(session)
 
     def failing(step: AnyStep, index: int, *args: torch.Tensor) -> torch.Tensor:
-        found = step.attend(index, *args)
+        out = step.attend(index, *args)
         if index == layer:
-            raise Thrown
-        return found
+            raise ForwardFailed
+        return out
 
-    with attending(MODEL.decoder, failing), pytest.raises(Thrown):
+    with attending(MODEL.decoder, failing), pytest.raises(ForwardFailed):
         session.feed(TEXT[:more])
     assert same(state(session), before)
-    for each in (session, untouched):
-        each.feed(TEXT[:60])
+    for item in (session, untouched):
+        item.feed(TEXT[:60])
     assert same(state(session), state(untouched))
 
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("more", [1, 5])
-def test_logits_that_are_not_numbers_change_nothing(method: str, more: int) -> None:
+def test_non_finite_logits_change_nothing(method: str, more: int) -> None:
     session = Setting(method=method).fed(100)
     before, weight = state(session), MODEL.decoder.tensors["model.layers.1.mlp.down_proj.weight"]
     sound = weight.clone()
@@ -59,7 +59,7 @@ def test_logits_that_are_not_numbers_change_nothing(method: str, more: int) -> N
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("fed", [10, 60, 150])
-def test_a_fork_and_its_parent_do_not_know_of_each_other(method: str, fed: int) -> None:
+def test_a_fork_and_its_parent_are_independent(method: str, fed: int) -> None:
     setting = Setting(method=method)
     session, alone = setting.fed(fed), setting.fed(fed)
     fork = session.fork()
@@ -88,31 +88,31 @@ def test_pinned_tokens_stay_until_they_are_unpinned() -> None:
     assert not set(pins) & set(session.cache.serials())
 
 
-def test_tokens_that_were_archived_stand_as_compressed() -> None:
+def test_archived_tokens_have_the_status_compressed() -> None:
     session = Setting().fed(100)
     held = session.cache.serials()
-    standing = session.standing
-    assert standing[:4] == ["kept"] * 4
-    assert set(standing[4:]) == {"compressed", "window"}
-    assert [each != "compressed" for each in standing] == [n in held for n in range(100)]
+    statuses = session.standing
+    assert statuses[:4] == ["kept"] * 4
+    assert set(statuses[4:]) == {"compressed", "window"}
+    assert [item != "compressed" for item in statuses] == [n in held for n in range(100)]
     assert "compressed" not in Setting().fed(20).standing
 
 
-def test_what_was_archived_cannot_be_pinned_rewound_to_or_edited() -> None:
+def test_archived_tokens_cannot_be_pinned_rewound_to_or_edited() -> None:
     session = Setting().fed(100)
     before = state(session)
-    for refused in (
+    for call in (
         lambda: session.pin(30, 34),
         lambda: session.rewind(60),
         lambda: session.delete(30, 34),
         lambda: session.insert(30, TEXT[:3]),
     ):
         with pytest.raises(InvalidArgument):
-            refused()
+            call()
         assert same(state(session), before)
 
 
-def test_keep_is_changed_before_the_first_token_is_archived_or_never() -> None:
+def test_keep_cannot_be_changed_once_tokens_are_archived() -> None:
     session = Setting().fed(20)
     session.keep = 9
     session.keep = 6
@@ -125,7 +125,7 @@ def test_keep_is_changed_before_the_first_token_is_archived_or_never() -> None:
     assert same(state(session), before)
 
 
-def test_a_pin_that_would_leave_no_room_for_the_window_is_refused() -> None:
+def test_a_pin_that_leaves_no_room_for_the_window_is_refused() -> None:
     session = Setting(max_kv_size=34).fed(100)
     before = state(session)
     with pytest.raises(InvalidArgument, match="raise max_kv_size, or make the window smaller"):
@@ -133,7 +133,7 @@ def test_a_pin_that_would_leave_no_room_for_the_window_is_refused() -> None:
     assert same(state(session), before)
 
 
-def unlike() -> list[Session]:
+def different_sessions() -> list[Session]:
     parent = Setting(method="snapkv").fed(100)
     forks = [parent.fork() for _ in range(3)]
     forks[1].feed(TEXT[200:203])
@@ -143,8 +143,8 @@ def unlike() -> list[Session]:
     return [parent, *forks, full, *others]
 
 
-def test_a_group_says_what_each_says_alone() -> None:
-    group, alone = SessionGroup(unlike()), unlike()
+def test_a_group_samples_what_its_sessions_sample_alone() -> None:
+    group, alone = SessionGroup(different_sessions()), different_sessions()
     for _ in range(40):
         assert group.next_tokens(WARM) == [session.next_token(WARM) for session in alone]
     for session, other in zip(group.sessions, alone, strict=True):
@@ -153,11 +153,11 @@ def test_a_group_says_what_each_says_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    "invalid",
     [{"ratio": 0.5}, {"window": -1}, {"window": 41}, {"method": "best"}, {"keep": 30}],
 )
-def test_settings_that_do_not_fit_are_refused(wrong: dict) -> None:
-    settings = {"max_kv_size": 48, "policy": "archive", "window": 16} | wrong
+def test_invalid_settings_are_refused(invalid: dict) -> None:
+    settings = {"max_kv_size": 48, "policy": "archive", "window": 16} | invalid
     with pytest.raises(InvalidArgument, match="found"):
         MODEL.session(**settings)
 
@@ -169,7 +169,7 @@ def test_defaults_fit_any_budget(size: int) -> None:
     assert session.cache.cells <= size
 
 
-def test_what_is_put_in_among_the_window_makes_it_archive_more() -> None:
+def test_an_insertion_into_the_window_archives_more() -> None:
     session = Setting().fed(100)
     before, at = state(session), len(session.tokens) - 15
     with pytest.raises(ContextFull, match="can make room"):

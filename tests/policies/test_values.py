@@ -1,4 +1,4 @@
-"""A policy is a value: it can be made, compared and shared, and refuses what has no meaning."""
+"""A policy is a value: it can be made, compared and shared, and refuses invalid settings."""
 
 from dataclasses import FrozenInstanceError
 from typing import Any
@@ -26,7 +26,7 @@ VALUES: list[tuple[Policy, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("policy", "named"), VALUES, ids=lambda x: getattr(x, "name", ""))
-def test_a_value_and_its_name_with_settings_are_the_same(
+def test_a_policy_object_equals_its_name_with_settings(
     policy: Policy, named: dict[str, Any]
 ) -> None:
     by_value, by_name = MODEL.session(policy=policy), MODEL.session(48, **named)
@@ -38,20 +38,20 @@ def test_a_value_and_its_name_with_settings_are_the_same(
 
 
 @pytest.mark.parametrize("policy", [policy for policy, _ in VALUES], ids=lambda x: x.name)
-def test_its_settings_make_it_again(policy: Policy) -> None:
+def test_a_policy_is_made_again_from_its_settings(policy: Policy) -> None:
     assert make_policy(policy.name, **policy.settings()) == policy
     assert hash(policy) == hash(make_policy(policy.name, **policy.settings()))
 
 
 @pytest.mark.parametrize("policy", [policy for policy, _ in VALUES], ids=lambda x: x.name)
-def test_nothing_that_a_session_does_changes_it(policy: Policy) -> None:
+def test_a_policy_is_never_changed_by_a_session(policy: Policy) -> None:
     before = repr(policy)
-    one, other = MODEL.session(policy=policy), MODEL.session(policy=policy)
-    for session in (one, other):
+    changed, other = MODEL.session(policy=policy), MODEL.session(policy=policy)
+    for session in (changed, other):
         session.feed(PROMPT[:40])
     if isinstance(policy, (Sliding, Archive)):
-        one.pin(30, 33)
-        one.keep = 5 if isinstance(policy, Sliding) else policy.keep
+        changed.pin(30, 33)
+        changed.keep = 5 if isinstance(policy, Sliding) else policy.keep
     assert repr(policy) == before
     other.feed(PROMPT[: other.room])
     assert other.settings == MODEL.session(policy=policy).settings
@@ -60,7 +60,7 @@ def test_nothing_that_a_session_does_changes_it(policy: Policy) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "found"),
+    ("arguments", "named_setting"),
     [
         ({"policy": "full", "keep": 8}, "keep"),
         ({"policy": "full", "keep": -1}, "keep"),
@@ -79,28 +79,30 @@ def test_nothing_that_a_session_does_changes_it(policy: Policy) -> None:
         ({"policy": 5}, "policy"),
     ],
 )
-def test_what_has_no_meaning_is_refused(given: dict[str, Any], found: str) -> None:
-    with pytest.raises(InvalidArgument, match=found):
-        MODEL.session(**given)
+def test_settings_without_meaning_are_refused(
+    arguments: dict[str, Any], named_setting: str
+) -> None:
+    with pytest.raises(InvalidArgument, match=named_setting):
+        MODEL.session(**arguments)
 
 
-@pytest.mark.parametrize("kind", [Sliding, Shift, Archive, SelfExtend, Full])
+@pytest.mark.parametrize("policy_class", [Sliding, Shift, Archive, SelfExtend, Full])
 @pytest.mark.parametrize("size", [0, -1, 8.0, "8", None, True])
-def test_a_budget_is_a_whole_number_of_cells(kind: Any, size: Any) -> None:
+def test_a_budget_is_a_whole_number_of_cells(policy_class: Any, size: Any) -> None:
     with pytest.raises(InvalidArgument):
-        kind(size)
+        policy_class(size)
 
 
-def test_numbers_of_numpy_are_pythons() -> None:
+def test_numpy_numbers_become_python_numbers() -> None:
     settings = Archive(np.int64(64), np.int32(2), ratio=np.float32(2)).settings()
     assert {type(value) for value in settings.values()} == {int, float, str}
 
 
-def test_bits_are_given_as_a_value_too() -> None:
+def test_bits_can_be_passed_as_an_object() -> None:
     assert MODEL.session(policy=Sliding(32), bits=Bits(kv="8")).bits == Bits("8", None)
 
 
-def test_all_that_a_session_is_made_of_comes_from_one_place() -> None:
+def test_all_public_names_are_in_kvkeep() -> None:
     import kvkeep
 
     for name in kvkeep.__all__:
