@@ -1,4 +1,4 @@
-"""What cells take in memory: no more than a budget and an eighth, whatever is done."""
+"""The bytes of cells: at most those of a budget and an eighth, after any call."""
 
 import random
 from contextlib import suppress
@@ -20,7 +20,7 @@ SETTINGS = {
 
 
 def act(session: Session, draw: random.Random) -> Session:
-    """One call of any kind; the session that goes on."""
+    """Make one random call; return the session to continue with."""
     kinds = ("feed", "replace", "delete", "insert", "pin", "unpin", "rewind", "write", "fork")
     kind, total = draw.choice(kinds), len(session.tokens)
     start, count = max(0, total - draw.randint(1, session.max_kv_size)), draw.randint(1, 9)
@@ -43,12 +43,13 @@ def act(session: Session, draw: random.Random) -> Session:
 
 
 def plain_bytes(cache: KVCache) -> int:
-    """Those of keys and values alone: an archived cell also has a position and a bias, and of
-    ragged ones each head has a number of them.
+    """Return the bytes of keys and values alone.
+
+    Compressed cells also have positions and biases, and ragged ones the counts of the heads.
     """
     slots = [segment.block.slots for segment in cache.segments if segment.compressed]
-    beside = sum(x.nbytes - x.stored_keys.nbytes - x.stored_values.nbytes for x in slots)
-    return cache.nbytes - beside
+    extra = sum(x.nbytes - x.stored_keys.nbytes - x.stored_values.nbytes for x in slots)
+    return cache.nbytes - extra
 
 
 @pytest.mark.parametrize("bits", [{}, {"kv_bits": "8"}], ids=["plain", "8 bits"])
@@ -62,30 +63,30 @@ def test_storage_takes_no_more_than_a_budget_and_an_eighth(kind: str, bits) -> N
         for _ in range(40):
             with suppress(KvkeepError):
                 session = act(session, draw)
-                session.rewind(0)  # of a fork the first call once its parent is gone
+                session.rewind(0)  # in a fork, the first call since its parent was dropped
             check(session.cache, budget)
 
 
 def check(cache: KVCache, budget: int) -> None:
-    """Nobody may go on looking at the cache: storage that others look at stays."""
+    """Check the bytes of a cache whose storage no other cache shares."""
     most, plain = budget + budget // 8, plain_bytes(cache)
     assert cache.cells <= budget
     assert plain <= most * cache.layout.cell_bytes
-    assert cache.nbytes - plain <= most * 2 * 2 * 12  # layers, KV heads, and what each cell has
+    assert cache.nbytes - plain <= most * 2 * 2 * 12  # layers, KV heads, bytes of position and bias
 
 
 @pytest.mark.parametrize("policy", ["full", "sliding"])
-def test_what_is_deleted_is_given_back(policy: str) -> None:
+def test_deleted_cells_free_their_storage(policy: str) -> None:
     session = MODEL.session(1024, policy=policy)
     session.feed(TEXT[:1000])
     for start in range(900, 20, -40):
         session.delete(start, start + 38)
-        held = session.cache.cells + 256 + 1  # and the newest segment's room to grow
-        assert session.cache.nbytes <= 2 * held * session.cache.layout.cell_bytes
+        allowed = session.cache.cells + 256 + 1  # and the newest segment's free slots
+        assert session.cache.nbytes <= 2 * allowed * session.cache.layout.cell_bytes
     assert session.cache.cells < 200
 
 
-def test_what_a_fork_still_looks_at_is_not_copied_to_free_what_it_does_not() -> None:
+def test_shared_storage_is_copied_only_once_the_parent_is_gone() -> None:
     parent = MODEL.session(1024, policy="full")
     parent.feed(TEXT[:1000])
     fork = parent.fork(at=300)

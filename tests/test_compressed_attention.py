@@ -1,4 +1,4 @@
-"""Attention over compressed cells equals a dense reference: every KV head its own, with biases."""
+"""Attention over compressed cells equals a dense reference, with a bias for each cell."""
 
 from collections.abc import Callable
 
@@ -36,8 +36,8 @@ def twice() -> Session:
     return session
 
 
-def archive() -> Session:
-    """One token after a block was archived: none follows soon."""
+def archive_after_block() -> Session:
+    """An archive one token after a block was compressed, so that none follows soon."""
     return biased(Setting().fed(245))
 
 
@@ -48,7 +48,7 @@ def archive_edited() -> Session:
 
 
 def by_heads(ratio: float = 3.0) -> Session:
-    """Each layer and KV head has a number of cells of its own."""
+    """A session in which each layer and KV head has its own number of cells."""
     session = MODEL.session(policy="full")
     session.feed(TEXT[:300])
     session.compress(ratio, "keydiff", recent=20, budget="heads")
@@ -56,7 +56,7 @@ def by_heads(ratio: float = 3.0) -> Session:
 
 
 def by_heads_pinned() -> Session:
-    """Two runs of them, and exact cells between."""
+    """Two runs of ragged cells with exact cells between them."""
     session = MODEL.session(policy="full")
     session.feed(TEXT[:300])
     session.pin(150, 160)
@@ -72,7 +72,7 @@ def by_heads_edited() -> Session:
 
 
 def by_heads_edited_before() -> Session:
-    """Cells on both sides of a pinned token; what lies before it moves."""
+    """Ragged cells on both sides of an edit in a pin; those before it move."""
     session = by_heads_pinned()
     session.replace(152, 155, TEXT[:1])
     return session
@@ -85,15 +85,15 @@ def by_heads_twice() -> Session:
     return session
 
 
-def by_heads_then_all_alike() -> Session:
-    """All heads become as many times fewer: those that have few, few again."""
+def by_heads_then_uniform() -> Session:
+    """Ragged cells compressed again by the same ratio in every head."""
     session = by_heads(2.0)
     session.feed(TEXT[:60])
     session.compress(2.0, "fitted", recent=20, budget="uniform")
     return session
 
 
-def all_alike_then_by_heads() -> Session:
+def uniform_then_by_heads() -> Session:
     session = compressed("fitted", 2.0)
     session.feed(TEXT[:60])
     session.compress(2.0, "keydiff", recent=20, budget="heads")
@@ -106,14 +106,14 @@ RAGGED = [
     by_heads_edited,
     by_heads_edited_before,
     by_heads_twice,
-    by_heads_then_all_alike,
-    all_alike_then_by_heads,
+    by_heads_then_uniform,
+    uniform_then_by_heads,
 ]
-MADE = [compressed, edited, twice, archive, archive_edited, *RAGGED]
+SESSIONS = [compressed, edited, twice, archive_after_block, archive_edited, *RAGGED]
 
 
 @pytest.mark.parametrize("make", RAGGED)
-def test_heads_have_numbers_of_cells_of_their_own(make: Callable[[], Session]) -> None:
+def test_heads_have_different_numbers_of_cells(make: Callable[[], Session]) -> None:
     slots = [segment.block.slots for segment in make().cache.segments]
     ragged = [cells for cells in slots if isinstance(cells, Ragged)]
     assert ragged
@@ -121,26 +121,26 @@ def test_heads_have_numbers_of_cells_of_their_own(make: Callable[[], Session]) -
 
 
 @pytest.mark.parametrize("step", [1, 5, 64])
-@pytest.mark.parametrize("make", MADE)
+@pytest.mark.parametrize("make", SESSIONS)
 def test_logits_equal_the_dense_reference(make: Callable[[], Session], step: int) -> None:
     session = make()
     session.prefill_step = step
-    listed = ListedCells(session)
-    assert listed.bias[0, 0].abs().max() > 0.5
+    reference = ListedCells(session)
+    assert reference.bias[0, 0].abs().max() > 0.5
     for first in (0, 3):
-        expected = listed.feed(TEXT[first : first + 3])
+        expected = reference.feed(TEXT[first : first + 3])
         session.feed(TEXT[first : first + 3])
         assert (session.logits - expected).abs().max() <= 1e-3
 
 
-@pytest.mark.parametrize("make", MADE)
-def test_a_group_of_forks_says_what_the_reference_says(make: Callable[[], Session]) -> None:
+@pytest.mark.parametrize("make", SESSIONS)
+def test_logits_of_a_group_of_forks_equal_the_dense_reference(make: Callable[[], Session]) -> None:
     parent = make()
     group = SessionGroup([parent.fork() for _ in range(3)])
     for index, fork in enumerate(group.sessions):
         fork.feed([index + 1])
-    listed = [ListedCells(fork) for fork in group.sessions]
+    references = [ListedCells(fork) for fork in group.sessions]
     for _ in range(2):
         tokens = group.next_tokens()
-        for fork, each, token in zip(group.sessions, listed, tokens, strict=True):
-            assert (fork.logits - each.feed([token])).abs().max() <= 1e-3
+        for fork, reference, token in zip(group.sessions, references, tokens, strict=True):
+            assert (fork.logits - reference.feed([token])).abs().max() <= 1e-3

@@ -1,4 +1,4 @@
-"""What must hold for every policy: the bound, the window, chunk independence, distances, errors."""
+"""Invariants of bounded sessions: budget, window, prefill steps, distances and errors."""
 
 from dataclasses import dataclass
 
@@ -35,7 +35,7 @@ def bounded(draw: st.DrawFn) -> Setting:
     return Setting(max_kv_size, keep, draw(st.sampled_from([1, 2, 3, 7, 64])))
 
 
-# What a user does: feed tokens, take some back, or change how many of the first ones stay.
+# Calls: feed tokens, rewind some, or change how many of the first ones are kept.
 ACTIONS = st.lists(
     st.one_of(
         st.tuples(st.just("feed"), TOKENS),
@@ -58,7 +58,7 @@ def act(session: Session, action: tuple[str, object]) -> None:
 
 
 def state(session: Session) -> tuple[object, ...]:
-    """All that a session is, to the bit."""
+    """Return the complete state of a session, to compare it bit for bit."""
     segments = [
         (*vars(segment.read(0, segment.length)).values(), segment.map, segment.anchor)
         for segment in session.cache.all_segments
@@ -89,7 +89,7 @@ def test_the_budget_binds_after_every_call(setting: Setting, actions: list) -> N
         except KvkeepError:
             pass
         assert session.cache.cells <= setting.max_kv_size
-        # A change of `keep` cuts storage in two: what it leaves idle is an eighth at most.
+        # A change of `keep` cuts storage in two, of which at most an eighth is idle.
         most = setting.max_kv_size + setting.max_kv_size // 8
         assert session.cache.nbytes <= most * cell_bytes
 
@@ -98,19 +98,19 @@ def test_the_budget_binds_after_every_call(setting: Setting, actions: list) -> N
 @given(bounded(), ACTIONS)
 def test_a_refused_call_changes_nothing(setting: Setting, actions: list) -> None:
     session = setting.session()
-    bad = [("feed", []), ("feed", [256]), ("feed", [3, -1]), ("rewind", -1), ("keep", -2)]
-    for action in [*actions, *bad]:
+    invalid = [("feed", []), ("feed", [256]), ("feed", [3, -1]), ("rewind", -1), ("keep", -2)]
+    for action in [*actions, *invalid]:
         before = state(session)
         try:
             act(session, action)
         except KvkeepError:
             assert same(state(session), before)
         else:
-            assert action not in bad
+            assert action not in invalid
 
 
-class Seen(Exception):
-    """Thrown out of a forward in its middle."""
+class ForwardFailed(Exception):
+    """Raised in the middle of a forward."""
 
 
 @settings(max_examples=40)
@@ -124,13 +124,13 @@ def test_a_step_that_fails_inside_the_model_changes_nothing(
     before = state(session)
 
     def failing(step: AnyStep, index: int, *args: torch.Tensor) -> torch.Tensor:
-        found = step.attend(index, *args)
+        out = step.attend(index, *args)
         if index == layer:
-            raise Seen
-        return found
+            raise ForwardFailed
+        return out
 
     more = more[: setting.prefill_step]
-    with attending(MODEL.decoder, failing), pytest.raises(Seen):
+    with attending(MODEL.decoder, failing), pytest.raises(ForwardFailed):
         session.feed(more)
     assert same(state(session), before)
     session.feed(more)
@@ -151,44 +151,43 @@ def test_the_prefill_step_does_not_change_logits(
         assert (session.logits - other.logits).abs().max() <= 1e-3
 
 
-class Watched:
-    """A session whose cells know which token they are of, read back through attention itself.
+class AttentionProbe:
+    """A session whose values encode their tokens' times, so that attention shows which it saw.
 
-    Values are replaced by a code of the token's time, keys and queries by zeroes: then every
-    visible cell has the same weight, and the output tells the number of cells and, by a second
-    element, their mean time.
+    Keys and queries are zeros: then every visible cell has the same weight, and the output gives
+    the number of cells and, by a second element, their mean time.
     """
 
     def __init__(self, setting: Setting):
         self.session = setting.session()
         self.cache: KVCache = self.session.cache
-        self.found: list[tuple[float, float]] = []
+        self.outputs: list[tuple[float, float]] = []
 
     def feed(self, count: int, step: int) -> None:
-        """Runs `count` tokens through the policy in steps, on bare attention."""
+        """Run `count` tokens through the policy and attention in steps, without a model."""
         layout = self.cache.layout
-        done = 0
-        while done < count:
-            n = min(self.session._memory.policy.open(self.cache, count - done), step)
+        fed = 0
+        while fed < count:
+            n = min(self.session._memory.policy.open(self.cache, count - fed), step)
             times = torch.arange(self.cache.time, self.cache.time + n, dtype=torch.float32)
             codes = torch.zeros(n, layout.kv_heads, layout.head_dim)
             codes[:, :, 0] = (times == 0)[:, None]
             codes[:, :, 1] = times[:, None]
-            nothing = torch.zeros(n, layout.kv_heads, layout.head_dim)
-            with self.cache.step(n) as now:
+            zeros = torch.zeros(n, layout.kv_heads, layout.head_dim)
+            with self.cache.step(n) as current:
                 for layer in range(layout.layers):
                     q = torch.zeros(n, 4, layout.head_dim)
-                    out = now.attend(layer, q, nothing, codes).view(n, 4, -1)
-            self.found += [(float(row[0, 0]), float(row[0, 1])) for row in out]
-            done += n
+                    out = current.attend(layer, q, zeros, codes).view(n, 4, -1)
+            self.outputs += [(float(row[0, 0]), float(row[0, 1])) for row in out]
+            fed += n
 
 
 @settings(max_examples=60)
 @given(bounded(), st.integers(1, 70))
-def test_each_token_sees_the_kept_ones_and_the_whole_window(setting: Setting, count: int) -> None:
-    watched = Watched(setting)
-    watched.feed(count, setting.prefill_step)
-    for time, (first_seen, mean_time) in enumerate(watched.found):
+def test_each_token_sees_the_kept_tokens_and_the_whole_window(setting: Setting, count: int) -> None:
+    probe = AttentionProbe(setting)
+    probe.feed(count, setting.prefill_step)
+    for time, (first_seen, mean_time) in enumerate(probe.outputs):
         kept = list(range(min(setting.keep, time + 1)))
         newest = range(time, max(time - setting.max_kv_size + setting.keep, setting.keep - 1), -1)
         seen = kept + [t for t in newest if t not in kept]
@@ -199,16 +198,16 @@ def test_each_token_sees_the_kept_ones_and_the_whole_window(setting: Setting, co
 
 @settings(max_examples=60)
 @given(bounded(), ACTIONS)
-def test_no_query_stands_further_away_than_the_budget(setting: Setting, actions: list) -> None:
+def test_no_distance_exceeds_the_budget(setting: Setting, actions: list) -> None:
     session = setting.session()
     for action in actions:
         try:
             act(session, action)
         except KvkeepError:
             continue
-        now = session.cache.time - 1
+        current = session.cache.time - 1
         for segment in session.cache.segments:
             if segment.length:
                 positions = segment.read(0, segment.length).positions
-                distances = segment.map(now) - positions
+                distances = segment.map(current) - positions
                 assert 0 <= int(distances.min()) <= int(distances.max()) < setting.max_kv_size

@@ -1,4 +1,4 @@
-"""What must hold for every policy, on the path that users run: the default model, compiled, bf16.
+"""Invariants of every policy on the default path: the default model, compiled kernels, bf16.
 
 Random histories with failures and Ctrl-C in the middle of calls, stores, forks, spans and pins.
 """
@@ -24,14 +24,14 @@ QUICK = settings(
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-# What goes wrong in the middle of a call: nothing, a failure or a Ctrl-C at one of its lines.
-TROUBLE = st.tuples(st.sampled_from(["none", "fails", "interrupted"]), st.integers(0, 900))
-# Each but the first two, which say what there is to compress and what stays.
-BROKEN_OFF = [("none", 0)] * 2 + [("fails", 150), ("interrupted", 400)] * 5
+# The fault in the middle of a call: none, or a failure or a Ctrl-C at one of its lines.
+FAULT = st.tuples(st.sampled_from(["none", "fails", "interrupted"]), st.integers(0, 900))
+# None in the first two calls, which feed what is compressed, and pin what stays.
+FAULTS_BY_HEADS = [("none", 0)] * 2 + [("fails", 150), ("interrupted", 400)] * 5
 
 
 def require_sound(session: Session) -> None:
-    """What holds after every call, whatever became of it."""
+    """Check what holds after every call, failed ones included."""
     memory, cache = session._state.memory, session.cache
     serials = list(memory.serials)
     live = [serial for serial in cache.serials() if serial >= 0]
@@ -42,7 +42,7 @@ def require_sound(session: Session) -> None:
     assert set(live) <= set(serials)
     assert set(memory.pins) <= set(live)
     assert all(0 <= span.start <= span.end <= len(serials) for span in session.spans.values())
-    # What a segment holds is seen neither from the future nor from further than the model learnt.
+    # No cell is seen from before its position or from beyond the trained length.
     for segment in cache.segments:
         distance = segment.map(cache.time) - segment.positions()
         assert int(distance.min()) > 0
@@ -50,13 +50,13 @@ def require_sound(session: Session) -> None:
     assert bool(session.logits.isfinite().all())
 
 
-def do(session: Session, action: tuple[Any, ...], trouble: tuple[str, int]) -> Session:
-    """Does it, with trouble on the way; the session to go on with."""
-    kind, line = trouble
-    before, found = whole_state(session), [session]
+def act_with_fault(session: Session, action: tuple[Any, ...], fault: tuple[str, int]) -> Session:
+    """Make one call with a fault in its middle; return the session to continue with."""
+    kind, line = fault
+    before, result = whole_state(session), [session]
 
     def call() -> None:
-        found[0] = act(session, action)
+        result[0] = act(session, action)
 
     if kind == "fails":
         broken = broken_off_at(line, call)
@@ -64,29 +64,29 @@ def do(session: Session, action: tuple[Any, ...], trouble: tuple[str, int]) -> S
         broken = interrupted_from(line, call)
     else:
         broken = call() is not None
-    steps = action[0] in ("feed", "next")  # whole after each step
+    steps = action[0] in ("feed", "next")  # these commit after each step
     after = whole_state(session)
     if broken and not steps and after["tokens"] == before["tokens"]:
         changed = {
             where.split()[0].split("[")[0].rstrip(":") for where in differences(before, after)
         }
-        # Through, or as before: what was pinned, kept or compressed is so with all that belongs
-        # to it; nothing else differs.
+        # Committed or rolled back as a whole: pins, keep or a compression with all that belongs to
+        # them, and nothing else.
         assert changed <= {"pins", "policy", "segments", "window", "time", "serial"}
         assert ("pins" in changed) <= ("segments" in changed)
-    return found[0]
+    return result[0]
 
 
 @QUICK
-@given(SETTINGS, ACTIONS, st.lists(TROUBLE, min_size=7, max_size=7))
+@given(SETTINGS, ACTIONS, st.lists(FAULT, min_size=7, max_size=7))
 @example({"policy": "full"}, BY_HEADS, [("none", 0)] * len(BY_HEADS))
-@example({"policy": "full"}, BY_HEADS, BROKEN_OFF)
-def test_it_is_sound_after_every_call_whatever_went_wrong(
-    smollm2: Model, setting: dict[str, Any], actions: list[Any], troubles: list[Any]
+@example({"policy": "full"}, BY_HEADS, FAULTS_BY_HEADS)
+def test_a_session_is_sound_after_every_call_and_fault(
+    smollm2: Model, setting: dict[str, Any], actions: list[Any], faults: list[Any]
 ) -> None:
     session = new(smollm2, setting)
-    for action, trouble in zip(actions, troubles, strict=False):
-        session = do(session, action, trouble)
+    for action, fault in zip(actions, faults, strict=False):
+        session = act_with_fault(session, action, fault)
         require_sound(session)
 
 
@@ -125,25 +125,25 @@ def test_a_refused_call_changes_nothing(
 
 @QUICK
 @given(SETTINGS, st.sampled_from([7, 64, 300]), st.integers(257, 400))
-def test_how_a_prompt_is_cut_and_whether_it_was_stored_are_rounding(
+def test_prefill_steps_and_stored_prefixes_change_logits_by_rounding_only(
     smollm2: Model, tmp_path: Path, setting: dict[str, Any], step: int, count: int
 ) -> None:
-    """Archives decide by what they see, so that rounding may change which cells stay."""
+    """Archives score cells by attention, so rounding may change which cells stay."""
     store = PrefixStore(tmp_path / "prefixes")
-    ways = [
+    sessions = [
         smollm2.session(prefill_step=512, **setting),
         smollm2.session(prefill_step=step, **setting),
         smollm2.session(prefill_step=128, store=store, **setting),
         smollm2.session(prefill_step=128, store=store, **setting),
     ]
-    for session in ways:
+    for session in sessions:
         session.feed(TEXT[: min(count, session.max_kv_size) if session.room else count])
         require_sound(session)
-    assert {session.cache.cells for session in ways} == {ways[0].cache.cells}
+    assert {session.cache.cells for session in sessions} == {sessions[0].cache.cells}
     if setting["policy"] == "archive":
         return
-    first = ways[0].logits.log_softmax(-1)
-    for session in ways[1:]:
+    first = sessions[0].logits.log_softmax(-1)
+    for session in sessions[1:]:
         other = session.logits.log_softmax(-1)
         divergence = float((first.exp() * (first - other)).sum())
         assert divergence < (0.02 if setting.get("kv_bits") else 0.005)

@@ -1,4 +1,4 @@
-"""How much room there is, and what becomes of `keep=-1` until a first prompt is there."""
+"""`Session.room`, and `keep=-1` until a first prompt was fed."""
 
 import pytest
 import torch
@@ -11,8 +11,8 @@ MODEL = small_model(max_positions=400)
 TEXT = [1 + i * 7 % 250 for i in range(400)]
 
 
-def fails_on(text: list[int], error: type[BaseException]):
-    """A session that keeps its whole first prompt, and whose first feed has failed."""
+def session_after_failed_feed(text: list[int], error: type[BaseException]):
+    """Return a session with `keep=-1` whose first feed raised an error and changed nothing."""
     session = MODEL.session(64, keep=-1, prefill_step=16)
     before = whole_state(session)
     with pytest.raises(error):
@@ -21,12 +21,12 @@ def fails_on(text: list[int], error: type[BaseException]):
     return session
 
 
-def test_keep_minus_one_waits_for_a_prompt_that_is_taken_in() -> None:
+def test_keep_minus_one_applies_to_the_first_prompt_that_succeeds() -> None:
     weight = MODEL.decoder.tensors["model.layers.1.mlp.down_proj.weight"]
     sound = weight.clone()
     weight[0, 0] = torch.nan
     try:
-        session = fails_on(TEXT[:20], NonFiniteLogits)
+        session = session_after_failed_feed(TEXT[:20], NonFiniteLogits)
     finally:
         weight.copy_(sound)
     assert session.keep == -1
@@ -36,14 +36,14 @@ def test_keep_minus_one_waits_for_a_prompt_that_is_taken_in() -> None:
     assert session._memory.serials[:20] == session.cache.serials()[:20]
 
 
-def test_keep_minus_one_waits_after_a_prompt_that_could_not_be_kept() -> None:
-    session = fails_on(TEXT[:64], InvalidArgument)
+def test_keep_minus_one_still_applies_after_a_prompt_that_is_too_long() -> None:
+    session = session_after_failed_feed(TEXT[:64], InvalidArgument)
     assert session.keep == -1
     session.feed(TEXT[:63])
     assert session.keep == 63
 
 
-def test_keep_minus_one_holds_once_a_part_of_the_first_prompt_is_there() -> None:
+def test_keep_minus_one_is_set_by_an_interrupted_first_prompt() -> None:
     session = MODEL.session(64, keep=-1, prefill_step=16)
 
     def stop(count: int) -> None:
@@ -59,7 +59,7 @@ def test_keep_minus_one_holds_once_a_part_of_the_first_prompt_is_there() -> None
 
 
 @pytest.mark.parametrize("policy", ["full", "self_extend"])
-def test_keep_minus_one_is_refused_at_once_where_every_token_is_kept(policy: str) -> None:
+def test_keep_minus_one_is_refused_by_policies_without_keep(policy: str) -> None:
     with pytest.raises(InvalidArgument, match="keep"):
         MODEL.session(policy=policy, keep=-1, window=64 if policy == "self_extend" else None)
     session = MODEL.session(policy=policy, window=64 if policy == "self_extend" else None)
@@ -71,7 +71,7 @@ def test_keep_minus_one_is_refused_at_once_where_every_token_is_kept(policy: str
     assert session.tokens == TEXT[:10]
 
 
-def test_what_compressing_freed_is_room_again() -> None:
+def test_compression_frees_room() -> None:
     session = MODEL.session(100, policy="full")
     session.feed(TEXT[:100])
     assert session.room == 0
@@ -84,18 +84,18 @@ def test_what_compressing_freed_is_room_again() -> None:
         session.feed(TEXT[:1])
 
 
-def test_room_ends_where_the_model_was_trained_to_look() -> None:
+def test_room_is_limited_by_the_trained_distance() -> None:
     session = MODEL.session(policy="full")
     session.feed(TEXT[:380])
     session.compress(4, recent=10)
-    assert session.room == 20  # cells are few, but the first stands 380 positions back of 400
+    assert session.room == 20  # few cells, but the first is 380 of 400 positions away
     session.feed(TEXT[:20])
     assert session.cache.reach == 400
     with pytest.raises(ContextFull, match="400 positions away"):
         session.feed(TEXT[:1])
 
 
-def test_room_is_the_same_in_a_session_from_a_file(tmp_path) -> None:
+def test_a_restored_session_has_the_same_room(tmp_path) -> None:
     from kvkeep import Snapshot
 
     session = MODEL.session(100, policy="full")

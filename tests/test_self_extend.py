@@ -1,4 +1,4 @@
-"""Self-extend equals LongLM's two attentions, and reads further than the model was trained for."""
+"""Policy `self_extend` equals LongLM, and works beyond the model's trained length."""
 
 import math
 
@@ -19,8 +19,8 @@ MODEL = small_model(sharpness=0.2)
 TEXT = [(i * i * 7 + 3 * i) % 255 + 1 for i in range(150)]
 
 
-class TwoAttentions:
-    """LongLM as its paper defines it: each pair of tokens is near or grouped. Token by token."""
+class LongLMReference:
+    """LongLM as in its paper, token by token: each pair of tokens is near or grouped."""
 
     def __init__(self, spec: ModelSpec, group: int, window: int):
         self.spec, self.group, self.window = spec, group, window
@@ -28,13 +28,13 @@ class TwoAttentions:
         self.values: list[list[Tensor]] = [[] for _ in range(spec.layers)]
         self.frequencies = torch.tensor(spec.rope.inverse_frequencies, dtype=torch.float64)
 
-    def at(self, x: Tensor, positions: Tensor) -> Tensor:
-        """x: `[n, heads, head_dim]`."""
+    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Rotate `x: [n, heads, head_dim]` to positions."""
         half = x.shape[-1] // 2
         angles = positions.double()[:, None] * self.frequencies
-        turned = torch.complex(x[..., :half].double(), x[..., half:].double())
-        turned = turned * torch.polar(torch.ones_like(angles), angles)[:, None]
-        return torch.cat((turned.real, turned.imag), -1).float()
+        pairs = torch.complex(x[..., :half].double(), x[..., half:].double())
+        pairs = pairs * torch.polar(torch.ones_like(angles), angles)[:, None]
+        return torch.cat((pairs.real, pairs.imag), -1).float()
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.keys[layer].append(k[0])
@@ -42,24 +42,24 @@ class TwoAttentions:
         groups = self.spec.heads // self.spec.kv_heads
         keys = torch.stack(self.keys[layer]).repeat_interleave(groups, 1)
         values = torch.stack(self.values[layer]).repeat_interleave(groups, 1)
-        time, places = keys.shape[0] - 1, torch.arange(keys.shape[0])
+        time, positions_held = keys.shape[0] - 1, torch.arange(keys.shape[0])
         near = torch.einsum(
-            "hd,nhd->hn", self.at(q, torch.tensor([time]))[0], self.at(keys, places)
+            "hd,nhd->hn", self.rotate(q, torch.tensor([time]))[0], self.rotate(keys, positions_held)
         )
-        far_place = time // self.group + self.window - self.window // self.group
+        far_position = time // self.group + self.window - self.window // self.group
         far = torch.einsum(
             "hd,nhd->hn",
-            self.at(q, torch.tensor([far_place]))[0],
-            self.at(keys, places // self.group),
+            self.rotate(q, torch.tensor([far_position]))[0],
+            self.rotate(keys, positions_held // self.group),
         )
-        scores = torch.where(time - places < self.window, near, far)
+        scores = torch.where(time - positions_held < self.window, near, far)
         weights = (scores / math.sqrt(self.spec.head_dim)).softmax(-1)
         return torch.einsum("hn,nhd->hd", weights, values).reshape(1, -1)
 
 
 @torch.inference_mode()
 def expected_logits(decoder: Decoder, tokens: list[int], group: int, window: int) -> Tensor:
-    cache = TwoAttentions(decoder.spec, group, window)
+    cache = LongLMReference(decoder.spec, group, window)
     network = Network(decoder.spec, decoder.tensors)
     hidden = [network.forward(torch.tensor([t]), cache) for t in tokens]
     return decoder.logits(torch.cat(hidden))
@@ -67,7 +67,7 @@ def expected_logits(decoder: Decoder, tokens: list[int], group: int, window: int
 
 @pytest.mark.parametrize(("group", "window"), [(2, 16), (4, 16), (8, 64), (1, 10), (5, 5)])
 @pytest.mark.parametrize("prefill_step", [1, 7, 100])
-def test_logits_equal_the_two_attentions(group: int, window: int, prefill_step: int) -> None:
+def test_logits_equal_the_longlm_reference(group: int, window: int, prefill_step: int) -> None:
     expected = expected_logits(MODEL.decoder, TEXT, group, window)
     session = MODEL.session(
         policy="self_extend", group=group, window=window, prefill_step=prefill_step
@@ -80,7 +80,7 @@ def test_logits_equal_the_two_attentions(group: int, window: int, prefill_step: 
     assert session.cache.cells == len(TEXT)
 
 
-def test_it_goes_on_exactly_from_a_snapshot_and_in_a_fork(tmp_path) -> None:
+def test_a_restored_session_and_a_fork_continue_exactly(tmp_path) -> None:
     expected = expected_logits(MODEL.decoder, TEXT, 4, 16)
     session = MODEL.session(policy="self_extend", group=4, window=16)
     session.feed(TEXT[:100])
@@ -93,7 +93,7 @@ def test_it_goes_on_exactly_from_a_snapshot_and_in_a_fork(tmp_path) -> None:
     assert torch.equal(session.logits, restored.logits)
 
 
-def test_a_failed_step_leaves_no_cell_in_two_places() -> None:
+def test_a_failed_step_copies_no_cell_to_the_far_segment() -> None:
     session, other = (MODEL.session(policy="self_extend", group=4, window=16) for _ in range(2))
     for each in (session, other):
         each.feed(TEXT[:60])
@@ -111,17 +111,17 @@ def test_a_failed_step_leaves_no_cell_in_two_places() -> None:
     assert torch.equal(session.logits, other.logits)
 
 
-def test_it_is_full_where_a_distance_would_exceed_the_trained_length() -> None:
+def test_the_budget_ends_where_a_distance_would_exceed_the_trained_length() -> None:
     model = small_model(max_positions=64)
     session = model.session(policy="self_extend", group=4, window=16)
     assert session.max_kv_size == 4 * (64 - 16) + 16
     session.feed([1 + i % 200 for i in range(session.max_kv_size)])
     with pytest.raises(ContextFull):
         session.feed([1])
-    now = session.cache.time - 1
+    time = session.cache.time - 1
     for segment in session.cache.segments:
         positions = segment.read(0, segment.length).positions
-        assert int((segment.map(now) - positions).max()) < 64
+        assert int((segment.map(time) - positions).max()) < 64
 
 
 def test_rewind_stays_within_the_window() -> None:
@@ -134,14 +134,14 @@ def test_rewind_stays_within_the_window() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"group": 3, "window": 16}, {"group": 0}, {"window": -4}, {"group": -1}]
+    "invalid", [{"group": 3, "window": 16}, {"group": 0}, {"window": -4}, {"group": -1}]
 )
-def test_numbers_that_do_not_fit_are_refused(wrong: dict) -> None:
+def test_invalid_settings_are_refused(invalid: dict) -> None:
     with pytest.raises(InvalidArgument, match="found"):
-        MODEL.session(policy="self_extend", **wrong)
+        MODEL.session(policy="self_extend", **invalid)
 
 
-def test_its_settings_belong_to_no_other_policy() -> None:
+def test_group_is_no_setting_of_sliding() -> None:
     with pytest.raises(InvalidArgument, match="no setting 'group'"):
         MODEL.session(policy="sliding", group=4)
 
@@ -172,7 +172,7 @@ def test_it_finds_the_pass_key_beyond_the_trained_length(smollm2: Model, junk: i
 
 
 @pytest.mark.slow
-def test_perplexity_beyond_the_trained_length_stays_what_it_was(smollm2: Model) -> None:
+def test_perplexity_does_not_rise_beyond_the_trained_length(smollm2: Model) -> None:
     session = smollm2.session(policy="self_extend")
     scores = session.score(topic_ids(smollm2)[:12_000])
     before, beyond = (math.exp(-float(scores[end - 2_000 : end].mean())) for end in (6_000, 12_000))

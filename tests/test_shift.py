@@ -1,4 +1,4 @@
-"""Policy `shift`: many of the oldest cells go at once, the rest is seen from where it is then."""
+"""Policy `shift`: many of the oldest cells are evicted at once, and distances close up."""
 
 import pytest
 import torch
@@ -17,28 +17,26 @@ def shifting(discard: int | None = None, prefill_step: int = 512) -> Session:
     return MODEL.session(20, 4, "shift", prefill_step, discard=discard)
 
 
-@pytest.mark.parametrize(("discard", "gone"), [(None, 8), (0, 8), (1, 1), (5, 5), (16, 16)])
-def test_the_oldest_cells_go_at_once_when_one_more_would_not_fit(
-    discard: int | None, gone: int
+@pytest.mark.parametrize(("discard", "evicted"), [(None, 8), (0, 8), (1, 1), (5, 5), (16, 16)])
+def test_the_oldest_cells_are_evicted_at_once_when_the_window_is_full(
+    discard: int | None, evicted: int
 ) -> None:
     session = shifting(discard)
-    assert session.discard == gone
+    assert session.discard == evicted
     session.feed(TEXT[:20])
     assert session.cache.cells == 20
     session.feed(TEXT[20:21])
-    assert session.cache.cells == 21 - gone
-    assert held(session) == [*range(4), *range(4 + gone, 21)]
-    assert distances(session) == list(range(20 - gone, -1, -1))
-    if gone > 1:
-        session.feed(TEXT[21 : 20 + gone])
+    assert session.cache.cells == 21 - evicted
+    assert held(session) == [*range(4), *range(4 + evicted, 21)]
+    assert distances(session) == list(range(20 - evicted, -1, -1))
+    if evicted > 1:
+        session.feed(TEXT[21 : 20 + evicted])
     assert session.cache.cells == 20
 
 
 @pytest.mark.parametrize("prefill_step", [1, 7, 512])
 @pytest.mark.parametrize("discard", [0, 1, 3, 16])
-def test_logits_are_those_of_the_naive_memory_at_every_token(
-    discard: int, prefill_step: int
-) -> None:
+def test_logits_equal_the_dense_reference_at_every_token(discard: int, prefill_step: int) -> None:
     session = shifting(discard, prefill_step)
     dense = DenseMemory(MODEL.decoder, 20, 4, discard)
     for part in (TEXT[:33], *([t] for t in TEXT[33:])):
@@ -48,7 +46,7 @@ def test_logits_are_those_of_the_naive_memory_at_every_token(
         assert (session.logits - dense.logits()).abs().max() <= 1e-3
 
 
-def test_discard_can_be_changed_in_the_middle_of_a_text() -> None:
+def test_discard_can_be_changed_between_tokens() -> None:
     session, dense = shifting(), DenseMemory(MODEL.decoder, 20, 4, 0)
     for discard in (3, 16, 1, 0):
         session.discard = discard
@@ -59,7 +57,7 @@ def test_discard_can_be_changed_in_the_middle_of_a_text() -> None:
     assert session.discard == 8
 
 
-def test_half_follows_what_is_kept_and_pinned() -> None:
+def test_the_default_discard_follows_keep_and_pins() -> None:
     session = shifting()
     session.feed(TEXT[:20])
     session.pin(10, 14)
@@ -69,7 +67,7 @@ def test_half_follows_what_is_kept_and_pinned() -> None:
 
 
 @pytest.mark.parametrize("discard", [-1, 17, 400])
-def test_a_discard_larger_than_what_may_go_is_refused(discard: int) -> None:
+def test_a_discard_larger_than_the_window_is_refused(discard: int) -> None:
     with pytest.raises(InvalidArgument, match=r"1 to 16.*found"):
         shifting(discard)
     session = shifting(5)
@@ -81,7 +79,7 @@ def test_a_discard_larger_than_what_may_go_is_refused(discard: int) -> None:
     assert same(state(session), before)
 
 
-def test_pins_and_keep_must_leave_what_is_to_be_discarded() -> None:
+def test_pins_and_keep_must_leave_a_window_of_discard_cells() -> None:
     session = shifting(12)
     session.feed(TEXT[:20])
     before = state(session)
@@ -93,7 +91,7 @@ def test_pins_and_keep_must_leave_what_is_to_be_discarded() -> None:
 
 
 @pytest.mark.parametrize("policy", ["full", "sliding"])
-def test_only_shift_lets_it_be_set(policy: str) -> None:
+def test_only_shift_has_the_setting_discard(policy: str) -> None:
     session = MODEL.session(20, policy=policy)
     with pytest.raises(InvalidArgument, match='policy="shift"'):
         session.discard = 3
@@ -103,7 +101,7 @@ def test_only_shift_lets_it_be_set(policy: str) -> None:
 
 
 @pytest.mark.parametrize("keep", [0, 4])
-def test_shift_by_one_is_sliding_bit_for_bit_on_a_long_text(keep: int) -> None:
+def test_shift_with_discard_1_equals_sliding_bit_for_bit(keep: int) -> None:
     shift = MODEL.session(20, keep, "shift", 7, discard=1)
     sliding = MODEL.session(20, keep, "sliding", 7)
     for part in (TEXT[:50], *([t] for t in TEXT[50:]), TEXT):

@@ -1,4 +1,4 @@
-"""Bounded logits equal a naive StreamingLLM on the real model, however the text is fed."""
+"""Bounded logits equal a naive StreamingLLM on the real model, for any prefill step."""
 
 import pytest
 import torch
@@ -24,13 +24,13 @@ def test_bounded_logits_equal_the_naive_reference(
 ) -> None:
     tokens = topic_ids(smollm2_fp32)[: max_kv_size + 36]
     expected = streaming_logits(smollm2_fp32.decoder, tokens, max_kv_size, keep, LAST)
-    assert expected.abs().max() > 15  # a scale at which 1e-3 means something
+    assert expected.abs().max() > 15  # so that a difference of 1e-3 is small
     for prefill_step in (1, 7, 512):
         session = smollm2_fp32.session(max_kv_size, keep, prefill_step=prefill_step)
         session.feed(tokens[: 1 - LAST])
-        found = [session.logits]
+        logits = [session.logits]
         for token in tokens[1 - LAST :]:
             session.feed([token])
-            found.append(session.logits)
-        assert (torch.stack(found) - expected).abs().max() <= 1e-3
+            logits.append(session.logits)
+        assert (torch.stack(logits) - expected).abs().max() <= 1e-3
         assert session.cache.cells == max_kv_size

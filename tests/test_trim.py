@@ -1,4 +1,4 @@
-"""What is given back to the system, and what is not."""
+"""Memory that is returned to the operating system, and memory that is not."""
 
 import ctypes
 import mmap
@@ -11,7 +11,7 @@ import pytest
 
 from kvkeep.runtime.memory import trim_code
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="asks /proc")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 STARTED = """
 from pathlib import Path
@@ -35,11 +35,11 @@ print(before, after)
 """
 
 
-def test_code_that_only_started_is_let_go_of_and_runs_again() -> None:
-    told = subprocess.run(
+def test_trimmed_code_is_loaded_again_when_it_runs() -> None:
+    result = subprocess.run(
         [sys.executable, "-c", STARTED], capture_output=True, text=True, check=True
     )
-    before, after = map(int, told.stdout.split())
+    before, after = map(int, result.stdout.split())
     assert before > 20_000  # kB
     assert after < before / 4
 
@@ -74,28 +74,28 @@ thread.join()
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="glibc's")
-def test_what_a_thread_has_freed_is_given_back() -> None:
-    # A threshold that is given is not learned, so what is freed stays where it is until then.
+def test_memory_freed_by_a_thread_is_returned() -> None:
+    # A threshold set by hand is not adapted, so freed memory stays mapped until the trim.
     environment = os.environ | {"MALLOC_TRIM_THRESHOLD_": str(1 << 28)}
-    told = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", FREED], capture_output=True, text=True, check=True, env=environment
     )
-    before, freed, after = map(int, told.stdout.split())
+    before, freed, after = map(int, result.stdout.split())
     assert freed > before + 30_000  # kB
     assert after < before + 6_000
 
 
-def test_code_that_was_changed_in_memory_stays_as_it_is(tmp_path: Path) -> None:
+def test_code_that_was_changed_in_memory_is_not_trimmed(tmp_path: Path) -> None:
     file = tmp_path / "code"
     file.write_bytes(bytes(2 * mmap.PAGESIZE))
-    with file.open("rb") as opened:
+    with file.open("rb") as stream:
         mapped = mmap.mmap(
-            opened.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
+            stream.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
         )
     mapped[mmap.PAGESIZE] = 7  # as a debugger sets a breakpoint
-    held = ctypes.c_char.from_buffer(mapped)
-    where = ctypes.c_void_p(ctypes.addressof(held))
+    buffer = ctypes.c_char.from_buffer(mapped)
+    address = ctypes.c_void_p(ctypes.addressof(buffer))
     protect = ctypes.CDLL(None, use_errno=True).mprotect
-    assert protect(where, ctypes.c_size_t(len(mapped)), mmap.PROT_READ | mmap.PROT_EXEC) == 0
+    assert protect(address, ctypes.c_size_t(len(mapped)), mmap.PROT_READ | mmap.PROT_EXEC) == 0
     trim_code()
     assert mapped[mmap.PAGESIZE] == 7
