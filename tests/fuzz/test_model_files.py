@@ -13,7 +13,7 @@ from tiny_gguf import tiny_llama, write_gguf
 
 from kvkeep.models.gguf.config import config_from_gguf
 from kvkeep.models.gguf.file import GgufFile
-from kvkeep.models.gguf.names import weights_of
+from kvkeep.models.gguf.names import named_tensors
 from kvkeep.models.gguf.tokenizer import build_tokenizer
 from kvkeep.models.spec.config import read_spec, spec_from_config
 from kvkeep.models.spec.families import FAMILIES
@@ -105,7 +105,7 @@ def test_a_damaged_gguf_is_refused_or_means_what_it_says(gguf: bytes, tmp_path: 
         file = GgufFile.open(path)
         config = config_from_gguf(file)
         spec = spec_from_config(config, {}, path)
-        tensors = weights_of(file, spec.architecture)
+        tensors = named_tensors(file, spec.architecture)
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
         check_tensors(spec, decoder_shapes(spec, shapes), path)
         build_tokenizer(file)

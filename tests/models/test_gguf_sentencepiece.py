@@ -16,7 +16,7 @@ from tokenizers.trainers import BpeTrainer
 from transformers import GemmaTokenizer, LlamaTokenizer
 
 from kvkeep.errors import BadModelFile
-from kvkeep.models.gguf.sentencepiece import merges_by_score
+from kvkeep.models.gguf.tokenizer import merges_by_score
 from kvkeep.models.text.codec import TextCodec
 from tests.models.vocabularies import (
     BYTE,

@@ -1,19 +1,27 @@
-"""From a GGUF file's metadata to the `config.json` of the same model in Hugging Face layout."""
+"""Translation of a GGUF file's metadata to the `config.json` of the same model.
+
+In this package, `family` is the value of `general.architecture`, such as "qwen3moe". It is also the
+prefix of the model's metadata keys.
+"""
 
 from typing import Any
 
 from kvkeep.errors import UnsupportedModel
 from kvkeep.models.gguf.experts import MIXTURES, mixture_config
 from kvkeep.models.gguf.file import GgufFile
-from kvkeep.models.gguf.gemma import gemma_config
-from kvkeep.models.gguf.gemma3n import gemma3n_config
+from kvkeep.models.gguf.gemma import gemma3n_config, gemma_config
 from kvkeep.models.gguf.layers import is_olmo3, layers_config
-from kvkeep.models.gguf.rope import has_temperature, original_length, rope_scaling, shortest
+from kvkeep.models.gguf.rope import (
+    has_temperature,
+    original_length,
+    rope_scaling,
+    shortest_decimal,
+)
 from kvkeep.models.gguf.vocabulary import special_id
 from kvkeep.models.spec.unsupported import unsupported_reason
 
-# general.architecture to the class and model_type. Mistral is stored as llama. A model that reads
-# images keeps what it needs for them in another file: this one is a language model as others are.
+# general.architecture to the class and model_type. Mistral is stored as llama. What a multimodal
+# model needs for images is in another file, so that this one is an ordinary language model.
 _FAMILIES = MIXTURES | {
     "llama": ("LlamaForCausalLM", "llama"),
     "mistral3": ("MistralForCausalLM", "mistral"),
@@ -35,32 +43,32 @@ _FAMILIES = MIXTURES | {
     "gemma4": ("Gemma4ForCausalLM", "gemma4_text"),
 }
 _COHERE = ("command-r", "cohere2")
-_MULTIPLIED = ("granite", "granitemoe")
-_ROTATE_PARTS = ("phi3", "glm4")  # of each head
-_IN_SECTIONS = ("qwen2vl", "qwen3vl", "qwen3vlmoe")  # by several positions, all the same in text
+_WITH_MULTIPLIERS = ("granite", "granitemoe")
+_PARTIAL_ROTARY = ("phi3", "glm4")  # rotate a part of each head
+# Multimodal RoPE: sections of a head rotate by several positions, which are all equal in text.
+_WITH_ROPE_SECTIONS = ("qwen2vl", "qwen3vl", "qwen3vlmoe")
 
 
 def config_from_gguf(file: GgufFile) -> dict[str, Any]:
-    """A config that `read_spec` and transformers 4 and 5 read alike.
+    """Return a config that `read_spec` and transformers 4 and 5 read alike.
 
-    Raises UnsupportedModel, naming what it is that is not supported; BadModelFile if fields are
-    missing.
+    Raises UnsupportedModel with the unsupported feature, and BadModelFile for missing fields.
     """
     family = _family(file)
     _refuse_unsupported(file, family)
     architecture, model_type = _FAMILIES[family]
-    window = file.whole(f"{family}.attention.sliding_window", 0)
+    window = file.non_negative(f"{family}.attention.sliding_window", 0)
     if family == "llama" and window:
         architecture, model_type = "MistralForCausalLM", "mistral"
     if family == "olmo2" and is_olmo3(file):
         architecture, model_type = "Olmo3ForCausalLM", "olmo3"
     if has_temperature(file, family):
         architecture, model_type = "Ministral3ForCausalLM", "ministral3"
-    heads = file.same(f"{family}.attention.head_count")
+    heads = file.uniform_count(f"{family}.attention.head_count")
     hidden_size = file.count(f"{family}.embedding_length")
     head_dim = file.count(f"{family}.attention.key_length", max(1, hidden_size // heads))
     rotated = head_dim
-    if family in _ROTATE_PARTS:
+    if family in _PARTIAL_ROTARY:
         rotated = file.count(f"{family}.rope.dimension_count", head_dim)
     mixture = mixture_config(file, family)
     config = {
@@ -68,45 +76,45 @@ def config_from_gguf(file: GgufFile) -> dict[str, Any]:
         "model_type": model_type,
         "vocab_size": _vocab_size(file),
         "hidden_size": hidden_size,
-        "intermediate_size": _width(file, family),
-        "num_hidden_layers": file.layers(family),
+        "intermediate_size": _mlp_width(file, family),
+        "num_hidden_layers": file.layer_count(family),
         "num_attention_heads": heads,
         "num_key_value_heads": _kv_heads(file, family, heads),
         "head_dim": head_dim,
         "hidden_act": "silu",
         "max_position_embeddings": file.count(f"{family}.context_length"),
         **_norm_eps(file, family),
-        "rope_theta": shortest(file.number(f"{family}.rope.freq_base", 10_000.0)),
+        "rope_theta": shortest_decimal(file.number(f"{family}.rope.freq_base", 10_000.0)),
         "rope_scaling": None if family == "gemma4" else rope_scaling(file, family, rotated),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": model_type != "qwen2" and "blk.0.attn_q.bias" in file.tensors,
         "torch_dtype": "bfloat16",
-        "pad_token_id": None,  # not what a class has where nothing is said
+        "pad_token_id": None,  # not the default of the config class
     }
     if model_type in ("llama", "granite", "smollm3") and not mixture:
         config["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
     if model_type in ("mistral", "ministral3", "phi3"):
         config["sliding_window"] = window or None
-    if family in _ROTATE_PARTS:
+    if family in _PARTIAL_ROTARY:
         config["partial_rotary_factor"] = rotated / head_dim
     if family in _COHERE:
-        # All Cohere 2 have one; without one llama.cpp leaves the logits of Command R as they are.
+        # Every Cohere 2 states it; llama.cpp does not scale a Command R that states none.
         scale = file.number(f"{family}.logit_scale", 1.0 if family == "command-r" else None)
-        config["logit_scale"] = shortest(scale) or 1.0
-    if family in _MULTIPLIED:
+        config["logit_scale"] = shortest_decimal(scale) or 1.0
+    if family in _WITH_MULTIPLIERS:
         config |= _multipliers(file, family, head_dim)
     if family == "phi3":
         key, scaling = "original_max_position_embeddings", config["rope_scaling"]
-        said = scaling.get(key) if isinstance(scaling, dict) else None
-        config[key] = said or original_length(file, family)
+        stated = scaling.get(key) if isinstance(scaling, dict) else None
+        config[key] = stated or original_length(file, family)
     if family in ("gemma2", "gemma3", "gemma4"):
         config |= gemma_config(file, family, head_dim)
     if family == "gemma3n":
         config |= gemma3n_config(file)
     config |= layers_config(file, family, config) | mixture
-    if "rope_parameters" in config:  # as transformers 5 has it alone
+    if "rope_parameters" in config:  # replaces these two in transformers 5
         del config["rope_theta"], config["rope_scaling"]
-    # The config classes of these scale RoPE where a config does not mention it.
+    # The config classes of these scale RoPE by default.
     if model_type in ("gpt_oss", "ministral3") and config.get("rope_scaling") is None:
         config["rope_scaling"] = {"rope_type": "default"}
     for role, key in (("bos", "bos_token_id"), ("padding", "pad_token_id")):
@@ -118,46 +126,47 @@ def config_from_gguf(file: GgufFile) -> dict[str, Any]:
 def _norm_eps(file: GgufFile, family: str) -> dict[str, float]:
     if family in _COHERE:
         eps = file.number(f"{family}.attention.layer_norm_epsilon")
-        return {"layer_norm_eps": shortest(eps)}
-    return {"rms_norm_eps": shortest(file.number(f"{family}.attention.layer_norm_rms_epsilon"))}
+        return {"layer_norm_eps": shortest_decimal(eps)}
+    return {
+        "rms_norm_eps": shortest_decimal(file.number(f"{family}.attention.layer_norm_rms_epsilon"))
+    }
 
 
-def _width(file: GgufFile, family: str) -> int:
-    """Of the MLP. Granite 4 names another one beside it, that of experts which it has not."""
+def _mlp_width(file: GgufFile, family: str) -> int:
+    """Return the width of the MLP. A dense Granite 4 states it as that of a shared expert."""
     if family in ("gemma3n", "gemma4"):
-        return 0  # see `gguf_gemma3n.py`, `gguf_gemma.py`
+        return 0  # overwritten by gemma3n_config, gemma_config
     shared = f"{family}.expert_shared_feed_forward_length"
-    said = family == "granite" and file.whole(shared, 0) > 0
-    return file.same(shared if said else f"{family}.feed_forward_length")
+    is_shared = family == "granite" and file.non_negative(shared, 0) > 0
+    return file.uniform_count(shared if is_shared else f"{family}.feed_forward_length")
 
 
 def _kv_heads(file: GgufFile, family: str, heads: int) -> int:
     if family == "gemma4":
-        return heads  # see `gguf_gemma.py`
-    return file.same(f"{family}.attention.head_count_kv", heads)
+        return heads  # overwritten by gemma_config
+    return file.uniform_count(f"{family}.attention.head_count_kv", heads)
 
 
 def _multipliers(file: GgufFile, family: str, head_dim: int) -> dict[str, Any]:
-    usual = {"embedding_scale": 1.0, "residual_scale": 1.0, "logit_scale": 1.0}
-    usual["attention.scale"] = head_dim**-0.5
-    stated = {key: file.number(f"{family}.{key}", value) for key, value in usual.items()}
-    found = {key: shortest(value) or usual[key] for key, value in stated.items()}
+    def factor(key: str, default: float) -> float:  # 0 means the default
+        return shortest_decimal(file.number(f"{family}.{key}", default)) or default
+
     return {
-        "embedding_multiplier": found["embedding_scale"],
-        "residual_multiplier": found["residual_scale"],
-        "logits_scaling": found["logit_scale"],  # what logits are divided by, as in config.json
-        "attention_multiplier": found["attention.scale"],
+        "embedding_multiplier": factor("embedding_scale", 1.0),
+        "residual_multiplier": factor("residual_scale", 1.0),
+        "logits_scaling": factor("logit_scale", 1.0),  # in both files a divisor
+        "attention_multiplier": factor("attention.scale", head_dim**-0.5),
     }
 
 
 def eos_token_ids(file: GgufFile) -> list[int]:
-    """Every token that ends a text or a turn."""
+    """Return the ids of the tokens that end a text or a turn."""
     ids = [special_id(file, role) for role in ("eos", "eot")]
     return list(dict.fromkeys(index for index in ids if index is not None))
 
 
-# What lies beside models in the same format, by `general.type`.
-_NO_MODELS = {
+# GGUF files that are not models, by `general.type`.
+_NOT_MODELS = {
     "mmproj": "the projector of a vision model",
     "adapter": "an adapter (LoRA) for a model",
     "imatrix": "an importance matrix, by which models are quantised",
@@ -167,12 +176,12 @@ _NO_MODELS = {
 
 def _family(file: GgufFile) -> str:
     kind = file.text("general.type", "model")
-    family = file.text("general.architecture", "none" if kind in _NO_MODELS else None)
-    if family == "clip":  # of a projector, since before files had a type
+    family = file.text("general.architecture", "none" if kind in _NOT_MODELS else None)
+    if family == "clip":  # a projector of before general.type
         kind = "mmproj"
-    if kind in _NO_MODELS:
+    if kind in _NOT_MODELS:
         raise UnsupportedModel(
-            f"{file.path} is {_NO_MODELS[kind]}, not a language model: give the model's own file"
+            f"{file.path} is {_NOT_MODELS[kind]}, not a language model: give the model's own file"
         )
     if family not in _FAMILIES:
         raise UnsupportedModel(
@@ -183,66 +192,68 @@ def _family(file: GgufFile) -> str:
 
 
 def _vocab_size(file: GgufFile) -> int:
-    """Rows of the embedding: some models have more of them than tokens, as padding."""
+    """Return the rows of the embedding: some models pad it beyond their tokens."""
     if "token_embd.weight" in file.tensors:
         return file.tensors["token_embd.weight"].shape[0]
     return len(file.texts("tokenizer.ggml.tokens"))
 
 
 def _refuse_unsupported(file: GgufFile, family: str) -> None:
-    _refuse_relatives(file, family)
-    heads = file.same(f"{family}.attention.head_count")
-    usual = max(1, file.count(f"{family}.embedding_length") // heads)
-    head_dim = file.count(f"{family}.attention.key_length", usual)
+    _refuse_variants(file, family)
+    heads = file.uniform_count(f"{family}.attention.head_count")
+    default = max(1, file.count(f"{family}.embedding_length") // heads)
+    head_dim = file.count(f"{family}.attention.key_length", default)
     sizes = {"attention.value_length": head_dim}
-    if family not in _ROTATE_PARTS:
+    if family not in _PARTIAL_ROTARY:
         sizes["rope.dimension_count"] = head_dim
     if family == "gemma4":
         local = file.count("gemma4.attention.key_length_swa", head_dim)
         sizes |= {"attention.value_length_swa": local, "rope.dimension_count_swa": local}
-    for key, wanted in sizes.items():
-        size = file.count(f"{family}.{key}", wanted)
-        if size != wanted:
+    for key, expected in sizes.items():
+        size = file.count(f"{family}.{key}", expected)
+        if size != expected:
             raise UnsupportedModel(
-                f"{file.path} has {key} {size} where its heads have {wanted} dimensions; "
+                f"{file.path} has {key} {size} where its heads have {expected} dimensions; "
                 "only equal ones are supported in GGUF"
             )
 
 
-def _refuse_relatives(file: GgufFile, family: str) -> None:
-    """Models that are stored under the name of a family, and are not quite of it."""
-    granite = family in _MULTIPLIED and not file.flag(f"{family}.rope.scaling.finetuned", True)
-    against = {
+def _refuse_variants(file: GgufFile, family: str) -> None:
+    """Raise UnsupportedModel for models that share a family's name but compute something else."""
+    is_nope_granite = family in _WITH_MULTIPLIERS and not file.flag(
+        f"{family}.rope.scaling.finetuned", True
+    )
+    unsupported = {
         "is a GLM-4V, whose rows are in another order (rope.dimension_sections)": (
             family == "glm4" and file.has("glm4.rope.dimension_sections")
         ),
-        "is a Granite without RoPE (rope.scaling.finetuned)": granite,
+        "is a Granite without RoPE (rope.scaling.finetuned)": is_nope_granite,
         "looks ahead in a text (attention.causal)": (
             not file.flag(f"{family}.attention.causal", True)
         ),
         "has layers that predict further tokens (nextn_predict_layers)": (
-            file.whole(f"{family}.nextn_predict_layers", 0) > 0
+            file.non_negative(f"{family}.nextn_predict_layers", 0) > 0
         ),
         "clips queries, keys and values (attention.clamp_kqv)": (
             file.number(f"{family}.attention.clamp_kqv", 0.0) != 0
         ),
         "rotates parts of a head by positions in an image alone (rope.dimension_sections)": (
-            family in _IN_SECTIONS and not _is_text(file, family)
+            family in _WITH_ROPE_SECTIONS and not _rotates_by_text_position(file, family)
         ),
     }
-    for why, holds in against.items():
-        if holds:
-            raise UnsupportedModel(f"{file.path} {why}: that is not supported")
+    for feature, is_present in unsupported.items():
+        if is_present:
+            raise UnsupportedModel(f"{file.path} {feature}: that is not supported")
 
 
-def _is_text(file: GgufFile, family: str) -> bool:
-    """Whether each pair of a head is rotated by a position that text has: the fourth is not."""
+def _rotates_by_text_position(file: GgufFile, family: str) -> bool:
+    """Whether all pairs of a head rotate by one of the first three positions, which text has."""
     key = f"{family}.rope.dimension_sections"
     if not file.has(key):
         return True
     sections = [*file.integers(key), 0, 0, 0, 0]
-    heads = file.same(f"{family}.attention.head_count")
-    usual = file.count(f"{family}.embedding_length") // heads
-    pairs = file.count(f"{family}.attention.key_length", usual) // 2
-    # Qwen2-VL begins with the first section again behind the last; Qwen3-VL does not.
+    heads = file.uniform_count(f"{family}.attention.head_count")
+    default = file.count(f"{family}.embedding_length") // heads
+    pairs = file.count(f"{family}.attention.key_length", default) // 2
+    # Qwen2-VL repeats the sections until all pairs are covered; Qwen3-VL does not.
     return sections[3] == 0 and (family == "qwen2vl" or sum(sections[:3]) >= pairs)

@@ -1,4 +1,7 @@
-"""A GGUF file taken over once, matrix by matrix as it packs them; later starts only map a file."""
+"""Conversion of a GGUF file to a model folder in Hugging Face layout.
+
+Matrices keep their quantised formats, so that later starts only map one file.
+"""
 
 import json
 import re
@@ -14,7 +17,7 @@ from tqdm import tqdm
 
 from kvkeep.models.gguf.config import config_from_gguf, eos_token_ids
 from kvkeep.models.gguf.file import GgufFile, PackedTensor
-from kvkeep.models.gguf.names import weights_of
+from kvkeep.models.gguf.names import named_tensors
 from kvkeep.models.gguf.tokenizer import build_tokenizer
 from kvkeep.models.gguf.vocabulary import special_token
 from kvkeep.models.spec.config import spec_from_config
@@ -32,22 +35,22 @@ from kvkeep.models.weights.packing import BLOCK, Matrix, from_gguf, pack, packab
 from kvkeep.models.weights.tensors import check_tensors, tensor_shapes
 from kvkeep.storage.files.atomic import write_atomic
 
-_AT_ONCE = 1 << 24  # weights that are taken over at a time
-_PLAIN = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+_CHUNK = 1 << 24  # numbers that are converted at a time
+_UNQUANTISED = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
 def convert(gguf: Path, folder: Path, progress: bool) -> None:
     """Write the model in a GGUF file to `folder`: its tensors, config, tokenizer, template.
 
-    Everything is checked before `folder` is made. Memory: one chunk of rows, not the model. Warns
-    of a format that there are no kernels for: its matrices are unpacked to bfloat16.
+    Everything is checked before `folder` is created. Memory is bounded by a chunk of rows, not by
+    the model. Matrices in a format without kernels are unpacked to bfloat16, with a warning.
 
     Raises BadModelFile, UnsupportedModel.
     """
     file = GgufFile.open(gguf)
     config = config_from_gguf(file)
     spec = spec_from_config(config, {}, gguf)
-    tensors = weights_of(file, spec.architecture)
+    tensors = named_tensors(file, spec.architecture)
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     check_tensors(spec, decoder_shapes(spec, shapes), gguf)
     tokenizer = build_tokenizer(file)
@@ -66,21 +69,23 @@ def convert(gguf: Path, folder: Path, progress: bool) -> None:
 
 
 def row_order(name: str, tensor: PackedTensor, spec: ModelSpec) -> NDArray[np.int64] | slice:
-    """Which stored row each row of the Hugging Face tensor is.
+    """Return the GGUF row of each row of the Hugging Face tensor.
 
-    For Llama, Mistral, Mixtral, Granite and SmolLM3, GGUF lays the two halves of each rotated pair
-    side by side; Hugging Face keeps all first halves, then all second ones. Other families are
-    stored as they are: GLM-4's pairs lie side by side in both.
+    For Llama, Mistral, Mixtral, Granite and SmolLM3, GGUF stores the two elements of each rotated
+    pair as neighbours; Hugging Face stores all first elements of a head, then all second ones.
+    Other families have the same order in both: GLM-4's pairs are neighbours in both.
+
+    Example: a head of 4 rows has the GGUF rows 0, 2, 1, 3.
     """
-    rotated = re.search(r"self_attn\.([qk])_proj\.", name)
-    if rotated is None or spec.architecture not in _SIDE_BY_SIDE:
+    projection = re.search(r"self_attn\.([qk])_proj\.", name)
+    if projection is None or spec.architecture not in _INTERLEAVED:
         return slice(None)
-    heads = spec.heads if rotated.group(1) == "q" else spec.kv_heads
+    heads = spec.heads if projection.group(1) == "q" else spec.kv_heads
     pairs = np.arange(tensor.shape[0], dtype=np.int64).reshape(heads, -1, 2)
     return pairs.swapaxes(1, 2).reshape(-1)
 
 
-_SIDE_BY_SIDE = (
+_INTERLEAVED = (
     "LlamaForCausalLM",
     "MistralForCausalLM",
     "Ministral3ForCausalLM",
@@ -94,13 +99,16 @@ _SIDE_BY_SIDE = (
 def _write_weights(
     path: Path, tensors: Mapping[str, PackedTensor], spec: ModelSpec, progress: bool
 ) -> None:
-    """All tensors in the formats that they have, as far as there are kernels for them."""
+    """Write all tensors, in their own formats where there are kernels for these."""
     sources, shapes = _sources(tensors, spec), tensor_shapes(spec)
-    stored = {name: StoredMatrix(_kind(of), shapes[name]) for name, (of, _) in sources.items()}
+    stored = {
+        name: StoredMatrix(_stored_format(tensor), shapes[name])
+        for name, (tensor, _) in sources.items()
+    }
     unpacked = {
         sources[name][0].quantisation
-        for name, one in stored.items()
-        if one.kind is torch.bfloat16 and sources[name][0].quantisation != "BF16"
+        for name, matrix in stored.items()
+        if matrix.kind is torch.bfloat16 and sources[name][0].quantisation != "BF16"
     }
     if unpacked:
         warnings.warn(
@@ -118,28 +126,28 @@ def _write_weights(
         disable=None if progress else True,
     )
 
-    def taken(name: str) -> Iterator[Matrix]:
+    def converted_chunks(name: str) -> Iterator[Matrix]:
         tensor, rows = sources[name]
-        for some in _some_of(rows, tensor):
-            yield _taken(tensor, stored[name].kind, some, _added(spec, name))
-            bar.update(tensor.data.nbytes * len(some) // tensor.shape[0])
+        for chunk in _row_chunks(rows, tensor):
+            yield _converted(tensor, stored[name].kind, chunk, _norm_offset(spec, name))
+            bar.update(tensor.data.nbytes * len(chunk) // tensor.shape[0])
 
     with bar:
-        write_packed(path, stored, {name: taken(name) for name in stored})
+        write_packed(path, stored, {name: converted_chunks(name) for name in stored})
 
 
-def _kind(tensor: PackedTensor) -> Format | torch.dtype:
-    """What a tensor is stored as."""
+def _stored_format(tensor: PackedTensor) -> Format | torch.dtype:
+    """Return the packed format or dtype in which a tensor is written."""
     kind = FORMATS.get(tensor.quantisation)
     if kind and len(tensor.shape) == 2 and packable(kind, *tensor.shape):
         return kind
-    return _PLAIN.get(tensor.quantisation, torch.bfloat16)
+    return _UNQUANTISED.get(tensor.quantisation, torch.bfloat16)
 
 
-def _some_of(rows: NDArray[np.int64], tensor: PackedTensor) -> Iterator[NDArray[np.int64]]:
-    """Which stored rows come next, whole blocks of them."""
-    of_one = max(1, int(np.prod(tensor.shape[1:])))
-    step = max(BLOCK, _AT_ONCE // of_one // BLOCK * BLOCK)
+def _row_chunks(rows: NDArray[np.int64], tensor: PackedTensor) -> Iterator[NDArray[np.int64]]:
+    """Split rows into chunks of whole blocks, of about `_CHUNK` numbers each."""
+    row_size = max(1, int(np.prod(tensor.shape[1:])))
+    step = max(BLOCK, _CHUNK // row_size // BLOCK * BLOCK)
     for start in range(0, len(rows), step):
         yield rows[start : start + step]
 
@@ -147,33 +155,39 @@ def _some_of(rows: NDArray[np.int64], tensor: PackedTensor) -> Iterator[NDArray[
 def _sources(
     tensors: Mapping[str, PackedTensor], spec: ModelSpec
 ) -> dict[str, tuple[PackedTensor, NDArray[np.int64]]]:
-    """Of each of the decoder's tensors the one that it is or is in, and which of its rows."""
+    """Return for each decoder tensor the GGUF tensor that holds it, and its rows there.
+
+    Example: gate_proj and up_proj of a Phi-3 are the first and second half of one tensor's rows.
+    """
     named = {decoder_name(spec, name): tensor for name, tensor in tensors.items()}
-    found = {}
+    sources = {}
     for name in tensor_shapes(spec):
-        part = None if name in named else fused_part(spec, name)
-        source = part[0] if part else name
+        fused = None if name in named else fused_part(spec, name)
+        source = fused[0] if fused else name
         if source in named:
             order = row_order(source, named[source], spec)
             rows = np.arange(named[source].shape[0], dtype=np.int64)[order]
-            rows = rows[part[1]] if part else rows
-            half = rope_row_order(spec, name, len(rows))
-            found[name] = named[source], rows if half is None else rows[half.numpy()]
-    return found
+            rows = rows[fused[1]] if fused else rows
+            rope_order = rope_row_order(spec, name, len(rows))
+            sources[name] = (
+                named[source],
+                rows if rope_order is None else rows[rope_order.numpy()],
+            )
+    return sources
 
 
-def _taken(
-    tensor: PackedTensor, kind: Format | torch.dtype, rows: NDArray[np.int64], added: float
+def _converted(
+    tensor: PackedTensor, kind: Format | torch.dtype, rows: NDArray[np.int64], offset: float
 ) -> Matrix:
-    """added: what the file has too much."""
+    """Return rows of a tensor in another form. offset: subtracted from unpacked numbers."""
     if isinstance(kind, Format):
         return pack(from_gguf(kind, torch.from_numpy(tensor.data[rows])))
     unpacked = torch.from_numpy(tensor.unpack(rows))
-    return (unpacked - added if added else unpacked).to(kind)
+    return (unpacked - offset if offset else unpacked).to(kind)
 
 
-def _added(spec: ModelSpec, name: str) -> float:
-    """GGUF has norms as they are multiplied by: in float32 nothing is lost by taking 1 off."""
+def _norm_offset(spec: ModelSpec, name: str) -> float:
+    """Return 1 for Gemma's norms, else 0: GGUF stores weight + 1, in float32, where it is exact."""
     return 1.0 if spec.unit_norms and name.endswith("norm.weight") else 0.0
 
 

@@ -1,33 +1,65 @@
-"""What a GGUF file's header promises, held against the file before a reader trusts it.
+"""The files of a GGUF model, and checks of a file before gguf-py reads it.
 
-A reader believes the counts in a header: one damaged byte makes it walk 2^60 entries that are not
-there. Walking the header with an eye on the file's end costs milliseconds, takes no memory, and
-tells apart a damaged file from one that is newer than the reader.
+A model is one file or several parts. llama.cpp's gguf-split names these NAME-00001-of-00003.gguf
+and so on; the first has the metadata.
+
+gguf-py trusts the counts in a header: one damaged byte makes it iterate over 2^60 entries that are
+not there. `check_header` walks the header against the length of the file first. That takes
+milliseconds and no memory, and it distinguishes a damaged file from one newer than gguf-py.
 """
 
 import mmap
+import re
 import struct
 from functools import cache
 from pathlib import Path
 
 from kvkeep.errors import BadModelFile, UnsupportedModel
 
+_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _STRING, _ARRAY = 8, 9
-# Bytes of a value, by its type: three integers twice, float32, bool, two integers, float64.
+# Bytes of a value by its type number: uint8, int8, uint16, int16, uint32, int32, float32, bool,
+# uint64, int64, float64.
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-_DEEPEST = 4  # arrays within arrays; the models that exist have one
-_MOST_DIMENSIONS = 4
-_MOST_TYPES = 256  # GGML counts its types from 0: a number beyond this is no type of any release
+_MAX_DEPTH = 4  # of nested arrays; existing models have depth 1
+_MAX_DIMENSIONS = 4
+_MAX_TYPES = 256  # GGML numbers its types from 0: no release has more than these
+
+
+def parts_of(path: Path) -> list[Path]:
+    """Return all parts of the model that a file is a part of, in order; else the file itself.
+
+    Raises BadModelFile if parts are missing.
+    """
+    match = _PART.fullmatch(path.name)
+    if match is None:
+        return [path]
+    name, number, count = match[1], int(match[2]), int(match[3])
+    if not 1 <= number <= count:
+        raise BadModelFile(
+            f"{path} calls itself part {number} of {count}: give its parts the names they had"
+        )
+    parts = [path.with_name(f"{name}-{i:05}-of-{count:05}.gguf") for i in range(1, count + 1)]
+    missing = [part.name for part in parts if not part.is_file()]
+    if missing:
+        others = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise BadModelFile(
+            f"{path} is one of {count} parts of a model, of which these are not in its folder: "
+            f"{', '.join(missing[:3])}{others}; fetch them, too"
+        )
+    return parts
 
 
 def check_header(path: Path) -> None:
-    """Raises BadModelFile where the header contradicts itself or the file's length.
+    """Check the magic number, the version, and the header against the length of the file.
 
-    Raises UnsupportedModel for tensors of a type that the installed `gguf` does not know.
+    Raises BadModelFile for a damaged file or another kind of file, and UnsupportedModel for tensors
+    of a type that the installed gguf-py does not support.
     """
+    _check_magic(path)
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            _Walk(data).header()
+            _HeaderWalk(data).walk()
     except (struct.error, ValueError, OSError) as error:
         raise BadModelFile(
             f"{path} is a truncated or corrupt GGUF file ({error}); fetch it again"
@@ -36,15 +68,15 @@ def check_header(path: Path) -> None:
         raise UnsupportedModel(f"{path}: {error}") from None
 
 
-class _Walk:
-    """at: the offset of what comes next."""
+class _HeaderWalk:
+    """A cursor that steps over a header's entries. Raises ValueError beyond the end of the file."""
 
     def __init__(self, data: mmap.mmap):
         self._data = data
         self._size = len(data)
-        self._at = 8  # behind the magic and the version
+        self._at = 8  # offset of the next entry: first behind the magic and the version
 
-    def header(self) -> None:
+    def walk(self) -> None:
         tensors, fields = self._number("Q"), self._number("Q")
         for _ in range(self._count(fields, minimum=8 + 4)):
             self._string()
@@ -63,7 +95,7 @@ class _Walk:
         self._at += count
 
     def _count(self, count: int, minimum: int) -> int:
-        """least: bytes that each of them takes at least."""
+        """Return the count after checking that the file has room for entries of `minimum` bytes."""
         if count * minimum > self._size - self._at:
             raise ValueError(f"{count} entries at {self._at} would go beyond its end")
         return count
@@ -78,7 +110,7 @@ class _Walk:
             self._skip(_SIZES[kind])
         elif kind == _STRING:
             self._string()
-        elif kind == _ARRAY and depth < _DEEPEST:
+        elif kind == _ARRAY and depth < _MAX_DEPTH:
             inner, count = self._number("I"), self._number("Q")
             if inner in _SIZES:
                 self._skip(count * _SIZES[inner])
@@ -91,7 +123,7 @@ class _Walk:
     def _tensor(self) -> None:
         name = self._string().decode(errors="replace")
         dimensions = self._number("I")
-        if not 1 <= dimensions <= _MOST_DIMENSIONS:
+        if not 1 <= dimensions <= _MAX_DIMENSIONS:
             raise ValueError(f"tensor {name!r} of {dimensions} dimensions")
         for _ in range(dimensions):
             self._number("Q")
@@ -102,7 +134,7 @@ class _Walk:
 def _check_type(name: str, kind: int) -> None:
     if kind in _known_types():
         return
-    if kind >= _MOST_TYPES:
+    if kind >= _MAX_TYPES:
         raise ValueError(f"tensor {name!r} of type {kind}")
     raise UnsupportedModel(
         f"tensor {name!r} is stored in type {kind}, which the installed gguf package does not "
@@ -115,4 +147,27 @@ def _check_type(name: str, kind: int) -> None:
 def _known_types() -> frozenset[int]:
     from gguf import GGMLQuantizationType
 
-    return frozenset(int(each) for each in GGMLQuantizationType)
+    return frozenset(int(kind) for kind in GGMLQuantizationType)
+
+
+def _check_magic(path: Path) -> None:
+    try:
+        with path.open("rb") as file:
+            head = file.read(24)
+    except OSError as error:
+        raise BadModelFile(f"{path} cannot be read ({error.strerror}); check the path") from error
+    if not head:
+        raise BadModelFile(f"{path} is empty; fetch it again")
+    if head[:4] != b"GGUF":
+        raise BadModelFile(
+            f"{path} is not a GGUF file: it starts with {head[:4]!r}, not b'GGUF'; "
+            "give a .gguf file, or a folder with config.json and model.safetensors"
+        )
+    if len(head) < 24:
+        raise BadModelFile(f"{path} is truncated: {len(head)} bytes; fetch it again")
+    version = struct.unpack("<I", head[4:8])[0]
+    if version not in (2, 3):
+        raise BadModelFile(
+            f"{path} is GGUF version {version}; versions 2 and 3 (little-endian) can be read: "
+            "convert the model to GGUF anew"
+        )

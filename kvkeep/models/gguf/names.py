@@ -1,14 +1,13 @@
-"""The tensors of a GGUF file under the names that the class of the model has for them."""
+"""The tensors of a GGUF file under their Hugging Face names."""
 
 import re
 import warnings
 from collections.abc import Mapping
 
 from kvkeep.errors import UnsupportedModel
-from kvkeep.models.gguf.experts import apart
+from kvkeep.models.gguf.experts import split_experts
 from kvkeep.models.gguf.file import GgufFile, PackedTensor
-from kvkeep.models.gguf.gemma3n import LAYER_NAMES as GEMMA3N_NAMES
-from kvkeep.models.gguf.gemma3n import streams_apart
+from kvkeep.models.gguf.gemma import GEMMA3N_LAYER_NAMES, split_streams
 from kvkeep.models.layers.experts import EXPERT_SCALES, ROUTER_SCALE
 
 _TOP_NAMES = {
@@ -32,23 +31,23 @@ _LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_NORMED_TWICE = {
+_INPUT_AND_OUTPUT_NORMS = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 _GPT_OSS = "GptOssForCausalLM"
-# What is named otherwise in some: `qkv` and `up` are several matrices in one. What is no weight
-# here, or no weight there, is named with what it is.
-_LAYER_NAMES_OF = {
+# Names of single architectures: in some, `attn_qkv` and `ffn_up` are several matrices in one. A
+# tensor that is not called "weight" on one of the sides has its full name here.
+_ARCHITECTURE_LAYER_NAMES = {
     "Phi3ForCausalLM": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
     _GPT_OSS: {
         "post_attention_norm": "post_attention_layernorm",
         "attn_sinks.weight": "self_attn.sinks",
     },
-    "Gemma3nForCausalLM": GEMMA3N_NAMES,
+    "Gemma3nForCausalLM": GEMMA3N_LAYER_NAMES,
     "Gemma4ForCausalLM": {
-        **_NORMED_TWICE,
+        **_INPUT_AND_OUTPUT_NORMS,
         "inp_gate": "per_layer_input_gate",
         "proj": "per_layer_projection",
         "post_norm": "post_per_layer_input_norm",
@@ -72,29 +71,30 @@ _LAYER_NAMES_OF = {
             "Gemma2ForCausalLM",
             "Gemma3ForCausalLM",
         ),
-        _NORMED_TWICE,
+        _INPUT_AND_OUTPUT_NORMS,
     ),
 }
-# Tables that the config says in another way.
+# RoPE tables, which the config states in another form.
 _NOT_WEIGHTS = re.compile(
     r"rope_freqs\.weight|rope_factors_(long|short)\.weight|blk\.\d+\.attn_rot_embd\.weight"
 )
 
 
-def weights_of(file: GgufFile, architecture: str) -> dict[str, PackedTensor]:
-    """The tensors of the model by Hugging Face name, each expert by itself, in file order.
+def named_tensors(file: GgufFile, architecture: str) -> dict[str, PackedTensor]:
+    """Return the tensors of the model by Hugging Face name, one per expert, in file order.
 
-    Warns of tensors whose names GGUF does not define, and leaves them out. Raises UnsupportedModel
-    for one that it defines and that the architecture does not have.
+    Tensors whose names GGUF does not define are left out, with a warning. Raises UnsupportedModel
+    for a tensor that GGUF defines but the architecture does not have.
     """
-    names = _LAYER_NAMES | _LAYER_NAMES_OF.get(architecture, {})
-    weights, unknown = {}, []
-    for name, tensor in apart(streams_apart(file.tensors), architecture == _GPT_OSS).items():
+    names = _LAYER_NAMES | _ARCHITECTURE_LAYER_NAMES.get(architecture, {})
+    named, unknown = {}, []
+    tensors = split_experts(split_streams(file.tensors), biases=architecture == _GPT_OSS)
+    for name, tensor in tensors.items():
         if _NOT_WEIGHTS.fullmatch(name):
             continue
-        if (ours := _hugging_face_name(name, names)) is not None:
-            weights[ours] = tensor
-        elif _is_known(name):
+        if (new_name := _hugging_face_name(name, names)) is not None:
+            named[new_name] = tensor
+        elif _is_defined(name):
             raise UnsupportedModel(f"the GGUF tensor {name} is not one of its architecture's")
         else:
             unknown.append(name)
@@ -105,33 +105,35 @@ def weights_of(file: GgufFile, architecture: str) -> dict[str, PackedTensor]:
             RuntimeWarning,
             stacklevel=3,
         )
-    return weights
+    return named
 
 
-def _is_known(name: str) -> bool:
-    """Whether a tensor is one that GGUF defines, of any architecture: it changes what one computes.
+def _is_defined(name: str) -> bool:
+    """Whether GGUF defines a tensor for any architecture, so that a forward could depend on it.
 
     A bias or a scale counts as the tensor that it belongs to.
     """
     from gguf import TENSOR_NAMES
 
     general = re.sub(r"^blk\.\d+\.", "blk.{bid}.", name)
-    known = set(TENSOR_NAMES.values())
+    defined = set(TENSOR_NAMES.values())
     return any(
-        general[:end] in known for end in range(len(general) + 1) if general[end:][:1] in ("", ".")
+        general[:end] in defined
+        for end in range(len(general) + 1)
+        if general[end:][:1] in ("", ".")
     )
 
 
-def _hugging_face_name(name: str, of_a_layer: Mapping[str, str]) -> str | None:
-    if name.startswith("model."):  # an expert's or a stream's, named already
+def _hugging_face_name(name: str, layer_names: Mapping[str, str]) -> str | None:
+    if name.startswith("model."):  # renamed by split_experts or split_streams
         return name
     if name in _TOP_NAMES:
         return _TOP_NAMES[name]
     layer = re.fullmatch(r"blk\.(\d+)\.((\w+)\.(\w+))", name)
     if layer:
-        index, whole, ours, kind = layer.groups()
-        if whole in of_a_layer:
-            return f"model.layers.{index}.{of_a_layer[whole]}"
-        if ours in of_a_layer and kind in ("weight", "bias"):
-            return f"model.layers.{index}.{of_a_layer[ours]}.{kind}"
+        index, full_name, base_name, kind = layer.groups()
+        if full_name in layer_names:
+            return f"model.layers.{index}.{layer_names[full_name]}"
+        if base_name in layer_names and kind in ("weight", "bias"):
+            return f"model.layers.{index}.{layer_names[base_name]}.{kind}"
     return None

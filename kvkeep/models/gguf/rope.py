@@ -1,8 +1,8 @@
 """Translation of a GGUF file's RoPE fields and tables to the `rope_scaling` of config.json.
 
-llama.cpp computes each pair's frequency from four things: `rope.scaling.type`, a factor, a table of
-divisors among the tensors, and `rope.scaling.attn_factor`, which multiplies what is rotated. Where
-`config.json` has a kind for a file's combination, the config names that kind; any other combination
+llama.cpp computes each pair's rotation from four things: `rope.scaling.type`, a factor, a table of
+frequency divisors among the tensors, and `rope.scaling.attn_factor`, which multiplies cosine and
+sine. If config.json has a kind for a file's combination, that kind is used. Every other combination
 becomes longrope, which has a divisor for each pair and an attention factor.
 """
 
@@ -14,34 +14,34 @@ from kvkeep.errors import BadModelFile, UnsupportedModel
 from kvkeep.models.gguf.file import GgufFile
 from kvkeep.models.spec.rope import rope_spec
 
-_FREQS = "rope_freqs.weight"
-_TWO = {kind: f"rope_factors_{kind}.weight" for kind in ("short", "long")}
-_UNIT = (0.0, 1.0)  # of a factor: 0 stands for 1
-# In these llama.cpp scales local layers even where the type says "none".
-_LOCAL_SCALED = ("gemma2", "gpt-oss")
-_ALWAYS_TWO = "phi3"  # has its two tables whatever the type says
+_DIVISORS = "rope_freqs.weight"
+_LONGROPE_TABLES = {kind: f"rope_factors_{kind}.weight" for kind in ("short", "long")}
+_UNIT = (0.0, 1.0)  # values of a factor that scale nothing: 0 stands for 1
+# In these, llama.cpp scales local layers even if the type is "none".
+_LOCAL_ALWAYS_SCALED = ("gemma2", "gpt-oss")
+_PHI3 = "phi3"  # has two tables whatever the type, and its config calls longrope "yarn"
 
 
 def rope_scaling(file: GgufFile, family: str, rotary_dim: int) -> dict[str, Any] | None:
-    """The `rope_scaling` of a config; None where nothing is scaled.
+    """Return the `rope_scaling` of a config; None if nothing is scaled.
 
-    rotary_dim: numbers of a head that are rotated.
+    rotary_dim: how many dimensions of a head are rotated.
 
-    Raises UnsupportedModel for settings that no config can say, BadModelFile for wrong ones.
+    Raises UnsupportedModel for settings that no config can express, BadModelFile for wrong ones.
     """
     settings, attention = _settings(file, family), attention_factor(file, family)
     tables = _tables(file, family, rotary_dim)
-    found: dict[str, Any] | None
+    scaling: dict[str, Any] | None
     if len(tables) == 2:
-        found = _two_lengths(file, family, settings, tables, attention)
+        scaling = _two_tables(file, family, settings, tables, attention)
     else:
-        divisors = tables.get(_FREQS, [1.0] * (rotary_dim // 2))
-        found = _one_table(file, family, settings, divisors, attention)
-    return _with_temperature(file, family, found)
+        divisors = tables.get(_DIVISORS, [1.0] * (rotary_dim // 2))
+        scaling = _one_table(file, family, settings, divisors, attention)
+    return _with_temperature(file, family, scaling)
 
 
 def attention_factor(file: GgufFile, family: str) -> float:
-    """The factor on cosine and sine from `rope.scaling.attn_factor`. Raises BadModelFile."""
+    """Return the factor on cosine and sine, `rope.scaling.attn_factor`. Raises BadModelFile."""
     factor = file.number(f"{family}.rope.scaling.attn_factor", 1.0)
     if factor <= 0:
         raise BadModelFile(
@@ -52,15 +52,15 @@ def attention_factor(file: GgufFile, family: str) -> float:
 
 
 def unscaled_longrope(rotary_dim: int, attention: float, longest: int) -> dict[str, Any]:
-    """Settings that scale no frequency, and multiply cosine and sine."""
+    """Return settings that multiply cosine and sine, and scale no frequency."""
     divisors = [1.0] * (rotary_dim // 2)
     return _longrope(divisors, divisors, attention, longest)
 
 
 def linear_factor(file: GgufFile, family: str) -> float:
-    """The factor of a family that can be scaled linearly and in no other way.
+    """Return the factor of linear scaling; 1 without scaling.
 
-    Raises UnsupportedModel for any other way, BadModelFile.
+    Raises UnsupportedModel for any other scaling, BadModelFile.
     """
     settings, attention = _settings(file, family), attention_factor(file, family)
     if attention != 1 or (settings and settings["rope_type"] == "yarn"):
@@ -73,29 +73,29 @@ def linear_factor(file: GgufFile, family: str) -> float:
 
 
 def original_length(file: GgufFile, family: str) -> int:
-    """The length of a text before RoPE was extended: that of all texts where none is given."""
+    """Return the trained length before RoPE was extended; without one, the context length."""
     longest = file.count(f"{family}.context_length")
-    return file.whole(f"{family}.rope.scaling.original_context_length", 0) or longest
+    return file.non_negative(f"{family}.rope.scaling.original_context_length", 0) or longest
 
 
 def has_temperature(file: GgufFile, family: str) -> bool:
-    """Whether queries grow with their place in a text, as those of Ministral 3."""
+    """Whether queries grow with their position, as in Ministral 3."""
     return family == "mistral3" and file.number("mistral3.attention.temperature_scale", 0.0) != 0
 
 
 def _settings(file: GgufFile, family: str) -> dict[str, Any] | None:
-    """What the type and the factor say, tables and attn_factor left out."""
+    """Return settings for the type and factor, without tables and attn_factor; None for neither."""
     prefix = f"{family}.rope.scaling"
     kind = file.text(f"{prefix}.type", "linear")
-    old = file.number(f"{family}.rope.scale_linear", 1.0)  # the factor's name of before 2024
-    said = file.number(f"{prefix}.factor", old)
-    factor = 1.0 if said == 0 else shortest(said)
+    old_factor = file.number(f"{family}.rope.scale_linear", 1.0)  # its name before 2024
+    stated_factor = file.number(f"{prefix}.factor", old_factor)
+    factor = 1.0 if stated_factor == 0 else shortest_decimal(stated_factor)
     if factor < 0:
         raise BadModelFile(
             f"{file.path}: {prefix}.factor must be above 0, found {factor}; fetch it again"
         )
     if kind == "none":
-        if factor != 1 and family in _LOCAL_SCALED:
+        if factor != 1 and family in _LOCAL_ALWAYS_SCALED:
             raise UnsupportedModel(
                 f"{file.path} has {prefix}.factor {factor} with {prefix}.type 'none', by which "
                 "llama.cpp scales local layers alone; use the model's safetensors folder"
@@ -116,46 +116,47 @@ def _yarn(file: GgufFile, family: str, factor: float) -> dict[str, Any]:
     scaling: dict[str, Any] = {"rope_type": "yarn", "factor": factor}
     for key, name in (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow")):
         if file.has(f"{prefix}.{key}"):
-            scaling[name] = shortest(file.number(f"{prefix}.{key}"))
+            scaling[name] = shortest_decimal(file.number(f"{prefix}.{key}"))
     if file.has(f"{prefix}.original_context_length"):
         scaling["original_max_position_embeddings"] = original_length(file, family)
-    said = file.number(f"{prefix}.yarn_attn_factor", 1.0)
-    if said not in _UNIT:
-        scaling["attention_factor"] = shortest(said)
-    weight = file.number(f"{prefix}.yarn_log_multiplier", 0.0)
-    if family == "mistral3" and weight:
-        scaling |= {"mscale": 1.0, "mscale_all_dim": shortest(weight)}
-    unread = {"yarn_ext_factor": file.number(f"{prefix}.yarn_ext_factor", 1.0)}
+    attention = file.number(f"{prefix}.yarn_attn_factor", 1.0)
+    if attention not in _UNIT:
+        scaling["attention_factor"] = shortest_decimal(attention)
+    log_multiplier = file.number(f"{prefix}.yarn_log_multiplier", 0.0)
+    if family == "mistral3" and log_multiplier:
+        scaling |= {"mscale": 1.0, "mscale_all_dim": shortest_decimal(log_multiplier)}
+    unsupported = {"yarn_ext_factor": file.number(f"{prefix}.yarn_ext_factor", 1.0)}
     if family != "mistral3":
-        unread["yarn_log_multiplier"] = weight
-    for key, value in unread.items():
+        unsupported["yarn_log_multiplier"] = log_multiplier
+    for key, value in unsupported.items():
         if value not in _UNIT:
             raise UnsupportedModel(
                 f"the GGUF field {prefix}.{key} ({value}) is not supported; use the model's "
                 "safetensors folder"
             )
-    if family == "gpt-oss":  # no file says it, and all are the same
+    if family == "gpt-oss":  # no file states it, and all models have it
         scaling["truncate"] = False
     return scaling
 
 
 def _tables(file: GgufFile, family: str, rotary_dim: int) -> dict[str, list[float]]:
-    """The divisors that are in effect: rope_freqs.weight, or both tables of longrope."""
+    """Return the divisor tables in effect by name: rope_freqs.weight, or both of longrope."""
     longrope = file.text(f"{family}.rope.scaling.type", "linear") == "longrope"
-    names = list(_TWO.values()) if family == _ALWAYS_TWO or longrope else [_FREQS]
-    there = [name for name in (_FREQS, *_TWO.values()) if name in file.tensors]
-    if there and there != names:
+    two_tables = list(_LONGROPE_TABLES.values())
+    expected = two_tables if family == _PHI3 or longrope else [_DIVISORS]
+    present = [name for name in (_DIVISORS, *two_tables) if name in file.tensors]
+    if present and present != expected:
         raise UnsupportedModel(
-            f"{file.path} has {' and '.join(there)} where its {family}.rope.scaling.type asks for "
-            f"{' and '.join(names)}; use the model's safetensors folder"
+            f"{file.path} has {' and '.join(present)} where its {family}.rope.scaling.type asks "
+            f"for {' and '.join(expected)}; use the model's safetensors folder"
         )
-    return {name: _divisors(file, name, rotary_dim) for name in there}
+    return {name: _divisors(file, name, rotary_dim) for name in present}
 
 
 def _divisors(file: GgufFile, name: str, rotary_dim: int) -> list[float]:
-    """What each pair's frequency is divided by."""
+    """Return the number by which each pair's frequency is divided."""
     divisors = file.tensors[name].unpack().reshape(-1).tolist()
-    if len(divisors) != rotary_dim // 2 or not all(0 < each < math.inf for each in divisors):
+    if len(divisors) != rotary_dim // 2 or not all(0 < divisor < math.inf for divisor in divisors):
         raise BadModelFile(
             f"{file.path}: {name} must be a positive number for each of {rotary_dim // 2} pairs "
             "that are rotated; fetch it again"
@@ -164,10 +165,10 @@ def _divisors(file: GgufFile, name: str, rotary_dim: int) -> list[float]:
 
 
 def _llama3(file: GgufFile, family: str, stored: list[float]) -> dict[str, Any] | None:
-    """The settings whose divisors are those of `rope_freqs.weight`; None if they are not Llama 3's.
+    """Return the llama3 settings that give the stored divisors; None if no such settings do.
 
-    GGUF stores what each frequency is divided by, not the settings: only the factor is in the
-    numbers, as the largest. The others are the same in every Llama 3.1, 3.2 and 3.3.
+    GGUF stores the divisors instead of the settings. The factor is the largest divisor; the other
+    settings are the same in every Llama 3.1, 3.2 and 3.3.
     """
     settings = {
         "rope_type": "llama3",
@@ -180,10 +181,11 @@ def _llama3(file: GgufFile, family: str, stored: list[float]) -> dict[str, Any] 
     plain = rope_spec({}, theta, rotary_dim, 8192).inverse_frequencies
     scaled = rope_spec(settings, theta, rotary_dim, 8192).inverse_frequencies
     divisors = [before / after for before, after in zip(plain, scaled, strict=True)]
-    alike = all(
-        abs(ours - theirs) <= 1e-3 * ours for ours, theirs in zip(divisors, stored, strict=True)
+    is_llama3 = all(
+        abs(expected - divisor) <= 1e-3 * expected
+        for expected, divisor in zip(divisors, stored, strict=True)
     )
-    return settings if alike else None
+    return settings if is_llama3 else None
 
 
 def _one_table(
@@ -193,29 +195,34 @@ def _one_table(
     divisors: Sequence[float],
     attention: float,
 ) -> dict[str, Any] | None:
-    """A table of divisors on top of linear or yarn settings, and a factor on what is rotated."""
-    plain_table = all(each == 1 for each in divisors)
+    """Return settings for one table of divisors on top of linear or yarn scaling.
+
+    attention: the factor on cosine and sine.
+    """
+    plain_table = all(divisor == 1 for divisor in divisors)
     is_yarn = settings is not None and settings["rope_type"] == "yarn"
-    as_yarn = is_yarn and family != _ALWAYS_TWO  # whose config calls longrope yarn
+    as_yarn = is_yarn and family != _PHI3
     if plain_table and attention == 1 and (as_yarn or not is_yarn):
         return settings
-    # Llama 3's settings have a length of their own, where a temperature needs the file's.
+    # llama3 settings state another original length than the one that a temperature needs.
     if settings is None and attention == 1 and not has_temperature(file, family):
         llama3 = _llama3(file, family, list(divisors))
         if llama3 is not None:
             return llama3
     scales, magnitude = _scales(file, family, settings, 2 * len(divisors))
     if settings and plain_table and as_yarn:
-        return {**settings, "attention_factor": shortest(magnitude * attention)}
-    whole = [shortest(scale * each) for scale, each in zip(scales, divisors, strict=True)]
+        return {**settings, "attention_factor": shortest_decimal(magnitude * attention)}
+    combined = [
+        shortest_decimal(scale * divisor) for scale, divisor in zip(scales, divisors, strict=True)
+    ]
     longest = file.count(f"{family}.context_length")
-    return _longrope(whole, whole, magnitude * attention, longest)
+    return _longrope(combined, combined, magnitude * attention, longest)
 
 
 def _scales(
     file: GgufFile, family: str, settings: dict[str, Any] | None, rotary_dim: int
 ) -> tuple[list[float], float]:
-    """By what settings divide each pair's frequency, and what they multiply cosine and sine by."""
+    """Return each pair's divisor under these settings, and their factor on cosine and sine."""
     theta, longest = _theta(file, family), file.count(f"{family}.context_length")
     scaled = rope_spec(settings or {}, theta, rotary_dim, longest)
     plain = rope_spec({}, theta, rotary_dim, longest).inverse_frequencies
@@ -234,26 +241,26 @@ def _theta(file: GgufFile, family: str) -> float:
     return theta
 
 
-def _two_lengths(
+def _two_tables(
     file: GgufFile,
     family: str,
     settings: dict[str, Any] | None,
     tables: dict[str, list[float]],
     attention: float,
 ) -> dict[str, Any]:
-    """Tables for short and for long texts (LongRoPE), of Phi-3 and of files whose type says so."""
-    scales, magnitude = _scales(file, family, settings, 2 * len(tables[_TWO["short"]]))
+    """Return longrope settings: a table for short and one for long texts (Phi-3, LongRoPE)."""
+    scales, magnitude = _scales(file, family, settings, 2 * len(tables[_LONGROPE_TABLES["short"]]))
     short, long = (
-        [shortest(scale * each) for scale, each in zip(scales, tables[name], strict=True)]
-        for name in _TWO.values()
+        [shortest_decimal(s * divisor) for s, divisor in zip(scales, tables[name], strict=True)]
+        for name in _LONGROPE_TABLES.values()
     )
     longest, original = file.count(f"{family}.context_length"), original_length(file, family)
     attention *= magnitude
-    found = _longrope(short, long, attention, original)
-    usual = math.sqrt(1 + max(0.0, math.log(longest / original)) / math.log(max(2, original)))
-    if abs(attention - usual) <= 1e-6 * usual:  # what config.json does not say, either
-        del found["attention_factor"]
-    return found
+    settings = _longrope(short, long, attention, original)
+    default = math.sqrt(1 + max(0.0, math.log(longest / original)) / math.log(max(2, original)))
+    if abs(attention - default) <= 1e-6 * default:
+        del settings["attention_factor"]
+    return settings
 
 
 def _longrope(
@@ -263,7 +270,7 @@ def _longrope(
         "rope_type": "longrope",
         "short_factor": short,
         "long_factor": long,
-        "attention_factor": shortest(attention),
+        "attention_factor": shortest_decimal(attention),
         "original_max_position_embeddings": original,
     }
 
@@ -271,15 +278,17 @@ def _longrope(
 def _with_temperature(
     file: GgufFile, family: str, settings: dict[str, Any] | None
 ) -> dict[str, Any] | None:
-    """Ministral 3's factor on queries that are far in a text, whatever else scales them."""
+    """Add Ministral 3's growth of queries with their position, if the file has it."""
     if not has_temperature(file, family):
         return settings
     beta = file.number("mistral3.attention.temperature_scale")
-    length = {"original_max_position_embeddings": original_length(file, family)}
-    kind = settings or {"rope_type": "default"}
-    return {**kind, **length, "llama_4_scaling_beta": shortest(beta)}
+    return {
+        **(settings or {"rope_type": "default"}),
+        "original_max_position_embeddings": original_length(file, family),
+        "llama_4_scaling_beta": shortest_decimal(beta),
+    }
 
 
-def shortest(value: float) -> float:
-    """The short decimal that a float32 stands for: 1e-05, not 9.999999747378752e-06."""
+def shortest_decimal(value: float) -> float:
+    """Return the short decimal that a float32 stands for: 1e-05, not 9.999999747378752e-06."""
     return float(f"{value:.7g}")

@@ -1,7 +1,7 @@
-"""How the families with byte-level BPE split a text into words, by the name that GGUF gives it.
+"""Pre-tokenizers of byte-level BPE by their GGUF names: how a text is split into words.
 
-Patterns and names are those of llama.cpp and of the families' own tokenizer.json. Where the two
-differ, as with letters and accents that Unicode composes (NFC), the family's own counts.
+Names and patterns are those of llama.cpp and of the families' own tokenizer.json. Where the two
+differ, as in Unicode composition (NFC), the family's own is used.
 """
 
 from dataclasses import dataclass
@@ -12,10 +12,13 @@ from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Sequence,
 
 @dataclass(frozen=True)
 class Splitter:
-    """patterns: what each finds becomes words, and so does what lies between; then the next one.
+    """A pre-tokenizer.
 
-    whole_words: a word that is a token is taken as it is, even where no merges lead to it.
-    composed: a text goes through NFC first. bos: BOS opens a text, unless a file says otherwise.
+    patterns: applied in turn, each to the pieces of the previous one. Matches and the text between
+        them become pieces; those of the last pattern are the words.
+    whole_words: a word that is a token is encoded as that token, even if no merges lead to it.
+    composed: text is normalised by NFC first.
+    bos: BOS precedes a text, unless the file says otherwise.
     """
 
     patterns: tuple[str, ...]
@@ -24,19 +27,19 @@ class Splitter:
     bos: bool = False
 
     def pre_tokenizer(self) -> PreTokenizer:
-        """Splits a text into words, and these into the characters that stand for their bytes."""
+        """Return the pre-tokenizer: words, in the characters that stand for their bytes."""
         splits = map(_split, self.patterns)
         return Sequence([*splits, ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
 def _split(pattern: str) -> PreTokenizer:
-    # What splits single digits off is of its own in a tokenizer.json, and knows newer Unicode.
+    # tokenizer.json has a class of its own for single digits, with a newer version of Unicode.
     if pattern == _DIGIT:
         return Digits(individual_digits=True)
     return Split(Regex(pattern), behavior="isolated")
 
 
-_SHORTENED = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"  # as in "it's" and "I'LL"
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"  # as in "it's" and "I'LL"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _DIGIT, _THREE_DIGITS = r"\p{N}", r"\p{N}{1,3}"
 
@@ -44,28 +47,34 @@ _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)
 
 
 def _words(digits: str, letters: str = r"\p{L}", spaces: str = _SPACES) -> str:
-    """The pattern of GPT-4 and of most since, as Llama 3 and Qwen write it."""
+    """Return the pattern of GPT-4, in the form of Llama 3 and Qwen."""
     other = rf"[^\s{letters}\p{{N}}]"
-    return rf"{_SHORTENED}|[^\r\n\p{{L}}\p{{N}}]?[{letters}]+|{digits}| ?{other}+[\r\n]*|{spaces}"
+    return (
+        rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[{letters}]+|{digits}| ?{other}+[\r\n]*|{spaces}"
+    )
 
 
 def _cased_words(
-    digits: str, shortened: str = rf"{_SHORTENED}?", but: str = "", closing: str = r"\r\n/"
+    digits: str,
+    contractions: str = rf"{_CONTRACTIONS}?",
+    class_suffix: str = "",
+    closing: str = r"\r\n/",
 ) -> str:
-    """The pattern of GPT-4o: a word's capitals come first.
+    """Return the pattern of GPT-4o, in which upper-case letters only begin a word.
 
-    but: letters that belong to no word. closing: what goes with the signs before it.
+    class_suffix: added to the letter classes, to exclude letters. closing: characters that attach
+    to the punctuation before them.
     """
-    upper = rf"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}{but}]"
-    lower = rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}{but}]"
+    upper = rf"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}{class_suffix}]"
+    lower = rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}{class_suffix}]"
     before = r"[^\r\n\p{L}\p{N}]?"
     return (
-        rf"{before}{upper}*{lower}+{shortened}|{before}{upper}+{lower}*{shortened}"
+        rf"{before}{upper}*{lower}+{contractions}|{before}{upper}+{lower}*{contractions}"
         rf"|{digits}| ?[^\s\p{{L}}\p{{N}}]+[{closing}]*|{_SPACES}"
     )
 
 
-# Of DeepSeek 3: a sign of ASCII goes with the letters behind it, and marks are letters.
+# DeepSeek 3: ASCII punctuation attaches to the letters after it, and marks count as letters.
 _SIGNED_WORDS = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
     rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}"
@@ -77,20 +86,20 @@ _YOUTU = (
     "|[\uff01\u2026\u201c\u201d\u2018\u2019\u2014\uff1a\uff1b\uff0c\u3001-\u303f\ufe30-\ufe4f]+"
     "|[\u3105-\u312f]+|[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
 )
-_KIMI = r"[\p{Han}]+|" + _cased_words(_THREE_DIGITS, but=r"&&[^\p{Han}]", closing=r"\r\n")
+_KIMI = r"[\p{Han}]+|" + _cased_words(_THREE_DIGITS, class_suffix=r"&&[^\p{Han}]", closing=r"\r\n")
 _TINY_AYA = r"\d{1,3}(?=(?:\d{3})*\b)"
 _BAILING = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*"
     r"|\s*[\r\n]|\s+(?!\S)|\s+"
 )
 _SEED_CODER = (
-    rf"{_SHORTENED}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}"
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}"
 )
 _EXAONE_MOE = (
-    rf"{_SHORTENED}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
 )
-# Spaces in runs of powers of two.
+# Runs of spaces, in powers of two.
 _JAIS2_SPACES = (
     r"\s*[\r\n]+|"
     + "|".join(rf"\s{{{1 << power}}}(?!\S)" for power in range(9, 1, -1))
@@ -108,7 +117,7 @@ _DIGITS_APART = Splitter((_DIGIT, _GPT2))
 _BAILINGMOE = Splitter((_BAILING,))
 _AYA = Splitter((_TINY_AYA, _cased_words(_THREE_DIGITS)))
 
-# llama.cpp's where a file names none: numbers in threes from their beginning, signs apart.
+# llama.cpp's default: numbers in threes from their first digit, punctuation apart.
 _DEFAULT = Splitter(
     (
         r"[\p{P}\$\+<=>\^~\|]+",
@@ -136,7 +145,7 @@ SPLITTERS = {
     "minicpm5": Splitter((_THREE_DIGITS, _words(r"\p{N}+")), whole_words=True),
     "jais-2": Splitter((_words(_THREE_DIGITS, spaces=_JAIS2_SPACES),)),
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"), _GPT4O),
-    "tekken": Splitter((_cased_words(_DIGIT, shortened=""),), whole_words=True, bos=True),
+    "tekken": Splitter((_cased_words(_DIGIT, contractions=""),), whole_words=True, bos=True),
     **dict.fromkeys(("tiny_aya", "cohere2moe"), _AYA),
     "kimi-k2": Splitter((_KIMI,)),
     "youtu": Splitter((_YOUTU, _cased_words(_DIGIT)), whole_words=True),

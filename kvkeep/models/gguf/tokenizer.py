@@ -1,17 +1,22 @@
-"""A `tokenizers.Tokenizer` from the vocabulary in a GGUF file."""
+"""Building a `tokenizers.Tokenizer` from the vocabulary in a GGUF file.
+
+Three kinds: byte-level BPE; SentencePiece's BPE, with ▁ for a space; and Gemma 4's, which is BPE
+with ▁ and explicit merges. The last two do not split a text into words, and encode a character that
+is not a token as its bytes.
+"""
 
 import warnings
+from collections.abc import Mapping
 
-from tokenizers import AddedToken, Tokenizer
-from tokenizers.decoders import ByteLevel
-from tokenizers.normalizers import NFC
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers
+from tokenizers.pre_tokenizers import Split
 from tokenizers.processors import TemplateProcessing
 
-from kvkeep.errors import UnsupportedModel
+from kvkeep.errors import BadModelFile, UnsupportedModel
 from kvkeep.models.gguf.file import GgufFile
-from kvkeep.models.gguf.sentencepiece import from_merges, from_scores
 from kvkeep.models.gguf.splitters import SPLITTERS
 from kvkeep.models.gguf.vocabulary import (
+    BYTE,
     CONTROL,
     UNKNOWN,
     USER_DEFINED,
@@ -19,14 +24,16 @@ from kvkeep.models.gguf.vocabulary import (
     special_id,
 )
 
-_DEFAULT = "default"  # in the place of a name
+_DEFAULT = "default"  # the splitter of files that name none
+_SPACE = "▁"  # SentencePiece's space
+_NOT_PIECES = (UNKNOWN, CONTROL, BYTE)
 
 
 def build_tokenizer(file: GgufFile) -> Tokenizer:
-    """The tokenizer that a GGUF file describes: byte-level BPE, SentencePiece's BPE or Gemma 4's.
+    """Build the tokenizer that a GGUF file describes.
 
-    Raises UnsupportedModel for another kind of tokenizer or an unknown way to split text into
-    words, BadModelFile if the vocabulary is incomplete.
+    Raises UnsupportedModel for other kinds of tokenizers and unknown splitters, and BadModelFile if
+    the vocabulary is incomplete.
     """
     kind = file.text("tokenizer.ggml.model", "none")
     if kind in ("none", "no_vocab"):
@@ -40,13 +47,13 @@ def build_tokenizer(file: GgufFile) -> Tokenizer:
             "BPE), 'llama' (SentencePiece) and 'gemma4'. Use the model's safetensors folder, which "
             "has a tokenizer.json"
         )
-    if kind == "gpt2" and _words(file) not in SPLITTERS:
+    if kind == "gpt2" and _splitter_name(file) not in SPLITTERS:
         raise UnsupportedModel(
-            f"the GGUF pre-tokenizer {_words(file)!r} is not supported; supported: "
+            f"the GGUF pre-tokenizer {_splitter_name(file)!r} is not supported; supported: "
             f"{', '.join(sorted(SPLITTERS))}. "
             "Use the model's safetensors folder, which has a tokenizer.json"
         )
-    if kind == "gpt2" and _words(file) == _DEFAULT:
+    if kind == "gpt2" and _splitter_name(file) == _DEFAULT:
         warnings.warn(
             f"{file.path} does not say how its text is split into words (tokenizer.ggml.pre): it "
             "is split as llama.cpp does by default, which few models were trained on; take a newer "
@@ -57,64 +64,139 @@ def build_tokenizer(file: GgufFile) -> Tokenizer:
     vocabulary = Vocabulary.read(file)
     tokenizer = _KINDS[kind](vocabulary)
     _add_special_tokens(tokenizer, vocabulary)
-    bos = kind != "gpt2" or SPLITTERS[_words(file)].bos
-    # Some files of Gemma 4 say that they want none: llama.cpp does not believe them, either.
-    if kind == "gemma4" or file.flag("tokenizer.ggml.add_bos_token", bos):
-        _open_with_bos(tokenizer, vocabulary)
+    default_bos = kind != "gpt2" or SPLITTERS[_splitter_name(file)].bos
+    # Some files of Gemma 4 wrongly state that they have no BOS; llama.cpp ignores that as well.
+    if kind == "gemma4" or file.flag("tokenizer.ggml.add_bos_token", default_bos):
+        _prepend_bos(tokenizer, vocabulary)
     return tokenizer
 
 
-def _words(file: GgufFile) -> str:
-    """The name of how the file's text is split into words."""
+def _splitter_name(file: GgufFile) -> str:
+    """Return the file's name for how a text is split into words (the pre-tokenizer)."""
     return file.text("tokenizer.ggml.pre", "") or _DEFAULT
 
 
 def _byte_level(vocabulary: Vocabulary) -> Tokenizer:
-    splitter = SPLITTERS[_words(vocabulary.file)]
-    tokenizer = Tokenizer(
-        vocabulary.byte_pairs(vocabulary.merges(), ignore_merges=splitter.whole_words)
-    )
+    splitter = SPLITTERS[_splitter_name(vocabulary.file)]
+    tokenizer = Tokenizer(vocabulary.bpe(vocabulary.merges(), ignore_merges=splitter.whole_words))
     if splitter.composed:
-        tokenizer.normalizer = NFC()
+        tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = splitter.pre_tokenizer()
-    tokenizer.decoder = ByteLevel()
+    tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
 
-_KINDS = {"gpt2": _byte_level, "llama": from_scores, "gemma4": from_merges}
+def _sentencepiece(vocabulary: Vocabulary) -> Tokenizer:
+    """Build SentencePiece's BPE, as in Llama 2, Mistral, Phi-3 and Gemma 1 to 3.
+
+    Raises BadModelFile if scores or bytes are missing.
+    """
+    file = vocabulary.file
+    prefix = file.flag("tokenizer.ggml.add_space_prefix", True)
+    collapse_spaces = file.flag("tokenizer.ggml.remove_extra_whitespaces", False)
+    scores = zip(vocabulary.tokens, vocabulary.types, vocabulary.scores(), strict=True)
+    # Control tokens are not pieces, so the text of one is not encoded as that token.
+    pieces = {token: score for token, kind, score in scores if kind not in _NOT_PIECES}
+    tokenizer = _bpe_with_byte_fallback(vocabulary, merges_by_score(pieces))
+    tokenizer.normalizer = normalizers.Sequence(
+        [
+            *([normalizers.Replace(Regex(r"\A +| +\z|(?<= ) +"), "")] if collapse_spaces else []),
+            *([normalizers.Prepend(_SPACE)] if prefix else []),
+            normalizers.Replace(" ", _SPACE),
+        ]
+    )
+    tokenizer.decoder = _decoder(prefix)
+    return tokenizer
+
+
+def _gemma4(vocabulary: Vocabulary) -> Tokenizer:
+    """Build Gemma 4's BPE: the file has merges, and no token mixes newlines with other text.
+
+    Raises BadModelFile if merges or bytes are missing.
+    """
+    tokenizer = _bpe_with_byte_fallback(vocabulary, vocabulary.merges())
+    tokenizer.normalizer = normalizers.Replace(" ", _SPACE)
+    tokenizer.pre_tokenizer = Split(Regex(r"\n+"), behavior="isolated")
+    tokenizer.decoder = _decoder(strip_prefix=False)
+    return tokenizer
+
+
+def merges_by_score(pieces: Mapping[str, float]) -> list[tuple[str, str]]:
+    """Return every pair of pieces that makes a third, in order of the third's score, highest first.
+
+    SentencePiece merges the neighbours that make the piece with the highest score, and the leftmost
+    of several such. BPE with this order of merges does the same if no two pieces have the same
+    score, which holds for what SentencePiece trains.
+
+    Example: pieces a, b, ab, abb give (a, b), (ab, b).
+    """
+    lengths = {len(piece) for piece in pieces}
+    by_score = sorted(pieces, key=lambda piece: -pieces[piece])
+    return [
+        (piece[:cut], piece[cut:])
+        for piece in by_score
+        for cut in range(1, len(piece))
+        if cut in lengths and piece[:cut] in pieces and piece[cut:] in pieces
+    ]
+
+
+def _bpe_with_byte_fallback(vocabulary: Vocabulary, merges: list[tuple[str, str]]) -> Tokenizer:
+    unknown = next(iter(vocabulary.of_type(UNKNOWN)), None)
+    missing = [name for name in map(_byte_token, range(256)) if name not in vocabulary.ids]
+    # Without any byte tokens, SentencePiece encodes unknown characters as the unknown token.
+    if missing and (unknown is None or len(missing) < 256):
+        raise BadModelFile(
+            f"{vocabulary.file.path} lacks {len(missing)} of the 256 tokens for bytes, "
+            f"{missing[0]} first; fetch it again"
+        )
+    return Tokenizer(
+        vocabulary.bpe(merges, unk_token=unknown, fuse_unk=True, byte_fallback=not missing)
+    )
+
+
+def _byte_token(byte: int) -> str:
+    return f"<0x{byte:02X}>"
+
+
+def _decoder(strip_prefix: bool) -> decoders.Decoder:
+    steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    return decoders.Sequence([*steps, *([decoders.Strip(" ", 1, 0)] if strip_prefix else [])])
+
+
+_KINDS = {"gpt2": _byte_level, "llama": _sentencepiece, "gemma4": _gemma4}
 
 
 def _add_special_tokens(tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
     special = set(vocabulary.of_type(CONTROL, UNKNOWN))
-    # Their texts are in the vocabulary already, so each keeps its id.
+    # Their texts are in the vocabulary already, so the tokens keep their ids.
     tokenizer.add_tokens(
         [
             AddedToken(
                 token,
                 special=token in special,
                 normalized=False,
-                rstrip=token in special and _takes_spaces(token, vocabulary.file),
+                rstrip=token in special and _strips_right(token, vocabulary.file),
             )
             for token in vocabulary.of_type(CONTROL, UNKNOWN, USER_DEFINED)
         ]
     )
 
 
-def _takes_spaces(token: str, file: GgufFile) -> bool:
-    """Whether the spaces and newlines behind a control token belong to it.
+def _strips_right(token: str, file: GgufFile) -> bool:
+    """Whether a control token consumes the spaces and newlines that follow it.
 
-    No file says so. Phi-3's tokenizer.json does, of those that came to Llama 2's and of </s>.
+    GGUF does not state it. In Phi-3's tokenizer.json, the tokens added to Llama 2's and </s> do.
     """
-    of_phi3 = (file.text("general.architecture", ""), file.text("tokenizer.ggml.model")) == (
+    is_phi3 = (file.text("general.architecture", ""), file.text("tokenizer.ggml.model")) == (
         "phi3",
         "llama",
     )
-    return of_phi3 and token not in ("<unk>", "<s>", "<|endoftext|>")
+    return is_phi3 and token not in ("<unk>", "<s>", "<|endoftext|>")
 
 
-def _open_with_bos(tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
+def _prepend_bos(tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
     bos = special_id(vocabulary.file, "bos")
     if bos is not None:
-        # Under a name, since a template reads some texts, such as those with a colon, otherwise.
+        # Under a name: TemplateProcessing parses some token texts, such as those with a colon.
         token = {"id": "bos", "ids": [bos], "tokens": [vocabulary.tokens[bos]]}
         tokenizer.post_processor = TemplateProcessing(single="bos $A", special_tokens=[token])

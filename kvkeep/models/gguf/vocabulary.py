@@ -1,7 +1,6 @@
-"""The tokens in a GGUF file: their texts, kinds, scores and merges, checked against each other.
+"""The vocabulary in a GGUF file: texts, types, scores and merges, checked against each other.
 
-Where llama.cpp loads a file that leaves something out or contradicts itself in a way that few texts
-meet, so does kvkeep, with a warning.
+Gaps and contradictions that llama.cpp tolerates are tolerated here as well, with a warning.
 """
 
 import re
@@ -16,17 +15,17 @@ from tokenizers.models import BPE
 from kvkeep.errors import BadModelFile
 from kvkeep.models.gguf.file import GgufFile, shown
 
-# What a token is, as GGUF numbers it. All others are of text.
+# GGUF's token types. Tokens of any other type are text.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 _ROLE = re.compile(r"tokenizer\.ggml\.(\w+)_token_id")
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 def special_id(file: GgufFile, role: str) -> int | None:
-    """The id of the token that the file names for a role: "bos", "eos", "unknown", "padding".
+    """Return the id of the token for a role: "bos", "eos", "unknown", "padding".
 
-    None where it names none, and with a warning where that is outside its vocabulary. Raises
-    BadModelFile where it is no whole number.
+    None if the file names none; None with a warning if the id is outside the vocabulary. Raises
+    BadModelFile if it is not a whole number.
     """
     key = f"tokenizer.ggml.{role}_token_id"
     if not file.has(key):
@@ -42,7 +41,7 @@ def special_id(file: GgufFile, role: str) -> int | None:
 
 
 def special_token(file: GgufFile, role: str) -> str | None:
-    """The text of `special_id`'s token."""
+    """Return the text of the token for a role, as `special_id`."""
     index = special_id(file, role)
     return None if index is None else Vocabulary.read(file).tokens[index]
 
@@ -53,7 +52,7 @@ def _warn(message: str) -> None:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """tokens: their texts by id. types: what each is."""
+    """The tokens of a model. tokens: texts by id, all different. types: GGUF token types by id."""
 
     file: GgufFile
     tokens: list[str]
@@ -61,9 +60,10 @@ class Vocabulary:
 
     @classmethod
     def read(cls, file: GgufFile) -> Self:
-        """Raises BadModelFile where tokens are missing, or types do not match them.
+        """Read the vocabulary of a file.
 
-        Warns of types that are missing, and of tokens whose text another one has.
+        Raises BadModelFile if tokens are missing or the types do not match them. Warns of missing
+        types and of several tokens with the same text.
         """
         tokens = file.texts("tokenizer.ggml.tokens")
         types = _types(file, tokens)
@@ -71,20 +71,20 @@ class Vocabulary:
             raise BadModelFile(
                 f"{file.path} has {len(tokens)} tokens and {len(types)} token types; fetch it again"
             )
-        return cls(file, *_told_apart(file, tokens, types))
+        return cls(file, *_without_duplicates(file, tokens, types))
 
     @cached_property
     def ids(self) -> Mapping[str, int]:
-        """The id of each text."""
+        """Token ids by text."""
         return {token: index for index, token in enumerate(self.tokens)}
 
     def of_type(self, *types: int) -> list[str]:
-        """The texts of all tokens of these types, by id."""
+        """Return the texts of all tokens of these types, in order of their ids."""
         pairs = zip(self.tokens, self.types, strict=True)
         return [token for token, kind in pairs if kind in types]
 
     def scores(self) -> list[float]:
-        """The score of each token. Raises BadModelFile if they are missing or no numbers."""
+        """Return the score of each token. Raises BadModelFile if they are missing or no numbers."""
         scores = self.file.numbers("tokenizer.ggml.scores")
         if len(scores) != len(self.tokens):
             raise BadModelFile(
@@ -94,7 +94,7 @@ class Vocabulary:
         return scores
 
     def merges(self) -> list[tuple[str, str]]:
-        """The pairs of texts that become one, the first ones first.
+        """Return the pairs of texts that BPE merges, in order of priority.
 
         Raises BadModelFile if they are missing or malformed.
         """
@@ -108,14 +108,14 @@ class Vocabulary:
             merges.append((left, right))
         return merges
 
-    def byte_pairs(self, merges: Collection[tuple[str, str]], **how: Any) -> BPE:
-        """The tokens under these merges; how: as `BPE` has it.
+    def bpe(self, merges: Collection[tuple[str, str]], **options: Any) -> BPE:
+        """Return a BPE model of the tokens with these merges. options: of `tokenizers.models.BPE`.
 
-        Raises BadModelFile for merges of what is no token.
+        Raises BadModelFile for merges of texts that are not tokens.
         """
-        # The library raises bare Exception for all that can be wrong with them.
+        # The library raises bare Exception for every fault.
         try:
-            return BPE(vocab=dict(self.ids), merges=list(merges), **how)
+            return BPE(vocab=dict(self.ids), merges=list(merges), **options)
         except Exception as error:
             raise BadModelFile(
                 f"{self.file.path} has merges that do not fit its tokens ({error}); fetch it again"
@@ -123,7 +123,7 @@ class Vocabulary:
 
 
 def _types(file: GgufFile, tokens: Sequence[str]) -> list[int]:
-    """What each token is. Without types, tokens with a role are control tokens, others are text."""
+    """Return each token's type. In a file without types, tokens with a role are control tokens."""
     key = "tokenizer.ggml.token_type"
     if file.has(key):
         return file.integers(key)
@@ -132,34 +132,36 @@ def _types(file: GgufFile, tokens: Sequence[str]) -> list[int]:
         "it names for a role, such as eos, count as such; take a newer file of the model"
     )
     types = [BYTE if _BYTE.fullmatch(token) else NORMAL for token in tokens]
-    for role, index in _roles(file, tokens).items():
+    for role, index in _ids_by_role(file, tokens).items():
         types[index] = UNKNOWN if role == "unknown" else CONTROL
     return types
 
 
-def _roles(file: GgufFile, tokens: Sequence[str]) -> dict[str, int]:
-    """The ids of tokens that have a role, by role."""
-    named = filter(None, map(_ROLE.fullmatch, file.metadata))
-    ids = {name[1]: file.integer(name[0]) for name in named}
+def _ids_by_role(file: GgufFile, tokens: Sequence[str]) -> dict[str, int]:
+    """Return the ids of tokens with a role, such as "eos", by role."""
+    keys = filter(None, map(_ROLE.fullmatch, file.metadata))
+    ids = {key[1]: file.integer(key[0]) for key in keys}
     return {role: index for role, index in ids.items() if 0 <= index < len(tokens)}
 
 
-def _told_apart(file: GgufFile, tokens: list[str], types: list[int]) -> tuple[list[str], list[int]]:
-    """The tokens under texts that are all different, and their types.
+def _without_duplicates(
+    file: GgufFile, tokens: list[str], types: list[int]
+) -> tuple[list[str], list[int]]:
+    """Return tokens and types with duplicate texts replaced by unique placeholders.
 
-    Of several with one text the one with a role keeps it, or else the last, which is the one that
-    llama.cpp finds. The others are control tokens under names that no text has.
+    Of several tokens with the same text, the one with a role keeps it, or else the last, which is
+    the one that llama.cpp finds. The others become control tokens with placeholder texts.
     """
-    keepers = {token: index for index, token in enumerate(tokens)}
-    keepers |= {tokens[index]: index for index in _roles(file, tokens).values()}
-    if len(keepers) == len(tokens):
+    owners = {token: index for index, token in enumerate(tokens)}
+    owners |= {tokens[index]: index for index in _ids_by_role(file, tokens).values()}
+    if len(owners) == len(tokens):
         return tokens, types
     tokens, types = list(tokens), list(types)
-    others = [index for index, token in enumerate(tokens) if keepers[token] != index]
+    duplicates = [index for index, token in enumerate(tokens) if owners[token] != index]
     _warn(
-        f"{file.path} has {len(others)} tokens whose text another one has ({shown(others)}): no "
-        "text is encoded to these"
+        f"{file.path} has {len(duplicates)} tokens whose text another one has "
+        f"({shown(duplicates)}): no text is encoded to these"
     )
-    for index in others:
+    for index in duplicates:
         tokens[index], types[index] = f"<duplicate token {index}>", CONTROL
     return tokens, types

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from kvkeep.errors import BadModelFile, ModelNotFound
-from kvkeep.models.gguf.parts import parts_of
+from kvkeep.models.gguf.header import parts_of
 from kvkeep.models.hub.known_models import KNOWN_MODELS, fetch_known_model
 from kvkeep.models.hub.library import PulledModel, find_model, home, pulled_models, store_model
 

@@ -1,4 +1,4 @@
-"""A model's own chat template, rendered in a sandbox."""
+"""Rendering of messages with a model's own chat template, in a sandbox."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,12 +23,12 @@ def render_chat(
     add_generation_prompt: bool,
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> str:
-    """The text that the model in `folder` was trained to see for these messages.
+    """Render messages with the chat template of the model in `folder`.
 
-    messages: as `checked_messages` gives them. tools: as `checked_tools` gives them.
+    messages: as `checked_messages` returns them. tools: as `checked_tools` returns them.
 
-    Raises UnsupportedModel if it has no template or one that is not valid jinja, BadModelFile if
-    that cannot be read, InvalidArgument where the template refuses the messages, or fails on them.
+    Raises UnsupportedModel without a template or with one that is not valid jinja, BadModelFile if
+    the template cannot be read, and InvalidArgument if it refuses the messages or fails on them.
     """
     config = read_json(folder / _CONFIG) if (folder / _CONFIG).exists() else {}
     template = _compile(_find_template(folder, config, tools is not None), folder)
@@ -46,42 +46,43 @@ def render_chat(
         raise InvalidArgument(
             f"the model's chat template refuses these messages: {error.message}"
         ) from error
-    except Exception as error:  # a template is a program of somebody else's
+    except Exception as error:  # a template is an untrusted program
         raise InvalidArgument(
-            f"the model's chat template fails on these messages ({_named(error)}); put another in "
-            f"{folder / _TEMPLATE}, or leave out what it does not take"
+            f"the model's chat template fails on these messages ({_error_text(error)}); put "
+            f"another in {folder / _TEMPLATE}, or leave out what it does not take"
         ) from error
 
 
 def template_source(folder: Path) -> str:
-    """The chat template of the model in `folder`. Raises UnsupportedModel where it has none."""
+    """Return the chat template of the model in `folder`. Raises UnsupportedModel without one."""
     config = read_json(folder / _CONFIG) if (folder / _CONFIG).exists() else {}
     return _find_template(folder, config, with_tools=False)
 
 
 def checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages; raises InvalidArgument where one lacks a role or a content, both text.
+    """Return the messages as dicts.
 
-    What calls tools needs no content beside the calls.
+    Raises InvalidArgument if a message lacks "role" or "content" as text. A message with tool calls
+    needs no content.
     """
     if isinstance(messages, (str, bytes)) or not isinstance(messages, Iterable):
         raise InvalidArgument(f"messages must be a list of them, {_EXAMPLE}; found {messages!r}")
     checked = list(messages)
     for index, message in enumerate(checked):
         for key in ("role", "content"):
-            found = message.get(key) if isinstance(message, Mapping) else None
-            if key == "content" and found is None and _calls_tools(message):
+            value = message.get(key) if isinstance(message, Mapping) else None
+            if key == "content" and value is None and _has_tool_calls(message):
                 continue
-            if not isinstance(found, str):
+            if not isinstance(value, str):
                 raise InvalidArgument(
                     f"message {index} must have {key!r} as text, found {message!r}; {_EXAMPLE}"
                 )
-            validation.text(f"{key!r} of message {index}", found)
+            validation.text(f"{key!r} of message {index}", value)
     return [dict(message) for message in checked]
 
 
 def checked_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
-    """The tools; raises InvalidArgument where one is no JSON schema, as a dict of plain values."""
+    """Return the tools. Raises InvalidArgument if one is not a JSON schema as a dict."""
     if tools is None:
         return None
     if isinstance(tools, (str, bytes, Mapping)) or not isinstance(tools, Iterable):
@@ -98,17 +99,17 @@ def checked_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, A
     return checked
 
 
-def _calls_tools(message: Any) -> bool:
+def _has_tool_calls(message: Any) -> bool:
     return isinstance(message, Mapping) and bool(message.get("tool_calls"))
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A message with its reasoning under both names that templates read."""
+    """Return a message with its reasoning under both names that templates read."""
     names = ("reasoning_content", "thinking", "reasoning")
-    found = next((message[name] for name in names if message.get(name) is not None), None)
-    if found is None:
+    reasoning = next((message[name] for name in names if message.get(name) is not None), None)
+    if reasoning is None:
         return message
-    return {"thinking": found, **message, "reasoning_content": found}
+    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 def _find_template(folder: Path, config: Mapping[str, Any], with_tools: bool) -> str:
@@ -121,8 +122,8 @@ def _find_template(folder: Path, config: Mapping[str, Any], with_tools: bool) ->
             ) from error
     inline = config.get("chat_template")
     if isinstance(inline, list):
-        named = {str(e.get("name")): e.get("template") for e in inline if isinstance(e, dict)}
-        inline = named.get("tool_use" if with_tools and "tool_use" in named else "default")
+        by_name = {str(e.get("name")): e.get("template") for e in inline if isinstance(e, dict)}
+        inline = by_name.get("tool_use" if with_tools and "tool_use" in by_name else "default")
     if not isinstance(inline, str):
         raise UnsupportedModel(
             f"the model in {folder} has no chat template ({_TEMPLATE}, or chat_template in "
@@ -135,22 +136,22 @@ def _find_template(folder: Path, config: Mapping[str, Any], with_tools: bool) ->
 def _compile(source: str, folder: Path) -> "Template":
     from jinja2 import TemplateSyntaxError
 
-    from kvkeep.models.text.sandbox import compiled
+    from kvkeep.models.text.sandbox import compile_template
 
     try:
-        return compiled(source)
+        return compile_template(source)
     except TemplateSyntaxError as error:
-        why = f"line {error.lineno}: {error.message}"
-    except Exception as error:  # what Python says of the code that it was turned into
-        why = _named(error)
+        reason = f"line {error.lineno}: {error.message}"
+    except Exception as error:  # Python rejects the code that jinja generated
+        reason = _error_text(error)
     raise UnsupportedModel(
-        f"the chat template in {folder} is not one that kvkeep can render ({why}); put another in "
-        f"{folder / _TEMPLATE}"
+        f"the chat template in {folder} is not one that kvkeep can render ({reason}); put another "
+        f"in {folder / _TEMPLATE}"
     )
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """bos_token and so on, which configs give as text or as an object with its content."""
+    """Return bos_token and so on, which configs state as text or as an object with its content."""
     tokens = {}
     for key in ("bos_token", "eos_token", "unk_token", "pad_token"):
         value = config.get(key)
@@ -158,10 +159,10 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
             value = value.get("content")
         if value is not None and not isinstance(value, str):
             raise BadModelFile(f"{_CONFIG}: {key} must be text, found {value!r}")
-        # Templates write them unconditionally; an absent one is nothing, not the word "None".
+        # Templates write them unconditionally; an absent one must not render as "None".
         tokens[key] = value or ""
     return tokens
 
 
-def _named(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

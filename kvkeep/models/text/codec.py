@@ -1,4 +1,4 @@
-"""Text to token ids and back, as the model's own tokenizer has it."""
+"""Encoding and decoding of text with a model's tokenizer and chat template."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,33 +11,34 @@ from tokenizers import Tokenizer
 
 from kvkeep import validation
 from kvkeep.errors import BadModelFile, InvalidArgument
-from kvkeep.models.text.byte_fallback import ByteTokens
 from kvkeep.models.text.chat_template import checked_messages, checked_tools, render_chat
 from kvkeep.models.text.control_tokens import ChatText, ControlTokens
-from kvkeep.models.text.token_bytes import TokenBytes
+from kvkeep.models.text.token_bytes import ByteTokens, TokenBytes
 
-_REPLACEMENT = "\ufffd"  # what decoding gives for bytes that are not, or not yet, a character
-_MARK = "kvkeepgoeson"  # stands for what follows in a rendering; letters only, so nothing trims it
-_LONGEST_WAIT = 64  # tokens; a character has 4 bytes at most, so these are noise, not text
+_REPLACEMENT = "\ufffd"  # decoded from bytes that are not (or not yet) a character
+# Marks in a rendering where the open message ends. Letters only, so that no template trims it.
+_MARK = "kvkeepgoeson"
+# Tokens after which incomplete text is returned: a character has 4 bytes, so it is noise.
+_MAX_PENDING = 64
 
 
 @dataclass(frozen=True)
 class TextCodec:
-    """The tokenizer and the chat template of the model in a folder."""
+    """The tokenizer and chat template of the model in a folder."""
 
     folder: Path
     tokenizer: Tokenizer
 
     @classmethod
     def open(cls, folder: Path) -> Self:
-        """Raises BadModelFile if tokenizer.json is missing, empty or broken."""
+        """Load the tokenizer. Raises BadModelFile if tokenizer.json is missing, empty or broken."""
         path = folder / "tokenizer.json"
         if not path.exists():
             raise BadModelFile(
                 f"{folder} has no tokenizer.json; fetch the model again, or save its tokenizer "
                 "in that format"
             )
-        # The library raises bare Exception for all that can be wrong with the file.
+        # The library raises bare Exception for every fault of the file.
         try:
             tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:
@@ -50,27 +51,27 @@ class TextCodec:
 
     @property
     def vocab_size(self) -> int:
-        """Tokens that have a text. A model may have more rows than that, as padding."""
+        """The number of tokens with a text. A model may have more rows, as padding."""
         return self.tokenizer.get_vocab_size(with_added_tokens=True)
 
     @property
     def opening_ids(self) -> list[int]:
-        """What the model was trained to see once before a plain text: BOS, or for many nothing.
+        """The ids before a plain text, such as BOS; empty for many models.
 
-        A chat template writes its own, so this is for text that went through none.
+        A chat template writes its own.
         """
         encoded = self.tokenizer.encode("a", add_special_tokens=True)
         added = list(zip(encoded.ids, encoded.special_tokens_mask, strict=True))
         return [index for index, _ in takewhile(lambda pair: pair[1] == 1, added)]
 
     def encode(self, text: str, special: bool = False) -> list[int]:
-        """Token ids of the text and of nothing else: no BOS is added.
+        """Return the token ids of a text, without BOS.
 
-        special: the text of a special token, such as <|im_start|>, becomes that token. By default
-        it is text like any other, so that nobody who writes it can end a turn or begin one. What
-        `chat` gives needs no `special`: it knows which tokens the template wrote.
+        special: encode the text of a special token, such as <|im_start|>, as that token. By default
+        it is plain text, so that user input cannot end or begin a turn. The result of `chat` needs
+        no `special`: it records which tokens the template wrote.
 
-        Bytes that the vocabulary lacks are left out, as the model's own tokenizer does: SmolLM2 has
+        Bytes that the vocabulary lacks are left out, as by the model's own tokenizer: SmolLM2 has
         no token for six control characters and for the planes of Unicode that hold no script.
 
         Raises InvalidArgument for text that is not Unicode (half of a surrogate pair).
@@ -83,21 +84,24 @@ class TextCodec:
         return self.encode_sealed(text)
 
     def encode_sealed(self, text: str) -> list[int]:
-        """Token ids of `ChatText.sealed`, or of a part of one."""
+        """Return the token ids of `ChatText.sealed` or a part of it."""
         return self._control.encode(text)
 
     def decode(self, ids: Sequence[int], skip_special: bool = False) -> str:
-        """The text of token ids; ids beyond the vocabulary have none.
+        """Return the text of token ids. Ids beyond the vocabulary have no text.
 
         Raises InvalidArgument for a negative id.
         """
         if any(index < 0 for index in ids):
             raise InvalidArgument(f"token ids are numbers from 0 up, found {min(ids)}")
-        return self.tokenizer.decode(self._bytes.mended(ids), skip_special_tokens=skip_special)
+        return self.tokenizer.decode(
+            self._bytes.replace_invalid(ids), skip_special_tokens=skip_special
+        )
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes of one token inside a text: with the space that it opens with, and of half a
-        character its own part. b"" for an id beyond the vocabulary.
+        """Return the bytes of one token inside a text, with its leading space.
+
+        For a part of a character, the bytes of that part; b"" for an id beyond the vocabulary.
 
         Raises InvalidArgument for a negative id.
         """
@@ -106,15 +110,15 @@ class TextCodec:
         return self._token_bytes.of(token)
 
     def is_control(self, token: int) -> bool:
-        """Whether a token is special, such as <|im_end|>: generated text is without it."""
+        """Whether a token is special, such as <|im_end|>, and so not part of generated text."""
         return token in self._control.ids
 
     def decode_inside(self, ids: Sequence[int]) -> str:
-        """The text of tokens that others come before: a space they open with is not lost."""
+        """Return the text of tokens inside a text, with the leading space of the first one."""
         return b"".join(map(self.token_bytes, ids)).decode(errors="replace")
 
     def piece_stream(self, skip_special: bool = False) -> "PieceStream":
-        """A decoder for ids that come one at a time."""
+        """Return an incremental decoder."""
         return PieceStream(self, skip_special)
 
     def chat(
@@ -123,19 +127,20 @@ class TextCodec:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> ChatText:
-        """The messages as text in the model's own format; feed it, or encode it with `encode`.
+        """Render messages with the model's chat template; feed the result, or `encode` it.
 
-        What the template writes is special, and nothing in a message or a tool is: see `ChatText`.
+        Only special tokens that the template writes are encoded as such, none in messages and
+        tools: see `ChatText`.
 
         messages: each with "role" and "content". add_generation_prompt: end with the opening of
-        the assistant's turn. tools: the JSON schemas of what the model may call, for templates that
-        know of tools; others leave them out.
+        the assistant's turn. tools: JSON schemas of functions that the model may call; templates
+        without tool support ignore them.
 
         Raises UnsupportedModel if the model has no template, InvalidArgument for messages or tools
         that are malformed or that the template refuses.
         """
-        guarded = self._control.stand_in(checked_messages(messages))
-        schemas = self._control.stand_in(checked_tools(tools))
+        guarded = self._control.replace_texts(checked_messages(messages))
+        schemas = self._control.replace_texts(checked_tools(tools))
         rendered = render_chat(self.folder, guarded, add_generation_prompt, schemas)
         return self._control.chat_text(validation.text("the chat", rendered))
 
@@ -144,18 +149,18 @@ class TextCodec:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int]:
-        """The tokens of a chat whose last message, the assistant's, is open: it goes on from there.
+        """Return the tokens of a chat up to the end of the assistant's last message, left open.
 
-        Raises what `chat` does, and InvalidArgument where the last message is another one's, or
-        where the template does not write it as it is.
+        Raises what `chat` raises, and InvalidArgument if the last message is not the assistant's or
+        the template does not write it unchanged.
         """
-        given = checked_messages(messages)
-        if not given or given[-1]["role"] != "assistant":
+        checked = checked_messages(messages)
+        if not checked or checked[-1]["role"] != "assistant":
             raise InvalidArgument("the last message must be the assistant's for it to go on")
-        last = {**given[-1], "content": given[-1].get("content", "") + _MARK}
-        sealed = self.chat([*given[:-1], last], False, tools).sealed
-        before, found, _ = sealed.rpartition(_MARK)
-        if not found:
+        last = {**checked[-1], "content": checked[-1].get("content", "") + _MARK}
+        sealed = self.chat([*checked[:-1], last], False, tools).sealed
+        before, mark, _ = sealed.rpartition(_MARK)
+        if not mark:
             raise InvalidArgument("the model's chat template does not let a message go on")
         return self.encode_sealed(before)
 
@@ -173,49 +178,49 @@ class TextCodec:
 
 
 class PieceStream:
-    """Text as tokens arrive. What it gave, joined, is always a prefix of the whole decoded text.
+    """Incremental decoding. The returned pieces, joined, are always a prefix of the decoded text.
 
-    A token may end inside a character: what is not complete yet is held back.
+    A token may end inside a character: an incomplete character is held back.
     """
 
     def __init__(self, codec: TextCodec, skip_special: bool) -> None:
         self._codec = codec
         self._skip_special = skip_special
-        # Decoders treat the first token of a text apart (a leading space goes), so tokens are
-        # decoded after the last ones that gave text, and the text of those is cut off.
+        # Decoders treat the first token of a text differently (they strip a leading space), so new
+        # tokens are decoded behind the last ones that gave text, whose text is then cut off.
         self._context: list[int] = []
         self._context_length = 0
         self._pending: list[int] = []
-        self._given = 0
+        self._returned = 0
 
     def push(self, token_id: int) -> str:
-        """The text that this token completes, often one piece, sometimes none."""
+        """Return the text that this token completes, which may be empty."""
         self._pending.append(token_id)
         text = self._pending_text()
-        new = text[self._given :]
-        if text.endswith(_REPLACEMENT) and len(self._pending) < _LONGEST_WAIT:
-            # The last character may be half of one. Those before it can no longer change.
-            self._given = len(text) - 1
+        new = text[self._returned :]
+        if text.endswith(_REPLACEMENT) and len(self._pending) < _MAX_PENDING:
+            # The last character may be incomplete. Those before it can no longer change.
+            self._returned = len(text) - 1
             return new[:-1]
         if text:
-            self._close()
+            self._commit()
         return new
 
     def flush(self) -> str:
-        """What was held back, at the end of the stream: half a character comes as U+FFFD."""
-        new = self._pending_text()[self._given :]
+        """Return the text held back at the end of the stream. Half a character becomes U+FFFD."""
+        new = self._pending_text()[self._returned :]
         if self._pending:
-            self._close()
+            self._commit()
         return new
 
     def _pending_text(self) -> str:
         return self._decode(self._context + self._pending)[self._context_length :]
 
-    def _close(self) -> None:
+    def _commit(self) -> None:
         self._context = self._pending
         self._context_length = len(self._decode(self._context))
         self._pending = []
-        self._given = 0
+        self._returned = 0
 
     def _decode(self, ids: list[int]) -> str:
         return self._codec.decode(ids, self._skip_special)

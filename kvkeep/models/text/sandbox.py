@@ -1,6 +1,7 @@
-"""Where chat templates run: they come with a model, so they reach nothing and end in bounded time.
+"""The jinja sandbox for chat templates, which come with a model and are not trusted.
 
-Imported only when a template is rendered, since jinja2 takes a while to import.
+A template has no access to Python objects, and its time and memory are bounded. This module is
+imported only when a template is rendered, since importing jinja2 takes a while.
 """
 
 import json
@@ -16,48 +17,49 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-MOST_ROUNDS = 300_000  # of all loops together, numbers of ranges included
-_MACRO = 10  # rounds that the call of a macro counts for
-_ROUNDS, _JOINED = "count rounds", "join parts"  # no names that a template could call
-LARGEST = 50_000_000  # characters or items of what a template makes; no number is larger
+MAX_ITERATIONS = 300_000  # of all loops together, numbers in ranges included
+_MACRO_COST = 10  # iterations that a macro call counts as
+# Internal filters. A template cannot call them: these are not valid names.
+_COUNT_FILTER, _JOIN_FILTER = "count rounds", "join parts"
+MAX_SIZE = 50_000_000  # characters or items of a value in a template; also the largest number
 
 
-def compiled(source: str) -> Template:
-    """A template that is to be rendered once. Raises TemplateSyntaxError."""
+def compile_template(source: str) -> Template:
+    """Compile a template for one rendering. Raises TemplateSyntaxError."""
     return _Sandbox().from_string(source)
 
 
 class GenerationBlock(Extension):
-    """`{% generation %}` marks what to train on; to render it is just what is in it."""
+    """The tag `{% generation %}`, which marks text to train on: rendered as its content."""
 
     tags = {"generation"}  # noqa: RUF012 (as jinja declares it)
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return [nodes.Scope(body, lineno=line)]  # what is set in it ends with it
+        return [nodes.Scope(body, lineno=line)]  # variables set in the block end with it
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Counts the rounds of loops and macros, and refuses what grows without end.
+    """A sandbox that bounds iterations and the size of values.
 
-    Whatever repeats asks `_another` first: that is written into the parsed template, as a filter.
+    `_CountingTransformer` inserts a call of `_count` into each loop and macro of a template.
     """
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
 
     def __init__(self) -> None:
-        # Block trimming is what templates for transformers are written for. Unoptimized: constants
-        # are computed where they are bounded, too.
+        # transformers renders templates with block trimming. Not optimized: constant expressions
+        # would be evaluated at compile time, where sizes are not checked.
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
             optimized=False,
             extensions=[loopcontrols, GenerationBlock],
         )
-        self._rounds = 0
-        self.filters = {name: _bounded(each) for name, each in self.filters.items()}
-        self.filters |= {"tojson": _to_json, _ROUNDS: self._another, _JOINED: _joined}
+        self._iterations = 0
+        self.filters = {name: _bounded(function) for name, function in self.filters.items()}
+        self.filters |= {"tojson": _to_json, _COUNT_FILTER: self._count, _JOIN_FILTER: _join}
         self.globals.pop("lipsum")
         self.globals["range"] = self._range
         self.globals["raise_exception"] = _refuse
@@ -65,7 +67,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         _require_small(args, kwargs)
-        return _within(super().call(__context, __obj, *args, **kwargs))
+        return _checked_size(super().call(__context, __obj, *args, **kwargs))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "*":
@@ -74,91 +76,98 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             raise TemplateRuntimeError("it raises numbers to too high a power")
         elif operator == "%" and isinstance(left, str) and len(left) > 1000:
             raise TemplateRuntimeError("it formats by too long a text")
-        return _within(super().call_binop(context, operator, left, right))
+        return _checked_size(super().call_binop(context, operator, left, right))
 
-    def _another(self, count: int) -> bool:
-        self._rounds += count
-        if self._rounds > MOST_ROUNDS:
-            raise TemplateRuntimeError(f"it goes round more than {MOST_ROUNDS:,} times")
+    def _count(self, iterations: int) -> bool:
+        self._iterations += iterations
+        if self._iterations > MAX_ITERATIONS:
+            raise TemplateRuntimeError(f"it goes round more than {MAX_ITERATIONS:,} times")
         return True
 
     def _range(self, *bounds: int) -> range:
         numbers = range(*bounds)
-        self._another(len(numbers) if numbers.stop < LARGEST > numbers.start else LARGEST)
+        self._count(len(numbers) if numbers.stop < MAX_SIZE > numbers.start else MAX_SIZE)
         return numbers
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         parsed = super()._parse(source, name, filename)
-        _Counting().visit(parsed)
+        _CountingTransformer().visit(parsed)
         parsed.set_environment(self)
         return parsed
 
 
-class _Counting(NodeTransformer):
-    """Has whatever repeats counted."""
+class _CountingTransformer(NodeTransformer):
+    """Inserts counting into loops and macros, and a size check into concatenation."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)
-        # Where a loop has a condition, rounds that it leaves out count, too.
+        # Iterations that a loop's condition skips count as well.
         if node.test is not None:
-            node.test = nodes.And(_counted(1, node), node.test, lineno=node.lineno)
+            node.test = nodes.And(_count_call(1, node), node.test, lineno=node.lineno)
         else:
-            node.body.insert(0, nodes.ExprStmt(_counted(1, node), lineno=node.lineno))
+            node.body.insert(0, nodes.ExprStmt(_count_call(1, node), lineno=node.lineno))
         return node
 
     def visit_Macro(self, node: nodes.Macro) -> nodes.Node:
         self.generic_visit(node)
-        node.body.insert(0, nodes.ExprStmt(_counted(_MACRO, node), lineno=node.lineno))
+        node.body.insert(0, nodes.ExprStmt(_count_call(_MACRO_COST, node), lineno=node.lineno))
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
-        return _filter(_JOINED, node.nodes, node)
+        return _filter(_JOIN_FILTER, node.nodes, node)
 
 
-def _counted(rounds: int, at: nodes.Node) -> nodes.Expr:
-    return _filter(_ROUNDS, [nodes.Const(rounds, lineno=at.lineno)], at)
+def _count_call(iterations: int, at: nodes.Node) -> nodes.Expr:
+    return _filter(_COUNT_FILTER, [nodes.Const(iterations, lineno=at.lineno)], at)
 
 
-def _filter(name: str, given: list[nodes.Expr], at: nodes.Node) -> nodes.Expr:
-    return nodes.Filter(given[0], name, given[1:], [], None, None, lineno=at.lineno)
+def _filter(name: str, operands: list[nodes.Expr], at: nodes.Node) -> nodes.Expr:
+    return nodes.Filter(operands[0], name, operands[1:], [], None, None, lineno=at.lineno)
 
 
-def _joined(*parts: object) -> str:
-    """`a ~ b`."""
+def _join(*parts: object) -> str:
+    """Evaluate `a ~ b`."""
     text = "".join(map(str, parts))
-    _within(text)
+    _checked_size(text)
     return text
 
 
-def _bounded(filtering: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(filtering)  # with the marks by which jinja knows what to call it with
+def _bounded(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a filter with checks of its arguments and its result."""
+
+    @wraps(function)  # copies the attributes that tell jinja which arguments to pass
     def bounded(*args: Any, **kwargs: Any) -> Any:
         _require_small(args, kwargs)
-        return _within(filtering(*args, **kwargs))
+        return _checked_size(function(*args, **kwargs))
 
     return bounded
 
 
 def _require_small(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     for value in (*args, *kwargs.values()):
-        if isinstance(value, int) and abs(value) > LARGEST:
+        if isinstance(value, int) and abs(value) > MAX_SIZE:
             raise TemplateRuntimeError("it asks for something too large")
 
 
 def _require_product(left: Any, right: Any) -> None:
-    for one, other in ((left, right), (right, left)):
-        size = len(one) if isinstance(one, Sized) else 1
-        if isinstance(other, int) and size * abs(other) > LARGEST and isinstance(one, Sized):
+    for sequence, factor in ((left, right), (right, left)):
+        size = len(sequence) if isinstance(sequence, Sized) else 1
+        if (
+            isinstance(factor, int)
+            and size * abs(factor) > MAX_SIZE
+            and isinstance(sequence, Sized)
+        ):
             raise TemplateRuntimeError("it repeats something too often")
 
 
-def _within(made: Any) -> Any:
-    if isinstance(made, (str, list, tuple)) and len(made) > LARGEST:
+def _checked_size(value: Any) -> Any:
+    """Return a value unchanged. Raises TemplateRuntimeError if it is too large."""
+    if isinstance(value, (str, list, tuple)) and len(value) > MAX_SIZE:
         raise TemplateRuntimeError("it makes something too large")
-    if isinstance(made, int) and made.bit_length() > 4096:
+    if isinstance(value, int) and value.bit_length() > 4096:
         raise TemplateRuntimeError("it makes too large a number")
-    return made
+    return value
 
 
 def _to_json(
@@ -168,7 +177,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Plain JSON: jinja's own filter escapes it for HTML. The arguments are transformers'."""
+    """Serialise as plain JSON, with transformers' arguments; jinja's filter escapes for HTML."""
     _require_small((indent,), {})
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys

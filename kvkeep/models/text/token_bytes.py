@@ -1,24 +1,25 @@
-"""The bytes that each token stands for inside a text."""
+"""The bytes of single tokens, and decoding of tokens that are single bytes."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import groupby
 from typing import Any
 
 from tokenizers import Tokenizer, decoders
 
-_ANCHOR = "x"  # a token in front of the one that is decoded, which no decoder step changes
-# Steps that work on the bytes of single tokens, or on the whole text and not on one token.
+_ANCHOR = "x"  # decoded before a token; no decoder step changes it
+# Decoder steps that convert a token to bytes, and the one from which steps see the whole text.
 _BYTE_LEVEL, _BYTE_FALLBACK, _WHOLE_TEXT = "ByteLevel", "ByteFallback", "Fuse"
 
 
 class TokenBytes:
-    """What each token of a tokenizer adds to a text that it stands in the middle of.
+    """The bytes that each token contributes to the middle of a text.
 
-    Decoding a token alone treats it as the beginning of a text: a SentencePiece token loses the
-    space it opens with, and a token that holds a part of a character becomes U+FFFD. The bytes
-    given here are neither changed nor lost, so that those of all tokens, joined, are the text.
-    SentencePiece tokenizers put a space before a text (the dummy prefix), and decoding takes it
-    away again: here it is still there, as a part of the first token.
+    Decoding a token alone treats it as the beginning of a text: a SentencePiece token loses its
+    leading space, and a token that holds a part of a character becomes U+FFFD. The bytes returned
+    here are unchanged, so that the bytes of all tokens, joined, are the text. SentencePiece puts a
+    space before a text (the dummy prefix), which decoding removes: here it stays, as a part of the
+    first token.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -34,32 +35,32 @@ class TokenBytes:
             for step in self._steps[: kinds.index(_WHOLE_TEXT) if _WHOLE_TEXT in kinds else None]
             if step["type"] not in (_BYTE_LEVEL, _BYTE_FALLBACK)
         ]
-        self._known: dict[int, bytes] = {}
+        self._cache: dict[int, bytes] = {}
 
     def of(self, token: int) -> bytes:
-        """The bytes of a token; b"" for an id beyond the vocabulary."""
-        if token not in self._known:
-            self._known[token] = self._of(token)
-        return self._known[token]
+        """Return the bytes of a token; b"" for an id beyond the vocabulary."""
+        if token not in self._cache:
+            self._cache[token] = self._compute(token)
+        return self._cache[token]
 
-    def _of(self, token: int) -> bytes:
+    def _compute(self, token: int) -> bytes:
         text = self._tokenizer.id_to_token(token)
         if text is None:
             return b""
         if self._byte_level:
-            # The text of an added token is plain, that of all others is in GPT-2's alphabet.
-            return text.encode() if token in self._added else _from_alphabet(text)
+            # The text of an added token is plain; all others are in GPT-2's byte alphabet.
+            return text.encode() if token in self._added else _from_byte_alphabet(text)
         if self._byte_fallback and (byte := _fallback_byte(text)) is not None:
             return byte
         if not self._steps:
             return f" {text}".encode()  # without a decoder, tokens are joined by spaces
         for decoder in self._decoders:
-            text = _inside(decoder, text)
+            text = _decode_inside(decoder, text)
         return text.encode()
 
 
 def _steps(decoder: decoders.Decoder | None) -> Iterable[dict[str, Any]]:
-    """The decoder's steps as they stand in tokenizer.json, in order."""
+    """Yield the decoder's steps in order, as tokenizer.json defines them."""
     pending = [] if decoder is None else [json.loads(decoder.__getstate__())]
     while pending:
         step = pending.pop(0)
@@ -75,14 +76,14 @@ def _decoder(step: dict[str, Any]) -> decoders.Decoder:
     return decoder
 
 
-def _inside(decoder: decoders.Decoder, text: str) -> str:
-    """A token's text after one step, where another token comes before it."""
-    alone, after = decoder.decode([_ANCHOR]), decoder.decode([_ANCHOR, text])
-    return after.removeprefix(alone) if after.startswith(alone) else decoder.decode([text])
+def _decode_inside(decoder: decoders.Decoder, text: str) -> str:
+    """Return a token's text after one decoder step, behind another token."""
+    prefix, both = decoder.decode([_ANCHOR]), decoder.decode([_ANCHOR, text])
+    return both.removeprefix(prefix) if both.startswith(prefix) else decoder.decode([text])
 
 
 def _fallback_byte(text: str) -> bytes | None:
-    """The byte that a token such as <0xE6> stands for."""
+    """Return the byte of a token such as <0xE6>; None for other tokens."""
     if len(text) != 6 or not text.startswith("<0x") or not text.endswith(">"):
         return None
     try:
@@ -92,15 +93,18 @@ def _fallback_byte(text: str) -> bytes | None:
     return byte if len(byte) == 1 else None
 
 
-def _from_alphabet(text: str) -> bytes:
-    """The bytes of a token's text in GPT-2's alphabet; what is none of it stands for itself."""
+def _from_byte_alphabet(text: str) -> bytes:
+    """Decode text in GPT-2's byte alphabet. Text with other characters is returned as UTF-8."""
     if not _ALPHABET.keys() >= set(text):
         return text.encode()
     return bytes(_ALPHABET[character] for character in text)
 
 
 def _alphabet() -> dict[str, int]:
-    """GPT-2's character for each byte: printable ones are themselves, others follow from 256 on."""
+    """Return the byte of each character in GPT-2's alphabet.
+
+    Printable bytes are their own characters; the others are numbered from 256 on.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {
@@ -109,3 +113,41 @@ def _alphabet() -> dict[str, int]:
 
 
 _ALPHABET = _alphabet()
+
+
+class ByteTokens:
+    """The byte-fallback tokens of a tokenizer (<0x00> to <0xFF>), if it has them.
+
+    The library's decoder joins neighbouring byte tokens. One byte that is not part of a character
+    turns the whole run into U+FFFD, complete characters before it included. Streamed text would
+    then differ from the final text; `replace_invalid` prevents that.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        tokens = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256)]
+        self._tokens = [token for token in tokens if token is not None]
+        if len(self._tokens) < 256 or b'"ByteFallback"' not in _definition(tokenizer):
+            self._tokens = []
+        self._bytes = {token: byte for byte, token in enumerate(self._tokens)}
+
+    def replace_invalid(self, ids: Sequence[int]) -> list[int]:
+        """Return the ids with each invalid byte replaced by the bytes of U+FFFD.
+
+        Example: E6 97 A5 E6 become E6 97 A5 EF BF BD, and decode to 日 and U+FFFD.
+        """
+        if self._bytes.keys().isdisjoint(ids):
+            return list(ids)
+        replaced: list[int] = []
+        for are_bytes, run in groupby(ids, self._bytes.__contains__):
+            tokens = list(run)
+            replaced += self._valid_utf8(tokens) if are_bytes else tokens
+        return replaced
+
+    def _valid_utf8(self, run: list[int]) -> list[int]:
+        text = bytes(self._bytes[token] for token in run).decode(errors="replace")
+        return [self._tokens[byte] for byte in text.encode()]
+
+
+def _definition(tokenizer: Tokenizer) -> bytes:
+    decoder = tokenizer.decoder
+    return b"" if decoder is None else decoder.__getstate__()
