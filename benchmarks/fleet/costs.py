@@ -164,7 +164,7 @@ def store(model: Model, ids: Sequence[int]) -> Stored:
             begun = time.perf_counter()
             lease = sessions.acquire("one")
             taken = time.perf_counter()
-            size = snapshot.save(SessionPath(lease.place, lease))
+            size = snapshot.save(SessionPath(lease.objects, lease))
             commits.append(time.perf_counter() - taken)
             lease.release()
             heads.append(taken - begun)

@@ -167,7 +167,7 @@ class SessionLeases:
         async with self._exclusive(owner, name, patience=0.0):
             lease = await self._acquire(owner, name)
             try:
-                await self.in_store_thread(lambda: check(SessionPath(lease.place)))
+                await self.in_store_thread(lambda: check(SessionPath(lease.objects)))
                 await self.in_store_thread(lease.remove)
                 await self._forget_copy((owner, name))
             finally:

@@ -54,7 +54,7 @@ def saves(url: str, snapshot: Snapshot, says: int) -> None:
         os.write(says, b"+%d\n" % number)
         from kvkeep.storage.sessions.shared import SessionPath
 
-        snapshot.save(SessionPath(lease.place, lease))
+        snapshot.save(SessionPath(lease.objects, lease))
         os.write(says, b"=%d\n" % number)
 
 

@@ -13,7 +13,7 @@ from kvkeep.storage.sessions.head import SessionHead
 from kvkeep.storage.sessions.protocol import LeaseRequest, PutHead, ReadHead, Upload, VersionedHead
 
 # Where `lease` is 0 every lease has run out when it begins: no clock keeps anybody from anything.
-ANYBODY = {"now": math.inf, "lease": 0.0}
+ANYBODY = {"now": math.inf, "seconds": 0.0}
 START = SessionHead(1, 1, "first", "", 0.0, "000000000001-000000000001-0")
 
 

@@ -158,7 +158,7 @@ def test_what_a_killed_writer_left_is_swept(objects: ObjectStore) -> None:
     sessions = by(objects, "a")
     lease = sessions.acquire("one")
     commit(lease, b"1")
-    at = lease.place
+    at = lease.objects
     objects.put_chunks(at.key("000000000001-000000000009-left"), lambda: [b"never committed"])
     lease.release()
     assert sessions.sweep() == ["one/000000000001-000000000009-left"]
@@ -170,7 +170,7 @@ def test_what_was_left_of_any_owners_session_is_swept(objects: ObjectStore) -> N
     for owner in ("0", "a" * 32):
         lease = SharedSessions(objects, owner).acquire("one")
         commit(lease, b"1")
-        objects.put_chunks(lease.place.key("000000000001-000000000009-left"), lambda: [b"2"])
+        objects.put_chunks(lease.objects.key("000000000001-000000000009-left"), lambda: [b"2"])
         lease.release()
     assert sweep_all(objects) == [
         f"{owner}/one/000000000001-000000000009-left" for owner in ("0", "a" * 32)
@@ -279,7 +279,7 @@ def _schedule(objects: ObjectStore, name: str, order: random.Random) -> int:
                 except StoreError:
                     losses[actor] += 1
                     continue
-                key = lease.place.key(lease.head.snapshot)
+                key = lease.objects.key(lease.head.snapshot)
                 try:
                     before = json.loads(seen.get(key)[0])
                     after = json.dumps([*before, operation]).encode()
@@ -307,7 +307,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is tried again is tried at once."""
     backoff = {"init_backoff": timedelta(milliseconds=1), "max_backoff": timedelta(milliseconds=2)}
     monkeypatch.setitem(remote.RETRIES, "backoff", {**backoff, "base": 2})
-    monkeypatch.setattr(driver, "_MOST", 0.001)
+    monkeypatch.setattr(driver, "MAX_WAIT", 0.001)
 
 
 @pytest.mark.parametrize("faults", [100, pytest.param(1000, marks=pytest.mark.slow)])

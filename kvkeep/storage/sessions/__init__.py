@@ -1,1 +1,1 @@
-"""Sessions by name, in a folder or leased from an object store."""
+"""Saved sessions by name: in a folder with locks, or in an object store with leases."""

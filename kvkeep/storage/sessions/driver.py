@@ -1,4 +1,4 @@
-"""The steps of the protocol, taken at a store of objects."""
+"""The driver of the lease protocol: runs its operations against an object store."""
 
 import random
 import time
@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 from kvkeep.errors import NoObject, StoreError
 from kvkeep.storage.objects import ObjectStore
 from kvkeep.storage.objects.interface import ChunkSource
+from kvkeep.storage.sessions.folder import SNAPSHOT_SUFFIX
 from kvkeep.storage.sessions.head import SessionHead
 from kvkeep.storage.sessions.protocol import (
     Delete,
@@ -21,15 +22,14 @@ from kvkeep.storage.sessions.protocol import (
 )
 
 T = TypeVar("T")
-SNAPSHOT_SUFFIX = ".kvkeep"
 HEAD = "head.json"
-_FIRST, _MOST = 0.02, 1.0  # seconds of a wait
+_FIRST_WAIT, _MAX_WAIT = 0.02, 1.0  # seconds
 
 
 class SessionObjects:
-    """Where one session is in a store: its head, and beside it what was committed.
+    """The objects of one session in a store: its head and its snapshots.
 
-    name: as people know it. folder: its prefix, with '/' at the end.
+    name: of the session. folder: the prefix of its keys, with '/' at the end.
     """
 
     def __init__(self, objects: ObjectStore, folder: str, name: str):
@@ -37,56 +37,60 @@ class SessionObjects:
         self._head, self._snapshots = f"{folder}{HEAD}", f"{folder}snapshots/"
 
     def key(self, snapshot: str) -> str:
+        """Return the key of a snapshot."""
         return f"{self._snapshots}{snapshot}{SNAPSHOT_SUFFIX}"
 
     def head(self) -> VersionedHead | None:
-        """As it is now."""
+        """Read the current head; None if there is none. Raises StoreError."""
         try:
-            content, tag = self.objects.get(self._head)
+            content, etag = self.objects.get(self._head)
         except NoObject:
             return None
-        return VersionedHead(SessionHead.read(content, self.name), tag)
+        return VersionedHead(SessionHead.read(content, self.name), etag)
 
-    def run(self, steps: Operations[T], pieces: ChunkSource | None = None) -> T:
-        """What the steps come to. pieces: of what they upload. Raises what they raise."""
+    def run(self, operations: Operations[T], chunks: ChunkSource | None = None) -> T:
+        """Run the operations of a protocol function, and return its result.
+
+        chunks: the content of its upload. Raises the function's errors.
+        """
         result: Any = None
         error: StoreError | None = None
         while True:
             try:
-                step = steps.throw(error) if error is not None else steps.send(result)
+                operation = (
+                    operations.throw(error) if error is not None else operations.send(result)
+                )
             except StopIteration as end:
                 return end.value  # type: ignore[no-any-return]
             result, error = None, None
             try:
-                result = self._take(step, pieces)
+                result = self._execute(operation, chunks)
             except StoreError as failure:
                 error = failure
 
-    def _take(self, step: StoreOperation, pieces: ChunkSource | None) -> Any:
-        match step:
+    def _execute(self, operation: StoreOperation, chunks: ChunkSource | None) -> Any:
+        match operation:
             case ReadHead():
                 return self.head()
-            case PutHead(head, tag):
-                absent = tag is None
-                content = head.content()
-                return self.objects.put(self._head, content, if_absent=absent, if_match=tag)
+            case PutHead(head, etag):
+                absent = etag is None
+                return self.objects.put(self._head, head.content(), if_absent=absent, if_match=etag)
             case Upload(snapshot):
-                assert pieces is not None
-                self.objects.put_chunks(self.key(snapshot), pieces)
+                assert chunks is not None
+                self.objects.put_chunks(self.key(snapshot), chunks)
             case ListSnapshots():
-                return [
-                    self._name(stored.key) for stored in self.objects.list_objects(self._snapshots)
-                ]
+                infos = self.objects.list_objects(self._snapshots)
+                return [self._snapshot_name(info.key) for info in infos]
             case Delete(snapshot):
                 self.objects.delete(self.key(snapshot))
-            case Wait(tries):
-                _wait(tries)
+            case Wait(attempt):
+                _back_off(attempt)
         return None
 
-    def _name(self, key: str) -> str:
+    def _snapshot_name(self, key: str) -> str:
         return key.removeprefix(self._snapshots).removesuffix(SNAPSHOT_SUFFIX)
 
 
-def _wait(tries: int) -> None:
-    """Twice as long each time, and by chance, so that those who failed together do not again."""
-    time.sleep(min(_MOST, _FIRST * 2**tries) * random.uniform(0.5, 1.0))
+def _back_off(attempt: int) -> None:
+    """Wait exponentially longer each time, with jitter, so that competing writers spread out."""
+    time.sleep(min(_MAX_WAIT, _FIRST_WAIT * 2**attempt) * random.uniform(0.5, 1.0))

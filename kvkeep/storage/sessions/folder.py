@@ -1,4 +1,4 @@
-"""Sessions by name: one snapshot file each, in one folder."""
+"""Sessions by name in a folder: one snapshot file and one lock file each."""
 
 import errno
 import os
@@ -15,16 +15,38 @@ from kvkeep.storage.files.atomic import atomic_writer, fsync_folder, sweep_tempo
 
 SNAPSHOT_SUFFIX = ".kvkeep"
 _LOCK = ".lock"
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
+
+
+def is_name(name: str) -> bool:
+    """Whether a text is a valid name of a session."""
+    return _NAME.fullmatch(name) is not None and ".." not in name
+
+
+def checked_name(name: str) -> str:
+    """Return a session's name. Raises InvalidArgument if it is not valid."""
+    if not is_name(name):
+        raise InvalidArgument(
+            "a session's name must be 1 to 100 letters, digits, '.', '_' and '-', beginning "
+            f"with no '.' and without '..'; found {name!r}"
+        )
+    return name
+
+
+def unknown_session(name: str, names: list[str]) -> InvalidArgument:
+    """The error for a name without a session. names: of those that exist."""
+    known = ", ".join(names) or "none yet"
+    return InvalidArgument(f"there is no session {name!r}; expected one of: {known}")
 
 
 class SessionFolder:
-    """The sessions kept in a folder. The files are all there is: no index that could be wrong.
+    """The sessions in a folder. There is no index that could be wrong, only the files.
 
-    Whoever will save a session holds its lock from before reading it until after saving it;
-    reading alone needs none, since files are only ever replaced as a whole.
+    A process that will save a session holds its lock from before it reads the session until it has
+    saved it. Reading needs no lock, since files are replaced atomically.
 
-    older: another folder in which sessions were kept. They are found there too, as long as none of
-    the same name is here, and move here when one is locked.
+    older: a folder in which sessions were kept before. Those without a namesake here are found
+    there, and are moved here when they are locked.
     """
 
     def __init__(self, path: str | Path, older: str | Path | None = None):
@@ -33,42 +55,56 @@ class SessionFolder:
 
     @property
     def place(self) -> Path:
+        """The folder."""
         return self._folder
 
-    def path(self, name: str) -> Path:
-        """The file for a session of that name, whether it exists or not.
+    # Reading
 
-        Raises InvalidArgument for a name that is not one.
-        """
+    def path(self, name: str) -> Path:
+        """Return a session's file, which need not exist. Raises InvalidArgument for its name."""
         return self._folder / f"{checked_name(name)}{SNAPSHOT_SUFFIX}"
 
     def existing(self, name: str) -> Path:
-        """The file of a session; raises InvalidArgument, naming those there are, if it has none."""
+        """Return the file of a session. Raises InvalidArgument, listing those that exist."""
         path = self.path(name)
         if not path.is_file() and self._older is not None:
             path = self._older.path(name)
         if not path.is_file():
-            known = ", ".join(self.names()) or "none yet"
-            raise InvalidArgument(f"there is no session {name!r}; expected one of: {known}")
+            raise unknown_session(name, self.names())
         return path
 
     def names(self) -> list[str]:
-        """All sessions, in the order of the alphabet."""
-        return sorted(path.stem for path in self._every_file())
+        """Return the names of all sessions, sorted."""
+        return sorted(path.stem for path in self._all_files())
 
     def newest(self) -> Iterator[Path]:
-        """The files of all sessions, the one saved last first."""
+        """Yield the files of all sessions, the last saved first."""
         dated = []
-        for path in self._every_file():
+        for path in self._all_files():
             with suppress(FileNotFoundError):
                 dated.append((path.stat().st_mtime_ns, path))
         return (path for _, path in sorted(dated, reverse=True))
 
+    def _all_files(self) -> Iterator[Path]:
+        """Yield the files here, and those in the older folder without a namesake here."""
+        here = list(self._files())
+        yield from here
+        if self._older is not None:
+            names = {path.stem for path in here}
+            yield from (path for path in self._older._files() if path.stem not in names)
+
+    def _files(self) -> Iterator[Path]:
+        for path in self._folder.glob(f"*{SNAPSHOT_SUFFIX}"):
+            if is_name(path.stem) and path.is_file():
+                yield path
+
+    # Writing
+
     @contextmanager
     def lock(self, name: str) -> Iterator[Path]:
-        """Keeps other processes from changing a session meanwhile; its file, here.
+        """Hold a session's lock for the block, and yield its file in this folder.
 
-        Raises Locked at once if another one holds it, StoreError if the folder cannot be used.
+        Raises Locked at once if another process holds it, StoreError if the folder cannot be used.
         """
         path = self.path(name)
         try:
@@ -84,31 +120,31 @@ class SessionFolder:
                 f"session {name!r} cannot be kept in {self._folder}: {error.strerror or error}"
             ) from error
         try:
-            self._bring(name, path)
+            self._move_from_older(name, path)
             yield path
         finally:
             lock.release()
 
     def remove(self, name: str) -> int:
-        """Removes a session; the bytes freed. Raises InvalidArgument if it is not there, Locked."""
+        """Remove a session; return the bytes freed. Raises InvalidArgument, Locked."""
         self.existing(name)
         with self.lock(name):
-            path = self.existing(name)  # whoever had it before may have removed it
+            path = self.existing(name)  # the lock's previous holder may have removed it
             size = path.stat().st_size
             path.unlink()
-            # While it is held: whoever waits for it notices, and makes a new one.
+            # While locked: a process that waits for the lock file notices, and creates a new one.
             self._lock_file(name).unlink(missing_ok=True)
         fsync_folder(self._folder)
         return size
 
     def discard(self, name: str) -> None:
-        """Removes a session that the caller has locked, saved or not, and its lock."""
+        """Remove a session that the caller has locked, saved or not, and its lock file."""
         self.path(name).unlink(missing_ok=True)
         self._lock_file(name).unlink(missing_ok=True)
         fsync_folder(self._folder)
 
     def sweep(self) -> list[Path]:
-        """Removes what killed processes left: half-written files, and locks of no session."""
+        """Remove temporary files of killed processes, and lock files without a session."""
         removed = self._older.sweep() if self._older is not None else []
         if not self._folder.is_dir():
             return removed
@@ -124,8 +160,11 @@ class SessionFolder:
                 continue
         return removed
 
-    def _bring(self, name: str, path: Path) -> None:
-        """Moves a session here from the older folder: it is always whole in one of them."""
+    def _move_from_older(self, name: str, path: Path) -> None:
+        """Move a session here from the older folder, if it is only there.
+
+        It is complete in at least one of the folders at all times.
+        """
         if self._older is None or path.exists() or not self._older.path(name).is_file():
             return
         with self._older.lock(name) as source:
@@ -142,24 +181,12 @@ class SessionFolder:
                     f"({error.strerror or error}), where sessions are kept now; it is where it was"
                 ) from error
 
-    def _every_file(self) -> Iterator[Path]:
-        own = list(self._files())
-        yield from own
-        if self._older is not None:
-            names = {path.stem for path in own}
-            yield from (path for path in self._older._files() if path.stem not in names)
-
-    def _files(self) -> Iterator[Path]:
-        for path in self._folder.glob(f"*{SNAPSHOT_SUFFIX}"):
-            if is_name(path.stem) and path.is_file():
-                yield path
-
     def _lock_file(self, name: str) -> Path:
         return self._folder / f".{name}{_LOCK}"
 
 
 def _move(source: Path, target: Path) -> None:
-    """Moves a file; on another disk it is whole before the one that it was made from goes."""
+    """Move a file. To another file system, copy it atomically before removing the source."""
     try:
         source.rename(target)
     except OSError as error:
@@ -170,20 +197,3 @@ def _move(source: Path, target: Path) -> None:
             shutil.copyfileobj(original, file, 1 << 20)
         os.utime(target, ns=(status.st_atime_ns, status.st_mtime_ns))
         source.unlink()
-
-
-_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
-
-
-def is_name(name: str) -> bool:
-    return _NAME.fullmatch(name) is not None and ".." not in name
-
-
-def checked_name(name: str) -> str:
-    """Raises InvalidArgument for a name that is not one."""
-    if not is_name(name):
-        raise InvalidArgument(
-            "a session's name must be 1 to 100 letters, digits, '.', '_' and '-', beginning "
-            f"with no '.' and without '..'; found {name!r}"
-        )
-    return name

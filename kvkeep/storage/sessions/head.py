@@ -1,4 +1,4 @@
-"""The head of a session: the one object that says what the session is, and who may change it."""
+"""The head of a session: the object that names its committed snapshot and its lease holder."""
 
 import json
 import math
@@ -9,7 +9,7 @@ from typing import Any
 from kvkeep.errors import CorruptFile, NewerFormat
 
 FORMAT = 1
-_KINDS = {
+_FIELD_TYPES = {
     "epoch": int,
     "gen": int,
     "nonce": str,
@@ -19,20 +19,21 @@ _KINDS = {
     "removed": bool,
     "past": list,
 }
-_PAST = 16  # commits that are remembered
+_MAX_PAST = 16  # earlier commits that a head lists
 
 
 @dataclass(frozen=True)
 class SessionHead:
-    """One version of a session's head.
+    """One version of a session's head. The field names are those of the JSON object.
 
-    epoch: grows with each writer that takes the session. gen: of the last commit; 0 before any.
-    nonce: of this version alone, so that no two are equal and each writer knows its own. writer:
-    who holds the session, as others are told; "" for nobody. expires: seconds since 1970 from which
-    on another may take it: by the writer's clock, a hint for those who wait, on which no safety
-    rests. snapshot: the name of what was committed last; "" for nothing. removed: that there is no
-    such session any more; the head stays, so that no epoch comes twice. past: names of the commits
-    before the last, by which a writer that was not answered learns whether its own was done.
+    epoch: the fencing token, which grows each time that a writer acquires the session. gen: the
+    generation, the number of commits so far. nonce: unique to this version, so that a writer
+    recognises its own. writer: the name of the lease holder; "" for none. expires: when another
+    writer may take over, in seconds since 1970 by the holder's clock; a hint for those that wait,
+    on which no safety rests. snapshot: the name of the committed snapshot; "" before the first
+    commit. removed: whether the session was removed; its head stays, so that no epoch is used
+    twice. past: the names of earlier commits, by which a writer whose put got no response learns
+    whether its commit was applied.
     """
 
     epoch: int
@@ -45,58 +46,63 @@ class SessionHead:
     past: tuple[str, ...] = ()
 
     def next(self, **changes: Any) -> "SessionHead":
-        """Another version."""
+        """Return a changed version with a nonce of its own."""
         return replace(self, nonce=new_nonce(), **changes)
 
     def committed(self, snapshot: str, **changes: Any) -> "SessionHead":
-        """The version after a commit."""
-        past = (*self.past, self.snapshot)[-_PAST:] if self.snapshot else self.past
+        """Return the version after a commit of `snapshot`."""
+        past = (*self.past, self.snapshot)[-_MAX_PAST:] if self.snapshot else self.past
         return self.next(gen=self.gen + 1, snapshot=snapshot, past=past, **changes)
 
     def has_committed(self, snapshot: str) -> bool:
-        """Whether that was committed, lately."""
+        """Whether `snapshot` is the last commit or one of the past 16."""
         return snapshot == self.snapshot or snapshot in self.past
 
     def content(self) -> bytes:
+        """Encode as JSON."""
         return json.dumps({"kvkeep": "head", "format": FORMAT, **asdict(self)}).encode()
 
     @classmethod
     def read(cls, content: bytes, name: str) -> "SessionHead":
-        """Raises CorruptFile or NewerFormat for what is no head that this kvkeep knows."""
+        """Decode JSON. name: of the session, for messages. Raises CorruptFile, NewerFormat."""
         try:
-            found = json.loads(content)
-            if found["kvkeep"] != "head" or type(found["format"]) is not int:
-                raise ValueError("it is none")
-            if found["format"] <= FORMAT:
-                given = {field: found[field] for field in _KINDS}
-                wrong = [f for f, kind in _KINDS.items() if type(given[f]) is not kind]
-                given["past"] = tuple(str(name) for name in given["past"])
-                wrong += [] if math.isfinite(given["expires"]) else ["expires"]
-                if wrong or given["epoch"] < 1 or given["gen"] < 0:
-                    raise ValueError(f"these make no sense: {wrong or 'epoch, gen'}")
-                return cls(**given)
+            document = json.loads(content)
+            if document["kvkeep"] != "head" or type(document["format"]) is not int:
+                raise ValueError("it is not a head")
+            if document["format"] <= FORMAT:
+                fields = {field: document[field] for field in _FIELD_TYPES}
+                invalid = [f for f, kind in _FIELD_TYPES.items() if type(fields[f]) is not kind]
+                fields["past"] = tuple(str(name) for name in fields["past"])
+                invalid += [] if math.isfinite(fields["expires"]) else ["expires"]
+                if invalid or fields["epoch"] < 1 or fields["gen"] < 0:
+                    raise ValueError(f"invalid values of {invalid or 'epoch, gen'}")
+                return cls(**fields)
         except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise CorruptFile(
                 f"the head of session {name!r} is not as kvkeep writes it ({error!r}); what it "
                 "held is beside it, as files that kvkeep can import"
             ) from error
         raise NewerFormat(
-            f"the head of session {name!r} has format {found['format']}; this kvkeep reads up to "
-            f"{FORMAT}: upgrade kvkeep"
+            f"the head of session {name!r} has format {document['format']}; this kvkeep reads up "
+            f"to {FORMAT}: upgrade kvkeep"
         )
 
 
 def new_nonce() -> str:
+    """Return a random nonce."""
     return secrets.token_hex(16)
 
 
 def snapshot_name(head: SessionHead) -> str:
-    """For what is to be committed by whoever wrote that head. It begins with the epoch, by which
-    collectors know that nobody can commit it any more (see `protocol.collect`)."""
+    """Return a new name for a snapshot that the holder of `head` will upload: EPOCH-GEN-RANDOM.
+
+    By the epoch, garbage collection can tell that it can no longer be committed (see
+    `protocol.collect`).
+    """
     return f"{head.epoch:012}-{head.gen + 1:012}-{secrets.token_hex(8)}"
 
 
 def epoch_of(snapshot: str) -> int | None:
-    """None for what has no such name."""
+    """Return the epoch in a snapshot's name; None for a name of another form."""
     number = snapshot.partition("-")[0]
     return int(number) if len(number) == 12 and number.isdigit() else None

@@ -1,4 +1,4 @@
-"""A session that this process holds: renewed while it is held, until it is let go or lost."""
+"""A held lease: renewed in the background until it is released or lost."""
 
 import threading
 import time
@@ -17,29 +17,30 @@ T = TypeVar("T")
 
 
 class Lease:
-    """What a writer may do with a session. All methods may be called from any thread.
+    """The exclusive right of a writer to commit to a session. All methods are thread-safe.
 
-    seconds: for which it is held without a renewal, which comes three times as often.
+    held: the head by which the session was acquired. seconds: the duration of the lease; a thread
+    renews it three times as often.
     """
 
     def __init__(
         self,
-        place: SessionObjects,
+        objects: SessionObjects,
         held: VersionedHead,
         writer: str,
         seconds: float,
         clock: Callable[[], float] = time.time,
     ):
-        self.place, self._version = place, held
+        self.objects, self._version = objects, held
         self._writer, self._seconds, self._clock = writer, seconds, clock
-        self._at_store = threading.Lock()  # one step of this writer's at a time
-        self._over = threading.Event()
+        self._store_lock = threading.Lock()  # held while a protocol function that writes runs
+        self._ended = threading.Event()
         self._lost: StoreError | None = None
-        self._told: list[Callable[[], None]] = []
-        self._renewing = threading.Thread(
-            target=self._renew, name=f"kvkeep-lease-{place.name}", daemon=True
+        self._callbacks: list[Callable[[], None]] = []
+        self._renewals = threading.Thread(
+            target=self._renew, name=f"kvkeep-lease-{objects.name}", daemon=True
         )
-        self._renewing.start()
+        self._renewals.start()
 
     @property
     def head(self) -> SessionHead:
@@ -47,86 +48,87 @@ class Lease:
 
     @property
     def version(self) -> VersionedHead:
-        """The newest that is known."""
+        """The newest head that this writer has put."""
         return self._version
 
     @property
     def lost(self) -> StoreError | None:
-        """Why nothing can be committed any more; None while it can, as far as is known."""
+        """The error by which the lease was lost; None while a commit may still succeed."""
         return self._lost
 
-    def on_lost(self, function: Callable[[], None]) -> None:
-        """It is called, in any thread, at the moment at which nothing can be committed any more."""
-        self._told.append(function)
+    def on_lost(self, callback: Callable[[], None]) -> None:
+        """Register a function to call, in any thread, when the lease is lost."""
+        self._callbacks.append(callback)
         if self._lost is not None:
-            function()
+            callback()
 
     def check(self) -> None:
-        """Raises Moved, or what it was lost by."""
+        """Raise Moved, or the StoreError by which the lease was lost."""
         if self._lost is not None:
             raise self._lost
 
-    def commit(self, pieces: ChunkSource, release: bool = False) -> SessionHead:
-        """What the pieces are is the session from now on.
+    def commit(self, chunks: ChunkSource, release: bool = False) -> SessionHead:
+        """Upload a snapshot and make it the session's content.
 
-        Raises Moved where it is another writer's: nothing of the pieces is kept then.
+        release: whether to release the lease in the same operation. Raises Moved if another writer
+        has taken over; then nothing of the snapshot is kept.
         """
         self.check()
-        # Renewals go on meanwhile: they change neither epoch nor generation.
-        snapshot = self.place.run(protocol.upload(self._version), pieces)
-        with self._at_store:
+        # Renewals continue during the upload: they change neither epoch nor generation.
+        snapshot = self.objects.run(protocol.upload(self._version), chunks)
+        with self._store_lock:
             self.check()
             expires = RELEASED if release else self._clock() + self._seconds
             writer = "" if release else self._writer
-            steps = protocol.commit(self._version, snapshot, expires, writer)
-            self._version = self._tried(steps)
+            self._version = self._run(protocol.commit(self._version, snapshot, expires, writer))
             if release:
-                self._over.set()
+                self._ended.set()
             return self.head
 
     def remove(self) -> None:
-        """There is no such session any more."""
-        with self._at_store:
+        """Remove the session. Ends the lease."""
+        with self._store_lock:
             self.check()
-            self._tried(protocol.remove(self._version))
-            self._over.set()
+            self._run(protocol.remove(self._version))
+            self._ended.set()
 
     def collect(self) -> list[str]:
-        """Names of what was left by writers that were killed, and is gone now."""
-        with self._at_store:
+        """Garbage-collect snapshots that killed writers left; return their names."""
+        with self._store_lock:
             self.check()
-            return self._tried(protocol.collect(self._version))
+            return self._run(protocol.collect(self._version))
 
     def release(self) -> None:
-        """Lets go of it. A store that cannot be told will know when the lease has run out."""
-        with self._at_store:
-            if not self._over.is_set() and self._lost is None:
+        """End the lease. If the store cannot be reached, it ends by expiring."""
+        with self._store_lock:
+            if not self._ended.is_set() and self._lost is None:
                 with suppress(StoreError):
-                    self._version = self.place.run(protocol.release(self._version))
-            self._over.set()
+                    self._version = self.objects.run(protocol.release(self._version))
+            self._ended.set()
 
-    def _tried(self, steps: Operations[T]) -> T:
+    def _run(self, operations: Operations[T]) -> T:
+        """Run a protocol function. A failure loses the lease: the outcome may be unknown."""
         try:
-            return self.place.run(steps)
+            return self.objects.run(operations)
         except StoreError as error:
             self._lose(error)
             raise self._lost or error from error
 
     def _renew(self) -> None:
-        while not self._over.wait(self._seconds / 3):
-            with self._at_store:
-                if self._over.is_set() or self._lost is not None:
+        while not self._ended.wait(self._seconds / 3):
+            with self._store_lock:
+                if self._ended.is_set() or self._lost is not None:
                     return
-                who = LeaseRequest(self._writer, self._clock(), self._seconds)
+                request = LeaseRequest(self._writer, self._clock(), self._seconds)
                 try:
-                    self._version = self.place.run(protocol.renew(self._version, who))
+                    self._version = self.objects.run(protocol.renew(self._version, request))
                 except Moved as error:
                     self._lose(error)
-                except StoreError:  # another renewal may do; whether it is lost a commit tells
+                except StoreError:  # a later renewal may succeed; if not, a commit will fail
                     continue
 
     def _lose(self, error: StoreError) -> None:
-        name = self.place.name
+        name = self.objects.name
         if isinstance(error, Moved):
             self._lost = Moved(
                 f"session {name!r} is another's now: {error}. What was done here since generation "
@@ -138,6 +140,6 @@ class Lease:
                 f"{error}. Look at it before you send the request again, or send it with an "
                 "Idempotency-Key"
             )
-        self._over.set()
-        for function in self._told:
-            function()
+        self._ended.set()
+        for callback in self._callbacks:
+            callback()

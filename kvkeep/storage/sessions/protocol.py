@@ -1,8 +1,9 @@
-"""How a session has a single writer at a time: what is read and written, in which order.
+"""The lease protocol: which objects a writer reads and writes, in which order.
 
-Everything here is computed from what the store has said, and asks for nothing itself: each function
-is a generator of steps, and is sent what became of them. `driver.py` takes the steps at a store;
-the tests take them in every order, with every fault. docs/fleet.md says why it holds.
+It guarantees that a session has a single writer at a time. Each function is a generator of store
+operations, and is sent the result of each, or has its error thrown in. The functions do no I/O
+themselves: `driver.py` runs the operations against a store, and the tests run them in every order
+with every fault. docs/fleet.md explains why the protocol is safe.
 """
 
 from collections.abc import Generator
@@ -22,28 +23,34 @@ from kvkeep.errors import (
 from kvkeep.storage.sessions.head import SessionHead, epoch_of, new_nonce, snapshot_name
 
 T = TypeVar("T")
-TRIES = 5  # of a put whose outcome is not known
-LONGEST = 1000.0  # seconds of a lease; what is to last longer was said by a clock that is wrong
-RELEASED = 0.0  # `expires` of a head that nobody holds
-GONE = "gone"  # the tag of a version that was in the store for a moment: no object has it
+ATTEMPTS = 5  # at a put whose outcome is unknown
+MAX_LEASE = 1000.0  # seconds; a lease that ends later was written by a wrong clock, and is ignored
+RELEASED = 0.0  # `expires` of a head without a lease holder
+SUPERSEDED = "superseded"  # the ETag of a version that another one has replaced: matches no object
 
 
 @dataclass(frozen=True)
 class VersionedHead:
-    """A head that is or was in the store, and the tag that it had there."""
+    """A head that is or was in the store, with the ETag that it had there."""
 
     head: SessionHead
     etag: str
 
 
+# The operations that a protocol function yields
+
+
 @dataclass(frozen=True)
 class ReadHead:
-    """Is sent a `VersionedHead`, or None where there is no head."""
+    """Read the head. Result: a `VersionedHead`, or None if there is none."""
 
 
 @dataclass(frozen=True)
 class PutHead:
-    """Is sent the new ETag. etag: of the head that it replaces; None: only where there is none."""
+    """Compare-and-swap the head. Result: the new ETag. Throws Conflict.
+
+    etag: of the head to replace; None if there must be no head.
+    """
 
     head: SessionHead
     etag: str | None
@@ -51,105 +58,117 @@ class PutHead:
 
 @dataclass(frozen=True)
 class Upload:
-    """Writes what is to be committed, under a name that nobody else has."""
+    """Write the content to commit under a name that no other writer uses."""
 
     snapshot: str
 
 
 @dataclass(frozen=True)
 class ListSnapshots:
-    """Is sent the names of all that are there."""
+    """List the session's snapshots. Result: their names."""
 
 
 @dataclass(frozen=True)
 class Delete:
+    """Delete a snapshot."""
+
     snapshot: str
 
 
 @dataclass(frozen=True)
 class Wait:
-    """Some time, longer at each try, so that what is overburdened is not asked at once again."""
+    """Back off. attempt: its number; each wait is longer than the one before."""
 
-    tries: int
+    attempt: int
 
 
 StoreOperation = ReadHead | PutHead | Upload | ListSnapshots | Delete | Wait
 Operations = Generator[StoreOperation, Any, T]
 
+# The protocol
+
 
 @dataclass(frozen=True)
 class LeaseRequest:
-    """A writer. name: as others are told. now: by its clock, seconds since 1970. lease: seconds for
-    which it takes a session, until it takes it for longer."""
+    """A writer's request for a lease.
 
-    name: str
+    writer: its name. now: the time by its clock, in seconds since 1970. seconds: for which the
+    lease lasts unless renewed.
+    """
+
+    writer: str
     now: float
-    lease: float
+    seconds: float
 
     @property
-    def until(self) -> float:
-        return self.now + self.lease
+    def expires(self) -> float:
+        return self.now + self.seconds
 
 
-def create(who: LeaseRequest) -> Operations[VersionedHead]:
-    """Begins a session and holds it. Raises InvalidArgument where there is one, HeldElsewhere where
-    another has begun it and not committed yet."""
-    now: VersionedHead | None = yield from _read()
-    if now is None:
-        head = SessionHead(1, 0, new_nonce(), who.name, who.until)
-    elif (
-        now.head.removed or not now.head.snapshot
-    ):  # or begun by one who was killed before a commit
-        if not now.head.removed:
-            _require_free(now.head, who)
-        epoch = now.head.epoch + 1
-        head = now.head.next(epoch=epoch, removed=False, writer=who.name, expires=who.until)
+def create(request: LeaseRequest) -> Operations[VersionedHead]:
+    """Create a session, and acquire it.
+
+    Raises InvalidArgument if it exists, HeldElsewhere if another writer has created it and not
+    committed yet.
+    """
+    current: VersionedHead | None = yield from _read_head()
+    if current is None:
+        head = SessionHead(1, 0, new_nonce(), request.writer, request.expires)
+    elif current.head.removed or not current.head.snapshot:
+        if not current.head.removed:  # its creator may have been killed before a commit
+            _require_free(current.head, request)
+        head = current.head.next(
+            epoch=current.head.epoch + 1,
+            removed=False,
+            writer=request.writer,
+            expires=request.expires,
+        )
     else:
-        raise InvalidArgument("there is a session of that name already")
+        raise InvalidArgument("a session of that name exists already")
     try:
-        return (yield from _replace(now, head))
+        return (yield from _replace(current, head))
     except Moved:
-        raise InvalidArgument("somebody else has begun a session of that name") from None
+        raise InvalidArgument("another writer has just created a session of that name") from None
 
 
-def _require_free(head: SessionHead, who: LeaseRequest) -> None:
-    """Raises HeldElsewhere where another writer may be at work."""
-    if head.writer and who.now < head.expires < who.now + LONGEST:
+def _require_free(head: SessionHead, request: LeaseRequest) -> None:
+    """Raise HeldElsewhere if another writer's lease has not expired."""
+    if head.writer and request.now < head.expires < request.now + MAX_LEASE:
         raise HeldElsewhere(f"{head.writer} is writing it", head.writer, head.expires)
 
 
-def acquire(who: LeaseRequest, known: VersionedHead | None = None) -> Operations[VersionedHead]:
-    """Takes a session that is there: from then on nobody who held it before can commit.
+def acquire(request: LeaseRequest, known: VersionedHead | None = None) -> Operations[VersionedHead]:
+    """Acquire a session: from then on, no earlier holder can commit.
 
-    known: the version that it is thought to be at, so that it need not be read.
+    known: the version that is probably current, which saves reading it.
 
-    Raises NoObject where there is none, HeldElsewhere.
+    Raises NoObject if there is no session, HeldElsewhere.
     """
     while True:
-        now: VersionedHead | None = known or (yield from _read())
-        if now is None or now.head.removed:
+        current: VersionedHead | None = known or (yield from _read_head())
+        if current is None or current.head.removed:
             raise NoObject("there is no such session")
-        held = now.head
-        _require_free(held, who)
-        head = held.next(epoch=held.epoch + 1, writer=who.name, expires=who.until)
+        before = current.head
+        _require_free(before, request)
+        head = before.next(epoch=before.epoch + 1, writer=request.writer, expires=request.expires)
         try:
-            return (yield from _replace(now, head))
-        except Moved:  # by one who was faster, and may have let go since
+            return (yield from _replace(current, head))
+        except Moved:  # another writer was faster, and may have released it since
             known = None
 
 
-def renew(held: VersionedHead, who: LeaseRequest) -> Operations[VersionedHead]:
-    """Holds a session for longer. Raises Moved where another has taken it."""
-    return (yield from _replace(held, held.head.next(expires=who.until)))
+def renew(held: VersionedHead, request: LeaseRequest) -> Operations[VersionedHead]:
+    """Extend the lease. Raises Moved if another writer has acquired the session."""
+    return (yield from _replace(held, held.head.next(expires=request.expires)))
 
 
 def release(held: VersionedHead) -> Operations[VersionedHead]:
-    """Lets others take a session at once. Raises Moved where one has."""
+    """End the lease. Raises Moved if another writer has acquired the session."""
     return (yield from _replace(held, held.head.next(writer="", expires=RELEASED)))
 
 
 def upload(held: VersionedHead) -> Operations[str]:
-    """Brings what is to be committed to the store; its name. Renewals may go on meanwhile."""
+    """Upload the content to commit; return its name. The lease may be renewed meanwhile."""
     name = snapshot_name(held.head)
     yield Upload(name)
     return name
@@ -158,10 +177,10 @@ def upload(held: VersionedHead) -> Operations[str]:
 def commit(
     held: VersionedHead, snapshot: str, expires: float, writer: str
 ) -> Operations[VersionedHead]:
-    """What was uploaded becomes the session, and what it was before goes.
+    """Make an uploaded snapshot the session's content, and delete the one before.
 
     expires, writer: of the new head; RELEASED and "" release the lease in the same operation.
-    Raises Moved where another writer has taken the session; the upload never was the session then.
+    Raises Moved if another writer has acquired the session; then the upload was never its content.
     """
     before = held.head
     head = before.committed(snapshot, expires=expires, writer=writer)
@@ -171,94 +190,100 @@ def commit(
 
 
 def remove(held: VersionedHead) -> Operations[None]:
-    """There is no such session then."""
+    """Remove the session and its snapshots. Its head stays, marked as removed."""
     names = yield ListSnapshots()
-    yield from _replace(
-        held, held.head.next(snapshot="", removed=True, writer="", expires=RELEASED)
-    )
-    # Those of this epoch too: nobody else has it, and whoever begins anew has a greater one.
+    removed = held.head.next(snapshot="", removed=True, writer="", expires=RELEASED)
+    yield from _replace(held, removed)
+    # Those of this epoch as well: no other writer has it, and the next creator gets a greater one.
     yield from _delete([name for name in names if (epoch_of(name) or 0) <= held.head.epoch])
 
 
 def collect(held: VersionedHead) -> Operations[list[str]]:
-    """Removes what writers left that were killed; the names.
+    """Garbage-collect snapshots that killed writers left; return their names.
 
-    Only who holds the session can know: what is named by an epoch before this one can be committed
-    by nobody any more, for the head has another tag than that writer knows. So it takes no clock,
-    and no grace.
+    A snapshot of an earlier epoch that is not the committed one can never be committed: that
+    writer's compare-and-swap fails, since the head has another ETag now. So the lease holder needs
+    neither a clock nor a grace period.
     """
     names = yield ListSnapshots()
-    left = [
+    garbage = [
         name
         for name in names
         if (epoch := epoch_of(name)) is not None
         and epoch < held.head.epoch
         and name != held.head.snapshot
     ]
-    yield from _delete(left)
-    return left
+    yield from _delete(garbage)
+    return garbage
 
 
 def _replace(before: VersionedHead | None, head: SessionHead) -> Operations[VersionedHead]:
-    """Puts a head in the place of another; whether that was done is known when this ends.
+    """Compare-and-swap the head from `before` to `head`, with a known outcome.
 
-    An answer that was lost is made up for by reading: the nonce tells whether what is there is
-    ours. Raises Moved where it is somebody else's, StoreError where the store could not be asked:
-    then the put may have been done, or may be yet.
+    If a response was lost, reading the head back shows by its nonce whether the put was applied.
+    Raises Moved if another writer has replaced the head, StoreError if the store stays
+    unreachable: then the put may have been applied, or may still be.
     """
     failure: StoreError | None = None
-    for tries in range(TRIES):
-        if tries:
-            yield Wait(tries)
+    for attempt in range(ATTEMPTS):
+        if attempt:
+            yield Wait(attempt)
         try:
-            tag = yield PutHead(head, before.etag if before else None)
-            return VersionedHead(head, tag)
+            etag = yield PutHead(head, before.etag if before else None)
+            return VersionedHead(head, etag)
         except Conflict:
-            pass  # perhaps of an earlier try of ours, whose answer was lost
+            pass  # an earlier attempt, whose response was lost, may have been applied
         except StoreError as error:
             failure = error
         try:
-            now: VersionedHead | None = yield ReadHead()
+            current: VersionedHead | None = yield ReadHead()
         except StoreError as error:
             failure = error
             continue
-        if now is not None and now.head.nonce == head.nonce:
-            return now
-        if now is None and before is not None:
+        if current is not None and current.head.nonce == head.nonce:
+            return current
+        if current is None and before is not None:
             raise Moved("the session's head is gone from the store")
-        if now is None or (before is not None and now.etag == before.etag):
+        if current is None or (before is not None and current.etag == before.etag):
             continue
-        if _is_committed(before, head, now):
-            return VersionedHead(head, GONE)
-        if before is None or not _is_ours(before.head, head, now.head):
-            raise Moved(_where(now.head))
-        before = now  # by an earlier put of ours, of which we did not know
+        if _was_committed(before, head, current):
+            return VersionedHead(head, SUPERSEDED)
+        if before is None or not _is_own_renewal(before.head, head, current.head):
+            raise Moved(_describe_holder(current.head))
+        before = current  # written by an earlier renewal of ours whose response was lost
     raise failure or StoreError("the store refuses a change and shows no reason")
 
 
-def _is_ours(before: SessionHead, wanted: SessionHead, now: SessionHead) -> bool:
-    """Whether a head is one that we have renewed, who hold the session and put another."""
-    renewed = (now.epoch, now.gen, now.writer) == (before.epoch, before.gen, before.writer)
-    return renewed and wanted.epoch == before.epoch  # who takes a session does not hold it yet
+def _is_own_renewal(before: SessionHead, wanted: SessionHead, current: SessionHead) -> bool:
+    """Whether the current head is a renewal by this writer, which holds the session.
+
+    A writer that is acquiring the session (`wanted` has another epoch) does not hold it yet.
+    """
+    renewed = (current.epoch, current.gen, current.writer) == (
+        before.epoch,
+        before.gen,
+        before.writer,
+    )
+    return renewed and wanted.epoch == before.epoch
 
 
-def _is_committed(before: VersionedHead | None, head: SessionHead, now: VersionedHead) -> bool:
-    """Whether that head was there for a moment, and others have taken the session since."""
+def _was_committed(before: VersionedHead | None, head: SessionHead, current: VersionedHead) -> bool:
+    """Whether `head` is a commit that was applied before other writers continued from it."""
     commits = before is not None and head.snapshot not in ("", before.head.snapshot)
-    return commits and now.head.has_committed(head.snapshot)
+    return commits and current.head.has_committed(head.snapshot)
 
 
-def _read() -> Operations[VersionedHead | None]:
-    for tries in range(TRIES):
+def _read_head() -> Operations[VersionedHead | None]:
+    for attempt in range(ATTEMPTS):
         try:
-            found: VersionedHead | None = yield ReadHead()
-            return found
-        except (CorruptFile, NewerFormat):  # it would be read again as it is
+            head: VersionedHead | None = yield ReadHead()
+            return head
+        except (CorruptFile, NewerFormat):  # another attempt would read the same
             raise
         except StoreError:
-            if tries == TRIES - 1:
+            if attempt == ATTEMPTS - 1:
                 raise
-        yield Wait(tries + 1)
+        yield Wait(attempt + 1)
     raise AssertionError
 
 
@@ -266,12 +291,12 @@ def _delete(names: list[str]) -> Operations[None]:
     for name in names:
         try:
             yield Delete(name)
-        except StoreError:  # a collector will find it
+        except StoreError:  # a later garbage collection deletes it
             return
 
 
-def _where(head: SessionHead) -> str:
+def _describe_holder(head: SessionHead) -> str:
     if head.removed:
         return "it was removed meanwhile"
-    whom = f"{head.writer} has" if head.writer else "another writer, who let go of it since, had"
-    return f"{whom} taken it (epoch {head.epoch}, generation {head.gen})"
+    holder = f"{head.writer} has" if head.writer else "another writer, which released it since, had"
+    return f"{holder} taken it (epoch {head.epoch}, generation {head.gen})"

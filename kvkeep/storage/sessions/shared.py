@@ -1,11 +1,11 @@
-"""Sessions by name in a store that several machines share: one writer of each at a time."""
+"""Sessions and labelled snapshots in an object store that several machines share."""
 
 import os
 import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import BinaryIO, Literal
 
@@ -15,89 +15,94 @@ from kvkeep.storage.objects.interface import ChunkSource
 from kvkeep.storage.objects.paths import ObjectPath, ObjectStatus, object_status, open_object
 from kvkeep.storage.sessions import protocol
 from kvkeep.storage.sessions.driver import HEAD, SessionObjects
-from kvkeep.storage.sessions.folder import SNAPSHOT_SUFFIX, checked_name, is_name
+from kvkeep.storage.sessions.folder import SNAPSHOT_SUFFIX, checked_name, is_name, unknown_session
 from kvkeep.storage.sessions.head import SessionHead
 from kvkeep.storage.sessions.lease import Lease
-from kvkeep.storage.sessions.protocol import LeaseRequest, Operations, VersionedHead
+from kvkeep.storage.sessions.protocol import LeaseRequest, VersionedHead
 
-LEASE = 30.0  # seconds that a command line's session stays held after a kill
-_ALL = "sessions/"
+LEASE = 30.0  # seconds that a session stays leased after a command was killed
+_SESSIONS_PREFIX = "sessions/"
 _READERS = 16  # heads read at once
-_AGAIN = 5  # times that a snapshot may be replaced while it is opened
+_ATTEMPTS = 5  # to open a snapshot that commits keep replacing
 
 
 @dataclass(frozen=True)
 class SessionPath:
-    """What was committed last of a session, whichever that is when it is looked at.
+    """The last committed snapshot of a session, looked up at each access.
 
-    lease: by which it can be written; None where it can only be read.
+    It is a `Source`, and with a lease also a `Target`: writing commits.
     """
 
-    at: SessionObjects
+    objects: SessionObjects
     lease: Lease | None = None
 
     def __str__(self) -> str:
-        return f"session {self.at.name!r} in {self.at.objects.url}"
+        return f"session {self.objects.name!r} in {self.objects.objects.url}"
 
     @property
     def stem(self) -> str:
-        return self.at.name
+        return self.objects.name
 
     def exists(self) -> bool:
-        head = self.head()
-        return head is not None and bool(head.snapshot)
+        return self._key() is not None
 
     def head(self) -> SessionHead | None:
-        """None where there is no session."""
-        found = self.at.head()
-        return None if found is None or found.head.removed else found.head
+        """Read the session's head; None if there is no session."""
+        current = self.objects.head()
+        return None if current is None or current.head.removed else current.head
 
     def open(self, mode: Literal["rb"]) -> BinaryIO:
-        """Raises NoObject where nothing was committed."""
-        for left in reversed(range(_AGAIN)):
-            head = self.head()
-            if head is None or not head.snapshot:
+        """Raises NoObject if nothing was committed."""
+        store = self.objects.objects
+        for attempts_left in reversed(range(_ATTEMPTS)):
+            key = self._key()
+            if key is None:
                 break
             try:
-                objects = self.at.objects
-                return open_object(objects, objects.info(self.at.key(head.snapshot)))
-            except NoObject:
-                if not left:
+                return open_object(store, store.info(key))
+            except NoObject:  # replaced by a commit meanwhile
+                if not attempts_left:
                     raise
-        raise NoObject(f"there is nothing of {self}")
+        raise NoObject(f"nothing was committed to {self}")
 
     def stat(self) -> ObjectStatus:
-        """Raises FileNotFoundError."""
-        for _ in range(_AGAIN):
-            head = self.head()
-            if head is None or not head.snapshot:
+        """Raises FileNotFoundError if nothing was committed."""
+        for _ in range(_ATTEMPTS):
+            key = self._key()
+            if key is None:
                 break
-            try:
-                return object_status(self.at.objects, self.at.key(head.snapshot))
-            except FileNotFoundError:  # replaced meanwhile
-                continue
-        raise FileNotFoundError(f"there is nothing of {self}")
+            with suppress(FileNotFoundError):  # replaced by a commit meanwhile
+                return object_status(self.objects.objects, key)
+        raise FileNotFoundError(f"nothing was committed to {self}")
 
-    def write_chunks(self, pieces: ChunkSource) -> None:
-        assert self.lease is not None, "it is written under its lock"
-        self.lease.commit(pieces)
+    def write_chunks(self, chunks: ChunkSource) -> None:
+        """Commit a snapshot under the lease. Raises StoreError."""
+        assert self.lease is not None, "a session is written under its lease"
+        self.lease.commit(chunks)
+
+    def _key(self) -> str | None:
+        """Return the key of the committed snapshot; None if there is none."""
+        head = self.head()
+        return self.objects.key(head.snapshot) if head is not None and head.snapshot else None
 
 
 def sweep_all(objects: ObjectStore) -> list[str]:
-    """Removes what killed writers of all owners left: OWNER/NAME/WHAT. Raises StoreError."""
+    """Remove what killed writers of all owners left: OWNER/NAME/SNAPSHOT. Raises StoreError."""
     return [
-        f"{owner}/{left}"
-        for owner in objects.list_folders(_ALL)
-        for left in SharedSessions(objects, owner).sweep()
+        f"{owner}/{removed}"
+        for owner in objects.list_folders(_SESSIONS_PREFIX)
+        for removed in SharedSessions(objects, owner).sweep()
     ]
 
 
 class SharedSessions:
-    """As `SessionFolder`, in a store. Reading needs no lock; a lock is a lease, which another
-    process can take once this one has not renewed it for `lease` seconds.
+    """The sessions of one owner in an object store, with the methods of `SessionFolder`.
 
-    owner: whose sessions they are. writer: what others are told who has one. clock: seconds since
-    1970; a wrong one costs patience, and nothing else.
+    Reading needs no lock. A lock is a lease: another process can acquire the session once this
+    process has not renewed it for `lease` seconds.
+
+    writer: the name under which other processes see the lease holder. clock: seconds since 1970;
+    a wrong clock only makes processes wait too long or too short, and cannot lose a commit.
     """
 
     def __init__(
@@ -110,75 +115,93 @@ class SharedSessions:
     ):
         self.objects, self.lease, self._clock = objects, lease, clock
         self.writer = writer or f"{socket.gethostname()}:{os.getpid()}"
-        self._prefix = f"{_ALL}{owner}/"
+        self._prefix = f"{_SESSIONS_PREFIX}{owner}/"
 
     @property
     def place(self) -> str:
+        """The URL of the store."""
         return self.objects.url
 
+    # Reading
+
     def objects_of(self, name: str) -> SessionObjects:
-        """Raises InvalidArgument for a name that is none."""
+        """Return a session's objects. Raises InvalidArgument for an invalid name."""
         return SessionObjects(self.objects, f"{self._prefix}{checked_name(name)}/", name)
 
     def existing(self, name: str) -> SessionPath:
-        """Raises InvalidArgument, naming those there are, where there is none."""
-        found = SessionPath(self.objects_of(name))
-        if not found.exists():
-            known = ", ".join(self.names()) or "none yet"
-            raise InvalidArgument(f"there is no session {name!r}; expected one of: {known}")
-        return found
+        """Return the path of a session. Raises InvalidArgument, listing those that exist."""
+        path = SessionPath(self.objects_of(name))
+        if not path.exists():
+            raise unknown_session(name, self.names())
+        return path
 
     def names(self) -> list[str]:
-        """All sessions of which something was committed, in the order of the alphabet."""
-        return sorted(place.stem for _, place in self._heads())
+        """Return the names of all sessions with a commit, sorted."""
+        return sorted(path.stem for _, path in self._committed())
 
     def newest(self) -> Iterator[SessionPath]:
-        """All of them, the one saved last first."""
-        found = [(modified, place.stem, place) for modified, place in self._heads()]
-        return (place for _, _, place in sorted(found, key=lambda each: each[:2], reverse=True))
+        """Yield the paths of all sessions with a commit, the last saved first."""
+        dated = [(modified, path.stem, path) for modified, path in self._committed()]
+        return (path for _, _, path in sorted(dated, key=lambda row: row[:2], reverse=True))
+
+    def _committed(self) -> list[tuple[float, SessionPath]]:
+        """Return the sessions with a commit, and when their heads were written."""
+        heads = [
+            (info.modified, info.key.removeprefix(self._prefix).removesuffix(f"/{HEAD}"))
+            for info in self.objects.list_objects(self._prefix)
+            if info.key.endswith(f"/{HEAD}")
+        ]
+        dated = [
+            (date, SessionPath(self.objects_of(name))) for date, name in heads if is_name(name)
+        ]
+        with ThreadPoolExecutor(_READERS) as readers:
+            committed = readers.map(_may_exist, [path for _, path in dated])
+            return [row for row, exists in zip(dated, committed, strict=True) if exists]
+
+    # Writing
 
     @contextmanager
     def lock(self, name: str) -> Iterator[SessionPath]:
-        """Keeps others from changing a session meanwhile; it is begun where there is none.
+        """Lease a session for the block; create it if there is none.
 
-        Raises Locked at once where another holds it.
+        Raises Locked at once if another process holds its lease.
         """
         lease = self.acquire(name)
         try:
-            yield SessionPath(lease.place, lease)
+            yield SessionPath(lease.objects, lease)
         finally:
             if not lease.head.snapshot and lease.lost is None:
-                _removed(lease)  # begun, and never saved
+                with suppress(StoreError):
+                    lease.remove()  # it was created here, and nothing was committed
             lease.release()
 
     def acquire(self, name: str, create: bool = True, known: VersionedHead | None = None) -> Lease:
-        """Holds a session until the lease is let go.
+        """Lease a session until the lease is released.
 
-        begin: whether it is begun where there is none. known: the version that it is thought to be
-        at. Raises NoObject where there is none and none is begun, Locked.
+        create: whether to create the session if there is none. known: the head that is probably
+        current. Raises NoObject if there is none and `create` is False, Locked.
         """
-        at, who = self.objects_of(name), self._who()
+        objects, request = self.objects_of(name), self._request()
         try:
-            version = at.run(protocol.acquire(who, known))
+            version = objects.run(protocol.acquire(request, known))
         except NoObject:
             if not create:
                 raise
-            version = self._begun(at, who)
+            try:
+                version = objects.run(protocol.create(request))
+            except InvalidArgument:
+                raise Locked(f"another process has just begun session {name!r}") from None
         except HeldElsewhere as error:
-            raise _held(name, error, self._clock()) from None
-        return Lease(at, version, self.writer, self.lease, self._clock)
+            raise _with_waiting_time(name, error, self._clock()) from None
+        return self._lease(objects, version)
 
     def create(self, name: str) -> Lease:
-        """Begins a session, and holds it. Raises InvalidArgument where there is one."""
-        at = self.objects_of(name)
-        version = at.run(protocol.create(self._who()))
-        return Lease(at, version, self.writer, self.lease, self._clock)
-
-    def _who(self) -> LeaseRequest:
-        return LeaseRequest(self.writer, self._clock(), self.lease)
+        """Create a session, and lease it. Raises InvalidArgument if it exists."""
+        objects = self.objects_of(name)
+        return self._lease(objects, objects.run(protocol.create(self._request())))
 
     def remove(self, name: str) -> int:
-        """The bytes freed. Raises InvalidArgument where there is none, Locked."""
+        """Remove a session; return the bytes freed. Raises InvalidArgument, Locked."""
         size = self.existing(name).stat().st_size
         lease = self.acquire(name, create=False)
         try:
@@ -188,68 +211,42 @@ class SharedSessions:
         return size
 
     def sweep(self) -> list[str]:
-        """Removes what killed writers left; what that was."""
-        found = list[str]()
+        """Remove what killed writers left; return it as NAME/SNAPSHOT."""
+        swept = list[str]()
         for name in self.objects.list_folders(self._prefix):
-            if not is_name(name):
-                continue
-            try:
-                found += [f"{name}/{left}" for left in self._swept(name)]
-            except StoreError:  # somebody is at work on it, or has removed it; or it is not sound
-                continue
-        return found
+            if is_name(name):
+                with suppress(StoreError):  # leased, removed meanwhile, or with a corrupt head
+                    swept += [f"{name}/{snapshot}" for snapshot in self._sweep_session(name)]
+        return swept
 
-    def _swept(self, name: str) -> list[str]:
-        at = self.objects_of(name)
-        version = at.head()
+    def _sweep_session(self, name: str) -> list[str]:
+        version = self.objects_of(name).head()
         if version is not None and version.head.removed:
             return []
         lease = self.acquire(name, create=False)
         try:
-            found = lease.collect()
-            if not lease.head.snapshot:  # begun, and never committed
+            snapshots = lease.collect()
+            if not lease.head.snapshot:  # created, but its creator never committed
                 lease.remove()
-            return found
+            return snapshots
         finally:
             lease.release()
 
-    def _begun(self, at: SessionObjects, who: LeaseRequest) -> VersionedHead:
-        steps: Operations[VersionedHead] = protocol.create(who)
-        try:
-            return at.run(steps)
-        except InvalidArgument:
-            raise Locked(f"another process has just begun session {at.name!r}") from None
+    def _request(self) -> LeaseRequest:
+        return LeaseRequest(self.writer, self._clock(), self.lease)
 
-    def _heads(self) -> list[tuple[float, SessionPath]]:
-        """Sessions with something committed, and when their heads were written."""
-        listed = [
-            (stored.modified, stored.key.removeprefix(self._prefix).removesuffix(f"/{HEAD}"))
-            for stored in self.objects.list_objects(self._prefix)
-            if stored.key.endswith(f"/{HEAD}")
-        ]
-        places = [
-            (when, SessionPath(self.objects_of(name))) for when, name in listed if is_name(name)
-        ]
-        with ThreadPoolExecutor(_READERS) as readers:
-            there = readers.map(_is_there, [place for _, place in places])
-            return [found for found, is_there in zip(places, there, strict=True) if is_there]
+    def _lease(self, objects: SessionObjects, version: VersionedHead) -> Lease:
+        return Lease(objects, version, self.writer, self.lease, self._clock)
 
 
-def _is_there(place: SessionPath) -> bool:
+def _may_exist(path: SessionPath) -> bool:
     try:
-        return place.exists()
-    except StoreError:  # whoever reads it is told why it cannot be
+        return path.exists()
+    except StoreError:  # listed all the same: reading it raises the error
         return True
 
 
-def _removed(lease: Lease) -> None:
-    try:
-        lease.remove()
-    except StoreError:
-        return
-
-
-def _held(name: str, error: HeldElsewhere, now: float) -> HeldElsewhere:
+def _with_waiting_time(name: str, error: HeldElsewhere, now: float) -> HeldElsewhere:
     left = max(0.0, error.until - now)
     return HeldElsewhere(
         f"{error.writer} is using session {name!r}; end it, or wait {left:.0f} s after it has "
@@ -260,35 +257,35 @@ def _held(name: str, error: HeldElsewhere, now: float) -> HeldElsewhere:
 
 
 class SharedLabels:
-    """One owner's. Nobody holds a label: whoever writes it last has it."""
+    """The labelled snapshots of one owner in an object store.
+
+    There are no leases: each write replaces a snapshot atomically, and the last write wins.
+    """
 
     def __init__(self, objects: ObjectStore, owner: str):
         self._objects, self._prefix = objects, f"snapshots/{owner}/"
 
     def path(self, name: str) -> ObjectPath:
-        """Raises InvalidArgument for a name that is none."""
+        """Return the path of a label. Raises InvalidArgument for an invalid name."""
         return ObjectPath(self._objects, f"{self._prefix}{checked_name(name)}{SNAPSHOT_SUFFIX}")
 
     def existing(self, name: str) -> ObjectPath:
-        """Raises InvalidArgument, naming those there are, where there is none."""
-        place = self.path(name)
-        if not place.exists():
-            known = ", ".join(self.names()) or "none yet"
-            raise InvalidArgument(f"there is no session {name!r}; expected one of: {known}")
-        return place
+        """Return the path of a label. Raises InvalidArgument, listing those that exist."""
+        path = self.path(name)
+        if not path.exists():
+            raise unknown_session(name, self.names())
+        return path
 
     def names(self) -> list[str]:
-        """In the order of the alphabet."""
-        keys = (
-            stored.key.removeprefix(self._prefix)
-            for stored in self._objects.list_objects(self._prefix)
-        )
-        names = (key.removesuffix(SNAPSHOT_SUFFIX) for key in keys if key.endswith(SNAPSHOT_SUFFIX))
+        """Return all labels, sorted."""
+        infos = self._objects.list_objects(self._prefix)
+        keys = [info.key.removeprefix(self._prefix) for info in infos]
+        names = [key.removesuffix(SNAPSHOT_SUFFIX) for key in keys if key.endswith(SNAPSHOT_SUFFIX)]
         return sorted(name for name in names if is_name(name))
 
     def remove(self, name: str) -> int:
-        """The bytes freed. Raises InvalidArgument where there is none."""
-        place = self.existing(name)
-        size = place.stat().st_size
-        self._objects.delete(place.key)
+        """Remove a label; return the bytes freed. Raises InvalidArgument if there is none."""
+        path = self.existing(name)
+        size = path.stat().st_size
+        self._objects.delete(path.key)
         return size
