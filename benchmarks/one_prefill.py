@@ -18,7 +18,7 @@ from benchmarks.apart import run_apart
 from benchmarks.figures import rounded
 from kvkeep import load_model
 from kvkeep.evaluate.manual import manual_text
-from kvkeep.runtime.resident import peak_rss
+from kvkeep.runtime.memory import peak_rss
 from kvkeep.types import DtypeName, PolicyName
 
 

@@ -15,7 +15,7 @@ _PACKAGE = str(Path(kvkeep.__file__).parent)
 
 # Python tells of the line of a `with` once more before it calls `__exit__`. What is thrown there
 # leaves the lock taken for good, and other threads' tests wait for ever; no signal is seen there.
-_LOCKING = worker.__file__
+_LOCKING = ("run_in_turn", "run_here")
 
 
 class BrokenOff(BaseException):
@@ -26,7 +26,7 @@ class BrokenOff(BaseException):
 def at_each_line(act: Callable[[int], None], spared: tuple[str, ...] = ()) -> Iterator[list[int]]:
     """Calls `act` before each line of kvkeep that the block runs, with the line's number in order.
 
-    Lines in files that are `spared` do not count. Yields a list that holds how many there were.
+    Lines in files and functions that are `spared` do not count. Yields a list of their number.
     """
     count = [0]
 
@@ -37,8 +37,9 @@ def at_each_line(act: Callable[[int], None], spared: tuple[str, ...] = ()) -> It
         return line
 
     def call(frame: FrameType, event: str, _: Any) -> Any:
-        file = frame.f_code.co_filename
-        return line if file.startswith(_PACKAGE) and file not in spared else None
+        file, function = frame.f_code.co_filename, frame.f_code.co_name
+        counts = file.startswith(_PACKAGE) and file not in spared and function not in spared
+        return line if counts else None
 
     before = sys.gettrace()
     sys.settrace(call)
@@ -50,7 +51,7 @@ def at_each_line(act: Callable[[int], None], spared: tuple[str, ...] = ()) -> It
 
 def lines_of(call: Callable[[], object]) -> int:
     """How many lines of kvkeep a call runs."""
-    with at_each_line(lambda index: None, (signals.__file__, _LOCKING)) as count:
+    with at_each_line(lambda index: None, (signals.__file__, *_LOCKING)) as count:
         call()
     return count[0]
 
@@ -66,7 +67,7 @@ def broken_off_at(index: int, call: Callable[[], object]) -> bool:
             raise BrokenOff
 
     try:
-        with at_each_line(act, (signals.__file__, _LOCKING)):
+        with at_each_line(act, (signals.__file__, *_LOCKING)):
             call()
     except BrokenOff:
         return True
@@ -87,7 +88,7 @@ def interrupted_from(index: int, call: Callable[[], object]) -> bool:
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with at_each_line(act, (_LOCKING,)):
+        with at_each_line(act, _LOCKING):
             call()
     except KeyboardInterrupt:
         return True
@@ -99,4 +100,4 @@ def interrupted_from(index: int, call: Callable[[], object]) -> bool:
 
 def require_let_go() -> None:
     """Others can compute."""
-    assert not worker._TURNS.are_here, "what was broken off has left the lock taken"
+    assert not worker.computes_here(), "what was broken off has left the lock taken"

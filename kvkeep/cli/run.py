@@ -20,7 +20,7 @@ from kvkeep.cli.restore import Opened
 from kvkeep.cli.screen import Screen
 from kvkeep.cli.stderr import say
 from kvkeep.errors import KvkeepError
-from kvkeep.runtime.resident import peak_rss
+from kvkeep.runtime.memory import peak_rss
 from kvkeep.session.streaming import SEAM, TextStream
 
 

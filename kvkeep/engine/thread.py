@@ -9,6 +9,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from kvkeep.errors import Cancelled
+from kvkeep.runtime.worker import TEAM_PATIENCE, end_own_team, hosting
 
 T = TypeVar("T")
 
@@ -23,6 +24,8 @@ class _Call:
 
 class EngineThread:
     """Runs all waiting calls in the order in which they came, then a step, and so on.
+
+    It is the thread that computes for the whole process while it runs (`kvkeep.runtime.worker`).
 
     step: returns whether there is more to do without another call. idle: seconds after which a step
     is due if there is not. end: called last, once `close` was called and the last step had no more.
@@ -61,11 +64,12 @@ class EngineThread:
     def _run(self) -> None:
         more = False
         try:
-            while more or not self.closing.is_set():
-                self._run_calls(wait=not more)
-                more = self._step()
-            self._run_calls(wait=False)
-            self._end()
+            with hosting(self.post):
+                while more or not self.closing.is_set():
+                    self._run_calls(wait=not more)
+                    more = self._step()
+                self._run_calls(wait=False)
+                self._end()
         finally:  # however it ends, no caller may wait for ever
             self.closing.set()
             self._ended.set()
@@ -83,7 +87,7 @@ class EngineThread:
         """Run all waiting calls. wait: for the first one, if there is none."""
         while True:
             try:
-                call = self._calls.get(wait and not self.closing.is_set(), timeout=self._idle)
+                call = self._next_call(wait and not self.closing.is_set())
             except Empty:
                 return
             wait = False
@@ -94,3 +98,12 @@ class EngineThread:
             except BaseException as error:
                 call.future.set_exception(error)
             del call  # it holds objects of the caller
+
+    def _next_call(self, wait: bool) -> _Call:
+        """Raises Empty if there is none, or none comes while the thread may be idle."""
+        if not wait:
+            return self._calls.get_nowait()
+        with suppress(Empty):
+            return self._calls.get(timeout=min(TEAM_PATIENCE, self._idle))
+        end_own_team()
+        return self._calls.get(timeout=self._idle)

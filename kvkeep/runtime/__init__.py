@@ -1,1 +1,1 @@
-"""What runs kvkeep in a process: the compute worker, signals, processor limits and memory."""
+"""The process that kvkeep runs in: compute worker, signals, processor limits and memory."""

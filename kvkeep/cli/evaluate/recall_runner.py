@@ -25,7 +25,7 @@ from kvkeep.evaluate.recall import (
     compress_while_reading,
 )
 from kvkeep.evaluate.recall_summary import Summary, summarise
-from kvkeep.runtime.resident import peak_rss
+from kvkeep.runtime.memory import peak_rss
 from kvkeep.storage.files.atomic import write_atomic, write_json
 
 
