@@ -1,4 +1,4 @@
-// Rows of activations for one call, and what matrices make of them.
+// Rows of activations for one call, and their products with matrices.
 #pragma once
 
 #include <algorithm>
@@ -18,7 +18,7 @@ struct ActivationBuffer : ActivationRows {
     x = x_.get(), sums = sums_.get(), integers = integers_.get();
   }
 
-  // Row i, of `columns` bf16.
+  // Set row i from `columns` bf16.
   void set_row(int i, const Bf16* from) {
     for (int c = 0; c < columns; c += kLanes) store_rounded(row(i) + c, load(from + c));
     prepare_row(i);
@@ -29,8 +29,8 @@ struct ActivationBuffer : ActivationRows {
   Buffer<IntegerGroup> integers_;
 };
 
-// Calls `each(i, row, products)` for `count` rows of input from `first` on: their products with 16
-// rows of the matrix, those of `block`, from `row` on.
+// Call `each(i, row, products)` for `count` rows of input from `first` on: their products with the
+// 16 rows of the matrix in `block`, which begin with `row`.
 template <typename Each>
 void multiply_rows(const Matrix& matrix, int block, const ActivationRows& input, int first,
                    int count, Each each) {
@@ -42,10 +42,10 @@ void multiply_rows(const Matrix& matrix, int block, const ActivationRows& input,
   }
 }
 
-// What becomes of the gate of an MLP before it multiplies `up`.
+// The gated activation of an MLP.
 enum GateActivation : std::int32_t {
   kSilu,         // x * sigmoid(x)
-  kGeluTanh,     // gelu by tanh (arXiv:1606.08415)
+  kGeluTanh,     // GELU by tanh (arXiv:1606.08415)
   kClampedSilu,  // x * sigmoid(1.702 x), and up + 1, both clamped to 7 (gpt-oss, arXiv:2508.10925)
 };
 
@@ -61,8 +61,8 @@ inline Floats activate_gate(GateActivation how, Floats gate, Floats up) {
   return low / (splat(1.f) + exp2(low * splat(-1.702f * kLog2E))) * plus;
 }
 
-// 16 columns of what an MLP activates, those of `block`, of `count` rows of input from `first` on:
-// into the same rows of `out`, whose sums are left to the caller.
+// Compute 16 columns of an MLP's activations, those of `block`, for `count` rows of input from
+// `first` on. The caller must call `prepare_row` for the rows of `out`.
 inline void activate_rows(GateActivation how, const Mlp& mlp, int block,
                           const ActivationRows& input, int first, int count, ActivationRows& out) {
   Floats gates[kMaxRows], ups[kMaxRows];

@@ -6,9 +6,9 @@ namespace kvkeep {
 namespace {
 
 constexpr int kVectors = kBlockCells / kLanes;  // registers for the scores of one row
-constexpr int kRows = 6;                        // rows at a time
+constexpr int kRows = 6;                        // rows attended at a time
 
-// How many registers of sums each of so many rows has at a time, of `all`, a power of two.
+// How many accumulators each of `rows` rows has at a time: at most `all`, a power of two.
 constexpr int vectors_per_row(int rows, int all) {
   while (all > 1 && rows * all > kAccumulators) all /= 2;
   return all;
@@ -18,13 +18,13 @@ struct alignas(64) Scores {
   float of[kRows][kBlockCells];
 };
 
-// less: what each row found before is scaled by, now that a greater score has come.
+// rescale: the factor of each row's earlier results, now that its maximum score has risen.
 struct alignas(64) SoftmaxWeights {
   Activation of[kRows][kBlockCells];
   float less[kRows];
 };
 
-// The `part`-th of `kDim / 2` parts of the keys, or of `kCells / 2` parts of the values.
+// Prefetch one of `parts` equal parts of the next block's keys, or of its values.
 template <int kDim>
 inline void prefetch_part(const Bf16* x, std::ptrdiff_t stride, int cells, int part, int parts) {
   constexpr int kLine = 32;
@@ -59,8 +59,9 @@ void score(const PackedBlock<kDim>& block, const QueryRow* rows, Scores& scores,
   }
 }
 
-// Scores become shares relative to the greatest so far. Returns what was found before in units of
-// that: 1 where no greater one has come. kWhole: the row sees all cells, without bias.
+// Turn scores into softmax weights relative to the greatest score so far. Returns the factor of the
+// row's earlier results: 1 where the maximum is unchanged. kWhole: the row sees all cells, without
+// bias.
 template <bool kWhole>
 inline float online_softmax(const QueryRow& row, const ScoreParams& how, const float* scores,
                             Activation* shares) {
@@ -142,7 +143,7 @@ void attend_rows(const PackedBlock<kDim>& block, const ScoreParams& how, QueryRo
   weigh_values<kDim, kCount>(block, rows, shares, (std::min(cells, kBlockCells) + 1) / 2, ahead);
 }
 
-// Cells of a block in bf16.
+// Cells of a block in bf16, dequantised where they are quantised.
 template <int kDim>
 struct Bf16Cells {
   const Bf16* cells;
@@ -200,7 +201,7 @@ void pack(const HeadCells& keys, const HeadCells& values, int begin, int end, Ha
 template <int kDim>
 void attend(const PackedBlock<kDim>& block, const ScoreParams& how, QueryRow* rows, int count,
             const Prefetch& ahead) {
-  // Each pass over the block asks for a part of what comes next.
+  // Each pass over the block prefetches a part of the next block.
   const int passes = (count + kRows - 1) / kRows;
   const int cells = (ahead.cells + passes - 1) / std::max(passes, 1);
   Prefetch some = ahead;

@@ -1,5 +1,5 @@
-// Attention of some query rows over blocks of 64 cells of one KV head, with a running softmax
-// (arXiv:1805.02867; by blocks as in flash attention, arXiv:2205.14135).
+// Attention of query rows over blocks of 64 cells of one KV head, with an online softmax
+// (arXiv:1805.02867; by blocks as in FlashAttention, arXiv:2205.14135).
 #pragma once
 
 #include <type_traits>
@@ -9,35 +9,35 @@
 namespace kvkeep {
 
 constexpr int kBlockCells = 64;         // cells in a block
-constexpr float kMaskedScore = -1e29f;  // scores below it are of hidden cells
-constexpr float kNoScore = -1e30f;      // the greatest score of a row that has seen no cell
+constexpr float kMaskedScore = -1e29f;  // lower scores are of masked cells
+constexpr float kNoScore = -1e30f;      // the maximum score of a row that has seen no cell
 
 // Keys and values of one block, laid out for the products: pairs of dimensions, and pairs of cells,
-// side by side. Cells that are not there are zeros.
+// side by side. Missing cells are zeros.
 template <int kDim>
 struct PackedBlock {
   alignas(64) std::uint32_t keys[kDim / 2][kBlockCells];
   alignas(64) std::uint32_t values[kBlockCells / 2][kDim];
 };
 
-// What a row has found so far: `sum` of 2 to the power of its scores less `most`, and values
-// weighted by these powers.
+// The online softmax of one row: `max` is its greatest score so far, `sum` the sum of 2 to the
+// power of each score less `max`. The row's output is the sum of values weighted by these powers.
 //
 // For example, a row's scores are 3 and 1 in the first block, 5 and 3 in the second. After the
-// first `most` is 3 and `sum` 2^0 + 2^-2 = 1.25; `out` is v0 + v1 / 4. The second raises `most` to
-// 5: what was found is worth 2^(3 - 5) of itself, so `sum` becomes 1.25 / 4 + 2^0 + 2^-2 = 1.5625,
-// and `out` (v0 + v1 / 4) / 4 + v2 + v3 / 4. Divided by `sum` at the end, that is the softmax over
-// all four. Two threads that took a block each find (3, 1.25) and (5, 1.25), and are merged by the
-// same rule. A block of which a row sees nothing, [begin, end) empty, leaves `most` at kNothing and
+// first, `max` is 3 and `sum` 2^0 + 2^-2 = 1.25; `out` is v0 + v1 / 4. The second raises `max` to
+// 5, which scales earlier results by 2^(3 - 5): `sum` becomes 1.25 / 4 + 2^0 + 2^-2 = 1.5625, and
+// `out` (v0 + v1 / 4) / 4 + v2 + v3 / 4. Divided by `sum` at the end, that is the softmax over all
+// four. Two threads that take a block each end with (3, 1.25) and (5, 1.25), which merge by the
+// same rule. A block that a row does not see, [begin, end) empty, leaves `max` at kNoScore and
 // `sum` at 0.
 struct SoftmaxState {
   float most = kNoScore;
   float sum = 0.f;
 };
 
-// One row's part in a call. bias: for the cells of the block, or null; cell_bias: likewise, of the
-// cells themselves. begin, end: the stretch of
-// the block that it sees; other cells do not exist, or are not for it.
+// One query row and its view of a block. bias: of the block's cells for this query, or null.
+// cell_bias: of the cells for all queries, or null. begin, end: the range of the block that the row
+// sees; other cells do not exist or are masked.
 struct QueryRow {
   const Activation* query;
   const float* bias;
@@ -47,32 +47,32 @@ struct QueryRow {
   float* out;  // [kDim]
 };
 
-// What becomes of quantised cells: they stay transformed, or they are what they were before.
+// Whether quantised cells are packed in the Hadamard basis that they are stored in, or transformed
+// back.
 enum class Hadamard { kKept, kUndone };
 
-// keys, values: from the block's first cell on. Of the block, the cells from `begin` up to `end`
-// are there.
+// Pack a block's cells from `begin` to `end`; the others become zeros. keys, values: from the
+// block's first cell on.
 template <int kDim>
 void pack(const HeadCells& keys, const HeadCells& values, int begin, int end, Hadamard how,
           PackedBlock<kDim>& to);
 
-// Cells that will be packed next. Asking for them bit by bit while others are attended to keeps the
-// memory busy, which is what a long context waits for.
+// Cells of the next block, to be prefetched piece by piece during attention: long contexts are
+// bound by memory, which this keeps busy.
 struct Prefetch {
   const Bf16* keys;
   const Bf16* values;
   std::ptrdiff_t key_stride, value_stride;
-  int cells;  // 0 where there are none
+  int cells;  // 0 for none
 };
 
-// What becomes of the products of queries and keys. softcap: c in c * tanh(x / c), of scaled ones
+// How products of queries and keys become scores. softcap: c in c * tanh(x / c), of scaled products
 // (arXiv:2408.00118); 0 for none.
 struct ScoreParams {
   float scale, softcap;
 };
 
-// Calls `with(width)`, a constant, for a width of heads that there are kernels for. False for
-// others.
+// Call `with(width)` with a supported head width as a constant. Returns False for other widths.
 template <typename With>
 bool for_head_dim(int head_dim, With with) {
   switch (head_dim) {

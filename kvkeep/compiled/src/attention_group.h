@@ -1,5 +1,5 @@
-// The layers of one group in a decode step: how their queries and new cells stand, and what they
-// see. Groups may have heads of different widths, which what is here is compiled for.
+// The attention of one group of layers in a decode step: it rotates queries, stores new cells, and
+// attends. Groups may have different head widths, which this code is compiled for.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 
 namespace kvkeep {
 
-// Queries, keys and values of each sequence, one behind the other. width: of all of these.
+// Queries, keys and values of each sequence, one after the other. width: of all three together.
 struct ProjectedRows {
   float* x;
   int width;
@@ -28,18 +28,18 @@ class AttentionGroup {
         keys_width(group.kv_heads * group.head_dim) {}
   virtual ~AttentionGroup() = default;
 
-  // Towards what: i is a sequence, for its new cell, or behind all of these a run.
+  // Compute the angles of position i: first those of the sequences' new cells, then those of the
+  // views.
   virtual void turn(int i) = 0;
 
-  // A sequence's new cell into its slot, or the queries of one run as they stand there; i: as
-  // above.
+  // Store the new cell of sequence i, or rotate the queries of view i - sequences.
   virtual void place(const Layer& layer, const ProjectedRows& projected, int i) = 0;
 
-  // Attention is shared out in so many units; see AttentionRuns. me: the thread.
+  // Attention is divided into units; see DecodeAttention. me: the thread.
   virtual int units(const Layer& layer) const = 0;
   virtual void attend_unit(int me, const Layer& layer, int u) = 0;
 
-  // What sequence i found. to: [queries_width].
+  // Merge the results of sequence i's views. to: [queries_width].
   virtual void merge(const Layer& layer, int i, Activation* to) const = 0;
 
   const LayerGroup& group;
@@ -113,7 +113,7 @@ class AttentionGroupOf final : public AttentionGroup {
     store_rounded<kDim>(query, x);
   }
 
-  // Into the first cell of a stretch.
+  // Store one key or value into the first of the cells.
   template <typename Number>
   void keep(const Number* numbers, const HeadCells& to) const {
     Vector<kDim> x;
@@ -124,12 +124,12 @@ class AttentionGroupOf final : public AttentionGroup {
   }
 
   const int heads_, sequences_;
-  Buffer<float> angles_;  // of the new cells, and of each run
+  Buffer<float> angles_;  // of the new cells, then of the views
   DecodeAttention<kDim> runs_;
   float unrotated_[kDim];  // angles of layers without RoPE
 };
 
-// Null for heads of a width that there are no kernels for.
+// Make the attention of a group; null for an unsupported head width.
 inline std::unique_ptr<AttentionGroup> make_attention_group(const Model& model,
                                                             const LayerGroup& group,
                                                             const GroupViews& views,

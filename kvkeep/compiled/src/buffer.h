@@ -1,4 +1,4 @@
-// Memory for one call: aligned, and not filled.
+// Uninitialised, aligned memory for one call.
 #pragma once
 
 #include <algorithm>

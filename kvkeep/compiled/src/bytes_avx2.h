@@ -1,11 +1,11 @@
-// What integers.h needs of AVX2.
+// The integer products of integers.h on AVX2.
 #pragma once
 
 namespace kvkeep {
 
 constexpr int kMaxByteCode = 255;
 
-// Products of bytes, unsigned with signed, each two added up: two sums of 16 bits for each lane.
+// Sums of products of unsigned with signed bytes, added in pairs: two 16-bit sums for each lane.
 using ByteSums = Ints;
 constexpr int kMaxByteSum = 32767, kProductsPerByteSum = 2;
 
@@ -14,33 +14,33 @@ KVKEEP_INLINE ByteSums add_byte_products(ByteSums sums, Ints codes, Ints bytes) 
   return {_mm256_add_epi16(sums.low, _mm256_maddubs_epi16(codes.low, bytes.low)),
           _mm256_add_epi16(sums.high, _mm256_maddubs_epi16(codes.high, bytes.high))};
 }
-// The sum of each lane, times a factor, in 32 bits.
+// The sum of each lane's 16-bit sums, times kFactor, in 32 bits.
 template <int kFactor>
 KVKEEP_INLINE Ints widen_byte_sums(ByteSums x) {
   const __m256i factors = _mm256_set1_epi16(kFactor);
   return {_mm256_madd_epi16(x.low, factors), _mm256_madd_epi16(x.high, factors)};
 }
 
-// Adds to each lane the products of the halves of both, signed.
+// Add to each lane the two products of its signed 16-bit halves.
 KVKEEP_INLINE Ints add_int16_products(Ints sums, Ints a, Ints b) {
   return {_mm256_add_epi32(sums.low, _mm256_madd_epi16(a.low, b.low)),
           _mm256_add_epi32(sums.high, _mm256_madd_epi16(a.high, b.high))};
 }
-// Integers of 8 bits, two for each lane, as its halves.
+// Load 32 signed bytes, extended to the 16-bit halves of the lanes.
 KVKEEP_INLINE Ints load_int8_as_int16(const std::int8_t* x) {
   const __m128i* from = reinterpret_cast<const __m128i*>(x);
   return {_mm256_cvtepi8_epi16(_mm_loadu_si128(from)),
           _mm256_cvtepi8_epi16(_mm_loadu_si128(from + 1))};
 }
 
-// Each 16 bytes in another order.
+// Reorder the bytes of each 128 bits.
 KVKEEP_INLINE Ints shuffle_bytes(Ints x, const std::uint8_t* order) {
   const __m256i both =
       _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(order)));
   return {_mm256_shuffle_epi8(x.low, both), _mm256_shuffle_epi8(x.high, both)};
 }
 
-// Of each byte, the upper half of which is 0, by a table of 16.
+// Look up each byte in a table of 16. The upper four bits of each byte must be 0.
 KVKEEP_INLINE Ints lookup_bytes(Ints which, const std::uint8_t* table) {
   const __m256i both =
       _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));

@@ -1,4 +1,4 @@
-// What integers.h needs of AVX-512, with VNNI or without; bytes_avx2.h says what each is.
+// The integer products of integers.h on AVX-512, with or without VNNI; see bytes_avx2.h.
 #pragma once
 
 namespace kvkeep {
@@ -10,7 +10,7 @@ using ByteSums = Ints;
 KVKEEP_INLINE ByteSums zero_byte_sums() { return _mm512_setzero_si512(); }
 
 #if defined(__AVX512VNNI__)
-// Each four are added up, in 32 bits.
+// Added four at a time, in 32 bits.
 constexpr int kMaxByteSum = INT32_MAX, kProductsPerByteSum = 4;
 
 KVKEEP_INLINE ByteSums add_byte_products(ByteSums sums, Ints codes, Ints bytes) {

@@ -1,14 +1,14 @@
-// What integers.h needs of NEON, with DotProd or without; bytes_avx2.h says what each is.
+// The integer products of integers.h on NEON, with or without DotProd; see bytes_avx2.h.
 #pragma once
 
 namespace kvkeep {
 
-constexpr int kMaxByteCode = 127;  // which instructions take as signed, too
+constexpr int kMaxByteCode = 127;  // the instructions take codes as signed bytes
 
 KVKEEP_INLINE int8x16_t as_signed_bytes(uint32x4_t x) { return vreinterpretq_s8_u32(x); }
 
 #if defined(__ARM_FEATURE_DOTPROD)
-// Each four are added up, in 32 bits.
+// Added four at a time, in 32 bits.
 using ByteSums = Ints;
 constexpr int kMaxByteSum = INT32_MAX, kProductsPerByteSum = 4;
 
@@ -26,7 +26,7 @@ KVKEEP_INLINE Ints widen_byte_sums(ByteSums x) {
   return shift_left<__builtin_ctz(kFactor)>(x);
 }
 #else
-// Four sums of 16 bits for each lane.
+// Four 16-bit sums for each lane.
 struct ByteSums {
   int16x8_t low[4], high[4];
 };

@@ -1,4 +1,4 @@
-// Keys and values as they are kept: plain, or quantised as kvkeep/cache/quantised.py does it.
+// Stored keys and values: plain, or quantised as in kvkeep/cache/quantised.py.
 #pragma once
 
 #include <algorithm>
@@ -9,13 +9,13 @@
 
 namespace kvkeep {
 
-// A tensor [layers, kv_heads, cells, head_dim]: elements between neighbours along the first three.
+// The strides of a tensor [layers, kv_heads, cells, head_dim], in elements; the last one is 1.
 struct Strides {
   std::ptrdiff_t layer, head, cell;
 };
 
-// Keys or values. data: bf16 in 16 bits, int8 in 8, two numbers in a byte in 4. scale: where they
-// are quantised, bf16 [..., 1] in 8 bits; in 4 [..., head_dim / 16], scales and least numbers.
+// Keys or values. data: bf16 (16 bits), int8 (8 bits), or two numbers in a byte (4 bits). scale, of
+// quantised ones: bf16 [..., 1] for 8 bits; for 4 bits [..., head_dim / 16], scales and minima.
 struct StoredCells {
   void* data;
   Bf16* scale;
@@ -25,9 +25,9 @@ struct StoredCells {
   bool quantised() const { return bits != 16; }
 };
 
-// Cells of which each layer and KV head has a number of its own lie in one row, `strides.layer` and
-// `strides.head` 0. offsets: where each head's begin, and where the last one's end; null where all
-// heads have as many. most: that the head with most of them has.
+// The offsets of ragged cells, whose count differs by layer and KV head: they lie in one row, with
+// `strides.layer` and `strides.head` 0. offsets: where each head's cells begin, and the end of the
+// last one's; null where all heads have the same count. most: the count of the longest head.
 struct RaggedOffsets {
   const std::int64_t* offsets;
 
@@ -37,7 +37,7 @@ struct RaggedOffsets {
   }
 };
 
-// Those of one layer and KV head, from some cell on. Neighbours lie `stride` bytes apart, and their
+// The cells of one layer and KV head, from some cell on. Neighbours are `stride` bytes apart, their
 // scales `scale_stride` elements.
 struct HeadCells {
   std::uint8_t* data;
@@ -62,7 +62,7 @@ struct HeadCells {
     return later;
   }
 
-  // Of plain cells.
+  // Of plain cells only.
   Bf16* plain_data() const { return reinterpret_cast<Bf16*>(data); }
   std::ptrdiff_t plain_stride() const { return stride / static_cast<std::ptrdiff_t>(sizeof(Bf16)); }
 };
@@ -70,7 +70,8 @@ struct HeadCells {
 template <int kDim>
 using Vector = Floats[kDim / kLanes];
 
-// Times the Hadamard matrix of the largest power of two in kDim, block by block. Its own inverse.
+// Multiply by the Hadamard matrix of the largest power of two in kDim, block by block. It is its
+// own inverse.
 template <int kDim>
 inline void hadamard(Vector<kDim>& x) {
   constexpr int kBlock = kDim & -kDim;
@@ -95,7 +96,7 @@ inline void store_rounded(Number* to, const Vector<kDim>& x) {
   for (int i = 0; i < kDim / kLanes; ++i) store_rounded(to + i * kLanes, x[i]);
 }
 
-// The numbers of the first cell of a quantised stretch, still transformed.
+// Dequantise the first cell; it stays in the Hadamard basis.
 template <int kDim>
 inline void dequantise(const HeadCells& from, Vector<kDim>& x) {
   if (from.bits == 8) {
@@ -106,7 +107,8 @@ inline void dequantise(const HeadCells& from, Vector<kDim>& x) {
     }
     return;
   }
-  constexpr int kHalf = kDim / kLanes / 2;  // registers whose numbers are in the lower halves
+  constexpr int kHalf =
+      kDim / kLanes / 2;  // registers whose numbers are in the lower halves of bytes
   const Bf16* least = from.scale + kHalf;
   const auto number = [&](int i, Ints whole) {
     x[i] = multiply_add(to_floats(whole), splat(to_float(from.scale[i / 2])),
@@ -119,14 +121,14 @@ inline void dequantise(const HeadCells& from, Vector<kDim>& x) {
   }
 }
 
-// What numbers are divided by, of which the greatest is to become `most`.
+// Store the scale that maps `greatest` to `most`, and return it as a divisor.
 inline Floats quantisation_step(float greatest, float most, Bf16* scale) {
   *scale = to_bf16(std::max(greatest, 0.f) / most);
   const float unit = to_float(*scale);
   return splat(unit == 0.f ? 1.f : unit);
 }
 
-// Mixed numbers into the first cell of a quantised stretch.
+// Quantise numbers in the Hadamard basis into the first cell.
 template <int kDim>
 inline void quantise(const Vector<kDim>& x, const HeadCells& to) {
   constexpr int kAll = kDim / kLanes, kHalf = kAll / 2;

@@ -16,7 +16,7 @@
 namespace kvkeep {
 namespace {
 
-constexpr int kTokens = 16;  // queries that go through the cells together, all heads of a KV head
+constexpr int kTokens = 16;  // queries in a tile, for each head of a KV head
 
 template <int kDim>
 class ChunkAttention {
@@ -59,7 +59,8 @@ class ChunkAttention {
       pack_block(u / chunk_.kv_heads, u % chunk_.kv_heads);
     });
     const int tiles = (chunk_.tokens + kTokens - 1) / kTokens;
-    // The last tokens see most: they go first, so that no thread is left with them at the end.
+    // The last tokens see most cells: they go first, so that no thread is left with them at the
+    // end.
     team_.run_shared_then_wait(me, tiles * chunk_.kv_heads, 1, [&](int u) {
       attend_tile(me, (tiles - 1 - u / chunk_.kv_heads) * kTokens, u % chunk_.kv_heads);
     });
@@ -74,7 +75,7 @@ class ChunkAttention {
            ((std::size_t(rotation) * chunk_.tokens + token) * chunk_.heads + head) * kDim;
   }
 
-  // A token's new cells, and its queries as they stand in each rotation.
+  // Store a token's new cells, and rotate its queries for each rotation.
   void place(int i) {
     for (int r = 0; r < chunk_.rotations; ++r)
       for (int head = 0; head < chunk_.heads; ++head)
@@ -101,13 +102,13 @@ class ChunkAttention {
                          at = view.ragged.first(head) + cell;
     const int there = std::min<int>(kBlockCells, view.ragged.count(head, view.cells) - cell);
     if (there <= 0) return;
-    // Many queries will read them: transforming the cells back is less than the queries.
+    // Many queries read these cells: transforming the cells back costs less than the queries.
     pack<kDim>(HeadCells(view.keys, 0, head).advanced(at),
                HeadCells(view.values, 0, head).advanced(at), 0, there, Hadamard::kUndone,
                packed(block, head));
   }
 
-  // The queries of some tokens that share a KV head, over all cells that they see.
+  // Attend with the queries of some tokens that share a KV head over all cells that they see.
   void attend_tile(int me, int first, int head) {
     const int tokens = std::min(kTokens, chunk_.tokens - first), count = tokens * groups_;
     QueryRow* rows = rows_.get() + std::size_t(me) * most_rows();
@@ -157,17 +158,17 @@ class ChunkAttention {
     }
   }
 
-  // Of a tile.
+  // The rows of a tile.
   std::size_t most_rows() const { return std::size_t(kTokens) * groups_; }
 
   const Chunk& chunk_;
   ThreadTeam team_;
   const int groups_;
   Buffer<Activation> rotated_;
-  Buffer<QueryRow> rows_;  // of each thread, as found_ and outs_
+  Buffer<QueryRow> rows_;  // of each thread, as states_ and outs_
   Buffer<SoftmaxState> states_;
   Buffer<float> outs_;
-  std::vector<int> first_;  // block of each part
+  std::vector<int> first_;  // first block of each view
   int blocks_ = 0;
   std::unique_ptr<Buffer<PackedBlock<kDim>>> packed_;
 };

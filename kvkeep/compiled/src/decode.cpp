@@ -20,7 +20,7 @@
 namespace kvkeep {
 namespace {
 
-// Everything that the threads of a step share.
+// One decode step: the state that its threads share.
 class DecodeForward {
  public:
   DecodeForward(const Model& model, const DecodeStep& step)
@@ -50,7 +50,7 @@ class DecodeForward {
     projected_ = {projected_values_->get(), most};
   }
 
-  // Whether there are kernels for heads of all widths.
+  // Whether the heads of all groups have a supported width.
   bool supported() const { return supported_; }
 
   void run() {
@@ -127,25 +127,25 @@ class DecodeForward {
 
   float* residual(int i) { return residual_.get() + std::size_t(i) * model_.hidden_size; }
 
-  // What attention or MLP gives, where it is normed before it is added.
+  // The output of attention or MLP, where it is normed before it is added to the residual stream.
   float* residual_update(int i) {
     return residual_update_.get() + std::size_t(i) * model_.hidden_size;
   }
 
-  // What an MLP and the experts beside it give together.
+  // The sum of an MLP's and of parallel experts' normed outputs.
   float* mlp_and_experts(int i) {
     return mlp_and_experts_.get() + std::size_t(i) * model_.hidden_size;
   }
 
   void embed(int i) {
-    auto* from = reinterpret_cast<Bf16*>(normed_.row(i));  // which is not needed yet
+    auto* from = reinterpret_cast<Bf16*>(normed_.row(i));  // scratch: not in use yet
     unpack_row(model_.embedding, step_.groups[0].sequences[i].token, from);
     const Floats multiplier = splat(model_.embedding_multiplier);
     for (int c = 0; c < model_.hidden_size; c += kLanes)
       store(residual(i) + c, load(from + c) * multiplier);
   }
 
-  // weight: null for the residual stream as it is.
+  // Norm the residual stream; weight: null to copy it as it is.
   void normalise_residual(int i, const Bf16* weight) {
     const auto to = [&](int c, Floats value) { store_rounded(normed_.row(i) + c, value); };
     if (weight)
@@ -155,16 +155,16 @@ class DecodeForward {
     normed_.prepare_row(i);
   }
 
-  // Calls `each(i, row, products)` for all sequences and blocks of 16 rows of a matrix.
+  // Call `each(i, row, products)` for all sequences and one block of 16 rows of a matrix.
   template <typename Each>
   void multiply_all(const Matrix& matrix, int block, const ActivationRows& input, Each each) {
     multiply_rows(matrix, block, input, 0, step_.sequence_count, each);
   }
 
-  // Matrices of no rows give nothing; see Layer.
+  // Project queries, keys and values. Matrices without rows are skipped; see Layer.
   void project(int me, const Layer& layer, const AttentionGroup& in) {
     const int queries = layer.query.blocks(), keys = layer.key.blocks();
-    const bool twice = layer.key.rows && !layer.value.rows;  // keys are values, too
+    const bool twice = layer.key.rows && !layer.value.rows;  // keys are also the values
     team_.run_shared_then_wait(me, queries + keys + layer.value.blocks(), 4, [&](int b) {
       const bool is_query = b < queries, is_key = !is_query && b < queries + keys;
       const Matrix& matrix = is_query ? layer.query : is_key ? layer.key : layer.value;
@@ -180,8 +180,7 @@ class DecodeForward {
     if (in.group.query_scale) scale_queries(me, in);
   }
 
-  // Queries and keys, head by head, or all heads of each together; and values, where they are
-  // normed.
+  // Norm queries and keys, head by head or all heads together, and values where the model does.
   void normalise_heads(int me, const Layer& layer, const AttentionGroup& in) {
     const int queries = model_.qk_norm_whole ? 1 : model_.heads, there = layer.key.rows ? 1 : 0;
     const int keys = there * (model_.qk_norm_whole ? 1 : in.group.kv_heads);
@@ -212,7 +211,7 @@ class DecodeForward {
     });
   }
 
-  // Adds what attention or MLP gives to the residual stream; weight: of its norm, or null.
+  // Add a product to the residual stream. weight: of the norm of the product, or null.
   void add_product(int me, const Matrix& matrix, const ActivationRows& input, const Bf16* weight) {
     team_.run_shared_then_wait(me, matrix.blocks(), 6, [&](int block) {
       multiply_all(matrix, block, input, [&](int i, int row, Floats products) {
@@ -222,7 +221,7 @@ class DecodeForward {
     if (weight) add_residual_update(me, weight);
   }
 
-  // Of the MLP, of experts in its place, or of both.
+  // Add the output of the MLP, of experts instead, or of both in parallel.
   void add_mlp(int me, const Layer& layer) {
     if (layer.experts && layer.experts->parallel)
       return add_mlp_and_experts(me, layer, *layer.experts->parallel);
@@ -240,8 +239,8 @@ class DecodeForward {
     if (weight) add_residual_update(me, weight);
   }
 
-  // The MLP's and the experts', each normed by itself. The router reads the residual stream, normed
-  // without a weight and scaled.
+  // Add the MLP's and the experts' outputs, each with its own norm. The router reads the residual
+  // stream, normed without a weight and scaled.
   void add_mlp_and_experts(int me, const Layer& layer, const ParallelExperts& parallel) {
     const int count = step_.sequence_count, hidden = model_.hidden_size;
     const ActivationRows activated = activate(me, layer.mlp);
@@ -271,7 +270,7 @@ class DecodeForward {
     if (weight) add_residual_update(me, weight);
   }
 
-  // What the layer's own vectors let through of the residual stream.
+  // Add the layer's per-layer embedding, gated by the residual stream.
   void add_per_layer_input(int me, int layer, const PerLayerInput& own) {
     team_.run_shared_then_wait(me, step_.sequence_count, 1,
                                [&](int i) { normalise_residual(i, nullptr); });
@@ -292,7 +291,7 @@ class DecodeForward {
     });
   }
 
-  // Adds 16 values to the residual stream, or keeps them where they are to be normed before.
+  // Add 16 values to the residual stream, or store them where they are normed first.
   void add_or_store(int i, int column, Floats values, const Bf16* weight) {
     if (weight)
       store(residual_update(i) + column, values);
@@ -312,7 +311,7 @@ class DecodeForward {
     });
   }
 
-  // [sequences, the MLP's inner].
+  // Compute the MLP's activations: [sequences, MLP size].
   ActivationRows activate(int me, const Mlp& mlp) {
     ActivationRows activated = with_columns(activated_, mlp.down.columns);
     team_.run_shared_then_wait(me, mlp.gate.blocks(), 8, [&](int block) {
@@ -324,7 +323,7 @@ class DecodeForward {
     return activated;
   }
 
-  // Rows of fewer columns in the same memory.
+  // The same memory as rows of fewer columns.
   static ActivationRows with_columns(const ActivationRows& rows, int columns) {
     return {rows.x, rows.sums, columns, rows.integers};
   }
@@ -337,7 +336,7 @@ class DecodeForward {
   ActivationBuffer normed_, activated_;
   ExpertForward experts_;
   PerLayerForward per_layer_;
-  std::vector<std::unique_ptr<AttentionGroup>> groups_;  // by groups
+  std::vector<std::unique_ptr<AttentionGroup>> groups_;  // of each LayerGroup
   std::unique_ptr<ActivationBuffer> attended_;
   std::unique_ptr<Buffer<float>> projected_values_;
   ProjectedRows projected_{};

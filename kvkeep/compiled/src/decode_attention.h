@@ -1,4 +1,4 @@
-// What the sequences of a step see: attention over all their sights, in pieces that threads share.
+// Attention of a decode step over all shared views of a group, in units that threads share.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,8 @@
 
 namespace kvkeep {
 
-constexpr int kUnitCells = 256;  // cells that one thread takes at a time, counted from place 0
+constexpr int kUnitCells =
+    256;  // cells in a chunk, counted from storage index 0: one thread takes them at a time
 
 template <int kDim>
 class DecodeAttention {
@@ -65,22 +66,22 @@ class DecodeAttention {
   }
   int sequence_of(int run) const { return sequence_of_[run]; }
 
-  // Whether a run's queries are transformed, as the keys are that they look at.
+  // Whether a view's queries are in the Hadamard basis, as its quantised keys are.
   bool transformed(int run) const {
     return views_.shared_views[views_.views[run].shared_view].keys.quantised();
   }
 
-  // Where a run's query of one head goes, rotated.
+  // The rotated query of a view and head.
   Activation* query(int run, int head) const {
     return rotated_.get() + (std::size_t(run) * heads_ + head) * kDim;
   }
 
-  // All queries that see a chunk of cells of one KV head. me: the thread. u: which of
+  // Attend with all queries that see a chunk of cells of one KV head. me: the thread. u: below
   // `units(layer)`.
   void attend_unit(int me, int layer, int u) {
     const WorkUnit& unit = units_[(ragged_ ? first_unit_[layer] : 0) + u];
     PackedBlock<kDim> block;
-    std::vector<QueryRow>& rows = rows_[me];  // with room for all
+    std::vector<QueryRow>& rows = rows_[me];  // reserved for the largest view
     const SharedView& shared = views_.shared_views[unit.shared_view];
     const int index = layer * kv_heads_ + unit.head;
     const std::ptrdiff_t own = shared.ragged.first(index);
@@ -101,9 +102,10 @@ class DecodeAttention {
     const HeadCells keys = HeadCells(shared.keys, layer, unit.head).advanced(own);
     const HeadCells values = HeadCells(shared.values, layer, unit.head).advanced(own);
     const bool plain = !keys.quantised() && !values.quantised();
-    // Blocks begin at places that are multiples of their size, whichever cells are looked at and
-    // wherever they are stored: sums then come out the same to the last bit, whoever else runs.
-    // With origin 70, slots 0 to 57 are the end of the second block, which begins at slot -6.
+    // Blocks begin at storage indices that are multiples of their size, whichever cells are read
+    // and wherever they are stored: sums then have the same bits whichever other sequences share
+    // the step. With origin 70, slots 0 to 57 are the end of the second block, which begins at slot
+    // -6.
     const int begin = (shared.origin + first) / kBlockCells * kBlockCells - shared.origin;
     for (int slot = begin; slot < end; slot += kBlockCells) {
       const int from = std::max(first - slot, 0), to = std::min(kBlockCells, end - slot);
@@ -127,7 +129,8 @@ class DecodeAttention {
     }
   }
 
-  // What a sequence's runs found, as one softmax. sinks: [heads], or null. to: [heads, head_dim].
+  // Merge the results of a sequence's views into one softmax. sinks: [heads], or null. to: [heads,
+  // head_dim].
   void merge(int layer, int i, const float* sinks, Activation* to) const {
     int begin = 0;
     for (int before = 0; before < i; ++before) begin += views_.sequences[before].view_count;
@@ -153,7 +156,7 @@ class DecodeAttention {
       if (sinks) most = std::max(most, sinks[head] * kLog2E);
       float total = sinks ? std::exp2(sinks[head] * kLog2E - most) : 0.f;
       bool some_transformed = false;
-      Vector<kDim> plain, transformed;  // what was found of plain values, and of quantised ones
+      Vector<kDim> plain, transformed;  // sums over plain values, and over quantised ones
       for (auto& lanes : plain) lanes = zeros();
       for (auto& lanes : transformed) lanes = zeros();
       each([&](const SoftmaxState& found, const float* out, bool is_transformed) {
@@ -178,7 +181,7 @@ class DecodeAttention {
     int shared_view, chunk, head;
   };
 
-  // Of one layer and KV head.
+  // The number of chunks of one layer and KV head.
   int chunks(int shared, int layer, int head) const {
     const RaggedOffsets& own = views_.shared_views[shared].ragged;
     if (!own.offsets) return chunks_[shared];
@@ -189,7 +192,7 @@ class DecodeAttention {
     return (views_.shared_views[shared].origin + views_.shared_views[shared].first) / kUnitCells;
   }
 
-  // Where what a run found in a chunk lies.
+  // The index of a view's result for a chunk and head.
   std::size_t state_index(int shared, int index, int chunk, int head) const {
     const int from = first_chunk(shared);
     return first_state_[shared] + (std::size_t(index) * chunks_[shared] + (chunk - from)) * heads_ +
@@ -200,13 +203,13 @@ class DecodeAttention {
   const int heads_, kv_heads_, groups_;
   const ScoreParams how_;
   Buffer<Activation> rotated_;
-  bool ragged_ = false;          // whether any sight is: layers then have units of their own
-  std::vector<WorkUnit> units_;  // of each such layer, one behind the other
+  bool ragged_ = false;          // whether any view is: layers then have units of their own
+  std::vector<WorkUnit> units_;  // of each such layer, one after the other
   std::vector<int> first_unit_;  // of each such layer, and the end
-  std::vector<std::size_t> first_state_;     // of each sight
-  std::vector<int> chunks_, sequence_of_;    // of each sight, of each run
+  std::vector<std::size_t> first_state_;     // of each shared view
+  std::vector<int> chunks_, sequence_of_;    // of each shared view; of each view
   std::vector<std::vector<QueryRow>> rows_;  // of each thread
-  std::vector<std::vector<int>> runs_of_;    // of each sight, by the index within it
+  std::vector<std::vector<int>> runs_of_;    // of each shared view, by row
   std::size_t state_count_ = 0;
   std::unique_ptr<Buffer<SoftmaxState>> states_;
   std::unique_ptr<Buffer<float>> out_;

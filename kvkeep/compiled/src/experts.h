@@ -1,15 +1,15 @@
-// Mixtures of experts in a decode step: which experts each sequence goes through, and what they
-// give.
+// The experts of one layer in a decode step: routing, and their weighted outputs.
 //
-// A choice is one expert of one sequence. Those of an expert lie side by side, so that its weights
-// are read once for all of them:
+// An assignment is one expert of one sequence. Assignments of an expert are adjacent rows, so that
+// its weights are read once for all of them:
 //
 //   sequence 0 chose experts 5, 2; sequence 1 chose 5, 7
-//   choice   0 is (0, 5), 1 is (0, 2), 2 is (1, 5), 3 is (1, 7)
-//   row      0: choice 1 | 1: choice 0, 2: choice 2 | 3: choice 3     of experts 2 | 5 | 7
+//   assignment 0 is (0, 5), 1 is (0, 2), 2 is (1, 5), 3 is (1, 7)
+//   row        0: assignment 1 | 1: assignment 0, 2: assignment 2 | 3: assignment 3
+//              of expert 2       of expert 5                        of expert 7
 //
-// A sequence's are added up in the order in which it chose them: what comes of it does not depend
-// on the other sequences, nor on the number of threads.
+// A sequence's outputs are added up in the order of its choices: the result depends neither on the
+// other sequences nor on the number of threads.
 #pragma once
 
 #include <cmath>
@@ -44,7 +44,7 @@ class ExpertForward {
         shared_outputs_(model.shared_expert_size ? std::size_t(sequences) * model.hidden_size : 0) {
   }
 
-  // Which experts each sequence goes through, all threads together. input: [sequences, hidden].
+  // Choose the experts of each sequence, with all threads. input: [sequences, hidden].
   void route(int me, ThreadTeam& workers, const MixtureOfExperts& mixture,
              const ActivationRows& input) {
     score_experts(me, workers, mixture, input);
@@ -53,8 +53,8 @@ class ExpertForward {
     workers.run_shared_then_wait(me, 1, 1, [&](int) { group_by_expert(); });
   }
 
-  // Calls `take(i, column, values)` for 16 columns at a time of what these give to sequence i.
-  // input: as above.
+  // Run the chosen experts and call `consume(i, column, values)` for each 16 columns of the output
+  // of sequence i. input: as above.
   template <typename Consume>
   void run(int me, ThreadTeam& workers, const MixtureOfExperts& mixture,
            const ActivationRows& input, Consume consume) {
@@ -106,8 +106,8 @@ class ExpertForward {
         });
   }
 
-  // The experts of sequence i, that of the highest score first, of equal ones that of lower index.
-  // scales: of what each expert gives, or null.
+  // Choose the experts of sequence i by descending score, equal scores by ascending index. scales:
+  // multiply each expert's output, or null.
   void choose_experts(int i, const float* scales) {
     const float* score = scores(i);
     bool* taken = taken_.get() + std::size_t(i) * model_.expert_count;
@@ -116,7 +116,7 @@ class ExpertForward {
     std::fill_n(taken, model_.expert_count, false);
     float total = 0;
     for (int j = 0; j < per_token_; ++j) {
-      int best = -1;  // with a score of NaN, too, some expert that is not taken
+      int best = -1;  // where scores are NaN, any expert that is not taken yet
       for (int e = 0; e < model_.expert_count; ++e)
         if (!taken[e] && (best < 0 || score[e] > score[best])) best = e;
       taken[best] = true;
@@ -132,7 +132,7 @@ class ExpertForward {
     for (int j = 0; scales && j < per_token_; ++j) weight[j] *= scales[chosen[j]];
   }
 
-  // All choices by their experts.
+  // Sort all assignments by expert.
   void group_by_expert() {
     std::fill_n(first_.get(), model_.expert_count + 1, 0);
     for (int c = 0; c < assignments_; ++c) ++first_[chosen_[c] + 1];
@@ -142,7 +142,7 @@ class ExpertForward {
       first_[e + 1] += first_[e];
     }
     for (int c = 0; c < assignments_; ++c) row_[c] = first_[chosen_[c]]++;
-    // Each expert's first row is now that of the next one.
+    // Each expert's first row is now that of the next expert: shift back.
     for (int e = model_.expert_count; e > 0; --e) first_[e] = first_[e - 1];
     first_[0] = 0;
   }
@@ -151,8 +151,8 @@ class ExpertForward {
     inputs_.copy(row_[assignment], input, assignment / per_token_);
   }
 
-  // Calls `work(expert, block, first, count)` for all blocks of `rows` rows of the matrices of all
-  // experts that were chosen, with the rows of input that are its own.
+  // Call `work(expert, block, first, count)` for all chosen experts and all blocks of their
+  // matrices' `rows` rows; first, count: the expert's own rows of input.
   template <typename Work>
   void for_active_experts(int me, ThreadTeam& workers, int rows, int grain, Work work) {
     const int blocks = rows / kBlock;
@@ -162,7 +162,7 @@ class ExpertForward {
     });
   }
 
-  // to: [rows of input, hidden].
+  // Store the products of one block. to: [rows of input, hidden].
   void project(const Matrix& matrix, int block, const ActivationRows& input, int first, int count,
                const Buffer<float>& to) {
     multiply_rows(matrix, block, input, first, count, [&](int i, int row, Floats products) {
@@ -184,15 +184,15 @@ class ExpertForward {
 
   const Model& model_;
   const int sequences_, per_token_, assignments_;
-  const int score_stride_;  // experts, rounded up to whole blocks
+  const int score_stride_;  // expert count, rounded up to whole blocks
   Buffer<float> scores_;
   Buffer<bool> taken_;
-  Buffer<std::int32_t> chosen_, row_;  // of each choice
+  Buffer<std::int32_t> chosen_, row_;  // of each assignment
   Buffer<float> weight_, shared_weight_;
-  Buffer<std::int32_t> first_;   // row of each expert's choices; [experts + 1]
-  Buffer<std::int32_t> active_;  // experts that were chosen, in their order
+  Buffer<std::int32_t> first_;   // first row of each expert; [experts + 1]
+  Buffer<std::int32_t> active_;  // the chosen experts, ascending
   int active_count_ = 0;
-  ActivationBuffer inputs_, activated_;  // of each choice, by row
+  ActivationBuffer inputs_, activated_;  // of each assignment, by row
   Buffer<float> outputs_;
   ActivationBuffer shared_activated_;
   Buffer<float> shared_outputs_;

@@ -1,6 +1,6 @@
-// The formats of packed weights: how 16 rows of 32 columns are unpacked, and what they are scaled
-// by. kvkeep/models/weights/formats.py says what the formats are, kvkeep/models/weights/packing.py
-// how they lie.
+// The formats of packed weights: how blocks of 16 rows by 32 columns are unpacked and scaled.
+// kvkeep/models/weights/formats.py defines the formats, kvkeep/models/weights/packing.py their
+// memory layout.
 #pragma once
 
 #include <utility>
@@ -28,7 +28,7 @@ enum Format : std::int32_t {
 
 constexpr int kGroup = 32;  // columns that are unpacked together
 constexpr int kPairs = kGroup / 2;
-constexpr int kBlock = 16;  // rows that are multiplied together, one in each lane
+constexpr int kBlock = 16;  // rows in a block, one for each lane
 
 inline Floats byte_floats(const char* x) {
   return to_floats(widen(reinterpret_cast<const std::int8_t*>(x)));
@@ -48,33 +48,33 @@ struct E2m1Codebook : Codebook16 {  // MXFP4
       : Codebook16({0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.f, -.5f, -1, -1.5f, -2, -3, -4, -6}) {}
 };
 
-// Calls `each` with the integers of a sequence, as constants.
+// Call `each` with each integer of a sequence as a constant.
 template <typename Each, int... n>
 KVKEEP_INLINE void unroll(Each each, std::integer_sequence<int, n...>) {
   (each(std::integral_constant<int, n>{}), ...);
 }
 
-// Codes: `pair<p>(data)` are columns 2 p and 2 p + 1 of 16 rows, as bf16. Those of integers are
-// numbered from kFirst on, to kFirst + kMost, in steps of kStep; see integers.h.
+// Codes: `pair<p>(data)` returns columns 2 p and 2 p + 1 of 16 rows as bf16. Integer codes run from
+// kLowest to kLowest + kRange in steps of kStep; see integers.h.
 
-// The word of which the lowest bits are the lower four of the codes of pair p.
+// The word whose 16-bit halves have the lower four bits of pair p's codes as their lowest bits.
 template <int p>
 Ints nibble_word(const char* data) {
   return shift_halves_right<4 * (p % 4)>(load_ints(data + 64 * (p / 4)));
 }
 
-// The lower four bits of each byte of that, and of what lies two pairs further.
+// The lower four bits of each byte of that word: of its pair, and of the pair two further.
 template <int n>
 Ints nibbles(const char* data) {
   return nibble_word<4 * (n / 2) + n % 2>(data) & splat_int(0x0f0f0f0f);
 }
 
-// Which bit of a half of a plane is the lowest of pair p, of kBits for each: that of a pair two
-// further lies a byte above.
+// The lowest bit of pair p within a half of a plane with kBits for each code. The pair two further
+// is a byte above.
 template <int p, int kBits>
 constexpr int kPlaneBit = kBits * (2 * (p / 4) + p % 2) + 8 * (p % 4 / 2);
 
-// With these bits in the place of bits 4 and above.
+// A plane's bits of pair p, shifted to bits 4 and above.
 template <int p, int kBits>
 Ints shift_plane(const char* plane) {
   return shift_halves_right<kPlaneBit<p, kBits> - 4>(load_ints(plane));
@@ -167,7 +167,7 @@ struct Codes8 {
   }
 };
 
-// Scales: those of 16 rows in group `g` of a tile; `s` counts the scales of a group, if it has two.
+// Scales: of 16 rows in group `g` of a tile; `s` counts the scales of a group where it has two.
 
 struct Fp16Scales {
   static constexpr int kTileColumns = 32, kScaleColumns = 32, kTileBytes = 32;
@@ -221,7 +221,7 @@ struct PackedFormat {
   using Scales = ScalesOf;
 };
 
-// Calls `with(Kind<...>{})` for a packed format; `other()` for one whose numbers stand alone.
+// Call `with(PackedFormat<...>{})` for a packed format, `other()` for a dense one.
 template <typename With, typename Other>
 void for_format(std::int32_t format, With with, Other other) {
   switch (format) {

@@ -1,15 +1,14 @@
-// Rows as integers, for products with codes that are integers: bytes are multiplied faster than
-// bf16.
+// Rows as integers, for products with integer codes: bytes multiply faster than bf16.
 //
-// 32 columns of a row share a scale, a power of two, and each is an integer of 15 bits, in two
-// bytes:
+// 32 columns of a row share a scale, a power of two, and each number is an integer of 15 bits in
+// two bytes:
 //
 //   x = scale * (256 * high + low),  at most 16,320 * scale
 //
-// A bf16 has 8 bits, so that what is within 2^6 of the greatest of its 32 stays as it is, to the
-// bit; what is less is off by 2^-14 of that at most. Sums of a group are exact. (llama.cpp's rows
-// have 8 bits.) Instructions multiply the four codes of a lane with four bytes, and add up each two
-// in 16 bits, or all in 32; before the former overflow they are added up in 32, too.
+// A bf16 has 8 significant bits: a number within 2^6 of the greatest of its 32 is exact, a smaller
+// one is off by at most 2^-14 of the greatest. Sums of a group are exact. (llama.cpp's rows have 8
+// bits.) Instructions multiply the four codes of a lane with four bytes, and add the products in
+// pairs in 16 bits, or all in 32; sums of 16 bits are widened to 32 before they could overflow.
 #pragma once
 
 #include <algorithm>
@@ -20,19 +19,19 @@
 
 namespace kvkeep {
 
-// 32 columns of a row. bytes: `high`, then `low`, of eight columns at a time, in the order in which
-// codes of less than 8 bits lie: 0 4 1 5, 2 6 3 7.
+// 32 columns of a row. bytes: `high`, then `low`, of eight columns at a time, in the order of codes
+// with less than 8 bits: 0 4 1 5, 2 6 3 7.
 struct IntegerGroup {
   std::uint8_t bytes[2 * kGroup];
   std::int16_t whole[kGroup];
-  float scale;           // NaN where one of them is no number
-  std::int32_t sums[2];  // of the first 16 columns, and of the others
+  float scale;           // NaN where any of them is not finite
+  std::int32_t sums[2];  // of the first 16 columns, and of the last 16
 
   const std::uint8_t* high() const { return bytes; }
   const std::uint8_t* low() const { return bytes + kGroup; }
 };
 
-// x: 32 bf16, as they are or as floats. Returns the sum of what is taken.
+// Quantise 32 numbers to integers. x: bf16, or floats rounded to bf16. Returns their quantised sum.
 inline float quantise_group(const Activation* x, IntegerGroup& to) {
   const Floats part[2] = {load(x), load(x + kLanes)};
   const float greatest = reduce_max(max(absolute(part[0]), absolute(part[1])));
@@ -51,7 +50,7 @@ inline float quantise_group(const Activation* x, IntegerGroup& to) {
   for (int h = 0; h < 2; ++h) {
     const Ints whole = to_ints(part[h] * splat(factor));
     store_bytes(bytes[0] + h * kLanes, shift_right_signed<8>(add(whole, splat_int(128))));
-    // Less 256 * high, that is its lowest byte, which has a sign.
+    // The remainder of 256 * high is the lowest byte, signed.
     store_bytes(bytes[1] + h * kLanes, whole);
     store_halves(reinterpret_cast<std::uint16_t*>(to.whole) + h * kLanes, whole);
     to.sums[h] = static_cast<std::int32_t>(reduce_add(to_floats(whole)));
@@ -62,19 +61,19 @@ inline float quantise_group(const Activation* x, IntegerGroup& to) {
   return to.scale * static_cast<float>(to.sums[0] + to.sums[1]);
 }
 
-// Codes of 8 bits, whose products need 32: `halves<p>(data)` are columns 2 p and 2 p + 1.
+// Codes of 8 bits need 32-bit products: `halves<p>(data)` returns columns 2 p and 2 p + 1.
 template <typename Codes>
 constexpr bool kHasInt16Codes = Codes::kBits == 8;
 
-// Of fewer bits: `bytes<n>(data)` are columns 8 (n / 2) + 2 (n % 2) and those 4, 1 and 5 further.
-// How many times their products with `high`, and with `low`, are added up before that may be more
-// than a sum holds.
+// Codes of fewer bits: `bytes<n>(data)` returns columns 8 (n / 2) + 2 (n % 2) and those 4, 1 and 5
+// further. kHighProductsPerSum, kLowProductsPerSum: how many products with `high` and `low` can be
+// added before a sum could overflow.
 template <typename Codes>
 constexpr int kHighProductsPerSum = kMaxByteSum / (kProductsPerByteSum * 64 * Codes::kRange);
 template <typename Codes>
 constexpr int kLowProductsPerSum = kHighProductsPerSum<Codes> / 2;
 
-// Whether codes are multiplied as integers. Those of IQ4 are too far apart for sums of 16 bits.
+// Whether codes are multiplied as integers. IQ4's range is too large for sums of 16 bits.
 template <typename Codes>
 constexpr bool multiplies_as_integers() {
   if constexpr (kHasInt16Codes<Codes>)
@@ -89,8 +88,8 @@ inline Ints splat_bytes(const void* x) {
   return splat_int(four);
 }
 
-// What 16 rows of codes make of kShared columns, the `s`-th so many of a group, of kCount rows of
-// input.
+// Multiply 16 rows of codes with kCount rows of input, over kColumns columns: the `s`-th such part
+// of a group.
 template <typename Codes, int kScaleColumns, int s, int kCount>
 KVKEEP_INLINE void multiply_group(const char* data, const IntegerGroup* const (&x)[kCount],
                                   Ints (&sums)[kCount]) {

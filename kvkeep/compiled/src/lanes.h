@@ -1,24 +1,23 @@
-// Sixteen lanes: all that the kernels know of a processor.
+// Vectors of sixteen lanes: the kernels' only access to a processor's instructions.
 //
-// What they call is the same in each instruction set, which the compiler's flags choose:
+// All instruction sets have the same types and functions; the compiler's flags choose the set:
 //
 //   Floats   16 floats
-//   Ints     512 bits: 16 integers of 32 bits, 32 of 16, or 32 bf16 as they lie in memory
-//   Mask     which of 16 lanes
+//   Ints     512 bits: 16 integers of 32 bits, 32 of 16, or 32 bf16 in memory order
+//   Mask     a bit for each of 16 lanes
 //   Paired   two bf16 for each lane, as products take them
 //
-// lanes_avx512.h, lanes_avx2.h and lanes_neon.h have arithmetic, and name the instructions, as
-// bytes_avx512.h and so on do for products of bytes;
-// pairs_bf16.h and pairs_float.h what becomes of bf16, where there are instructions for it, which
-// bf16_avx512.h and bf16_neon.h name, and where there are none. This file has what can be said by
-// these alone. docs/processors.md says how a set is added.
+// Instructions are named in lanes_*.h (arithmetic, masks, memory), bytes_*.h (integer products) and
+// bf16_*.h only. pairs_bf16.h defines products of bf16 by the instructions of bf16_*.h,
+// pairs_float.h by float arithmetic where there are none. This file has the functions that all sets
+// share. docs/processors.md describes how to add a set.
 #pragma once
 
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 
-// A call takes longer than what these do, and keeps numbers out of registers.
+// A call would take longer than these functions' work, and would spill registers.
 #define KVKEEP_INLINE inline __attribute__((always_inline))
 
 namespace kvkeep {
@@ -67,14 +66,14 @@ KVKEEP_INLINE Bf16 to_bf16(float x) {
   return lanes[0];
 }
 
-// Of `count` lanes.
+// Load the first `count` lanes; the others are 0.
 KVKEEP_INLINE Floats load_first(const Bf16* x, int count) {
   Bf16 lanes[kLanes] = {};
   std::memcpy(lanes, x, count * sizeof(Bf16));
   return load(lanes);
 }
 
-// 2 to the x, to about 2e-7 of it; 0 far below.
+// 2 to the power of x, with a relative error of about 2e-7; 0 far below.
 KVKEEP_INLINE Floats exp2(Floats x) {
   const Floats rest = fraction(x);
   Floats sum = splat(0.00186713008f);
@@ -98,7 +97,7 @@ KVKEEP_INLINE Floats tanh(Floats x) {  // to about 1e-7
   return splat(1.f) - splat(2.f) / (splat(1.f) + exp2(x * splat(2.f * kLog2E)));
 }
 
-// The sum over the lanes of each of 16 registers, as the lanes of one.
+// The sum over the lanes of each of 16 registers: lane i is the sum of x[i].
 KVKEEP_INLINE Floats reduce_add_each(const Floats (&x)[16]) {
   Ints r[16];
   for (int i = 0; i < 16; ++i) r[i] = as_ints(x[i]);

@@ -1,4 +1,4 @@
-// Lanes by AVX2, FMA and F16C: two registers each, of the lower eight lanes and of the upper ones.
+// Lanes on AVX2, FMA and F16C: two registers, of the lower and of the upper eight lanes.
 #pragma once
 
 #include "lanes_x86.h"
@@ -15,10 +15,9 @@ struct Mask {  // all bits of a lane, or none
   __m256i low, high;
 };
 
-constexpr int kAccumulators = 6;      // Floats that stay in registers while products are added up
-constexpr int kRowTile = 3;           // rows multiplied with 16 of packed weights at a time
-constexpr int kIntegerRowTile = 2;    // the same, where rows are integers
-constexpr bool kLooksUpFast = false;  // whether looked_up is faster than arithmetic
+constexpr int kAccumulators = 6;  // Floats that fit in registers as accumulators
+constexpr int kRowTile = 3;       // input rows multiplied at a time with a block of packed weights
+constexpr int kIntegerRowTile = 2;  // the same, for rows as integers
 
 KVKEEP_INLINE Floats operator+(Floats a, Floats b) {
   return {_mm256_add_ps(a.low, b.low), _mm256_add_ps(a.high, b.high)};
@@ -60,7 +59,7 @@ KVKEEP_INLINE Mask lanes_below(int lane) {
   return {_mm256_cmpgt_epi32(end, number.low), _mm256_cmpgt_epi32(end, number.high)};
 }
 
-// Lanes that are not in the mask are not read, and become 0.
+// Lanes outside the mask are not read and become 0.
 KVKEEP_INLINE Floats masked_load(Mask mask, const float* x) {
   return {_mm256_maskload_ps(x, mask.low), _mm256_maskload_ps(x + 8, mask.high)};
 }
@@ -95,7 +94,7 @@ KVKEEP_INLINE Floats absolute(Floats x) {
   return {_mm256_andnot_ps(sign, x.low), _mm256_andnot_ps(sign, x.high)};
 }
 
-// One number of all lanes, by halves.
+// Reduce all lanes by halves.
 template <typename Of>
 KVKEEP_INLINE float reduce_lanes(Floats x, Of of) {
   const __m256 eight = of(x.low, x.high);
@@ -153,7 +152,7 @@ KVKEEP_INLINE void store_ints(void* to, Ints x) {
   _mm256_storeu_si256(static_cast<__m256i*>(to), x.low);
   _mm256_storeu_si256(static_cast<__m256i*>(to) + 1, x.high);
 }
-// Lanes from `count` on are not read, and become 0.
+// Lanes from `count` on are not read and become 0.
 KVKEEP_INLINE Ints load_first_ints(const void* x, int count) {
   const Mask mask = lanes_below(count);
   const int* from = static_cast<const int*>(x);
@@ -179,7 +178,7 @@ KVKEEP_INLINE int masked_reduce_min(Mask mask, Ints x) {
   return least;
 }
 
-// Whether one of the first `count` lanes is NaN or infinity.
+// Whether any of the first `count` lanes is NaN or infinity.
 KVKEEP_INLINE bool not_finite(Floats x, int count) {
   const Floats most = splat(3.40282347e38f), size = absolute(x);
   const auto beyond = [](__m256 a, __m256 b) {
@@ -202,7 +201,7 @@ KVKEEP_INLINE Ints shift_right_signed(Ints x) {
   return {_mm256_srai_epi32(x.low, kBits), _mm256_srai_epi32(x.high, kBits)};
 }
 
-// Of each half of a lane by itself; a negative number of bits goes left.
+// Shift the two 16-bit halves of each lane separately; a negative kBits shifts left.
 template <int kBits>
 KVKEEP_INLINE Ints shift_halves_right(Ints x) {
   if constexpr (kBits > 0)
@@ -212,7 +211,7 @@ KVKEEP_INLINE Ints shift_halves_right(Ints x) {
   return x;
 }
 
-// The lowest four bits of each half of one, the others of another.
+// The lowest four bits of each 16-bit half from `low`, the other bits from `others`.
 KVKEEP_INLINE Ints merge_nibbles(Ints low, Ints others) {
   const Ints four = {_mm256_set1_epi16(15), _mm256_set1_epi16(15)};
   return (low & four) | Ints{_mm256_andnot_si256(four.low, others.low),
@@ -232,7 +231,7 @@ KVKEEP_INLINE Ints as_ints(Floats x) {
   return {_mm256_castps_si256(x.low), _mm256_castps_si256(x.high)};
 }
 
-// 16 numbers in memory, one for each lane.
+// Load 16 integers and extend each to a lane.
 KVKEEP_INLINE Ints widen(const std::int8_t* x) {
   const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(x));
   return {_mm256_cvtepi8_epi32(bytes), _mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8))};
@@ -246,13 +245,13 @@ KVKEEP_INLINE Ints widen(const std::uint16_t* x) {
   return {_mm256_cvtepu16_epi32(_mm_loadu_si128(from)),
           _mm256_cvtepu16_epi32(_mm_loadu_si128(from + 1))};
 }
-// The lower halves of all lanes, in their order.
+// The lower 16-bit halves of all lanes, in order.
 KVKEEP_INLINE __m256i lower_halves(Ints x) {
   const __m256i low = _mm256_and_si256(x.low, _mm256_set1_epi32(0xffff));
   const __m256i high = _mm256_and_si256(x.high, _mm256_set1_epi32(0xffff));
   return _mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), 0xd8);
 }
-// The lowest byte, or half, of each lane.
+// Store the lowest byte, or 16-bit half, of each lane.
 KVKEEP_INLINE void store_bytes(std::uint8_t* to, Ints x) {
   const __m256i halves = lower_halves(x & splat_int(0xff));
   _mm_storeu_si128(
@@ -263,10 +262,10 @@ KVKEEP_INLINE void store_halves(std::uint16_t* to, Ints x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), lower_halves(x));
 }
 
-// Of each lane's lowest four bits, by a table of 16.
+// Look up each lane's lowest four bits in a table of 16 floats.
 KVKEEP_INLINE Floats lookup(Ints which, const float* table) {
   const Floats values = load(table);
-  const Ints upper = shift_left<28>(which);  // whose sign is the highest of the four bits
+  const Ints upper = shift_left<28>(which);  // the sign bit is now the highest of the four bits
   const auto found = [&](__m256i lanes, __m256i sign) {
     return _mm256_blendv_ps(_mm256_permutevar8x32_ps(values.low, lanes),
                             _mm256_permutevar8x32_ps(values.high, lanes),
@@ -277,7 +276,7 @@ KVKEEP_INLINE Floats lookup(Ints which, const float* table) {
 
 KVKEEP_INLINE Floats floor(Floats x) { return {_mm256_floor_ps(x.low), _mm256_floor_ps(x.high)}; }
 
-// Sums and differences of lanes whose numbers differ in the bit `kBit`.
+// Sums and differences of lanes whose indices differ in the bit `kBit`.
 template <int kBit>
 KVKEEP_INLINE Floats butterfly(Floats x) {
   if constexpr (kBit == 8) return {_mm256_add_ps(x.low, x.high), _mm256_sub_ps(x.low, x.high)};
@@ -294,7 +293,7 @@ KVKEEP_INLINE Floats butterfly(Floats x) {
   return {eight(x.low), eight(x.high)};
 }
 
-// 32 floats in memory: those at even places, and those at odd ones.
+// Load 32 floats: those at even indices, and those at odd ones.
 KVKEEP_INLINE void load_deinterleaved(const float* x, Floats& even, Floats& odd) {
   const auto apart = [](Floats x, __m256& even, __m256& odd) {
     const auto in_order = [](__m256 x) {
@@ -307,7 +306,7 @@ KVKEEP_INLINE void load_deinterleaved(const float* x, Floats& even, Floats& odd)
   apart(load(x + kLanes), even.high, odd.high);
 }
 
-// Halves of lanes put together: those of `even` and `odd` in turn, the first 32 and the others.
+// Interleave 16-bit halves: those of `even` and `odd` in turn, the first 32 and the last 32.
 KVKEEP_INLINE void interleave(Ints even, Ints odd, Ints& first, Ints& second) {
   const auto together = [](__m256i even, __m256i odd) -> Ints {
     const __m256i low = _mm256_unpacklo_epi16(even, odd), high = _mm256_unpackhi_epi16(even, odd);
@@ -316,7 +315,7 @@ KVKEEP_INLINE void interleave(Ints even, Ints odd, Ints& first, Ints& second) {
   first = together(even.low, odd.low), second = together(even.high, odd.high);
 }
 
-// Rows of eight lanes become columns.
+// Transpose eight rows of eight lanes.
 KVKEEP_INLINE void transpose_eight(__m256i (&r)[8]) {
   __m256i t[8];
   for (int i = 0; i < 8; i += 2) {
@@ -335,9 +334,9 @@ KVKEEP_INLINE void transpose_eight(__m256i (&r)[8]) {
   for (int i = 0; i < 8; ++i) r[i] = t[i];
 }
 
-// Rows of 16 lanes become columns.
+// Transpose 16 rows of 16 lanes.
 KVKEEP_INLINE void transpose(Ints (&r)[16]) {
-  __m256i square[2][2][8];  // of the upper rows and the lower ones, left and right
+  __m256i square[2][2][8];  // [upper or lower rows][left or right lanes]
   for (int i = 0; i < 8; ++i) {
     square[0][0][i] = r[i].low, square[0][1][i] = r[i].high;
     square[1][0][i] = r[8 + i].low, square[1][1][i] = r[8 + i].high;

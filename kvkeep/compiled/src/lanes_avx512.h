@@ -1,18 +1,17 @@
-// Lanes by AVX-512 (F, BW, DQ, VL): one register each.
+// Lanes on AVX-512 (F, BW, DQ, VL): one register.
 #pragma once
 
 #include "lanes_x86.h"
 
 namespace kvkeep {
 
-using Floats = __m512;  // + - * / are the compiler's own
-using Ints = __m512i;   // as are & and |
+using Floats = __m512;  // the compiler defines + - * /
+using Ints = __m512i;   // and & |
 using Mask = __mmask16;
 
-constexpr int kAccumulators = 24;    // Floats that stay in registers while products are added up
-constexpr int kRowTile = 8;          // rows multiplied with 16 of packed weights at a time
-constexpr int kIntegerRowTile = 8;   // the same, where rows are integers
-constexpr bool kLooksUpFast = true;  // whether looked_up is faster than arithmetic
+constexpr int kAccumulators = 24;  // Floats that fit in registers as accumulators
+constexpr int kRowTile = 8;        // input rows multiplied at a time with a block of packed weights
+constexpr int kIntegerRowTile = 8;  // the same, for rows as integers
 
 // Every lane selected. GCC's unmasked intrinsics pass an uninitialised register as the source of
 // the lanes that are not selected, and its warnings then name that register. The zero-masked forms
@@ -30,7 +29,7 @@ KVKEEP_INLINE Mask lanes_below(int lane) {
   return static_cast<Mask>((1u << (lane < 0 ? 0 : lane < kLanes ? lane : kLanes)) - 1);
 }
 
-// Lanes that are not in the mask are not read, and become 0.
+// Lanes outside the mask are not read and become 0.
 KVKEEP_INLINE Floats masked_load(Mask mask, const float* x) {
   return _mm512_maskz_loadu_ps(mask, x);
 }
@@ -99,7 +98,7 @@ KVKEEP_INLINE Floats masked_max(Mask mask, Floats a, Floats b) {
   return _mm512_mask_max_ps(a, mask, a, b);
 }
 
-// Whether one of the first `count` lanes is NaN or infinity.
+// Whether any of the first `count` lanes is NaN or infinity.
 KVKEEP_INLINE bool not_finite(Floats x, int count) {
   return _mm512_fpclass_ps_mask(x, 0x99) & lanes_below(count);
 }
@@ -107,7 +106,7 @@ KVKEEP_INLINE bool not_finite(Floats x, int count) {
 KVKEEP_INLINE Ints splat_int(std::int32_t x) { return _mm512_set1_epi32(x); }
 KVKEEP_INLINE Ints load_ints(const void* x) { return _mm512_loadu_si512(x); }
 KVKEEP_INLINE void store_ints(void* to, Ints x) { _mm512_storeu_si512(to, x); }
-// Lanes from `count` on are not read, and become 0.
+// Lanes from `count` on are not read and become 0.
 KVKEEP_INLINE Ints load_first_ints(const void* x, int count) {
   return _mm512_maskz_loadu_epi32(lanes_below(count), x);
 }
@@ -138,7 +137,7 @@ KVKEEP_INLINE Ints shift_right_signed(Ints x) {
   return _mm512_maskz_srai_epi32(kAll16, x, kBits);
 }
 
-// Of each half of a lane by itself; a negative number of bits goes left.
+// Shift the two 16-bit halves of each lane separately; a negative kBits shifts left.
 template <int kBits>
 KVKEEP_INLINE Ints shift_halves_right(Ints x) {
   if constexpr (kBits > 0) return _mm512_maskz_srli_epi16(kAll32, x, kBits);
@@ -146,7 +145,7 @@ KVKEEP_INLINE Ints shift_halves_right(Ints x) {
   return x;
 }
 
-// The lowest four bits of each half of one, the others of another.
+// The lowest four bits of each 16-bit half from `low`, the other bits from `others`.
 KVKEEP_INLINE Ints merge_nibbles(Ints low, Ints others) {
   constexpr int kWhereMaskElse = 0xca;  // mask ? a : b, of mask, a, b
   return _mm512_ternarylogic_epi32(_mm512_set1_epi16(15), low, others, kWhereMaskElse);
@@ -159,7 +158,7 @@ KVKEEP_INLINE Ints to_ints(Floats x) {
 KVKEEP_INLINE Floats as_floats(Ints x) { return _mm512_castsi512_ps(x); }
 KVKEEP_INLINE Ints as_ints(Floats x) { return _mm512_castps_si512(x); }
 
-// 16 numbers in memory, one for each lane.
+// Load 16 integers and extend each to a lane.
 KVKEEP_INLINE Ints widen(const std::int8_t* x) {
   return _mm512_maskz_cvtepi8_epi32(kAll16, _mm_loadu_si128(reinterpret_cast<const __m128i*>(x)));
 }
@@ -170,7 +169,7 @@ KVKEEP_INLINE Ints widen(const std::uint16_t* x) {
   return _mm512_maskz_cvtepu16_epi32(kAll16,
                                      _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)));
 }
-// The lowest byte, or half, of each lane.
+// Store the lowest byte, or 16-bit half, of each lane.
 KVKEEP_INLINE void store_bytes(std::uint8_t* to, Ints x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_maskz_cvtepi32_epi8(kAll16, x));
 }
@@ -178,12 +177,13 @@ KVKEEP_INLINE void store_halves(std::uint16_t* to, Ints x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_maskz_cvtepi32_epi16(kAll16, x));
 }
 
-// Of each lane's lowest four bits, by a table of 16.
+// Look up each lane's lowest four bits in a table of 16 floats.
 KVKEEP_INLINE Floats lookup(Ints which, const float* table) {
   return _mm512_maskz_permutexvar_ps(kAll16, which, load(table));
 }
 
-// x less its floor, and y times 2 to that floor: 0 or infinity far away.
+// fraction(x): x less its floor. multiply_power(y, x): y times 2 to the floor of x; 0 or infinity
+// far away.
 KVKEEP_INLINE Floats fraction(Floats x) {
   return _mm512_maskz_reduce_ps(kAll16, x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
 }
@@ -191,7 +191,7 @@ KVKEEP_INLINE Floats multiply_power(Floats y, Floats x) {
   return _mm512_maskz_scalef_ps(kAll16, y, x);
 }
 
-// Sums and differences of lanes whose numbers differ in the bit `kBit`.
+// Sums and differences of lanes whose indices differ in the bit `kBit`.
 template <int kBit>
 KVKEEP_INLINE Floats butterfly(Floats x) {
   const Ints lane = lane_indices(), bit = splat_int(kBit);
@@ -199,7 +199,7 @@ KVKEEP_INLINE Floats butterfly(Floats x) {
   return _mm512_mask_sub_ps(x + other, _mm512_test_epi32_mask(lane, bit), other, x);
 }
 
-// 32 floats in memory: those at even places, and those at odd ones.
+// Load 32 floats: those at even indices, and those at odd ones.
 KVKEEP_INLINE void load_deinterleaved(const float* x, Floats& even, Floats& odd) {
   const Floats low = load(x), high = load(x + kLanes);
   const Ints evens = shift_left<1>(lane_indices());
@@ -207,7 +207,7 @@ KVKEEP_INLINE void load_deinterleaved(const float* x, Floats& even, Floats& odd)
   odd = _mm512_permutex2var_ps(low, evens | splat_int(1), high);
 }
 
-// Halves of lanes put together: those of `even` and `odd` in turn, the first 32 and the others.
+// Interleave 16-bit halves: those of `even` and `odd` in turn, the first 32 and the last 32.
 KVKEEP_INLINE void interleave(Ints even, Ints odd, Ints& first, Ints& second) {
   const auto widen = [](Ints x, bool upper) {
     return _mm512_maskz_cvtepu16_epi32(kAll16, upper
@@ -218,7 +218,7 @@ KVKEEP_INLINE void interleave(Ints even, Ints odd, Ints& first, Ints& second) {
   second = widen(even, true) | shift_left<16>(widen(odd, true));
 }
 
-// Rows of 16 lanes become columns.
+// Transpose 16 rows of 16 lanes.
 KVKEEP_INLINE void transpose(Ints (&r)[16]) {
   Ints t[16];
   for (int i = 0; i < 16; i += 2) {

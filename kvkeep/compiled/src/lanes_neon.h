@@ -1,4 +1,4 @@
-// Lanes by NEON, which every 64-bit Arm processor has: four registers each, of four lanes.
+// Lanes on NEON, which every 64-bit Arm processor has: four registers of four lanes.
 #pragma once
 
 #include <arm_neon.h>
@@ -15,19 +15,18 @@ struct Mask {  // all bits of a lane, or none
   uint32x4_t of[4];
 };
 
-constexpr int kAccumulators = 6;      // Floats that stay in registers while products are added up
-constexpr int kRowTile = 2;           // rows multiplied with 16 of packed weights at a time
-constexpr int kIntegerRowTile = 1;    // the same, where rows are integers
-constexpr bool kLooksUpFast = false;  // whether looked_up is faster than arithmetic
+constexpr int kAccumulators = 6;  // Floats that fit in registers as accumulators
+constexpr int kRowTile = 2;       // input rows multiplied at a time with a block of packed weights
+constexpr int kIntegerRowTile = 1;  // the same, for rows as integers
 
 KVKEEP_INLINE void prefetch(const void* x) { __builtin_prefetch(x); }
 KVKEEP_INLINE bool prefers_nontemporal_prefetch() { return false; }
 KVKEEP_INLINE void prefetch_nontemporal(const void* x) { __builtin_prefetch(x, 0, 0); }
 
-// `yield` is over at once on most processors. `isb` takes about as long as `pause` does on x86.
+// `yield` returns at once on most processors; `isb` takes about as long as x86's `pause`.
 KVKEEP_INLINE void spin_pause() { __asm__ volatile("isb" ::: "memory"); }
 
-// What `with` makes of each quarter.
+// Apply a function to each of the four registers.
 template <typename To, typename With, typename... Of>
 KVKEEP_INLINE To map_registers(With with, Of... x) {
   return {{with(x.of[0]...), with(x.of[1]...), with(x.of[2]...), with(x.of[3]...)}};
@@ -105,7 +104,7 @@ KVKEEP_INLINE bool every_lane(Mask mask) {
   return vminvq_u32(vandq_u32(low, vandq_u32(mask.of[2], mask.of[3]))) != 0;
 }
 
-// Lanes that are not in the mask are not read, and become 0.
+// Lanes outside the mask are not read and become 0.
 KVKEEP_INLINE Floats masked_load(Mask mask, const float* x) {
   if (every_lane(mask)) return load(x);
   std::uint32_t there[kLanes];
@@ -119,7 +118,7 @@ KVKEEP_INLINE void store_first(float* to, int count, Floats x) {
   store(lanes, x);
   std::memcpy(to, lanes, clamp_lane_count(count) * sizeof(float));
 }
-// Lanes from `count` on are not read, and become 0.
+// Lanes from `count` on are not read and become 0.
 KVKEEP_INLINE Ints load_first_ints(const void* x, int count) {
   std::int32_t lanes[kLanes] = {};
   std::memcpy(lanes, x, clamp_lane_count(count) * sizeof(std::int32_t));
@@ -142,7 +141,7 @@ KVKEEP_INLINE Floats multiply_subtract(Floats a, Floats b, Floats c) {
 KVKEEP_INLINE Floats subtract_product(Floats c, Floats a, Floats b) {
   return map_registers<Floats>([](auto c, auto a, auto b) { return vfmsq_f32(c, a, b); }, c, a, b);
 }
-// Of a number and a NaN: the NaN.
+// Of a number and a NaN, both return the NaN.
 KVKEEP_INLINE Floats max(Floats a, Floats b) {
   return map_registers<Floats>([](auto a, auto b) { return vmaxq_f32(a, b); }, a, b);
 }
@@ -153,7 +152,7 @@ KVKEEP_INLINE Floats absolute(Floats x) {
   return map_registers<Floats>([](auto x) { return vabsq_f32(x); }, x);
 }
 
-// One number of all lanes, by halves.
+// Reduce all lanes by halves.
 template <typename Of>
 KVKEEP_INLINE float reduce_lanes(Floats x, Of of) {
   const float32x4_t four = of(of(x.of[0], x.of[2]), of(x.of[1], x.of[3]));
@@ -220,7 +219,7 @@ KVKEEP_INLINE int masked_reduce_min(Mask mask, Ints x) {
   return vminvq_s32(vminq_s32(least(in.of[0], in.of[1]), least(in.of[2], in.of[3])));
 }
 
-// Whether one of the first `count` lanes is NaN or infinity.
+// Whether any of the first `count` lanes is NaN or infinity.
 KVKEEP_INLINE bool not_finite(Floats x, int count) {
   const float32x4_t most = vdupq_n_f32(3.40282347e38f);
   const Mask finite = map_registers<Mask>([=](auto x) { return vcleq_f32(vabsq_f32(x), most); }, x);
@@ -241,7 +240,7 @@ KVKEEP_INLINE Ints shift_right_signed(Ints x) {
                              x);
 }
 
-// Of each half of a lane by itself; a negative number of bits goes left.
+// Shift the two 16-bit halves of each lane separately; a negative kBits shifts left.
 template <int kBits>
 KVKEEP_INLINE Ints shift_halves_right(Ints x) {
   if constexpr (kBits > 0)
@@ -253,7 +252,7 @@ KVKEEP_INLINE Ints shift_halves_right(Ints x) {
   return x;
 }
 
-// The lowest four bits of each half of one, the others of another.
+// The lowest four bits of each 16-bit half from `low`, the other bits from `others`.
 KVKEEP_INLINE Ints merge_nibbles(Ints low, Ints others) {
   const uint32x4_t four = vdupq_n_u32(0x000f000fu);
   return map_registers<Ints>([=](auto low, auto others) { return vbslq_u32(four, low, others); },
@@ -273,7 +272,7 @@ KVKEEP_INLINE Ints as_ints(Floats x) {
   return map_registers<Ints>([](auto x) { return vreinterpretq_u32_f32(x); }, x);
 }
 
-// 16 numbers in memory, one for each lane.
+// Load 16 integers and extend each to a lane.
 KVKEEP_INLINE Ints widen(const std::int8_t* x) {
   const int8x16_t bytes = vld1q_s8(x);
   const int16x8_t low = vmovl_s8(vget_low_s8(bytes)), high = vmovl_high_s8(bytes);
@@ -293,11 +292,11 @@ KVKEEP_INLINE Ints widen(const std::uint16_t* x) {
   return widen_halves(vreinterpretq_u16_u8(vld1q_u8(from)),
                       vreinterpretq_u16_u8(vld1q_u8(from + 16)));
 }
-// The lower halves of two quarters, in their order.
+// The lower 16-bit halves of two registers, in order.
 KVKEEP_INLINE uint16x8_t lower_halves(uint32x4_t low, uint32x4_t high) {
   return vmovn_high_u32(vmovn_u32(low), high);
 }
-// The lowest byte, or half, of each lane.
+// Store the lowest byte, or 16-bit half, of each lane.
 KVKEEP_INLINE void store_bytes(std::uint8_t* to, Ints x) {
   const uint8x8_t low = vmovn_u16(lower_halves(x.of[0], x.of[1]));
   vst1q_u8(to, vmovn_high_u16(low, lower_halves(x.of[2], x.of[3])));
@@ -312,11 +311,11 @@ KVKEEP_INLINE uint8x16x4_t load_table(const void* x) {
   return {{vld1q_u8(from), vld1q_u8(from + 16), vld1q_u8(from + 32), vld1q_u8(from + 48)}};
 }
 
-// Of each lane's lowest four bits, by a table of 16.
+// Look up each lane's lowest four bits in a table of 16 floats.
 KVKEEP_INLINE Floats lookup(Ints which, const float* table) {
   const uint8x16x4_t values = load_table(table);
   const uint32x4_t four = vdupq_n_u32(15), times = vdupq_n_u32(0x04040404);
-  const uint32x4_t first = vdupq_n_u32(0x03020100);  // bytes of the table's first float
+  const uint32x4_t first = vdupq_n_u32(0x03020100);  // byte indices of the table's first float
   return map_registers<Floats>(
       [&](auto which) {
         const uint32x4_t bytes = vmlaq_u32(first, vandq_u32(which, four), times);
@@ -329,7 +328,7 @@ KVKEEP_INLINE Floats floor(Floats x) {
   return map_registers<Floats>([](auto x) { return vrndmq_f32(x); }, x);
 }
 
-// Sums and differences of lanes whose numbers differ in the bit `kBit`.
+// Sums and differences of lanes whose indices differ in the bit `kBit`.
 template <int kBit>
 KVKEEP_INLINE Floats butterfly(Floats x) {
   if constexpr (kBit >= 4) {
@@ -351,7 +350,7 @@ KVKEEP_INLINE Floats butterfly(Floats x) {
   }
 }
 
-// 32 floats in memory: those at even places, and those at odd ones.
+// Load 32 floats: those at even indices, and those at odd ones.
 KVKEEP_INLINE void load_deinterleaved(const float* x, Floats& even, Floats& odd) {
   for (int i = 0; i < 4; ++i) {
     const float32x4x2_t apart = vld2q_f32(x + 8 * i);
@@ -359,7 +358,7 @@ KVKEEP_INLINE void load_deinterleaved(const float* x, Floats& even, Floats& odd)
   }
 }
 
-// Halves of lanes put together: those of `even` and `odd` in turn, the first 32 and the others.
+// Interleave 16-bit halves: those of `even` and `odd` in turn, the first 32 and the last 32.
 KVKEEP_INLINE void interleave(Ints even, Ints odd, Ints& first, Ints& second) {
   const auto low = [&](int i) {
     return as_lanes(vzip1q_u16(as_halves(even.of[i]), as_halves(odd.of[i])));
@@ -371,7 +370,7 @@ KVKEEP_INLINE void interleave(Ints even, Ints odd, Ints& first, Ints& second) {
   second = {{low(2), high(2), low(3), high(3)}};
 }
 
-// Rows of four lanes become columns.
+// Transpose four rows of four lanes.
 KVKEEP_INLINE void transpose_four(uint32x4_t& a, uint32x4_t& b, uint32x4_t& c, uint32x4_t& d) {
   const auto pairs = [](uint32x4_t x) { return vreinterpretq_u64_u32(x); };
   const auto lanes = [](uint64x2_t x) { return vreinterpretq_u32_u64(x); };
@@ -381,7 +380,7 @@ KVKEEP_INLINE void transpose_four(uint32x4_t& a, uint32x4_t& b, uint32x4_t& c, u
   c = lanes(vtrn2q_u64(ab, cd)), d = lanes(vtrn2q_u64(ab_odd, cd_odd));
 }
 
-// Rows of 16 lanes become columns.
+// Transpose 16 rows of 16 lanes.
 KVKEEP_INLINE void transpose(Ints (&r)[16]) {
   Ints t[16];
   for (int i = 0; i < 4; ++i)

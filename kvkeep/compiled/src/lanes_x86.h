@@ -1,5 +1,4 @@
-// What the sets of x86 share: memory that is asked for before it is needed, and a thread that
-// waits.
+// Prefetching and spin waits, which all x86 sets share.
 #pragma once
 
 #include <immintrin.h>
@@ -10,9 +9,9 @@ KVKEEP_INLINE void prefetch(const void* x) {
   _mm_prefetch(static_cast<const char*>(x), _MM_HINT_T0);
 }
 
-// AMD's processors can fetch past the second cache: weights are read once for each token, and what
-// runs between two tokens, the program, finds itself there again. Intel's then fill the first cache
-// alone, which has few lines on their way at a time: a token takes 2.5 times as long.
+// Whether weights are prefetched with the non-temporal hint. AMD's processors then bypass the
+// second cache: weights are read once per token, and the program's code stays cached there. Intel's
+// fill the first cache alone, which has few line fill buffers: a token takes 2.5 times as long.
 KVKEEP_INLINE bool prefers_nontemporal_prefetch() {
   __builtin_cpu_init();
   return __builtin_cpu_is("amd");

@@ -8,8 +8,8 @@
 namespace kvkeep {
 namespace {
 
-// Bytes that are asked for before they are needed: what follows lies in other pages, where the
-// processor by itself does not look.
+// How far ahead weights are prefetched, in bytes: the data lies in other pages, which the hardware
+// prefetcher does not cross.
 constexpr int kPrefetchBytes = 8192;
 
 const bool kNontemporal = prefers_nontemporal_prefetch();
@@ -34,7 +34,7 @@ struct BlockPointers {
                static_cast<std::ptrdiff_t>(block) * (matrix.columns / F::Scales::kTileColumns) *
                    F::Scales::kTileBytes) {}
 
-  // To a group: its codes, the tile that it is in, and which of the tile's groups it is.
+  // A group's codes, the tile that it is in, and its index within that tile.
   const char* codes(int group) const {
     return data + static_cast<std::ptrdiff_t>(group) * F::Codes::kBytes;
   }
@@ -63,7 +63,7 @@ void dot_packed(const Matrix& matrix, int block, const ActivationRows& input, in
     for (int line = 0; line < Codes::kBytes; line += 64)
       prefetch_weights(data + kPrefetchBytes + line);
     prefetch_weights(tile + within * kScaleBytes + kPrefetchBytes * kScaleBytes / Codes::kBytes);
-    Floats sum[2][kCount];  // of every other pair: one waits while the other adds
+    Floats sum[2][kCount];  // alternating accumulators: one's latency hides the other's
     unroll(
         [&](auto p) __attribute__((always_inline)) {
           const Bf16Pairs weights = Codes::template pair<p.value>(data);
@@ -90,7 +90,7 @@ void dot_packed(const Matrix& matrix, int block, const ActivationRows& input, in
   for (int i = 0; i < kCount; ++i) out[i] = total[i];
 }
 
-// The same of rows as integers, with codes that are integers.
+// As dot_packed, with rows and codes as integers.
 template <typename F, int kCount>
 void dot_packed_integers(const Matrix& matrix, int block, const ActivationRows& input, int first,
                          Floats* out) {
@@ -128,8 +128,8 @@ void dot_packed_integers(const Matrix& matrix, int block, const ActivationRows& 
   for (int i = 0; i < kCount; ++i) out[i] = total[i];
 }
 
-// Calls `with(n, i)` for tiles of n rows from i on: as many as registers hold the sums of, and what
-// is left over.
+// Call `with(n, i)` for tiles of n rows from i on: as many rows as there are accumulators for, then
+// the rest.
 template <int kRowTile, typename With>
 void for_row_tiles(int count, With with) {
   int i = 0;
@@ -139,7 +139,8 @@ void for_row_tiles(int count, With with) {
   for (; i < count; ++i) with(std::integral_constant<int, 1>{}, i);
 }
 
-// A group of 16 rows as bf16: of each pair of columns, those of row 0, those of row 1 and so on.
+// Unpack a group of 16 rows to bf16: out[p] holds columns 2 p and 2 p + 1 of row 0, of row 1, and
+// so on.
 template <typename F>
 inline __attribute__((always_inline)) void unpack_group(const BlockPointers<F>& place, int group,
                                                         Ints* out) {
@@ -160,7 +161,7 @@ inline __attribute__((always_inline)) void unpack_group(const BlockPointers<F>& 
       std::make_integer_sequence<int, kPairs>{});
 }
 
-// Adds to `out` the products of 16 rows of bf16, in pairs, with rows of input `stride` apart.
+// Add to `out` the products of 16 rows of bf16 pairs with rows of input that are `stride` apart.
 template <int kCount>
 void accumulate_pairs(const Ints* weights, int pairs, const Activation* x, std::ptrdiff_t stride,
                       Floats* out) {
@@ -194,7 +195,7 @@ void multiply_rounded(const Matrix& matrix, int block, const ActivationRows& inp
   }
 }
 
-// Numbers that stand alone: 32 of a row as bf16, and 16 as floats.
+// Numbers of a dense row: 32 as bf16, or 16 as floats.
 struct Bf16Numbers {
   using Number = Bf16;
   static Ints load_rounded(const Number* x) { return load_ints(x); }
@@ -220,7 +221,7 @@ struct Fp32Numbers {
   static Floats floats(const Number* x) { return load(x); }
 };
 
-// 16 rows by one, 32 columns at a time; of rows past the end the last one again, for nothing.
+// Row r of a block; past the end of the matrix the last row again, whose product is not used.
 template <typename QueryRow>
 const typename QueryRow::Number* dense_row(const Matrix& matrix, int block, int r) {
   const int row = std::min(block * kBlock + r, matrix.rows - 1);
@@ -258,7 +259,7 @@ Floats dot_dense(const Matrix& matrix, int block, const Activation* x) {
   return reduce_add_each(sum);
 }
 
-// Calls `with(Row{})` for the kind of numbers that stand alone.
+// Call `with(Numbers{})` with the number type of a dense format.
 template <typename With>
 void for_dense_format(std::int32_t format, With with) {
   if (format == kF16) return with(WiderNumbers<Fp16Numbers>{});
@@ -290,7 +291,7 @@ void multiply_packed(const Matrix& matrix, int block, const ActivationRows& inpu
   });
 }
 
-// 32 bf16, as they are or as floats.
+// Store 32 bf16 as they are, or as floats.
 void store_unpacked(Bf16* to, Ints numbers) { store_ints(to, numbers); }
 void store_unpacked(float* to, Ints numbers) {
   Ints first, second;

@@ -6,15 +6,15 @@
 
 namespace kvkeep {
 
-// How a model norms. centred: the mean is taken off first, which makes it LayerNorm
-// (arXiv:1607.06450). plus: what weights are more than is stored.
+// How a model norms. centred: subtract the mean first, as LayerNorm does (arXiv:1607.06450).
+// offset: added to the weights.
 struct NormParams {
   float eps, plus;
   bool centred;
 };
 
-// RMSNorm (arXiv:1910.07467) of `size` values, a multiple of 16. `weight(i)` is of those from i on,
-// and `to(i, values)` takes them, 16 at a time.
+// RMSNorm (arXiv:1910.07467) of `size` values, a multiple of 16. `weight(i)` returns the 16 weights
+// from i on, and `to(i, values)` takes 16 results.
 template <typename Weight, typename To>
 void normalise_by(Weight weight, const float* x, const NormParams& how, int size, To to) {
   Floats mean = zeros();

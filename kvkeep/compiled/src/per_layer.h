@@ -1,5 +1,4 @@
-// The vectors that each layer has of each token, in a decode step;
-// kvkeep/models/layers/per_layer.py is the same in torch.
+// Per-layer embeddings of a decode step; kvkeep/models/layers/per_layer.py is the same in torch.
 #pragma once
 
 #include <cmath>
@@ -22,7 +21,7 @@ class PerLayerForward {
         vectors_(std::size_t(sequences) * width_),
         gated_(sequences, size_) {}
 
-  // All of them, all threads together. input: embeddings, [sequences, hidden].
+  // Compute the vectors of all layers, with all threads. input: embeddings, [sequences, hidden].
   void compute(int me, ThreadTeam& team, const NormParams& norming, const ActivationRows& input,
                const Sequence* sequences) {
     const PerLayerEmbedding& of = *model_.per_layer;
@@ -47,8 +46,7 @@ class PerLayerForward {
     });
   }
 
-  // What a layer's own vectors let through of the residual stream. input: as above. Returns
-  // [sequences, size].
+  // Gate a layer's vectors by the residual stream. input: as above. Returns [sequences, size].
   const ActivationRows& gate_residual(int me, ThreadTeam& team, int layer, const Matrix& gate,
                                       const ActivationRows& input) {
     team.run_shared_then_wait(me, gate.blocks(), 4, [&](int block) {

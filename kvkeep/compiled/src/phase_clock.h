@@ -6,7 +6,7 @@
 
 namespace kvkeep {
 
-// Counts time under the phase that has just ended, where anyone wants to know.
+// Adds the time since the last call to the phase that has just ended, where it is counted.
 class PhaseClock {
  public:
   explicit PhaseClock(double* seconds) : seconds_(seconds) {

@@ -1,4 +1,4 @@
-// One matrix by itself: its product with some rows, and its rows unpacked.
+// Single matrices: products with some rows, and unpacking.
 #include <omp.h>
 
 #include <algorithm>

@@ -8,8 +8,8 @@
 
 namespace kvkeep {
 
-// Cosines and sines of a position: [head_dim / 2] each, one behind the other. frequencies: radians
-// per position, for each pair.
+// Write the cosines, then the sines, of a position: [head_dim / 2] each. frequencies: radians per
+// position, for each pair.
 inline void angles(const double* frequencies, int head_dim, std::int64_t position, float* to) {
   const int half = head_dim / 2;
   for (int i = 0; i < half; ++i) {
@@ -19,7 +19,7 @@ inline void angles(const double* frequencies, int head_dim, std::int64_t positio
   }
 }
 
-// Two halves of one stretch of 16 pairs, rotated, rounded and stored.
+// Rotate, round and store 16 pairs of the two halves.
 template <typename To>
 void rotate_lanes(Floats a, Floats b, const float* angle, int half, To* to) {
   const Floats cosine = load(angle), sine = load(angle + half);
@@ -27,7 +27,7 @@ void rotate_lanes(Floats a, Floats b, const float* angle, int half, To* to) {
   store_rounded(to + half, multiply_add(b, cosine, a * sine));
 }
 
-// x, to: bf16 or floats; what is stored is rounded to bf16.
+// Rotate a head. x, to: bf16 or floats; results are rounded to bf16.
 template <typename From, typename To>
 void rotate(const From* x, const float* angle, int head_dim, To* to) {
   const int half = head_dim / 2;

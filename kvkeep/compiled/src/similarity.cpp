@@ -11,11 +11,11 @@
 namespace kvkeep {
 namespace {
 
-constexpr int kRows = 6;    // that are compared with columns together: their sums stay in registers
-constexpr int kGroups = 2;  // of 16 columns each, at a time
+constexpr int kRows = 6;    // rows compared with columns together: their sums stay in registers
+constexpr int kGroups = 2;  // registers of 16 columns at a time
 constexpr int kWide = kGroups * kLanes;
 
-// The same pair of neighbouring numbers of 16 columns.
+// One pair of neighbouring numbers of each of 16 columns.
 struct ColumnPairs {
   Ints values;
 };
@@ -47,7 +47,7 @@ class SimilaritySearch {
     Ints which[kRows];
   };
 
-  // Columns side by side: for each group of 16 a register for each pair of numbers.
+  // Pack columns side by side: for each group of 16 one register for each pair of numbers.
   void pack(int head, ColumnPairs* to) const {
     const Bf16* from = search_.columns + std::size_t(head) * search_.column_count * search_.width;
     for (int group = 0; group < groups_; ++group)

@@ -1,5 +1,4 @@
-// The threads of one call, which share out the pieces of a phase and wait for each other at its
-// end.
+// The threads of one call, which share the pieces of a phase and wait for each other at its end.
 #pragma once
 
 #include <sched.h>
@@ -15,9 +14,9 @@ class ThreadTeam {
  public:
   explicit ThreadTeam(int threads) : threads_(threads), next_(threads) {}
 
-  // Runs `work(i)` for each i below `count` once. Each thread has a stretch of its own, so that it
-  // reads memory in one run, and goes through it `grain` pieces at a time; whoever is done helps
-  // the others. Nothing after it may use what others computed before `barrier`.
+  // Run `work(i)` once for each i below `count`. Each thread begins with a range of its own, so
+  // that it reads contiguous memory, and takes `grain` pieces at a time; a thread that is done
+  // takes pieces of the others. No thread may use another's results before `wait_for_all`.
   template <typename Work>
   void run_shared(int me, int count, int grain, Work work) {
     for (int turn = 0; turn < threads_; ++turn) {
@@ -32,7 +31,7 @@ class ThreadTeam {
     }
   }
 
-  // Waits until all threads are here.
+  // Wait until all threads have arrived.
   void wait_for_all() {
     const int now = phase_.load(std::memory_order_relaxed);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads_) {
@@ -41,7 +40,7 @@ class ThreadTeam {
       phase_.store(now + 1, std::memory_order_release);
       return;
     }
-    // Spinning pays while every thread has a core; where one has lost its own, let it run.
+    // Spinning pays while every thread has a core; otherwise yield the core to a waiting thread.
     for (int spins = 0; phase_.load(std::memory_order_acquire) == now; ++spins) {
       if (spins < kSpins)
         spin_pause();
@@ -63,7 +62,7 @@ class ThreadTeam {
 
   static constexpr int kSpins = 4000;
   const int threads_;
-  std::vector<Next> next_;  // of each thread's stretch
+  std::vector<Next> next_;  // of each thread's range
   alignas(64) std::atomic<int> arrived_{0};
   alignas(64) std::atomic<int> phase_{0};
 };
