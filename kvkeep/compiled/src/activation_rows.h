@@ -36,9 +36,9 @@ void multiply_rows(const Matrix& matrix, int block, const ActivationRows& input,
                    int count, Each each) {
   Floats products[kMaxRows];
   for (const int end = first + count; first < end; first += kMaxRows) {
-    const int some = std::min(kMaxRows, end - first);
-    multiply(matrix, block, input, first, some, products);
-    for (int i = 0; i < some; ++i) each(first + i, block * kBlock, products[i]);
+    const int batch = std::min(kMaxRows, end - first);
+    multiply(matrix, block, input, first, batch, products);
+    for (int i = 0; i < batch; ++i) each(first + i, block * kBlock, products[i]);
   }
 }
 
@@ -49,29 +49,30 @@ enum GateActivation : std::int32_t {
   kClampedSilu,  // x * sigmoid(1.702 x), and up + 1, both clamped to 7 (gpt-oss, arXiv:2508.10925)
 };
 
-inline Floats activate_gate(GateActivation how, Floats gate, Floats up) {
-  if (how == kSilu) return sigmoid_times(gate, up);
-  if (how == kGeluTanh) {
+inline Floats activate_gate(GateActivation activation, Floats gate, Floats up) {
+  if (activation == kSilu) return sigmoid_times(gate, up);
+  if (activation == kGeluTanh) {
     const Floats cubed = gate * gate * gate;
-    const Floats within = multiply_add(cubed, splat(0.044715f), gate) * splat(2 * 0.7978845608f);
-    return gate / (splat(1.f) + exp2(within * splat(-kLog2E))) * up;
+    const Floats inner = multiply_add(cubed, splat(0.044715f), gate) * splat(2 * 0.7978845608f);
+    return gate / (splat(1.f) + exp2(inner * splat(-kLog2E))) * up;
   }
   const Floats low = min(gate, splat(7.f));
-  const Floats plus = max(min(up, splat(7.f)), splat(-7.f)) + splat(1.f);
-  return low / (splat(1.f) + exp2(low * splat(-1.702f * kLog2E))) * plus;
+  const Floats shifted_up = max(min(up, splat(7.f)), splat(-7.f)) + splat(1.f);
+  return low / (splat(1.f) + exp2(low * splat(-1.702f * kLog2E))) * shifted_up;
 }
 
 // Compute 16 columns of an MLP's activations, those of `block`, for `count` rows of input from
 // `first` on. The caller must call `prepare_row` for the rows of `out`.
-inline void activate_rows(GateActivation how, const Mlp& mlp, int block,
+inline void activate_rows(GateActivation activation, const Mlp& mlp, int block,
                           const ActivationRows& input, int first, int count, ActivationRows& out) {
   Floats gates[kMaxRows], ups[kMaxRows];
   for (const int end = first + count; first < end; first += kMaxRows) {
-    const int some = std::min(kMaxRows, end - first);
-    multiply(mlp.gate, block, input, first, some, gates);
-    multiply(mlp.up, block, input, first, some, ups);
-    for (int i = 0; i < some; ++i)
-      store_rounded(out.row(first + i) + block * kBlock, activate_gate(how, gates[i], ups[i]));
+    const int batch = std::min(kMaxRows, end - first);
+    multiply(mlp.gate, block, input, first, batch, gates);
+    multiply(mlp.up, block, input, first, batch, ups);
+    for (int i = 0; i < batch; ++i)
+      store_rounded(out.row(first + i) + block * kBlock,
+                    activate_gate(activation, gates[i], ups[i]));
   }
 }
 

@@ -31,7 +31,7 @@ struct PackedBlock {
 // same rule. A block that a row does not see, [begin, end) empty, leaves `max` at kNoScore and
 // `sum` at 0.
 struct SoftmaxState {
-  float most = kNoScore;
+  float max = kNoScore;
   float sum = 0.f;
 };
 
@@ -43,7 +43,7 @@ struct QueryRow {
   const float* bias;
   const float* cell_bias;
   int begin, end;
-  SoftmaxState* found;
+  SoftmaxState* state;
   float* out;  // [kDim]
 };
 
@@ -54,7 +54,7 @@ enum class Hadamard { kKept, kUndone };
 // Pack a block's cells from `begin` to `end`; the others become zeros. keys, values: from the
 // block's first cell on.
 template <int kDim>
-void pack(const HeadCells& keys, const HeadCells& values, int begin, int end, Hadamard how,
+void pack(const HeadCells& keys, const HeadCells& values, int begin, int end, Hadamard params,
           PackedBlock<kDim>& to);
 
 // Cells of the next block, to be prefetched piece by piece during attention: long contexts are
@@ -87,7 +87,7 @@ bool for_head_dim(int head_dim, With with) {
 }
 
 template <int kDim>
-void attend(const PackedBlock<kDim>& block, const ScoreParams& how, QueryRow* rows, int count,
-            const Prefetch& ahead);
+void attend(const PackedBlock<kDim>& block, const ScoreParams& params, QueryRow* rows, int count,
+            const Prefetch& next);
 
 }  // namespace kvkeep

@@ -30,10 +30,10 @@ class AttentionGroup {
 
   // Compute the angles of position i: first those of the sequences' new cells, then those of the
   // views.
-  virtual void turn(int i) = 0;
+  virtual void compute_angles(int i) = 0;
 
   // Store the new cell of sequence i, or rotate the queries of view i - sequences.
-  virtual void place(const Layer& layer, const ProjectedRows& projected, int i) = 0;
+  virtual void store_or_rotate(const Layer& layer, const ProjectedRows& projected, int i) = 0;
 
   // Attention is divided into units; see DecodeAttention. me: the thread.
   virtual int units(const Layer& layer) const = 0;
@@ -56,26 +56,27 @@ class AttentionGroupOf final : public AttentionGroup {
         heads_(model.heads),
         sequences_(step.sequence_count),
         angles_(std::size_t(step.sequence_count + views.view_count) * kDim),
-        runs_(model, group, views, step) {
+        attention_(model, group, views, step) {
     std::fill_n(unrotated_, kDim / 2, 1.f);
     std::fill_n(unrotated_ + kDim / 2, kDim / 2, 0.f);
   }
 
-  void turn(int i) override {
-    const int run = i - sequences_;
-    const std::int64_t position = run < 0 ? views.sequences[i].position : views.views[run].position;
+  void compute_angles(int i) override {
+    const int view = i - sequences_;
+    const std::int64_t position =
+        view < 0 ? views.sequences[i].position : views.views[view].position;
     angles(group.inverse_frequencies, kDim, position, angles_.get() + std::size_t(i) * kDim);
   }
 
-  void place(const Layer& layer, const ProjectedRows& projected, int i) override {
+  void store_or_rotate(const Layer& layer, const ProjectedRows& projected, int i) override {
     const float* angle = layer.rotated ? angles_.get() + std::size_t(i) * kDim : unrotated_;
     if (i >= sequences_) {
-      const int run = i - sequences_;
-      const float* from = projected.row(runs_.sequence_of(run));
+      const int view = i - sequences_;
+      const float* from = projected.row(attention_.sequence_of(view));
       for (int head = 0; head < heads_; ++head) {
-        Activation* query = runs_.query(run, head);
+        Activation* query = attention_.query(view, head);
         rotate(from + head * kDim, angle, kDim, query);
-        if (runs_.transformed(run)) hadamard_in_place(query);
+        if (attention_.transformed(view)) hadamard_in_place(query);
       }
       return;
     }
@@ -95,14 +96,14 @@ class AttentionGroupOf final : public AttentionGroup {
     }
   }
 
-  int units(const Layer& layer) const override { return runs_.units(layer.cell_layer); }
+  int units(const Layer& layer) const override { return attention_.units(layer.cell_layer); }
 
   void attend_unit(int me, const Layer& layer, int u) override {
-    runs_.attend_unit(me, layer.cell_layer, u);
+    attention_.attend_unit(me, layer.cell_layer, u);
   }
 
   void merge(const Layer& layer, int i, Activation* to) const override {
-    runs_.merge(layer.cell_layer, i, layer.sinks, to);
+    attention_.merge(layer.cell_layer, i, layer.sinks, to);
   }
 
  private:
@@ -125,7 +126,7 @@ class AttentionGroupOf final : public AttentionGroup {
 
   const int heads_, sequences_;
   Buffer<float> angles_;  // of the new cells, then of the views
-  DecodeAttention<kDim> runs_;
+  DecodeAttention<kDim> attention_;
   float unrotated_[kDim];  // angles of layers without RoPE
 };
 
@@ -134,11 +135,11 @@ inline std::unique_ptr<AttentionGroup> make_attention_group(const Model& model,
                                                             const LayerGroup& group,
                                                             const GroupViews& views,
                                                             const DecodeStep& step) {
-  std::unique_ptr<AttentionGroup> found;
+  std::unique_ptr<AttentionGroup> result;
   for_head_dim(group.head_dim, [&](auto width) {
-    found = std::make_unique<AttentionGroupOf<width.value>>(model, group, views, step);
+    result = std::make_unique<AttentionGroupOf<width.value>>(model, group, views, step);
   });
-  return found;
+  return result;
 }
 
 }  // namespace kvkeep

@@ -51,13 +51,13 @@ KVKEEP_INLINE Floats add_products(Floats sum, Ints a, Ints b) {
 template <int kSize>
 KVKEEP_INLINE Ints lookup_halves(Ints which, const Bf16* table) {
   // Byte indices: a half of 3 selects bytes 6 and 7. Indices outside a part of the table give 0.
-  const uint16x8_t bits = vdupq_n_u16(kSize - 1), twice = vdupq_n_u16(0x0202);
+  const uint16x8_t bits = vdupq_n_u16(kSize - 1), byte_step = vdupq_n_u16(0x0202);
   const uint16x8_t upper = vdupq_n_u16(0x0100);
   const uint8x16x4_t low = load_table(table), high = load_table(table + kSize - 32);
   return map_registers<Ints>(
       [&](auto which) {
         const uint8x16_t bytes =
-            vreinterpretq_u8_u16(vmlaq_u16(upper, vandq_u16(as_halves(which), bits), twice));
+            vreinterpretq_u8_u16(vmlaq_u16(upper, vandq_u16(as_halves(which), bits), byte_step));
         uint8x16_t values = vqtbl4q_u8(low, bytes);
         if constexpr (kSize == 64)
           values = vorrq_u8(values, vqtbl4q_u8(high, vsubq_u8(bytes, vdupq_n_u8(64))));

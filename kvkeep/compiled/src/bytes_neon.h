@@ -33,8 +33,8 @@ struct ByteSums {
 constexpr int kMaxByteSum = 32767, kProductsPerByteSum = 1;
 
 KVKEEP_INLINE ByteSums zero_byte_sums() {
-  const int16x8_t none = vdupq_n_s16(0);
-  return {{none, none, none, none}, {none, none, none, none}};
+  const int16x8_t zero = vdupq_n_s16(0);
+  return {{zero, zero, zero, zero}, {zero, zero, zero, zero}};
 }
 KVKEEP_INLINE ByteSums add_byte_products(ByteSums sums, Ints codes, Ints bytes) {
   for (int i = 0; i < 4; ++i) {

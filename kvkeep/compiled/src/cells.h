@@ -45,13 +45,13 @@ struct HeadCells {
   std::ptrdiff_t stride, scale_stride;
   int bits;
 
-  HeadCells(const StoredCells& kept, int layer, int head)
-      : scale(nullptr), scale_stride(kept.scale_strides.cell), bits(kept.bits) {
-    const int size = kept.quantised() ? 1 : sizeof(Bf16);
+  HeadCells(const StoredCells& stored, int layer, int head)
+      : scale(nullptr), scale_stride(stored.scale_strides.cell), bits(stored.bits) {
+    const int size = stored.quantised() ? 1 : sizeof(Bf16);
     const auto at = [=](const Strides& s) { return layer * s.layer + head * s.head; };
-    data = static_cast<std::uint8_t*>(kept.data) + at(kept.strides) * size;
-    stride = kept.strides.cell * size;
-    if (kept.quantised()) scale = kept.scale + at(kept.scale_strides);
+    data = static_cast<std::uint8_t*>(stored.data) + at(stored.strides) * size;
+    stride = stored.strides.cell * size;
+    if (stored.quantised()) scale = stored.scale + at(stored.scale_strides);
   }
 
   bool quantised() const { return bits != 16; }
@@ -102,22 +102,22 @@ inline void dequantise(const HeadCells& from, Vector<kDim>& x) {
   if (from.bits == 8) {
     const Floats scale = splat(to_float(from.scale[0]));
     for (int i = 0; i < kDim / kLanes; ++i) {
-      const auto* whole = reinterpret_cast<const std::int8_t*>(from.data) + i * kLanes;
-      x[i] = to_floats(widen(whole)) * scale;
+      const auto* integer = reinterpret_cast<const std::int8_t*>(from.data) + i * kLanes;
+      x[i] = to_floats(widen(integer)) * scale;
     }
     return;
   }
   constexpr int kHalf =
       kDim / kLanes / 2;  // registers whose numbers are in the lower halves of bytes
   const Bf16* least = from.scale + kHalf;
-  const auto number = [&](int i, Ints whole) {
-    x[i] = multiply_add(to_floats(whole), splat(to_float(from.scale[i / 2])),
+  const auto number = [&](int i, Ints integer) {
+    x[i] = multiply_add(to_floats(integer), splat(to_float(from.scale[i / 2])),
                         splat(to_float(least[i / 2])));
   };
   for (int i = 0; i < kHalf; ++i) {
-    const Ints both = widen(from.data + i * kLanes);
-    number(i, both & splat_int(15));
-    number(kHalf + i, shift_right<4>(both));
+    const Ints codes = widen(from.data + i * kLanes);
+    number(i, codes & splat_int(15));
+    number(kHalf + i, shift_right<4>(codes));
   }
 }
 
@@ -137,25 +137,25 @@ inline void quantise(const Vector<kDim>& x, const HeadCells& to) {
     for (const Floats& lanes : x) most = max(most, absolute(lanes));
     const Floats unit = quantisation_step(reduce_max(most), 127.f, to.scale);
     for (int i = 0; i < kAll; ++i) {
-      const Ints whole = to_ints(x[i] / unit);
-      const Ints low = max(whole, splat_int(-127));
+      const Ints integer = to_ints(x[i] / unit);
+      const Ints low = max(integer, splat_int(-127));
       store_bytes(to.data + i * kLanes, min(low, splat_int(127)));
     }
     return;
   }
-  Ints whole[kAll];
+  Ints integer[kAll];
   for (int i = 0; i < kAll; i += 2) {
     const float greatest = reduce_max(max(x[i], x[i + 1]));
     Bf16& least = to.scale[kHalf + i / 2];
     least = to_bf16(reduce_min(min(x[i], x[i + 1])));
     const Floats unit = quantisation_step(greatest - to_float(least), 15.f, to.scale + i / 2);
     for (int j = i; j < i + 2; ++j) {
-      const Ints near = to_ints((x[j] - splat(to_float(least))) / unit);
-      whole[j] = min(max(near, splat_int(0)), splat_int(15));
+      const Ints code = to_ints((x[j] - splat(to_float(least))) / unit);
+      integer[j] = min(max(code, splat_int(0)), splat_int(15));
     }
   }
   for (int i = 0; i < kHalf; ++i)
-    store_bytes(to.data + i * kLanes, whole[i] | shift_left<4>(whole[kHalf + i]));
+    store_bytes(to.data + i * kLanes, integer[i] | shift_left<4>(integer[kHalf + i]));
 }
 
 }  // namespace kvkeep

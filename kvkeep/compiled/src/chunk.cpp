@@ -26,9 +26,9 @@ class ChunkAttention {
         team_(chunk.threads),
         groups_(chunk.heads / chunk.kv_heads),
         rotated_(std::size_t(chunk.rotations) * chunk.tokens * chunk.heads * kDim),
-        rows_(std::size_t(chunk.threads) * most_rows()),
-        states_(std::size_t(chunk.threads) * most_rows()),
-        outs_(std::size_t(chunk.threads) * most_rows() * kDim) {
+        rows_(std::size_t(chunk.threads) * tile_rows()),
+        states_(std::size_t(chunk.threads) * tile_rows()),
+        outs_(std::size_t(chunk.threads) * tile_rows() * kDim) {
     for (int p = 0; p < chunk.view_count; ++p) {
       first_.push_back(blocks_);
       blocks_ += (chunk.views[p].cells + kBlockCells - 1) / kBlockCells;
@@ -54,7 +54,7 @@ class ChunkAttention {
 
  private:
   void work(int me) {
-    team_.run_shared_then_wait(me, chunk_.tokens, 8, [&](int i) { place(i); });
+    team_.run_shared_then_wait(me, chunk_.tokens, 8, [&](int i) { place_token(i); });
     team_.run_shared_then_wait(me, blocks_ * chunk_.kv_heads, 1, [&](int u) {
       pack_block(u / chunk_.kv_heads, u % chunk_.kv_heads);
     });
@@ -76,7 +76,7 @@ class ChunkAttention {
   }
 
   // Store a token's new cells, and rotate its queries for each rotation.
-  void place(int i) {
+  void place_token(int i) {
     for (int r = 0; r < chunk_.rotations; ++r)
       for (int head = 0; head < chunk_.heads; ++head)
         rotate(chunk_.q + (std::size_t(i) * chunk_.heads + head) * kDim, angle(r, i), kDim,
@@ -95,30 +95,30 @@ class ChunkAttention {
   }
 
   void pack_block(int block, int head) {
-    const auto after = std::upper_bound(first_.begin(), first_.end(), block);
-    const int p = static_cast<int>(after - first_.begin()) - 1;
+    const auto next = std::upper_bound(first_.begin(), first_.end(), block);
+    const int p = static_cast<int>(next - first_.begin()) - 1;
     const ChunkView& view = chunk_.views[p];
     const std::ptrdiff_t cell = std::ptrdiff_t(block - first_[p]) * kBlockCells,
                          at = view.ragged.first(head) + cell;
-    const int there = std::min<int>(kBlockCells, view.ragged.count(head, view.cells) - cell);
-    if (there <= 0) return;
+    const int cells = std::min<int>(kBlockCells, view.ragged.count(head, view.cells) - cell);
+    if (cells <= 0) return;
     // Many queries read these cells: transforming the cells back costs less than the queries.
     pack<kDim>(HeadCells(view.keys, 0, head).advanced(at),
-               HeadCells(view.values, 0, head).advanced(at), 0, there, Hadamard::kUndone,
+               HeadCells(view.values, 0, head).advanced(at), 0, cells, Hadamard::kUndone,
                packed(block, head));
   }
 
   // Attend with the queries of some tokens that share a KV head over all cells that they see.
   void attend_tile(int me, int first, int head) {
     const int tokens = std::min(kTokens, chunk_.tokens - first), count = tokens * groups_;
-    QueryRow* rows = rows_.get() + std::size_t(me) * most_rows();
-    SoftmaxState* found = states_.get() + std::size_t(me) * most_rows();
-    float* out = outs_.get() + std::size_t(me) * most_rows() * kDim;
-    std::fill_n(found, count, SoftmaxState{});
+    QueryRow* rows = rows_.get() + std::size_t(me) * tile_rows();
+    SoftmaxState* states = states_.get() + std::size_t(me) * tile_rows();
+    float* out = outs_.get() + std::size_t(me) * tile_rows() * kDim;
+    std::fill_n(states, count, SoftmaxState{});
     std::fill_n(out, std::size_t(count) * kDim, 0.f);
     for (int r = 0; r < count; ++r) {
       rows[r] = QueryRow{};
-      rows[r].found = &found[r];
+      rows[r].state = &states[r];
       rows[r].out = out + std::size_t(r) * kDim;
     }
     for (int p = 0; p < chunk_.view_count; ++p)
@@ -126,13 +126,13 @@ class ChunkAttention {
     for (int r = 0; r < count; ++r) {
       const int token = first + r / groups_, at = head * groups_ + r % groups_;
       Bf16* to = chunk_.out + (std::size_t(token) * chunk_.heads + at) * kDim;
-      float sum = found[r].sum;
-      if (chunk_.sinks) sum += std::exp2(chunk_.sinks[at] * kLog2E - found[r].most);
+      float sum = states[r].sum;
+      if (chunk_.sinks) sum += std::exp2(chunk_.sinks[at] * kLog2E - states[r].max);
       const Floats total = splat(sum);
       for (int d = 0; d < kDim; d += kLanes) store_rounded(to + d, load(rows[r].out + d) / total);
       if (chunk_.log_sums)
         chunk_.log_sums[std::size_t(at) * chunk_.tokens + token] =
-            (found[r].most + std::log2(sum)) / kLog2E;
+            (states[r].max + std::log2(sum)) / kLog2E;
     }
   }
 
@@ -140,26 +140,26 @@ class ChunkAttention {
                    int count) {
     for (int r = 0; r < count; ++r)
       rows[r].query = query(view.rotation, first + r / groups_, head * groups_ + r % groups_);
-    const int there = view.ragged.count(head, view.cells);
+    const int cells = view.ragged.count(head, view.cells);
     const float* cell_bias =
         view.cell_bias ? view.cell_bias + head * view.cell_bias_head + view.ragged.first(head)
                        : nullptr;
-    const ScoreParams how{chunk_.softmax_scale, chunk_.softcap};
-    const int seen = view.causal ? first + count / groups_ : there;
-    for (int cell = 0; cell < std::min(seen, there); cell += kBlockCells) {
+    const ScoreParams params{chunk_.softmax_scale, chunk_.softcap};
+    const int visible = view.causal ? first + count / groups_ : cells;
+    for (int cell = 0; cell < std::min(visible, cells); cell += kBlockCells) {
       for (int r = 0; r < count; ++r) {
         const int token = first + r / groups_;
         rows[r].begin = 0;
-        rows[r].end = std::min(kBlockCells, (view.causal ? token + 1 : there) - cell);
+        rows[r].end = std::min(kBlockCells, (view.causal ? token + 1 : cells) - cell);
         rows[r].bias = view.bias ? view.bias + std::size_t(token) * view.bias_row + cell : nullptr;
         rows[r].cell_bias = cell_bias ? cell_bias + cell : nullptr;
       }
-      attend<kDim>(packed(first_block + cell / kBlockCells, head), how, rows, count, Prefetch{});
+      attend<kDim>(packed(first_block + cell / kBlockCells, head), params, rows, count, Prefetch{});
     }
   }
 
   // The rows of a tile.
-  std::size_t most_rows() const { return std::size_t(kTokens) * groups_; }
+  std::size_t tile_rows() const { return std::size_t(kTokens) * groups_; }
 
   const Chunk& chunk_;
   ThreadTeam team_;

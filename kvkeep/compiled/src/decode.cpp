@@ -36,18 +36,18 @@ class DecodeForward {
         activated_(step.sequence_count, model.mlp_size),
         experts_(model, step.sequence_count),
         per_layer_(model, step.sequence_count) {
-    int queries = 0, most = 0;
+    int queries = 0, widest = 0;
     for (int g = 0; g < model.group_count; ++g) {
       groups_.push_back(make_attention_group(model, model.groups[g], step.groups[g], step));
       supported_ &= groups_.back() != nullptr;
       if (!supported_) return;
       const AttentionGroup& in = *groups_.back();
       queries = std::max(queries, in.queries_width);
-      most = std::max(most, in.queries_width + 2 * in.keys_width);
+      widest = std::max(widest, in.queries_width + 2 * in.keys_width);
     }
     attended_ = std::make_unique<ActivationBuffer>(step.sequence_count, queries);
-    projected_values_ = std::make_unique<Buffer<float>>(std::size_t(step.sequence_count) * most);
-    projected_ = {projected_values_->get(), most};
+    projected_values_ = std::make_unique<Buffer<float>>(std::size_t(step.sequence_count) * widest);
+    projected_ = {projected_values_->get(), widest};
   }
 
   // Whether the heads of all groups have a supported width.
@@ -80,7 +80,8 @@ class DecodeForward {
     PhaseClock clock(me == 0 ? step_.seconds : nullptr);
     team_.run_shared_then_wait(me, count, 1, [&](int i) { embed(i); });
     for (auto& in : groups_)
-      team_.run_shared_then_wait(me, count + in->views.view_count, 1, [&](int i) { in->turn(i); });
+      team_.run_shared_then_wait(me, count + in->views.view_count, 1,
+                                 [&](int i) { in->compute_angles(i); });
     if (model_.per_layer) {
       team_.run_shared_then_wait(me, count, 1, [&](int i) { normalise_residual(i, nullptr); });
       per_layer_.compute(me, team_, norm_params_, normed_, step_.groups[0].sequences);
@@ -95,7 +96,7 @@ class DecodeForward {
       project(me, layer, in);
       clock.ends(Phase::kProjections);
       team_.run_shared_then_wait(me, count + in.views.view_count, 1,
-                                 [&](int i) { in.place(layer, projected_, i); });
+                                 [&](int i) { in.store_or_rotate(layer, projected_, i); });
       clock.ends(Phase::kCells);
       team_.run_shared_then_wait(me, in.units(layer), 1,
                                  [&](int u) { in.attend_unit(me, layer, u); });
@@ -164,7 +165,7 @@ class DecodeForward {
   // Project queries, keys and values. Matrices without rows are skipped; see Layer.
   void project(int me, const Layer& layer, const AttentionGroup& in) {
     const int queries = layer.query.blocks(), keys = layer.key.blocks();
-    const bool twice = layer.key.rows && !layer.value.rows;  // keys are also the values
+    const bool keys_are_values = layer.key.rows && !layer.value.rows;  // keys are also the values
     team_.run_shared_then_wait(me, queries + keys + layer.value.blocks(), 4, [&](int b) {
       const bool is_query = b < queries, is_key = !is_query && b < queries + keys;
       const Matrix& matrix = is_query ? layer.query : is_key ? layer.key : layer.value;
@@ -173,7 +174,7 @@ class DecodeForward {
       multiply_all(matrix, block, normed_, [&](int i, int row, Floats products) {
         float* to = projected_.row(i) + from + row;
         store(to, products);
-        if (twice && is_key) store(to + in.keys_width, products);
+        if (keys_are_values && is_key) store(to + in.keys_width, products);
       });
     });
     if (layer.query_norm) normalise_heads(me, layer, in);
@@ -271,11 +272,11 @@ class DecodeForward {
   }
 
   // Add the layer's per-layer embedding, gated by the residual stream.
-  void add_per_layer_input(int me, int layer, const PerLayerInput& own) {
+  void add_per_layer_input(int me, int layer, const PerLayerInput& input) {
     team_.run_shared_then_wait(me, step_.sequence_count, 1,
                                [&](int i) { normalise_residual(i, nullptr); });
-    const ActivationRows& through = per_layer_.gate_residual(me, team_, layer, own.gate, normed_);
-    add_product(me, own.projection, through, own.norm);
+    const ActivationRows& through = per_layer_.gate_residual(me, team_, layer, input.gate, normed_);
+    add_product(me, input.projection, through, input.norm);
   }
 
   void scale(int i, float factor) {

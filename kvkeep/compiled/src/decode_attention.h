@@ -24,7 +24,7 @@ class DecodeAttention {
         heads_(model.heads),
         kv_heads_(group.kv_heads),
         groups_(model.heads / group.kv_heads),
-        how_{group.softmax_scale, group.softcap},
+        params_{group.softmax_scale, group.softcap},
         rotated_(std::size_t(views.view_count) * model.heads * kDim) {
     for (int s = 0; s < views.shared_view_count; ++s) {
       const SharedView& shared = views.shared_views[s];
@@ -50,13 +50,13 @@ class DecodeAttention {
       most = std::max(most, std::size_t(views.shared_views[s].view_count) * groups_);
     rows_.resize(step.threads);
     for (auto& rows : rows_) rows.reserve(most);
-    runs_of_.resize(views.shared_view_count);
-    for (int i = 0, run = 0; i < step.sequence_count; ++i)
-      for (int j = 0; j < views.sequences[i].view_count; ++j, ++run) {
+    views_of_.resize(views.shared_view_count);
+    for (int i = 0, view_index = 0; i < step.sequence_count; ++i)
+      for (int j = 0; j < views.sequences[i].view_count; ++j, ++view_index) {
         sequence_of_.push_back(i);
-        auto& own = runs_of_[views.views[run].shared_view];
-        own.resize(views.shared_views[views.views[run].shared_view].view_count);
-        own[views.views[run].row] = run;
+        auto& own = views_of_[views.views[view_index].shared_view];
+        own.resize(views.shared_views[views.views[view_index].shared_view].view_count);
+        own[views.views[view_index].row] = view_index;
       }
   }
 
@@ -64,16 +64,16 @@ class DecodeAttention {
     const int at = ragged_ ? layer : 0;
     return first_unit_[at + 1] - first_unit_[at];
   }
-  int sequence_of(int run) const { return sequence_of_[run]; }
+  int sequence_of(int view_index) const { return sequence_of_[view_index]; }
 
   // Whether a view's queries are in the Hadamard basis, as its quantised keys are.
-  bool transformed(int run) const {
-    return views_.shared_views[views_.views[run].shared_view].keys.quantised();
+  bool transformed(int view_index) const {
+    return views_.shared_views[views_.views[view_index].shared_view].keys.quantised();
   }
 
   // The rotated query of a view and head.
-  Activation* query(int run, int head) const {
-    return rotated_.get() + (std::size_t(run) * heads_ + head) * kDim;
+  Activation* query(int view_index, int head) const {
+    return rotated_.get() + (std::size_t(view_index) * heads_ + head) * kDim;
   }
 
   // Attend with all queries that see a chunk of cells of one KV head. me: the thread. u: below
@@ -84,10 +84,10 @@ class DecodeAttention {
     std::vector<QueryRow>& rows = rows_[me];  // reserved for the largest view
     const SharedView& shared = views_.shared_views[unit.shared_view];
     const int index = layer * kv_heads_ + unit.head;
-    const std::ptrdiff_t own = shared.ragged.first(index);
-    const int upto = shared.first + shared.ragged.count(index, shared.cells);
+    const std::ptrdiff_t offset = shared.ragged.first(index);
+    const int last_cell = shared.first + shared.ragged.count(index, shared.cells);
     const int first = std::max(shared.first, unit.chunk * kUnitCells - shared.origin);
-    const int end = std::min(upto, (unit.chunk + 1) * kUnitCells - shared.origin);
+    const int end = std::min(last_cell, (unit.chunk + 1) * kUnitCells - shared.origin);
     rows.clear();
     for (int i = 0; i < shared.view_count; ++i)
       for (int g = 0; g < groups_; ++g) {
@@ -96,11 +96,11 @@ class DecodeAttention {
         (*states_)[at] = SoftmaxState{};
         float* out = out_->get() + at * kDim;
         std::fill_n(out, kDim, 0.f);
-        const int run = runs_of_[unit.shared_view][i];
-        rows.push_back({query(run, head), nullptr, nullptr, 0, 0, states_->get() + at, out});
+        const int view_index = views_of_[unit.shared_view][i];
+        rows.push_back({query(view_index, head), nullptr, nullptr, 0, 0, states_->get() + at, out});
       }
-    const HeadCells keys = HeadCells(shared.keys, layer, unit.head).advanced(own);
-    const HeadCells values = HeadCells(shared.values, layer, unit.head).advanced(own);
+    const HeadCells keys = HeadCells(shared.keys, layer, unit.head).advanced(offset);
+    const HeadCells values = HeadCells(shared.values, layer, unit.head).advanced(offset);
     const bool plain = !keys.quantised() && !values.quantised();
     // Blocks begin at storage indices that are multiples of their size, whichever cells are read
     // and wherever they are stored: sums then have the same bits whichever other sequences share
@@ -117,15 +117,15 @@ class DecodeAttention {
                          slot - shared.first;
         if (shared.cell_bias)
           rows[r].cell_bias = shared.cell_bias + layer * shared.cell_bias_layer +
-                              unit.head * shared.cell_bias_head + own + slot;
+                              unit.head * shared.cell_bias_head + offset + slot;
       }
       const int next = slot + kBlockCells;
-      Prefetch ahead{};
+      Prefetch next_block{};
       if (plain)
-        ahead = {keys.advanced(next).plain_data(), values.advanced(next).plain_data(),
-                 keys.plain_stride(), values.plain_stride(),
-                 std::clamp(upto - next, 0, kBlockCells)};
-      attend<kDim>(block, how_, rows.data(), static_cast<int>(rows.size()), ahead);
+        next_block = {keys.advanced(next).plain_data(), values.advanced(next).plain_data(),
+                      keys.plain_stride(), values.plain_stride(),
+                      std::clamp(last_cell - next, 0, kBlockCells)};
+      attend<kDim>(block, params_, rows.data(), static_cast<int>(rows.size()), next_block);
     }
   }
 
@@ -133,41 +133,41 @@ class DecodeAttention {
   // head_dim].
   void merge(int layer, int i, const float* sinks, Activation* to) const {
     int begin = 0;
-    for (int before = 0; before < i; ++before) begin += views_.sequences[before].view_count;
+    for (int earlier = 0; earlier < i; ++earlier) begin += views_.sequences[earlier].view_count;
     const int end = begin + views_.sequences[i].view_count;
     for (int head = 0; head < heads_; ++head) {
-      float most = kNoScore;
-      const auto each = [&](auto visit) {
+      float highest = kNoScore;
+      const auto for_each_state = [&](auto visit) {
         for (int l = begin; l < end; ++l) {
-          const SequenceView& run = views_.views[l];
-          const int from = first_chunk(run.shared_view);
-          const int upto = from + chunks(run.shared_view, layer, head / groups_);
-          for (int chunk = from; chunk < upto; ++chunk) {
-            const std::size_t at = state_index(run.shared_view, run.row, chunk, head);
+          const SequenceView& view = views_.views[l];
+          const int first = first_chunk(view.shared_view);
+          const int end_chunk = first + chunks(view.shared_view, layer, head / groups_);
+          for (int chunk = first; chunk < end_chunk; ++chunk) {
+            const std::size_t at = state_index(view.shared_view, view.row, chunk, head);
             if ((*states_)[at].sum > 0.f)
               visit((*states_)[at], out_->get() + at * kDim,
-                    views_.shared_views[run.shared_view].values.quantised());
+                    views_.shared_views[view.shared_view].values.quantised());
           }
         }
       };
-      each([&](const SoftmaxState& found, const float*, bool) {
-        most = std::max(most, found.most);
+      for_each_state([&](const SoftmaxState& state, const float*, bool) {
+        highest = std::max(highest, state.max);
       });
-      if (sinks) most = std::max(most, sinks[head] * kLog2E);
-      float total = sinks ? std::exp2(sinks[head] * kLog2E - most) : 0.f;
-      bool some_transformed = false;
+      if (sinks) highest = std::max(highest, sinks[head] * kLog2E);
+      float total = sinks ? std::exp2(sinks[head] * kLog2E - highest) : 0.f;
+      bool any_transformed = false;
       Vector<kDim> plain, transformed;  // sums over plain values, and over quantised ones
       for (auto& lanes : plain) lanes = zeros();
       for (auto& lanes : transformed) lanes = zeros();
-      each([&](const SoftmaxState& found, const float* out, bool is_transformed) {
-        const float share = std::exp2(found.most - most);
-        total += share * found.sum;
-        some_transformed |= is_transformed;
+      for_each_state([&](const SoftmaxState& state, const float* out, bool is_transformed) {
+        const float weight = std::exp2(state.max - highest);
+        total += weight * state.sum;
+        any_transformed |= is_transformed;
         auto& sum = is_transformed ? transformed : plain;
         for (int d = 0; d < kDim / kLanes; ++d)
-          sum[d] = multiply_add(splat(share), load(out + d * kLanes), sum[d]);
+          sum[d] = multiply_add(splat(weight), load(out + d * kLanes), sum[d]);
       });
-      if (some_transformed) {
+      if (any_transformed) {
         hadamard<kDim>(transformed);
         for (int d = 0; d < kDim / kLanes; ++d) plain[d] = plain[d] + transformed[d];
       }
@@ -201,7 +201,7 @@ class DecodeAttention {
 
   const GroupViews& views_;
   const int heads_, kv_heads_, groups_;
-  const ScoreParams how_;
+  const ScoreParams params_;
   Buffer<Activation> rotated_;
   bool ragged_ = false;          // whether any view is: layers then have units of their own
   std::vector<WorkUnit> units_;  // of each such layer, one after the other
@@ -209,7 +209,7 @@ class DecodeAttention {
   std::vector<std::size_t> first_state_;     // of each shared view
   std::vector<int> chunks_, sequence_of_;    // of each shared view; of each view
   std::vector<std::vector<QueryRow>> rows_;  // of each thread
-  std::vector<std::vector<int>> runs_of_;    // of each shared view, by row
+  std::vector<std::vector<int>> views_of_;   // of each shared view, by row
   std::size_t state_count_ = 0;
   std::unique_ptr<Buffer<SoftmaxState>> states_;
   std::unique_ptr<Buffer<float>> out_;

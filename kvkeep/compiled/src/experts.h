@@ -45,44 +45,44 @@ class ExpertForward {
   }
 
   // Choose the experts of each sequence, with all threads. input: [sequences, hidden].
-  void route(int me, ThreadTeam& workers, const MixtureOfExperts& mixture,
+  void route(int me, ThreadTeam& team, const MixtureOfExperts& mixture,
              const ActivationRows& input) {
-    score_experts(me, workers, mixture, input);
-    workers.run_shared_then_wait(me, sequences_, 1,
-                                 [&](int i) { choose_experts(i, mixture.expert_scales); });
-    workers.run_shared_then_wait(me, 1, 1, [&](int) { group_by_expert(); });
+    score_experts(me, team, mixture, input);
+    team.run_shared_then_wait(me, sequences_, 1,
+                              [&](int i) { choose_experts(i, mixture.expert_scales); });
+    team.run_shared_then_wait(me, 1, 1, [&](int) { group_by_expert(); });
   }
 
   // Run the chosen experts and call `consume(i, column, values)` for each 16 columns of the output
   // of sequence i. input: as above.
   template <typename Consume>
-  void run(int me, ThreadTeam& workers, const MixtureOfExperts& mixture,
-           const ActivationRows& input, Consume consume) {
+  void run(int me, ThreadTeam& team, const MixtureOfExperts& mixture, const ActivationRows& input,
+           Consume consume) {
     const bool shared = model_.shared_expert_size;
     const auto activation = static_cast<GateActivation>(model_.activation);
-    workers.run_shared_then_wait(me, assignments_, 4, [&](int c) { gather(c, input); });
-    for_active_experts(me, workers, model_.expert_size, 8,
+    team.run_shared_then_wait(me, assignments_, 4, [&](int c) { gather(c, input); });
+    for_active_experts(me, team, model_.expert_size, 8,
                        [&](int expert, int block, int first, int count) {
                          activate_rows(activation, mixture.experts[expert], block, inputs_, first,
                                        count, activated_);
                        });
     const int blocks = shared ? mixture.shared.gate.blocks() : 0;
-    workers.run_shared_then_wait(me, blocks, 8, [&](int block) {
+    team.run_shared_then_wait(me, blocks, 8, [&](int block) {
       activate_rows(activation, mixture.shared, block, input, 0, sequences_, shared_activated_);
     });
-    workers.run_shared_then_wait(me, assignments_ + (shared ? sequences_ : 0), 1, [&](int n) {
+    team.run_shared_then_wait(me, assignments_ + (shared ? sequences_ : 0), 1, [&](int n) {
       n < assignments_ ? activated_.prepare_row(n)
                        : shared_activated_.prepare_row(n - assignments_);
     });
     for_active_experts(
-        me, workers, model_.hidden_size, 6, [&](int expert, int block, int first, int count) {
+        me, team, model_.hidden_size, 6, [&](int expert, int block, int first, int count) {
           project(mixture.experts[expert].down, block, activated_, first, count, outputs_);
         });
-    workers.run_shared_then_wait(me, shared ? mixture.shared.down.blocks() : 0, 6, [&](int block) {
+    team.run_shared_then_wait(me, shared ? mixture.shared.down.blocks() : 0, 6, [&](int block) {
       project(mixture.shared.down, block, shared_activated_, 0, sequences_, shared_outputs_);
     });
     const int pieces = model_.hidden_size / kLanes;
-    workers.run_shared_then_wait(me, sequences_ * pieces, 32, [&](int n) {
+    team.run_shared_then_wait(me, sequences_ * pieces, 32, [&](int n) {
       consume(n / pieces, n % pieces * kLanes, combine(n / pieces, n % pieces * kLanes));
     });
   }
@@ -90,20 +90,18 @@ class ExpertForward {
  private:
   float* scores(int i) { return scores_.get() + std::size_t(i) * score_stride_; }
 
-  void score_experts(int me, ThreadTeam& workers, const MixtureOfExperts& mixture,
+  void score_experts(int me, ThreadTeam& team, const MixtureOfExperts& mixture,
                      const ActivationRows& input) {
     const int blocks = mixture.router.blocks();
-    workers.run_shared_then_wait(
-        me, blocks + (model_.shared_expert_size ? 1 : 0), 1, [&](int block) {
-          if (block < blocks)
-            multiply_rows(mixture.router, block, input, 0, sequences_,
-                          [&](int i, int row, Floats x) { store(scores(i) + row, x); });
-          else
-            multiply_rows(mixture.shared_router, 0, input, 0, sequences_,
-                          [&](int i, int, Floats x) {
-                            shared_weight_[i] = 1.f / (1.f + std::exp(-first_lane(x)));
-                          });
+    team.run_shared_then_wait(me, blocks + (model_.shared_expert_size ? 1 : 0), 1, [&](int block) {
+      if (block < blocks)
+        multiply_rows(mixture.router, block, input, 0, sequences_,
+                      [&](int i, int row, Floats x) { store(scores(i) + row, x); });
+      else
+        multiply_rows(mixture.shared_router, 0, input, 0, sequences_, [&](int i, int, Floats x) {
+          shared_weight_[i] = 1.f / (1.f + std::exp(-first_lane(x)));
         });
+    });
   }
 
   // Choose the experts of sequence i by descending score, equal scores by ascending index. scales:
@@ -154,9 +152,9 @@ class ExpertForward {
   // Call `work(expert, block, first, count)` for all chosen experts and all blocks of their
   // matrices' `rows` rows; first, count: the expert's own rows of input.
   template <typename Work>
-  void for_active_experts(int me, ThreadTeam& workers, int rows, int grain, Work work) {
+  void for_active_experts(int me, ThreadTeam& team, int rows, int grain, Work work) {
     const int blocks = rows / kBlock;
-    workers.run_shared_then_wait(me, active_count_ * blocks, grain, [&](int unit) {
+    team.run_shared_then_wait(me, active_count_ * blocks, grain, [&](int unit) {
       const int expert = active_[unit / blocks], first = first_[expert];
       work(expert, unit % blocks, first, first_[expert + 1] - first);
     });

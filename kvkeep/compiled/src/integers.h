@@ -23,7 +23,7 @@ namespace kvkeep {
 // with less than 8 bits: 0 4 1 5, 2 6 3 7.
 struct IntegerGroup {
   std::uint8_t bytes[2 * kGroup];
-  std::int16_t whole[kGroup];
+  std::int16_t integer[kGroup];
   float scale;           // NaN where any of them is not finite
   std::int32_t sums[2];  // of the first 16 columns, and of the last 16
 
@@ -48,12 +48,12 @@ inline float quantise_group(const Activation* x, IntegerGroup& to) {
   }
   std::uint8_t bytes[2][kGroup];  // high, low
   for (int h = 0; h < 2; ++h) {
-    const Ints whole = to_ints(part[h] * splat(factor));
-    store_bytes(bytes[0] + h * kLanes, shift_right_signed<8>(add(whole, splat_int(128))));
+    const Ints integer = to_ints(part[h] * splat(factor));
+    store_bytes(bytes[0] + h * kLanes, shift_right_signed<8>(add(integer, splat_int(128))));
     // The remainder of 256 * high is the lowest byte, signed.
-    store_bytes(bytes[1] + h * kLanes, whole);
-    store_halves(reinterpret_cast<std::uint16_t*>(to.whole) + h * kLanes, whole);
-    to.sums[h] = static_cast<std::int32_t>(reduce_add(to_floats(whole)));
+    store_bytes(bytes[1] + h * kLanes, integer);
+    store_halves(reinterpret_cast<std::uint16_t*>(to.integer) + h * kLanes, integer);
+    to.sums[h] = static_cast<std::int32_t>(reduce_add(to_floats(integer)));
   }
   alignas(16) static constexpr std::uint8_t kOrder[16] = {0, 4,  1, 5,  2,  6,  3,  7,
                                                           8, 12, 9, 13, 10, 14, 11, 15};
@@ -99,7 +99,7 @@ KVKEEP_INLINE void multiply_group(const char* data, const IntegerGroup* const (&
         [&](auto p) __attribute__((always_inline)) {
           const Ints codes = Codes::template halves<p.value>(data);
           for (int i = 0; i < kCount; ++i)
-            sums[i] = add_int16_products(sums[i], codes, splat_bytes(x[i]->whole + 2 * p.value));
+            sums[i] = add_int16_products(sums[i], codes, splat_bytes(x[i]->integer + 2 * p.value));
         },
         std::make_integer_sequence<int, kPairs>{});
   } else {
@@ -107,15 +107,15 @@ KVKEEP_INLINE void multiply_group(const char* data, const IntegerGroup* const (&
     ByteSums high[kCount], low[kCount];
     unroll(
         [&](auto n) __attribute__((always_inline)) {
-          constexpr int place = s * kTerms + n.value;
-          const Ints codes = Codes::template bytes<place>(data);
+          constexpr int index = s * kTerms + n.value;
+          const Ints codes = Codes::template bytes<index>(data);
           constexpr bool last = n.value == kTerms - 1;
 #pragma GCC unroll 8
           for (int i = 0; i < kCount; ++i) {
             if constexpr (n.value % kHighProductsPerSum<Codes> == 0) high[i] = zero_byte_sums();
             if constexpr (n.value % kLowProductsPerSum<Codes> == 0) low[i] = zero_byte_sums();
-            high[i] = add_byte_products(high[i], codes, splat_bytes(x[i]->high() + 4 * place));
-            low[i] = add_byte_products(low[i], codes, splat_bytes(x[i]->low() + 4 * place));
+            high[i] = add_byte_products(high[i], codes, splat_bytes(x[i]->high() + 4 * index));
+            low[i] = add_byte_products(low[i], codes, splat_bytes(x[i]->low() + 4 * index));
             if constexpr (last ||
                           n.value % kHighProductsPerSum<Codes> == kHighProductsPerSum<Codes> - 1)
               sums[i] = add(sums[i], widen_byte_sums<256>(high[i]));

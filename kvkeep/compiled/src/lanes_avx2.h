@@ -180,12 +180,12 @@ KVKEEP_INLINE int masked_reduce_min(Mask mask, Ints x) {
 
 // Whether any of the first `count` lanes is NaN or infinity.
 KVKEEP_INLINE bool not_finite(Floats x, int count) {
-  const Floats most = splat(3.40282347e38f), size = absolute(x);
+  const Floats largest = splat(3.40282347e38f), size = absolute(x);
   const auto beyond = [](__m256 a, __m256 b) {
     return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_NLE_UQ));
   };
-  const unsigned found = beyond(size.low, most.low) | beyond(size.high, most.high) << 8;
-  return found & ((1u << (count < kLanes ? count : kLanes)) - 1);
+  const unsigned result = beyond(size.low, largest.low) | beyond(size.high, largest.high) << 8;
+  return result & ((1u << (count < kLanes ? count : kLanes)) - 1);
 }
 
 template <int kBits>
@@ -266,12 +266,12 @@ KVKEEP_INLINE void store_halves(std::uint16_t* to, Ints x) {
 KVKEEP_INLINE Floats lookup(Ints which, const float* table) {
   const Floats values = load(table);
   const Ints upper = shift_left<28>(which);  // the sign bit is now the highest of the four bits
-  const auto found = [&](__m256i lanes, __m256i sign) {
+  const auto result = [&](__m256i lanes, __m256i sign) {
     return _mm256_blendv_ps(_mm256_permutevar8x32_ps(values.low, lanes),
                             _mm256_permutevar8x32_ps(values.high, lanes),
                             _mm256_castsi256_ps(sign));
   };
-  return {found(which.low, upper.low), found(which.high, upper.high)};
+  return {result(which.low, upper.low), result(which.high, upper.high)};
 }
 
 KVKEEP_INLINE Floats floor(Floats x) { return {_mm256_floor_ps(x.low), _mm256_floor_ps(x.high)}; }

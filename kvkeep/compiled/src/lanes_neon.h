@@ -107,10 +107,10 @@ KVKEEP_INLINE bool every_lane(Mask mask) {
 // Lanes outside the mask are not read and become 0.
 KVKEEP_INLINE Floats masked_load(Mask mask, const float* x) {
   if (every_lane(mask)) return load(x);
-  std::uint32_t there[kLanes];
-  store_ints(there, Ints{{mask.of[0], mask.of[1], mask.of[2], mask.of[3]}});
+  std::uint32_t selected[kLanes];
+  store_ints(selected, Ints{{mask.of[0], mask.of[1], mask.of[2], mask.of[3]}});
   float lanes[kLanes];
-  for (int i = 0; i < kLanes; ++i) lanes[i] = there[i] ? x[i] : 0.f;
+  for (int i = 0; i < kLanes; ++i) lanes[i] = selected[i] ? x[i] : 0.f;
   return load(lanes);
 }
 KVKEEP_INLINE void store_first(float* to, int count, Floats x) {
@@ -221,8 +221,9 @@ KVKEEP_INLINE int masked_reduce_min(Mask mask, Ints x) {
 
 // Whether any of the first `count` lanes is NaN or infinity.
 KVKEEP_INLINE bool not_finite(Floats x, int count) {
-  const float32x4_t most = vdupq_n_f32(3.40282347e38f);
-  const Mask finite = map_registers<Mask>([=](auto x) { return vcleq_f32(vabsq_f32(x), most); }, x);
+  const float32x4_t largest = vdupq_n_f32(3.40282347e38f);
+  const Mask finite =
+      map_registers<Mask>([=](auto x) { return vcleq_f32(vabsq_f32(x), largest); }, x);
   return any_lane(mask_and_not(lanes_below(count), finite));
 }
 
@@ -332,12 +333,12 @@ KVKEEP_INLINE Floats floor(Floats x) {
 template <int kBit>
 KVKEEP_INLINE Floats butterfly(Floats x) {
   if constexpr (kBit >= 4) {
-    Floats found;
+    Floats result;
     for (int i = 0; i < 4; ++i) {
       const float32x4_t other = x.of[i ^ kBit / 4];
-      found.of[i] = i & kBit / 4 ? vsubq_f32(other, x.of[i]) : vaddq_f32(x.of[i], other);
+      result.of[i] = i & kBit / 4 ? vsubq_f32(other, x.of[i]) : vaddq_f32(x.of[i], other);
     }
-    return found;
+    return result;
   } else {
     constexpr float kSecond = kBit == 1 ? -1.f : 1.f;
     const float32x4_t sign = {1.f, kSecond, -kSecond, -1.f};

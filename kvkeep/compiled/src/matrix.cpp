@@ -42,7 +42,7 @@ struct BlockPointers {
     return scales + static_cast<std::ptrdiff_t>(group * kGroup / F::Scales::kTileColumns) *
                         F::Scales::kTileBytes;
   }
-  static int within(int group) { return group % (F::Scales::kTileColumns / kGroup); }
+  static int group_in_tile(int group) { return group % (F::Scales::kTileColumns / kGroup); }
 };
 
 template <typename F, int kCount>
@@ -53,36 +53,38 @@ void dot_packed(const Matrix& matrix, int block, const ActivationRows& input, in
   constexpr int kScalePairs = Scales::kScaleColumns / 2;  // pairs that share a scale
   constexpr int kScaleBytes = Scales::kTileBytes * kGroup / Scales::kTileColumns;
   const int groups = matrix.columns / kGroup, columns = matrix.columns;
-  const BlockPointers<F> place(matrix, block);
+  const BlockPointers<F> pointers(matrix, block);
   const Activation* x = input.row(first);
   Floats total[kCount];
   for (int i = 0; i < kCount; ++i) total[i] = zeros();
   for (int g = 0; g < groups; ++g, x += kGroup) {
-    const char *data = place.codes(g), *tile = place.tile(g);
-    const int within = place.within(g);
+    const char *data = pointers.codes(g), *tile = pointers.tile(g);
+    const int group_in_tile = pointers.group_in_tile(g);
     for (int line = 0; line < Codes::kBytes; line += 64)
       prefetch_weights(data + kPrefetchBytes + line);
-    prefetch_weights(tile + within * kScaleBytes + kPrefetchBytes * kScaleBytes / Codes::kBytes);
+    prefetch_weights(tile + group_in_tile * kScaleBytes +
+                     kPrefetchBytes * kScaleBytes / Codes::kBytes);
     Floats sum[2][kCount];  // alternating accumulators: one's latency hides the other's
     unroll(
         [&](auto p) __attribute__((always_inline)) {
           const Bf16Pairs weights = Codes::template pair<p.value>(data);
 #pragma GCC unroll 8
           for (int i = 0; i < kCount; ++i) {
-            Floats& own = sum[p.value % 2][i];
-            if constexpr (p.value % kScalePairs < 2) own = zeros();
-            own = dot(own, weights,
-                      splat_pair(x + static_cast<std::ptrdiff_t>(i) * columns + 2 * p.value));
+            Floats& accumulator = sum[p.value % 2][i];
+            if constexpr (p.value % kScalePairs < 2) accumulator = zeros();
+            accumulator =
+                dot(accumulator, weights,
+                    splat_pair(x + static_cast<std::ptrdiff_t>(i) * columns + 2 * p.value));
           }
           if constexpr (p.value % kScalePairs == kScalePairs - 1) {
-            const Floats scale = Scales::scale(tile, within, p.value / kScalePairs);
+            const Floats scale = Scales::scale(tile, group_in_tile, p.value / kScalePairs);
             for (int i = 0; i < kCount; ++i)
               total[i] = multiply_add(sum[0][i] + sum[1][i], scale, total[i]);
           }
         },
         std::make_integer_sequence<int, kPairs>{});
     if constexpr (Scales::kHasMinima) {
-      const Floats minimum = Scales::minimum(tile, within);
+      const Floats minimum = Scales::minimum(tile, group_in_tile);
       for (int i = 0; i < kCount; ++i)
         total[i] = multiply_add(splat(input.row_sums(first + i)[g]), minimum, total[i]);
     }
@@ -98,29 +100,30 @@ void dot_packed_integers(const Matrix& matrix, int block, const ActivationRows& 
   using Scales = typename F::Scales;
   constexpr int kScaleBytes = Scales::kTileBytes * kGroup / Scales::kTileColumns;
   const int groups = matrix.columns / kGroup;
-  const BlockPointers<F> place(matrix, block);
+  const BlockPointers<F> pointers(matrix, block);
   Floats total[kCount];
   for (int i = 0; i < kCount; ++i) total[i] = zeros();
   for (int g = 0; g < groups; ++g) {
-    const char *data = place.codes(g), *tile = place.tile(g);
-    const int within = place.within(g);
+    const char *data = pointers.codes(g), *tile = pointers.tile(g);
+    const int group_in_tile = pointers.group_in_tile(g);
     for (int line = 0; line < Codes::kBytes; line += 64)
       prefetch_weights(data + kPrefetchBytes + line);
-    prefetch_weights(tile + within * kScaleBytes + kPrefetchBytes * kScaleBytes / Codes::kBytes);
+    prefetch_weights(tile + group_in_tile * kScaleBytes +
+                     kPrefetchBytes * kScaleBytes / Codes::kBytes);
     const IntegerGroup* x[kCount];
     for (int i = 0; i < kCount; ++i) x[i] = input.row_integers(first + i) + g;
     unroll(
         [&](auto s) __attribute__((always_inline)) {
           Ints sums[kCount];
           multiply_group<Codes, Scales::kScaleColumns, s.value>(data, x, sums);
-          const Floats scale = Scales::scale(tile, within, s.value);
+          const Floats scale = Scales::scale(tile, group_in_tile, s.value);
           for (int i = 0; i < kCount; ++i)
             total[i] = multiply_add(to_floats(sums[i]), scale * splat(Codes::kStep * x[i]->scale),
                                     total[i]);
         },
         std::make_integer_sequence<int, kGroup / Scales::kScaleColumns>{});
     if constexpr (Scales::kHasMinima) {
-      const Floats minimum = Scales::minimum(tile, within);
+      const Floats minimum = Scales::minimum(tile, group_in_tile);
       for (int i = 0; i < kCount; ++i)
         total[i] = multiply_add(splat(input.row_sums(first + i)[g]), minimum, total[i]);
     }
@@ -142,18 +145,18 @@ void for_row_tiles(int count, With with) {
 // Unpack a group of 16 rows to bf16: out[p] holds columns 2 p and 2 p + 1 of row 0, of row 1, and
 // so on.
 template <typename F>
-inline __attribute__((always_inline)) void unpack_group(const BlockPointers<F>& place, int group,
+inline __attribute__((always_inline)) void unpack_group(const BlockPointers<F>& pointers, int group,
                                                         Ints* out) {
   using Scales = typename F::Scales;
   constexpr int kScalePairs = Scales::kScaleColumns / 2;
-  const char *data = place.codes(group), *tile = place.tile(group);
-  const int within = place.within(group);
-  const Floats minimum = Scales::minimum(tile, within);
+  const char *data = pointers.codes(group), *tile = pointers.tile(group);
+  const int group_in_tile = pointers.group_in_tile(group);
+  const Floats minimum = Scales::minimum(tile, group_in_tile);
   Floats scale = minimum;
   unroll(
       [&](auto p) __attribute__((always_inline)) {
         if constexpr (p.value % kScalePairs == 0)
-          scale = Scales::scale(tile, within, p.value / kScalePairs);
+          scale = Scales::scale(tile, group_in_tile, p.value / kScalePairs);
         const Bf16Pairs codes = F::Codes::template pair<p.value>(data);
         out[p.value] = round_interleaved(multiply_add(evens(codes), scale, minimum),
                                          multiply_add(odds(codes), scale, minimum));
@@ -168,9 +171,9 @@ void accumulate_pairs(const Ints* weights, int pairs, const Activation* x, std::
   Floats sum[kCount];
   for (int i = 0; i < kCount; ++i) sum[i] = out[i];
   for (int p = 0; p < pairs; ++p) {
-    const Bf16Pairs some = as_pairs(weights[p]);
+    const Bf16Pairs part = as_pairs(weights[p]);
 #pragma GCC unroll 8
-    for (int i = 0; i < kCount; ++i) sum[i] = dot(sum[i], some, splat_pair(x + i * stride + 2 * p));
+    for (int i = 0; i < kCount; ++i) sum[i] = dot(sum[i], part, splat_pair(x + i * stride + 2 * p));
   }
   for (int i = 0; i < kCount; ++i) out[i] = sum[i];
 }
@@ -181,15 +184,15 @@ template <typename F>
 void multiply_rounded(const Matrix& matrix, int block, const ActivationRows& input, int first,
                       int count, Floats* out) {
   alignas(64) Ints weights[kUnpackedColumns / 2];
-  const BlockPointers<F> place(matrix, block);
+  const BlockPointers<F> pointers(matrix, block);
   const std::ptrdiff_t columns = matrix.columns;
   for (int i = 0; i < count; ++i) out[i] = zeros();
   for (int begin = 0; begin < columns; begin += kUnpackedColumns) {
-    const int some = std::min<int>(kUnpackedColumns, columns - begin);
-    for (int g = 0; g < some / kGroup; ++g)
-      unpack_group<F>(place, begin / kGroup + g, weights + g * kPairs);
+    const int part = std::min<int>(kUnpackedColumns, columns - begin);
+    for (int g = 0; g < part / kGroup; ++g)
+      unpack_group<F>(pointers, begin / kGroup + g, weights + g * kPairs);
     for_row_tiles<kRowTile>(count, [&](auto tile, int i) {
-      accumulate_pairs<tile.value>(weights, some / 2, input.row(first + i) + begin, columns,
+      accumulate_pairs<tile.value>(weights, part / 2, input.row(first + i) + begin, columns,
                                    out + i);
     });
   }
@@ -322,10 +325,10 @@ void unpack_block(const Matrix& matrix, int block, To* out) {
       matrix.format,
       [&](auto format) {
         using F = decltype(format);
-        const BlockPointers<F> place(matrix, block);
+        const BlockPointers<F> pointers(matrix, block);
         for (int g = 0; g < matrix.columns / kGroup; ++g) {
           Ints pairs[kPairs];
-          unpack_group<F>(place, g, pairs);
+          unpack_group<F>(pointers, g, pairs);
           transpose(pairs);
           for (int r = 0; r < rows; ++r)
             store_unpacked(out + static_cast<std::ptrdiff_t>(r) * matrix.columns + g * kGroup,
@@ -345,11 +348,11 @@ void unpack_row(const Matrix& matrix, int row, To* out) {
       matrix.format,
       [&](auto format) {
         using F = decltype(format);
-        const BlockPointers<F> place(matrix, row / kBlock);
+        const BlockPointers<F> pointers(matrix, row / kBlock);
         for (int g = 0; g < matrix.columns / kGroup; ++g) {
           alignas(64) Ints pairs[kPairs];
           alignas(64) Bf16 line[kGroup];
-          unpack_group<F>(place, g, pairs);
+          unpack_group<F>(pointers, g, pairs);
           for (int p = 0; p < kPairs; ++p)
             std::memcpy(line + 2 * p, reinterpret_cast<const Bf16*>(pairs + p) + 2 * (row % kBlock),
                         2 * sizeof(Bf16));

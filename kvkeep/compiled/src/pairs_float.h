@@ -70,9 +70,9 @@ KVKEEP_INLINE Floats dot(Floats sum, Bf16Pairs a, Bf16Pairs b) {
 
 // Load 32 signed bytes as pairs, in order.
 KVKEEP_INLINE Bf16Pairs load_int8_pairs(const std::int8_t* x) {
-  const Ints both = widen(reinterpret_cast<const std::uint16_t*>(x));
-  return {to_floats(shift_right_signed<24>(shift_left<24>(both))),
-          to_floats(shift_right_signed<24>(shift_left<16>(both)))};
+  const Ints bytes = widen(reinterpret_cast<const std::uint16_t*>(x));
+  return {to_floats(shift_right_signed<24>(shift_left<24>(bytes))),
+          to_floats(shift_right_signed<24>(shift_left<16>(bytes)))};
 }
 
 // Decode the lowest bits of each 16-bit half with `lanes`; the other bits may have any value.

@@ -22,15 +22,15 @@ class PerLayerForward {
         gated_(sequences, size_) {}
 
   // Compute the vectors of all layers, with all threads. input: embeddings, [sequences, hidden].
-  void compute(int me, ThreadTeam& team, const NormParams& norming, const ActivationRows& input,
+  void compute(int me, ThreadTeam& team, const NormParams& norm_params, const ActivationRows& input,
                const Sequence* sequences) {
-    const PerLayerEmbedding& of = *model_.per_layer;
+    const PerLayerEmbedding& embedding = *model_.per_layer;
     const Floats root = splat(1.f / std::sqrt(static_cast<float>(model_.hidden_size)));
     team.run_shared_then_wait(me, sequences_, 1, [&](int i) {
-      unpack_row(of.table, sequences[i].token, table_rows_.get() + std::size_t(i) * width_);
+      unpack_row(embedding.table, sequences[i].token, table_rows_.get() + std::size_t(i) * width_);
     });
-    team.run_shared_then_wait(me, of.projection.blocks(), 4, [&](int block) {
-      multiply_rows(of.projection, block, input, 0, sequences_,
+    team.run_shared_then_wait(me, embedding.projection.blocks(), 4, [&](int block) {
+      multiply_rows(embedding.projection, block, input, 0, sequences_,
                     [&](int i, int row, Floats products) {
                       store(vectors_.get() + std::size_t(i) * width_ + row, products * root);
                     });
@@ -38,9 +38,9 @@ class PerLayerForward {
     team.run_shared_then_wait(me, sequences_ * model_.layer_count, 4, [&](int n) {
       float* vector = vectors_.get() + std::size_t(n) * size_;
       const Bf16* table_row = table_rows_.get() + std::size_t(n) * size_;
-      normalise(vector, of.norm, norming, size_, [&](int c, Floats value) {
+      normalise(vector, embedding.norm, norm_params, size_, [&](int c, Floats value) {
         const Floats combined =
-            multiply_add(load(table_row + c), splat(of.table_multiplier), value);
+            multiply_add(load(table_row + c), splat(embedding.table_multiplier), value);
         store(vector + c, combined * splat(std::sqrt(0.5f)));
       });
     });
@@ -51,8 +51,8 @@ class PerLayerForward {
                                       const ActivationRows& input) {
     team.run_shared_then_wait(me, gate.blocks(), 4, [&](int block) {
       multiply_rows(gate, block, input, 0, sequences_, [&](int i, int row, Floats products) {
-        const float* own = vectors_.get() + std::size_t(i) * width_ + layer * size_ + row;
-        store_rounded(gated_.row(i) + row, activate_gate(kGeluTanh, products, load(own)));
+        const float* vector = vectors_.get() + std::size_t(i) * width_ + layer * size_ + row;
+        store_rounded(gated_.row(i) + row, activate_gate(kGeluTanh, products, load(vector)));
       });
     });
     team.run_shared_then_wait(me, sequences_, 1, [&](int i) { gated_.prepare_row(i); });

@@ -15,9 +15,9 @@ namespace {
 template <typename To>
 int unpack(const Matrix& matrix, int first, int blocks, To* out, int threads) {
   return run_guarded([=, &matrix] {
-    ThreadTeam workers(threads);
+    ThreadTeam team(threads);
 #pragma omp parallel num_threads(threads)
-    workers.run_shared(omp_get_thread_num(), blocks, 4, [&](int b) {
+    team.run_shared(omp_get_thread_num(), blocks, 4, [&](int b) {
       unpack_block(matrix, first + b, out + std::size_t(b) * kBlock * matrix.columns);
     });
     return kDone;
@@ -33,16 +33,16 @@ int kvkeep_product(const kvkeep::Matrix* matrix, const kvkeep::Bf16* x, int coun
   return run_guarded([=] {
     ActivationBuffer input(count, matrix->columns);
     for (int i = 0; i < count; ++i) input.set_row(i, x + std::size_t(i) * matrix->columns);
-    ThreadTeam workers(threads);
+    ThreadTeam team(threads);
     std::atomic<bool> finite{true};
 #pragma omp parallel num_threads(threads)
-    workers.run_shared(omp_get_thread_num(), matrix->blocks(), 16, [&](int block) {
+    team.run_shared(omp_get_thread_num(), matrix->blocks(), 16, [&](int block) {
       Floats products[kMaxRows];
       const int rows = rows_in_block(*matrix, block);
       for (int first = 0; first < count; first += kMaxRows) {
-        const int some = std::min(kMaxRows, count - first);
-        multiply(*matrix, block, input, first, some, products);
-        for (int i = 0; i < some; ++i) {
+        const int batch = std::min(kMaxRows, count - first);
+        multiply(*matrix, block, input, first, batch, products);
+        for (int i = 0; i < batch; ++i) {
           store_first(out + std::size_t(first + i) * matrix->rows + block * kBlock, rows,
                       products[i]);
           if (not_finite(products[i], rows)) finite.store(false, std::memory_order_relaxed);

@@ -20,7 +20,7 @@ struct ColumnPairs {
   Ints values;
 };
 
-template <bool kWhich>
+template <bool kArgmax>
 class SimilaritySearch {
  public:
   explicit SimilaritySearch(const Similarity& search)
@@ -36,15 +36,16 @@ class SimilaritySearch {
 #pragma omp for schedule(dynamic)
       for (int head = 0; head < search_.heads; ++head) {
         pack(head, packed);
-        for (int first = 0; first < search_.row_count; first += kRows) block(head, first, packed);
+        for (int first_row = 0; first_row < search_.row_count; first_row += kRows)
+          block(head, first_row, packed);
       }
     }
   }
 
  private:
   struct Best {
-    Floats most[kRows];
-    Ints which[kRows];
+    Floats max[kRows];
+    Ints argmax[kRows];
   };
 
   // Pack columns side by side: for each group of 16 one register for each pair of numbers.
@@ -52,17 +53,18 @@ class SimilaritySearch {
     const Bf16* from = search_.columns + std::size_t(head) * search_.column_count * search_.width;
     for (int group = 0; group < groups_; ++group)
       for (int pair = 0; pair < pairs_; pair += kLanes) {
-        const int some = std::min(kLanes, pairs_ - pair);
+        const int count = std::min(kLanes, pairs_ - pair);
         Ints lanes[kLanes];
         for (int i = 0; i < kLanes; ++i) {
           const int column = group * kLanes + i;
           lanes[i] =
               column < search_.column_count
-                  ? load_first_ints(from + std::size_t(column) * search_.width + 2 * pair, some)
+                  ? load_first_ints(from + std::size_t(column) * search_.width + 2 * pair, count)
                   : splat_int(0);
         }
         transpose(lanes);
-        for (int i = 0; i < some; ++i) to[std::size_t(group) * pairs_ + pair + i].values = lanes[i];
+        for (int i = 0; i < count; ++i)
+          to[std::size_t(group) * pairs_ + pair + i].values = lanes[i];
       }
   }
 
@@ -70,26 +72,26 @@ class SimilaritySearch {
     return search_.strictly_older ? std::min(row, search_.column_count) : search_.column_count;
   }
 
-  void block(int head, int first, const ColumnPairs* packed) const {
-    const int count = std::min(kRows, search_.row_count - first);
+  void block(int head, int first_row, const ColumnPairs* packed) const {
+    const int count = std::min(kRows, search_.row_count - first_row);
     const Bf16* rows[kRows];
     Best best;
     for (int r = 0; r < kRows; ++r) {
-      const int row = first + std::min(r, count - 1);
+      const int row = first_row + std::min(r, count - 1);
       rows[r] = search_.rows + (std::size_t(head) * search_.row_count + row) * search_.width;
-      best.most[r] = splat(-std::numeric_limits<float>::infinity());
-      best.which[r] = splat_int(0);
+      best.max[r] = splat(-std::numeric_limits<float>::infinity());
+      best.argmax[r] = splat_int(0);
     }
-    for (int column = 0; column < limit(first + count - 1); column += kWide)
-      compare(rows, packed + std::size_t(column / kLanes) * pairs_, first, column, best);
-    for (int r = 0; r < count; ++r) note(head, first + r, best.most[r], best.which[r]);
+    for (int column = 0; column < limit(first_row + count - 1); column += kWide)
+      compare(rows, packed + std::size_t(column / kLanes) * pairs_, first_row, column, best);
+    for (int r = 0; r < count; ++r) store_best(head, first_row + r, best.max[r], best.argmax[r]);
   }
 
-  void compare(const Bf16* const (&rows)[kRows], const ColumnPairs* packed, int first, int column,
-               Best& best) const {
+  void compare(const Bf16* const (&rows)[kRows], const ColumnPairs* packed, int first_row,
+               int column, Best& best) const {
     Floats sum[kRows][kGroups];
-    for (auto& each : sum)
-      for (auto& lanes : each) lanes = zeros();
+    for (auto& row : sum)
+      for (auto& lanes : row) lanes = zeros();
     for (int p = 0; p < pairs_; ++p)
       for (int g = 0; g < kGroups; ++g) {
         const Bf16Pairs columns = as_pairs(packed[g * pairs_ + p].values);
@@ -99,19 +101,19 @@ class SimilaritySearch {
       }
     for (int r = 0; r < kRows; ++r)
       for (int g = 0; g < kGroups; ++g) {
-        const int begin = column + g * kLanes, seen = limit(first + r) - begin;
-        const Mask more = greater(lanes_below(seen), sum[r][g], best.most[r]);
-        best.most[r] = select(more, sum[r][g], best.most[r]);
-        if (kWhich) best.which[r] = select(more, splat_int(begin), best.which[r]);
+        const int begin = column + g * kLanes, visible = limit(first_row + r) - begin;
+        const Mask more = greater(lanes_below(visible), sum[r][g], best.max[r]);
+        best.max[r] = select(more, sum[r][g], best.max[r]);
+        if (kArgmax) best.argmax[r] = select(more, splat_int(begin), best.argmax[r]);
       }
   }
 
-  void note(int head, int row, Floats most, Ints which) const {
+  void store_best(int head, int row, Floats max, Ints argmax) const {
     const std::size_t at = std::size_t(head) * search_.row_count + row;
-    const float largest = reduce_max(most);
+    const float largest = reduce_max(max);
     search_.max_products[at] = largest;
-    if (!kWhich) return;
-    search_.argmax[at] = masked_reduce_min(equal(most, splat(largest)), add(which, lane_indices()));
+    if (!kArgmax) return;
+    search_.argmax[at] = masked_reduce_min(equal(max, splat(largest)), add(argmax, lane_indices()));
   }
 
   const Similarity& search_;
