@@ -11,8 +11,7 @@ from kvkeep import validation
 from kvkeep.cache import Bits
 from kvkeep.cache.layout import bits_name
 from kvkeep.compiled.decoder import can_decode
-from kvkeep.compression.calibration.calibration import Calibration
-from kvkeep.compression.calibration.lookup import kept_calibration
+from kvkeep.compression.calibration.calibration import Calibration, default_calibration
 from kvkeep.errors import InvalidArgument
 from kvkeep.executors import new_decoder, slowness, warn_of
 from kvkeep.loaded_model import LoadedModel
@@ -53,7 +52,7 @@ class Model(LoadedModel):
         `kvkeep pull --calibrate` makes one, and `kvkeep calibrate TEXT`. It is read anew each time.
         Raises StoreError and its kinds for a file that is not sound.
         """
-        return kept_calibration(self)
+        return default_calibration(self)
 
     def restore(
         self,

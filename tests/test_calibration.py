@@ -15,10 +15,8 @@ from torch import Tensor
 
 from kvkeep import Snapshot
 from kvkeep.compression.calibration.calibration import Calibration, load_calibration
-from kvkeep.compression.calibration.measure import _Context as Repeated
-from kvkeep.compression.calibration.measure import calibrate, calibration_tokens
-from kvkeep.compression.calibration.measured import LIKENESSES
-from kvkeep.compression.calibration.sums import CalibrationSums
+from kvkeep.compression.calibration.measure import ReconstructionPart, calibrate, calibration_tokens
+from kvkeep.compression.calibration.sums import COSINES, CalibrationSums
 from kvkeep.errors import (
     CorruptFile,
     FingerprintMismatch,
@@ -78,7 +76,7 @@ def test_mean_and_moment_are_those_of_the_newest_queries_of_each_step(
 def test_each_kv_head_tolerates_a_likeness_that_was_tried(calibration: Calibration) -> None:
     tolerance = calibration.statistics.tolerance
     assert tolerance.shape == (2, 2)
-    assert set(tolerance.flatten().tolist()) <= set(torch.tensor(LIKENESSES).tolist())
+    assert set(tolerance.flatten().tolist()) <= set(torch.tensor(COSINES).tolist())
 
 
 def test_a_text_gives_the_same_calibration_again(calibration: Calibration) -> None:
@@ -163,9 +161,9 @@ def test_a_surrogate_foretells_cells_of_text_that_it_was_not_fitted_on(smollm2: 
     ids, sums = topic_ids(smollm2), CalibrationSums(smollm2.decoder.new_cache().layout)
     with torch.inference_mode():
         for part in (
-            Repeated(0, 480, False),
-            Repeated(2000, 2480, False),
-            Repeated(1000, 1300, True),
+            ReconstructionPart(0, 480, False),
+            ReconstructionPart(2000, 2480, False),
+            ReconstructionPart(1000, 1300, True),
         ):
             part.measure(smollm2, ids, sums, lambda tokens: None)
     assert sums.held_back.r_squared(sums.fitted.weights()) > 0.6

@@ -18,7 +18,7 @@ EXTENDED = (
     "cli/test_doctor.py",
     "cli/test_durable.py",
     "cli/test_grid.py",
-    "cli/test_kept_calibration.py",
+    "cli/test_default_calibration.py",
     "cli/test_process.py",
     "cli/test_remote.py",
     "cli/test_serve.py",

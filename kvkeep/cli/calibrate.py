@@ -58,12 +58,12 @@ def measure(model: "Model", text: str, output: Path | None, quiet: bool) -> None
     """
     from tqdm import tqdm
 
-    from kvkeep.compression.calibration.lookup import calibration_place
+    from kvkeep.compression.calibration.calibration import calibration_path
     from kvkeep.compression.calibration.measure import calibrate as calibration_of
     from kvkeep.compression.calibration.measure import calibration_tokens
 
     if output is None:
-        output = calibration_place(model)
+        output = calibration_path(model)
         try:
             output.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:

@@ -136,10 +136,10 @@ def began_with(
 
 def check_begun_with(saved: object, snapshot: "Snapshot", file: Path | None) -> None:
     """Refuses, without the model, a calibration that is one more, and none where one is needed."""
-    from kvkeep.compression.calibration.lookup import is_any_kept
+    from kvkeep.compression.calibration.calibration import any_default_calibration
 
     needed = snapshot.policy.get("calibrated_by")
-    if needed and file is None and not is_any_kept():
+    if needed and file is None and not any_default_calibration():
         raise _needs_calibration(saved)
     if file is not None and not needed:
         raise InvalidArgument(

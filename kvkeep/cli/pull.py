@@ -34,11 +34,11 @@ def _calibrate(name: str, quiet: bool) -> None:
     """Of the dtype that commands use by default."""
     from kvkeep.cli.calibrate import measure
     from kvkeep.cli.which_model import load_named
-    from kvkeep.compression.calibration.lookup import calibration_place, kept_calibration
+    from kvkeep.compression.calibration.calibration import calibration_path, default_calibration
     from kvkeep.evaluate.manual import manual_text
 
     model = load_named(name, "bfloat16", "cpu", weights=None, progress=not quiet)
-    if kept_calibration(model) is None:
+    if default_calibration(model) is None:
         measure(model, manual_text(), None, quiet)
     elif not quiet:
-        say(f"{calibration_place(model)} is its calibration, made before")
+        say(f"{calibration_path(model)} is its calibration, made before")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvkeep.compression.calibration.regression import RIDGE, Regression
+from kvkeep.compression.calibration.sums import RIDGE, RegressionSums
 from kvkeep.compression.methods.statistics import Surrogate, features
 
 LAYERS, KV_HEADS, HEAD_DIM, SAMPLES = 2, 3, 4, 200
@@ -23,11 +23,11 @@ def samples(noise: float) -> tuple[Tensor, Tensor, Tensor]:
     return x, y + noise * random(*y.shape, seed=3), truth
 
 
-def regression(x: Tensor, y: Tensor, parts: int) -> Regression:
-    found = Regression(LAYERS, KV_HEADS, WIDTH)
+def regression(x: Tensor, y: Tensor, parts: int) -> RegressionSums:
+    found = RegressionSums(LAYERS, KV_HEADS, WIDTH)
     for some, its in zip(x.chunk(parts, 2), y.chunk(parts, 2), strict=True):
         for layer in range(LAYERS):
-            found.take(layer, some[layer], its[layer])
+            found.add(layer, some[layer], its[layer])
     return found
 
 

@@ -1,9 +1,10 @@
-"""A calibration: what compression decides by, measured once for each model.
+"""A calibration: statistics for compression, measured once for each model.
 
-As an importance matrix is for weights, it is a file made once from some text, and good for every
+Like an importance matrix for weights, it is a file made once from some text, and valid for every
 session of that model.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from kvkeep.compression.methods import Statistics
 from kvkeep.compression.methods.statistics import Surrogate
 from kvkeep.errors import CorruptFile
 from kvkeep.loaded_model import LoadedModel
+from kvkeep.models.hub.source import home
 from kvkeep.storage.files.tensors import tensor_bytes
 from kvkeep.storage.snapshots.container import read_container, write_container
 
@@ -27,10 +29,14 @@ KIND, FORMAT = "calibration", 2
 
 @dataclass(frozen=True)
 class Calibration:
-    """statistics: see there. fingerprint: of the model. tokens: that it was made from.
+    """The statistics of a model.
 
-    r_squared: which part of what reconstruction gives to cells of text held back the surrogate
-    explains; None without one.
+    Attributes:
+        fingerprint: of the model.
+        model: its name.
+        tokens: count of tokens that were measured.
+        r_squared: the share of the variance of reconstruction scores of held-back text that the
+            surrogate explains; None without a surrogate.
     """
 
     statistics: Statistics
@@ -41,37 +47,38 @@ class Calibration:
 
     @property
     def digest(self) -> str:
-        """Of the statistics: what a session that was begun with them asks for."""
-        hashed, known = blake3(), self.statistics
-        for tensor in (known.mean, known.moment, known.tolerance, *_guessing(known).values()):
-            hashed.update(tensor_bytes(tensor))
-        return hashed.hexdigest()
+        """A digest of the statistics, by which snapshots refer to the calibration of a session."""
+        digest, statistics = blake3(), self.statistics
+        surrogate = _surrogate_tensors(statistics).values()
+        for tensor in (statistics.mean, statistics.moment, statistics.tolerance, *surrogate):
+            digest.update(tensor_bytes(tensor))
+        return digest.hexdigest()
 
     def require(self, model: LoadedModel) -> None:
-        """Raises FingerprintMismatch, naming what differs, for another model."""
+        """Raise FingerprintMismatch, naming what differs, for another model."""
         model.fingerprint.require(self.fingerprint, "the calibration")
 
     def save(self, path: str | Path) -> int:
-        """Writes the file, or leaves the one that is there. Returns its bytes."""
+        """Write the file atomically; return its size in bytes."""
         document = {
             "fingerprint": self.fingerprint,
             "model": self.model,
             "tokens": self.tokens,
             "r_squared": self.r_squared,
         }
-        known = self.statistics
-        rows, columns = _half(known.moment.shape[-1])
+        statistics = self.statistics
+        rows, columns = _upper_half(statistics.moment.shape[-1])
         tensors = {
-            "mean": known.mean,
-            "moment_half": known.moment[..., rows, columns],
-            "tolerance": known.tolerance,
-            **_guessing(known),
+            "mean": statistics.mean,
+            "moment_half": statistics.moment[..., rows, columns],
+            "tolerance": statistics.tolerance,
+            **_surrogate_tensors(statistics),
         }
         return write_container(Path(path), KIND, FORMAT, document, tensors)
 
 
 def load_calibration(path: str | Path, model: LoadedModel) -> Calibration:
-    """Reads a calibration and verifies every byte of it, and that it is of this model.
+    """Read a calibration, verify every byte of it, and check that it is of this model.
 
     Raises StoreError and its kinds, and FingerprintMismatch.
     """
@@ -82,10 +89,34 @@ def load_calibration(path: str | Path, model: LoadedModel) -> Calibration:
         raise CorruptFile(f"{path} is corrupt: {error!r} while it was put together") from error
 
 
+def calibration_path(model: LoadedModel) -> Path:
+    """Return the default path of a model's calibration, named by the model's fingerprint."""
+    saved = json.dumps(model.fingerprint.saved(), sort_keys=True)
+    return _folder() / f"{blake3(saved.encode()).hexdigest()[:24]}.kvcal"
+
+
+def any_default_calibration() -> bool:
+    """Whether any model has a calibration at its default path; needs no loaded model."""
+    return any(_folder().glob("*.kvcal"))
+
+
+def default_calibration(model: LoadedModel) -> Calibration | None:
+    """Return the calibration at a model's default path; None if there is none.
+
+    Raises StoreError and its kinds for a damaged file.
+    """
+    path = calibration_path(model)
+    return load_calibration(path, model) if path.exists() else None
+
+
+def _folder() -> Path:
+    return home() / "calibrations"
+
+
 def _assemble(
     document: Mapping[str, Any], tensors: Mapping[str, Tensor], model: LoadedModel
 ) -> Calibration:
-    # First of all: another model's statistics have another shape, and are whole for all that.
+    # First: another model's statistics have another shape without being damaged.
     model.fingerprint.require(document["fingerprint"], "the calibration")
     layout = model.decoder.new_cache().layout
     shape = (layout.layers, layout.kv_heads, layout.head_dim)
@@ -108,7 +139,7 @@ def _assemble(
 
 
 def _moment(tensors: Mapping[str, Tensor], shape: tuple[int, int, int]) -> Tensor:
-    """The whole of it, as format 1 keeps it, or of the half that is kept since."""
+    """The second moment: stored whole in format 1, and as its upper half since."""
     width = shape[-1]
     if "moment" in tensors:
         require_tensor("moment", tensors["moment"], torch.float32, *shape, width)
@@ -117,15 +148,15 @@ def _moment(tensors: Mapping[str, Tensor], shape: tuple[int, int, int]) -> Tenso
     half = tensors["moment_half"]
     require_tensor("moment_half", half, torch.float32, *shape[:2], width * (width + 1) // 2)
     require_finite("moment_half", half)
-    rows, columns = _half(width)
+    rows, columns = _upper_half(width)
     moment = torch.empty(*shape, width, dtype=torch.float32, device="cpu")
     moment[..., rows, columns] = half
     moment[..., columns, rows] = half
     return moment
 
 
-def _half(width: int) -> Tensor:
-    """`[2, width * (width + 1) / 2]`: rows and columns of the upper half of a square."""
+def _upper_half(width: int) -> Tensor:
+    """Rows and columns of the upper triangle of a square, `[2, width * (width + 1) / 2]`."""
     return torch.triu_indices(width, width, dtype=torch.int64, device="cpu")
 
 
@@ -133,19 +164,19 @@ def _surrogate(tensors: Mapping[str, Tensor], shape: tuple[int, int, int]) -> Su
     if "surrogate.key" not in tensors:
         return None
     shapes = {"key": shape, "value": shape, "constant": shape[:2]}
-    for name, wanted in shapes.items():
-        require_tensor(name, tensors[f"surrogate.{name}"], torch.float32, *wanted)
+    for name, expected in shapes.items():
+        require_tensor(name, tensors[f"surrogate.{name}"], torch.float32, *expected)
         require_finite(name, tensors[f"surrogate.{name}"])
     return Surrogate(**{name: tensors[f"surrogate.{name}"] for name in shapes})
 
 
-def _guessing(statistics: Statistics) -> dict[str, Tensor]:
-    """The tensors of the surrogate, where there is one."""
-    known = statistics.surrogate
-    if known is None:
+def _surrogate_tensors(statistics: Statistics) -> dict[str, Tensor]:
+    """The tensors of the surrogate by their names in the file; empty without one."""
+    surrogate = statistics.surrogate
+    if surrogate is None:
         return {}
     return {
-        "surrogate.key": known.key,
-        "surrogate.value": known.value,
-        "surrogate.constant": known.constant,
+        "surrogate.key": surrogate.key,
+        "surrogate.value": surrogate.value,
+        "surrogate.constant": surrogate.constant,
     }

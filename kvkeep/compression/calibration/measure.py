@@ -1,4 +1,4 @@
-"""Making a calibration: text is run through the model, and what its sessions see is measured."""
+"""Measuring a calibration: text is evaluated, and queries and reconstruction scores summed up."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -24,10 +24,10 @@ from kvkeep.session.memory import Memory
 from kvkeep.session.session import Session
 
 STEP = 512  # tokens evaluated at once
-STRETCH = 16  # steps that are measured in one session
-CONTEXT, CONTEXTS = 1024, 20  # tokens that are read and then repeated, so often at most
-EVERY = 5  # one context of so many is held back
-LOWEST = -27.6  # log of a share, 1e-12: below it nothing is told apart
+STEPS_PER_SESSION = 16  # of a `QueryPart`
+CONTEXT, MAX_CONTEXTS = 1024, 20  # tokens of a `ReconstructionPart`, and their largest number
+HELD_BACK_STRIDE = 5  # one context of so many is held back
+LOWEST = -27.6  # log of an attention weight of 1e-12; lower scores are not distinguished
 
 Progress = Callable[[int], None]
 
@@ -39,42 +39,41 @@ def calibrate(
     progress: Progress | None = None,
     unfinished: Path | None = None,
 ) -> Calibration:
-    """Runs text through the model and measures what compression decides by.
+    """Evaluate text and measure the statistics that compression methods use.
 
-    Of the first 1,024 tokens of each twentieth of the text it is also measured what reconstruction
-    gives each cell, and a surrogate is fitted to that, on four of five of them; the others say how
-    good it is.
+    For the first 1,024 tokens of each twentieth of the text, reconstruction scores are computed as
+    well. A surrogate is fitted to four fifths of them and evaluated on the rest.
 
     Args:
-        ids: some ten thousand tokens of the kind of text to come.
+        ids: some ten thousand tokens, of the kind of text that the model will be used with.
         progress: called after each step with the number of tokens in it; see `calibration_tokens`.
-        unfinished: a file that keeps what is done until all of it is, so that a run that ends
-            before can be gone on with: the result is the same to the bit on the same machine.
+        unfinished: a file for partial results, so that an interrupted run can be resumed; the
+            result is the same to the bit on the same machine.
 
-    Raises InvalidArgument for too few tokens; StoreError and its kinds where that file cannot be
-    written, or is no such file.
+    Raises InvalidArgument for too few tokens; StoreError and its kinds if the file cannot be
+    written, or is of another kind.
     """
     ids = validation.token_ids("ids", ids, model.spec.vocab_size)
     progress = validation.progress(progress) or (lambda tokens: None)
     parts = _parts(model, len(ids))
-    layout, of = model.decoder.new_cache().layout, _digest(model, ids)
+    layout, digest = model.decoder.new_cache().layout, _digest(model, ids)
     sums = CalibrationSums(layout)
     if unfinished is not None:
-        sums = CalibrationSums.begun(unfinished, of, layout, len(parts))
+        sums = CalibrationSums.resume(unfinished, digest, layout, len(parts))
     progress(sum(part.tokens for part in parts[: sums.done]))
     for part in parts[sums.done :]:
         part.measure(model, ids, sums, progress)
         sums.done += 1
         if unfinished is not None:
-            sums.save(unfinished, of)
-    found = _calibration(model, len(ids), sums)
+            sums.save(unfinished, digest)
+    calibration = _calibration(model, len(ids), sums)
     if unfinished is not None:
         unfinished.unlink(missing_ok=True)
-    return found
+    return calibration
 
 
 def calibration_tokens(model: LoadedModel, count: int) -> int:
-    """How many tokens `calibrate` evaluates in all, for a text of so many: some of them again.
+    """Return how many tokens `calibrate` evaluates for a text of so many, repetitions included.
 
     Raises InvalidArgument for too few.
     """
@@ -82,26 +81,26 @@ def calibration_tokens(model: LoadedModel, count: int) -> int:
 
 
 @dataclass(frozen=True)
-class _Part(ABC):
-    """Tokens `first ... upto - 1`, measured as a whole or not at all."""
+class CalibrationPart(ABC):
+    """Tokens `first ... end - 1`, whose sums are added as a whole."""
 
     first: int
-    upto: int
+    end: int
 
     @property
     def tokens(self) -> int:
-        """That are evaluated for it."""
-        return self.upto - self.first
+        """Count of tokens that are evaluated for it."""
+        return self.end - self.first
 
     @abstractmethod
     def measure(
         self, model: LoadedModel, ids: list[int], sums: CalibrationSums, progress: Progress
     ) -> None:
-        """Adds what is seen to the sums."""
+        """Evaluate the tokens and add to the sums."""
 
 
-class _Stretch(_Part):
-    """Queries, and how alike keys may be to be merged."""
+class QueryPart(CalibrationPart):
+    """Measures queries, and the error of merges."""
 
     def measure(
         self, model: LoadedModel, ids: list[int], sums: CalibrationSums, progress: Progress
@@ -109,54 +108,53 @@ class _Stretch(_Part):
         step = _step(model)
         session = Session(model, Sliding(4 * step), step)
         session.cache.observe()
-        for first in range(self.first, self.upto, step):
-            chunk = ids[first : min(first + step, self.upto)]
+        for first in range(self.first, self.end, step):
+            chunk = ids[first : min(first + step, self.end)]
             session.feed(chunk)
-            sums.measured.take(session.cache, step)
+            sums.measured.add(session.cache, step)
             progress(len(chunk))
 
 
 @dataclass(frozen=True)
-class _Context(_Part):
-    """What reconstruction gives each cell."""
+class ReconstructionPart(CalibrationPart):
+    """Measures reconstruction scores."""
 
     held_back: bool
 
     @property
     def tokens(self) -> int:
-        return 2 * super().tokens  # they are read, and then repeated
+        return 2 * super().tokens  # prefilled, and then repeated
 
     def measure(
         self, model: LoadedModel, ids: list[int], sums: CalibrationSums, progress: Progress
     ) -> None:
-        memory = Memory(model.decoder, Full(self.upto - self.first))
-        for done in memory.evaluate(ids[self.first : self.upto], STEP):
+        memory = Memory(model.decoder, Full(self.end - self.first))
+        for done in memory.evaluate(ids[self.first : self.end], STEP):
             progress(done.hidden.shape[0])
         scores = reconstruction(memory, model.text, progress).clamp(min=LOWEST).double().cpu()
         cache, regression = memory.cache, sums.held_back if self.held_back else sums.fitted
         cells = Cells.concatenate([cells for _, cells in cache.read(0, cache.cells)])
-        seen = Candidates(cells, cache.rope, cache.scale).unrotated
-        for layer, (keys, values) in enumerate(zip(seen, cells.values, strict=True)):
-            # The first cells, where attention rests, are kept by all methods.
-            x = features(keys, values)[:, SINKS:].cpu()
-            regression.take(layer, x, scores[layer, :, SINKS:])
+        unrotated = Candidates(cells, cache.rope, cache.scale).unrotated
+        for layer, (keys, values) in enumerate(zip(unrotated, cells.values, strict=True)):
+            x = features(keys, values)[:, SINKS:].cpu()  # attention sinks are always kept
+            regression.add(layer, x, scores[layer, :, SINKS:])
 
 
-def _parts(model: LoadedModel, count: int) -> list[_Part]:
-    """What is to be done with a text of so many tokens."""
+def _parts(model: LoadedModel, count: int) -> list[CalibrationPart]:
+    """The parts of a text of so many tokens."""
     step = _step(model)
     if count < 3 * step:
         raise InvalidArgument(f"a calibration needs {3 * step} tokens or more; found {count}")
-    # What is left over goes to the last stretch: alone it would have nothing before it.
-    firsts = range(0, max(1, count - 2 * step), STRETCH * step)
-    parts: list[_Part] = [
-        _Stretch(first, upto) for first, upto in zip(firsts, [*firsts[1:], count], strict=True)
+    # The remainder goes to the last part: alone it would have no tokens before it.
+    firsts = range(0, max(1, count - 2 * step), STEPS_PER_SESSION * step)
+    parts: list[CalibrationPart] = [
+        QueryPart(first, end) for first, end in zip(firsts, [*firsts[1:], count], strict=True)
     ]
     length = min(CONTEXT, model.spec.max_positions // 2, count // 2)
-    many = min(CONTEXTS, count // length)
-    for index in range(many):
-        first = index * (count - length) // (many - 1)
-        parts.append(_Context(first, first + length, index % EVERY == 1))
+    contexts = min(MAX_CONTEXTS, count // length)
+    for index in range(contexts):
+        first, held_back = index * (count - length) // (contexts - 1), index % HELD_BACK_STRIDE == 1
+        parts.append(ReconstructionPart(first, first + length, held_back))
     return parts
 
 
@@ -165,10 +163,10 @@ def _step(model: LoadedModel) -> int:
 
 
 def _digest(model: LoadedModel, ids: list[int]) -> str:
-    """Of all that sums depend on: those of another model or text are no beginning."""
-    hashed = blake3(str(sorted(model.fingerprint.saved().items())).encode())
-    hashed.update(torch.tensor(ids, dtype=torch.int64, device="cpu").numpy().tobytes())
-    return hashed.hexdigest()
+    """A digest of everything that the sums depend on: model and text."""
+    digest = blake3(str(sorted(model.fingerprint.saved().items())).encode())
+    digest.update(torch.tensor(ids, dtype=torch.int64, device="cpu").numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _calibration(model: LoadedModel, count: int, sums: CalibrationSums) -> Calibration:

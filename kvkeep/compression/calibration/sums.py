@@ -1,4 +1,4 @@
-"""A calibration in the making: sums over the parts of a text that are done, and their file."""
+"""The running sums of a calibration over the text measured so far, and their file."""
 
 from pathlib import Path
 from typing import Self
@@ -6,64 +6,194 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from kvkeep.cache import Layout
+from kvkeep.cache import Cells, KVCache, Layout, Queries
 from kvkeep.cache.checks import require_finite, require_tensor, require_whole
-from kvkeep.compression.calibration.measured import Measured
-from kvkeep.compression.calibration.regression import Regression
+from kvkeep.compression.methods.attention import by_kv_head, output_error
+from kvkeep.compression.methods.base import Candidates
+from kvkeep.compression.methods.fitted import Fitted
+from kvkeep.compression.methods.statistics import Statistics
 from kvkeep.errors import CorruptFile, NewerFormat, TruncatedFile
 from kvkeep.storage.snapshots.container import read_container, write_container
 
 KIND, FORMAT = "unfinished calibration", 1
 
+# Least cosines of merged keys that are tried; above 1 nothing is merged.
+COSINES = (0.7, 0.8, 0.85, 0.9, 0.95, 1.1)
+TRIAL_RATIO = 4  # compression ratio of the trials
+QUERY_STRIDE = 4  # every so-many-th query is used in the trials
+RIDGE = 1e-3  # times the mean square of each feature
+
+
+class QuerySums:
+    """Sums over queries, and the attention error of merges at each cosine."""
+
+    def __init__(self, layout: Layout):
+        heads, head_dim = (layout.layers, layout.kv_heads), layout.head_dim
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.float32, device="cpu")
+
+        self._queries = torch.zeros(1, dtype=torch.int64, device="cpu")
+        self._sum = zeros(*heads, head_dim)
+        self._outer = zeros(*heads, head_dim, head_dim)
+        self._errors = zeros(len(COSINES), *heads)
+
+    def add(self, cache: KVCache, step: int) -> None:
+        """Add the queries of an observing cache's last step of `step` tokens.
+
+        The merges are tried on the `step` cells before that.
+        """
+        assert cache.observer is not None
+        queries = cache.observer.queries()
+        assert queries is not None
+        samples = by_kv_head(queries.values, cache.layout.kv_heads).cpu()
+        self._queries += samples.shape[2]
+        self._sum += samples.sum(2)
+        self._outer += samples.transpose(-1, -2) @ samples
+        first = cache.cells - 2 * step
+        if first >= 0:
+            parts = [cells for segment, cells in cache.read(first, step) if not segment.anchor]
+            candidates = Candidates(Cells.concatenate(parts), cache.rope, cache.scale)
+            self._try_merges(candidates, queries.every(QUERY_STRIDE))
+
+    def _try_merges(self, candidates: Candidates, queries: Queries) -> None:
+        for errors, cosine in zip(self._errors, COSINES, strict=True):
+            fewer = Fitted(cosine).compress(candidates, len(candidates) // TRIAL_RATIO).cells
+            errors += output_error(candidates, fewer, queries).cpu()
+
+    def statistics(self) -> Statistics:
+        """Return the means; each KV head's tolerance is the cosine with the least error."""
+        cosines = torch.tensor(COSINES, dtype=torch.float32, device="cpu")
+        moment = self._outer / self._queries
+        return Statistics(
+            self._sum / self._queries,
+            (moment + moment.transpose(-1, -2)) / 2,  # exactly symmetric: a file stores one half
+            cosines[self._errors.argmin(0)],
+        )
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {
+            "sum": self._sum,
+            "outer": self._outer,
+            "errors": self._errors,
+            "queries": self._queries,
+        }
+
+
+class RegressionSums:
+    """The sums of a linear regression for each layer and KV head; float64, on the CPU.
+
+    Samples are not stored.
+
+    outer: `[layers, kv_heads, width, width]`, the sum of x x^T. product: `[layers, kv_heads,
+    width]`, of x y. square, total: `[layers, kv_heads]`, of y^2 and y. count: `[1]`, samples of
+    each KV head.
+    """
+
+    NAMES = ("outer", "product", "square", "total", "count")
+
+    def __init__(self, layers: int, kv_heads: int, width: int):
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.float64, device="cpu")
+
+        self.outer = zeros(layers, kv_heads, width, width)
+        self.product = zeros(layers, kv_heads, width)
+        self.square, self.total = zeros(layers, kv_heads), zeros(layers, kv_heads)
+        self.count = zeros(1)
+
+    def add(self, layer: int, x: Tensor, y: Tensor) -> None:
+        """Add samples of one layer. x: `[kv_heads, n, width]`, y: `[kv_heads, n]`; float64."""
+        transposed = x.transpose(-1, -2)
+        self.outer[layer] += transposed @ x
+        self.product[layer] += (transposed @ y.unsqueeze(-1)).squeeze(-1)
+        self.square[layer] += y.square().sum(-1)
+        self.total[layer] += y.sum(-1)
+        if layer == 0:
+            self.count += x.shape[1]
+
+    def weights(self) -> Tensor:
+        """Return the ridge regression of y on x, whose last feature is 1.
+
+        `[layers, kv_heads, width]`.
+        """
+        layers, kv_heads = self.square.shape
+        weights = torch.empty_like(self.product)
+        for layer in range(layers):
+            for head in range(kv_heads):
+                penalty = RIDGE * self.outer[layer, head].diagonal()
+                penalty = penalty.clamp(min=1e-9)  # for a feature that is always 0
+                penalty[-1] = 0  # the constant is not shrunk
+                # One at a time: batches fail with two threads in some builds of torch.
+                weights[layer, head] = torch.linalg.solve(
+                    self.outer[layer, head] + penalty.diag(), self.product[layer, head]
+                )
+        return weights
+
+    def r_squared(self, weights: Tensor) -> float:
+        """Return the share of y's variance that weights explain, over all layers and heads."""
+        predicted = (self.outer @ weights.unsqueeze(-1)).squeeze(-1)
+        errors = self.square + (weights * (predicted - 2 * self.product)).sum(-1)
+        samples = float(self.count) * self.total.numel()
+        variance = float(self.square.sum()) - float(self.total.sum()) ** 2 / samples
+        return 1 - float(errors.sum()) / variance if variance > 0 else 0.0
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {name: getattr(self, name) for name in self.NAMES}
+
 
 class CalibrationSums:
-    """done: parts that are in the sums. fitted, held_back: what a surrogate is fitted to, and what
-    it is judged by."""
+    """All sums of a calibration in progress.
+
+    Attributes:
+        done: parts of the text that are in the sums.
+        fitted: the samples that the surrogate is fitted to.
+        held_back: the samples that it is evaluated on.
+    """
 
     def __init__(self, layout: Layout):
         width = 2 * layout.head_dim + 1
         self.done = 0
-        self.measured = Measured(layout)
+        self.measured = QuerySums(layout)
         self.fitted, self.held_back = (
-            Regression(layout.layers, layout.kv_heads, width) for _ in range(2)
+            RegressionSums(layout.layers, layout.kv_heads, width) for _ in range(2)
         )
 
     def tensors(self) -> dict[str, Tensor]:
-        every: dict[str, Measured | Regression] = {
+        groups: dict[str, QuerySums | RegressionSums] = {
             "measured": self.measured,
             "fitted": self.fitted,
             "held_back": self.held_back,
         }
         return {
-            f"{whose}.{name}": tensor
-            for whose, sums in every.items()
+            f"{group}.{name}": tensor
+            for group, sums in groups.items()
             for name, tensor in sums.tensors().items()
         }
 
-    def save(self, path: Path, of: str) -> None:
-        """of: what says which model and text they are of. Raises StoreError."""
-        write_container(path, KIND, FORMAT, {"of": of, "done": self.done}, self.tensors())
+    def save(self, path: Path, digest: str) -> None:
+        """Write the file. digest: of model and text. Raises StoreError."""
+        write_container(path, KIND, FORMAT, {"of": digest, "done": self.done}, self.tensors())
 
     @classmethod
-    def begun(cls, path: Path, of: str, layout: Layout, parts: int) -> Self:
-        """Those that a file holds; none yet where there is no file, or one of something else.
+    def resume(cls, path: Path, digest: str, layout: Layout, parts: int) -> Self:
+        """Return the sums of a file; empty ones if there is none for this model and text.
 
-        A file of another model or text is taken for a leaving of a run that nobody goes on with, as
-        is one that is damaged. Raises ForeignFile for one that is no such file at all.
+        A file of another model or text is a leftover, and one that is damaged is ignored, too.
+        Raises ForeignFile for a file of another kind.
         """
         sums = cls(layout)
         if not path.exists():
             return sums
         try:
             container = read_container(path, KIND, FORMAT)
-            if container.document["of"] != of:
+            if container.document["of"] != digest:
                 return sums
             require_whole("done", container.document["done"], 1, parts)
             for name, tensor in sums.tensors().items():
-                found = container.tensors[name]
-                require_tensor(name, found, tensor.dtype, *tensor.shape)
+                stored = container.tensors[name]
+                require_tensor(name, stored, tensor.dtype, *tensor.shape)
                 if tensor.dtype != torch.int64:
-                    require_finite(name, found)
+                    require_finite(name, stored)
         except (CorruptFile, TruncatedFile, NewerFormat, LookupError, ValueError):
             return sums
         for name, tensor in sums.tensors().items():

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from kvkeep import Snapshot, load_model
-from kvkeep.compression.calibration.lookup import calibration_place, kept_calibration
+from kvkeep.compression.calibration.calibration import calibration_path, default_calibration
 
 TEXT = "The sea is wide and the night is long; nobody knows how long. " * 110  # 1,651 tokens
 ARCHIVE = ["--policy", "archive", "--max-kv-size", "48"]
@@ -35,7 +35,7 @@ def policy_of(home: Path, name: str) -> dict[str, object]:
 
 def test_a_model_has_it_and_another_does_not(kept: Path, tiny_folder: Path) -> None:
     model = load_model(str(tiny_folder), dtype="float32")
-    assert calibration_place(model) == kept
+    assert calibration_path(model) == kept
     found = model.calibration
     assert found is not None
     session = model.session(48, policy="archive", calibration=found)
@@ -47,7 +47,7 @@ def test_an_archive_decides_by_it(invoke, tiny, tiny_folder: Path, home: Path, k
     result = invoke(*WRITE, "--session", "s", *tiny)
     assert result.exit_code == 0, result.stderr
     assert GAIN not in result.stderr
-    found = kept_calibration(load_model(str(tiny_folder), dtype="float32"))
+    found = default_calibration(load_model(str(tiny_folder), dtype="float32"))
     assert found is not None
     assert policy_of(home, "s")["calibrated_by"] == found.digest
     by_file = invoke(*WRITE, "--calibration", kept, *tiny)
