@@ -13,8 +13,7 @@ from small import small_model
 from kvkeep import Calibration, calibrate
 from kvkeep.cache import Cells
 from kvkeep.compression.methods import METHODS, Candidates, make_method
-from kvkeep.compression.plan import CompressionReport
-from kvkeep.compression.plan import _newest_queries as newest_queries
+from kvkeep.compression.plan import CompressionReport, newest_queries
 from kvkeep.errors import ContextFull, InvalidArgument
 from kvkeep.session.session import Session
 

@@ -14,7 +14,7 @@ from test_compress import TEXT, calibration, cells_of, fed, require_untouched
 
 from kvkeep.cache import NO_TOKEN, Ragged
 from kvkeep.compression.methods import BUDGETS, METHODS, Candidates, Eviction, make_method
-from kvkeep.compression.plan import _newest_queries as newest_queries
+from kvkeep.compression.plan import newest_queries
 from kvkeep.errors import InvalidArgument
 from kvkeep.session.session import Session
 

@@ -8,7 +8,7 @@ from kvkeep import Session
 from kvkeep.cache import Cells
 from kvkeep.compression.methods import Candidates
 from kvkeep.compression.methods.kvzip import KVzip
-from kvkeep.compression.reconstruction import FIRST, STEP
+from kvkeep.compression.reconstruction import FIRST_PROMPT, STEP
 from kvkeep.errors import InvalidArgument
 from kvkeep.evaluate.haystack import Haystack
 from kvkeep.evaluate.manual import manual_text
@@ -43,7 +43,7 @@ def test_a_fact_in_real_text_is_found_in_an_eighth_of_the_cells(smollm2: Model) 
 def test_a_fact_that_lies_across_two_chunks_is_found(smollm2: Model) -> None:
     encode = smollm2.text.encode
     fact = encode(" The pass key is 56700. Remember it. 56700 is the pass key.")
-    before = STEP - len(encode(FIRST)) - 4  # the first chunk ends with "The pass key is"
+    before = STEP - len(encode(FIRST_PROMPT)) - 4  # the first chunk ends with "The pass key is"
     ids = encode(PREFIX + JUNK * 20)[:before] + fact + encode(JUNK * 12)
     assert smollm2.text.decode(ids[before : before + 4]) == " The pass key is"
     session = smollm2.session(policy="full")

@@ -1,9 +1,9 @@
-"""Compressing what a session holds, once."""
+"""One compression of all that a session holds: its plan, and carrying it out."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
+from itertools import accumulate, pairwise, takewhile
 from typing import TypeAlias
 
 import torch
@@ -26,25 +26,28 @@ from kvkeep.compression.methods import (
 from kvkeep.compression.methods.kvzap import KVzap
 from kvkeep.compression.methods.kvzip import KVzip
 from kvkeep.compression.methods.repeats import compress_repeats, find_repeats
-from kvkeep.compression.reconstruction import held_tokens, reconstruction
+from kvkeep.compression.reconstruction import cell_tokens, reconstruction
 from kvkeep.errors import InvalidArgument
 from kvkeep.models.text.codec import TextCodec
 from kvkeep.session.memory import Memory
 
-SINKS = 4
-RECENT = 64  # newest tokens that stay as they are where all heads keep as many cells
-FEWEST_RECENT = 32  # where heads compete
-MOST_RECENT = 256  # where only repeats go
-FEWEST_REPEATS = 1 / 8  # of what is left of the others, where only repeats go
+SINKS = 4  # first cells, which always stay: attention sinks
+RECENT = 64  # newest cells that stay unchanged with a uniform budget
+MIN_RECENT = 32  # of these where heads compete
+MAX_RECENT = 256  # of these where only repeats are compressed
+MIN_REPEATS = 1 / 8  # least share of repeats in the remaining cells, where only they are compressed
 
 
 @dataclass(frozen=True)
 class CompressionReport:
-    """What compressing a session did.
+    """The result of compressing a session.
 
-    cells_before, cells_after: of each KV head. bytes_before, bytes_after: of their storage.
-    budget: whether heads competed for them. chunks: what was compressed together, up to 512 cells
-    each; where heads compete, a run of cells between those that stay.
+    Attributes:
+        cells_before, cells_after: cells of each KV head; a mean if heads compete.
+        bytes_before, bytes_after: bytes of their storage.
+        budget: whether heads competed for cells.
+        chunks: what was compressed together, up to 512 cells each; where heads compete, a run of
+            cells between those that stay.
     """
 
     method: str
@@ -59,11 +62,15 @@ class CompressionReport:
 
 @dataclass(frozen=True)
 class CompressionPlan:
-    """How a memory is to be compressed, once.
+    """How to compress a memory.
 
-    budget: None for what is best for the method and the text. text: of the model. recent: of the
-    newest cells, how many stay as they are; None for what suits the budget and the ratio. seed: of
-    what is drawn. statistics: of the model. progress: told of cells as they are through.
+    Attributes:
+        budget: None for what suits the method and the text.
+        text: the model's tokenizer.
+        recent: newest cells that stay unchanged; None for what suits the budget and the ratio.
+        seed: of random choices.
+        statistics: of the model, from a calibration.
+        progress: called with the number of cells of each part that is done.
     """
 
     method: Method
@@ -76,26 +83,26 @@ class CompressionPlan:
     progress: Callable[[int], None] | None = None
 
     @property
-    def shared(self) -> Budget:
-        """How heads share cells where it is the method that decides."""
+    def effective_budget(self) -> Budget:
+        """The budget, or the method's default."""
         return self.method.budget if self.budget is None else self.budget
 
-    def newest(self, cells: int, pinned: int) -> int:
-        """How many of the newest cells stay as they are, of so many.
+    def recent_cells(self, cells: int, pinned: int) -> int:
+        """Return how many of the newest cells stay unchanged, of so many.
 
-        Where heads compete, half of what is left: what comes next goes on from there, in all
+        Where heads compete, half of what remains: the following text continues from them, in all
         heads. Less at a ratio above 4, where the older text needs the cells more.
         """
         if self.recent is not None:
             return self.recent
-        if self.shared == "uniform":
+        if self.effective_budget == "uniform":
             return RECENT
-        left = cells / self.ratio - pinned
-        return max(FEWEST_RECENT, int(left * min(1 / 2, 2 / self.ratio)))
+        remaining = cells / self.ratio - pinned
+        return max(MIN_RECENT, int(remaining * min(1 / 2, 2 / self.ratio)))
 
     def check(self) -> None:
-        """Raises InvalidArgument for what cannot be."""
-        check_shares(self.method, self.shared)
+        """Raise InvalidArgument if the plan is impossible for any memory."""
+        check_shares(self.method, self.effective_budget)
         if not self.ratio > 1:
             raise InvalidArgument(f"compressing takes a ratio above 1; found {self.ratio:g}")
         if self.recent is not None and self.recent < 1:
@@ -106,35 +113,35 @@ class CompressionPlan:
 
 
 def best_at_once(memory: Memory, statistics: Statistics | None) -> str:
-    """The method that compresses a memory unless another is asked for."""
+    """Return the default method for compressing a memory once."""
     if statistics is not None and statistics.surrogate is not None:
         return KVzap.name
-    again = any(segment.compressed for segment in memory.cache.segments)
-    return BEST if again else KVzip.name
+    compressed_before = any(segment.compressed for segment in memory.cache.segments)
+    return BEST if compressed_before else KVzip.name
 
 
 @torch.inference_mode()
-def compress_held(memory: Memory, how: CompressionPlan) -> tuple[Memory, CompressionReport]:
-    """The memory with all cells compressed but those of the first four, newest and pinned tokens.
+def compress_held(memory: Memory, plan: CompressionPlan) -> tuple[Memory, CompressionReport]:
+    """Return a memory with all cells compressed except sinks, the newest and pinned ones.
 
-    The given one stays as it is. Raises InvalidArgument before anything is evaluated.
+    The given memory does not change. Raises InvalidArgument before anything is evaluated.
     """
-    how.check()
+    plan.check()
     memory.require_no_states("compressed")
     if memory.policy.name != "full":
         raise InvalidArgument(
             f'policy "{memory.policy.name}" cannot be compressed at once: policy="archive" '
             'compresses as it goes, policy="full" when it is asked to'
         )
-    cache, before, nbytes = memory.cache, memory.cache.cells, memory.cache.nbytes
-    budget, runs, found = _only_repeats(memory, how) or _by_method(memory, how)
+    cache, cells_before, bytes_before = memory.cache, memory.cache.cells, memory.cache.nbytes
+    budget, runs, results = _plan_repeats(memory, plan) or _plan_by_method(memory, plan)
     chunks, segments = list[Compression](), list[Segment]()
     for segment, kept, first, count in runs:
         if kept:
             parts = [segment.read(first, count)]
         else:
-            parts, told = next(found)
-            chunks += told
+            parts, reports = next(results)
+            chunks += reports
         segments += [
             Segment.from_cells(cache.layout, cells, segment.map, segment.anchor)
             for cells in parts
@@ -143,160 +150,180 @@ def compress_held(memory: Memory, how: CompressionPlan) -> tuple[Memory, Compres
     after = memory.successor()
     after.cache.segments = merge_segments(segments)
     return after, CompressionReport(
-        how.method.name,
+        plan.method.name,
         budget,
-        how.ratio,
-        before,
+        plan.ratio,
+        cells_before,
         after.cache.cells,
-        nbytes,
+        bytes_before,
         after.cache.nbytes,
         tuple(chunks),
     )
 
 
-_Run: TypeAlias = tuple[Segment, bool, int, int]  # see `KVCache.runs`
-_Done: TypeAlias = tuple[list[Cells], list[Compression]]  # of a run
-_Plan: TypeAlias = tuple[Budget, list[_Run], Iterator[_Done]]
+_Run: TypeAlias = tuple[Segment, bool, int, int]  # segment, kept, first, count: see `KVCache.runs`
+_RunResult: TypeAlias = tuple[list[Cells], list[Compression]]
+_Work: TypeAlias = tuple[Budget, list[_Run], Iterator[_RunResult]]
 
 
-def _by_method(memory: Memory, how: CompressionPlan) -> _Plan:
-    """As the method has it."""
-    runs, left = _runs(memory, how)
-    share = _by_heads if how.shared == "heads" else _evenly
-    return how.shared, runs, share(_candidates(memory, how, runs), left, how)
+def _plan_by_method(memory: Memory, plan: CompressionPlan) -> _Work:
+    """Compress with the plan's method."""
+    runs, remaining = _runs(memory, plan)
+    share = _compress_by_heads if plan.effective_budget == "heads" else _compress_evenly
+    return plan.effective_budget, runs, share(_candidates(memory, plan, runs), remaining, plan)
 
 
-def _only_repeats(memory: Memory, how: CompressionPlan) -> _Plan | None:
-    """Where it is enough to leave what the text says once more: nothing that it says once goes.
+def _plan_repeats(memory: Memory, plan: CompressionPlan) -> _Work | None:
+    """Compress verbatim repeats only, so that nothing is evicted that occurs once.
 
-    Only for what asks what it takes to say the text again, and then without asking. None where
-    hardly a repeat would be left of them, or cells are of no one token.
+    Used instead of reconstruction scores, unless a budget was requested. None if too few repeats
+    would remain, or if some cells were compressed before.
     """
-    if not how.method.uses_reconstruction or how.budget is not None:
+    if not plan.method.uses_reconstruction or plan.budget is not None:
         return None
-    tokens = held_tokens(memory)
+    tokens = cell_tokens(memory)
     if tokens is None:
         return None
-    runs, left = _runs(memory, how, MOST_RECENT)
-    again, found, begun = find_repeats(tokens), list[Tensor](), 0
+    runs, remaining = _runs(memory, plan, MAX_RECENT)
+    repeats, repeats_by_run, start = find_repeats(tokens), list[Tensor](), 0
     for _, kept, _, count in runs:
         if not kept:
-            found.append(again[begun : begun + count])
-        begun += count
-    room = left - sum(int((~each).sum()) for each in found)
-    if room < left * FEWEST_REPEATS:
+            repeats_by_run.append(repeats[start : start + count])
+        start += count
+    room = remaining - sum(int((~run_repeats).sum()) for run_repeats in repeats_by_run)
+    if room < remaining * MIN_REPEATS:
         return None
-    return "uniform", runs, _repeats_left(memory, how, runs, found, room)
+    return "uniform", runs, _compress_repeats(memory, plan, runs, repeats_by_run, room)
 
 
 def _runs(
-    memory: Memory, how: CompressionPlan, at_most: int | None = None
+    memory: Memory, plan: CompressionPlan, max_recent: int | None = None
 ) -> tuple[list[_Run], int]:
-    """Cells that stay as they are, those between them, and what these become for each KV head.
+    """The runs of cells that stay and of those between, and the count that the latter become.
 
-    What was compressed before has no order that all heads share, of which some could be newest.
-    at_most: so many of the newest stay, unless it was said how many.
-    Raises InvalidArgument if none would be left to decide on.
+    The count is for each KV head. Compressed cells have no common order over heads, so none of them
+    counts as one of the newest. max_recent: bounds the default number of newest cells.
+
+    Raises InvalidArgument if no cell of a run would remain.
     """
     cells, pins = memory.cache.cells, memory.pins
-    newest = how.newest(cells, len(pins))
-    if at_most is not None and how.recent is None:
-        newest = min(newest, at_most)
+    recent = plan.recent_cells(cells, len(pins))
+    if max_recent is not None and plan.recent is None:
+        recent = min(recent, max_recent)
     runs = memory.cache.runs(
         lambda rank, serial: (
-            serial != NO_TOKEN and (rank < SINKS or rank >= cells - newest or serial in pins)
+            serial != NO_TOKEN and (rank < SINKS or rank >= cells - recent or serial in pins)
         )
     )
-    left = math.ceil(cells / how.ratio) - sum(count for _, kept, _, count in runs if kept)
-    if left < len(runs):
+    remaining = math.ceil(cells / plan.ratio) - sum(count for _, kept, _, count in runs if kept)
+    if remaining < len(runs):
         raise InvalidArgument(
-            f"{cells} cells cannot become {how.ratio:g} times fewer with the first {SINKS}, the "
-            f"newest {newest} and {len(pins)} pinned ones kept as they are: take a smaller ratio, "
+            f"{cells} cells cannot become {plan.ratio:g} times fewer with the first {SINKS}, the "
+            f"newest {recent} and {len(pins)} pinned ones kept as they are: take a smaller ratio, "
             "or keep fewer"
         )
-    return runs, left
+    return runs, remaining
 
 
-def _candidates(memory: Memory, how: CompressionPlan, runs: Sequence[_Run]) -> list[Candidates]:
-    """Of each run that is to be compressed, its cells and what is known of them."""
-    cache, method = memory.cache, how.method
-    queries = _newest_queries(memory) if method.needs_queries(how.statistics) else None
-    needed, begun = None, 0
+def _candidates(memory: Memory, plan: CompressionPlan, runs: Sequence[_Run]) -> list[Candidates]:
+    """The cells of each run to compress, with queries and scores that the method uses."""
+    cache, method = memory.cache, plan.method
+    queries = newest_queries(memory) if method.needs_queries(plan.statistics) else None
+    scores, start = None, 0
     if method.uses_reconstruction:
-        newest = takewhile(lambda run: run[1], reversed(runs))  # they stay whatever they are worth
+        newest = takewhile(lambda run: run[1], reversed(runs))  # kept, so that no score is needed
         oldest = cache.cells - sum(count for _, _, _, count in newest)
-        needed = reconstruction(memory, how.text, how.progress, oldest, method.uses_reconstruction)
-    found = []
+        scores = reconstruction(
+            memory, plan.text, plan.progress, oldest, method.uses_reconstruction
+        )
+    candidates = []
     for run in runs:
         segment, kept, _, count = run
         if not kept:
-            own = None if needed is None else needed[..., begun : begun + count]
-            near = queries.seen_from(segment.map) if queries else None
-            found.append(replace(_known(memory, how, run), queries=near, reconstruction=own))
-        begun += count
-    return found
+            run_scores = None if scores is None else scores[..., start : start + count]
+            seen = queries.seen_from(segment.map) if queries else None
+            candidates.append(
+                replace(_run_cells(memory, plan, run), queries=seen, reconstruction=run_scores)
+            )
+        start += count
+    return candidates
 
 
-def _known(memory: Memory, how: CompressionPlan, run: _Run) -> Candidates:
-    """The cells of a run, and what is known of the model."""
+def _run_cells(memory: Memory, plan: CompressionPlan, run: _Run) -> Candidates:
+    """The cells of a run, dequantised."""
     cache, (segment, _, first, count) = memory.cache, run
     plain = segment.view(first, count).dequantised(cache.layout.dtype)
-    return Candidates(plain, cache.rope, cache.scale, statistics=how.statistics, seed=how.seed)
+    return Candidates(plain, cache.rope, cache.scale, statistics=plan.statistics, seed=plan.seed)
 
 
-def _repeats_left(
-    memory: Memory, how: CompressionPlan, runs: Sequence[_Run], again: list[Tensor], room: int
-) -> Iterator[_Done]:
-    """again: of each run that is to be compressed. room: how many repeats stay, of all runs."""
-    total, seen = sum(int(each.sum()) for each in again), 0
-    changed = (run for run in runs if not run[1])
-    for run, each in zip(changed, again, strict=True):
-        count = int(each.sum())
-        quota = room * (seen + count) // total - room * seen // total
-        seen += count
-        cells, chunks = compress_repeats(_known(memory, how, run), each, quota)
-        if how.progress:
-            how.progress(len(each))
+def _compress_repeats(
+    memory: Memory,
+    plan: CompressionPlan,
+    runs: Sequence[_Run],
+    repeats_by_run: list[Tensor],
+    room: int,
+) -> Iterator[_RunResult]:
+    """Compress the repeats of each run evenly, so that `room` of them remain in all."""
+    counts = [int(repeats.sum()) for repeats in repeats_by_run]
+    compressed = [run for run in runs if not run[1]]
+    quotas = _quotas(counts, room)
+    for run, repeats, quota in zip(compressed, repeats_by_run, quotas, strict=True):
+        cells, chunks = compress_repeats(_run_cells(memory, plan, run), repeats, quota)
+        if plan.progress:
+            plan.progress(len(repeats))
         yield [cells], chunks
 
 
-def _evenly(runs: list[Candidates], left: int, how: CompressionPlan) -> Iterator[_Done]:
-    """Each run becomes as many times fewer, in each KV head."""
-    total, seen = sum(map(len, runs)), 0
-    for candidates in runs:
-        count = len(candidates)
-        quota = left * (seen + count) // total - left * seen // total
-        seen += count
-        parts, told = list[Cells](), list[Compression]()
-        for cells, compression in compress(how.method, candidates, min(quota, count)):
+def _compress_evenly(
+    runs: list[Candidates], remaining: int, plan: CompressionPlan
+) -> Iterator[_RunResult]:
+    """Compress each run by the same ratio, in each KV head."""
+    for candidates, quota in zip(runs, _quotas([len(run) for run in runs], remaining), strict=True):
+        parts, reports = list[Cells](), list[Compression]()
+        for cells, report in compress(plan.method, candidates, min(quota, len(candidates))):
             parts.append(cells)
-            told.append(compression)
-            _tell(how, compression.cells_before)
-        yield parts, told
+            reports.append(report)
+            _report_progress(plan, report.cells_before)
+        yield parts, reports
 
 
-def _by_heads(runs: list[Candidates], left: int, how: CompressionPlan) -> Iterator[_Done]:
-    """Those cells stay that are worth most, whichever runs, layers and KV heads they are in."""
-    assert isinstance(how.method, Eviction)
-    for cells, compression in compress_by_heads(how.method, runs, left):
-        _tell(how, compression.cells_before)
-        yield [cells], [compression]
+def _compress_by_heads(
+    runs: list[Candidates], remaining: int, plan: CompressionPlan
+) -> Iterator[_RunResult]:
+    """Keep the cells with the highest scores over all runs, layers and KV heads."""
+    assert isinstance(plan.method, Eviction)
+    for cells, report in compress_by_heads(plan.method, runs, remaining):
+        _report_progress(plan, report.cells_before)
+        yield [cells], [report]
 
 
-def _tell(how: CompressionPlan, cells: int) -> None:
-    if how.progress and not how.method.uses_reconstruction:  # which has told of them
-        how.progress(cells)
+def _quotas(counts: Sequence[int], quota: int) -> list[int]:
+    """Split a quota in proportion to counts, rounded so that the sum is exact.
+
+    A quota of 5 over counts of 3, 3 and 4 gives 1, 2 and 2.
+    """
+    ends = list(accumulate(counts, initial=0))
+    shares = [quota * end // max(1, ends[-1]) for end in ends]
+    return [after - before for before, after in pairwise(shares)]
 
 
-def _newest_queries(memory: Memory) -> Queries | None:
-    """Those of the last tokens: they are evaluated once more, beside the session."""
+def _report_progress(plan: CompressionPlan, cells: int) -> None:
+    if plan.progress and not plan.method.uses_reconstruction:  # which has reported these cells
+        plan.progress(cells)
+
+
+def newest_queries(memory: Memory) -> Queries | None:
+    """The queries of the last tokens, evaluated again in a fork.
+
+    Raises InvalidArgument if too few tokens are held.
+    """
     count = min(MAX_QUERIES, memory.rewindable - 1)
     if count < 1:
         raise InvalidArgument("a method that decides by queries needs recent tokens that are held")
-    again, beside = memory.tokens[-count:], memory.fork()
-    beside.take_back(count)
-    beside.cache.observe()
-    for _ in beside.evaluate(again, count):
+    tokens, fork = memory.tokens[-count:], memory.fork()
+    fork.take_back(count)
+    fork.cache.observe()
+    for _ in fork.evaluate(tokens, count):
         pass
-    assert beside.cache.observer is not None
-    return beside.cache.observer.queries()
+    assert fork.cache.observer is not None
+    return fork.cache.observer.queries()
