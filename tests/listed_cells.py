@@ -18,9 +18,9 @@ class ListedCells:
     from the position that each segment's map gives.
     """
 
-    def __init__(self, session: Session):
+    def __init__(self, session: Session, decoder: Decoder):
         cache = session.cache
-        self.decoder: Decoder = session._model.decoder
+        self.decoder = decoder
         self.network = Network(self.decoder.spec, self.decoder.tensors)
         self.spec, self.time, self.times = self.decoder.spec, cache.time, [cache.time]
         self.frequencies = torch.tensor(self.spec.rope.inverse_frequencies, dtype=torch.float64)

@@ -125,7 +125,7 @@ def test_heads_have_different_numbers_of_cells(make: Callable[[], Session]) -> N
 def test_logits_equal_the_dense_reference(make: Callable[[], Session], step: int) -> None:
     session = make()
     session.prefill_step = step
-    reference = ListedCells(session)
+    reference = ListedCells(session, MODEL.decoder)
     assert reference.bias[0, 0].abs().max() > 0.5
     for first in (0, 3):
         expected = reference.feed(TEXT[first : first + 3])
@@ -139,7 +139,7 @@ def test_logits_of_a_group_of_forks_equal_the_dense_reference(make: Callable[[],
     group = SessionGroup([parent.fork() for _ in range(3)])
     for index, fork in enumerate(group.sessions):
         fork.feed([index + 1])
-    references = [ListedCells(fork) for fork in group.sessions]
+    references = [ListedCells(fork, MODEL.decoder) for fork in group.sessions]
     for _ in range(2):
         tokens = group.next_tokens()
         for fork, reference, token in zip(group.sessions, references, tokens, strict=True):

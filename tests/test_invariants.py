@@ -12,6 +12,7 @@ from small import small_model
 from kvkeep.cache import KVCache
 from kvkeep.errors import KvkeepError
 from kvkeep.models.layers.executor import AnyStep
+from kvkeep.policies import Sliding
 from kvkeep.session.session import Session
 
 MODEL = small_model()
@@ -160,6 +161,7 @@ class AttentionProbe:
 
     def __init__(self, setting: Setting):
         self.session = setting.session()
+        self.policy = Sliding(setting.max_kv_size, keep=setting.keep)
         self.cache: KVCache = self.session.cache
         self.outputs: list[tuple[float, float]] = []
 
@@ -168,7 +170,7 @@ class AttentionProbe:
         layout = self.cache.layout
         fed = 0
         while fed < count:
-            n = min(self.session._memory.policy.open(self.cache, count - fed), step)
+            n = min(self.policy.open(self.cache, count - fed), step)
             times = torch.arange(self.cache.time, self.cache.time + n, dtype=torch.float32)
             codes = torch.zeros(n, layout.kv_heads, layout.head_dim)
             codes[:, :, 0] = (times == 0)[:, None]

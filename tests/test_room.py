@@ -33,7 +33,7 @@ def test_keep_minus_one_applies_to_the_first_prompt_that_succeeds() -> None:
     session.feed(TEXT[:20])
     session.feed(TEXT[20:200])
     assert session.keep == 20
-    assert session._memory.serials[:20] == session.cache.serials()[:20]
+    assert session.snapshot().serials[:20].tolist() == session.cache.serials()[:20]
 
 
 def test_keep_minus_one_still_applies_after_a_prompt_that_is_too_long() -> None:
@@ -55,7 +55,7 @@ def test_keep_minus_one_is_set_by_an_interrupted_first_prompt() -> None:
     assert session.keep == 40
     session.feed(TEXT[16:40])
     session.feed(TEXT[40:200])
-    assert session._memory.serials[:40] == session.cache.serials()[:40]
+    assert session.snapshot().serials[:40].tolist() == session.cache.serials()[:40]
 
 
 @pytest.mark.parametrize("policy", ["full", "self_extend"])

@@ -9,7 +9,7 @@ from small import small_model
 
 from kvkeep import Calibration, calibrate
 from kvkeep.cache import KVCache, Ragged
-from kvkeep.policies import make_policy
+from kvkeep.policies import Policy, make_policy
 from kvkeep.session.session import Session
 
 MODEL = small_model()
@@ -33,13 +33,16 @@ class Setting:
     budget: str = ""
     prefill_step: int = 512
 
-    def session(self) -> Session:
+    def policy(self) -> Policy:
         numbers = {k: v for k, v in vars(self).items() if k not in ("max_kv_size", "prefill_step")}
         policy = make_policy("archive", self.max_kv_size, **numbers)
         if self.method == "kvzap":
             calibration_used = calibration()
             policy = policy.calibrated(calibration_used.statistics, calibration_used.digest)
-        return Session(MODEL, policy, self.prefill_step)
+        return policy
+
+    def session(self) -> Session:
+        return Session(MODEL, self.policy(), self.prefill_step)
 
     def fed(self, count: int) -> Session:
         session = self.session()

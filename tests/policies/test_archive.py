@@ -36,10 +36,10 @@ def act(session: Session, action: tuple[str, int, int]) -> None:
     elif kind == "pin":
         session.pin(start, start + more)
     elif kind == "unpin":
-        pins = sorted(session._memory.pins)
-        if pins:
-            at = session._memory.serials.index(pins[amount % len(pins)])
-            session.unpin(at, at + 3)
+        pinned = [i for i, status in enumerate(session.standing) if status == "pinned"]
+        if pinned:
+            first = pinned[amount % len(pinned)]
+            session.unpin(first, first + 3)
     elif kind == "delete":
         session.delete(start, start + more)
     else:

@@ -23,12 +23,13 @@ class AttentionProbe:
 
     def __init__(self, setting: Setting):
         self.session = setting.session()
+        self.policy = setting.policy().for_model(MODEL.spec.max_positions)
         self.step = setting.prefill_step
         self.seen: list[set[int]] = []
 
     def feed(self, count: int) -> None:
         """Run `count` tokens through the policy and attention, without a model."""
-        cache, policy = self.session.cache, self.session._memory.policy
+        cache, policy = self.session.cache, self.policy
         layout, fed = cache.layout, 0
         while fed < count:
             n = policy.open(cache, min(count - fed, self.step))
@@ -141,7 +142,7 @@ def test_an_edit_between_archived_cells_moves_one_side(seed: int) -> None:
         item.feed(TEXT[:30])
     session.pin(25, 29)
     for turn in range(5):
-        pinned = sorted(map(list(session._memory.serials).index, session._memory.pins))
+        pinned = [i for i, status in enumerate(session.standing) if status == "pinned"]
         start, new = draw.choice(pinned), TEXT[turn:][: draw.randrange(1, 9)]
         end = min(start + draw.randrange(3), pinned[-1] + 1)
         for item in (session, other):
