@@ -92,10 +92,6 @@ class Segment:
         """Whether its cells are compressed; see `Cells`."""
         return self.block.slots.compressed
 
-    @property
-    def full(self) -> bool:
-        return self.length == self.limit
-
     def slots(self, first: int, count: int) -> list[slice]:
         """Return the slots of the `count` cells from the `first`-oldest on: one slice or two.
 
@@ -228,7 +224,7 @@ class Segment:
     def unseal(self) -> None:
         """Allow a copy of a sealed segment to take new cells, in storage of its own.
 
-        Only cells that begin at place 0 can be continued as if they had just been evaluated.
+        Only cells that begin at place 0 are in the places of a fresh evaluation.
         """
         if self.place == 0 and not self.compressed:
             self.sealed = False
@@ -288,7 +284,7 @@ class Segment:
         The fork's new cells then go to a segment of its own.
         """
         fork = self.share()
-        if self.frozen or (self.place == 0 and not self.full):
+        if self.frozen or (self.place == 0 and self.length < self.limit):
             fork.frozen = fork.sealed = True
         return fork
 
