@@ -1,4 +1,4 @@
-"""What a decoder hands to attention, heard, changed or broken off in the middle of a forward."""
+"""Replaces attention in a decoder: to record, change or fail it during a forward."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,29 +13,29 @@ Attend = Callable[[AnyStep, int, Tensor, Tensor, Tensor], Tensor]
 
 @contextmanager
 def attending(decoder: Decoder, attend: Attend) -> Iterator[None]:
-    """Each layer calls `attend(step, layer, q, k, v)` in the place of `step.attend`."""
-    usual = decoder.executor
+    """Make each layer call `attend(step, layer, q, k, v)` in place of `step.attend`."""
+    original = decoder.executor
 
-    class Heard:
+    class ReplacedStep:
         def __init__(self, step: AnyStep):
             self.step = step
 
         @property
-        def layer_attention(self) -> "Heard":
+        def layer_attention(self) -> "ReplacedStep":
             return self
 
         def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return attend(self.step, layer, q, k, v)
 
-    class Listening:
+    class ReplacedExecutor:
         def hidden(self, tokens: Tensor, step: AnyStep) -> Tensor:
-            return usual.hidden(tokens, Heard(step))  # type: ignore[arg-type]
+            return original.hidden(tokens, ReplacedStep(step))  # type: ignore[arg-type]
 
         def logits(self, hidden: Tensor) -> Tensor:
-            return usual.logits(hidden)
+            return original.logits(hidden)
 
-    decoder.executor = Listening()
+    decoder.executor = ReplacedExecutor()
     try:
         yield
     finally:
-        decoder.executor = usual
+        decoder.executor = original

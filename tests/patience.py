@@ -1,3 +1,3 @@
-"""How long a test waits for another process. No test is about speed: this ends one that hangs."""
+"""How long a test waits for another process: only to end one that hangs."""
 
 PATIENCE = 600.0  # seconds

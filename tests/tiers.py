@@ -11,7 +11,7 @@ EXTENDED = (
     "clients/",
     "cli/test_terminal.py",
     "fleet/test_ray.py",
-    "fleet/test_keeper.py",
+    "fleet/test_shared_sessions.py",
     "shared/test_kills.py",
     # Commands in processes of their own, one by one.
     "bench/",

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from cli.conftest import Invoke
 from patience import PATIENCE
-from server.conftest import Running, as_asked, running
+from server.conftest import RunningServer, running_server, without_saved_revision
 
 from kvkeep.client import Client
 from kvkeep.model import Model
@@ -18,12 +18,12 @@ GREEDY = ("--temperature", 0, "--system", "You are terse.")
 
 
 @pytest.fixture(scope="module")
-def server(smollm2: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with running(smollm2, tmp_path_factory.mktemp("server")) as found:
+def server(smollm2: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    with running_server(smollm2, tmp_path_factory.mktemp("server")) as found:
         yield found
 
 
-def test_it_says_what_the_chat_here_says(invoke: Invoke, server: Running) -> None:
+def test_it_says_what_the_chat_here_says(invoke: Invoke, server: RunningServer) -> None:
     """And its commands do what they do here."""
     here = invoke("chat", *GREEDY, "--prefill-step", 128, "--max-kv-size", 2048, input=TALK)
     there = invoke("chat", "--server", server.url, *GREEDY, input=TALK)
@@ -35,7 +35,7 @@ def test_it_says_what_the_chat_here_says(invoke: Invoke, server: Running) -> Non
         assert said in here.stderr
 
 
-def test_what_has_a_name_goes_on(invoke: Invoke, server: Running) -> None:
+def test_what_has_a_name_goes_on(invoke: Invoke, server: RunningServer) -> None:
     first = ("chat", "--server", server.url, "--session", "kept", *GREEDY)
     assert invoke(*first, "--max-kv-size", 512, input="What is the capital of France?\n").stdout
     again = invoke(*first[:-2], input="And of Italy?\n/undo\n/undo\n/undo\n")
@@ -49,21 +49,21 @@ def test_what_has_a_name_goes_on(invoke: Invoke, server: Running) -> None:
     assert "--max-kv-size" in refused.stderr
 
 
-def test_what_has_none_is_gone_with_its_branches(invoke: Invoke, server: Running) -> None:
+def test_what_has_none_is_gone_with_its_branches(invoke: Invoke, server: RunningServer) -> None:
     with Client(server.url) as client:
         another = client.create()
         another.feed("Hello.")
-        before = [as_asked(each) for each in client.sessions()]
+        before = [without_saved_revision(each) for each in client.sessions()]
         talk = 'Hello.\n/branch side\nAnd more.\n/branches\n/edit "more" less\n/switch main\n'
         talked = invoke("chat", "--server", server.url, *GREEDY, "-n", 8, input=talk)
         assert talked.exit_code == 0
         assert "* side: session s-" in talked.stderr
         assert '"more" in the question of turn 2 is changed' in talked.stderr
         another.save()  # as the server does by itself after a while
-        assert [as_asked(each) for each in client.sessions()] == before
+        assert [without_saved_revision(each) for each in client.sessions()] == before
 
 
-def test_no_branch_of_a_chat_with_a_name_is_lost(invoke: Invoke, server: Running) -> None:
+def test_no_branch_of_a_chat_with_a_name_is_lost(invoke: Invoke, server: RunningServer) -> None:
     """They get names that say what they are; what they had meanwhile is gone."""
     asked = ("chat", "--server", server.url, "--session", "named", *GREEDY, "-n", 4)
     with Client(server.url) as client:
@@ -76,7 +76,9 @@ def test_no_branch_of_a_chat_with_a_name_is_lost(invoke: Invoke, server: Running
 
 
 @pytest.mark.parametrize("option", ["--model=x", "--prefix-cache", "--weights=bf16", "--continue"])
-def test_options_of_a_model_here_are_refused(invoke: Invoke, server: Running, option: str) -> None:
+def test_options_of_a_model_here_are_refused(
+    invoke: Invoke, server: RunningServer, option: str
+) -> None:
     refused = invoke("chat", "--server", server.url, option, input="Hello.\n")
     assert refused.exit_code == 2
     assert "not with --server" in refused.stderr
@@ -89,7 +91,7 @@ def test_a_server_that_is_not_there(invoke: Invoke) -> None:
 
 
 def test_a_chat_that_is_saved_stays_with_its_branches(
-    invoke: Invoke, server: Running, tmp_path: Path
+    invoke: Invoke, server: RunningServer, tmp_path: Path
 ) -> None:
     (tmp_path / "word.txt").write_text("The word is lighthouse.")
     with Client(server.url) as client:
@@ -108,7 +110,7 @@ def test_a_chat_that_is_saved_stays_with_its_branches(
         assert {"turn 1 answer", "turn 2 answer"} <= spans.keys()
 
 
-def test_a_cleared_chat_keeps_its_system_prompt(invoke: Invoke, server: Running) -> None:
+def test_a_cleared_chat_keeps_its_system_prompt(invoke: Invoke, server: RunningServer) -> None:
     """Also one that is taken up by its name alone."""
     first = ("chat", "--server", server.url, "--session", "bare", "--temperature", 0, "-n", 8)
     system = ("--system", "You are terse.", "--max-kv-size", 128)
@@ -123,7 +125,7 @@ def test_a_cleared_chat_keeps_its_system_prompt(invoke: Invoke, server: Running)
         assert "Tell me more." not in text
 
 
-def test_in_a_terminal(server: Running, tmp_path: Path) -> None:
+def test_in_a_terminal(server: RunningServer, tmp_path: Path) -> None:
     """The same prompt, bar and pictures as of a chat here."""
     options = ("--server", server.url, "--temperature", "0", "-n", "12", "--session", "seen")
     home = {"KVKEEP_HOME": str(tmp_path)}

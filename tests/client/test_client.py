@@ -1,4 +1,4 @@
-"""kvkeep's own clients against a server: as in Python, and as they say they fail."""
+"""kvkeep's clients against a server: results as in Python, and typed errors."""
 
 import asyncio
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from server.conftest import Running, running
+from server.conftest import RunningServer, running_server
 from topics import topic_text
 
 import kvkeep
@@ -22,26 +22,26 @@ names = (f"client-{number}" for number in count())
 
 
 @pytest.fixture(scope="module")
-def server(smollm2: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def server(smollm2: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     folder, limits = tmp_path_factory.mktemp("server"), Limits(memory=200_000_000)
-    with running(smollm2, folder, limits=limits) as found:
-        yield found
+    with running_server(smollm2, folder, limits=limits) as output:
+        yield output
 
 
 @pytest.fixture
-def client(server: Running) -> Iterator[Client]:
-    with Client(server.url) as made:
-        yield made
+def client(server: RunningServer) -> Iterator[Client]:
+    with Client(server.url) as created:
+        yield created
 
 
-def test_a_session_does_what_it_does_here(client: Client, smollm2: Model) -> None:
-    """The same calls on a session over HTTP and on one in this process."""
+def test_a_remote_session_equals_a_local_one(client: Client, smollm2: Model) -> None:
+    """The same calls on a remote and on a local session give the same results."""
     remote, session = client.create(next(names), **SETTINGS), smollm2.session(300, prefill_step=128)
     remote.feed(TEXT[:2000], span="text")
     session.feed(TEXT[:2000])
     assert remote.memory()["spans"]["text"]["end"] == len(session.tokens)
-    written = remote.generate(max_tokens=6, ignore_eos=True)
-    assert written["tokens"] == [session.next_token() for _ in range(6)]
+    generated = remote.generate(max_tokens=6, ignore_eos=True)
+    assert generated["tokens"] == [session.next_token() for _ in range(6)]
     at = len(session.tokens)
     remote.pin(at - 60, at - 50)
     session.pin(at - 60, at - 50)
@@ -55,13 +55,13 @@ def test_a_session_does_what_it_does_here(client: Client, smollm2: Model) -> Non
     session.unpin(at - 60, at - 50)
     assert remote.rewind(2)["result"] == session.rewind(2)
     pieces = remote.text(at - 30)["pieces"]
-    assert [each["id"] for each in pieces] == session.tokens[at - 30 :]
-    for _, told in remote.stream(max_tokens=5, ignore_eos=True):
-        last = told
+    assert [item["id"] for item in pieces] == session.tokens[at - 30 :]
+    for _, reported in remote.stream(max_tokens=5, ignore_eos=True):
+        last = reported
     assert last["tokens"] == [session.next_token() for _ in range(5)]
 
 
-def test_what_was_kept_goes_on_elsewhere(client: Client) -> None:
+def test_forks_and_snapshots_continue(client: Client) -> None:
     name, label = next(names), next(names)
     remote = client.create(name, policy="full", max_kv_size=1024)
     remote.feed([5, 6, 7, 8] * 20)
@@ -79,19 +79,19 @@ def test_what_was_kept_goes_on_elsewhere(client: Client) -> None:
     assert remote.save()["saved_revision"] == remote.info()["revision"]
     assert remote.stay()["resident"]
     client.delete_snapshot(label)
-    assert label not in [each["name"] for each in client.snapshots()]
+    assert label not in [item["name"] for item in client.snapshots()]
     client.delete(name)
-    assert name not in [each["name"] for each in client.sessions(unnamed=True)]
+    assert name not in [item["name"] for item in client.sessions(unnamed=True)]
     assert client.operations()[0]["what"] == "delete"
 
 
-def test_a_chat(client: Client) -> None:
+def test_chat_turns(client: Client) -> None:
     remote = client.create(next(names), max_kv_size=512)
     first = remote.say("What is the capital of France?", system="You are terse.")
     assert "Paris" in first["text"]
     events = list(remote.stream_turn("And of Italy?"))
     assert events[-1][0] == "done"
-    text = "".join(told["text"] for name, told in events if name == "token")
+    text = "".join(reported["text"] for name, reported in events if name == "token")
     assert text == events[-1][1]["text"]
     assert "Rome" in text
     spans = remote.memory()["spans"]
@@ -100,29 +100,29 @@ def test_a_chat(client: Client) -> None:
         remote.say("More.", system="You are not terse.")
 
 
-def test_awaited_it_is_the_same(server: Running) -> None:
-    async def talks() -> None:
+def test_the_async_client_equals_the_sync_client(server: RunningServer) -> None:
+    async def use_async_client() -> None:
         async with AsyncClient(server.url) as client:
             remote = await client.create(next(names), **SETTINGS)
             await remote.feed(TEXT[:300])
             fork = await remote.fork()
-            told = [each async for each in fork.stream(max_tokens=5, ignore_eos=True)]
-            assert [name for name, _ in told] == ["token"] * 5 + ["done"]
-            found = await remote.generate(max_tokens=5, ignore_eos=True)
-            assert found["tokens"] == told[-1][1]["tokens"]
+            reported = [item async for item in fork.stream(max_tokens=5, ignore_eos=True)]
+            assert [name for name, _ in reported] == ["token"] * 5 + ["done"]
+            output = await remote.generate(max_tokens=5, ignore_eos=True)
+            assert output["tokens"] == reported[-1][1]["tokens"]
             with pytest.raises(errors.NoSuchSession):
                 await client.session("nobody").info()
             seen = client.events()
-            heard = asyncio.create_task(anext(seen))
-            while not heard.done():  # from when on it listens is not told
+            received = asyncio.create_task(anext(seen))
+            while not received.done():  # nothing tells when the stream has started
                 await remote.generate(max_tokens=1, ignore_eos=True)
-            assert heard.result()[1]["session"] == remote.name
+            assert received.result()[1]["session"] == remote.name
             await seen.aclose()
 
-    asyncio.run(talks())
+    asyncio.run(use_async_client())
 
 
-def test_errors_are_those_of_the_engine(client: Client) -> None:
+def test_errors_are_the_engines_types(client: Client) -> None:
     remote = client.create(next(names), **SETTINGS)
     revision = remote.feed("A few words.")["revision"]
     with pytest.raises(errors.WrongRevision):
@@ -132,9 +132,9 @@ def test_errors_are_those_of_the_engine(client: Client) -> None:
         client.session("nobody").memory()
     with pytest.raises(errors.InvalidArgument):
         remote.rewind(10_000)
-    with pytest.raises(errors.NoRoom) as found:
+    with pytest.raises(errors.NoRoom) as output:
         client.create(max_kv_size=8192).generate([5], max_tokens=8000)
-    assert found.value.retry_after == float("inf")
+    assert output.value.retry_after == float("inf")
     streaming = remote.stream("More words.", max_tokens=400, ignore_eos=True)
     next(streaming)
     with pytest.raises(errors.Busy):
@@ -142,10 +142,12 @@ def test_errors_are_those_of_the_engine(client: Client) -> None:
     streaming.close()
 
 
-def test_who_is_not_there_or_not_let_in(smollm2: Model, tmp_path: Path) -> None:
+def test_unreachable_servers_and_wrong_keys_raise_server_errors(
+    smollm2: Model, tmp_path: Path
+) -> None:
     file = tmp_path / "keys"
     file.write_text("a-key-that-is-long-enough\n")
-    with running(smollm2, tmp_path / "server", ApiKeys.read(file, tmp_path)) as server:
+    with running_server(smollm2, tmp_path / "server", ApiKeys.read(file, tmp_path)) as server:
         with Client(server.url) as client, pytest.raises(errors.ServerError, match="key"):
             client.sessions()
         with Client(server.url, "a-key-that-is-long-enough") as client:
@@ -154,8 +156,8 @@ def test_who_is_not_there_or_not_let_in(smollm2: Model, tmp_path: Path) -> None:
         client.sessions()
 
 
-def test_an_answer_that_is_lost_is_asked_for_again(server: Running) -> None:
-    """The change is made once, though it was sent twice."""
+def test_a_request_is_repeated_if_its_response_is_lost(server: RunningServer) -> None:
+    """The server makes the change once though it is sent twice."""
     lost = []
 
     class Losing(httpx.HTTPTransport):

@@ -26,14 +26,14 @@ __all__ = ["_s3", "objects", "s3", "s3_url"]
 
 @pytest.fixture(params=["folder", "s3"])
 def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Of an empty store. tests/shared has all kinds."""
+    """The URL of an empty store. tests/shared has all kinds."""
     if request.param == "s3":
         return str(request.getfixturevalue("s3_url"))
     return (tmp_path / "store").as_uri()
 
 
 class Replica:
-    """A server that runs. url: where. engine: its own."""
+    """A running server, its URL and its engine."""
 
     def __init__(self, url: str, engine: Engine, leases: SessionLeases):
         self.url, self.engine, self.leases = url, engine, leases
@@ -73,13 +73,13 @@ def replica(model: Model, objects: ObjectStore, name: str, lease: float = 2.0) -
 
 @pytest.fixture
 def replicas(smollm2: Model, objects: ObjectStore) -> Iterator[Callable[..., Replica]]:
-    """Makes servers over one store, by name; the same name gives the same one."""
-    made: dict[str, Replica] = {}
+    """Return a function that runs servers over one store, one for each name."""
+    running: dict[str, Replica] = {}
     with ExitStack() as stack:
 
         def make(name: str, lease: float = 2.0) -> Replica:
-            if name not in made:
-                made[name] = stack.enter_context(replica(smollm2, objects, name, lease))
-            return made[name]
+            if name not in running:
+                running[name] = stack.enter_context(replica(smollm2, objects, name, lease))
+            return running[name]
 
         yield make

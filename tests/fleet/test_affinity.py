@@ -1,4 +1,4 @@
-"""Requests that say nothing of a session come to the server that knows what they begin with."""
+"""Requests without a session header are keyed by their session or prefix."""
 
 import asyncio
 import json
@@ -12,60 +12,71 @@ from kvkeep.fleet.affinity import Affinity, affinity_key
 CHAT = "/v1/chat/completions"
 
 
-def user(text: Any) -> dict[str, Any]:
+def user_message(text: Any) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
-def of(path: str, who: bytes = b"", **body: Any) -> str:
-    return affinity_key(path, json.dumps(body).encode(), who)
+def key_for(path: str, credentials: bytes = b"", **body: Any) -> str:
+    return affinity_key(path, json.dumps(body).encode(), credentials)
 
 
-def test_the_turns_of_a_conversation_have_one_key() -> None:
+def test_turns_of_a_conversation_have_one_key() -> None:
     system = {"role": "system", "content": "Be brief."}
-    first = of(CHAT, messages=[system, user("one")])
+    first = key_for(CHAT, messages=[system, user_message("one")])
     answered = {"role": "assistant", "content": "1"}
     assert first
-    assert of(CHAT, messages=[system, user("one"), answered, user("two")], stream=True) == first
-    assert of(CHAT, messages=[system, user("another")]) != first
-    assert of(CHAT, messages=[user("one")]) != first
-    assert of(CHAT, b"Bearer another", messages=[system, user("one")]) != first
+    assert (
+        key_for(
+            CHAT, messages=[system, user_message("one"), answered, user_message("two")], stream=True
+        )
+        == first
+    )
+    assert key_for(CHAT, messages=[system, user_message("another")]) != first
+    assert key_for(CHAT, messages=[user_message("one")]) != first
+    assert key_for(CHAT, b"Bearer another", messages=[system, user_message("one")]) != first
 
 
-def test_prompts_of_every_kind_have_the_key_of_their_beginning() -> None:
+def test_every_kind_of_prompt_is_keyed_by_its_prefix() -> None:
     text = "x" * 1024
-    assert of("/v1/completions", prompt=text) == of("/v1/completions", prompt=text + "y")
-    assert of("/v1/completions", prompt=text) != of("/v1/completions", prompt="y" + text)
+    assert key_for("/v1/completions", prompt=text) == key_for("/v1/completions", prompt=text + "y")
+    assert key_for("/v1/completions", prompt=text) != key_for("/v1/completions", prompt="y" + text)
     tokens = list(range(256))
-    assert of("/v1/completions", prompt=tokens) == of("/v1/completions", prompt=[*tokens, 1])
-    messages = [user("one")]
-    assert of("/v1/messages", messages=messages) != of(
+    assert key_for("/v1/completions", prompt=tokens) == key_for(
+        "/v1/completions", prompt=[*tokens, 1]
+    )
+    messages = [user_message("one")]
+    assert key_for("/v1/messages", messages=messages) != key_for(
         "/v1/messages", system="s", messages=messages
     )
-    assert of("/v1/responses", input="one") != of("/v1/responses", input="two")
+    assert key_for("/v1/responses", input="one") != key_for("/v1/responses", input="two")
     answered = {"role": "assistant", "content": "1"}
-    assert of("/responses", input="one") == of("/responses", input=[user("one"), answered])
-    kept = {"type": "text", "text": "one", "cache_control": {"type": "ephemeral"}}
-    moved = [user([{"type": "text", "text": "one"}]), answered, user([kept])]
-    assert of("/v1/messages", messages=[user([kept])]) == of("/v1/messages", messages=moved)
+    assert key_for("/responses", input="one") == key_for(
+        "/responses", input=[user_message("one"), answered]
+    )
+    stored = {"type": "text", "text": "one", "cache_control": {"type": "ephemeral"}}
+    moved = [user_message([{"type": "text", "text": "one"}]), answered, user_message([stored])]
+    assert key_for("/v1/messages", messages=[user_message([stored])]) == key_for(
+        "/v1/messages", messages=moved
+    )
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b"[" * 100_000, b'{"messages": 1}', b"\xff"])
-def test_what_says_nothing_has_no_key(body: bytes) -> None:
+def test_bodies_without_a_prefix_have_no_key(body: bytes) -> None:
     assert affinity_key(CHAT, body) == ""
     assert affinity_key("/v1/sessions", body) == ""
 
 
-def passed_on(
+def forward(
     method: str, path: str, body: bytes, pieces: int = 1, headers: tuple[Any, ...] = ()
 ) -> tuple[str | None, bytes]:
-    """The header with which a request goes on, and its body."""
+    """Forward a request through the middleware; return its header and its body."""
     size = -(-len(body) // pieces) or 1
     parts = [body[begin : begin + size] for begin in range(0, len(body), size)] or [b""]
     coming = [
         {"type": "http.request", "body": part, "more_body": number + 1 < len(parts)}
         for number, part in enumerate(parts)
     ]
-    found: list[tuple[str | None, bytes]] = []
+    result: list[tuple[str | None, bytes]] = []
 
     async def receive() -> Message:
         return coming.pop(0) if coming else {"type": "http.disconnect"}
@@ -74,33 +85,33 @@ def passed_on(
         raise AssertionError(message)
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        whole, more = b"", True
-        while more:
+        whole, fields = b"", True
+        while fields:
             message = await receive()
-            whole, more = whole + message["body"], message["more_body"]
+            whole, fields = whole + message["body"], message["more_body"]
         assert (await receive())["type"] == "http.disconnect"
         key = dict(scope["headers"]).get(b"x-session-id")
-        found.append((key.decode() if key else None, whole))
+        result.append((key.decode() if key else None, whole))
 
     scope = {"type": "http", "method": method, "path": path, "headers": list(headers)}
     asyncio.run(Affinity(app)(scope, receive, send))
-    return found[0]
+    return result[0]
 
 
 @pytest.mark.parametrize("pieces", [1, 3])
-def test_a_request_goes_on_whole_with_a_key(pieces: int) -> None:
-    body = json.dumps({"messages": [user("one")]}).encode()
-    assert passed_on("POST", CHAT, body, pieces) == (affinity_key(CHAT, body), body)
+def test_the_body_is_forwarded_whole_with_a_key(pieces: int) -> None:
+    body = json.dumps({"messages": [user_message("one")]}).encode()
+    assert forward("POST", CHAT, body, pieces) == (affinity_key(CHAT, body), body)
     new = b'{"name": "notes"}'
-    assert passed_on("POST", "/v1/sessions", new, pieces) == ("notes", new)
+    assert forward("POST", "/v1/sessions", new, pieces) == ("notes", new)
     turn = b'{"content": "one"}'
-    assert passed_on("POST", "/v1/sessions/notes/turns", turn, pieces) == ("notes", turn)
-    assert passed_on("GET", "/v1/sessions/notes", b"") == ("notes", b"")
-    assert passed_on("GET", "/v1/models", b"") == (None, b"")
+    assert forward("POST", "/v1/sessions/notes/turns", turn, pieces) == ("notes", turn)
+    assert forward("GET", "/v1/sessions/notes", b"") == ("notes", b"")
+    assert forward("GET", "/v1/models", b"") == (None, b"")
     own = ((b"x-session-id", b"mine"),)
-    assert passed_on("POST", CHAT, body, pieces, own) == ("mine", body)
+    assert forward("POST", CHAT, body, pieces, own) == ("mine", body)
 
 
-def test_a_large_body_goes_on_without_being_looked_into() -> None:
-    body = json.dumps({"messages": [user("x" * (2 << 20))]}).encode()
-    assert passed_on("POST", CHAT, body, pieces=50) == (None, body)
+def test_a_large_body_is_forwarded_unparsed() -> None:
+    body = json.dumps({"messages": [user_message("x" * (2 << 20))]}).encode()
+    assert forward("POST", CHAT, body, pieces=50) == (None, body)

@@ -1,4 +1,4 @@
-"""A fleet as people start it: `kvkeep fleet` over an object store, and a server that is killed."""
+"""`kvkeep fleet` over an object store, with a server that is killed."""
 
 import json
 import os
@@ -16,9 +16,9 @@ from typing import Any
 
 import httpx
 import pytest
-from fleet.test_keeper import STORY, alone
 from object_server import ObjectServer
 from patience import PATIENCE
+from start_fleet.test_shared_sessions import STORY, generate_locally
 
 from kvkeep.model import Model
 from kvkeep.storage.objects import open_object_store
@@ -29,9 +29,9 @@ PROMPT = {"text": STORY, "max_tokens": 200, "ignore_eos": True}
 
 
 @contextmanager
-def fleet(url: str, environment: dict[str, str], *more: str) -> Iterator[tuple[str, Any]]:
-    """Where it answers, and its process."""
-    options = ["--store", url, "--port", "0", "--max-kv-size", "512", "--keep", "0", *more]
+def start_fleet(url: str, environment: dict[str, str], *fields: str) -> Iterator[tuple[str, Any]]:
+    """Start a fleet; return its address and its process."""
+    options = ["--store", url, "--port", "0", "--max-kv-size", "512", "--keep", "0", *fields]
     process = subprocess.Popen(
         [sys.executable, "-m", "kvkeep", "fleet", *options],
         stdout=subprocess.PIPE,
@@ -55,9 +55,9 @@ def fleet(url: str, environment: dict[str, str], *more: str) -> Iterator[tuple[s
 
 @pytest.fixture(scope="module")
 def running(_s3: ObjectServer, smollm2_folder: Path) -> Iterator[tuple[str, str]]:
-    """Two servers, for all tests here: where they answer, and the URL of their store."""
+    """Run two servers for all tests here; return their address and their store's URL."""
     url = f"s3://kvkeep/fleet-{os.getpid()}"
-    with fleet(url, _s3.environment, "--prefix-cache") as (at, _):
+    with start_fleet(url, _s3.environment, "--prefix-cache") as (at, _):
         yield at, url
 
 
@@ -65,29 +65,31 @@ def client(at: str, session: str, **headers: str) -> httpx.Client:
     return httpx.Client(base_url=at, headers={"x-session-id": session, **headers}, timeout=PATIENCE)
 
 
-def test_sessions_and_chats_are_answered(running: tuple[str, str]) -> None:
+def test_sessions_and_chats_work(running: tuple[str, str]) -> None:
     at, _ = running
-    with client(at, "plain") as asks:
-        assert asks.get("/health").json() == {"status": "ok"}
-        made = asks.post("/v1/sessions", json={"name": "plain"})
-        assert made.status_code == 201, made.text
+    with client(at, "plain") as http:
+        assert http.get("/health").json() == {"status": "ok"}
+        created = http.post("/v1/sessions", json={"name": "plain"})
+        assert created.status_code == 201, created.text
         body = {"content": "Name a colour.", "max_tokens": 5, "stream": True}
-        with asks.stream("POST", "/v1/sessions/plain/turns", json=body) as answer:
-            assert [line for line in answer.iter_lines() if line.startswith("event: done")]
+        with http.stream("POST", "/v1/sessions/plain/turns", json=body) as response:
+            assert [line for line in response.iter_lines() if line.startswith("event: done")]
         messages = [{"role": "user", "content": "Say hello."}]
         chat = {"model": "any", "messages": messages, "max_tokens": 4}
-        assert asks.post("/v1/chat/completions", json=chat).json()["usage"]["completion_tokens"]
-        assert [entry["name"] for entry in asks.get("/v1/sessions").json()["data"]] == ["plain"]
+        assert http.post("/v1/chat/completions", json=chat).json()["usage"]["completion_tokens"]
+        assert [entry["name"] for entry in http.get("/v1/sessions").json()["data"]] == ["plain"]
 
 
-def test_who_says_nothing_comes_to_the_server_that_knows(running: tuple[str, str]) -> None:
-    """Requests without `x-session-id`: about one session, and turns of one conversation."""
+def test_requests_without_a_session_header_reach_the_server_with_the_prefix(
+    running: tuple[str, str],
+) -> None:
+    """Requests for one session, and turns of one conversation, reach one server."""
     at, _ = running
     servers = set[str]()
-    with httpx.Client(base_url=at, timeout=PATIENCE) as asks:
-        assert asks.post("/v1/sessions", json={"name": "unsaid"}).status_code == 201
-        found = [asks.get("/v1/sessions/unsaid") for _ in range(6)]
-        assert len({answer.headers["x-kvkeep-server"] for answer in found}) == 1
+    with httpx.Client(base_url=at, timeout=PATIENCE) as http:
+        assert http.post("/v1/sessions", json={"name": "unsaid"}).status_code == 201
+        result = [http.get("/v1/sessions/unsaid") for _ in range(6)]
+        assert len({response.headers["x-kvkeep-server"] for response in result}) == 1
         for begins in range(32):
             if begins >= 4 and len(servers) == 2:
                 break
@@ -95,116 +97,119 @@ def test_who_says_nothing_comes_to_the_server_that_knows(running: tuple[str, str
             of_turns = set[str]()
             for _ in range(2):
                 chat = {"model": "any", "messages": messages, "max_tokens": 2}
-                answer = asks.post("/v1/chat/completions", json=chat)
-                of_turns.add(answer.headers["x-kvkeep-server"])
-                message = answer.json()["choices"][0]["message"]
+                response = http.post("/v1/chat/completions", json=chat)
+                of_turns.add(response.headers["x-kvkeep-server"])
+                message = response.json()["choices"][0]["message"]
                 messages += [message, {"role": "user", "content": "Go on."}]
             assert len(of_turns) == 1
             servers |= of_turns
     assert len(servers) == 2, "conversations are spread"
 
 
-def test_a_server_is_killed_in_the_middle_of_an_answer(
+def test_a_retry_continues_after_a_server_was_killed(
     running: tuple[str, str], smollm2: Model
 ) -> None:
-    """The same request with the same key goes on at another server, as if nothing had been: of
-    each of the two that there are now. Who takes the place of a killed one may take the other's
-    sessions, too."""
+    """For each of the two servers: the same request with the same key succeeds at the other.
+
+    The replacement of a killed server may take over sessions of the other server, too.
+    """
     at, url = running
     for server in _servers(at):
         for number in range(100):
-            if _killed(at, url, f"killed-{server}-{number}".replace(":", "-"), smollm2, server):
+            if _kill_during_generation(
+                at, url, f"killed-{server}-{number}".replace(":", "-"), smollm2, server
+            ):
                 break
         else:
             raise AssertionError(f"no session went to {server}")
 
 
-def _killed(at: str, url: str, name: str, model: Model, server: str) -> bool:
-    """A session whose server is killed while it writes; False if that is not the one to kill."""
+def _kill_during_generation(at: str, url: str, name: str, model: Model, server: str) -> bool:
+    """Kill the server of a session while it generates; return False if it is another server."""
     body, key = {**PROMPT, "stream": True}, {"Idempotency-Key": f"kill {name}"}
-    with client(at, name) as asks:
-        made = asks.post("/v1/sessions", json={"name": name})
-        assert made.status_code == 201, made.text
-    with client(at, name, **key) as asks:
+    with client(at, name) as http:
+        created = http.post("/v1/sessions", json={"name": name})
+        assert created.status_code == 201, created.text
+    with client(at, name, **key) as http:
         killed, before = 0.0, 0
         with (
             suppress(httpx.HTTPError),
-            asks.stream("POST", f"/v1/sessions/{name}/generate", json=body) as answer,
+            http.stream("POST", f"/v1/sessions/{name}/generate", json=body) as response,
         ):
-            if answer.headers["x-kvkeep-server"] != server:
+            if response.headers["x-kvkeep-server"] != server:
                 return False
-            for number, _ in enumerate(answer.iter_lines()):
+            for number, _ in enumerate(response.iter_lines()):
                 if number == 60:
-                    before = _gen(url, name)
+                    before = _commit_count(url, name)
                     killed = time.monotonic()
                     os.kill(int(server.split(":")[1]), signal.SIGKILL)
         assert killed
-        found, by = _until_done(asks, name, body)
-        print(f"{time.monotonic() - killed:.2f} s from the kill to the end of the answer")
+        result, by = _retry_until_done(http, name, body)
+        print(f"{time.monotonic() - killed:.2f} s from the kill to the end of the response")
     assert by != server
-    assert [found["tokens"]] == alone(model, PROMPT)
-    assert _gen(url, name) == before + 1
+    assert [result["tokens"]] == generate_locally(model, PROMPT)
+    assert _commit_count(url, name) == before + 1
     return True
 
 
-def _gen(url: str, name: str) -> int:
-    """How many have written the session."""
+def _commit_count(url: str, name: str) -> int:
+    """Return the generation number in the session's head: one for each commit."""
     version = SharedSessions(open_object_store(url)).objects_of(name).head()
     assert version is not None
     return version.head.gen
 
 
-def _until_done(asks: httpx.Client, name: str, body: dict[str, Any]) -> tuple[Any, str]:
-    """As a client does that was told nothing: the same once more, until it is answered; by whom."""
+def _retry_until_done(http: httpx.Client, name: str, body: dict[str, Any]) -> tuple[Any, str]:
+    """Repeat a request, as after a lost response, until it succeeds; return its server."""
     last = time.monotonic() + PATIENCE
     while time.monotonic() < last:
         try:
-            answer = asks.post(f"/v1/sessions/{name}/generate", json=body)
+            response = http.post(f"/v1/sessions/{name}/generate", json=body)
         except httpx.HTTPError:
             continue
-        if answer.status_code == 200 and "event: done" in answer.text:
-            done = json.loads(answer.text.rpartition("event: done\ndata: ")[2])
-            return done, answer.headers["x-kvkeep-server"]
+        if response.status_code == 200 and "event: done" in response.text:
+            done = json.loads(response.text.rpartition("event: done\ndata: ")[2])
+            return done, response.headers["x-kvkeep-server"]
         time.sleep(0.05)
-    raise AssertionError(answer.text)
+    raise AssertionError(response.text)
 
 
 def _servers(at: str) -> list[str]:
-    """The two."""
-    found = list[str]()
-    with httpx.Client(base_url=at, timeout=PATIENCE) as asks:
+    """Return the names of the two servers."""
+    result = list[str]()
+    with httpx.Client(base_url=at, timeout=PATIENCE) as http:
         for number in range(100):
-            answer = asks.get("/v1/models", headers={"x-session-id": f"asked-{number}"})
-            server = answer.headers["x-kvkeep-server"]
-            if server not in found:
-                found.append(server)
-            if len(found) == 2:
-                return found
+            response = http.get("/v1/models", headers={"x-session-id": f"asked-{number}"})
+            server = response.headers["x-kvkeep-server"]
+            if server not in result:
+                result.append(server)
+            if len(result) == 2:
+                return result
     raise AssertionError("all requests went to one server")
 
 
-def test_a_cluster_that_is_there_is_joined_by_one_fleet(
+def test_one_fleet_joins_an_existing_cluster(
     smollm2_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN", "0" * 64)
     at = f"127.0.0.1:{free_port()}"
     store = (tmp_path / "store").as_uri()
-    with head(at), fleet(store, {}, "--address", at, "--replicas", "1") as (url, _):
-        second = refused("--store", store, "--address", at)
+    with ray_head(at), start_fleet(store, {}, "--address", at, "--replicas", "1") as (url, _):
+        second = last_error("--store", store, "--address", at)
         assert second.endswith("already serves: run `serve shutdown`")
-        answer = httpx.post(f"{url}/v1/completions", json={"prompt": "a", "max_tokens": 2})
-        assert answer.status_code == 200, answer.text
+        response = httpx.post(f"{url}/v1/completions", json={"prompt": "a", "max_tokens": 2})
+        assert response.status_code == 200, response.text
 
 
-def test_a_cluster_that_is_not_there_is_told_at_once(smollm2_folder: Path, tmp_path: Path) -> None:
+def test_an_unreachable_cluster_fails_fast(smollm2_folder: Path, tmp_path: Path) -> None:
     at = f"127.0.0.1:{free_port()}"
-    told = refused("--store", (tmp_path / "store").as_uri(), "--address", at)
-    assert told.startswith(f"kvkeep: error: no Ray cluster answers at {at}")
+    reported = last_error("--store", (tmp_path / "store").as_uri(), "--address", at)
+    assert reported.startswith(f"kvkeep: error: no Ray cluster answers at {at}")
 
 
-def refused(*options: str) -> str:
-    """What is said last by a fleet that does not start."""
+def last_error(*options: str) -> str:
+    """Return the last line of a fleet that does not start."""
     run = subprocess.run(
         [sys.executable, "-m", "kvkeep", "fleet", "--port", "0", *options],
         capture_output=True,
@@ -221,10 +226,12 @@ def free_port() -> int:
 
 
 @contextmanager
-def head(at: str) -> Iterator[None]:
-    """A cluster's first machine, as `ray start` makes it."""
+def ray_head(at: str) -> Iterator[None]:
+    """Start a cluster's head node by `ray start`."""
     host, port = at.split(":")
-    folder = tempfile.mkdtemp(dir="/tmp")  # short; in Ray's own, others would find this cluster
+    folder = tempfile.mkdtemp(
+        dir="/tmp"
+    )  # short; in Ray's default folder other tests would find this cluster
     options = f"--head --block --node-ip-address={host} --port={port} --temp-dir={folder}"
     ray = Path(sys.executable).with_name("ray")
     process = subprocess.Popen(
@@ -233,7 +240,7 @@ def head(at: str) -> Iterator[None]:
         stderr=subprocess.DEVNULL,
     )
     try:
-        while not answers(host, int(port)):
+        while not is_listening(host, int(port)):
             assert process.poll() is None
             time.sleep(0.1)
         yield
@@ -243,7 +250,7 @@ def head(at: str) -> Iterator[None]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def answers(host: str, port: int) -> bool:
+def is_listening(host: str, port: int) -> bool:
     with suppress(OSError):
         socket.create_connection((host, port), timeout=1).close()
         return True

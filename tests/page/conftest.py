@@ -1,4 +1,4 @@
-"""A browser, and a server whose page it opens."""
+"""A browser, and a server whose web UI it opens."""
 
 import os
 import shutil
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
-from server.conftest import Running, running
+from server.conftest import RunningServer, running_server
 
 from kvkeep.model import Model
 
@@ -17,44 +17,44 @@ expect.set_options(timeout=_PATIENCE)
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """The Chromium that is installed; Debian has it as `chromium`.
+    """The installed Chromium; Debian has it as `chromium`.
 
-    Of a module: while it is there an event loop runs in this thread, which others would trip over.
+    Module scope: its event loop runs in this thread and would disturb other tests.
     """
     path = next(filter(None, map(shutil.which, _BROWSERS)), None)
     if path is None and not os.environ.get("CI"):
         pytest.skip("there is no Chromium: install chromium")
     with sync_playwright() as playwright:
         arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
-        with playwright.chromium.launch(executable_path=path, args=arguments) as found:
-            yield found
+        with playwright.chromium.launch(executable_path=path, args=arguments) as launched:
+            yield launched
 
 
 @pytest.fixture(scope="module")
-def server(smollm2: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with running(smollm2, tmp_path_factory.mktemp("server"), edits=True) as found:
-        yield found
+def server(smollm2: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    with running_server(smollm2, tmp_path_factory.mktemp("server"), edits=True) as launched:
+        yield launched
 
 
 @pytest.fixture
-def page(browser: Browser, server: Running) -> Iterator[Page]:
-    """At the server's page; nothing that it does may end in an error that nobody catches."""
-    yield from opened(browser, server, {"width": 1280, "height": 900})
+def page(browser: Browser, server: RunningServer) -> Iterator[Page]:
+    """The web UI, open; an uncaught error of the page fails the test."""
+    yield from open_page(browser, server, {"width": 1280, "height": 900})
 
 
-def opened(browser: Browser, server: Running, size: dict[str, int]) -> Iterator[Page]:
-    wrong: list[str] = []
+def open_page(browser: Browser, server: RunningServer, size: dict[str, int]) -> Iterator[Page]:
+    problems: list[str] = []
     context = browser.new_context(base_url=server.url, viewport=size)  # type: ignore[arg-type]
     context.set_default_timeout(_PATIENCE)
     page = context.new_page()
-    page.on("pageerror", lambda error: wrong.append(str(error)))
-    page.on("request", lambda asked: _require_own(asked.url, server.url, wrong))
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.on("request", lambda request: _require_own(request.url, server.url, problems))
     page.goto("/")
     yield page
     context.close()
-    assert not wrong
+    assert not problems
 
 
-def _require_own(url: str, own: str, wrong: list[str]) -> None:
+def _require_own(url: str, own: str, problems: list[str]) -> None:
     if not url.startswith(own):
-        wrong.append(f"asks another host: {url}")
+        problems.append(f"requests another host: {url}")

@@ -1,4 +1,4 @@
-"""Edits on the page of a session that has changed: of the same text, or refused."""
+"""Edits on the page of a session that has changed: they apply to the same text or are refused."""
 
 import re
 from collections.abc import Iterator
@@ -6,9 +6,18 @@ from typing import Any
 
 import httpx
 import pytest
-from page.test_page import WHOLE, fed, memory, names, press, select, show, told
+from page.test_page import (
+    WHOLE,
+    create_fed_session,
+    expect_status,
+    memory,
+    names,
+    press,
+    select,
+    show,
+)
 from playwright.sync_api import Page, Route, expect
-from server.conftest import Running
+from server.conftest import RunningServer
 from topics import topic_text
 
 TEXT = topic_text()[:500]
@@ -16,12 +25,12 @@ OUTDATED = "changed meanwhile"
 
 
 @pytest.fixture
-def client(server: Running) -> Iterator[httpx.Client]:
-    with server.client() as made:
-        yield made
+def client(server: RunningServer) -> Iterator[httpx.Client]:
+    with server.client() as created:
+        yield created
 
 
-def chatted(client: httpx.Client) -> str:
+def start_chat(client: httpx.Client) -> str:
     """Start a chat of two short turns."""
     name = next(names)
     assert client.post("/v1/sessions", json={"name": name}).status_code == 201
@@ -36,13 +45,13 @@ def token_ids(client: httpx.Client, name: str) -> list[int]:
     return [piece["id"] for piece in pieces]
 
 
-def selected(page: Page, start: int, end: int) -> None:
+def expect_selection(page: Page, start: int, end: int) -> None:
     expect(page.get_by_label("From token")).to_have_value(str(start))
     expect(page.get_by_label("to before")).to_have_value(str(end))
 
 
-def nothing_is_selected(page: Page) -> None:
-    selected(page, 0, 0)
+def expect_no_selection(page: Page) -> None:
+    expect_selection(page, 0, 0)
     for button in ("Pin", "Delete text", "Replace", "Insert before", "Fork here", "Rewind to here"):
         expect(page.get_by_role("button", name=button, exact=True)).to_be_disabled()
 
@@ -56,29 +65,29 @@ def drop_first_tokens(page: Page, client: httpx.Client, name: str, count: int = 
 
 
 def test_a_selected_span_is_followed_through_edits(page: Page, client: httpx.Client) -> None:
-    """Replaced by a shorter text and deleted, a question takes nothing of its turn with it."""
-    name = chatted(client)
+    """A question is replaced by a shorter text and deleted; the rest of its turn stays."""
+    name = start_chat(client)
     show(page, name)
     ids, question = token_ids(client, name), memory(client, name)["spans"]["turn 1 question"]
     page.get_by_role("button", name="turn 1 question").click()
-    selected(page, question["start"], question["end"])
+    expect_selection(page, question["start"], question["end"])
     press(page, "Replace", text="Hi")
-    told(page, "tokens evaluated")
+    expect_status(page, "tokens evaluated")
     now = memory(client, name)["spans"]["turn 1 question"]
     assert now["end"] < question["end"]
-    selected(page, now["start"], now["end"])
+    expect_selection(page, now["start"], now["end"])
     press(page, "Pin")
-    told(page, f"Pinned tokens {now['start']} to {now['end']}")
+    expect_status(page, f"Pinned tokens {now['start']} to {now['end']}")
     press(page, "Delete text")
-    told(page, "Took out")
-    nothing_is_selected(page)
+    expect_status(page, "Took out")
+    expect_no_selection(page)
     assert token_ids(client, name) == ids[: question["start"]] + ids[question["end"] :]
 
 
 def test_a_selection_by_numbers_is_cleared_once_they_mean_other_tokens(
     page: Page, client: httpx.Client
 ) -> None:
-    name = fed(client, text=TEXT)
+    name = create_fed_session(client, text=TEXT)
     show(page, name)
     for button, fields in (
         ("Replace", {"text": " x"}),
@@ -88,42 +97,42 @@ def test_a_selection_by_numbers_is_cleared_once_they_mean_other_tokens(
         total = memory(client, name)["tokens"]
         select(page, total - 20, total - 10)
         press(page, button, **fields)
-        told(page, re.compile("tokens evaluated|Took out"))
-        nothing_is_selected(page)
+        expect_status(page, re.compile("tokens evaluated|Took out"))
+        expect_no_selection(page)
 
 
 def test_a_selection_by_numbers_stays_while_they_mean_the_same_tokens(
     page: Page, client: httpx.Client
 ) -> None:
-    name = fed(client, text=TEXT)
+    name = create_fed_session(client, text=TEXT)
     show(page, name)
     total = memory(client, name)["tokens"]
     select(page, total - 20, total - 10)
-    for button, fields, answer in (
+    for button, fields, response in (
         ("Pin", {}, "Pinned"),
         ("Stay in memory", {}, "stays in memory"),
         ("Snapshot", {"name": next(names)}, "on disk"),
         ("Rewind to here", {}, "Rewound"),
     ):
         press(page, button, **fields)
-        told(page, answer)
-        selected(page, total - 20, total - 10)
+        expect_status(page, response)
+        expect_selection(page, total - 20, total - 10)
     page.get_by_label("Say").fill("Say hello.")
     page.get_by_label("Say").press("Enter")
     expect(page.get_by_role("button", name="turn 1 answer")).to_be_visible()
-    selected(page, total - 20, total - 10)
+    expect_selection(page, total - 20, total - 10)
     press(page, "Name", name="a part")
-    told(page, "They are now a part")
+    expect_status(page, "They are now a part")
     press(page, "Insert before", text=" Once more")
-    told(page, "tokens evaluated")
+    expect_status(page, "tokens evaluated")
     part = memory(client, name)["spans"]["a part"]
     assert part["start"] > total - 20
-    selected(page, part["start"], part["end"])
+    expect_selection(page, part["start"], part["end"])
 
 
-def test_what_others_change_clears_or_moves_the_selection(page: Page, client: httpx.Client) -> None:
-    """Another tab, and a client of the API."""
-    name = chatted(client)
+def test_changes_by_others_clear_or_move_the_selection(page: Page, client: httpx.Client) -> None:
+    """In another tab, and by a client of the API."""
+    name = start_chat(client)
     total = memory(client, name)["tokens"]
     show(page, name)
     select(page, total - 9, total - 3)
@@ -131,15 +140,15 @@ def test_what_others_change_clears_or_moves_the_selection(page: Page, client: ht
     show(other, name)
     select(other, 0, 2)
     press(other, "Delete text")
-    told(page, "nothing is selected any more")
-    nothing_is_selected(page)
+    expect_status(page, "nothing is selected any more")
+    expect_no_selection(page)
     page.get_by_label("or span").select_option("turn 2 question")
     before = memory(client, name)["spans"]["turn 2 question"]
-    selected(page, before["start"], before["end"])
+    expect_selection(page, before["start"], before["end"])
     drop_first_tokens(page, client, name, 1)
-    selected(page, before["start"] - 1, before["end"] - 1)
+    expect_selection(page, before["start"] - 1, before["end"] - 1)
     press(page, "Delete text")
-    told(page, "Took out")
+    expect_status(page, "Took out")
     assert memory(client, name)["tokens"] == total - 3 - (before["end"] - before["start"])
 
 
@@ -158,8 +167,8 @@ DIALOGS: dict[str, dict[str, str]] = {
 def test_a_dialog_is_for_the_session_as_it_was_when_it_opened(
     page: Page, client: httpx.Client
 ) -> None:
-    """However long it stays open, and though the page shows the session as it is now."""
-    name = fed(client, WHOLE, TEXT)
+    """Even if it stays open while the page shows later revisions."""
+    name = create_fed_session(client, WHOLE, TEXT)
     show(page, name)
     for button, fields in DIALOGS.items():
         total = memory(client, name)["tokens"]
@@ -171,26 +180,26 @@ def test_a_dialog_is_for_the_session_as_it_was_when_it_opened(
         drop_first_tokens(page, client, name)
         before = client.get(f"/v1/sessions/{name}").json(), token_ids(client, name)
         dialog.locator("button.main").click()
-        told(page, OUTDATED)
+        expect_status(page, OUTDATED)
         assert (client.get(f"/v1/sessions/{name}").json(), token_ids(client, name)) == before, (
             button
         )
-    names_now = [each["name"] for each in client.get("/v1/sessions").json()["data"]]
+    names_now = [item["name"] for item in client.get("/v1/sessions").json()["data"]]
     assert "fork-of-another-revision" not in names_now
-    snapshots = [each["name"] for each in client.get("/v1/snapshots").json()["data"]]
+    snapshots = [item["name"] for item in client.get("/v1/snapshots").json()["data"]]
     assert "snapshot-of-another-revision" not in snapshots
 
 
 def test_a_turn_is_for_the_conversation_that_is_shown(page: Page, client: httpx.Client) -> None:
-    """It is refused, and what was typed stays, to be sent once the page shows what is new."""
-    name = chatted(client)
+    """An outdated turn is refused; its text stays in the input and can be sent again."""
+    name = start_chat(client)
     show(page, name)
-    page.route("**/memory", lambda route: route.abort())  # the page does not hear of it
+    page.route("**/memory", lambda route: route.abort())  # the page keeps showing the old revision
     client.post(f"/v1/sessions/{name}/turns", json={"content": "And of Spain?", "max_tokens": 4})
     before = token_ids(client, name)
     page.get_by_label("Say").fill("Why that one?")
     page.get_by_label("Say").press("Enter")
-    told(page, OUTDATED)
+    expect_status(page, OUTDATED)
     expect(page.get_by_label("Say")).to_have_value("Why that one?")
     assert token_ids(client, name) == before
     page.unroute("**/memory")
@@ -201,30 +210,30 @@ def test_a_turn_is_for_the_conversation_that_is_shown(page: Page, client: httpx.
 
 
 def test_an_edit_while_an_answer_is_generated_is_refused(
-    page: Page, client: httpx.Client, server: Running
+    page: Page, client: httpx.Client, server: RunningServer
 ) -> None:
-    name = chatted(client)
+    name = start_chat(client)
     show(page, name)
     page.get_by_role("button", name="turn 1 question").click()
     body = {"max_tokens": 100_000, "ignore_eos": True, "stream": True}
     with (
         server.client() as other,
-        other.stream("POST", f"/v1/sessions/{name}/generate", json=body) as answer,
+        other.stream("POST", f"/v1/sessions/{name}/generate", json=body) as response,
     ):
-        lines = answer.iter_lines()  # letting go of it hangs up
+        lines = response.iter_lines()  # closing it disconnects
         next(lines)
         before = memory(client, name)["tokens"]
         press(page, "Delete text")
-        told(page, "reading or writing")
+        expect_status(page, "reading or writing")
     while client.get(f"/v1/sessions/{name}").json()["busy"]:
         pass
     assert memory(client, name)["tokens"] >= before
     assert memory(client, name)["spans"]["turn 1 question"]["end"] > 0
 
 
-def test_text_that_is_outdated_cannot_be_selected(page: Page, client: httpx.Client) -> None:
-    """It stays on the page until the new text has come."""
-    name = fed(client, text=TEXT)
+def test_outdated_text_cannot_be_selected(page: Page, client: httpx.Client) -> None:
+    """Outdated text stays visible until the new text is loaded."""
+    name = create_fed_session(client, text=TEXT)
     show(page, name)
     total = memory(client, name)["tokens"]
     held: list[Route] = []
@@ -232,7 +241,7 @@ def test_text_that_is_outdated_cannot_be_selected(page: Page, client: httpx.Clie
     drop_first_tokens(page, client, name)
     point(page, f'.text [data-at="{total - 9}"]', f'.text [data-at="{total - 5}"]')
     page.wait_for_timeout(100)
-    nothing_is_selected(page)
+    expect_no_selection(page)
     assert held
     for route in held:
         route.continue_()
@@ -240,26 +249,26 @@ def test_text_that_is_outdated_cannot_be_selected(page: Page, client: httpx.Clie
     expect(page.locator(f'.text [data-at="{total - 1}"]')).to_have_count(0)
     select(page, total - 12, total - 8)
     press(page, "Delete text")
-    told(page, "Took out")
+    expect_status(page, "Took out")
     assert memory(client, name)["tokens"] == total - 7
 
 
 def test_a_browser_selection_beyond_the_text_does_not_select_the_text_that_replaces_it(
     page: Page, client: httpx.Client
 ) -> None:
-    name = fed(client, text=TEXT)
+    name = create_fed_session(client, text=TEXT)
     show(page, name)
     total = memory(client, name)["tokens"]
     point(page, f'.text [data-at="{total - 5}"]', ".chat h2")
-    selected(page, total - 5, total)
+    expect_selection(page, total - 5, total)
     drop_first_tokens(page, client, name)
     expect(page.locator(f'.text [data-at="{total - 1}"]')).to_have_count(0)
     page.wait_for_timeout(100)
-    nothing_is_selected(page)
+    expect_no_selection(page)
 
 
 def point(page: Page, first: str, last: str) -> None:
-    """Select from the beginning of one element to the end of another, as the pointer does."""
+    """Select from the start of one element to the end of another, as the pointer does."""
     page.evaluate(
         """([first, last]) => {
             const [from, to] = [first, last].map((each) => document.querySelector(each).firstChild);
@@ -270,13 +279,13 @@ def point(page: Page, first: str, last: str) -> None:
 
 
 def test_a_dialog_closes_with_its_view(page: Page, client: httpx.Client) -> None:
-    one, other = fed(client, text=TEXT), fed(client, text=TEXT)
-    show(page, one)
+    first, other = create_fed_session(client, text=TEXT), create_fed_session(client, text=TEXT)
+    show(page, first)
     show(page, other)
     page.get_by_role("button", name="Delete", exact=True).click()
     expect(page.locator("dialog")).to_be_visible()
     page.go_back()
-    expect(page.get_by_role("heading", name=one, exact=True)).to_be_visible()
+    expect(page.get_by_role("heading", name=first, exact=True)).to_be_visible()
     expect(page.locator("dialog")).to_have_count(0)
     assert client.get(f"/v1/sessions/{other}").status_code == 200
 
@@ -284,8 +293,8 @@ def test_a_dialog_closes_with_its_view(page: Page, client: httpx.Client) -> None
 def test_a_session_that_takes_the_name_of_a_deleted_one_has_nothing_selected(
     page: Page, client: httpx.Client
 ) -> None:
-    """Its revisions are counted anew, and may be those of the other."""
-    name = fed(client, text=TEXT)
+    """Revisions restart, and may equal those of the deleted session."""
+    name = create_fed_session(client, text=TEXT)
     show(page, name)
     total = memory(client, name)["tokens"]
     select(page, total - 9, total - 3)
@@ -294,4 +303,4 @@ def test_a_session_that_takes_the_name_of_a_deleted_one_has_nothing_selected(
     assert client.post("/v1/sessions", json=settings).status_code == 201
     assert client.post(f"/v1/sessions/{name}/feed", json={"text": TEXT * 2}).status_code == 200
     expect(page.locator("main")).not_to_contain_text(f"{total} tokens in")
-    nothing_is_selected(page)
+    expect_no_selection(page)

@@ -1,4 +1,4 @@
-"""A server over the default model, in this process, for all tests of its APIs."""
+"""A server over the default model, in this process, for tests of its APIs."""
 
 import threading
 import time
@@ -18,8 +18,8 @@ from kvkeep.server.keys import ApiKeys
 from kvkeep.server.service import Service
 
 
-class Running:
-    """A server that runs. url: where."""
+class RunningServer:
+    """A running server and its URL."""
 
     def __init__(self, url: str, service: Service):
         self.url, self.service = url, service
@@ -29,20 +29,20 @@ class Running:
         return httpx.Client(base_url=self.url, headers=headers, timeout=120)
 
 
-def as_asked(entry: dict[str, Any]) -> dict[str, Any]:
-    """What requests alone change of a session's entry: the server saves it at a time of its own."""
+def without_saved_revision(entry: dict[str, Any]) -> dict[str, Any]:
+    """Drop the field that changes without a request: the server saves sessions by itself."""
     return {name: value for name, value in entry.items() if name != "saved_revision"}
 
 
 @contextmanager
-def running(
+def running_server(
     model: Model,
     folder: Path,
     keys: ApiKeys | None = None,
     limits: Limits = Limits(memory=1_000_000_000),  # noqa: B008 (frozen)
     edits: bool = False,
-) -> Iterator[Running]:
-    """A server of its own. keys: that are let in; None for anybody. edits: whether by the page."""
+) -> Iterator[RunningServer]:
+    """Run a server. keys: accepted keys; None to need none. edits: whether the web UI may edit."""
     engine = Engine(model, settings={"max_kv_size": 2048}, limits=limits, folder=folder)
     service = Service(engine, "smollm2", keys or ApiKeys(), allow_edit=edits)
     config = uvicorn.Config(application(service), port=0, log_level="warning", lifespan="off")
@@ -54,7 +54,7 @@ def running(
         time.sleep(0.01)
     port = server.servers[0].sockets[0].getsockname()[1]
     try:
-        yield Running(f"http://127.0.0.1:{port}", service)
+        yield RunningServer(f"http://127.0.0.1:{port}", service)
     finally:
         service.closing = server.should_exit = True
         thread.join()
@@ -62,7 +62,7 @@ def running(
 
 
 @pytest.fixture(scope="module")
-def server(smollm2: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """For all tests of a module; they leave nothing behind that others would meet."""
-    with running(smollm2, tmp_path_factory.mktemp("server")) as found:
-        yield found
+def server(smollm2: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """Run one server for a module; its tests leave nothing behind that others see."""
+    with running_server(smollm2, tmp_path_factory.mktemp("server")) as running:
+        yield running

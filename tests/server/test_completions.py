@@ -1,4 +1,4 @@
-"""Completions by OpenAI's own client."""
+"""Completions by OpenAI's client."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from server.conftest import Running
+from server.conftest import RunningServer
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 
@@ -20,27 +20,27 @@ PROMPT = "The capital of France is"
 
 
 @pytest.fixture(scope="module")
-def client(server: Running) -> openai.OpenAI:
+def client(server: RunningServer) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
 
-def completed(client: openai.OpenAI, prompt: Any = PROMPT, **asked: Any) -> Any:
-    asked = {"temperature": 0, "max_tokens": 10, **asked}
-    return client.completions.create(model="smollm2", prompt=prompt, **asked)
+def complete(client: openai.OpenAI, prompt: Any = PROMPT, **params: Any) -> Any:
+    params = {"temperature": 0, "max_tokens": 10, **params}
+    return client.completions.create(model="smollm2", prompt=prompt, **params)
 
 
-def test_it_goes_on_as_a_session_does(client: openai.OpenAI, smollm2: Model) -> None:
+def test_a_completion_equals_a_session_in_python(client: openai.OpenAI, smollm2: Model) -> None:
     session = smollm2.session(2048, prefill_step=128)
     session.feed(PROMPT)
     expected = "".join(session.stream(10))
     for prompt in (PROMPT, [PROMPT], smollm2.text.encode(PROMPT), [smollm2.text.encode(PROMPT)]):
-        assert completed(client, prompt).choices[0].text == expected
-    assert completed(client, echo=True).choices[0].text == PROMPT + expected
+        assert complete(client, prompt).choices[0].text == expected
+    assert complete(client, echo=True).choices[0].text == PROMPT + expected
 
 
-def test_a_stream_says_the_same(client: openai.OpenAI) -> None:
-    whole = completed(client, logprobs=2)
-    chunks = list(completed(client, stream=True, logprobs=2))
+def test_a_stream_equals_the_whole_response(client: openai.OpenAI) -> None:
+    whole = complete(client, logprobs=2)
+    chunks = list(complete(client, stream=True, logprobs=2))
     assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
     tokens = [t for c in chunks if c.choices[0].logprobs for t in c.choices[0].logprobs.tokens]
     assert tokens == whole.choices[0].logprobs.tokens
@@ -48,10 +48,10 @@ def test_a_stream_says_the_same(client: openai.OpenAI) -> None:
     assert all(len(top) == 2 for top in whole.choices[0].logprobs.top_logprobs)
 
 
-def test_nothing_may_be_asked_to_be_written(client: openai.OpenAI) -> None:
-    found = completed(client, max_tokens=0)
-    assert found.choices[0].text == ""
-    assert found.choices[0].finish_reason == "length"
+def test_max_tokens_may_be_zero(client: openai.OpenAI) -> None:
+    result = complete(client, max_tokens=0)
+    assert result.choices[0].text == ""
+    assert result.choices[0].finish_reason == "length"
 
 
 @pytest.mark.parametrize(
@@ -73,54 +73,54 @@ def test_nothing_may_be_asked_to_be_written(client: openai.OpenAI) -> None:
     ],
     ids=repr,
 )
-def test_what_is_malformed_is_refused(server: Running, body: dict[str, Any]) -> None:
+def test_malformed_requests_are_refused(server: RunningServer, body: dict[str, Any]) -> None:
     with server.client() as client:
-        answer = client.post("/v1/completions", content=json.dumps(body))
-    assert answer.status_code == 400, answer.text
-    assert answer.json()["error"]["message"]
+        response = client.post("/v1/completions", content=json.dumps(body))
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"null", b'{"prompt"', b"\xff\xfe", b"1" * 5000])
-def test_what_is_no_json_is_refused(server: Running, content: bytes) -> None:
-    answer = httpx.post(f"{server.url}/v1/completions", content=content)
-    assert answer.status_code == 400
+def test_a_body_that_is_not_json_is_refused(server: RunningServer, content: bytes) -> None:
+    response = httpx.post(f"{server.url}/v1/completions", content=content)
+    assert response.status_code == 400
 
 
 @pytest.mark.parametrize("streamed", [True, False])
-def test_nothing_to_go_on_from_is_refused_before_a_stream_begins(
-    server: Running, streamed: bool
+def test_an_empty_prompt_is_refused_before_a_stream_starts(
+    server: RunningServer, streamed: bool
 ) -> None:
     with server.client() as client:
         body = {"prompt": "", "stream": streamed}
         assert client.post("/v1/completions", json=body).status_code == 400
         name = client.post("/v1/sessions", json={}).json()["name"]
-        asked = client.post(f"/v1/sessions/{name}/generate", json={"stream": streamed})
-        assert asked.status_code == 400
-        assert "nothing to continue" in asked.json()["error"]["message"]
+        params = client.post(f"/v1/sessions/{name}/generate", json={"stream": streamed})
+        assert params.status_code == 400
+        assert "nothing to continue" in params.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("prompt", ["Emoji: 🎉 🎊 🎈 ", PROMPT])
-def test_no_two_tokens_share_a_name_and_offsets_are_those_of_the_text(
+def test_top_tokens_have_unique_names_and_offsets_match_the_text(
     client: openai.OpenAI, prompt: str
 ) -> None:
-    """Where the likeliest tokens are parts of characters, and with the prompt in the text."""
-    answer = completed(client, prompt, logprobs=20, echo=True, max_tokens=12)
-    text, logprobs = answer.choices[0].text, answer.choices[0].logprobs
+    """Also with tokens that are parts of characters, and with the prompt echoed."""
+    response = complete(client, prompt, logprobs=20, echo=True, max_tokens=12)
+    text, logprobs = response.choices[0].text, response.choices[0].logprobs
     assert all(len(top) == 20 for top in logprobs.top_logprobs)
     names = [*logprobs.tokens, *(name for top in logprobs.top_logprobs for name in top)]
     assert any(name.startswith("bytes:") for name in names)
     assert logprobs.text_offset[0] == len(prompt)
     for name, offset in zip(logprobs.tokens, logprobs.text_offset, strict=True):
         assert name.startswith("bytes:") or text.startswith(name, offset)
-    chunks = completed(client, prompt, logprobs=20, echo=True, max_tokens=12, stream=True)
+    chunks = complete(client, prompt, logprobs=20, echo=True, max_tokens=12, stream=True)
     parts = [chunk.choices[0].logprobs for chunk in chunks if chunk.choices[0].logprobs]
     assert [at for part in parts for at in part.text_offset] == logprobs.text_offset
 
 
 def test_tokens_of_a_sentencepiece_vocabulary_keep_their_spaces(tmp_path: Path) -> None:
-    """And two tokens of one text, a piece and a byte, are both there."""
+    """Two tokens of one text, a piece and a byte, are both reported."""
     codec = sentencepiece_codec(tmp_path)
-    a, byte, the = (codec.tokenizer.token_to_id(each) for each in ("a", "<0x61>", "▁the"))
+    a, byte, the = (codec.tokenizer.token_to_id(item) for item in ("a", "<0x61>", "▁the"))
     top = [
         TokenLogprob(a, -1.0),
         TokenLogprob(byte, -2.0),
@@ -138,7 +138,7 @@ def test_tokens_of_a_sentencepiece_vocabulary_keep_their_spaces(tmp_path: Path) 
 
 def sentencepiece_codec(folder: Path) -> TextCodec:
     pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "a", "▁the"]
-    tokenizer = Tokenizer(BPE({each: n for n, each in enumerate(pieces)}, [], byte_fallback=True))
+    tokenizer = Tokenizer(BPE({item: n for n, item in enumerate(pieces)}, [], byte_fallback=True))
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), _STRIP]
     )

@@ -1,4 +1,4 @@
-"""Many conversations at once, under two keys: nobody's words in another's answers."""
+"""Concurrent conversations under two keys do not leak into each other."""
 
 import asyncio
 import gc
@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import psutil
-from server.conftest import Running, running
+from server.conftest import RunningServer, running_server
 
 from kvkeep.engine import Limits
 from kvkeep.model import Model
@@ -20,28 +20,28 @@ SHARED = "You answer in a few words. " * 20
 
 
 def marker(number: int) -> str:
-    """A word that no other conversation has."""
+    """Return a word that no other conversation has."""
     draw = random.Random(number)
     return "".join(draw.choice("bcdfghjklmnpqrstvwxz") for _ in range(12))
 
 
-async def answered(client: httpx.AsyncClient, body: dict[str, Any]) -> dict[str, Any]:
-    """Comes back when there was no room."""
+async def post_with_retry(client: httpx.AsyncClient, body: dict[str, Any]) -> dict[str, Any]:
+    """Post a chat request, and again while the server has no room (429)."""
     while True:
-        answer = await client.post("/v1/chat/completions", json=body)
-        if answer.status_code != 429:
-            assert answer.status_code == 200, answer.text
-            found: dict[str, Any] = answer.json()
-            return found
-        assert int(answer.headers["Retry-After"]) >= 1
+        response = await client.post("/v1/chat/completions", json=body)
+        if response.status_code != 429:
+            assert response.status_code == 200, response.text
+            results: dict[str, Any] = response.json()
+            return results
+        assert int(response.headers["Retry-After"]) >= 1
         await asyncio.sleep(0.2)
 
 
 async def converse(client: httpx.AsyncClient, number: int) -> dict[str, Any]:
-    """Some turns, of which some are streamed, some are broken off, and some begin anew."""
+    """Take turns, some of them after a streamed request that is cancelled."""
     draw, own = random.Random(1000 + number), marker(number)
     messages = [{"role": "system", "content": SHARED}]
-    said: list[str] = []
+    texts: list[str] = []
     reused = 0
     for turn in range(TURNS):
         messages.append({"role": "user", "content": f"Turn {turn}: repeat the word {own}."})
@@ -49,19 +49,21 @@ async def converse(client: httpx.AsyncClient, number: int) -> dict[str, Any]:
         if draw.random() < 0.25:
             async with client.stream(
                 "POST", "/v1/chat/completions", json={**body, "stream": True, "max_tokens": 100}
-            ) as answer:
-                async for line in answer.aiter_lines():
-                    said.append(line)
-                    if len(said) > draw.randrange(3, 9):
+            ) as response:
+                async for line in response.aiter_lines():
+                    texts.append(line)
+                    if len(texts) > draw.randrange(3, 9):
                         break
-        found = await answered(client, body)
-        said.append(found["choices"][0]["message"]["content"])
-        reused = max(reused, found["usage"]["prompt_tokens_details"]["cached_tokens"])
-        messages.append({"role": "assistant", "content": said[-1]})
-    return {"number": number, "said": "\n".join(said), "reused": reused}
+        results = await post_with_retry(client, body)
+        texts.append(results["choices"][0]["message"]["content"])
+        reused = max(reused, results["usage"]["prompt_tokens_details"]["cached_tokens"])
+        messages.append({"role": "assistant", "content": texts[-1]})
+    return {"number": number, "said": "\n".join(texts), "reused": reused}
 
 
-async def all_at_once(server: Running, first: int, count: int) -> list[dict[str, Any]]:
+async def converse_concurrently(
+    server: RunningServer, first: int, count: int
+) -> list[dict[str, Any]]:
     clients = [
         httpx.AsyncClient(
             base_url=server.url,
@@ -72,28 +74,30 @@ async def all_at_once(server: Running, first: int, count: int) -> list[dict[str,
         for key in KEYS
     ]
     numbers = range(first, first + count)
-    found = await asyncio.gather(*(converse(clients[n % 2], n) for n in numbers))
+    results = await asyncio.gather(*(converse(clients[n % 2], n) for n in numbers))
     for client in clients:
         await client.aclose()
-    return found
+    return results
 
 
-def test_no_words_of_one_conversation_come_up_in_another(smollm2: Model, tmp_path: Path) -> None:
-    """Room for a few dozen conversations, so that others are dropped, and forked, all the time."""
+def test_concurrent_conversations_do_not_leak_into_each_other(
+    smollm2: Model, tmp_path: Path
+) -> None:
+    """Memory holds a few dozen conversations, so sessions are evicted and forked constantly."""
     cell = smollm2.session(64).cache.layout.cell_bytes
     limits = Limits(memory=40 * 500 * cell)
-    with running(smollm2, tmp_path, ApiKeys(KEYS), limits) as server:
+    with running_server(smollm2, tmp_path, ApiKeys(KEYS), limits) as server:
         engine = server.service.engine
-        found = asyncio.run(all_at_once(server, 0, CONVERSATIONS))
-        for each in found:
-            others = [marker(n) for n in range(CONVERSATIONS) if n != each["number"]]
-            assert not [word for word in others if word in each["said"]]
-        assert sum(each["reused"] > 0 for each in found) > CONVERSATIONS // 2
+        results = asyncio.run(converse_concurrently(server, 0, CONVERSATIONS))
+        for result in results:
+            other_markers = [marker(n) for n in range(CONVERSATIONS) if n != result["number"]]
+            assert not [word for word in other_markers if word in result["said"]]
+        assert sum(result["reused"] > 0 for result in results) > CONVERSATIONS // 2
         while engine.totals().result().running:
             pass
         assert engine.totals().result().nbytes <= limits.memory
         gc.collect()
         before = psutil.Process().memory_info().rss
-        asyncio.run(all_at_once(server, 1000, 16))
+        asyncio.run(converse_concurrently(server, 1000, 16))
         gc.collect()
         assert psutil.Process().memory_info().rss - before < 150_000_000

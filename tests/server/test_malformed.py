@@ -1,4 +1,4 @@
-"""Thousands of malformed requests: each is refused, and told why in the API's own form."""
+"""Thousands of malformed requests: each is refused with an error in the API's form."""
 
 import json
 import random
@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from server.conftest import Running
+from server.conftest import RunningServer
 
 VALID: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1},
@@ -37,59 +37,59 @@ WRONG = ({"x": []}, [[{}]], "\ud800 is half a character", -(10**30), 10**30, 1e3
 
 
 @pytest.fixture(scope="module")
-def client(server: Running) -> Iterator[httpx.Client]:
-    with server.client() as made:
-        made.post("/v1/sessions", json={"name": "held", "max_kv_size": 64})
-        made.post("/v1/sessions/held/feed", json={"tokens": [5, 6, 7, 8]})
-        yield made
+def client(server: RunningServer) -> Iterator[httpx.Client]:
+    with server.client() as created:
+        created.post("/v1/sessions", json={"name": "held", "max_kv_size": 64})
+        created.post("/v1/sessions/held/feed", json={"tokens": [5, 6, 7, 8]})
+        yield created
 
 
 @pytest.fixture(scope="module")
 def fields(client: httpx.Client) -> dict[str, list[tuple[str, Any]]]:
-    """Of each route: fields, and a value that each cannot have, by the server's own document."""
+    """Return each route's fields with values they cannot have, by the OpenAPI document."""
     document = client.get("/openapi.json").json()
     schemas = document["components"]["schemas"]
-    found: dict[str, list[tuple[str, Any]]] = {}
+    result: dict[str, list[tuple[str, Any]]] = {}
     for path in VALID:
         route = document["paths"][path.replace("/held/", "/{name}/")]["post"]
         body = route["requestBody"]["content"]["application/json"]["schema"]
         body = next(iter(body.get("anyOf", [body])))
         properties = schemas[body["$ref"].rpartition("/")[2]].get("properties", {})
-        found[path] = [
+        result[path] = [
             (name, wrong)
-            for name, each in properties.items()
+            for name, item in properties.items()
             for wrong in WRONG
-            if name != "model" and not allows(each, wrong, schemas)  # there is one, by any name
+            if name != "model" and not allows(item, wrong, schemas)  # any model name is accepted
         ]
-    return found
+    return result
 
 
 def allows(schema: dict[str, Any], value: Any, schemas: dict[str, Any]) -> bool:
-    """Whether something of that kind may be a value; in doubt it may."""
+    """Whether a schema allows a value; True in doubt."""
     if "$ref" in schema:
         return isinstance(value, dict)
     if "anyOf" in schema:
-        return any(allows(each, value, schemas) for each in schema["anyOf"])
+        return any(allows(item, value, schemas) for item in schema["anyOf"])
     kinds = {"string": str, "boolean": bool, "array": list, "object": dict}
     kind = schema.get("type")
     if kind in ("integer", "number"):
         bounds = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-        huge = isinstance(value, (int, float)) and any(each in schema for each in bounds)
+        huge = isinstance(value, (int, float)) and any(item in schema for item in bounds)
         return isinstance(value, (int, float)) and not huge
     if kind == "string" and isinstance(value, str):
-        return False  # half a character is in no text
+        return False  # a lone surrogate is in no text
     return kind not in kinds or isinstance(value, kinds[kind])
 
 
-def refused(answer: httpx.Response) -> None:
-    assert 400 <= answer.status_code < 500, (answer.request.content[:200], answer.status_code)
-    error = answer.json()["error"]
+def require_refused(response: httpx.Response) -> None:
+    assert 400 <= response.status_code < 500, (response.request.content[:200], response.status_code)
+    error = response.json()["error"]
     assert error["message"]
     assert error["type"]
 
 
-def test_bodies_that_are_no_json(client: httpx.Client) -> None:
-    """Cut off, with a byte changed, too deep, or in no encoding."""
+def test_bodies_that_are_not_json_are_refused(client: httpx.Client) -> None:
+    """Truncated, with a byte changed, nested too deep, or of no encoding."""
     draw = random.Random(1)
     count = 0
     for path, valid in VALID.items():
@@ -101,7 +101,7 @@ def test_bodies_that_are_no_json(client: httpx.Client) -> None:
             if is_object(body):
                 continue
             headers = {"Content-Type": "application/json"}
-            refused(client.post(path, content=body, headers=headers))
+            require_refused(client.post(path, content=body, headers=headers))
             count += 1
     assert count > 1500
 
@@ -110,20 +110,20 @@ def is_object(body: bytes) -> bool:
     try:
         return isinstance(json.loads(body), dict)
     except (ValueError, RecursionError):
-        return not body  # no body at all may be one without fields
+        return not body  # an empty body may stand for one without fields
 
 
-def test_values_of_the_wrong_kind(
+def test_values_of_wrong_types_are_refused(
     client: httpx.Client, fields: dict[str, list[tuple[str, Any]]]
 ) -> None:
-    """In every field of every route, and among right ones."""
+    """In every field of every route, beside valid fields."""
     count = 0
     for path, wrongs in fields.items():
         for streamed in ({}, {"stream": True}):
             for name, wrong in wrongs:
                 body = json.dumps({**VALID[path], **streamed, name: wrong})
                 headers = {"Content-Type": "application/json"}
-                refused(client.post(path, content=body, headers=headers))
+                require_refused(client.post(path, content=body, headers=headers))
                 count += 1
     assert count > 500
 
@@ -137,8 +137,8 @@ HEADERS = {
 
 
 @pytest.mark.parametrize("length", ["-1", "x", "1e3", "99999999999999999999", "+5"])
-def test_lengths(server: Running, length: str) -> None:
-    """That no client would send by mistake; the connection ends."""
+def test_malformed_content_lengths_are_refused(server: RunningServer, length: str) -> None:
+    """The connection is closed."""
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=60) as connection:
         head = f"POST /tokenize HTTP/1.1\r\nHost: {host}\r\nContent-Length: {length}\r\n\r\n"
@@ -147,13 +147,13 @@ def test_lengths(server: Running, length: str) -> None:
 
 
 @pytest.mark.parametrize("name", HEADERS)
-def test_headers(server: Running, name: str) -> None:
-    """On each route that reads them."""
+def test_malformed_headers_are_refused(server: RunningServer, name: str) -> None:
+    """On each route that reads the header."""
     with server.client() as client:
         client.post("/v1/sessions", json={"name": "headed", "max_kv_size": 64})
         body = {"tokens": [5]}
         for value in HEADERS[name]:
             headers = [(name.encode(), value.encode())]
-            answer = client.post("/v1/sessions/headed/feed", json=body, headers=headers)  # type: ignore[arg-type]
-            assert 400 <= answer.status_code < 500, (name, value, answer.status_code)
+            response = client.post("/v1/sessions/headed/feed", json=body, headers=headers)  # type: ignore[arg-type]
+            assert 400 <= response.status_code < 500, (name, value, response.status_code)
         assert client.get("/v1/sessions/headed").json()["tokens"] == 0

@@ -1,4 +1,4 @@
-"""Responses by OpenAI's own client: kept, gone on from, and forgotten."""
+"""Responses by OpenAI's client: stored, continued, and deleted."""
 
 import json
 import time
@@ -7,66 +7,68 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from server.conftest import Running
+from server.conftest import RunningServer
 
 QUESTION = "What is the capital of France? One word."
 
 
 @pytest.fixture(scope="module")
-def client(server: Running) -> openai.OpenAI:
+def client(server: RunningServer) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
 
-def made(client: openai.OpenAI, given: Any = QUESTION, **asked: Any) -> Any:
-    asked = {"temperature": 0, "max_output_tokens": 12, **asked}
-    return client.responses.create(model="smollm2", input=given, **asked)
+def create(client: openai.OpenAI, prompt: Any = QUESTION, **params: Any) -> Any:
+    params = {"temperature": 0, "max_output_tokens": 12, **params}
+    return client.responses.create(model="smollm2", input=prompt, **params)
 
 
-def said_by_chat(client: openai.OpenAI, messages: list[dict[str, str]]) -> str | None:
-    asked: Any = {"model": "smollm2", "messages": messages, "temperature": 0, "max_tokens": 12}
-    return client.chat.completions.create(**asked).choices[0].message.content  # type: ignore[no-any-return]
+def chat_text(client: openai.OpenAI, messages: list[dict[str, str]]) -> str | None:
+    params: Any = {"model": "smollm2", "messages": messages, "temperature": 0, "max_tokens": 12}
+    return client.chat.completions.create(**params).choices[0].message.content  # type: ignore[no-any-return]
 
 
-def test_a_response_says_what_a_chat_does(client: openai.OpenAI) -> None:
+def test_a_response_equals_a_chat_completion(client: openai.OpenAI) -> None:
     system = {"role": "system", "content": "Be brief."}
-    expected = said_by_chat(client, [system, {"role": "user", "content": QUESTION}])
+    expected = chat_text(client, [system, {"role": "user", "content": QUESTION}])
     parts = [{"type": "input_text", "text": QUESTION}]
-    for given in (
+    for prompt in (
         QUESTION,
         [{"role": "user", "content": QUESTION}],
         [{"role": "user", "content": parts}],
     ):
-        found = made(client, given, instructions="Be brief.")
-        assert found.output_text == expected
-        assert found.status in ("completed", "incomplete")
-        assert found.usage.total_tokens == found.usage.input_tokens + found.usage.output_tokens
+        created = create(client, prompt, instructions="Be brief.")
+        assert created.output_text == expected
+        assert created.status in ("completed", "incomplete")
+        assert (
+            created.usage.total_tokens == created.usage.input_tokens + created.usage.output_tokens
+        )
 
 
-def test_others_go_on_from_it_and_it_stays_as_it_is(client: openai.OpenAI) -> None:
-    first = made(client, max_output_tokens=40)
+def test_responses_that_continue_another_leave_it_unchanged(client: openai.OpenAI) -> None:
+    first = create(client, max_output_tokens=40)
     turns = [
         {"role": "user", "content": QUESTION},
         {"role": "assistant", "content": first.output_text},
     ]
-    found = {}
+    created = {}
     for question in ("And of Italy?", "And of Spain?", "And of Italy?"):
-        after = made(client, question, previous_response_id=first.id)
-        expected = said_by_chat(client, [*turns, {"role": "user", "content": question}])
-        assert found.setdefault(question, after.output_text) == after.output_text == expected
+        after = create(client, question, previous_response_id=first.id)
+        expected = chat_text(client, [*turns, {"role": "user", "content": question}])
+        assert created.setdefault(question, after.output_text) == after.output_text == expected
         held = first.usage.input_tokens + first.usage.output_tokens
         assert after.usage.input_tokens_details.cached_tokens == held
     assert client.responses.retrieve(first.id) == first
     client.responses.delete(first.id)
     with pytest.raises(openai.NotFoundError):
-        made(client, "And?", previous_response_id=first.id)
+        create(client, "And?", previous_response_id=first.id)
     assert client.responses.retrieve(after.id).output_text == after.output_text
-    third = made(client, "Thanks.", previous_response_id=after.id)
+    third = create(client, "Thanks.", previous_response_id=after.id)
     assert third.previous_response_id == after.id
 
 
-def test_a_stream_says_the_same(client: openai.OpenAI) -> None:
-    whole = made(client)
-    events = list(made(client, stream=True))
+def test_a_stream_equals_the_whole_response(client: openai.OpenAI) -> None:
+    whole = create(client)
+    events = list(create(client, stream=True))
     deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
     assert "".join(deltas) == whole.output_text
     assert events[0].type == "response.created"
@@ -75,15 +77,17 @@ def test_a_stream_says_the_same(client: openai.OpenAI) -> None:
     assert client.responses.retrieve(events[0].response.id).output_text == whole.output_text
 
 
-def test_what_is_not_stored_is_not_there(client: openai.OpenAI, server: Running) -> None:
-    found = made(client, store=False)
+def test_a_response_with_store_false_is_not_found(
+    client: openai.OpenAI, server: RunningServer
+) -> None:
+    created = create(client, store=False)
     with pytest.raises(openai.NotFoundError):
-        client.responses.retrieve(found.id)
-    names = [kept.name for kept in server.service.engine.sessions().result()]
-    assert found.id not in names
+        client.responses.retrieve(created.id)
+    names = [stored.name for stored in server.service.engine.sessions().result()]
+    assert created.id not in names
 
 
-def test_it_is_json_or_a_call_where_that_is_asked_for(client: openai.OpenAI) -> None:
+def test_json_schema_and_required_tool_are_followed(client: openai.OpenAI) -> None:
     schema = {
         "type": "object",
         "properties": {"city": {"type": "string", "maxLength": 12}},
@@ -91,44 +95,44 @@ def test_it_is_json_or_a_call_where_that_is_asked_for(client: openai.OpenAI) -> 
         "additionalProperties": False,
     }
     form = {"format": {"type": "json_schema", "name": "city", "schema": schema}}
-    assert set(json.loads(made(client, text=form, max_output_tokens=60).output_text)) == {"city"}
+    assert set(json.loads(create(client, text=form, max_output_tokens=60).output_text)) == {"city"}
     tool = {"type": "function", "name": "weather", "parameters": schema}
-    asked = {"tools": [tool], "tool_choice": "required", "max_output_tokens": 60}
-    (call,) = made(client, "How is the weather in Rome?", **asked).output
+    params = {"tools": [tool], "tool_choice": "required", "max_output_tokens": 60}
+    (call,) = create(client, "How is the weather in Rome?", **params).output
     assert (call.type, call.name) == ("function_call", "weather")
-    streamed = list(made(client, "How is the weather in Rome?", stream=True, **asked))
+    streamed = list(create(client, "How is the weather in Rome?", stream=True, **params))
     assert streamed[-1].response.output[0].arguments == call.arguments
-    first = made(client, "How is the weather in Rome?", **asked)
+    first = create(client, "How is the weather in Rome?", **params)
     result = {
         "type": "function_call_output",
         "call_id": first.output[0].call_id,
         "output": "It rains.",
     }
-    assert made(client, [result], previous_response_id=first.id, tools=[tool]).output
+    assert create(client, [result], previous_response_id=first.id, tools=[tool]).output
 
 
-def test_nothing_may_be_forgotten_where_that_is_asked_for(client: openai.OpenAI) -> None:
+def test_truncation_disabled_refuses_a_prompt_that_does_not_fit(client: openai.OpenAI) -> None:
     long = "word " * 3000
     with pytest.raises(openai.BadRequestError) as refused:
-        made(client, long, truncation="disabled")
+        create(client, long, truncation="disabled")
     assert refused.value.body["n_ctx"] == 2048  # type: ignore[index]
-    assert made(client, long, truncation="auto").output
+    assert create(client, long, truncation="auto").output
 
 
-def test_cancelled_or_left_it_is_no_longer_worked_at(
-    client: openai.OpenAI, server: Running
+def test_cancelling_or_disconnecting_ends_the_generation(
+    client: openai.OpenAI, server: RunningServer
 ) -> None:
     engine = server.service.engine
-    stream = made(client, "Count for ever.", stream=True, max_output_tokens=100_000)
+    stream = create(client, "Count for ever.", stream=True, max_output_tokens=100_000)
     first = next(iter(stream)).response.id
     assert client.responses.cancel(first).status == "cancelled"
     stream.close()
-    other = made(client, "Count for ever.", stream=True, max_output_tokens=100_000)
+    other = create(client, "Count for ever.", stream=True, max_output_tokens=100_000)
     second = next(iter(other)).response.id
     other.close()
     while engine.totals().result().running:
         time.sleep(0.01)
-    while {first, second} & {kept.name for kept in engine.sessions().result()}:
+    while {first, second} & {stored.name for stored in engine.sessions().result()}:
         time.sleep(0.01)
     assert not server.service.pending_responses
 
@@ -148,8 +152,8 @@ def test_cancelled_or_left_it_is_no_longer_worked_at(
     ],
     ids=repr,
 )
-def test_what_is_malformed_is_refused(server: Running, body: dict[str, Any]) -> None:
+def test_malformed_requests_are_refused(server: RunningServer, body: dict[str, Any]) -> None:
     before = len(server.service.engine.sessions().result())
-    answer = httpx.post(f"{server.url}/v1/responses", json={"input": QUESTION, **body})
-    assert answer.status_code == 400, answer.text
+    reply = httpx.post(f"{server.url}/v1/responses", json={"input": QUESTION, **body})
+    assert reply.status_code == 400, reply.text
     assert len(server.service.engine.sessions().result()) == before

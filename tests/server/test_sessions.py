@@ -1,4 +1,4 @@
-"""Sessions over HTTP: the same memories as in Python, to the bit."""
+"""Sessions over HTTP equal sessions in Python, to the bit."""
 
 import json
 import threading
@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from server.conftest import Running, as_asked, running
+from server.conftest import RunningServer, running_server, without_saved_revision
 from topics import topic_text
 
 from kvkeep.model import Model
@@ -20,47 +20,47 @@ names = (f"session-{number}" for number in range(1000))
 
 
 @pytest.fixture
-def client(server: Running) -> Iterator[httpx.Client]:
-    with server.client() as made:
-        yield made
+def client(server: RunningServer) -> Iterator[httpx.Client]:
+    with server.client() as created_response:
+        yield created_response
 
 
-def created(client: httpx.Client, **settings: Any) -> str:
+def create(client: httpx.Client, **settings: Any) -> str:
     name = next(names)
-    answer = client.post("/v1/sessions", json={"name": name, **(settings or SETTINGS)})
-    assert answer.status_code == 201, answer.text
-    assert answer.headers["ETag"] == '"0"'
+    response = client.post("/v1/sessions", json={"name": name, **(settings or SETTINGS)})
+    assert response.status_code == 201, response.text
+    assert response.headers["ETag"] == '"0"'
     return name
 
 
-def done(client: httpx.Client, name: str, what: str, /, **body: Any) -> dict[str, Any]:
-    answer = client.post(f"/v1/sessions/{name}/{what}", json=body)
-    assert answer.status_code in (200, 201), answer.text
-    found: dict[str, Any] = answer.json()
-    return found
+def post_action(client: httpx.Client, name: str, action: str, /, **body: Any) -> dict[str, Any]:
+    response = client.post(f"/v1/sessions/{name}/{action}", json=body)
+    assert response.status_code in (200, 201), response.text
+    result: dict[str, Any] = response.json()
+    return result
 
 
-def test_a_session_does_what_it_does_in_python(client: httpx.Client, smollm2: Model) -> None:
-    """Fed, written from, edited, pinned, rewound."""
-    name = created(client)
+def test_a_session_equals_one_in_python(client: httpx.Client, smollm2: Model) -> None:
+    """After feeding, generating, editing, pinning and rewinding."""
+    name = create(client)
     session = smollm2.session(300, 4, prefill_step=128)
-    report = done(client, name, "feed", text=TEXT[:1500], span="text")
+    report = post_action(client, name, "feed", text=TEXT[:1500], span="text")
     session.feed(TEXT[:1500])
     assert report["total_tokens"] == len(session.tokens)
-    written = done(client, name, "generate", max_tokens=9, ignore_eos=True)["tokens"]
-    assert written == [session.next_token() for _ in range(9)]
+    generated = post_action(client, name, "generate", max_tokens=9, ignore_eos=True)["tokens"]
+    assert generated == [session.next_token() for _ in range(9)]
     at = len(session.tokens) - 60
-    done(client, name, "pin", start=at, end=at + 10)
+    post_action(client, name, "pin", start=at, end=at + 10)
     session.pin(at, at + 10)
-    done(client, name, "edit", op="replace", start=at + 20, end=at + 25, text=" other words")
+    post_action(client, name, "edit", op="replace", start=at + 20, end=at + 25, text=" other words")
     session.replace(at + 20, at + 25, " other words")
-    assert done(client, name, "rewind", count=3)["result"] == session.rewind(3)
-    done(client, name, "edit", op="delete", start=at + 12, end=at + 14)
+    assert post_action(client, name, "rewind", count=3)["result"] == session.rewind(3)
+    post_action(client, name, "edit", op="delete", start=at + 12, end=at + 14)
     session.delete(at + 12, at + 14)
-    done(client, name, "edit", op="insert", at=at + 30, tokens=[5, 6, 7], recompute="suffix")
+    post_action(client, name, "edit", op="insert", at=at + 30, tokens=[5, 6, 7], recompute="suffix")
     session.insert(at + 30, [5, 6, 7], "suffix")
-    found = done(client, name, "generate", max_tokens=20, ignore_eos=True)
-    assert found["tokens"] == [session.next_token() for _ in range(20)]
+    result = post_action(client, name, "generate", max_tokens=20, ignore_eos=True)
+    assert result["tokens"] == [session.next_token() for _ in range(20)]
     memory = client.get(f"/v1/sessions/{name}/memory").json()
     assert [run["standing"] for run in memory["runs"] for _ in range(run["count"])] == (
         session.standing
@@ -71,15 +71,15 @@ def test_a_session_does_what_it_does_in_python(client: httpx.Client, smollm2: Mo
     assert [piece["id"] for piece in pieces["pieces"]] == session.tokens[at : at + 40]
 
 
-def test_a_stream_says_the_same(client: httpx.Client) -> None:
-    name = created(client)
-    done(client, name, "feed", text=TEXT[:900])
-    one, other = (done(client, name, "fork")["name"] for _ in range(2))
-    whole = done(client, one, "generate", max_tokens=12, temperature=0.8, seed=3)
+def test_a_stream_equals_the_whole_response(client: httpx.Client) -> None:
+    name = create(client)
+    post_action(client, name, "feed", text=TEXT[:900])
+    first, other = (post_action(client, name, "fork")["name"] for _ in range(2))
+    whole = post_action(client, first, "generate", max_tokens=12, temperature=0.8, seed=3)
     body = {"max_tokens": 12, "temperature": 0.8, "seed": 3, "stream": True}
     events = []
-    with client.stream("POST", f"/v1/sessions/{other}/generate", json=body) as answer:
-        for line in answer.iter_lines():
+    with client.stream("POST", f"/v1/sessions/{other}/generate", json=body) as response:
+        for line in response.iter_lines():
             if line.startswith("event: "):
                 kind = line[7:]
             elif line.startswith("data: "):
@@ -89,34 +89,38 @@ def test_a_stream_says_the_same(client: httpx.Client) -> None:
     assert events[-1][1]["text"] == whole["text"]
 
 
-def test_forks_and_snapshots_go_on_to_the_bit(client: httpx.Client) -> None:
-    name = created(client)
-    done(client, name, "feed", text=TEXT[:2500])
-    done(client, name, "snapshot", name="then")
+def test_forks_and_snapshots_continue_to_the_bit(client: httpx.Client) -> None:
+    name = create(client)
+    post_action(client, name, "feed", text=TEXT[:2500])
+    post_action(client, name, "snapshot", name="then")
     revision = client.get(f"/v1/sessions/{name}").json()["revision"]
-    ahead = done(client, name, "generate", max_tokens=15, ignore_eos=True)["tokens"]
+    ahead = post_action(client, name, "generate", max_tokens=15, ignore_eos=True)["tokens"]
     restored = client.post("/v1/snapshots/then/restore", json={}).json()["name"]
-    assert done(client, restored, "generate", max_tokens=15, ignore_eos=True)["tokens"] == ahead
+    assert (
+        post_action(client, restored, "generate", max_tokens=15, ignore_eos=True)["tokens"] == ahead
+    )
     assert client.get(f"/v1/sessions/{name}").json()["revision"] == revision + 1
-    assert [each["name"] for each in client.get("/v1/snapshots").json()["data"]] == ["then"]
+    assert [item["name"] for item in client.get("/v1/snapshots").json()["data"]] == ["then"]
     assert client.delete("/v1/snapshots/then").json()["deleted"]
     assert client.post("/v1/snapshots/then/restore", json={}).status_code == 400
     entry = client.get(f"/v1/sessions/{restored}").json()
     assert (entry["parent"], entry["policy"], entry["max_kv_size"]) == (name, "sliding", 300)
 
 
-def test_saved_it_is_on_disk_when_the_answer_comes(client: httpx.Client) -> None:
-    name = created(client)
-    done(client, name, "feed", text=TEXT[:500])
-    entry = done(client, name, "save")
+def test_save_responds_once_the_session_is_on_disk(client: httpx.Client) -> None:
+    name = create(client)
+    post_action(client, name, "feed", text=TEXT[:500])
+    entry = post_action(client, name, "save")
     assert entry["saved_revision"] == entry["revision"] == 1
 
 
-def test_compressed_it_says_which_heads_hold_what(client: httpx.Client) -> None:
-    name = created(client, policy="full", max_kv_size=1024)
-    done(client, name, "feed", text=TEXT[:2500])
+def test_compress_changes_the_cells_of_each_head(client: httpx.Client) -> None:
+    name = create(client, policy="full", max_kv_size=1024)
+    post_action(client, name, "feed", text=TEXT[:2500])
     before = client.get(f"/v1/sessions/{name}/heads").json()["cells"]
-    report = done(client, name, "compress", ratio=4, method="knorm", budget="heads")["result"]
+    report = post_action(client, name, "compress", ratio=4, method="knorm", budget="heads")[
+        "result"
+    ]
     assert report["cells_after"] * 4 <= report["cells_before"] + 4
     after = client.get(f"/v1/sessions/{name}/heads").json()["cells"]
     assert len({cells for row in before for cells in row}) == 1
@@ -127,18 +131,18 @@ def test_compressed_it_says_which_heads_hold_what(client: httpx.Client) -> None:
     assert "compressed" in {run["standing"] for run in runs}
 
 
-def test_a_change_for_another_revision_or_of_a_busy_session_is_refused(
-    client: httpx.Client, server: Running
+def test_a_change_for_another_revision_or_a_busy_session_is_refused(
+    client: httpx.Client, server: RunningServer
 ) -> None:
-    name = created(client)
-    done(client, name, "feed", text=TEXT[:200])
+    name = create(client)
+    post_action(client, name, "feed", text=TEXT[:200])
     path = f"/v1/sessions/{name}"
     for tag, status in (('"0"', 412), ("W/0", 412), ("x", 400), ('"1"', 200)):
-        answer = client.post(f"{path}/rewind", json={"count": 1}, headers={"If-Match": tag})
-        assert answer.status_code == status, answer.text
+        response = client.post(f"{path}/rewind", json={"count": 1}, headers={"If-Match": tag})
+        assert response.status_code == status, response.text
     body = {"max_tokens": 100_000, "ignore_eos": True, "stream": True}
-    with client.stream("POST", f"{path}/generate", json=body) as answer:
-        lines = answer.iter_lines()  # whoever lets go of it hangs up
+    with client.stream("POST", f"{path}/generate", json=body) as response:
+        lines = response.iter_lines()  # closing it disconnects
         assert next(lines) == "event: token"
         with server.client() as other:
             assert other.delete(path).status_code == 409
@@ -171,20 +175,20 @@ CHANGES: dict[str, tuple[str, dict[str, Any] | None]] = {
 def test_every_change_for_another_revision_is_refused_and_changes_nothing(
     client: httpx.Client,
 ) -> None:
-    name = created(client, policy="full", max_kv_size=256)
-    done(client, name, "feed", text=TEXT[:300])
+    name = create(client, policy="full", max_kv_size=256)
+    post_action(client, name, "feed", text=TEXT[:300])
     before = client.get(f"/v1/sessions/{name}").json()
     sessions, snapshots = (client.get(f"/v1/{all_}").json() for all_ in ("sessions", "snapshots"))
     paths = client.get("/openapi.json").json()["paths"]
-    for what, (method, body) in CHANGES.items():
-        answer = client.request(
-            method, f"/v1/sessions/{name}{what}", json=body, headers={"If-Match": '"0"'}
+    for action, (method, body) in CHANGES.items():
+        response = client.request(
+            method, f"/v1/sessions/{name}{action}", json=body, headers={"If-Match": '"0"'}
         )
-        assert answer.status_code == 412, (what, answer.text)
-        assert answer.json()["error"]["code"] == "wrong_revision"
-        assert "at revision 1" in answer.json()["error"]["message"]
-        parameters = paths[f"/v1/sessions/{{name}}{what}"][method.lower()]["parameters"]
-        (header,) = (each for each in parameters if each["in"] == "header")
+        assert response.status_code == 412, (action, response.text)
+        assert response.json()["error"]["code"] == "wrong_revision"
+        assert "at revision 1" in response.json()["error"]["message"]
+        parameters = paths[f"/v1/sessions/{{name}}{action}"][method.lower()]["parameters"]
+        (header,) = (item for item in parameters if item["in"] == "header")
         assert header["name"] == "if-match"
         assert "412" in header["description"]
     assert client.get(f"/v1/sessions/{name}").json() == before
@@ -196,65 +200,67 @@ def test_every_change_for_another_revision_is_refused_and_changes_nothing(
         for method in methods
         if path.startswith("/v1/sessions/{name}") and method != "get"
     }
-    assert documented == {(method, what) for what, (method, _) in CHANGES.items()}
+    assert documented == {(method, action) for action, (method, _) in CHANGES.items()}
 
 
-def test_operations_are_told_as_they_happen(client: httpx.Client, server: Running) -> None:
-    name, told, ready = created(client), list[dict[str, Any]](), threading.Event()
+def test_events_stream_operations_as_they_happen(
+    client: httpx.Client, server: RunningServer
+) -> None:
+    name, reported, ready = create(client), list[dict[str, Any]](), threading.Event()
 
     def listen() -> None:
         with (
             server.client() as other,
-            other.stream("GET", f"/v1/sessions/{name}/events") as answer,
+            other.stream("GET", f"/v1/sessions/{name}/events") as response,
         ):
-            for line in answer.iter_lines():
+            for line in response.iter_lines():
                 ready.set()
                 if line.startswith("data: "):
-                    told.append(json.loads(line[6:]))
-                    if told[-1]["what"] == "delete":
+                    reported.append(json.loads(line[6:]))
+                    if reported[-1]["what"] == "delete":
                         return
 
     listening = threading.Thread(target=listen)
     listening.start()
     ready.wait()
-    other = created(client)
-    done(client, name, "feed", text=TEXT[:300])
-    done(client, other, "feed", text=TEXT[:300])
-    done(client, name, "rewind", count=2)
+    other = create(client)
+    post_action(client, name, "feed", text=TEXT[:300])
+    post_action(client, other, "feed", text=TEXT[:300])
+    post_action(client, name, "rewind", count=2)
     client.delete(f"/v1/sessions/{name}")
     listening.join()
-    assert [each["what"] for each in told] == ["generate", "rewind", "delete"]
-    assert {each["session"] for each in told} == {name}
-    assert told[0]["tokens"] > 50
+    assert [item["what"] for item in reported] == ["generate", "rewind", "delete"]
+    assert {item["session"] for item in reported} == {name}
+    assert reported[0]["tokens"] > 50
 
 
-def test_it_explains_why_a_prompt_would_be_evaluated_again(
+def test_explain_reports_why_a_prompt_misses_the_cache(
     client: httpx.Client, smollm2: Model
 ) -> None:
     first, second = "A text that both have. " * 60, "And now another one. " * 20
     with_first = f"{first}This is how the first one ends, at some length."
     client.post("/v1/completions", json={"prompt": with_first, "max_tokens": 1})
-    found = client.post("/v1/prefix/explain", json={"text": first + second}).json()
+    result = client.post("/v1/prefix/explain", json={"text": first + second}).json()
     common = len(smollm2.text.encode(first))
-    assert abs(found["differs_at"] - common) <= 1
-    assert 0 < found["reused"] <= common
-    assert found["reason"] == "differs"
-    assert "This is how" in found["nearest_text"]
-    assert "And now" in found["prompt_text"]
+    assert abs(result["differs_at"] - common) <= 1
+    assert 0 < result["reused"] <= common
+    assert result["reason"] == "differs"
+    assert "This is how" in result["nearest_text"]
+    assert "And now" in result["prompt_text"]
     cold = client.post("/v1/prefix/explain", json={"text": "\u4e16 nothing like it"}).json()
     assert (cold["reused"], cold["reason"]) == (0, "cold")
 
 
-def test_another_key_sees_nothing_of_it(smollm2: Model, tmp_path: Path) -> None:
+def test_sessions_are_invisible_to_other_keys(smollm2: Model, tmp_path: Path) -> None:
     one, two = "one-key-of-sixteen", "two-key-of-sixteen"
     with (
-        running(smollm2, tmp_path, ApiKeys((one, two))) as server,
+        running_server(smollm2, tmp_path, ApiKeys((one, two))) as server,
         server.client(one) as mine,
         server.client(two) as other,
     ):
-        name = created(mine)
-        done(mine, name, "feed", text=TEXT[:900])
-        done(mine, name, "snapshot", name="then")
+        name = create(mine)
+        post_action(mine, name, "feed", text=TEXT[:900])
+        post_action(mine, name, "snapshot", name="then")
         for method, path, body in (
             ("GET", f"/v1/sessions/{name}", None),
             ("DELETE", f"/v1/sessions/{name}", None),
@@ -303,28 +309,28 @@ def test_another_key_sees_nothing_of_it(smollm2: Model, tmp_path: Path) -> None:
     ],
     ids=repr,
 )
-def test_what_is_malformed_is_refused_and_changes_nothing(
+def test_malformed_requests_are_refused_and_change_nothing(
     client: httpx.Client, path: str, body: dict[str, Any]
 ) -> None:
-    name = created(client)
-    done(client, name, "feed", text=TEXT[:100])
-    before = as_asked(client.get(f"/v1/sessions/{name}").json())
-    answer = client.post(f"/v1/sessions{path.replace('NAME', name)}", json=body)
-    assert answer.status_code == 400, answer.text
-    done(client, name, "save")  # as the server does by itself after a while
-    assert as_asked(client.get(f"/v1/sessions/{name}").json()) == before
+    name = create(client)
+    post_action(client, name, "feed", text=TEXT[:100])
+    before = without_saved_revision(client.get(f"/v1/sessions/{name}").json())
+    response = client.post(f"/v1/sessions{path.replace('NAME', name)}", json=body)
+    assert response.status_code == 400, response.text
+    post_action(client, name, "save")  # as the server does by itself later
+    assert without_saved_revision(client.get(f"/v1/sessions/{name}").json()) == before
 
 
 @pytest.mark.parametrize("bits", [8, "8", 4, "8/4"])
-def test_a_session_takes_bits_as_a_number_or_as_text(client: httpx.Client, bits: int | str) -> None:
-    answer = client.post("/v1/sessions", json={"kv_bits": bits, "policy": "full"})
-    assert answer.status_code == 201, answer.json()
-    assert answer.json()["kv_bits"] == str(bits)
+def test_kv_bits_are_accepted_as_number_or_text(client: httpx.Client, bits: int | str) -> None:
+    response = client.post("/v1/sessions", json={"kv_bits": bits, "policy": "full"})
+    assert response.status_code == 201, response.json()
+    assert response.json()["kv_bits"] == str(bits)
     assert client.post("/v1/sessions", json={"kv_bits": 5}).status_code == 400
 
 
-def test_the_texts_of_tokens_joined_are_the_text(client: httpx.Client, smollm2: Model) -> None:
-    """From any token on: half a character is no U+FFFD in the middle of a text."""
+def test_token_texts_join_to_the_whole_text(client: httpx.Client, smollm2: Model) -> None:
+    """From any token on, without U+FFFD for characters of several tokens."""
     text, name = "A party 🎉, a brain 🧠.", "pieces-joined"
     client.post("/v1/sessions", json={"name": name})
     client.post(f"/v1/sessions/{name}/feed", json={"text": text})
@@ -332,6 +338,6 @@ def test_the_texts_of_tokens_joined_are_the_text(client: httpx.Client, smollm2: 
     whole = client.get(f"/v1/sessions/{name}/text").json()["pieces"]
     assert "".join(piece["text"] for piece in whole) == text
     for start in range(len(ids)):
-        found = client.get(f"/v1/sessions/{name}/text", params={"start": start}).json()["pieces"]
-        assert found == whole[start:]
+        result = client.get(f"/v1/sessions/{name}/text", params={"start": start}).json()["pieces"]
+        assert result == whole[start:]
     client.delete(f"/v1/sessions/{name}")

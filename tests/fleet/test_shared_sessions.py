@@ -1,4 +1,4 @@
-"""Servers over one store: a session goes on at any of them, and is written at one at a time."""
+"""Servers over one store: any of them continues a session, one at a time writes it."""
 
 import json
 import threading
@@ -31,21 +31,21 @@ def b(replicas: Replicas) -> Iterator[httpx.Client]:
         yield client
 
 
-def ok(answer: httpx.Response, status: int = 200) -> Any:
-    assert answer.status_code == status, answer.text
-    return answer.json()
+def ok(response: httpx.Response, status: int = 200) -> Any:
+    assert response.status_code == status, response.text
+    return response.json()
 
 
-def said(
-    client: httpx.Client, name: str, headers: dict[str, str] | None = None, **more: Any
+def generate(
+    client: httpx.Client, name: str, headers: dict[str, str] | None = None, **fields: Any
 ) -> Any:
-    body = {"max_tokens": 8, "ignore_eos": True, **more}
+    body = {"max_tokens": 8, "ignore_eos": True, **fields}
     return ok(client.post(f"/v1/sessions/{name}/generate", json=body, headers=headers or {}))
 
 
-def alone(model: Model, *calls: dict[str, Any]) -> list[list[int]]:
-    """What one session writes that nobody moves."""
-    session, found = model.session(max_kv_size=512, prefill_step=128), []
+def generate_locally(model: Model, *calls: dict[str, Any]) -> list[list[int]]:
+    """Return the tokens of the same calls on one local session."""
+    session, result = model.session(max_kv_size=512, prefill_step=128), []
     from kvkeep import Sampling
 
     for call in calls:
@@ -54,25 +54,27 @@ def alone(model: Model, *calls: dict[str, Any]) -> list[list[int]]:
         sampling = Sampling(temperature=call.get("temperature", 0.0), seed=call.get("seed", 0))
         before = len(session.tokens)
         list(session.stream(call.get("max_tokens", 8), sampling, ignore_eos=True))
-        found.append(list(session.tokens)[before:])
-    return found
+        result.append(list(session.tokens)[before:])
+    return result
 
 
-def test_a_session_goes_on_at_another_server_to_the_bit(
+def test_a_session_continues_at_another_server_to_the_bit(
     a: httpx.Client, b: httpx.Client, smollm2: Model
 ) -> None:
     entry = ok(a.post("/v1/sessions", json={"name": "s", "max_kv_size": 512}), 201)
     assert entry["name"] == "s"
     calls = [{"text": STORY}, {}, {"text": " And then"}, {}]
-    wanted = alone(smollm2, *calls)
+    expected = generate_locally(smollm2, *calls)
     turns = zip((a, b, a, b), calls, strict=True)
-    found = [said(client, "s", **call)["tokens"] for client, call in turns]
-    assert found == wanted
+    result = [generate(client, "s", **call)["tokens"] for client, call in turns]
+    assert result == expected
     assert ok(a.get("/v1/sessions/s"))["revision"] == ok(b.get("/v1/sessions/s"))["revision"]
     assert [entry["name"] for entry in ok(b.get("/v1/sessions"))["data"]] == ["s"]
 
 
-def test_edits_forks_and_names_go_with_it(a: httpx.Client, b: httpx.Client) -> None:
+def test_edits_forks_and_spans_are_visible_at_every_server(
+    a: httpx.Client, b: httpx.Client
+) -> None:
     ok(a.post("/v1/sessions", json={"name": "s"}), 201)
     ok(a.post("/v1/sessions/s/feed", json={"text": STORY, "span": "story"}))
     assert "story" in ok(b.get("/v1/sessions/s"))["spans"]
@@ -80,7 +82,7 @@ def test_edits_forks_and_names_go_with_it(a: httpx.Client, b: httpx.Client) -> N
     assert ok(a.get("/v1/sessions/s"))["tokens"] == 0
     ok(a.post("/v1/sessions/s/feed", json={"text": STORY}))
     ok(b.post("/v1/sessions/s/fork", json={"name": "t"}), 201)
-    assert said(a, "t")["tokens"] == said(b, "s")["tokens"]
+    assert generate(a, "t")["tokens"] == generate(b, "s")["tokens"]
     ok(a.delete("/v1/sessions/s"))
     assert b.get("/v1/sessions/s").status_code == 404
     assert b.post("/v1/sessions/s/generate", json={}).status_code == 404
@@ -89,13 +91,13 @@ def test_edits_forks_and_names_go_with_it(a: httpx.Client, b: httpx.Client) -> N
     assert a.post("/v1/sessions", json={"name": "s"}).status_code == 400
 
 
-def test_a_turn_of_a_chat_streams_and_its_end_is_told_when_it_is_committed(
+def test_a_streamed_turn_ends_only_once_it_is_committed(
     a: httpx.Client, b: httpx.Client, objects: ObjectStore
 ) -> None:
     ok(a.post("/v1/sessions", json={"name": "s"}), 201)
     body = {"content": "Name a colour.", "max_tokens": 6, "stream": True}
-    with a.stream("POST", "/v1/sessions/s/turns", json=body) as answer:
-        events = [line for line in answer.iter_lines() if line.startswith("event")]
+    with a.stream("POST", "/v1/sessions/s/turns", json=body) as response:
+        events = [line for line in response.iter_lines() if line.startswith("event")]
         assert events[-1] == "event: done"
     head = SharedSessions(objects).objects_of("s").head()
     assert head is not None
@@ -103,17 +105,17 @@ def test_a_turn_of_a_chat_streams_and_its_end_is_told_when_it_is_committed(
     assert ok(b.get("/v1/sessions/s"))["tokens"] > 6
 
 
-def test_a_request_with_a_key_is_carried_out_once(
+def test_a_request_with_a_key_runs_once_at_any_server(
     a: httpx.Client, b: httpx.Client, smollm2: Model
 ) -> None:
     key = {"Idempotency-Key": "k1"}
-    made = ok(a.post("/v1/sessions", json={"name": "s"}, headers=key), 201)
-    assert ok(b.post("/v1/sessions", json={"name": "s"}, headers=key), 201) == made
-    asked = {"text": STORY, "temperature": 1.0}
-    first = said(a, "s", {"Idempotency-Key": "k2"}, **asked)
-    assert said(b, "s", {"Idempotency-Key": "k2"}, **asked) == first
-    assert said(a, "s", {"Idempotency-Key": "k2"}, **asked) == first
-    second = said(b, "s", {"Idempotency-Key": "k3"}, temperature=1.0)
+    created = ok(a.post("/v1/sessions", json={"name": "s"}, headers=key), 201)
+    assert ok(b.post("/v1/sessions", json={"name": "s"}, headers=key), 201) == created
+    params = {"text": STORY, "temperature": 1.0}
+    first = generate(a, "s", {"Idempotency-Key": "k2"}, **params)
+    assert generate(b, "s", {"Idempotency-Key": "k2"}, **params) == first
+    assert generate(a, "s", {"Idempotency-Key": "k2"}, **params) == first
+    second = generate(b, "s", {"Idempotency-Key": "k3"}, temperature=1.0)
     assert second["tokens"] != first["tokens"]
     other = b.post("/v1/sessions/s/generate", json={}, headers={"Idempotency-Key": "k3"})
     assert other.status_code == 400
@@ -127,40 +129,42 @@ def test_a_request_with_a_key_is_carried_out_once(
     assert texts[1].headers["content-type"].startswith("text/event-stream")
 
 
-def test_a_client_that_goes_away_without_a_key_leaves_what_was_written(
+def test_disconnecting_without_a_key_keeps_the_sampled_tokens(
     a: httpx.Client, b: httpx.Client
 ) -> None:
     ok(a.post("/v1/sessions", json={"name": "s"}), 201)
     body = {"text": STORY, "max_tokens": 400, "ignore_eos": True, "stream": True}
-    with a.stream("POST", "/v1/sessions/s/generate", json=body) as answer:
-        for number, _ in enumerate(answer.iter_lines()):
+    with a.stream("POST", "/v1/sessions/s/generate", json=body) as response:
+        for number, _ in enumerate(response.iter_lines()):
             if number > 20:
                 break
-    tokens = _settled(b, "s")
+    tokens = _tokens_once_committed(b, "s")
     assert 15 < tokens < 300
 
 
-def test_a_client_that_goes_away_with_a_key_can_come_again(
+def test_disconnecting_with_a_key_rolls_back_and_a_retry_runs_whole(
     a: httpx.Client, b: httpx.Client, smollm2: Model
 ) -> None:
     ok(a.post("/v1/sessions", json={"name": "s"}), 201)
     key, body = {"Idempotency-Key": "k"}, {"text": STORY, "max_tokens": 60, "ignore_eos": True}
     with a.stream(
         "POST", "/v1/sessions/s/generate", json={**body, "stream": True}, headers=key
-    ) as answer:
-        for number, _ in enumerate(answer.iter_lines()):
+    ) as response:
+        for number, _ in enumerate(response.iter_lines()):
             if number > 20:
                 break
-    found = said(b, "s", key, **{**body, "stream": False})
-    assert [found["tokens"]] == alone(smollm2, body)
+    result = generate(b, "s", key, **{**body, "stream": False})
+    assert [result["tokens"]] == generate_locally(smollm2, body)
 
 
-def test_a_session_is_busy_at_the_other_server(a: httpx.Client, replicas: Replicas) -> None:
-    b = replicas("b", lease=0.3).client()  # it waits as long as one with such leases might be dead
+def test_a_session_that_is_written_is_held_for_other_servers(
+    a: httpx.Client, replicas: Replicas
+) -> None:
+    b = replicas("b", lease=0.3).client()  # short leases: b gives up waiting soon
     ok(a.post("/v1/sessions", json={"name": "s"}), 201)
     body = {"text": STORY, "max_tokens": 480, "ignore_eos": True, "stream": True}
-    with a.stream("POST", "/v1/sessions/s/generate", json=body) as answer:
-        lines = answer.iter_lines()
+    with a.stream("POST", "/v1/sessions/s/generate", json=body) as response:
+        lines = response.iter_lines()
         next(lines)
         own = a.post("/v1/sessions/s/generate", json={})
         assert (own.status_code, own.json()["error"]["code"]) == (409, "session_busy")
@@ -168,22 +172,22 @@ def test_a_session_is_busy_at_the_other_server(a: httpx.Client, replicas: Replic
         assert (other.status_code, other.json()["error"]["code"]) == (409, "held")
         assert other.json()["error"]["writer"] == "a"
         assert int(other.headers["retry-after"]) >= 1
-        assert ok(b.get("/v1/sessions/s"))["tokens"] == 0  # as it was committed last
-    _settled(b, "s")
+        assert ok(b.get("/v1/sessions/s"))["tokens"] == 0  # as last committed
+    _tokens_once_committed(b, "s")
 
 
-def test_who_lost_a_session_stops_at_once_and_says_so(
+def test_losing_the_lease_ends_the_generation_with_an_error(
     a: httpx.Client, b: httpx.Client, objects: ObjectStore
 ) -> None:
-    """Another writer takes the session by force, as if this server's clock had stood still."""
+    """Another writer takes the lease by force, as if this server's clock had stopped."""
     from kvkeep.storage.sessions import protocol
 
     ok(a.post("/v1/sessions", json={"name": "s"}), 201)
     body = {"text": STORY, "max_tokens": 480, "ignore_eos": True, "stream": True}
     sessions = SharedSessions(objects, writer="thief")
     events: list[str] = []
-    with a.stream("POST", "/v1/sessions/s/generate", json=body) as answer:
-        lines = answer.iter_lines()
+    with a.stream("POST", "/v1/sessions/s/generate", json=body) as response:
+        lines = response.iter_lines()
         while not next(lines).startswith("event: token"):
             pass
         at = sessions.objects_of("s")
@@ -199,8 +203,8 @@ def test_who_lost_a_session_stops_at_once_and_says_so(
     assert lost.status_code in (200, 409)
 
 
-def _settled(client: httpx.Client, name: str) -> int:
-    """Tokens of a session once it is committed."""
+def _tokens_once_committed(client: httpx.Client, name: str) -> int:
+    """Wait for a commit and return the number of tokens."""
     for _ in range(600):
         tokens = int(ok(client.get(f"/v1/sessions/{name}"))["tokens"])
         if tokens:
@@ -209,72 +213,74 @@ def _settled(client: httpx.Client, name: str) -> int:
     raise AssertionError("never committed")
 
 
-def test_two_clients_at_two_servers_never_share_a_generation(
+def test_concurrent_writes_at_two_servers_never_share_a_revision(
     a: httpx.Client, b: httpx.Client, objects: ObjectStore
 ) -> None:
     ok(a.post("/v1/sessions", json={"name": "s"}), 201)
-    told: list[int] = []
+    revisions: list[int] = []
 
-    def asks(client: httpx.Client, tries: int) -> None:
+    def feed_repeatedly(client: httpx.Client, tries: int) -> None:
         for _ in range(tries):
-            answer = client.post("/v1/sessions/s/feed", json={"text": " and"})
-            if answer.status_code == 200:
-                told.append(answer.json()["revision"])
+            response = client.post("/v1/sessions/s/feed", json={"text": " and"})
+            if response.status_code == 200:
+                revisions.append(response.json()["revision"])
             else:
-                assert answer.status_code == 409, answer.text
+                assert response.status_code == 409, response.text
 
-    threads = [threading.Thread(target=asks, args=(client, 15)) for client in (a, b)]
+    threads = [threading.Thread(target=feed_repeatedly, args=(client, 15)) for client in (a, b)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(told) == len(set(told)) > 10
-    assert ok(a.get("/v1/sessions/s"))["tokens"] == len(told)
+    assert len(revisions) == len(set(revisions)) > 10
+    assert ok(a.get("/v1/sessions/s"))["tokens"] == len(revisions)
     head = SharedSessions(objects).objects_of("s").head()
     assert head is not None
-    assert head.head.gen == len(told) + 1
+    assert head.head.gen == len(revisions) + 1
 
 
-def test_reads_at_once_of_a_session_that_is_not_here_yet(a: httpx.Client, b: httpx.Client) -> None:
+def test_concurrent_reads_load_a_session_once(a: httpx.Client, b: httpx.Client) -> None:
     ok(a.post("/v1/sessions", json={"name": "s"}), 201)
-    said(a, "s", text=STORY)
+    generate(a, "s", text=STORY)
     paths = ("", "/memory", "/text", "/heads", "/memory", "/text")
     with ThreadPoolExecutor(len(paths)) as pool:
-        found = list(pool.map(lambda path: b.get(f"/v1/sessions/s{path}").status_code, paths))
-    assert found == [200] * len(paths)
+        result = list(pool.map(lambda path: b.get(f"/v1/sessions/s{path}").status_code, paths))
+    assert result == [200] * len(paths)
 
 
-def test_a_session_that_was_begun_and_never_committed_can_be_begun_again(
+def test_a_session_whose_creation_was_killed_can_be_created_again(
     a: httpx.Client, objects: ObjectStore
 ) -> None:
     lease = SharedSessions(objects, writer="killed", lease=0.3).begin("s")
-    lease._over.set()  # as if it had been killed: nothing is renewed, nothing is let go
+    lease._over.set()  # as if killed: the lease is neither renewed nor released
     early = a.post("/v1/sessions", json={"name": "s"})
     assert (early.status_code, early.json()["error"]["code"]) == (409, "held")
     assert a.get("/v1/sessions/s").status_code == 404
     time.sleep(0.4)
     ok(a.post("/v1/sessions", json={"name": "s"}), 201)
-    assert said(a, "s", text=STORY)["tokens"]
+    assert generate(a, "s", text=STORY)["tokens"]
 
 
-def test_a_session_without_a_name_is_made_once_for_a_key(a: httpx.Client, b: httpx.Client) -> None:
+def test_an_unnamed_session_is_created_once_for_a_key(a: httpx.Client, b: httpx.Client) -> None:
     key = {"Idempotency-Key": "nameless"}
-    made = ok(a.post("/v1/sessions", json={}, headers=key), 201)
-    assert ok(b.post("/v1/sessions", json={}, headers=key), 201) == made
+    created = ok(a.post("/v1/sessions", json={}, headers=key), 201)
+    assert ok(b.post("/v1/sessions", json={}, headers=key), 201) == created
     assert len(ok(a.get("/v1/sessions"))["data"]) == 1
 
 
-def test_what_is_a_servers_own_stays_so(a: httpx.Client) -> None:
+def test_responses_and_slots_are_local_to_a_server(a: httpx.Client) -> None:
     body = {"model": "any", "input": "Say hello.", "max_output_tokens": 4}
-    made = ok(a.post("/v1/responses", json=body))
+    created = ok(a.post("/v1/responses", json=body))
     for _ in range(2):
-        a.get(f"/v1/sessions/{made['id']}")
-        assert ok(a.get(f"/v1/responses/{made['id']}"))["id"] == made["id"]
+        a.get(f"/v1/sessions/{created['id']}")
+        assert ok(a.get(f"/v1/responses/{created['id']}"))["id"] == created["id"]
     for name in ("slot-1", "resp_mine"):
         assert a.post("/v1/sessions", json={"name": name}).status_code == 400
 
 
-def test_paths_that_only_look_like_a_sessions(a: httpx.Client, objects: ObjectStore) -> None:
+def test_paths_that_resemble_a_session_change_nothing(
+    a: httpx.Client, objects: ObjectStore
+) -> None:
     ok(a.post("/v1/sessions", json={"name": "s"}), 201)
     before = SharedSessions(objects).objects_of("s").head()
     for path in ("/v1/sessions/s/feed%0A", "/v1/sessions%0A", "/v1/sessions/a%2Fb/feed"):
@@ -288,11 +294,11 @@ def test_paths_that_only_look_like_a_sessions(a: httpx.Client, objects: ObjectSt
     assert after.head.gen == before.head.gen
 
 
-def test_a_session_that_cannot_be_read_can_be_deleted(
+def test_a_damaged_session_can_be_deleted(
     a: httpx.Client, b: httpx.Client, objects: ObjectStore
 ) -> None:
     ok(a.post("/v1/sessions", json={"name": "s"}), 201)
-    (stored,) = [each for each in objects.list_objects("sessions/") if each.key.endswith(".kvkeep")]
+    (stored,) = [item for item in objects.list_objects("sessions/") if item.key.endswith(".kvkeep")]
     objects.put(stored.key, b"damaged")
     assert b.get("/v1/sessions/s").status_code == 500
     assert b.delete("/v1/sessions/s", headers={"If-Match": '"7"'}).status_code == 412
@@ -300,20 +306,20 @@ def test_a_session_that_cannot_be_read_can_be_deleted(
     ok(b.post("/v1/sessions", json={"name": "s"}), 201)
 
 
-def test_a_turn_that_is_refused_leaves_no_trace(a: httpx.Client, b: httpx.Client) -> None:
+def test_a_refused_turn_changes_nothing(a: httpx.Client, b: httpx.Client) -> None:
     ok(a.post("/v1/sessions", json={"name": "s"}), 201)
     long = {"content": "Hello.", "system": "word " * 2000, "max_tokens": 2}
     assert a.post("/v1/sessions/s/turns", json=long).status_code == 400
-    asked = {"content": "Name a colour.", "max_tokens": 4}
+    params = {"content": "Name a colour.", "max_tokens": 4}
     texts = []
     for name, client in (("s", a), ("t", b)):
         if name == "t":
             ok(client.post("/v1/sessions", json={"name": name}), 201)
-        texts.append(ok(client.post(f"/v1/sessions/{name}/turns", json=asked))["tokens"])
+        texts.append(ok(client.post(f"/v1/sessions/{name}/turns", json=params))["tokens"])
     assert texts[0] == texts[1]
 
 
-def test_an_edit_is_told_by_revision_at_every_server(a: httpx.Client, b: httpx.Client) -> None:
+def test_if_match_is_checked_at_every_server(a: httpx.Client, b: httpx.Client) -> None:
     ok(a.post("/v1/sessions", json={"name": "s"}), 201)
     ok(a.post("/v1/sessions/s/feed", json={"text": STORY}))
     entry = ok(b.get("/v1/sessions/s"))
@@ -334,13 +340,13 @@ def test_an_edit_is_told_by_revision_at_every_server(a: httpx.Client, b: httpx.C
     assert ok(a.get("/v1/sessions/s"))["tokens"] == entry["tokens"] - 1
 
 
-def test_snapshots_are_every_servers(a: httpx.Client, b: httpx.Client) -> None:
+def test_snapshots_are_shared_by_all_servers(a: httpx.Client, b: httpx.Client) -> None:
     ok(a.post("/v1/sessions", json={"name": "s"}), 201)
-    said(a, "s", text=STORY)
+    generate(a, "s", text=STORY)
     ok(a.post("/v1/sessions/s/snapshot", json={"name": "then"}), 201)
-    wanted = said(a, "s")["tokens"]
-    assert [each["name"] for each in ok(b.get("/v1/snapshots"))["data"]] == ["then"]
+    expected = generate(a, "s")["tokens"]
+    assert [item["name"] for item in ok(b.get("/v1/snapshots"))["data"]] == ["then"]
     ok(b.post("/v1/snapshots/then/restore", json={"name": "again"}), 201)
-    assert said(a, "again")["tokens"] == wanted
+    assert generate(a, "again")["tokens"] == expected
     ok(a.delete("/v1/snapshots/then"))
     assert ok(b.get("/v1/snapshots"))["data"] == []

@@ -1,10 +1,10 @@
-"""The OpenAPI document says what the server answers."""
+"""The OpenAPI document lists what the server serves."""
 
 import pytest
-from server.conftest import Running
+from server.conftest import RunningServer
 
 
-def test_every_route_is_in_the_document_with_its_errors(server: Running) -> None:
+def test_the_document_lists_every_route_with_its_errors(server: RunningServer) -> None:
     with server.client() as client:
         document = client.get("/openapi.json").json()
     paths = document["paths"]
@@ -18,6 +18,6 @@ def test_every_route_is_in_the_document_with_its_errors(server: Running) -> None
 
 
 @pytest.mark.parametrize("path", ["/docs", "/redoc", "/page/../../x", "/%2e%2e/x", "/page/no.js"])
-def test_what_is_not_there_is_not_found(server: Running, path: str) -> None:
+def test_unknown_paths_are_not_found(server: RunningServer, path: str) -> None:
     with server.client() as client:
         assert client.get(path).status_code == 404

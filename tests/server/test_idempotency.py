@@ -1,0 +1,83 @@
+"""Idempotency keys: a request that is sent twice runs once."""
+
+from collections.abc import Iterator
+from itertools import count
+
+import httpx
+import pytest
+from server.conftest import RunningServer, running_server
+
+from kvkeep.model import Model
+from kvkeep.server.keys import ApiKeys
+
+names = (f"once-{number}" for number in count())
+
+
+@pytest.fixture
+def client(server: RunningServer) -> Iterator[httpx.Client]:
+    with server.client() as created:
+        yield created
+
+
+def new_session(client: httpx.Client) -> str:
+    name = next(names)
+    assert client.post("/v1/sessions", json={"name": name}).status_code == 201
+    return name
+
+
+def feed(client: httpx.Client, name: str, key: str, **body: object) -> httpx.Response:
+    headers = {"Idempotency-Key": key and f"{name} {key}"}
+    return client.post(f"/v1/sessions/{name}/feed", json=body, headers=headers)
+
+
+def test_a_repeated_request_gets_the_first_response(client: httpx.Client) -> None:
+    name = new_session(client)
+    first, second = (feed(client, name, "a", tokens=[5, 6, 7]) for _ in range(2))
+    assert (first.status_code, first.json()) == (second.status_code, second.json())
+    assert client.get(f"/v1/sessions/{name}").json()["tokens"] == 3
+    assert feed(client, name, "b", tokens=[5, 6, 7]).json()["total_tokens"] == 6
+
+
+def test_a_repeated_request_gets_the_first_stream(client: httpx.Client) -> None:
+    name = new_session(client)
+    body = {"tokens": [5, 6, 7], "stream": True}
+    first, second = (feed(client, name, "a", **body) for _ in range(2))
+    assert "event: done" in first.text
+    assert first.text == second.text
+    assert client.get(f"/v1/sessions/{name}").json()["tokens"] == 3
+
+
+def test_a_key_cannot_be_reused_for_another_request(client: httpx.Client) -> None:
+    name = new_session(client)
+    feed(client, name, "a", tokens=[5])
+    response = feed(client, name, "a", tokens=[6])
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "key_reused"
+    assert feed(client, name, "", tokens=[6]).status_code == 400
+    assert feed(client, name, "a" * 201, tokens=[6]).status_code == 400
+    assert client.get(f"/v1/sessions/{name}").json()["tokens"] == 1
+
+
+def test_transient_errors_are_not_recorded(client: httpx.Client) -> None:
+    """A refused revision (412) is not recorded: a retry may succeed."""
+    name = new_session(client)
+    headers = {"Idempotency-Key": f"{name} a", "If-Match": '"1"'}
+    path, body = f"/v1/sessions/{name}/feed", {"tokens": [5]}
+    assert client.post(path, json=body, headers=headers).status_code == 412
+    feed(client, name, "b", tokens=[7])
+    assert client.post(path, json=body, headers=headers).status_code == 200
+
+
+def test_keys_belong_to_their_owner(
+    smollm2: Model, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("server")
+    file = folder / "keys"
+    file.write_text("the-first-of-the-keys\nthe-second-of-the-keys\n")
+    with running_server(smollm2, folder, ApiKeys.read(file, folder)) as server:
+        for key in file.read_text().split():
+            with server.client(key) as client:
+                client.post("/v1/sessions", json={"name": "same"})
+                response = feed(client, "same", "a", tokens=[5, 6])
+                assert response.json()["total_tokens"] == 2
+                assert client.get("/v1/sessions/same").json()["tokens"] == 2
