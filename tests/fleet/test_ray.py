@@ -16,9 +16,9 @@ from typing import Any
 
 import httpx
 import pytest
+from fleet.test_shared_sessions import STORY, generate_locally
 from object_server import ObjectServer
 from patience import PATIENCE
-from start_fleet.test_shared_sessions import STORY, generate_locally
 
 from kvkeep.model import Model
 from kvkeep.storage.objects import open_object_store
@@ -29,9 +29,11 @@ PROMPT = {"text": STORY, "max_tokens": 200, "ignore_eos": True}
 
 
 @contextmanager
-def start_fleet(url: str, environment: dict[str, str], *fields: str) -> Iterator[tuple[str, Any]]:
+def start_fleet(
+    url: str, environment: dict[str, str], *arguments: str
+) -> Iterator[tuple[str, Any]]:
     """Start a fleet; return its address and its process."""
-    options = ["--store", url, "--port", "0", "--max-kv-size", "512", "--keep", "0", *fields]
+    options = ["--store", url, "--port", "0", "--max-kv-size", "512", "--keep", "0", *arguments]
     process = subprocess.Popen(
         [sys.executable, "-m", "kvkeep", "fleet", *options],
         stdout=subprocess.PIPE,

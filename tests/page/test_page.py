@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from page.conftest import opened
+from page.conftest import open_page
 from playwright.sync_api import Browser, Page, expect
 from server.conftest import RunningServer, running_server
 from topics import topic_text
@@ -300,7 +300,7 @@ def test_the_page_fits_a_small_screen(
     browser: Browser, server: RunningServer, client: httpx.Client, view: str
 ) -> None:
     name = create_fed_session(client)
-    for small in opened(browser, server, {"width": 360, "height": 640}):
+    for small in open_page(browser, server, {"width": 360, "height": 640}):
         small.goto(f"/{view.format(name)}")
         small.reload()
         expect(small.locator("main h1")).to_be_visible()
@@ -316,7 +316,7 @@ def test_without_allow_edit_the_page_is_read_only(
         server.client() as client,
     ):
         name = create_fed_session(client)
-        for page in opened(browser, server, {"width": 1280, "height": 900}):
+        for page in open_page(browser, server, {"width": 1280, "height": 900}):
             show(page, name)
             expect(page.locator("#about")).to_contain_text("read only")
             assert page.get_by_role("button", name="Pin").count() == 0
