@@ -46,10 +46,13 @@ TINY_VOCABULARY = 12_288  # tokens: opening a vocabulary of 49,152 takes longer 
 torch.set_num_threads(1)
 
 
-@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
+@pytest.hookimpl(tryfirst=True)  # before tests are selected by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the second tier (`tests/tiers.py`)."""
+    folder = Path(__file__).parent
+    assert [name for name in EXTENDED if not (folder / name).exists()] == []
     for item in items:
-        if item.path.relative_to(Path(__file__).parent).as_posix().startswith(EXTENDED):
+        if item.path.relative_to(folder).as_posix().startswith(EXTENDED):
             item.add_marker(pytest.mark.extended)
 
 

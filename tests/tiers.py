@@ -1,19 +1,20 @@
-"""Which tests `make test` leaves to `make test-all`: they take long, or need much around them.
+"""The second tier of tests: what `make test` leaves out and `make test-all` and CI run.
 
-CI runs all of them. Marked beside these, where they are parametrised: whole models on instruction
-sets other than the best (`tests/compiled/conftest.py`), and all but a dozen of transformers'
-architectures (`tests/integrations/test_architectures.py`).
+Left out are tests that take long, or that need programs besides Python. Single tests of other files
+carry `@pytest.mark.extended`. Whole models run on the best instruction set only in the first tier
+(`tests/compiled/conftest.py`), and a dozen of transformers' architectures
+(`tests/integrations/test_architectures.py`).
 """
 
 EXTENDED = (
-    # A browser, clients in other languages, terminals, and servers that are killed.
+    # A browser, clients in other languages, terminals, Ray, and processes that are killed.
     "page/",
     "clients/",
     "cli/test_terminal.py",
     "fleet/test_ray.py",
     "fleet/test_shared_sessions.py",
     "shared/test_kills.py",
-    # Commands in processes of their own, one by one.
+    # Commands in processes of their own.
     "bench/",
     "cli/test_doctor.py",
     "cli/test_durable.py",
@@ -25,7 +26,7 @@ EXTENDED = (
     "cli/test_start.py",
     "test_docs.py",
     "test_typing.py",
-    # Many models, or the default model for long.
+    # Many models, or the default model on long texts.
     "compiled/test_families.py",
     "compiled/test_gemma4.py",
     "integrations/test_generate.py",
@@ -36,10 +37,13 @@ EXTENDED = (
     "store/test_going_on.py",
     "store/test_prefix.py",
     "test_callers_defaults.py",
+    "test_compression_quality.py",
     "test_compute_thread.py",
+    "test_quality.py",
     "test_real_edits.py",
     "test_real_invariants.py",
+    "test_streaming_reference.py",
     "test_whole_or_not_at_all.py",
-    # Damaged files by the thousand.
+    # Damaged files by the thousands.
     "fuzz/",
 )
