@@ -62,11 +62,10 @@ test-new: install
 fuzz: install
 	KVKEEP_FUZZ=100000 $(BIN)/python -m pytest $(AT_ONCE) tests/fuzz
 
-# The kernels once more, built to stop at a read or write outside of what they were handed and at
-# undefined behaviour, under the tests that run them. They lie apart, and no one else takes them.
-# One thread, but for the tests of several: threads that wait for each other take minutes here.
-# Of the instruction sets the one that is taken here, and AVX2, between them every line; whole models go by
-# the first of these alone (tests/compiled/conftest.py).
+# Builds the kernels with the address and undefined-behaviour sanitizers, in a folder of their own, and
+# runs their tests. One thread, except in tests of several: threads that wait for each other take
+# minutes here. Builds the best instruction set of this machine, and AVX2: together they cover every
+# line. Whole models run on the best set only (tests/compiled/conftest.py).
 SANITIZED := $(CURDIR)/build/sanitize
 SANITIZERS := -fsanitize=address,undefined
 
@@ -99,16 +98,16 @@ release: install
 site: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --site-dir site
 
-# The kernels for Arm, on any machine with Linux: built by a cross compiler, run by an emulator, under
-# the same tests. On Debian: apt-get install g++-aarch64-linux-gnu qemu-user
+# Builds the kernels for Arm with a cross compiler and runs their tests in an emulator, on any machine
+# with Linux. On Debian: apt-get install g++-aarch64-linux-gnu qemu-user
 EMULATED := $(CURDIR)/build/emulated
 CROSS := aarch64-linux-gnu-
 NEEDED := $(CROSS)g++ qemu-aarch64
 ON_EACH_SET := compressed decoding experts products ragged sizes
 
 emulated: install
-	@for each in $(NEEDED); do command -v $$each > /dev/null || \
-	  { echo "make emulated needs $$each: install g++-aarch64-linux-gnu and qemu-user"; exit 1; }; done
+	@for tool in $(NEEDED); do command -v $$tool > /dev/null || \
+	  { echo "make emulated needs $$tool: install g++-aarch64-linux-gnu and qemu-user"; exit 1; }; done
 	CC=$(CROSS)gcc CXX=$(CROSS)g++ LDSHARED='$(CROSS)gcc -shared' \
 	  LDCXXSHARED='$(CROSS)g++ -shared' _PYTHON_HOST_PLATFORM=linux-aarch64 \
 	  $(BIN)/python -W ignore setup.py --quiet build_ext \

@@ -1,4 +1,4 @@
-"""Small random bfloat16 models that the compiled kernels take, with packed weights."""
+"""Small random bfloat16 models with packed weights that the compiled kernels support."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -72,7 +72,7 @@ GEMMA4 = {
     "layer_scales": True,
     "logits_softcap": 6.0,
 }
-# 31B and 26B-A4B: other KV heads, whose keys are values, where everything is seen.
+# 31B and 26B-A4B: global layers have other KV heads, whose keys are also the values.
 ALONE = {**GEMMA4, "keys_as_values": True, "kv_heads": 1, "local_kv_heads": 3}
 BEYOND: dict[str, dict[str, Any]] = {
     "gemma4": {**GEMMA4, "shared_kv_layers": 3, "wide_shared_mlp": True, "per_layer_size": 32},
@@ -94,13 +94,13 @@ BEYOND: dict[str, dict[str, Any]] = {
     "gpt-oss": {**LOCAL, **SEVEN, "norm_topk": True, "clamped_experts": True, "sinks": True},
     "granite-moe": {**MULTIPLIERS, **SEVEN, "norm_topk": True},
 }
-# Of each head, and what yarn or longrope scales.
+# The rotated part of each head, and the attention factor of YaRN or longrope.
 ROTATED = {"glm4": (0.5, 1.0), "phi4": (0.75, 1.19), "smollm3-yarn": (1.0, 1.3)}
 ROTATED |= dict.fromkeys(("gemma4", "gemma4-alone", "gemma4-experts"), (0.25, 1.0))
 
 
 def spec_of(head_dim: int = 64, family: str = "llama") -> ModelSpec:
-    """Three heads to each of two KV heads. Local layers of Gemma 4 have heads half as wide."""
+    """Return a spec with six heads and two KV heads; Gemma 4's local layers have half the width."""
     part, scaling = ROTATED.get(family, (1.0, 1.0))
     pairs = int(part * head_dim) // 2
     frequencies = tuple(10000.0 ** (-i / pairs) for i in range(pairs))
@@ -141,7 +141,10 @@ def spec_of(head_dim: int = 64, family: str = "llama") -> ModelSpec:
 def packed_model(
     spec: ModelSpec, bits: MatrixBits | None, seed: int = 0, lossless: bool = True
 ) -> Model:
-    """bits: of all matrices; None for bfloat16. lossless: the tensors have the packed values."""
+    """Return a random model.
+
+    bits: of all matrices; None for bfloat16. lossless: the tensors have the packed values.
+    """
     random = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, shape in tensor_shapes(spec).items():
@@ -163,11 +166,11 @@ def packed_model(
 
 
 def routed_by_tokens(tensors: Mapping[str, torch.Tensor], size: float) -> None:
-    """Makes each token choose experts by what it is, so clearly that no rounding can change it.
+    """Make each token choose its experts so clearly that no rounding can change the choice.
 
-    The last 32 of the residual stream say which of 32 kinds a token is of, and no layer adds to
-    them. Routers read nothing else, and score the experts in another order for each kind, evenly
-    apart. tensors: ours, or of a model of transformers. size: of random weights.
+    The last 32 elements of the residual stream encode one of 32 kinds of token, and no layer adds
+    to them. Routers read nothing else, and score the experts in another order for each kind, evenly
+    spaced. tensors: ours, or those of a transformers model. size: of random weights.
     """
     random = torch.Generator().manual_seed(7)
     hidden = next(x for name, x in tensors.items() if name.endswith("embed_tokens.weight")).shape[1]
@@ -183,7 +186,7 @@ def routed_by_tokens(tensors: Mapping[str, torch.Tensor], size: float) -> None:
         elif name.endswith("post_attention_layernorm.weight"):
             tensor[-32:] = 1
         elif name.endswith(("mlp.gate.scale", "router.scale")):
-            tensor[-32:] = hidden**0.5  # what is read is divided by that
+            tensor[-32:] = hidden**0.5  # the router's input is divided by it
         elif name.endswith(("mlp.gate.weight", "router.weight", "router.proj.weight")):
             tensor.zero_()
             for kind in range(32):

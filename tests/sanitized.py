@@ -1,4 +1,4 @@
-"""Whether the kernels here are those of `make sanitize`, under which whole models take minutes."""
+"""Whether `make sanitize` runs: whole models then take minutes."""
 
 import os
 

@@ -7,8 +7,8 @@ from kvkeep.compiled.instruction_sets import SETS, load, runs_here
 
 
 def sets_here() -> list[str]:
-    """Those that this processor runs and that were built; the one that was asked for, if any."""
-    asked = os.environ.get("KVKEEP_ISA")
-    if library() is None or asked:
-        return [asked or "torch"]
+    """Return the sets that this processor runs and that were built, or the requested one."""
+    requested = os.environ.get("KVKEEP_ISA")
+    if library() is None or requested:
+        return [requested or "torch"]
     return [name for name in SETS if runs_here(name) and load(name) is not None]

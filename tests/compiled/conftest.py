@@ -1,4 +1,4 @@
-"""What the kernels compute is held on each instruction set that this processor has."""
+"""Runs the tests of kernel results on each instruction set that this processor has."""
 
 from collections.abc import Iterator
 
@@ -6,7 +6,7 @@ import pytest
 from sanitized import SANITIZED
 from sets_here import sets_here
 
-# Modules whose tests look at what is computed. Others look at what kernels are handed, or at files.
+# Modules that test results. Others test operands or files.
 ON_EACH_SET = {
     "test_compressed",
     "test_decoding",
@@ -18,16 +18,16 @@ ON_EACH_SET = {
 }
 
 
-# Those that decode whole models: minutes under sanitizers (`make sanitize`), where the best set has
-# to do. What sets have of their own are products and attention, which others look at.
+# Modules that decode whole models: minutes under sanitizers (`make sanitize`), which therefore run
+# them on the best set only. Products and attention, which differ by set, have tests of their own.
 WHOLE_MODELS = {"test_decoding", "test_experts", "test_gemma4", "test_ragged"}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     module = metafunc.module.__name__.rpartition(".")[2]
     if module in ON_EACH_SET and not metafunc.definition.get_closest_marker("best_set"):
-        enough = SANITIZED and module in WHOLE_MODELS
-        best, *others = sets_here()[: 1 if enough else None]
+        only_best = SANITIZED and module in WHOLE_MODELS
+        best, *others = sets_here()[: 1 if only_best else None]
         marks = pytest.mark.extended if module in WHOLE_MODELS else ()
         sets = [best, *(pytest.param(name, marks=marks) for name in others)]
         metafunc.parametrize("instruction_set", sets, indirect=True)
@@ -35,7 +35,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(autouse=True)
 def instruction_set(request: pytest.FixtureRequest) -> Iterator[str | None]:
-    """The set whose kernels `library()` gives while a test runs; None for the best."""
+    """The set whose kernels `library()` returns during a test; None for the best set."""
     name: str | None = getattr(request, "param", None)
     with pytest.MonkeyPatch.context() as patch:
         if name is not None:

@@ -27,7 +27,7 @@ def compressed(model: Model, count: int = 600, ratio: float = 3.0) -> Session:
 
 
 def transplanted(session: Session, model: Model) -> Session:
-    """A session of the same model in another dtype with the same cells."""
+    """Return a session of the same model in another dtype with the same cells."""
     other, cache = model.session(policy="full"), session.cache
     there = other.cache
     for segment in cache.segments:
@@ -42,7 +42,7 @@ def transplanted(session: Session, model: Model) -> Session:
 
 @pytest.mark.parametrize("step", [1, 50])
 @pytest.mark.parametrize(("family", "head_dim"), FAMILIES)
-def test_it_is_no_further_from_float32_than_torch_in_bfloat16(
+def test_logits_are_as_near_to_float32_as_torch_in_bfloat16(
     family: str, head_dim: int, step: int
 ) -> None:
     model = packed_model(spec_of(head_dim, family), None)
@@ -62,7 +62,7 @@ def test_it_is_no_further_from_float32_than_torch_in_bfloat16(
 
 
 @pytest.mark.parametrize("bits", [None, 4])
-def test_a_group_of_forks_says_what_each_says_alone_to_the_last_bit(bits: int | None) -> None:
+def test_a_group_of_forks_gives_the_same_bits_as_each_fork_alone(bits: int | None) -> None:
     model = packed_model(spec_of(), bits)  # type: ignore[arg-type]
     parent = compressed(model)
     together, alone = ([parent.fork() for _ in range(4)] for _ in range(2))
@@ -76,7 +76,7 @@ def test_a_group_of_forks_says_what_each_says_alone_to_the_last_bit(bits: int | 
             assert torch.equal(last(one), last(other))
 
 
-def test_archives_in_a_group_say_what_each_says_alone_to_the_last_bit() -> None:
+def test_a_group_of_archives_gives_the_same_bits_as_each_alone() -> None:
     model = packed_model(spec_of(), 4)
 
     def sessions() -> list[Session]:
@@ -92,7 +92,9 @@ def test_archives_in_a_group_say_what_each_says_alone_to_the_last_bit() -> None:
 
 
 @pytest.mark.parametrize(("family", "head_dim"), FAMILIES)
-def test_observed_queries_are_those_of_torch_within_bfloat16(family: str, head_dim: int) -> None:
+def test_observed_queries_equal_those_of_torch_to_bfloat16_rounding(
+    family: str, head_dim: int
+) -> None:
     model = packed_model(spec_of(head_dim, family), None)
     found = []
     for each in (model, by_torch(model, torch.bfloat16)):
@@ -118,7 +120,7 @@ def test_observed_queries_are_those_of_torch_within_bfloat16(family: str, head_d
 
 
 def forced(session: Session, token: int) -> torch.Tensor:
-    """Logits of which that token is chosen."""
+    """Return logits whose argmax is a token."""
     logits = torch.zeros_like(last(session))
     logits[token] = 1.0
     return logits

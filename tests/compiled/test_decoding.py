@@ -1,4 +1,4 @@
-"""Sessions on the compiled path against the same model by torch, and in float32."""
+"""Sessions on the compiled path against the same model on torch, in bfloat16 and in float32."""
 
 from collections.abc import Callable
 from functools import cache
@@ -31,7 +31,7 @@ SETTINGS: list[dict[str, object]] = [
 
 
 def by_torch(model: Model, dtype: torch.dtype) -> Model:
-    """The same model without the compiled kernels."""
+    """Return the same model without the compiled kernels."""
     tensors = {name: tensor.to(dtype) for name, tensor in model.decoder.tensors.items()}
     return Model(model.name, model.folder, Decoder(model.spec, tensors), model.text)
 
@@ -39,7 +39,7 @@ def by_torch(model: Model, dtype: torch.dtype) -> Model:
 def by_torch_of(
     head_dim: int, family: str, bits: MatrixBits | None, settings: dict[str, object]
 ) -> tuple[Tensor, Tensor]:
-    """What torch makes of a model, in float32 and in bfloat16: once for all instruction sets."""
+    """Return torch's logits in float32 and bfloat16, computed once for all instruction sets."""
     return _by_torch_of(head_dim, family, bits, tuple(settings.items()))
 
 
@@ -56,7 +56,7 @@ def _by_torch_of(
 
 
 def logits_of(model: Model, settings: dict[str, object], written: int = len(WRITTEN)) -> Tensor:
-    """After the prompt, and after each of some more tokens: `[n, vocab]`."""
+    """Return the logits after the prompt and after each of some more tokens, `[n, vocab]`."""
     session = model.session(**settings)  # type: ignore[arg-type]
     session.feed(PROMPT[: 3 * (session.max_kv_size or len(PROMPT))])
     rows = [last(session)]
@@ -75,7 +75,7 @@ def last(session: Session) -> Tensor:
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("bits", [None, 8, 4])
 @pytest.mark.parametrize(("family", "head_dim"), FAMILIES)
-def test_it_is_no_further_from_float32_than_torch_in_bfloat16(
+def test_logits_are_as_near_to_float32_as_torch_in_bfloat16(
     family: str, head_dim: int, bits: int | None, settings: dict[str, object]
 ) -> None:
     model = packed_model(spec_of(head_dim, family), bits)  # type: ignore[arg-type]
@@ -127,7 +127,7 @@ def fed(model: Model, **settings: object) -> Session:
 
 
 def forked(session: Session, count: int) -> list[Session]:
-    """Forks that wrote something different, the first a fork of a fork."""
+    """Return forks with different generated tokens, the first a fork of a fork."""
     forks = [session.fork() for _ in range(count)]
     for index, fork in enumerate(forks):
         fork.feed(WRITTEN[index : 2 * index + 3])
@@ -135,7 +135,7 @@ def forked(session: Session, count: int) -> list[Session]:
 
 
 @pytest.mark.parametrize("make", MADE)
-def test_a_group_says_what_each_says_alone_to_the_last_bit(
+def test_a_group_gives_the_same_bits_as_each_session_alone(
     make: Callable[[Model], list[Session]],
 ) -> None:
     model = packed_model(spec_of(), 4)
@@ -149,7 +149,7 @@ def test_a_group_says_what_each_says_alone_to_the_last_bit(
 
 
 @pytest.mark.parametrize("kind", [{}, {"kv_bits": "8/4"}, {"far_bits": "4"}], ids=str)
-def test_a_snapshot_goes_on_to_the_last_bit(tmp_path, kind) -> None:  # type: ignore[no-untyped-def]
+def test_a_restored_snapshot_continues_with_the_same_bits(tmp_path, kind) -> None:  # type: ignore[no-untyped-def]
     model = packed_model(spec_of(), 4)
     session = fed(model, max_kv_size=200, **kind)
     path = tmp_path / "one.kvkeep"
@@ -161,7 +161,7 @@ def test_a_snapshot_goes_on_to_the_last_bit(tmp_path, kind) -> None:  # type: ig
         assert torch.equal(last(again), last(session))
 
 
-def test_cells_are_those_of_torch_within_bfloat16() -> None:
+def test_cells_equal_those_of_torch_to_bfloat16_rounding() -> None:
     model = packed_model(spec_of(), 4)
     sessions = [fed(each) for each in (model, by_torch(model, torch.bfloat16))]
     for session in sessions:
@@ -173,7 +173,7 @@ def test_cells_are_those_of_torch_within_bfloat16() -> None:
 
 
 def over_the_same_cells(model: Model, session: Session, kv_bits: str | None) -> Session:
-    """A session of another model that goes on from the cells of one, with new ones of its own."""
+    """Return a session of another model that continues from the cells of a session."""
     other = model.session(kv_bits=kv_bits)
     memory, found = other._memory, session._memory.fork()
     found.decoder, found.cache.layout = memory.decoder, memory.cache.layout
@@ -185,7 +185,7 @@ def over_the_same_cells(model: Model, session: Session, kv_bits: str | None) -> 
 @pytest.mark.parametrize("kv_bits", ["8", "4"])
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize(("family", "head_dim"), FAMILIES)
-def test_quantised_cells_are_read_as_well_as_by_torch(
+def test_attention_over_quantised_cells_is_as_exact_as_torch(
     family: str, head_dim: int, n: int, kv_bits: str
 ) -> None:
     model = packed_model(spec_of(head_dim, family), None)
@@ -210,7 +210,7 @@ def test_quantised_cells_are_read_as_well_as_by_torch(
 def test_new_cells_are_quantised_as_by_torch(
     family: str, head_dim: int, kv_bits: str, most: float
 ) -> None:
-    """But for the few numbers that lie at the edge between two, and are rounded the other way."""
+    """All but a few numbers halfway between two codes, which are rounded the other way."""
     model = packed_model(spec_of(head_dim, family), None)
     session = model.session(kv_bits=kv_bits)
     session.feed(PROMPT)

@@ -1,4 +1,4 @@
-"""Mixtures of experts in the compiled decode step: who is chosen, and who is read."""
+"""Mixtures of experts in the compiled decode step: which experts are chosen and read."""
 
 from pathlib import Path
 
@@ -29,7 +29,7 @@ TOKENS = [(i * i * 7 + 3 * i) % 250 + 1 for i in range(60)]
 
 @pytest.mark.parametrize("bits", [None, 4])
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_is_the_same_on_any_number_of_threads(kind: str, bits: int | None) -> None:
+def test_logits_are_the_same_on_any_number_of_threads(kind: str, bits: int | None) -> None:
     model = packed_model(spec_of(64, kind), bits)  # type: ignore[arg-type]
     threads, found = torch.get_num_threads(), []
     try:
@@ -43,7 +43,7 @@ def test_it_is_the_same_on_any_number_of_threads(kind: str, bits: int | None) ->
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_group_of_more_than_a_block_says_what_each_says_alone(kind: str) -> None:
+def test_a_group_larger_than_a_block_gives_the_same_bits_as_each_alone(kind: str) -> None:
     """Up to 20 sequences choose the same expert, which is multiplied 16 rows at a time."""
     model = packed_model(spec_of(32, kind), 8)
 
@@ -61,7 +61,7 @@ def test_a_group_of_more_than_a_block_says_what_each_says_alone(kind: str) -> No
 
 
 def decoded(model: Model) -> Tensor:
-    """`[n, vocab]`, token by token."""
+    """Return the logits of tokens decoded one by one, `[n, vocab]`."""
     session, found = model.session(policy="full"), []
     for token in TOKENS[:20]:
         session.feed([token])
@@ -76,8 +76,10 @@ def changed(spec: ModelSpec, model: Model, tensors: dict[str, Tensor]) -> Model:
 
 @pytest.mark.parametrize("by", ["kernels", "torch"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_of_equal_scores_the_lower_index_is_chosen_and_no_other_is_read(kind: str, by: str) -> None:
-    """All experts score alike; what those beyond the first few hold would be seen at once."""
+def test_equal_scores_choose_the_lower_indices_and_other_experts_are_not_read(
+    kind: str, by: str
+) -> None:
+    """All experts score alike; the others hold weights that would change the result at once."""
     spec = spec_of(64, kind)
     model = packed_model(spec, None)
     tensors = dict(model.decoder.tensors)
@@ -96,7 +98,7 @@ def test_of_equal_scores_the_lower_index_is_chosen_and_no_other_is_read(kind: st
     assert torch.equal(decoded(with_all), decoded(with_few))
 
 
-def test_kernels_refuse_more_experts_of_a_token_than_there_are() -> None:
+def test_more_experts_per_token_than_experts_are_refused() -> None:
     spec = spec_of(64, "mixtral")
     model = packed_model(spec, None)
     object.__setattr__(spec, "experts_per_token", 8)
@@ -104,7 +106,7 @@ def test_kernels_refuse_more_experts_of_a_token_than_there_are() -> None:
         new_decoder(spec, model.decoder.tensors)
 
 
-def test_widths_of_what_a_model_has_not_stand_in_no_way() -> None:
+def test_unused_widths_do_not_make_a_model_unsupported() -> None:
     spec = spec_of(64, "mixtral")
     layout = cell_layout(spec, packed_model(spec, None).decoder.tensors)
     object.__setattr__(spec, "intermediate_size", 331)
@@ -116,14 +118,14 @@ def test_widths_of_what_a_model_has_not_stand_in_no_way() -> None:
 @pytest.mark.best_set
 @pytest.mark.parametrize("weights", [None, "int8", "int4"])
 @pytest.mark.parametrize("kind", MADE_OF_EXPERTS)
-def test_experts_are_rounded_and_routers_are_not(
+def test_experts_are_packed_and_routers_are_not(
     kind: str,
     weights: str | None,
     tmp_path: Path,
     smollm2_folder: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And what is said of a token's reading is what is read."""
+    """Also, `matrix_bytes` equals the bytes that a token reads."""
     monkeypatch.setenv("KVKEEP_HOME", str(tmp_path / "home"))
     folder = str(written(tmp_path / kind, kind, smollm2_folder))
     model = load_model(folder, weights=weights)

@@ -1,4 +1,4 @@
-"""What families have that Llama has not, in the compiled decode step against torch and float32."""
+"""Families that differ from Llama: the compiled decode step against torch and float32."""
 
 import re
 import shutil
@@ -145,7 +145,7 @@ TOKENS = [(17 * i * i + 5 * i) % 40_000 for i in range(90)]
 @pytest.mark.parametrize("settings", FEW if SANITIZED else MORE, ids=str)
 @pytest.mark.parametrize("bits", [None, 4])
 @pytest.mark.parametrize(("family", "head_dim"), KINDS + MIXTURES)
-def test_it_is_no_further_from_float32_than_torch_in_bfloat16(
+def test_logits_are_as_near_to_float32_as_torch_in_bfloat16(
     family: str, head_dim: int, bits: MatrixBits | None, settings: dict[str, object]
 ) -> None:
     model = packed_model(spec_of(head_dim, family), bits)
@@ -158,7 +158,7 @@ def test_it_is_no_further_from_float32_than_torch_in_bfloat16(
 
 
 @pytest.mark.parametrize(("family", "head_dim"), KINDS + MIXTURES)
-def test_a_group_says_what_each_says_alone_to_the_last_bit(family: str, head_dim: int) -> None:
+def test_a_group_gives_the_same_bits_as_each_session_alone(family: str, head_dim: int) -> None:
     model = packed_model(spec_of(head_dim, family), 4)
 
     def made() -> list[Session]:
@@ -175,7 +175,7 @@ def test_a_group_says_what_each_says_alone_to_the_last_bit(family: str, head_dim
 
 
 def written(folder: Path, kind: str, tokenizer: Path) -> Path:
-    """A random checkpoint in bfloat16, of sizes that the kernels take, with a tokenizer."""
+    """Write a random bfloat16 checkpoint with a tokenizer, of sizes that the kernels support."""
     name, changes = MADE[kind]
     config = getattr(transformers, f"{name}Config")(**(SIZES | changes))
     torch.manual_seed(3)
@@ -200,7 +200,7 @@ def written(folder: Path, kind: str, tokenizer: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", MADE)
-def test_a_folder_decodes_as_near_to_float32_as_transformers_in_bfloat16(
+def test_a_checkpoint_decodes_as_near_to_float32_as_transformers_in_bfloat16(
     kind: str, tmp_path: Path, smollm2_folder: Path
 ) -> None:
     model = load_model(str(written(tmp_path / kind, kind, smollm2_folder)))
@@ -220,7 +220,7 @@ def test_a_folder_decodes_as_near_to_float32_as_transformers_in_bfloat16(
 
 
 @pytest.mark.parametrize("weights", ["int4", "int8"])
-def test_what_is_packed_is_in_the_order_in_which_it_is_rotated(
+def test_packed_rows_are_in_the_order_of_rotation(
     weights: str, tmp_path: Path, smollm2_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVKEEP_HOME", str(tmp_path / "home"))

@@ -37,7 +37,7 @@ SETTINGS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("settings", SETTINGS[1:3] if SANITIZED else SETTINGS, ids=str)
 @pytest.mark.parametrize("bits", [None, 8, 4])
 @pytest.mark.parametrize(("family", "head_dim"), KINDS)
-def test_it_is_no_further_from_float32_than_torch_in_bfloat16(
+def test_logits_are_as_near_to_float32_as_torch_in_bfloat16(
     family: str, head_dim: int, bits: int | None, settings: dict[str, Any]
 ) -> None:
     model = packed_model(spec_of(head_dim, family), bits)  # type: ignore[arg-type]
@@ -57,7 +57,7 @@ def fed(model: Model, **settings: Any) -> Session:
 
 @pytest.mark.parametrize("kv_bits", [None, "8/4"])
 @pytest.mark.parametrize(("family", "head_dim"), KINDS)
-def test_a_group_says_what_each_says_alone_to_the_last_bit(
+def test_a_group_gives_the_same_bits_as_each_session_alone(
     family: str, head_dim: int, kv_bits: str | None
 ) -> None:
     model = packed_model(spec_of(head_dim, family), 4)
@@ -70,7 +70,7 @@ def test_a_group_says_what_each_says_alone_to_the_last_bit(
 
 
 @pytest.mark.parametrize(("family", "head_dim"), KINDS)
-def test_it_is_the_same_on_any_number_of_threads(family: str, head_dim: int) -> None:
+def test_logits_are_the_same_on_any_number_of_threads(family: str, head_dim: int) -> None:
     model = packed_model(spec_of(head_dim, family), 4)
     threads, found = torch.get_num_threads(), []
     try:
@@ -86,7 +86,9 @@ def test_it_is_the_same_on_any_number_of_threads(family: str, head_dim: int) -> 
 
 
 @pytest.mark.parametrize(("family", "head_dim"), KINDS)
-def test_a_snapshot_goes_on_to_the_last_bit(family: str, head_dim: int, tmp_path: Path) -> None:
+def test_a_restored_snapshot_continues_with_the_same_bits(
+    family: str, head_dim: int, tmp_path: Path
+) -> None:
     model = packed_model(spec_of(head_dim, family), 4)
     session, path = fed(model, max_kv_size=90), tmp_path / "one.kvkeep"
     session.snapshot().save(path)
@@ -97,7 +99,7 @@ def test_a_snapshot_goes_on_to_the_last_bit(family: str, head_dim: int, tmp_path
 
 
 def written_by(model: Model) -> Tensor:
-    """`[n, vocab]`: after a prompt, and after each of some tokens that the model wrote."""
+    """Return the logits after a prompt and after each of some generated tokens, `[n, vocab]`."""
     session = model.session(policy="full")
     session.feed(TOKENS[:40])
     rows = [last(session)]
@@ -109,10 +111,10 @@ def written_by(model: Model) -> Tensor:
 
 @pytest.mark.parametrize("stored", [Type.Q4_0, Type.Q8_0, Type.BF16])
 @pytest.mark.parametrize("kind", ["gemma4", "gemma4-alone", "gemma4-experts"])
-def test_a_gguf_file_is_read_as_well_as_by_torch(
+def test_a_gguf_file_decodes_as_near_to_float32_as_by_torch(
     kind: str, stored: Type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The table of embeddings of each layer is packed, too."""
+    """The table of per-layer embeddings is packed, too."""
     monkeypatch.setenv("KVKEEP_HOME", str(tmp_path / "home"))
     theirs = made(kind)
     if kind == "gemma4-experts":
@@ -136,7 +138,7 @@ def test_a_gguf_file_is_read_as_well_as_by_torch(
         ({"intermediate_size": 330}, "groups of 32"),
     ],
 )
-def test_what_no_kernel_takes_is_said(changes: dict[str, Any], why: str) -> None:
+def test_unsupported_models_are_reported_with_the_reason(changes: dict[str, Any], why: str) -> None:
     spec = spec_of(64, "gemma4")
     layout = cell_layout(spec, packed_model(spec, None).decoder.tensors)
     assert not unsupported_reason(spec, layout)

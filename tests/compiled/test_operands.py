@@ -1,4 +1,4 @@
-"""Kernels are handed only what they were written for: anything else is refused unread."""
+"""Operands of another shape, dtype or layout than the kernels read are refused unread."""
 
 import os
 import subprocess
@@ -55,7 +55,7 @@ def executor(tensors: dict[str, Tensor], **packed_ones: object) -> CompiledExecu
         ("model.layers.2.self_attn.q_proj.weight", lambda x: x.to("meta")),
     ],
 )
-def test_weights_of_another_shape_dtype_or_device_are_refused_when_a_model_is_made(
+def test_weights_of_another_shape_dtype_or_device_are_refused_by_the_executor(
     name: str, damaged: Callable[[Tensor], Tensor]
 ) -> None:
     tensors = weights()
@@ -82,7 +82,7 @@ def test_packed_matrices_of_another_shape_or_dtype_are_refused(damaged) -> None:
         executor(tensors, **{name: damaged(good)})
 
 
-def test_a_tensor_that_the_model_has_no_use_for_is_not_read() -> None:
+def test_unused_tensors_are_not_read() -> None:
     tensors = weights()
     tensors["lm_head.bias"] = torch.full((3,), torch.nan, dtype=torch.bfloat16)
     tensors["model.layers.0.self_attn.q_norm.weight"] = torch.full((1,), torch.nan)
@@ -99,7 +99,7 @@ def test_a_tensor_that_the_model_has_no_use_for_is_not_read() -> None:
     ],
     ids=["float32", "short", "meta"],
 )
-def test_hidden_states_of_another_kind_are_refused(hidden: Tensor) -> None:
+def test_hidden_states_of_another_shape_dtype_or_device_are_refused(hidden: Tensor) -> None:
     with pytest.raises(KernelMismatch, match="hidden states"):
         executor(weights()).logits(hidden)
 
@@ -124,10 +124,10 @@ CELLS = {
 
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize(("kv_bits", "damaged"), CELLS.values(), ids=CELLS)
-def test_cells_of_another_kind_are_refused_and_nothing_is_taken_in(  # type: ignore[no-untyped-def]
+def test_cells_of_another_layout_are_refused_and_the_session_is_unchanged(  # type: ignore[no-untyped-def]
     kv_bits: str | None, damaged, count: int
 ) -> None:
-    # The prompt's cells lie in one segment, and a fork builds on them in another.
+    # The prompt's cells are in one segment, the fork's new ones in another.
     parent = packed_model(SPEC, None).session(policy="full", kv_bits=kv_bits)
     parent.feed(PROMPT)
     session = parent.fork()
@@ -154,7 +154,7 @@ def test_a_bias_of_another_dtype_is_refused(count: int) -> None:
 
 
 def counted(slots: Ragged, *changes: tuple[int, int]) -> Ragged:
-    """As if some heads had more cells, or fewer, than they have."""
+    """Return ragged cells whose counts are wrong for some heads."""
     counts = slots.counts.flatten().clone()
     for head, more in changes:
         counts[head] += more
@@ -196,7 +196,7 @@ def test_ragged_cells_that_do_not_fit_their_offsets_are_refused(
 
 
 @pytest.mark.parametrize("token", [-1, SPEC.vocab_size, 2**40])
-def test_a_token_that_the_model_does_not_have_is_refused(token: int) -> None:
+def test_a_token_outside_the_vocabulary_is_refused(token: int) -> None:
     session = packed_model(SPEC, None).session()
     session.feed(PROMPT)
     memory = session._memory
@@ -205,22 +205,22 @@ def test_a_token_that_the_model_does_not_have_is_refused(token: int) -> None:
         memory.decoder.hidden(torch.tensor([token]), step)
 
 
-def test_vectors_of_another_width_are_not_compared() -> None:
+def test_similarity_of_vectors_of_other_widths_is_refused() -> None:
     x = torch.zeros(1, 2, 5, 64, dtype=torch.bfloat16)
     for among in (x[..., :32], x[:, :1], x.float()):
         with pytest.raises(KernelMismatch):
             most_similar(x, among)
 
 
-# No machine has as much memory as these ask for.
+# Needs more memory than any machine has.
 MANY = 2**31 - 64
 sanitized = pytest.mark.skipif(
-    "libasan" in os.environ.get("LD_PRELOAD", ""), reason="a sanitizer ends what finds no memory"
+    "libasan" in os.environ.get("LD_PRELOAD", ""), reason="a sanitizer aborts allocations that fail"
 )
 
 
 @sanitized
-def test_a_call_that_finds_no_memory_says_so() -> None:
+def test_a_call_without_enough_memory_returns_its_status() -> None:
     kernels = library()
     assert kernels is not None
     one = torch.zeros(64, dtype=torch.bfloat16).data_ptr()
@@ -234,7 +234,7 @@ def test_a_call_that_finds_no_memory_says_so() -> None:
     assert kernels.kvkeep_most_similar(alike) == 2
 
 
-def test_a_head_without_a_kernel_is_told_apart_from_that() -> None:
+def test_an_unsupported_head_width_has_a_status_of_its_own() -> None:
     kernels = library()
     assert kernels is not None
     assert kernels.kvkeep_attend_chunk(CChunk(head_dim=48, kv_heads=1, threads=1)) == 1
@@ -253,37 +253,39 @@ from kvkeep.errors import OutOfMemory
 model = packed_model(spec_of(128), None)
 session = model.session(policy="full", max_kv_size=2000)
 session.feed([i % 250 + 1 for i in range(1600)])
-session.feed([5, 6])  # whatever is made once is there now
+session.feed([5, 6])  # allocates everything that is allocated once
 before = session.tokens, session.cache.cells, session.logits
 taken = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 hard = resource.getrlimit(resource.RLIMIT_AS)[1]
 resource.setrlimit(resource.RLIMIT_AS, (taken + 1_000_000, hard))  # the cells, packed, take 1.6 MB
 try:
     session.feed([7, 8])
-    raise SystemExit("it fitted")
+    raise SystemExit("it did not run out of memory")
 except OutOfMemory as error:
     assert isinstance(error, MemoryError)
 resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
 assert (session.tokens, session.cache.cells) == before[:2]
 assert torch.equal(session.logits, before[2])
 session.feed([7, 8])
-print("went on with", len(session.tokens))
+print("continued with", len(session.tokens))
 """
 
 
 @sanitized
 @pytest.mark.skipif(sys.platform != "linux", reason="how much a process may take is set by Linux")
-def test_a_session_that_runs_out_of_memory_is_unchanged_and_goes_on() -> None:
-    found = subprocess.run(
+def test_a_session_that_runs_out_of_memory_is_unchanged_and_continues() -> None:
+    process = subprocess.run(
         [sys.executable, "-c", SHORT_OF_MEMORY],
         env={
             "PYTHONPATH": f"{Path(__file__).parents[1]}:{Path(kvkeep.__file__).parents[1]}",
             "OMP_NUM_THREADS": "1",
-            "MALLOC_MMAP_THRESHOLD_": "65536",  # nothing large is left over from before
-            "MALLOC_ARENA_MAX": "1",  # nor room that the thread that computes had set aside
+            "MALLOC_MMAP_THRESHOLD_": "65536",  # frees large blocks at once
+            "MALLOC_ARENA_MAX": "1",  # no free memory in another thread's arena
         },
         capture_output=True,
         text=True,
         timeout=120,
     )
-    assert (found.returncode, found.stdout) == (0, "went on with 1604\n"), found.stderr[-2000:]
+    assert (process.returncode, process.stdout) == (0, "continued with 1604\n"), process.stderr[
+        -2000:
+    ]

@@ -1,4 +1,4 @@
-"""Products with few rows, and what matrices are unpacked to."""
+"""Products with few rows, and unpacked matrices."""
 
 from dataclasses import dataclass
 
@@ -37,41 +37,43 @@ def product(matrix: CMatrix, x: Tensor, threads: int = 2) -> Tensor:
 
 
 @dataclass
-class Made:
-    """values: of the matrix, float32. kept: what must stay alive."""
+class MatrixCase:
+    """A matrix operand. values: of weight, float32."""
 
     values: Tensor
-    kept: Matrix
+    weight: Matrix
     bias: Tensor | None
 
     def matrix(self, rounded: bool = False) -> CMatrix:
         bias = None if self.bias is None else self.bias.data_ptr()
-        return matrix_operand("it", self.kept, tuple(self.values.shape), bias, rounded)
+        return matrix_operand("matrix", self.weight, tuple(self.values.shape), bias, rounded)
 
     def linear(self, dtype: torch.dtype = torch.bfloat16) -> PackedLinear:
         kernels = library()
         assert kernels is not None
         bias = None if self.bias is None else self.bias[: len(self.values)]
-        return PackedLinear(kernels, self.matrix(rounded=True), bias, self.kept, dtype)
+        return PackedLinear(kernels, self.matrix(rounded=True), bias, self.weight, dtype)
 
 
-def made(kind: str | torch.dtype, size: tuple[int, int], bias: Tensor | None = None) -> Made:
-    """Of that size; formats of longer tiles have as many columns more as they need."""
+def make_matrix(
+    kind: str | torch.dtype, size: tuple[int, int], bias: Tensor | None = None
+) -> MatrixCase:
+    """Make a matrix of a size; formats with longer tiles get the columns that they need."""
     rows, columns = size
     if isinstance(kind, torch.dtype):
         plain = torch.randn(size, generator=torch.Generator().manual_seed(rows)).to(kind)
-        return Made(plain.float(), plain, bias)
+        return MatrixCase(plain.float(), plain, bias)
     blocks = random_blocks(kind, rows, -(-columns // FORMATS[kind].span) * FORMATS[kind].span, rows)
-    there = pack(from_gguf(FORMATS[kind], torch.from_numpy(blocks)))
-    return Made(exact(kind, blocks), there, bias)
+    packed_matrix = pack(from_gguf(FORMATS[kind], torch.from_numpy(blocks)))
+    return MatrixCase(exact(kind, blocks), packed_matrix, bias)
 
 
 def inputs(count: int, columns: int) -> Tensor:
     return torch.randn(count, columns, generator=torch.Generator().manual_seed(count)).bfloat16()
 
 
-def held(x: Tensor, kind: str | torch.dtype) -> Tensor:
-    """Rows as a product with packed weights reads them, float64: see src/integers.h."""
+def rounded_rows(x: Tensor, kind: str | torch.dtype) -> Tensor:
+    """Round rows to integers as products with packed weights do, float64: see src/integers.h."""
     of_floats = isinstance(kind, torch.dtype) or (
         kind.startswith("IQ4") and selected_set().name != "avx512bf16"
     )
@@ -83,8 +85,8 @@ def held(x: Tensor, kind: str | torch.dtype) -> Tensor:
     return ((groups / scale).round() * scale).flatten(1)
 
 
-def near(found: Tensor, x: Tensor, values: Tensor, added: Tensor | float) -> None:
-    """Whether a product is right to the rounding of its sum in float32."""
+def require_near(found: Tensor, x: Tensor, values: Tensor, added: Tensor | float) -> None:
+    """Check a product up to the rounding of its sum in float32."""
     wanted = x.double() @ values.double().T
     size = x.double().abs() @ values.double().abs().T
     assert ((found.double() - wanted - added).abs() <= 1e-6 * (1 + size)).all()
@@ -93,21 +95,21 @@ def near(found: Tensor, x: Tensor, values: Tensor, added: Tensor | float) -> Non
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("count", [1, 3, 8, 13, 17])
-def test_they_are_those_of_the_unpacked_matrix(
+def test_products_equal_those_of_the_unpacked_matrix(
     kind: str | torch.dtype, size: tuple[int, int], count: int
 ) -> None:
     # Room to read whole blocks of 16.
     bias = torch.randn(size[0] + 16).bfloat16() if count % 2 else None
-    one = made(kind, size, bias)
+    one = make_matrix(kind, size, bias)
     added = 0.0 if bias is None else bias[: size[0]].double()
     x = inputs(count, one.values.shape[1])
-    near(product(one.matrix(), x), held(x, kind), one.values, added)
-    near(product(one.matrix(rounded=True), x), x, one.values.bfloat16(), added)
+    require_near(product(one.matrix(), x), rounded_rows(x, kind), one.values, added)
+    require_near(product(one.matrix(rounded=True), x), x, one.values.bfloat16(), added)
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_rows_are_read_to_the_rounding_of_what_is_greatest_of_each_group(kind: str) -> None:
-    one = made(kind, (48, 512))
+def test_rows_are_rounded_relative_to_the_greatest_of_each_group(kind: str) -> None:
+    one = make_matrix(kind, (48, 512))
     generator = torch.Generator().manual_seed(5)
     sizes = 2.0 ** torch.randint(-30, 30, (9, one.values.shape[1]), generator=generator)
     x = (inputs(9, one.values.shape[1]).float() * sizes).bfloat16()
@@ -123,8 +125,8 @@ def test_rows_are_read_to_the_rounding_of_what_is_greatest_of_each_group(kind: s
 
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
-def test_rows_that_are_no_numbers_are_found(kind: str, wrong: float) -> None:
-    one = made(kind, (48, 512))
+def test_nonfinite_rows_are_reported(kind: str, wrong: float) -> None:
+    one = make_matrix(kind, (48, 512))
     x = inputs(5, one.values.shape[1])
     product(one.matrix(), x)
     x[3, 77] = wrong
@@ -134,10 +136,10 @@ def test_rows_that_are_no_numbers_are_found(kind: str, wrong: float) -> None:
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("rounded", [False, True])
-def test_a_row_is_the_same_to_the_last_bit_alone_and_among_others(
+def test_a_row_gives_the_same_bits_alone_and_among_others(
     kind: str | torch.dtype, rounded: bool
 ) -> None:
-    one = made(kind, (264, 1312))
+    one = make_matrix(kind, (264, 1312))
     x = inputs(17, one.values.shape[1])
     together = product(one.matrix(rounded), x)
     alone = [product(one.matrix(rounded), row[None].contiguous(), threads=1) for row in x]
@@ -146,10 +148,10 @@ def test_a_row_is_the_same_to_the_last_bit_alone_and_among_others(
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_they_are_unpacked_as_torch_rounds_them(
+def test_unpacked_weights_are_rounded_as_by_torch(
     kind: str | torch.dtype, size: tuple[int, int]
 ) -> None:
-    one = made(kind, size)
+    one = make_matrix(kind, size)
     wanted, linear = one.values.bfloat16(), one.linear()
     assert torch.equal(linear.dense(), wanted)
     rows = torch.tensor([0, size[0] - 1, size[0] // 2])
@@ -161,13 +163,13 @@ def test_they_are_unpacked_as_torch_rounds_them(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("kind", ["Q4_1", "Q6_K", torch.float32, torch.bfloat16], ids=str)
-def test_many_rows_go_through_the_library(
+def test_many_rows_are_multiplied_by_torch(
     kind: str | torch.dtype, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size = dtype.itemsize * 48 * 1312
     monkeypatch.setattr("kvkeep.compiled.matrices._SCRATCH", size)  # in several parts
     bias = torch.randn(264 + 16).bfloat16()
-    one = made(kind, (264, 1312), bias)
+    one = make_matrix(kind, (264, 1312), bias)
     x = inputs(FEW + 5, one.values.shape[1])
     wanted = torch.nn.functional.linear(
         x.double(), one.values.bfloat16().double(), bias[:264].double()
@@ -182,11 +184,11 @@ def test_many_rows_go_through_the_library(
 
 @pytest.mark.parametrize("row", [0, 17, 49])
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
-def test_one_that_is_no_number_is_found(row: int, wrong: float) -> None:
+def test_a_single_nonfinite_result_is_reported(row: int, wrong: float) -> None:
     x = inputs(9, 64)
     bias = torch.zeros(66).bfloat16()
     bias[50:] = torch.nan  # of rows that there are not
-    one = made(torch.bfloat16, (50, 64), bias)
+    one = make_matrix(torch.bfloat16, (50, 64), bias)
     for at in (0, 4, 8):
         product(one.matrix(), x)
         before = x[at, 5].clone()
@@ -200,7 +202,7 @@ def test_one_that_is_no_number_is_found(row: int, wrong: float) -> None:
         bias[row] = 0
 
 
-def test_both_sides_agree_on_the_structures() -> None:
+def test_the_kernels_of_each_set_have_our_structures() -> None:
     kernels = library()
     assert kernels is not None
     require_same_interface(kernels)

@@ -1,4 +1,4 @@
-"""Only tokens that the model has chosen itself are multiplied by packed weights."""
+"""Only sampled tokens are multiplied by packed weights."""
 
 from collections.abc import Callable
 
@@ -26,7 +26,7 @@ ROUNDED = 0.1  # bfloat16 alone makes up to 0.03, packing 0.4 and more
 
 
 def plain(model: Model) -> Model:
-    """The same model without packed layers. The head, which chooses tokens, is read as it was."""
+    """Return the same model without packed layers; the head stays packed."""
     packed = {k: v for k, v in model.decoder.packed.items() if k == "lm_head.weight"}
     decoder = new_decoder(model.spec, model.decoder.tensors, packed)
     return Model(model.name, model.folder, decoder, model.text)
@@ -99,7 +99,7 @@ def last(session: Session) -> Tensor:
 
 
 @pytest.mark.parametrize("make", MADE.values(), ids=MADE)
-def test_what_is_given_is_evaluated_as_by_a_model_without_packed_weights(
+def test_prompts_are_evaluated_as_by_a_model_without_packed_weights(
     make: Callable[[Model], Session],
 ) -> None:
     session, wanted = make(PACKED), make(plain(PACKED))
@@ -115,14 +115,14 @@ def test_the_prefill_step_changes_logits_by_no_more_than_rounding(step: int) -> 
     assert apart(found, whole) <= ROUNDED
 
 
-def test_what_the_model_chooses_is_read_from_packed_weights() -> None:
+def test_sampled_tokens_read_packed_weights() -> None:
     session, other = fed_in_steps_of(PACKED, 512), fed_in_steps_of(plain(PACKED), 512)
     assert torch.equal(last(session), last(other))
     assert session.next_token() == other.next_token()
     assert apart(last(session), last(other)) > 4 * ROUNDED
 
 
-def test_a_group_reads_packed_weights_as_each_alone() -> None:
+def test_a_group_reads_packed_weights_as_each_session_alone() -> None:
     parent = fed_in_steps_of(PACKED, 512)
     together, alone = [parent.fork() for _ in range(3)], [parent.fork() for _ in range(3)]
     how = [Sampling(temperature=1, seed=seed) for seed in range(3)]

@@ -1,4 +1,4 @@
-"""Cells of which each head has a number of its own, on the compiled path: decode, chunks, groups.
+"""Ragged cells on the compiled path: decode, chunks, groups.
 
 Heads that have nothing are among them, a layer that has nothing, and heads with several hundreds.
 """
@@ -34,7 +34,7 @@ def by_heads(model: Model, ratio: float = 3.0, kv_bits: Any = None) -> Session:
 
 
 def two_runs(model: Model, ratio: float = 3.0, kv_bits: Any = None) -> Session:
-    """Of which the first is not empty only in some heads."""
+    """Return a session with two segments, the first empty in all but some heads."""
     session = model.session(policy="full", kv_bits=kv_bits)
     session.feed(PROMPT)
     session.pin(8, 200)
@@ -43,7 +43,7 @@ def two_runs(model: Model, ratio: float = 3.0, kv_bits: Any = None) -> Session:
 
 
 def emptied(model: Model, ratio: float = 3.0, kv_bits: Any = None) -> Session:
-    """A head that has nothing, and a layer."""
+    """Return a session in which one head and one layer have no cells."""
     session = by_heads(model, ratio, kv_bits)
     for index, segment in enumerate(session.cache.segments):
         cells = segment.block.slots
@@ -63,7 +63,7 @@ MADE = [by_heads, two_runs, emptied]
 
 
 def transplanted(session: Session, model: Model, kv_bits: Any = None) -> Session:
-    """A session of the same model in another dtype with the same cells."""
+    """Return a session of the same model in another dtype with the same cells."""
     other, cache = model.session(policy="full", kv_bits=kv_bits), session.cache
     there = other.cache
     for segment in cache.segments:
@@ -83,7 +83,7 @@ def in_dtype(cells: Cells, dtype: torch.dtype) -> Cells:
 
 
 def require_near(model: Model, session: Session, step: int, kv_bits: Any = None) -> None:
-    """No further from float32 than torch in bfloat16 is, over several texts.
+    """Check that logits are as near to float32 as torch's in bfloat16, over several texts.
 
     Of one text each is half as far again as the other now and then.
     """
@@ -108,7 +108,7 @@ def require_near(model: Model, session: Session, step: int, kv_bits: Any = None)
 @pytest.mark.parametrize("step", [1, 50])
 @pytest.mark.parametrize("make", MADE)
 @pytest.mark.parametrize(("family", "head_dim"), FAMILIES)
-def test_it_is_no_further_from_float32_than_torch_in_bfloat16(
+def test_logits_are_as_near_to_float32_as_torch_in_bfloat16(
     family: str, head_dim: int, make: Callable[..., Session], step: int
 ) -> None:
     model = packed_model(spec_of(head_dim, family), None)
@@ -117,8 +117,10 @@ def test_it_is_no_further_from_float32_than_torch_in_bfloat16(
 
 @pytest.mark.parametrize("step", [1, 50])
 @pytest.mark.parametrize("kv_bits", BITS[1:])
-def test_nor_where_cells_are_quantised(kv_bits: str, step: int) -> None:
-    """One step each: what is quantised in it, each in its own arithmetic, drifts apart later."""
+def test_logits_over_quantised_cells_are_as_near_to_float32_as_torch(
+    kv_bits: str, step: int
+) -> None:
+    """One step each: later steps read cells that each arithmetic has quantised in its own way."""
     model, errors = packed_model(spec_of(), None), torch.zeros(2)
     for make in MADE:
         session = make(model, kv_bits=kv_bits)
@@ -136,14 +138,14 @@ def test_nor_where_cells_are_quantised(kv_bits: str, step: int) -> None:
 
 
 def fed_and_forgotten(session: Session, tokens: list[int]) -> torch.Tensor:
-    """The logits that a fork of the session has after some tokens."""
+    """Return the logits of a fork of the session after some tokens."""
     fork = session.fork()
     fork.feed(tokens)
     return last(fork)
 
 
 @pytest.mark.parametrize("step", [1, 50])
-def test_nor_where_heads_have_more_cells_than_a_thread_takes_at_once(step: int) -> None:
+def test_logits_over_more_cells_than_a_unit_are_as_near_to_float32_as_torch(step: int) -> None:
     model = packed_model(spec_of(), None)
     session = model.session(policy="full")
     session.feed(PROMPT)
@@ -157,7 +159,7 @@ def test_nor_where_heads_have_more_cells_than_a_thread_takes_at_once(step: int) 
 
 @pytest.mark.parametrize("kv_bits", BITS)
 @pytest.mark.parametrize("make", MADE)
-def test_a_group_of_forks_says_what_each_says_alone_to_the_last_bit(
+def test_a_group_of_forks_gives_the_same_bits_as_each_fork_alone(
     make: Callable[..., Session], kv_bits: str | None
 ) -> None:
     parent = make(packed_model(spec_of(), 4), kv_bits=kv_bits)
@@ -172,7 +174,7 @@ def test_a_group_of_forks_says_what_each_says_alone_to_the_last_bit(
             assert torch.equal(last(one), last(other))
 
 
-def test_sessions_of_all_kinds_of_cells_in_a_group_say_what_each_says_alone() -> None:
+def test_a_group_of_all_kinds_of_cells_gives_the_same_bits_as_each_alone() -> None:
     model = packed_model(spec_of(), None)
 
     def sessions() -> list[Session]:
@@ -196,7 +198,7 @@ def model_fed(model: Model) -> Session:
 
 
 @pytest.mark.parametrize("make", MADE)
-def test_any_number_of_threads_finds_the_same(make: Callable[..., Session]) -> None:
+def test_logits_are_the_same_on_any_number_of_threads(make: Callable[..., Session]) -> None:
     parent, found = make(packed_model(spec_of(), None)), []
     for threads in (1, 2, 5):
         session = parent.fork()
@@ -209,7 +211,7 @@ def test_any_number_of_threads_finds_the_same(make: Callable[..., Session]) -> N
     assert torch.equal(found[0], found[2])
 
 
-def test_what_forks_share_is_counted_once_and_to_the_byte() -> None:
+def test_memory_shared_by_forks_is_counted_once_and_to_the_byte() -> None:
     parent = by_heads(packed_model(spec_of(), None))
     (cells,) = (s.block.slots for s in parent.cache.segments if s.compressed)
     assert isinstance(cells, Ragged)

@@ -1,4 +1,4 @@
-"""The compiled path and 4-bit weights on the default model: what they cost in quality."""
+"""The quality of the compiled path and of 4-bit weights on the default model."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ READ, SCORED = 512, 768
 
 
 def by_torch(model: Model) -> Model:
-    """The same weights without the compiled kernels."""
+    """Return the same weights without the compiled kernels."""
     decoder = Decoder(model.spec, dict(model.decoder.weights))
     return Model(model.name, model.folder, decoder, model.text)
 
@@ -28,7 +28,7 @@ def perplexity(model: Model, written: bool) -> float:
     return float((-session.score(ids[READ:SCORED], written=written).mean()).exp())
 
 
-def test_four_bit_weights_read_as_well_as_what_they_were_unpacked_to(smollm2: Model) -> None:
+def test_four_bit_weights_have_the_perplexity_of_their_unpacked_values(smollm2: Model) -> None:
     assert smollm2.weights == "Q4_1"
     wanted = perplexity(by_torch(kvkeep.load_model(weights="bf16")), False)
     assert perplexity(smollm2, True) == pytest.approx(wanted, rel=0.01)
@@ -36,7 +36,7 @@ def test_four_bit_weights_read_as_well_as_what_they_were_unpacked_to(smollm2: Mo
 
 
 def logits_of(model: Model) -> Tensor:
-    """`[16, vocab]`: of 16 tokens after 200 others, one by one."""
+    """Return the logits of 16 tokens after 200 others, one by one, `[16, vocab]`."""
     ids, session, rows = topic_ids(model), model.session(), list[Tensor]()
     session.feed(ids[:200])
     for token in ids[200:216]:
@@ -57,7 +57,7 @@ def reference() -> Tensor:
 
 
 @pytest.mark.parametrize("weights", [None, "int4", "bf16"])
-def test_logits_are_no_further_from_float32_than_those_of_torch(
+def test_logits_are_as_near_to_float32_as_torch(
     weights: str | None, exact: Tensor, reference: Tensor
 ) -> None:
     compiled = logits_of(kvkeep.load_model(weights=weights))

@@ -24,7 +24,7 @@ HEADS = [(1, 1, 32), (7, 1, 64), (3, 3, 96), (10, 2, 128)]
 
 
 def empty(heads: int, kv_heads: int, head_dim: int, bits: int, size: int | None) -> KVCache:
-    """A cache of one layer, with one segment that holds `size` cells at most."""
+    """Return a cache of one layer with one segment of at most `size` cells."""
     layout = Layout(1, kv_heads, head_dim, torch.bfloat16, torch.device("cpu"), bits, bits)
     frequencies = tuple(10000.0 ** (-2 * i / head_dim) for i in range(head_dim // 2))
     cache = KVCache(
@@ -36,7 +36,7 @@ def empty(heads: int, kv_heads: int, head_dim: int, bits: int, size: int | None)
 
 
 def plainly(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-    """What is found, `[n, heads * d]`, and the log of what each softmax divides by, `[heads, n]`.
+    """Attend naively: the output, `[n, heads * d]`, and each softmax's log sum, `[heads, n]`.
 
     q: `[n, heads, d]`, keys, values: `[kv_heads, cells, d]`, seen: `[n, cells]`.
     """
@@ -99,9 +99,7 @@ def test_chunks_of_any_length_over_any_number_of_cells(
     ],
     ids=["one head", "seven to one", "five to five"],
 )
-def test_tokens_one_by_one_over_any_number_of_cells(
-    sizes: dict[str, int], bits: int | None
-) -> None:
+def test_decode_steps_over_any_number_of_cells(sizes: dict[str, int], bits: int | None) -> None:
     spec = replace(spec_of(64), layers=1, **sizes)
     model = packed_model(spec, bits)  # type: ignore[arg-type]
     ids = [(7 * i * i + i) % (spec.vocab_size - 1) + 1 for i in range(260)]
@@ -123,7 +121,7 @@ def test_tokens_one_by_one_over_any_number_of_cells(
 
 
 @pytest.mark.parametrize("count", [1, 2, 15, 16, 17, 33])
-def test_any_number_of_sequences_says_what_each_says_alone(count: int) -> None:
+def test_any_number_of_sequences_gives_the_same_bits_as_each_alone(count: int) -> None:
     model = packed_model(replace(spec_of(32), layers=1, vocab_size=41), 4)
     parent = model.session(max_kv_size=70)
     parent.feed([i % 40 + 1 for i in range(63)])

@@ -1,9 +1,9 @@
-// Runs kernels that were built for another processor, under an emulator of it, on the memory of the
-// process that asks for it: emulator.py. Nothing is known here of what they are handed.
+// Runs kernels for another processor, under its emulator, on the memory of the test process
+// (emulator.py). It needs no description of their arguments.
 //
-// That process has tensors and structures full of pointers. A page of it is copied to the same
-// address when a kernel first touches it, which is a fault until then. When the call is over, the
-// bytes that have changed go back, and the copies are gone.
+// The test process has tensors and structures full of pointers. Its pages are copied to the same
+// addresses when a kernel first touches them, which faults until then. After the call the changed
+// bytes are written back and the copies are dropped.
 //
 // Standard input:  call OBJECT FUNCTION ARGUMENT ...     integers and addresses
 // Standard output: done RESULT, or: missing WHAT
@@ -26,7 +26,7 @@
 namespace {
 
 constexpr std::size_t kPage = 4096, kPages = 16 * kPage, kLine = 256;
-constexpr int kMost = 1 << 16;
+constexpr int kMaxCopies = 1 << 16;
 constexpr int kArguments = 5;
 
 struct Copy {
@@ -35,21 +35,21 @@ struct Copy {
   std::size_t size;
 };
 
-int memory;  // of the process that asks
-Copy copies[kMost];
+int memory;  // of the test process
+Copy copies[kMaxCopies];
 int count;
-std::atomic_flag busy = ATOMIC_FLAG_INIT;  // more than one thread may fault
+std::atomic_flag busy = ATOMIC_FLAG_INIT;  // several threads may fault
 
-[[noreturn]] void give_up(const char* why, const void* at) {
+[[noreturn]] void fail(const char* why, const void* at) {
   char text[200];
   const int length = std::snprintf(text, sizeof text, "%s at %p\n", why, at);
   if (write(2, text, length)) _exit(9);
   _exit(9);
 }
 
-unsigned char* room(void* at, std::size_t size, int protection) {
+unsigned char* allocate(void* at, std::size_t size, int protection) {
   void* found = mmap(at, size, protection, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (found == MAP_FAILED) give_up("no memory for a copy", at);
+  if (found == MAP_FAILED) fail("no memory for a copy", at);
   return static_cast<unsigned char*>(found);
 }
 
@@ -57,32 +57,32 @@ bool read_all(unsigned char* to, const unsigned char* at, std::size_t size) {
   return pread(memory, to, size, reinterpret_cast<off_t>(at)) == static_cast<ssize_t>(size);
 }
 
-// False where not all of it is there.
-bool take(unsigned char* at, std::size_t size) {
-  unsigned char* before = room(nullptr, size, PROT_READ | PROT_WRITE);
+// Copy a range to the same address. Returns false where not all of it is mapped.
+bool copy_range(unsigned char* at, std::size_t size) {
+  unsigned char* before = allocate(nullptr, size, PROT_READ | PROT_WRITE);
   if (!read_all(before, at, size)) {
     munmap(before, size);
     return false;
   }
-  unsigned char* copy = room(nullptr, size, PROT_READ | PROT_WRITE);
+  unsigned char* copy = allocate(nullptr, size, PROT_READ | PROT_WRITE);
   std::memcpy(copy, before, size);
-  // An address that the emulator itself lies at is not given out, and another one is.
-  if (room(at, size, PROT_NONE) != at) give_up("the emulator's own memory lies", at);
-  // Into its place at once: another thread may be about to read it.
+  // mmap returns another address where the emulator's own memory is.
+  if (allocate(at, size, PROT_NONE) != at) fail("the emulator's own memory lies", at);
+  // Move it into place atomically: another thread may be about to read it.
   if (mremap(copy, size, size, MREMAP_MAYMOVE | MREMAP_FIXED, at) != at)
-    give_up("a copy could not be put", at);
-  if (count == kMost) give_up("too many pages", at);
+    fail("a copy could not be put", at);
+  if (count == kMaxCopies) fail("too many pages", at);
   copies[count++] = {at, before, size};
   return true;
 }
 
-bool taken(const unsigned char* at) {
+bool copied(const unsigned char* at) {
   for (int i = count - 1; i >= 0; --i)
     if (copies[i].at <= at && at < copies[i].at + copies[i].size) return true;
   return false;
 }
 
-void fetch(int, siginfo_t* info, void*) {
+void handle_fault(int, siginfo_t* info, void*) {
   const auto address = reinterpret_cast<std::uintptr_t>(info->si_addr);
   const auto from = [=](std::size_t size) {
     return reinterpret_cast<unsigned char*>(address & ~(size - 1));
@@ -90,16 +90,17 @@ void fetch(int, siginfo_t* info, void*) {
   while (busy.test_and_set(std::memory_order_acquire)) {
   }
   const auto* page = from(kPage);
-  // Of several pages one may be there already, taken by itself.
+  // One of several pages may have been copied already.
   bool alone = false;
-  for (std::size_t i = 0; i < kPages; i += kPage) alone |= taken(from(kPages) + i);
-  if (!taken(page) && (alone || !take(from(kPages), kPages)) && !take(from(kPage), kPage))
-    give_up("a kernel touches what its caller does not have", info->si_addr);
+  for (std::size_t i = 0; i < kPages; i += kPage) alone |= copied(from(kPages) + i);
+  if (!copied(page) && (alone || !copy_range(from(kPages), kPages)) &&
+      !copy_range(from(kPage), kPage))
+    fail("a kernel touches memory that its caller does not have", info->si_addr);
   busy.clear(std::memory_order_release);
 }
 
-// The bytes of a line that have changed, in runs of them.
-void give_back(const Copy& copy, std::size_t begin) {
+// Write back the changed bytes of a line, run by run.
+void write_back(const Copy& copy, std::size_t begin) {
   const std::size_t end = begin + kLine;
   for (std::size_t i = begin; i < end;) {
     const std::size_t first = i;
@@ -107,16 +108,16 @@ void give_back(const Copy& copy, std::size_t begin) {
     const auto size = static_cast<ssize_t>(i - first);
     const auto at = reinterpret_cast<off_t>(copy.at + first);
     if (size && pwrite(memory, copy.at + first, size, at) != size)
-      give_up("what a kernel wrote could not be given back", copy.at + first);
+      fail("a kernel's writes could not be copied back", copy.at + first);
     if (!size) ++i;
   }
 }
 
-void give_back() {
+void write_back() {
   for (int i = 0; i < count; ++i) {
     const Copy& copy = copies[i];
     for (std::size_t line = 0; line < copy.size; line += kLine)
-      if (std::memcmp(copy.at + line, copy.before + line, kLine)) give_back(copy, line);
+      if (std::memcmp(copy.at + line, copy.before + line, kLine)) write_back(copy, line);
   }
   for (; count > 0; --count) {
     munmap(copies[count - 1].at, copies[count - 1].size);
@@ -124,7 +125,7 @@ void give_back() {
   }
 }
 
-std::string call(const std::string& object, const std::string& function, std::istream& given) {
+std::string call(const std::string& object, const std::string& function, std::istream& arguments) {
   static std::map<std::string, void*> objects;
   auto& library = objects[object];
   if (!library) library = dlopen(object.c_str(), RTLD_NOW);
@@ -132,12 +133,12 @@ std::string call(const std::string& object, const std::string& function, std::is
   void* found = dlsym(library, function.c_str());
   if (!found) return "missing " + function;
   std::uint64_t argument[kArguments] = {};
-  for (auto& each : argument) given >> each;
-  // What a function does not ask for lies in registers that it does not read.
+  for (auto& value : argument) arguments >> value;
+  // Superfluous arguments are in registers that the function does not read.
   const auto run = reinterpret_cast<int (*)(std::uint64_t, std::uint64_t, std::uint64_t,
                                             std::uint64_t, std::uint64_t)>(found);
   const int result = run(argument[0], argument[1], argument[2], argument[3], argument[4]);
-  give_back();
+  write_back();
   return "done " + std::to_string(result);
 }
 
@@ -145,9 +146,9 @@ std::string call(const std::string& object, const std::string& function, std::is
 
 int main(int, char** argv) {
   memory = open((std::string("/proc/") + argv[1] + "/mem").c_str(), O_RDWR | O_CLOEXEC);
-  if (memory < 0) give_up("the memory of the process that asks is not to be had", nullptr);
+  if (memory < 0) fail("the memory of the test process cannot be opened", nullptr);
   struct sigaction action = {};
-  action.sa_sigaction = fetch;
+  action.sa_sigaction = handle_fault;
   action.sa_flags = SA_SIGINFO;
   sigaction(SIGSEGV, &action, nullptr);
   for (std::string line; std::getline(std::cin, line);) {
