@@ -9,7 +9,7 @@ import psutil
 import torch
 
 import kvkeep
-from kvkeep.doctor.processor import cpu_facts, processor_name
+from kvkeep.doctor.machine import cpu_facts, processor_name
 
 # Instructions that decide how fast a bfloat16 or 8-bit product is.
 NOTABLE_FLAGS = (

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvkeep.cli.stderr import say
+from kvkeep.cli.output import say
 from kvkeep.cli.text_input import read_text
 from kvkeep.cli.which_model import DEVICE, DTYPE, MODEL, load_named
 from kvkeep.errors import InvalidArgument, StoreError

@@ -105,7 +105,7 @@ def calibrated(file: Path | None, model: "Model") -> "Calibration | None":
     return load_calibration(file, model)
 
 
-def calibrated_or_kept(
+def archive_calibration(
     file: Path | None, model: "Model", method: str | None
 ) -> "Calibration | None":
     """What an archive goes by: a file that was given, or else what is kept of the model.
@@ -118,7 +118,7 @@ def calibrated_or_kept(
     return model.calibration
 
 
-def began_with(
+def original_calibration(
     saved: object, snapshot: "Snapshot", file: Path | None, model: "Model"
 ) -> "Calibration | None":
     """The calibration that a saved session was begun with: the one that was given, or is kept.
@@ -134,7 +134,7 @@ def began_with(
     return kept
 
 
-def check_begun_with(saved: object, snapshot: "Snapshot", file: Path | None) -> None:
+def check_original_calibration(saved: object, snapshot: "Snapshot", file: Path | None) -> None:
     """Refuses, without the model, a calibration that is one more, and none where one is needed."""
     from kvkeep.compression.calibration.calibration import any_default_calibration
 
@@ -155,7 +155,7 @@ def _needs_calibration(saved: object) -> InvalidArgument:
     )
 
 
-def would_gain(session: "Session") -> bool:
+def gains_from_calibration(session: "Session") -> bool:
     """Whether a calibration would let its archive keep more of what is asked for."""
     settings = session.settings
     return session.policy == "archive" and not (

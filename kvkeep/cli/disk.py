@@ -4,7 +4,7 @@ import json
 
 import click
 
-from kvkeep.cli.report import megabytes
+from kvkeep.cli.output import megabytes
 from kvkeep.cli.store import session_folder
 from kvkeep.models.hub.library import home
 from kvkeep.storage.files.atomic import folder_bytes

@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING
 import click
 
 from kvkeep.cli.completion import model_names
-from kvkeep.cli.report import megabytes
+from kvkeep.cli.output import megabytes
 from kvkeep.cli.which_model import DTYPE, WEIGHTS
 from kvkeep.models.hub.source import DEFAULT_MODEL
 from kvkeep.types import DtypeName, WeightsName
 
 if TYPE_CHECKING:
-    from kvkeep.doctor.findings import Findings, Kernels, Threads
-    from kvkeep.doctor.libraries import Cuda, Torch
-    from kvkeep.doctor.outlook import Outlook
+    from kvkeep.doctor.findings import Findings, Kernels, Outlook, Threads
+    from kvkeep.doctor.machine import Cuda, Torch
 
 _Lines = Iterator[tuple[str, str]]
 

@@ -7,16 +7,16 @@ from typing import Any
 
 import click
 
-from kvkeep.cli.hints import OptionsOnly
+from kvkeep.cli.lazy import OptionsOnly
 from kvkeep.cli.memory import MemoryChoice, shares_prefixes
+from kvkeep.cli.output import say
 from kvkeep.cli.serving import (
     require_installed,
     require_safe,
     require_secret,
     serving_options,
-    settings_of,
+    session_settings,
 )
-from kvkeep.cli.stderr import say
 from kvkeep.errors import InvalidArgument
 from kvkeep.storage.objects.address import is_url
 
@@ -124,7 +124,7 @@ def _setup(choice: MemoryChoice, options: dict[str, Any]) -> Any:
         weights=choice.weights,
         store=options["store"],
         secret=secret,
-        settings=settings_of(choice, model, options["most_bytes"]),
+        settings=session_settings(choice, model, options["most_bytes"]),
         memory=options["most_bytes"],
         prefixes=shares_prefixes(choice, options["prefix_cache"]),
         threads=options["threads"],

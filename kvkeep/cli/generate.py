@@ -7,26 +7,26 @@ from typing import TYPE_CHECKING
 import click
 
 from kvkeep.cli.completion import session_names
-from kvkeep.cli.hints import OptionsOnly
-from kvkeep.cli.keeper import Keeper
+from kvkeep.cli.lazy import OptionsOnly
 from kvkeep.cli.memory import (
     CODEC_NAMES,
     SINKS,
     WHOLE_PROMPT,
     MemoryChoice,
-    Prefixes,
+    PrefixChoice,
     memory_options,
     prefix_options,
 )
 from kvkeep.cli.options import (
-    Output,
+    OutputChoice,
     SamplingChoice,
     given,
     output_options,
     sampling_options,
     whole_number,
 )
-from kvkeep.cli.restore import FIRST_PROMPT, UNREAD, Opened, apply_keep, resume
+from kvkeep.cli.restore import FIRST_PROMPT, UNREAD, OpenedSession, apply_keep, resume
+from kvkeep.cli.session_writer import SessionWriter
 from kvkeep.cli.store import saved_sessions, store_option
 from kvkeep.cli.text_input import SPECIAL, read_prompt
 from kvkeep.errors import InvalidArgument
@@ -99,9 +99,9 @@ def generate(
     restore_prompt: Path | None,
     codec: "Codec",
     memory: MemoryChoice,
-    prefixes: Prefixes,
+    prefixes: PrefixChoice,
     sampling: SamplingChoice,
-    output: Output,
+    output: OutputChoice,
 ) -> None:
     """Continue a text.
 
@@ -136,16 +136,16 @@ def generate(
         how = sampling.resolve(opened.seed)
         run = Run("generate", opened, output, how.seed)
         if kept is not None:
-            run.keeper = Keeper(opened.session, kept, f"session {session}", opened.notes)
+            run.writer = SessionWriter(opened.session, kept, f"session {session}", opened.notes)
         if source is not None:
             apply_keep(opened, memory.keep)
         with run.reported():
             _read(run, opened, opened.model.text.encode(text, special))
             if cache_prompt is not None:
-                run.keeper = Keeper(
+                run.writer = SessionWriter(
                     opened.session, cache_prompt, str(cache_prompt), opened.notes, codec
                 )
-                run.keeper.write()
+                run.writer.write()
                 reason = "end"
             else:
                 reason = run.write(None if max_tokens < 0 else max_tokens, how, ignore_eos)
@@ -153,17 +153,17 @@ def generate(
 
 
 def _open(
-    source: Source | None, memory: MemoryChoice, prefixes: Prefixes, output: Output
-) -> Opened:
+    source: Source | None, memory: MemoryChoice, prefixes: PrefixChoice, output: OutputChoice
+) -> OpenedSession:
     if source is not None:
         return resume(source, memory, output.progress)
     model = memory.load(output.progress)
     store = prefixes.store(model)
     assert memory.keep is not None, "--keep has a default here"
-    return Opened(model, memory.session(model, memory.keep, store))
+    return OpenedSession(model, memory.session(model, memory.keep, store))
 
 
-def _read(run: "Run", opened: Opened, prompt: list[int]) -> None:
+def _read(run: "Run", opened: OpenedSession, prompt: list[int]) -> None:
     """Evaluates a prompt, after what an interrupt left of the one before, if it did.
 
     Only what is evaluated is in a session's memory, so its notes say what an interrupt leaves now.

@@ -9,35 +9,44 @@ import click
 
 import kvkeep
 from kvkeep.cli.evaluate import EVALUATIONS
-from kvkeep.cli.hints import ELSEWHERE
-from kvkeep.cli.lazy import Lazy, LazyGroup
-from kvkeep.cli.signals import signals_interrupt, terminated
-from kvkeep.cli.stderr import discard, say
+from kvkeep.cli.lazy import ELSEWHERE, LazyCommand, LazyGroup
+from kvkeep.cli.output import discard, say
+from kvkeep.cli.signals import signals_interrupt, termination_signal
 from kvkeep.errors import KvkeepError
 
 BAD_INPUT = 2
 INTERRUPTED = 128 + signal.SIGINT  # as shells report it
 PIPE_CLOSED = 128 + 13  # SIGPIPE
 COMMANDS = {
-    "generate": Lazy("kvkeep.cli.generate:generate", "Continue a text."),
-    "chat": Lazy("kvkeep.cli.chat:chat", "Talk with a model, for as long as you like."),
-    "batch": Lazy("kvkeep.cli.batch:batch", "Answer many prompts at once."),
-    "serve": Lazy("kvkeep.cli.serve:serve", "Serve a model to many over HTTP."),
-    "fleet": Lazy("kvkeep.cli.fleet:fleet", "Serve a model from several servers."),
-    "sessions": Lazy(
+    "generate": LazyCommand("kvkeep.cli.generate:generate", "Continue a text."),
+    "chat": LazyCommand(
+        "kvkeep.cli.chat.command:chat", "Talk with a model, for as long as you like."
+    ),
+    "batch": LazyCommand("kvkeep.cli.batch.command:batch", "Answer many prompts at once."),
+    "serve": LazyCommand("kvkeep.cli.serve:serve", "Serve a model to many over HTTP."),
+    "fleet": LazyCommand("kvkeep.cli.fleet:fleet", "Serve a model from several servers."),
+    "sessions": LazyCommand(
         "kvkeep.cli.sessions:sessions", "List, check, copy and remove saved sessions."
     ),
-    "prefixes": Lazy("kvkeep.cli.prefixes:prefixes", "List and clear what prompts began with."),
-    "why": Lazy("kvkeep.cli.why:why", "Say why a prompt is not taken from the prefix cache."),
-    "models": Lazy("kvkeep.cli.models:models", "List, show, export and remove models."),
-    "pull": Lazy("kvkeep.cli.pull:pull", "Fetch a model now, and say where it is."),
-    "calibrate": Lazy("kvkeep.cli.calibrate:calibrate", "Measure what compression needs to know."),
-    "evaluate": Lazy("kvkeep.cli.evaluate:evaluate", "Measure what a memory still knows."),
+    "prefixes": LazyCommand(
+        "kvkeep.cli.prefixes:prefixes", "List and clear what prompts began with."
+    ),
+    "why": LazyCommand(
+        "kvkeep.cli.prefixes:why", "Say why a prompt is not taken from the prefix cache."
+    ),
+    "models": LazyCommand("kvkeep.cli.models:models", "List, show, export and remove models."),
+    "pull": LazyCommand("kvkeep.cli.models:pull", "Fetch a model now, and say where it is."),
+    "calibrate": LazyCommand(
+        "kvkeep.cli.calibrate:calibrate", "Measure what compression needs to know."
+    ),
+    "evaluate": LazyCommand("kvkeep.cli.evaluate:evaluate", "Measure what a memory still knows."),
     # Those of `evaluate`, also without that word before them.
     **EVALUATIONS,
-    "doctor": Lazy("kvkeep.cli.doctor:doctor", "Say what computes here, and why nothing faster."),
-    "disk": Lazy("kvkeep.cli.disk:disk", "Say what kvkeep takes on disk, and where."),
-    "completion": Lazy("kvkeep.cli.completion:completion", "Let a shell complete commands."),
+    "doctor": LazyCommand(
+        "kvkeep.cli.doctor:doctor", "Say what computes here, and why nothing faster."
+    ),
+    "disk": LazyCommand("kvkeep.cli.disk:disk", "Say what kvkeep takes on disk, and where."),
+    "completion": LazyCommand("kvkeep.cli.completion:completion", "Let a shell complete commands."),
 }
 
 
@@ -87,7 +96,7 @@ class Commands(LazyGroup):
             with signals_interrupt():
                 return super().invoke(ctx)
         except KeyboardInterrupt:
-            raise click.exceptions.Exit(128 + (terminated() or signal.SIGINT)) from None
+            raise click.exceptions.Exit(128 + (termination_signal() or signal.SIGINT)) from None
         except BrokenPipeError:
             discard(sys.stdout)
             raise click.exceptions.Exit(PIPE_CLOSED) from None

@@ -9,14 +9,14 @@ import click
 from kvkeep.cli.compression import (
     BEST,
     METHOD_NAMES,
+    archive_calibration,
     calibrated,
-    calibrated_or_kept,
     calibration_option,
     ratio,
 )
 from kvkeep.cli.options import Decorator, collected, given, whole_number
-from kvkeep.cli.stderr import say
-from kvkeep.cli.store import secret_option, told_secret, told_store
+from kvkeep.cli.output import say
+from kvkeep.cli.store import named_secret, named_store, secret_option
 from kvkeep.cli.which_model import DEVICE, DTYPE, MODEL, PREFILL_STEP, WEIGHTS, load_named
 from kvkeep.errors import InvalidArgument, StoreError
 from kvkeep.models.hub.source import home
@@ -91,7 +91,7 @@ class MemoryChoice:
     def settings(self, model: "Model", keep: int) -> dict[str, Any]:
         """What `Model.session` is given."""
         if self.policy == "archive":
-            calibration = calibrated_or_kept(self.calibration, model, self.method)
+            calibration = archive_calibration(self.calibration, model, self.method)
         else:
             calibration = calibrated(self.calibration, model)
         return {
@@ -121,7 +121,7 @@ class MemoryChoice:
 
 
 @dataclass(frozen=True)
-class Prefixes:
+class PrefixChoice:
     """Whether evaluated beginnings of prompts are shared on disk, and how much of it they take."""
 
     prefix_cache: bool
@@ -132,7 +132,7 @@ class Prefixes:
         if not self.prefix_cache:
             return None
         try:
-            store = told_store()
+            store = named_store()
             if store is not None and is_url(store):
                 return _shared_prefixes(store, model)
             return open_prefix_store(self.prefix_cache_bytes)
@@ -145,7 +145,7 @@ def _shared_prefixes(store: str, model: "Model") -> "PrefixCache":
     """Those of a store that several machines share, who make room in it by `kvkeep prefixes gc`."""
     from kvkeep.storage.prefixes.shared import SharedPrefixCache
 
-    return SharedPrefixCache(open_object_store(store), told_secret(), model.arithmetic)
+    return SharedPrefixCache(open_object_store(store), named_secret(), model.arithmetic)
 
 
 def say_without_prefixes(error: str) -> None:
@@ -261,7 +261,7 @@ def prefix_options() -> Decorator:
 
 def _prefix_options() -> Decorator:
     return collected(
-        Prefixes,
+        PrefixChoice,
         "prefixes",
         [
             click.option(

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from kvkeep.cli.report import counted, megabytes
+from kvkeep.cli.output import counted, megabytes
 
 if TYPE_CHECKING:
     from kvkeep import Session

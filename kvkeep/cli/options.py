@@ -82,7 +82,7 @@ class SamplingChoice:
 
 
 @dataclass(frozen=True)
-class Output:
+class OutputChoice:
     """Where the numbers go, and what is shown beside the result."""
 
     report: Path | None
@@ -136,7 +136,7 @@ def sampling_options() -> Decorator:
 
 def output_options() -> Decorator:
     return collected(
-        Output,
+        OutputChoice,
         "output",
         [
             click.option(

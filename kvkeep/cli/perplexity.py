@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import click
 
 from kvkeep.cli.memory import SINKS, MemoryChoice, memory_options
-from kvkeep.cli.options import Output, output_options, whole_number
-from kvkeep.cli.stderr import say
+from kvkeep.cli.options import OutputChoice, output_options, whole_number
+from kvkeep.cli.output import say
 from kvkeep.cli.text_input import read_text
 from kvkeep.errors import InvalidArgument
 from kvkeep.storage.files.atomic import check_writable, write_atomic
@@ -64,7 +64,7 @@ def perplexity(
     written: bool,
     plot: Path | None,
     memory: MemoryChoice,
-    output: Output,
+    output: OutputChoice,
 ) -> None:
     """Measure the perplexity of the text in FILE ("-": standard input).
 
@@ -84,7 +84,7 @@ def perplexity(
         check_writable(plot)
     memory.check()
 
-    from kvkeep.cli.restore import Opened
+    from kvkeep.cli.restore import OpenedSession
     from kvkeep.cli.run import Run
 
     model = memory.load(output.progress)
@@ -92,7 +92,7 @@ def perplexity(
     if end is not None and end > len(ids):
         raise InvalidArgument(f"--to must be at most {len(ids)}, the tokens in {file}; found {end}")
     assert memory.keep is not None, "--keep has a default here"
-    run = Run("perplexity", Opened(model, memory.session(model, memory.keep)), output)
+    run = Run("perplexity", OpenedSession(model, memory.session(model, memory.keep)), output)
     points: list[PerplexityPoint] = []
     with run.reported():
         try:

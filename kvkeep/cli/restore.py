@@ -3,12 +3,12 @@
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
-from kvkeep.cli.compression import began_with, check_begun_with
-from kvkeep.cli.memory import WHOLE_PROMPT, MemoryChoice
+from kvkeep.cli.compression import check_original_calibration, original_calibration
+from kvkeep.cli.memory import KEEPING, WHOLE_PROMPT, MemoryChoice
 from kvkeep.cli.options import given
-from kvkeep.cli.stderr import say
+from kvkeep.cli.output import say
 from kvkeep.cli.which_model import require_here
-from kvkeep.errors import CorruptFile, InvalidArgument
+from kvkeep.errors import CorruptFile, InvalidArgument, UnsupportedModel
 from kvkeep.session.conversation import CHAT
 from kvkeep.storage.objects.paths import Source
 from kvkeep.types import DtypeName
@@ -29,7 +29,7 @@ _FIXED = (
 
 
 @dataclass
-class Opened:
+class OpenedSession:
     """notes: as they were saved. restored: tokens that came from the file. seed: the one in use."""
 
     model: "Model"
@@ -39,7 +39,7 @@ class Opened:
     seed: int | None = None
 
 
-def resume(file: Source, memory: MemoryChoice, progress: bool) -> Opened:
+def resume(file: Source, memory: MemoryChoice, progress: bool) -> OpenedSession:
     """The session in a file, on the model that it was saved with.
 
     What the user gave no option for is as it was saved.
@@ -52,9 +52,9 @@ def resume(file: Source, memory: MemoryChoice, progress: bool) -> Opened:
 
     snapshot = Snapshot.load(file)
     _require_agreement(file, snapshot, memory)
-    check_begun_with(file, snapshot, memory.calibration)
+    check_original_calibration(file, snapshot, memory.calibration)
     model = saved_on(file, memory, snapshot).load(progress)
-    calibration = began_with(file, snapshot, memory.calibration, model)
+    calibration = original_calibration(file, snapshot, memory.calibration, model)
     session = model.restore(snapshot, calibration=calibration)
     if not session.exactness.bit_exact:
         say(
@@ -63,7 +63,7 @@ def resume(file: Source, memory: MemoryChoice, progress: bool) -> Opened:
         )
     if given("prefill_step"):
         session.prefill_step = memory.prefill_step
-    return Opened(
+    return OpenedSession(
         model,
         session,
         checked_notes(file, snapshot),
@@ -105,7 +105,7 @@ def dtype_name(dtype: "torch.dtype") -> DtypeName:
     return cast(DtypeName, str(dtype).removeprefix("torch."))
 
 
-def apply_keep(opened: Opened, keep: int | None) -> None:
+def apply_keep(opened: OpenedSession, keep: int | None) -> None:
     """Changes what a restored session never forgets, where the user said so.
 
     Raises InvalidArgument for a number out of range.
@@ -122,6 +122,22 @@ def apply_keep(opened: Opened, keep: int | None) -> None:
         keep = int(opened.notes[FIRST_PROMPT])
     if keep != session.keep:
         session.keep = keep
+
+
+def require_room_for_a_chat(model: "Model", choice: MemoryChoice) -> None:
+    """Raises InvalidArgument where a policy that ends at its budget has no room for an answer."""
+    if choice.max_kv_size is None or choice.policy in KEEPING:
+        return
+    try:
+        chat = model.text.chat([{"role": "user", "content": "Hi"}])
+    except UnsupportedModel:  # there is no template: any text will do
+        return
+    least = len(model.text.encode(chat)) + 1
+    if choice.max_kv_size < least:
+        raise InvalidArgument(
+            f"the shortest chat takes {least} tokens, and policy {choice.policy} ends at "
+            f"--max-kv-size {choice.max_kv_size}: give {least} or more, or a policy that forgets"
+        )
 
 
 def _require_agreement(file: Source, snapshot: "Snapshot", memory: MemoryChoice) -> None:

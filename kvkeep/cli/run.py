@@ -1,27 +1,92 @@
 """A session at work for a command: measured, shown, and closed with a report."""
 
+import json
 import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Never
 
 from tqdm import tqdm
 
 from kvkeep import Sampling
-from kvkeep.cli.compression import UNCALIBRATED_ARCHIVE, would_gain
-from kvkeep.cli.keeper import Keeper
+from kvkeep.cli.compression import UNCALIBRATED_ARCHIVE, gains_from_calibration
 from kvkeep.cli.memory import say_without_prefixes
-from kvkeep.cli.options import Output, given
-from kvkeep.cli.report import Report
-from kvkeep.cli.restore import Opened
+from kvkeep.cli.options import OutputChoice, given
+from kvkeep.cli.output import counted, megabytes, say
+from kvkeep.cli.restore import OpenedSession
 from kvkeep.cli.screen import Screen
-from kvkeep.cli.stderr import say
+from kvkeep.cli.session_writer import SessionWriter
 from kvkeep.errors import KvkeepError
 from kvkeep.runtime.memory import peak_rss
 from kvkeep.session.streaming import SEAM, TextStream
+from kvkeep.storage.files.atomic import write_atomic
+
+
+@dataclass(frozen=True)
+class Report:
+    """The fields of the JSON file. Null: not measured, or without meaning for the command.
+
+    prompt_tokens: of prompts, evaluated in this run. reused_tokens: those that came evaluated from
+    a file or the prefix cache. prefix_differs_at: the first token at which the nearest prompt in
+    the prefix cache differs, where more of it could have been reused. saved_bytes: of the file to
+    which the session was saved last. kv_bits, far_bits: in which cells are kept, "8", "8/4" or "4".
+    settings: of the policy, such as an archive's method and ratio.
+    keep, kv_cells: tokens. kv_bytes: memory that keys and values take at the end. seed: the one
+    that was used. finish_reason: "length", "eos", "stop", "end" (of the text or the chat),
+    "interrupt" (Ctrl-C), "closed" (the reader of standard output went away) or "error".
+    """
+
+    command: str
+    model: str
+    policy: str
+    max_kv_size: int
+    keep: int
+    settings: dict[str, int | float | str]
+    kv_bits: str | None
+    far_bits: str | None
+    seed: int | None
+    prompt_tokens: int
+    prefill_tokens_per_s: float | None
+    generated_tokens: int
+    decode_tokens_per_s: float | None
+    peak_rss_bytes: int
+    kv_cells: int
+    kv_bytes: int
+    reused_tokens: int
+    prefix_differs_at: int | None
+    saved_bytes: int | None
+    perplexity: float | None
+    finish_reason: str
+
+    def line(self) -> str:
+        parts = [
+            f"prompt {self.prompt_tokens}{_at(self.prefill_tokens_per_s)}",
+            *self._reused(),
+            f"generated {self.generated_tokens}{_at(self.decode_tokens_per_s)}",
+            f"cells {self.kv_cells} of {self.max_kv_size}, {megabytes(self.kv_bytes)}",
+            f"peak RAM {megabytes(self.peak_rss_bytes)}",
+            *(["interrupted"] if self.finish_reason == "interrupt" else []),
+        ]
+        return " | ".join(parts)
+
+    def _reused(self) -> list[str]:
+        if not self.reused_tokens and self.prefix_differs_at is None:
+            return []
+        where = f", first differs at token {self.prefix_differs_at}"
+        reused = f"reused {counted(self.reused_tokens, 'token')}"
+        return [reused + (where if self.prefix_differs_at else "")]
+
+    def write(self, path: Path) -> None:
+        text = json.dumps(asdict(self), indent=2, ensure_ascii=False, allow_nan=False)
+        write_atomic(path, f"{text}\n".encode())
+
+
+def _at(rate: float | None) -> str:
+    return f" at {rate:,.1f} tok/s" if rate is not None else " tokens"
 
 
 @dataclass
@@ -39,20 +104,20 @@ class Tally:
 class Run:
     """Feeds and writes with a session, counts what that took, and says so at the end.
 
-    keeper: what saves the session; None where nothing does.
+    writer: what saves the session; None where nothing does.
     """
 
     def __init__(
         self,
         command: str,
-        opened: Opened,
-        output: Output,
+        opened: OpenedSession,
+        output: OutputChoice,
         seed: int | None = None,
     ):
         self.model = opened.model
         self.session = opened.session
         self.output = output
-        self.keeper: Keeper | None = None
+        self.writer: SessionWriter | None = None
         self.prefill, self.decode = Tally(), Tally()
         self.reused = opened.restored
         self.differs_at: int | None = None
@@ -141,23 +206,23 @@ class Run:
         """Saves the session, where it is kept; then the closing line, and the report file."""
         try:
             # A prompt that failed halfway would only stand in the way of giving it again.
-            if self.keeper and (finish_reason != "error" or self.decode.tokens):
-                self.keeper.save()
+            if self.writer and (finish_reason != "error" or self.decode.tokens):
+                self.writer.save()
         finally:
             self._say(self._report(finish_reason))
 
     def _say(self, report: Report) -> None:
         if not self.output.quiet:
-            outcome = self.keeper.outcome if self.keeper else ""
+            outcome = self.writer.outcome if self.writer else ""
             say(report.line() + (f" | {outcome}" if outcome else ""))
-            if would_gain(self.session) and not given("method"):
+            if gains_from_calibration(self.session) and not given("method"):
                 say(UNCALIBRATED_ARCHIVE)
         if self.output.report is not None:
             report.write(self.output.report)
 
     def _report(self, finish_reason: str) -> Report:
         session, perplexity = self.session, self.perplexity
-        saved = self.keeper.saved if self.keeper and not self.keeper.unsaved else None
+        saved = self.writer.saved if self.writer and not self.writer.unsaved else None
         return Report(
             command=self._command,
             model=self.model.name,

@@ -56,7 +56,7 @@ class Screen:
         self._last = "\n"
 
 
-class Wrapped(Screen):
+class WrappedScreen(Screen):
     """On a terminal: lines end between words, and nothing in the text commands the terminal."""
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ class Wrapped(Screen):
         return space
 
 
-class Markdown(Screen):
+class MarkdownScreen(Screen):
     """On a terminal: the answer as it is meant, while it is written.
 
     What is whole is printed for good, block by block. Of the block that is being written the newest
@@ -200,7 +200,11 @@ def screen(markdown: bool) -> Screen:
     """The one for this standard output. markdown: whether it is wanted, where it can be."""
     if not sys.stdout.isatty():
         return Screen()
-    return Markdown() if markdown and os.environ.get("TERM", "") not in ("", "dumb") else Wrapped()
+    return (
+        MarkdownScreen()
+        if markdown and os.environ.get("TERM", "") not in ("", "dumb")
+        else WrappedScreen()
+    )
 
 
 def shown_whole(text: str, on: Screen) -> None:

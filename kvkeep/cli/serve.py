@@ -5,16 +5,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvkeep.cli.hints import OptionsOnly
+from kvkeep.cli.lazy import OptionsOnly
 from kvkeep.cli.memory import MemoryChoice, shares_prefixes
+from kvkeep.cli.output import say
 from kvkeep.cli.serving import (
     require_installed,
     require_safe,
     require_secret,
     serving_options,
-    settings_of,
+    session_settings,
 )
-from kvkeep.cli.stderr import say
 from kvkeep.models.hub.source import home
 from kvkeep.storage.objects.address import is_url
 
@@ -69,7 +69,7 @@ def _serve_shared(choice: MemoryChoice, options: dict[str, Any]) -> None:
         model,
         options["store"],
         secret,
-        settings=settings_of(choice, model, options["most_bytes"]),
+        settings=session_settings(choice, model, options["most_bytes"]),
         limits=Limits(memory=options["most_bytes"]),
         prefixes=shares_prefixes(choice, options["prefix_cache"]),
     )
@@ -87,7 +87,7 @@ def _engine(choice: MemoryChoice, options: dict[str, Any]) -> "Engine":
     folder = Path(options["store"]) if options["store"] else home() / "server"
     engine = Engine(
         model,
-        settings=settings_of(choice, model, options["most_bytes"]),
+        settings=session_settings(choice, model, options["most_bytes"]),
         limits=Limits(memory=options["most_bytes"]),
         folder=folder / "sessions",
         stores=folder / "prefixes" if shares_prefixes(choice, options["prefix_cache"]) else None,

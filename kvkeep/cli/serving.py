@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvkeep.cli.enough import require_room_for_a_chat
 from kvkeep.cli.memory import SINKS, MemoryChoice, memory_options
 from kvkeep.cli.options import nbytes, whole_number
+from kvkeep.cli.output import shown_bytes
+from kvkeep.cli.restore import require_room_for_a_chat
 from kvkeep.cli.which_model import prefill_step
 from kvkeep.errors import InvalidArgument
 
@@ -83,7 +84,7 @@ def serving_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return memory_options(_KEEP, _STEP)(command)
 
 
-def settings_of(choice: MemoryChoice, model: "Model", memory: int) -> dict[str, Any]:
+def session_settings(choice: MemoryChoice, model: "Model", memory: int) -> dict[str, Any]:
     """The settings of the sessions that a server creates.
 
     memory: bytes for the cells of all sessions. Raises InvalidArgument where no chat fits in a
@@ -122,15 +123,6 @@ def _longest_fitting(model: "Model", settings: dict[str, Any], tokens: int, memo
 
     fitting = bisect_left(range(1, tokens), True, key=lambda budget: not fits(budget))
     return fitting if fitting and fits(fitting) else 0
-
-
-def shown_bytes(count: int) -> str:
-    """A size as options take it, rounded up: "195MB", "1.5GB"."""
-    for unit, size in (("GB", 10**9), ("MB", 10**6)):
-        if count >= size:
-            tenths = -(-count * 10 // size)
-            return f"{tenths // 10}{f'.{tenths % 10}' if tenths % 10 else ''}{unit}"
-    return f"{-(-count // 1000)}KB"
 
 
 def require_safe(host: str, keys: Path | None) -> None:

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-from kvkeep.cli.stderr import discard
+from kvkeep.cli.output import discard
 
 _SIGNALS = [signal.SIGTERM] + ([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])
 _came: list[int] = []
 
 
-def terminated() -> int | None:
+def termination_signal() -> int | None:
     """The signal that asked the command to end, other than Ctrl-C's; None if none did."""
     return _came[-1] if _came else None
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _STORE, _SECRET = "kvkeep.store", "kvkeep.secret"  # of a command's context
 
 
-class Sessions(Protocol):
+class SavedSessions(Protocol):
     """What a command asks of saved sessions, wherever they are."""
 
     def existing(self, name: str) -> "Path | SessionPath": ...
@@ -59,13 +59,13 @@ def secret_option(command: Callable[..., Any]) -> Callable[..., Any]:
     )(command)
 
 
-def told_store() -> str | None:
+def named_store() -> str | None:
     """As the user has named it; None for this machine's own."""
     context = click.get_current_context(silent=True)
     return None if context is None else context.meta.get(_STORE)
 
 
-def told_secret() -> bytes:
+def named_secret() -> bytes:
     """Of the user's file. Raises InvalidArgument for one that holds none."""
     from kvkeep.fleet.setup import read_secret
 
@@ -73,9 +73,9 @@ def told_secret() -> bytes:
     return read_secret(None if context is None else context.meta.get(_SECRET))
 
 
-def saved_sessions() -> Sessions:
+def saved_sessions() -> SavedSessions:
     """Those that the command is about."""
-    store = told_store()
+    store = named_store()
     if store is None:
         return session_folder()
     if not is_url(store):

@@ -10,7 +10,7 @@ import click
 
 from kvkeep.cli.completion import model_names
 from kvkeep.cli.options import whole_number
-from kvkeep.cli.stderr import say
+from kvkeep.cli.output import say
 from kvkeep.cli.text_input import require_utf8
 from kvkeep.errors import ModelNotFound
 from kvkeep.models.hub.known_models import KNOWN_MODELS

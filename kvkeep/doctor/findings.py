@@ -1,8 +1,10 @@
-"""All that is found of this machine at once."""
+"""Everything that `kvkeep doctor` reports, collected in one value."""
 
 import os
 import platform
+import time
 from dataclasses import dataclass
+from statistics import median
 
 import psutil
 import torch
@@ -10,15 +12,59 @@ import torch
 from kvkeep.compiled.binding import library
 from kvkeep.compiled.decoder import unavailable_reason
 from kvkeep.compiled.instruction_sets import TORCH, selected_set
-from kvkeep.doctor.libraries import Cuda, Torch, describe_cuda, describe_torch
-from kvkeep.doctor.outlook import Outlook, measured_tokens_per_s, outlook
-from kvkeep.doctor.processor import Processor, processor
-from kvkeep.doctor.reading import bytes_per_second, size_to_read
+from kvkeep.doctor.machine import (
+    Cuda,
+    Processor,
+    Torch,
+    bytes_per_second,
+    describe_cuda,
+    describe_torch,
+    processor,
+    size_to_read,
+)
 from kvkeep.errors import KvkeepError
+from kvkeep.loader import load_model
 from kvkeep.model_facts import ModelFacts, model_facts
 from kvkeep.runtime.cpu import CHOSEN_BY, cores, fit_threads, quota
 from kvkeep.types import DtypeName, WeightsName
 from kvkeep.version import __version__
+
+_CELLS, _WARM, _TOKENS = 128, 8, 32
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """A model that is here. decode: who computes a written token, and why nobody faster.
+
+    bytes_per_token: of weights. most_tokens_per_s: as many as memory can be read for, where few
+    tokens are held: a token reads all of these bytes, and its cells. measured_tokens_per_s: None if
+    that was not asked for.
+    """
+
+    name: str
+    decode: str
+    bytes_per_token: int
+    most_tokens_per_s: float
+    measured_tokens_per_s: float | None
+
+
+def outlook(facts: ModelFacts, bandwidth: float, measured: float | None) -> Outlook:
+    """bandwidth: bytes/s."""
+    most = bandwidth / facts.bytes_per_token
+    return Outlook(facts.name, facts.decode, facts.bytes_per_token, most, measured)
+
+
+def measured_tokens_per_s(name: str, dtype: DtypeName, weights: WeightsName | None) -> float:
+    """Of the model itself: the median of some tokens, few being held. Raises as `load_model`."""
+    session = load_model(name, dtype=dtype, weights=weights).session(_CELLS)
+    session.feed([1])
+    seconds = list[float]()
+    for _ in range(_WARM + _TOKENS):
+        begun = time.perf_counter()
+        session.next_token()
+        seconds.append(time.perf_counter() - begun)
+    return 1 / median(seconds[_WARM:])
+
 
 _SWITCHES = ("KVKEEP_ISA", "KVKEEP_COMPILED", "KVKEEP_KERNELS")
 _USUAL_READ = 256 << 20  # bytes, where there is no model to say how many a token reads
@@ -51,7 +97,7 @@ class Threads:
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryFacts:
     """In bytes. read_per_s: by all threads, over and over the same read_size."""
 
     total: int
@@ -70,7 +116,7 @@ class Findings:
     processor: Processor
     kernels: Kernels
     threads: Threads
-    memory: Memory
+    memory: MemoryFacts
     torch: Torch
     cuda: Cuda
     model: Outlook | None
@@ -130,6 +176,6 @@ def _facts(
         return None, str(error)
 
 
-def _memory(wanted: int) -> Memory:
+def _memory(wanted: int) -> MemoryFacts:
     machine, size = psutil.virtual_memory(), size_to_read(wanted)
-    return Memory(machine.total, machine.available, bytes_per_second(size), size)
+    return MemoryFacts(machine.total, machine.available, bytes_per_second(size), size)

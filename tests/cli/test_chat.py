@@ -9,9 +9,9 @@ import pytest
 
 from kvkeep import Session, load_model
 from kvkeep.cli.chat.branches import Branches
+from kvkeep.cli.chat.memory_commands import run_command
 from kvkeep.cli.chat.passages import content as find_content
-from kvkeep.cli.chat.slash import run_command
-from kvkeep.cli.keeper import Keeper
+from kvkeep.cli.session_writer import SessionWriter
 from kvkeep.errors import InvalidArgument
 from kvkeep.model import Model
 from kvkeep.session.conversation import Conversation, system_tokens
@@ -118,7 +118,7 @@ def test_the_bookkeeping_of_a_turn_is_as_small_after_a_long_talk(model: Model, t
         say(conversation, "Well?", "")
         session.feed([token % 1000 + 20 for token in range(find_repeats)])
         conversation.end_turn()
-        keeper = Keeper(session, tmp_path / "file", "it", {})
+        writer = SessionWriter(session, tmp_path / "file", "it", {})
         say(conversation, "And?", "Oh.")  # what is made once is made now
         tracemalloc.start()
         ids = conversation.begin_turn("So?")
@@ -128,7 +128,7 @@ def test_the_bookkeeping_of_a_turn_is_as_small_after_a_long_talk(model: Model, t
         tracemalloc.start()
         conversation.name_turn("So?", len(ids))
         conversation.end_turn()
-        assert keeper.unsaved
+        assert writer.unsaved
         assert conversation.turns == [1, 2, 3]
         find_content(conversation, "last")
         most = max(most, tracemalloc.get_traced_memory()[1])

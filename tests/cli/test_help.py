@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from kvkeep.cli import memory, which_model
-from kvkeep.cli.lazy import Lazy, LazyGroup
+from kvkeep.cli.lazy import LazyCommand, LazyGroup
 from kvkeep.cli.main import COMMANDS as COMMANDS_BY_NAME
 from kvkeep.model import DTYPES
 from kvkeep.policies import POLICIES
@@ -21,7 +21,7 @@ GROUPS = {
     if isinstance(found := each.command(), LazyGroup)
 }
 INNER = [f"{group} {name}" for group, lazy in GROUPS.items() for name in lazy]
-EVERY: list[tuple[str, Lazy]] = [
+EVERY: list[tuple[str, LazyCommand]] = [
     *COMMANDS_BY_NAME.items(),
     *(pair for lazy in GROUPS.values() for pair in lazy.items()),
 ]
@@ -66,7 +66,7 @@ def test_names_written_out_for_help_are_those_that_exist() -> None:
 
 
 @pytest.mark.parametrize(("name", "lazy"), EVERY)
-def test_each_command_is_where_its_group_says(name: str, lazy: Lazy) -> None:
+def test_each_command_is_where_its_group_says(name: str, lazy: LazyCommand) -> None:
     found = lazy.command()
     assert found.name == name
     assert lazy.summary.endswith(".")

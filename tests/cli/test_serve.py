@@ -15,7 +15,7 @@ import pytest
 from patience import PATIENCE
 
 from kvkeep.cli.options import nbytes
-from kvkeep.cli.serving import shown_bytes
+from kvkeep.cli.output import shown_bytes
 
 COMMAND = [sys.executable, "-c", "from kvkeep.cli.start import run; run()", "serve"]
 

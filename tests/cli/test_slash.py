@@ -10,7 +10,7 @@ from kvkeep import load_model
 from kvkeep.cache import Ragged
 from kvkeep.cli.chat.branches import Branches
 from kvkeep.cli.chat.commands import is_command
-from kvkeep.cli.chat.slash import run_command
+from kvkeep.cli.chat.memory_commands import run_command
 from kvkeep.cli.memory_map import bar, memory_map
 from kvkeep.errors import InvalidArgument, KvkeepError
 from kvkeep.model import Model

@@ -8,7 +8,7 @@ import pytest
 from cli.conftest import Invoke
 
 from kvkeep import load_model
-from kvkeep.cli.batch.requests import of_folder, of_lines
+from kvkeep.cli.batch.requests import read_folder, read_jsonl
 from kvkeep.errors import InvalidArgument
 from kvkeep.server.keys import ApiKeys
 from kvkeep.storage.files.text import decode_text
@@ -47,12 +47,12 @@ def test_a_prompt_is_the_same_with_a_mark(
 
 
 def test_batches_and_keys_take_a_mark(tmp_path: Path) -> None:
-    (request,) = of_lines(_marked(tmp_path / "lines.jsonl", '{"prompt": "x"}\n'))
+    (request,) = read_jsonl(_marked(tmp_path / "lines.jsonl", '{"prompt": "x"}\n'))
     assert request.body == {"prompt": "x"}
     folder = tmp_path / "folder"
     folder.mkdir()
     _marked(folder / "a.txt", "text")
-    (chat,) = of_folder(folder, "Why?", None)
+    (chat,) = read_folder(folder, "Why?", None)
     assert chat.body["messages"][0]["content"] == "text\n\nWhy?"
     key = "a-key-of-sixteen-1"
     marked, plain = _marked(tmp_path / "keys", f"{key}\n"), tmp_path / "plain"

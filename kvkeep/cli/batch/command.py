@@ -12,30 +12,28 @@ import click
 from kvkeep.cli.memory import (
     SINKS,
     MemoryChoice,
-    Prefixes,
+    PrefixChoice,
     memory_options,
     prefix_options,
     shares_prefixes,
 )
 from kvkeep.cli.options import (
-    Output,
+    OutputChoice,
     SamplingChoice,
     nbytes,
     output_options,
     sampling_options,
     whole_number,
 )
-from kvkeep.cli.report import counted
-from kvkeep.cli.serving import shown_bytes
-from kvkeep.cli.stderr import say
+from kvkeep.cli.output import counted, say, shown_bytes
 from kvkeep.cli.store import store_option
 from kvkeep.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from kvkeep import Model
-    from kvkeep.cli.batch.asking import Asked
-    from kvkeep.cli.batch.requests import Request
+    from kvkeep.cli.batch.requests import BatchRequest
     from kvkeep.cli.batch.results import Results
+    from kvkeep.cli.batch.run import BatchAnswer
     from kvkeep.engine import Engine, GenerationEvent, GenerationRequest
 
 
@@ -94,9 +92,9 @@ def batch(
     at_once: int,
     memory_bytes: int,
     memory: MemoryChoice,
-    prefixes: Prefixes,
+    prefixes: PrefixChoice,
     sampling: SamplingChoice,
-    output: Output,
+    output: OutputChoice,
 ) -> None:
     """Answer many prompts: those of FILE.jsonl, or one about each file of a folder.
 
@@ -110,16 +108,16 @@ def batch(
     output.check()
     sampling.resolve()
     memory.check()
-    from kvkeep.cli.batch.requests import of_folder, of_lines
-    from kvkeep.cli.batch.results import results_in
+    from kvkeep.cli.batch.requests import read_folder, read_jsonl
+    from kvkeep.cli.batch.results import open_results
 
     if file is not None:
-        requests = of_lines(file)
+        requests = read_jsonl(file)
     else:
         assert folder is not None
         assert question is not None
-        requests = of_folder(folder, question, system)
-    with results_in(out, requests, again) as results:
+        requests = read_folder(folder, question, system)
+    with open_results(out, requests, again) as results:
         left = [each for each in requests if each.digest not in results.done]
         job = _Job(results, len(requests), len(left), output)
         if left:
@@ -133,7 +131,7 @@ def batch(
 
 
 def _engine(
-    model: "Model", memory: MemoryChoice, prefixes: Prefixes, nbytes: int, at_once: int
+    model: "Model", memory: MemoryChoice, prefixes: PrefixChoice, nbytes: int, at_once: int
 ) -> "Engine":
     from kvkeep.engine import Engine, Limits
 
@@ -167,7 +165,7 @@ def _require_room(
 
 
 @dataclass
-class _Report:
+class BatchReport:
     """requests: in all. before: answered by an earlier run. seconds: of this one."""
 
     requests: int
@@ -193,16 +191,16 @@ class _Report:
 class _Job:
     """The requests of this run: shown as they are answered, and counted."""
 
-    def __init__(self, results: "Results", requests: int, left: int, output: Output):
+    def __init__(self, results: "Results", requests: int, left: int, output: OutputChoice):
         self._results, self._output = results, output
-        self._report = _Report(requests, requests - left)
+        self._report = BatchReport(requests, requests - left)
 
     def run(
-        self, engine: "Engine", asks: "list[tuple[Request, GenerationRequest]]", at_once: int
+        self, engine: "Engine", asks: "list[tuple[BatchRequest, GenerationRequest]]", at_once: int
     ) -> None:
         from tqdm import tqdm
 
-        from kvkeep.cli.batch.asking import answers
+        from kvkeep.cli.batch.run import answers
 
         report, begun = self._report, time.perf_counter()
         bar = tqdm(
@@ -226,12 +224,12 @@ class _Job:
                 self.close()
                 say("the same command goes on from here")
 
-    def _seen(self, asked: "Asked", event: "GenerationEvent") -> None:
+    def _seen(self, asked: "BatchAnswer", event: "GenerationEvent") -> None:
         from kvkeep.engine import GeneratedToken
 
         self._report.generated_tokens += isinstance(event, GeneratedToken)
 
-    def _count(self, asked: "Asked") -> None:
+    def _count(self, asked: "BatchAnswer") -> None:
         report = self._report
         if asked.end is None:
             report.failed += 1

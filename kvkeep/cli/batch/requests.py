@@ -26,7 +26,7 @@ _USUAL: Mapping[str, Any] = {"n": 1, "stream": False, "logprobs": False, "tools"
 
 
 @dataclass(frozen=True)
-class Request:
+class BatchRequest:
     """One prompt.
 
     name: its own, or its line's number. where: for messages. digest: of all that was asked for, so
@@ -72,18 +72,18 @@ class Request:
         return replace(usual, **said)
 
 
-def of_lines(path: Path) -> list[Request]:
+def read_jsonl(path: Path) -> list[BatchRequest]:
     """Raises InvalidArgument, naming the line, for one that cannot be asked; OSError."""
-    found: list[Request] = []
+    found: list[BatchRequest] = []
     for number, line in enumerate(read_text_file(path).splitlines(), 1):
         if line.strip():
             found.append(_of_line(line, number, f"{path}, line {number}"))
     return _checked(found, path)
 
 
-def of_folder(folder: Path, question: str, system: str | None) -> list[Request]:
+def read_folder(folder: Path, question: str, system: str | None) -> list[BatchRequest]:
     """A chat for each file: its text, and then the question."""
-    found: list[Request] = []
+    found: list[BatchRequest] = []
     for path in sorted(folder.iterdir()):
         if path.is_file() and not path.name.startswith("."):
             said = [{"role": "user", "content": f"{read_text_file(path).strip()}\n\n{question}"}]
@@ -92,7 +92,7 @@ def of_folder(folder: Path, question: str, system: str | None) -> list[Request]:
     return _checked(found, folder)
 
 
-def _checked(found: list[Request], source: Path) -> list[Request]:
+def _checked(found: list[BatchRequest], source: Path) -> list[BatchRequest]:
     if not found:
         raise InvalidArgument(f"{source}: there is nothing to ask")
     names: dict[str, str] = {}
@@ -103,7 +103,7 @@ def _checked(found: list[Request], source: Path) -> list[Request]:
     return found
 
 
-def _of_line(line: str, number: int, where: str) -> Request:
+def _of_line(line: str, number: int, where: str) -> BatchRequest:
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -146,7 +146,7 @@ def _all_text(value: Any) -> bool:
 
 def _request(
     name: str, where: str, body: Mapping[str, Any], chat: bool, openai: bool = False
-) -> Request:
+) -> BatchRequest:
     said = json.dumps([name, body], sort_keys=True, ensure_ascii=True)
     digest = hashlib.sha256(said.encode()).hexdigest()[:24]
-    return Request(name, where, digest, body, chat, openai)
+    return BatchRequest(name, where, digest, body, chat, openai)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from kvkeep.cli.batch.requests import Request
+from kvkeep.cli.batch.requests import BatchRequest
 from kvkeep.errors import InvalidArgument, Locked
 
 
@@ -28,7 +28,7 @@ class Results:
 
 
 @contextmanager
-def results_in(path: Path, requests: Sequence[Request], again: bool) -> Iterator[Results]:
+def open_results(path: Path, requests: Sequence[BatchRequest], again: bool) -> Iterator[Results]:
     """The file, with the answers that an earlier run has left in it.
 
     Half a line that a kill has left, and what failed, is taken out, and asked once more. again:

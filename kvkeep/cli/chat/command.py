@@ -5,20 +5,19 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvkeep.cli.chat.settings import Settings
+from kvkeep.cli.chat.settings import ChatSettings
 from kvkeep.cli.completion import session_names
-from kvkeep.cli.enough import require_room_for_a_chat
-from kvkeep.cli.hints import OptionsOnly
-from kvkeep.cli.keeper import Keeper
-from kvkeep.cli.memory import SINKS, MemoryChoice, Prefixes, memory_options, prefix_options
+from kvkeep.cli.lazy import OptionsOnly
+from kvkeep.cli.memory import SINKS, MemoryChoice, PrefixChoice, memory_options, prefix_options
 from kvkeep.cli.options import (
-    Output,
+    OutputChoice,
     SamplingChoice,
     output_options,
     sampling_options,
     whole_number,
 )
-from kvkeep.cli.restore import UNREAD, Opened, apply_keep, resume
+from kvkeep.cli.restore import UNREAD, OpenedSession, apply_keep, require_room_for_a_chat, resume
+from kvkeep.cli.session_writer import SessionWriter
 from kvkeep.cli.store import saved_sessions, store_option
 from kvkeep.cli.text_input import require_utf8
 from kvkeep.errors import InvalidArgument, StoreError
@@ -76,9 +75,9 @@ def chat(
     api_key: str | None,
     max_tokens: int,
     memory: MemoryChoice,
-    prefixes: Prefixes,
+    prefixes: PrefixChoice,
     sampling: SamplingChoice,
-    output: Output,
+    output: OutputChoice,
 ) -> None:
     """Talk with a model, for as long as you like.
 
@@ -96,29 +95,29 @@ def chat(
     sampling.resolve()
     memory.check()
     if server is not None:
-        from kvkeep.cli.chat.remote import talk_at
+        from kvkeep.cli.chat.remote import chat_at_server
 
-        settings = Settings(sampling, None if max_tokens < 0 else max_tokens)
-        talk_at(server, api_key, session, system, memory, settings)
+        settings = ChatSettings(sampling, None if max_tokens < 0 else max_tokens)
+        chat_at_server(server, api_key, session, system, memory, settings)
         return
     if resumed:
         session = _latest(session)
     with ExitStack() as held:
         kept = held.enter_context(saved_sessions().lock(session)) if session is not None else None
-        from kvkeep.cli.chat.local import TalkHere
+        from kvkeep.cli.chat.local import LocalChat
         from kvkeep.cli.run import Run
 
         source = kept if kept is not None and kept.exists() else None
         opened, conversation = _open(source, system, memory, prefixes, output)
-        settings = Settings(sampling, None if max_tokens < 0 else max_tokens, opened.seed)
+        settings = ChatSettings(sampling, None if max_tokens < 0 else max_tokens, opened.seed)
         run = Run("chat", opened, output, settings.how.seed)
         if kept is not None:
-            run.keeper = Keeper(opened.session, kept, f"session {session}", opened.notes)
-            run.keeper.follow(opened.session, {CHAT: conversation.notes})
+            run.writer = SessionWriter(opened.session, kept, f"session {session}", opened.notes)
+            run.writer.follow(opened.session, {CHAT: conversation.notes})
         if source is not None:
             apply_keep(opened, memory.keep)
         with run.reported():
-            TalkHere(run, conversation, settings, held).talk()
+            LocalChat(run, conversation, settings, held).talk()
         run.close("end")
 
 
@@ -143,9 +142,9 @@ def _open(
     source: Source | None,
     system: str | None,
     memory: MemoryChoice,
-    prefixes: Prefixes,
-    output: Output,
-) -> tuple[Opened, "Conversation"]:
+    prefixes: PrefixChoice,
+    output: OutputChoice,
+) -> tuple[OpenedSession, "Conversation"]:
     """The session, and the conversation in it."""
     from kvkeep.session.conversation import Conversation
 
@@ -153,7 +152,7 @@ def _open(
         model = memory.load(output.progress)
         require_room_for_a_chat(model, memory)
         keep = _keep(memory, model, system)
-        opened = Opened(model, memory.session(model, keep, prefixes.store(model)))
+        opened = OpenedSession(model, memory.session(model, keep, prefixes.store(model)))
     else:
         opened = resume(source, memory, output.progress)
     saved = opened.notes.get(CHAT, {}).get("system") if source is not None else system

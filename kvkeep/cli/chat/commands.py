@@ -7,22 +7,22 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kvkeep.cli.chat.slash import COMMANDS as OF_MEMORY
-from kvkeep.cli.chat.slash import Command
+from kvkeep.cli.chat.memory_commands import COMMANDS as OF_MEMORY
+from kvkeep.cli.chat.memory_commands import Command
 from kvkeep.errors import InvalidArgument
 from kvkeep.storage.files.text import read_text_file
 
 if TYPE_CHECKING:
     from kvkeep.cli.chat.branches import Branches
     from kvkeep.cli.chat.prompt import Prompt
-    from kvkeep.cli.chat.settings import Settings
+    from kvkeep.cli.chat.settings import ChatSettings
 
 
-class Talk(Protocol):
-    """What commands ask of a chat; see `loop.Talk`."""
+class CommandTarget(Protocol):
+    """What commands ask of a chat; see `loop.ChatLoop`."""
 
     branches: "Branches"
-    settings: "Settings"
+    settings: "ChatSettings"
     prompt: "Prompt"
     commands: Mapping[str, Callable[[str], str]]
 
@@ -35,7 +35,7 @@ _LEAVING = ("/quit", "/exit", "/bye")
 _FILE = re.compile(r'"([^"]+)"|((?:\\.|\S)+)')
 
 
-class Leave(Exception):
+class LeaveChat(Exception):
     """The user ends the chat."""
 
 
@@ -51,11 +51,11 @@ def is_command(words: str) -> bool:
     return first in every_command() or first == "/" or not ("/" in first[1:] or _exists(first))
 
 
-def run_talk_command(line: str, talk: "Talk") -> str:
+def run_chat_command(line: str, talk: "CommandTarget") -> str:
     """Does it; what to tell the user, if anything. Raises KvkeepError, Leave."""
     name, _, argument = line.strip().partition(" ")
     if name in _LEAVING:
-        raise Leave
+        raise LeaveChat
     own = COMMANDS.get(name)
     if own is not None:
         return own.do(talk, argument.strip())
@@ -73,28 +73,28 @@ def every_command() -> "dict[str, Command[Any]]":
     return {**COMMANDS, **OF_MEMORY, **dict.fromkeys(_LEAVING, _QUIT)}
 
 
-def _help(talk: "Talk", argument: str) -> str:
+def _help(talk: "CommandTarget", argument: str) -> str:
     shown: dict[str, Command[Any]] = {**COMMANDS, **OF_MEMORY, "/quit": _QUIT}
     rows = [f"  {command.usage:<21}  {command.meaning}" for command in shown.values()]
     return "\n".join([*rows, _WHAT, *([_KEYS] if talk.prompt.interactive else [])])
 
 
-def _regenerate(talk: "Talk", argument: str) -> str:
+def _regenerate(talk: "CommandTarget", argument: str) -> str:
     talk.again()
     return ""
 
 
-def _clear(talk: "Talk", argument: str) -> str:
+def _clear(talk: "CommandTarget", argument: str) -> str:
     session = talk.branches.current.session
     session.rewind(len(session.tokens))
     return "all turns are forgotten; the chat begins anew"
 
 
-def _save(talk: "Talk", argument: str) -> str:
+def _save(talk: "CommandTarget", argument: str) -> str:
     return talk.save(argument)
 
 
-def _set(talk: "Talk", argument: str) -> str:
+def _set(talk: "CommandTarget", argument: str) -> str:
     name, _, value = argument.partition(" ")
     if not name:
         return "\n".join(talk.settings.lines())
@@ -102,7 +102,7 @@ def _set(talk: "Talk", argument: str) -> str:
     return next(line.strip() for line in talk.settings.lines() if line.split()[0] == name)
 
 
-def _file(talk: "Talk", argument: str) -> str:
+def _file(talk: "CommandTarget", argument: str) -> str:
     found = _FILE.match(argument)
     if found is None:
         raise InvalidArgument("/file takes the path of a text, and what is asked about it, if any")
@@ -133,7 +133,7 @@ Alt-Enter begins another line, and so does Enter within three quotes (\"\"\"). T
 stops an answer or clears the line; Ctrl-D ends the chat."""
 _QUIT: Command[Any] = Command("/quit", "end the chat, as Ctrl-D and /exit do", lambda *_: "")
 
-COMMANDS: dict[str, "Command[Talk]"] = {
+COMMANDS: dict[str, "Command[CommandTarget]"] = {
     "/help": Command("/help", "this list", _help),
     "/file": Command("/file PATH [TEXT]", "say what is in a file, and TEXT after it", _file),
     "/regenerate": Command("/regenerate", "have the last answer written anew", _regenerate),

@@ -7,37 +7,36 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from kvkeep.cli.chat.branches import Branches
-from kvkeep.cli.chat.commands import Leave, is_command, run_talk_command
+from kvkeep.cli.chat.commands import LeaveChat, is_command, run_chat_command
 from kvkeep.cli.chat.prompt import Prompt, prompt
-from kvkeep.cli.chat.settings import Settings
-from kvkeep.cli.report import counted
+from kvkeep.cli.chat.settings import ChatSettings
+from kvkeep.cli.output import counted, say
 from kvkeep.cli.screen import Screen, screen, shown_whole
-from kvkeep.cli.signals import terminated
-from kvkeep.cli.stderr import say
+from kvkeep.cli.signals import termination_signal
 from kvkeep.errors import InvalidArgument, KvkeepError
 
 if TYPE_CHECKING:
-    from kvkeep.cli.chat.completing import Completing
+    from kvkeep.cli.chat.completer import ChatCompleter
 
 _LINES = 20  # of a question that is shown again
 _STOPPED = "[stopped]"
 
 
-class Talk(ABC):
+class ChatLoop(ABC):
     """commands: what stands in for commands that change memory, where it lives elsewhere."""
 
     commands: Mapping[str, Callable[[str], str]] = {}
 
-    def __init__(self, branches: Branches, settings: Settings):
+    def __init__(self, branches: Branches, settings: ChatSettings):
         self.branches, self.settings = branches, settings
         self.prompt: Prompt = prompt(self._completer)
 
     @abstractmethod
     def turn(self, words: str) -> None:
-        """Has a question read and its answer written on `self.screen()`.
+        """Prefill a question and write its answer to `self.screen()`.
 
-        What ends it early leaves the conversation so that it can go on. Raises `NotRead` for what
-        is not in memory then.
+        A turn that ends early leaves the conversation in a usable state. Raises `PrefillAborted`
+        if the question is not in memory afterwards.
         """
 
     @abstractmethod
@@ -69,7 +68,7 @@ class Talk(ABC):
                         self.ask(words)
                     self.after()
                     bar = self._bar()
-                except Leave:
+                except LeaveChat:
                     return
                 except KeyboardInterrupt:
                     self._stopped()
@@ -78,8 +77,8 @@ class Talk(ABC):
         """A turn. line: what was typed, where that was another."""
         try:
             self.turn(words)
-        except NotRead as why:
-            if not self.prompt.interactive or terminated():
+        except PrefillAborted as why:
+            if not self.prompt.interactive or termination_signal():
                 raise why.cause from None
             self.prompt.offer(words if line is None else line)
             say(_STOPPED if isinstance(why.cause, KeyboardInterrupt) else str(why.cause))
@@ -128,7 +127,7 @@ class Talk(ABC):
 
     def _command(self, line: str) -> None:
         try:
-            told = run_talk_command(line, self)
+            told = run_chat_command(line, self)
             if told:
                 say(told)
         except KvkeepError as error:
@@ -138,7 +137,7 @@ class Talk(ABC):
 
     def _stopped(self) -> None:
         """Answers the Ctrl-C that is being handled: at a terminal it ends no chat."""
-        if not self.prompt.interactive or terminated():
+        if not self.prompt.interactive or termination_signal():
             raise
         say(_STOPPED)
 
@@ -150,13 +149,13 @@ class Talk(ABC):
         except KvkeepError as error:
             return str(error)
 
-    def _completer(self) -> "Completing":
-        from kvkeep.cli.chat.completing import Completing
+    def _completer(self) -> "ChatCompleter":
+        from kvkeep.cli.chat.completer import ChatCompleter
 
-        return Completing(self.branches)
+        return ChatCompleter(self.branches)
 
 
-class NotRead(Exception):
+class PrefillAborted(Exception):
     """A question is not in memory, because of `cause`: it can be asked again."""
 
     def __init__(self, cause: BaseException):

@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvkeep.cli.signals import terminated
-from kvkeep.cli.stderr import say
+from kvkeep.cli.output import say
+from kvkeep.cli.signals import termination_signal
 from kvkeep.cli.text_input import require_utf8
 from kvkeep.cli.type_ahead import type_ahead
 from kvkeep.errors import InvalidArgument
@@ -44,7 +44,7 @@ class Prompt:
         return nullcontext()
 
 
-class Asked(Prompt):
+class PlainPrompt(Prompt):
     """Somebody at a terminal of which standard output is no part, and which cannot be drawn on."""
 
     interactive = True
@@ -56,7 +56,7 @@ class Asked(Prompt):
                 line = sys.stdin.readline()
             except KeyboardInterrupt:
                 say("")
-                if terminated():
+                if termination_signal():
                     raise
                 say(_HINT)
                 continue
@@ -69,7 +69,7 @@ class Asked(Prompt):
                 return line.rstrip("\n")
 
 
-class Edited(Prompt):
+class EditedPrompt(Prompt):
     """Somebody at a terminal: with lines to be edited, a history, and completion.
 
     What is pasted is one message, however many lines it has.
@@ -107,10 +107,10 @@ class Edited(Prompt):
             try:
                 # Ctrl-C is a key here; as a signal it comes from another program.
                 words = self._session.prompt(default=default, handle_sigint=False)
-            except _Nothing:
+            except _EmptyLineInterrupted:
                 say(_HINT)
             except KeyboardInterrupt:
-                if terminated():
+                if termination_signal():
                     raise
                 say(_HINT)
             except (EOFError, OSError):  # Ctrl-D, or the terminal is gone
@@ -126,7 +126,7 @@ class Edited(Prompt):
         return type_ahead()
 
 
-class _Nothing(Exception):
+class _EmptyLineInterrupted(Exception):
     """Ctrl-C where nothing was typed."""
 
 
@@ -136,8 +136,8 @@ def prompt(completer: Callable[[], "Completer"]) -> Prompt:
         return Prompt()
     drawable = os.environ.get("TERM", "") not in ("", "dumb")
     if not drawable or not (sys.stdout.isatty() or sys.stderr.isatty()):
-        return Asked()
-    return Edited(completer())
+        return PlainPrompt()
+    return EditedPrompt(completer())
 
 
 def _keys() -> "KeyBindings":
@@ -166,7 +166,7 @@ def _keys() -> "KeyBindings":
         if event.current_buffer.text:
             event.current_buffer.reset()
         else:
-            event.app.exit(exception=_Nothing())
+            event.app.exit(exception=_EmptyLineInterrupted())
 
     return keys
 
@@ -182,12 +182,12 @@ def _history() -> "History":
     except OSError:
         return InMemoryHistory()
 
-    class Kept(FileHistory):
+    class LenientHistory(FileHistory):
         def store_string(self, string: str) -> None:
             with suppress(OSError, ValueError):  # a full disk; bytes that are no text
                 super().store_string(string)
 
-    return Kept(str(path))
+    return LenientHistory(str(path))
 
 
 def history_file() -> Path:

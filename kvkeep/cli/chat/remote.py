@@ -5,16 +5,14 @@ from collections.abc import Callable
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any, cast
 
-from kvkeep.cli.chat.branches import Branches
-from kvkeep.cli.chat.kept_branches import branch_session_names
-from kvkeep.cli.chat.loop import NotRead, Talk, last_turn
-from kvkeep.cli.chat.remote_view import RemoteConversation
-from kvkeep.cli.chat.settings import Settings
+from kvkeep.cli.chat.branches import Branches, branch_session_names
+from kvkeep.cli.chat.loop import ChatLoop, PrefillAborted, last_turn
+from kvkeep.cli.chat.remote_conversation import RemoteConversation
+from kvkeep.cli.chat.settings import ChatSettings
 from kvkeep.cli.memory import MemoryChoice
 from kvkeep.cli.memory_map import drawn, line_of
 from kvkeep.cli.options import given
-from kvkeep.cli.report import counted, megabytes
-from kvkeep.cli.stderr import say
+from kvkeep.cli.output import counted, megabytes, say
 from kvkeep.client import Client, RemoteSession
 from kvkeep.errors import Busy, InvalidArgument, KvkeepError, NoSuchSession
 
@@ -32,13 +30,13 @@ _SETTINGS = (
 _ENDLESS = 1_000_000  # tokens, the most that a server writes at once
 
 
-def talk_at(
+def chat_at_server(
     url: str,
     key: str | None,
     name: str | None,
     system: str | None,
     memory: MemoryChoice,
-    settings: Settings,
+    settings: ChatSettings,
 ) -> None:
     """The whole of a chat. Raises KvkeepError before the first word where it cannot begin."""
     unused = [option for option in _LOCAL if given(option)]
@@ -47,7 +45,7 @@ def talk_at(
         raise InvalidArgument(f"{options}: not with --server, whose model and sessions are its own")
     own = {each: getattr(memory, each) for each in _SETTINGS if given(each)}
     with Client(url, key) as client:
-        talk = TalkThere(client, _opened(client, name, own), system, settings, name is not None)
+        talk = RemoteChat(client, _opened(client, name, own), system, settings, name is not None)
         try:
             talk.talk()
         finally:
@@ -93,7 +91,7 @@ def _written(option: str) -> str:
     return "--" + {"resumed": "continue"}.get(option, option.replace("_", "-"))
 
 
-def _sampling(settings: Settings) -> dict[str, Any]:
+def _sampling(settings: ChatSettings) -> dict[str, Any]:
     choice = settings.sampling
     found: dict[str, Any] = {
         "temperature": choice.temperature,
@@ -108,7 +106,7 @@ def _sampling(settings: Settings) -> dict[str, Any]:
     return found if choice.seed is None else {**found, "seed": choice.seed}
 
 
-class TalkThere(Talk):
+class RemoteChat(ChatLoop):
     """A chat in a session of a server. kept: the session was asked for by name."""
 
     def __init__(
@@ -116,7 +114,7 @@ class TalkThere(Talk):
         client: Client,
         remote: RemoteSession,
         system: str | None,
-        settings: Settings,
+        settings: ChatSettings,
         kept: bool,
     ):
         conversation = RemoteConversation(client, remote)
@@ -192,7 +190,7 @@ class TalkThere(Talk):
                         screen.write(told["text"])
         except KvkeepError as error:
             if not begun:
-                raise NotRead(error) from error
+                raise PrefillAborted(error) from error
             raise
         finally:
             screen.end()

@@ -17,7 +17,7 @@ _YES = ("on", "yes", "true", "1")
 
 
 @dataclass
-class Settings:
+class ChatSettings:
     """sampling: as the options said. max_tokens: of an answer; None: no end. seed: of a session
     that goes on, where none was given. markdown, bar: whether answers are shown as Markdown, and
     memory at the foot of the screen.

@@ -2,17 +2,19 @@
 
 import click
 
-from kvkeep.cli.lazy import Lazy, LazyGroup
+from kvkeep.cli.lazy import LazyCommand, LazyGroup
 
 EVALUATIONS = {
-    "perplexity": Lazy("kvkeep.cli.perplexity:perplexity", "Measure the perplexity of a text."),
-    "passkey": Lazy(
-        "kvkeep.cli.evaluate.passkey:passkey", "Hide a key in a long text, compress, ask for it."
+    "perplexity": LazyCommand(
+        "kvkeep.cli.perplexity:perplexity", "Measure the perplexity of a text."
     ),
-    "needle": Lazy(
-        "kvkeep.cli.evaluate.needle:needle", "Hide a sentence in real text, compress, ask for it."
+    "passkey": LazyCommand(
+        "kvkeep.cli.evaluate.recall:passkey", "Hide a key in a long text, compress, ask for it."
     ),
-    "grid": Lazy(
+    "needle": LazyCommand(
+        "kvkeep.cli.evaluate.recall:needle", "Hide a sentence in real text, compress, ask for it."
+    ),
+    "grid": LazyCommand(
         "kvkeep.cli.evaluate.grid:grid", "Measure all methods of compression on all tasks."
     ),
 }

@@ -62,7 +62,7 @@ class GridChoice:
         return found
 
 
-Choice = TypeVar("Choice", GridChoice, ModelChoice)
+EitherChoice = TypeVar("EitherChoice", GridChoice, ModelChoice)
 
 
 def asked_json(*choices: GridChoice | ModelChoice) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def asked_json(*choices: GridChoice | ModelChoice) -> dict[str, Any]:
     }
 
 
-def as_asked(choice: Choice, earlier: Mapping[str, Any]) -> Choice:
+def as_asked(choice: EitherChoice, earlier: Mapping[str, Any]) -> EitherChoice:
     """A choice of which all that the user does not say now is as it was said earlier."""
     said = {
         each.name: _value(each.name, earlier[each.name])

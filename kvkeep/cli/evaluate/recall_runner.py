@@ -12,9 +12,8 @@ from tqdm import tqdm
 
 from kvkeep import Model
 from kvkeep.cli.evaluate.options import ModelChoice, RecallChoice
-from kvkeep.cli.options import Output
-from kvkeep.cli.report import megabytes
-from kvkeep.cli.stderr import say
+from kvkeep.cli.options import OutputChoice
+from kvkeep.cli.output import megabytes, say
 from kvkeep.errors import KvkeepError
 from kvkeep.evaluate.facts import Sample, Samples
 from kvkeep.evaluate.recall import (
@@ -44,15 +43,15 @@ def run_recall(
     choice: ModelChoice,
     asked: RecallChoice,
     ratio: float,
-    output: Output,
+    output: OutputChoice,
 ) -> None:
     """Measures, shows and reports. Whatever ends it early, the report says what was done."""
     calibration = choice.calibrated(model)
     how = Compressing(asked.method, ratio, asked.seed, calibration, asked.max_kv_size)
-    Recalling(experiment, model, how, asked, output).run(choice.prefill_step)
+    RecallRun(experiment, model, how, asked, output).run(choice.prefill_step)
 
 
-class Recalling:
+class RecallRun:
     """The samples of an experiment. What was measured outlives an interrupt."""
 
     def __init__(
@@ -61,7 +60,7 @@ class Recalling:
         model: Model,
         how: Compressing,
         asked: RecallChoice,
-        output: Output,
+        output: OutputChoice,
     ):
         self._experiment, self._model, self._how = experiment, model, how
         self._asked, self._output = asked, output

@@ -2,18 +2,18 @@
 
 import click
 
-from kvkeep.cli.lazy import Lazy, LazyGroup
+from kvkeep.cli.lazy import LazyCommand, LazyGroup
 
-_COPYING, _REMOVING = "kvkeep.cli.sessions.copying", "kvkeep.cli.sessions.removing"
+_INSPECT, _MANAGE = "kvkeep.cli.sessions.inspect", "kvkeep.cli.sessions.manage"
 SESSIONS = {
-    "list": Lazy("kvkeep.cli.sessions.listing:list_", "List sessions, the one saved last first."),
-    "show": Lazy("kvkeep.cli.sessions.show:show", "Show what a session holds."),
-    "verify": Lazy("kvkeep.cli.sessions.verify:verify", "Check every byte of sessions."),
-    "fork": Lazy(f"{_COPYING}:fork", "Copy a session under another name."),
-    "rm": Lazy(f"{_REMOVING}:rm", "Remove sessions."),
-    "export": Lazy(f"{_COPYING}:export", "Copy a session to a file."),
-    "import": Lazy(f"{_COPYING}:import_", "Make a session of a file."),
-    "gc": Lazy(f"{_REMOVING}:gc", "Remove what processes that were killed left behind."),
+    "list": LazyCommand(f"{_INSPECT}:list_", "List sessions, the one saved last first."),
+    "show": LazyCommand(f"{_INSPECT}:show", "Show what a session holds."),
+    "verify": LazyCommand(f"{_INSPECT}:verify", "Check every byte of sessions."),
+    "fork": LazyCommand(f"{_MANAGE}:fork", "Copy a session under another name."),
+    "rm": LazyCommand(f"{_MANAGE}:rm", "Remove sessions."),
+    "export": LazyCommand(f"{_MANAGE}:export", "Copy a session to a file."),
+    "import": LazyCommand(f"{_MANAGE}:import_", "Make a session of a file."),
+    "gc": LazyCommand(f"{_MANAGE}:gc", "Remove what processes that were killed left behind."),
 }
 
 

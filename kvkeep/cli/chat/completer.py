@@ -16,7 +16,7 @@ _OF_PASSAGES = ("/pin", "/unpin", "/forget", "/edit")
 _SWITCHES = ("markdown", "bar")
 
 
-class Completing(Completer):
+class ChatCompleter(Completer):
     """branches: of the chat, as they are when Tab is pressed."""
 
     def __init__(self, branches: "Branches"):

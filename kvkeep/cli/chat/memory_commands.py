@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from kvkeep.cli.report import counted
+from kvkeep.cli.output import counted
 from kvkeep.errors import InvalidArgument
 
 if TYPE_CHECKING:

@@ -63,10 +63,10 @@ class RemoteMemory:
         return self.remote.delete(start, end)
 
     def replace(self, start: int, end: int, text: str, recompute: str = "none") -> Any:
-        return _Report(self.remote.replace(start, end, text, recompute)["result"])
+        return RemoteEditReport(self.remote.replace(start, end, text, recompute)["result"])
 
 
-class _Report:
+class RemoteEditReport:
     def __init__(self, result: dict[str, Any]):
         self.tokens_evaluated: int = result["tokens_evaluated"]
         self.seconds: float = result["seconds"]

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvkeep.cli.report import megabytes
+from kvkeep.cli.output import megabytes
 from kvkeep.runtime.signals import first_interrupt_deferred
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Saved:
+class SaveResult:
     """One save. what: as the user knows it."""
 
     what: str
@@ -26,7 +26,7 @@ class Saved:
         return f"{self.what} saved, {megabytes(self.bytes)} in {self.seconds:.2f} s"
 
 
-class Keeper:
+class SessionWriter:
     """Writes a session to its file: whole, or not at all.
 
     what: the file, as the user knows it. notes: JSON values to keep beside the session; they are
@@ -43,7 +43,7 @@ class Keeper:
         codec: "Codec" = "none",
     ):
         self.notes = notes
-        self.saved: Saved | None = None
+        self.saved: SaveResult | None = None
         self.what = what
         self._session, self._file, self._codec = session, file, codec
         self._changed = session.watch()
@@ -78,7 +78,7 @@ class Keeper:
             snapshot = replace(self._session.snapshot(), notes=self.notes)
             size = snapshot.save(_resolved(self._file), self._codec)
             self._changed = self._session.watch()
-            self.saved = Saved(self.what, size, time.perf_counter() - begun)
+            self.saved = SaveResult(self.what, size, time.perf_counter() - begun)
 
 
 def _resolved(file: "Path | SessionPath") -> "Path | SessionPath":

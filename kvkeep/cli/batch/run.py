@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
 
-from kvkeep.cli.batch.requests import Request
+from kvkeep.cli.batch.requests import BatchRequest
 from kvkeep.engine import (
     Engine,
     Failed,
@@ -23,10 +23,10 @@ OWNER = "0"
 
 
 @dataclass
-class Asked:
+class BatchAnswer:
     """A request, and what has come of it. end: None where it failed, with error."""
 
-    request: Request
+    request: BatchRequest
     ask: GenerationRequest
     texts: list[str] = field(default_factory=list)
     end: Finished | None = None
@@ -75,10 +75,10 @@ class Asked:
 
 def answers(
     engine: Engine,
-    requests: Sequence[tuple[Request, GenerationRequest]],
+    requests: Sequence[tuple[BatchRequest, GenerationRequest]],
     at_once: int,
-    seen: Callable[[Asked, GenerationEvent], None],
-) -> Iterator[Asked]:
+    seen: Callable[[BatchAnswer, GenerationEvent], None],
+) -> Iterator[BatchAnswer]:
     """Each once it is whole, or has failed. seen: is told what happens meanwhile.
 
     The next prompt is handed over when the last one is read: so it finds what they have in common,
@@ -86,11 +86,11 @@ def answers(
     come one after the other.
     """
     waiting = sorted(requests, key=lambda pair: pair[1].prompt, reverse=True)
-    came = SimpleQueue[tuple[Asked, GenerationEvent]]()
+    came = SimpleQueue[tuple[BatchAnswer, GenerationEvent]]()
     working, unread = 0, None
     while waiting or working:
         if waiting and unread is None and working < at_once:
-            asked = Asked(*waiting[-1])
+            asked = BatchAnswer(*waiting[-1])
             try:
                 engine.submit(asked.ask, owner=OWNER, listener=_into(came, asked)).result()
             except Exception as error:
@@ -118,7 +118,7 @@ def answers(
 
 
 def _into(
-    came: "SimpleQueue[tuple[Asked, GenerationEvent]]", asked: Asked
+    came: "SimpleQueue[tuple[BatchAnswer, GenerationEvent]]", asked: BatchAnswer
 ) -> Callable[[GenerationEvent], None]:
     def told(event: GenerationEvent) -> None:
         came.put((asked, event))

@@ -1,7 +1,7 @@
-"""`kvkeep sessions fork`, `export` and `import`."""
+"""`kvkeep sessions fork`, `rm`, `export`, `import` and `gc`."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,15 +9,21 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvkeep.cli.completion import session_names
-from kvkeep.cli.compression import began_with, calibration_option, check_begun_with
+from kvkeep.cli.compression import (
+    calibration_option,
+    check_original_calibration,
+    original_calibration,
+)
 from kvkeep.cli.memory import CODEC_NAMES
 from kvkeep.cli.options import whole_number
-from kvkeep.cli.report import counted, megabytes
+from kvkeep.cli.output import counted, megabytes
 from kvkeep.cli.restore import FIRST_PROMPT, UNREAD, checked_notes, dtype_name
-from kvkeep.cli.store import saved_sessions, store_option
+from kvkeep.cli.store import named_store, saved_sessions, store_option
 from kvkeep.cli.which_model import SAVED_MODEL, load_named, require_here
 from kvkeep.errors import InvalidArgument, StoreError
-from kvkeep.storage.files.atomic import atomic_writer
+from kvkeep.models.hub.library import home
+from kvkeep.storage.files.atomic import atomic_writer, sweep_temporaries
+from kvkeep.storage.objects.address import is_url, open_object_store
 from kvkeep.storage.objects.paths import Source
 from kvkeep.storage.snapshots.header import check_output_path
 
@@ -53,7 +59,7 @@ def fork(
         if at is None or at == total:
             copy(file, place)
         else:
-            check_begun_with(source, snapshot, calibration)
+            check_original_calibration(source, snapshot, calibration)
             if model is None:
                 require_here(snapshot.model, file)
             notes = checked_notes(file, snapshot)
@@ -69,7 +75,7 @@ def _at(
     """The snapshot of session `source` as it was after `count` tokens."""
     dtype = dtype_name(snapshot.layout.dtype)
     model = load_named(name, dtype, "cpu", weights=None, progress=False)
-    known = began_with(source, snapshot, calibration, model)
+    known = original_calibration(source, snapshot, calibration, model)
     session = model.restore(snapshot, calibration=known)
     session.rewind(len(snapshot.tokens) - count)
     return session.snapshot()
@@ -158,3 +164,40 @@ def _require_free(place: Source, name: str) -> None:
 
 def _size(file: Source) -> str:
     return megabytes(file.stat().st_size)
+
+
+@click.command()
+@click.argument("names", metavar="NAME...", nargs=-1, required=True, shell_complete=session_names)
+@store_option
+def rm(names: tuple[str, ...]) -> None:
+    """Remove sessions."""
+    folder = saved_sessions()
+    for name in names:
+        folder.existing(name)  # all, or none
+    for name in names:
+        click.echo(f"removed {name}, {megabytes(folder.remove(name))}")
+
+
+@click.command()
+@store_option
+def gc() -> None:
+    """Remove what processes that were killed left behind; no session goes.
+
+    These are half-written files of sessions and of the prefix cache, and locks of sessions that
+    are gone. In a --store that is a URL, snapshots that nobody goes on from, of all owners.
+    """
+    prefixes = home() / "prefixes"
+    removed: list[object] = [*_swept()]
+    removed += sweep_temporaries(prefixes) if prefixes.is_dir() else []
+    for file in removed:
+        click.echo(f"removed {file}")
+    click.echo(f"{counted(len(removed), 'file')} removed")
+
+
+def _swept() -> Sequence[object]:
+    store = named_store()
+    if store is None or not is_url(store):
+        return saved_sessions().sweep()
+    from kvkeep.storage.sessions.shared import sweep_all
+
+    return sweep_all(open_object_store(store))

@@ -1,0 +1,218 @@
+"""`kvkeep models` and `kvkeep pull`: list, show, fetch, export and remove models."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from kvkeep.cli.completion import model_names
+from kvkeep.cli.lazy import OF_MODELS, LazyCommand, LazyGroup
+from kvkeep.cli.output import megabytes, say
+from kvkeep.cli.which_model import DTYPE, WEIGHTS
+from kvkeep.errors import ModelNotFound
+from kvkeep.models.hub.library import PulledModel, pulled_models, remove_model
+from kvkeep.models.hub.source import DEFAULT_MODEL
+
+if TYPE_CHECKING:
+    from kvkeep.model_facts import GroupFacts, ModelFacts
+
+MODELS = {
+    "show": LazyCommand("kvkeep.cli.models:show", "Show what a model is, and what it takes."),
+    "export": LazyCommand("kvkeep.cli.models:export", "Write a model for other programs."),
+    "rm": LazyCommand("kvkeep.cli.models:rm", "Remove models, and what was made of them."),
+}
+
+
+@click.group(cls=LazyGroup, lazy=MODELS, elsewhere=OF_MODELS, invoke_without_command=True)
+@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+@click.pass_context
+def models(context: click.Context, as_json: bool) -> None:
+    """List models that are here or have a name; show, export or remove one."""
+    if context.invoked_subcommand is None:
+        list_models(as_json)
+
+
+def list_models(as_json: bool) -> None:
+    rows = _rows()
+    if as_json:
+        click.echo(json.dumps([vars(row) for row in rows], indent=2, ensure_ascii=False))
+        return
+    table = [("NAME", "SIZE", "SOURCE", "FOLDER")]
+    for row in rows:
+        size = megabytes(row.bytes) if row.bytes is not None else "-"
+        table.append((row.name, size, row.source, row.folder or "(not pulled)"))
+    widths = [max(len(row[column]) for row in table) for column in range(3)]
+    for name, size, source, folder in table:
+        click.echo(f"{name:<{widths[0]}}  {size:>{widths[1]}}  {source:<{widths[2]}}  {folder}")
+
+
+@dataclass(frozen=True)
+class _ModelRow:
+    """folder and bytes: None for a model that was not pulled yet."""
+
+    name: str
+    bytes: int | None
+    source: str
+    folder: str | None
+
+
+def _rows() -> list[_ModelRow]:
+    from kvkeep.models.hub.known_models import KNOWN_MODELS
+    from kvkeep.models.hub.source import pulled_models
+
+    rows = [
+        _ModelRow(model.name, model.bytes, model.source, str(model.folder))
+        for model in pulled_models()
+    ]
+    here = {row.name for row in rows}
+    rows += [
+        _ModelRow(name, None, k.requirement, None)
+        for name, k in KNOWN_MODELS.items()
+        if name not in here
+    ]
+    return rows
+
+
+@click.command()
+@click.argument("name", default=DEFAULT_MODEL, shell_complete=model_names)
+@DTYPE
+@WEIGHTS
+@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+def show(name: str, dtype: str, weights: str | None, as_json: bool) -> None:
+    """Show what model NAME is, how it is computed on this machine, and the memory that it takes.
+
+    Its weights are not read. A model that is not here is to be pulled first.
+    """
+    from kvkeep.model_facts import model_facts
+
+    facts = model_facts(name, dtype, weights)
+    if as_json:
+        click.echo(json.dumps(asdict(facts), indent=2, ensure_ascii=False))
+        return
+    for what, value in _lines(facts):
+        click.echo(f"{what:<12} {value}")
+
+
+def _lines(facts: "ModelFacts") -> Iterator[tuple[str, str]]:
+    yield "family", facts.architecture
+    heads = f"{facts.heads} heads on {facts.kv_heads} KV heads of {facts.head_dim}"
+    yield "layers", f"{facts.layers}, {heads}; width {facts.hidden_size:,}"
+    if len(facts.groups) > 1 or facts.groups[0].unrotated:
+        yield from (("", _group(group)) for group in facts.groups)
+    yield "vocabulary", f"{facts.vocabulary:,} tokens"
+    yield "trained", f"to {facts.trained:,} tokens; RoPE {facts.rope}"
+    size = megabytes(facts.weight_bytes)
+    yield "weights", f"{facts.parameters / 1e6:,.1f} million in {facts.dtype}, {size}"
+    if facts.sparse_layers:
+        yield (
+            "experts",
+            (
+                f"{facts.experts_per_token} of {facts.experts} for each token in "
+                f"{facts.sparse_layers} of {facts.layers} layers: "
+                f"{facts.parameters_per_token / 1e6:,.1f} million weights"
+            ),
+        )
+    formats = ", ".join(f"{count} in {kind}" for kind, count in facts.formats.items())
+    read = megabytes(facts.bytes_per_token)
+    yield "a token", f"reads {read}, of matrices {formats}; by {facts.decode}"
+    yield "a prompt", f"products by {facts.prefill}, attention by {facts.attention}"
+    kinds = ", ".join(f"{megabytes(n)} in {k}" for k, n in facts.thousand_cells.items())
+    yield "1,000 cells", kinds
+    needed = megabytes(facts.weight_bytes_held + facts.full_cells)
+    yield (
+        "memory",
+        (
+            f"{needed} with all {facts.trained:,} tokens: {megabytes(facts.weight_bytes_held)} "
+            f"of weights, mapped, and {megabytes(facts.full_cells)} of cells"
+        ),
+    )
+
+
+def _group(group: "GroupFacts") -> str:
+    sees = "every token" if group.window is None else f"the newest {group.window:,} tokens"
+    heads = f"{group.kv_heads} KV head{'s' * (group.kv_heads > 1)} of {group.head_dim}"
+    unrotated = f", {group.unrotated} of them without RoPE" if group.unrotated else ""
+    shared = f", {group.shared} of them by others' cells" if group.shared else ""
+    return f"{group.layers} with {heads} see {sees}{unrotated}{shared}"
+
+
+@click.command()
+@click.argument("name", shell_complete=model_names)
+@click.argument("folder", type=click.Path(path_type=Path))
+@DTYPE
+@click.option("-q", "--quiet", is_flag=True, help="No progress bars.")
+def export(name: str, folder: Path, dtype: str, quiet: bool) -> None:
+    """Write model NAME to a new FOLDER in Hugging Face layout, its weights unpacked.
+
+    For transformers and other programs that do not read packed weights. A GGUF file is taken over
+    first where that was not done.
+    """
+    from kvkeep.model import DTYPES
+    from kvkeep.models.hub.source import resolve
+    from kvkeep.models.weights.export import export as export_model
+
+    export_model(resolve(name, not quiet), folder, DTYPES[dtype], not quiet)
+    click.echo(folder)
+
+
+@click.command()
+@click.argument("names", metavar="NAME...", nargs=-1, required=True, shell_complete=model_names)
+def rm(names: tuple[str, ...]) -> None:
+    """Remove models from this machine, and the other forms of weights that were made of them.
+
+    NAME is as `kvkeep models` lists it, or the folder's. Files that are not kvkeep's stay: the GGUF
+    file that a model was converted from, and what the hub's cache holds. Sessions stay, too; they
+    go on once their model is here again.
+    """
+    found = [_named(name) for name in names]  # all, or none
+    for model in found:
+        click.echo(f"removed {model.name}, {megabytes(remove_model(model, progress=True))}")
+
+
+def _named(name: str) -> PulledModel:
+    here = pulled_models()
+    for model in here:
+        if name in (model.name, model.folder.name, model.slug):
+            return model
+    known = ", ".join(model.name for model in here) or "none"
+    raise ModelNotFound(f"there is no model {name!r} here; there is: {known}")
+
+
+@click.command()
+@click.argument("name", default=DEFAULT_MODEL, shell_complete=model_names)
+@click.option(
+    "--calibrate",
+    "calibrating",
+    is_flag=True,
+    help="Also measure it on Python's own manual, for compressing its memory: some minutes, once.",
+)
+@click.option("-q", "--quiet", is_flag=True, help="No progress bars.")
+def pull(name: str, calibrating: bool, quiet: bool) -> None:
+    """Fetch a model now, and say where it is.
+
+    NAME is a known name, a hub id such as owner/name, or a GGUF file to convert. Every command
+    that takes --model does the same when it needs a model that is not here yet.
+    """
+    from kvkeep.models.hub.source import pull as fetch
+
+    folder = fetch(name, progress=not quiet)
+    click.echo(f"{name} is in {folder}")
+    if calibrating:
+        _calibrate(name, quiet)
+
+
+def _calibrate(name: str, quiet: bool) -> None:
+    """Of the dtype that commands use by default."""
+    from kvkeep.cli.calibrate import measure
+    from kvkeep.cli.which_model import load_named
+    from kvkeep.compression.calibration.calibration import calibration_path, default_calibration
+    from kvkeep.evaluate.manual import manual_text
+
+    model = load_named(name, "bfloat16", "cpu", weights=None, progress=not quiet)
+    if default_calibration(model) is None:
+        measure(model, manual_text(), None, quiet)
+    elif not quiet:
+        say(f"{calibration_path(model)} is its calibration, made before")

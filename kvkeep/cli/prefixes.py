@@ -1,0 +1,219 @@
+"""`kvkeep prefixes` and `kvkeep why`: the prompt prefixes that --prefix-cache keeps."""
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvkeep.cli.lazy import LazyCommand, LazyGroup
+from kvkeep.cli.memory import PREFIX_BYTES, open_prefix_store
+from kvkeep.cli.options import nbytes
+from kvkeep.cli.output import counted, megabytes, say
+from kvkeep.cli.text_input import SPECIAL, read_prompt
+from kvkeep.cli.which_model import DTYPE, MODEL, load_named
+from kvkeep.models.hub.library import home
+from kvkeep.storage.objects.address import is_url, open_object_store
+from kvkeep.storage.prefixes.inventory import StoredPrompt, prompts_of, stored_prompts
+from kvkeep.types import DtypeName
+
+PREFIXES = {
+    "list": LazyCommand("kvkeep.cli.prefixes:list_", "List prompts, the one used last first."),
+    "clear": LazyCommand("kvkeep.cli.prefixes:clear", "Remove all of them."),
+    "gc": LazyCommand("kvkeep.cli.prefixes:gc", "Remove those used longest ago, down to a size."),
+}
+
+
+@click.group(cls=LazyGroup, lazy=PREFIXES)
+def prefixes() -> None:
+    """List and remove the beginnings of prompts that --prefix-cache keeps."""
+
+
+def _url(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    if value is not None and not is_url(value):
+        raise click.BadParameter(f"a URL, as s3://bucket/prefix; found {value!r}")
+    return value
+
+
+def shared_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds `--store`. It is said each time: what $KVKEEP_STORE names is of others, too."""
+    return click.option(
+        "--store",
+        metavar="URL",
+        callback=_url,
+        show_default="this machine's",
+        help="Prompts that a fleet shares, as s3://bucket/prefix.",
+    )(command)
+
+
+_SHOWN = 60  # characters of a text
+
+
+@click.command("list")
+@click.option("--text", "with_text", is_flag=True, help="Show how each begins; reads the model.")
+@MODEL
+@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+@shared_option
+def list_(with_text: bool, model: str, as_json: bool, store: str | None) -> None:
+    """List the prompts of which the prefix cache holds the beginning, the one used last first.
+
+    SIZE is what a prompt takes beside those above it, with which it may begin alike. With --text,
+    those of --model are shown alone. In a --store, USED is when it was written, and the prompts of
+    all owners are listed.
+    """
+    found = _stored(store, with_text)
+    texts = _texts(found, model) if with_text else {}
+    if with_text:
+        found = [each for each in found if _name(each) in texts]
+    if as_json:
+        click.echo(json.dumps([_entry(each, texts.get(_name(each))) for each in found], indent=2))
+        return
+    if not found:
+        say("no prompts; --prefix-cache of generate, chat and batch keeps them")
+        return
+    click.echo(
+        f"{'USED':<16}  {'TOKENS':>7}  {'SIZE':>9}  MODEL     {'TEXT' if texts else ''}".rstrip()
+    )
+    for each in found:
+        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(each.used))
+        line = f"{used}  {each.tokens:>7,}  {megabytes(each.nbytes):>9}  {each.root[:8]}"
+        click.echo(f"{line}  {texts.get(_name(each), '')}".rstrip())
+    total = megabytes(sum(each.nbytes for each in found))
+    say(f"{counted(len(found), 'prompt')}, {total}")
+
+
+def _stored(store: str | None, with_text: bool) -> list[StoredPrompt]:
+    if store is None:
+        return stored_prompts(home() / "prefixes")
+    if with_text:
+        raise click.UsageError("--text reads the prompts of this machine alone, not of a --store")
+    from kvkeep.storage.prefixes.inventory import stored_blocks
+
+    return prompts_of(stored_blocks(open_object_store(store)))
+
+
+def _name(prompt: StoredPrompt) -> str:
+    return prompt.blocks[-1].key
+
+
+def _entry(prompt: StoredPrompt, text: str | None) -> dict[str, object]:
+    found: dict[str, object] = {
+        "key": _name(prompt),
+        "model": prompt.root,
+        "tokens": prompt.tokens,
+        "bytes": prompt.nbytes,
+        "used": prompt.used,
+    }
+    return found if text is None else {**found, "text": text}
+
+
+def _texts(found: Sequence[StoredPrompt], name: str) -> dict[str, str]:
+    """How the prompts of a model begin, by the key of their last block."""
+    from kvkeep.cli.which_model import load_named
+    from kvkeep.storage.prefixes.block import tokens_in
+
+    model = load_named(name, "bfloat16", "cpu", weights=None, progress=True)
+    root = model.fingerprint.digest()[:32]
+
+    def each() -> Iterator[tuple[str, str]]:
+        for prompt in found:
+            if prompt.root == root:
+                text = " ".join(model.text.decode(tokens_in(Path(prompt.blocks[0].where))).split())
+                yield _name(prompt), text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+
+    return dict(each())
+
+
+@click.command()
+@shared_option
+def clear(store: str | None) -> None:
+    """Remove all beginnings of prompts. They are evaluated anew when they come again."""
+    _remove(store, 0)
+
+
+@click.command()
+@click.option(
+    "--max-bytes",
+    metavar="SIZE",
+    type=nbytes,
+    show_default=f"{megabytes(PREFIX_BYTES)} on this machine",
+    help="What may stay.",
+)
+@shared_option
+def gc(store: str | None, max_bytes: int | None) -> None:
+    """Remove the blocks used longest ago, and what killed processes left, down to a size.
+
+    In a --store, those of all owners that were written longest ago: it does not tell when they were
+    read.
+    """
+    if store is not None and max_bytes is None:
+        raise click.UsageError("--store needs --max-bytes: it is of all who share the store")
+    _remove(store, PREFIX_BYTES if max_bytes is None else max_bytes)
+
+
+def _remove(shared: str | None, most: int) -> None:
+    freed, left = _freed(shared, most)
+    where = "" if shared is None else f" in {shared}"
+    click.echo(f"removed {megabytes(freed)}, {megabytes(left)} left{where}")
+
+
+def _freed(shared: str | None, most: int) -> tuple[int, int]:
+    """Bytes; and those that are left."""
+    if shared is not None:
+        from kvkeep.storage.prefixes.inventory import make_room
+
+        return make_room(open_object_store(shared), most)
+    store = open_prefix_store()
+    return store.gc(most), store.nbytes
+
+
+AROUND = 12  # tokens shown on each side
+
+
+@click.command(short_help="Say why a prompt is not taken from the prefix cache.")
+@click.option("-p", "--prompt", metavar="TEXT", help="The prompt.")
+@click.option("-f", "--file", metavar="FILE", help='File with the prompt; "-": standard input.')
+@SPECIAL
+@MODEL
+@DTYPE
+@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+@click.option("--no-progress", is_flag=True, help="No progress bars.")
+def why(
+    prompt: str | None,
+    file: str | None,
+    special: bool,
+    model: str,
+    dtype: DtypeName,
+    as_json: bool,
+    no_progress: bool,
+) -> None:
+    """Say how much of a prompt the prefix cache holds, and where the rest goes another way.
+
+    Nothing is evaluated. Stored are whole blocks of 256 tokens, from the beginning of a prompt: a
+    date or a counter near the beginning keeps everything after it from being reused.
+    """
+    text = read_prompt(prompt, file)
+
+    from kvkeep.storage.prefixes.inventory import BLOCK_TOKENS
+
+    loaded = load_named(model, dtype, "cpu", weights=None, progress=not no_progress)
+    ids = loaded.text.encode(text, special)
+    stored, differs = open_prefix_store().differs_at(loaded.fingerprint, ids)
+    more = len(ids) - stored >= BLOCK_TOKENS
+    if as_json:
+        found = {"prompt_tokens": len(ids), "stored_tokens": stored}
+        click.echo(json.dumps(found | {"differs_at": differs if more else None}))
+        return
+    click.echo(f"{stored:,} of {len(ids):,} tokens are stored")
+    if not more:
+        click.echo("what remains is less than a block, and is evaluated each time")
+    elif not differs:
+        click.echo("no stored prompt begins with its first token")
+    else:
+        first = max(0, differs - AROUND)
+        before = (loaded.text.decode_inside if first else loaded.text.decode)(ids[first:differs])
+        after = loaded.text.decode_inside(ids[differs : differs + AROUND])
+        click.echo(f"the nearest stored prompt differs, or ends, at token {differs:,}:")
+        click.echo(f"{before}>>>{after}")

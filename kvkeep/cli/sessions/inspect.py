@@ -1,0 +1,232 @@
+"""`kvkeep sessions list`, `show` and `verify`."""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from kvkeep.cli.completion import session_names
+from kvkeep.cli.output import counted, megabytes, say
+from kvkeep.cli.restore import UNREAD, checked_notes
+from kvkeep.cli.store import saved_sessions, store_option
+from kvkeep.cli.which_model import SAVED_MODEL, require_here
+from kvkeep.errors import FingerprintMismatch, InvalidArgument, StoreError
+from kvkeep.session.conversation import CHAT
+from kvkeep.storage.objects.paths import Source
+from kvkeep.storage.snapshots.header import read_summary
+
+if TYPE_CHECKING:
+    from kvkeep import Snapshot
+    from kvkeep.models.text.codec import TextCodec
+
+
+@click.command("list")
+@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+@store_option
+def list_(as_json: bool) -> None:
+    """List sessions, the one saved last first.
+
+    Only the beginning of each file is read; `kvkeep sessions verify` reads them whole.
+    """
+    rows = [row for path in saved_sessions().newest() if (row := _row(path)) is not None]
+    if as_json:
+        click.echo(json.dumps([asdict(row) for row in rows], indent=2, ensure_ascii=False))
+        return
+    if not rows:
+        say("no sessions; --session NAME of generate and chat begins one")
+        return
+    table = [("NAME", "SAVED", "SIZE", "TOKENS", "CELLS", "POLICY", "MODEL"), *map(_shown, rows)]
+    widths = [max(len(row[column]) for row in table) for column in range(6)]
+    for name, *numbers, policy, model in table:
+        middle = "  ".join(f"{n:>{w}}" for n, w in zip(numbers, widths[1:5], strict=True))
+        click.echo(f"{name:<{widths[0]}}  {middle}  {policy:<{widths[5]}}  {model}")
+
+
+@dataclass(frozen=True)
+class _SessionRow:
+    """saved: seconds since 1970. error: why the rest is not known, where it is not."""
+
+    name: str
+    bytes: int
+    saved: float
+    kind: str | None = None
+    model: str | None = None
+    policy: str | None = None
+    max_kv_size: int | None = None
+    tokens: int | None = None
+    cells: int | None = None
+    error: str | None = None
+
+
+def _row(path: Source) -> _SessionRow | None:
+    """None for a session that somebody removes meanwhile."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    try:
+        found = read_summary(path)
+        return _SessionRow(
+            path.stem,
+            status.st_size,
+            status.st_mtime,
+            "chat" if CHAT in found.notes else "text",
+            found.model,
+            found.policy,
+            found.max_kv_size,
+            found.tokens,
+            found.cells,
+        )
+    except StoreError as error:
+        if not path.exists():
+            return None
+        why = str(error)
+    return _SessionRow(path.stem, status.st_size, status.st_mtime, error=why)
+
+
+def _shown(row: _SessionRow) -> tuple[str, ...]:
+    saved = time.strftime("%Y-%m-%d %H:%M", time.localtime(row.saved))
+    if row.error is not None:
+        return (row.name, saved, megabytes(row.bytes), "-", "-", "-", f"({row.error})")
+    return (
+        row.name,
+        saved,
+        megabytes(row.bytes),
+        f"{row.tokens:,}",
+        f"{row.cells:,} of {row.max_kv_size:,}",
+        str(row.policy),
+        str(row.model),
+    )
+
+
+@click.command()
+@click.argument("name", metavar="NAME|FILE", shell_complete=session_names)
+@SAVED_MODEL
+@click.option(
+    "--forgotten", is_flag=True, help="Show the text that is forgotten or compressed, too."
+)
+@store_option
+def show(name: str, model: str | None, forgotten: bool) -> None:
+    """Show what a session holds, and its text.
+
+    Where tokens are forgotten or compressed, a mark in brackets says how many.
+    """
+    from kvkeep import Snapshot
+
+    file = session_or_file(name)
+    snapshot = Snapshot.load(file)
+    for what, value in _facts(file, snapshot):
+        click.echo(f"{what:<8} {value}")
+    click.echo()
+    text = _tokenizer(file, snapshot, model)
+    gone = "compressed" if compressed_cells(snapshot) else "forgotten"
+    decode: Callable[[Sequence[int]], str] = text.decode
+    for remembered, ids in runs(snapshot):
+        if remembered:
+            sys.stdout.write(decode(ids))
+        else:
+            sys.stdout.write(_mark(len(ids), gone, decode(ids) if forgotten else None))
+        decode = text.decode_inside
+    click.echo()
+
+
+def runs(snapshot: "Snapshot") -> Iterator[tuple[bool, list[int]]]:
+    """All token ids in order, in runs that are remembered (True) or not (False)."""
+    live = {serial for segment in snapshot.segments for serial in segment.serials()}
+    tokens = zip(snapshot.serials.tolist(), snapshot.tokens.tolist(), strict=True)
+    for remembered, run in groupby(tokens, lambda token: token[0] in live):
+        yield remembered, [index for _, index in run]
+
+
+def compressed_cells(snapshot: "Snapshot") -> int:
+    return sum(segment.length for segment in snapshot.segments if segment.compressed)
+
+
+def _facts(file: Source, snapshot: "Snapshot") -> Iterator[tuple[str, str]]:
+    policy = snapshot.policy
+    settings = ", ".join(f"{key} {value}" for key, value in policy.items() if key != "name")
+    dtype = str(snapshot.layout.dtype).removeprefix("torch.")
+    total = len(snapshot.tokens)
+    yield "file", f"{file}, {megabytes(file.stat().st_size)}"
+    yield "saved", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(snapshot.created))
+    yield "model", f"{snapshot.model}, {dtype}"
+    yield "policy", f"{policy['name']}: {settings}"
+    if bits := snapshot.bits.kv or snapshot.bits.far:
+        yield "cells", f"in {bits} bits" + ("" if snapshot.bits.kv else ", but for the window's")
+    compressed = compressed_cells(snapshot)
+    others = f", the others compressed to {counted(compressed, 'cell')}" if compressed else ""
+    yield "tokens", f"{total:,}, of which {snapshot.cells - compressed:,} are remembered{others}"
+    if unread := checked_notes(file, snapshot).get(UNREAD):
+        yield "unread", f"{counted(len(unread), 'token')} of a prompt that was interrupted"
+
+
+def _tokenizer(file: Source, snapshot: "Snapshot", named: str | None) -> "TextCodec":
+    from kvkeep.models.hub.source import resolve
+    from kvkeep.models.text.codec import TextCodec
+    from kvkeep.storage.snapshots.fingerprint import is_tokenizer_of
+
+    if named is None:
+        require_here(snapshot.model, file)
+    name = named or snapshot.model
+    text = TextCodec.open(resolve(name, progress=True))
+    if not is_tokenizer_of(snapshot.fingerprint, text.tokenizer):
+        raise FingerprintMismatch(
+            f"the text of {file} cannot be shown: the tokenizer of {name} is another one than when "
+            "it was saved"
+        )
+    return text
+
+
+def _mark(count: int, gone: str, text: str | None) -> str:
+    what = f"{count:,} {gone} {'token' if count == 1 else 'tokens'}"
+    mark = f"[... {what} ...]" if text is None else f"[{what}: {text}]"
+    return click.style(mark, dim=True) if sys.stdout.isatty() else mark
+
+
+DAMAGED = 2  # exit status
+
+
+@click.command()
+@click.argument("names", metavar="[NAME|FILE]...", nargs=-1, shell_complete=session_names)
+@store_option
+def verify(names: tuple[str, ...]) -> None:
+    """Check every byte of sessions, or of snapshot files; without names, of all sessions.
+
+    Each is said to be OK, or what is wrong with it; status 2 if anything is. Nothing is changed.
+    """
+    from kvkeep import Snapshot
+
+    every = sorted((path.stem, path) for path in saved_sessions().newest())
+    bad = 0
+    for name, file in [(name, session_or_file(name)) for name in names] or every:
+        try:
+            snapshot = Snapshot.load(file)
+            size = file.stat().st_size
+        except (StoreError, FileNotFoundError) as error:
+            if not names and not file.exists():
+                continue  # somebody removed it meanwhile
+            bad += 1
+            click.echo(f"BAD  {name}: {error}")
+        else:
+            tokens = counted(len(snapshot.tokens), "token")
+            click.echo(f"OK   {name}: {tokens}, {megabytes(size)}")
+    if bad:
+        raise click.exceptions.Exit(DAMAGED)
+
+
+def session_or_file(name: str) -> Source:
+    """The file of a session, or the file of that name. Raises InvalidArgument if neither is."""
+    if (path := Path(name)).is_file():
+        try:
+            return saved_sessions().existing(name)
+        except InvalidArgument:
+            return path
+    if "/" in name:
+        raise InvalidArgument(f"there is no file {name}")
+    return saved_sessions().existing(name)
