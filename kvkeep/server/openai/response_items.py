@@ -1,14 +1,54 @@
-"""Items of OpenAI's responses: messages, tool calls and their results, as input and output."""
+"""Requests and items of OpenAI's responses: messages, tool calls and their results."""
 
 import secrets
+import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from kvkeep.engine import Finished
 from kvkeep.errors import InvalidArgument
-from kvkeep.server.tools import Tools
+from kvkeep.server.schemas import MAX_TOKENS, RequestBody, SamplingParams
+from kvkeep.server.tools import Tools, checked_tools
 
+ID_PATTERN = r"^resp_[0-9a-f]{24}$"
 _STATUSES = {"eos": "completed", "stop": "completed", "length": "incomplete", "full": "incomplete"}
+
+
+class TextOptions(RequestBody):
+    format: dict[str, Any] | None = None
+
+
+class ResponsesRequest(SamplingParams):
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    previous_response_id: Annotated[str | None, Field(pattern=ID_PATTERN)] = None
+    max_output_tokens: Annotated[int | None, Field(ge=1, le=MAX_TOKENS)] = None
+    store: bool | None = None
+    stream: bool | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    text: TextOptions | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    metadata: dict[str, str] | None = None
+    return_progress: bool = False
+    timings_per_token: bool = False
+
+    def checked_tools(self) -> Tools | None:
+        return checked_tools(chat_tools(self.tools or ()), self.tool_choice)
+
+    def wanted_schema(self) -> dict[str, Any] | None:
+        """Return the JSON schema that the output must follow. Raises InvalidArgument."""
+        form = (self.text.format if self.text else None) or {"type": "text"}
+        if form.get("type") == "json_schema":
+            schema = form.get("schema")
+            if not isinstance(schema, dict):
+                raise InvalidArgument("text.format.schema must be a JSON schema")
+            return schema
+        if form.get("type") not in ("text", "json_object"):
+            raise InvalidArgument(f"text.format.type cannot be {form.get('type')!r}")
+        return {"type": "object"} if form["type"] == "json_object" else None
 
 
 def input_messages(value: Any) -> list[dict[str, Any]]:
@@ -106,3 +146,30 @@ def final_fields(end: Finished, prompt: int, cached: int) -> dict[str, Any]:
         "total_tokens": prompt + written,
     }
     return {"status": status, "incomplete_details": incomplete, "usage": usage}
+
+
+def new_response(response_id: str, body: ResponsesRequest, model: str) -> dict[str, Any]:
+    """Return the response object of a request that has just begun."""
+    return {
+        "id": response_id,
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": "in_progress",
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
+        "model": model,
+        "output": [],
+        "parallel_tool_calls": True,
+        "previous_response_id": body.previous_response_id,
+        "store": body.store is not False,
+        "temperature": body.temperature,
+        "text": {"format": (body.text.format if body.text else None) or {"type": "text"}},
+        "tool_choice": body.tool_choice or "auto",
+        "tools": body.tools or [],
+        "top_p": body.top_p,
+        "truncation": body.truncation or "auto",
+        "usage": None,
+    }

@@ -10,73 +10,37 @@ import asyncio
 import contextlib
 import itertools
 import secrets
-import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Path
 from fastapi import Request as HttpRequest
-from pydantic import Field
 from starlette.responses import Response
 
 from kvkeep.engine import Finished, GeneratedToken, GenerationRequest, PrefillProgress
-from kvkeep.errors import InvalidArgument, KvkeepError, NoSuchSession
+from kvkeep.errors import KvkeepError, NoSuchSession
 from kvkeep.server.errors import ApiError, api_error_for
 from kvkeep.server.generation import constrain, prompt_ids
 from kvkeep.server.openai.response_items import (
+    ID_PATTERN,
     GeneratedOutput,
-    chat_tools,
+    ResponsesRequest,
     final_fields,
     input_messages,
     message_item,
+    new_response,
     text_part,
 )
 from kvkeep.server.openai.usage import llamacpp_progress, llamacpp_timings
-from kvkeep.server.schemas import MAX_TOKENS, OwnerDep, RequestBody, SamplingParams, ServiceDep
+from kvkeep.server.schemas import OwnerDep, ServiceDep
 from kvkeep.server.service import GenerationStream, Service
 from kvkeep.server.sse import JSON_OR_EVENTS, sse_event, sse_response
-from kvkeep.server.tools import Tools, checked_tools
+from kvkeep.server.tools import Tools
 
 router = APIRouter()
-_ID_PATTERN = r"^resp_[0-9a-f]{24}$"
-_ResponseId = Annotated[str, Path(pattern=_ID_PATTERN)]
+_ResponseId = Annotated[str, Path(pattern=ID_PATTERN)]
 _RESPONSE, _MESSAGES = "response", "messages"  # keys of a session's notes
-
-
-class TextOptions(RequestBody):
-    format: dict[str, Any] | None = None
-
-
-class ResponsesRequest(SamplingParams):
-    input: str | list[dict[str, Any]]
-    instructions: str | None = None
-    previous_response_id: Annotated[str | None, Field(pattern=_ID_PATTERN)] = None
-    max_output_tokens: Annotated[int | None, Field(ge=1, le=MAX_TOKENS)] = None
-    store: bool | None = None
-    stream: bool | None = None
-    truncation: Literal["auto", "disabled"] | None = None
-    text: TextOptions | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    metadata: dict[str, str] | None = None
-    return_progress: bool = False
-    timings_per_token: bool = False
-
-    def checked_tools(self) -> Tools | None:
-        return checked_tools(chat_tools(self.tools or ()), self.tool_choice)
-
-    def wanted_schema(self) -> dict[str, Any] | None:
-        """Return the JSON schema that the output must follow. Raises InvalidArgument."""
-        form = (self.text.format if self.text else None) or {"type": "text"}
-        if form.get("type") == "json_schema":
-            schema = form.get("schema")
-            if not isinstance(schema, dict):
-                raise InvalidArgument("text.format.schema must be a JSON schema")
-            return schema
-        if form.get("type") not in ("text", "json_object"):
-            raise InvalidArgument(f"text.format.type cannot be {form.get('type')!r}")
-        return {"type": "object"} if form["type"] == "json_object" else None
 
 
 @dataclass
@@ -180,7 +144,7 @@ async def _start(body: ResponsesRequest, service: Service, owner: str) -> _Pendi
         await _discard(response_id, service, owner)
         raise
     pending = _PendingResponse(
-        _response_object(response_id, body, service),
+        new_response(response_id, body, service.name),
         messages,
         len(ids),
         cached,
@@ -191,32 +155,6 @@ async def _start(body: ResponsesRequest, service: Service, owner: str) -> _Pendi
     )
     service.pending_responses[owner, response_id] = pending
     return pending
-
-
-def _response_object(response_id: str, body: ResponsesRequest, service: Service) -> dict[str, Any]:
-    return {
-        "id": response_id,
-        "object": "response",
-        "created_at": int(time.time()),
-        "status": "in_progress",
-        "error": None,
-        "incomplete_details": None,
-        "instructions": body.instructions,
-        "max_output_tokens": body.max_output_tokens,
-        "metadata": body.metadata or {},
-        "model": service.name,
-        "output": [],
-        "parallel_tool_calls": True,
-        "previous_response_id": body.previous_response_id,
-        "store": body.store is not False,
-        "temperature": body.temperature,
-        "text": {"format": (body.text.format if body.text else None) or {"type": "text"}},
-        "tool_choice": body.tool_choice or "auto",
-        "tools": body.tools or [],
-        "top_p": body.top_p,
-        "truncation": body.truncation or "auto",
-        "usage": None,
-    }
 
 
 def _require_fits(body: ResponsesRequest, prompt: int, service: Service) -> None:

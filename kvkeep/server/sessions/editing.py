@@ -8,14 +8,8 @@ from pydantic import Field
 from starlette.responses import Response
 
 from kvkeep.errors import InvalidArgument
-from kvkeep.server.schemas import OwnerDep, RequestBody, ServiceDep, TokenId
-from kvkeep.server.sessions.entry import (
-    RevisionDep,
-    SessionName,
-    SpanName,
-    TokenIndex,
-    change_session,
-)
+from kvkeep.server.schemas import RequestBody, TokenId
+from kvkeep.server.sessions.entry import SessionDep, SpanName, TokenIndex
 from kvkeep.session.session import Session
 
 router = APIRouter()
@@ -63,109 +57,74 @@ class CompressRequest(RequestBody):
 
 
 @router.post("/v1/sessions/{name}/edit", response_model=None)
-async def edit(
-    name: SessionName,
-    body: EditRequest,
-    service: ServiceDep,
-    owner: OwnerDep,
-    revision: RevisionDep,
-) -> Response:
+async def edit(body: EditRequest, session: SessionDep) -> Response:
     """Delete, insert or replace tokens. The suffix stays, or is evaluated again."""
-    new = service.model.text.encode(body.text) if body.text is not None else body.tokens or []
+    codec = session.service.model.text
+    new = codec.encode(body.text) if body.text is not None else body.tokens or []
 
-    def apply(session: Session) -> dict[str, Any]:
+    def apply(live: Session) -> dict[str, Any]:
         if body.op == "insert":
             if body.at is None:
                 raise InvalidArgument("an insert needs at: the token before which it goes")
-            report = session.insert(body.at, new, body.recompute)
+            report = live.insert(body.at, new, body.recompute)
         elif body.op == "delete":
-            report = session.delete(*body.place(), body.recompute)
+            report = live.delete(*body.place(), body.recompute)
         else:
-            report = session.replace(*body.place(), new, body.recompute)
+            report = live.replace(*body.place(), new, body.recompute)
         return dataclasses.asdict(report)
 
-    return await change_session(service, name, owner, "edit", apply, revision, adds=len(new))
+    return await session.change("edit", apply, adds=len(new))
 
 
 @router.post("/v1/sessions/{name}/pin", response_model=None)
-async def pin(
-    name: SessionName,
-    body: RangeRequest,
-    service: ServiceDep,
-    owner: OwnerDep,
-    revision: RevisionDep,
-) -> Response:
+async def pin(body: RangeRequest, session: SessionDep) -> Response:
     """Pin tokens: they are never evicted."""
     place = body.place()
-    return await change_session(service, name, owner, "pin", lambda s: s.pin(*place), revision)
+    return await session.change("pin", lambda s: s.pin(*place))
 
 
 @router.post("/v1/sessions/{name}/unpin", response_model=None)
-async def unpin(
-    name: SessionName,
-    body: RangeRequest,
-    service: ServiceDep,
-    owner: OwnerDep,
-    revision: RevisionDep,
-) -> Response:
+async def unpin(body: RangeRequest, session: SessionDep) -> Response:
     """Unpin tokens: they are evicted as the window moves on."""
     place = body.place()
-    return await change_session(service, name, owner, "unpin", lambda s: s.unpin(*place), revision)
+    return await session.change("unpin", lambda s: s.unpin(*place))
 
 
 @router.post("/v1/sessions/{name}/spans", response_model=None)
-async def span(
-    name: SessionName,
-    body: SpanRequest,
-    service: ServiceDep,
-    owner: OwnerDep,
-    revision: RevisionDep,
-) -> Response:
+async def span(body: SpanRequest, session: SessionDep) -> Response:
     """Name tokens; the name moves with them."""
 
-    def apply(session: Session) -> None:
-        session.name(body.name, body.start, body.end)
+    def apply(live: Session) -> None:
+        live.name(body.name, body.start, body.end)
 
-    return await change_session(service, name, owner, "span", apply, revision)
+    return await session.change("span", apply)
 
 
 @router.post("/v1/sessions/{name}/rewind", response_model=None)
-async def rewind(
-    name: SessionName,
-    body: RewindRequest,
-    service: ServiceDep,
-    owner: OwnerDep,
-    revision: RevisionDep,
-) -> Response:
+async def rewind(body: RewindRequest, session: SessionDep) -> Response:
     """Take back the last `count` tokens."""
     count = body.count
-    return await change_session(service, name, owner, "rewind", lambda s: s.rewind(count), revision)
+    return await session.change("rewind", lambda s: s.rewind(count))
 
 
 @router.post("/v1/sessions/{name}/compress", response_model=None)
-async def compress(
-    name: SessionName,
-    body: CompressRequest,
-    service: ServiceDep,
-    owner: OwnerDep,
-    revision: RevisionDep,
-) -> Response:
+async def compress(body: CompressRequest, session: SessionDep) -> Response:
     """Compress to `ratio` times fewer cells. The engine serves other requests meanwhile."""
-    engine = service.engine
+    engine, model = session.engine, session.service.model
 
-    def apply(session: Session) -> dict[str, Any]:
-        report = session.compress(
+    def apply(live: Session) -> dict[str, Any]:
+        report = live.compress(
             body.ratio,
             body.method,
             body.recent,
             budget=body.budget,
-            calibration=service.model.calibration if body.method == "kvzap" else None,
+            calibration=model.calibration if body.method == "kvzap" else None,
             progress=engine.yield_turn,
         )
         fields = dataclasses.asdict(report)
         return {key: fields[key] for key in _REPORT_FIELDS}
 
-    return await change_session(service, name, owner, "compress", apply, revision)
+    return await session.change("compress", apply)
 
 
 _REPORT_FIELDS = (

@@ -2,14 +2,16 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, Header, Path
 from pydantic import Field
 from starlette.responses import JSONResponse
 
-from kvkeep.engine import SessionRecord
+from kvkeep.engine import Engine, SessionRecord
 from kvkeep.server.errors import ApiError
+from kvkeep.server.schemas import OwnerDep, ServiceDep
 from kvkeep.server.service import Service
 from kvkeep.session.session import Session
 
@@ -24,12 +26,6 @@ _IF_MATCH = (
 )
 
 
-def _revision(
-    if_match: Annotated[str | None, Header(max_length=40, description=_IF_MATCH)] = None,
-) -> int | None:
-    return parse_if_match(if_match)
-
-
 def parse_if_match(if_match: str | None) -> int | None:
     """Return the revision in `If-Match: "3"`, or None for any. Raises ApiError."""
     if if_match is None or if_match.strip() == "*":
@@ -40,7 +36,51 @@ def parse_if_match(if_match: str | None) -> int | None:
     return int(number)
 
 
-RevisionDep = Annotated[int | None, Depends(_revision)]
+@dataclass(frozen=True)
+class SessionContext:
+    """The session that a route changes. revision: the one that the request is for; None for any."""
+
+    service: Service
+    owner: str
+    name: str
+    revision: int | None
+
+    @property
+    def engine(self) -> Engine:
+        return self.service.engine
+
+    async def find(self) -> SessionRecord:
+        """Return the session's record, without loading it from disk."""
+        return await asyncio.wrap_future(self.engine.find(self.name, self.owner))
+
+    async def inspect(self, function: Callable[[SessionRecord], T]) -> T:
+        """Return what a function says of the session. It runs in the engine's thread."""
+        return await read_session(self.service, self.name, self.owner, function)
+
+    async def change(
+        self, operation: str, function: Callable[[Session], Any], adds: int = 0
+    ) -> JSONResponse:
+        """Run a function on the session; return the session, and the function's value as `result`.
+
+        operation: as listeners see it. adds: the most tokens that the function adds.
+        """
+        changed = self.engine.change(
+            self.name, self.owner, operation, function, self.revision, adds
+        )
+        result = await asyncio.wrap_future(changed)
+        return await self.inspect(lambda record: session_response(record, result=result))
+
+
+def _session_context(
+    name: SessionName,
+    service: ServiceDep,
+    owner: OwnerDep,
+    if_match: Annotated[str | None, Header(max_length=40, description=_IF_MATCH)] = None,
+) -> SessionContext:
+    return SessionContext(service, owner, name, parse_if_match(if_match))
+
+
+SessionDep = Annotated[SessionContext, Depends(_session_context)]
 
 
 def session_entry(record: SessionRecord) -> dict[str, Any]:
@@ -89,23 +129,3 @@ async def read_session(
 ) -> T:
     """Return what a function says of a session. It runs in the engine's thread."""
     return await asyncio.wrap_future(service.engine.inspect(name, owner, function))
-
-
-async def change_session(
-    service: Service,
-    name: str,
-    owner: str,
-    operation: str,
-    function: Callable[[Session], T],
-    revision: int | None,
-    adds: int = 0,
-) -> JSONResponse:
-    """Run a function on a session; return the session, and the function's value as `result`.
-
-    operation: as listeners see it. adds: the most tokens that the function adds.
-    """
-    done = service.engine.change(name, owner, operation, function, revision, adds)
-    result = await asyncio.wrap_future(done)
-    return await read_session(
-        service, name, owner, lambda record: session_response(record, result=result)
-    )

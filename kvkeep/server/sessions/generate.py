@@ -21,9 +21,9 @@ from kvkeep.errors import InvalidArgument
 from kvkeep.server.errors import api_error_for
 from kvkeep.server.generation import template_messages
 from kvkeep.server.openai.usage import llamacpp_timings
-from kvkeep.server.schemas import MAX_TOKENS, OwnerDep, SamplingParams, ServiceDep, TokenId
+from kvkeep.server.schemas import MAX_TOKENS, SamplingParams, TokenId
 from kvkeep.server.service import GenerationResult, GenerationStream, Service
-from kvkeep.server.sessions.entry import RevisionDep, SessionName, SpanName, read_session
+from kvkeep.server.sessions.entry import SessionContext, SessionDep, SpanName
 from kvkeep.server.sse import JSON_OR_EVENTS, sse_event, sse_response
 from kvkeep.session.session import Session
 
@@ -85,46 +85,31 @@ class TurnRequest(SamplingParams):
 
 @router.post("/v1/sessions/{name}/feed", response_model=None, responses=JSON_OR_EVENTS)
 async def feed(
-    name: SessionName,
-    body: FeedRequest,
-    http_request: HttpRequest,
-    service: ServiceDep,
-    owner: OwnerDep,
-    revision: RevisionDep,
+    body: FeedRequest, http_request: HttpRequest, session: SessionDep
 ) -> Response | dict[str, Any]:
     """Prefill a text at the session's end."""
-    ids = await asyncio.to_thread(body.encode, service, False)
+    ids = await asyncio.to_thread(body.encode, session.service, False)
     if not ids:
         raise InvalidArgument("nothing to prefill: give text, tokens or messages")
     request = GenerationRequest(ids, 0, on_end=body.name_span())
-    return await _run(name, body.stream, request, http_request, service, owner, revision)
+    return await _run(request, session, http_request, body.stream)
 
 
 @router.post("/v1/sessions/{name}/generate", response_model=None, responses=JSON_OR_EVENTS)
 async def generate(
-    name: SessionName,
-    body: GenerateRequest,
-    http_request: HttpRequest,
-    service: ServiceDep,
-    owner: OwnerDep,
-    revision: RevisionDep,
+    body: GenerateRequest, http_request: HttpRequest, session: SessionDep
 ) -> Response | dict[str, Any]:
     """Prefill what is given, if anything, and generate."""
-    ids = await asyncio.to_thread(body.encode, service, True)
+    ids = await asyncio.to_thread(body.encode, session.service, True)
     (sampling,) = body.samplings(temperature=0.0)
     on_end = body.name_span()
     request = GenerationRequest(ids, body.max_tokens, sampling, body.ignore_eos, on_end=on_end)
-    return await _run(name, body.stream, request, http_request, service, owner, revision)
+    return await _run(request, session, http_request, body.stream)
 
 
 @router.post("/v1/sessions/{name}/turns", response_model=None, responses=JSON_OR_EVENTS)
 async def say(
-    name: SessionName,
-    body: TurnRequest,
-    http_request: HttpRequest,
-    service: ServiceDep,
-    owner: OwnerDep,
-    revision: RevisionDep,
+    body: TurnRequest, http_request: HttpRequest, session: SessionDep
 ) -> Response | dict[str, Any]:
     """Prefill a user's turn, as the chat template renders it, and generate the reply.
 
@@ -132,31 +117,28 @@ async def say(
     """
     (sampling,) = body.samplings(temperature=0.0)
     reply = GenerationRequest((), body.max_tokens, sampling)
-    request = chat_turn(service.model, body.content, reply, body.system)
-    return await _run(name, body.stream, request, http_request, service, owner, revision)
+    request = chat_turn(session.service.model, body.content, reply, body.system)
+    return await _run(request, session, http_request, body.stream)
 
 
 async def _run(
-    name: str,
-    streamed: bool,
     request: GenerationRequest | Callable[[SessionRecord], GenerationRequest],
+    session: SessionContext,
     http_request: HttpRequest,
-    service: Service,
-    owner: str,
-    revision: int | None,
+    streamed: bool,
 ) -> Response | dict[str, Any]:
     """Run a request in a session; respond with the whole result or with a stream of events."""
-    generations = await service.generate(request, owner, session=name, revision=revision)
+    generations = await session.service.generate(
+        request, session.owner, session=session.name, revision=session.revision
+    )
     if streamed:
-        return sse_response(_stream(generations, name, service, owner))
+        return sse_response(_stream(generations, session))
     async with generations.cancel_on_disconnect(http_request):
         (result,) = await generations.collect()
-    return await _response(result, name, service, owner)
+    return await _response(result, session)
 
 
-async def _stream(
-    generations: GenerationStream, name: str, service: Service, owner: str
-) -> AsyncIterator[bytes]:
+async def _stream(generations: GenerationStream, session: SessionContext) -> AsyncIterator[bytes]:
     """Yield events `read` (prefill progress) and `token`, and last `done` or `error`."""
     text, tokens = "", list[GeneratedToken]()
     try:
@@ -170,16 +152,14 @@ async def _stream(
             elif isinstance(progress, Finished):
                 end = progress
         result = GenerationResult(text + end.text, tokens, end)
-        yield sse_event(await _response(result, name, service, owner), "done")
+        yield sse_event(await _response(result, session), "done")
     except Exception as error:  # the status is already sent: the last event reports the error
         yield sse_event(api_error_for(error).openai_body(), "error")
 
 
-async def _response(
-    result: GenerationResult, name: str, service: Service, owner: str
-) -> dict[str, Any]:
-    total_tokens, revision = await read_session(
-        service, name, owner, lambda record: (len(record.live.tokens), record.revision)
+async def _response(result: GenerationResult, session: SessionContext) -> dict[str, Any]:
+    total_tokens, revision = await session.inspect(
+        lambda record: (len(record.live.tokens), record.revision)
     )
     return {
         "text": result.text,

@@ -13,7 +13,7 @@ from kvkeep.errors import StoreError
 from kvkeep.server.schemas import MAX_TOKENS, OwnerDep, RequestBody, ServiceDep
 from kvkeep.server.sessions.entry import (
     NAME_PATTERN,
-    RevisionDep,
+    SessionDep,
     SessionName,
     TokenIndex,
     session_entry,
@@ -90,69 +90,49 @@ async def sessions(service: ServiceDep, owner: OwnerDep, unnamed: bool = False) 
 
 
 @router.get("/v1/sessions/{name}", response_model=None)
-async def session(
-    name: SessionName, service: ServiceDep, owner: OwnerDep, revision: RevisionDep
-) -> Response:
+async def retrieve(session: SessionDep) -> Response:
     """Return one session; it is not loaded from disk."""
-    record = await asyncio.wrap_future(service.engine.find(name, owner))
-    record.require_revision(revision)
+    record = await session.find()
+    record.require_revision(session.revision)
     return session_response(record)
 
 
 @router.delete("/v1/sessions/{name}")
-async def delete(
-    name: SessionName, service: ServiceDep, owner: OwnerDep, revision: RevisionDep
-) -> dict[str, Any]:
+async def delete(session: SessionDep) -> dict[str, Any]:
     """Delete a session, on disk too."""
-    await asyncio.wrap_future(service.engine.delete(name, owner, revision))
-    return {"name": name, "object": "session", "deleted": True}
+    await asyncio.wrap_future(session.engine.delete(session.name, session.owner, session.revision))
+    return {"name": session.name, "object": "session", "deleted": True}
 
 
 @router.post("/v1/sessions/{name}/fork", status_code=201, response_model=None)
-async def fork(
-    name: SessionName,
-    body: ForkRequest,
-    service: ServiceDep,
-    owner: OwnerDep,
-    revision: RevisionDep,
-) -> Response:
+async def fork(body: ForkRequest, session: SessionDep) -> Response:
     """Fork a session at its end, or after `at` tokens."""
-    created = service.engine.fork(name, owner, body.at, body.name, revision)
+    created = session.engine.fork(session.name, session.owner, body.at, body.name, session.revision)
     return session_response(await asyncio.wrap_future(created), 201)
 
 
 @router.post("/v1/sessions/{name}/save", response_model=None)
-async def save(
-    name: SessionName, service: ServiceDep, owner: OwnerDep, revision: RevisionDep
-) -> Response:
+async def save(session: SessionDep) -> Response:
     """Save a session; respond once it is on disk, where a kill of the server does not undo it."""
-    await asyncio.wrap_future(service.engine.save(name, owner, revision))
-    return session_response(await asyncio.wrap_future(service.engine.find(name, owner)))
+    await asyncio.wrap_future(session.engine.save(session.name, session.owner, session.revision))
+    return session_response(await session.find())
 
 
 @router.put("/v1/sessions/{name}/resident", response_model=None)
-async def resident(
-    name: SessionName,
-    body: ResidentRequest,
-    service: ServiceDep,
-    owner: OwnerDep,
-    revision: RevisionDep,
-) -> Response:
+async def resident(body: ResidentRequest, session: SessionDep) -> Response:
     """Set whether a session stays in memory when others need room."""
-    await asyncio.wrap_future(service.engine.pin(name, owner, body.resident, revision))
-    return session_response(await asyncio.wrap_future(service.engine.find(name, owner)))
+    await asyncio.wrap_future(
+        session.engine.pin(session.name, session.owner, body.resident, session.revision)
+    )
+    return session_response(await session.find())
 
 
 @router.post("/v1/sessions/{name}/snapshot", status_code=201, response_model=None)
-async def snapshot(
-    name: SessionName,
-    body: SnapshotRequest,
-    service: ServiceDep,
-    owner: OwnerDep,
-    revision: RevisionDep,
-) -> Response:
+async def snapshot(body: SnapshotRequest, session: SessionDep) -> Response:
     """Write a snapshot under a name; respond once it is on disk."""
-    size = await asyncio.wrap_future(service.engine.snapshot(name, body.name, owner, revision))
+    size = await asyncio.wrap_future(
+        session.engine.snapshot(session.name, body.name, session.owner, session.revision)
+    )
     return JSONResponse({"name": body.name, "object": "snapshot", "bytes": size}, 201)
 
 
