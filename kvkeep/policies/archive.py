@@ -91,7 +91,7 @@ class Archive(Policy):
 
     @property
     def shared(self) -> str:
-        """How layers and KV heads share the archive."""
+        """The way in which layers and KV heads share the archive: "uniform" or "heads"."""
         return self.budget or self.by.budget
 
     def settings(self) -> dict[str, Any]:

@@ -37,19 +37,19 @@ class Policy(ABC):
     @property
     @abstractmethod
     def keep(self) -> int:
-        """How many of the first cells are never evicted."""
+        """The number of first cells that are never evicted."""
 
     @property
     @abstractmethod
     def exact(self) -> int:
-        """How many first tokens have full attention among each other.
+        """The number of first tokens that have full attention among each other.
 
         That is, how many fit before any is evicted, compressed or grouped.
         """
 
     @property
     def observed(self) -> int:
-        """How many of the newest tokens' queries the policy decides by.
+        """The number of newest tokens by whose queries the policy decides.
 
         These tokens must be evaluated rather than read from a prefix store.
         """
