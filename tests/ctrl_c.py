@@ -1,4 +1,4 @@
-"""Ctrl-C at a step of the model, on a fast machine as on a slow one.
+"""Ctrl-C at a given step of the model, on any machine.
 
 As a script: `python ctrl_c.py STEP ...` is `python -m kvkeep ...`, interrupted there.
 """
@@ -14,16 +14,17 @@ import torch.nn.functional as F
 
 
 def interrupting(step: int, signal_number: int = signal.SIGINT) -> Callable[..., Any]:
-    """What stands in for torch's `embedding`, which each step of a model begins with: with the
-    call of that number, from 1, comes the signal.
+    """Return a replacement of torch's `embedding`, with which each step of a model begins.
+
+    Its call of that number, counted from 1, raises the signal.
     """
     embedding, number = F.embedding, itertools.count(1)
 
-    def counted(*given: Any, **options: Any) -> Any:
+    def counted(*arguments: Any, **options: Any) -> Any:
         if next(number) == step:
             assert signal.getsignal(signal_number) is not signal.SIG_DFL, "it would end the tests"
             signal.raise_signal(signal_number)
-        return embedding(*given, **options)
+        return embedding(*arguments, **options)
 
     return counted
 

@@ -1,4 +1,4 @@
-"""A caller who sets torch's default dtype or device gets the same numbers as one who does not."""
+"""torch's default dtype and device, set by a caller, change no result."""
 
 import ast
 from collections.abc import Callable, Iterator
@@ -24,14 +24,14 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float64]
 
 
 @contextmanager
-def default(what: torch.dtype | str) -> Iterator[None]:
-    """A device on which nothing can be computed shows whatever lands there by default."""
+def default(value: torch.dtype | str) -> Iterator[None]:
+    """Set a default. Nothing can be computed on "meta", so a tensor that lands there shows."""
     before = torch.get_default_dtype()
     try:
-        if isinstance(what, torch.dtype):
-            torch.set_default_dtype(what)
+        if isinstance(value, torch.dtype):
+            torch.set_default_dtype(value)
         else:
-            torch.set_default_device(what)
+            torch.set_default_device(value)
         yield
     finally:
         torch.set_default_dtype(before)
@@ -39,7 +39,7 @@ def default(what: torch.dtype | str) -> Iterator[None]:
 
 
 def wrapping(model: Model, path: Path) -> list[Tensor]:
-    """Chunks and single tokens into a ring that goes around."""
+    """Chunks and single tokens into a ring that wraps."""
     session = model.session(max_kv_size=40, prefill_step=24)
     return [*fed(session), session.score(IDS[:30])]
 
@@ -121,7 +121,7 @@ def compressed_by_heads(model: Model, path: Path) -> list[Tensor]:
     return [*rows, *fed(session, 100)]
 
 
-def kept_in_files(model: Model, path: Path) -> list[Tensor]:
+def saved_to_files(model: Model, path: Path) -> list[Tensor]:
     store = PrefixStore(path / "store")
     rows = []
     for codec in ("none", "zstd", "int8"):
@@ -134,7 +134,7 @@ def kept_in_files(model: Model, path: Path) -> list[Tensor]:
 
 
 def fed(session: Session, count: int = 60) -> list[Tensor]:
-    """Logits after a prompt in chunks, after tokens one by one, and after some that were drawn."""
+    """Logits after a prompt in chunks, after single tokens, and after sampled ones."""
     session.feed(IDS[:count])
     rows = [last(session)]
     for token in IDS[:4]:
@@ -153,57 +153,59 @@ def last(session: Session) -> Tensor:
     return logits
 
 
-OF_KERNELS = [wrapping, in_few_bits, in_a_group]
-WAYS = [*OF_KERNELS, by_other_policies, edited, compressed, compressed_by_heads, kept_in_files]
+WITH_KERNELS = [wrapping, in_few_bits, in_a_group]
+WAYS = [*WITH_KERNELS, by_other_policies, edited, compressed, compressed_by_heads, saved_to_files]
 SMALL = {"small": lambda: packed_model(spec_of(), 4), "small, by torch": small_model}
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("model", SMALL.values(), ids=SMALL)
-def test_sessions_say_the_same_to_the_bit(
+def test_sessions_give_the_same_bits(
     way: Callable[[Model, Path], list[Tensor]], model: Callable[[], Model], tmp_path: Path
 ) -> None:
-    wanted = way(model(), tmp_path / "none")
+    expected = way(model(), tmp_path / "none")
     for what in (*DTYPES, "meta"):
-        same_under(what, way, model(), wanted, tmp_path)
+        same_under(what, way, model(), expected, tmp_path)
 
 
-@pytest.mark.parametrize("way", OF_KERNELS)
-def test_sessions_of_the_default_model_say_the_same_to_the_bit(
+@pytest.mark.parametrize("way", WITH_KERNELS)
+def test_sessions_of_the_default_model_give_the_same_bits(
     way: Callable[[Model, Path], list[Tensor]], smollm2: Model, tmp_path: Path
 ) -> None:
-    wanted = way(smollm2, tmp_path)
+    expected = way(smollm2, tmp_path)
     for what in (torch.bfloat16, torch.float64, "meta"):
-        same_under(what, way, smollm2, wanted, tmp_path)
+        same_under(what, way, smollm2, expected, tmp_path)
 
 
 def same_under(
     what: torch.dtype | str,
     way: Callable[[Model, Path], list[Tensor]],
     model: Model,
-    wanted: list[Tensor],
+    expected: list[Tensor],
     path: Path,
 ) -> None:
     with default(what):
         found = way(model, path / str(what))
-    assert len(found) == len(wanted)
-    assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True)), what
+    assert len(found) == len(expected)
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True)), what
 
 
 @pytest.mark.parametrize("what", [*DTYPES, "meta"], ids=str)
-def test_a_model_is_the_same_however_it_was_loaded(what: torch.dtype | str, tmp_path: Path) -> None:
+def test_defaults_do_not_change_how_a_model_is_loaded(
+    what: torch.dtype | str, tmp_path: Path
+) -> None:
     folder = str(write_small_folder(tmp_path / "model"))
-    wanted = fed(kvkeep.load_model(folder, dtype="float32").session(40))
+    expected = fed(kvkeep.load_model(folder, dtype="float32").session(40))
     with default(what):
         loaded = kvkeep.load_model(folder, dtype="float32")
     for found in (
         fed(loaded.session(40)),
         fed(kvkeep.load_model(folder, dtype="float32").session(40)),
     ):
-        assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
+        assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
 
 
-# What makes a tensor of nothing but numbers, and so of the default dtype on the default device.
+# Functions that create a tensor of the default dtype on the default device.
 FACTORIES = {
     "arange", "as_tensor", "asarray", "empty", "eye", "full", "linspace", "ones", "rand", "randint",
     "randn", "randperm", "scalar_tensor", "tensor", "zeros",
@@ -224,12 +226,12 @@ def factory_calls() -> Iterator[tuple[str, ast.Call]]:
                 yield f"{path.relative_to(root)}:{node.lineno} torch.{node.func.attr}", node
 
 
-def test_every_tensor_that_is_made_says_its_dtype_and_device() -> None:
+def test_every_new_tensor_has_an_explicit_dtype_and_device() -> None:
     calls = list(factory_calls())
     assert len(calls) > 20
-    vague = [
+    incomplete = [
         place
         for place, call in calls
         if not {"dtype", "device"} <= {keyword.arg for keyword in call.keywords}
     ]
-    assert vague == []
+    assert incomplete == []

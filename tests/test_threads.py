@@ -1,4 +1,4 @@
-"""Sessions in several threads compute one at a time, and say what they say one after the other."""
+"""Sessions in several threads compute one at a time, with the same results as in turn."""
 
 import threading
 import time
@@ -19,21 +19,21 @@ from kvkeep.session.session import Session
 
 MODELS = {"float32": small_model(), "compiled": packed_model(spec_of(), 4)}
 TEXT = [(i * i * 7 + 3 * i) % 250 + 1 for i in range(600)]
-WARM = Sampling(temperature=1.0, seed=3)
+DRAWN = Sampling(temperature=1.0, seed=3)
 PATIENCE = 60.0  # seconds, for what takes a moment
 
 
 def run(*works: Callable[[], object]) -> None:
-    """All at once, each in a thread; raises what one of them raises."""
+    """Run all at once, each in a thread; raises what one of them raises."""
     errors = list[BaseException]()
 
-    def kept(work: Callable[[], object]) -> None:
+    def catching(work: Callable[[], object]) -> None:
         try:
             work()
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=kept, args=(work,)) for work in works]
+    threads = [threading.Thread(target=catching, args=(work,)) for work in works]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -43,28 +43,28 @@ def run(*works: Callable[[], object]) -> None:
 
 
 @contextmanager
-def crowds(decoder: Decoder) -> Iterator[list[int]]:
-    """How many threads were in the model at once, each time that one came in."""
-    usual, found, inside = decoder.executor, list[int](), list[int]()
+def entries(decoder: Decoder) -> Iterator[list[int]]:
+    """Yields a list of how many threads were in the model, each time that one entered it."""
+    executor, counts, inside = decoder.executor, list[int](), list[int]()
 
     class Slow:
         def hidden(self, tokens: Tensor, step: AnyStep) -> Tensor:
             inside.append(1)
-            found.append(len(inside))
-            time.sleep(0.002)  # others run meanwhile, if they may
+            counts.append(len(inside))
+            time.sleep(0.002)  # other threads enter meanwhile if nothing keeps them out
             try:
-                return usual.hidden(tokens, step)
+                return executor.hidden(tokens, step)
             finally:
                 inside.pop()
 
         def logits(self, hidden: Tensor) -> Tensor:
-            return usual.logits(hidden)
+            return executor.logits(hidden)
 
     decoder.executor = Slow()
     try:
-        yield found
+        yield counts
     finally:
-        decoder.executor = usual
+        decoder.executor = executor
 
 
 def various(model: Model) -> list[Session]:
@@ -80,18 +80,18 @@ def various(model: Model) -> list[Session]:
 
 
 def use(session: Session, seed: int) -> list[object]:
-    """A bit of everything. Returns all logits on the way, and the tokens."""
-    found: list[object] = []
+    """Use most operations of a session. Returns all logits on the way, and the tokens."""
+    results: list[object] = []
     session.feed(TEXT[seed : seed + 50])
-    found.append(session.logits)
+    results.append(session.logits)
     for _ in range(6):
-        session.next_token(WARM)
-        found.append(session.logits)
+        session.next_token(DRAWN)
+        results.append(session.logits)
     session.rewind(2)
     fork = session.fork()
     fork.feed(TEXT[:5])
-    found += [session.score(TEXT[:7]), fork.logits, session.logits, list(session.tokens)]
-    return found
+    results += [session.score(TEXT[:7]), fork.logits, session.logits, list(session.tokens)]
+    return results
 
 
 def same(one: list[object], other: list[object]) -> bool:
@@ -102,18 +102,18 @@ def same(one: list[object], other: list[object]) -> bool:
 
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
-def test_sessions_in_threads_say_what_they_say_one_after_the_other(model: Model) -> None:
-    wanted = [use(session, seed) for seed, session in enumerate(various(model))]
-    sessions, found = various(model), dict[int, list[object]]()
+def test_sessions_in_threads_give_the_same_results_as_in_turn(model: Model) -> None:
+    expected = [use(session, seed) for seed, session in enumerate(various(model))]
+    sessions, results = various(model), dict[int, list[object]]()
 
     def work(seed: int) -> Callable[[], None]:
         def one() -> None:
-            found[seed] = use(sessions[seed], seed)
+            results[seed] = use(sessions[seed], seed)
 
         return one
 
     run(*(work(seed) for seed in range(len(sessions))))
-    assert all(same(found[seed], each) for seed, each in enumerate(wanted))
+    assert all(same(results[seed], each) for seed, each in enumerate(expected))
 
 
 def test_one_thread_at_a_time_is_in_the_model() -> None:
@@ -130,31 +130,31 @@ def test_one_thread_at_a_time_is_in_the_model() -> None:
         sessions[2].rewind(1)
         sessions[2].fork(25)
 
-    with crowds(model.decoder) as found:
+    with entries(model.decoder) as counts:
         run(
             lambda: [sessions[0].next_token() for _ in range(9)],
             lambda: (sessions[1].feed(TEXT[:40]), sessions[1].score(TEXT[:5])),
             edited,
             lambda: [group.next_tokens() for _ in range(5)],
         )
-    assert len(found) >= 20
-    assert max(found) == 1
+    assert len(counts) >= 20
+    assert max(counts) == 1
 
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
-def test_a_session_that_several_threads_write_in_takes_in_each_token_once(model: Model) -> None:
+def test_a_session_sampled_by_several_threads_takes_each_token_once(model: Model) -> None:
     session, alone = (model.session(48) for _ in range(2))
     for each in (session, alone):
         each.feed(TEXT[:60])
-    written = list[int]()
-    run(*(lambda: written.extend(session.next_token() for _ in range(20)) for _ in range(4)))
-    wanted = [alone.next_token() for _ in range(80)]
+    sampled = list[int]()
+    run(*(lambda: sampled.extend(session.next_token() for _ in range(20)) for _ in range(4)))
+    expected = [alone.next_token() for _ in range(80)]
     assert session.tokens == alone.tokens
-    assert sorted(written) == sorted(wanted)
+    assert sorted(sampled) == sorted(expected)
     assert torch.equal(session.logits, alone.logits)
 
 
-def test_a_session_that_several_threads_feed_holds_all_of_it_step_by_step() -> None:
+def test_a_session_fed_by_several_threads_holds_all_prompts_step_by_step() -> None:
     session = small_model().session(policy="full", prefill_step=5)
     marks = [[each] * 40 for each in (11, 22, 33)]
     run(*(lambda tokens=tokens: session.feed(tokens) for tokens in marks))
@@ -167,20 +167,20 @@ def test_a_session_that_several_threads_feed_holds_all_of_it_step_by_step() -> N
     assert (session.logits - again.logits).abs().max() <= 1e-4
 
 
-def test_another_session_has_its_turn_between_two_steps_of_a_long_prompt() -> None:
+def test_another_session_has_its_turn_between_two_prefill_steps() -> None:
     model = small_model()
     long, short = model.session(prefill_step=10), model.session()
     short.feed(TEXT[:5])
-    begun, written = threading.Event(), threading.Event()
+    begun, sampled = threading.Event(), threading.Event()
 
     def after_a_step(count: int) -> None:
         begun.set()
-        assert written.wait(PATIENCE)  # by another thread, while this prompt is on its way
+        assert sampled.wait(PATIENCE)  # by another thread, while this prompt is on its way
 
     def write() -> None:
         assert begun.wait(PATIENCE)
         short.next_token()
-        written.set()
+        sampled.set()
 
     run(lambda: long.feed(TEXT[:100], progress=after_a_step), write)
     assert len(long.tokens) == 100

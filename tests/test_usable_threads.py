@@ -1,4 +1,4 @@
-"""Threads are as many as the cores whose time the process may use, by its control groups."""
+"""The number of threads follows the cgroup CPU quota of the process."""
 
 import json
 import os
@@ -14,7 +14,7 @@ V2, V1 = "0::/user/of\n", "4:cpu,cpuacct:/docker/7f\n3:cpuset:/docker/7f\n0::/\n
 
 
 def system(root: Path, groups: str, files: dict[str, str]) -> Path:
-    """A file system with such control groups."""
+    """Write a file system with these control groups."""
     for name, text in {"proc/self/cgroup": groups, **files}.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -28,12 +28,12 @@ def v1(folder: str, allowed: int) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("groups", "files", "wanted"),
+    ("groups", "files", "expected"),
     [
         (V2, {}, None),
         (V2, {"sys/fs/cgroup/user/of/cpu.max": "max 100000\n"}, None),
         (V2, {"sys/fs/cgroup/user/of/cpu.max": "150000 100000\n"}, 1.5),
-        # A group has no more than what is around it.
+        # The quota of a parent group binds, too.
         (
             V2,
             {
@@ -42,7 +42,7 @@ def v1(folder: str, allowed: int) -> dict[str, str]:
             },
             2.0,
         ),
-        # Within a container its own group is the top of what is mounted.
+        # In a container its own group is the top of the mounted hierarchy.
         (V2, {"sys/fs/cgroup/cpu.max": "50000 100000\n"}, 0.5),
         (V1, v1("cpu,cpuacct/docker/7f", 250_000), 2.5),
         (V1, v1("cpu,cpuacct/docker/7f", -1), None),
@@ -53,16 +53,16 @@ def v1(folder: str, allowed: int) -> dict[str, str]:
         (V2, {"sys/fs/cgroup/user/of/cpu.max": "100000 0\n"}, None),
     ],
 )
-def test_the_least_quota_counts(
-    tmp_path: Path, groups: str, files: dict[str, str], wanted: float | None
+def test_the_smallest_quota_applies(
+    tmp_path: Path, groups: str, files: dict[str, str], expected: float | None
 ) -> None:
     root = system(tmp_path, groups, files)
-    assert quota(root) == wanted
-    most = cores() if wanted is None else max(1, int(wanted))
+    assert quota(root) == expected
+    most = cores() if expected is None else max(1, int(expected))
     assert usable(root) == min(cores(), most)
 
 
-def test_where_there_are_no_groups_all_cores_are_usable(tmp_path: Path) -> None:
+def test_without_control_groups_all_cores_are_usable(tmp_path: Path) -> None:
     assert quota(tmp_path) is None
     assert usable(tmp_path) == cores()
 
@@ -90,7 +90,7 @@ print(json.dumps([fitted, torch.get_num_threads()]))
 
 
 @pytest.mark.parametrize(
-    ("limit", "environment", "wanted"),
+    ("limit", "environment", "expected"),
     [
         ("150000", {}, 1),
         ("max", {}, 16),
@@ -98,16 +98,18 @@ print(json.dumps([fitted, torch.get_num_threads()]))
         ("150000", {"MKL_NUM_THREADS": "16"}, 16),
     ],
 )
-def test_torch_computes_on_no_more_than_have_time_unless_a_number_was_chosen(
-    tmp_path: Path, limit: str, environment: dict[str, str], wanted: int
+def test_torch_is_limited_to_the_quota_unless_a_number_was_chosen(
+    tmp_path: Path, limit: str, environment: dict[str, str], expected: int
 ) -> None:
-    """Once: what a program sets later stays."""
+    """Once: a number that the program sets later stays."""
     root = system(tmp_path, V2, {"sys/fs/cgroup/user/of/cpu.max": f"{limit} 100000"})
-    kept = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+    others = {
+        k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+    }
     done = subprocess.run(
         [sys.executable, "-c", FITTED.format(root=str(root))],
-        env=kept | environment,
+        env=others | environment,
         capture_output=True,
         check=True,
     )
-    assert json.loads(done.stdout) == [wanted, 7]
+    assert json.loads(done.stdout) == [expected, 7]

@@ -1,4 +1,4 @@
-"""Answers of the default model, as users run it: the same to the bit, whoever else is served."""
+"""Generations of the default model: the same to the bit, whatever else is served."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,14 +22,14 @@ from kvkeep.errors import Cancelled, InvalidArgument, NonFiniteLogits
 from kvkeep.model import Model
 from kvkeep.session.sampling import Sampling
 
-WRITTEN = 24
+COUNT = 24
 DRAWN = Sampling(temperature=0.9, top_p=0.95, seed=5)
 
 
 @pytest.fixture
 def engine(smollm2: Model) -> Iterator[Engine]:
-    with Engine(smollm2, settings={"max_kv_size": 600}) as made:
-        yield made
+    with Engine(smollm2, settings={"max_kv_size": 600}) as started:
+        yield started
 
 
 def prompts(model: Model, count: int, length: int = 300) -> list[tuple[int, ...]]:
@@ -37,124 +37,124 @@ def prompts(model: Model, count: int, length: int = 300) -> list[tuple[int, ...]
     return [tuple(ids[at * 97 : at * 97 + length + 31 * at]) for at in range(count)]
 
 
-def ask(
-    prompt: tuple[int, ...], sampling: Sampling = DRAWN, count: int = WRITTEN
+def request(
+    prompt: tuple[int, ...], sampling: Sampling = DRAWN, count: int = COUNT
 ) -> GenerationRequest:
     return GenerationRequest(prompt, count, sampling, ignore_eos=True, logprobs=0)
 
 
-def told(answer: Generation) -> list[tuple[int, float]]:
-    """Each token with the log of its probability, which tells any other bit of its logits."""
-    found = [event for event in answer if isinstance(event, GeneratedToken)]
+def token_logprobs(generation: Generation) -> list[tuple[int, float]]:
+    """Each token with its logprob, which differs if any bit of the logits does."""
+    found = [event for event in generation if isinstance(event, GeneratedToken)]
     return [(each.token, each.logprob.logprob) for each in found if each.logprob]
 
 
 def alone(
     model: Model, prompt: tuple[int, ...], sampling: Sampling = DRAWN
 ) -> list[tuple[int, float]]:
-    """In an engine that has nothing else to do."""
+    """The result in an engine that serves nothing else."""
     with Engine(model, settings={"max_kv_size": 600}) as other:
-        return told(other.generate(ask(prompt, sampling)))
+        return token_logprobs(other.generate(request(prompt, sampling)))
 
 
-def test_an_answer_is_what_a_session_gives(engine: Engine, smollm2: Model) -> None:
+def test_a_generation_equals_a_session_used_directly(engine: Engine, smollm2: Model) -> None:
     (prompt,) = prompts(smollm2, 1, 500)
     session = smollm2.session(600, prefill_step=128)
     session.feed(prompt)
-    expected = [session.next_token(DRAWN) for _ in range(WRITTEN)]
-    assert [token for token, _ in told(engine.generate(ask(prompt)))] == expected
+    expected = [session.next_token(DRAWN) for _ in range(COUNT)]
+    assert [token for token, _ in token_logprobs(engine.generate(request(prompt)))] == expected
 
 
-def test_in_company_an_answer_is_the_same_to_the_bit(engine: Engine, smollm2: Model) -> None:
-    """Some begin when others write already, some go past the budget, and one is cancelled."""
+def test_company_changes_no_bit_of_a_generation(engine: Engine, smollm2: Model) -> None:
+    """Some begin while others decode, some exceed the budget, and one is cancelled."""
     all_prompts = prompts(smollm2, 6)
-    answers = [engine.generate(ask(prompt)) for prompt in all_prompts[:3]]
-    gone = engine.generate(ask(all_prompts[5], count=500))
-    answers += [engine.generate(ask(prompt)) for prompt in all_prompts[3:]]
+    generations = [engine.generate(request(prompt)) for prompt in all_prompts[:3]]
+    gone = engine.generate(request(all_prompts[5], count=500))
+    generations += [engine.generate(request(prompt)) for prompt in all_prompts[3:]]
     gone.cancel()
-    assert [told(each) for each in answers] == [alone(smollm2, p) for p in all_prompts]
+    assert [token_logprobs(each) for each in generations] == [
+        alone(smollm2, p) for p in all_prompts
+    ]
 
 
-def test_what_is_reused_changes_no_bit(engine: Engine, smollm2: Model) -> None:
-    """A prompt that was read before, its beginning, and one that goes another way."""
+def test_prefix_reuse_changes_no_bit(engine: Engine, smollm2: Model) -> None:
+    """A prompt that was prefilled before, its beginning, and one that continues differently."""
     ids = topic_ids(smollm2)
     first = tuple(ids[:550])
-    told(engine.generate(ask(first)))
+    token_logprobs(engine.generate(request(first)))
     other = first[:290] + tuple(ids[2000:2150])
     for prompt, reused in ((first, 512), (first[:400], 384), (other, 256)):
-        answer = engine.generate(ask(prompt))
-        assert told(answer) == alone(smollm2, prompt)
-        assert answer.reuse.tokens == reused
+        generation = engine.generate(request(prompt))
+        assert token_logprobs(generation) == alone(smollm2, prompt)
+        assert generation.reuse.tokens == reused
 
 
-def test_a_prompt_that_goes_on_where_another_was_read_to_is_read_as_if_alone(
+def test_a_prompt_that_extends_a_prefilled_one_gives_the_same_bits(
     engine: Engine, smollm2: Model
 ) -> None:
     (prompt,) = prompts(smollm2, 1, 300)
     list(engine.generate(GenerationRequest(prompt[:50], 0)))
-    assert told(engine.generate(ask(prompt))) == alone(smollm2, prompt)
+    assert token_logprobs(engine.generate(request(prompt))) == alone(smollm2, prompt)
 
 
-def test_a_turn_goes_on_where_the_last_one_ended(engine: Engine, smollm2: Model) -> None:
+def test_the_next_turn_continues_the_same_session(engine: Engine, smollm2: Model) -> None:
     ids = topic_ids(smollm2)
     prompt, more = tuple(ids[:200]), tuple(ids[700:760])
     session = smollm2.session(600, prefill_step=128)
     session.feed(prompt)
-    written = tuple(session.next_token(DRAWN) for _ in range(WRITTEN))
+    written = tuple(session.next_token(DRAWN) for _ in range(COUNT))
     session.feed(more)
     session.draw_anew()
-    first = engine.generate(ask(prompt))
-    assert tuple(token for token, _ in told(first)) == written
-    second = engine.generate(ask(prompt + written + more))
-    assert second.reuse.tokens == len(prompt) + WRITTEN
-    assert [token for token, _ in told(second)] == [
-        session.next_token(DRAWN) for _ in range(WRITTEN)
+    first = engine.generate(request(prompt))
+    assert tuple(token for token, _ in token_logprobs(first)) == written
+    second = engine.generate(request(prompt + written + more))
+    assert second.reuse.tokens == len(prompt) + COUNT
+    assert [token for token, _ in token_logprobs(second)] == [
+        session.next_token(DRAWN) for _ in range(COUNT)
     ]
 
 
-def test_moved_to_disk_and_back_a_session_goes_on_to_the_bit(
-    smollm2: Model, tmp_path: Path
-) -> None:
-    """Room for one and a half of them: each has to go for the other."""
+def test_an_evicted_session_continues_to_the_bit(smollm2: Model, tmp_path: Path) -> None:
+    """There is room for less than two sessions: each is evicted for the other."""
     cell = smollm2.session(600).cache.layout.cell_bytes
     limits = Limits(memory=int(1.8 * 600 * cell))
     settings = {"max_kv_size": 600, "prefill_step": 128}
     texts = prompts(smollm2, 2, 500)
-    whole = []
+    expected = []
     for prompt in texts:
         session = smollm2.session(**settings)
         session.feed(prompt)
-        whole.append([session.next_token(DRAWN) for _ in range(3 * WRITTEN)])
+        expected.append([session.next_token(DRAWN) for _ in range(3 * COUNT)])
     with Engine(smollm2, settings=settings, limits=limits, folder=tmp_path) as engine:
         found: list[list[int]] = [[], []]
         for name, prompt in zip("ab", texts, strict=True):
             engine.create(name=name).result()
-            told(engine.generate(GenerationRequest(prompt, 0), session=name))
+            token_logprobs(engine.generate(GenerationRequest(prompt, 0), session=name))
         for _ in range(3):
             for name, other, tokens in zip("ab", "ba", found, strict=True):
-                tokens += [t for t, _ in told(engine.generate(ask(()), session=name))]
+                tokens += [t for t, _ in token_logprobs(engine.generate(request(()), session=name))]
                 kept = {each.name: each for each in engine.sessions().result()}
                 assert kept[name].session is not None
                 assert kept[other].session is None
-        assert found == whole
+        assert found == expected
 
 
-def test_several_answers_share_one_reading_of_the_prompt(engine: Engine, smollm2: Model) -> None:
+def test_several_generations_share_one_prefill(engine: Engine, smollm2: Model) -> None:
     (prompt,) = prompts(smollm2, 1, 500)
     ways = [Sampling(temperature=1.0, seed=seed) for seed in range(4)]
-    answers = engine.submit_many(ask(prompt), ways).result()
-    written = [told(answer) for answer in answers]
+    generations = engine.submit_many(request(prompt), ways).result()
+    written = [token_logprobs(generation) for generation in generations]
     assert written[0] == alone(smollm2, prompt, ways[0])
     assert len({tuple(each) for each in written}) == 4
     for again in range(2):
-        more = engine.submit_many(ask(prompt), ways[again:]).result()
-        assert [told(answer) for answer in more][1:] == written[again + 1 :]
+        more = engine.submit_many(request(prompt), ways[again:]).result()
+        assert [token_logprobs(generation) for generation in more][1:] == written[again + 1 :]
         assert more[0].reuse.tokens == 384
-        assert sum(answer.usage.prefill_seconds for answer in more[1:]) == 0
+        assert sum(generation.usage.prefill_seconds for generation in more[1:]) == 0
 
 
-def test_one_that_fails_fails_alone(engine: Engine, smollm2: Model) -> None:
-    """One by its cells, which are no numbers; one by a bias for a token that there is not."""
+def test_a_failing_generation_fails_alone(engine: Engine, smollm2: Model) -> None:
+    """One fails by NaN in its cells, one by a bias for a token that does not exist."""
     one, two, three = prompts(smollm2, 3)
     broken = smollm2.session(600, prefill_step=128)
     broken.feed(two)
@@ -162,30 +162,30 @@ def test_one_that_fails_fails_alone(engine: Engine, smollm2: Model) -> None:
         for segment in broken.cache.segments:
             segment.block.slots.stored_keys.fill_(torch.nan)
     engine.create(name="broken", session=broken).result()
-    good = engine.generate(ask(one))
-    bad = engine.generate(ask((), count=5), session="broken")
-    worse = engine.generate(ask(three, Sampling(logit_bias=((10**6, 1.0),))))
+    good = engine.generate(request(one))
+    bad = engine.generate(request((), count=5), session="broken")
+    worse = engine.generate(request(three, Sampling(logit_bias=((10**6, 1.0),))))
     with pytest.raises(NonFiniteLogits):
         list(bad)
     with pytest.raises(InvalidArgument, match="logit_bias"):
         list(worse)
-    assert told(good) == alone(smollm2, one)
+    assert token_logprobs(good) == alone(smollm2, one)
 
 
-def test_cancelled_it_ends_after_the_current_token(engine: Engine, smollm2: Model) -> None:
+def test_a_cancelled_generation_ends_after_a_token(engine: Engine, smollm2: Model) -> None:
     (prompt,) = prompts(smollm2, 1)
-    answer = engine.generate(ask(prompt, count=100_000))
-    while not isinstance(next(answer), GeneratedToken):
+    generation = engine.generate(request(prompt, count=100_000))
+    while not isinstance(next(generation), GeneratedToken):
         pass
-    answer.cancel()
+    generation.cancel()
     with pytest.raises(Cancelled):
-        list(answer)
+        list(generation)
     assert engine.totals().result().running == 0
 
 
-def test_events_tell_how_far_it_is(engine: Engine, smollm2: Model) -> None:
+def test_events_report_progress_tokens_and_the_end(engine: Engine, smollm2: Model) -> None:
     (prompt,) = prompts(smollm2, 1, 500)
-    events = list(engine.generate(ask(prompt, count=3)))
+    events = list(engine.generate(request(prompt, count=3)))
     read = [event for event in events if isinstance(event, PrefillProgress)]
     assert [event.done for event in read] == [0, 4, 128, 256, 384, 500]
     assert {event.total for event in read} == {500}
@@ -197,78 +197,83 @@ def test_events_tell_how_far_it_is(engine: Engine, smollm2: Model) -> None:
     assert text == smollm2.text.decode([*prompt, *tokens])[len(smollm2.text.decode(prompt)) :]
 
 
-def test_a_change_that_takes_long_lets_others_write(engine: Engine, smollm2: Model) -> None:
+def test_generations_continue_during_a_long_change(engine: Engine, smollm2: Model) -> None:
     ids = topic_ids(smollm2)
     engine.create(name="long", policy="full", max_kv_size=2048).result()
     list(engine.generate(GenerationRequest(tuple(ids[:1500]), 0), session="long"))
-    answer = engine.generate(ask(tuple(ids[3000:3100]), count=400))
-    while not isinstance(next(answer), GeneratedToken):
+    generation = engine.generate(request(tuple(ids[3000:3100]), count=400))
+    while not isinstance(next(generation), GeneratedToken):
         pass
-    before = len(answer.generated)
+    before = len(generation.generated)
     during = engine.change(
         "long",
         "0",
         "compress",
         lambda session: (
             session.compress(4, "kvzip", progress=engine.yield_turn),
-            len(answer.generated),
+            len(generation.generated),
         ),
     ).result()
     assert during[0].cells_after < 500
     assert during[1] > before
-    answer.cancel()
+    generation.cancel()
 
 
-def test_deep_in_a_long_prompt_steps_are_shorter_and_what_is_reused_the_same(
+def test_deep_in_a_prompt_steps_are_halved_and_reuse_is_exact(
     smollm2: Model,
 ) -> None:
-    """So that those who write meanwhile do not wait for longer than at its beginning."""
+    """Generations that decode meanwhile wait no longer than at the beginning of the prompt."""
     ids = topic_ids(smollm2)
     long, other = tuple(ids[:1900]), tuple(ids[:1700]) + tuple(ids[5000:5100])
     with Engine(smollm2, settings={"max_kv_size": 2048}) as engine:
-        answer = engine.generate(ask(long))
-        done = [event.done for event in answer if isinstance(event, PrefillProgress)]
+        generation = engine.generate(request(long))
+        done = [event.done for event in generation if isinstance(event, PrefillProgress)]
         assert done == [0, 4, *range(128, 1537, 128), *range(1600, 1900, 64), 1900]
-        again = engine.generate(ask(other))
-        found = told(again)
+        again = engine.generate(request(other))
+        found = token_logprobs(again)
         assert again.reuse.tokens == 1664
     with Engine(smollm2, settings={"max_kv_size": 2048}) as engine:
-        assert told(engine.generate(ask(other))) == found
+        assert token_logprobs(engine.generate(request(other))) == found
 
 
-def test_what_a_prefix_store_gives_changes_no_bit(smollm2: Model, tmp_path: Path) -> None:
+def test_a_prefix_store_hit_changes_no_bit(smollm2: Model, tmp_path: Path) -> None:
     (prompt,) = prompts(smollm2, 1, 590)
     cold = alone(smollm2, prompt)
     for reused in (0, 512):
         with Engine(smollm2, settings={"max_kv_size": 600}, stores=tmp_path) as engine:
-            answer = engine.generate(ask(prompt))
-            assert told(answer) == cold
-            assert (answer.reuse.tokens, answer.reuse.source) == (reused, "store" if reused else "")
+            generation = engine.generate(request(prompt))
+            assert token_logprobs(generation) == cold
+            assert (generation.reuse.tokens, generation.reuse.source) == (
+                reused,
+                "store" if reused else "",
+            )
 
 
-@pytest.mark.parametrize("taken", ["rewind", "fork"])
-def test_of_what_was_taken_back_no_more_is_reused_than_was_read(
-    engine: Engine, smollm2: Model, taken: str
+@pytest.mark.parametrize("operation", ["rewind", "fork"])
+def test_after_a_rewind_or_fork_only_prefilled_tokens_are_reused(
+    engine: Engine, smollm2: Model, operation: str
 ) -> None:
-    """What is written in the place of it has other cells than the same text that is read."""
+    """Sampled tokens have other cells than the same tokens in a prompt."""
     (prompt,) = prompts(smollm2, 1, 500)
     engine.create(name="a").result()
     list(engine.generate(GenerationRequest(prompt, 0), session="a"))
     name = "a"
-    if taken == "rewind":
+    if operation == "rewind":
         engine.change("a", "0", "rewind", lambda session: session.rewind(244)).result()
     else:
         name = engine.fork("a", at=256).result().name
-    written = [token for token, _ in told(engine.generate(ask((), count=200), session=name))]
-    if taken == "fork":
+    written = [
+        token for token, _ in token_logprobs(engine.generate(request((), count=200), session=name))
+    ]
+    if operation == "fork":
         engine.delete("a").result()
     again = prompt[:256] + tuple(written) + prompt[:20]
-    answer = engine.generate(ask(again[:440]))
-    assert answer.reuse.tokens == 128
-    assert told(answer) == alone(smollm2, again[:440])
+    generation = engine.generate(request(again[:440]))
+    assert generation.reuse.tokens == 128
+    assert token_logprobs(generation) == alone(smollm2, again[:440])
 
 
-def test_long_steps_stay_long_and_short_ones_halve_deep_in_a_prompt() -> None:
+def test_only_even_default_or_smaller_steps_are_halved_deep_in_a_prompt() -> None:
     assert [prefill_step_at(128, at) for at in (0, 1535, 1536, 9999)] == [128, 128, 64, 64]
     assert [prefill_step_at(512, at) for at in (0, 1536, 99_999)] == [512, 512, 512]
     assert prefill_step_at(1, 5000) == 1

@@ -1,11 +1,11 @@
-"""What an engine takes from earlier prompts changes no bit of an answer."""
+"""What an engine reuses of earlier prompts changes no bit of a generation."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engine.random_answers import World
-from engine.works import Change, Create, Request, Result, Work
+from engine.random_workload import World
+from engine.workload import Change, Create, Request, Result, Work
 from packed_model import packed_model, spec_of
 from small import small_model
 
@@ -35,7 +35,7 @@ def text(count: int, seed: int = 7) -> tuple[int, ...]:
 
 
 def answered(settings: dict[str, Any], works: list[Work], **places: Any) -> Result:
-    """The result of the last one, a request, after the others in the same engine."""
+    """The result of the last work, a request, after the others in the same engine."""
     with Engine(MODEL, settings=settings, **places) as engine:
         results = [work.do(engine) for work in works][-1]
     assert results is not None
@@ -54,7 +54,7 @@ def require_alone(settings: dict[str, Any], works: list[Work], **places: Any) ->
     ids=["read", "cancelled"],
 )
 @pytest.mark.parametrize(("bits", "reused"), [(None, 32), ("8", 0)])
-def test_where_nothing_was_sampled_reuse_ends_at_a_step(
+def test_without_sampled_tokens_reuse_ends_at_a_step(
     earlier: Request, bits: str | None, reused: int
 ) -> None:
     settings = {**FULL, "kv_bits": bits, "prefill_step": 32}
@@ -63,7 +63,7 @@ def test_where_nothing_was_sampled_reuse_ends_at_a_step(
     assert result.reuse.tokens == expected
 
 
-def test_a_token_that_is_evaluated_anew_is_none_that_was_sampled() -> None:
+def test_a_token_that_is_evaluated_again_does_not_count_as_sampled() -> None:
     work: list[Work] = [
         Create("a", ()),
         Request(text(50), 5, session="a"),
@@ -82,7 +82,7 @@ def test_a_token_that_is_evaluated_anew_is_none_that_was_sampled() -> None:
 
 
 @pytest.mark.parametrize("written", [0, 5])
-def test_restored_from_disk_it_is_known_whether_the_last_token_was_sampled(
+def test_a_saved_session_records_whether_its_last_token_was_sampled(
     tmp_path: Path, written: int
 ) -> None:
     settings = {**FULL, "prefill_step": 32}
@@ -96,8 +96,8 @@ def test_restored_from_disk_it_is_known_whether_the_last_token_was_sampled(
 
 
 @pytest.mark.parametrize("step", [5, 33])
-def test_odd_steps_end_alike_deep_in_a_prompt(step: int) -> None:
-    """Halves of them would end elsewhere in a prompt that is read from the middle on."""
+def test_odd_steps_are_not_halved_deep_in_a_prompt(step: int) -> None:
+    """Halves would end elsewhere in a prompt that is prefilled from the middle on."""
     earlier = Request(text(15 * step), 0)
     longer = Request(text(15 * step) + text(3 * step, 11), 4)
     assert require_alone({**FULL, "prefill_step": step}, [earlier, longer]).reuse.tokens
@@ -114,7 +114,7 @@ def test_a_prompt_is_evaluated_in_steps_of_the_size_that_is_passed() -> None:
         feeding.step(5)
 
 
-def test_a_session_by_name_that_has_forgotten_refuses_no_prompt_that_begins_like_it() -> None:
+def test_a_prompt_that_extends_a_session_with_evicted_cells_is_evaluated_anew() -> None:
     settings = {"max_kv_size": 100, "prefill_step": 32}
     with Engine(MODEL, settings=settings) as engine:
         Create("a", ()).do(engine)
@@ -127,15 +127,13 @@ def test_a_session_by_name_that_has_forgotten_refuses_no_prompt_that_begins_like
 
 
 @pytest.mark.parametrize(("step", "reused"), [(128, 512), (48, 0), (512, 512), (384, 0)])
-def test_of_a_prefix_store_no_more_is_taken_than_ends_with_a_step(
-    tmp_path: Path, step: int, reused: int
-) -> None:
+def test_a_prefix_store_hit_ends_at_a_step(tmp_path: Path, step: int, reused: int) -> None:
     settings, request = {**FULL, "prefill_step": step}, Request(text(590), 4)
     answered(settings, [request], stores=tmp_path)
     assert require_alone(settings, [request], stores=tmp_path).reuse.tokens == reused
 
 
-def test_a_session_that_quantises_takes_no_cells_that_were_not(tmp_path: Path) -> None:
+def test_a_quantised_session_takes_no_unquantised_cells(tmp_path: Path) -> None:
     store, prompt = PrefixStore(tmp_path), text(500)
     MODEL.session(**FULL, prefill_step=128, store=store).feed(prompt)
     settings = {**FULL, "kv_bits": "8", "prefill_step": 128}
@@ -151,16 +149,16 @@ def require_alike(world: World, answers: int) -> None:
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("disk", [False, True], ids=["memory", "disk"])
-def test_random_answers_are_those_of_the_request_alone(
+def test_random_generations_equal_the_request_alone(
     settings: dict[str, Any], disk: bool, tmp_path: Path
 ) -> None:
-    """By torch, where several at a time are alike to rounding only."""
+    """With torch, where rows of larger forward passes differ by rounding: one at a time."""
     require_alike(World(MODEL, settings, 1, tmp_path if disk else None, company=False), 20)
 
 
 @pytest.mark.skipif(library() is None, reason="no compiled kernels here")
 @pytest.mark.parametrize("settings", SETTINGS[:8:2], ids=str)
-def test_random_answers_in_company_are_those_of_the_request_alone(
+def test_random_generations_in_company_equal_the_request_alone(
     settings: dict[str, Any], tmp_path: Path
 ) -> None:
     require_alike(World(packed_model(spec_of(32), None), settings, 2, tmp_path), 40)
@@ -171,7 +169,7 @@ def test_random_answers_in_company_are_those_of_the_request_alone(
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("disk", [False, True], ids=["memory", "disk"])
-def test_two_thousand_random_answers_are_those_of_the_request_alone(
+def test_two_thousand_random_generations_equal_the_request_alone(
     settings: dict[str, Any], seed: int, disk: bool, tmp_path: Path
 ) -> None:
     """Of all settings together: 60 runs of 40."""
@@ -182,7 +180,7 @@ def test_two_thousand_random_answers_are_those_of_the_request_alone(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bits", [None, "8"])
-def test_random_answers_of_the_default_model_are_those_of_the_request_alone(
+def test_random_generations_of_the_default_model_equal_the_request_alone(
     smollm2: Model, bits: str | None, tmp_path: Path
 ) -> None:
     settings = {"max_kv_size": 400, "prefill_step": 32, "kv_bits": bits}

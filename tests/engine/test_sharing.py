@@ -1,4 +1,4 @@
-"""Answers and sessions of an engine share nothing that changes as one of them goes on."""
+"""Generations and sessions of an engine share no mutable state."""
 
 import pytest
 from counting import Counting
@@ -13,17 +13,22 @@ def counting() -> Sampling:
     return Sampling(constraint=Counting())
 
 
-def test_answers_at_work_need_constraints_of_their_own() -> None:
+def test_running_generations_need_constraints_of_their_own() -> None:
     with Engine(MODEL, settings=SETTINGS) as engine:
-        ask, prompt = GenerationRequest(text(0, 20), 5, counting(), ignore_eos=True), text(1, 40)
+        request, prompt = (
+            GenerationRequest(text(0, 20), 5, counting(), ignore_eos=True),
+            text(1, 40),
+        )
         refused = [
-            lambda: engine.submit(ask),
-            lambda: engine.submit_many(GenerationRequest(prompt, 5), [counting(), ask.sampling]),
+            lambda: engine.submit(request),
+            lambda: engine.submit_many(
+                GenerationRequest(prompt, 5), [counting(), request.sampling]
+            ),
             lambda: engine.submit_many(GenerationRequest(prompt, 5), [counting()] * 2),
         ]
-        # All are asked for before the first one is over.
+        # All are submitted before the first one has ended.
         first, *futures = engine.call(
-            lambda: [engine.submit(ask), *(each() for each in refused)]
+            lambda: [engine.submit(request), *(each() for each in refused)]
         ).result()
         for future in futures:
             with pytest.raises(InvalidArgument, match="same constraint object"):
@@ -31,13 +36,13 @@ def test_answers_at_work_need_constraints_of_their_own() -> None:
         both = engine.submit_many(
             GenerationRequest(prompt, 5, ignore_eos=True), [counting(), counting()]
         ).result()
-        for answer in (*first.result(), *both):
-            written = [event.token for event in answer if isinstance(event, GeneratedToken)]
+        for generation in (*first.result(), *both):
+            written = [event.token for event in generation if isinstance(event, GeneratedToken)]
             assert written == [10, 11, 12, 13, 14]
         assert engine.totals().result().running == 0
 
 
-def test_a_session_is_kept_under_one_name() -> None:
+def test_a_session_object_is_registered_once() -> None:
     session = MODEL.session(64)
     with Engine(MODEL, settings=SETTINGS) as engine:
         engine.create(name="a", session=session).result()

@@ -1,7 +1,7 @@
-"""Random work of an engine, and what each of its answers is to be: that of the request alone.
+"""Random work for an engine, each result of which must equal that of the request alone.
 
-An answer that goes on behind a sampled token (the next turn of a chat), or that is asked of a
-session by name, is compared with the same requests, and no others, in an engine of their own.
+A generation that continues after a sampled token (the next turn of a chat), or in a named session,
+is compared with the same requests, and no others, in an engine of their own.
 """
 
 import random
@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from engine.works import Change, Create, Fork, Request, Result, Work, batch
+from engine.workload import Change, Create, Fork, Request, Result, Work, batch
 
 from kvkeep.engine import Engine, Limits
 from kvkeep.errors import Cancelled, ContextFull, InvalidArgument, NoRoom
@@ -27,11 +27,11 @@ _MOST_STEPS = 5  # of the work that leads to one session
 
 
 class World:
-    """An engine, and what is known of its sessions: how each came to be what it is.
+    """An engine, and the work that led to each of its sessions.
 
     works: by a session's name, the work that leads to it. sampled: whether its last token was.
-    company: whether several answers are made at the same time. alike: sessions of forks that
-    wrote the same text, which are equal to rounding only.
+    company: whether several generations run at the same time. alike: sessions of forks that
+    generated the same text, which are equal to rounding only.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class World:
         )
 
     def run(self, answers: int) -> None:
-        """Works until there are so many answers."""
+        """Work until there are so many results."""
         with ExitStack() as stack:
             stack.callback(lambda: self.engine.close())
             while self.answers < answers:
@@ -124,7 +124,7 @@ class World:
         return Request(prompt, count, ways, session, cancel)
 
     def _prompt(self) -> tuple[int, ...]:
-        """A beginning of what many begin with, or of a session's text, and perhaps more."""
+        """A prefix of a common text or of a session's text, and perhaps more."""
         draw, step = self.random, self.settings["prefill_step"]
         most = min(self.settings["max_kv_size"], 700)
         known = [
@@ -149,7 +149,7 @@ class World:
         texts: dict[str, tuple[int, ...]],
         sampled: dict[str, bool],
     ) -> None:
-        """Compares answers with those of the same request alone, and notes what they left."""
+        """Compare results with those of the same request alone, and note the sessions they left."""
         source, reuse = results[0].reuse.session, results[0].reuse
         before: tuple[Work, ...] = ()
         if request.session is not None:

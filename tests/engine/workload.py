@@ -1,4 +1,4 @@
-"""Requests and changes that tests make of an engine, and what became of each answer."""
+"""Requests and operations that tests submit to an engine, and their results."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ from kvkeep.session.sampling import Sampling
 
 @dataclass(frozen=True)
 class Request:
-    """A request. cancel: what is counted ("read" or "written"), and at how many it is cancelled."""
+    """A request. cancel: what is counted ("read" or "written"), and the count that cancels it."""
 
     prompt: tuple[int, ...]
     count: int
@@ -78,7 +78,7 @@ Work = Request | Create | Fork | Change
 
 @dataclass
 class Result:
-    """What became of an answer. tokens: of its session, all. logits: behind the last of them."""
+    """The result of a generation. tokens: all of its session. logits: after the last of them."""
 
     ended: str = ""
     error: BaseException | None = None
@@ -90,7 +90,7 @@ class Result:
     name: str = ""
 
     def same(self, other: "Result") -> bool:
-        """To the bit; of one that was cancelled what it came to."""
+        """Whether both are equal to the bit; a cancelled one as far as it came."""
         if isinstance(self.error, Cancelled):
             return other.written[: len(self.written)] == self.written
         if self.logits is None or other.logits is None:
@@ -100,11 +100,11 @@ class Result:
 
 
 class _Listener:
-    """Takes down the events of one answer, in the engine's thread, and cancels it."""
+    """Records the events of one generation, in the engine's thread, and cancels it."""
 
     def __init__(self, request: Request):
         self.request, self.result = request, Result()
-        self.answers: list[Generation] = []
+        self.generations: list[Generation] = []
         self.at = 0
         self.over = SimpleQueue[None]()
 
@@ -119,8 +119,8 @@ class _Listener:
         else:
             self._end(event)
             return
-        if done and self.answers:
-            self.answers[self.at].cancel()
+        if done and self.generations:
+            self.generations[self.at].cancel()
 
     def _end(self, event: Finished | Failed) -> None:
         result = self.result
@@ -128,18 +128,18 @@ class _Listener:
             result.error = event.error
         else:
             result.ended, result.reuse = event.reason, event.usage.reuse
-        answer = self.answers[self.at]
-        result.name, result.written = answer.record.name, list(answer.generated)
-        result.read = len(answer.request.prompt) - answer.unread
-        result.tokens = tuple(answer.record.live.tokens)
-        result.logits = answer.record.live.logits
+        generation = self.generations[self.at]
+        result.name, result.written = generation.record.name, list(generation.generated)
+        result.read = len(generation.request.prompt) - generation.unread
+        result.tokens = tuple(generation.record.live.tokens)
+        result.logits = generation.record.live.logits
         self.over.put(None)
 
 
 def batch(engine: Engine, requests: Sequence[Request]) -> list[list[Result]]:
-    """The results of requests that the engine takes on between the same two turns.
+    """Return the results of requests that the engine admits between the same two steps.
 
-    Raises what refuses the only one; of several those that are refused have no result.
+    Raises the error that refuses the only one; of several, those that are refused have none.
     """
     listeners = [[_Listener(request) for _ in request.samplings] for request in requests]
 
@@ -166,7 +166,7 @@ def batch(engine: Engine, requests: Sequence[Request]) -> list[list[Result]]:
         for listener in own if error is None else ():
             listener.over.get(timeout=300)
         results.append([listener.result for listener in own] if error is None else [])
-    engine.call(lambda: None).result()  # what is done after an answer is done
+    engine.call(lambda: None).result()  # what follows a generation is done
     return results
 
 
@@ -174,6 +174,6 @@ def _attach(listeners: list[_Listener]) -> Any:
     def attach(future: Any) -> None:
         if future.exception() is None:
             for at, listener in enumerate(listeners):
-                listener.at, listener.answers = at, future.result()
+                listener.at, listener.generations = at, future.result()
 
     return attach

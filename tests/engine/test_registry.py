@@ -1,0 +1,377 @@
+"""An engine's sessions: memory limit, owners, saves, and recovery after a kill."""
+
+import contextlib
+import random
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from engine.killed import (
+    CELL,
+    DRAWN,
+    MODEL,
+    SETTINGS,
+    killed_after,
+    killed_at,
+    leave_something_unsaved,
+    new_engine,
+    save_over_and_over,
+    text,
+    write,
+)
+
+from kvkeep.engine import Engine, GenerationRequest, SessionRecord
+from kvkeep.engine.thread import EngineThread
+from kvkeep.errors import (
+    Busy,
+    Cancelled,
+    InvalidArgument,
+    Locked,
+    NoRoom,
+    NoSuchSession,
+    WrongRevision,
+)
+
+
+def _token_ids(record: SessionRecord) -> list[int]:
+    return record.live.tokens.tolist()
+
+
+def in_memory(engine: Engine) -> set[str]:
+    return {record.name for record in engine.sessions().result() if record.session is not None}
+
+
+def test_the_least_recently_used_session_is_evicted_and_a_pinned_one_never(tmp_path: Path) -> None:
+    with new_engine(tmp_path, cells=270) as engine:
+        for name in "abc":
+            engine.create(name=name).result()
+            write(engine, name, 1, text(0, 60))
+        engine.pin("a", "0", True).result()
+        engine.create(name="d").result()
+        write(engine, "d", 1, text(1, 60))
+        assert in_memory(engine) == {"a", "c", "d"}
+        write(engine, "b", 1)
+        assert in_memory(engine) == {"a", "b", "d"}
+
+
+def test_cells_stay_within_the_limit(tmp_path: Path) -> None:
+    draw, names = random.Random(3), "abcdefgh"
+    with new_engine(tmp_path, cells=250) as engine:
+        for name in names:
+            engine.create(name=name).result()
+        for _ in range(60):
+            write(engine, draw.choice(names), draw.randrange(1, 20), text(draw.randrange(9), 30))
+            held = engine.totals().result().nbytes
+            assert held <= 250 * CELL
+
+
+def test_without_room_a_request_is_refused_and_nothing_is_left_behind() -> None:
+    with new_engine(cells=250) as engine:
+        busy = [
+            engine.generate(GenerationRequest(text(at, 40), 10_000, ignore_eos=True))
+            for at in range(2)
+        ]
+        with pytest.raises(NoRoom) as refused:
+            engine.generate(GenerationRequest(text(5, 40), 10_000, ignore_eos=True))
+        assert 1 <= refused.value.retry_after < 60
+        for generation in busy:
+            generation.cancel()
+        while engine.totals().result().running:
+            time.sleep(0.01)
+        assert len(list(engine.generate(GenerationRequest(text(5, 40), 3, ignore_eos=True)))) > 3
+
+
+def test_a_request_that_can_never_fit_is_refused_without_a_retry() -> None:
+    with new_engine(cells=50) as engine, pytest.raises(NoRoom) as refused:
+        engine.generate(GenerationRequest(text(0, 40), 1000))
+    assert refused.value.retry_after == float("inf")
+
+
+def test_one_owner_sees_nothing_of_another(tmp_path: Path) -> None:
+    with new_engine(tmp_path) as engine:
+        engine.create("one", "mine").result()
+        engine.generate(GenerationRequest(text(0, 50), 1), "mine", "one").text()
+        with pytest.raises(NoSuchSession):
+            engine.generate(GenerationRequest((), 1), "mine", "two")
+        with pytest.raises(NoSuchSession):
+            engine.delete("mine", "two").result()
+        assert engine.sessions("two").result() == []
+        prompt = text(7, 50)
+        engine.generate(GenerationRequest(prompt, 1), owner="one").text()
+        assert engine.generate(GenerationRequest(prompt, 1), owner="two").reuse.tokens == 0
+        assert engine.generate(GenerationRequest(prompt, 1), owner="one").reuse.tokens == 48
+
+
+@pytest.mark.parametrize("owner", ["", "../x", "A", "a" * 65])
+def test_an_owner_cannot_be_a_path(tmp_path: Path, owner: str) -> None:
+    with new_engine(tmp_path) as engine, pytest.raises(InvalidArgument, match="owner"):
+        engine.create(owner, "name").result()
+
+
+def test_a_busy_session_refuses_changes(tmp_path: Path) -> None:
+    with new_engine(tmp_path) as engine:
+        engine.create(name="a").result()
+        generation = engine.generate(GenerationRequest(text(0, 20), 10**6, ignore_eos=True), "a")
+        for change in (
+            lambda: engine.generate(GenerationRequest((), 1), "a"),
+            lambda: engine.delete("a").result(),
+            lambda: engine.change("a", "0", "rewind", lambda session: session.rewind(1)).result(),
+        ):
+            with pytest.raises(Busy):
+                change()
+        generation.cancel()
+
+
+def test_a_change_for_another_revision_is_refused(tmp_path: Path) -> None:
+    with new_engine(tmp_path) as engine:
+        record = engine.create(name="a").result()
+        write(engine, "a", 2, text(0, 20))
+        revision = record.revision
+        with pytest.raises(WrongRevision):
+            engine.delete("a", revision=revision - 1).result()
+        engine.change("a", "0", "rewind", lambda session: session.rewind(1), revision).result()
+        assert record.revision == revision + 1
+
+
+def test_idle_sessions_are_saved(tmp_path: Path) -> None:
+    with new_engine(tmp_path, save_idle_after=0.05) as engine:
+        record = engine.create(name="a").result()
+        written = write(engine, "a", 9, text(0, 20))
+        while record.dirty:
+            time.sleep(0.01)
+    with new_engine(tmp_path) as engine:
+        assert engine.losses == []
+        session = MODEL.session(**SETTINGS)
+        session.feed(text(0, 20))
+        assert [session.next_token(DRAWN) for _ in range(9)] == written
+        assert write(engine, "a", 9) == [session.next_token(DRAWN) for _ in range(9)]
+
+
+def test_close_saves_unsaved_sessions(tmp_path: Path) -> None:
+    with new_engine(tmp_path, save_idle_after=1e9) as engine:
+        engine.create(name="a").result()
+        write(engine, "a", 9, text(0, 20))
+        revision = engine.sessions().result()[0].revision
+    with new_engine(tmp_path) as engine:
+        assert engine.losses == []
+        assert engine.sessions().result()[0].revision == revision
+
+
+def test_a_session_deleted_during_a_save_leaves_no_file(tmp_path: Path) -> None:
+    with new_engine(tmp_path) as engine:
+        for _ in range(20):
+            engine.create(name="a").result()
+            write(engine, "a", 1, text(0, 60))
+            saved = engine.save("a")
+            engine.delete("a").result()
+            with contextlib.suppress(NoSuchSession):
+                saved.result()
+    assert [path.name for path in (tmp_path / "0").iterdir()] == []
+
+
+def test_a_session_name_is_unique(tmp_path: Path) -> None:
+    with new_engine(tmp_path) as one:
+        one.create(name="a").result()
+        with pytest.raises(InvalidArgument, match="already"):
+            one.create(name="a").result()
+
+
+@pytest.mark.parametrize("moment", range(12))
+def test_an_acknowledged_save_survives_a_kill_to_the_bit(tmp_path: Path, moment: int) -> None:
+    """The session generates and is saved, over and over, and reports each acknowledged save."""
+    acknowledged = killed_after(tmp_path, save_over_and_over, 0.013 * moment)[-1][1]
+    session = MODEL.session(**SETTINGS)
+    session.feed(text(0, 40))
+    with new_engine(tmp_path) as engine:
+        held = engine.inspect("a", "0", _token_ids).result()
+        assert len(held) >= acknowledged
+        while len(session.tokens) < len(held):
+            session.next_token(DRAWN)
+        assert session.tokens == held
+        assert write(engine, "a", 20) == [session.next_token(DRAWN) for _ in range(20)]
+
+
+def test_acknowledged_work_survives_a_kill_at_any_change_of_the_disk(tmp_path: Path) -> None:
+    """It continues to the bit; no other session is there in part."""
+    session = MODEL.session(**SETTINGS)
+    session.feed(text(0, 40))
+    expected = [*text(0, 40), *(session.next_token(DRAWN) for _ in range(60))]
+    moment = 0
+    while (reports := killed_at(folder := tmp_path / str(moment), moment)) is not None:
+        acknowledged = dict(reports)
+        with new_engine(folder) as engine:
+            if "snapshot" in acknowledged:
+                engine.restore("s", name="snapshot").result()
+            names = {record.name for record in engine.sessions().result()}
+            assert {name for name, count in acknowledged.items() if count} - {"b"} <= names
+            for name in names:
+                held = engine.inspect(name, "0", _token_ids).result()
+                assert len(held) >= acknowledged.get(name, 0)
+                assert held == expected[: len(held)]
+                if len(held) > 40:
+                    assert write(engine, name, 5) == expected[len(held) : len(held) + 5]
+        moment += 1
+    assert moment > 40
+
+
+def test_an_engine_reports_what_a_killed_one_had_not_saved(tmp_path: Path) -> None:
+    killed_after(tmp_path, leave_something_unsaved, 0)
+    with new_engine(tmp_path) as engine:
+        lost, never = sorted(engine.losses)
+        assert "'record' goes on from revision 1" in lost
+        assert "up to 2" in lost
+        assert "'new' was never saved" in never
+        assert [record.name for record in engine.sessions().result()] == ["record"]
+    with new_engine(tmp_path) as engine:
+        assert engine.losses == []
+
+
+def test_a_file_that_is_no_session_stays_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "0").mkdir()
+    foreign = tmp_path / "0" / "a.kvkeep"
+    foreign.write_bytes(b"something else")
+    with new_engine(tmp_path) as engine:
+        assert engine.sessions().result() == []
+        (line,) = engine.losses
+        assert str(foreign) in line
+    assert foreign.read_bytes() == b"something else"
+
+
+def test_many_generations_do_not_grow_memory() -> None:
+    with new_engine(cells=1000) as engine:
+
+        def some(seed: int) -> int:
+            for at in range(150):
+                engine.generate(
+                    GenerationRequest(text(seed + at, 30), 2, DRAWN, ignore_eos=True)
+                ).text()
+            return int(psutil.Process().memory_info().rss)
+
+        some(0)
+        before = some(1000)
+        assert some(2000) - before < 8_000_000
+        assert engine.totals().result().nbytes <= 1000 * CELL
+
+
+def test_a_snapshot_continues_as_the_session_does_and_is_no_session(tmp_path: Path) -> None:
+    with new_engine(tmp_path) as engine:
+        engine.create(name="a").result()
+        write(engine, "a", 5, text(0, 40))
+        assert engine.snapshot("a", "then").result() > 1000
+        ahead = write(engine, "a", 20)
+        assert engine.snapshots().names() == ["then"]
+    with new_engine(tmp_path) as engine:
+        assert [record.name for record in engine.sessions().result()] == ["a"]
+        record = engine.restore("then", name="b").result()
+        assert record.parent == "a"
+        assert write(engine, "b", 20) == ahead
+        for label in ("../a", "", "other"):
+            with pytest.raises(InvalidArgument):
+                engine.restore(label).result()
+        with pytest.raises(InvalidArgument):
+            engine.snapshot("a", "../../x").result()
+
+
+def test_a_prompt_over_the_limit_is_refused() -> None:
+    with new_engine(prompt_tokens=100) as engine:
+        with pytest.raises(InvalidArgument, match="at most 100 tokens"):
+            engine.generate(GenerationRequest(text(0, 101), 1))
+        assert engine.generate(GenerationRequest(text(0, 100), 1)).text() is not None
+
+
+def test_a_second_engine_on_a_folder_is_refused_and_the_first_loses_nothing(tmp_path: Path) -> None:
+    """Not even marker files: of a session that was saved, and of one that never was."""
+    with new_engine(tmp_path, save_idle_after=1e9) as engine:
+        engine.create(name="new").result()
+        with pytest.raises(Locked):
+            new_engine(tmp_path)
+        engine.create(name="saved").result()
+        engine.save("saved").result()
+        write(engine, "saved", 2, text(0, 20))
+        engine.delete("new").result()
+        with pytest.raises(Locked):
+            new_engine(tmp_path)
+        assert [path.name for path in (tmp_path / "0").glob("*.unsaved")] == ["saved.unsaved"]
+
+
+def test_forks_and_snapshots_count_among_an_owners_sessions(tmp_path: Path) -> None:
+    with new_engine(tmp_path, sessions_per_owner=2) as engine:
+        engine.create(name="a").result()
+        write(engine, "a", 1, text(0, 20))
+        engine.snapshot("a", "then").result()
+        engine.fork("a", new="b").result()
+        for more in (
+            lambda: engine.create(),
+            lambda: engine.fork("a"),
+            lambda: engine.restore("then"),
+            lambda: engine.prepare(text(0, 20), "c"),
+        ):
+            with pytest.raises(NoRoom, match="2 sessions already"):
+                more().result()
+        engine.restore("then", name="b", replace=True).result()
+        assert len(engine.sessions().result()) == 2
+
+
+def test_notes_and_pins_are_saved_with_a_session(tmp_path: Path) -> None:
+    with new_engine(tmp_path) as engine:
+        engine.create(name="a", notes={"one": 1}).result()
+        engine.save("a").result()
+        engine.set_notes("a", "0", {"two": [2]}).result()
+        engine.pin("a", "0", True).result()
+    with new_engine(tmp_path) as engine:
+        (record,) = engine.sessions().result()
+        assert (record.notes, record.pinned) == ({"one": 1, "two": [2]}, True)
+
+
+def test_calls_to_a_closing_engine_are_cancelled(tmp_path: Path) -> None:
+    engine, answers = new_engine(tmp_path), list[object]()
+
+    def ask() -> None:
+        while True:
+            try:
+                engine.call(lambda: None).result()
+            except Cancelled as error:
+                answers.append(error)
+                return
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    engine.close()
+    for thread in threads:
+        thread.join()
+    assert len(answers) == 8
+
+
+def test_a_listener_that_fails_ends_nobody_elses_work() -> None:
+    """Such as one whose event loop has closed: without a guard the engine's thread died of it."""
+    reports: list[str] = []
+
+    def fail(operation: object) -> None:
+        raise RuntimeError("Event loop is closed")
+
+    with new_engine() as engine:
+        stop = engine.watch(fail)
+        engine.watch(lambda operation: reports.append(operation.what))
+        engine.create(name="a").result(60)
+        assert write(engine, "a", 3, text(0, 20))
+        stop()
+    assert reports == ["create", "generate"]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_calls_are_cancelled_once_the_engine_thread_has_failed() -> None:
+    def step() -> bool:
+        raise RuntimeError("a defect of the engine")
+
+    thread = EngineThread(step, 60, lambda: None)
+    thread.start()
+    futures = [thread.call(lambda: None) for _ in range(3)]
+    for future in futures:
+        with contextlib.suppress(Cancelled):
+            future.result(60)
+    thread.close()
+    with pytest.raises(Cancelled):
+        thread.call(lambda: None).result(60)
