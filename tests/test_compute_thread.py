@@ -298,12 +298,15 @@ def test_an_engine_computes_its_own_steps_and_those_of_other_threads() -> None:
             before = len(generation.generated)
             for _ in range(5):
                 session.next_token()
+            idents_before = len(idents)
+            session.rewind(1)  # by its caller, in its turn
+            assert threading.get_ident() in idents[idents_before:]
             generation.cancel()
             while engine.totals().result().running:
                 pass
             session.next_token()  # by an idle engine
         assert len(generation.generated) >= before
-        assert set(idents) == {host}
+        assert set(idents) == {host, threading.get_ident()}
     with watched(model.decoder, lambda: idents.append(threading.get_ident())):
         session.next_token()
     assert idents[-1] not in (host, threading.get_ident())

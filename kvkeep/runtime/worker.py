@@ -24,6 +24,7 @@ such as those of `Engine.yield_turn`, run in the same thread under the same lock
 import ctypes
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache, partial, wraps
@@ -34,6 +35,7 @@ import torch
 
 TEAM_PATIENCE = 0.05  # seconds without a step after which a thread's OpenMP team ends
 _HOST_PATIENCE = 0.02  # seconds after which a step is offered to the module's thread, too
+_HANDOVER = 0.0002  # seconds in which a thread that waits for the lock can take it
 _SOFT = 1  # omp_pause_soft
 
 _Arguments = ParamSpec("_Arguments")
@@ -92,6 +94,9 @@ class ComputeWorker:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
+        # Callers that compute themselves and wait for the lock. The host, which takes it again at
+        # once after each step, would otherwise overtake them again and again.
+        self.waiting = set[object]()
         self._jobs = SimpleQueue[_Job]()
         self._host: _Host | None = None
         self._start = threading.RLock()  # an interrupted call may leave it locked by its thread
@@ -138,15 +143,16 @@ class ComputeWorker:
             del job, error
 
     def run_waiting(self) -> None:
-        """In the host: run the jobs that other threads have requested."""
+        """In the host: run the jobs that other threads have requested until now."""
         host, threads = self._host, torch.get_num_threads()
         if host is None or host.thread != threading.get_ident():
             return
-        with suppress(Empty):
-            while True:
-                self._run_job(host.jobs.get_nowait())
-                if torch.get_num_threads() != threads:
-                    torch.set_num_threads(threads)
+        for _ in range(host.jobs.qsize()):  # not those that come meanwhile: it is the host's turn
+            self._run_job(host.jobs.get_nowait())
+            if torch.get_num_threads() != threads:
+                torch.set_num_threads(threads)
+        if self.waiting:
+            time.sleep(_HANDOVER)
 
     @contextmanager
     def hosting(self, wake: Callable[[Callable[[], None]], object]) -> Iterator[None]:
@@ -252,11 +258,17 @@ def computes_itself(function: Callable[_Arguments, _Result]) -> Callable[_Argume
             worker.run_waiting()
             with worker.lock:
                 return function(*args, **kwargs)
-        with worker.lock:
-            try:
-                return function(*args, **kwargs)
-            finally:
-                end_own_team()
+        caller = object()
+        try:
+            worker.waiting.add(caller)
+            with worker.lock:
+                worker.waiting.discard(caller)
+                try:
+                    return function(*args, **kwargs)
+                finally:
+                    end_own_team()
+        finally:
+            worker.waiting.discard(caller)
 
     return run_here
 
