@@ -220,10 +220,10 @@ def test_an_engine_reports_what_a_killed_one_had_not_saved(tmp_path: Path) -> No
     killed_after(tmp_path, leave_something_unsaved, 0)
     with new_engine(tmp_path) as engine:
         lost, never = sorted(engine.losses)
-        assert "'record' goes on from revision 1" in lost
+        assert "'kept' goes on from revision 1" in lost
         assert "up to 2" in lost
         assert "'new' was never saved" in never
-        assert [record.name for record in engine.sessions().result()] == ["record"]
+        assert [record.name for record in engine.sessions().result()] == ["kept"]
     with new_engine(tmp_path) as engine:
         assert engine.losses == []
 
