@@ -23,7 +23,7 @@ from kvkeep.storage.sessions.protocol import (
 
 T = TypeVar("T")
 HEAD = "head.json"
-_FIRST_WAIT, _MAX_WAIT = 0.02, 1.0  # seconds
+FIRST_WAIT, MAX_WAIT = 0.02, 1.0  # seconds between attempts
 
 
 class SessionObjects:
@@ -93,4 +93,4 @@ class SessionObjects:
 
 def _back_off(attempt: int) -> None:
     """Wait exponentially longer each time, with jitter, so that competing writers spread out."""
-    time.sleep(min(_MAX_WAIT, _FIRST_WAIT * 2**attempt) * random.uniform(0.5, 1.0))
+    time.sleep(min(MAX_WAIT, FIRST_WAIT * 2**attempt) * random.uniform(0.5, 1.0))
