@@ -1,1 +1,1 @@
-"""Snapshots: the file format, its checks, and model fingerprints."""
+"""Snapshots of sessions: the file format, its checks, and model fingerprints."""

@@ -1,4 +1,4 @@
-"""What a snapshot file says beside its tensors: that it is of the kinds that the format names."""
+"""Checks of the JSON document in a snapshot file: the types and ranges that the format names."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,14 +10,14 @@ from kvkeep.cache.checks import require, require_flag, require_whole
 from kvkeep.cache.state import MAX_CELLS, MAX_NUMBER
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-_LATEST = 2**40  # seconds since 1970; calendars end somewhere
-_MOST_WIDE = 2**20  # layers, KV heads or numbers of a head
+_LATEST = 2**40  # seconds since 1970; later times overflow calendars
+_MAX_SIZE = 2**20  # layers, KV heads or numbers of a head
 
 
 def check_document(document: Mapping[str, Any]) -> None:
-    """Raises KeyError or ValueError, saying what is wrong, for a document that no kvkeep writes.
+    """Raise KeyError or ValueError, saying why, for a document that kvkeep would not write.
 
-    Whether its numbers go together with tensors, or with a model, is not looked at.
+    Does not check that the document agrees with the tensors or with a model.
     """
     for name, kind in (("model", str), ("codec", str), ("segments", list)):
         _require_kind(name, document[name], kind)
@@ -40,44 +40,44 @@ def check_document(document: Mapping[str, Any]) -> None:
     check_settings(document["settings"], document["tokens"])
     for entry in document["segments"]:
         _check_segment(entry)
-    for name, how in document["coding"].items():
-        _check_coding(name, how)
+    for name, coding in document["coding"].items():
+        _check_coding(name, coding)
     layout_of(document["layout"])
     if any(entry.get("local", False) for entry in document["segments"]):
         layout_of(document["local_layout"])
 
 
 def check_settings(settings: Mapping[str, Any], tokens: int) -> None:
-    """Raises KeyError or ValueError for what are no settings of a session of so many tokens."""
+    """Raise KeyError or ValueError for settings that no session with so many tokens can have."""
     require_whole("prefill_step", settings["prefill_step"], 1, MAX_NUMBER)
     require_flag("keep_whole_prompt", settings["keep_whole_prompt"])
     pins, spans = settings.get("pins", []), settings.get("spans", {})
     _require_kind("pins", pins, list)
     _require_kind("spans", spans, dict)
-    for name, place in spans.items():
+    for name, span in spans.items():
         _require_kind("a span's name", name, str)
-        require(len(place) == 2, f"span {name!r} must have a start and an end; found {place!r:.80}")
-        require_whole(f"the start of span {name!r}", place[0], 0, tokens)
-        require_whole(f"the end of span {name!r}", place[1], place[0], tokens)
+        require(len(span) == 2, f"span {name!r} must have a start and an end; found {span!r:.80}")
+        require_whole(f"the start of span {name!r}", span[0], 0, tokens)
+        require_whole(f"the end of span {name!r}", span[1], span[0], tokens)
     _require_kind("the window", settings.get("window", {}), dict)
 
 
-def layout_of(found: Mapping[str, Any]) -> Layout:
-    """Of the cells as they were evaluated. Raises KeyError or ValueError for none."""
-    _require_kind("a layout", found, dict)
+def layout_of(entry: Mapping[str, Any]) -> Layout:
+    """Return the layout of plain cells that an entry describes. Raises KeyError or ValueError."""
+    _require_kind("a layout", entry, dict)
     for name in ("layers", "kv_heads", "head_dim"):
-        require_whole(name, found[name], 1, _MOST_WIDE)
+        require_whole(name, entry[name], 1, _MAX_SIZE)
     return Layout(
-        found["layers"],
-        found["kv_heads"],
-        found["head_dim"],
-        dtype_of(found["dtype"]),
+        entry["layers"],
+        entry["kv_heads"],
+        entry["head_dim"],
+        dtype_of(entry["dtype"]),
         torch.device("cpu"),
     )
 
 
 def dtype_of(name: Any) -> torch.dtype:
-    """Raises ValueError for what cells are never of."""
+    """Return a dtype of cells by its name. Raises ValueError for any other."""
     require(
         isinstance(name, str) and name in _DTYPES,
         f"a dtype must be one of {', '.join(_DTYPES)}; found {name!r}",
@@ -112,17 +112,17 @@ def _check_segment(entry: Any) -> None:
     require(entry["length"] == entry["capacity"] or not ring, "a ring that is not full")
 
 
-def _check_coding(name: str, how: Any) -> None:
-    _require_kind(f"the coding of {name}", how, dict)
-    require(how["codec"] in ("zstd", "int8"), f"{name} is coded in an unknown way")
-    dtype_of(how["dtype"])
-    _require_kind("shape", how["shape"], list)
-    for number in how["shape"]:
+def _check_coding(name: str, coding: Any) -> None:
+    _require_kind(f"the coding of {name}", coding, dict)
+    require(coding["codec"] in ("zstd", "int8"), f"{name} is coded in an unknown way")
+    dtype_of(coding["dtype"])
+    _require_kind("shape", coding["shape"], list)
+    for number in coding["shape"]:
         require_whole(f"the shape of {name}", number, 0, MAX_CELLS)
 
 
-def _check_texts(name: str, found: Mapping[str, Any]) -> None:
-    for value in found.values():
+def _check_texts(name: str, values: Mapping[str, Any]) -> None:
+    for value in values.values():
         _require_kind(name, value, str)
 
 

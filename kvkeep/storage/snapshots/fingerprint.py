@@ -1,4 +1,7 @@
-"""Which model a memory belongs to: cells mean nothing to any other."""
+"""Model fingerprints, and whether a snapshot continues bit for bit on another machine.
+
+Cells are only valid for the model that computed them.
+"""
 
 import json
 from collections.abc import Mapping
@@ -15,8 +18,8 @@ from kvkeep.models.spec.model_spec import ModelSpec, RopeSpec
 from kvkeep.storage.files.tensors import tensor_bytes
 
 _FIELDS = ("weights", "config", "rope", "tokenizer", "dtype", "layout")
-# Of a ModelSpec and a RopeSpec, what decides what a cell means. Whatever is added here changes the
-# digest of every model: a new field goes to `_CONFIG_BEYOND`.
+# The fields of ModelSpec and RopeSpec that determine the content of cells. An addition here changes
+# the digest of every model: a new field goes to `_CONFIG_BEYOND`.
 _CONFIG = (
     "architecture",
     "vocab_size",
@@ -36,7 +39,7 @@ _CONFIG = (
     "bos_token_id",
     "eos_token_ids",
 )
-# Left out where they are the default, so that models that have no such thing keep their digest.
+# Included unless they are the default, so that models without the feature keep their digest.
 _CONFIG_BEYOND = (
     "norms_before",
     "norms_after",
@@ -86,15 +89,15 @@ _ROPE = ("kind", "inverse_frequencies", "attention_scaling")
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Digests of all that decides what a cell means.
+    """Digests of everything that determines the content of cells.
 
     weights: of every tensor's name, shape and bytes, as loaded. config: of the architecture's
     numbers without RoPE. rope: of the frequency table and scaling. tokenizer: of its vocabulary.
     dtype, layout: of the cells.
 
-    Each is made of what is listed below and nothing else, so that neither a new field of ours nor
-    another release of a library makes a file's model another one. earlier_tokenizer: as files of
-    0.1 may have it, of the tokenizer in the form in which its library writes it.
+    The digests cover the fields listed in this module and nothing else, so that neither a new field
+    nor another release of a library changes a model's fingerprint. earlier_tokenizer: the digest in
+    files of version 0.1, of the tokenizer as its library serialises it.
     """
 
     weights: str
@@ -106,11 +109,11 @@ class Fingerprint:
     earlier_tokenizer: str = field(default="", repr=False, compare=False)
 
     def saved(self) -> dict[str, str]:
-        """As it stands in a file."""
+        """Return the fields that are saved in files."""
         return {name: getattr(self, name) for name in _FIELDS}
 
     def digest(self) -> str:
-        """One hex string for all of it."""
+        """Return one hex digest of all saved fields."""
         return _digest(self.saved())
 
     def describes(self, cells: Tensor) -> bool:
@@ -118,16 +121,16 @@ class Fingerprint:
         if cells.dim() != 4:
             return False
         layers, kv_heads, _, head_dim = cells.shape
-        found = _dtype_name(cells.dtype), _layout_name(layers, kv_heads, head_dim)
-        return found == (self.dtype, self.layout)
+        actual = _dtype_name(cells.dtype), _layout_name(layers, kv_heads, head_dim)
+        return actual == (self.dtype, self.layout)
 
     def require(self, saved: Mapping[str, str], source: str) -> None:
-        """Raises FingerprintMismatch, naming each field in which a saved one differs."""
-        differing = [name for name, found in self.saved().items() if saved.get(name) != found]
+        """Raise FingerprintMismatch, naming the differing fields, unless a saved one is equal."""
+        differing = [name for name, value in self.saved().items() if saved.get(name) != value]
         if "tokenizer" in differing and saved.get("tokenizer") == self.earlier_tokenizer:
             differing.remove("tokenizer")
         if "dtype" in differing and "weights" in differing:
-            differing.remove("weights")  # converted weights have other bytes in any case
+            differing.remove("weights")  # converted weights always have other bytes
         if differing:
             details = "; ".join(_explain(name, saved, self) for name in differing)
             raise FingerprintMismatch(
@@ -147,7 +150,7 @@ def _explain(name: str, saved: Mapping[str, str], here: Fingerprint) -> str:
 def fingerprint(
     spec: ModelSpec, tensors: Mapping[str, Tensor], tokenizer: Tokenizer, layout: Layout
 ) -> Fingerprint:
-    """Reads all weights."""
+    """Compute the fingerprint of a model. Reads all weights."""
     return Fingerprint(
         weights=weights_digest(tensors),
         config=_digest({name: getattr(spec, name) for name in _CONFIG} | _beyond(spec)),
@@ -160,10 +163,10 @@ def fingerprint(
 
 
 def _beyond(spec: ModelSpec) -> dict[str, object]:
-    """What a model has that Llama has not."""
-    usual = {each.name: each.default for each in fields(ModelSpec)}
-    found = {name: getattr(spec, name) for name in _CONFIG_BEYOND}
-    return {name: value for name, value in found.items() if value != usual[name]}
+    """Return the fields of `_CONFIG_BEYOND` that are not the default."""
+    defaults = {entry.name: entry.default for entry in fields(ModelSpec)}
+    values = {name: getattr(spec, name) for name in _CONFIG_BEYOND}
+    return {name: value for name, value in values.items() if value != defaults[name]}
 
 
 def _table(rope: RopeSpec) -> dict[str, object]:
@@ -171,12 +174,12 @@ def _table(rope: RopeSpec) -> dict[str, object]:
 
 
 def _local_table(spec: ModelSpec) -> dict[str, object]:
-    """Of local layers, where they rotate in a way of their own."""
+    """Return the RoPE table of local layers, if they have one of their own."""
     return {"local": _table(spec.local_rope)} if spec.local_rope else {}
 
 
 def is_tokenizer_of(saved: Mapping[str, str], tokenizer: Tokenizer) -> bool:
-    """Whether a saved fingerprint is of a model with this tokenizer. Needs no weights."""
+    """Whether a saved fingerprint has this tokenizer. Needs no weights."""
     return saved.get("tokenizer") in (_vocabulary_digest(tokenizer), _earlier_digest(tokenizer))
 
 
@@ -189,7 +192,7 @@ def _layout_name(layers: int, kv_heads: int, head_dim: int) -> str:
 
 
 def _vocabulary_digest(tokenizer: Tokenizer) -> str:
-    """Which text each id stands for, and which ids are control tokens."""
+    """Digest the text of each id, and which ids are control tokens."""
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     control = [n for n, added in tokenizer.get_added_tokens_decoder().items() if added.special]
     return _digest([sorted(vocabulary.items(), key=lambda pair: pair[::-1]), sorted(control)])
@@ -204,7 +207,7 @@ def _digest(value: object) -> str:
 
 
 def weights_digest(tensors: Mapping[str, Tensor]) -> str:
-    """Of every tensor's name, shape and bytes."""
+    """Digest every tensor's name, shape and bytes."""
     digest = blake3(max_threads=blake3.AUTO)
     for name in sorted(tensors):
         tensor = tensors[name]
@@ -214,16 +217,17 @@ def weights_digest(tensors: Mapping[str, Tensor]) -> str:
 
 
 _OLDER = "what computed it is not noted there, as an earlier kvkeep saved it"
-# What earlier ones noted of the kernels that they had, by what those are called now.
+# Names of kernels in files of earlier versions, and their present names.
 _RENAMED = {"compiled": "compiled avx512bf16"}
 
 
 @dataclass(frozen=True)
 class Exactness:
-    """differs: what is computed with otherwise here, or was rounded there; empty where nothing is.
+    """Whether a restored session continues bit for bit as it would have where it was saved.
 
-    What differs does not make a session wrong: its cells are the same, but for what was rounded,
-    and the logits that follow agree as far as rounding does.
+    differs: the parts of the arithmetic that differ here, and whether the file's codec rounded;
+    empty if none does. A difference does not make a session wrong: its cells are the same, apart
+    from a codec's rounding, and the logits that follow agree up to rounding.
     """
 
     differs: tuple[str, ...] = ()
@@ -235,8 +239,9 @@ class Exactness:
 
     @classmethod
     def of(cls, there: Mapping[str, str], here: Mapping[str, str], codec: str) -> "Exactness":
-        """there, here: what a snapshot says it was computed with, and what is here; see
-        `LoadedModel.arithmetic`. codec: of the file that it comes from.
+        """Compare the arithmetic of a snapshot with that of this machine.
+
+        there, here: see `LoadedModel.arithmetic`. codec: of the file that was loaded.
         """
         differs = [f"cells: rounded by codec {codec}"] if codec == "int8" else []
         if not there:
@@ -245,12 +250,12 @@ class Exactness:
             there = {**there, "kernels": _RENAMED[there["kernels"]]}
         names = [name for name in here if there.get(name) != here[name]]
         if "weights" in names and "packed weights" in names:
-            names.remove("packed weights")  # that goes without saying
+            names.remove("packed weights")  # follows from other weights
         differs += [
             f"{name}: {_short(there, name)} there, {_short(here, name)} here" for name in names
         ]
         return cls(tuple(differs))
 
 
-def _short(found: Mapping[str, str], name: str) -> str:
-    return found.get(name, "")[:40] or "none"
+def _short(arithmetic: Mapping[str, str], name: str) -> str:
+    return arithmetic.get(name, "")[:40] or "none"

@@ -1,6 +1,6 @@
-"""The header of kvkeep's files, read and checked without torch: a list of sessions opens at once.
+"""Headers of kvkeep's files, read and verified without torch, so that listing sessions is fast.
 
-`container.py` says what such a file is, writes it, and reads its tensors.
+`container.py` describes the format, writes files, and reads their tensors.
 """
 
 import json
@@ -25,24 +25,25 @@ from kvkeep.errors import (
 from kvkeep.storage.files.atomic import check_writable
 from kvkeep.storage.objects.paths import Source, as_path
 
-SNAPSHOT, SNAPSHOT_FORMAT = "snapshot", 6  # the kind of a session's file, and the newest format
-NO_CHECKSUM = "0" * 64  # what stands for the header's checksum while it is computed
+SNAPSHOT, SNAPSHOT_FORMAT = "snapshot", 6  # kind and newest format of snapshot files
+NO_CHECKSUM = "0" * 64  # in place of the header's own checksum while that is computed
 MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors format
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I8": 1, "U8": 1}
 _MAGIC, _CHECKSUM = b'{"__metadata__":{"kvkeep":', b'"checksum":"'
 
 
 def read_document(path: Source, kind: str, newest: int) -> dict[str, Any]:
-    """What a file says of itself, from its checked header; tensors are not looked at.
+    """Return the document in a file's verified header, without reading tensors.
 
     Raises as `read_container`.
     """
-    with opened(path) as file:
+    with open_source(path) as file:
         return read_header(file, path, kind, newest).document
 
 
 @contextmanager
-def opened(path: Source) -> Iterator[BinaryIO]:
+def open_source(path: Source) -> Iterator[BinaryIO]:
+    """Open a file to read. Raises StoreError in place of OSError, also from the block."""
     try:
         with path.open("rb") as file:
             yield file
@@ -52,8 +53,10 @@ def opened(path: Source) -> Iterator[BinaryIO]:
 
 @dataclass(frozen=True)
 class TensorExtent:
-    """A tensor in a file. dtype: safetensors' name of it. begin, end: its bytes, from the file's
-    first on."""
+    """The extent of a tensor in a file.
+
+    dtype: its name in the safetensors format. begin, end: offsets in the file, in bytes.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -63,7 +66,7 @@ class TensorExtent:
 
 @dataclass(frozen=True)
 class Header:
-    """A header that was read and checked."""
+    """A verified header."""
 
     document: dict[str, Any]
     checksums: dict[str, str]
@@ -71,6 +74,7 @@ class Header:
 
 
 def read_header(file: BinaryIO, path: Source, kind: str, newest: int) -> Header:
+    """Read and verify a header. path: for messages. Raises as `read_container`."""
     size = file.seek(0, 2)
     file.seek(0)
     start = file.read(8)
@@ -82,13 +86,13 @@ def read_header(file: BinaryIO, path: Source, kind: str, newest: int) -> Header:
         raise ForeignFile(f"{path} is not a kvkeep {kind}: it does not begin like one")
     if len(text) < length:
         raise TruncatedFile(f"{path} is truncated: it ends within its header")
-    found = text.find(_CHECKSUM) + len(_CHECKSUM)
-    blank = text[:found] + NO_CHECKSUM.encode() + text[found + len(NO_CHECKSUM) :]
-    recorded = text[found : found + len(NO_CHECKSUM)]
+    at = text.find(_CHECKSUM) + len(_CHECKSUM)
+    blank = text[:at] + NO_CHECKSUM.encode() + text[at + len(NO_CHECKSUM) :]
+    recorded = text[at : at + len(NO_CHECKSUM)]
     if blake3(start + blank).hexdigest().encode() != recorded:
         raise CorruptFile(f"{path} is corrupt: its header is not what was saved")
     try:
-        entries = json.loads(text, object_pairs_hook=_each_once)
+        entries = json.loads(text, object_pairs_hook=_unique_keys)
         metadata = entries.pop("__metadata__")
         holds, version = metadata["kvkeep"], int(metadata["version"])
         if version < 1:
@@ -104,18 +108,18 @@ def read_header(file: BinaryIO, path: Source, kind: str, newest: int) -> Header:
     )
 
 
-def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) < len(pairs):
         raise ValueError("a name occurs twice")
-    return found
+    return result
 
 
 def _checked(
     path: Source, size: int, begin: int, metadata: dict[str, str], entries: dict[str, Any]
 ) -> Header:
-    """That the tensors fill the file from `begin` to its end, each as large as its shape says."""
-    found, end = dict[str, TensorExtent](), begin
+    """Check that tensors fill the file from `begin` to its end, with the sizes of their shapes."""
+    extents, end = dict[str, TensorExtent](), begin
     for name, entry in entries.items():
         dtype, shape = entry["dtype"], tuple(entry["shape"])
         first, last = (begin + offset for offset in entry["data_offsets"])
@@ -123,20 +127,23 @@ def _checked(
             raise ValueError(f"tensor {name!r} has sizes that are no whole numbers")
         if (first, last) != (end, end + math.prod(shape) * ITEM_BYTES[dtype]) or last < first:
             raise ValueError(f"tensor {name!r} has another size or place than its shape asks for")
-        found[name], end = TensorExtent(dtype, shape, first, last), last
+        extents[name], end = TensorExtent(dtype, shape, first, last), last
     checksums, document = json.loads(metadata["checksums"]), json.loads(metadata["document"])
-    if checksums.keys() != found.keys() or not isinstance(document, dict):
+    if checksums.keys() != extents.keys() or not isinstance(document, dict):
         raise ValueError("checksums and tensors do not match")
     if size < end:
         raise TruncatedFile(f"{path} is truncated: {end - size} of its bytes are missing")
     if size > end:
         raise CorruptFile(f"{path} is corrupt: {size - end} bytes too many")
-    return Header(document, checksums, found)
+    return Header(document, checksums, extents)
 
 
 @dataclass(frozen=True)
 class SnapshotSummary:
-    """tokens: all of them, those forgotten too. cells: that are held. notes: of whoever kept it."""
+    """The facts about a session that a list shows.
+
+    tokens: of its history, including forgotten ones. cells: in memory. notes: of the application.
+    """
 
     model: str
     policy: str
@@ -147,36 +154,36 @@ class SnapshotSummary:
 
 
 def read_summary(path: str | Source) -> SnapshotSummary:
-    """Raises StoreError and its kinds, as `Snapshot.load`; its cells are not looked at."""
-    found = read_document(as_path(path), SNAPSHOT, SNAPSHOT_FORMAT)
+    """Read the summary of a snapshot file, without its cells. Raises as `Snapshot.load`."""
+    document = read_document(as_path(path), SNAPSHOT, SNAPSHOT_FORMAT)
     try:
-        segments = [each for each in found["segments"] if not each.get("local", False)]
-        policy = found["policy"]
-        says = SnapshotSummary(
-            found["model"],
+        segments = [entry for entry in document["segments"] if not entry.get("local", False)]
+        policy = document["policy"]
+        summary = SnapshotSummary(
+            document["model"],
             policy["name"],
             policy["max_kv_size"],
-            found["tokens"],
-            sum(each["length"] for each in segments),
-            found.get("notes", {}),
+            document["tokens"],
+            sum(entry["length"] for entry in segments),
+            document.get("notes", {}),
         )
     except (LookupError, TypeError, AttributeError) as error:
         raise _corrupt(path, error) from error
     kinds = (str, str, int, int, int, dict)
-    if [type(value) for value in vars(says).values()] != list(kinds):
-        raise _corrupt(path, says)
-    return says
+    if [type(value) for value in vars(summary).values()] != list(kinds):
+        raise _corrupt(path, summary)
+    return summary
 
 
-def _corrupt(path: str | Source, why: object) -> CorruptFile:
-    return CorruptFile(f"{path} is corrupt: no session says this of itself ({why!r:.200})")
+def _corrupt(path: str | Source, reason: object) -> CorruptFile:
+    return CorruptFile(f"{path} is corrupt: no session says this of itself ({reason!r:.200})")
 
 
 def check_output_path(path: Path, kind: str) -> None:
-    """Refuses, before any work, a place where a store's file cannot or should not be written.
+    """Check, before work is done, that a kvkeep file can be written to a path.
 
-    kind: of file, "snapshot" or "calibration". Raises InvalidArgument; also where that would
-    replace a file that is none.
+    kind: "snapshot" or "calibration". Raises InvalidArgument if it cannot be written, or if
+    writing would replace a file of another kind.
     """
     check_writable(path)
     if not path.exists():
@@ -192,4 +199,4 @@ def check_output_path(path: Path, kind: str) -> None:
             "remove it first"
         ) from error
     except StoreError:
-        pass  # one that is newer or damaged: to be replaced
+        pass  # a newer or damaged file of the kind may be replaced

@@ -1,4 +1,4 @@
-"""A segment as tensors and a table entry in a snapshot, and back."""
+"""Conversion of segments to tensors and a document entry of a snapshot, and back."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -10,13 +10,13 @@ from kvkeep.cache import Block, Cells, Layout, PositionMap, Ragged, Segment
 from kvkeep.cache.quantised import KVTensor, Quantised
 from kvkeep.cache.state import check_cells
 
-_PLACES = ("positions", "serials")
-_COMPRESSED = (*_PLACES, "bias")
+_PLAIN = ("positions", "serials")
+_COMPRESSED = (*_PLAIN, "bias")
 _RAGGED = (*_COMPRESSED, "counts")
 
 
 def segment_tensors(index: int, segment: Segment) -> dict[str, Tensor]:
-    """The live cells, oldest first; those of a full ring as they lie."""
+    """Return the live cells as tensors, oldest first; those of a full ring in slot order."""
     slots = segment.slots(0, segment.length)
     if _in_slot_order(segment):
         cells = segment.block.slots
@@ -34,12 +34,12 @@ def segment_tensors(index: int, segment: Segment) -> dict[str, Tensor]:
 
 
 def is_ragged(segment: Segment) -> bool:
-    """Whether its layers and KV heads have numbers of cells of their own."""
+    """Whether the number of cells differs between layers and KV heads."""
     return isinstance(segment.block.slots, Ragged)
 
 
 def knows_worth(segment: Segment) -> bool:
-    """Whether it says what each cell is worth."""
+    """Whether the segment records the worth of each cell."""
     slots = segment.block.slots
     return isinstance(slots, Ragged) and slots.scores is not None
 
@@ -47,15 +47,16 @@ def knows_worth(segment: Segment) -> bool:
 def _names(segment: Segment) -> tuple[str, ...]:
     if is_ragged(segment):
         return (*_RAGGED, "worth") if knows_worth(segment) else _RAGGED
-    return _COMPRESSED if segment.compressed else _PLACES
+    return _COMPRESSED if segment.compressed else _PLAIN
 
 
 def segment_entry(segment: Segment, local: bool = False) -> dict[str, Any]:
-    """All of a segment that is not in its tensors. Of the storage only what decides places.
+    """Return what defines a segment besides its tensors, as JSON values.
 
-    local: whether it is of local layers.
+    Of its storage only what determines slots is included. local: whether the segment is of local
+    layers.
     """
-    begun_anew = segment.wrapped or segment.places_wrap
+    wraps = segment.wrapped or segment.places_wrap
     return {
         "map": asdict(segment.map),
         "limit": segment.limit,
@@ -64,7 +65,7 @@ def segment_entry(segment: Segment, local: bool = False) -> dict[str, Any]:
         "sealed": segment.sealed,
         "start": segment.place,
         "length": segment.length,
-        "capacity": segment.limit if begun_anew else segment.place + segment.length,
+        "capacity": segment.limit if wraps else segment.place + segment.length,
         "slot_order": _in_slot_order(segment),
         "compressed": segment.compressed,
         **({"ragged": True} if is_ragged(segment) else {}),
@@ -76,17 +77,17 @@ def segment_entry(segment: Segment, local: bool = False) -> dict[str, Any]:
 def read_segment(
     index: int, layouts: Sequence[Layout], entry: dict[str, Any], tensors: dict[str, Tensor]
 ) -> Segment:
-    """The segment that tensors and an entry were made of, not copied.
+    """Return the segment that an entry and tensors describe. Its tensors are not copied.
 
-    layouts: of the cells of windows, of anchors, and of local layers. entry: checked; see
+    layouts: of the cells of windows, of anchors, and of local layers. entry: checked by
     `check_document`.
 
-    Where its places are those of a ring that is not full, it lies in line until a cache takes it.
-    Raises KeyError, TypeError or ValueError where they are not of one segment.
+    A ring that is not full is stored linearly until a cache takes the segment. Raises KeyError,
+    TypeError or ValueError if entry and tensors do not match.
     """
     compressed, ragged = entry.get("compressed", False), entry.get("ragged", False)
     layout = layouts[2 if entry.get("local", False) else 1 if entry["anchor"] else 0]
-    names = _RAGGED if ragged else _COMPRESSED if compressed else _PLACES
+    names = _RAGGED if ragged else _COMPRESSED if compressed else _PLAIN
     if entry.get("worth", False):
         names = (*names, "worth")
     cells = (Ragged if ragged else Cells)(
@@ -120,5 +121,5 @@ def _stored(name: str, bits: int, tensors: dict[str, Tensor]) -> KVTensor:
 
 
 def _in_slot_order(segment: Segment) -> bool:
-    """A full ring is saved as it lies: in another order, sums would be rounded otherwise."""
+    """Whether to save cells in slot order, as for a full ring: another order changes rounding."""
     return segment.length == segment.capacity and (segment.wrapped or not segment.place)
