@@ -140,7 +140,7 @@ def test_commands_that_are_not_run_exist(snippet: Snippet) -> None:
         if words[0] == "make":
             assert f"\n{words[1]}:" in (ROOT / "Makefile").read_text()
         elif words[0] == "kvkeep":
-            require_options(COMMANDS[words[1]].command(), words[2:])
+            require_options(COMMANDS[words[1]].load(), words[2:])
         elif words[:2] == ["python", "-m"]:
             require_options(measurement(words[2]), words[3:])
         else:

@@ -1,1 +1,1 @@
-"""The command line: one file a command. Importing it does not import torch."""
+"""The `kvkeep` command line. Importing it does not import torch."""

@@ -1,4 +1,4 @@
-"""`kvkeep calibrate`: measures, once for a model, what compression decides by."""
+"""`kvkeep calibrate`: measure a model once, for compression methods that need it."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,20 +41,21 @@ def calibrate(
 
     What is done is kept in FILE.kvcal.unfinished: the same command goes on from there.
     """
-    written = read_text(text)
-    if not written:
+    content = read_text(text)
+    if not content:
         raise InvalidArgument(f"{text} is empty: expected some text")
     if output is not None:
         check_output_path(output, "calibration")
     measure(
-        load_named(model, dtype, device, weights=None, progress=not quiet), written, output, quiet
+        load_named(model, dtype, device, weights=None, progress=not quiet), content, output, quiet
     )
 
 
 def measure(model: "Model", text: str, output: Path | None, quiet: bool) -> None:
-    """Calibrates a model on a text, tells of it, and keeps the result.
+    """Calibrate a model on a text, save the result and print a summary.
 
-    output: None for where it is found again.
+    output: the calibration file; None for the default path, where every command finds it.
+    Raises StoreError if its folder cannot be created.
     """
     from tqdm import tqdm
 
@@ -68,12 +69,12 @@ def measure(model: "Model", text: str, output: Path | None, quiet: bool) -> None
             output.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise StoreError(
-                f"{output.parent} cannot be made: {error.strerror or error}"
+                f"{output.parent} cannot be created: {error.strerror or error}"
             ) from error
         check_output_path(output, "calibration")
     unfinished = output.with_name(f"{output.name}.unfinished")
     ids = model.text.encode(text)
-    hidden = True if quiet else None  # None: unless it is a terminal
+    hidden = True if quiet else None  # None: tqdm shows the bar on terminals only
     total = calibration_tokens(model, len(ids))
     with tqdm(total=total, desc="measuring", unit="tok", disable=hidden, leave=False) as bar:
 
@@ -84,6 +85,6 @@ def measure(model: "Model", text: str, output: Path | None, quiet: bool) -> None
     size = calibration.save(output)
     if not quiet:
         say(
-            f"{output}: {size / 1e6:.1f} MB, from {len(ids)} tokens; R² of the surrogate on text "
-            f"held back: {calibration.r_squared:.2f}"
+            f"{output}: {size / 1e6:.1f} MB, from {len(ids)} tokens; R² of the surrogate on "
+            f"held-out text: {calibration.r_squared:.2f}"
         )

@@ -1,4 +1,4 @@
-"""`kvkeep completion`: what lets a shell complete commands, options and names."""
+"""`kvkeep completion`: shell completion of commands, options and names."""
 
 import click
 from click.shell_completion import CompletionItem, get_completion_class
@@ -21,7 +21,7 @@ def completion(context: click.Context, shell: str) -> None:
     """
     kind = get_completion_class(shell)
     if kind is None:
-        raise InvalidArgument(f"nothing completes for {shell}")
+        raise InvalidArgument(f"completion for {shell} is not supported")
     root = context.find_root().command
     click.echo(kind(root, {}, "kvkeep", "_KVKEEP_COMPLETE").source())
 
@@ -29,7 +29,7 @@ def completion(context: click.Context, shell: str) -> None:
 def session_names(
     context: click.Context, parameter: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
-    """For options and arguments that name a session."""
+    """Complete the names of saved sessions."""
     from kvkeep.cli.store import saved_sessions
 
     return [CompletionItem(n) for n in saved_sessions().names() if n.startswith(incomplete)]
@@ -38,10 +38,10 @@ def session_names(
 def model_names(
     context: click.Context, parameter: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
-    """For those that name a model: what is here, and files."""
+    """Complete the names of known and pulled models; without a match, file names."""
     from kvkeep.models.hub.known_models import KNOWN_MODELS
     from kvkeep.models.hub.library import pulled_models
 
     names = sorted({*KNOWN_MODELS, *(model.name for model in pulled_models())})
-    found = [CompletionItem(name) for name in names if name.startswith(incomplete)]
-    return found or [CompletionItem(incomplete, type="file")]
+    items = [CompletionItem(name) for name in names if name.startswith(incomplete)]
+    return items or [CompletionItem(incomplete, type="file")]

@@ -1,4 +1,4 @@
-"""How memory is compressed, as options say it, and what they stand for."""
+"""Options that select a compression method, and the calibration that each command uses."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -13,7 +13,7 @@ from kvkeep.errors import InvalidArgument
 if TYPE_CHECKING:
     from kvkeep import Calibration, Model, Session, Snapshot
 
-# Written out, because the modules that define them import torch, and help must open at once.
+# Listed here because the modules that define them import torch, which would slow down --help.
 METHOD_NAMES = (
     "fitted",
     "random",
@@ -40,31 +40,31 @@ UNCALIBRATED_ARCHIVE = (
 
 
 def number(minimum: float, maximum: float = math.inf) -> Callable[[str], float]:
-    """A type for options: a number in a range."""
+    """Return an option type: a finite number in a closed range."""
 
     def read(value: str) -> float:
         try:
-            found = float(value)
+            parsed = float(value)
         except ValueError:
             raise click.BadParameter(f"expected a number, found {value!r}") from None
-        if not minimum <= found <= maximum or math.isinf(found):
+        if not minimum <= parsed <= maximum or math.isinf(parsed):
             end = "or more" if math.isinf(maximum) else f"to {maximum:g}"
             raise click.BadParameter(f"expected {minimum:g} {end}, found {value}")
-        return found
+        return parsed
 
     return read
 
 
 def ratio(value: str) -> float:
-    """A type for options: by how much to compress."""
-    found = number(1)(value)
-    if found == 1:
+    """Option type: a compression ratio, greater than 1."""
+    parsed = number(1)(value)
+    if parsed == 1:
         raise click.BadParameter(f"expected more than 1, found {value}")
-    return found
+    return parsed
 
 
-def way(value: str) -> str:
-    """A type for options: a method, and behind a colon how heads share the cells, if it is said."""
+def method_and_budget(value: str) -> str:
+    """Option type: METHOD or METHOD:BUDGET; the budget says how heads share the cells."""
     name, colon, budget = value.partition(":")
     if name not in METHOD_NAMES:
         raise click.BadParameter(f"expected one of {', '.join(METHOD_NAMES)}; found {name!r}")
@@ -75,9 +75,12 @@ def way(value: str) -> str:
     return value
 
 
-def check_calibrated(ways: Iterable[str], calibration: Path | None) -> None:
-    """Refuses methods that decide by a calibration where none is given."""
-    for name in (each.partition(":")[0] for each in ways):
+def check_calibrated(methods: Iterable[str], calibration: Path | None) -> None:
+    """Raise UsageError if a method needs a calibration and no file was given.
+
+    methods: METHOD or METHOD:BUDGET.
+    """
+    for name in (method.partition(":")[0] for method in methods):
         if calibration is None and name not in UNCALIBRATED:
             raise click.UsageError(
                 f"{name} decides by a calibration: add --calibration FILE (`kvkeep calibrate` "
@@ -86,7 +89,10 @@ def check_calibrated(ways: Iterable[str], calibration: Path | None) -> None:
 
 
 def calibration_option(meaning: str, default: str | None = None) -> Decorator:
-    """default: what is taken where none is given."""
+    """Return the `--calibration` option.
+
+    default: what help shows as the default.
+    """
     return click.option(
         "--calibration",
         metavar="FILE",
@@ -97,7 +103,7 @@ def calibration_option(meaning: str, default: str | None = None) -> Decorator:
 
 
 def calibrated(file: Path | None, model: "Model") -> "Calibration | None":
-    """What a file says that compression goes by, if one was given."""
+    """Load the calibration file given on the command line, if any."""
     if file is None:
         return None
     from kvkeep.compression.calibration.calibration import load_calibration
@@ -108,10 +114,10 @@ def calibrated(file: Path | None, model: "Model") -> "Calibration | None":
 def archive_calibration(
     file: Path | None, model: "Model", method: str | None
 ) -> "Calibration | None":
-    """What an archive goes by: a file that was given, or else what is kept of the model.
+    """Return the calibration for an archive: the given file, or the one stored for the model.
 
-    method: that was asked for. Only where the calibration would choose it, or it needs one, is the
-    kept one used.
+    method: the requested method. The stored calibration is used only if no method was requested
+    or if the method needs one.
     """
     if file is not None or method not in (None, "kvzap"):
         return calibrated(file, model)
@@ -121,21 +127,26 @@ def archive_calibration(
 def original_calibration(
     saved: object, snapshot: "Snapshot", file: Path | None, model: "Model"
 ) -> "Calibration | None":
-    """The calibration that a saved session was begun with: the one that was given, or is kept.
+    """Return the calibration that a saved session was created with.
 
-    saved: what the snapshot is of. Raises InvalidArgument where it needs one that is neither.
+    It is the given file, or else the one stored for the model.
+    saved: the session or file, for messages. Raises InvalidArgument if the session needs a
+    calibration and neither of these is the one.
     """
     needed = snapshot.policy.get("calibrated_by")
     if file is not None or not needed:
         return calibrated(file, model)
-    kept = model.calibration
-    if kept is None or kept.digest != needed:
+    stored = model.calibration
+    if stored is None or stored.digest != needed:
         raise _needs_calibration(saved)
-    return kept
+    return stored
 
 
 def check_original_calibration(saved: object, snapshot: "Snapshot", file: Path | None) -> None:
-    """Refuses, without the model, a calibration that is one more, and none where one is needed."""
+    """Check, before the model is loaded, whether a calibration is missing or superfluous.
+
+    Raises InvalidArgument.
+    """
     from kvkeep.compression.calibration.calibration import any_default_calibration
 
     needed = snapshot.policy.get("calibrated_by")
@@ -143,20 +154,20 @@ def check_original_calibration(saved: object, snapshot: "Snapshot", file: Path |
         raise _needs_calibration(saved)
     if file is not None and not needed:
         raise InvalidArgument(
-            f"{saved} was begun without a calibration, and goes on without; leave --calibration "
-            "out, or begin anew"
+            f"{saved} was created without a calibration and continues without one; leave "
+            "--calibration out, or start a new session"
         )
 
 
 def _needs_calibration(saved: object) -> InvalidArgument:
     return InvalidArgument(
-        f"{saved} compresses by a calibration: give the file that it was begun with as "
+        f"{saved} compresses by a calibration: give the file that it was created with as "
         "--calibration"
     )
 
 
 def gains_from_calibration(session: "Session") -> bool:
-    """Whether a calibration would let its archive keep more of what is asked for."""
+    """Whether the session is an archive that a calibration would improve."""
     settings = session.settings
     return session.policy == "archive" and not (
         settings["calibrated_by"] or settings["method"] != BEST

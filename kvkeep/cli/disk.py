@@ -1,4 +1,4 @@
-"""`kvkeep disk`: what is kept where, and what it takes."""
+"""`kvkeep disk`: the disk space that kvkeep takes, by kind of data."""
 
 import json
 
@@ -9,7 +9,7 @@ from kvkeep.cli.store import session_folder
 from kvkeep.models.hub.library import home
 from kvkeep.storage.files.atomic import folder_bytes
 
-# Below kvkeep's folder; what each is, and what makes room there.
+# Folders in kvkeep's home: a description, and the command that frees space there.
 _KINDS = {
     "models": ("models, in Hugging Face layout", "kvkeep models rm NAME"),
     "packed": ("their weights, packed", "kvkeep models rm NAME"),

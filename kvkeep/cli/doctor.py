@@ -1,4 +1,4 @@
-"""`kvkeep doctor`: what this machine is to kvkeep, and what could be faster on it."""
+"""`kvkeep doctor`: what computes on this machine, and why nothing faster does."""
 
 import json
 from collections.abc import Iterator
@@ -35,30 +35,30 @@ def doctor(
     """
     from kvkeep.doctor.findings import examine
 
-    found = examine(name, dtype, weights, measure)
+    findings = examine(name, dtype, weights, measure)
     if as_json:
-        click.echo(json.dumps(asdict(found), indent=2, ensure_ascii=False))
+        click.echo(json.dumps(asdict(findings), indent=2, ensure_ascii=False))
         return
-    for what, value in _lines(found):
+    for what, value in _lines(findings):
         click.echo(f"{what:<12} {value}")
 
 
-def _lines(found: "Findings") -> _Lines:
-    yield "kvkeep", f"{found.kvkeep}; Python {found.python}; {found.system}"
-    features = found.processor.features
+def _lines(findings: "Findings") -> _Lines:
+    yield "kvkeep", f"{findings.kvkeep}; Python {findings.python}; {findings.system}"
+    features = findings.processor.features
     listed = "the system lists no features" if features is None else " ".join(features)
-    yield "processor", f"{found.processor.name}: {listed or 'no feature that matters'}"
-    yield from _kernels(found.kernels)
-    yield "threads", _threads(found.threads)
-    memory = found.memory
+    yield "processor", f"{findings.processor.name}: {listed or 'no feature that matters'}"
+    yield from _kernels(findings.kernels)
+    yield "threads", _threads(findings.threads)
+    memory = findings.memory
     reads = f"{megabytes(memory.read_size)} are read at {_gigabytes(memory.read_per_s)}"
     yield "memory", f"{megabytes(memory.total)}, {megabytes(memory.available)} of it free; {reads}"
-    yield "torch", _torch(found.torch)
-    yield "CUDA", _cuda(found.cuda)
-    if found.model is None:
-        yield "model", found.no_model
+    yield "torch", _torch(findings.torch)
+    yield "CUDA", _cuda(findings.cuda)
+    if findings.model is None:
+        yield "model", findings.no_model
     else:
-        yield from _model(found.model, memory.read_per_s)
+        yield from _model(findings.model, memory.read_per_s)
 
 
 def _kernels(kernels: "Kernels") -> _Lines:

@@ -1,4 +1,4 @@
-"""`kvkeep fleet`: one model for many, on as many servers as it takes."""
+"""`kvkeep fleet`: serve one model from several servers, on Ray Serve."""
 
 import signal
 import threading
@@ -22,11 +22,12 @@ from kvkeep.storage.objects.address import is_url
 
 
 def _replicas(text: str) -> tuple[int, int]:
+    """Option type: "N" or "N-M", as the least and the most."""
     least, _, most = text.partition("-")
     if least.isdigit() and (most or least).isdigit():
-        found = int(least), int(most or least)
-        if 1 <= found[0] <= found[1]:
-            return found
+        minimum, maximum = int(least), int(most or least)
+        if 1 <= minimum <= maximum:
+            return minimum, maximum
     raise click.BadParameter(
         f"expected a number, as 2, or the least and the most, as 1-4; found {text!r}"
     )
@@ -98,9 +99,9 @@ def fleet(memory: MemoryChoice, **options: Any) -> None:
     setup, scale = _setup(memory, options), _scale(options)
     if not options["quiet"]:
         say(f"starting {scale.min_servers} servers")
-    handled = signal.getsignal(signal.SIGTERM)
+    previous_handler = signal.getsignal(signal.SIGTERM)
     with deployment.running_fleet(setup, scale, host, port, options["address"]):
-        signal.signal(signal.SIGTERM, handled)  # Ray's ends the process there and then
+        signal.signal(signal.SIGTERM, previous_handler)  # Ray's ends the process at once
         if not options["quiet"]:
             print(f"kvkeep serves {setup.model} on http://{host}:{port}", flush=True)
         with suppress(KeyboardInterrupt):
@@ -108,7 +109,7 @@ def fleet(memory: MemoryChoice, **options: Any) -> None:
 
 
 def _setup(choice: MemoryChoice, options: dict[str, Any]) -> Any:
-    """Checked here, before anything is started elsewhere."""
+    """Collect and check the settings of each server before any of them is started."""
     from kvkeep.fleet.replica import require_conditional_writes
     from kvkeep.fleet.setup import Setup, read_secret
     from kvkeep.server.keys import ApiKeys
@@ -137,6 +138,7 @@ def _setup(choice: MemoryChoice, options: dict[str, Any]) -> Any:
 
 
 def _scale(options: dict[str, Any]) -> Any:
+    """Return how many servers to run, and when to add or stop one."""
     from kvkeep.fleet.setup import Scale
 
     least, most = options["replicas"]

@@ -1,4 +1,4 @@
-"""`kvkeep generate`: continues a text."""
+"""`kvkeep generate`: continue a text."""
 
 from contextlib import nullcontext
 from pathlib import Path
@@ -125,8 +125,10 @@ def generate(
         raise InvalidArgument("--codec says how --cache-prompt writes its file; give both")
     if cache_prompt is not None:
         check_output_path(cache_prompt, "snapshot")
-    with saved_sessions().lock(session) if session is not None else nullcontext() as kept:
-        source = kept if kept is not None and kept.exists() else restore_prompt
+    with saved_sessions().lock(session) if session is not None else nullcontext() as session_file:
+        source = (
+            session_file if session_file is not None and session_file.exists() else restore_prompt
+        )
         continues = source is not None and prompt is None and file is None
         text = "" if continues else read_prompt(prompt, file)
 
@@ -135,12 +137,14 @@ def generate(
         opened = _open(source, memory, prefixes, output)
         how = sampling.resolve(opened.seed)
         run = Run("generate", opened, output, how.seed)
-        if kept is not None:
-            run.writer = SessionWriter(opened.session, kept, f"session {session}", opened.notes)
+        if session_file is not None:
+            run.writer = SessionWriter(
+                opened.session, session_file, f"session {session}", opened.notes
+            )
         if source is not None:
             apply_keep(opened, memory.keep)
         with run.reported():
-            _read(run, opened, opened.model.text.encode(text, special))
+            _prefill(run, opened, opened.model.text.encode(text, special))
             if cache_prompt is not None:
                 run.writer = SessionWriter(
                     opened.session, cache_prompt, str(cache_prompt), opened.notes, codec
@@ -163,10 +167,11 @@ def _open(
     return OpenedSession(model, memory.session(model, memory.keep, store))
 
 
-def _read(run: "Run", opened: OpenedSession, prompt: list[int]) -> None:
-    """Evaluates a prompt, after what an interrupt left of the one before, if it did.
+def _prefill(run: "Run", opened: OpenedSession, prompt: list[int]) -> None:
+    """Prefill a prompt, after the part of an earlier prompt that an interrupt left unevaluated.
 
-    Only what is evaluated is in a session's memory, so its notes say what an interrupt leaves now.
+    A session's memory holds evaluated tokens only. The tokens that an interrupt leaves now are
+    therefore stored in its notes, under UNREAD.
     """
     before, ids = opened.session.cache.time, [*opened.notes.get(UNREAD, []), *prompt]
     opened.notes.setdefault(FIRST_PROMPT, len(ids))

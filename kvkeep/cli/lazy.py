@@ -10,21 +10,27 @@ import click
 
 @dataclass(frozen=True)
 class LazyCommand:
-    """A command that is not imported yet. place: "module:attribute"; summary: its line of help."""
+    """A command that is imported on first use.
 
-    place: str
+    target: "module:attribute". summary: its line in the help of the group.
+    """
+
+    target: str
     summary: str
 
-    def command(self) -> click.Command:
-        module, _, attribute = self.place.partition(":")
-        found = getattr(import_module(module), attribute)
-        assert isinstance(found, click.Command)
-        return found
+    def load(self) -> click.Command:
+        """Import the module and return the command."""
+        module, _, attribute = self.target.partition(":")
+        command = getattr(import_module(module), attribute)
+        assert isinstance(command, click.Command)
+        return command
 
 
 class LazyGroup(click.Group):
-    """lazy: the commands by name, in the order in which help lists them. elsewhere: names of
-    commands in other tools, and the command to suggest for each.
+    """A group whose commands are imported on first use.
+
+    lazy: the commands by name, in the order in which help lists them. elsewhere: names of commands
+    in other tools, and the command to suggest for each.
     """
 
     def __init__(
@@ -41,17 +47,17 @@ class LazyGroup(click.Group):
         return list(self.lazy)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        found = self.lazy.get(cmd_name)
-        return None if found is None else found.command()
+        command = self.lazy.get(cmd_name)
+        return None if command is None else command.load()
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl([(name, each.summary) for name, each in self.lazy.items()])
+            formatter.write_dl([(name, command.summary) for name, command in self.lazy.items()])
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """With what may have been meant, where there is no such command."""
+        """Find the command. The error for an unknown one suggests a similar or equivalent one."""
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
@@ -61,17 +67,17 @@ class LazyGroup(click.Group):
             near = get_close_matches(name, self.lazy, 1)
             if name in self.elsewhere:
                 argument = args[1] if len(args) > 1 else "MODEL"
-                meant = f"`{self.elsewhere[name].replace('MODEL', argument)}`"
+                suggestion = f"`{self.elsewhere[name].replace('MODEL', argument)}`"
             elif name in self.lazy:
-                meant = name
+                suggestion = name
             elif near:
-                meant = near[0]
+                suggestion = near[0]
             else:
                 raise
-            raise click.UsageError(f"{error.message} Did you mean {meant}?", ctx) from None
+            raise click.UsageError(f"{error.message} Did you mean {suggestion}?", ctx) from None
 
 
-# What users of ollama, llama.cpp and docker try, and the command that does it here.
+# Commands of ollama, llama.cpp and docker, and the kvkeep command that does the same.
 ELSEWHERE: Mapping[str, str] = {
     "run": "kvkeep chat -m MODEL",
     "list": "kvkeep models` or `kvkeep sessions list",
@@ -92,14 +98,14 @@ ELSEWHERE: Mapping[str, str] = {
     "help": "kvkeep --help",
     "version": "kvkeep --version",
 }
-# Within `kvkeep models`, which lists them by itself.
+# Within `kvkeep models`, which lists models when called without a command.
 OF_MODELS: Mapping[str, str] = dict.fromkeys(("list", "ls"), "kvkeep models")
 
 
 class OptionsOnly(click.Command):
-    """A command without positional arguments, whose error for one says which option is meant.
+    """A command without positional arguments. Its error for one names the option to use instead.
 
-    hint: the message for an argument; "{}" stands for the argument.
+    hint: the error message; "{}" is replaced by the argument.
     """
 
     def __init__(self, *args: Any, hint: str, **kwargs: Any):

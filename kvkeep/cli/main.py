@@ -1,4 +1,4 @@
-"""The `kvkeep` command: its subcommands, and how every failure ends."""
+"""The `kvkeep` command: its subcommands, error messages and exit statuses."""
 
 import io
 import signal
@@ -40,7 +40,7 @@ COMMANDS = {
         "kvkeep.cli.calibrate:calibrate", "Measure what compression needs to know."
     ),
     "evaluate": LazyCommand("kvkeep.cli.evaluate:evaluate", "Measure what a memory still knows."),
-    # Those of `evaluate`, also without that word before them.
+    # The commands of `evaluate` are also available at the top level.
     **EVALUATIONS,
     "doctor": LazyCommand(
         "kvkeep.cli.doctor:doctor", "Say what computes here, and why nothing faster."
@@ -51,15 +51,15 @@ COMMANDS = {
 
 
 class Commands(LazyGroup):
-    """What is wrong with the input is one line on standard error and status 2, no traceback."""
+    """The root group. Reports bad input as one line on standard error and exit status 2."""
 
     def main(self, *args: Any, **kwargs: Any) -> NoReturn:
         for stream in (sys.stdout, sys.stderr):
-            # A terminal that lacks a character shows a substitute: no reason to stop writing.
+            # A character that the terminal cannot encode is replaced instead of raising an error.
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="replace")
         if isinstance(sys.stdin, io.TextIOWrapper):
-            sys.stdin.reconfigure(errors="surrogateescape")  # refused later, in words
+            sys.stdin.reconfigure(errors="surrogateescape")  # refused later, with a clear message
         kwargs["standalone_mode"] = False
         try:
             status = super().main(*args, **kwargs)
@@ -78,7 +78,7 @@ class Commands(LazyGroup):
             named = f"{error.filename}: " if error.filename else ""
             _refuse(f"{named}{error.strerror or error}")
         except UnicodeEncodeError as error:
-            _refuse(f"what was given is not UTF-8 text ({error}); expected text in UTF-8")
+            _refuse(f"the input is not UTF-8 text ({error}); expected text in UTF-8")
         except click.Abort:
             sys.exit(INTERRUPTED)
         sys.exit(status if isinstance(status, int) else 0)
@@ -86,12 +86,12 @@ class Commands(LazyGroup):
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
         try:
             return super().make_context(*args, **kwargs)
-        except BrokenPipeError:  # of help; click's own main would end with status 1
+        except BrokenPipeError:  # while writing help; click itself would exit with status 1
             discard(sys.stdout)
             raise click.exceptions.Exit(PIPE_CLOSED) from None
 
     def invoke(self, ctx: click.Context) -> Any:
-        # Caught here, since click's own main gives both of them status 1.
+        # Caught here because click's own main exits with status 1 for both.
         try:
             with signals_interrupt():
                 return super().invoke(ctx)
@@ -123,6 +123,7 @@ def main(context: click.Context) -> None:
 
 
 def _refuse(message: str) -> NoReturn:
+    """Print an error message in one line and exit with status 2."""
     try:
         sys.stdout.flush()
     except OSError:

@@ -1,4 +1,4 @@
-"""Options that say which model remembers what, and what is shared on disk."""
+"""Options for the model, the policy and budget of its memory, and the prefix cache."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from kvkeep import Model, PrefixStore, Session
     from kvkeep.storage.prefixes.interface import PrefixCache
 
-# Written out, because the modules that define them import torch, and help must open at once.
-KEEPING = ("sliding", "shift", "archive")  # policies that forget, but not the first tokens
+# Listed here because the modules that define them import torch, which would slow down --help.
+KEEPING = ("sliding", "shift", "archive")  # policies that evict, except the first tokens
 POLICY_NAMES = get_args(PolicyName)
 CODEC_NAMES = ("none", "zstd", "int8")
 BIT_NAMES = get_args(BitsName)
@@ -40,11 +40,11 @@ PREFIX_BYTES = 2_000_000_000
 
 @dataclass(frozen=True)
 class MemoryChoice:
-    """Which model, and what of a text it remembers.
+    """The options for a model and its memory.
 
-    keep: None where the command decides. discard, group, window, method, ratio: None for the
-    policy's default. calibration: None for none.
-    weights: None for the best that the model's file has. kv_bits, far_bits: None for none.
+    keep: None for the command's default. discard, group, window, method, ratio: None for the
+    policy's default. calibration: None for no file. weights: None for the best format in the
+    model's file. kv_bits, far_bits: None for no quantisation.
     """
 
     model: str
@@ -65,13 +65,13 @@ class MemoryChoice:
     calibration: Path | None = None
 
     def check(self) -> None:
-        """Refuses what can be refused without the model."""
+        """Check everything that can be checked without the model. Raises InvalidArgument."""
         if self.kv_bits is not None or self.far_bits is not None:
             from kvkeep.cache import Bits
             from kvkeep.policies import checked_bits
 
             checked_bits(self.policy, Bits(self.kv_bits, self.far_bits))
-        # What goes on from a file has the policy of that file, where none is named.
+        # A session restored from a file keeps its policy unless --policy is given.
         settings = self._settings() if given("policy") else {}
         if self.calibration is not None and given("policy") and self.policy != "archive":
             raise InvalidArgument(f'policy "{self.policy}" has no use for a calibration')
@@ -83,13 +83,14 @@ class MemoryChoice:
             make_policy(self.policy, self.max_kv_size, **settings)
 
     def load(self, progress: bool) -> "Model":
+        """Load the model. Raises ModelError."""
         return load_named(self.model, self.dtype, self.device, self.weights, progress)
 
     def session(self, model: "Model", keep: int, store: "PrefixCache | None" = None) -> "Session":
         return model.session(store=store, **self.settings(model, keep))
 
     def settings(self, model: "Model", keep: int) -> dict[str, Any]:
-        """What `Model.session` is given."""
+        """Return the keyword arguments for `Model.session`."""
         if self.policy == "archive":
             calibration = archive_calibration(self.calibration, model, self.method)
         else:
@@ -107,7 +108,7 @@ class MemoryChoice:
 
     @property
     def _keeps(self) -> bool:
-        """Whether `keep` counts: a policy that forgets nothing refuses it, if somebody asked."""
+        """Whether to pass `keep` on: always if it was given, even to a policy that refuses it."""
         return self.policy in KEEPING or given("keep")
 
     def _settings(self) -> dict[str, Any]:
@@ -122,13 +123,16 @@ class MemoryChoice:
 
 @dataclass(frozen=True)
 class PrefixChoice:
-    """Whether evaluated beginnings of prompts are shared on disk, and how much of it they take."""
+    """The options for the prefix cache on disk."""
 
     prefix_cache: bool
     prefix_cache_bytes: int
 
     def store(self, model: "Model") -> "PrefixCache | None":
-        """None where it was not asked for, or cannot be used, which is said: it only saves work."""
+        """Open the prefix cache, or return None if it is off or cannot be used.
+
+        A failure is only a warning, because the cache does nothing but save work.
+        """
         if not self.prefix_cache:
             return None
         try:
@@ -142,21 +146,25 @@ class PrefixChoice:
 
 
 def _shared_prefixes(store: str, model: "Model") -> "PrefixCache":
-    """Those of a store that several machines share, who make room in it by `kvkeep prefixes gc`."""
+    """Return the prefix cache in an object store that several machines share.
+
+    Its size is limited only by `kvkeep prefixes gc`.
+    """
     from kvkeep.storage.prefixes.shared import SharedPrefixCache
 
     return SharedPrefixCache(open_object_store(store), named_secret(), model.arithmetic)
 
 
 def say_without_prefixes(error: str) -> None:
+    """Print that the prefix cache is not used, and why."""
     say(f"going on without the prefix cache: {error}")
 
 
 def shares_prefixes(memory: MemoryChoice, wanted: bool) -> bool:
-    """Whether an engine's sessions use the prefix cache; where they cannot, says so.
+    """Whether an engine's sessions can use the prefix cache; prints a warning if not.
 
-    What is there was evaluated over cells in all bits: the answers of sessions that quantise would
-    depend on whether it had been there.
+    Cached prefixes were evaluated over unquantised cells: the answers of sessions with quantised
+    cells would depend on whether there was a hit.
     """
     if wanted and (memory.kv_bits or memory.far_bits):
         say_without_prefixes(
@@ -167,14 +175,18 @@ def shares_prefixes(memory: MemoryChoice, wanted: bool) -> bool:
 
 
 def open_prefix_store(max_bytes: int = PREFIX_BYTES) -> "PrefixStore":
-    """The user's own store of evaluated beginnings of prompts."""
+    """Open this machine's prefix cache."""
     from kvkeep import PrefixStore
 
     return PrefixStore(home() / "prefixes", max_bytes)
 
 
 def memory_options(keep: Decorator, step: Decorator = PREFILL_STEP) -> Decorator:
-    """keep: the `--keep` option, whose meaning differs between commands."""
+    """Return a decorator that adds the options of a `MemoryChoice`, passed on as `memory`.
+
+    keep: the `--keep` option, whose meaning differs between commands.
+    step: the `--prefill-step` option.
+    """
     return collected(
         MemoryChoice,
         "memory",
@@ -254,9 +266,9 @@ def memory_options(keep: Decorator, step: Decorator = PREFILL_STEP) -> Decorator
 
 
 def prefix_options() -> Decorator:
-    """With the secret of those who share them."""
-    own = _prefix_options()
-    return lambda command: own(secret_option(command))
+    """Return a decorator that adds the prefix cache options and `--secret-file`."""
+    decorate = _prefix_options()
+    return lambda command: decorate(secret_option(command))
 
 
 def _prefix_options() -> Decorator:

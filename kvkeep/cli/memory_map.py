@@ -1,4 +1,4 @@
-"""A picture of a session's memory in characters: what stays, what may go, what is gone."""
+"""A text picture of a session's memory: kept, pinned, window, compressed and forgotten tokens."""
 
 import itertools
 import shutil
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from kvkeep import Session
     from kvkeep.session.spans import Standing
 
-_SHORT = 24  # characters of a bar that has other things beside it
-# Each with its two characters: for terminals that can, and for all.
+_SHORT = 24  # characters of the bar in a status line
+# The character of each status: in UTF-8, and in ASCII.
 KINDS: dict["Standing", tuple[str, str]] = {
     "kept": ("█", "#"),
     "pinned": ("▓", "P"),
@@ -26,9 +26,10 @@ KINDS: dict["Standing", tuple[str, str]] = {
 
 
 def memory_map(session: "Session", width: int | None = None, plain: bool | None = None) -> str:
-    """The bar, from the first token to the newest, and under it what each kind takes.
+    """Return a bar from the first token to the newest, and the size of each kind of token.
 
-    width: of the bar; the terminal's if None. plain: ASCII only; where None, as the terminal needs.
+    width: characters of the bar; None for the terminal's width. plain: whether to use ASCII only;
+    None to decide by the terminal.
     """
     standing = session.standing
     sizes = _sizes(session, Counter(standing))
@@ -38,32 +39,33 @@ def memory_map(session: "Session", width: int | None = None, plain: bool | None 
         f"{cache.cells} of {session.max_kv_size} cells, {megabytes(sum(sizes.values()))} "
         f"({megabytes(cache.nbytes)} set aside); policy {session.policy}"
     )
-    return "\n".join([*drawn(standing, sizes, names, width, plain), last])
+    return "\n".join([*draw_map(standing, sizes, names, width, plain), last])
 
 
 def memory_line(session: "Session") -> str:
-    """The same in a line, for the foot of a screen."""
+    """Return the memory map in one line, for the foot of a screen."""
     standing = session.standing
     size = megabytes(sum(_sizes(session, Counter(standing)).values()))
     held = f"{session.cache.cells:,} of {session.max_kv_size:,} cells, {size}"
-    return line_of(standing, held)
+    return status_line(standing, held)
 
 
-def line_of(standing: "Sequence[Standing]", held: str) -> str:
-    """A short bar, and what is said of it."""
+def status_line(standing: "Sequence[Standing]", held: str) -> str:
+    """Return a short bar, followed by a description."""
     return f"{bar(standing, _SHORT, int(_needs_ascii()))} {held}".strip()
 
 
-def drawn(
+def draw_map(
     standing: "Sequence[Standing]",
     sizes: "Mapping[Standing, int] | None" = None,
     names: "Mapping[Standing, str] | None" = None,
     width: int | None = None,
     plain: bool | None = None,
 ) -> list[str]:
-    """The bar, and a line for each kind. sizes: bytes; names: of kinds, in the place of their own.
+    """Return the bar, and a line for each kind of token.
 
-    width, plain: as of `memory_map`.
+    sizes: bytes of each kind. names: labels that replace the names of kinds. width, plain: as in
+    `memory_map`.
     """
     style, counts = int(_needs_ascii() if plain is None else plain), Counter(standing)
     lines = [bar(standing, width or min(100, shutil.get_terminal_size().columns - 1), style)]
@@ -77,7 +79,11 @@ def drawn(
 
 
 def bar(standing: Sequence["Standing"], width: int, style: int) -> str:
-    """Tokens from left to right, each character for as many; no kind is too few to be seen."""
+    """Draw tokens from left to right; each character stands for the same number of tokens.
+
+    A character shows the most frequent kind among its tokens. Every kind gets at least one
+    character, however few tokens it has.
+    """
     width = min(width, len(standing))
     edges = [len(standing) * n // width for n in range(width + 1)] if width else [0]
     parts = [Counter(standing[a:b]) for a, b in itertools.pairwise(edges)]
@@ -88,15 +94,15 @@ def bar(standing: Sequence["Standing"], width: int, style: int) -> str:
 
 
 def _sizes(session: "Session", counts: Counter["Standing"]) -> dict["Standing", int]:
-    """The bytes of what is held of each kind. Compressed cells are fewer than their tokens."""
+    """Return the bytes held of each kind. There are fewer compressed cells than tokens."""
     cache = session.cache
     near, far = cache.layout.cell_bytes, cache.far_layout.cell_bytes
-    compressed = sum(each.length for each in cache.segments if each.compressed)
+    compressed = sum(segment.length for segment in cache.segments if segment.compressed)
     cells: dict[Standing, int] = {**counts, "compressed": compressed, "forgotten": 0}
     return {kind: n * (near if kind == "window" else far) for kind, n in cells.items()}
 
 
 def _needs_ascii() -> bool:
-    """Whether standard error, where the answers to commands go, is no terminal with UTF-8."""
+    """Whether standard error, where the map is printed, is not a UTF-8 terminal."""
     encoding = (sys.stderr.encoding or "").lower().replace("-", "")
     return not (sys.stderr.isatty() and encoding == "utf8")

@@ -36,6 +36,7 @@ def models(context: click.Context, as_json: bool) -> None:
 
 
 def list_models(as_json: bool) -> None:
+    """Print the pulled models and the known names that were not pulled, as a table or JSON."""
     rows = _rows()
     if as_json:
         click.echo(json.dumps([vars(row) for row in rows], indent=2, ensure_ascii=False))
@@ -51,7 +52,7 @@ def list_models(as_json: bool) -> None:
 
 @dataclass(frozen=True)
 class _ModelRow:
-    """folder and bytes: None for a model that was not pulled yet."""
+    """A line of `kvkeep models`. folder, bytes: None for a model that was not pulled."""
 
     name: str
     bytes: int | None
@@ -132,6 +133,7 @@ def _lines(facts: "ModelFacts") -> Iterator[tuple[str, str]]:
 
 
 def _group(group: "GroupFacts") -> str:
+    """Describe the layers of one kind: their heads and window."""
     sees = "every token" if group.window is None else f"the newest {group.window:,} tokens"
     heads = f"{group.kv_heads} KV head{'s' * (group.kv_heads > 1)} of {group.head_dim}"
     unrotated = f", {group.unrotated} of them without RoPE" if group.unrotated else ""
@@ -167,12 +169,13 @@ def rm(names: tuple[str, ...]) -> None:
     file that a model was converted from, and what the hub's cache holds. Sessions stay, too; they
     go on once their model is here again.
     """
-    found = [_named(name) for name in names]  # all, or none
-    for model in found:
+    named = [_named(name) for name in names]  # an unknown name raises before any is removed
+    for model in named:
         click.echo(f"removed {model.name}, {megabytes(remove_model(model, progress=True))}")
 
 
 def _named(name: str) -> PulledModel:
+    """Find a pulled model by name, folder or slug. Raises ModelNotFound."""
     here = pulled_models()
     for model in here:
         if name in (model.name, model.folder.name, model.slug):
@@ -205,7 +208,7 @@ def pull(name: str, calibrating: bool, quiet: bool) -> None:
 
 
 def _calibrate(name: str, quiet: bool) -> None:
-    """Of the dtype that commands use by default."""
+    """Calibrate the model in the dtype that commands use by default."""
     from kvkeep.cli.calibrate import measure
     from kvkeep.cli.which_model import load_named
     from kvkeep.compression.calibration.calibration import calibration_path, default_calibration

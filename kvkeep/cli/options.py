@@ -1,4 +1,4 @@
-"""Options that several commands share, and what they add up to."""
+"""Options that several commands share, and the values that they are collected in."""
 
 import dataclasses
 import functools
@@ -21,7 +21,7 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GI
 
 
 def whole_number(minimum: int) -> Callable[[str], int]:
-    """A type for options: a whole number, at least `least`."""
+    """Return an option type: an integer of at least `minimum`."""
 
     def read(value: str) -> int:
         try:
@@ -36,27 +36,27 @@ def whole_number(minimum: int) -> Callable[[str], int]:
 
 
 def nbytes(text: str) -> int:
-    """A number of bytes, such as 8GB or 500MB."""
+    """Option type: a number of bytes, such as 8GB or 500MB."""
     number = text.strip().upper()
     unit = next((unit for unit in _UNITS if number.endswith(unit)), "")
     try:
-        found = int(float(number.removesuffix(unit)) * _UNITS.get(unit, 1))
+        size = int(float(number.removesuffix(unit)) * _UNITS.get(unit, 1))
     except (ValueError, OverflowError):
-        found = 0
-    if found < 1:
+        size = 0
+    if size < 1:
         raise click.BadParameter(f"expected a size such as 8GB or 500MB; found {text!r}")
-    return found
+    return size
 
 
 def given(option: str) -> bool:
-    """Whether the user gave an option of the command that runs, rather than left its default."""
+    """Whether an option of the running command was given, rather than left at its default."""
     source = click.get_current_context().get_parameter_source(option)
     return source is not ParameterSource.DEFAULT
 
 
 @dataclass(frozen=True)
 class SamplingChoice:
-    """How tokens are chosen, as the user said it."""
+    """The sampling options of a command."""
 
     temperature: float
     top_k: int
@@ -68,22 +68,23 @@ class SamplingChoice:
     stop: tuple[str, ...]
 
     def resolve(self, saved_seed: int | None = None) -> "Sampling":
-        """With a seed in any case, so that a report says how to get the same text again.
+        """Return the sampling parameters, with a seed in any case unless decoding is greedy.
 
-        saved_seed: of a session that goes on; it does so with its own unless told otherwise.
+        A report can then give the seed that reproduces the text.
+        saved_seed: the seed of a restored session, used unless --seed is given.
         """
         from kvkeep import Sampling
 
-        asked = Sampling(**dataclasses.asdict(self))
-        if asked.seed is None and asked.temperature > 0:
+        sampling = Sampling(**dataclasses.asdict(self))
+        if sampling.seed is None and sampling.temperature > 0:
             seed = secrets.randbits(32) if saved_seed is None else saved_seed
-            return dataclasses.replace(asked, seed=seed)
-        return asked
+            return dataclasses.replace(sampling, seed=seed)
+        return sampling
 
 
 @dataclass(frozen=True)
 class OutputChoice:
-    """Where the numbers go, and what is shown beside the result."""
+    """The options for the report file, progress bars and the closing line."""
 
     report: Path | None
     no_progress: bool
@@ -91,6 +92,7 @@ class OutputChoice:
 
     @property
     def progress(self) -> bool:
+        """Whether to show progress bars."""
         return not (self.quiet or self.no_progress)
 
     def check(self) -> None:
@@ -152,16 +154,20 @@ def output_options() -> Decorator:
 
 
 def collected(into: type[Any], name: str, options: Sequence[Any]) -> Decorator:
-    """A decorator that adds options and passes their values on as one object."""
+    """Return a decorator that adds options and passes their values on as one object.
+
+    into: the dataclass of the values, with a field for each option. name: the parameter of the
+    command that receives it.
+    """
     fields = [field.name for field in dataclasses.fields(into)]
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(command)
-        def collecting(**given: Any) -> Any:
-            values = {field: given.pop(field) for field in fields}
-            return command(**given, **{name: into(**values)})
+        def wrapper(**arguments: Any) -> Any:
+            values = {field: arguments.pop(field) for field in fields}
+            return command(**arguments, **{name: into(**values)})
 
-        decorated: Callable[..., Any] = collecting
+        decorated: Callable[..., Any] = wrapper
         for option in reversed(options):
             decorated = option(decorated)
         return decorated

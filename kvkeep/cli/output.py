@@ -6,7 +6,7 @@ from typing import TextIO
 
 
 def say(text: str, end: str = "\n") -> None:
-    """Writes to standard error. Where nobody listens any more, that is no reason to stop."""
+    """Write to standard error. A closed stream is not an error."""
     try:
         print(text, end=end, file=sys.stderr, flush=True)
     except OSError:
@@ -14,23 +14,28 @@ def say(text: str, end: str = "\n") -> None:
 
 
 def discard(stream: TextIO) -> None:
-    """What a stream still holds goes nowhere, or Python would complain of it as it exits."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, stream.fileno())
-    os.close(nowhere)
+    """Redirect a stream to the null device.
+
+    Otherwise Python would report an error on exit, when it flushes the stream's buffer.
+    """
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stream.fileno())
+    os.close(null)
 
 
 def counted(count: int, noun: str) -> str:
+    """Return a number with its noun: "1 token", "2 tokens"."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def megabytes(count: int) -> str:
+    """Return bytes in megabytes: "1.5 MB", "1,200 MB"."""
     size = count / 1e6
     return f"{size:,.0f} MB" if size >= 100 else f"{size:.1f} MB"
 
 
 def shown_bytes(count: int) -> str:
-    """A size as options take it, rounded up: "195MB", "1.5GB"."""
+    """Return bytes as size options take them, rounded up: "195MB", "1.5GB"."""
     for unit, size in (("GB", 10**9), ("MB", 10**6)):
         if count >= size:
             tenths = -(-count * 10 // size)

@@ -1,4 +1,4 @@
-"""`kvkeep perplexity`: how well a bounded memory still foresees a text."""
+"""`kvkeep perplexity`: the perplexity of a text under a bounded memory."""
 
 import math
 from pathlib import Path
@@ -106,7 +106,7 @@ def perplexity(
 def _measure(
     run: "Run", ids: list[int], first: int, written: bool, points: list["PerplexityPoint"]
 ) -> None:
-    """Adds to `points` as it goes, so that what was measured outlives an interrupt."""
+    """Score the text, appending to `points` so that an interrupt loses no measurement."""
     from kvkeep.evaluate.perplexity import perplexity_points
 
     with run.bar(len(ids), "scoring") as bar, run.counting(run.prefill):
@@ -119,6 +119,7 @@ def _measure(
 
 
 def _show(run: "Run", points: list["PerplexityPoint"], plot: Path | None) -> None:
+    """Draw the plot, if requested, and print the final perplexity."""
     session = run.session
     if plot is not None:
         from kvkeep.evaluate.plot import draw_perplexity

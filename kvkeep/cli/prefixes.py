@@ -32,13 +32,14 @@ def prefixes() -> None:
 
 
 def _url(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    """Check that the value of `--store` is a URL."""
     if value is not None and not is_url(value):
         raise click.BadParameter(f"a URL, as s3://bucket/prefix; found {value!r}")
     return value
 
 
 def shared_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds `--store`. It is said each time: what $KVKEEP_STORE names is of others, too."""
+    """Add `--store`, without $KVKEEP_STORE: that store holds the prompts of others, too."""
     return click.option(
         "--store",
         metavar="URL",
@@ -63,28 +64,30 @@ def list_(with_text: bool, model: str, as_json: bool, store: str | None) -> None
     those of --model are shown alone. In a --store, USED is when it was written, and the prompts of
     all owners are listed.
     """
-    found = _stored(store, with_text)
-    texts = _texts(found, model) if with_text else {}
+    prompts = _stored(store, with_text)
+    texts = _texts(prompts, model) if with_text else {}
     if with_text:
-        found = [each for each in found if _name(each) in texts]
+        prompts = [prompt for prompt in prompts if _name(prompt) in texts]
     if as_json:
-        click.echo(json.dumps([_entry(each, texts.get(_name(each))) for each in found], indent=2))
+        entries = [_entry(prompt, texts.get(_name(prompt))) for prompt in prompts]
+        click.echo(json.dumps(entries, indent=2))
         return
-    if not found:
+    if not prompts:
         say("no prompts; --prefix-cache of generate, chat and batch keeps them")
         return
     click.echo(
         f"{'USED':<16}  {'TOKENS':>7}  {'SIZE':>9}  MODEL     {'TEXT' if texts else ''}".rstrip()
     )
-    for each in found:
-        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(each.used))
-        line = f"{used}  {each.tokens:>7,}  {megabytes(each.nbytes):>9}  {each.root[:8]}"
-        click.echo(f"{line}  {texts.get(_name(each), '')}".rstrip())
-    total = megabytes(sum(each.nbytes for each in found))
-    say(f"{counted(len(found), 'prompt')}, {total}")
+    for prompt in prompts:
+        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(prompt.used))
+        line = f"{used}  {prompt.tokens:>7,}  {megabytes(prompt.nbytes):>9}  {prompt.root[:8]}"
+        click.echo(f"{line}  {texts.get(_name(prompt), '')}".rstrip())
+    total = megabytes(sum(prompt.nbytes for prompt in prompts))
+    say(f"{counted(len(prompts), 'prompt')}, {total}")
 
 
 def _stored(store: str | None, with_text: bool) -> list[StoredPrompt]:
+    """Return the prompts in the prefix cache of this machine, or of a shared store."""
     if store is None:
         return stored_prompts(home() / "prefixes")
     if with_text:
@@ -95,35 +98,39 @@ def _stored(store: str | None, with_text: bool) -> list[StoredPrompt]:
 
 
 def _name(prompt: StoredPrompt) -> str:
+    """Return the key of a prompt's last block, which identifies the prompt."""
     return prompt.blocks[-1].key
 
 
 def _entry(prompt: StoredPrompt, text: str | None) -> dict[str, object]:
-    found: dict[str, object] = {
+    entry: dict[str, object] = {
         "key": _name(prompt),
         "model": prompt.root,
         "tokens": prompt.tokens,
         "bytes": prompt.nbytes,
         "used": prompt.used,
     }
-    return found if text is None else {**found, "text": text}
+    return entry if text is None else {**entry, "text": text}
 
 
-def _texts(found: Sequence[StoredPrompt], name: str) -> dict[str, str]:
-    """How the prompts of a model begin, by the key of their last block."""
+def _texts(prompts: Sequence[StoredPrompt], name: str) -> dict[str, str]:
+    """Return how the prompts of a model begin, by the key of their last block.
+
+    Prompts of other models are left out.
+    """
     from kvkeep.cli.which_model import load_named
     from kvkeep.storage.prefixes.block import tokens_in
 
     model = load_named(name, "bfloat16", "cpu", weights=None, progress=True)
     root = model.fingerprint.digest()[:32]
 
-    def each() -> Iterator[tuple[str, str]]:
-        for prompt in found:
+    def beginnings() -> Iterator[tuple[str, str]]:
+        for prompt in prompts:
             if prompt.root == root:
                 text = " ".join(model.text.decode(tokens_in(Path(prompt.blocks[0].where))).split())
                 yield _name(prompt), text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
 
-    return dict(each())
+    return dict(beginnings())
 
 
 @click.command()
@@ -154,13 +161,13 @@ def gc(store: str | None, max_bytes: int | None) -> None:
 
 
 def _remove(shared: str | None, most: int) -> None:
-    freed, left = _freed(shared, most)
+    freed, left = _evict(shared, most)
     where = "" if shared is None else f" in {shared}"
     click.echo(f"removed {megabytes(freed)}, {megabytes(left)} left{where}")
 
 
-def _freed(shared: str | None, most: int) -> tuple[int, int]:
-    """Bytes; and those that are left."""
+def _evict(shared: str | None, most: int) -> tuple[int, int]:
+    """Evict prefixes down to a size; return the bytes freed and the bytes left."""
     if shared is not None:
         from kvkeep.storage.prefixes.inventory import make_room
 
@@ -169,7 +176,7 @@ def _freed(shared: str | None, most: int) -> tuple[int, int]:
     return store.gc(most), store.nbytes
 
 
-AROUND = 12  # tokens shown on each side
+AROUND = 12  # tokens shown on each side of the first difference
 
 
 @click.command(short_help="Say why a prompt is not taken from the prefix cache.")
@@ -203,8 +210,8 @@ def why(
     stored, differs = open_prefix_store().differs_at(loaded.fingerprint, ids)
     more = len(ids) - stored >= BLOCK_TOKENS
     if as_json:
-        found = {"prompt_tokens": len(ids), "stored_tokens": stored}
-        click.echo(json.dumps(found | {"differs_at": differs if more else None}))
+        counts = {"prompt_tokens": len(ids), "stored_tokens": stored}
+        click.echo(json.dumps(counts | {"differs_at": differs if more else None}))
         return
     click.echo(f"{stored:,} of {len(ids):,} tokens are stored")
     if not more:

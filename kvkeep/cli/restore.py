@@ -1,4 +1,4 @@
-"""The session that a command works on: a new one, or one that goes on from a file."""
+"""The session that a command works on: a new one, or one restored from a file."""
 
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from kvkeep import Model, Session, Snapshot
 
 FIRST_PROMPT = "first_prompt"  # note: tokens of a session's first prompt
-UNREAD = "unread"  # note: tokens of a prompt that an interrupt left to be evaluated
+UNREAD = "unread"  # note: prompt tokens that an interrupt left unevaluated
 
-# Options that a file has been saved with, for good.
+# Options that cannot be changed once a session is saved.
 _FIXED = (
     *("policy", "max_kv_size", "discard", "group", "window", "method", "ratio"),
     *("kv_bits", "far_bits"),
@@ -30,7 +30,11 @@ _FIXED = (
 
 @dataclass
 class OpenedSession:
-    """notes: as they were saved. restored: tokens that came from the file. seed: the one in use."""
+    """A session and its model.
+
+    notes: the JSON values saved beside the session. restored: tokens that came from the file.
+    seed: the sampling seed that the session was saved with.
+    """
 
     model: "Model"
     session: "Session"
@@ -40,13 +44,13 @@ class OpenedSession:
 
 
 def resume(file: Source, memory: MemoryChoice, progress: bool) -> OpenedSession:
-    """The session in a file, on the model that it was saved with.
+    """Restore the session in a file, on the model that it was saved with.
 
-    What the user gave no option for is as it was saved.
+    Settings without an option on the command line stay as saved.
 
-    Raises InvalidArgument for an option that contradicts the file, StoreError and its kinds for a
-    file that is not sound, FingerprintMismatch for another model, ModelNotFound for one that is not
-    here and that nobody named.
+    Raises InvalidArgument for an option that contradicts the file, StoreError and its subclasses
+    for a damaged file, FingerprintMismatch for another model, and ModelNotFound if the file's model
+    is not on this machine and --model was not given.
     """
     from kvkeep import Snapshot
 
@@ -73,11 +77,11 @@ def resume(file: Source, memory: MemoryChoice, progress: bool) -> OpenedSession:
 
 
 def checked_notes(file: Source, snapshot: "Snapshot") -> dict[str, Any]:
-    """The notes of a file, as the command line writes them. Raises CorruptFile for others."""
+    """Return the notes of a file. Raises CorruptFile unless the command line wrote them."""
     notes = snapshot.notes
     chat, unread = notes.get(CHAT, {"system": None}), notes.get(UNREAD, [])
     good = isinstance(chat, dict) and isinstance(chat.get("system", ""), str | None)
-    good = good and isinstance(unread, list) and all(type(each) is int for each in unread)
+    good = good and isinstance(unread, list) and all(type(token) is int for token in unread)
     if not good or type(notes.get(FIRST_PROMPT, 0)) is not int:
         raise CorruptFile(
             f"{file} is corrupt: its notes are none of kvkeep's command line, though each byte is "
@@ -87,9 +91,9 @@ def checked_notes(file: Source, snapshot: "Snapshot") -> dict[str, Any]:
 
 
 def saved_on(file: Source, memory: MemoryChoice, snapshot: "Snapshot") -> MemoryChoice:
-    """The memory asked for, on the model and dtype of a snapshot where none were.
+    """Return the memory options, with the snapshot's model and dtype where none were given.
 
-    Raises ModelNotFound for a model that nobody named and that is not here.
+    Raises ModelNotFound if the snapshot's model is not on this machine and --model was not given.
     """
     if not given("model"):
         require_here(snapshot.model, file)
@@ -101,18 +105,18 @@ def saved_on(file: Source, memory: MemoryChoice, snapshot: "Snapshot") -> Memory
 
 
 def dtype_name(dtype: "torch.dtype") -> DtypeName:
-    """As `--dtype` says it."""
+    """Return the name of a dtype as `--dtype` takes it."""
     return cast(DtypeName, str(dtype).removeprefix("torch."))
 
 
 def apply_keep(opened: OpenedSession, keep: int | None) -> None:
-    """Changes what a restored session never forgets, where the user said so.
+    """Change how many first tokens a restored session never evicts, if --keep was given.
 
     Raises InvalidArgument for a number out of range.
     """
     session = opened.session
     if not given("keep") or keep is None or session.keep == session.max_kv_size:
-        return  # a policy that keeps every token does so whatever is asked
+        return  # a policy that keeps every token does so for any --keep
     if keep == WHOLE_PROMPT:
         if FIRST_PROMPT not in opened.notes:
             raise InvalidArgument(
@@ -125,12 +129,12 @@ def apply_keep(opened: OpenedSession, keep: int | None) -> None:
 
 
 def require_room_for_a_chat(model: "Model", choice: MemoryChoice) -> None:
-    """Raises InvalidArgument where a policy that ends at its budget has no room for an answer."""
+    """Raise InvalidArgument if a policy that ends at its budget has no room for any answer."""
     if choice.max_kv_size is None or choice.policy in KEEPING:
         return
     try:
         chat = model.text.chat([{"role": "user", "content": "Hi"}])
-    except UnsupportedModel:  # there is no template: any text will do
+    except UnsupportedModel:  # without a template, any text is a prompt
         return
     least = len(model.text.encode(chat)) + 1
     if choice.max_kv_size < least:
@@ -141,13 +145,13 @@ def require_room_for_a_chat(model: "Model", choice: MemoryChoice) -> None:
 
 
 def _require_agreement(file: Source, snapshot: "Snapshot", memory: MemoryChoice) -> None:
-    found = {**snapshot.policy, "policy": snapshot.policy.get("name")}
-    found |= {"kv_bits": snapshot.bits.kv, "far_bits": snapshot.bits.far}
+    saved_options = {**snapshot.policy, "policy": snapshot.policy.get("name")}
+    saved_options |= {"kv_bits": snapshot.bits.kv, "far_bits": snapshot.bits.far}
     for option in _FIXED:
-        asked, saved = getattr(memory, option), found.get(option)
-        if given(option) and asked != saved:
+        requested, saved = getattr(memory, option), saved_options.get(option)
+        if given(option) and requested != saved:
             flag = f"--{option.replace('_', '-')}"
             raise InvalidArgument(
-                f"{flag} is {asked}, but {file} was saved with {saved}, which cannot be changed; "
-                f"leave {flag} out, or begin anew"
+                f"{flag} is {requested}, but {file} was saved with {saved}, which cannot be "
+                f"changed; leave {flag} out, or start a new session"
             )

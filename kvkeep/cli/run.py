@@ -1,4 +1,4 @@
-"""A session at work for a command: measured, shown, and closed with a report."""
+"""A command's work on one session: measured, displayed, saved and reported."""
 
 import json
 import math
@@ -28,13 +28,15 @@ from kvkeep.storage.files.atomic import write_atomic
 
 @dataclass(frozen=True)
 class Report:
-    """The fields of the JSON file. Null: not measured, or without meaning for the command.
+    """The closing numbers of a command: one line, and the JSON file of `--report`.
 
-    prompt_tokens: of prompts, evaluated in this run. reused_tokens: those that came evaluated from
-    a file or the prefix cache. prefix_differs_at: the first token at which the nearest prompt in
-    the prefix cache differs, where more of it could have been reused. saved_bytes: of the file to
-    which the session was saved last. kv_bits, far_bits: in which cells are kept, "8", "8/4" or "4".
-    settings: of the policy, such as an archive's method and ratio.
+    Null in JSON: not measured, or not applicable to the command.
+
+    prompt_tokens: prompt tokens evaluated in this run. reused_tokens: those restored from a file or
+    the prefix cache. prefix_differs_at: the first token at which the nearest prompt in the prefix
+    cache differs, if more of it could have been reused. saved_bytes: the size of the file that the
+    session was last saved to. kv_bits, far_bits: bits of cells, "8", "8/4" or "4".
+    settings: the policy's, such as an archive's method and ratio.
     keep, kv_cells: tokens. kv_bytes: memory that keys and values take at the end. seed: the one
     that was used. finish_reason: "length", "eos", "stop", "end" (of the text or the chat),
     "interrupt" (Ctrl-C), "closed" (the reader of standard output went away) or "error".
@@ -91,7 +93,7 @@ def _at(rate: float | None) -> str:
 
 @dataclass
 class Tally:
-    """Tokens that went by, and the time that they took."""
+    """A number of tokens, and the seconds that they took."""
 
     tokens: int = 0
     seconds: float = 0.0
@@ -102,9 +104,9 @@ class Tally:
 
 
 class Run:
-    """Feeds and writes with a session, counts what that took, and says so at the end.
+    """A session in use by a command: prefills and generates, counts tokens and reports them.
 
-    writer: what saves the session; None where nothing does.
+    writer: saves the session; None if it is not saved.
     """
 
     def __init__(
@@ -125,34 +127,34 @@ class Run:
         self._command, self._seed = command, seed
 
     def feed(self, ids: Sequence[int]) -> None:
-        """Evaluates tokens, under a progress bar where that takes a moment."""
+        """Prefill tokens, with a progress bar if it takes longer than 0.3 s."""
         with self.bar(len(ids), "reading") as bar, self.counting(self.prefill):
-            fed = self.session.feed(ids, progress=lambda count: _advance(bar, count))
-        self.prefill.tokens -= fed.reused
-        self.reused += fed.reused
-        if fed.differs_at is not None:
-            self.differs_at = fed.differs_at
-        if fed.store_error is not None:
-            say_without_prefixes(fed.store_error)
+            result = self.session.feed(ids, progress=lambda count: _advance(bar, count))
+        self.prefill.tokens -= result.reused
+        self.reused += result.reused
+        if result.differs_at is not None:
+            self.differs_at = result.differs_at
+        if result.store_error is not None:
+            say_without_prefixes(result.store_error)
 
     def write(
         self,
         max_tokens: int | None,
         how: Sampling,
         ignore_eos: bool = False,
-        on: Screen | None = None,
+        screen: Screen | None = None,
     ) -> str:
-        """Streams text to standard output, ends it with a new line and returns why it ended.
+        """Generate text on standard output, end it with a new line and return the finish reason.
 
-        on: how it is shown there; None for as it is.
+        screen: how the text is shown; None for unchanged.
         """
-        first, screen = len(self.session.tokens), on or Screen()
+        first, screen = len(self.session.tokens), screen or Screen()
         with self.counting(self.decode):
             try:
                 for piece in self.session.stream(max_tokens, how, ignore_eos):
                     screen.write(piece)
             except KeyboardInterrupt:
-                # The last token is in memory; its text must not be missing on the screen.
+                # The last token is in memory, so its text must appear on the screen too.
                 tokens = self.session.tokens
                 before = tokens[max(0, first - SEAM) : first]
                 stream = TextStream(self.model.text, how.stop, before)
@@ -167,6 +169,7 @@ class Run:
         return self.session.finish_reason or "length"
 
     def bar(self, total: int, what: str) -> "tqdm[Never]":
+        """Return a progress bar over tokens, shown after 0.3 s if progress is wanted."""
         return tqdm(
             total=total,
             desc=what,
@@ -179,6 +182,7 @@ class Run:
 
     @contextmanager
     def counting(self, tally: Tally) -> Iterator[None]:
+        """Add the tokens and seconds of the block to a tally."""
         before, begun = self.session.cache.time, time.perf_counter()
         try:
             yield
@@ -188,7 +192,7 @@ class Run:
 
     @contextmanager
     def reported(self) -> Iterator[None]:
-        """Whatever ends the block early, the report says what was done until then."""
+        """Close with a report, and re-raise, if an interrupt or an error ends the block."""
         try:
             yield
         except KeyboardInterrupt:
@@ -203,9 +207,9 @@ class Run:
             raise
 
     def close(self, finish_reason: str) -> None:
-        """Saves the session, where it is kept; then the closing line, and the report file."""
+        """Save the session, print the closing line and write the report file."""
         try:
-            # A prompt that failed halfway would only stand in the way of giving it again.
+            # A prompt that failed halfway is not saved: it could not be given again afterwards.
             if self.writer and (finish_reason != "error" or self.decode.tokens):
                 self.writer.save()
         finally:

@@ -1,4 +1,4 @@
-"""Where answers appear: as they are in a pipe, wrapped at words or as Markdown on a terminal."""
+"""Display of answers: unchanged in a pipe; word-wrapped or as Markdown on a terminal."""
 
 import itertools
 import os
@@ -16,18 +16,21 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.segment import Segment
 
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # what could command a terminal
+_CONTROLS = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f]"
+)  # control characters that a terminal could interpret
 _FENCE = re.compile(r"^ {0,3}(```|~~~)", re.MULTILINE)
-_BLOCK = re.compile(r"\n[ \t]*\n(?=[^\s])")  # where what stands before it is surely whole
-_EVERY = 0.08  # seconds between two pictures of an answer that is being written
-_NO_WRAP, _WRAP = "\x1b[?7l", "\x1b[?7h"  # what is wider than the terminal is cut off (DECAWM)
+_BLOCK = re.compile(r"\n[ \t]*\n(?=[^\s])")  # an end of a block: what precedes it cannot change
+_EVERY = 0.08  # seconds between two redraws of the unfinished block
+_NO_WRAP, _WRAP = "\x1b[?7l", "\x1b[?7h"  # switch autowrap (DECAWM) off and on
 
 
 class Screen:
-    """Text, piece by piece; in a pipe or file all of it as it is.
+    """Output of text piece by piece, unchanged, as for a pipe or file.
 
-    taken: characters handed over so far. Ctrl-C waits until a piece is shown, so that none is shown
-    in part or twice; a second one does not wait, as for a reader of a pipe that has stopped.
+    taken: characters passed to `write` so far. The first Ctrl-C is deferred until a piece is shown,
+    so that no piece is shown in part or twice. A second one is not, since the reader of a pipe may
+    have stopped.
     """
 
     def __init__(self) -> None:
@@ -35,13 +38,13 @@ class Screen:
         self._last = "\n"
 
     def write(self, piece: str) -> None:
-        """Show a piece at once. Raises OSError when standard output is closed."""
+        """Show a piece immediately. Raises OSError when standard output is closed."""
         with first_interrupt_deferred():
             self.taken += len(piece)
             self._show(piece)
 
     def end(self) -> None:
-        """End the answer, complete or not: what follows starts on a new line."""
+        """End the answer, complete or not. Later output starts on a new line."""
         with first_interrupt_deferred():
             self._finish()
 
@@ -57,7 +60,7 @@ class Screen:
 
 
 class WrappedScreen(Screen):
-    """On a terminal: lines end between words, and nothing in the text commands the terminal."""
+    """Output on a terminal: wrapped between words, with control characters removed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +82,10 @@ class WrappedScreen(Screen):
         super()._finish()
 
     def _words(self, open_ended: bool = False) -> list[str]:
-        """The word, cut to the width of lines; open_ended: without its end, which may grow."""
+        """Take the current word, split to the width of lines.
+
+        open_ended: whether the word may grow; its last part then stays for later.
+        """
         from rich.cells import cell_len, chop_cells
 
         width = _columns()
@@ -90,7 +96,7 @@ class WrappedScreen(Screen):
         return [self._placed(part, width) for part in parts]
 
     def _placed(self, part: str, width: int) -> str:
-        """A word, on a new line where this one has no room for it."""
+        """Return a word, preceded by a new line if it does not fit on the current one."""
         from rich.cells import cell_len
 
         size = cell_len(part)
@@ -107,26 +113,26 @@ class WrappedScreen(Screen):
 
 
 class MarkdownScreen(Screen):
-    """On a terminal: the answer as it is meant, while it is written.
+    """Output on a terminal as rendered Markdown, while it is generated.
 
-    What is whole is printed for good, block by block. Of the block that is being written the newest
-    lines are shown, as many as the screen has, and drawn anew as they grow.
+    A complete block is printed once and for all. The newest lines of the incomplete block, at most
+    a screenful, form a preview that is erased and redrawn as the block grows.
 
-    The picture of them ends with a new line, and no line of it is wrapped by the terminal: it is as
-    many rows high as it has lines, also where the terminal counts a character wider than rich does,
-    or writes ^C at the cursor.
+    The preview ends with a new line, and the terminal wraps none of its lines. Its height in rows
+    is therefore its number of lines, even if the terminal counts a character as wider than rich
+    does, or prints ^C at the cursor.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._text, self._drawn, self._begun = "", 0.0, False
-        self._picture: list[int] = []  # cells of each line that is shown until the next picture
+        self._preview: list[int] = []  # width in cells of each line of the preview
         self._width = self._suspensions = 0
 
     def _show(self, piece: str) -> None:
         self._text += _CONTROLS.sub("", piece)
-        *whole, self._text = _blocks(self._text)
-        for block in whole:
+        *complete, self._text = _blocks(self._text)
+        for block in complete:
             self._print(block)
         if time.monotonic() - self._drawn >= _EVERY:
             self._draw()
@@ -141,7 +147,7 @@ class MarkdownScreen(Screen):
         console = _console()
         lines = _rendered(console, self._text)[-max(1, console.height - 2) :]
         _out(f"{self._erased()}{_NO_WRAP}{_coded(console, lines)}{_WRAP}")
-        self._picture = [Segment.get_line_length(line) for line in lines]
+        self._preview = [Segment.get_line_length(line) for line in lines]
         self._width, self._suspensions = console.width, suspensions()
         self._drawn = time.monotonic()
 
@@ -155,10 +161,10 @@ class MarkdownScreen(Screen):
             _out(erased)
 
     def _erased(self) -> str:
-        """The control codes that erase the picture; "" where there is none to erase."""
-        lines, self._picture = self._picture, []
+        """Return the control codes that erase the preview; "" if there is none."""
+        lines, self._preview = self._preview, []
         if self._suspensions != suspensions():
-            return ""  # a shell wrote below it: it stays
+            return ""  # after Ctrl-Z a shell wrote below the preview, so it stays
         width = _console().width if lines else 0
         if width < self._width and _breaks_lines_anew():
             rows = sum(max(1, -(-cells // width)) for cells in lines)
@@ -168,7 +174,7 @@ class MarkdownScreen(Screen):
 
 
 def _rendered(console: "Console", text: str) -> "list[list[Segment]]":
-    """The lines of a Markdown text, without empty ones around it."""
+    """Render a Markdown text to lines, without empty lines at both ends."""
     from rich.markdown import Markdown
 
     markdown = Markdown(text, code_theme="ansi_dark", hyperlinks=False)
@@ -178,7 +184,7 @@ def _rendered(console: "Console", text: str) -> "list[list[Segment]]":
 
 
 def _coded(console: "Console", lines: "list[list[Segment]]") -> str:
-    """Lines as the terminal takes them, each with its end."""
+    """Encode lines with the terminal's control codes, each with its end."""
     from rich.segment import Segment, Segments
 
     with console.capture() as captured:
@@ -188,16 +194,19 @@ def _coded(console: "Console", lines: "list[list[Segment]]") -> str:
 
 
 def _breaks_lines_anew() -> bool:
-    """Whether the terminal moves what no longer fits into rows of its own when it gets narrower.
+    """Whether the terminal rewraps long lines into more rows when it gets narrower.
 
-    Most do; those that are known to cut lines off instead are xterm, rxvt, screen and the console.
+    Most do. xterm, rxvt, screen and the Linux console cut lines off instead.
     """
     kind = os.environ.get("TERM", "")
     return "XTERM_VERSION" not in os.environ and not kind.startswith(("rxvt", "screen", "linux"))
 
 
 def screen(markdown: bool) -> Screen:
-    """The one for this standard output. markdown: whether it is wanted, where it can be."""
+    """Return the screen for standard output.
+
+    markdown: whether to render Markdown if the terminal can show it.
+    """
     if not sys.stdout.isatty():
         return Screen()
     return (
@@ -207,11 +216,11 @@ def screen(markdown: bool) -> Screen:
     )
 
 
-def shown_whole(text: str, on: Screen) -> None:
-    """A text that is there already."""
-    on.write(text)
+def show_text(text: str, target: Screen) -> None:
+    """Show a complete text."""
+    target.write(text)
     with suppress(OSError):
-        on.end()
+        target.end()
 
 
 def _console() -> "Console":
@@ -221,8 +230,8 @@ def _console() -> "Console":
 
 
 def _blocks(text: str) -> list[str]:
-    """What surely does not change with what follows, block by block; and the rest."""
-    ends = [found.end() for found in _BLOCK.finditer(text)]
+    """Split a text into the blocks that later text cannot change, and the rest as last item."""
+    ends = [match.end() for match in _BLOCK.finditer(text)]
     outside_code = [end for end in ends if len(_FENCE.findall(text[:end])) % 2 == 0]
     edges = [0, *outside_code, len(text)]
     return [text[start:end] for start, end in itertools.pairwise(edges)]

@@ -1,4 +1,4 @@
-"""`kvkeep serve`: one model for many, over HTTP."""
+"""`kvkeep serve`: serve a model over HTTP."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,7 +54,7 @@ def serve(memory: MemoryChoice, **options: Any) -> None:
 
 
 def _serve_shared(choice: MemoryChoice, options: dict[str, Any]) -> None:
-    """Over an object store, which other servers may use too."""
+    """Serve sessions from an object store that other servers may share."""
     from kvkeep.fleet.setup import read_secret
 
     secret = read_secret(options["secret_file"])
@@ -65,7 +65,7 @@ def _serve_shared(choice: MemoryChoice, options: dict[str, Any]) -> None:
     from kvkeep.server.keys import ApiKeys
     from kvkeep.server.lifecycle import serve_on
 
-    found = open_replica(
+    server = open_replica(
         model,
         options["store"],
         secret,
@@ -75,12 +75,13 @@ def _serve_shared(choice: MemoryChoice, options: dict[str, Any]) -> None:
     )
     try:
         keys = ApiKeys.shared(options["api_key_file"], secret)
-        serve_on(found.engine, keys, options, found.middleware, found.drain)
+        serve_on(server.engine, keys, options, server.middleware, server.drain)
     finally:
-        found.engine.close()
+        server.engine.close()
 
 
 def _engine(choice: MemoryChoice, options: dict[str, Any]) -> "Engine":
+    """Load the model and start an engine whose sessions are in a folder."""
     model = choice.load(progress=not options["quiet"])
     from kvkeep.engine import Engine, Limits
 

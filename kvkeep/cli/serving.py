@@ -1,4 +1,4 @@
-"""What `kvkeep serve` and `kvkeep fleet` are both asked for."""
+"""Options and checks that `kvkeep serve` and `kvkeep fleet` share."""
 
 from bisect import bisect_left
 from collections.abc import Callable
@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from kvkeep import Model
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
-_STEP = prefill_step(128)  # others wait for a step, so it is shorter than where nobody does
+_STEP = prefill_step(
+    128
+)  # other requests wait for a step, so it is shorter than in one-user commands
 _KEEP = click.option(
     "--keep",
     metavar="N",
@@ -78,18 +80,18 @@ _OPTIONS = (
 
 
 def serving_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds them to a command, with those of a session's memory as `memory`."""
+    """Add the server options to a command, and the memory options, passed on as `memory`."""
     for option in reversed(_OPTIONS):
         command = option(command)
     return memory_options(_KEEP, _STEP)(command)
 
 
 def session_settings(choice: MemoryChoice, model: "Model", memory: int) -> dict[str, Any]:
-    """The settings of the sessions that a server creates.
+    """Return the settings of the sessions that a server creates.
 
-    memory: bytes for the cells of all sessions. Raises InvalidArgument where no chat fits in a
-    session, or one full session not in the memory: every request that does not limit its answer
-    would be refused.
+    memory: bytes for the cells of all sessions. Raises InvalidArgument if no chat fits in a
+    session, or if a full session does not fit in the memory, since every request without a limit on
+    its answer would then be refused.
     """
     require_room_for_a_chat(model, choice)
     settings = choice.settings(model, choice.keep if choice.keep is not None else SINKS)
@@ -105,7 +107,7 @@ def session_settings(choice: MemoryChoice, model: "Model", memory: int) -> dict[
 
 
 def _full_session(model: "Model", settings: dict[str, Any]) -> tuple[int, int]:
-    """The budget of a session in tokens, and the most bytes that its cells come to take."""
+    """Return the budget of a session in tokens, and the most bytes that its cells take."""
     from kvkeep.engine.record import max_session_bytes
 
     session = model.session(**settings)
@@ -113,7 +115,7 @@ def _full_session(model: "Model", settings: dict[str, Any]) -> tuple[int, int]:
 
 
 def _longest_fitting(model: "Model", settings: dict[str, Any], tokens: int, memory: int) -> int:
-    """The largest budget, below `tokens`, of a session that fits in `memory` bytes; 0 for none."""
+    """Return the largest budget below `tokens` of a session that fits in `memory` bytes, or 0."""
 
     def fits(budget: int) -> bool:
         try:
@@ -126,14 +128,16 @@ def _longest_fitting(model: "Model", settings: dict[str, Any], tokens: int, memo
 
 
 def require_safe(host: str, keys: Path | None) -> None:
+    """Raise InvalidArgument for a server that is reachable from elsewhere without API keys."""
     if host not in _LOOPBACK and keys is None:
         raise InvalidArgument(
-            f"at {host} others than you can reach the server: give the keys that are to be let in "
-            "by --api-key-file, or stay at 127.0.0.1"
+            f"at {host} the server can be reached from other machines: give API keys with "
+            "--api-key-file, or listen on 127.0.0.1"
         )
 
 
 def require_installed() -> None:
+    """Raise InvalidArgument if the packages of the server extra are missing."""
     try:
         import fastapi  # noqa: F401
         import prometheus_client  # noqa: F401
@@ -145,10 +149,13 @@ def require_installed() -> None:
 
 
 def require_secret(options: dict[str, Any]) -> None:
-    """Raises InvalidArgument where servers of one store could not tell whose a key is."""
+    """Raise InvalidArgument for API keys over an object store without a shared secret.
+
+    Owners of sessions are derived from keys with the secret that all servers of the store have.
+    """
     if options["api_key_file"] is not None and options["secret_file"] is None:
         raise InvalidArgument(
-            "with --api-key-file and an object store, whose a session is is told by a secret that "
-            "all servers know: make one, as by `openssl rand -hex 32 > secret`, and give it by "
-            "--secret-file"
+            "--api-key-file with an object store needs --secret-file: the owners of sessions are "
+            "derived from a secret that all servers share; make one, for example with "
+            "`openssl rand -hex 32 > secret`"
         )

@@ -1,4 +1,4 @@
-"""Saving the session that a command works on."""
+"""Saving of the session that a command works on."""
 
 import time
 from dataclasses import dataclass, replace
@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SaveResult:
-    """One save. what: as the user knows it."""
+    """The result of one save.
+
+    what: the session, for messages. bytes: the size of the file.
+    """
 
     what: str
     bytes: int
@@ -27,11 +30,10 @@ class SaveResult:
 
 
 class SessionWriter:
-    """Writes a session to its file: whole, or not at all.
+    """Writes a session to its file atomically.
 
-    what: the file, as the user knows it. notes: JSON values to keep beside the session; they are
-    not copied, so that whoever changes them need not say so. saved: the last time that the file was
-    written; None if it was not.
+    what: the session or file, for messages. notes: JSON values saved beside the session. They are
+    not copied, so later changes to them are saved too. saved: the last save; None before the first.
     """
 
     def __init__(
@@ -49,9 +51,9 @@ class SessionWriter:
         self._changed = session.watch()
 
     def follow(self, session: "Session", notes: dict[str, Any]) -> None:
-        """Saves another session from now on; notes replace those of the same name."""
+        """Save another session from now on; notes replace those of the same name."""
         if session is not self._session:
-            self._session, self._changed = session, lambda: True  # the file holds another
+            self._session, self._changed = session, lambda: True  # the file holds another session
         self.notes.update(notes)
 
     @property
@@ -61,18 +63,18 @@ class SessionWriter:
 
     @property
     def outcome(self) -> str:
-        """What became of the session, for the closing line; "" where nothing was to be saved."""
+        """The save in words, for the closing line; "" if there was nothing to save."""
         if self.unsaved:
             return f"{self.what} not saved"
         return str(self.saved or "")
 
     def save(self) -> None:
-        """Writes the file if the session changed since it was opened or saved."""
+        """Write the file if the session changed since it was opened or saved."""
         if self.unsaved:
             self.write()
 
     def write(self) -> None:
-        """Writes the file. Ctrl-C waits until that is done; a second one leaves the old file."""
+        """Write the file. Ctrl-C is deferred until then; a second one leaves the old file."""
         begun = time.perf_counter()
         with first_interrupt_deferred():
             snapshot = replace(self._session.snapshot(), notes=self.notes)

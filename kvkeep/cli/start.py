@@ -1,4 +1,4 @@
-"""Where the `kvkeep` command starts: what must hold before anything takes time to import."""
+"""Entry point of the `kvkeep` command: process setup before the slow imports."""
 
 import gc
 import os
@@ -6,16 +6,16 @@ import signal
 import sys
 from types import FrameType
 
-# Objects made before the collector looks for cycles among the young. Importing torch makes a
-# million that stay: at 700, as Python has it, that is a quarter of a second of looking for nothing.
+# Allocations between two collections of the youngest generation. Importing torch creates a million
+# objects that stay: with Python's default of 700, collecting takes a quarter of a second in vain.
 _COLLECTED_EVERY = 100_000
 _STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
 
 
 def run() -> None:
-    """Runs the command line.
+    """Run the command line.
 
-    Ctrl-C while modules are imported ends the process there, with the status that it has later.
+    Ctrl-C during imports ends the process at once, with the same exit status as later.
     """
     watched = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if watched:
@@ -29,32 +29,33 @@ def run() -> None:
     except KeyboardInterrupt:
         os._exit(128 + signal.SIGINT)
     finally:
-        if watched:  # what is left is for Python to clean up, and no more to be told of
+        if watched:  # only Python's own cleanup is left: end without a traceback
             signal.signal(signal.SIGINT, signal.SIG_DFL)
-        # The process gives its memory back as a whole. That nothing among a million objects of
-        # torch is garbage would be looked at twice before, for half a second.
+        # Memory is freed with the process. Without this, Python would scan torch's million objects
+        # for garbage twice before exiting, for half a second.
         gc.freeze()
 
 
 def open_streams() -> None:
-    """Gives standard streams that were closed (`>&-`) an end that takes all and holds nothing.
+    """Open standard streams that were closed (`>&-`) on the null device.
 
-    Otherwise the first files to be opened would be taken for them, by number.
+    Otherwise the first files to be opened would get their file descriptors.
     """
     for number, (name, mode) in enumerate(_STREAMS):
         free = _is_free(number)
         if free:
-            nowhere = os.open(os.devnull, os.O_RDWR)
-            if nowhere != number:
-                os.dup2(nowhere, number)
-                os.close(nowhere)
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
             os.set_inheritable(number, True)
         if getattr(sys, name) is None:
-            where = number if free else os.devnull
-            setattr(sys, name, open(where, mode, encoding="utf-8"))  # noqa: SIM115
+            file = number if free else os.devnull
+            setattr(sys, name, open(file, mode, encoding="utf-8"))  # noqa: SIM115
 
 
 def _is_free(number: int) -> bool:
+    """Whether a file descriptor is not open."""
     try:
         os.fstat(number)
     except OSError:
@@ -63,16 +64,17 @@ def _is_free(number: int) -> bool:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """In the middle of an import an exception could be swallowed, or taken for a failed import.
+    """Handle SIGINT: exit at once during an import, else raise KeyboardInterrupt.
 
-    Once torch is there, whatever else is imported is small, and there may be work to be saved.
+    An exception during an import could be swallowed, or mistaken for a failed import. Once torch is
+    imported, the remaining imports are short, and there may be work to save.
     """
-    if not _torch_is_there() and _importing(frame):
+    if not _torch_is_imported() and _importing(frame):
         os._exit(128 + number)
     signal.default_int_handler(number, frame)
 
 
-def _torch_is_there() -> bool:
+def _torch_is_imported() -> bool:
     specification = getattr(sys.modules.get("torch"), "__spec__", None)
     return specification is not None and not getattr(specification, "_initializing", False)
 

@@ -1,4 +1,4 @@
-"""Where a command keeps sessions and prompts: on this machine, or in a store that it is told."""
+"""Options for the session store, and the store that a command uses."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -14,11 +14,11 @@ from kvkeep.storage.sessions.folder import SessionFolder
 if TYPE_CHECKING:
     from kvkeep.storage.sessions.shared import SessionPath
 
-_STORE, _SECRET = "kvkeep.store", "kvkeep.secret"  # of a command's context
+_STORE, _SECRET = "kvkeep.store", "kvkeep.secret"  # keys in the meta dict of click's context
 
 
 class SavedSessions(Protocol):
-    """What a command asks of saved sessions, wherever they are."""
+    """The operations on saved sessions that commands use, in a folder or an object store."""
 
     def existing(self, name: str) -> "Path | SessionPath": ...
     def names(self) -> list[str]: ...
@@ -28,45 +28,46 @@ class SavedSessions(Protocol):
     def sweep(self) -> Sequence[object]: ...
 
 
-def _told(context: click.Context, parameter: click.Parameter, value: Any) -> Any:
+def _remember(context: click.Context, parameter: click.Parameter, value: Any) -> Any:
+    """Put the value of `--store` or `--secret-file` into the context, for `named_store` etc."""
     context.meta[_STORE if parameter.name == "store" else _SECRET] = value
     return value
 
 
 def store_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds `--store` to a command."""
+    """Add `--store` to a command."""
     return click.option(
         "--store",
         metavar="FOLDER|URL",
         envvar="KVKEEP_STORE",
         show_default="in kvkeep's own",
         expose_value=False,
-        callback=_told,
+        callback=_remember,
         help="Where sessions are kept, and prompts if it is a URL, as s3://bucket/prefix.",
     )(command)
 
 
 def secret_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds `--secret-file` to a command."""
+    """Add `--secret-file` to a command."""
     return click.option(
         "--secret-file",
         metavar="FILE",
         envvar="KVKEEP_SECRET_FILE",
         type=click.Path(exists=True, dir_okay=False, path_type=Path),
         expose_value=False,
-        callback=_told,
+        callback=_remember,
         help="Known to all who share the prefix cache of a --store that is a URL.",
     )(command)
 
 
 def named_store() -> str | None:
-    """As the user has named it; None for this machine's own."""
+    """Return the value of `--store`; None for the default folder on this machine."""
     context = click.get_current_context(silent=True)
     return None if context is None else context.meta.get(_STORE)
 
 
 def named_secret() -> bytes:
-    """Of the user's file. Raises InvalidArgument for one that holds none."""
+    """Read the file of `--secret-file`. Raises InvalidArgument if it holds no secret."""
     from kvkeep.fleet.setup import read_secret
 
     context = click.get_current_context(silent=True)
@@ -74,7 +75,7 @@ def named_secret() -> bytes:
 
 
 def saved_sessions() -> SavedSessions:
-    """Those that the command is about."""
+    """Return the sessions in the store that the command uses."""
     store = named_store()
     if store is None:
         return session_folder()
@@ -86,9 +87,10 @@ def saved_sessions() -> SavedSessions:
 
 
 def session_folder() -> SessionFolder:
-    """The user's own sessions: in $KVKEEP_HOME, or where the system keeps what must not be lost.
+    """Return the default sessions: in $KVKEEP_HOME, or else in the system's folder for user data.
 
-    They were kept in the cache folder once, which any cleaner may empty, and are still found there.
+    Sessions of older versions, in the cache folder, are still found. They are no longer saved
+    there, because cleaning tools may empty it.
     """
     if home_is_set():
         return SessionFolder(home() / "sessions")

@@ -1,4 +1,4 @@
-"""Text from files and standard input: UTF-8, as it is there but for a byte order mark."""
+"""UTF-8 text from files and standard input, unchanged except for a byte order mark."""
 
 import sys
 from pathlib import Path
@@ -15,9 +15,9 @@ SPECIAL = click.option(
 
 
 def read_prompt(prompt: str | None, file: str | None) -> str:
-    """What the user wants continued: the file's text, then the prompt's, or else what is piped in.
+    """Return the prompt: the file's text, then the option's, or else standard input.
 
-    Raises InvalidArgument if there is no text, or if it is not UTF-8; OSError for the file.
+    Raises InvalidArgument if there is no text or if it is not UTF-8, OSError for the file.
     """
     if prompt is None and file is None:
         if sys.stdin.isatty():
@@ -26,20 +26,26 @@ def read_prompt(prompt: str | None, file: str | None) -> str:
     text = (read_text(file) if file is not None else "") + (prompt or "")
     require_utf8(text, "the prompt")
     if not text:
-        where = {None: "", STDIN: " (standard input held nothing)"}.get(file, f" ({file})")
-        raise InvalidArgument(f"the prompt is empty{where}: expected some text")
+        source = {None: "", STDIN: " (standard input held nothing)"}.get(file, f" ({file})")
+        raise InvalidArgument(f"the prompt is empty{source}: expected some text")
     return text
 
 
 def read_text(file: str) -> str:
-    """All text of a file, or of standard input for "-". Raises as `read_prompt`."""
+    """Read a whole file, or standard input for "-".
+
+    Raises InvalidArgument if it is not UTF-8, OSError for the file.
+    """
     if file == STDIN:
         return decode_text(sys.stdin.buffer.read(), "standard input")
     return read_text_file(Path(file))
 
 
 def require_utf8(text: str, source: str) -> None:
-    """Arguments that are not UTF-8 arrive with stand-ins, which no tokenizer takes."""
+    """Raise InvalidArgument for an argument that was not UTF-8.
+
+    Python decodes such bytes to surrogates, which tokenizers do not accept.
+    """
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

@@ -1,4 +1,4 @@
-"""Keys typed while a program writes: kept for the next prompt, and not echoed into the output."""
+"""Keys typed while an answer is written: held for the next prompt, and not echoed."""
 
 import os
 import signal
@@ -12,20 +12,20 @@ from typing import Any
 from kvkeep.runtime.signals import interrupts_deferred
 
 _suspensions: list[None] = []
-_INPUT, _LOCAL, _CHARACTERS = 0, 3, 6  # of the list that termios gives
+_INPUT, _LOCAL, _CHARACTERS = 0, 3, 6  # indices in the list of termios.tcgetattr
 
 
 def suspensions() -> int:
-    """How often this process was suspended by Ctrl-Z: the screen may show anything since."""
+    """Return how often Ctrl-Z suspended this process; the screen may have changed since."""
     return len(_suspensions)
 
 
 @contextmanager
 def type_ahead() -> Iterator[None]:
-    """Hold keys back, unechoed, for what reads the terminal key by key after the block.
+    """Hold typed keys back without echo during the block, for the prompt after it.
 
-    Ctrl-C, Ctrl-Z and Ctrl-S act at once as always. Nothing changes where standard input is no
-    terminal, or this process is in the background of one.
+    Ctrl-C, Ctrl-Z and Ctrl-S act at once as usual. Nothing changes if standard input is not a
+    terminal, or if this process is in the background.
     """
     mode = _Unechoed(sys.stdin.fileno())
     stops = signal.getsignal(signal.SIGTSTP) is signal.SIG_DFL
@@ -42,33 +42,33 @@ def type_ahead() -> Iterator[None]:
 
 
 class _Unechoed:
-    """The mode of a terminal in which it neither echoes keys nor edits a line of them."""
+    """A terminal mode without echo and without line editing."""
 
     def __init__(self, handle: int):
         self._handle = handle
-        self._usual: list[Any] | None = None
+        self._saved: list[Any] | None = None
 
     def enter(self) -> None:
         with suppress(termios.error, OSError):
             if os.tcgetpgrp(self._handle) != os.getpgrp():
                 return  # changing a terminal from the background stops the process
-            usual = termios.tcgetattr(self._handle)
-            mode = [*usual[:_CHARACTERS], list(usual[_CHARACTERS])]
+            saved = termios.tcgetattr(self._handle)
+            mode = [*saved[:_CHARACTERS], list(saved[_CHARACTERS])]
             mode[_INPUT] &= ~termios.ICRNL
             mode[_LOCAL] &= ~(termios.ECHO | termios.ICANON | termios.IEXTEN)
-            mode[_LOCAL] |= termios.NOFLSH  # Ctrl-C drops no key, and nothing that is being shown
+            mode[_LOCAL] |= termios.NOFLSH  # Ctrl-C discards neither typed keys nor pending output
             mode[_CHARACTERS][termios.VMIN], mode[_CHARACTERS][termios.VTIME] = 1, 0
-            self._usual = usual
+            self._saved = saved
             termios.tcsetattr(self._handle, termios.TCSANOW, mode)
 
     def leave(self) -> None:
-        usual, self._usual = self._usual, None
+        saved, self._saved = self._saved, None
         with suppress(termios.error, OSError):
-            if usual is not None and os.tcgetpgrp(self._handle) == os.getpgrp():
-                termios.tcsetattr(self._handle, termios.TCSANOW, usual)
+            if saved is not None and os.tcgetpgrp(self._handle) == os.getpgrp():
+                termios.tcsetattr(self._handle, termios.TCSANOW, saved)
 
     def suspend(self, number: int, frame: FrameType | None) -> None:
-        """Ctrl-Z: the shell gets the terminal as it was, and it is changed again afterwards."""
+        """Handle Ctrl-Z: restore the terminal for the shell, suspend, and change it again."""
         self.leave()
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)

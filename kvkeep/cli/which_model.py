@@ -1,4 +1,4 @@
-"""Options that say which model runs and how, and the model that they stand for."""
+"""Options for the model, its dtype, weights and device, and the loading of it."""
 
 import warnings
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from kvkeep.types import DtypeName, WeightsName
 if TYPE_CHECKING:
     from kvkeep import Model
 
-# Written out, because the modules that define them import torch, and help must open at once.
+# Listed here because the modules that define them import torch, which would slow down --help.
 DTYPE_NAMES = get_args(DtypeName)
 WEIGHT_NAMES = get_args(WeightsName)
 
@@ -49,6 +49,7 @@ DEVICE = click.option("--device", metavar="NAME", default="cpu", help="Torch dev
 
 
 def prefill_step(default: int) -> Callable[[Any], Any]:
+    """Return the `--prefill-step` option."""
     return click.option(
         "--prefill-step",
         metavar="N",
@@ -64,16 +65,16 @@ PREFILL_STEP = prefill_step(512)
 def load_named(
     name: str, dtype: DtypeName, device: str, weights: WeightsName | None, progress: bool
 ) -> "Model":
-    """The model of that name. Raises ModelError where it cannot be had."""
-    require_utf8(name, "the model's name")  # it is written into files, reports and sessions
+    """Load a model by name, and print a line if it computes slowly. Raises ModelError."""
+    require_utf8(name, "the model's name")  # the name is written to reports and sessions
     from kvkeep import load_model
     from kvkeep.errors import SlowPathWarning
 
     if name.lower() not in KNOWN_MODELS and Path(name).expanduser().exists():
-        # What is saved remembers its model by name, and may be continued in another folder.
+        # Sessions store the model's name, and may be continued from another working directory.
         name = str(Path(name).expanduser().absolute())
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SlowPathWarning)  # which is said here in a line
+        warnings.simplefilter("ignore", SlowPathWarning)  # printed here as one line instead
         model = load_model(name, dtype=dtype, device=device, weights=weights, progress=progress)
     if not click.get_current_context().params.get("quiet"):
         _say_if_slow(model)
@@ -93,10 +94,10 @@ def _say_once(text: str) -> None:
 
 
 def require_here(name: str, file: object) -> None:
-    """Refuses a model that a file names and that this machine has not: files come from anywhere.
+    """Raise ModelNotFound if the model that a file names is not on this machine.
 
-    What a person names is fetched or converted; what a file names is only used. Raises
-    ModelNotFound.
+    A model named on the command line is fetched or converted. One named by a file is only used,
+    because files can come from anywhere.
     """
     from kvkeep.models.hub.source import local_folder
 

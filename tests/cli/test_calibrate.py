@@ -43,7 +43,7 @@ def test_the_file_is_what_the_library_reads(invoke, tiny, tiny_folder, tmp_path:
     tokens = len(model.text.encode(TEXT))
     found = load_calibration(output, model)
     assert result.stderr == (
-        f"{output}: 0.0 MB, from {tokens} tokens; R² of the surrogate on text held back: "
+        f"{output}: 0.0 MB, from {tokens} tokens; R² of the surrogate on held-out text: "
         f"{found.r_squared:.2f}\n"
     )
     assert found.tokens == tokens
@@ -137,7 +137,7 @@ def test_a_calibration_without_use_is_refused(invoke, tiny, file: Path, home: Pa
     _refused(invoke(*asked, *tiny), 'policy "sliding" has no use for a calibration')
     _refused(invoke(*asked, "--policy", "full", "-m", "no-such-model"), 'policy "full" has no use')
     invoke("generate", "-p", "One two", "-n", 0, "--session", "s", *tiny)
-    _refused(invoke(*asked, "--session", "s"), "begun without a calibration")
+    _refused(invoke(*asked, "--session", "s"), "created without a calibration")
 
 
 def test_a_file_that_is_no_calibration_is_named(invoke, tiny, tmp_path: Path) -> None:

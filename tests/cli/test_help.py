@@ -18,7 +18,7 @@ HEAVY |= {"jinja2", "matplotlib", "psutil"}
 GROUPS = {
     name: found.lazy
     for name, each in COMMANDS_BY_NAME.items()
-    if isinstance(found := each.command(), LazyGroup)
+    if isinstance(found := each.load(), LazyGroup)
 }
 INNER = [f"{group} {name}" for group, lazy in GROUPS.items() for name in lazy]
 EVERY: list[tuple[str, LazyCommand]] = [
@@ -67,7 +67,7 @@ def test_names_written_out_for_help_are_those_that_exist() -> None:
 
 @pytest.mark.parametrize(("name", "lazy"), EVERY)
 def test_each_command_is_where_its_group_says(name: str, lazy: LazyCommand) -> None:
-    found = lazy.command()
+    found = lazy.load()
     assert found.name == name
     assert lazy.summary.endswith(".")
     assert len(lazy.summary) < 66, "one line of a terminal of 80 columns"

@@ -1,5 +1,1 @@
-"""`kvkeep batch`: many prompts, asked together, and what became of each in a file."""
-
-from kvkeep.cli.batch.command import batch
-
-__all__ = ["batch"]
+"""`kvkeep batch`: generate answers to many prompts at once, into a JSONL file."""

@@ -1,4 +1,4 @@
-"""`kvkeep batch`: the options, progress, and what is said at the end."""
+"""`kvkeep batch`: the command, its progress bar and its report."""
 
 import json
 import time
@@ -118,12 +118,12 @@ def batch(
         assert question is not None
         requests = read_folder(folder, question, system)
     with open_results(out, requests, again) as results:
-        left = [each for each in requests if each.digest not in results.done]
-        job = _Job(results, len(requests), len(left), output)
-        if left:
+        remaining = [request for request in requests if request.digest not in results.done]
+        job = _Job(results, len(requests), len(remaining), output)
+        if remaining:
             model = memory.load(output.progress)
-            how = sampling.resolve(saved_seed=0)  # so that one that goes on draws the same
-            asks = [(each, each.ask(model, how, max_tokens)) for each in left]
+            how = sampling.resolve(saved_seed=0)  # so that a resumed batch samples the same
+            asks = [(r, r.ask(model, how, max_tokens)) for r in remaining]
             _require_room(model, memory, [ask for _, ask in asks], memory_bytes)
             with _engine(model, memory, prefixes, memory_bytes, at_once) as engine:
                 job.run(engine, asks, at_once)
@@ -152,7 +152,7 @@ def _settings(model: "Model", memory: MemoryChoice) -> dict[str, Any]:
 def _require_room(
     model: "Model", memory: MemoryChoice, asks: "Sequence[GenerationRequest]", nbytes: int
 ) -> None:
-    """Raises InvalidArgument where not even the smallest request fits in the memory."""
+    """Raise InvalidArgument if not even the smallest request fits in the memory."""
     from kvkeep.engine.record import max_session_bytes
 
     tokens = min(len(ask.prompt) + (ask.max_tokens or 0) for ask in asks)
@@ -166,7 +166,10 @@ def _require_room(
 
 @dataclass
 class BatchReport:
-    """requests: in all. before: answered by an earlier run. seconds: of this one."""
+    """The closing numbers of a batch.
+
+    requests: in all. before: those answered by an earlier run. seconds: of this run.
+    """
 
     requests: int
     before: int
@@ -189,11 +192,11 @@ class BatchReport:
 
 
 class _Job:
-    """The requests of this run: shown as they are answered, and counted."""
+    """The requests of this run: progress, results and counts."""
 
-    def __init__(self, results: "Results", requests: int, left: int, output: OutputChoice):
+    def __init__(self, results: "Results", requests: int, remaining: int, output: OutputChoice):
         self._results, self._output = results, output
-        self._report = BatchReport(requests, requests - left)
+        self._report = BatchReport(requests, requests - remaining)
 
     def run(
         self, engine: "Engine", asks: "list[tuple[BatchRequest, GenerationRequest]]", at_once: int
@@ -211,9 +214,9 @@ class _Job:
         )
         try:
             with bar:
-                for asked in answers(engine, asks, at_once, self._seen):
-                    self._results.add(asked.line(engine.model.name))
-                    self._count(asked)
+                for answer in answers(engine, asks, at_once, self._count_token):
+                    self._results.add(answer.line(engine.model.name))
+                    self._count(answer)
                     bar.update()
         except KeyboardInterrupt:
             report.finish_reason = "interrupt"
@@ -224,21 +227,25 @@ class _Job:
                 self.close()
                 say("the same command goes on from here")
 
-    def _seen(self, asked: "BatchAnswer", event: "GenerationEvent") -> None:
+    def _count_token(self, answer: "BatchAnswer", event: "GenerationEvent") -> None:
         from kvkeep.engine import GeneratedToken
 
         self._report.generated_tokens += isinstance(event, GeneratedToken)
 
-    def _count(self, asked: "BatchAnswer") -> None:
+    def _count(self, answer: "BatchAnswer") -> None:
         report = self._report
-        if asked.end is None:
+        if answer.end is None:
             report.failed += 1
-            say(f"{asked.request.where}: {asked.error}")
+            say(f"{answer.request.where}: {answer.error}")
             return
-        report.prompt_tokens += asked.end.usage.prompt
-        report.reused_tokens += asked.end.usage.reuse.tokens
+        report.prompt_tokens += answer.end.usage.prompt
+        report.reused_tokens += answer.end.usage.reuse.tokens
 
     def close(self) -> None:
+        """Write the report and print the closing line.
+
+        Raises InvalidArgument if any request failed.
+        """
         self._report.answered = self._results.added
         if self._output.report is not None:
             from kvkeep.storage.files.atomic import write_atomic

@@ -1,4 +1,4 @@
-"""What came of each request: a line of a JSONL file, there for good once it is written."""
+"""The results file of a batch: a JSONL file, durable line by line."""
 
 import fcntl
 import json
@@ -13,14 +13,17 @@ from kvkeep.errors import InvalidArgument, Locked
 
 
 class Results:
-    """The file. done: digests of requests that had their answer before. added: how many since."""
+    """The open results file.
+
+    done: digests of the requests that an earlier run answered. added: answers added since.
+    """
 
     def __init__(self, file: BinaryIO, done: set[str]):
         self._file, self.done = file, done
         self.added = 0
 
     def add(self, line: dict[str, Any]) -> None:
-        """It is on disk once this returns."""
+        """Append a line, which is on disk when this returns."""
         self._file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -29,31 +32,33 @@ class Results:
 
 @contextmanager
 def open_results(path: Path, requests: Sequence[BatchRequest], again: bool) -> Iterator[Results]:
-    """The file, with the answers that an earlier run has left in it.
+    """Open and lock the results file, with the answers of an earlier run.
 
-    Half a line that a kill has left, and what failed, is taken out, and asked once more. again:
-    whether to begin anew. Raises InvalidArgument where it holds what is no answer to these
-    requests, Locked where another process writes to it.
+    Failed requests and an incomplete last line are removed, and so will be tried again.
+    again: whether to discard all earlier answers. Raises InvalidArgument if the file contains
+    anything other than answers to these requests, Locked if another process writes to it.
     """
     with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+b") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise Locked(f"another process writes to {path}") from None
-        lines = [] if again else _answers(file.read(), path, {each.digest for each in requests})
-        kept = b"".join(line + b"\n" for _, line in lines)
+        lines = (
+            [] if again else _answers(file.read(), path, {request.digest for request in requests})
+        )
+        content = b"".join(line + b"\n" for _, line in lines)
         file.seek(0)
-        if file.read() != kept:
+        if file.read() != content:
             file.seek(0)
-            file.write(kept)
+            file.write(content)
             file.truncate()
         yield Results(file, {digest for digest, _ in lines})
 
 
 def _answers(content: bytes, path: Path, known: set[str]) -> list[tuple[str, bytes]]:
-    """The digest and the line of each whole answer."""
-    *lines, _ = content.split(b"\n")  # the last one is empty, or was not written to its end
-    found = []
+    """Return the digest and the line of each successful answer."""
+    *lines, _ = content.split(b"\n")  # the last item is empty, or an incomplete line
+    answers = []
     for line in lines:
         try:
             entry = json.loads(line)
@@ -62,9 +67,9 @@ def _answers(content: bytes, path: Path, known: set[str]) -> list[tuple[str, byt
             digest, failed = None, None
         if digest not in known:
             raise InvalidArgument(
-                f"{path} holds what is no answer to these requests: name another file, or begin "
-                "anew with --again"
+                f"{path} contains lines that are not answers to these requests: name another "
+                "file, or start again with --again"
             )
         if not failed:
-            found.append((digest, line))
-    return found
+            answers.append((digest, line))
+    return answers

@@ -1,4 +1,4 @@
-"""Many prompts through one engine: read one after the other, answered together."""
+"""Running of a batch in one engine: prompts prefilled one by one, answers decoded together."""
 
 import math
 import time
@@ -24,7 +24,10 @@ OWNER = "0"
 
 @dataclass
 class BatchAnswer:
-    """A request, and what has come of it. end: None where it failed, with error."""
+    """A request and its answer so far.
+
+    end: the final event; None while the request runs, or if it failed, with `error`.
+    """
 
     request: BatchRequest
     ask: GenerationRequest
@@ -37,25 +40,25 @@ class BatchAnswer:
         return "".join(self.texts)
 
     def line(self, model: str) -> dict[str, Any]:
-        """As it stands in the results."""
-        request, mark = self.request, {"request": self.request.digest}
+        """Return the request's line in the results file, in OpenAI's format if it came in that."""
+        request, digest = self.request, {"request": self.request.digest}
         if self.end is None:
             error = {"code": type(self.error).__name__, "message": str(self.error)}
             name = {"custom_id": request.name} if request.openai else {"id": request.name}
-            return {**name, "response": None, "error": error, **mark}
+            return {**name, "response": None, "error": error, **digest}
         usage = self._usage()
         if not request.openai:
             reason = {"finish_reason": self._reason}
-            return {"id": request.name, "text": self.text, **reason, "usage": usage, **mark}
+            return {"id": request.name, "text": self.text, **reason, "usage": usage, **digest}
         body = {"id": f"chatcmpl-{request.digest}", "created": int(time.time()), "model": model}
-        said = {"message": {"role": "assistant", "content": self.text}}
-        choice = {"index": 0, **(said if request.chat else {"text": self.text})}
+        content = {"message": {"role": "assistant", "content": self.text}}
+        choice = {"index": 0, **(content if request.chat else {"text": self.text})}
         body["object"] = "chat.completion" if request.chat else "text_completion"
         body["choices"] = [{**choice, "finish_reason": self._reason}]
         body["usage"] = usage
         response = {"status_code": 200, "request_id": request.digest, "body": body}
         head = {"id": f"batch_req_{request.digest}", "custom_id": request.name}
-        return {**head, "response": response, "error": None, **mark}
+        return {**head, "response": response, "error": None, **digest}
 
     @property
     def _reason(self) -> str:
@@ -77,44 +80,44 @@ def answers(
     engine: Engine,
     requests: Sequence[tuple[BatchRequest, GenerationRequest]],
     at_once: int,
-    seen: Callable[[BatchAnswer, GenerationEvent], None],
+    on_event: Callable[[BatchAnswer, GenerationEvent], None],
 ) -> Iterator[BatchAnswer]:
-    """Each once it is whole, or has failed. seen: is told what happens meanwhile.
+    """Yield each answer when it is complete or has failed.
 
-    The next prompt is handed over when the last one is read: so it finds what they have in common,
-    and nobody waits for it, since the engine reads one prompt at a time. Those that begin alike
-    come one after the other.
+    on_event: called for every event of every request. A prompt is submitted when the one before it
+    is prefilled: it can then reuse their common prefix, and no time is lost since the engine
+    prefills one prompt at a time. Requests are sorted so that common prefixes are adjacent.
     """
     waiting = sorted(requests, key=lambda pair: pair[1].prompt, reverse=True)
-    came = SimpleQueue[tuple[BatchAnswer, GenerationEvent]]()
-    working, unread = 0, None
-    while waiting or working:
-        if waiting and unread is None and working < at_once:
-            asked = BatchAnswer(*waiting[-1])
+    events = SimpleQueue[tuple[BatchAnswer, GenerationEvent]]()
+    running, prefilling = 0, None
+    while waiting or running:
+        if waiting and prefilling is None and running < at_once:
+            answer = BatchAnswer(*waiting[-1])
             try:
-                engine.submit(asked.ask, owner=OWNER, listener=_into(came, asked)).result()
+                engine.submit(answer.ask, owner=OWNER, listener=_into(events, answer)).result()
             except Exception as error:
-                if not (working and isinstance(error, NoRoom) and error.retry_after < math.inf):
-                    waiting.pop()  # this one cannot be answered; others can
-                    asked.error = error
-                    yield asked
+                if not (running and isinstance(error, NoRoom) and error.retry_after < math.inf):
+                    waiting.pop()  # this request cannot be answered; others can
+                    answer.error = error
+                    yield answer
                     continue
             else:
                 waiting.pop()
-                working, unread = working + 1, asked
-        asked, event = came.get()
-        seen(asked, event)
-        if asked is unread and not (
+                running, prefilling = running + 1, answer
+        answer, event = events.get()
+        on_event(answer, event)
+        if answer is prefilling and not (
             isinstance(event, PrefillProgress) and event.done < event.total
         ):
-            unread = None
+            prefilling = None
         if isinstance(event, (GeneratedToken, Finished)):
-            asked.texts.append(event.text)
+            answer.texts.append(event.text)
         if isinstance(event, (Finished, Failed)):
-            working -= 1
-            asked.end = event if isinstance(event, Finished) else None
-            asked.error = event.error if isinstance(event, Failed) else None
-            yield asked
+            running -= 1
+            answer.end = event if isinstance(event, Finished) else None
+            answer.error = event.error if isinstance(event, Failed) else None
+            yield answer
 
 
 def _into(

@@ -1,5 +1,1 @@
-"""`kvkeep chat`: a conversation without end on a fixed memory."""
-
-from kvkeep.cli.chat.command import chat
-
-__all__ = ["chat"]
+"""`kvkeep chat`: an endless conversation in a bounded memory."""

@@ -137,7 +137,7 @@ class LocalChat(ChatLoop):
     def _write(self) -> None:
         how = self.settings.how
         try:
-            self.run.write(self.settings.max_tokens, how, on=self.screen())
+            self.run.write(self.settings.max_tokens, how, screen=self.screen())
         finally:
             self.branches.current.end_turn()
 

@@ -11,7 +11,7 @@ from kvkeep.cli.chat.commands import LeaveChat, is_command, run_chat_command
 from kvkeep.cli.chat.prompt import Prompt, prompt
 from kvkeep.cli.chat.settings import ChatSettings
 from kvkeep.cli.output import counted, say
-from kvkeep.cli.screen import Screen, screen, shown_whole
+from kvkeep.cli.screen import Screen, screen, show_text
 from kvkeep.cli.signals import termination_signal
 from kvkeep.errors import InvalidArgument, KvkeepError
 
@@ -106,7 +106,7 @@ class ChatLoop(ABC):
             return conversation.codec.decode(tokens[start:end]).strip()
 
         say("\n".join(f"> {line}" for line in said("question").splitlines()[:_LINES]))
-        shown_whole(said("answer"), self.screen())
+        show_text(said("answer"), self.screen())
         say("")
 
     def tell_forgotten(self) -> None:

@@ -10,7 +10,7 @@ from kvkeep.cli.chat.loop import ChatLoop, PrefillAborted, last_turn
 from kvkeep.cli.chat.remote_conversation import RemoteConversation
 from kvkeep.cli.chat.settings import ChatSettings
 from kvkeep.cli.memory import MemoryChoice
-from kvkeep.cli.memory_map import drawn, line_of
+from kvkeep.cli.memory_map import draw_map, status_line
 from kvkeep.cli.options import given
 from kvkeep.cli.output import counted, megabytes, say
 from kvkeep.client import Client, RemoteSession
@@ -219,11 +219,11 @@ class RemoteChat(ChatLoop):
 
     def bar(self) -> str:
         found = self._remote.memory()
-        return line_of(_standing(found), _held(found))
+        return status_line(_standing(found), _held(found))
 
     def _memory(self) -> str:
         found = self._remote.memory()
-        return "\n".join([*drawn(_standing(found)), f"{_held(found)}; policy {found['policy']}"])
+        return "\n".join([*draw_map(_standing(found)), f"{_held(found)}; policy {found['policy']}"])
 
     def _lines(self) -> str:
         return "\n".join(

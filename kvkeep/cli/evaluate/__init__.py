@@ -1,4 +1,4 @@
-"""`kvkeep evaluate`: what a memory still knows, by every measure there is."""
+"""`kvkeep evaluate`: measure the quality of a bounded or compressed memory."""
 
 import click
 

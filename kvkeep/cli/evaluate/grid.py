@@ -1,4 +1,4 @@
-"""`kvkeep grid`: every method of compression at every ratio on every task."""
+"""`kvkeep grid`: measure every compression method at every ratio on every task."""
 
 import json
 from pathlib import Path
@@ -10,15 +10,15 @@ from kvkeep.cli.compression import (
     METHOD_NAMES,
     UNCALIBRATED,
     check_calibrated,
+    method_and_budget,
     ratio,
-    way,
 )
 from kvkeep.cli.evaluate.grid_choice import (
     GRID_TASKS,
     GridChoice,
     GridFiles,
-    as_asked,
-    asked_json,
+    choices_json,
+    with_earlier,
 )
 from kvkeep.cli.evaluate.options import (
     ModelChoice,
@@ -40,7 +40,7 @@ _CHOICE = [
     click.option(
         "--methods",
         metavar="NAME[:BUDGET],...",
-        type=listed(way),
+        type=listed(method_and_budget),
         default=",".join(UNCALIBRATED),
         show_default="all that need no calibration",
         help=f"Of {', '.join(METHOD_NAMES)}. BUDGET: heads or uniform.",
@@ -141,30 +141,29 @@ def grid(plan: GridChoice, files: GridFiles, choice: ModelChoice, no_progress: b
     """
     files.check()
     if files.earlier:
-        found = _joined(files.earlier)
-        _show(found, files)
+        _show(_joined(files.earlier), files)
         return
     if files.resume and files.out is not None and files.out.is_file():
         earlier = _read(files.out).asked
-        plan, choice = as_asked(plan, earlier), as_asked(choice, earlier)
+        plan, choice = with_earlier(plan, earlier), with_earlier(choice, earlier)
     check_calibrated(plan.methods, choice.calibration)
-    passkeys = plan.passkeys()
+    passkeys = plan.passkey_tasks()
 
     from kvkeep.cli.evaluate.grid_runner import measure_grid
 
     model = choice.load(not no_progress)
     about = _about(plan, choice, model.name)
-    found = _opened(files, about)
-    found.asked = asked_json(plan, choice)
+    results = _opened(files, about)
+    results.asked = choices_json(plan, choice)
     try:
-        measure_grid(model, found, plan, passkeys, choice, files.out, not no_progress)
+        measure_grid(model, results, plan, passkeys, choice, files.out, not no_progress)
     finally:
-        if found.readings:
-            _show(found, files)
+        if results.readings:
+            _show(results, files)
 
 
 def _about(plan: GridChoice, choice: ModelChoice, model: str) -> dict[str, Any]:
-    """What all readings of a file have in common."""
+    """Return the settings that all readings in a file share."""
     return {
         "model": model,
         "dtype": choice.dtype,
@@ -178,16 +177,21 @@ def _about(plan: GridChoice, choice: ModelChoice, model: str) -> dict[str, Any]:
 
 
 def _opened(files: GridFiles, about: dict[str, Any]) -> "Grid":
+    """Return the grid in the output file, or an empty one.
+
+    Raises InvalidArgument if the file was measured with other settings.
+    """
     from kvkeep.evaluate.grid import Grid
 
     if files.out is None or not files.out.is_file():
         return Grid(about)
-    found = _read(files.out)
-    found.require_same(about)
-    return found
+    grid = _read(files.out)
+    grid.require_same(about)
+    return grid
 
 
 def _joined(paths: tuple[Path, ...]) -> "Grid":
+    """Merge the readings of several files."""
     first, *others = [_read(path) for path in paths]
     for other in others:
         first.join(other)
@@ -195,26 +199,28 @@ def _joined(paths: tuple[Path, ...]) -> "Grid":
 
 
 def _read(path: Path) -> "Grid":
+    """Read the file of an earlier run. Raises InvalidArgument if it is not one."""
     from kvkeep.evaluate.grid import Grid
 
     try:
-        found = Grid.from_json(json.loads(path.read_text(encoding="utf-8")))
-        found.about.setdefault("haystack", MANUAL)  # before there was another one
-        found.about.setdefault("kv_bits", None)
-        return found
+        grid = Grid.from_json(json.loads(path.read_text(encoding="utf-8")))
+        grid.about.setdefault("haystack", MANUAL)  # older files do not say which text
+        grid.about.setdefault("kv_bits", None)
+        return grid
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InvalidArgument(f"{path} is not a result of `kvkeep grid --out`") from error
 
 
-def _show(found: "Grid", files: GridFiles) -> None:
+def _show(grid: "Grid", files: GridFiles) -> None:
+    """Draw the plot, and write the tables into the page or to standard output."""
     from kvkeep.evaluate.grid_plot import draw_grid
     from kvkeep.evaluate.grid_table import filled, grid_markdown
 
-    if not found.readings:
-        raise InvalidArgument("there is nothing in it to show: no reading was made yet")
+    if not grid.readings:
+        raise InvalidArgument("there is nothing to show: no reading was made yet")
     if files.plot is not None:
-        write_atomic(files.plot, draw_grid(found, files.plot.suffix))
+        write_atomic(files.plot, draw_grid(grid, files.plot.suffix))
     if files.page is not None:
-        write_atomic(files.page, filled(files.page, found))
+        write_atomic(files.page, filled(files.page, grid))
     else:
-        click.echo(grid_markdown(found))
+        click.echo(grid_markdown(grid))

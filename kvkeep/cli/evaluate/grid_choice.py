@@ -1,4 +1,4 @@
-"""What the user asks of `kvkeep grid`, and the files that it reads and writes."""
+"""The options of `kvkeep grid`, and the files that it reads and writes."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -24,13 +24,13 @@ PASSKEYS = {  # keys, task
     "second": ("number", "second"),
 }
 NEEDLES = {"needle": "single"} | {f"needle-{task}": task for task in TASKS if task != "single"}
-PERPLEXITY = "perplexity"  # of the tokens that come next
+PERPLEXITY = "perplexity"  # of the tokens that follow the text
 GRID_TASKS = (*PASSKEYS, *NEEDLES, PERPLEXITY)
 
 
 @dataclass(frozen=True)
 class GridChoice:
-    """What is measured."""
+    """What to measure: methods, ratios, tasks and samples."""
 
     methods: tuple[str, ...]
     ratios: tuple[float, ...]
@@ -42,57 +42,61 @@ class GridChoice:
     kv_bits: BitsName | None
     seed: int
 
-    def passkeys(self) -> dict[str, Samples]:
-        """The tasks that need no model to draw. Raises InvalidArgument for too little text."""
+    def passkey_tasks(self) -> dict[str, Samples]:
+        """Return the tasks whose samples need no tokenizer.
+
+        Raises InvalidArgument for too little text.
+        """
         return {
             name: Passkey(self.junk, *PASSKEYS[name], seed=self.seed)
             for name in self.tasks
             if name in PASSKEYS
         }
 
-    def of_text(self, haystack: Haystack) -> dict[str, Samples]:
-        """The tasks of a real text."""
-        found: dict[str, Samples] = {
+    def text_tasks(self, haystack: Haystack) -> dict[str, Samples]:
+        """Return the tasks over a real text."""
+        tasks: dict[str, Samples] = {
             name: Needle(haystack, self.tokens, task=NEEDLES[name], seed=self.seed)
             for name in self.tasks
             if name in NEEDLES
         }
         if PERPLEXITY in self.tasks:
-            found[PERPLEXITY] = Continuation(haystack, self.tokens, self.seed)
-        return found
+            tasks[PERPLEXITY] = Continuation(haystack, self.tokens, self.seed)
+        return tasks
 
 
 EitherChoice = TypeVar("EitherChoice", GridChoice, ModelChoice)
 
 
-def asked_json(*choices: GridChoice | ModelChoice) -> dict[str, Any]:
-    """All that was asked for, to be kept beside the readings."""
-    found = {name: value for choice in choices for name, value in asdict(choice).items()}
+def choices_json(*choices: GridChoice | ModelChoice) -> dict[str, Any]:
+    """Return all choices as JSON values, to be saved beside the readings."""
+    values = {name: value for choice in choices for name, value in asdict(choice).items()}
     return {
         name: str(value.absolute()) if isinstance(value, Path) else value
-        for name, value in found.items()
+        for name, value in values.items()
     }
 
 
-def as_asked(choice: EitherChoice, earlier: Mapping[str, Any]) -> EitherChoice:
-    """A choice of which all that the user does not say now is as it was said earlier."""
-    said = {
-        each.name: _value(each.name, earlier[each.name])
-        for each in fields(choice)
-        if each.name in earlier and not given(each.name)
+def with_earlier(choice: EitherChoice, earlier: Mapping[str, Any]) -> EitherChoice:
+    """Replace the options that were not given by their values in an earlier run."""
+    values = {
+        field.name: _value(field.name, earlier[field.name])
+        for field in fields(choice)
+        if field.name in earlier and not given(field.name)
     }
-    return replace(choice, **said)
+    return replace(choice, **values)
 
 
-def _value(name: str, found: Any) -> Any:
-    if name == "calibration" and found is not None:
-        return Path(found)
-    return tuple(found) if isinstance(found, list) else found
+def _value(name: str, saved: Any) -> Any:
+    """Convert a JSON value back to the type of its option."""
+    if name == "calibration" and saved is not None:
+        return Path(saved)
+    return tuple(saved) if isinstance(saved, list) else saved
 
 
 @dataclass(frozen=True)
 class GridFiles:
-    """What is read and written."""
+    """The files that are read and written."""
 
     earlier: tuple[Path, ...]
     out: Path | None
@@ -101,7 +105,7 @@ class GridFiles:
     page: Path | None
 
     def check(self) -> None:
-        """Refuses before hours of work what could not be written after them."""
+        """Check, before hours of work, that the results can be written. Raises InvalidArgument."""
         if self.earlier and (self.out or self.resume):
             raise InvalidArgument("--from measures nothing: leave --out and --resume out")
         if self.resume and self.out is None:

@@ -1,4 +1,4 @@
-"""The samples of a grid measured one after the other, each written down at once."""
+"""Measurement of a grid, sample by sample, each written to the file immediately."""
 
 import itertools
 from pathlib import Path
@@ -18,36 +18,42 @@ from kvkeep.storage.files.atomic import write_json
 def measure_grid(
     model: Model,
     grid: Grid,
-    asked: GridChoice,
+    grid_choice: GridChoice,
     passkeys: dict[str, Samples],
     choice: ModelChoice,
     out: Path | None,
     progress: bool,
 ) -> None:
-    """Adds to `grid` what it lacks, sample by sample, so that all tasks come equally far.
+    """Add the missing readings to `grid`, one sample of each task in turn.
 
-    passkeys: the tasks that are drawn without the model.
+    An interrupted run has therefore measured about as many samples of each task.
+    passkeys: the tasks whose samples need no tokenizer. out: the file, written after each sample.
     """
     drawn = dict(passkeys)
-    if any(name not in passkeys for name in asked.tasks):
-        drawn |= asked.of_text(_haystack(model, asked.haystack))
-    tasks = {name: drawn[name] for name in asked.tasks}
-    plan = GridPlan(tasks, asked.methods, asked.ratios, asked.seed)
+    if any(name not in passkeys for name in grid_choice.tasks):
+        drawn |= grid_choice.text_tasks(_haystack(model, grid_choice.haystack))
+    tasks = {name: drawn[name] for name in grid_choice.tasks}
+    plan = GridPlan(tasks, grid_choice.methods, grid_choice.ratios, grid_choice.seed)
     calibration = choice.calibrated(model)
     bar: tqdm[Never]
     with tqdm(
-        total=asked.samples * len(tasks),
+        total=grid_choice.samples * len(tasks),
         desc="measuring",
         unit=" samples",
         leave=False,
         disable=None if progress else True,
     ) as bar:
-        for index, task in itertools.product(range(asked.samples), tasks):
+        for index, task in itertools.product(range(grid_choice.samples), tasks):
             if missing := plan.missing(grid, task, index):
                 sample = tasks[task].sample(index)
                 try:
                     for reading in read_sample(
-                        model, sample, missing, calibration, choice.prefill_step, asked.kv_bits
+                        model,
+                        sample,
+                        missing,
+                        calibration,
+                        choice.prefill_step,
+                        grid_choice.kv_bits,
                     ):
                         grid.add(reading)
                 finally:

@@ -1,4 +1,4 @@
-"""Options that the measurements of recall share."""
+"""Options that `passkey`, `needle` and `grid` share."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -13,9 +13,9 @@ from kvkeep.cli.compression import (
     calibrated,
     calibration_option,
     check_calibrated,
+    method_and_budget,
     number,
     ratio,
-    way,
 )
 from kvkeep.cli.options import Decorator, collected, whole_number
 from kvkeep.cli.which_model import DEVICE, DTYPE, MODEL, PREFILL_STEP, WEIGHTS, load_named
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def listed(read: Callable[[str], object]) -> Callable[[str], tuple[object, ...]]:
-    """A type for options: values with commas between them, each once."""
+    """Return an option type: comma-separated values, without duplicates."""
 
     def read_all(value: str) -> tuple[object, ...]:
         return tuple(dict.fromkeys(read(part.strip()) for part in value.split(",")))
@@ -39,7 +39,7 @@ def listed(read: Callable[[str], object]) -> Callable[[str], tuple[object, ...]]
 
 
 def one_of(*names: str) -> Callable[[str], str]:
-    """A type for the values of a list."""
+    """Return an option type: one of some names."""
 
     def read(value: str) -> str:
         if value not in names:
@@ -51,7 +51,7 @@ def one_of(*names: str) -> Callable[[str], str]:
 
 @dataclass(frozen=True)
 class ModelChoice:
-    """Which model answers. calibration: a file made for it."""
+    """The options for the model. calibration: a file made for it."""
 
     model: str
     dtype: DtypeName
@@ -64,15 +64,16 @@ class ModelChoice:
         return load_named(self.model, self.dtype, self.device, self.weights, progress)
 
     def calibrated(self, model: "Model") -> "Calibration | None":
+        """Load the calibration file, if one was given."""
         return calibrated(self.calibration, model)
 
 
 @dataclass(frozen=True)
 class RecallChoice:
-    """What is hidden where, and how memory is compressed before it is asked for.
+    """The options for the hidden facts and for the compression before the question.
 
-    keys: None for the kind that the task has. depths: None for anywhere. samples, ratio: None where
-    the command decides.
+    keys: None for the task's own kind. depths: in percent of the text; None for random ones.
+    samples, ratio: None for the command's default.
     """
 
     task: str
@@ -87,7 +88,7 @@ class RecallChoice:
     plot: Path | None
 
     def check(self, choice: ModelChoice) -> None:
-        """Refuses what can be refused without the model."""
+        """Check everything that can be checked without the model. Raises UsageError."""
         check_calibrated([self.method], choice.calibration)
         if self.max_kv_size is not None and not self.streaming:
             raise click.UsageError(
@@ -102,11 +103,11 @@ class RecallChoice:
 
     @property
     def count(self) -> int:
-        """Samples to measure: one for each depth, unless a number was asked for."""
+        """The number of samples: as given, or one for each depth."""
         return self.samples or len(self.depths or (0,))
 
     def where(self, place: int | None = None) -> Where:
-        """place: overrides the depths."""
+        """Return where facts are hidden. place: overrides the depths."""
         return Where(place, self.depths or ())
 
 
@@ -135,7 +136,10 @@ def haystack_option() -> Decorator:
 
 
 def recall_options(tasks: Iterable[str], help: str) -> Decorator:
-    """tasks: the names of those that there are. help: what they are."""
+    """Return a decorator that adds the options of a `RecallChoice`, passed on as `asked`.
+
+    tasks: the names of the tasks. help: the help text of `--task`.
+    """
     return collected(
         RecallChoice,
         "asked",
@@ -191,7 +195,7 @@ def _compression_options() -> list[Decorator]:
         click.option(
             "--method",
             metavar="NAME[:BUDGET]",
-            type=way,
+            type=method_and_budget,
             default=BEST,
             help=f"How memory is compressed: {', '.join(METHOD_NAMES)}. BUDGET: heads or uniform.",
         ),

@@ -69,7 +69,7 @@ def passkey(
     run_recall(experiment, model, choice, asked, asked.ratio or float(group), output)
 
 
-GROUP = 2.0  # the ratio where none is given
+DEFAULT_RATIO = 2.0  # of `needle`
 
 
 @click.command(short_help="Hide a sentence in real text, compress, ask for it.")
@@ -103,4 +103,4 @@ def needle(
     samples = Needle(text, tokens, keys, asked.task, asked.where(), asked.seed)
     settings = {"keys": keys, "haystack": haystack, "text_tokens": tokens}
     experiment = Experiment("needle", samples, settings)
-    run_recall(experiment, model, choice, asked, asked.ratio or GROUP, output)
+    run_recall(experiment, model, choice, asked, asked.ratio or DEFAULT_RATIO, output)

@@ -1,4 +1,4 @@
-"""Samples measured one after the other for a command, shown, and closed with a report."""
+"""Measurement of recall for a command: samples one by one, closing lines and report."""
 
 import dataclasses
 import statistics
@@ -30,7 +30,7 @@ from kvkeep.storage.files.atomic import write_atomic, write_json
 
 @dataclass(frozen=True)
 class Experiment:
-    """What a command measures. settings: its own ones, for the report."""
+    """What a command measures. settings: the command's own options, for the report."""
 
     command: str
     samples: Samples
@@ -45,14 +45,14 @@ def run_recall(
     ratio: float,
     output: OutputChoice,
 ) -> None:
-    """Measures, shows and reports. Whatever ends it early, the report says what was done."""
+    """Measure and print all samples, then report. The report is also written on an early end."""
     calibration = choice.calibrated(model)
     how = Compressing(asked.method, ratio, asked.seed, calibration, asked.max_kv_size)
     RecallRun(experiment, model, how, asked, output).run(choice.prefill_step)
 
 
 class RecallRun:
-    """The samples of an experiment. What was measured outlives an interrupt."""
+    """The measurement of an experiment's samples. An interrupt loses no finished sample."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class RecallRun:
                 sample = self._experiment.samples.sample(index)
                 if self._asked.count == 1:
                     self._announce(sample)
-                # Another seed each time, or what is drawn would fall on the same cells.
+                # A different seed for each sample, or random methods would pick the same cells.
                 how = dataclasses.replace(self._how, seed=self._how.seed + index)
                 self._measured.append(measure(self._model, sample, how, prefill_step))
                 self._show(self._measured[-1])
@@ -104,6 +104,7 @@ class RecallRun:
         self._close("end")
 
     def _announce(self, sample: Sample) -> None:
+        """Print the sizes and the hidden facts, in the format of llama.cpp's passkey example."""
         encode, text = self._model.text.encode, sample.text
         tokens = len(encode(text))
         question = max(len(encode(fact.question + fact.answer)) for fact in sample.asked)
@@ -119,6 +120,7 @@ class RecallRun:
         _say(f"position {sample.position} / {sample.places}")
 
     def _show(self, measured: Outcome) -> None:
+        """Print the result of a sample: one line if there are several samples, else details."""
         compressed = measured.compressed
         if self._asked.count > 1:
             key = ", ".join(fact.answer for fact in measured.sample.asked)
@@ -141,7 +143,7 @@ class RecallRun:
         _say(_outcome(measured))
 
     def _close(self, finish_reason: str) -> None:
-        """The closing lines, the picture and the report, where there is anything to report."""
+        """Print the closing lines, draw the plot and write the report, if anything was measured."""
         if not self._measured:
             return
         summary = summarise(self._measured)
@@ -170,11 +172,12 @@ class RecallRun:
         }
 
     def _costs(self, summary: Summary) -> str:
-        each = summary.ms_per_chunk
+        chunk_ms = summary.ms_per_chunk
+        median = statistics.median(chunk_ms) if chunk_ms else 0
         return " | ".join(
             [
                 f"{self._how.method}, ratio {self._how.ratio:g}",
-                f"{len(each)} chunks at {statistics.median(each) if each else 0:.1f} ms",
+                f"{len(chunk_ms)} chunks at {median:.1f} ms",
                 f"cells {summary.cells_before:,} -> {summary.cells_after:,}",
                 f"peak RAM {megabytes(peak_rss())}",
             ]
@@ -194,10 +197,10 @@ class RecallRun:
 
 def _outcome(measured: Outcome) -> str:
     compressed, whole = measured.compressed, measured.uncompressed
-    found = f"{_found(compressed.found)}, log-probability {compressed.log_probability:.3f} a token"
+    result = f"{_found(compressed.found)}, log-probability {compressed.log_probability:.3f} a token"
     if whole is None:
-        return f"{found} (uncompressed: does not fit)"
-    return f"{found} (uncompressed: {_found(whole.found)}, {whole.log_probability:.3f})"
+        return f"{result} (uncompressed: does not fit)"
+    return f"{result} (uncompressed: {_found(whole.found)}, {whole.log_probability:.3f})"
 
 
 def _found(found: bool) -> str:
@@ -215,6 +218,6 @@ def _closing(summary: Summary) -> str:
 
 
 def _say(line: str) -> None:
-    """To standard output, past a progress bar."""
+    """Print to standard output, above a progress bar."""
     tqdm.write(line, file=sys.stdout)
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""`kvkeep sessions`: what is kept on disk, and what can be done with it."""
+"""`kvkeep sessions`: list, show, verify, copy and remove saved sessions."""
 
 import click
 

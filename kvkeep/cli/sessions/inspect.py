@@ -50,7 +50,10 @@ def list_(as_json: bool) -> None:
 
 @dataclass(frozen=True)
 class _SessionRow:
-    """saved: seconds since 1970. error: why the rest is not known, where it is not."""
+    """A line of `kvkeep sessions list`.
+
+    saved: seconds since 1970. error: why the file cannot be read; the other fields are then None.
+    """
 
     name: str
     bytes: int
@@ -65,23 +68,23 @@ class _SessionRow:
 
 
 def _row(path: Source) -> _SessionRow | None:
-    """None for a session that somebody removes meanwhile."""
+    """Read the row of a session; None if it was removed meanwhile."""
     try:
         status = path.stat()
     except FileNotFoundError:
         return None
     try:
-        found = read_summary(path)
+        header = read_summary(path)
         return _SessionRow(
             path.stem,
             status.st_size,
             status.st_mtime,
-            "chat" if CHAT in found.notes else "text",
-            found.model,
-            found.policy,
-            found.max_kv_size,
-            found.tokens,
-            found.cells,
+            "chat" if CHAT in header.notes else "text",
+            header.model,
+            header.policy,
+            header.max_kv_size,
+            header.tokens,
+            header.cells,
         )
     except StoreError as error:
         if not path.exists():
@@ -91,6 +94,7 @@ def _row(path: Source) -> _SessionRow | None:
 
 
 def _shown(row: _SessionRow) -> tuple[str, ...]:
+    """Format the cells of a row."""
     saved = time.strftime("%Y-%m-%d %H:%M", time.localtime(row.saved))
     if row.error is not None:
         return (row.name, saved, megabytes(row.bytes), "-", "-", "-", f"({row.error})")
@@ -124,7 +128,7 @@ def show(name: str, model: str | None, forgotten: bool) -> None:
     for what, value in _facts(file, snapshot):
         click.echo(f"{what:<8} {value}")
     click.echo()
-    text = _tokenizer(file, snapshot, model)
+    text = _text_codec(file, snapshot, model)
     gone = "compressed" if compressed_cells(snapshot) else "forgotten"
     decode: Callable[[Sequence[int]], str] = text.decode
     for remembered, ids in runs(snapshot):
@@ -137,7 +141,7 @@ def show(name: str, model: str | None, forgotten: bool) -> None:
 
 
 def runs(snapshot: "Snapshot") -> Iterator[tuple[bool, list[int]]]:
-    """All token ids in order, in runs that are remembered (True) or not (False)."""
+    """Yield all token ids in order, in runs that are remembered (True) or not (False)."""
     live = {serial for segment in snapshot.segments for serial in segment.serials()}
     tokens = zip(snapshot.serials.tolist(), snapshot.tokens.tolist(), strict=True)
     for remembered, run in groupby(tokens, lambda token: token[0] in live):
@@ -166,7 +170,7 @@ def _facts(file: Source, snapshot: "Snapshot") -> Iterator[tuple[str, str]]:
         yield "unread", f"{counted(len(unread), 'token')} of a prompt that was interrupted"
 
 
-def _tokenizer(file: Source, snapshot: "Snapshot", named: str | None) -> "TextCodec":
+def _text_codec(file: Source, snapshot: "Snapshot", named: str | None) -> "TextCodec":
     from kvkeep.models.hub.source import resolve
     from kvkeep.models.text.codec import TextCodec
     from kvkeep.storage.snapshots.fingerprint import is_tokenizer_of
@@ -184,6 +188,7 @@ def _tokenizer(file: Source, snapshot: "Snapshot", named: str | None) -> "TextCo
 
 
 def _mark(count: int, gone: str, text: str | None) -> str:
+    """Return the mark in place of tokens that are not remembered, with their text if given."""
     what = f"{count:,} {gone} {'token' if count == 1 else 'tokens'}"
     mark = f"[... {what} ...]" if text is None else f"[{what}: {text}]"
     return click.style(mark, dim=True) if sys.stdout.isatty() else mark
@@ -210,7 +215,7 @@ def verify(names: tuple[str, ...]) -> None:
             size = file.stat().st_size
         except (StoreError, FileNotFoundError) as error:
             if not names and not file.exists():
-                continue  # somebody removed it meanwhile
+                continue  # removed meanwhile
             bad += 1
             click.echo(f"BAD  {name}: {error}")
         else:
@@ -221,7 +226,10 @@ def verify(names: tuple[str, ...]) -> None:
 
 
 def session_or_file(name: str) -> Source:
-    """The file of a session, or the file of that name. Raises InvalidArgument if neither is."""
+    """Return the file of a session, or the file at that path.
+
+    Raises InvalidArgument if there is neither.
+    """
     if (path := Path(name)).is_file():
         try:
             return saved_sessions().existing(name)

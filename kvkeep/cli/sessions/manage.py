@@ -63,8 +63,8 @@ def fork(
             if model is None:
                 require_here(snapshot.model, file)
             notes = checked_notes(file, snapshot)
-            then = _at(source, snapshot, at, calibration, model or snapshot.model)
-            replace(then, notes=_notes_at(notes, at)).save(place)
+            rewound = _at(source, snapshot, at, calibration, model or snapshot.model)
+            replace(rewound, notes=_notes_at(notes, at)).save(place)
         tokens = counted(total if at is None else at, "token")
         click.echo(f"{target} begins with {tokens} of {source}, {_size(place)}")
 
@@ -72,17 +72,17 @@ def fork(
 def _at(
     source: str, snapshot: "Snapshot", count: int, calibration: Path | None, name: str
 ) -> "Snapshot":
-    """The snapshot of session `source` as it was after `count` tokens."""
+    """Return the snapshot of session `source` rewound to its first `count` tokens."""
     dtype = dtype_name(snapshot.layout.dtype)
     model = load_named(name, dtype, "cpu", weights=None, progress=False)
-    known = original_calibration(source, snapshot, calibration, model)
-    session = model.restore(snapshot, calibration=known)
+    loaded = original_calibration(source, snapshot, calibration, model)
+    session = model.restore(snapshot, calibration=loaded)
     session.rewind(len(snapshot.tokens) - count)
     return session.snapshot()
 
 
 def _notes_at(notes: dict[str, Any], count: int) -> dict[str, Any]:
-    """What the notes were after `count` tokens."""
+    """Return the notes as they were after `count` tokens."""
     left = {name: note for name, note in notes.items() if name != UNREAD}
     if left.get(FIRST_PROMPT, 0) > count:
         del left[FIRST_PROMPT]
@@ -134,7 +134,7 @@ def import_(file: Path, name: str, force: bool) -> None:
 
 
 def copy(source: Source, target: "Path | SessionPath") -> None:
-    """Copies a file so that the target is whole or as it was. Raises StoreError."""
+    """Copy a snapshot file atomically. Raises StoreError."""
     if not isinstance(target, Path):
         target.write_chunks(lambda: _pieces(source))
         return
@@ -173,7 +173,7 @@ def rm(names: tuple[str, ...]) -> None:
     """Remove sessions."""
     folder = saved_sessions()
     for name in names:
-        folder.existing(name)  # all, or none
+        folder.existing(name)  # an unknown name raises before any is removed
     for name in names:
         click.echo(f"removed {name}, {megabytes(folder.remove(name))}")
 
@@ -195,6 +195,7 @@ def gc() -> None:
 
 
 def _swept() -> Sequence[object]:
+    """Remove what killed processes left in the session store; return the removed files."""
     store = named_store()
     if store is None or not is_url(store):
         return saved_sessions().sweep()
