@@ -1,1 +1,1 @@
-"""What this machine is to kvkeep: processor, kernels, threads, memory, libraries, a model."""
+"""Diagnostics: processor, kernels, threads, memory, libraries, and the speed of a model."""

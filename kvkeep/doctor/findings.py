@@ -1,4 +1,4 @@
-"""Everything that `kvkeep doctor` reports, collected in one value."""
+"""Everything that `kvkeep doctor` reports."""
 
 import os
 import platform
@@ -29,16 +29,17 @@ from kvkeep.runtime.cpu import CHOSEN_BY, cores, fit_threads, quota
 from kvkeep.types import DtypeName, WeightsName
 from kvkeep.version import __version__
 
-_CELLS, _WARM, _TOKENS = 128, 8, 32
+_CELLS, _WARM, _TOKENS = 128, 8, 32  # cells of the session; tokens before and while measured
 
 
 @dataclass(frozen=True)
 class Outlook:
-    """A model that is here. decode: who computes a written token, and why nobody faster.
+    """The decode speed of a model on this machine.
 
-    bytes_per_token: of weights. most_tokens_per_s: as many as memory can be read for, where few
-    tokens are held: a token reads all of these bytes, and its cells. measured_tokens_per_s: None if
-    that was not asked for.
+    decode: the executor of decode steps, and why a faster one is not used. bytes_per_token: weights
+    read for each token. most_tokens_per_s: the limit set by memory bandwidth while few cells are
+    held, since each token reads all these weights and the cells. measured_tokens_per_s: None if not
+    measured.
     """
 
     name: str
@@ -49,13 +50,16 @@ class Outlook:
 
 
 def outlook(facts: ModelFacts, bandwidth: float, measured: float | None) -> Outlook:
-    """bandwidth: bytes/s."""
+    """Estimate the decode speed of a model. bandwidth: of memory, in bytes/s."""
     most = bandwidth / facts.bytes_per_token
     return Outlook(facts.name, facts.decode, facts.bytes_per_token, most, measured)
 
 
 def measured_tokens_per_s(name: str, dtype: DtypeName, weights: WeightsName | None) -> float:
-    """Of the model itself: the median of some tokens, few being held. Raises as `load_model`."""
+    """Load the model and measure its decode speed over 32 tokens: the inverse median time.
+
+    Few cells are held meanwhile. Raises the errors of `load_model`.
+    """
     session = load_model(name, dtype=dtype, weights=weights).session(_CELLS)
     session.feed([1])
     seconds = list[float]()
@@ -67,13 +71,17 @@ def measured_tokens_per_s(name: str, dtype: DtypeName, weights: WeightsName | No
 
 
 _SWITCHES = ("KVKEEP_ISA", "KVKEEP_COMPILED", "KVKEEP_KERNELS")
-_USUAL_READ = 256 << 20  # bytes, where there is no model to say how many a token reads
+_USUAL_READ = (
+    256 << 20
+)  # bytes to read in the bandwidth test if there is no model to take them from
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """name: of the instruction set in use, or "torch". against: why each faster one is not, by
-    name. environment: what was set of the variables that choose.
+    """The compiled kernels in use.
+
+    name: of the instruction set, or "torch". against: why each faster instruction set is not used,
+    by name. environment: the variables that select kernels, if set.
     """
 
     name: str
@@ -83,10 +91,12 @@ class Kernels:
 
 @dataclass(frozen=True)
 class Threads:
-    """used: that torch and the kernels compute on. cores: that this process may run on. quota: of
-    how many cores the time is its own; None for all. environment: what was set of the variables
-    that choose. load: of the machine in the last minute, in busy cores; None where the system does
-    not say.
+    """The threads and cores in use.
+
+    used: threads of torch and the kernels. cores: those that this process may run on. quota: the
+    cgroup CPU quota in cores; None for no limit. load: the machine's load average of the last
+    minute; None if the system has none. environment: the variables that select the number of
+    threads, if set.
     """
 
     used: int
@@ -98,7 +108,7 @@ class Threads:
 
 @dataclass(frozen=True)
 class MemoryFacts:
-    """In bytes. read_per_s: by all threads, over and over the same read_size."""
+    """Memory, in bytes. read_per_s: bandwidth of all threads reading read_size repeatedly."""
 
     total: int
     available: int
@@ -108,7 +118,7 @@ class MemoryFacts:
 
 @dataclass(frozen=True)
 class Findings:
-    """model: None where no_model says why."""
+    """All findings. model: None for the reason in no_model."""
 
     kvkeep: str
     python: str
@@ -124,10 +134,10 @@ class Findings:
 
 
 def examine(name: str, dtype: DtypeName, weights: WeightsName | None, measure: bool) -> Findings:
-    """name, dtype, weights: of the model to look at, which is not fetched; as of `load_model`.
+    """Examine this machine, and a model if it is there. No model is fetched.
 
-    measure: lets it write some tokens, too. Raises InvalidArgument for an environment that asks for
-    kernels that are not to be had.
+    name, dtype, weights: of the model, as in `load_model`. measure: whether to measure its decode
+    speed. Raises InvalidArgument if the environment requests kernels that are not available.
     """
     kernels = _kernels()
     fit_threads()
@@ -169,7 +179,7 @@ def _environment(names: tuple[str, ...]) -> dict[str, str]:
 def _facts(
     name: str, dtype: DtypeName, weights: WeightsName | None
 ) -> tuple[ModelFacts | None, str]:
-    """Of a model that is here and sound; or None, and why not."""
+    """Return the facts of a model, or None and the reason."""
     try:
         return model_facts(name, dtype, weights), ""
     except KvkeepError as error:

@@ -12,7 +12,7 @@ import torch
 from kvkeep.compiled.binding import library
 from kvkeep.compiled.decoder import prompt_dtype
 
-# What kernels and PyTorch's products are chosen by, as Linux calls it.
+# Features that kernels and PyTorch's matrix products are chosen by, as Linux names them.
 NOTABLE = (
     *("avx2", "fma", "f16c"),
     *("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vnni"),
@@ -23,7 +23,7 @@ NOTABLE = (
 
 @dataclass(frozen=True)
 class Processor:
-    """features: of `NOTABLE`, those present; None where the system does not list them."""
+    """The processor. features: those of `NOTABLE` that it has; None if the system lists none."""
 
     name: str
     architecture: str
@@ -31,6 +31,7 @@ class Processor:
 
 
 def processor() -> Processor:
+    """Describe the processor."""
     facts = cpu_facts()
     listed = facts.get("flags") or facts.get("Features")
     features = None if listed is None else tuple(f for f in NOTABLE if f in listed.split())
@@ -38,7 +39,7 @@ def processor() -> Processor:
 
 
 def cpu_facts() -> dict[str, str]:
-    """What Linux says of its first core; empty elsewhere."""
+    """Return the fields of /proc/cpuinfo for the first core; empty where there is no such file."""
     try:
         first = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -48,30 +49,36 @@ def cpu_facts() -> dict[str, str]:
 
 
 def processor_name(facts: dict[str, str]) -> str:
-    """facts: as `cpu_facts` gives them."""
+    """Return the processor's name. facts: the result of `cpu_facts`."""
     return facts.get("model name") or _brand() or platform.machine()
 
 
 def _brand() -> str:
-    """The processor's name where there is no /proc."""
+    """Return the processor's name on systems without /proc."""
     if platform.system() != "Darwin":
         return platform.processor()
-    asked = ["sysctl", "-n", "machdep.cpu.brand_string"]
-    return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
+    command = ["sysctl", "-n", "machdep.cpu.brand_string"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
-_SECONDS = 0.5  # that are measured
-_LEAST, _MOST = 32 << 20, 1 << 30  # bytes
+_SECONDS = 0.5  # of measuring
+_LEAST, _MOST = 32 << 20, 1 << 30  # bytes to read in one pass
 
 
 def size_to_read(wanted: int) -> int:
-    """Bytes: as many as wanted, within what tells something and what memory has room for."""
+    """Return the bytes to read in one pass: as wanted, but at most a quarter of free memory.
+
+    At least 32 MiB, since less would fit in the processor's caches, and at most 1 GiB.
+    """
     room = psutil.virtual_memory().available // 4
     return max(_LEAST, min(wanted, _MOST, room)) // 4 * 4
 
 
 def bytes_per_second(size: int) -> float:
-    """The fastest pass of half a second of passes over so many bytes, by all threads of torch."""
+    """Measure how fast all torch threads read memory: the fastest pass within half a second.
+
+    Decoding with a large model is mostly limited by this. size: bytes read in one pass.
+    """
     numbers = torch.ones(size // 4, dtype=torch.float32, device="cpu")
     fastest, begun = 0.0, time.perf_counter()
     while time.perf_counter() - begun < _SECONDS:
@@ -83,10 +90,11 @@ def bytes_per_second(size: int) -> float:
 
 @dataclass(frozen=True)
 class Torch:
-    """capability: of the processor, as torch uses it. libraries: of products, that it has.
+    """The PyTorch installation.
 
-    multiplies_bf16: whether oneDNN has bfloat16 products for this processor; None where there is
-    no oneDNN. prompts: what the products of a bfloat16 model's prompts are computed in.
+    capability: the instruction set that torch uses. libraries: its matrix product libraries.
+    multiplies_bf16: whether oneDNN has bfloat16 products for this processor; None without oneDNN.
+    prompts: the dtype of matrix products during prefill of a bfloat16 model.
     """
 
     version: str
@@ -98,25 +106,27 @@ class Torch:
 
 @dataclass(frozen=True)
 class Cuda:
-    """built_for: the CUDA release that torch was built with. devices: the GPUs that it finds."""
+    """The GPUs. built_for: torch's CUDA version, None without. devices: the names of the GPUs."""
 
     built_for: str | None
     devices: tuple[str, ...]
 
 
 def describe_torch() -> Torch:
-    there = {"MKL": torch._C.has_mkl, "oneDNN": torch._C._has_mkldnn}
+    """Describe the PyTorch installation."""
+    available = {"MKL": torch._C.has_mkl, "oneDNN": torch._C._has_mkldnn}
     prompts = torch.bfloat16 if library() is None else prompt_dtype()
     return Torch(
         torch.__version__,
         torch.backends.cpu.get_cpu_capability(),
-        tuple(name for name, has in there.items() if has),
+        tuple(name for name, present in available.items() if present),
         _multiplies_bf16(),
         str(prompts).removeprefix("torch."),
     )
 
 
 def describe_cuda() -> Cuda:
+    """Describe the GPUs that torch finds."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return Cuda(torch.version.cuda, tuple(map(torch.cuda.get_device_name, range(count))))
 

@@ -1,4 +1,4 @@
-"""Branches of a chat, and the saving of those that are not current."""
+"""Branches of a chat, and the sessions that save those that are not current."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -17,7 +17,10 @@ FIRST = "main"
 
 
 class Branches:
-    """name: of the branch that is talked in; current: its conversation."""
+    """The branches of a chat: forks of one conversation, one of which is current.
+
+    name: the name of the current branch.
+    """
 
     def __init__(self, conversation: Conversation):
         self.name = FIRST
@@ -36,7 +39,10 @@ class Branches:
         return [name for name in self._all if name != self.name]
 
     def branch(self, name: str) -> None:
-        """Begins a branch where the current one is, and goes there. Memory is shared."""
+        """Fork the current branch and switch to the fork, which shares its memory.
+
+        name: "" for a free one. Raises InvalidArgument for an invalid name or one in use.
+        """
         name = name or self._free_name()
         if not re.fullmatch(r"[\w.-]+", name):
             raise InvalidArgument(f"a branch's name is one word; found {name!r}")
@@ -46,17 +52,18 @@ class Branches:
         self.name = name
 
     def replace(self, conversation: Conversation) -> None:
-        """The current branch goes on in another session."""
+        """Replace the conversation of the current branch."""
         self._all[self.name] = conversation
 
     def switch(self, name: str) -> None:
+        """Make another branch current. Raises InvalidArgument if there is none of that name."""
         if name not in self._all:
             known = ", ".join(self._all)
             raise InvalidArgument(f"there is no branch {name!r}; there are: {known}")
         self.name = name
 
     def lines(self) -> list[str]:
-        """One for each branch, the current one marked."""
+        """Return a line for each branch; a star marks the current one."""
         width = max(map(len, self._all))
         return [
             f"{'*' if name == self.name else ' '} {name:<{width}}  {_size(conversation)}"
@@ -78,11 +85,11 @@ def _size(conversation: Conversation) -> str:
     return f"{turns}, {tokens}, {megabytes(cells * session.cache.layout.cell_bytes)}"
 
 
-_LONGEST = 90  # characters of a name, with room for a number
+_LONGEST = 90  # characters of a name, before a number is appended
 
 
 def branch_session_names(session: str, branch: str) -> Iterator[str]:
-    """Names for the session of a branch, in the order in which to try them."""
+    """Yield names for the session of a branch, in the order in which to try them."""
     name = re.sub(r"[^A-Za-z0-9_-]+", "-", f"{session}-{branch}")[:_LONGEST]
     yield name
     yield from (f"{name}-{number}" for number in count(2))
@@ -96,47 +103,48 @@ class _SavedBranch:
 
 
 class BranchWriter:
-    """Sessions of branches that are not current, under locks that are held until `close`."""
+    """The saved sessions of branches that are not current, locked until `close`."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, _SavedBranch] = {}
+        self._saved: dict[str, _SavedBranch] = {}
 
     def save(
         self, session: str, others: Mapping[str, Conversation], notes: Mapping[str, Any]
     ) -> None:
         """Save each branch that changed since it was saved.
 
-        session: the name of the chat. notes: kept beside each. Raises StoreError.
+        session: the name of the chat. notes: saved beside each session. Raises StoreError.
         """
         for branch, conversation in others.items():
             all_notes = {**notes, CHAT: conversation.notes}
-            kept = self._kept.get(branch)
-            if kept is None:
-                self._kept[branch] = self._first(session, branch, conversation, all_notes)
-                say(f"branch {branch} is saved as session {self._kept[branch].name}")
+            saved = self._saved.get(branch)
+            if saved is None:
+                self._saved[branch] = self._create(session, branch, conversation, all_notes)
+                say(f"branch {branch} is saved as session {self._saved[branch].name}")
             else:
-                kept.writer.follow(conversation.session, all_notes)
-                kept.writer.save()
+                saved.writer.follow(conversation.session, all_notes)
+                saved.writer.save()
 
     def dismiss(self, branch: str) -> None:
-        """Remove the session of a branch that is current, and saved as the chat itself."""
-        kept = self._kept.pop(branch, None)
-        if kept is not None:
-            kept.lock.close()
-            with suppress(KvkeepError, OSError):  # an older copy is left over
-                saved_sessions().remove(kept.name)
+        """Remove the session of a branch that is current now, and so saved as the chat itself."""
+        saved = self._saved.pop(branch, None)
+        if saved is not None:
+            saved.lock.close()
+            with suppress(KvkeepError, OSError):  # on failure, an outdated copy remains
+                saved_sessions().remove(saved.name)
 
     def names(self) -> dict[str, str]:
-        """The session of each branch."""
-        return {branch: kept.name for branch, kept in self._kept.items()}
+        """Return the session name of each saved branch."""
+        return {branch: saved.name for branch, saved in self._saved.items()}
 
     def close(self) -> None:
-        for kept in self._kept.values():
-            kept.lock.close()
+        for saved in self._saved.values():
+            saved.lock.close()
 
-    def _first(
+    def _create(
         self, session: str, branch: str, conversation: Conversation, notes: dict[str, Any]
     ) -> _SavedBranch:
+        """Save a branch under the first name that is free, and keep its lock."""
         for name in branch_session_names(session, branch):
             with ExitStack() as lock:
                 try:
@@ -148,4 +156,4 @@ class BranchWriter:
                 writer = SessionWriter(conversation.session, place, f"session {name}", notes)
                 writer.write()
                 return _SavedBranch(name, writer, lock.pop_all())
-        raise AssertionError("there are names without end")
+        raise AssertionError("unreachable: the names are infinite")

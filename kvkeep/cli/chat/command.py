@@ -1,4 +1,4 @@
-"""`kvkeep chat`: a conversation without end on a fixed memory."""
+"""`kvkeep chat`: the command, and the session that a chat starts from."""
 
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
@@ -102,27 +102,34 @@ def chat(
         return
     if resumed:
         session = _latest(session)
-    with ExitStack() as held:
-        kept = held.enter_context(saved_sessions().lock(session)) if session is not None else None
+    with ExitStack() as locks:
+        session_file = None
+        if session is not None:
+            session_file = locks.enter_context(saved_sessions().lock(session))
         from kvkeep.cli.chat.local import LocalChat
         from kvkeep.cli.run import Run
 
-        source = kept if kept is not None and kept.exists() else None
+        source = session_file if session_file is not None and session_file.exists() else None
         opened, conversation = _open(source, system, memory, prefixes, output)
         settings = ChatSettings(sampling, None if max_tokens < 0 else max_tokens, opened.seed)
         run = Run("chat", opened, output, settings.how.seed)
-        if kept is not None:
-            run.writer = SessionWriter(opened.session, kept, f"session {session}", opened.notes)
+        if session_file is not None:
+            what = f"session {session}"
+            run.writer = SessionWriter(opened.session, session_file, what, opened.notes)
             run.writer.follow(opened.session, {CHAT: conversation.notes})
         if source is not None:
             apply_keep(opened, memory.keep)
         with run.reported():
-            LocalChat(run, conversation, settings, held).talk()
+            LocalChat(run, conversation, settings, locks).talk()
         run.close("end")
 
 
 def _latest(session: str | None) -> str:
-    """The name of the chat that was saved last."""
+    """Return the name of the chat that was saved last.
+
+    session: the value of `--session`. Raises InvalidArgument if it was given, or if no chat is
+    saved.
+    """
     if session is not None:
         raise InvalidArgument("--continue takes the latest session; leave it or --session out")
     for path in saved_sessions().newest():
@@ -132,9 +139,9 @@ def _latest(session: str | None) -> str:
         except StoreError:
             if path.exists():
                 raise
-            continue  # somebody removed it meanwhile
+            continue  # removed meanwhile
     raise InvalidArgument(
-        "there is no chat to continue: those begun with `kvkeep chat --session NAME` are kept"
+        "there is no chat to continue: those started with `kvkeep chat --session NAME` are saved"
     )
 
 
@@ -145,7 +152,11 @@ def _open(
     prefixes: PrefixChoice,
     output: OutputChoice,
 ) -> tuple[OpenedSession, "Conversation"]:
-    """The session, and the conversation in it."""
+    """Open the session and the conversation in it.
+
+    Raises InvalidArgument for another system prompt than the saved one, and for a session with a
+    prompt that was interrupted.
+    """
     from kvkeep.session.conversation import Conversation
 
     if source is None:
@@ -158,19 +169,23 @@ def _open(
     saved = opened.notes.get(CHAT, {}).get("system") if source is not None else system
     if system is not None and system != saved:
         raise InvalidArgument(
-            "--system comes first in a conversation, and this one has begun without it or with "
-            "another; leave it out, or begin a new session"
+            "--system comes first in a conversation, and this one began without it or with "
+            "another; leave it out, or start a new session"
         )
     if opened.notes.get(UNREAD):
         raise InvalidArgument(
-            "a prompt in this session was interrupted while it was read; have it read to the end "
-            "with `kvkeep generate --session NAME -n 0`"
+            "a prompt in this session was interrupted before all of it was evaluated; evaluate the "
+            "rest with `kvkeep generate --session NAME -n 0`"
         )
     codec, eos = opened.model.text, opened.model.end_token_ids
     return opened, Conversation(opened.session, codec, eos, saved)
 
 
 def _keep(memory: MemoryChoice, model: "Model", system: str | None) -> int:
+    """Return how many first tokens to keep: as given, or the system prompt.
+
+    Raises InvalidArgument if the system prompt fills the whole budget.
+    """
     if memory.keep is not None:
         return memory.keep
     from kvkeep.session.conversation import system_tokens

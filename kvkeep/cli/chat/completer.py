@@ -1,4 +1,4 @@
-"""What Tab completes at the chat's prompt: commands, turns, branches, settings and files."""
+"""Tab completion at the chat's prompt: commands, turns, branches, settings and files."""
 
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
@@ -12,12 +12,12 @@ from kvkeep.cli.chat.settings import setting_names
 if TYPE_CHECKING:
     from kvkeep.cli.chat.branches import Branches
 
-_OF_PASSAGES = ("/pin", "/unpin", "/forget", "/edit")
+_PASSAGE_COMMANDS = ("/pin", "/unpin", "/forget", "/edit")
 _SWITCHES = ("markdown", "bar")
 
 
 class ChatCompleter(Completer):
-    """branches: of the chat, as they are when Tab is pressed."""
+    """Completes commands and their arguments. branches: the chat's, read when Tab is pressed."""
 
     def __init__(self, branches: "Branches"):
         self._branches = branches
@@ -32,24 +32,24 @@ class ChatCompleter(Completer):
         name, space, argument = text.partition(" ")
         if not space:
             commands = every_command()
-            for each in commands:
-                if each.startswith(name):
-                    meaning = commands[each].meaning
-                    yield Completion(each, -len(name), display_meta=meaning)
+            for command in commands:
+                if command.startswith(name):
+                    meaning = commands[command].meaning
+                    yield Completion(command, -len(name), display_meta=meaning)
         elif name == "/file":
             inner = Document(argument, len(argument))
             yield from self._paths.get_completions(inner, complete_event)
         else:
             word = argument.rpartition(" ")[2]
-            for each in self._words(name, argument.split(" ")[:-1]):
-                if each.startswith(word):
-                    yield Completion(each, -len(word))
+            for candidate in self._words(name, argument.split(" ")[:-1]):
+                if candidate.startswith(word):
+                    yield Completion(candidate, -len(word))
 
     def _words(self, name: str, before: list[str]) -> Iterator[str]:
-        """What may come next, after the words of the argument that are there."""
+        """Yield candidates for the next word of a command's argument, after the words before it."""
         if name == "/edit" and before == ["--exact"]:
             before = []
-        if name in _OF_PASSAGES and not before:
+        if name in _PASSAGE_COMMANDS and not before:
             yield from self._passages()
             if name == "/edit":
                 yield "--exact"
@@ -62,6 +62,7 @@ class ChatCompleter(Completer):
                 yield from ("on", "off")
 
     def _passages(self) -> Iterator[str]:
+        """Yield the names of passages: the system prompt, turns, and their parts."""
         places = self._branches.current.session.places
         if "system" in places:
             yield "system"

@@ -1,4 +1,4 @@
-"""A chat whose session is in this process."""
+"""`kvkeep chat` with a session in this process."""
 
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING
@@ -19,41 +19,42 @@ if TYPE_CHECKING:
 
 
 class LocalChat(ChatLoop):
-    """run: reads and writes with the session, and keeps it where it has a name.
+    """A chat with a session in this process.
 
-    held: takes the lock of a name that it gets later.
+    run: prefills, generates and, if the session has a name, saves it. locks: receives the lock of
+    a name that `/save` gives to the session later.
     """
 
     def __init__(
-        self, run: "Run", conversation: "Conversation", settings: "ChatSettings", held: ExitStack
+        self, run: "Run", conversation: "Conversation", settings: "ChatSettings", locks: ExitStack
     ):
         self.run = run
-        self._held = held
-        self._kept = BranchWriter()
-        held.callback(self._kept.close)
+        self._locks = locks
+        self._branch_writer = BranchWriter()
+        locks.callback(self._branch_writer.close)
         super().__init__(Branches(conversation), settings)
 
     def talk(self) -> None:
         if self.prompt.interactive:
-            kept = f", {self.run.writer.what}" if self.run.writer else ""
+            name = f", {self.run.writer.what}" if self.run.writer else ""
             past = f", {counted(self.run.reused, 'token')} so far" if self.run.reused else ""
-            say(f"{self.run.model.name}{kept}{past}: /help lists commands, Ctrl-D ends")
+            say(f"{self.run.model.name}{name}{past}: /help lists commands, Ctrl-D ends")
             self.show_last()
         try:
             super().talk()
         finally:
-            self._leave()
+            self._save_branches()
 
-    def turn(self, words: str) -> None:
+    def turn(self, message: str) -> None:
         conversation = self.branches.current
         try:
-            ids = conversation.begin_turn(words)
-            self._read(ids)
+            ids = conversation.begin_turn(message)
+            self._prefill(ids)
         except (KeyboardInterrupt, KvkeepError) as error:
             raise PrefillAborted(error) from error
-        conversation.name_turn(words, len(ids))
-        self.tell_forgotten()
-        self._write()
+        conversation.name_turn(message, len(ids))
+        self.warn_if_forgotten()
+        self._generate()
 
     def again(self) -> None:
         conversation, number = self.branches.current, last_turn(self.branches)
@@ -63,12 +64,12 @@ class LocalChat(ChatLoop):
             session.rewind(len(session.tokens) - start)
         except InvalidArgument as error:
             raise InvalidArgument(f"its beginning is no longer in memory: {error}") from error
-        self._write()
+        self._generate()
 
     def save(self, name: str) -> str:
         run = self.run
         if name and not (run.writer and run.writer.what == _session(name)):
-            place = self._held.enter_context(saved_sessions().lock(name))
+            place = self._locks.enter_context(saved_sessions().lock(name))
             if place.exists():
                 raise InvalidArgument(f"there is a session {name} already; choose another name")
             notes = {CHAT: self.branches.current.notes}
@@ -85,29 +86,30 @@ class LocalChat(ChatLoop):
         return f"{memory_line(self.run.session)}, {turns}{branch}"
 
     def after(self) -> None:
-        """Saves. What comes next is in the branch that is current now."""
+        """Save the branches. The current branch may have changed since the last turn."""
         run = self.run
         run.session = self.branches.current.session
         if run.writer is None:
             return
         try:
-            # First, so that a branch is on disk before the current one takes its place.
+            # The others first: a branch must be on disk before another one overwrites the chat.
             self._save_others(run.writer)
             run.writer.follow(run.session, {CHAT: self.branches.current.notes})
             run.writer.save()
         except StoreError as error:
-            # The talk is worth more than an end here; at its end, saving is tried once more.
+            # A failed save does not end the chat: saving is tried again at the next turn and at the
+            # end.
             say(str(error))
         else:
-            self._kept.dismiss(self.branches.name)
+            self._branch_writer.dismiss(self.branches.name)
 
     def _save_others(self, writer: SessionWriter) -> None:
         conversations = self.branches.conversations
         others = {name: conversations[name] for name in self.branches.others}
-        self._kept.save(writer.what.removeprefix(_session("")), others, writer.notes)
+        self._branch_writer.save(writer.what.removeprefix(_session("")), others, writer.notes)
 
-    def _leave(self) -> None:
-        """Saves the branches that are not, and says where each is."""
+    def _save_branches(self) -> None:
+        """Save the branches that are not saved yet, and print the session of each."""
         writer = self.run.writer
         if writer is None or not self.branches.others:
             return
@@ -117,24 +119,26 @@ class LocalChat(ChatLoop):
         except StoreError as error:
             say(str(error))
         writer.follow(self.run.session, {CHAT: self.branches.current.notes})
-        names = self._kept.names()
+        names = self._branch_writer.names()
         say(f"branch {self.branches.name} is {writer.what}")
         for branch in self.branches.others:
-            kept = f"session {names[branch]}" if branch in names else "not saved"
-            say(f"branch {branch} is {kept}")
+            place = f"session {names[branch]}" if branch in names else "not saved"
+            say(f"branch {branch} is {place}")
 
-    def _read(self, ids: list[int]) -> None:
+    def _prefill(self, ids: list[int]) -> None:
+        """Prefill a question. Interrupts and errors roll it back if possible."""
         before = len(self.run.session.tokens)
         try:
             self.run.feed(ids)
         except (KeyboardInterrupt, KvkeepError):
-            # Half a question is taken back, unless it already pushed out what came before it: then
-            # it stays, and the next turn closes it.
+            # Half a question is rewound, unless earlier tokens were already evicted for it. Then it
+            # stays, and the next turn closes it.
             with suppress(InvalidArgument):
                 self.run.session.rewind(len(self.run.session.tokens) - before)
             raise
 
-    def _write(self) -> None:
+    def _generate(self) -> None:
+        """Generate an answer on the screen, and record its end in the conversation."""
         how = self.settings.how
         try:
             self.run.write(self.settings.max_tokens, how, screen=self.screen())

@@ -1,4 +1,4 @@
-"""The loop of a chat, wherever its session lives: words from the user, an answer or an effect."""
+"""The loop of a chat, shared by local and remote sessions: read, answer or run a command."""
 
 import sys
 from abc import ABC, abstractmethod
@@ -18,12 +18,15 @@ from kvkeep.errors import InvalidArgument, KvkeepError
 if TYPE_CHECKING:
     from kvkeep.cli.chat.completer import ChatCompleter
 
-_LINES = 20  # of a question that is shown again
+_LINES = 20  # of the last question, shown when a chat is resumed
 _STOPPED = "[stopped]"
 
 
 class ChatLoop(ABC):
-    """commands: what stands in for commands that change memory, where it lives elsewhere."""
+    """A chat at the prompt.
+
+    commands: replacements for memory commands, used by sessions on a server.
+    """
 
     commands: Mapping[str, Callable[[str], str]] = {}
 
@@ -32,7 +35,7 @@ class ChatLoop(ABC):
         self.prompt: Prompt = prompt(self._completer)
 
     @abstractmethod
-    def turn(self, words: str) -> None:
+    def turn(self, message: str) -> None:
         """Prefill a question and write its answer to `self.screen()`.
 
         A turn that ends early leaves the conversation in a usable state. Raises `PrefillAborted`
@@ -41,31 +44,35 @@ class ChatLoop(ABC):
 
     @abstractmethod
     def again(self) -> None:
-        """Has the last answer written anew. Raises KvkeepError where that cannot be."""
+        """Generate the last answer again. Raises KvkeepError if that is not possible."""
 
     @abstractmethod
     def save(self, name: str) -> str:
-        """Saves, under a name from now on if there is one; what to tell the user."""
+        """Save the session, and return the message for the user.
+
+        name: the name from now on; "" for the current one.
+        """
 
     @abstractmethod
     def bar(self) -> str:
-        """Memory, in a line."""
+        """Return the status line of the memory."""
 
-    def after(self) -> None:  # noqa: B027 (nothing, where a server keeps it)
-        """What follows each turn and each command."""
+    def after(self) -> None:  # noqa: B027 (a server saves by itself)
+        """Run after each turn and each command, for example to save."""
 
     def screen(self) -> Screen:
         return screen(self.settings.markdown)
 
     def talk(self) -> None:
+        """Read and handle input until the end of the chat."""
         bar = self._bar()
-        while (words := self.prompt.read(bar)) is not None:
+        while (message := self.prompt.read(bar)) is not None:
             with self.prompt.busy():
                 try:
-                    if is_command(words):
-                        self._command(words.strip())
-                    elif words.strip():
-                        self.ask(words)
+                    if is_command(message):
+                        self._command(message.strip())
+                    elif message.strip():
+                        self.ask(message)
                     self.after()
                     bar = self._bar()
                 except LeaveChat:
@@ -73,15 +80,16 @@ class ChatLoop(ABC):
                 except KeyboardInterrupt:
                     self._stopped()
 
-    def ask(self, words: str, line: str | None = None) -> None:
-        """A turn. line: what was typed, where that was another."""
+    def ask(self, message: str, line: str | None = None) -> None:
+        """Run a turn. line: the input that produced the message, if different."""
         try:
-            self.turn(words)
-        except PrefillAborted as why:
+            self.turn(message)
+        except PrefillAborted as aborted:
             if not self.prompt.interactive or termination_signal():
-                raise why.cause from None
-            self.prompt.offer(words if line is None else line)
-            say(_STOPPED if isinstance(why.cause, KeyboardInterrupt) else str(why.cause))
+                raise aborted.cause from None
+            self.prompt.offer(message if line is None else line)
+            cause = aborted.cause
+            say(_STOPPED if isinstance(cause, KeyboardInterrupt) else str(cause))
         except KeyboardInterrupt:
             self._stopped()
         except KvkeepError as error:
@@ -94,23 +102,23 @@ class ChatLoop(ABC):
                     print(flush=True)  # a line between turns
 
     def show_last(self) -> None:
-        """The last exchange, for somebody who comes back to it."""
+        """Show the last question and answer of a resumed chat."""
         conversation = self.branches.current
         turns = conversation.turns
         if not turns or not self.prompt.interactive:
             return
         places, tokens = conversation.session.places, conversation.session.tokens
 
-        def said(part: str) -> str:
+        def text_of(part: str) -> str:
             start, end = places.get(f"turn {turns[-1]} {part}", (0, 0))
             return conversation.codec.decode(tokens[start:end]).strip()
 
-        say("\n".join(f"> {line}" for line in said("question").splitlines()[:_LINES]))
-        show_text(said("answer"), self.screen())
+        say("\n".join(f"> {line}" for line in text_of("question").splitlines()[:_LINES]))
+        show_text(text_of("answer"), self.screen())
         say("")
 
-    def tell_forgotten(self) -> None:
-        """Where a question alone was more than memory holds."""
+    def warn_if_forgotten(self) -> None:
+        """Print a warning if the newest question alone exceeded the memory."""
         conversation = self.branches.current
         turns = conversation.turns
         name = f"turn {turns[-1]} question" if turns else ""
@@ -127,16 +135,16 @@ class ChatLoop(ABC):
 
     def _command(self, line: str) -> None:
         try:
-            told = run_chat_command(line, self)
-            if told:
-                say(told)
+            message = run_chat_command(line, self)
+            if message:
+                say(message)
         except KvkeepError as error:
             say(str(error))
         except KeyboardInterrupt:
             self._stopped()
 
     def _stopped(self) -> None:
-        """Answers the Ctrl-C that is being handled: at a terminal it ends no chat."""
+        """Handle Ctrl-C in an except block: print a note at a terminal, else re-raise."""
         if not self.prompt.interactive or termination_signal():
             raise
         say(_STOPPED)
@@ -156,7 +164,7 @@ class ChatLoop(ABC):
 
 
 class PrefillAborted(Exception):
-    """A question is not in memory, because of `cause`: it can be asked again."""
+    """A question is not in memory because of `cause`, and can be asked again."""
 
     def __init__(self, cause: BaseException):
         super().__init__(str(cause))
@@ -164,8 +172,8 @@ class PrefillAborted(Exception):
 
 
 def last_turn(branches: Branches) -> int:
-    """The number of the newest turn. Raises InvalidArgument where there is none."""
+    """Return the number of the newest turn. Raises InvalidArgument if there is none."""
     turns = branches.current.turns
     if not turns:
-        raise InvalidArgument("there is no answer yet that could be written anew")
+        raise InvalidArgument("there is no answer yet to regenerate")
     return turns[-1]

@@ -1,4 +1,4 @@
-"""What the chat's commands change in memory: one row of `COMMANDS` each."""
+"""The chat commands that show or change memory; each is a row of `COMMANDS`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,28 +11,32 @@ if TYPE_CHECKING:
     from kvkeep.cli.chat.branches import Branches
     from kvkeep.cli.chat.passages import Passage
 
-On = TypeVar("On")
+Target = TypeVar("Target")
 
 
 @dataclass(frozen=True)
-class Command(Generic[On]):
-    """do: to what, and with which words after its name; what to tell the user."""
+class Command(Generic[Target]):
+    """A command at the prompt.
+
+    usage, meaning: its line in help. run: called with the target (the chat or its branches) and
+    the words after the name; returns the message for the user.
+    """
 
     usage: str
     meaning: str
-    do: Callable[[On, str], str]
+    run: Callable[[Target, str], str]
 
 
 def run_command(line: str, branches: "Branches") -> str:
-    """Does what a line that begins with "/" asks for; what to tell the user.
+    """Run a memory command line and return the message for the user.
 
-    Raises KvkeepError for a command that does not exist or cannot be done now; nothing changed.
+    Raises KvkeepError for a command that does not exist or that fails; nothing has changed then.
     """
     name, _, argument = line.partition(" ")
     command = COMMANDS.get(name)
     if command is None:
         raise InvalidArgument(f"there is no command {name}; /help lists them")
-    return command.do(branches, argument.strip())
+    return command.run(branches, argument.strip())
 
 
 def _pin(branches: "Branches", argument: str) -> str:
@@ -56,13 +60,13 @@ def _forget(branches: "Branches", argument: str) -> str:
 
     conversation = branches.current
     part = whole(conversation, argument)
-    left = part.with_words("") if part.words else ""
+    remaining = part.with_words("") if part.words else ""
     before = len(conversation.session.tokens)
-    if left.strip():
-        conversation.session.replace(part.start, part.end, left)
+    if remaining.strip():
+        conversation.session.replace(part.start, part.end, remaining)
     else:
         conversation.session.delete(part.start, part.end)
-    _note_system(branches, part)
+    _update_system(branches, part)
     gone = counted(before - len(conversation.session.tokens), "token")
     return f"{part.what} is forgotten: {gone}"
 
@@ -83,7 +87,7 @@ def _edit(branches: "Branches", argument: str) -> str:
     session, before = conversation.session, len(conversation.session.tokens)
     new = part.with_words(text)
     report = session.replace(part.start, part.end, new, "suffix" if exact else "none")
-    _note_system(branches, part)
+    _update_system(branches, part)
     tokens = part.tokens + len(session.tokens) - before
     return (
         f"{part.what} is changed: {counted(tokens, 'token')} in the place of {part.tokens}, "
@@ -91,8 +95,8 @@ def _edit(branches: "Branches", argument: str) -> str:
     )
 
 
-def _note_system(branches: "Branches", part: "Passage") -> None:
-    """What the system prompt is now, where that was edited: `--system` is compared with it."""
+def _update_system(branches: "Branches", part: "Passage") -> None:
+    """Store an edited system prompt in the conversation: `--system` is compared with it."""
     conversation = branches.current
     if not part.what.endswith("the system prompt"):
         return

@@ -1,4 +1,4 @@
-"""What a command at the chat's prompt is about: a turn, the system prompt, or some words."""
+"""Passages that chat commands refer to: a turn or part of one, the system prompt, or words."""
 
 import re
 from bisect import bisect_left
@@ -15,8 +15,8 @@ _TURN = re.compile(r"(\d+|last)(?:\.(question|answer|q|a))?")
 class Passage:
     """Tokens `start ... end - 1` of a conversation.
 
-    what: as the user is told. words: those that were quoted; text: of all these tokens, which may
-    have a little more at both ends.
+    what: a description for messages. words: the quoted words, "" if none. text: the text of these
+    tokens, which may extend beyond the words at both ends.
     """
 
     what: str
@@ -30,29 +30,29 @@ class Passage:
         return self.end - self.start
 
     def with_words(self, words: str) -> str:
-        """Its text, with others in the place of the words that were meant."""
+        """Return the passage's text with the quoted words replaced."""
         return self.text.replace(self.words, words, 1) if self.words else words
 
 
 def split(argument: str) -> tuple[str, str]:
-    """WHAT, and what follows it."""
+    """Split a command's argument into the passage and the rest."""
     quoted = _QUOTED.match(argument)
     what = quoted[0] if quoted else argument.partition(" ")[0]
     return what, argument[len(what) :].strip()
 
 
 def whole(conversation: Conversation, what: str) -> Passage:
-    """A turn or the system prompt with what the template writes around it, or quoted words.
+    """Find a turn or the system prompt including its template text, or quoted words.
 
-    Raises InvalidArgument where there is no such thing.
+    Raises InvalidArgument if there is no such passage.
     """
     return _find(conversation, what, text_alone=False)
 
 
 def content(conversation: Conversation, what: str) -> Passage:
-    """The words of the system prompt, a question or an answer, or quoted words.
+    """Find the text alone of the system prompt, a question or an answer, or quoted words.
 
-    A turn's number alone means its question. Raises InvalidArgument where there is no such thing.
+    A turn's number alone means its question. Raises InvalidArgument if there is no such passage.
     """
     return _find(conversation, what, text_alone=True)
 
@@ -76,20 +76,24 @@ def _named(conversation: Conversation, what: str, text_alone: bool) -> Passage:
 
 
 def _span_name(conversation: Conversation, what: str, text_alone: bool) -> str:
+    """Return the name of the session's span for a passage; "" if it is not a valid passage."""
     if what == "system":
         return "system text" if text_alone else "system"
-    found = _TURN.fullmatch(what)
-    if not found:
+    match = _TURN.fullmatch(what)
+    if not match:
         return ""
     turns = conversation.turns
-    number = turns[-1] if found[1] == "last" and turns else found[1]
-    part = {"q": "question", "a": "answer"}.get(found[2], found[2])
+    number = turns[-1] if match[1] == "last" and turns else match[1]
+    part = {"q": "question", "a": "answer"}.get(match[2], match[2])
     part = part or ("question" if text_alone else "")
     return f"turn {number} {part}" if part else f"turn {number}"
 
 
 def _words(conversation: Conversation, words: str) -> Passage:
-    """The newest question, answer or system prompt with these words in it, and where they are."""
+    """Find words in the newest question, answer or system prompt that contains them.
+
+    The passage is the shortest run of tokens whose text contains the words.
+    """
     session, codec = conversation.session, conversation.codec
     places = {
         name: place
@@ -109,6 +113,7 @@ def _words(conversation: Conversation, words: str) -> Passage:
 
 
 def _shown(name: str) -> str:
+    """Describe a span by its name, for messages."""
     if name.startswith("system"):
         return "the system prompt"
     _, number, *part = name.split(" ")
@@ -116,6 +121,7 @@ def _shown(name: str) -> str:
 
 
 def _known(conversation: Conversation) -> str:
+    """List the passages that exist, for messages."""
     turns = [str(number) for number in conversation.turns]
     if len(turns) > 8:
         turns = [*turns[:3], "...", *turns[-3:]]

@@ -1,4 +1,4 @@
-"""Where the user's words come from: a terminal, or lines of a pipe or file."""
+"""Sources of the user's messages: a terminal, or lines of a pipe or file."""
 
 import os
 import sys
@@ -27,25 +27,28 @@ _HINT = "Ctrl-D ends the chat, and so does /quit; /help lists what else can be d
 
 
 class Prompt:
-    """Standard input, line by line. interactive: whether somebody sits there."""
+    """Standard input from a pipe or file, line by line. interactive: whether it is a terminal."""
 
     interactive = False
 
     def read(self, bar: str = "") -> str | None:
-        """What is said next, or None at the end. bar: stays at the foot of a terminal meanwhile."""
+        """Return the next message, or None at the end of input.
+
+        bar: a status line, shown at the foot of a terminal meanwhile.
+        """
         content = sys.stdin.buffer.readline()
         return decode_text(content, "standard input").rstrip("\r\n") if content else None
 
-    def offer(self, words: str) -> None:
-        """What was said and not taken in is there to be said again."""
+    def offer(self, message: str) -> None:
+        """Put a message that was not prefilled into the next prompt, for editing."""
 
     def busy(self) -> AbstractContextManager[None]:
-        """While the block runs nothing is read: keys typed meanwhile are for the next prompt."""
+        """Hold keys that are typed during the block for the next prompt."""
         return nullcontext()
 
 
 class PlainPrompt(Prompt):
-    """Somebody at a terminal of which standard output is no part, and which cannot be drawn on."""
+    """A plain prompt, for terminals without cursor control and for redirected output."""
 
     interactive = True
 
@@ -60,7 +63,7 @@ class PlainPrompt(Prompt):
                     raise
                 say(_HINT)
                 continue
-            except OSError:  # the terminal is gone
+            except OSError:  # the terminal was closed
                 return None
             if not line:
                 say("")
@@ -70,18 +73,18 @@ class PlainPrompt(Prompt):
 
 
 class EditedPrompt(Prompt):
-    """Somebody at a terminal: with lines to be edited, a history, and completion.
+    """A prompt with line editing, history and completion, by prompt_toolkit.
 
-    What is pasted is one message, however many lines it has.
+    Pasted text is one message, however many lines it has.
     """
 
     interactive = True
 
     def __init__(self, completer: "Completer"):
         self._offered, self._bar = "", ""
-        self._session = self._made(completer)
+        self._session = self._make_session(completer)
 
-    def _made(self, completer: "Completer") -> "PromptSession[str]":
+    def _make_session(self, completer: "Completer") -> "PromptSession[str]":
         from prompt_toolkit import PromptSession
         from prompt_toolkit.formatted_text import ANSI
         from prompt_toolkit.output.defaults import create_output
@@ -105,33 +108,36 @@ class EditedPrompt(Prompt):
         while True:
             default, self._offered = self._offered, ""
             try:
-                # Ctrl-C is a key here; as a signal it comes from another program.
-                words = self._session.prompt(default=default, handle_sigint=False)
+                # Ctrl-C is a key here. A SIGINT comes from another program.
+                message = self._session.prompt(default=default, handle_sigint=False)
             except _EmptyLineInterrupted:
                 say(_HINT)
             except KeyboardInterrupt:
                 if termination_signal():
                     raise
                 say(_HINT)
-            except (EOFError, OSError):  # Ctrl-D, or the terminal is gone
+            except (EOFError, OSError):  # Ctrl-D, or the terminal was closed
                 return None
             else:
-                if _is_text(words):
-                    return _unquoted(words)
+                if _is_text(message):
+                    return _unquoted(message)
 
-    def offer(self, words: str) -> None:
-        self._offered = words
+    def offer(self, message: str) -> None:
+        self._offered = message
 
     def busy(self) -> AbstractContextManager[None]:
         return type_ahead()
 
 
 class _EmptyLineInterrupted(Exception):
-    """Ctrl-C where nothing was typed."""
+    """Ctrl-C at an empty prompt."""
 
 
 def prompt(completer: Callable[[], "Completer"]) -> Prompt:
-    """The one for this standard input. completer: of what is typed, where that can be shown."""
+    """Return the prompt for standard input.
+
+    completer: makes the completer, if the terminal supports completion.
+    """
     if not sys.stdin.isatty():
         return Prompt()
     drawable = os.environ.get("TERM", "") not in ("", "dumb")
@@ -150,7 +156,7 @@ def _keys() -> "KeyBindings":
         buffer = event.current_buffer
         state = buffer.complete_state
         if state is not None and state.current_completion is not None:
-            buffer.complete_state = None  # it is taken, and not yet sent
+            buffer.complete_state = None  # Enter accepts the completion without sending the message
         elif _is_open(buffer.text):
             buffer.insert_text("\n")
         else:
@@ -172,7 +178,7 @@ def _keys() -> "KeyBindings":
 
 
 def _history() -> "History":
-    """Of all chats. In memory alone where it cannot be kept."""
+    """Return the input history of all chats; in memory only if the file cannot be written."""
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
     path = history_file()
@@ -184,14 +190,14 @@ def _history() -> "History":
 
     class LenientHistory(FileHistory):
         def store_string(self, string: str) -> None:
-            with suppress(OSError, ValueError):  # a full disk; bytes that are no text
+            with suppress(OSError, ValueError):  # the disk is full, or the text is not valid UTF-8
                 super().store_string(string)
 
     return LenientHistory(str(path))
 
 
 def history_file() -> Path:
-    """What was typed in chats."""
+    """Return the file with the input history of chats."""
     if home_is_set():
         return home() / "history"
     from platformdirs import user_state_path
@@ -200,18 +206,19 @@ def history_file() -> Path:
 
 
 def _is_open(text: str) -> bool:
-    """Whether a text between three quotes has not come to its end."""
+    """Whether a text begins with three quotes that are not closed yet."""
     return text.lstrip().startswith(QUOTES) and text.count(QUOTES) < 2
 
 
 def _unquoted(text: str) -> str:
+    """Remove the three quotes around a message, if any."""
     bare = text.strip()
     quoted = len(bare) >= 2 * len(QUOTES) and bare.startswith(QUOTES) and bare.endswith(QUOTES)
     return bare[len(QUOTES) : -len(QUOTES)].strip("\n") if quoted else text
 
 
 def _is_text(line: str) -> bool:
-    """Says so where it is not: bytes that are no UTF-8 end no chat."""
+    """Whether a line is UTF-8. Prints a message if not: invalid bytes do not end the chat."""
     try:
         require_utf8(line, "the line")
     except InvalidArgument as error:

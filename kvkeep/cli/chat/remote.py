@@ -1,4 +1,4 @@
-"""`kvkeep chat --server`: the same talk, in a session that lives on a server."""
+"""`kvkeep chat --server`: a chat in a session on a server."""
 
 import time
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from kvkeep.errors import Busy, InvalidArgument, KvkeepError, NoSuchSession
 if TYPE_CHECKING:
     from kvkeep.session.conversation import Conversation
 
-_LOCAL = (
+_LOCAL_ONLY = (  # options without meaning for a session on a server
     *("model", "dtype", "device", "weights", "prefill_step", "calibration"),
     *("prefix_cache", "prefix_cache_bytes", "store", "secret_file", "report", "resumed"),
 )
@@ -27,7 +27,7 @@ _SETTINGS = (
     *("policy", "max_kv_size", "keep", "discard", "group", "window", "method", "ratio"),
     *("kv_bits", "far_bits"),
 )
-_ENDLESS = 1_000_000  # tokens, the most that a server writes at once
+_ENDLESS = 1_000_000  # the most tokens that a server generates at once
 
 
 def chat_at_server(
@@ -38,24 +38,32 @@ def chat_at_server(
     memory: MemoryChoice,
     settings: ChatSettings,
 ) -> None:
-    """The whole of a chat. Raises KvkeepError before the first word where it cannot begin."""
-    unused = [option for option in _LOCAL if given(option)]
+    """Run a chat in a session of a server.
+
+    Raises KvkeepError, before the first turn, if an option does not apply or the session cannot be
+    opened.
+    """
+    unused = [option for option in _LOCAL_ONLY if given(option)]
     if unused:
-        options = ", ".join(map(_written, unused))
+        options = ", ".join(map(_flag, unused))
         raise InvalidArgument(f"{options}: not with --server, whose model and sessions are its own")
-    own = {each: getattr(memory, each) for each in _SETTINGS if given(each)}
+    requested = {name: getattr(memory, name) for name in _SETTINGS if given(name)}
     with Client(url, key) as client:
-        talk = RemoteChat(client, _opened(client, name, own), system, settings, name is not None)
+        session = _open_session(client, name, requested)
+        chat = RemoteChat(client, session, system, settings, name is not None)
         try:
-            talk.talk()
+            chat.talk()
         finally:
-            talk.keep_branches()
-            for each in talk.unnamed:
-                _delete(client, each)
+            chat.keep_branches()
+            for unnamed in chat.unnamed:
+                _delete(client, unnamed)
 
 
-def _opened(client: Client, name: str | None, settings: dict[str, Any]) -> RemoteSession:
-    """The session of that name, or one that is made for the chat."""
+def _open_session(client: Client, name: str | None, settings: dict[str, Any]) -> RemoteSession:
+    """Return the session of that name, creating it if necessary; an unnamed one for None.
+
+    Raises InvalidArgument for settings of a session that exists.
+    """
     if name is None:
         return cast(RemoteSession, client.create(**settings))
     remote = client.session(name)
@@ -64,19 +72,20 @@ def _opened(client: Client, name: str | None, settings: dict[str, Any]) -> Remot
     except NoSuchSession:
         return cast(RemoteSession, client.create(name, **settings))
     if settings:
-        options = ", ".join(map(_written, settings))
+        options = ", ".join(map(_flag, settings))
         raise InvalidArgument(f"{options}: session {name} is there, with settings of its own")
     return remote
 
 
 def _delete(client: Client, name: str) -> None:
-    with suppress(KvkeepError):  # it is gone, or the server is
-        _patiently(lambda: client.delete(name))
+    with suppress(KvkeepError):  # the session or the server is gone
+        _retry_while_busy(lambda: client.delete(name))
 
 
-def _patiently(call: Callable[[], object]) -> None:
-    """Tries again while a session is busy: an answer that was broken off may still be at its last
-    token, or at a step of the prompt. Raises KvkeepError.
+def _retry_while_busy(call: Callable[[], object]) -> None:
+    """Retry a call for up to 5 seconds while the session is busy. Raises KvkeepError.
+
+    After a cancelled answer, the server may still be computing its last token or prefill step.
     """
     for _ in range(50):
         with suppress(Busy):
@@ -86,14 +95,15 @@ def _patiently(call: Callable[[], object]) -> None:
     call()
 
 
-def _written(option: str) -> str:
-    """As the user writes it."""
+def _flag(option: str) -> str:
+    """Return the flag of a parameter: "--max-kv-size" for "max_kv_size"."""
     return "--" + {"resumed": "continue"}.get(option, option.replace("_", "-"))
 
 
 def _sampling(settings: ChatSettings) -> dict[str, Any]:
+    """Return the sampling parameters by the names of the server's API."""
     choice = settings.sampling
-    found: dict[str, Any] = {
+    parameters: dict[str, Any] = {
         "temperature": choice.temperature,
         "top_k": choice.top_k,
         "top_p": choice.top_p,
@@ -103,11 +113,11 @@ def _sampling(settings: ChatSettings) -> dict[str, Any]:
         "stop": list(choice.stop),
         "max_tokens": _ENDLESS if settings.max_tokens is None else settings.max_tokens,
     }
-    return found if choice.seed is None else {**found, "seed": choice.seed}
+    return parameters if choice.seed is None else {**parameters, "seed": choice.seed}
 
 
 class RemoteChat(ChatLoop):
-    """A chat in a session of a server. kept: the session was asked for by name."""
+    """A chat in a session on a server. named: whether the session was given by name."""
 
     def __init__(
         self,
@@ -115,55 +125,55 @@ class RemoteChat(ChatLoop):
         remote: RemoteSession,
         system: str | None,
         settings: ChatSettings,
-        kept: bool,
+        named: bool,
     ):
         conversation = RemoteConversation(client, remote)
-        branches = Branches(cast("Conversation", conversation))  # for what commands ask of it
+        branches = Branches(cast("Conversation", conversation))  # it has what commands use
         super().__init__(branches, settings)
         self._client, self._system = client, system
-        self._lasting = kept
-        self._left, self._kept = list[str](), set[str]()
-        self._name = remote.name if kept else ""  # of the chat; "": it ends with the talk
+        self._named = named
+        self._abandoned, self._saved = list[str](), set[str]()  # names of sessions
+        self._name = remote.name if named else ""  # of the chat; "": deleted at its end
         self.commands = {
             "/memory": lambda argument: self._memory(),
-            "/branches": lambda argument: self._lines(),
+            "/branches": lambda argument: self._branch_lines(),
             "/keep": lambda argument: _no_keep(),
         }
 
     @property
     def remotes(self) -> dict[str, RemoteSession]:
         """The session of each branch."""
-        found = self.branches.conversations.items()
-        return {name: cast(RemoteConversation, each).remote for name, each in found}
+        conversations = self.branches.conversations.items()
+        return {name: cast(RemoteConversation, c).remote for name, c in conversations}
 
     @property
     def unnamed(self) -> list[str]:
-        """Sessions without a name, but for those that were saved under one."""
-        names = [*self._left, *([] if self._lasting else (r.name for r in self.remotes.values()))]
-        return [name for name in names if name not in self._kept]
+        """The sessions to delete at the end: those that were neither named nor saved."""
+        current = [] if self._named else [remote.name for remote in self.remotes.values()]
+        return [name for name in (*self._abandoned, *current) if name not in self._saved]
 
     def keep_branches(self) -> None:
-        """Gives the branches of a chat with a name one each, and says what they are."""
+        """Save the branches of a named chat under names of their own, and print them."""
         if not self._name or not self.branches.others:
             return
         for branch, remote in self.remotes.items():
             name = remote.name
-            if name != self._name and name not in self._kept:
+            if name != self._name and name not in self._saved:
                 try:
-                    name = self._forked(remote, branch)
+                    name = self._save_branch(remote, branch)
                 except KvkeepError as error:
-                    self._kept.add(name)
+                    self._saved.add(name)
                     say(str(error))
                 else:
-                    self._left.append(remote.name)
-                    self._kept.add(name)
+                    self._abandoned.append(remote.name)
+                    self._saved.add(name)
             say(f"branch {branch} is session {name}")
 
-    def _forked(self, remote: RemoteSession, branch: str) -> str:
-        """The name of a session of its own that a branch has from now on. Raises KvkeepError."""
-        known = {each["name"] for each in self._client.sessions()}
+    def _save_branch(self, remote: RemoteSession, branch: str) -> str:
+        """Fork a branch into a session with a free name; return the name. Raises KvkeepError."""
+        known = {session["name"] for session in self._client.sessions()}
         name = next(n for n in branch_session_names(self._name, branch) if n not in known)
-        _patiently(lambda: remote.fork(name).save())
+        _retry_while_busy(lambda: remote.fork(name).save())
         return name
 
     @property
@@ -178,31 +188,31 @@ class RemoteChat(ChatLoop):
             self.show_last()
         super().talk()
 
-    def turn(self, words: str) -> None:
-        """Ctrl-C ends it, here and on the server; what was written stays."""
-        how, screen, begun = _sampling(self.settings), self.screen(), False
-        turn = self._remote.stream_turn(words, self._system, **how)
+    def turn(self, message: str) -> None:
+        """Run a turn on the server. Ctrl-C stops it there too; the text so far stays."""
+        sampling, screen, started = _sampling(self.settings), self.screen(), False
+        turn = self._remote.stream_turn(message, self._system, **sampling)
         try:
             with closing(turn):
-                for name, told in turn:
+                for name, event in turn:
                     if name == "token":
-                        begun = True
-                        screen.write(told["text"])
+                        started = True
+                        screen.write(event["text"])
         except KvkeepError as error:
-            if not begun:
+            if not started:
                 raise PrefillAborted(error) from error
             raise
         finally:
             screen.end()
-        self.tell_forgotten()
+        self.warn_if_forgotten()
 
     def again(self) -> None:
         conversation, number = self.branches.current, last_turn(self.branches)
         session = conversation.session
         start, end = session.places[f"turn {number} question"]
-        words = conversation.codec.decode(session.tokens[start:end])
+        question = conversation.codec.decode(session.tokens[start:end])
         conversation.undo()
-        self.turn(words)
+        self.turn(question)
 
     def save(self, name: str) -> str:
         if not name or name == self._remote.name:
@@ -210,38 +220,40 @@ class RemoteChat(ChatLoop):
             return f"session {self._remote.name} is on the server's disk"
         fork = self._remote.fork(name)
         fork.save()
-        if not self._lasting:
-            self._left.append(self._remote.name)
-        self._kept.add(name)
+        if not self._named:
+            self._abandoned.append(self._remote.name)
+        self._saved.add(name)
         self._name = self._name or name
         self.branches.replace(cast("Conversation", RemoteConversation(self._client, fork)))
         return f"goes on in session {name}, which is on the server's disk"
 
     def bar(self) -> str:
-        found = self._remote.memory()
-        return status_line(_standing(found), _held(found))
+        memory = self._remote.memory()
+        return status_line(_standing(memory), _cells(memory))
 
     def _memory(self) -> str:
-        found = self._remote.memory()
-        return "\n".join([*draw_map(_standing(found)), f"{_held(found)}; policy {found['policy']}"])
+        memory = self._remote.memory()
+        policy = memory["policy"]
+        return "\n".join([*draw_map(_standing(memory)), f"{_cells(memory)}; policy {policy}"])
 
-    def _lines(self) -> str:
+    def _branch_lines(self) -> str:
         return "\n".join(
-            f"{'*' if name == self.branches.name else ' '} {name}: session {each.name}, "
-            f"{counted(each.info()['tokens'], 'token')}"
-            for name, each in self.remotes.items()
+            f"{'*' if name == self.branches.name else ' '} {name}: session {remote.name}, "
+            f"{counted(remote.info()['tokens'], 'token')}"
+            for name, remote in self.remotes.items()
         )
 
 
-def _standing(found: dict[str, Any]) -> list[Any]:
-    return [run["standing"] for run in found["runs"] for _ in range(run["count"])]
+def _standing(memory: dict[str, Any]) -> list[Any]:
+    return [run["standing"] for run in memory["runs"] for _ in range(run["count"])]
 
 
-def _held(found: dict[str, Any]) -> str:
-    shared = f" ({megabytes(found['bytes_shared'])} shared)" if found["bytes_shared"] else ""
-    size = megabytes(found["bytes"])
-    return f"{found['cells']:,} of {found['max_kv_size']:,} cells, {size}{shared}"
+def _cells(memory: dict[str, Any]) -> str:
+    """Describe the cells and bytes in a response of the memory route."""
+    shared = f" ({megabytes(memory['bytes_shared'])} shared)" if memory["bytes_shared"] else ""
+    size = megabytes(memory["bytes"])
+    return f"{memory['cells']:,} of {memory['max_kv_size']:,} cells, {size}{shared}"
 
 
 def _no_keep() -> str:
-    raise InvalidArgument("what a server keeps of a session is said when it begins: --keep")
+    raise InvalidArgument("on a server, --keep can only be given when a session is created")

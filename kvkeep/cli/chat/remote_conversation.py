@@ -1,4 +1,4 @@
-"""A chat on a server, as the commands at the prompt look at one."""
+"""A conversation on a server, with the interface that chat commands use."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,22 +9,25 @@ from kvkeep.errors import InvalidArgument
 from kvkeep.session.conversation import turns_in
 
 _GONE = ("compressed", "forgotten")
-_PART = 4096  # tokens that one request gives
+_PART = 4096  # the most tokens in one response
 
 
 class RemoteText:
-    """What token ids say; the server's tokenizer knows."""
+    """The text of token ids, decoded by the server's tokenizer."""
 
     def __init__(self, client: Client):
         self._client = client
 
     def decode(self, ids: Sequence[int]) -> str:
-        found = self._client.send(ApiRequest("POST", "/detokenize", {"tokens": list(ids)}))
-        return str(found["content"])
+        response = self._client.send(ApiRequest("POST", "/detokenize", {"tokens": list(ids)}))
+        return str(response["content"])
 
 
 class RemoteMemory:
-    """A session by the names that the commands know, as it is when they ask."""
+    """A session on a server, with the attributes of `Session` that commands use.
+
+    Every access is a request: nothing is cached.
+    """
 
     def __init__(self, remote: RemoteSession):
         self.remote = remote
@@ -43,12 +46,12 @@ class RemoteMemory:
         return ids
 
     def remembered(self, start: int, end: int) -> int:
-        """How many of these tokens have a cell of their own."""
-        found = 0
+        """Return how many of these tokens have a cell of their own."""
+        count = 0
         for run in self.remote.memory()["runs"]:
             first, last = max(start, run["start"]), min(end, run["start"] + run["count"])
-            found += max(0, last - first) if run["standing"] not in _GONE else 0
-        return found
+            count += max(0, last - first) if run["standing"] not in _GONE else 0
+        return count
 
     def rewind(self, count: int) -> None:
         self.remote.rewind(count)
@@ -67,15 +70,17 @@ class RemoteMemory:
 
 
 class RemoteEditReport:
+    """The cost of an edit, from the server's response."""
+
     def __init__(self, result: dict[str, Any]):
         self.tokens_evaluated: int = result["tokens_evaluated"]
         self.seconds: float = result["seconds"]
 
 
 class RemoteConversation:
-    """A chat in a session of a server; its turns are spans there, as in a `Conversation`."""
+    """A conversation in a session on a server. Turns are spans, as in a `Conversation`."""
 
-    system: str | None = None  # the server remembers what it began with
+    system: str | None = None  # not needed: the server stores the system prompt
 
     def __init__(self, client: Client, remote: RemoteSession):
         self._client, self.remote = client, remote
@@ -89,7 +94,7 @@ class RemoteConversation:
         return RemoteConversation(self._client, self.remote.fork())
 
     def undo(self) -> int:
-        """Takes the last turn back; how many tokens that were."""
+        """Rewind the last turn and return its number of tokens."""
         memory = self.remote.memory()
         turns = turns_in(memory["spans"])
         if not turns:

@@ -1,4 +1,4 @@
-"""What `/set` changes: how tokens are chosen, how long answers become, what is shown."""
+"""The settings that `/set` changes: sampling, the length of answers, and the display."""
 
 import dataclasses
 from collections.abc import Callable
@@ -18,9 +18,11 @@ _YES = ("on", "yes", "true", "1")
 
 @dataclass
 class ChatSettings:
-    """sampling: as the options said. max_tokens: of an answer; None: no end. seed: of a session
-    that goes on, where none was given. markdown, bar: whether answers are shown as Markdown, and
-    memory at the foot of the screen.
+    """The settings of a chat.
+
+    sampling: as given by options and `/set`. max_tokens: of an answer; None for no limit. seed: the
+    one in use, at first that of a restored session. markdown, bar: whether to show answers as
+    Markdown, and the memory at the foot of the screen.
     """
 
     sampling: SamplingChoice
@@ -32,34 +34,36 @@ class ChatSettings:
 
     @property
     def how(self) -> "Sampling":
+        """The sampling parameters, with one seed for the whole chat."""
         if self._how is None:
             self._how = self.sampling.resolve(self.seed)
-            self.seed = self._how.seed  # one for the whole chat
+            self.seed = self._how.seed  # so that a random seed is drawn once
         return self._how
 
     def set(self, name: str, value: str) -> None:
-        """Raises InvalidArgument for a name or a value that is none; nothing changed."""
+        """Change a setting. Raises InvalidArgument, before any change, for a bad name or value."""
         read = _READ.get(name)
         if read is None:
             near = get_close_matches(name.lower(), _READ, 1)
-            meant = f"did you mean {near[0]}? T" if near else "t"
+            suggestion = f"did you mean {near[0]}? T" if near else "t"
             raise InvalidArgument(
-                f"there is no setting {name!r}; {meant}here are: {', '.join(_READ)}"
+                f"there is no setting {name!r}; {suggestion}here are: {', '.join(_READ)}"
             )
         try:
-            found = read(value)
+            parsed = read(value)
         except ValueError:
             raise InvalidArgument(f"{name} must be {_EXPECTED[read]}; found {value!r}") from None
         if name in ("markdown", "bar"):
-            setattr(self, name, found)
+            setattr(self, name, parsed)
         elif name == "max-tokens":
-            self.max_tokens = None if found < 0 else found
+            self.max_tokens = None if parsed < 0 else parsed
         else:
-            changed = dataclasses.replace(self.sampling, **{name.replace("-", "_"): found})
-            self._how = changed.resolve(self.seed)  # refused here, if it is
+            changed = dataclasses.replace(self.sampling, **{name.replace("-", "_"): parsed})
+            self._how = changed.resolve(self.seed)  # raises for values out of range
             self.sampling = changed
 
     def lines(self) -> list[str]:
+        """Return a line for each setting: its name and value."""
         return [f"  {name:<18}  {self._shown(name)}" for name in _READ]
 
     def _shown(self, name: str) -> str:
@@ -84,10 +88,10 @@ def _switch(text: str) -> bool:
 
 
 def _length(text: str) -> int:
-    found = int(text)
-    if found < -1:
+    length = int(text)
+    if length < -1:
         raise ValueError(text)
-    return found
+    return length
 
 
 def _stop(text: str) -> tuple[str, ...]:
