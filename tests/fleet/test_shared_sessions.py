@@ -13,6 +13,7 @@ from fleet.conftest import Replica
 
 from kvkeep.model import Model
 from kvkeep.storage.objects import ObjectStore
+from kvkeep.storage.sessions import protocol
 from kvkeep.storage.sessions.shared import SharedSessions
 
 Replicas = Callable[..., Replica]
@@ -180,8 +181,6 @@ def test_losing_the_lease_ends_the_generation_with_an_error(
     a: httpx.Client, b: httpx.Client, objects: ObjectStore
 ) -> None:
     """Another writer takes the lease by force, as if this server's clock had stopped."""
-    from kvkeep.storage.sessions import protocol
-
     ok(a.post("/v1/sessions", json={"name": "s"}), 201)
     body = {"text": STORY, "max_tokens": 480, "ignore_eos": True, "stream": True}
     sessions = SharedSessions(objects, writer="thief")
@@ -251,8 +250,9 @@ def test_concurrent_reads_load_a_session_once(a: httpx.Client, b: httpx.Client) 
 def test_a_session_whose_creation_was_killed_can_be_created_again(
     a: httpx.Client, objects: ObjectStore
 ) -> None:
-    lease = SharedSessions(objects, writer="killed", lease=0.3).begin("s")
-    lease._over.set()  # as if killed: the lease is neither renewed nor released
+    # As by a server that was killed: the lease is neither renewed nor released.
+    request = protocol.LeaseRequest("killed", time.time(), 0.3)
+    SharedSessions(objects).objects_of("s").run(protocol.create(request))
     early = a.post("/v1/sessions", json={"name": "s"})
     assert (early.status_code, early.json()["error"]["code"]) == (409, "held")
     assert a.get("/v1/sessions/s").status_code == 404

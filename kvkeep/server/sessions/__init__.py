@@ -1,1 +1,1 @@
-"""Sessions over HTTP: memories that can be fed, written from, edited, forked and kept."""
+"""The session API: feed, generate, edit, fork, save and inspect sessions over HTTP."""
