@@ -19,6 +19,7 @@ from ctypes import (
     c_void_p,
 )
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -30,35 +31,29 @@ from kvkeep.models.layers.primitives import non_finite_error
 DENSE_FORMATS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 
+def _fields(kind: type[Any], names: str) -> tuple[tuple[str, type[Any]], ...]:
+    """Return fields of one type; names: separated by spaces."""
+    return tuple((name, kind) for name in names.split())
+
+
 class CMatrix(Structure):
     _fields_ = (
-        ("format", c_int32),
-        ("rows", c_int32),
-        ("columns", c_int32),
-        ("rounded", c_int32),
-        ("data", c_void_p),
-        ("scales", c_void_p),
-        ("bias", c_void_p),
+        *_fields(c_int32, "format rows columns rounded"),
+        *_fields(c_void_p, "data scales bias"),
     )
 
 
 class CMlp(Structure):
-    _fields_ = (("gate", CMatrix), ("up", CMatrix), ("down", CMatrix))
+    _fields_ = _fields(CMatrix, "gate up down")
 
 
 class CParallelExperts(Structure):
-    _fields_ = (
-        ("mlp_norm", c_void_p),
-        ("norm", c_void_p),
-        ("output_norm", c_void_p),
-        ("router_scale", c_void_p),
-    )
+    _fields_ = _fields(c_void_p, "mlp_norm norm output_norm router_scale")
 
 
 class CMixtureOfExperts(Structure):
     _fields_ = (
-        ("router", CMatrix),
-        ("shared_router", CMatrix),
+        *_fields(CMatrix, "router shared_router"),
         ("shared", CMlp),
         ("experts", POINTER(CMlp)),
         ("expert_scales", c_void_p),
@@ -68,8 +63,7 @@ class CMixtureOfExperts(Structure):
 
 class CPerLayerEmbedding(Structure):
     _fields_ = (
-        ("table", CMatrix),
-        ("projection", CMatrix),
+        *_fields(CMatrix, "table projection"),
         ("norm", c_void_p),
         ("size", c_int32),
         ("table_multiplier", c_float),
@@ -77,125 +71,86 @@ class CPerLayerEmbedding(Structure):
 
 
 class CPerLayerInput(Structure):
-    _fields_ = (("gate", CMatrix), ("projection", CMatrix), ("norm", c_void_p))
+    _fields_ = (*_fields(CMatrix, "gate projection"), ("norm", c_void_p))
 
 
 class CLayer(Structure):
     _fields_ = (
-        ("query", CMatrix),
-        ("key", CMatrix),
-        ("value", CMatrix),
-        ("output", CMatrix),
+        *_fields(CMatrix, "query key value output"),
         ("mlp", CMlp),
-        ("attention_norm", c_void_p),
-        ("mlp_norm", c_void_p),
-        ("query_norm", c_void_p),
-        ("key_norm", c_void_p),
-        ("attention_output_norm", c_void_p),
+        *_fields(c_void_p, "attention_norm mlp_norm query_norm key_norm attention_output_norm"),
         ("mlp_output_norm", c_void_p),
         ("experts", POINTER(CMixtureOfExperts)),
         ("per_layer_input", POINTER(CPerLayerInput)),
         ("sinks", c_void_p),
-        ("group", c_int32),
-        ("cell_layer", c_int32),
-        ("rotated", c_int32),
+        *_fields(c_int32, "group cell_layer rotated"),
         ("output_scale", c_float),
     )
 
 
 class CLayerGroup(Structure):
     _fields_ = (
-        ("layer_count", c_int32),
-        ("kv_heads", c_int32),
-        ("head_dim", c_int32),
-        ("reserved", c_int32),
-        ("softmax_scale", c_float),
-        ("softcap", c_float),
-        ("query_scale", c_void_p),
-        ("inverse_frequencies", c_void_p),
+        *_fields(c_int32, "layer_count kv_heads head_dim reserved"),
+        *_fields(c_float, "softmax_scale softcap"),
+        *_fields(c_void_p, "query_scale inverse_frequencies"),
     )
 
 
 class CModel(Structure):
     _fields_ = (
-        ("layer_count", c_int32),
-        ("group_count", c_int32),
-        ("hidden_size", c_int32),
-        ("mlp_size", c_int32),
-        ("heads", c_int32),
-        ("values_normed", c_int32),
-        ("norm_eps", c_float),
-        ("norm_offset", c_float),
-        ("embedding_multiplier", c_float),
-        ("residual_multiplier", c_float),
-        ("qk_norm_whole", c_int32),
-        ("centred_norms", c_int32),
-        ("parallel", c_int32),
-        ("activation", c_int32),
-        ("expert_count", c_int32),
-        ("experts_per_token", c_int32),
-        ("expert_size", c_int32),
-        ("shared_expert_size", c_int32),
-        ("norm_topk", c_int32),
+        *_fields(c_int32, "layer_count group_count hidden_size mlp_size heads values_normed"),
+        *_fields(c_float, "norm_eps norm_offset embedding_multiplier residual_multiplier"),
+        *_fields(c_int32, "qk_norm_whole centred_norms parallel activation expert_count"),
+        *_fields(c_int32, "experts_per_token expert_size shared_expert_size norm_topk"),
         ("norm", c_void_p),
         ("per_layer", POINTER(CPerLayerEmbedding)),
         ("layers", POINTER(CLayer)),
         ("groups", POINTER(CLayerGroup)),
-        ("embedding", CMatrix),
-        ("head", CMatrix),
+        *_fields(CMatrix, "embedding head"),
     )
 
 
 class CStrides(Structure):
-    _fields_ = (("layer", c_ssize_t), ("head", c_ssize_t), ("cell", c_ssize_t))
+    _fields_ = _fields(c_ssize_t, "layer head cell")
 
 
 class CStoredCells(Structure):
     _fields_ = (
-        ("data", c_void_p),
-        ("scale", c_void_p),
-        ("strides", CStrides),
-        ("scale_strides", CStrides),
-        ("bits", c_int32),
-        ("reserved", c_int32),
+        *_fields(c_void_p, "data scale"),
+        *_fields(CStrides, "strides scale_strides"),
+        *_fields(c_int32, "bits reserved"),
     )
 
 
 class CSequence(Structure):
     _fields_ = (
-        ("token", c_int32),
-        ("view_count", c_int32),
+        *_fields(c_int32, "token view_count"),
         ("position", c_int64),
-        ("key", CStoredCells),
-        ("value", CStoredCells),
+        *_fields(CStoredCells, "key value"),
         ("queries", c_void_p),
     )
 
 
 class CSharedView(Structure):
     _fields_ = (
-        ("keys", CStoredCells),
-        ("values", CStoredCells),
-        ("first", c_int32),
-        ("cells", c_int32),
-        ("view_count", c_int32),
-        ("origin", c_int32),
-        ("bias", c_void_p),
-        ("cell_bias", c_void_p),
-        ("cell_bias_layer", c_ssize_t),
-        ("cell_bias_head", c_ssize_t),
+        *_fields(CStoredCells, "keys values"),
+        *_fields(c_int32, "first cells view_count origin"),
+        *_fields(c_void_p, "bias cell_bias"),
+        *_fields(c_ssize_t, "cell_bias_layer cell_bias_head"),
         ("ragged", c_void_p),
     )
 
 
 class CSequenceView(Structure):
-    _fields_ = (("position", c_int64), ("shared_view", c_int32), ("row", c_int32))
+    _fields_ = (
+        ("position", c_int64),
+        *_fields(c_int32, "shared_view row"),
+    )
 
 
 class CGroupViews(Structure):
     _fields_ = (
-        ("shared_view_count", c_int32),
-        ("view_count", c_int32),
+        *_fields(c_int32, "shared_view_count view_count"),
         ("sequences", POINTER(CSequence)),
         ("shared_views", POINTER(CSharedView)),
         ("views", POINTER(CSequenceView)),
@@ -204,8 +159,7 @@ class CGroupViews(Structure):
 
 class CDecodeStep(Structure):
     _fields_ = (
-        ("sequence_count", c_int32),
-        ("threads", c_int32),
+        *_fields(c_int32, "sequence_count threads"),
         ("groups", POINTER(CGroupViews)),
         ("hidden", c_void_p),
         ("seconds", POINTER(c_double)),
@@ -214,14 +168,9 @@ class CDecodeStep(Structure):
 
 class CChunkView(Structure):
     _fields_ = (
-        ("keys", CStoredCells),
-        ("values", CStoredCells),
-        ("cells", c_int32),
-        ("rotation", c_int32),
-        ("causal", c_int32),
-        ("bias_row", c_int32),
-        ("bias", c_void_p),
-        ("cell_bias", c_void_p),
+        *_fields(CStoredCells, "keys values"),
+        *_fields(c_int32, "cells rotation causal bias_row"),
+        *_fields(c_void_p, "bias cell_bias"),
         ("cell_bias_head", c_ssize_t),
         ("ragged", c_void_p),
     )
@@ -229,43 +178,22 @@ class CChunkView(Structure):
 
 class CChunk(Structure):
     _fields_ = (
-        ("tokens", c_int32),
-        ("heads", c_int32),
-        ("kv_heads", c_int32),
-        ("head_dim", c_int32),
-        ("rotations", c_int32),
-        ("view_count", c_int32),
-        ("threads", c_int32),
-        ("softmax_scale", c_float),
-        ("softcap", c_float),
+        *_fields(c_int32, "tokens heads kv_heads head_dim rotations view_count threads"),
+        *_fields(c_float, "softmax_scale softcap"),
         ("reserved", c_int32),
-        ("sinks", c_void_p),
-        ("q", c_void_p),
-        ("k", c_void_p),
-        ("v", c_void_p),
+        *_fields(c_void_p, "sinks q k v"),
         ("angles", POINTER(c_float)),
-        ("new_keys", c_void_p),
-        ("new_values", c_void_p),
-        ("new_key_head", c_ssize_t),
-        ("new_value_head", c_ssize_t),
+        *_fields(c_void_p, "new_keys new_values"),
+        *_fields(c_ssize_t, "new_key_head new_value_head"),
         ("views", POINTER(CChunkView)),
-        ("out", c_void_p),
-        ("log_sums", c_void_p),
+        *_fields(c_void_p, "out log_sums"),
     )
 
 
 class CSimilarity(Structure):
     _fields_ = (
-        ("heads", c_int32),
-        ("row_count", c_int32),
-        ("column_count", c_int32),
-        ("width", c_int32),
-        ("strictly_older", c_int32),
-        ("threads", c_int32),
-        ("rows", c_void_p),
-        ("columns", c_void_p),
-        ("max_products", c_void_p),
-        ("argmax", c_void_p),
+        *_fields(c_int32, "heads row_count column_count width strictly_older threads"),
+        *_fields(c_void_p, "rows columns max_products argmax"),
     )
 
 

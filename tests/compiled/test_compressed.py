@@ -53,10 +53,10 @@ def test_logits_are_as_near_to_float32_as_torch_in_bfloat16(
         sessions.append(transplanted(session, by_torch(model, dtype)))
     rows: list[list[torch.Tensor]] = [[], [], []]
     for first in range(0, 6 * step, step):
-        for each, found in zip(sessions, rows, strict=True):
+        for each, results in zip(sessions, rows, strict=True):
             each.feed(PROMPT[first : first + step])
-            found.append(last(each))
-    here, there, exact = (torch.stack(found) for found in rows)
+            results.append(last(each))
+    here, there, exact = (torch.stack(results) for results in rows)
     assert exact.abs().max() > 5
     assert (here - exact).square().mean() <= 1.2 * (there - exact).square().mean()
 
@@ -96,7 +96,7 @@ def test_observed_queries_equal_those_of_torch_to_bfloat16_rounding(
     family: str, head_dim: int
 ) -> None:
     model = packed_model(spec_of(head_dim, family), None)
-    found = []
+    results = []
     for each in (model, by_torch(model, torch.bfloat16)):
         session = each.session()
         session.cache.observe()
@@ -114,8 +114,8 @@ def test_observed_queries_equal_those_of_torch_to_bfloat16_rounding(
             queries = one.cache.observer.queries()
             assert queries is not None
             assert queries.times.tolist() == list(range(55))
-            found.append(queries.values.float())
-    for here, there in zip(found[:2], found[2:], strict=True):
+            results.append(queries.values.float())
+    for here, there in zip(results[:2], results[2:], strict=True):
         assert (here - there).square().mean() <= 1e-3 * there.square().mean()
 
 

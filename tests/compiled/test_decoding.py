@@ -91,14 +91,14 @@ def test_a_chunk_is_the_same_on_any_number_of_threads() -> None:
     model = packed_model(spec_of(), 4)
     threads = torch.get_num_threads()
     try:
-        found = []
+        results = []
         for count in (1, 2, 3):
             torch.set_num_threads(count)
-            found.append(logits_of(model, {"max_kv_size": 300}, 9))
+            results.append(logits_of(model, {"max_kv_size": 300}, 9))
     finally:
         torch.set_num_threads(threads)
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
 
 
 def edited(session: Session) -> Session:
@@ -175,10 +175,10 @@ def test_cells_equal_those_of_torch_to_bfloat16_rounding() -> None:
 def over_the_same_cells(model: Model, session: Session, kv_bits: str | None) -> Session:
     """Return a session of another model that continues from the cells of a session."""
     other = model.session(kv_bits=kv_bits)
-    memory, found = other._memory, session._memory.fork()
-    found.decoder, found.cache.layout = memory.decoder, memory.cache.layout
-    found.cache.far_layout = memory.cache.far_layout
-    other._state.memory = found
+    memory, results = other._memory, session._memory.fork()
+    results.decoder, results.cache.layout = memory.decoder, memory.cache.layout
+    results.cache.far_layout = memory.cache.far_layout
+    other._state.memory = results
     return other
 
 
@@ -192,9 +192,9 @@ def test_attention_over_quantised_cells_is_as_exact_as_torch(
     session = model.session(kv_bits=kv_bits)
     session.feed(PROMPT)
     models = [by_torch(model, torch.float32), by_torch(model, torch.bfloat16), model]
-    exact, reference, found = (over_the_same_cells(each, session, None) for each in models)
+    exact, reference, results = (over_the_same_cells(each, session, None) for each in models)
     rows: list[Tensor] = []
-    for one in (exact, reference, found):
+    for one in (exact, reference, results):
         seen = []
         for first in range(0, len(WRITTEN), n):
             one.feed(WRITTEN[first : first + n])
@@ -225,12 +225,12 @@ def test_new_cells_are_quantised_as_by_torch(
 
 def test_quantised_chunks_are_the_same_on_any_number_of_threads() -> None:
     model = packed_model(spec_of(), 4)
-    threads, found = torch.get_num_threads(), []
+    threads, results = torch.get_num_threads(), []
     try:
         for count in (1, 2, 3):
             torch.set_num_threads(count)
-            found.append(logits_of(model, {"max_kv_size": 300, "kv_bits": "8/4"}, 9))
+            results.append(logits_of(model, {"max_kv_size": 300, "kv_bits": "8/4"}, 9))
     finally:
         torch.set_num_threads(threads)
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])

@@ -31,15 +31,15 @@ TOKENS = [(i * i * 7 + 3 * i) % 250 + 1 for i in range(60)]
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_are_the_same_on_any_number_of_threads(kind: str, bits: int | None) -> None:
     model = packed_model(spec_of(64, kind), bits)  # type: ignore[arg-type]
-    threads, found = torch.get_num_threads(), []
+    threads, results = torch.get_num_threads(), []
     try:
         for count in (1, 2, 3):
             torch.set_num_threads(count)
-            found.append(logits_of(model, {"max_kv_size": 50}, 9))
+            results.append(logits_of(model, {"max_kv_size": 50}, 9))
     finally:
         torch.set_num_threads(threads)
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -62,11 +62,11 @@ def test_a_group_larger_than_a_block_gives_the_same_bits_as_each_alone(kind: str
 
 def decoded(model: Model) -> Tensor:
     """Return the logits of tokens decoded one by one, `[n, vocab]`."""
-    session, found = model.session(policy="full"), []
+    session, results = model.session(policy="full"), []
     for token in TOKENS[:20]:
         session.feed([token])
-        found.append(last(session))
-    return torch.stack(found)
+        results.append(last(session))
+    return torch.stack(results)
 
 
 def changed(spec: ModelSpec, model: Model, tensors: dict[str, Tensor]) -> Model:

@@ -205,17 +205,17 @@ def test_a_checkpoint_decodes_as_near_to_float32_as_transformers_in_bfloat16(
 ) -> None:
     model = load_model(str(written(tmp_path / kind, kind, smollm2_folder)))
     assert isinstance(model.decoder.executor, CompiledExecutor)
-    session, found = model.session(policy="full"), []
+    session, results = model.session(policy="full"), []
     for token in TOKENS:
         session.feed([token])
-        found.append(last(session))
+        results.append(last(session))
     theirs = []
     for dtype in (torch.float32, torch.bfloat16):
         loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / kind, dtype=dtype)
         with torch.no_grad():
             theirs.append(loaded.eval()(torch.tensor([TOKENS])).logits[0].float())
     exact, rounded = theirs
-    error = (torch.stack(found) - exact).square().mean().sqrt()
+    error = (torch.stack(results) - exact).square().mean().sqrt()
     assert error <= 1.1 * (rounded - exact).square().mean().sqrt()
 
 

@@ -72,17 +72,17 @@ def test_a_group_gives_the_same_bits_as_each_session_alone(
 @pytest.mark.parametrize(("family", "head_dim"), KINDS)
 def test_logits_are_the_same_on_any_number_of_threads(family: str, head_dim: int) -> None:
     model = packed_model(spec_of(head_dim, family), 4)
-    threads, found = torch.get_num_threads(), []
+    threads, actual = torch.get_num_threads(), []
     try:
         for count in (1, 2, 3):
             torch.set_num_threads(count)
             # In steps that kernels alone multiply: the library may split long sums among threads.
             options = {"max_kv_size": 60, "kv_bits": "8", "prefill_step": FEW}
-            found.append(logits_of(model, options, 9))
+            actual.append(logits_of(model, options, 9))
     finally:
         torch.set_num_threads(threads)
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
+    assert torch.equal(actual[0], actual[1])
+    assert torch.equal(actual[0], actual[2])
 
 
 @pytest.mark.parametrize(("family", "head_dim"), KINDS)
@@ -122,12 +122,12 @@ def test_a_gguf_file_decodes_as_near_to_float32_as_by_torch(
     path = str(write(tmp_path / "m.gguf", kind, theirs, stored))
     model = load_model(path)
     assert isinstance(model.decoder.executor, CompiledExecutor)
-    found = written_by(model)
+    actual = written_by(model)
     exact = written_by(load_model(path, dtype="float32"))
     monkeypatch.setenv("KVKEEP_COMPILED", "0")
     rounded = written_by(load_model(path))
     error = (rounded - exact).square().mean()
-    assert (found - exact).square().mean() <= 1.2 * error
+    assert (actual - exact).square().mean() <= 1.2 * error
 
 
 @pytest.mark.parametrize(

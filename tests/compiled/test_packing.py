@@ -25,14 +25,14 @@ NAMES = st.sampled_from(sorted(FORMATS))
 def test_a_files_blocks_are_packed_without_any_change_of_value(name, rows, tiles, seed):  # type: ignore[no-untyped-def]
     kind = FORMATS[name]
     blocks = random_blocks(name, rows, tiles * kind.span, seed)
-    wanted = exact(name, blocks)
-    assert wanted.isfinite().all()
+    expected = exact(name, blocks)
+    assert expected.isfinite().all()
     matrix = from_gguf(kind, torch.from_numpy(blocks))
-    assert torch.equal(matrix.values(), wanted)
+    assert torch.equal(matrix.values(), expected)
     there = pack(matrix)
-    assert (there.rows, there.columns) == wanted.shape
+    assert (there.rows, there.columns) == expected.shape
     shapes = (tuple(there.data.shape), tuple(there.scales.shape))
-    assert shapes == packed_shapes(kind, *wanted.shape)
+    assert shapes == packed_shapes(kind, *expected.shape)
     back = there.unpacked()
     assert torch.equal(back.codes, matrix.codes)
     assert all(torch.equal(*pair) for pair in zip(back.parts, matrix.parts, strict=True))

@@ -85,11 +85,11 @@ def rounded_rows(x: Tensor, kind: str | torch.dtype) -> Tensor:
     return ((groups / scale).round() * scale).flatten(1)
 
 
-def require_near(found: Tensor, x: Tensor, values: Tensor, added: Tensor | float) -> None:
+def require_near(actual: Tensor, x: Tensor, values: Tensor, added: Tensor | float) -> None:
     """Check a product up to the rounding of its sum in float32."""
-    wanted = x.double() @ values.double().T
+    expected = x.double() @ values.double().T
     size = x.double().abs() @ values.double().abs().T
-    assert ((found.double() - wanted - added).abs() <= 1e-6 * (1 + size)).all()
+    assert ((actual.double() - expected - added).abs() <= 1e-6 * (1 + size)).all()
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -114,13 +114,13 @@ def test_rows_are_rounded_relative_to_the_greatest_of_each_group(kind: str) -> N
     sizes = 2.0 ** torch.randint(-30, 30, (9, one.values.shape[1]), generator=generator)
     x = (inputs(9, one.values.shape[1]).float() * sizes).bfloat16()
     x[1], x[2, :40], x[3] = 0, 0, x[3] * 2.0**-110
-    wanted = x.double() @ one.values.double().T
+    expected = x.double() @ one.values.double().T
     groups, weights = (each.double().abs().unflatten(1, (-1, 32)) for each in (x, one.values))
     # What is within 2^6 of the greatest is exact, and the rest is off by half of a step of it.
     slack = (2.0**-14 * groups.amax(-1)) @ weights.sum(-1).T
     size = x.double().abs() @ one.values.double().abs().T
-    found = product(one.matrix(), x)
-    assert ((found.double() - wanted).abs() <= slack + 1e-6 * size + 1e-30).all()
+    actual = product(one.matrix(), x)
+    assert ((actual.double() - expected).abs() <= slack + 1e-6 * size + 1e-30).all()
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -152,10 +152,10 @@ def test_unpacked_weights_are_rounded_as_by_torch(
     kind: str | torch.dtype, size: tuple[int, int]
 ) -> None:
     one = make_matrix(kind, size)
-    wanted, linear = one.values.bfloat16(), one.linear()
-    assert torch.equal(linear.dense(), wanted)
+    expected, linear = one.values.bfloat16(), one.linear()
+    assert torch.equal(linear.dense(), expected)
     rows = torch.tensor([0, size[0] - 1, size[0] // 2])
-    assert torch.equal(linear.take_rows(rows), wanted[rows])
+    assert torch.equal(linear.take_rows(rows), expected[rows])
     for beyond in (-1, size[0]):
         with pytest.raises(KernelMismatch, match=f"0 to {size[0] - 1}"):
             linear.take_rows(torch.tensor([beyond]))
@@ -171,14 +171,14 @@ def test_many_rows_are_multiplied_by_torch(
     bias = torch.randn(264 + 16).bfloat16()
     one = make_matrix(kind, (264, 1312), bias)
     x = inputs(FEW + 5, one.values.shape[1])
-    wanted = torch.nn.functional.linear(
+    expected = torch.nn.functional.linear(
         x.double(), one.values.bfloat16().double(), bias[:264].double()
     )
     for count in (1, FEW, FEW + 1, FEW + 5):
-        found = one.linear(dtype)(x[:count])
-        assert found.dtype is torch.bfloat16
+        actual = one.linear(dtype)(x[:count])
+        assert actual.dtype is torch.bfloat16
         assert (
-            (found.double() - wanted[:count]).abs() <= 2**-8 * (0.1 + wanted[:count].abs())
+            (actual.double() - expected[:count]).abs() <= 2**-8 * (0.1 + expected[:count].abs())
         ).all()
 
 

@@ -82,15 +82,15 @@ MADE: dict[str, Callable[[Model], Session]] = {
 
 
 def cells(session: Session) -> list[Tensor]:
-    found = []
+    actual = []
     for segment in session.cache.segments:
         read = segment.read(0, segment.length).dequantised(torch.float32)
-        found += [read.keys, read.values, read.positions]
-    return found
+        actual += [read.keys, read.values, read.positions]
+    return actual
 
 
-def apart(found: Tensor, wanted: Tensor) -> float:
-    return float((found - wanted).norm() / wanted.norm())
+def relative_distance(actual: Tensor, expected: Tensor) -> float:
+    return float((actual - expected).norm() / expected.norm())
 
 
 def last(session: Session) -> Tensor:
@@ -102,24 +102,24 @@ def last(session: Session) -> Tensor:
 def test_prompts_are_evaluated_as_by_a_model_without_packed_weights(
     make: Callable[[Model], Session],
 ) -> None:
-    session, wanted = make(PACKED), make(plain(PACKED))
-    assert session.tokens == wanted.tokens == PROMPT
-    assert all(torch.equal(*pair) for pair in zip(cells(session), cells(wanted), strict=True))
-    assert torch.equal(last(session), last(wanted))
+    session, expected = make(PACKED), make(plain(PACKED))
+    assert session.tokens == expected.tokens == PROMPT
+    assert all(torch.equal(*pair) for pair in zip(cells(session), cells(expected), strict=True))
+    assert torch.equal(last(session), last(expected))
 
 
 @pytest.mark.parametrize("step", [1, 64, 7])
 def test_the_prefill_step_changes_logits_by_no_more_than_rounding(step: int) -> None:
     whole = last(fed_in_steps_of(PACKED, 512, keep=0))
-    found = last(fed_in_steps_of(PACKED, step, keep=0))
-    assert apart(found, whole) <= ROUNDED
+    actual = last(fed_in_steps_of(PACKED, step, keep=0))
+    assert relative_distance(actual, whole) <= ROUNDED
 
 
 def test_sampled_tokens_read_packed_weights() -> None:
     session, other = fed_in_steps_of(PACKED, 512), fed_in_steps_of(plain(PACKED), 512)
     assert torch.equal(last(session), last(other))
     assert session.next_token() == other.next_token()
-    assert apart(last(session), last(other)) > 4 * ROUNDED
+    assert relative_distance(last(session), last(other)) > 4 * ROUNDED
 
 
 def test_a_group_reads_packed_weights_as_each_session_alone() -> None:
@@ -151,10 +151,10 @@ def test_score_as_written_reads_packed_weights() -> None:
 def test_cells_in_a_prefix_store_do_not_depend_on_the_step(tmp_path) -> None:  # type: ignore[no-untyped-def]
     store, prompt = PrefixStore(tmp_path), (PROMPT * 4)[: BLOCK_TOKENS + 4]
     PACKED.session(prefill_step=1, store=store).feed(prompt)
-    session, wanted = PACKED.session(store=store), PACKED.session()
+    session, expected = PACKED.session(store=store), PACKED.session()
     assert session.feed(prompt).reused == BLOCK_TOKENS
-    wanted.feed(prompt)
-    assert apart(last(session), last(wanted)) <= ROUNDED
+    expected.feed(prompt)
+    assert relative_distance(last(session), last(expected)) <= ROUNDED
 
 
 @pytest.mark.parametrize("step", [20, 8, 1])
@@ -163,15 +163,15 @@ def test_the_default_model_evaluates_a_prompt_alike_with_any_weights(
 ) -> None:
     assert smollm2.weights == "Q4_1"
     ids = smollm2.text.encode("The cells of a prompt are those of its own weights, all of them.")
-    found = []
+    actual = []
     for model in (smollm2, kvkeep.load_model(weights="bf16")):
         session = model.session(keep=0, prefill_step=step)
         session.feed((ids * 2)[:20])
-        found.append(cells(session))
+        actual.append(cells(session))
     if step > FEW:  # the same product by the same library
-        assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
-    for one, other in zip(*found, strict=True):
-        assert apart(one.float(), other.float()) <= ROUNDED
+        assert all(torch.equal(*pair) for pair in zip(*actual, strict=True))
+    for one, other in zip(*actual, strict=True):
+        assert relative_distance(one.float(), other.float()) <= ROUNDED
 
 
 def test_perplexity_of_a_written_text_reads_packed_weights() -> None:

@@ -75,11 +75,11 @@ def transplanted(session: Session, model: Model, kv_bits: Any = None) -> Session
 
 
 def in_dtype(cells: Cells, dtype: torch.dtype) -> Cells:
-    kept = [
+    tensors = [
         x.to(dtype) if isinstance(x, torch.Tensor) else x
         for x in (cells.stored_keys, cells.stored_values)
     ]
-    return replace(cells, stored_keys=kept[0], stored_values=kept[1])
+    return replace(cells, stored_keys=tensors[0], stored_values=tensors[1])
 
 
 def require_near(model: Model, session: Session, step: int, kv_bits: Any = None) -> None:
@@ -96,10 +96,10 @@ def require_near(model: Model, session: Session, step: int, kv_bits: Any = None)
         rows: list[list[torch.Tensor]] = [[], [], []]
         for first in range(0, 3 * step, step):
             ids = [(token + 61 * text) % VOCABULARY for token in PROMPT[first : first + step]]
-            for each, found in zip(sessions, rows, strict=True):
+            for each, results in zip(sessions, rows, strict=True):
                 each.feed(ids)
-                found.append(last(each))
-        here, there, exact = (torch.stack(found) for found in rows)
+                results.append(last(each))
+        here, there, exact = (torch.stack(results) for results in rows)
         assert exact.abs().max() > 5
         errors += torch.stack([(here - exact).square().mean(), (there - exact).square().mean()])
     assert errors[0] <= 1.2 * errors[1]
@@ -199,16 +199,16 @@ def model_fed(model: Model) -> Session:
 
 @pytest.mark.parametrize("make", MADE)
 def test_logits_are_the_same_on_any_number_of_threads(make: Callable[..., Session]) -> None:
-    parent, found = make(packed_model(spec_of(), None)), []
+    parent, results = make(packed_model(spec_of(), None)), []
     for threads in (1, 2, 5):
         session = parent.fork()
         torch.set_num_threads(threads)
         session.feed(PROMPT[:50])
         for token in PROMPT[50:53]:
             session.feed([token])
-        found.append(last(session))
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
+        results.append(last(session))
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
 
 
 def test_memory_shared_by_forks_is_counted_once_and_to_the_byte() -> None:

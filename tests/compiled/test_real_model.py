@@ -30,9 +30,9 @@ def perplexity(model: Model, written: bool) -> float:
 
 def test_four_bit_weights_have_the_perplexity_of_their_unpacked_values(smollm2: Model) -> None:
     assert smollm2.weights == "Q4_1"
-    wanted = perplexity(by_torch(kvkeep.load_model(weights="bf16")), False)
-    assert perplexity(smollm2, True) == pytest.approx(wanted, rel=0.01)
-    assert perplexity(smollm2, False) == pytest.approx(wanted, rel=0.01)
+    expected = perplexity(by_torch(kvkeep.load_model(weights="bf16")), False)
+    assert perplexity(smollm2, True) == pytest.approx(expected, rel=0.01)
+    assert perplexity(smollm2, False) == pytest.approx(expected, rel=0.01)
 
 
 def logits_of(model: Model) -> Tensor:

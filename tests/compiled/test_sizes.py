@@ -68,7 +68,7 @@ def test_chunks_of_any_length_over_any_number_of_cells(
         with torch.inference_mode(), cache.step(n) as step:
             assert isinstance(step, ChunkStep)
             step.log_sums = torch.full((1, heads, n), math.nan)
-            found = ChunkAttention(step, kernels).attend(0, q, k, v)
+            results = ChunkAttention(step, kernels).attend(0, q, k, v)
         now = torch.arange(first, first + n)
         rotation = rope.at(now)
         keys = torch.cat((held[0], rotate(k, rotation).transpose(0, 1).float()), 1)
@@ -77,8 +77,8 @@ def test_chunks_of_any_length_over_any_number_of_cells(
         seen = times <= now[:, None]
         if size is not None:
             seen &= times > now[:, None] - size
-        wanted, log_sums = plainly(rotate(q, rotation), keys, values, seen)
-        assert (found.double() - wanted).abs().max() < 0.025
+        expected, log_sums = plainly(rotate(q, rotation), keys, values, seen)
+        assert (results.double() - expected).abs().max() < 0.025
         assert (step.log_sums[0].double() - log_sums).abs().max() < 0.005
         # What quantised cells are worth is another matter: they are looked at as they are kept.
         segment = cache.segments[-1]
@@ -107,15 +107,15 @@ def test_decode_steps_over_any_number_of_cells(sizes: dict[str, int], bits: int 
     exact = by_torch(model, torch.float32)
     for other in (by_torch(model, torch.bfloat16), model):
         sessions = [each.session(policy="full") for each in (exact, other)]
-        found: list[Tensor] = []
+        results: list[Tensor] = []
         for cells in (0, 1, 14, 15, 16, 17, 62, 63, 64, 65, 254, 255, 256, 257):
             for session in sessions:
                 missing = ids[len(session.tokens) : cells]
                 if missing:
                     session.feed(missing)
                 session.score([ids[cells]], written=True)
-            found.append((last(sessions[0]) - last(sessions[1])).square().mean())
-        errors.append(torch.stack(found))
+            results.append((last(sessions[0]) - last(sessions[1])).square().mean())
+        errors.append(torch.stack(results))
     assert errors[1].mean() <= 1.2 * errors[0].mean()
     assert errors[1].max() <= 2 * errors[0].max()
 
