@@ -1,1 +1,1 @@
-"""Where models come from: hub, package index, GGUF files, and the local library."""
+"""Sources of models: the hub, the package index, GGUF files, and the local library."""

@@ -32,55 +32,46 @@ _GLM = "GLM-4 runs"
 _PHI = "Phi-3 and Phi-4 run"
 _ANY = "Llama 3, Qwen3 and Granite run"
 
-# Architecture to the reason and to what can be used instead, by name in config.json and in GGUF.
-_REASONS: dict[str, tuple[str, str]] = {
-    "Qwen3NextForCausalLM": (_DELTA, _QWEN3),
-    "qwen3next": (_DELTA, _QWEN3),
-    "Qwen3_5ForCausalLM": (_DELTA, _QWEN3),
-    "Qwen3_5ForConditionalGeneration": (_DELTA, _QWEN3),
-    "qwen35": (_DELTA, _QWEN3),
-    "Qwen3_5MoeForCausalLM": (_DELTA, _QWEN3),
-    "Qwen3_5MoeForConditionalGeneration": (_DELTA, _QWEN3),
-    "qwen35moe": (_DELTA, _QWEN3),
-    "Lfm2ForCausalLM": (_CONVOLUTIONS, _ANY),
-    "lfm2": (_CONVOLUTIONS, _ANY),
-    "Lfm2MoeForCausalLM": (_CONVOLUTIONS, _ANY),
-    "lfm2moe": (_CONVOLUTIONS, _ANY),
-    "GraniteMoeHybridForCausalLM": (_MAMBA, _GRANITE),
-    "granitehybrid": (_MAMBA, _GRANITE),
-    "BambaForCausalLM": (_MAMBA, _GRANITE),
-    "FalconH1ForCausalLM": (_MAMBA, "Falcon 3 runs, which is a Llama"),
-    "falcon-h1": (_MAMBA, "Falcon 3 runs, which is a Llama"),
-    "NemotronHForCausalLM": (_MAMBA, _LLAMA),
-    "nemotron_h": (_MAMBA, _LLAMA),
-    "nemotron_h_moe": (_MAMBA, _LLAMA),
-    "JambaForCausalLM": (_MAMBA, _ANY),
-    "jamba": (_MAMBA, _ANY),
-    "MambaForCausalLM": (_MAMBA, _ANY),
-    "Mamba2ForCausalLM": (_MAMBA, _ANY),
-    "mamba": (_MAMBA, _ANY),
-    "mamba2": (_MAMBA, _ANY),
-    "DeepseekV2ForCausalLM": (_LATENT, "its distillations into Qwen2 and Llama run"),
-    "DeepseekV3ForCausalLM": (_LATENT, "its distillations into Qwen2 and Llama run"),
-    "deepseek2": (_LATENT, "its distillations into Qwen2 and Llama run"),
-    "MiniCPM3ForCausalLM": (_LATENT, _ANY),
-    "minicpm3": (_LATENT, _ANY),
-    "Mistral4ForCausalLM": (_LATENT, "Mistral Small 3 and Ministral 3 run"),
-    "mistral4": (_LATENT, "Mistral Small 3 and Ministral 3 run"),
-    "Qwen3VLMoeForConditionalGeneration": (
-        "stores experts in another order",
-        "a GGUF file of it runs, and Qwen3-VL",
+# Reason and alternative to the architectures, by their names in config.json and in GGUF files.
+_UNSUPPORTED: dict[tuple[str, str], tuple[str, ...]] = {
+    (_DELTA, _QWEN3): (
+        "Qwen3NextForCausalLM",
+        "qwen3next",
+        "Qwen3_5ForCausalLM",
+        "Qwen3_5ForConditionalGeneration",
+        "qwen35",
+        "Qwen3_5MoeForCausalLM",
+        "Qwen3_5MoeForConditionalGeneration",
+        "qwen35moe",
     ),
-    "Glm4MoeForCausalLM": (_GROUPS, _GLM),
-    "glm4moe": (_GROUPS, _GLM),
-    "Ernie4_5_MoeForCausalLM": (_GROUPS, _QWEN3_MOE),
-    "ernie4_5-moe": (_GROUPS, _QWEN3_MOE),
-    "Dots1ForCausalLM": (_GROUPS, _QWEN3_MOE),
-    "dots1": (_GROUPS, _QWEN3_MOE),
-    "PhimoeForCausalLM": (_SPARSEMIXER, _PHI),
-    "phimoe": (_SPARSEMIXER, _PHI),
-    "GraniteMoeSharedForCausalLM": (_SHARED, _GRANITE),
+    (_CONVOLUTIONS, _ANY): ("Lfm2ForCausalLM", "lfm2", "Lfm2MoeForCausalLM", "lfm2moe"),
+    (_MAMBA, _GRANITE): ("GraniteMoeHybridForCausalLM", "granitehybrid", "BambaForCausalLM"),
+    (_MAMBA, "Falcon 3 runs, which is a Llama"): ("FalconH1ForCausalLM", "falcon-h1"),
+    (_MAMBA, _LLAMA): ("NemotronHForCausalLM", "nemotron_h", "nemotron_h_moe"),
+    (_MAMBA, _ANY): (
+        "JambaForCausalLM",
+        "jamba",
+        "MambaForCausalLM",
+        "Mamba2ForCausalLM",
+        "mamba",
+        "mamba2",
+    ),
+    (_LATENT, "its distillations into Qwen2 and Llama run"): (
+        "DeepseekV2ForCausalLM",
+        "DeepseekV3ForCausalLM",
+        "deepseek2",
+    ),
+    (_LATENT, _ANY): ("MiniCPM3ForCausalLM", "minicpm3"),
+    (_LATENT, "Mistral Small 3 and Ministral 3 run"): ("Mistral4ForCausalLM", "mistral4"),
+    ("stores experts in another order", "a GGUF file of it runs, and Qwen3-VL"): (
+        "Qwen3VLMoeForConditionalGeneration",
+    ),
+    (_GROUPS, _GLM): ("Glm4MoeForCausalLM", "glm4moe"),
+    (_GROUPS, _QWEN3_MOE): ("Ernie4_5_MoeForCausalLM", "ernie4_5-moe", "Dots1ForCausalLM", "dots1"),
+    (_SPARSEMIXER, _PHI): ("PhimoeForCausalLM", "phimoe"),
+    (_SHARED, _GRANITE): ("GraniteMoeSharedForCausalLM",),
 }
+_REASONS = {name: reason for reason, names in _UNSUPPORTED.items() for name in names}
 
 
 def unsupported_reason(architecture: object) -> str:
