@@ -1,4 +1,4 @@
-"""Random small configurations of every family, as transformers' config classes take them."""
+"""Random small configs of every family, as arguments of transformers' config classes."""
 
 from dataclasses import fields
 from functools import cache
@@ -8,9 +8,9 @@ from typing import Any
 
 import transformers
 
-LOCAL, WHOLE = "sliding_attention", "full_attention"
-TWO_ROPES = ("Olmo3", "Gemma3Text", "Gemma3nText", "Gemma4Text")
-ROTATE_PARTS = ("Phi3", "Glm", "Glm4")
+LOCAL, GLOBAL = "sliding_attention", "full_attention"
+SEPARATE_LOCAL_ROPE = ("Olmo3", "Gemma3Text", "Gemma3nText", "Gemma4Text")
+PARTIAL_ROTARY = ("Phi3", "Glm", "Glm4")
 FIXED_HEADS = ("Cohere2", "Olmoe", "Qwen2_5_VLText")  # as wide as the hidden size says
 MULTIPLIERS = (
     "embedding_multiplier",
@@ -25,24 +25,24 @@ FLAGS += ("use_double_wide_mlp", "attention_k_eq_v")
 
 @cache
 def text_class(architecture: str) -> type[transformers.PreTrainedConfig]:
-    """The config class of an architecture's language model."""
+    """Return the config class of an architecture's language model."""
     return type(getattr(transformers, architecture).config_class().get_text_config())
 
 
-def family_of(architecture: str) -> str:
-    """The name of that class, without "Config"."""
+def family_name(architecture: str) -> str:
+    """Return the name of that class without "Config"."""
     return text_class(architecture).__name__.removesuffix("Config")
 
 
 @cache
-def defaults(architecture: str) -> dict[str, Any]:
-    """Of the fields of that class."""
-    return {each.name: each.default for each in fields(text_class(architecture))}
+def class_defaults(architecture: str) -> dict[str, Any]:
+    """Return the default of each field of that class."""
+    return {field.name: field.default for field in fields(text_class(architecture))}
 
 
-def drawn(architecture: str, random: Random) -> dict[str, Any]:
-    """The fields of a language model's config; about a third of those that may lack do."""
-    family, named = family_of(architecture), defaults(architecture)
+def random_config(architecture: str, random: Random) -> dict[str, Any]:
+    """Draw the fields of a language model's config, without about 30% of the optional ones."""
+    family, class_fields = family_name(architecture), class_defaults(architecture)
     layers, heads = random.randint(2, 5), random.choice([1, 2, 3, 4, 6, 8])
     head_dim = random.choice([4, 8, 16] if family.startswith("Glm") else [4, 6, 8, 10, 12, 16, 24])
     values: dict[str, Any] = {
@@ -57,46 +57,50 @@ def drawn(architecture: str, random: Random) -> dict[str, Any]:
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
-    if named.get("head_dim") is not None or (family not in FIXED_HEADS and random.random() < 0.4):
+    if class_fields.get("head_dim") is not None or (
+        family not in FIXED_HEADS and random.random() < 0.4
+    ):
         values["head_dim"] = head_dim
         if random.random() < 0.5 and family not in FIXED_HEADS and family != "Phi3":
             values["hidden_size"] = heads * random.randint(2, 24)
     for name in ("rms_norm_eps", "layer_norm_eps"):
-        if name in named and random.random() < 0.7:
+        if name in class_fields and random.random() < 0.7:
             values[name] = random.choice([1e-6, 1e-5, 1e-3, 0.1])
     for name in FLAGS:
-        if name in named and random.random() < 0.7:
+        if name in class_fields and random.random() < 0.7:
             values[name] = random.random() < 0.5
     for name in MULTIPLIERS:
-        if name in named and random.random() < 0.7:
+        if name in class_fields and random.random() < 0.7:
             values[name] = random.uniform(0.1, 4)
-    values |= _layers(family, layers, random) | _experts(family, named, layers, random)
+    values |= _layer_kinds(family, layers, random) | _experts(family, class_fields, layers, random)
     values |= _gemma(family, values, random)
     width = values.get("head_dim") or values["hidden_size"] // heads
     values |= _rope(family, values, width, random)
-    return values | _refused(named, values, random)
+    return values | _unsupported_field(class_fields, values, random)
 
 
-def _refused(named: dict[str, Any], values: dict[str, Any], random: Random) -> dict[str, Any]:
-    """Seldom something that kvkeep does not run."""
-    every = {
+def _unsupported_field(
+    class_fields: dict[str, Any], values: dict[str, Any], random: Random
+) -> dict[str, Any]:
+    """Return, in 4% of the draws, a field with a value that kvkeep does not support."""
+    total = {
         "use_qk_norm": True,
         "clip_qkv": 8.0,
         "swiglu_limit": 5.0,
         "hidden_act": "relu",
         "hidden_activation": "relu",
     }
-    found = {name: value for name, value in every.items() if name in named}
+    result = {name: value for name, value in total.items() if name in class_fields}
     if values.get("sliding_window") and "sliding_window_pattern" not in values:
-        found["sliding_window"] = 0
-    if not found or random.random() < 0.96:
+        result["sliding_window"] = 0
+    if not result or random.random() < 0.96:
         return {}
-    name = random.choice(sorted(found))
-    return {name: found[name]}
+    name = random.choice(sorted(result))
+    return {name: result[name]}
 
 
-def _layers(family: str, layers: int, random: Random) -> dict[str, Any]:
-    """Which layers slide, how far, and which have no RoPE."""
+def _layer_kinds(family: str, layers: int, random: Random) -> dict[str, Any]:
+    """Draw which layers are local, their window, and which layers have no RoPE."""
     window = random.choice([1, 2, 3, 5, 9, 16, 30])
     if family in ("Mistral", "Ministral3", "Mixtral", "Phi3"):
         return {"sliding_window": random.choice([None, None, window + 8])}
@@ -107,31 +111,33 @@ def _layers(family: str, layers: int, random: Random) -> dict[str, Any]:
             "max_window_layers": random.randint(0, layers),
         }
     if family == "GraniteMoeHybrid":
-        return {"layer_types": [WHOLE] * layers}
-    found: dict[str, Any] = {}
-    kinds = [random.choice([LOCAL, LOCAL, WHOLE]) for _ in range(layers)]
-    kinds[-1 if family == "Gemma4Text" else random.randrange(layers)] = WHOLE
+        return {"layer_types": [GLOBAL] * layers}
+    result: dict[str, Any] = {}
+    kinds = [random.choice([LOCAL, LOCAL, GLOBAL]) for _ in range(layers)]
+    kinds[-1 if family == "Gemma4Text" else random.randrange(layers)] = GLOBAL
     if family == "SmolLM3":
         if random.random() < 0.5:
-            found["no_rope_layers"] = [random.randint(0, 1) for _ in range(layers)]
+            result["no_rope_layers"] = [random.randint(0, 1) for _ in range(layers)]
         else:
-            found["no_rope_layer_interval"] = random.randint(2, layers)
+            result["no_rope_layer_interval"] = random.randint(2, layers)
         if random.random() < 0.5:
-            return found
-        found["use_sliding_window"] = random.random() < 0.5
-    elif family not in ("Exaone4", "Cohere2", "GptOss", "Gemma2", *TWO_ROPES):
+            return result
+        result["use_sliding_window"] = random.random() < 0.5
+    elif family not in ("Exaone4", "Cohere2", "GptOss", "Gemma2", *SEPARATE_LOCAL_ROPE):
         return {}
-    found["sliding_window"] = window
+    result["sliding_window"] = window
     if family == "Exaone4" and random.random() < 0.2:
-        return {"sliding_window": None, "layer_types": [WHOLE] * layers}
+        return {"sliding_window": None, "layer_types": [GLOBAL] * layers}
     if family in ("Exaone4", "Cohere2", "Gemma3Text") and random.random() < 0.3:
-        return found | {"sliding_window_pattern": random.randint(1, layers)}
+        return result | {"sliding_window_pattern": random.randint(1, layers)}
     if family in ("GptOss", "Gemma2", "Gemma4Text") and random.random() < 0.3:
-        return found
-    return found | {"layer_types": kinds}
+        return result
+    return result | {"layer_types": kinds}
 
 
-def _experts(family: str, named: dict[str, Any], layers: int, random: Random) -> dict[str, Any]:
+def _experts(
+    family: str, class_fields: dict[str, Any], layers: int, random: Random
+) -> dict[str, Any]:
     if family == "GraniteMoeHybrid":
         width = random.randint(8, 96)
         return {
@@ -140,34 +146,34 @@ def _experts(family: str, named: dict[str, Any], layers: int, random: Random) ->
             "position_embedding_type": "rope",
             "mamba_n_heads": 1,
         }
-    if "num_experts_per_tok" not in named:
+    if "num_experts_per_tok" not in class_fields:
         return {}
-    every = random.randint(1, 7)
-    name = "num_local_experts" if "num_local_experts" in named else "num_experts"
-    found: dict[str, Any] = {name: every, "num_experts_per_tok": random.randint(1, every)}
+    total = random.randint(1, 7)
+    name = "num_local_experts" if "num_local_experts" in class_fields else "num_experts"
+    result: dict[str, Any] = {name: total, "num_experts_per_tok": random.randint(1, total)}
     for width in ("moe_intermediate_size", "shared_expert_intermediate_size"):
-        if width in named:
-            found[width] = random.randint(4, 40)
-    if "decoder_sparse_step" in named:
-        found["decoder_sparse_step"] = random.choice([1, 1, 2])
-        found["mlp_only_layers"] = random.choice([[], [0], [random.randrange(layers)]])
-    return found
+        if width in class_fields:
+            result[width] = random.randint(4, 40)
+    if "decoder_sparse_step" in class_fields:
+        result["decoder_sparse_step"] = random.choice([1, 1, 2])
+        result["mlp_only_layers"] = random.choice([[], [0], [random.randrange(layers)]])
+    return result
 
 
 def _gemma(family: str, values: dict[str, Any], random: Random) -> dict[str, Any]:
-    """What Gemma alone has."""
+    """Draw the fields that only Gemma has."""
     if not family.startswith("Gemma"):
         return {}
-    layers, found = values["num_hidden_layers"], dict[str, Any]()
+    layers, result = values["num_hidden_layers"], dict[str, Any]()
     if random.random() < 0.6:
-        usual = 8.0 if family == "Gemma3nText" else None  # where it may not be null
-        found["final_logit_softcapping"] = random.choice([usual, 2.0, 30.0])
+        default = 8.0 if family == "Gemma3nText" else None  # where it may not be null
+        result["final_logit_softcapping"] = random.choice([default, 2.0, 30.0])
     if family in ("Gemma2", "Gemma3Text"):
-        found["query_pre_attn_scalar"] = random.choice([1, 4, 16, 24, 256])
+        result["query_pre_attn_scalar"] = random.choice([1, 4, 16, 24, 256])
     if family == "Gemma2" and random.random() < 0.7:
-        found["attn_logit_softcapping"] = random.choice([None, 1.5, 50.0])
+        result["attn_logit_softcapping"] = random.choice([None, 1.5, 50.0])
     if family not in ("Gemma3nText", "Gemma4Text"):
-        return found
+        return result
     kinds = values.get("layer_types") or []
     shareable = [
         n for n in range(1, layers) if LOCAL in kinds and set(kinds[-n:]) <= set(kinds[:-n])
@@ -175,11 +181,11 @@ def _gemma(family: str, values: dict[str, Any], random: Random) -> dict[str, Any
     shared = random.choice([0, *shareable])
     if family == "Gemma4Text" and set(kinds[: layers - shared]) != set(kinds):
         shared = 0
-    found |= {"num_kv_shared_layers": shared, "vocab_size_per_layer_input": values["vocab_size"]}
+    result |= {"num_kv_shared_layers": shared, "vocab_size_per_layer_input": values["vocab_size"]}
     if family == "Gemma3nText":
         inputs = random.randint(1, 4)
         widths = [random.randint(8, 96) for _ in range(layers)]
-        return found | {
+        return result | {
             "vocab_size_per_layer_input": random.randint(40, values["vocab_size"]),
             "hidden_size_per_layer_input": random.randint(2, 12),
             "altup_num_inputs": inputs,
@@ -188,38 +194,44 @@ def _gemma(family: str, values: dict[str, Any], random: Random) -> dict[str, Any
             "intermediate_size": random.choice([widths, widths[0]]),
             "activation_sparsity_pattern": [random.choice([0.0, 0.5, 0.95]) for _ in range(layers)],
         }
-    found["hidden_size_per_layer_input"] = random.choice([0, 4, 7] if shared == 0 else [4, 7])
-    found["global_head_dim"] = random.choice([values["head_dim"], 8, 16])
+    result["hidden_size_per_layer_input"] = random.choice([0, 4, 7] if shared == 0 else [4, 7])
+    result["global_head_dim"] = random.choice([values["head_dim"], 8, 16])
     if values.get("attention_k_eq_v") and random.random() < 0.7:
         heads = values["num_attention_heads"]
-        found["num_global_key_value_heads"] = gcd(heads, random.randint(1, heads))
+        result["num_global_key_value_heads"] = gcd(heads, random.randint(1, heads))
     if random.random() < 0.3:
-        every = random.randint(1, 7)
-        found |= {"enable_moe_block": True, "num_experts": every}
-        found |= {"top_k_experts": random.randint(1, every)}
-        found["moe_intermediate_size"] = random.randint(4, 40)
-    return found
+        total = random.randint(1, 7)
+        result |= {"enable_moe_block": True, "num_experts": total}
+        result |= {"top_k_experts": random.randint(1, total)}
+        result["moe_intermediate_size"] = random.randint(4, 40)
+    return result
 
 
 def _rope(family: str, values: dict[str, Any], width: int, random: Random) -> dict[str, Any]:
     if random.random() < 0.2 and family != "Qwen2_5_VLText":
         return {}
-    if family not in TWO_ROPES:
-        return _flat(family, values, width, random)
-    near = _flat(family, values, width, random)["rope_parameters"]
+    if family not in SEPARATE_LOCAL_ROPE:
+        return _rope_settings(family, values, width, random)
+    local_rope = _rope_settings(family, values, width, random)["rope_parameters"]
     if family == "Gemma4Text":
         width = values["global_head_dim"]
-        part = random.choice([0.25, 0.5, 1.0])
-        whole = {"rope_type": "proportional", "partial_rotary_factor": part, "rope_theta": 5e3}
+        share = random.choice([0.25, 0.5, 1.0])
+        global_rope = {
+            "rope_type": "proportional",
+            "partial_rotary_factor": share,
+            "rope_theta": 5e3,
+        }
         if random.random() < 0.3:
-            whole["factor"] = 2.0
+            global_rope["factor"] = 2.0
     if family != "Gemma4Text" or random.random() < 0.5:
-        whole = _flat(family, values, width, random)["rope_parameters"]
-    return {"rope_parameters": {WHOLE: whole, LOCAL: near}}
+        global_rope = _rope_settings(family, values, width, random)["rope_parameters"]
+    return {"rope_parameters": {GLOBAL: global_rope, LOCAL: local_rope}}
 
 
-def _flat(family: str, values: dict[str, Any], width: int, random: Random) -> dict[str, Any]:
-    """RoPE settings of one kind; of Phi-3 also what it has beside them."""
+def _rope_settings(
+    family: str, values: dict[str, Any], width: int, random: Random
+) -> dict[str, Any]:
+    """Draw the RoPE settings of one kind of layers, and for Phi-3 a config field beside them."""
     kinds = ["default", "linear", "llama3", "yarn", "longrope"]
     kind = random.choice(["default", "longrope"] if family == "Phi3" else kinds)
     if family == "Ministral3" and kind != "longrope":
@@ -229,13 +241,13 @@ def _flat(family: str, values: dict[str, Any], width: int, random: Random) -> di
     if family == "Gemma4Text" and kind == "longrope":  # which transformers does not run there
         kind = "yarn"
     settings: dict[str, Any] = {"rope_type": kind, "rope_theta": random.choice([50.0, 1e4, 1e6])}
-    pairs, beside = width // 2, dict[str, Any]()
-    if family in ROTATE_PARTS and random.random() < 0.7:
-        part = random.choice(
+    pairs, config_fields = width // 2, dict[str, Any]()
+    if family in PARTIAL_ROTARY and random.random() < 0.7:
+        share = random.choice(
             [p for p in (0.25, 0.5, 0.75, 1.0) if int(width * p) % 2 == 0 < int(width * p)]
         )
-        settings["partial_rotary_factor"] = part
-        pairs = int(width * part) // 2
+        settings["partial_rotary_factor"] = share
+        pairs = int(width * share) // 2
     elif family in ("Glm", "Glm4"):
         pairs = width // 4
     original = random.choice([40, 64, values["max_position_embeddings"]])
@@ -251,7 +263,7 @@ def _flat(family: str, values: dict[str, Any], width: int, random: Random) -> di
         settings["long_factor"] = [random.uniform(3, 9) for _ in range(pairs)]
         settings |= random.choice([{}, {"factor": 4.0}, {"attention_factor": 1.3}])
     if kind == "longrope" and family == "Phi3":
-        beside = {"original_max_position_embeddings": original}
+        config_fields = {"original_max_position_embeddings": original}
     elif kind in ("llama3", "yarn", "longrope") and (
         random.random() < 0.8 or family in ("Gemma4Text", "Ministral3")
     ):
@@ -260,20 +272,20 @@ def _flat(family: str, values: dict[str, Any], width: int, random: Random) -> di
         settings["llama_4_scaling_beta"] = 0.1
     if family == "Qwen2_5_VLText":
         settings["mrope_section"] = [pairs, 0, 0]
-    return {"rope_parameters": settings, **beside}
+    return {"rope_parameters": settings, **config_fields}
 
 
 def _yarn(family: str, random: Random) -> dict[str, Any]:
-    """Of two tables, transformers looks for `truncate` beside them, where nothing is."""
-    found: dict[str, Any] = {"factor": random.choice([1.0, 2.0, 8.0])}
-    found |= random.choice([{}, {"beta_fast": 16.0, "beta_slow": 2.0}])
+    """Draw yarn settings. With two tables, transformers does not find `truncate`."""
+    result: dict[str, Any] = {"factor": random.choice([1.0, 2.0, 8.0])}
+    result |= random.choice([{}, {"beta_fast": 16.0, "beta_slow": 2.0}])
     factors = [
         {},
         {"attention_factor": 1.4},
         {"mscale": 0.7},
         {"mscale": 1.0, "mscale_all_dim": 0.5},
     ]
-    found |= random.choice(factors)
-    if family not in TWO_ROPES and random.random() < 0.3:
-        found["truncate"] = False
-    return found
+    result |= random.choice(factors)
+    if family not in SEPARATE_LOCAL_ROPE and random.random() < 0.3:
+        result["truncate"] = False
+    return result

@@ -176,7 +176,7 @@ def vocabularies(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], T
     made = {}
     for prefix, how in ((True, LIKE_LLAMA2), (False, LIKE_GEMMA)):
         folder = tmp_path_factory.mktemp("vocabulary")
-        tokenizer = train(**how).ours(folder / "m.gguf", add_space_prefix=prefix)
+        tokenizer = train(**how).from_gguf(folder / "m.gguf", add_space_prefix=prefix)
         tokenizer.save(str(folder / "tokenizer.json"))
         made[prefix] = TextCodec.open(folder)
     return made.__getitem__

@@ -1,4 +1,4 @@
-"""GGUF files of tiny models from transformers, for the tests to read back."""
+"""GGUF files of tiny transformers models."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -43,19 +43,19 @@ Edit = Callable[[gguf.GGUFWriter], None]
 
 def gguf_name(name: str) -> str:
     name = name.replace("model.layers.", "blk.")
-    for theirs, ours in NAMES.items():
-        name = name.replace(theirs, ours)
+    for hf_name, gguf_name_part in NAMES.items():
+        name = name.replace(hf_name, gguf_name_part)
     return name
 
 
 def interleaved(array: np.ndarray, heads: int) -> np.ndarray:
-    """Llama's q and k as GGUF stores them: the halves of each rotated pair side by side."""
+    """Reorder Llama's q or k rows as in GGUF: the two rows of a rotated pair are neighbours."""
     halves = array.reshape(heads, 2, array.shape[0] // heads // 2, *array.shape[1:])
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(array.shape))
 
 
 def write_tokens(writer: gguf.GGUFWriter, kind: str = "gpt2", pre: str = "gpt-2") -> None:
-    """A vocabulary of the 256 bytes, one merge, and two special tokens."""
+    """Write a vocabulary of the 256 bytes, one merge, and two special tokens."""
     writer.add_tokenizer_model(kind)
     writer.add_tokenizer_pre(pre)
     writer.add_token_list([*sorted(ByteLevel.alphabet()), "he", "<|start|>", "<|stop|>"])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from compiled.test_decoding import by_torch_of, forked, last, logits_of
 from gguf import GGMLQuantizationType as Type
-from models.test_gguf_families import TOKENS, made, write
+from models.test_gguf_families import TOKENS, random_model, write
 from packed_model import packed_model, routed_by_tokens, spec_of
 from sanitized import SANITIZED
 from torch import Tensor
@@ -116,7 +116,7 @@ def test_a_gguf_file_decodes_as_near_to_float32_as_by_torch(
 ) -> None:
     """The table of per-layer embeddings is packed, too."""
     monkeypatch.setenv("KVKEEP_HOME", str(tmp_path / "home"))
-    theirs = made(kind)
+    theirs = random_model(kind)
     if kind == "gemma4-experts":
         routed_by_tokens(theirs.state_dict(), 0.15)
     path = str(write(tmp_path / "m.gguf", kind, theirs, stored))

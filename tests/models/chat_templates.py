@@ -1,4 +1,4 @@
-"""Chat templates in the manner of each family, written for the tests."""
+"""Chat templates like those of each family, written for the tests."""
 
 LLAMA3 = """\
 {{- bos_token }}

@@ -1,4 +1,4 @@
-"""Chat templates in the manner of each family, against transformers' `apply_chat_template`."""
+"""Chat templates like those of each family, against transformers' `apply_chat_template`."""
 
 import json
 from pathlib import Path
@@ -48,15 +48,15 @@ CHATS = {
 
 @pytest.fixture
 def codec(tmp_path: Path) -> TextCodec:
-    """All bytes, and four control tokens."""
+    """A codec of all bytes and four control tokens."""
     alphabet = sorted(ByteLevel.alphabet())
-    tokenizer = Tokenizer(BPE(vocab={each: n for n, each in enumerate(alphabet)}, merges=[]))
+    tokenizer = Tokenizer(BPE(vocab={token: n for n, token in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer, tokenizer.decoder = (
         ByteLevel(add_prefix_space=False),
         ByteLevelDecoder(),
     )
     control = ["<s>", "</s>", "<|start|>", "<|stop|>"]
-    tokenizer.add_special_tokens([AddedToken(each, normalized=False) for each in control])
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in control])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     config = {"bos_token": "<s>", "eos_token": "</s>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
@@ -66,37 +66,37 @@ def codec(tmp_path: Path) -> TextCodec:
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
 @pytest.mark.parametrize("tools", [None, TOOLS, []], ids=["without", "tools", "none of them"])
 @pytest.mark.parametrize("chat", CHATS)
-def test_a_chat_is_what_transformers_renders(
+def test_chat_equals_transformers_apply_chat_template(
     codec: TextCodec, template: str, chat: str, tools: list[dict[str, Any]] | None
 ) -> None:
     (codec.folder / "chat_template.jinja").write_text(template)
-    theirs = PreTrainedTokenizerFast(
+    reference = PreTrainedTokenizerFast(
         tokenizer_object=codec.tokenizer, bos_token="<s>", eos_token="</s>", chat_template=template
     )
     for prompt in (True, False):
-        expected = theirs.apply_chat_template(
+        expected = reference.apply_chat_template(
             CHATS[chat], tools=tools, tokenize=False, add_generation_prompt=prompt
         )
-        ours = codec.chat(CHATS[chat], add_generation_prompt=prompt, tools=tools)
-        assert ours == expected
-        assert codec.encode(ours) == theirs.encode(expected, add_special_tokens=False)
+        chat_text = codec.chat(CHATS[chat], add_generation_prompt=prompt, tools=tools)
+        assert chat_text == expected
+        assert codec.encode(chat_text) == reference.encode(expected, add_special_tokens=False)
 
 
-def test_a_template_for_tools_alone_is_taken_where_there_are_some(codec: TextCodec) -> None:
+def test_tool_template_is_used_if_tools_are_passed(codec: TextCodec) -> None:
     named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
     (codec.folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
     assert codec.chat(TURNS) == "plain"
     assert codec.chat(TURNS, tools=TOOLS) == "tools"
 
 
-def test_no_tool_writes_a_control_token(codec: TextCodec) -> None:
+def test_tool_schemas_are_not_encoded_as_control_tokens(codec: TextCodec) -> None:
     (codec.folder / "chat_template.jinja").write_text("<|start|>{{ tools | tojson }}")
     text = codec.chat(TURNS, tools=[{"<|stop|>": "</s>", "of": ["<|start|>"]}])
     assert text == '<|start|>[{"<|stop|>": "</s>", "of": ["<|start|>"]}]'
     assert [index for index in codec.encode(text) if index >= 256] == [258]
 
 
-def test_what_calls_tools_needs_no_content(codec: TextCodec) -> None:
+def test_message_with_tool_calls_needs_no_content(codec: TextCodec) -> None:
     (codec.folder / "chat_template.jinja").write_text("{{ messages[0].content or 'none' }}")
     assert codec.chat([{"role": "assistant", "tool_calls": [CALL]}]) == "none"
     with pytest.raises(InvalidArgument, match="message 0"):
@@ -104,6 +104,6 @@ def test_what_calls_tools_needs_no_content(codec: TextCodec) -> None:
 
 
 @pytest.mark.parametrize("tools", ["weather", {"name": "weather"}, [len], [{"name": len}], 3])
-def test_what_is_no_schema_is_refused(codec: TextCodec, tools: Any) -> None:
+def test_invalid_tool_schema_is_refused(codec: TextCodec, tools: Any) -> None:
     with pytest.raises(InvalidArgument, match="JSON schema"):
         codec.chat(TURNS, tools=tools)

@@ -1,4 +1,4 @@
-"""config.json, of transformers 4 and 5, read into a ModelSpec."""
+"""Reading config.json, of transformers 4 and 5, into a ModelSpec."""
 
 import json
 from pathlib import Path
@@ -43,7 +43,7 @@ def write(folder: Path, config: dict[str, Any], generation: dict[str, Any] | Non
     ],
     ids=["llama", "llama-bias", "llama-mlp", "mistral", "qwen2", "qwen3", "qwen3-bias"],
 )
-def test_reads_what_transformers_5_saves(
+def test_reads_configs_saved_by_transformers_5(
     tmp_path: Path,
     config: Any,
     qkv_bias: bool,
@@ -67,7 +67,7 @@ def test_reads_what_transformers_5_saves(
     assert len(spec.rope.inverse_frequencies) == head_dim // 2
 
 
-def test_both_styles_of_rope_mean_the_same(tmp_path: Path) -> None:
+def test_rope_settings_of_transformers_4_and_5_give_the_same_spec(tmp_path: Path) -> None:
     old = tmp_path / "4"
     new = tmp_path / "5"
     old.mkdir()
@@ -126,14 +126,14 @@ def test_both_styles_of_rope_mean_the_same(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_trained_length_is_the_window_where_there_is_one(
+def test_sliding_window_bounds_the_trained_length(
     tmp_path: Path, fields: dict[str, Any], expected: int
 ) -> None:
     write(tmp_path, {**PLAIN, "max_position_embeddings": 9000, **fields})
     assert read_spec(tmp_path).max_positions == expected
 
 
-def test_end_tokens_come_from_the_generation_config_first(tmp_path: Path) -> None:
+def test_generation_config_overrides_end_tokens(tmp_path: Path) -> None:
     config = {**PLAIN, "eos_token_id": 7, "bos_token_id": 1}
     assert read_spec(write(tmp_path, config)).eos_token_ids == (7,)
     spec = read_spec(write(tmp_path, config, {"eos_token_id": [8, 9]}))
@@ -156,7 +156,7 @@ def test_end_tokens_come_from_the_generation_config_first(tmp_path: Path) -> Non
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "layer to layer"),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(
+def test_unsupported_configs_are_refused_by_name(
     tmp_path: Path, fields: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(UnsupportedModel, match=named) as caught:
@@ -189,7 +189,7 @@ LATENT = ["DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "MiniCPM3ForCausalLM
         ("PhimoeForCausalLM", "chooses experts in a way of its own"),
     ],
 )
-def test_what_has_no_cells_of_this_kind_is_refused_with_what_runs_instead(
+def test_unsupported_architectures_are_refused_with_an_alternative(
     tmp_path: Path, architecture: str, why: str
 ) -> None:
     write(tmp_path, {**PLAIN, "architectures": [architecture]})
@@ -208,9 +208,7 @@ def test_what_has_no_cells_of_this_kind_is_refused_with_what_runs_instead(
     ],
     ids=str,
 )
-def test_granite_4_runs_where_it_is_dense_and_rotates(
-    tmp_path: Path, fields: dict[str, Any]
-) -> None:
+def test_granite_4_is_supported_if_dense_with_rope(tmp_path: Path, fields: dict[str, Any]) -> None:
     dense = {
         **PLAIN,
         "architectures": ["GraniteMoeHybridForCausalLM"],
@@ -227,9 +225,7 @@ def test_granite_4_runs_where_it_is_dense_and_rotates(
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors", "bitsandbytes"])
-def test_weights_that_others_have_quantised_are_refused_by_name(
-    tmp_path: Path, method: str
-) -> None:
+def test_quantised_checkpoints_are_refused_by_method(tmp_path: Path, method: str) -> None:
     config = {**PLAIN, "quantization_config": {"quant_method": method, "bits": 4}}
     with pytest.raises(UnsupportedModel, match=rf"'{method}'.*bf16 safetensors or a \.gguf file"):
         read_spec(write(tmp_path, config))
@@ -247,7 +243,7 @@ def test_weights_that_others_have_quantised_are_refused_by_name(
         ('{"architectures": ["LlamaForCausalLM"]}', "lacks the field num_attention_heads"),
     ],
 )
-def test_a_broken_config_is_a_bad_model_file(
+def test_broken_config_raises_bad_model_file(
     tmp_path: Path, content: str | None, complaint: str
 ) -> None:
     if content is not None:
@@ -257,19 +253,19 @@ def test_a_broken_config_is_a_bad_model_file(
 
 
 @pytest.mark.parametrize("missing", sorted(SIZES.keys() - {"num_key_value_heads"}))
-def test_each_missing_field_is_named(tmp_path: Path, missing: str) -> None:
+def test_missing_field_is_named_in_the_error(tmp_path: Path, missing: str) -> None:
     write(tmp_path, {key: value for key, value in PLAIN.items() if key != missing})
     with pytest.raises(BadModelFile, match=missing):
         read_spec(tmp_path)
 
 
 @pytest.mark.parametrize("value", [0, -1, 2.5, "12", True, [3]])
-def test_a_size_that_is_no_size_is_named(tmp_path: Path, value: Any) -> None:
+def test_invalid_size_is_named_in_the_error(tmp_path: Path, value: Any) -> None:
     with pytest.raises(BadModelFile, match="num_hidden_layers"):
         read_spec(write(tmp_path, {**PLAIN, "num_hidden_layers": value}))
 
 
-def test_heads_that_do_not_share_evenly_are_refused(tmp_path: Path) -> None:
+def test_heads_not_divisible_by_kv_heads_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BadModelFile, match="multiple of num_key_value_heads"):
         read_spec(write(tmp_path, {**PLAIN, "num_key_value_heads": 4}))
 
@@ -279,8 +275,8 @@ SMOLLM3 = {"architectures": ["SmolLM3ForCausalLM"]}
 WHOLE, LOCAL = "full_attention", "sliding_attention"
 
 
-def test_fields_that_a_family_leaves_out_are_those_of_its_class(tmp_path: Path) -> None:
-    """As Gemma 3's larger files do, whose class reads images, too."""
+def test_missing_fields_take_the_defaults_of_the_config_class(tmp_path: Path) -> None:
+    """As in the larger Gemma 3, whose class is multimodal."""
     text = {
         "hidden_size": 2560,
         "intermediate_size": 10240,
@@ -301,7 +297,7 @@ def test_fields_that_a_family_leaves_out_are_those_of_its_class(tmp_path: Path) 
     assert spec.softmax_scale == 1 / 16
 
 
-def test_layers_are_local_as_the_config_says(tmp_path: Path) -> None:
+def test_local_layers_follow_the_config(tmp_path: Path) -> None:
     def local(**fields: Any) -> tuple[int, ...]:
         return read_spec(write(tmp_path, GEMMA3 | fields)).local_layers
 
@@ -343,7 +339,7 @@ def test_layers_are_local_as_the_config_says(tmp_path: Path) -> None:
         ({**SMOLLM3, "no_rope_layers": [1, 0, 2, 1, 1, 1, 1]}, BadModelFile, "0 or 1"),
     ],
 )
-def test_layers_that_cannot_be_are_refused(
+def test_invalid_layers_are_refused(
     tmp_path: Path, fields: dict[str, Any], error: type[Exception], named: str
 ) -> None:
     with pytest.raises(error, match=named):
@@ -395,7 +391,7 @@ GEMMA4 = {
         ),
     ],
 )
-def test_a_gemma_4_that_cannot_be_is_refused(
+def test_invalid_gemma_4_config_is_refused(
     tmp_path: Path, fields: dict[str, Any], error: type[Exception], named: str
 ) -> None:
     assert read_spec(write(tmp_path, GEMMA4)).head_dim == 512
@@ -403,8 +399,8 @@ def test_a_gemma_4_that_cannot_be_is_refused(
         read_spec(write(tmp_path, GEMMA4 | fields))
 
 
-def test_the_last_layer_of_a_gemma_4_sees_everything(tmp_path: Path) -> None:
-    """As transformers makes it, whatever the config says."""
+def test_last_layer_of_gemma_4_is_global(tmp_path: Path) -> None:
+    """As in transformers, whatever the config states."""
 
     def local(**fields: Any) -> tuple[int, ...]:
         return read_spec(write(tmp_path, GEMMA4 | fields)).local_layers
@@ -445,7 +441,7 @@ GEMMA3N = {
         ({"activation_sparsity_pattern": ["a"] * 12}, BadModelFile, "each of 12 layers"),
     ],
 )
-def test_a_gemma_3n_that_cannot_be_is_refused(
+def test_invalid_gemma_3n_config_is_refused(
     tmp_path: Path, fields: dict[str, Any], error: type[Exception], named: str
 ) -> None:
     assert read_spec(write(tmp_path, GEMMA3N)).altup_inputs == 4
@@ -453,23 +449,23 @@ def test_a_gemma_3n_that_cannot_be_is_refused(
         read_spec(write(tmp_path, GEMMA3N | fields))
 
 
-def test_a_gemma_3n_is_the_same_by_one_width_and_by_the_width_of_each_layer(
+def test_gemma_3n_width_may_be_stated_once_or_per_layer(
     tmp_path: Path,
 ) -> None:
-    """Published files say each, and a scale of attention that no forward heeds."""
-    one = read_spec(write(tmp_path, GEMMA3N | {"intermediate_size": 64}))
-    each = {"intermediate_size": [64] * 12, "query_pre_attn_scalar": 256}
-    assert read_spec(write(tmp_path, GEMMA3N | each)) == one
-    assert one.softmax_scale == 1
-    assert one.activation_sparsity == (0.95,) * 10 + (0.0,) * 2
-    assert one.local_layers == (0, 1, 2, 3, 5, 6, 7, 8, 10, 11)
+    """Published files state each layer's, and an attention scale that the forward ignores."""
+    uniform = read_spec(write(tmp_path, GEMMA3N | {"intermediate_size": 64}))
+    per_layer = {"intermediate_size": [64] * 12, "query_pre_attn_scalar": 256}
+    assert read_spec(write(tmp_path, GEMMA3N | per_layer)) == uniform
+    assert uniform.softmax_scale == 1
+    assert uniform.activation_sparsity == (0.95,) * 10 + (0.0,) * 2
+    assert uniform.local_layers == (0, 1, 2, 3, 5, 6, 7, 8, 10, 11)
 
 
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 OF_EXPERTS = {**PLAIN, "architectures": ["Qwen3MoeForCausalLM"], **EXPERTS}
 
 
-def test_layers_are_sparse_as_the_config_says(tmp_path: Path) -> None:
+def test_sparse_layers_follow_the_config(tmp_path: Path) -> None:
     def sparse(**fields: Any) -> list[bool]:
         spec = read_spec(write(tmp_path, OF_EXPERTS | {"num_hidden_layers": 6} | fields))
         return [spec.is_sparse(layer) for layer in range(spec.layers)]
@@ -500,7 +496,7 @@ def test_layers_are_sparse_as_the_config_says(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_experts_that_cannot_be_are_refused(
+def test_invalid_experts_are_refused(
     tmp_path: Path, fields: dict[str, Any], error: type[Exception], named: str
 ) -> None:
     with pytest.raises(error, match=named):

@@ -1,4 +1,4 @@
-"""A config.json that leaves a field out means what transformers' config class takes it to mean."""
+"""A field that config.json leaves out has the default of transformers' config class."""
 
 import json
 from collections.abc import Iterator
@@ -115,13 +115,13 @@ def text_class(architecture: str) -> type[transformers.PreTrainedConfig]:
     return type(getattr(transformers, architecture).config_class().get_text_config())
 
 
-def unusual(architecture: str) -> dict[str, Any]:
-    """A config as transformers writes it, with every field that the class has."""
+def explicit_config(architecture: str) -> dict[str, Any]:
+    """Return a config as transformers writes it, with every field of the class."""
     whole, text = getattr(transformers, architecture).config_class, text_class(architecture)
-    named = {each.name: each.default for each in fields(text)}
-    values = {name: value for name, value in UNUSUAL.items() if name in named}
-    if "tie_word_embeddings" in named:
-        values["tie_word_embeddings"] = not named["tie_word_embeddings"]
+    class_fields = {field.name: field.default for field in fields(text)}
+    values = {name: value for name, value in UNUSUAL.items() if name in class_fields}
+    if "tie_word_embeddings" in values:
+        values["tie_word_embeddings"] = not values["tie_word_embeddings"]
     values |= OF_A_FAMILY.get(text.__name__.removesuffix("Config"), {})
     if whole is text:
         config = whole(**values)
@@ -136,10 +136,10 @@ def as_json(config: transformers.PreTrainedConfig, architecture: str) -> dict[st
     return written | {"architectures": [architecture]}
 
 
-def in_style_of_4(config: dict[str, Any]) -> dict[str, Any]:
-    """With RoPE as transformers 4 wrote it."""
+def with_rope_of_transformers_4(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the config with RoPE as transformers 4 wrote it."""
     if "text_config" in config:
-        return config | {"text_config": in_style_of_4(config["text_config"])}
+        return config | {"text_config": with_rope_of_transformers_4(config["text_config"])}
     older = dict(config)
     rope = older.pop("rope_parameters")
     rope, near = rope.get(WHOLE, rope), rope.get(LOCAL)
@@ -151,32 +151,32 @@ def in_style_of_4(config: dict[str, Any]) -> dict[str, Any]:
     return older | {"rope_scaling": {k: v for k, v in rope.items() if k != "rope_theta"}}
 
 
-def lacking(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every config that lacks one field, or a field of its RoPE settings; by the field's name."""
+def configs_without_a_field(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield every config without one field or one RoPE setting, with the name of that field."""
     for name in config:
         if name not in ("architectures", "model_type", "text_config"):
             yield name, {key: value for key, value in config.items() if key != name}
             if name in ("rope_parameters", "rope_scaling"):
                 yield name, config | {name: None}
     if isinstance(config.get("text_config"), dict):
-        for name, text in lacking(config["text_config"]):
+        for name, text in configs_without_a_field(config["text_config"]):
             yield name, config | {"text_config": text}
     for settings in ("rope_parameters", "rope_scaling"):
         if isinstance(config.get(settings), dict):
-            for name, rope in lacking(config[settings]):
+            for name, rope in configs_without_a_field(config[settings]):
                 yield name, config | {settings: rope}
 
 
 def spec_of(config: dict[str, Any]) -> ModelSpec | str:
-    """What kvkeep takes it for, or why it refuses it."""
+    """Return kvkeep's spec of a config, or the reason for its refusal."""
     try:
         return spec_from_config(json.loads(json.dumps(config)), {}, CONFIG)
     except (BadModelFile, UnsupportedModel) as error:
         return str(error)
 
 
-def filled_in(config: dict[str, Any], architecture: str) -> dict[str, Any] | None:
-    """With the defaults of transformers' class; None where transformers refuses it."""
+def with_class_defaults(config: dict[str, Any], architecture: str) -> dict[str, Any] | None:
+    """Return the config with the defaults of its class; None if transformers refuses it."""
     read = getattr(transformers, architecture).config_class.from_dict
     try:
         return as_json(read(json.loads(json.dumps(config))), architecture)
@@ -186,30 +186,28 @@ def filled_in(config: dict[str, Any], architecture: str) -> dict[str, Any] | Non
 
 @pytest.mark.parametrize("style", [5, 4])
 @pytest.mark.parametrize("architecture", FAMILIES)
-def test_a_field_that_is_left_out_is_the_default_of_transformers(
-    architecture: str, style: int
-) -> None:
-    config = unusual(architecture)
+def test_missing_field_takes_the_default_of_transformers(architecture: str, style: int) -> None:
+    config = explicit_config(architecture)
     if style == 4 and "Gemma4" not in architecture:  # which transformers 4 did not have
-        config = in_style_of_4(config)
+        config = with_rope_of_transformers_4(config)
     assert isinstance(spec_of(config), ModelSpec)
     compared = set()
-    for name, less in lacking(config):
-        complete = filled_in(less, architecture)
+    for name, less in configs_without_a_field(config):
+        complete = with_class_defaults(less, architecture)
         if complete is None or name in TOKENS:
             continue
         if name == "tie_word_embeddings" and "text_config" in config:
             continue  # whichever is said nowhere, weights without a head of their own are refused
-        found, expected = spec_of(less), spec_of(complete)
-        if name in SIZES and isinstance(found, str):
-            assert "lacks the field" in found or found == expected
+        spec, expected = spec_of(less), spec_of(complete)
+        if name in SIZES and isinstance(spec, str):
+            assert "lacks the field" in spec or spec == expected
         else:
-            assert found == expected, name
+            assert spec == expected, name
             compared.add(name)
     assert len(compared) > 5
 
 
-def test_a_ministral_3_that_reads_images_has_the_defaults_of_its_text() -> None:
+def test_multimodal_ministral_3_takes_the_defaults_of_its_text_config() -> None:
     sizes = {name: UNUSUAL[name] for name in SIZES & UNUSUAL.keys()}
     alone = spec_of(sizes | {"architectures": ["Ministral3ForCausalLM"]})
     text = sizes | {"model_type": "ministral3"}
@@ -219,11 +217,11 @@ def test_a_ministral_3_that_reads_images_has_the_defaults_of_its_text() -> None:
     assert (alone.rope.kind, alone.norm_eps) == ("yarn", 1e-5)
 
 
-def test_rope_scaling_is_heeded_beside_rope_parameters() -> None:
-    """As somebody adds it to a file of transformers 5, and as transformers reads it."""
-    config = unusual("Qwen3ForCausalLM")
+def test_rope_scaling_overrides_rope_parameters() -> None:
+    """As users add it to a file of transformers 5, and as transformers reads it."""
+    config = explicit_config("Qwen3ForCausalLM")
     config["rope_scaling"] = {"rope_type": "yarn", "factor": 4.0}
-    found = spec_of(config)
-    assert isinstance(found, ModelSpec)
-    assert found.rope.kind == "yarn"
-    assert found == spec_of(filled_in(config, "Qwen3ForCausalLM") or {})
+    spec = spec_of(config)
+    assert isinstance(spec, ModelSpec)
+    assert spec.rope.kind == "yarn"
+    assert spec == spec_of(with_class_defaults(config, "Qwen3ForCausalLM") or {})

@@ -1,4 +1,4 @@
-"""A generation ends at the end of a text, of a turn, or of a call, whichever file names it."""
+"""A generation ends at the end of a text, a turn or a tool call, in whichever file it is named."""
 
 import json
 import shutil
@@ -24,19 +24,19 @@ from tests.models.chat_templates import TEMPLATES
 
 
 def codec_with(folder: Path, control: Sequence[str], plain: Sequence[str] = ()) -> TextCodec:
-    """All bytes, and these tokens; plain: of them, added ones that are not special."""
+    """Return a codec of all bytes and these tokens. plain: added tokens that are not special."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(BPE(vocab={each: n for n, each in enumerate(alphabet)}, merges=[]))
+    tokenizer = Tokenizer(BPE(vocab={token: n for n, token in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(each, normalized=False) for each in control])
-    tokenizer.add_tokens([AddedToken(each, normalized=False) for each in plain])
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in control])
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in plain])
     tokenizer.save(str(folder / "tokenizer.json"))
     return TextCodec.open(folder)
 
 
 def ends(text: TextCodec) -> set[str]:
-    """The texts of the end tokens; 0 is what the model's spec says."""
+    """Return the texts of the end tokens except id 0, which the model's spec states."""
     ids = end_token_ids(small_spec(), text)
     assert ids[0] == 0
     return {text.token_bytes(index).decode() for index in ids[1:]}
@@ -55,7 +55,9 @@ def ends(text: TextCodec) -> set[str]:
         ("special_tokens_map.json", {"eos_token": {"content": "<b>"}}),
     ],
 )
-def test_each_file_may_name_an_end(tmp_path: Path, name: str, content: dict[str, Any]) -> None:
+def test_each_file_may_state_an_end_token(
+    tmp_path: Path, name: str, content: dict[str, Any]
+) -> None:
     text = codec_with(tmp_path, ["<a>", "<b>"])
     assert ends(text) == set()
     (tmp_path / name).write_text(json.dumps(content))
@@ -84,7 +86,7 @@ CONTROL = ["<s>", "</s>", "<|start|>", "<|stop|>", "<start_of_turn>", "[/INST]",
         ("{% for %}", set()),
     ],
 )
-def test_the_template_shows_what_ends_a_turn(
+def test_template_reveals_the_end_of_a_turn(
     tmp_path: Path, template: str, closing: set[str]
 ) -> None:
     text = codec_with(tmp_path, [*CONTROL, "<end_of_turn>"], ["<b>", "\n\n"])
@@ -117,7 +119,7 @@ HARMONY = (
         (["</s>", "<eos>", "<|fim_pad|>", "<|file_sep|>"], set()),
     ],
 )
-def test_well_known_ends_count_where_nothing_names_them(
+def test_well_known_end_tokens_count_without_being_named(
     tmp_path: Path, control: list[str], expected: set[str]
 ) -> None:
     text = codec_with(tmp_path, control)
@@ -127,10 +129,8 @@ def test_well_known_ends_count_where_nothing_names_them(
         assert ends(text) == expected
 
 
-def test_an_answer_ends_where_the_tokenizer_says_and_the_config_does_not(
-    tiny_folder: Path, tmp_path: Path
-) -> None:
-    """In a session, in an engine, and in what a chat knows of its ends; snapshots stay valid."""
+def test_answer_ends_at_the_tokenizer_s_end_token(tiny_folder: Path, tmp_path: Path) -> None:
+    """In a session, an engine and a conversation; snapshots stay valid."""
     folder = shutil.copytree(tiny_folder, tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": 0}))
@@ -158,7 +158,7 @@ def test_an_answer_ends_where_the_tokenizer_says_and_the_config_does_not(
     assert model.restore(session.snapshot()).tokens == session.tokens
 
 
-def test_a_gguf_that_names_the_wrong_end_ends_by_its_template(tmp_path: Path) -> None:
+def test_gguf_with_a_wrong_eos_ends_by_its_template(tmp_path: Path) -> None:
     def wrong(writer: gguf.GGUFWriter) -> None:
         write_tokens(writer)
         writer.add_chat_template(
@@ -179,7 +179,7 @@ def test_a_gguf_that_names_the_wrong_end_ends_by_its_template(tmp_path: Path) ->
     assert model.end_token_ids == (257, 256, 258)
 
 
-def test_without_any_end_a_grammar_ends_an_answer(tmp_path: Path) -> None:
+def test_grammar_ends_an_answer_without_end_tokens(tmp_path: Path) -> None:
     folder = write_small_folder(tmp_path / "small")
     config = json.loads((folder / "config.json").read_text()) | {"eos_token_id": None}
     (folder / "config.json").write_text(json.dumps(config))

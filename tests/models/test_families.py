@@ -315,7 +315,7 @@ MIXTURES = ["mixtral", "qwen3-moe-alternating", "qwen2-moe", "olmoe", "granite-m
 TOKENS = [(17 * i * i + 5 * i) % 320 for i in range(150)]
 
 
-def written(folder: Path, family: str) -> transformers.PreTrainedModel:
+def write_checkpoint(folder: Path, family: str) -> transformers.PreTrainedModel:
     kind, changes = FAMILIES[family]
     config = getattr(transformers, f"{kind}Config")(**(SMALL | changes))
     torch.manual_seed(1)
@@ -337,7 +337,7 @@ def written(folder: Path, family: str) -> transformers.PreTrainedModel:
     return model
 
 
-def opened(folder: Path, text: TextCodec) -> Model:
+def open_model(folder: Path, text: TextCodec) -> Model:
     spec = read_spec(folder)
     check_tensors(spec, decoder_shapes(spec, read_shapes(folder)), folder)
     whole = read_tensors(folder, torch.float32, torch.device("cpu"), progress=False)
@@ -347,142 +347,140 @@ def opened(folder: Path, text: TextCodec) -> Model:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_equal_transformers(tmp_path: Path, smollm2_folder: Path, family: str) -> None:
-    theirs = written(tmp_path, family)
-    ours = opened(tmp_path, TextCodec.open(smollm2_folder))
+    reference = write_checkpoint(tmp_path, family)
+    model = open_model(tmp_path, TextCodec.open(smollm2_folder))
     with torch.no_grad():
-        expected = theirs(torch.tensor([TOKENS])).logits[0]
+        expected = reference(torch.tensor([TOKENS])).logits[0]
     assert expected.std() > 0.1  # not a flat distribution, which anything would match
 
     most = 1e-4 * min(1, expected.abs().max())
-    whole = ours.session(policy="full")
+    whole = model.session(policy="full")
     whole.feed(TOKENS)
     assert (whole.logits - expected[-1]).abs().max() <= most
 
     for cut in (1, 7):
-        stepwise = ours.session(policy="full")
-        found = []
+        stepwise = model.session(policy="full")
+        logits = []
         for first in range(0, len(TOKENS), cut):
             stepwise.feed(TOKENS[first : first + cut])
-            found.append(stepwise.logits)
+            logits.append(stepwise.logits)
         ends = [*range(cut - 1, len(TOKENS), cut)]
-        ends += [len(TOKENS) - 1] * (len(found) - len(ends))
-        assert (torch.stack(found) - expected[ends]).abs().max() <= most
+        ends += [len(TOKENS) - 1] * (len(logits) - len(ends))
+        assert (torch.stack(logits) - expected[ends]).abs().max() <= most
 
 
-class Blind:
-    """A step in which nothing is seen."""
+class BlindStep:
+    """A step in which queries see no cells."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         return torch.zeros_like(q).flatten(1)
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gemma3"])
-def test_in_bfloat16_embeddings_and_norms_are_rounded_as_transformers_rounds_them(
+def test_bfloat16_rounding_of_embeddings_and_norms_equals_transformers(
     tmp_path: Path, family: str
 ) -> None:
-    """sqrt(96) is no bfloat16, and neither is 1 + a weight."""
-    theirs = written(tmp_path, family).to(torch.bfloat16)
+    """Neither sqrt(96) nor 1 + a weight is exact in bfloat16."""
+    reference = write_checkpoint(tmp_path, family).to(torch.bfloat16)
     spec = read_spec(tmp_path)
     whole = read_tensors(tmp_path, torch.bfloat16, torch.device("cpu"), progress=False)
-    ours = Network(spec, decoder_tensors(spec, whole))
+    model = Network(spec, decoder_tensors(spec, whole))
     tokens, lengths = torch.tensor(TOKENS), torch.empty(spec.layers, len(TOKENS))
     with torch.no_grad():
-        ours.forward(tokens, Blind(), lengths)
-        embedded = theirs.model.embed_tokens(tokens)
+        model.forward(tokens, BlindStep(), lengths)
+        embedded = reference.model.embed_tokens(tokens)
         assert torch.equal(lengths[0], embedded.float().norm(dim=-1))
-        assert torch.equal(ours.norm(embedded), theirs.model.norm(embedded))
+        assert torch.equal(model.norm(embedded), reference.model.norm(embedded))
 
 
 @pytest.mark.parametrize("family", ["gemma3n", "gemma3n-as-published"])
-def test_streams_are_no_further_from_float32_than_transformers_in_bfloat16(
+def test_bfloat16_streams_are_as_close_to_float32_as_transformers(
     tmp_path: Path, smollm2_folder: Path, family: str
 ) -> None:
-    theirs = written(tmp_path, family)
+    reference = write_checkpoint(tmp_path, family)
     spec = read_spec(tmp_path)
     whole = read_tensors(tmp_path, torch.bfloat16, torch.device("cpu"), progress=False)
     decoder = Decoder(spec, decoder_tensors(spec, whole))
-    ours = Model("small", tmp_path, decoder, TextCodec.open(smollm2_folder))
-    session, found = ours.session(policy="full"), []
+    model = Model("small", tmp_path, decoder, TextCodec.open(smollm2_folder))
+    session, logits = model.session(policy="full"), []
     for token in TOKENS:
         session.feed([token])
-        found.append(session.logits)
+        logits.append(session.logits)
     with torch.no_grad():
-        rounded = theirs.to(torch.bfloat16)(torch.tensor([TOKENS])).logits[0].float()
-        exact = theirs.float()(torch.tensor([TOKENS])).logits[0]  # of the same, rounded weights
-    error = (torch.stack(found) - exact).square().mean().sqrt()
+        rounded = reference.to(torch.bfloat16)(torch.tensor([TOKENS])).logits[0].float()
+        exact = reference.float()(torch.tensor([TOKENS])).logits[0]  # of the same, rounded weights
+    error = (torch.stack(logits) - exact).square().mean().sqrt()
     assert error <= 1.1 * (rounded - exact).square().mean().sqrt()
 
 
-def test_layers_that_look_at_the_cells_of_another_need_no_keys(
-    tmp_path: Path, smollm2_folder: Path
-) -> None:
-    """The hub's files have some all the same."""
-    written(tmp_path, "gemma4")
-    text, found = TextCodec.open(smollm2_folder), []
+def test_layers_with_shared_cells_need_no_key_weights(tmp_path: Path, smollm2_folder: Path) -> None:
+    """The files on the hub contain such weights nevertheless."""
+    write_checkpoint(tmp_path, "gemma4")
+    text, logits = TextCodec.open(smollm2_folder), []
     tensors = load_file(tmp_path / "model.safetensors")
     for _ in range(2):
-        session = opened(tmp_path, text).session(policy="full")
+        session = open_model(tmp_path, text).session(policy="full")
         session.feed(TOKENS)
-        found.append(session.logits)
+        logits.append(session.logits)
         for name in ("k_proj", "v_proj", "k_norm"):
             tensors[f"model.layers.8.self_attn.{name}.weight"] = torch.ones(5)
         save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    assert torch.equal(*found)
+    assert torch.equal(*logits)
 
 
 @pytest.mark.parametrize("family", MIXTURES)
-def test_experts_in_stacks_are_those_that_lie_apart(
+def test_stacked_experts_equal_separate_experts(
     tmp_path: Path, smollm2_folder: Path, family: str
 ) -> None:
-    """transformers writes the stacks that it has in memory where it is told to.
+    """transformers can save the stacks as it has them in memory.
 
-    To rounding: the library adds up in an order that hangs on where in memory a matrix begins.
+    Equal up to rounding: the order of summation depends on the alignment of a matrix in memory.
     """
     text = TextCodec.open(smollm2_folder)
-    written(tmp_path / "apart", family).save_pretrained(
+    write_checkpoint(tmp_path / "apart", family).save_pretrained(
         tmp_path / "stacks", save_original_format=False
     )
     stacks = [name for name in read_shapes(tmp_path / "stacks") if name.endswith("gate_up_proj")]
     assert stacks
-    found = []
+    logits = []
     for folder in ("apart", "stacks"):
-        session = opened(tmp_path / folder, text).session(policy="full")
+        session = open_model(tmp_path / folder, text).session(policy="full")
         session.feed(TOKENS)
-        found.append(session.logits)
-    apart, stacked = found
-    assert (stacked - apart).abs().max() <= 1e-5 * apart.abs().max()
+        logits.append(session.logits)
+    separate, stacked = logits
+    assert (stacked - separate).abs().max() <= 1e-5 * separate.abs().max()
 
 
 @pytest.mark.parametrize("family", [*BEYOND_LLAMA, *MIXTURES, *LOCAL])
 def test_bounded_logits_equal_the_naive_reference(
     tmp_path: Path, smollm2_folder: Path, family: str
 ) -> None:
-    written(tmp_path, family)
-    ours = opened(tmp_path, TextCodec.open(smollm2_folder))
-    expected = streaming_logits(ours.decoder, TOKENS, max_kv_size=48, keep=4, last=4)
+    write_checkpoint(tmp_path, family)
+    model = open_model(tmp_path, TextCodec.open(smollm2_folder))
+    expected = streaming_logits(model.decoder, TOKENS, max_kv_size=48, keep=4, last=4)
     for prefill_step in (1, 7, 512):
-        session = ours.session(48, 4, prefill_step=prefill_step)
+        session = model.session(48, 4, prefill_step=prefill_step)
         session.feed(TOKENS[:-3])
-        found = [session.logits]
+        logits = [session.logits]
         for token in TOKENS[-3:]:
             session.feed([token])
-            found.append(session.logits)
+            logits.append(session.logits)
         assert session.cache.cells == 48
-        assert (torch.stack(found) - expected).abs().max() <= 1e-4 * expected.abs().max()
+        assert (torch.stack(logits) - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
-def test_the_converted_model_equals_transformers_on_the_same_weights(
+def test_converted_model_equals_transformers_on_the_same_weights(
     smollm2_folder: Path, smollm2_fp32: Model, tmp_path: Path
 ) -> None:
     export(smollm2_folder, tmp_path / "out", torch.float32)
-    theirs = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    reference = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     tokens = topic_ids(smollm2_fp32)[:300]
     with torch.no_grad():
-        expected = theirs(torch.tensor([tokens])).logits[0, -3:]
+        expected = reference(torch.tensor([tokens])).logits[0, -3:]
     session = smollm2_fp32.session(policy="full", prefill_step=128)
     session.feed(tokens[:-2])
-    found = [session.logits]
+    logits = [session.logits]
     for token in tokens[-2:]:
         session.feed([token])
-        found.append(session.logits)
-    assert (torch.stack(found) - expected).abs().max() <= 1e-3  # logits reach 40
+        logits.append(session.logits)
+    assert (torch.stack(logits) - expected).abs().max() <= 1e-3  # logits reach 40

@@ -1,4 +1,4 @@
-"""RoPE tables, against those of transformers."""
+"""RoPE frequency tables, against those of transformers."""
 
 from typing import Any
 
@@ -40,28 +40,26 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
     ],
     ids=str,
 )
-def test_tables_are_those_of_transformers(
-    settings: dict[str, Any], head_dim: int, theta: float
-) -> None:
-    given = {key: value for key, value in settings.items() if value is not None}
+def test_tables_equal_transformers(settings: dict[str, Any], head_dim: int, theta: float) -> None:
+    stated = {key: value for key, value in settings.items() if value is not None}
     config = LlamaConfig(
         hidden_size=head_dim * 2,
         num_attention_heads=2,
         max_position_embeddings=16384,
-        rope_parameters={"rope_theta": theta, **given},
+        rope_parameters={"rope_theta": theta, **stated},
     )
-    expected, scaling = ROPE_INIT_FUNCTIONS[given["rope_type"]](config, torch.device("cpu"))
-    ours = rope_spec(settings, theta, head_dim, 16384)
-    assert ours.kind == given["rope_type"]
-    assert ours.attention_scaling == pytest.approx(scaling, rel=1e-12)
+    expected, scaling = ROPE_INIT_FUNCTIONS[stated["rope_type"]](config, torch.device("cpu"))
+    rope = rope_spec(settings, theta, head_dim, 16384)
+    assert rope.kind == stated["rope_type"]
+    assert rope.attention_scaling == pytest.approx(scaling, rel=1e-12)
     torch.testing.assert_close(
-        torch.tensor(ours.inverse_frequencies), expected, rtol=2e-6, atol=0.0
+        torch.tensor(rope.inverse_frequencies), expected, rtol=2e-6, atol=0.0
     )
 
 
 @pytest.mark.parametrize("factor", [{}, {"factor": 8.0}, {"attention_factor": 1.5}], ids=str)
 @pytest.mark.parametrize("longest", [4096, 131_072])
-def test_longrope_is_its_short_table(longest: int, factor: dict[str, float]) -> None:
+def test_longrope_uses_the_short_table(longest: int, factor: dict[str, float]) -> None:
     settings: dict[str, Any] = {
         "rope_type": "longrope",
         "short_factor": [1 + 0.07 * pair for pair in range(24)],
@@ -76,10 +74,10 @@ def test_longrope_is_its_short_table(longest: int, factor: dict[str, float]) -> 
         rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.75, **settings},
     )
     expected, scaling = ROPE_INIT_FUNCTIONS["longrope"](config, torch.device("cpu"), seq_len=4096)
-    ours = rope_spec(settings, 1e4, 48, longest)
-    assert ours.attention_scaling == pytest.approx(scaling, rel=1e-12)
+    rope = rope_spec(settings, 1e4, 48, longest)
+    assert rope.attention_scaling == pytest.approx(scaling, rel=1e-12)
     torch.testing.assert_close(
-        torch.tensor(ours.inverse_frequencies), expected, rtol=2e-6, atol=0.0
+        torch.tensor(rope.inverse_frequencies), expected, rtol=2e-6, atol=0.0
     )
 
 
@@ -90,7 +88,7 @@ def test_longrope_without_a_short_table_is_refused(short: Any) -> None:
         rope_spec(settings, 10_000.0, 8, 2048)
 
 
-def test_the_plain_table_is_a_geometric_series() -> None:
+def test_unscaled_table_is_a_geometric_series() -> None:
     rope = rope_spec({}, 10_000.0, 8, 2048)
     assert rope.kind == "default"
     assert rope.inverse_frequencies == pytest.approx((1.0, 0.1, 0.01, 0.001), rel=1e-15)
@@ -99,6 +97,6 @@ def test_the_plain_table_is_a_geometric_series() -> None:
 
 @pytest.mark.parametrize("kind", ["linear", "llama3"])
 @pytest.mark.parametrize("factor", [None, 0, -2.0, "8", True])
-def test_a_scaling_without_a_usable_factor_is_refused(kind: str, factor: Any) -> None:
+def test_scaling_without_a_valid_factor_is_refused(kind: str, factor: Any) -> None:
     with pytest.raises(BadModelFile, match="factor"):
         rope_spec({**LLAMA3, "rope_type": kind, "factor": factor}, 10_000.0, 8, 2048)

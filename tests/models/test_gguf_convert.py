@@ -1,4 +1,4 @@
-"""GGUF files, made here from transformers models, converted back."""
+"""Conversion of GGUF files that were made from transformers models."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -48,7 +48,7 @@ from kvkeep.models.weights.tensors import check_tensors, read_shapes
     ],
     ids=["llama", "llama-tied", "llama-bias", "qwen2", "qwen3"],
 )
-def test_the_converted_folder_is_the_model_it_came_from(
+def test_converted_folder_equals_the_original_model(
     tmp_path: Path, architecture: str, make: Callable[[], Any]
 ) -> None:
     torch.manual_seed(0)
@@ -69,7 +69,7 @@ def test_the_converted_folder_is_the_model_it_came_from(
     assert read_spec(tmp_path / "out") == read_spec(tmp_path / "own")
 
 
-def test_a_llama_with_a_window_is_a_mistral(tmp_path: Path) -> None:
+def test_llama_with_a_window_is_a_mistral(tmp_path: Path) -> None:
     model = MistralForCausalLM(MistralConfig(**SIZES, sliding_window=128))
     path = write_gguf(
         tmp_path / "m.gguf", model, edit=lambda writer: writer.add_sliding_window(128)
@@ -83,14 +83,14 @@ def test_a_llama_with_a_window_is_a_mistral(tmp_path: Path) -> None:
     assert not any(info.values())
 
 
-def taken(path: Path, to: Path) -> dict[str, Matrix]:
-    """What a file's tensors are taken over as."""
+def convert_and_read(path: Path, to: Path) -> dict[str, Matrix]:
+    """Convert a file and return its matrices by name."""
     convert(path, to, False)
     return load_converted(converted_path(to), read_spec(to))
 
 
 @pytest.mark.parametrize("stored", [Type.F32, Type.F16, Type.BF16, *map(Type.__getitem__, FORMATS)])
-def test_every_matrix_is_kept_as_the_file_has_it(tmp_path: Path, stored: Type) -> None:
+def test_matrices_keep_their_quantised_bytes(tmp_path: Path, stored: Type) -> None:
     model, packed = tiny_llama(num_hidden_layers=1), {}
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     for name, shape in shapes.items():
@@ -100,12 +100,12 @@ def test_every_matrix_is_kept_as_the_file_has_it(tmp_path: Path, stored: Type) -
     path = write_gguf(tmp_path / "m.gguf", model, stored=Type.F32, packed=packed)
     if not packed:
         path = write_gguf(tmp_path / "m.gguf", model, stored=stored)
-    ours = taken(path, tmp_path / "out")
-    assert ours.keys() == shapes.keys()
+    converted = convert_and_read(path, tmp_path / "out")
+    assert converted.keys() == shapes.keys()
     assert (tmp_path / "out" / "packed.safetensors").stat().st_size <= 1.1 * path.stat().st_size
     for name, tensor in model.state_dict().items():
         if tensor.ndim == 1:
-            assert torch.equal(ours[name], tensor)
+            assert torch.equal(converted[name], tensor)
             continue
         heads = {"q_proj": 8, "k_proj": 2}.get(name.split(".")[-2], 0)
         if packed:
@@ -115,14 +115,14 @@ def test_every_matrix_is_kept_as_the_file_has_it(tmp_path: Path, stored: Type) -
                 wanted = wanted.reshape(tensor.shape)
         else:
             wanted = tensor.to(PLAIN.get(stored.name, torch.float32)).float()
-        assert format_name(ours[name]) == (stored.name if packed else stored.name.lower())
-        assert torch.equal(as_tensor(ours[name], torch.float32), wanted), name
+        assert format_name(converted[name]) == (stored.name if packed else stored.name.lower())
+        assert torch.equal(as_tensor(converted[name], torch.float32), wanted), name
 
 
 PLAIN = {"F16": torch.float16, "BF16": torch.bfloat16}
 
 
-def test_a_format_without_kernels_is_unpacked_and_said(tmp_path: Path) -> None:
+def test_format_without_kernels_is_unpacked_with_a_warning(tmp_path: Path) -> None:
     blocks = np.random.default_rng(0).integers(0, 60, (256, 84), dtype=np.uint8)
     path = write_gguf(
         tmp_path / "m.gguf",
@@ -130,12 +130,12 @@ def test_a_format_without_kernels_is_unpacked_and_said(tmp_path: Path) -> None:
         packed={"blk.0.attn_output.weight": (blocks, Type.Q2_K)},
     )
     with pytest.warns(RuntimeWarning, match="no kernels for Q2_K: .*unpacked to bfloat16"):
-        ours = taken(path, tmp_path / "out")
+        converted = convert_and_read(path, tmp_path / "out")
     expected = torch.from_numpy(gguf.dequantize(blocks, Type.Q2_K)).bfloat16()
     assert expected.unique().numel() > 100
-    found = ours["model.layers.0.self_attn.o_proj.weight"]
-    assert not isinstance(found, PackedMatrix)
-    assert torch.equal(found, expected)
+    matrix = converted["model.layers.0.self_attn.o_proj.weight"]
+    assert not isinstance(matrix, PackedMatrix)
+    assert torch.equal(matrix, expected)
 
 
 LLAMA3 = {
@@ -149,7 +149,7 @@ LLAMA3 = {
 
 
 def rope_divisors(settings: dict[str, Any], head_dim: int) -> np.ndarray:
-    """What `rope_freqs.weight` holds for a llama3 config."""
+    """Return the contents of `rope_freqs.weight` for a llama3 config."""
     config = LlamaConfig(**{**SIZES, "head_dim": head_dim}, rope_parameters=settings)
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
     plain = torch.tensor(rope_spec({}, 10_000.0, head_dim, 1).inverse_frequencies)
@@ -169,7 +169,7 @@ def test_llama_3_scaling_is_recognised(tmp_path: Path) -> None:
     assert rope == rope_spec(LLAMA3, 10_000.0, 64, 512)
 
 
-def test_another_table_of_frequencies_is_taken_as_it_is(tmp_path: Path) -> None:
+def test_other_divisor_tables_are_kept_unchanged(tmp_path: Path) -> None:
     settings = {**LLAMA3, "high_freq_factor": 8.0}
     divisors = rope_divisors(settings, 64)
     path = write_gguf(
@@ -185,7 +185,7 @@ def test_another_table_of_frequencies_is_taken_as_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["linear", "yarn"])
-def test_scaled_positions_keep_their_kind(tmp_path: Path, kind: str) -> None:
+def test_rope_scaling_keeps_its_kind(tmp_path: Path, kind: str) -> None:
     def edit(writer: gguf.GGUFWriter) -> None:
         writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
         writer.add_rope_scaling_factor(4.0)
@@ -211,16 +211,14 @@ def test_scaled_positions_keep_their_kind(tmp_path: Path, kind: str) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_is_not_supported_is_refused_before_anything_is_written(
-    tmp_path: Path, edit: Edit, named: str
-) -> None:
+def test_unsupported_file_is_refused_before_writing(tmp_path: Path, edit: Edit, named: str) -> None:
     path = write_gguf(tmp_path / "m.gguf", tiny_llama(), edit=edit)
     with pytest.raises(UnsupportedModel, match=named):
         convert(path, tmp_path / "out", False)
     assert not (tmp_path / "out").exists()
 
 
-def test_another_architecture_is_refused_by_name(tmp_path: Path) -> None:
+def test_unknown_architecture_is_refused_by_name(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", tiny_llama(), architecture="gptj")
     with pytest.raises(UnsupportedModel, match=r"gptj.*llama.*qwen2.*qwen3"):
         convert(path, tmp_path / "out", False)
@@ -231,11 +229,11 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return write_gguf(tmp_path_factory.mktemp("whole") / "m.gguf", tiny_llama()).read_bytes()
 
 
-@pytest.mark.parametrize("kept", [0, 3, 4, 20, 24, 100, 700, 4000, 20_000, 200_000, -4])
-def test_a_truncated_file_is_refused_before_anything_is_written(
-    tmp_path: Path, whole: bytes, kept: int
+@pytest.mark.parametrize("length", [0, 3, 4, 20, 24, 100, 700, 4000, 20_000, 200_000, -4])
+def test_truncated_file_is_refused_before_writing(
+    tmp_path: Path, whole: bytes, length: int
 ) -> None:
-    (tmp_path / "m.gguf").write_bytes(whole[:kept])
+    (tmp_path / "m.gguf").write_bytes(whole[:length])
     with pytest.raises(BadModelFile, match=r"m\.gguf"):
         convert(tmp_path / "m.gguf", tmp_path / "out", False)
     assert not (tmp_path / "out").exists()
@@ -249,7 +247,7 @@ def test_a_truncated_file_is_refused_before_anything_is_written(
         (b"GGUF\x00\x00\x00\x03", "little-endian"),
     ],
 )
-def test_a_foreign_file_is_refused(
+def test_file_of_another_format_is_refused(
     tmp_path: Path, whole: bytes, start: bytes, complaint: str
 ) -> None:
     (tmp_path / "m.gguf").write_bytes(start + whole[len(start) :])
@@ -257,14 +255,14 @@ def test_a_foreign_file_is_refused(
         convert(tmp_path / "m.gguf", tmp_path / "out", False)
 
 
-def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
+def test_missing_tensor_is_named_in_the_error(tmp_path: Path) -> None:
     model = tiny_llama()
     path = write_gguf(tmp_path / "m.gguf", model, edit=lambda writer: writer.add_block_count(3))
     with pytest.raises(BadModelFile):
         convert(path, tmp_path / "out", False)
 
 
-def test_the_default_model_continues_sensibly_in_transformers(
+def test_converted_default_model_generates_in_transformers(
     smollm2_folder: Path, tmp_path: Path
 ) -> None:
     export(smollm2_folder, tmp_path / "out")
@@ -272,5 +270,5 @@ def test_the_default_model_continues_sensibly_in_transformers(
     assert not any(info.values())
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     prompt = tokenizer("The capital of France is", return_tensors="pt")
-    said = model.generate(**prompt, max_new_tokens=2, do_sample=False)[0].tolist()
-    assert TextCodec.open(smollm2_folder).decode(said) == "The capital of France is Paris."
+    ids = model.generate(**prompt, max_new_tokens=2, do_sample=False)[0].tolist()
+    assert TextCodec.open(smollm2_folder).decode(ids) == "The capital of France is Paris."

@@ -1,4 +1,4 @@
-"""GGUF files whose metadata have values of wrong types: they are refused as damaged."""
+"""GGUF files with metadata values of wrong types are refused as damaged."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 import gguf
 import pytest
-from models.test_gguf_families import MADE, made, write
+from models.test_gguf_families import MADE, random_model, write
 from tiny_gguf import tiny_llama, write_gguf
 
 from kvkeep.errors import BadModelFile, UnsupportedModel
@@ -43,8 +43,8 @@ def read(file: GgufFile) -> None:
 @pytest.mark.parametrize(
     "kind", ["granite", "ministral3", "phi4-mini", "gemma3", "gemma4", "gemma3n"]
 )
-def test_no_value_of_any_field_gives_a_traceback(kind: str, tmp_path: Path) -> None:
-    file = GgufFile.open(write(tmp_path / "m.gguf", kind, made(kind)))
+def test_wrong_field_values_raise_typed_errors(kind: str, tmp_path: Path) -> None:
+    file = GgufFile.open(write(tmp_path / "m.gguf", kind, random_model(kind)))
     architecture, refused = MADE[kind][1], dict[str, str]()
     keys = [*file.metadata, *(f"{architecture}.{key}" for key in FURTHER)]
     keys += [f"tokenizer.ggml.{key}" for key in TOKENIZER]
@@ -61,7 +61,7 @@ def test_no_value_of_any_field_gives_a_traceback(kind: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("template", [["{{ messages }}"], 7, True], ids=str)
-def test_a_chat_template_that_is_no_text_is_refused(template: Any, tmp_path: Path) -> None:
+def test_chat_template_of_another_type_is_refused(template: Any, tmp_path: Path) -> None:
     def edit(writer: gguf.GGUFWriter) -> None:
         kind = gguf.GGUFValueType.get_type(template)
         writer.add_key_value("tokenizer.chat_template", template, kind)
@@ -72,7 +72,7 @@ def test_a_chat_template_that_is_no_text_is_refused(template: Any, tmp_path: Pat
     assert not (tmp_path / "out").exists()
 
 
-def test_a_tensor_that_gguf_does_not_know_is_left_out_with_a_warning(tmp_path: Path) -> None:
+def test_undefined_tensor_is_left_out_with_a_warning(tmp_path: Path) -> None:
     divisors = tiny_llama().state_dict()["model.norm.weight"].numpy()
 
     def edit(writer: gguf.GGUFWriter) -> None:

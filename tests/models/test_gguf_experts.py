@@ -1,4 +1,4 @@
-"""Mixtures of experts in GGUF files, written by gguf-py under its names."""
+"""Mixtures of experts in GGUF files, written by gguf-py with its names."""
 
 import json
 import re
@@ -14,7 +14,7 @@ import torch
 import transformers
 from gguf import GGMLQuantizationType as Type
 from gguf import GGUFWriter
-from models.test_gguf_families import described
+from models.test_gguf_families import add_fields
 from safetensors.torch import load_file, save_file
 from tiny_gguf import SIZES, interleaved, write_tokens
 
@@ -76,23 +76,23 @@ MADE: dict[str, tuple[str, str, dict[str, Any]]] = {
 Edit = Callable[[GGUFWriter], None]
 
 
-def made(kind: str) -> Any:
-    """A random model whose weights are exact in bfloat16."""
+def random_model(kind: str) -> Any:
+    """Return a random model whose weights are exact in bfloat16."""
     name, _, changes = MADE[kind]
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**(SIZES | changes))
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     with torch.no_grad():
-        for each, weight in model.named_parameters():
+        for parameter, weight in model.named_parameters():
             spread = (
-                0.6 if "gate_up_proj" in each and name == "GptOss" else 0.15
+                0.6 if "gate_up_proj" in parameter and name == "GptOss" else 0.15
             )  # some are clamped
-            weight.normal_(1 if each.endswith("norm.weight") else 0, spread)
+            weight.normal_(1 if parameter.endswith("norm.weight") else 0, spread)
             weight.copy_(weight.bfloat16())
     return model
 
 
-def of_gpt_oss(name: str, array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+def gpt_oss_tensors(name: str, array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
     """What a layer's tensor is in GGUF that is of experts: gates and ups are stored in turn."""
     block, matrix = re.fullmatch(r"model\.layers\.(\d+)\.mlp\.experts\.(\w+)", name).groups()
     kind = "bias" if matrix.endswith("_bias") else "weight"
@@ -105,12 +105,12 @@ def of_gpt_oss(name: str, array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]
 
 
 def arrays(model: Any, names: gguf.TensorNameMap) -> Iterator[tuple[str, np.ndarray]]:
-    """A model's tensors by GGUF's names: all gates of a layer in one, and so on."""
+    """Return a model's tensors by GGUF name, with the gates of a layer stacked, and so on."""
     for name, tensor in model.state_dict().items():
         array = tensor.float().numpy()
         block = "".join(filter(str.isdigit, name))
         if ".experts." in name and model.config.model_type == "gpt_oss":
-            yield from of_gpt_oss(name, array)
+            yield from gpt_oss_tensors(name, array)
         elif name.endswith("self_attn.sinks"):
             yield f"blk.{block}.attn_sinks.weight", array
         elif name.endswith("experts.gate_up_proj"):
@@ -141,7 +141,7 @@ def write(
     _, architecture, _ = MADE[kind]
     config = model.config
     writer = GGUFWriter(path, architecture)
-    described(writer, architecture, config)
+    add_fields(writer, architecture, config)
     writer.add_expert_count(getattr(config, "num_experts", None) or config.num_local_experts)
     writer.add_expert_used_count(config.num_experts_per_tok)
     if hasattr(config, "moe_intermediate_size"):
@@ -169,8 +169,8 @@ def write(
 
 
 @pytest.mark.parametrize("kind", MADE)
-def test_the_converted_folder_is_the_model_it_came_from(kind: str, tmp_path: Path) -> None:
-    model = made(kind)
+def test_converted_folder_equals_the_original_model(kind: str, tmp_path: Path) -> None:
+    model = random_model(kind)
     convert(write(tmp_path / "m.gguf", kind, model), tmp_path / "own", False)
     export(tmp_path / "own", tmp_path / "out", torch.float32)
     loaded, info = transformers.AutoModelForCausalLM.from_pretrained(
@@ -186,11 +186,11 @@ def test_the_converted_folder_is_the_model_it_came_from(kind: str, tmp_path: Pat
 
 @pytest.mark.parametrize("stored", [Type.F32, Type.BF16])
 @pytest.mark.parametrize("kind", MADE)
-def test_logits_are_those_of_the_model_it_came_from(
+def test_logits_equal_the_original_model(
     kind: str, stored: Type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVKEEP_HOME", str(tmp_path / "home"))
-    model = made(kind)
+    model = random_model(kind)
     path = write(tmp_path / "m.gguf", kind, model, stored)
     with torch.no_grad():
         expected = model(torch.tensor([TOKENS])).logits[0]
@@ -207,12 +207,10 @@ def quantised(array: np.ndarray, stored: Type) -> torch.Tensor:
     return torch.from_numpy(gguf.dequantize(gguf.quantize(array, stored), stored))
 
 
-def test_experts_in_mxfp4_are_those_of_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As gpt-oss comes, in a folder and in GGUF; transformers is given what blocks stand for."""
+def test_mxfp4_experts_equal_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As published, in a folder and in GGUF; transformers gets the dequantised weights."""
     monkeypatch.setenv("KVKEEP_HOME", str(tmp_path / "home"))
-    model = made("gpt-oss")
+    model = random_model("gpt-oss")
     folder = tmp_path / "folder"
     model.save_pretrained(folder)
     stored = load_file(folder / "model.safetensors")
@@ -249,15 +247,15 @@ def test_experts_in_mxfp4_are_those_of_the_file(
 @pytest.mark.skipif(library() is None, reason="no compiled kernels on this machine")
 @pytest.mark.parametrize("stored", [Type.Q4_0, Type.Q8_0])
 @pytest.mark.parametrize("kind", MADE)
-def test_each_expert_is_packed_as_the_file_has_it(
+def test_experts_keep_their_quantised_bytes(
     kind: str, stored: Type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVKEEP_HOME", str(tmp_path / "home"))
-    theirs = made(kind)
-    model = load_model(str(write(tmp_path / "m.gguf", kind, theirs, stored)))
+    reference = random_model(kind)
+    model = load_model(str(write(tmp_path / "m.gguf", kind, reference, stored)))
     assert isinstance(model.decoder.executor, CompiledExecutor)
     values = {}
-    for name, tensor in theirs.state_dict().items():
+    for name, tensor in reference.state_dict().items():
         turned = kind == "gpt-oss" and tensor.dim() == 3  # whose stacks have columns first
         rows = tensor.mT.contiguous() if turned else tensor
         if tensor.dim() > 1 and not re.search("router|gate.w|bias", name):
@@ -275,10 +273,10 @@ def test_each_expert_is_packed_as_the_file_has_it(
 
 # gguf-py unpacks K-quants and packs none: random blocks, whose scales are small and finite.
 @pytest.mark.parametrize(("stored", "halves"), [(Type.Q4_K, (0, 2)), (Type.Q6_K, (208,))])
-def test_a_k_quant_of_experts_is_cut_as_it_is_packed(
+def test_k_quant_stack_is_split_without_unpacking(
     stored: Type, halves: tuple[int, ...], tmp_path: Path
 ) -> None:
-    model, random = made("qwen3moe"), np.random.default_rng(1)
+    model, random = random_model("qwen3moe"), np.random.default_rng(1)
     blocks: dict[str, np.ndarray] = {}
 
     def drawn(rows: int, columns: int) -> np.ndarray:
@@ -306,24 +304,24 @@ def test_a_k_quant_of_experts_is_cut_as_it_is_packed(
         assert np.array_equal(found.detach().numpy(), gguf.dequantize(blocks[kind], stored)), kind
 
 
-def test_a_file_that_has_each_expert_by_itself_is_read_as_well(tmp_path: Path) -> None:
-    """As llama.cpp wrote Mixtral until April 2024; and gate and up may be one stack."""
-    model = made("mixtral")
+def test_files_with_separate_experts_are_read(tmp_path: Path) -> None:
+    """llama.cpp wrote Mixtral so until April 2024. Gate and up may also be one stack."""
+    model = random_model("mixtral")
 
-    def apart(writer: GGUFWriter) -> None:
+    def separate(writer: GGUFWriter) -> None:
         for name in [name for name in writer.tensors[0] if "_exps" in name]:
             stack = writer.tensors[0].pop(name).tensor
             for expert, matrix in enumerate(stack):
                 writer.add_tensor(name.replace("_exps", f".{expert}"), matrix)
 
-    def together(writer: GGUFWriter) -> None:
+    def stacked(writer: GGUFWriter) -> None:
         for layer in range(2):
             names = [f"blk.{layer}.ffn_{kind}_exps.weight" for kind in ("gate", "up")]
             both = np.concatenate([writer.tensors[0].pop(name).tensor for name in names], axis=1)
             writer.add_tensor(f"blk.{layer}.ffn_gate_up_exps.weight", both)
 
     files = []
-    for name, edit in {"usual": lambda writer: None, "a": apart, "t": together}.items():
+    for name, edit in {"usual": lambda writer: None, "a": separate, "t": stacked}.items():
         path = write(tmp_path / f"{name}.gguf", "mixtral", model, edit=edit)
         convert(path, tmp_path / name, False)
         files.append((tmp_path / name / "packed.safetensors").read_bytes())
@@ -344,30 +342,28 @@ def test_a_file_that_has_each_expert_by_itself_is_read_as_well(tmp_path: Path) -
         ),
     ],
 )
-def test_a_router_of_another_kind_is_refused(
-    kind: str, edit: Edit, why: str, tmp_path: Path
-) -> None:
-    path = write(tmp_path / "m.gguf", kind, made(kind), edit=edit)
+def test_unsupported_router_is_refused(kind: str, edit: Edit, why: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "m.gguf", kind, random_model(kind), edit=edit)
     with pytest.raises(UnsupportedModel, match=why):
         convert(path, tmp_path / "out", False)
     assert not (tmp_path / "out").exists()
 
 
-def test_layers_that_are_dense_are_told_by_their_tensors(tmp_path: Path) -> None:
+def test_dense_layers_are_recognised_by_their_tensors(tmp_path: Path) -> None:
     kind = "qwen3moe-dense-first"
-    convert(write(tmp_path / "m.gguf", kind, made(kind)), tmp_path / "out", False)
+    convert(write(tmp_path / "m.gguf", kind, random_model(kind)), tmp_path / "out", False)
     spec = read_spec(tmp_path / "out")
     assert [spec.is_sparse(layer) for layer in range(spec.layers)] == [False, True]
 
 
 @pytest.mark.skipif(library() is None, reason="no compiled kernels on this machine")
 @pytest.mark.parametrize("written", [False, True])
-def test_a_router_decides_by_all_the_bits_that_its_file_has(
+def test_router_weights_keep_the_precision_of_the_file(
     written: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To bfloat16 experts 0 and 1 score alike; 0, of the lower index, would give no number."""
+    """In bfloat16, experts 0 and 1 score alike; 0, with the lower index, would produce NaN."""
     monkeypatch.setenv("KVKEEP_HOME", str(tmp_path / "home"))
-    model = made("mixtral")
+    model = random_model("mixtral")
     model.config.num_experts_per_tok = 1
     signs = model.model.layers[0].mlp.gate.weight[0].detach().sign()
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""GGUF files of families beyond Llama and Qwen, written by gguf-py under its names."""
+"""GGUF files of families other than Llama and Qwen, written by gguf-py with its names."""
 
 import re
 from collections.abc import Callable
@@ -174,8 +174,8 @@ ROUTER_SCALES = {"router.scale": "ffn_gate_inp", "router.per_expert_scale": "ffn
 Edit = Callable[[GGUFWriter], None]
 
 
-def made(kind: str) -> Any:
-    """A random model whose weights are exact in bfloat16."""
+def random_model(kind: str) -> Any:
+    """Return a random model whose weights are exact in bfloat16."""
     name, _, changes = MADE[kind]
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**(SIZES | changes))
@@ -200,7 +200,7 @@ def frequencies(rope: dict[str, Any], head_dim: int) -> np.ndarray:
     return np.array(rope_spec(rope, 1e4, head_dim, 512).inverse_frequencies)
 
 
-def described_gemma4(writer: GGUFWriter, config: Any) -> None:
+def add_gemma4_fields(writer: GGUFWriter, config: Any) -> None:
     local = [kind == "sliding_attention" for kind in config.layer_types]
     each = [config.per_layer_config[layer] for layer in range(len(local))]
     first = len(local) - config.num_kv_shared_layers
@@ -225,7 +225,7 @@ def described_gemma4(writer: GGUFWriter, config: Any) -> None:
     writer.add_tensor("rope_freqs.weight", np.array(divisors, np.float32))
 
 
-def described_gemma3n(writer: GGUFWriter, config: Any) -> None:
+def add_gemma3n_fields(writer: GGUFWriter, config: Any) -> None:
     writer.add_altup_active_idx(config.altup_active_idx)
     writer.add_altup_num_inputs(config.altup_num_inputs)
     writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input)
@@ -237,7 +237,7 @@ def described_gemma3n(writer: GGUFWriter, config: Any) -> None:
 
 
 def stacked_streams(model: Any) -> dict[str, torch.Tensor]:
-    """A model's tensors, the matrices of AltUp's streams in the two stacks that GGUF has."""
+    """Return a model's tensors with the matrices of AltUp's streams in GGUF's two stacks."""
     found, stacks = {}, {"altup_projections": [], "altup_unembed_projections": []}
     for name, tensor in model.state_dict().items():
         stack = next((each for each in stacks if f".{each}." in name), None)
@@ -249,14 +249,14 @@ def stacked_streams(model: Any) -> dict[str, torch.Tensor]:
     return found | {name: torch.stack(each) for name, each in stacks.items()}
 
 
-def stored_as(name: str, array: np.ndarray, stored: Type) -> Type:
-    """As llama.cpp's converter has it: routers, vectors and what is no whole block are float32."""
+def gguf_type(name: str, array: np.ndarray, stored: Type) -> Type:
+    """Return llama.cpp's type: float32 for routers, vectors and rows of partial blocks."""
     whole = array.ndim > 1 and array.shape[-1] % 32 == 0
     return stored if whole and ".router." not in name else Type.F32
 
 
-def described(writer: GGUFWriter, architecture: str, config: Any) -> None:
-    """What llama.cpp's converter says of a model of that architecture."""
+def add_fields(writer: GGUFWriter, architecture: str, config: Any) -> None:
+    """Add the metadata that llama.cpp's converter writes for the architecture."""
     heads = config.num_attention_heads
     config.allow_global_per_layer_attribute_access = True  # Gemma 4's are of local layers
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -284,9 +284,9 @@ def described(writer: GGUFWriter, architecture: str, config: Any) -> None:
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
     if architecture == "gemma4":
-        described_gemma4(writer, config)
+        add_gemma4_fields(writer, config)
     if architecture == "gemma3n":
-        described_gemma3n(writer, config)
+        add_gemma3n_fields(writer, config)
     if architecture == "granite":
         writer.add_attention_scale(config.attention_multiplier)
         writer.add_embedding_scale(config.embedding_multiplier)
@@ -337,7 +337,7 @@ def write(
     _, architecture, _ = MADE[kind]
     config = model.config
     writer = GGUFWriter(path, architecture)
-    described(writer, architecture, config)
+    add_fields(writer, architecture, config)
     write_tokens(writer)
     number = next(n for n, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
@@ -353,7 +353,7 @@ def write(
                 array = interleaved(array, heads)
         if architecture in ("gemma2", "gemma3") and name.endswith("norm.weight"):
             array = array + 1
-        form = stored_as(name, array, stored)
+        form = gguf_type(name, array, stored)
         if name.endswith(("layer_scalar", "correct_output_scale")) or ".experts." in name:
             name += ".weight"
         there = names.get_name(name, try_suffixes=(".weight", ".bias"))
@@ -371,8 +371,8 @@ def write(
 
 
 @pytest.mark.parametrize("kind", MADE)
-def test_the_converted_folder_is_the_model_it_came_from(kind: str, tmp_path: Path) -> None:
-    model = made(kind)
+def test_converted_folder_equals_the_original_model(kind: str, tmp_path: Path) -> None:
+    model = random_model(kind)
     convert(write(tmp_path / "m.gguf", kind, model), tmp_path / "own", False)
     export(tmp_path / "own", tmp_path / "out", torch.float32)
     loaded, info = transformers.AutoModelForCausalLM.from_pretrained(
@@ -387,11 +387,11 @@ def test_the_converted_folder_is_the_model_it_came_from(kind: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("kind", MADE)
-def test_logits_are_those_of_the_model_it_came_from(
+def test_logits_equal_the_original_model(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVKEEP_HOME", str(tmp_path / "home"))
-    model = made(kind)
+    model = random_model(kind)
     path = write(tmp_path / "m.gguf", kind, model)
     with torch.no_grad():
         expected = model(torch.tensor([TOKENS])).logits[0]
@@ -406,7 +406,7 @@ def test_logits_are_those_of_the_model_it_came_from(
 
 @pytest.mark.parametrize("stored", [Type.Q4_0, Type.Q8_0])
 @pytest.mark.parametrize("kind", MADE)
-def test_matrices_are_packed_as_the_decoder_takes_them(
+def test_fused_matrices_are_split_and_reordered_when_packed(
     kind: str, stored: Type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Parts of one each by itself, and rows in the order in which they are rotated.
@@ -414,14 +414,14 @@ def test_matrices_are_packed_as_the_decoder_takes_them(
     Where there are no kernels for them they are unpacked, and rounded to bfloat16.
     """
     monkeypatch.setenv("KVKEEP_HOME", str(tmp_path / "home"))
-    theirs = made(kind)
-    model = load_model(str(write(tmp_path / "m.gguf", kind, theirs, stored)))
+    reference = random_model(kind)
+    model = load_model(str(write(tmp_path / "m.gguf", kind, reference, stored)))
     compiled = library() is not None and kind not in BY_TORCH
     assert isinstance(model.decoder.executor, CompiledExecutor) == compiled
     values = {}
-    for name, tensor in theirs.state_dict().items():
+    for name, tensor in reference.state_dict().items():
         if tensor.dim() > 1:
-            form = stored_as(name, tensor.numpy(), stored)
+            form = gguf_type(name, tensor.numpy(), stored)
             read = gguf.dequantize(gguf.quantize(tensor.numpy(), form), form)
             values[name] = torch.from_numpy(read)
     wanted = decoder_tensors(model.spec, values)
@@ -444,16 +444,16 @@ def test_matrices_are_packed_as_the_decoder_takes_them(
         ("granite", lambda writer: writer.add_rope_scaling_finetuned(False), "without RoPE"),
     ],
 )
-def test_a_relative_that_is_stored_under_the_same_name_is_refused(
+def test_unsupported_variant_of_a_family_is_refused(
     kind: str, edit: Edit, why: str, tmp_path: Path
 ) -> None:
-    path = write(tmp_path / "m.gguf", kind, made(kind), edit=edit)
+    path = write(tmp_path / "m.gguf", kind, random_model(kind), edit=edit)
     with pytest.raises(UnsupportedModel, match=why):
         convert(path, tmp_path / "out", False)
     assert not (tmp_path / "out").exists()
 
 
-def said_of_each(writer: GGUFWriter, each: list[int]) -> None:
+def per_layer_count(writer: GGUFWriter, each: list[int]) -> None:
     del writer.kv_data[0][gguf.Keys.Attention.HEAD_COUNT_KV.format(arch="granite")]
     writer.add_head_count_kv(each)
 
@@ -463,11 +463,11 @@ def said_of_each(writer: GGUFWriter, each: list[int]) -> None:
     [([2, 2], None), ([2, 0], UnsupportedModel), ([0, 0], BadModelFile)],
     ids=str,
 )
-def test_kv_heads_may_be_said_of_each_layer_where_all_have_as_many(
+def test_kv_heads_may_be_stated_per_layer_if_equal(
     each: list[int], found: type[Exception] | None, tmp_path: Path
 ) -> None:
-    model = made("granite")
-    edit = partial(said_of_each, each=each)
+    model = random_model("granite")
+    edit = partial(per_layer_count, each=each)
     path = write(tmp_path / "m.gguf", "granite", model, edit=edit)
     if found is None:
         convert(path, tmp_path / "out", False)
@@ -489,7 +489,7 @@ def test_kv_heads_may_be_said_of_each_layer_where_all_have_as_many(
         ("glm4moe", "chooses experts by scores with a bias"),
     ],
 )
-def test_what_cannot_run_is_refused_with_what_does(
+def test_unsupported_architecture_is_refused_with_an_alternative(
     architecture: str, why: str, tmp_path: Path
 ) -> None:
     writer = GGUFWriter(tmp_path / "m.gguf", architecture)
@@ -501,11 +501,11 @@ def test_what_cannot_run_is_refused_with_what_does(
         convert(tmp_path / "m.gguf", tmp_path / "out", False)
 
 
-def test_longrope_is_bounded_by_the_length_of_its_short_table(
+def test_longrope_length_is_that_of_the_short_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVKEEP_HOME", str(tmp_path / "home"))
-    path = write(tmp_path / "m.gguf", "phi4-mini", made("phi4-mini"))
+    path = write(tmp_path / "m.gguf", "phi4-mini", random_model("phi4-mini"))
     model = load_model(str(path), dtype="float32")
     assert model.spec.max_positions == 128
     assert model.session().max_kv_size == 128

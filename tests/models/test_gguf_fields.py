@@ -232,13 +232,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], list[float]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logits_are_those_of_llama_cpp(
-    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_logits_equal_llama_cpp(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVKEEP_HOME", str(tmp_path / "home"))
     architecture, fields, tables, expected = CASES[case]
     path = write(tmp_path / "m.gguf", architecture, fields, tables)
     session = load_model(str(path), dtype="float32").session(policy="full")
     session.feed(TOKENS)
-    found = session.logits[:4]
-    assert (found - torch.tensor(expected)).abs().max() <= 1e-3 * session.logits.abs().max()
+    logits = session.logits[:4]
+    assert (logits - torch.tensor(expected)).abs().max() <= 1e-3 * session.logits.abs().max()

@@ -1,4 +1,4 @@
-"""Of layers that are not all alike, what a GGUF file says and what it leaves to its family."""
+"""Local layers and RoPE scaling of GGUF files, stated or left to the family."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ import pytest
 import transformers
 from gguf import GGUFWriter
 from models import test_gguf_experts as experts
-from models.test_gguf_families import MADE, Edit, made, write
+from models.test_gguf_families import MADE, Edit, random_model, write
 
 from kvkeep.errors import BadModelFile, UnsupportedModel
 from kvkeep.models.gguf.convert import convert
@@ -19,11 +19,11 @@ from kvkeep.models.spec.rope import rope_spec
 
 
 def spec_of(kind: str, edit: Edit, folder: Path) -> ModelSpec:
-    convert(write(folder / "m.gguf", kind, made(kind), edit=edit), folder / "out", False)
+    convert(write(folder / "m.gguf", kind, random_model(kind), edit=edit), folder / "out", False)
     return read_spec(folder / "out")
 
 
-def without(key: str) -> Edit:
+def without_field(key: str) -> Edit:
     """key: as gguf-py writes it, `{arch}` in it."""
 
     def edit(writer: GGUFWriter) -> None:
@@ -32,8 +32,8 @@ def without(key: str) -> Edit:
     return edit
 
 
-def again(add: str, *values: Any) -> Edit:
-    """Sets a field, by the name of gguf-py's method, that the file may have already."""
+def set_field(add: str, *values: Any) -> Edit:
+    """Return an edit that sets or replaces a field, by the name of gguf-py's method."""
 
     def edit(writer: GGUFWriter) -> None:
         fresh = GGUFWriter("unused", writer.arch)
@@ -43,7 +43,7 @@ def again(add: str, *values: Any) -> Edit:
     return edit
 
 
-def scaled_though_none(writer: GGUFWriter) -> None:
+def factor_without_type(writer: GGUFWriter) -> None:
     writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
     writer.add_rope_scaling_factor(4.0)
 
@@ -52,7 +52,7 @@ def one_table(writer: GGUFWriter) -> None:
     del writer.tensors[0]["rope_factors_long.weight"]
 
 
-def sections_of_images(writer: GGUFWriter) -> None:
+def image_rope_sections(writer: GGUFWriter) -> None:
     writer.add_rope_dimension_sections([4, 4, 4, 4])
 
 
@@ -64,22 +64,22 @@ LOCAL = [True, False, False, True, True, False, True]
     ("kind", "edit", "local", "window"),
     [
         ("gemma2", lambda w: None, (0, 2, 4, 6), 20),
-        ("gemma2", without(gguf.Keys.Attention.SLIDING_WINDOW), (0, 2, 4, 6), 4096),
+        ("gemma2", without_field(gguf.Keys.Attention.SLIDING_WINDOW), (0, 2, 4, 6), 4096),
         ("gemma3", lambda w: None, (0, 1, 2, 3, 4, 6), 20),
-        ("gemma3", without(gguf.Keys.Attention.SLIDING_WINDOW), (), 0),
+        ("gemma3", without_field(gguf.Keys.Attention.SLIDING_WINDOW), (), 0),
         ("cohere2", lambda w: None, (0, 1, 2, 4, 5, 6, 8), 20),
         ("exaone4", lambda w: None, (0, 1, 2, 4, 5, 6, 8), 20),
-        ("exaone4", without(PATTERN), (0, 1, 2, 4, 5, 6, 8), 20),
+        ("exaone4", without_field(PATTERN), (0, 1, 2, 4, 5, 6, 8), 20),
         ("exaone4-alike", lambda w: None, (), 0),
-        ("olmo3", without(PATTERN), (0, 1, 2, 4, 5, 6, 8), 20),
+        ("olmo3", without_field(PATTERN), (0, 1, 2, 4, 5, 6, 8), 20),
         ("olmo2", lambda w: None, (), 0),
         ("gemma3n", lambda w: None, (0, 1, 3, 4, 6, 7), 20),
-        ("gemma3n", without(PATTERN), (0, 1, 2, 3, 5, 6, 7, 8), 20),
+        ("gemma3n", without_field(PATTERN), (0, 1, 2, 3, 5, 6, 7, 8), 20),
         ("gemma3", lambda w: w.add_sliding_window_pattern(3), (0, 1, 3, 4, 6), 20),
         ("gemma3", lambda w: w.add_sliding_window_pattern(LOCAL), (0, 3, 4, 6), 20),
     ],
 )
-def test_layers_are_local_as_the_file_says(
+def test_local_layers_follow_the_file(
     kind: str, edit: Edit, local: tuple[int, ...], window: int, tmp_path: Path
 ) -> None:
     spec = spec_of(kind, edit, tmp_path)
@@ -93,16 +93,21 @@ def test_layers_are_local_as_the_file_says(
         ("gemma3", lambda w: w.add_sliding_window_pattern(0), BadModelFile, "each of 7"),
         ("gemma3", lambda w: w.add_sliding_window_pattern([True] * 7), UnsupportedModel, "none of"),
         ("gemma2", lambda w: w.add_rope_freq_base_swa(500.0), UnsupportedModel, "freq_base_swa"),
-        ("gemma2", scaled_though_none, UnsupportedModel, "scaling.factor 4.0 with .*'none'"),
+        ("gemma2", factor_without_type, UnsupportedModel, "scaling.factor 4.0 with .*'none'"),
         ("gemma4", lambda w: w.add_rope_scaling_attn_factors(2.0), UnsupportedModel, "attn_factor"),
-        ("gemma4", again("add_rope_dimension_count_swa", 16), UnsupportedModel, "count_swa 16"),
-        ("cohere2", without(gguf.Keys.Attention.SLIDING_WINDOW), BadModelFile, "sliding_window"),
-        ("cohere2", without(gguf.Keys.LLM.LOGIT_SCALE), BadModelFile, "logit_scale"),
+        ("gemma4", set_field("add_rope_dimension_count_swa", 16), UnsupportedModel, "count_swa 16"),
+        (
+            "cohere2",
+            without_field(gguf.Keys.Attention.SLIDING_WINDOW),
+            BadModelFile,
+            "sliding_window",
+        ),
+        ("cohere2", without_field(gguf.Keys.LLM.LOGIT_SCALE), BadModelFile, "logit_scale"),
         ("phi4-mini", one_table, UnsupportedModel, "rope_factors_short.weight where"),
-        ("qwen3vl", sections_of_images, UnsupportedModel, "dimension_sections"),
+        ("qwen3vl", image_rope_sections, UnsupportedModel, "dimension_sections"),
     ],
 )
-def test_layers_that_cannot_be_are_refused(
+def test_invalid_layers_are_refused(
     kind: str, edit: Edit, error: type[Exception], why: str, tmp_path: Path
 ) -> None:
     with pytest.raises(error, match=why):
@@ -112,10 +117,10 @@ def test_layers_that_cannot_be_are_refused(
 @pytest.mark.parametrize(
     ("kind", "layers", "wide"), [("gemma2", 46, 32), ("gemma3", 62, 32), ("gemma3", 7, 16)]
 )
-def test_the_largest_gemma_scales_by_what_a_head_would_be_wide(
+def test_largest_gemma_has_its_own_attention_scale(
     kind: str, layers: int, wide: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """256 / 8, of the others by their heads of 16: GGUF does not say it."""
+    """256 / 8, where the others scale by their head_dim of 16: GGUF does not state it."""
     name, architecture, changes = MADE[kind]
     sizes = {"head_dim": 16, "num_hidden_layers": layers, "rope_parameters": None}
     monkeypatch.setitem(MADE, kind, (name, architecture, changes | sizes))
@@ -123,40 +128,40 @@ def test_the_largest_gemma_scales_by_what_a_head_would_be_wide(
 
 
 @pytest.mark.parametrize("kind", ["ministral3", "gpt-oss"])
-def test_rope_that_a_file_does_not_scale_is_not_scaled(kind: str, tmp_path: Path) -> None:
-    """Though the config classes of these families scale it where a config says nothing."""
+def test_unscaled_rope_stays_unscaled(kind: str, tmp_path: Path) -> None:
+    """The config classes of these families scale RoPE by default."""
 
     def edit(writer: GGUFWriter) -> None:
         for key in [key for key in writer.kv_data[0] if ".rope.scaling." in key]:
             del writer.kv_data[0][key]
 
     if kind == "gpt-oss":
-        path = experts.write(tmp_path / "m.gguf", kind, experts.made(kind), edit=edit)
+        path = experts.write(tmp_path / "m.gguf", kind, experts.random_model(kind), edit=edit)
         convert(path, tmp_path / "out", False)
     else:
         spec_of(kind, edit, tmp_path)
     assert read_spec(tmp_path / "out").rope.kind == "default"
-    theirs = transformers.AutoConfig.from_pretrained(tmp_path / "out")
-    assert theirs.rope_parameters["rope_type"] == "default"
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "out")
+    assert config.rope_parameters["rope_type"] == "default"
 
 
-def test_gemma4_caps_logits_unless_the_file_says_otherwise(tmp_path: Path) -> None:
+def test_gemma4_logits_softcap_defaults_to_30(tmp_path: Path) -> None:
     """As llama.cpp does: 30, of which published files of the converter's first days say nothing."""
     for name, cap, expected in (("none", None, 30.0), ("zero", 0.0, 0.0), ("five", 5.0, 5.0)):
         folder = tmp_path / name
         folder.mkdir()
-        edit = without(gguf.Keys.LLM.FINAL_LOGIT_SOFTCAPPING)
+        edit = without_field(gguf.Keys.LLM.FINAL_LOGIT_SOFTCAPPING)
         if cap is not None:
-            edit = again("add_final_logit_softcapping", cap)
+            edit = set_field("add_final_logit_softcapping", cap)
         assert spec_of("gemma4", edit, folder).logits_softcap == expected
 
 
-def test_gemma4_scales_positions_of_layers_that_see_everything(tmp_path: Path) -> None:
+def test_gemma4_scales_rope_of_global_layers(tmp_path: Path) -> None:
     (tmp_path / "plain").mkdir()
     plain = spec_of("gemma4", lambda w: None, tmp_path / "plain")
     scaled = spec_of("gemma4", lambda w: w.add_rope_scaling_factor(4.0), tmp_path)
-    wanted = [each / 4 for each in plain.rope.inverse_frequencies]
-    assert list(scaled.rope.inverse_frequencies) == pytest.approx(wanted)
+    expected = [each / 4 for each in plain.rope.inverse_frequencies]
+    assert list(scaled.rope.inverse_frequencies) == pytest.approx(expected)
     assert scaled.local_rope == plain.local_rope
 
 
@@ -164,10 +169,10 @@ def test_gemma4_scales_positions_of_layers_that_see_everything(tmp_path: Path) -
     ("kind", "whole", "near"),
     [("gemma3", 1.25, 1.25), ("gemma3n", 1.25, 1.25), ("olmo3", 1.25**2, 1.0)],
 )
-def test_attn_factor_is_of_local_layers_too_but_of_olmo3(
+def test_attn_factor_applies_to_local_layers_except_olmo3(
     kind: str, whole: float, near: float, tmp_path: Path
 ) -> None:
-    """olmo3's own yarn_attn_factor is multiplied by it."""
+    """For OLMo 3 it multiplies the model's own yarn_attn_factor."""
     spec = spec_of(kind, lambda w: w.add_rope_scaling_attn_factors(1.25), tmp_path)
     (tmp_path / "plain").mkdir()
     plain = spec_of(kind, lambda w: None, tmp_path / "plain")
@@ -179,13 +184,13 @@ def test_attn_factor_is_of_local_layers_too_but_of_olmo3(
         assert rope.inverse_frequencies == pytest.approx(before.inverse_frequencies)
 
 
-def test_a_temperature_makes_no_other_family_a_ministral(tmp_path: Path) -> None:
+def test_temperature_is_ignored_in_other_families(tmp_path: Path) -> None:
     spec = spec_of("granite", lambda w: w.add_attn_temperature_scale(0.5), tmp_path)
     assert (spec.architecture, spec.max_positions) == ("GraniteForCausalLM", 512)
 
 
-def test_llama3_divisors_are_kept_where_queries_have_a_temperature(tmp_path: Path) -> None:
-    """Both have a field original_max_position_embeddings, of other lengths."""
+def test_llama3_divisors_are_kept_with_a_temperature(tmp_path: Path) -> None:
+    """Both have a field original_max_position_embeddings, with different lengths."""
     (tmp_path / "plain").mkdir()
     rope = spec_of("ministral3", _unscaled, tmp_path / "plain").rope.inverse_frequencies
     llama3 = {
@@ -202,9 +207,9 @@ def test_llama3_divisors_are_kept_where_queries_have_a_temperature(tmp_path: Pat
         _unscaled(writer)
         writer.add_tensor("rope_freqs.weight", np.array(divisors, np.float32))
 
-    found = spec_of("ministral3", edit, tmp_path)
-    assert found.architecture == "Ministral3ForCausalLM"
-    assert found.rope.inverse_frequencies == pytest.approx(scaled)
+    spec = spec_of("ministral3", edit, tmp_path)
+    assert spec.architecture == "Ministral3ForCausalLM"
+    assert spec.rope.inverse_frequencies == pytest.approx(scaled)
 
 
 def _unscaled(writer: GGUFWriter) -> None:

@@ -1,4 +1,4 @@
-"""GGUF models in several files, and GGUF files that are no models."""
+"""GGUF models in several files, and GGUF files that are not models."""
 
 import shutil
 from pathlib import Path
@@ -17,11 +17,11 @@ from kvkeep.models.hub.source import local_folder, resolve
 
 @pytest.fixture
 def parts(tmp_path: Path) -> list[Path]:
-    """A model in three files, written by llama.cpp's own package."""
+    """A model in three files, written by gguf-py."""
     write_gguf(tmp_path / "m.gguf", tiny_llama(), in_a_part=8)
-    found = sorted(tmp_path.glob("*.gguf"))
-    assert [path.name for path in found] == [f"m-{i:05}-of-00003.gguf" for i in (1, 2, 3)]
-    return found
+    files = sorted(tmp_path.glob("*.gguf"))
+    assert [path.name for path in files] == [f"m-{i:05}-of-00003.gguf" for i in (1, 2, 3)]
+    return files
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("KVKEEP_HOME", str(tmp_path / "home"))
 
 
-def test_a_model_in_parts_is_the_model_in_one_file(parts: list[Path], tmp_path: Path) -> None:
+def test_split_model_equals_the_single_file(parts: list[Path], tmp_path: Path) -> None:
     convert(write_gguf(tmp_path / "whole.gguf", tiny_llama()), tmp_path / "whole", False)
     convert(parts[0], tmp_path / "parts", False)
     one, other = (load_file(tmp_path / name / "packed.safetensors") for name in ("whole", "parts"))
@@ -39,7 +39,7 @@ def test_a_model_in_parts_is_the_model_in_one_file(parts: list[Path], tmp_path: 
         assert (tmp_path / "whole" / name).read_text() == (tmp_path / "parts" / name).read_text()
 
 
-def test_whichever_part_is_given_it_is_converted_once(parts: list[Path]) -> None:
+def test_split_model_is_converted_once_by_any_part(parts: list[Path]) -> None:
     folder = resolve(str(parts[1]), progress=False)
     assert [local_folder(str(part)) for part in parts] == [folder] * 3
     assert load_model(str(parts[2])).folder == folder
@@ -47,32 +47,32 @@ def test_whichever_part_is_given_it_is_converted_once(parts: list[Path]) -> None
     assert local_folder(str(parts[0])) is None
 
 
-def test_parts_that_are_missing_are_named(parts: list[Path]) -> None:
+def test_missing_parts_are_named_in_the_error(parts: list[Path]) -> None:
     parts[1].unlink()
     with pytest.raises(BadModelFile, match=r"one of 3 parts .*: m-00002-of-00003\.gguf; fetch"):
         load_model(str(parts[0]))
 
 
-def test_a_truncated_part_is_named(parts: list[Path], tmp_path: Path) -> None:
+def test_truncated_part_is_named_in_the_error(parts: list[Path], tmp_path: Path) -> None:
     parts[2].write_bytes(parts[2].read_bytes()[:-100])
     with pytest.raises(BadModelFile, match="m-00003-of-00003"):
         convert(parts[0], tmp_path / "out", False)
     assert not (tmp_path / "out").exists()
 
 
-def test_parts_under_each_others_names_are_refused(parts: list[Path]) -> None:
+def test_parts_with_swapped_names_are_refused(parts: list[Path]) -> None:
     shutil.copy(parts[2], parts[1])
     with pytest.raises(BadModelFile, match=r"part 2 \(from 0\) of 3, not part 1 of 3"):
         load_model(str(parts[0]))
 
 
-def test_a_part_that_was_given_another_name_is_refused(parts: list[Path], tmp_path: Path) -> None:
+def test_renamed_part_is_refused(parts: list[Path], tmp_path: Path) -> None:
     alone = parts[0].rename(tmp_path / "model.gguf")
     with pytest.raises(BadModelFile, match="of a split model, under a name that does not say so"):
         load_model(str(alone))
 
 
-def test_a_name_beyond_the_last_part_is_refused(parts: list[Path]) -> None:
+def test_part_number_beyond_the_count_is_refused(parts: list[Path]) -> None:
     wrong = parts[0].rename(parts[0].with_name("m-00004-of-00003.gguf"))
     with pytest.raises(BadModelFile, match="calls itself part 4 of 3"):
         load_model(str(wrong))
@@ -87,32 +87,34 @@ def test_parts_of_different_models_are_refused(parts: list[Path], tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"),
+    ("kind", "description"),
     [
         ("mmproj", "the projector of a vision model, not a language model"),
         ("adapter", "an adapter"),
         ("imatrix", "an importance matrix"),
     ],
 )
-def test_a_file_that_lies_beside_models_is_told_apart(tmp_path: Path, kind: str, said: str) -> None:
+def test_gguf_files_that_are_not_models_are_refused(
+    tmp_path: Path, kind: str, description: str
+) -> None:
     path = write_gguf(
         tmp_path / "m.gguf",
         tiny_llama(),
         "clip" if kind == "mmproj" else "llama",
         edit=lambda writer: writer.add_type(kind),
     )
-    with pytest.raises(UnsupportedModel, match=said):
+    with pytest.raises(UnsupportedModel, match=description):
         convert(path, tmp_path / "out", False)
 
 
-def test_a_projector_from_before_files_had_a_type_is_told_apart(tmp_path: Path) -> None:
+def test_projector_without_a_type_is_refused(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", tiny_llama(), "clip")
     with pytest.raises(UnsupportedModel, match="the projector of a vision model"):
         convert(path, tmp_path / "out", False)
 
 
 @pytest.mark.parametrize("model", [None, "no_vocab"])
-def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path, model: str | None) -> None:
+def test_model_without_a_tokenizer_is_refused(tmp_path: Path, model: str | None) -> None:
     def tokens(writer: gguf.GGUFWriter) -> None:
         if model is not None:
             writer.add_tokenizer_model(model)

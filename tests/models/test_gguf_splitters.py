@@ -1,4 +1,4 @@
-"""Byte-level BPE from GGUF: every family's words, against transformers and by example."""
+"""Byte-level BPE from GGUF: how each family splits words, against transformers and by example."""
 
 import json
 import unicodedata
@@ -21,14 +21,14 @@ from transformers.convert_slow_tokenizer import TikTokenConverter
 from transformers.models.qwen3_5.tokenization_qwen3_5 import Qwen3_5Tokenizer
 
 from kvkeep.models.gguf.splitters import SPLITTERS
-from tests.models.vocabularies import CONTROL, CORPUS, NORMAL, TEXTS, built
+from tests.models.vocabularies import CONTROL, CORPUS, NORMAL, TEXTS, tokenizer_from_gguf
 
 STOP = "<|stop|>"
 
 
 @pytest.fixture(scope="module")
 def trained() -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Tokens and merges, of which many go across words: where a text is split shows in the ids."""
+    """Train tokens and merges, many of them across words, so that splits show in the ids."""
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
     trainer = BpeTrainer(
@@ -49,7 +49,7 @@ def read(tmp_path: Path, trained: tuple[dict[str, int], list[tuple[str, str]]]) 
     tokens = sorted(vocab, key=vocab.__getitem__)
 
     def read(pre: str) -> Tokenizer:
-        return built(
+        return tokenizer_from_gguf(
             tmp_path / "m.gguf",
             "gpt2",
             [*tokens, STOP],
@@ -65,7 +65,7 @@ def read(tmp_path: Path, trained: tuple[dict[str, int], list[tuple[str, str]]]) 
 
 
 @pytest.mark.parametrize(
-    ("pre", "theirs"),
+    ("pre", "tokenizer_class"),
     [
         ("gpt-2", GPT2Tokenizer),
         ("phi-2", GPT2Tokenizer),
@@ -75,36 +75,34 @@ def read(tmp_path: Path, trained: tuple[dict[str, int], list[tuple[str, str]]]) 
         ("olmo", GPTNeoXTokenizer),
     ],
 )
-def test_ids_are_those_of_transformers_own_class(trained, read, pre: str, theirs: type) -> None:
+def test_ids_equal_transformers_class(trained, read, pre: str, tokenizer_class: type) -> None:
     vocab, merges = trained
-    theirs = theirs(vocab=vocab, merges=merges)
-    ours = read(pre)
+    reference = tokenizer_class(vocab=vocab, merges=merges)
+    tokenizer = read(pre)
     for text in TEXTS:
-        ids = theirs.encode(text, add_special_tokens=False)
-        assert ours.encode(text, add_special_tokens=False).ids == ids
-        assert ours.decode(ids) == theirs.decode(ids)
+        ids = reference.encode(text, add_special_tokens=False)
+        assert tokenizer.encode(text, add_special_tokens=False).ids == ids
+        assert tokenizer.decode(ids) == reference.decode(ids)
 
 
-def test_ids_of_llama3_are_those_of_transformers_converter(trained, read) -> None:
+def test_llama3_ids_equal_transformers_converter(trained, read) -> None:
     vocab, merges = trained
     for pre in ("llama-bpe", "lfm2", "falcon3", "pixtral", "dbrx", "glm4"):
         converter = TikTokenConverter()
         model = BPE(vocab, merges, ignore_merges=SPLITTERS[pre].whole_words)
         converter.tokenizer = lambda model=model: Tokenizer(model)
-        theirs, ours = converter.converted(), read(pre)
+        reference, tokenizer = converter.converted(), read(pre)
         for text in TEXTS:
-            ids = theirs.encode(text).ids
-            assert ours.encode(text, add_special_tokens=False).ids == ids
+            ids = reference.encode(text).ids
+            assert tokenizer.encode(text, add_special_tokens=False).ids == ids
 
 
 @pytest.mark.parametrize("pre", ["gpt-4o", "llama4", "tekken", "qwen35", "megrez"])
-def test_words_are_those_that_transformers_finds_for_the_same_file(
-    tmp_path: Path, read, pre: str
-) -> None:
+def test_words_equal_transformers_for_the_same_file(tmp_path: Path, read, pre: str) -> None:
     read(pre)
-    theirs = AutoTokenizer.from_pretrained(tmp_path, gguf_file="m.gguf").backend_tokenizer
+    reference = AutoTokenizer.from_pretrained(tmp_path, gguf_file="m.gguf").backend_tokenizer
     for text in TEXTS:
-        words = theirs.pre_tokenizer.pre_tokenize_str(text)
+        words = reference.pre_tokenizer.pre_tokenize_str(text)
         assert SPLITTERS[pre].pre_tokenizer().pre_tokenize_str(text) == words
 
 
@@ -133,7 +131,7 @@ TEXT = "It'S XMLHttp a1234 हिन्दी日本カナ !x?\n\n  $a/b"
         ("exaone-moe", "It|'S| XMLHttp a|1|2|3|4| हिन्दी日本カナ| !|x|?\n|\n| | $|a|/b"),
     ],
 )
-def test_each_family_splits_words_in_its_own_way(pre: str, words: str) -> None:
+def test_family_splits_text_into_expected_words(pre: str, words: str) -> None:
     assert split(pre, TEXT) == words.split("|")
 
 
@@ -146,7 +144,7 @@ def test_each_family_splits_words_in_its_own_way(pre: str, words: str) -> None:
         ("seed-coder", [" " * 6, " x", "\n\n\n", "y", "!", "\n"]),
     ],
 )
-def test_runs_of_spaces_and_newlines(pre: str, words: list[str]) -> None:
+def test_runs_of_spaces_and_newlines_are_split_as_expected(pre: str, words: list[str]) -> None:
     assert split(pre, " " * 7 + "x\n\n\ny!\n") == words
 
 
@@ -156,11 +154,11 @@ def split(pre: str, text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("pre", sorted(SPLITTERS))
-def test_every_text_comes_back_whole(read, pre: str) -> None:
-    ours = read(pre)
+def test_every_text_round_trips(read, pre: str) -> None:
+    tokenizer = read(pre)
     for text in TEXTS:
-        ids = ours.encode(text, add_special_tokens=False).ids
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
         expected = unicodedata.normalize("NFC", text) if SPLITTERS[pre].composed else text
-        assert ours.decode(ids) == expected
-    assert ours.encode(f"a{STOP}", add_special_tokens=False).tokens == ["a", STOP]
-    assert (ours.encode("a").tokens[0] == STOP) is SPLITTERS[pre].bos
+        assert tokenizer.decode(ids) == expected
+    assert tokenizer.encode(f"a{STOP}", add_special_tokens=False).tokens == ["a", STOP]
+    assert (tokenizer.encode("a").tokens[0] == STOP) is SPLITTERS[pre].bos

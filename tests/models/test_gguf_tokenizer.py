@@ -35,23 +35,24 @@ TEXTS = [
 ]
 
 
-def test_the_default_model_tokenizes_as_in_transformers(
+def test_default_model_tokenizes_as_in_transformers(
     smollm2_folder: Path, smollm2_gguf: Path
 ) -> None:
-    theirs = AutoTokenizer.from_pretrained(smollm2_gguf.parent, gguf_file=smollm2_gguf.name)
-    ours = TextCodec.open(smollm2_folder)
+    reference = AutoTokenizer.from_pretrained(smollm2_gguf.parent, gguf_file=smollm2_gguf.name)
+    codec = TextCodec.open(smollm2_folder)
     for text in TEXTS:
-        ids = theirs.encode(text, add_special_tokens=False)
-        assert ours.encode(text, special=True) == ids
-        as_text = theirs.encode(text, add_special_tokens=False, split_special_tokens=True)
-        assert ours.encode(text) == as_text
-        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=False)
-        assert ours.decode(ids, skip_special=True) == theirs.decode(ids, skip_special_tokens=True)
-    assert ours.vocab_size == len(theirs)
+        ids = reference.encode(text, add_special_tokens=False)
+        assert codec.encode(text, special=True) == ids
+        as_text = reference.encode(text, add_special_tokens=False, split_special_tokens=True)
+        assert codec.encode(text) == as_text
+        assert codec.decode(ids) == reference.decode(ids, skip_special_tokens=False)
+        without_special = reference.decode(ids, skip_special_tokens=True)
+        assert codec.decode(ids, skip_special=True) == without_special
+    assert codec.vocab_size == len(reference)
 
 
-def test_smollm_reads_every_digit_alone_in_every_script(smollm2_folder: Path) -> None:
-    """transformers forgets this rule on loading GGUF, and only ASCII digits come out the same."""
+def test_smollm_splits_digits_of_every_script(smollm2_folder: Path) -> None:
+    """transformers drops this rule when it loads GGUF, so that only ASCII digits agree."""
     tokenizer = TextCodec.open(smollm2_folder).tokenizer
     text = "a 12٣٤५½x²"
     spans = [text[start:end] for start, end in tokenizer.encode(text).offsets]
@@ -61,7 +62,7 @@ def test_smollm_reads_every_digit_alone_in_every_script(smollm2_folder: Path) ->
 
 
 def write(path: Path, kind: str, pre: str | None, **fields: object) -> GgufFile:
-    """All bytes, the merges for " 123" from its end, "he" and "hell" (to which no merge leads)."""
+    """Write all bytes, merges for " 123" from its end, "he", and "hell", which has no merge."""
     tokens = [*sorted(ByteLevel.alphabet()), "he", "hell", "12", "123", "<|start|>", "<tool>"]
     tokens[-1] = fields.get("last", "<tool>")
     writer = GGUFWriter(path, "llama")
@@ -97,7 +98,7 @@ def pieces(tokenizer: Tokenizer, text: str) -> list[str]:
         ("llama-bpe", ["123", "4"], ["hell"], False),
     ],
 )
-def test_each_family_splits_words_in_its_own_way(
+def test_family_splits_text_into_expected_words(
     tmp_path: Path, pre: str, number: list[str], word: list[str], composed: bool
 ) -> None:
     tokenizer = build_tokenizer(write(tmp_path / "m.gguf", "gpt2", pre))
@@ -127,7 +128,7 @@ def test_control_tokens_are_special_and_user_defined_ones_are_text(tmp_path: Pat
         ("llama-bpe", {"add_bos": False}, []),
     ],
 )
-def test_bos_opens_a_text_only_where_the_model_wants_it(
+def test_bos_is_prepended_only_if_configured(
     tmp_path: Path, pre: str, fields: dict[str, bool], opening: list[int]
 ) -> None:
     tokenizer = build_tokenizer(write(tmp_path / "m.gguf", "gpt2", pre, **fields))
@@ -145,7 +146,7 @@ def test_bos_opens_a_text_only_where_the_model_wants_it(
         ("gpt2", "superbpe", "'superbpe'"),
     ],
 )
-def test_other_tokenizers_are_refused_by_name(
+def test_unsupported_tokenizers_are_refused_by_name(
     tmp_path: Path, kind: str, pre: str | None, named: str
 ) -> None:
     with pytest.raises(UnsupportedModel, match=named):
@@ -160,7 +161,7 @@ def test_other_tokenizers_are_refused_by_name(
         ({"merges": ["zzz h"]}, "merges"),
     ],
 )
-def test_a_vocabulary_that_contradicts_itself_is_refused(
+def test_contradictory_vocabulary_is_refused(
     tmp_path: Path, fields: dict[str, object], complaint: str
 ) -> None:
     with pytest.raises(BadModelFile, match=complaint):
@@ -175,7 +176,7 @@ def read(file: GgufFile) -> Tokenizer:
 # What llama.cpp (0.3.36) makes of the same files, where it loads them: it ends on two tokens of the
 # same text, of which earlier versions found the last.
 @pytest.mark.parametrize(
-    ("pre", "fields", "said", "text", "tokens"),
+    ("pre", "fields", "warning", "text", "tokens"),
     [
         (None, {}, "how its text is split", "a?!1234 he", ["a", "?", "!", "123", "4", "Ġ", "he"]),
         ("default", {}, "how its text is split", "he==12 ", ["he", "=", "=", "12", "Ġ"]),
@@ -185,16 +186,16 @@ def read(file: GgufFile) -> Tokenizer:
         ("gpt-2", {"last": "he"}, r"1 tokens whose text.*\[256\]", "he", ["he"]),
     ],
 )
-def test_a_file_whose_meaning_is_unsure_is_loaded_with_a_warning(
+def test_ambiguous_vocabulary_is_loaded_with_a_warning(
     tmp_path: Path,
     pre: str | None,
     fields: dict[str, object],
-    said: str,
+    warning: str,
     text: str,
     tokens: list[str],
 ) -> None:
     file = write(tmp_path / "m.gguf", "gpt2", pre, **fields)
-    with pytest.warns(RuntimeWarning, match=said):
+    with pytest.warns(RuntimeWarning, match=warning):
         tokenizer = read(file)
     encoded = tokenizer.encode(text)
     assert encoded.tokens == tokens
@@ -202,7 +203,7 @@ def test_a_file_whose_meaning_is_unsure_is_loaded_with_a_warning(
     assert tokenizer.get_vocab_size() == 262  # every id has a token
 
 
-def test_of_tokens_with_one_text_that_with_a_role_keeps_it(tmp_path: Path) -> None:
+def test_token_with_a_role_keeps_a_duplicate_text(tmp_path: Path) -> None:
     tokens = {"last": "<|start|>", "types": [1] * 260 + [3, 3]}
     for bos in (260, 261):
         file = write(tmp_path / "m.gguf", "gpt2", "gpt-2", bos=bos, add_bos=True, **tokens)

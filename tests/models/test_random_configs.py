@@ -1,8 +1,8 @@
 """Random configurations of every family against transformers in float32.
 
-A seed is the architecture and a number; `checked("LlamaForCausalLM", 17, ...)` repeats one. Where a
-model is so sharp that the logits of transformers are off by more than `NEAR` in float32 themselves,
-by what they are in float64, ours may be off twice as far.
+A seed is an architecture and a number; `check_seed("LlamaForCausalLM", 17, ...)` repeats one. If a
+model is so sensitive that transformers' float32 logits differ from its float64 logits by more than
+`NEAR`, kvkeep's may differ by twice as much.
 """
 
 import json
@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from models.test_families import opened
+from models.test_families import open_model
 from models.test_text_part import IMAGES
-from random_configs import defaults, drawn, family_of
+from random_configs import class_defaults, family_name, random_config
 from safetensors.torch import load_file, save_file
 from small import small_tokenizer
 
@@ -40,10 +40,10 @@ REFUSED = {
 }
 
 
-def model_of(architecture: str, values: dict[str, Any]) -> transformers.PreTrainedModel:
-    """A model of transformers with random weights, after `torch.manual_seed`.
+def random_model(architecture: str, values: dict[str, Any]) -> transformers.PreTrainedModel:
+    """Return a transformers model with random weights, after `torch.manual_seed`.
 
-    Of Gemma 3n, which reads images by a library of its own, the language model alone.
+    For Gemma 3n, which needs another library for images, only the language model.
     """
     kind = architecture.removesuffix("ForConditionalGeneration")
     if kind == architecture or kind == "Gemma3n":
@@ -59,9 +59,9 @@ def model_of(architecture: str, values: dict[str, Any]) -> transformers.PreTrain
             text_config=text, vision_config=images, tie_word_embeddings=tied
         )
         model = getattr(transformers, architecture)
-    config._experts_implementation = "eager"  # another needs rows of so many bytes
+    config._experts_implementation = "eager"  # other kernels need rows of certain sizes
     result = model(config).eval()
-    randomise(result, family_of(architecture))
+    randomise(result, family_name(architecture))
     return result
 
 
@@ -73,12 +73,12 @@ def text_type(architecture: str) -> str:
 def randomise(model: transformers.PreTrainedModel, family: str) -> None:
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            usual = weight.flatten()[0].item() if name.endswith("norm.weight") else 0.0
+            default = weight.flatten()[0].item() if name.endswith("norm.weight") else 0.0
             if family in ("Gemma3nText", "Gemma4Text") and name.endswith("q_norm.weight"):
-                usual = 0.3  # products are not scaled
+                default = 0.3  # products of queries and keys are not scaled
             if re.search(r"norm_[12]\.weight|router\.(per_expert_)?scale", name):
-                usual = 1.0
-            weight.normal_(usual, 0.15)
+                default = 1.0
+            weight.normal_(default, 0.15)
         for name, scale in model.named_buffers():
             if name.endswith("layer_scalar"):
                 scale.uniform_(0.7, 1.3)
@@ -91,7 +91,7 @@ def write(
     values: dict[str, Any],
     random: Random,
 ) -> None:
-    """As transformers does, but for a config that may say the same in other ways."""
+    """Save the model as transformers does, with a config rewritten at random."""
     model.save_pretrained(folder)
     path = folder / "config.json"
     config = json.loads(path.read_text())
@@ -102,26 +102,28 @@ def write(
             for name, tensor in load_file(folder / "model.safetensors").items()
         }
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    said_otherwise(config.get("text_config", config), architecture, values, random)
+    rewrite_config(config.get("text_config", config), architecture, values, random)
     path.write_text(json.dumps(config))
 
 
-def said_otherwise(
+def rewrite_config(
     text: dict[str, Any], architecture: str, values: dict[str, Any], random: Random
 ) -> None:
-    """Leaves out what is a default or follows from the rest, and writes RoPE as transformers 4."""
-    for name, usual in defaults(architecture).items():
+    """Leave out defaults and derived fields at random, or write RoPE as transformers 4."""
+    for name, default in class_defaults(architecture).items():
         if name not in text or random.random() < 0.5:
             continue
-        derived = usual is None and name not in values and name in ("layer_types", "no_rope_layers")
-        if derived or (text[name] == usual and not re.search(KEPT, name)):
+        derived = (
+            default is None and name not in values and name in ("layer_types", "no_rope_layers")
+        )
+        if derived or (text[name] == default and not re.search(KEPT, name)):
             del text[name]
     if "sliding_window_pattern" in values:
         text["sliding_window_pattern"] = values["sliding_window_pattern"]
     width = text["hidden_size"] // text["num_attention_heads"]
-    if text.get("head_dim") == width and defaults(architecture).get("head_dim", 0) is None:
+    if text.get("head_dim") == width and class_defaults(architecture).get("head_dim", 0) is None:
         text["head_dim"] = random.choice([None, width])
-    if "per_layer_config" in text and random.random() < 0.5:  # as published files have it
+    if "per_layer_config" in text and random.random() < 0.5:  # as in published files
         del text["per_layer_config"]
         for name in ("global_head_dim", "num_global_key_value_heads"):
             text[name] = values.get(name)
@@ -135,47 +137,49 @@ def said_otherwise(
             rope["type"] = rope.pop("rope_type")
 
 
-def checked(architecture: str, number: int, folder: Path) -> str:
-    """Why kvkeep refuses the configuration of a seed, or "" where it computes what it should."""
+def check_seed(architecture: str, number: int, folder: Path) -> str:
+    """Compare logits for a seed. Returns the reason if kvkeep refuses the config, else ""."""
     random = Random(f"{architecture} {number}")
-    values = drawn(architecture, random)
+    values = random_config(architecture, random)
     torch.manual_seed(number)
-    model = model_of(architecture, values)
+    model = random_model(architecture, values)
     write(model, folder, architecture, values, random)
     try:
-        ours = opened(folder, TEXT)
+        model_under_test = open_model(folder, TEXT)
     except KvkeepError as error:
         return str(error).replace(str(folder), "")
-    count = min(random.randint(12, 40), ours.spec.max_positions)
+    count = min(random.randint(12, 40), model_under_test.spec.max_positions)
     tokens = [random.randrange(3, values["vocab_size"]) for _ in range(count)]
     with torch.no_grad():
         expected = model(torch.tensor([tokens])).logits[0]
-    session = ours.session(policy="full", prefill_step=random.choice([1, 5, 512]))
-    done, found, ends = 0, [], []
-    while done < count:
+    session = model_under_test.session(policy="full", prefill_step=random.choice([1, 5, 512]))
+    fed, logits, positions = 0, [], []
+    while fed < count:
         step = random.choice([1, 1, 4, 9, 17])
-        session.feed(tokens[done : done + step])
-        done = min(done + step, count)
-        found.append(session.logits)
-        ends.append(done - 1)
-    result, largest = torch.stack(found), expected.abs().max()
-    if (result - expected[ends]).abs().max() > NEAR * largest:
+        session.feed(tokens[fed : fed + step])
+        fed = min(fed + step, count)
+        logits.append(session.logits)
+        positions.append(fed - 1)
+    result, largest = torch.stack(logits), expected.abs().max()
+    if (result - expected[positions]).abs().max() > NEAR * largest:
         with torch.no_grad():
             exact = model.double()(torch.tensor([tokens])).logits[0]
-        off, theirs = ((x - exact[ends]).abs().max() for x in (result, expected[ends]))
-        assert off <= 2 * theirs, (
-            f"{off / largest:.2g} off, transformers {theirs / largest:.2g}: {values}"
+        own_error, their_error = (
+            (x - exact[positions]).abs().max() for x in (result, expected[positions])
+        )
+        assert own_error <= 2 * their_error, (
+            f"{own_error / largest:.2g} off, transformers {their_error / largest:.2g}: {values}"
         )
     return ""
 
 
 def check_all(architecture: str, numbers: range, folder: Path) -> None:
-    """Raises with every seed that is computed wrongly, or refused without a reason given here."""
+    """Fail with all seeds whose logits are wrong, or that are refused for an unexpected reason."""
     wrong, refused = [], 0
     for number in numbers:
         try:
-            reason = checked(architecture, number, folder / str(number))
-        except Exception as error:  # of whichever kind: it is to be known of all seeds
+            reason = check_seed(architecture, number, folder / str(number))
+        except Exception as error:  # collect the errors of all seeds
             wrong.append(f"{architecture} {number}: {type(error).__name__}: {error}")
             continue
         refused += bool(reason)

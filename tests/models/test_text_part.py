@@ -1,4 +1,4 @@
-"""Of models that read images, too, the language model alone: its logits equal transformers'."""
+"""The language models of multimodal models: their logits equal transformers'."""
 
 import json
 import shutil
@@ -93,8 +93,8 @@ TEXT_OF: dict[str, dict[str, Any]] = {
 }
 
 
-def written(folder: Path, kind: str, tokenizer: Path, tied: bool) -> torch.Tensor:
-    """Writes a random checkpoint; the logits of `TOKENS` by transformers, `[n, vocab]`."""
+def write_checkpoint(folder: Path, kind: str, tokenizer: Path, tied: bool) -> torch.Tensor:
+    """Write a random checkpoint; return transformers' logits of `TOKENS`, `[n, vocab]`."""
     text = TEXT | TEXT_OF.get(kind, {})
     config = getattr(transformers, f"{kind}Config")(
         text_config=text, vision_config=IMAGES[kind], tie_word_embeddings=tied
@@ -119,22 +119,22 @@ def written(folder: Path, kind: str, tokenizer: Path, tied: bool) -> torch.Tenso
 def test_logits_equal_transformers(
     kind: str, tied: bool, tmp_path: Path, smollm2_folder: Path
 ) -> None:
-    expected = written(tmp_path, kind, smollm2_folder, tied)
+    expected = write_checkpoint(tmp_path, kind, smollm2_folder, tied)
     model = load_model(str(tmp_path), dtype="float32")
     assert not any("vis" in name for name in model.decoder.tensors)
-    session, found = model.session(policy="full"), []
+    session, logits = model.session(policy="full"), []
     session.feed(TOKENS[:50])
-    found.append(session.logits)
+    logits.append(session.logits)
     for token in TOKENS[50:]:
         session.feed([token])
-        found.append(session.logits)
-    assert (torch.stack(found) - expected[49:]).abs().max() <= 1e-4 * expected.abs().max()
+        logits.append(session.logits)
+    assert (torch.stack(logits) - expected[49:]).abs().max() <= 1e-4 * expected.abs().max()
 
 
-def test_gemma_3n_is_read_by_the_names_of_published_files(
+def test_gemma_3n_reads_the_tensor_names_of_published_files(
     tmp_path: Path, smollm2_folder: Path
 ) -> None:
-    """Its images go by a library of their own (timm): here by names alone, as its files have."""
+    """Its image encoder needs another library (timm): here only tensors with its names exist."""
     text = TEXT | {
         "rope_parameters": None,
         "num_hidden_layers": 10,
@@ -145,13 +145,13 @@ def test_gemma_3n_is_read_by_the_names_of_published_files(
         "vocab_size_per_layer_input": 39_000,
     }
     torch.manual_seed(1)
-    theirs = transformers.Gemma3nForCausalLM(transformers.Gemma3nTextConfig(**text)).eval()
+    reference = transformers.Gemma3nForCausalLM(transformers.Gemma3nTextConfig(**text)).eval()
     with torch.no_grad():
-        for name, weight in theirs.named_parameters():
+        for name, weight in reference.named_parameters():
             usual = 1 if name.endswith("norm.weight") else 0
             weight.normal_(0.15 if name.endswith("q_norm.weight") else usual, 0.15)
-        expected = theirs(torch.tensor([TOKENS])).logits[0]
-    theirs.save_pretrained(tmp_path)
+        expected = reference(torch.tensor([TOKENS])).logits[0]
+    reference.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     rope = config.pop("rope_parameters")
     config |= {  # as transformers 4 wrote it, with what no forward heeds
@@ -189,10 +189,10 @@ def test_gemma_3n_is_read_by_the_names_of_published_files(
     assert (session.logits - expected[-1]).abs().max() <= 1e-4 * expected.abs().max()
 
 
-def test_the_layout_of_older_files_is_read_the_same(tmp_path: Path, smollm2_folder: Path) -> None:
-    """A flat config whose RoPE is of kind "mrope"."""
+def test_older_config_layout_gives_the_same_spec(tmp_path: Path, smollm2_folder: Path) -> None:
+    """A flat config with RoPE of type "mrope"."""
     new, old = tmp_path / "new", tmp_path / "old"
-    expected = written(new, "Qwen2_5_VL", smollm2_folder, tied=False)
+    expected = write_checkpoint(new, "Qwen2_5_VL", smollm2_folder, tied=False)
     shutil.copytree(new, old)
     config = json.loads((old / "config.json").read_text())
     text = config.pop("text_config")

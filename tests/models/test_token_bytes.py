@@ -1,4 +1,4 @@
-"""One token's bytes inside a text: joined they are the text, whatever the tokenizer."""
+"""The bytes of single tokens join to the text, for every kind of tokenizer."""
 
 import json
 from collections.abc import Callable
@@ -24,25 +24,25 @@ def byte_level() -> Tokenizer:
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trained(tokenizer, pre_tokenizers.ByteLevel.alphabet(), [])
+    train_tokenizer(tokenizer, pre_tokenizers.ByteLevel.alphabet(), [])
     tokenizer.add_special_tokens([AddedToken("<|é end|>", normalized=False)])
     tokenizer.add_tokens([AddedToken("ÜÜ", normalized=False)])
     return tokenizer
 
 
 def metaspace() -> Tokenizer:
-    """As transformers converts Llama's, with a space before each text."""
+    """Return a tokenizer as transformers converts Llama's, with a space before each text."""
     tokenizer = Tokenizer(BPE(byte_fallback=True, unk_token="<0x00>", fuse_unk=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, prepend_scheme="always")
     tokenizer.decoder = decoders.Sequence(
         [decoders.ByteFallback(), decoders.Metaspace(SPACE, prepend_scheme="always")]
     )
-    trained(tokenizer, [SPACE], BYTES)
+    train_tokenizer(tokenizer, [SPACE], BYTES)
     definition = json.loads(tokenizer.to_str()) | {"added_tokens": []}
     return Tokenizer.from_str(json.dumps(definition))
 
 
-def trained(tokenizer: Tokenizer, alphabet: list[str], first: list[str]) -> None:
+def train_tokenizer(tokenizer: Tokenizer, alphabet: list[str], first: list[str]) -> None:
     trainer = BpeTrainer(
         vocab_size=1500,
         special_tokens=first,
@@ -55,8 +55,10 @@ def trained(tokenizer: Tokenizer, alphabet: list[str], first: list[str]) -> None
 
 KINDS: dict[str, Callable[[Path], Tokenizer]] = {
     "byte level": lambda _: byte_level(),
-    "llama 2": lambda folder: train(**LIKE_LLAMA2).ours(folder / "m.gguf"),
-    "gemma": lambda folder: train(**LIKE_GEMMA).ours(folder / "m.gguf", add_space_prefix=False),
+    "llama 2": lambda folder: train(**LIKE_LLAMA2).from_gguf(folder / "m.gguf"),
+    "gemma": lambda folder: train(**LIKE_GEMMA).from_gguf(
+        folder / "m.gguf", add_space_prefix=False
+    ),
     "metaspace": lambda _: metaspace(),
 }
 
@@ -65,7 +67,7 @@ KINDS: dict[str, Callable[[Path], Tokenizer]] = {
 def codecs(
     smollm2_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], TextCodec]:
-    """A function, since hypothesis writes out all that a test is given."""
+    """Return all codecs. Not a fixture, since hypothesis prints the arguments of a test."""
     made = {"smollm2": TextCodec.open(smollm2_folder)}
     for kind, tokenizer in KINDS.items():
         folder = tmp_path_factory.mktemp("tokenizer")
@@ -77,7 +79,9 @@ def codecs(
 @pytest.mark.parametrize("kind", ["smollm2", *KINDS])
 @settings(max_examples=60)
 @given(text=st.text(max_size=30) | st.sampled_from(TEXTS))
-def test_joined_they_are_the_text(codecs: Callable[[str], TextCodec], kind: str, text: str) -> None:
+def test_token_bytes_join_to_the_text(
+    codecs: Callable[[str], TextCodec], kind: str, text: str
+) -> None:
     codec = codecs(kind)
     ids = codec.encode(text)
     raw = b"".join(map(codec.token_bytes, ids))
@@ -102,7 +106,7 @@ def test_spaces_and_parts_of_characters_are_kept(codecs: Callable[[str], TextCod
     assert smollm2.token_bytes(2) == b"<|im_end|>"
 
 
-def test_added_tokens_are_their_text(codecs: Callable[[str], TextCodec]) -> None:
+def test_added_tokens_have_their_text_as_bytes(codecs: Callable[[str], TextCodec]) -> None:
     codec = codecs("byte level")
     ids = codec.encode("aÜÜ<|é end|>", special=True)
     assert [codec.token_bytes(token).decode() for token in ids] == ["a", "ÜÜ", "<|é end|>"]

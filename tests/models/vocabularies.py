@@ -1,4 +1,4 @@
-"""Vocabularies that are trained for the tests, written as GGUF and read back."""
+"""Vocabularies trained for the tests, written to GGUF files and read back."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -61,7 +61,7 @@ TEXTS = [
 CORPUS = "\n".join([*list(topics.values())[:40], *SCRIPTS * 5])
 
 
-def built(
+def tokenizer_from_gguf(
     path: Path,
     kind: str,
     tokens: Sequence[str],
@@ -69,7 +69,7 @@ def built(
     fields: Mapping[str, Any],
     architecture: str = "llama",
 ) -> Tokenizer:
-    """What kvkeep makes of a GGUF file with these tokens. fields: behind `tokenizer.ggml.`."""
+    """Build a tokenizer from a GGUF file of these tokens. fields: keys after `tokenizer.ggml.`."""
     writer = GGUFWriter(path, architecture)
     writer.add_tokenizer_model(kind)
     writer.add_token_list(list(tokens))
@@ -93,6 +93,6 @@ def built(
 
 
 def codec(folder: Path, tokenizer: Tokenizer) -> TextCodec:
-    """The tokenizer as it is used, saved and opened."""
+    """Return the codec of a tokenizer that was saved and loaded."""
     tokenizer.save(str(folder / "tokenizer.json"))
     return TextCodec.open(folder)
