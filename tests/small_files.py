@@ -1,4 +1,4 @@
-"""A disk that is full, to whoever writes."""
+"""A simulated full disk."""
 
 import resource
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def small_files_only(size: int = 9000) -> Iterator[None]:
-    """The system lets no file grow beyond so many bytes."""
+    """Limit the size of files that this process can write."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:

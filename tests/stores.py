@@ -1,4 +1,4 @@
-"""Stores of objects, one of each kind, for all tests of what is kept in them."""
+"""Fixtures: an object store of each kind."""
 
 import secrets
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ def _s3() -> Iterator[ObjectServer]:
 
 @pytest.fixture
 def s3(_s3: ObjectServer) -> Iterator[ObjectServer]:
-    """A server with nothing that goes wrong yet."""
+    """An S3 server without injected faults."""
     yield _s3
     _s3.fault = lambda method, path: None
     _s3.seen.clear()
@@ -30,13 +30,13 @@ def s3(_s3: ObjectServer) -> Iterator[ObjectServer]:
 
 @pytest.fixture
 def s3_url(s3: ObjectServer) -> str:
-    """Of a place in it that is empty."""
+    """The URL of an empty prefix."""
     return f"s3://{BUCKET}/{secrets.token_hex(6)}"
 
 
 @pytest.fixture(params=KINDS)
 def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Of an empty store of each kind in turn."""
+    """The URL of an empty store of each kind in turn."""
     if request.param == "s3":
         return str(request.getfixturevalue("s3_url"))
     if request.param == "memory":

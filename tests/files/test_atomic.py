@@ -68,7 +68,7 @@ def test_nothing_is_seen_of_a_file_before_it_is_whole(tmp_path: Path) -> None:
     assert file.read_bytes() == b"half"
 
 
-def test_what_the_dead_left_is_swept_and_what_is_being_written_is_not(tmp_path: Path) -> None:
+def test_sweep_removes_stale_temporaries_and_not_those_in_use(tmp_path: Path) -> None:
     left = tmp_path / f"{TEMPORARY}0123456789abcdef.json"
     left.write_text("half")
     with atomic_writer(tmp_path / "report.json") as out:

@@ -70,7 +70,7 @@ def test_what_is_listed(objects: ObjectStore) -> None:
     assert {stored.key for stored in objects.list_objects("a/")} == {"a/2", "a/deep/3"}
 
 
-def test_what_is_not_there_is_said(objects: ObjectStore) -> None:
+def test_a_missing_object_raises_no_object(objects: ObjectStore) -> None:
     for asks in (objects.get, objects.info):
         with pytest.raises(NoObject, match="none/at/all"):
             asks("none/at/all")

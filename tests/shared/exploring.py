@@ -1,9 +1,9 @@
-"""Every order in which some writers can reach a store, with every fault, by the code itself.
+"""A model checker of the lease protocol: explores all schedules of some actors, with all faults.
 
-An actor is a generator of the protocol's steps. What it does next depends on nothing but what it
-was sent, so a state of the world is what the store holds, what is on its way to it, and what each
-actor was sent so far: states that were seen are not gone through again, and the schedules that lead
-through them are counted all the same.
+An actor is a generator of store operations. Its next operation depends only on the results that it
+was sent. So a state consists of the store's content, the operations that are delayed on their way,
+and the results that each actor was sent. A state is explored once, but all schedules through it are
+counted.
 """
 
 from collections.abc import Callable, Generator, Iterator
@@ -27,7 +27,7 @@ from kvkeep.storage.sessions.protocol import (
 
 @dataclass(frozen=True)
 class Fetch:
-    """Of one who reads: is sent whether the snapshot is there."""
+    """A reader's operation. Result: whether the snapshot exists."""
 
     snapshot: str
 
@@ -38,8 +38,11 @@ _UNKNOWN, _CONFLICT, _NONE = "unknown", "conflict", "none"
 
 @dataclass(frozen=True)
 class World:
-    """commits: snapshots in the order in which they became the session's. late: steps on their way,
-    that may arrive at any time or never. sent: to each actor, in order. dead: actors."""
+    """A state.
+
+    commits: snapshots in the order of their commits. late: delayed operations, which may be applied
+    at any time or never. sent: the results sent to each actor, in order. dead: killed actors.
+    """
 
     head: SessionHead | None
     snapshots: frozenset[str]
@@ -55,8 +58,11 @@ class Violation(AssertionError):
 
 
 class Explorer:
-    """Goes through all that can happen. actors: are handed a list to which they add the snapshots
-    of the commits that they were told of. faults: at most so many in one schedule."""
+    """Explores all schedules.
+
+    actors: get a list to which they append the snapshots whose commits were confirmed to them.
+    faults: the maximum per schedule.
+    """
 
     def __init__(self, actors: list[Actor], head: SessionHead | None, faults: int):
         self._actors = actors
@@ -67,7 +73,7 @@ class Explorer:
         self._replayed: dict[tuple[int, tuple[Any, ...]], tuple[Any, tuple[str, ...]]] = {}
 
     def explore(self) -> tuple[int, int]:
-        """How many schedules there are, and how many states. Raises Violation."""
+        """Return the number of schedules and of states. Raises Violation."""
         return self._schedules(self._first), len(self._known)
 
     def _schedules(self, world: World) -> int:
@@ -157,7 +163,7 @@ class Explorer:
     def _replay(
         self, index: int, sent: tuple[Any, ...]
     ) -> tuple[StoreOperation | None, tuple[str, ...]]:
-        """What an actor does next, None if it is through; and the commits it knows of."""
+        """Return an actor's next operation, None at its end, and its confirmed commits."""
         found = self._replayed.get((index, sent))
         if found is None:
             with _numbered(f"{index}"):
@@ -189,7 +195,7 @@ def _sent(steps: Generator[Any, Any, None], result: Any) -> Any:
 
 
 class _numbered:
-    """Nonces by number in the place of chance: an actor that is sent the same says the same."""
+    """Numbered nonces in place of random ones, so that replaying an actor is deterministic."""
 
     def __init__(self, actor: str):
         self._actor, self._count = actor, 0

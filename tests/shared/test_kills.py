@@ -24,7 +24,7 @@ from kvkeep.storage.sessions.shared import SharedSessions
         pytest.param(100, 512, marks=pytest.mark.slow),
     ],
 )
-def test_it_is_the_old_one_or_the_new_one(
+def test_a_killed_save_leaves_the_old_session_or_the_new_one(
     s3: ObjectServer, s3_url: str, smollm2_folder: Path, kills: int, tokens: int
 ) -> None:
     chance, sessions = random.Random(tokens), SharedSessions(open_object_store(s3_url))

@@ -42,9 +42,7 @@ def fed(
     return feed.reused, session.logits
 
 
-def test_another_reuses_what_one_has_evaluated_to_the_bit(
-    objects: ObjectStore, tiny: Model
-) -> None:
+def test_another_process_reuses_blocks_bit_for_bit(objects: ObjectStore, tiny: Model) -> None:
     reused, logits = fed(tiny, prefixes(tiny, objects), PROMPT)
     assert reused == 0
     again, same = fed(tiny, prefixes(tiny, objects), PROMPT)
@@ -54,7 +52,7 @@ def test_another_reuses_what_one_has_evaluated_to_the_bit(
     assert longer == 256
 
 
-def test_where_a_prompt_differs_is_told(objects: ObjectStore, tiny: Model) -> None:
+def test_a_match_reports_where_the_prompt_differs(objects: ObjectStore, tiny: Model) -> None:
     store = prefixes(tiny, objects)
     fed(tiny, store, PROMPT)
     other = [*PROMPT[:300], 9, *PROMPT[301:]]
@@ -75,7 +73,7 @@ def test_nobody_finds_what_another_owner_or_secret_or_processor_has(
     assert prefixes(tiny, objects).for_owner("1").find(tiny.fingerprint, PROMPT).tokens == 512
 
 
-def test_a_block_that_somebody_else_made_is_not_used(objects: ObjectStore, tiny: Model) -> None:
+def test_a_block_made_without_the_secret_is_not_used(objects: ObjectStore, tiny: Model) -> None:
     """One that verifies by all checksums, under the right name, without the secret."""
     store = prefixes(tiny, objects)
     _, right = fed(tiny, store, PROMPT)
@@ -126,7 +124,7 @@ def test_room_is_made_from_the_ends_of_the_prompts_that_were_written_first(
     assert [*stored_blocks(objects)] == []
 
 
-def test_what_is_of_no_prompt_goes_too(objects: ObjectStore) -> None:
+def test_blocks_of_no_prompt_are_evicted_too(objects: ObjectStore) -> None:
     for name in ("a/a", "b/c", "c/b", "x/e", "y/e"):
         objects.put(f"prefixes/mischief/{name}.kvblock", b"12")
     assert make_room(objects, 4) == (6, 4)

@@ -1,4 +1,4 @@
-"""The protocol of a single writer, in every schedule of a few writers, readers and collectors."""
+"""The lease protocol in every schedule of a few writers, readers and collectors."""
 
 import math
 from collections.abc import Generator
@@ -12,7 +12,7 @@ from kvkeep.storage.sessions import protocol
 from kvkeep.storage.sessions.head import SessionHead
 from kvkeep.storage.sessions.protocol import LeaseRequest, PutHead, ReadHead, Upload, VersionedHead
 
-# Where `lease` is 0 every lease has run out when it begins: no clock keeps anybody from anything.
+# A lease of 0 seconds has expired when it begins, so that no clock excludes any writer.
 ANYBODY = {"now": math.inf, "seconds": 0.0}
 START = SessionHead(1, 1, "first", "", 0.0, "000000000001-000000000001-0")
 
@@ -65,7 +65,7 @@ def beginner(name: str) -> Actor:
 
 
 def reader(told: list[str]) -> Generator[Any, Any, None]:
-    """As long as the head says what it said, what it says is there."""
+    """Check that the snapshot which an unchanged head names exists."""
     before = None
     for _ in range(2):
         try:
@@ -108,13 +108,13 @@ LARGER = {
 
 
 @pytest.mark.parametrize("name", WORLDS)
-def test_every_schedule_keeps_what_was_told_once_and_in_reach(name: str) -> None:
+def test_no_schedule_loses_or_repeats_a_confirmed_commit(name: str) -> None:
     explore(name, *WORLDS[name])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LARGER)
-def test_every_schedule_of_more(name: str) -> None:
+def test_no_schedule_of_larger_worlds_loses_or_repeats_a_confirmed_commit(name: str) -> None:
     explore(name, *LARGER[name])
 
 
@@ -124,7 +124,7 @@ def explore(name: str, actors: list[Actor], head: SessionHead | None, faults: in
     assert schedules > 100
 
 
-def test_the_explorer_finds_what_is_wrong() -> None:
+def test_the_explorer_finds_a_lost_commit() -> None:
     """Writers that put without looking who has the session meanwhile lose commits."""
 
     def careless(told: list[str]) -> Generator[Any, Any, None]:
@@ -140,7 +140,7 @@ def test_the_explorer_finds_what_is_wrong() -> None:
         Explorer([careless, careless], START, 0).explore()
 
 
-def test_a_collector_that_goes_by_no_epoch_is_found() -> None:
+def test_the_explorer_finds_a_collector_that_ignores_epochs() -> None:
     def greedy(told: list[str]) -> Generator[Any, Any, None]:
         names = yield protocol.ListSnapshots()
         found = yield ReadHead()
@@ -152,14 +152,14 @@ def test_a_collector_that_goes_by_no_epoch_is_found() -> None:
         Explorer([writer("a", 1), greedy], START, 0).explore()
 
 
-def test_a_session_that_is_not_there_is_not_taken() -> None:
+def test_acquiring_a_missing_session_raises_no_object() -> None:
     steps = protocol.acquire(LeaseRequest("a", 0.0, 1.0))
     assert next(steps) == ReadHead()
     with pytest.raises(NoObject):
         steps.send(None)
 
 
-def test_who_holds_a_session_keeps_others_out_until_it_expires() -> None:
+def test_a_lease_excludes_other_writers_until_it_expires() -> None:
     version = VersionedHead(SessionHead(3, 1, "n", "b", 10.0, "s"), "tag")
     steps = protocol.acquire(LeaseRequest("a", 9.0, 1.0))
     next(steps)

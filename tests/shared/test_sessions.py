@@ -48,7 +48,7 @@ def content(sessions: SharedSessions, name: str) -> bytes:
         return file.read()
 
 
-def test_a_session_is_saved_and_goes_on_to_the_bit(objects: ObjectStore, tiny: Model) -> None:
+def test_a_saved_session_continues_bit_for_bit(objects: ObjectStore, tiny: Model) -> None:
     sessions = by(objects, "a")
     session = tiny.session(max_kv_size=32, keep=4)
     session.feed(list(range(40)))
@@ -65,7 +65,7 @@ def test_a_session_is_saved_and_goes_on_to_the_bit(objects: ObjectStore, tiny: M
     assert list(again.stream(8)) == list(session.stream(8))
 
 
-def test_only_the_last_snapshot_is_kept(objects: ObjectStore) -> None:
+def test_only_the_last_committed_snapshot_is_kept(objects: ObjectStore) -> None:
     with by(objects, "a").lock("one") as place:
         for number in range(3):
             place.write_chunks(lambda number=number: [b"%d" % number])
@@ -74,7 +74,7 @@ def test_only_the_last_snapshot_is_kept(objects: ObjectStore) -> None:
     assert content(by(objects, "b"), "one") == b"2"
 
 
-def test_who_has_a_session_keeps_it(objects: ObjectStore) -> None:
+def test_a_leased_session_is_locked_for_others(objects: ObjectStore) -> None:
     with by(objects, "a").lock("one") as place:
         place.write_chunks(lambda: [b"1"])
         with pytest.raises(HeldElsewhere, match="a is using session 'one'") as raised:
@@ -88,7 +88,7 @@ def test_who_has_a_session_keeps_it(objects: ObjectStore) -> None:
     lease.release()
 
 
-def test_a_session_that_was_begun_and_not_saved_leaves_nothing(objects: ObjectStore) -> None:
+def test_a_session_created_without_a_commit_is_removed(objects: ObjectStore) -> None:
     with by(objects, "a").lock("one"):
         pass
     assert by(objects, "b").names() == []
@@ -99,7 +99,7 @@ def test_a_session_that_was_begun_and_not_saved_leaves_nothing(objects: ObjectSt
     assert content(by(objects, "a"), "one") == b"1"
 
 
-def test_what_is_removed_is_gone_and_can_be_begun_anew(objects: ObjectStore) -> None:
+def test_a_removed_session_can_be_created_again(objects: ObjectStore) -> None:
     sessions = by(objects, "a")
     with sessions.lock("one") as place:
         place.write_chunks(lambda: [b"12345"])
@@ -115,7 +115,7 @@ def test_what_is_removed_is_gone_and_can_be_begun_anew(objects: ObjectStore) -> 
     assert content(sessions, "one") == b"new"
 
 
-def test_one_that_was_taken_can_commit_no_more_and_is_told(objects: ObjectStore) -> None:
+def test_a_writer_that_lost_its_lease_cannot_commit_and_is_notified(objects: ObjectStore) -> None:
     first = by(objects, "a", lease=0.2).acquire("one")
     commit(first, b"1")
     told = threading.Event()
@@ -154,7 +154,7 @@ def test_a_lease_is_renewed_while_it_is_held(objects: ObjectStore) -> None:
     lease.release()
 
 
-def test_what_a_killed_writer_left_is_swept(objects: ObjectStore) -> None:
+def test_sweep_removes_what_a_killed_writer_left(objects: ObjectStore) -> None:
     sessions = by(objects, "a")
     lease = sessions.acquire("one")
     commit(lease, b"1")
@@ -166,7 +166,7 @@ def test_what_a_killed_writer_left_is_swept(objects: ObjectStore) -> None:
     assert content(sessions, "one") == b"1"
 
 
-def test_what_was_left_of_any_owners_session_is_swept(objects: ObjectStore) -> None:
+def test_sweep_all_covers_every_owner(objects: ObjectStore) -> None:
     for owner in ("0", "a" * 32):
         lease = SharedSessions(objects, owner).acquire("one")
         commit(lease, b"1")
@@ -178,7 +178,7 @@ def test_what_was_left_of_any_owners_session_is_swept(objects: ObjectStore) -> N
     assert sweep_all(objects) == []
 
 
-def test_a_head_that_is_none_is_said(objects: ObjectStore) -> None:
+def test_an_invalid_head_is_a_corrupt_file(objects: ObjectStore) -> None:
     key = "sessions/0/one/head.json"
     for wrong in (b"", b"{}", b"[]", b"\xff", b'{"kvkeep": "head", "format": 1, "epoch": "1"}'):
         objects.put(key, wrong)
@@ -425,7 +425,9 @@ class _Unheard:
         return tag
 
 
-def test_a_commit_is_known_to_be_done_though_others_went_on_from_it(objects: ObjectStore) -> None:
+def test_a_commit_with_a_lost_response_is_confirmed_after_later_commits(
+    objects: ObjectStore,
+) -> None:
     unheard = _Unheard(objects)
     lease = by(unheard, "a").acquire("one")  # type: ignore[arg-type]
 
@@ -440,7 +442,7 @@ def test_a_commit_is_known_to_be_done_though_others_went_on_from_it(objects: Obj
     assert content(by(objects, "c"), "one") == b"b2"
 
 
-def test_a_renewal_whose_answer_was_lost_loses_nothing(objects: ObjectStore) -> None:
+def test_a_renewal_with_a_lost_response_keeps_the_lease(objects: ObjectStore) -> None:
     unheard = _Unheard(objects)
     lease = by(unheard, "a", lease=0.3).acquire("one")  # type: ignore[arg-type]
     unheard.then.append(lambda: None)
