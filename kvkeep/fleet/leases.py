@@ -202,7 +202,7 @@ class SessionLeases:
         """Admit one request of this server at a time to a session. Raises Busy."""
         lock = self._lock((owner, name))
         if (owner, name) in self._being_written and not patience:
-            raise Busy(f"session {name!r} is reading or writing; wait for it, or cancel that")
+            raise Busy(f"session {name!r} is busy; wait for it, or cancel it")
         try:
             await asyncio.wait_for(lock.acquire(), patience or _IDLE_TIMEOUT)
         except TimeoutError:
