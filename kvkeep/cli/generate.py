@@ -135,8 +135,8 @@ def generate(
         from kvkeep.cli.run import Run
 
         opened = _open(source, memory, prefixes, output)
-        how = sampling.resolve(opened.seed)
-        run = Run("generate", opened, output, how.seed)
+        resolved = sampling.resolve(opened.seed)
+        run = Run("generate", opened, output, resolved.seed)
         if session_file is not None:
             run.writer = SessionWriter(
                 opened.session, session_file, f"session {session}", opened.notes
@@ -152,7 +152,7 @@ def generate(
                 run.writer.write()
                 reason = "end"
             else:
-                reason = run.write(None if max_tokens < 0 else max_tokens, how, ignore_eos)
+                reason = run.write(None if max_tokens < 0 else max_tokens, resolved, ignore_eos)
         run.close(reason)
 
 

@@ -140,7 +140,7 @@ class Run:
     def write(
         self,
         max_tokens: int | None,
-        how: Sampling,
+        sampling: Sampling,
         ignore_eos: bool = False,
         screen: Screen | None = None,
     ) -> str:
@@ -151,13 +151,13 @@ class Run:
         first, screen = len(self.session.tokens), screen or Screen()
         with self.counting(self.decode):
             try:
-                for piece in self.session.stream(max_tokens, how, ignore_eos):
+                for piece in self.session.stream(max_tokens, sampling, ignore_eos):
                     screen.write(piece)
             except KeyboardInterrupt:
                 # The last token is in memory, so its text must appear on the screen too.
                 tokens = self.session.tokens
                 before = tokens[max(0, first - SEAM) : first]
-                stream = TextStream(self.model.text, how.stop, before)
+                stream = TextStream(self.model.text, sampling.stop, before)
                 written = stream.all_of(tokens[first:])
                 with suppress(OSError):
                     screen.write(written[screen.taken :])

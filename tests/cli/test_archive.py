@@ -33,7 +33,7 @@ def _refused(result, *said: str) -> None:
         assert text in lines[0]
 
 
-def test_it_writes_on_within_its_budget(invoke, tiny, tmp_path: Path) -> None:
+def test_generation_continues_within_the_budget(invoke, tiny, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     asked = ("generate", "-p", TEXT, "-n", 60, *QUIET, *ARCHIVE, "--report", report, *tiny)
     first = invoke(*asked)
@@ -44,7 +44,7 @@ def test_it_writes_on_within_its_budget(invoke, tiny, tmp_path: Path) -> None:
     assert 40 <= figures["kv_cells"] <= 48
 
 
-def test_its_perplexity_is_what_the_library_measures(invoke, tiny, tiny_folder: Path) -> None:
+def test_perplexity_equals_the_librarys(invoke, tiny, tiny_folder: Path) -> None:
     model = load_model(str(tiny_folder), dtype="float32")
     session = model.session(48, 4, "archive", method="keydiff", ratio=4.0)
     expected = measure_perplexity(session, model.text.encode(TEXT)[:150]).perplexity
@@ -53,7 +53,7 @@ def test_its_perplexity_is_what_the_library_measures(invoke, tiny, tiny_folder: 
 
 
 @pytest.mark.parametrize("method", ["keydiff", "fitted", "snapkv"])
-def test_two_runs_are_one_long_run(invoke, tiny, home: Path, method: str) -> None:
+def test_two_runs_equal_one_long_run(invoke, tiny, home: Path, method: str) -> None:
     asked = ("generate", *QUIET, *ARCHIVE[:4], "--method", method, "--ratio", 4, *tiny)
     first = invoke(*asked, "--session", "s", "-p", TEXT, "-n", 17)
     second = invoke(*asked, "--session", "s", "-n", 23)
@@ -64,7 +64,7 @@ def test_two_runs_are_one_long_run(invoke, tiny, home: Path, method: str) -> Non
     assert torch.equal(one.logits, other.logits)
 
 
-def test_a_saved_session_keeps_how_it_is_compressed(invoke, tiny, home: Path) -> None:
+def test_a_saved_session_keeps_its_compression_settings(invoke, tiny, home: Path) -> None:
     asked = ("generate", "--session", "s", "-n", 2, *QUIET)
     assert invoke(*asked, "-p", TEXT, *ARCHIVE, *tiny).exit_code == 0
     assert invoke(*asked, *ARCHIVE).exit_code == 0
@@ -92,6 +92,6 @@ def test_a_saved_session_keeps_how_it_is_compressed(invoke, tiny, home: Path) ->
         (["--policy", "archive", "--discard", 2], "no setting 'discard'"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_the_model(invoke, arguments, said) -> None:
+def test_conflicting_options_are_refused_before_the_model_loads(invoke, arguments, said) -> None:
     asked = ("generate", "-p", "x", "--max-kv-size", 48, "-m", "no-such-model")
     _refused(invoke(*asked, *arguments), said)

@@ -45,7 +45,7 @@ def _refused(result, *said: str) -> None:
         (["-f", "no-such-file.txt"], "no-such-file.txt: No such file"),
     ],
 )
-def test_cheap_checks_come_before_the_model(invoke, arguments, said) -> None:
+def test_cheap_checks_run_before_the_model_loads(invoke, arguments, said) -> None:
     # A model that does not exist would be refused too, if anything asked for it.
     _refused(invoke("generate", "-p", "x", *arguments, "-m", "no-such-model"), said)
 
@@ -70,7 +70,7 @@ def test_standard_input_must_hold_utf8_text(invoke) -> None:
     _refused(invoke("generate", "-p", ""), "empty")
 
 
-def test_an_unusable_number_leaves_the_report_as_it_was(invoke, tiny, tmp_path: Path) -> None:
+def test_an_invalid_number_leaves_the_report_unchanged(invoke, tiny, tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     file.write_text("old")
     _refused(invoke("generate", "-p", "x", "--max-kv-size", 99999, "--report", file, *tiny), "8192")
@@ -109,14 +109,14 @@ def test_a_damaged_model_is_named(invoke, tiny_folder, tmp_path: Path, harm, nam
     _refused(invoke("generate", "-p", "x", "-m", folder), str(folder))
 
 
-def test_a_file_that_is_no_model_is_named(invoke, tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_model_is_named(invoke, tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     for content in (b"", b"GGUF", b"something else altogether"):
         file.write_bytes(content)
         _refused(invoke("generate", "-p", "x", "-m", file), str(file))
 
 
-def test_logits_that_are_no_numbers_are_an_error(invoke, tiny_folder, tmp_path: Path) -> None:
+def test_nan_logits_are_an_error(invoke, tiny_folder, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(tiny_folder, folder)
     tensors = load_file(folder / "model.safetensors")
@@ -125,7 +125,7 @@ def test_logits_that_are_no_numbers_are_an_error(invoke, tiny_folder, tmp_path: 
     _refused(invoke("generate", "-p", "x", "-m", folder, "--quiet"), "NaN")
 
 
-def test_an_unknown_command_is_one_line(invoke) -> None:
+def test_an_unknown_command_is_a_one_line_error(invoke) -> None:
     _refused(invoke("transmogrify"), "transmogrify", "kvkeep --help")
 
 
@@ -144,12 +144,12 @@ def test_an_unknown_command_is_one_line(invoke) -> None:
         (["sessions", "lst"], "list"),
     ],
 )
-def test_errors_name_the_command_or_option_that_was_meant(invoke, arguments, suggested) -> None:
+def test_errors_suggest_the_command_or_option_that_was_meant(invoke, arguments, suggested) -> None:
     _refused(invoke(*arguments), suggested)
 
 
 @pytest.mark.parametrize("device", ["mps", "cuda", "cuda:7", "meta", "warp"])
-def test_a_device_that_is_missing_is_one_short_line(invoke, tiny, device) -> None:
+def test_a_missing_device_is_a_one_line_error(invoke, tiny, device) -> None:
     if torch.cuda.is_available() or torch.backends.mps.is_available():
         pytest.skip("has devices of its own")
     result = invoke("generate", "-p", "x", *tiny, "--device", device)

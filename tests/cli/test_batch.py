@@ -34,7 +34,7 @@ def prompts(count: int) -> list[dict[str, Any]]:
     return [{"id": f"p{n}", "prompt": text[100 * n : 100 * n + 200]} for n in range(count)]
 
 
-def test_each_is_answered_as_if_it_were_alone(
+def test_each_answer_equals_that_of_a_single_request(
     invoke: Invoke, smollm2: Model, tmp_path: Path
 ) -> None:
     """On the default model, in both forms; what they begin with is evaluated once."""
@@ -65,7 +65,7 @@ def test_each_is_answered_as_if_it_were_alone(
     assert sum(each >= 512 for each in cached) == 3
 
 
-def test_it_goes_on_where_it_was_stopped(
+def test_a_stopped_batch_resumes(
     invoke: Invoke, tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By Ctrl-C: what was answered is not asked again, and comes to be as it would have."""
@@ -96,7 +96,7 @@ def test_it_goes_on_where_it_was_stopped(
         assert "6 of 6 answers" in invoke("batch", source, "-o", out, "-m", "nowhere").stderr
 
 
-def test_killed_nothing_is_lost_or_asked_twice(
+def test_a_killed_batch_resumes_without_lost_or_repeated_answers(
     start: Start, invoke: Invoke, tiny: list[str], tmp_path: Path
 ) -> None:
     source, out = written(tmp_path / "in.jsonl", prompts(40)), tmp_path / "out"
@@ -115,7 +115,9 @@ def test_killed_nothing_is_lost_or_asked_twice(
     assert sorted(each["id"] for each in results(out)) == sorted(f"p{n}" for n in range(40))
 
 
-def test_files_of_a_folder(invoke: Invoke, tiny: list[str], tmp_path: Path) -> None:
+def test_each_file_of_a_folder_is_a_request(
+    invoke: Invoke, tiny: list[str], tmp_path: Path
+) -> None:
     folder, out = tmp_path / "docs", tmp_path / "out"
     folder.mkdir()
     for name in ("b.txt", "a.md", ".hidden"):
@@ -129,7 +131,7 @@ def test_files_of_a_folder(invoke: Invoke, tiny: list[str], tmp_path: Path) -> N
     assert "not UTF-8" in refused.stderr
 
 
-def test_what_fails_is_said_and_asked_again(
+def test_failed_requests_are_reported_and_retried(
     invoke: Invoke, tiny: list[str], tmp_path: Path
 ) -> None:
     """A prompt for which there is no room, among others."""
@@ -163,7 +165,7 @@ def test_what_fails_is_said_and_asked_again(
         ('{"prompt": "x", "id": "a"}\n{"prompt": "y", "id": "a"}', "has the name"),
     ],
 )
-def test_what_cannot_be_asked_is_refused_before_anything_is_done(
+def test_invalid_requests_are_refused_before_the_model_loads(
     invoke: Invoke, tmp_path: Path, line: str, said: str
 ) -> None:
     """Not even the model is looked for."""
@@ -180,7 +182,7 @@ def test_what_cannot_be_asked_is_refused_before_anything_is_done(
     "body",
     [{"temperature": -1}, {"messages": [{"role": 5}]}, {"top_p": "x"}, {"prompt": ""}],
 )
-def test_so_is_what_only_the_model_tells(
+def test_requests_that_the_model_cannot_answer_are_refused_at_the_start(
     invoke: Invoke, tiny: list[str], tmp_path: Path, body: dict[str, Any]
 ) -> None:
     text = {} if "messages" in body else {"prompt": "x"}
@@ -191,7 +193,7 @@ def test_so_is_what_only_the_model_tells(
     assert out.read_bytes() == b""
 
 
-def test_answers_to_other_requests_are_not_touched(
+def test_a_file_of_other_answers_is_left_unchanged(
     invoke: Invoke, tiny: list[str], tmp_path: Path
 ) -> None:
     source, other = written(tmp_path / "a", prompts(1)), written(tmp_path / "b", prompts(2))
@@ -213,7 +215,7 @@ def test_answers_to_other_requests_are_not_touched(
     assert "another process" in locked.stderr
 
 
-def test_options_that_do_not_go_together(invoke: Invoke, tmp_path: Path) -> None:
+def test_conflicting_options_are_refused(invoke: Invoke, tmp_path: Path) -> None:
     source = written(tmp_path / "in.jsonl", prompts(1))
     for options in ((), (source, "--each", tmp_path, "--ask", "x"), ("--each", tmp_path)):
         assert invoke("batch", *options, "-o", tmp_path / "o").exit_code == 2
@@ -221,7 +223,7 @@ def test_options_that_do_not_go_together(invoke: Invoke, tmp_path: Path) -> None
     assert os.listdir(tmp_path) == ["in.jsonl"]
 
 
-def test_memory_in_which_no_request_fits_is_refused_at_the_start(
+def test_memory_too_small_for_any_request_is_refused_at_the_start(
     invoke: Invoke, tiny: list[str], tmp_path: Path
 ) -> None:
     source, out = written(tmp_path / "in.jsonl", prompts(1)), tmp_path / "out.jsonl"
@@ -233,7 +235,7 @@ def test_memory_in_which_no_request_fits_is_refused_at_the_start(
     assert invoke(*asked, enough, "--at-once", 1).exit_code == 0
 
 
-def test_a_batch_in_fewer_bits_says_that_it_has_no_prefix_cache(
+def test_a_quantised_batch_warns_that_it_has_no_prefix_cache(
     invoke: Invoke, tiny: list[str], tmp_path: Path
 ) -> None:
     """Its answers would depend on what is there."""

@@ -7,7 +7,7 @@ import pytest
 
 
 @pytest.mark.parametrize(("bits", "size"), [("8", 18), ("8/4", 15), ("4", 12)])
-def test_cells_take_so_many_bits(invoke, tiny, tmp_path: Path, bits: str, size: int) -> None:
+def test_cells_take_the_requested_bits(invoke, tiny, tmp_path: Path, bits: str, size: int) -> None:
     file = tmp_path / "report.json"
     asked = ("generate", "-p", "one two three four five", "-n", 20, "--max-kv-size", 12)
     result = invoke(*asked, "--kv-bits", bits, "--ignore-eos", "--report", file, *tiny)
@@ -39,7 +39,7 @@ def test_a_saved_session_keeps_its_bits(invoke, tiny, tmp_path: Path) -> None:
         (("--policy", "full", "--far-bits", "4"), "use kv_bits"),
     ],
 )
-def test_bits_without_meaning_are_refused(
+def test_bits_that_do_not_apply_are_refused(
     invoke, tiny, options: tuple[str, ...], message: str
 ) -> None:
     result = invoke("generate", "-p", "one", *options, *tiny)

@@ -33,7 +33,7 @@ def _refused(result, *said: str) -> None:
         assert text in lines[0]
 
 
-def test_the_file_is_what_the_library_reads(invoke, tiny, tiny_folder, tmp_path: Path) -> None:
+def test_the_library_can_read_the_file(invoke, tiny, tiny_folder, tmp_path: Path) -> None:
     text, output = tmp_path / "text", tmp_path / "a.kvcal"
     text.write_text(TEXT)
     result = invoke("calibrate", text, "-o", output, *tiny)
@@ -63,7 +63,7 @@ def test_the_file_is_what_the_library_reads(invoke, tiny, tiny_folder, tmp_path:
         ("text", "x", "exists and is no calibration"),
     ],
 )
-def test_cheap_checks_come_before_the_model(
+def test_cheap_checks_run_before_the_model_loads(
     invoke, tmp_path: Path, monkeypatch, output: str, text: str, said: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -74,7 +74,7 @@ def test_cheap_checks_come_before_the_model(
     assert Path("text").read_text() == TEXT
 
 
-def test_too_little_text_leaves_the_file_as_it_was(invoke, tiny, file: Path) -> None:
+def test_too_little_text_leaves_the_file_unchanged(invoke, tiny, file: Path) -> None:
     before = file.read_bytes()
     _refused(invoke("calibrate", "-", "-o", file, *tiny, input="Too short."), "1536 tokens")
     assert file.read_bytes() == before
@@ -87,7 +87,7 @@ def test_ctrl_c_leaves_no_file(invoke, tiny, ctrl_c_at, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_full_disk_ends_it_in_one_line_and_costs_nothing_that_was_there(
+def test_a_full_disk_is_a_one_line_error_and_loses_no_existing_file(
     invoke, tiny, file: Path
 ) -> None:
     before = file.read_bytes()
@@ -98,7 +98,7 @@ def test_a_full_disk_ends_it_in_one_line_and_costs_nothing_that_was_there(
     assert [path.name for path in file.parent.iterdir()] == [file.name]
 
 
-def test_after_ctrl_c_the_same_command_goes_on(
+def test_after_ctrl_c_the_same_command_resumes(
     invoke, tiny, file: Path, ctrl_c_at, tmp_path: Path
 ) -> None:
     output, finished = tmp_path / "b.kvcal", file.read_bytes()
@@ -112,7 +112,7 @@ def test_after_ctrl_c_the_same_command_goes_on(
     assert not (tmp_path / "b.kvcal.unfinished").exists()
 
 
-def test_a_session_goes_on_with_the_calibration_that_it_was_begun_with(
+def test_a_session_continues_with_its_original_calibration(
     invoke, tiny, file: Path, home: Path, tmp_path: Path
 ) -> None:
     other = tmp_path / "other.kvcal"
@@ -132,7 +132,7 @@ def test_a_session_goes_on_with_the_calibration_that_it_was_begun_with(
     assert invoke(*asked, "--calibration", file).exit_code == 0
 
 
-def test_a_calibration_without_use_is_refused(invoke, tiny, file: Path, home: Path) -> None:
+def test_a_superfluous_calibration_is_refused(invoke, tiny, file: Path, home: Path) -> None:
     asked = ("generate", "-p", "One two", "-n", 0, "--calibration", file)
     _refused(invoke(*asked, *tiny), 'policy "sliding" has no use for a calibration')
     _refused(invoke(*asked, "--policy", "full", "-m", "no-such-model"), 'policy "full" has no use')
@@ -140,7 +140,7 @@ def test_a_calibration_without_use_is_refused(invoke, tiny, file: Path, home: Pa
     _refused(invoke(*asked, "--session", "s"), "created without a calibration")
 
 
-def test_a_file_that_is_no_calibration_is_named(invoke, tiny, tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_calibration_is_named(invoke, tiny, tmp_path: Path) -> None:
     file = tmp_path / "text"
     file.write_text(TEXT)
     asked = ("perplexity", file, "--policy", "archive", "--calibration")

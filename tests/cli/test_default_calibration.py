@@ -33,7 +33,7 @@ def policy_of(home: Path, name: str) -> dict[str, object]:
     return Snapshot.load(home / "sessions" / f"{name}.kvkeep").policy
 
 
-def test_a_model_has_it_and_another_does_not(kept: Path, tiny_folder: Path) -> None:
+def test_a_stored_calibration_belongs_to_one_model(kept: Path, tiny_folder: Path) -> None:
     model = load_model(str(tiny_folder), dtype="float32")
     assert calibration_path(model) == kept
     found = model.calibration
@@ -43,7 +43,9 @@ def test_a_model_has_it_and_another_does_not(kept: Path, tiny_folder: Path) -> N
     assert load_model(str(tiny_folder), dtype="bfloat16").calibration is None
 
 
-def test_an_archive_decides_by_it(invoke, tiny, tiny_folder: Path, home: Path, kept: Path) -> None:
+def test_an_archive_uses_the_stored_calibration(
+    invoke, tiny, tiny_folder: Path, home: Path, kept: Path
+) -> None:
     result = invoke(*WRITE, "--session", "s", *tiny)
     assert result.exit_code == 0, result.stderr
     assert GAIN not in result.stderr
@@ -60,7 +62,9 @@ def test_an_archive_decides_by_it(invoke, tiny, tiny_folder: Path, home: Path, k
     assert again.exit_code == 0, again.stderr
 
 
-def test_a_method_that_was_asked_for_does_without(invoke, tiny, home: Path, kept: Path) -> None:
+def test_an_explicit_method_ignores_the_stored_calibration(
+    invoke, tiny, home: Path, kept: Path
+) -> None:
     result = invoke(*WRITE, "--method", "fitted", "--session", "s", *tiny)
     assert result.exit_code == 0, result.stderr
     assert GAIN not in result.stderr
@@ -68,7 +72,7 @@ def test_a_method_that_was_asked_for_does_without(invoke, tiny, home: Path, kept
     assert kept.exists()
 
 
-def test_without_one_it_is_said_what_one_would_gain(invoke, tiny, home: Path) -> None:
+def test_without_a_calibration_a_hint_names_its_benefit(invoke, tiny, home: Path) -> None:
     result = invoke(*WRITE, "--session", "s", *tiny)
     assert result.exit_code == 0, result.stderr
     assert GAIN in result.stderr.splitlines()[-1]
@@ -78,7 +82,7 @@ def test_without_one_it_is_said_what_one_would_gain(invoke, tiny, home: Path) ->
     assert GAIN not in sliding.stderr
 
 
-def test_what_began_with_it_asks_for_it(invoke, tiny, kept: Path) -> None:
+def test_a_session_created_with_it_needs_it(invoke, tiny, kept: Path) -> None:
     assert invoke(*WRITE, "--session", "s", *tiny).exit_code == 0
     elsewhere = kept.rename(kept.parent.parent / "elsewhere.kvcal")
     refused = invoke("generate", "--session", "s", *CALM, *tiny)
@@ -88,7 +92,7 @@ def test_what_began_with_it_asks_for_it(invoke, tiny, kept: Path) -> None:
     assert invoke(*asked, *tiny).exit_code == 0
 
 
-def test_a_damaged_one_is_told_and_nothing_is_written(invoke, tiny, kept: Path) -> None:
+def test_a_damaged_calibration_is_an_error_before_generation(invoke, tiny, kept: Path) -> None:
     content = bytearray(kept.read_bytes())
     content[-1] ^= 1
     kept.write_bytes(content)
@@ -98,7 +102,7 @@ def test_a_damaged_one_is_told_and_nothing_is_written(invoke, tiny, kept: Path) 
     assert "is corrupt" in refused.stderr.splitlines()[-1]
 
 
-def test_pull_makes_one_once(invoke, tiny_folder: Path, home: Path) -> None:
+def test_pull_calibrates_once(invoke, tiny_folder: Path, home: Path) -> None:
     first = invoke("pull", tiny_folder, "--calibrate")
     assert first.exit_code == 0, first.stderr
     (file,) = (home / "calibrations").iterdir()

@@ -62,7 +62,9 @@ def no_kernels(tmp_path: Path) -> Path:
     return folder
 
 
-def test_the_best_set_is_named_and_the_machine_described(examine: Examine, smollm2_folder) -> None:
+def test_the_best_instruction_set_and_the_machine_are_reported(
+    examine: Examine, smollm2_folder
+) -> None:
     found = examine()
     assert found["kernels"]["environment"] == {}
     assert found["threads"]["cores"] == cores()
@@ -82,9 +84,7 @@ def test_the_best_set_is_named_and_the_machine_described(examine: Examine, smoll
 
 @kernels_here
 @pytest.mark.parametrize("name", sets_here())
-def test_a_set_that_was_asked_for_is_the_one_that_computes(
-    examine: Examine, smollm2_folder, name: str
-) -> None:
+def test_a_requested_instruction_set_is_used(examine: Examine, smollm2_folder, name: str) -> None:
     found = examine(KVKEEP_ISA=name)
     better = list(SETS)[: list(SETS).index(name)]
     why = f"were left out by KVKEEP_ISA={name}"
@@ -97,7 +97,7 @@ def test_a_set_that_was_asked_for_is_the_one_that_computes(
 
 
 @pytest.mark.parametrize(("switch", "value"), [("KVKEEP_ISA", "torch"), ("KVKEEP_COMPILED", "0")])
-def test_kernels_that_were_switched_off(
+def test_disabled_kernels_are_reported(
     examine: Examine, smollm2_folder, switch: str, value: str
 ) -> None:
     found, why = examine(**{switch: value}), f"were switched off by {switch}={value}"
@@ -110,7 +110,7 @@ def test_kernels_that_were_switched_off(
     assert found["torch"]["prompts"] == "bfloat16"
 
 
-def test_kernels_that_were_not_built(examine: Examine, smollm2_folder, no_kernels: Path) -> None:
+def test_missing_kernels_are_reported(examine: Examine, smollm2_folder, no_kernels: Path) -> None:
     found = examine(KVKEEP_KERNELS=str(no_kernels))
     assert found["kernels"]["name"] == "torch"
     assert all(why.startswith("were not built") for why in found["kernels"]["against"].values())
@@ -118,7 +118,9 @@ def test_kernels_that_were_not_built(examine: Examine, smollm2_folder, no_kernel
 
 
 @kernels_here
-def test_kernels_that_cannot_be_loaded(examine: Examine, smollm2_folder, tmp_path: Path) -> None:
+def test_kernels_that_fail_to_load_are_reported(
+    examine: Examine, smollm2_folder, tmp_path: Path
+) -> None:
     for file in Path(instruction_sets.__file__).parent.glob("_*.so"):
         if file.name.startswith("_cpu."):
             shutil.copy(file, tmp_path)
@@ -131,18 +133,18 @@ def test_kernels_that_cannot_be_loaded(examine: Examine, smollm2_folder, tmp_pat
     assert "torch: the compiled kernels cannot be loaded (" in found["model"]["decode"]
 
 
-def test_a_model_in_float32(examine: Examine, smollm2_folder) -> None:
+def test_a_float32_model_is_reported(examine: Examine, smollm2_folder) -> None:
     model = examine("--dtype", "float32")["model"]
     assert model["decode"] == "torch: the compiled kernels are for bfloat16, not for float32"
     assert model["bytes_per_token"] == 4 * 134_515_008 - 4 * 61 * 576  # all but the norms
 
 
-def test_a_model_whose_heads_no_kernel_takes(examine: Examine, tmp_path: Path) -> None:
+def test_unsupported_heads_are_reported(examine: Examine, tmp_path: Path) -> None:
     found = examine(write_small_folder(tmp_path / "small"))
     assert "are for heads of 32, 64, 96, 128, 256, 512, not of 16" in found["model"]["decode"]
 
 
-def test_threads_that_were_chosen(examine: Examine, smollm2_folder) -> None:
+def test_environment_variables_for_threads_are_reported(examine: Examine, smollm2_folder) -> None:
     found = examine(OMP_NUM_THREADS="1")["threads"]
     assert found["used"] == 1
     assert found["environment"] == {"OMP_NUM_THREADS": "1"}
@@ -155,7 +157,7 @@ def test_a_model_that_is_not_here_is_not_fetched(examine: Examine, tmp_path: Pat
     assert not list(tmp_path.iterdir())
 
 
-def test_what_it_says_in_words(smollm2_folder, tmp_path: Path) -> None:
+def test_the_text_output(smollm2_folder, tmp_path: Path) -> None:
     asked = ("doctor", write_small_folder(tmp_path / "small"), "--dtype", "float32", "--measure")
     done = run(*asked)
     assert done.returncode == 0
@@ -167,7 +169,7 @@ def test_what_it_says_in_words(smollm2_folder, tmp_path: Path) -> None:
         assert re.search(r"^CUDA +(none: this torch|no GPU found)", done.stdout, re.M)
 
 
-def test_an_instruction_set_that_is_none_is_refused() -> None:
+def test_an_unknown_instruction_set_is_refused() -> None:
     done = run("doctor", environment={"KVKEEP_ISA": "avx3"})
     assert (done.returncode, done.stdout) == (2, "")
     assert "KVKEEP_ISA must be one of" in done.stderr
@@ -176,7 +178,7 @@ def test_an_instruction_set_that_is_none_is_refused() -> None:
 SLOW = "slower than it could be: the compiled kernels are for heads of"
 
 
-def test_a_slow_path_is_said_in_a_line_of_a_command_and_not_in_a_quiet_one(
+def test_commands_print_a_slow_path_unless_quiet(
     tiny_folder: Path,
 ) -> None:
     asked = ("generate", "-p", "Once", "-n", 2, "--seed", 1, "-m", tiny_folder)
@@ -191,7 +193,7 @@ def test_a_slow_path_is_said_in_a_line_of_a_command_and_not_in_a_quiet_one(
     assert SLOW not in run(*asked, environment={"KVKEEP_COMPILED": "0"}).stderr
 
 
-def test_in_python_it_is_a_warning_once(tiny_folder: Path) -> None:
+def test_the_library_warns_of_a_slow_path_once(tiny_folder: Path) -> None:
     script = f"""
 import warnings
 import kvkeep
@@ -211,7 +213,7 @@ print(models[0].path)
 
 
 @kernels_here
-def test_a_model_says_who_computes_it(smollm2_folder, tiny_folder: Path) -> None:
+def test_a_model_names_its_executors(smollm2_folder, tiny_folder: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", SlowPathWarning)
         usual = load_model().path

@@ -59,7 +59,7 @@ def _refused(result, *said: str) -> None:
 # Going on
 
 
-def test_a_session_that_does_not_go_on_to_the_bit_here_says_so_in_one_line(invoke, tiny) -> None:
+def test_a_session_that_is_not_bit_exact_here_is_reported_in_one_line(invoke, tiny) -> None:
     first = ["generate", *tiny, *QUIET, "--session", "one", "-n", "3", "--max-kv-size", "24"]
     assert "to the bit" not in invoke(*first, "-p", TEXT).stderr
     again = ["generate", *QUIET, "--session", "one", "-n", "3", "-p", " So"]
@@ -81,7 +81,7 @@ def test_a_session_that_does_not_go_on_to_the_bit_here_says_so_in_one_line(invok
     ],
     ids=lambda policy: policy[1],
 )
-def test_two_runs_are_one_long_run(invoke, tiny, home, sampling, policy) -> None:
+def test_two_runs_equal_one_long_run(invoke, tiny, home, sampling, policy) -> None:
     asked = ["generate", *QUIET, *sampling, *policy, *tiny]
     first = invoke(*asked, "--session", "s", "-p", TEXT, "-n", 17)
     second = invoke(*asked, "--session", "s", "-n", 23)
@@ -92,7 +92,7 @@ def test_two_runs_are_one_long_run(invoke, tiny, home, sampling, policy) -> None
     assert "reused 30 tokens" in second.stderr
 
 
-def test_a_new_process_goes_on_with_what_was_saved(start, invoke, tiny, home) -> None:
+def test_a_new_process_continues_a_saved_session(start, invoke, tiny, home) -> None:
     """Model, dtype, budget and seed are those of the session: it need only be named."""
     asked = ["-p", TEXT, "--seed", 5, "--temperature", 1, "--max-kv-size", 16, *QUIET, *tiny]
     invoke("generate", "--session", "whole", "-n", 40, *asked)
@@ -103,7 +103,7 @@ def test_a_new_process_goes_on_with_what_was_saved(start, invoke, tiny, home) ->
     _require_same(_saved(home, "s"), _saved(home, "whole"))
 
 
-def test_without_a_seed_the_session_goes_on_with_its_own(invoke, tiny, tmp_path: Path) -> None:
+def test_without_a_seed_a_session_continues_with_its_own(invoke, tiny, tmp_path: Path) -> None:
     seeds = []
     for prompt in (["-p", TEXT], []):
         report = tmp_path / "report.json"
@@ -112,7 +112,7 @@ def test_without_a_seed_the_session_goes_on_with_its_own(invoke, tiny, tmp_path:
     assert seeds[0] == seeds[1]
 
 
-def test_more_text_follows_on_what_is_there(invoke, tiny, home) -> None:
+def test_new_text_is_appended_to_a_saved_session(invoke, tiny, home) -> None:
     invoke("generate", "--session", "s", "-p", "One two", "-n", 0, *tiny)
     invoke("generate", "--session", "s", "-p", " three four", "-n", 0, input="not read")
     invoke("generate", "--session", "whole", "-p", "One two three four", "-n", 0, *tiny)
@@ -127,7 +127,9 @@ def test_the_model_is_found_from_another_folder(invoke, tiny, tiny_folder, monke
 
 
 @pytest.mark.parametrize("name", [DEFAULT_MODEL, "owner/other", "{home}/m.gguf", "~no-one/m"])
-def test_a_file_has_no_model_fetched_or_converted(invoke, tiny, home, tmp_path, name) -> None:
+def test_a_session_file_never_causes_a_download_or_conversion(
+    invoke, tiny, home, tmp_path, name
+) -> None:
     """Whoever made the file chose its name; only a person's own choice goes that far."""
     invoke("chat", "--session", "s", "-n", 2, *tiny, input="Hi\n")
     (home / "m.gguf").write_bytes(b"GGUF")
@@ -149,7 +151,9 @@ def test_a_file_has_no_model_fetched_or_converted(invoke, tiny, home, tmp_path, 
     assert "Hi" in invoke("sessions", "show", "t", *named).stdout
 
 
-def test_a_model_that_is_here_needs_no_name(invoke, smollm2_folder, monkeypatch, tmp_path) -> None:
+def test_the_model_of_a_session_need_not_be_named(
+    invoke, smollm2_folder, monkeypatch, tmp_path
+) -> None:
     home = tmp_path / "home"
     (home / "models").mkdir(parents=True)
     (home / "models" / DEFAULT_MODEL).symlink_to(smollm2_folder)
@@ -190,7 +194,9 @@ def test_keep_can_be_changed_and_the_rest_cannot(invoke, tiny, home) -> None:
         (["--prefix-cache-bytes", 0], "expected 1 or more"),
     ],
 )
-def test_what_cannot_be_is_refused_before_the_model(invoke, home, arguments, said) -> None:
+def test_conflicting_options_are_refused_before_the_model_loads(
+    invoke, home, arguments, said
+) -> None:
     _refused(invoke("generate", "-p", "x", *arguments, "-m", "no-such-model"), said)
     assert not home.exists()
 
@@ -198,7 +204,7 @@ def test_what_cannot_be_is_refused_before_the_model(invoke, home, arguments, sai
 # Interrupted
 
 
-def test_ctrl_c_saves_what_was_written(invoke, tiny, home, ctrl_c_at) -> None:
+def test_ctrl_c_saves_the_generated_text(invoke, tiny, home, ctrl_c_at) -> None:
     asked = [*QUIET, "--max-kv-size", 24, "--temperature", 1, "--seed", 3, *tiny]
     ctrl_c_at(30)
     interrupted = invoke("generate", "--session", "s", "-p", TEXT, "-n", -1, *asked)
@@ -218,7 +224,7 @@ def _wait_for(happened) -> None:
         time.sleep(0.02)
 
 
-def test_a_reader_that_leaves_loses_nothing(start, tiny, home) -> None:
+def test_a_closed_pipe_loses_nothing(start, tiny, home) -> None:
     process = start("generate", "--session", "s", "-p", TEXT, "-n", -1, *QUIET, *tiny)
     process.stdout.read(5)
     process.stdout.close()
@@ -226,7 +232,7 @@ def test_a_reader_that_leaves_loses_nothing(start, tiny, home) -> None:
     assert len(_saved(home, "s").tokens) > 13
 
 
-def test_a_memory_that_is_full_keeps_what_was_written(invoke, tiny, home) -> None:
+def test_a_full_memory_saves_the_generated_text(invoke, tiny, home) -> None:
     asked = ["--policy", "full", "--max-kv-size", 20, *QUIET, *tiny]
     assert invoke("generate", "--session", "s", "-p", TEXT, *asked).exit_code == 2
     assert len(_saved(home, "s").tokens) == 20
@@ -263,7 +269,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("harm", BAD)
-def test_a_file_that_is_not_sound_is_refused_and_left(invoke, tiny, home, harm: str) -> None:
+def test_a_damaged_file_is_refused_and_left_unchanged(invoke, tiny, home, harm: str) -> None:
     invoke("generate", "--session", "s", "-p", TEXT, "-n", 2, *tiny)
     file = home / "sessions" / "s.kvkeep"
     change, said = BAD[harm]
@@ -290,7 +296,7 @@ def test_another_model_is_refused(invoke, tiny, tiny_folder, tmp_path: Path, hom
     assert (home / "sessions" / "s.kvkeep").read_bytes() == before
 
 
-def test_a_save_that_fails_leaves_the_file_as_it_was(invoke, tiny, home) -> None:
+def test_a_failed_save_leaves_the_file_unchanged(invoke, tiny, home) -> None:
     invoke("generate", "--session", "s", "-p", TEXT, "-n", 2, *tiny)
     file = home / "sessions" / "s.kvkeep"
     before = file.read_bytes()
@@ -307,7 +313,7 @@ def test_a_save_that_fails_leaves_the_file_as_it_was(invoke, tiny, home) -> None
 # Prompts in files
 
 
-def test_a_restored_prompt_is_as_good_as_an_evaluated_one(invoke, tiny, tmp_path: Path) -> None:
+def test_a_restored_prompt_equals_an_evaluated_one(invoke, tiny, tmp_path: Path) -> None:
     file, report = tmp_path / "prompt.kvkeep", tmp_path / "report.json"
     cached = invoke("generate", "-p", "One two three", "--cache-prompt", file, *tiny)
     assert cached.stdout == ""
@@ -336,14 +342,16 @@ def test_codecs_trade_size_for_exactness(invoke, tiny, tmp_path: Path) -> None:
     assert texts["none"] == texts["zstd"]
 
 
-def test_a_file_that_is_no_snapshot_is_not_replaced(invoke, tiny, tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_snapshot_is_not_overwritten(invoke, tiny, tmp_path: Path) -> None:
     file = tmp_path / "prompt.txt"
     file.write_text(TEXT)
     _refused(invoke("generate", "-f", file, "--cache-prompt", file, *tiny), "is no snapshot")
     assert file.read_text() == TEXT
 
 
-def test_the_prefix_cache_is_used_and_says_where_it_ends(invoke, tiny, tmp_path: Path) -> None:
+def test_the_prefix_cache_is_used_and_the_first_difference_reported(
+    invoke, tiny, tmp_path: Path
+) -> None:
     report, words = tmp_path / "report.json", [f"word{n}" for n in range(300)]
     asked = ["generate", "-n", 8, "--prefix-cache", "--report", report, *GREEDY, *tiny]
 
@@ -384,7 +392,7 @@ CHAT = ["chat", "-n", 6, "--max-kv-size", 64, "--seed", 1, "--no-progress"]
 SYSTEM = ["--system", "You speak of roses."]
 
 
-def test_a_chat_goes_on_where_it_was(invoke, tiny, home) -> None:
+def test_a_chat_resumes(invoke, tiny, home) -> None:
     invoke(*CHAT, *SYSTEM, "--session", "s", *tiny, input="One?\n")
     invoke(*CHAT, "-c", *tiny, input="Two?\n")
     invoke(*CHAT, *SYSTEM, "--session", "s", input="Three?\nFour?\n/undo\n")
@@ -396,7 +404,7 @@ def test_a_chat_goes_on_where_it_was(invoke, tiny, home) -> None:
     assert turns_in(one.settings["spans"]) == [1, 2, 3]
 
 
-def test_a_turn_can_be_taken_back_after_a_restart(invoke, tiny, home) -> None:
+def test_a_turn_can_be_undone_after_a_restart(invoke, tiny, home) -> None:
     asked = ["chat", "-n", 6, "--seed", 1, "--no-progress"]
     invoke(*asked, *SYSTEM, "--session", "s", *tiny, input="One?\n")
     tokens = _saved(home, "s").tokens.tolist()
@@ -420,7 +428,7 @@ def test_the_latest_chat_is_continued_and_no_other_session(invoke, tiny, home) -
     _refused(invoke("chat", "-c", *SYSTEM, input="Hi\n"), "--system comes first")
 
 
-def test_each_turn_is_safe_as_soon_as_it_is_answered(start, invoke, tiny, home) -> None:
+def test_each_turn_is_saved_when_it_is_answered(start, invoke, tiny, home) -> None:
     process = start(*CHAT, "--session", "s", *tiny)
     file = home / "sessions" / "s.kvkeep"
     process.stdin.write(b"One?\n")
@@ -434,7 +442,7 @@ def test_each_turn_is_safe_as_soon_as_it_is_answered(start, invoke, tiny, home) 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("command", [["chat"], ["generate", "-p", TEXT, "--ignore-eos"]])
-def test_a_signal_in_an_answer_saves_it_so_far(
+def test_a_signal_during_an_answer_saves_the_partial_answer(
     invoke, tiny, home, command, number, ctrl_c_at
 ) -> None:
     asked = ["--session", "s", "-n", -1, "--temperature", 3, "--top-k", 0, "--max-kv-size", 64]
@@ -452,7 +460,7 @@ def _in_a_terminal() -> None:
 
 
 @pytest.mark.parametrize("in_an_answer", [True, False])
-def test_a_terminal_that_is_closed_loses_nothing(start, tiny, home, in_an_answer: bool) -> None:
+def test_a_closed_terminal_loses_nothing(start, tiny, home, in_an_answer: bool) -> None:
     ours, theirs = pty.openpty()
 
     def read_until(wanted: bytes, least: int = 0) -> None:
@@ -480,7 +488,7 @@ def test_a_terminal_that_is_closed_loses_nothing(start, tiny, home, in_an_answer
     assert in_an_answer or _saved(home, "s").settings["pins"]
 
 
-def test_what_was_done_at_the_prompt_of_a_chat_is_saved(invoke, tiny, home) -> None:
+def test_the_effects_of_chat_commands_are_saved(invoke, tiny, home) -> None:
     script = 'One?\nTwo?\n/pin 1\n/edit 1 "Uno?"\n/branch b\n/forget 2\nThree?\n'
     said = invoke(*CHAT, *SYSTEM, "--session", "s", *tiny, input=script).stderr
     assert "branch b is session s\nbranch main is session s-main\n" in said
@@ -500,7 +508,7 @@ def _turns(home: Path) -> dict[str, list[int]]:
     return {name: turns_in(_saved(home, name).settings["spans"]) for name in names}
 
 
-def test_no_branch_of_a_chat_with_a_name_is_lost(invoke, tiny, home) -> None:
+def test_every_branch_of_a_named_chat_is_saved(invoke, tiny, home) -> None:
     """Each is a session; the current one has the name of the chat, and no second copy."""
     script = "One?\n/branch b\nTwo?\n/branch ü.c\nThree?\n/switch main\nFour?\n/switch b\n"
     said = invoke(*CHAT, "--session", "s.x.y", *tiny, input=script).stderr
@@ -519,7 +527,7 @@ def test_no_branch_of_a_chat_with_a_name_is_lost(invoke, tiny, home) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
-def test_a_signal_loses_no_branch(start, tiny, home, number: int) -> None:
+def test_a_signal_saves_every_branch(start, tiny, home, number: int) -> None:
     process = start(*CHAT, "--session", "s", *tiny)
     process.stdin.write(b"One?\n/branch b\nTwo?\n/switch main\n")
     process.stdin.flush()
@@ -555,7 +563,7 @@ def test_a_full_disk_does_not_end_a_chat(invoke, tiny, home) -> None:
     assert (home / "sessions" / "s.kvkeep").read_bytes() == before
 
 
-def test_a_save_that_failed_is_made_up_for_at_the_end(start, tiny, home, tmp_path: Path) -> None:
+def test_a_failed_save_is_retried_at_the_end(start, tiny, home, tmp_path: Path) -> None:
     def allow(size: int, process: int = 0) -> None:
         resource.prlimit(process, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
@@ -575,7 +583,7 @@ def test_a_save_that_failed_is_made_up_for_at_the_end(start, tiny, home, tmp_pat
     assert json.loads(report.read_text())["saved_bytes"] == size
 
 
-def test_a_last_save_that_fails_is_not_called_saved(start, tiny, home, tmp_path: Path) -> None:
+def test_a_failed_last_save_is_not_reported_as_saved(start, tiny, home, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     process = start(*CHAT, "--session", "s", "--report", report, *tiny)
     process.stdin.write(b"One?\n")
@@ -591,7 +599,7 @@ def test_a_last_save_that_fails_is_not_called_saved(start, tiny, home, tmp_path:
     assert turns_in(_saved(home, "s").settings["spans"]) == [1]
 
 
-def test_a_prefix_cache_that_fails_is_said_once_and_costs_no_answer(
+def test_a_failing_prefix_cache_is_one_warning_and_costs_no_answer(
     invoke, tiny, tmp_path: Path, monkeypatch
 ) -> None:
     text = " ".join(f"word{n}" for n in range(300))

@@ -22,16 +22,14 @@ from kvkeep.storage.objects import ObjectStore, open_object_store
         (["--store", "file:///tmp/x", "--host", "0.0.0.0"], "--api-key-file"),
     ],
 )
-def test_what_cannot_be_is_refused(invoke: Invoke, options: list[str], said: str) -> None:
+def test_invalid_options_are_refused(invoke: Invoke, options: list[str], said: str) -> None:
     result = invoke("fleet", *options)
     assert result.exit_code == 2
     assert said in result.stderr
 
 
 @pytest.mark.parametrize("command", ["fleet", "serve"])
-def test_keys_need_a_secret_that_all_servers_know(
-    invoke: Invoke, tmp_path: Path, command: str
-) -> None:
+def test_api_keys_need_a_shared_secret(invoke: Invoke, tmp_path: Path, command: str) -> None:
     keys = tmp_path / "keys"
     keys.write_text("0123456789abcdef0123")
     store = (tmp_path / "store").as_uri()
@@ -54,7 +52,7 @@ class _Heedless:
         return self._objects.put(key, content)
 
 
-def test_a_store_without_conditions_is_refused(tmp_path: Path) -> None:
+def test_a_store_without_conditional_writes_is_refused(tmp_path: Path) -> None:
     objects = open_object_store(tmp_path)
     require_conditional_writes(objects)
     with pytest.raises(StoreError, match="If-Match"):

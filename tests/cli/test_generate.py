@@ -11,7 +11,7 @@ from kvkeep.session.streaming import TextStream
 GREEDY = ["--temperature", "0", "--repetition-penalty", "1"]
 
 
-def test_writes_what_the_session_writes(invoke, tiny, tiny_folder) -> None:
+def test_output_equals_the_librarys(invoke, tiny, tiny_folder) -> None:
     model = load_model(str(tiny_folder), dtype="float32")
     session = model.session(max_kv_size=16)
     session.feed("Once upon a time there was")
@@ -25,7 +25,7 @@ def test_writes_what_the_session_writes(invoke, tiny, tiny_folder) -> None:
     assert result.stdout.endswith("\n")
 
 
-def test_reports_what_was_done(invoke, tiny, tiny_folder, tmp_path: Path) -> None:
+def test_the_report_has_the_closing_numbers(invoke, tiny, tiny_folder, tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     result = invoke(
         *("generate", "-p", "one two three four five six", "-n", 20, "--max-kv-size", 12),
@@ -54,7 +54,7 @@ def test_reports_what_was_done(invoke, tiny, tiny_folder, tmp_path: Path) -> Non
     assert "cells 12 of 12" in result.stderr
 
 
-def test_a_prompt_holds_special_tokens_only_if_it_is_said(invoke, tiny, tmp_path: Path) -> None:
+def test_special_tokens_need_the_special_option(invoke, tiny, tmp_path: Path) -> None:
     file, prompt = tmp_path / "report.json", "<|im_start|>user\nYes<|im_end|>\n"
     counts = []
     for special in ([], ["--special"]):
@@ -64,7 +64,7 @@ def test_a_prompt_holds_special_tokens_only_if_it_is_said(invoke, tiny, tmp_path
     assert counts == [18, 6]
 
 
-def test_the_reported_seed_gives_the_same_text_again(invoke, tiny, tmp_path: Path) -> None:
+def test_the_reported_seed_reproduces_the_text(invoke, tiny, tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     asked = ["generate", "-p", "Tell me", "-n", 30, "--ignore-eos", "--temperature", 1.5, *tiny]
     first = invoke(*asked, "--report", file).stdout
@@ -108,7 +108,7 @@ def test_quiet_writes_nothing_but_the_text(invoke, tiny) -> None:
     assert result.stderr == ""
 
 
-def test_a_full_memory_keeps_the_text_and_the_report(invoke, tiny, tmp_path: Path) -> None:
+def test_a_full_memory_ends_with_text_and_report(invoke, tiny, tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     result = invoke(
         *("generate", "-p", "one two", "-n", 40, "--policy", "full", "--max-kv-size", 10),
@@ -128,7 +128,7 @@ def test_the_default_model_knows_the_capital_of_france(invoke, smollm2_folder, m
     assert result.stdout.startswith(" Paris")
 
 
-def test_a_character_that_two_runs_share_is_whole_in_the_second(tiny_folder: Path) -> None:
+def test_a_character_split_between_two_runs_is_complete_in_the_second(tiny_folder: Path) -> None:
     """Its bytes are tokens; the first run ends between them."""
     model = load_model(str(tiny_folder), dtype="float32")
     ids = model.text.encode("so \U0001f339 it")
@@ -149,7 +149,9 @@ def test_a_character_that_two_runs_share_is_whole_in_the_second(tiny_folder: Pat
     ],
 )
 @pytest.mark.parametrize("command", [["generate", "-p", "Hi"], ["chat"], ["perplexity", __file__]])
-def test_policies_are_refused_what_they_cannot_do(invoke, tiny, command, options, why) -> None:
+def test_options_that_a_policy_does_not_support_are_refused(
+    invoke, tiny, command, options, why
+) -> None:
     if command == ["chat"] and options[1] in ("shift", "sliding"):
         options = [*options, "--keep", 4]
     result = invoke(*command, "--max-kv-size", 64, *options, *tiny)
@@ -168,7 +170,7 @@ def test_policies_are_refused_what_they_cannot_do(invoke, tiny, command, options
         ["full"],
     ],
 )
-def test_each_policy_writes_and_scores(invoke, tiny, tmp_path: Path, policy) -> None:
+def test_each_policy_generates_and_scores(invoke, tiny, tmp_path: Path, policy) -> None:
     text = tmp_path / "text.txt"
     text.write_text("The sea is wide and the night is long. " * 4)
     asked = ["--policy", *policy, *tiny]

@@ -14,7 +14,7 @@ SMALL = ("--junk", 16, "--tokens", 600, "--methods", "random,keydiff", "--ratios
 PAGE = "Before\n<!-- grid -->\n<!-- /grid -->\n"
 
 
-def test_names_written_out_for_help_are_those_that_exist() -> None:
+def test_names_listed_for_help_are_those_that_exist() -> None:
     assert sorted(METHOD_NAMES) == sorted(METHODS)
     assert BEST == BEST_METHOD
 
@@ -55,7 +55,7 @@ def test_a_method_that_needs_a_calibration_is_refused_without(invoke, tiny, tmp_
     assert not out.exists()
 
 
-def test_it_goes_on_where_it_ended(invoke, tiny, tmp_path: Path) -> None:
+def test_a_grid_resumes(invoke, tiny, tmp_path: Path) -> None:
     out = tmp_path / "grid.json"
     asked = ("grid", *SMALL, "--tasks", "several", *tiny)
     assert invoke(*asked, "--samples", 1, "--out", out).exit_code == 0
@@ -79,7 +79,7 @@ def test_it_goes_on_where_it_ended(invoke, tiny, tmp_path: Path) -> None:
     assert "junk is 16 in one and 17 in the other" in other.stderr
 
 
-def test_a_grid_is_of_one_haystack_and_says_of_which(invoke, tiny, tmp_path: Path) -> None:
+def test_a_grid_has_one_haystack_and_records_it(invoke, tiny, tmp_path: Path) -> None:
     out = tmp_path / "grid.json"
     asked = ("grid", *SMALL, "--tasks", "needle-variables", "--samples", 1, "--out", out, *tiny)
     assert invoke(*asked, "--haystack", "docstrings").exit_code == 0
@@ -89,9 +89,7 @@ def test_a_grid_is_of_one_haystack_and_says_of_which(invoke, tiny, tmp_path: Pat
     assert "haystack is 'docstrings' in one and 'manual' in the other" in other.stderr
 
 
-def test_a_grid_from_before_there_were_two_haystacks_is_of_the_manual(
-    invoke, tiny, tmp_path: Path
-) -> None:
+def test_older_files_without_a_haystack_are_of_the_manual(invoke, tiny, tmp_path: Path) -> None:
     out = tmp_path / "grid.json"
     asked = ("grid", *SMALL, "--tasks", "needle", "--out", out, *tiny)
     assert invoke(*asked, "--samples", 1).exit_code == 0
@@ -102,7 +100,7 @@ def test_a_grid_from_before_there_were_two_haystacks_is_of_the_manual(
     assert json.loads(out.read_text())["readings"] == earlier["readings"]
 
 
-def test_cells_are_compressed_in_fewer_bits_as_well(invoke, tiny, tmp_path: Path) -> None:
+def test_quantised_cells_are_compressed(invoke, tiny, tmp_path: Path) -> None:
     asked = ("grid", *SMALL, "--tasks", "needle", "--samples", 1, *tiny)
     taken = {}
     for name, bits in (("plain", ()), ("fewer", ("--kv-bits", "8"))):
@@ -115,7 +113,7 @@ def test_cells_are_compressed_in_fewer_bits_as_well(invoke, tiny, tmp_path: Path
     assert "kv_bits is '8' in one and '4' in the other" in other.stderr
 
 
-def test_what_was_asked_for_need_not_be_said_again(invoke, tiny, tmp_path: Path) -> None:
+def test_resume_takes_over_the_earlier_options(invoke, tiny, tmp_path: Path) -> None:
     """But for what is now to be another: more samples, here."""
     out, whole = tmp_path / "grid.json", tmp_path / "whole.json"
     asked = ("grid", *SMALL, "--tasks", "several,needle", "--seed", 3, "--kv-bits", "8", *tiny)
@@ -129,7 +127,7 @@ def test_what_was_asked_for_need_not_be_said_again(invoke, tiny, tmp_path: Path)
     assert json.loads(out.read_text())["readings"] == rows
 
 
-def test_an_interrupt_leaves_what_was_measured(invoke, tiny, tmp_path: Path, ctrl_c_at) -> None:
+def test_an_interrupt_keeps_finished_measurements(invoke, tiny, tmp_path: Path, ctrl_c_at) -> None:
     out = tmp_path / "grid.json"
     asked = ("grid", *SMALL, "--tasks", "second", "--samples", 5000, "--out", out, *tiny)
     ctrl_c_at(100)
@@ -139,7 +137,7 @@ def test_an_interrupt_leaves_what_was_measured(invoke, tiny, tmp_path: Path, ctr
     assert "| second | " in interrupted.stdout
 
 
-def test_files_of_several_runs_are_shown_together(invoke, tiny, tmp_path: Path) -> None:
+def test_files_of_several_runs_are_merged(invoke, tiny, tmp_path: Path) -> None:
     one, other = tmp_path / "one.json", tmp_path / "other.json"
     asked = ("grid", *SMALL, "--tasks", "second", "--samples", 1, *tiny)
     assert invoke(*asked, "--out", one).exit_code == 0
@@ -168,7 +166,7 @@ def test_files_of_several_runs_are_shown_together(invoke, tiny, tmp_path: Path) 
         (["--from", __file__, "--out", "x.json"], "--from measures nothing"),
     ],
 )
-def test_bad_input_is_refused_before_the_model(invoke, arguments, said) -> None:
+def test_bad_input_is_refused_before_the_model_loads(invoke, arguments, said) -> None:
     result = invoke("grid", *arguments, "-m", "no-such-model")
     assert result.exit_code == 2
     assert result.stdout == ""

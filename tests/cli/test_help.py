@@ -27,7 +27,7 @@ EVERY: list[tuple[str, LazyCommand]] = [
 ]
 
 
-def test_help_loads_nothing_that_takes_long_to_load() -> None:
+def test_help_imports_no_slow_modules() -> None:
     commands = [*COMMANDS, *INNER]
     asked = [[], ["--help"], ["--version"], *([*name.split(), "--help"] for name in commands)]
     program = f"""
@@ -59,21 +59,21 @@ def test_every_option_with_a_default_shows_it(invoke) -> None:
         assert f"[default: {default}]" in shown
 
 
-def test_names_written_out_for_help_are_those_that_exist() -> None:
+def test_names_listed_for_help_are_those_that_exist() -> None:
     assert sorted(memory.POLICY_NAMES) == sorted(POLICIES)
     assert sorted(which_model.DTYPE_NAMES) == sorted(DTYPES)
     assert sorted(memory.CODEC_NAMES) == sorted(CODECS)
 
 
 @pytest.mark.parametrize(("name", "lazy"), EVERY)
-def test_each_command_is_where_its_group_says(name: str, lazy: LazyCommand) -> None:
+def test_each_lazy_command_can_be_loaded(name: str, lazy: LazyCommand) -> None:
     found = lazy.load()
     assert found.name == name
     assert lazy.summary.endswith(".")
     assert len(lazy.summary) < 66, "one line of a terminal of 80 columns"
 
 
-def test_what_may_have_been_meant_is_said(invoke) -> None:
+def test_unknown_commands_get_suggestions(invoke) -> None:
     for asked, meant in (("sesions", "sessions"), ("gnerate", "generate")):
         refused = invoke(asked)
         assert refused.exit_code == 2

@@ -26,7 +26,7 @@ def listed(invoke: Invoke, *command: str) -> list[dict[str, object]]:
     return found
 
 
-def test_prompts_are_listed_with_what_they_take_and_removed(
+def test_prompts_are_listed_with_their_size_and_removed(
     invoke: Invoke, tiny: list[str], own_home: Path
 ) -> None:
     """Two that begin alike: what they share counts once."""
@@ -52,7 +52,7 @@ def test_prompts_are_listed_with_what_they_take_and_removed(
     assert invoke("prefixes", "gc", "--max-bytes", "some").exit_code == 2
 
 
-def test_how_prompts_begin_is_read_by_their_model(
+def test_the_text_of_prompts_is_decoded_by_their_model(
     invoke: Invoke, tiny_folder: Path, own_home: Path
 ) -> None:
     asked = ("-p", "The sea is wide. " * 300, "-n", 1, "--prefix-cache", "-m", tiny_folder)
@@ -60,7 +60,7 @@ def test_how_prompts_begin_is_read_by_their_model(
     assert "The sea is wide. The" in invoke("prefixes", "list", "--text", "-m", tiny_folder).stdout
 
 
-def test_a_block_without_those_before_it_is_no_prompt(tmp_path: Path) -> None:
+def test_a_block_without_its_predecessors_is_not_a_prompt(tmp_path: Path) -> None:
     for parent, key in (("root", "a"), ("a", "b"), ("a", "c"), ("lost", "d"), ("d", "e")):
         (tmp_path / f"{parent}-{key}.kvblock").write_bytes(b"x" * 10)
     (tmp_path / "lock").touch()
@@ -80,7 +80,7 @@ def made(slug: str, name: str, elsewhere: Path | None = None) -> None:
     store_model(slug, name, f"from {name}", fill, progress=False)
 
 
-def test_a_model_goes_with_what_was_made_of_it(
+def test_a_model_is_removed_with_its_derived_files(
     invoke: Invoke, own_home: Path, tmp_path: Path
 ) -> None:
     hub = tmp_path / "hub"
@@ -153,7 +153,7 @@ def test_a_shell_completes_commands_options_and_names(
     assert invoke("completion", "tcsh").exit_code == 2
 
 
-def test_lists_open_without_torch(invoke: Invoke, own_home: Path, tiny: list[str]) -> None:
+def test_lists_do_not_import_torch(invoke: Invoke, own_home: Path, tiny: list[str]) -> None:
     asked = ("-p", "The sea " * 400, "-n", 1, "--session", "s", "--prefix-cache", *tiny)
     assert invoke("generate", *asked).exit_code == 0
     lists = [["sessions", "list"], ["prefixes", "list"], ["models"], ["disk"]]

@@ -20,17 +20,17 @@ def test_a_pulled_model_is_listed_with_its_folder(invoke, smollm2_folder: Path) 
     assert str(smollm2_folder) in invoke("models").stdout
 
 
-def test_a_model_that_is_not_here_is_listed_as_such(invoke, monkeypatch, tmp_path: Path) -> None:
+def test_a_model_that_was_not_pulled_is_listed_as_such(invoke, monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setenv("KVKEEP_HOME", str(tmp_path))
     assert json.loads(invoke("models", "--json").stdout)[0]["folder"] is None
     assert "(not pulled)" in invoke("models").stdout
 
 
-def test_pull_says_where_the_model_is(invoke, smollm2_folder: Path) -> None:
+def test_pull_prints_the_models_folder(invoke, smollm2_folder: Path) -> None:
     assert invoke("pull").stdout == f"smollm2-135m-instruct is in {smollm2_folder}\n"
 
 
-def test_pull_of_nothing_known_is_refused(invoke) -> None:
+def test_pull_of_an_unknown_name_is_refused(invoke) -> None:
     result = invoke("pull", "no-such-model")
     assert result.exit_code == 2
     assert "no model 'no-such-model'" in result.stderr
@@ -42,7 +42,7 @@ def facts_of(invoke, *asked: object) -> dict[str, Any]:
     return json.loads(shown.stdout)
 
 
-def test_what_is_shown_of_a_model_is_what_it_is_once_loaded(invoke, smollm2: Model) -> None:
+def test_show_agrees_with_the_loaded_model(invoke, smollm2: Model) -> None:
     facts, tensors = facts_of(invoke), smollm2.decoder.weights
     assert facts["parameters"] == sum(tensor.numel() for tensor in tensors.values())
     assert facts["weight_bytes"] == sum(tensor.nbytes for tensor in tensors.values())
@@ -62,7 +62,7 @@ def test_what_is_shown_of_a_model_is_what_it_is_once_loaded(invoke, smollm2: Mod
         assert facts["decode"].startswith("torch: the compiled kernels")
 
 
-def test_who_computes_it_and_why_is_said(invoke, tiny_folder: Path) -> None:
+def test_show_names_the_executors_and_the_reason(invoke, tiny_folder: Path) -> None:
     shown = invoke("models", "show", tiny_folder, "--dtype", "float32").stdout
     assert "by torch: the compiled kernels are for bfloat16, not for float32" in shown
     assert "attention by torch" in shown
@@ -70,14 +70,14 @@ def test_who_computes_it_and_why_is_said(invoke, tiny_folder: Path) -> None:
     assert list(cells) == ["32 bits", "8 bits", "8/4 bits", "4 bits"]
 
 
-def test_packed_weights_that_nothing_reads_are_refused(invoke, tiny_folder: Path) -> None:
+def test_unsupported_packed_weights_are_refused(invoke, tiny_folder: Path) -> None:
     asked = ("models", "show", tiny_folder, "--dtype", "float32", "--weights", "int4")
     refused = invoke(*asked)
     assert refused.exit_code == 2
     assert 'weights="int4" is read by compiled kernels, which are for bfloat16' in refused.stderr
 
 
-def test_a_model_that_is_not_here_is_not_fetched_to_be_shown(
+def test_show_does_not_fetch_a_model(
     invoke, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("KVKEEP_HOME", str(tmp_path))
@@ -87,7 +87,7 @@ def test_a_model_that_is_not_here_is_not_fetched_to_be_shown(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_converted_model_is_written_for_others(
+def test_a_converted_model_is_exported(
     invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVKEEP_HOME", str(tmp_path / "home"))

@@ -11,7 +11,7 @@ from kvkeep.evaluate.perplexity import measure_perplexity
 TEXT = "The sea is wide and the night is long; nobody knows how long. " * 12
 
 
-def test_says_reports_and_draws_what_was_measured(
+def test_the_measurement_is_printed_reported_and_plotted(
     invoke, tiny, tiny_folder: Path, tmp_path: Path
 ) -> None:
     pytest.importorskip("matplotlib")
@@ -46,7 +46,7 @@ def test_says_reports_and_draws_what_was_measured(
         (["--plot", "/no/such/folder/plot.png"], "cannot be written"),
     ],
 )
-def test_a_range_or_place_that_cannot_be_is_refused(invoke, tiny, arguments, said) -> None:
+def test_an_invalid_range_or_output_file_is_refused(invoke, tiny, arguments, said) -> None:
     result = invoke("perplexity", "-", *arguments, *tiny, input=TEXT)
     assert result.exit_code == 2
     assert result.stdout == ""
@@ -54,7 +54,7 @@ def test_a_range_or_place_that_cannot_be_is_refused(invoke, tiny, arguments, sai
     assert said in result.stderr
 
 
-def test_a_text_can_be_read_as_if_it_were_written(invoke, tiny, tiny_folder: Path) -> None:
+def test_a_text_can_be_scored_token_by_token(invoke, tiny, tiny_folder: Path) -> None:
     model = load_model(str(tiny_folder), dtype="float32")
     ids = model.text.encode(TEXT)[:60]
     session = model.session(max_kv_size=32)
@@ -64,7 +64,7 @@ def test_a_text_can_be_read_as_if_it_were_written(invoke, tiny, tiny_folder: Pat
     assert result.stdout == f"perplexity {expected:.4f} of 59 tokens\n"
 
 
-def test_a_picture_of_one_point_says_how_more_are_drawn(invoke, tiny, tmp_path: Path) -> None:
+def test_a_plot_of_one_point_hints_at_a_smaller_step(invoke, tiny, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     (tmp_path / "short.txt").write_text("The sea is wide and the night is long.")
     asked = ("perplexity", tmp_path / "short.txt", "--plot", tmp_path / "plot.png", *tiny)

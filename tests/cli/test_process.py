@@ -60,7 +60,9 @@ def test_text_streams_and_ctrl_c_ends_it_with_a_report(start, tiny, tmp_path: Pa
     assert (first + rest).endswith(b"\n")
 
 
-def test_ctrl_c_while_reading_reports_what_was_read(start, tiny, terminal, tmp_path: Path) -> None:
+def test_ctrl_c_during_prefill_reports_the_evaluated_tokens(
+    start, tiny, terminal, tmp_path: Path
+) -> None:
     ours, theirs = terminal
     file, text = tmp_path / "report.json", tmp_path / "long.txt"
     text.write_text(LONG)
@@ -74,7 +76,7 @@ def test_ctrl_c_while_reading_reports_what_was_read(start, tiny, terminal, tmp_p
     assert report["kv_cells"] == 64
 
 
-def test_a_prompt_that_was_interrupted_is_read_on(
+def test_an_interrupted_prompt_is_prefilled_to_the_end_later(
     invoke, tiny, ctrl_c_at, tmp_path: Path, monkeypatch
 ) -> None:
     monkeypatch.setenv("KVKEEP_HOME", str(tmp_path))
@@ -97,7 +99,7 @@ def test_a_prompt_that_was_interrupted_is_read_on(
     assert "unread" not in Snapshot.load(file).notes
 
 
-def test_ctrl_c_while_scoring_keeps_the_figure(invoke, tiny, ctrl_c_at, tmp_path: Path) -> None:
+def test_ctrl_c_while_scoring_keeps_the_perplexity(invoke, tiny, ctrl_c_at, tmp_path: Path) -> None:
     file, text = tmp_path / "report.json", tmp_path / "long.txt"
     text.write_text(LONG[:20_000])
     options = ["--prefill-step", 64, "--max-kv-size", 64, "--report", file]
@@ -110,7 +112,7 @@ def test_ctrl_c_while_scoring_keeps_the_figure(invoke, tiny, ctrl_c_at, tmp_path
     assert interrupted.stdout.startswith(f"perplexity {report['perplexity']:.4f} of ")
 
 
-def test_a_reader_that_leaves_ends_it_quietly(start, tiny, tmp_path: Path) -> None:
+def test_a_closed_pipe_ends_the_command_quietly(start, tiny, tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     process = start("generate", "-p", "Once", *ENDLESS, "--report", file, *tiny)
     process.stdout.read(5)
@@ -130,7 +132,7 @@ def test_piped_text_is_continued(start, tiny) -> None:
     assert b"prompt 4 at" in said
 
 
-def test_without_a_prompt_a_terminal_is_not_waited_for(start, terminal) -> None:
+def test_without_a_prompt_a_terminal_is_an_error(start, terminal) -> None:
     _, theirs = terminal
     process = start("generate", stdin=theirs)
     _, said = process.communicate(timeout=PATIENCE)

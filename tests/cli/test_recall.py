@@ -13,7 +13,7 @@ from kvkeep.evaluate.tasks import TASKS
 SMALL = {"passkey": ("--junk", 20), "needle": ("--tokens", 500)}
 
 
-def test_one_sample_is_told_in_full(invoke, tiny) -> None:
+def test_one_sample_is_printed_in_detail(invoke, tiny) -> None:
     result = invoke("passkey", "--junk", 30, "--group", 2, "--pos", 9, *tiny)
     assert result.exit_code == 0, result.stderr
     lines = result.stdout.splitlines()
@@ -73,7 +73,7 @@ def test_a_task_may_be_hidden_in_either_text(invoke, tiny, tmp_path: Path, task:
     assert len(row["found_each"]) == len(row["key"])
 
 
-def test_the_same_seed_finds_the_same(invoke, tiny, tmp_path: Path) -> None:
+def test_the_same_seed_gives_the_same_result(invoke, tiny, tmp_path: Path) -> None:
     rows = []
     for name in ("one", "other"):
         report = tmp_path / name
@@ -83,7 +83,7 @@ def test_the_same_seed_finds_the_same(invoke, tiny, tmp_path: Path) -> None:
     assert rows[0] == rows[1]
 
 
-def test_memory_may_be_compressed_while_it_reads(invoke, tiny, tmp_path: Path) -> None:
+def test_memory_can_be_compressed_during_prefill(invoke, tiny, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     result = invoke(
         *("passkey", "--junk", 60, "--streaming", "--max-kv-size", 1024, "--ratio", 4),
@@ -96,7 +96,7 @@ def test_memory_may_be_compressed_while_it_reads(invoke, tiny, tmp_path: Path) -
     assert figures["found_uncompressed"] is not None
 
 
-def test_an_interrupt_leaves_what_was_measured(invoke, tiny, tmp_path: Path, ctrl_c_at) -> None:
+def test_an_interrupt_keeps_finished_measurements(invoke, tiny, tmp_path: Path, ctrl_c_at) -> None:
     report = tmp_path / "report.json"
     ctrl_c_at(100)
     asked = ("--junk", 10, "--samples", 5000, "--report", report)
@@ -134,7 +134,7 @@ def test_an_interrupt_leaves_what_was_measured(invoke, tiny, tmp_path: Path, ctr
         (["--report", "/no/such/folder/report.json"], "cannot be written"),
     ],
 )
-def test_bad_input_is_refused_before_the_model(invoke, arguments, said) -> None:
+def test_bad_input_is_refused_before_the_model_loads(invoke, arguments, said) -> None:
     result = invoke("passkey", *arguments, "-m", "no-such-model")
     assert result.exit_code == 2
     assert result.stdout == ""
@@ -150,7 +150,7 @@ def test_bad_input_is_refused_before_the_model(invoke, arguments, said) -> None:
         (["--haystack", "novel"], "'novel' is not one of"),
     ],
 )
-def test_a_task_that_there_is_not_is_refused_before_the_model(invoke, arguments, said) -> None:
+def test_an_unknown_task_is_refused_before_the_model_loads(invoke, arguments, said) -> None:
     result = invoke("needle", *arguments, "-m", "no-such-model")
     assert result.exit_code == 2
     assert said in result.stderr
@@ -163,13 +163,13 @@ def test_a_task_that_there_is_not_is_refused_before_the_model(invoke, arguments,
         (["needle", "--tokens", 200_000], "ask for fewer"),
     ],
 )
-def test_more_text_than_can_be_read_is_refused(invoke, tiny, arguments, said) -> None:
+def test_text_longer_than_the_memory_is_refused(invoke, tiny, arguments, said) -> None:
     result = invoke(*arguments, *tiny, "--quiet")
     assert result.exit_code == 2
     assert said in result.stderr.splitlines()[-1]
 
 
-def test_evaluate_has_all_measurements_and_each_is_also_a_command_of_its_own() -> None:
+def test_each_evaluation_is_also_a_top_level_command() -> None:
     assert sorted(EVALUATIONS) == ["grid", "needle", "passkey", "perplexity"]
     for name, command in EVALUATIONS.items():
         assert COMMANDS[name] is command

@@ -23,7 +23,9 @@ def server(smollm2: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         yield found
 
 
-def test_it_says_what_the_chat_here_says(invoke: Invoke, server: RunningServer) -> None:
+def test_a_remote_chat_prints_the_same_as_a_local_one(
+    invoke: Invoke, server: RunningServer
+) -> None:
     """And its commands do what they do here."""
     here = invoke("chat", *GREEDY, "--prefill-step", 128, "--max-kv-size", 2048, input=TALK)
     there = invoke("chat", "--server", server.url, *GREEDY, input=TALK)
@@ -35,7 +37,7 @@ def test_it_says_what_the_chat_here_says(invoke: Invoke, server: RunningServer) 
         assert said in here.stderr
 
 
-def test_what_has_a_name_goes_on(invoke: Invoke, server: RunningServer) -> None:
+def test_a_named_chat_resumes(invoke: Invoke, server: RunningServer) -> None:
     first = ("chat", "--server", server.url, "--session", "kept", *GREEDY)
     assert invoke(*first, "--max-kv-size", 512, input="What is the capital of France?\n").stdout
     again = invoke(*first[:-2], input="And of Italy?\n/undo\n/undo\n/undo\n")
@@ -49,7 +51,9 @@ def test_what_has_a_name_goes_on(invoke: Invoke, server: RunningServer) -> None:
     assert "--max-kv-size" in refused.stderr
 
 
-def test_what_has_none_is_gone_with_its_branches(invoke: Invoke, server: RunningServer) -> None:
+def test_an_unnamed_chat_is_deleted_with_its_branches(
+    invoke: Invoke, server: RunningServer
+) -> None:
     with Client(server.url) as client:
         another = client.create()
         another.feed("Hello.")
@@ -63,7 +67,7 @@ def test_what_has_none_is_gone_with_its_branches(invoke: Invoke, server: Running
         assert [without_saved_revision(each) for each in client.sessions()] == before
 
 
-def test_no_branch_of_a_chat_with_a_name_is_lost(invoke: Invoke, server: RunningServer) -> None:
+def test_every_branch_of_a_named_chat_is_saved(invoke: Invoke, server: RunningServer) -> None:
     """They get names that say what they are; what they had meanwhile is gone."""
     asked = ("chat", "--server", server.url, "--session", "named", *GREEDY, "-n", 4)
     with Client(server.url) as client:
@@ -76,7 +80,7 @@ def test_no_branch_of_a_chat_with_a_name_is_lost(invoke: Invoke, server: Running
 
 
 @pytest.mark.parametrize("option", ["--model=x", "--prefix-cache", "--weights=bf16", "--continue"])
-def test_options_of_a_model_here_are_refused(
+def test_options_for_a_local_model_are_refused(
     invoke: Invoke, server: RunningServer, option: str
 ) -> None:
     refused = invoke("chat", "--server", server.url, option, input="Hello.\n")
@@ -84,13 +88,13 @@ def test_options_of_a_model_here_are_refused(
     assert "not with --server" in refused.stderr
 
 
-def test_a_server_that_is_not_there(invoke: Invoke) -> None:
+def test_an_unreachable_server_is_an_error(invoke: Invoke) -> None:
     refused = invoke("chat", "--server", "http://127.0.0.1:1", input="Hello.\n")
     assert refused.exit_code != 0
     assert "no answer from http://127.0.0.1:1" in refused.stderr
 
 
-def test_a_chat_that_is_saved_stays_with_its_branches(
+def test_a_saved_chat_keeps_its_branches(
     invoke: Invoke, server: RunningServer, tmp_path: Path
 ) -> None:
     (tmp_path / "word.txt").write_text("The word is lighthouse.")

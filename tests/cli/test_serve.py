@@ -48,7 +48,7 @@ def refused(*options: str) -> str:
     return done.stderr
 
 
-def test_it_answers_once_it_says_where_it_is(tiny_folder: Path, tmp_path: Path) -> None:
+def test_the_server_answers_once_it_prints_its_address(tiny_folder: Path, tmp_path: Path) -> None:
     with serving(tiny_folder, tmp_path, "--alias", "tiny") as (_, url):
         assert httpx.get(f"{url}/health").json() == {"status": "ok"}
         (model,) = httpx.get(f"{url}/v1/models").json()["data"]
@@ -56,7 +56,7 @@ def test_it_answers_once_it_says_where_it_is(tiny_folder: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_told_to_end_it_finishes_what_it_does_and_keeps_sessions(
+def test_on_sigterm_the_server_finishes_requests_and_saves_sessions(
     tiny_folder: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
     asked = {"max_tokens": 300, "ignore_eos": True, "stream": True}
@@ -80,7 +80,7 @@ def test_told_to_end_it_finishes_what_it_does_and_keeps_sessions(
         assert text["total"] > 300
 
 
-def test_killed_it_says_what_was_lost(tiny_folder: Path, tmp_path: Path) -> None:
+def test_after_a_kill_the_server_reports_what_was_lost(tiny_folder: Path, tmp_path: Path) -> None:
     with serving(tiny_folder, tmp_path) as (process, url):
         httpx.post(f"{url}/v1/sessions", json={"name": "a"})
         httpx.post(f"{url}/v1/sessions/a/save")
@@ -95,7 +95,7 @@ def test_killed_it_says_what_was_lost(tiny_folder: Path, tmp_path: Path) -> None
         assert ("'a' goes on from revision 0" in errors) is (entry["lost_revision"] == 1)
 
 
-def test_it_lets_others_in_by_keys_alone(tiny_folder: Path, tmp_path: Path) -> None:
+def test_other_hosts_need_api_keys(tiny_folder: Path, tmp_path: Path) -> None:
     assert "--api-key-file" in refused("--host", "0.0.0.0", "--model", str(tiny_folder))
     keys = tmp_path / "keys"
     keys.write_text("a-key-of-sixteen-1\n")
@@ -105,7 +105,7 @@ def test_it_lets_others_in_by_keys_alone(tiny_folder: Path, tmp_path: Path) -> N
         assert httpx.post(f"{url}/v1/sessions", json={}, headers=headers).status_code == 201
 
 
-def test_what_cannot_be_is_refused_in_a_line(tiny_folder: Path, tmp_path: Path) -> None:
+def test_invalid_options_are_one_line_errors(tiny_folder: Path, tmp_path: Path) -> None:
     model = ["--model", str(tiny_folder), "--store", str(tmp_path)]
     assert "8GB" in refused("--memory", "much")
     assert "port" in refused("--port", "99999")
@@ -117,7 +117,7 @@ def test_what_cannot_be_is_refused_in_a_line(tiny_folder: Path, tmp_path: Path) 
         assert "--port" in refused(*model, "--port", str(taken.getsockname()[1]))
 
 
-def test_memory_that_no_full_session_fits_in_is_refused_at_the_start(
+def test_memory_too_small_for_a_full_session_is_refused_at_the_start(
     tiny_folder: Path, tmp_path: Path
 ) -> None:
     """With the least that would do, and with the longest session that fits: both then start."""

@@ -43,7 +43,7 @@ def _damage(file: Path) -> bytes:
     return bytes(content)
 
 
-def test_list_says_what_there_is(invoke, file, tiny, tiny_folder) -> None:
+def test_list_prints_all_sessions(invoke, file, tiny, tiny_folder) -> None:
     invoke("chat", "--session", "c", "-n", 3, *tiny, input="Hi\n")
     rows = json.loads(invoke("sessions", "list", "--json").stdout)
     assert [(row["name"], row["kind"]) for row in rows] == [("c", "chat"), ("s", "text")]
@@ -56,7 +56,7 @@ def test_list_says_what_there_is(invoke, file, tiny, tiny_folder) -> None:
     assert "24 of 24" in lines[2]
 
 
-def test_list_goes_on_past_a_file_that_is_not_sound(invoke, file) -> None:
+def test_list_continues_after_a_damaged_file(invoke, file) -> None:
     file.with_name("bad.kvkeep").write_bytes(b"nothing of ours")
     result = invoke("sessions", "list")
     assert result.exit_code == 0
@@ -64,7 +64,7 @@ def test_list_goes_on_past_a_file_that_is_not_sound(invoke, file) -> None:
     assert "24 of 24" in result.stdout
 
 
-def test_no_sessions_are_an_empty_list(invoke, home) -> None:
+def test_without_sessions_the_list_is_empty(invoke, home) -> None:
     assert invoke("sessions", "list").stdout == ""
     assert invoke("sessions", "list", "--json").stdout == "[]\n"
     assert invoke("sessions", "verify").exit_code == 0
@@ -122,7 +122,7 @@ def test_verify_reads_every_byte_and_changes_nothing(invoke, file, tmp_path: Pat
     assert invoke("sessions", "verify").exit_code == 2
 
 
-def test_a_fork_goes_its_own_way(invoke, file) -> None:
+def test_a_fork_is_independent_of_its_source(invoke, file) -> None:
     before = file.read_bytes()
     assert "t begins with 33 tokens of s" in invoke("sessions", "fork", "s", "t").stdout
     assert file.with_name("t.kvkeep").read_bytes() == before
@@ -131,7 +131,7 @@ def test_a_fork_goes_its_own_way(invoke, file) -> None:
     assert len(Snapshot.load(file.with_name("t.kvkeep")).tokens) == 38
 
 
-def test_a_fork_at_an_earlier_token_is_the_session_as_it_was_then(invoke, tiny, home) -> None:
+def test_a_fork_at_an_earlier_token_equals_the_session_then(invoke, tiny, home) -> None:
     asked = ["generate", "--session", "s", *GREEDY, *tiny]
     invoke(*asked, "-p", TEXT, "-n", 10)
     invoke("generate", "--session", "then", *GREEDY, *tiny, "-p", TEXT, "-n", 6)
@@ -142,7 +142,7 @@ def test_a_fork_at_an_earlier_token_is_the_session_as_it_was_then(invoke, tiny, 
     assert one.notes == other.notes
 
 
-def test_a_fork_of_a_chat_knows_the_turns_that_it_has(invoke, tiny, home) -> None:
+def test_a_fork_of_a_chat_keeps_its_turns(invoke, tiny, home) -> None:
     invoke("chat", "--session", "s", "-n", 5, *tiny, input="One?\nTwo?\n")
     saved = Snapshot.load(home / "sessions" / "s.kvkeep")
     first, _ = saved.settings["spans"]["turn 2"]
@@ -153,7 +153,7 @@ def test_a_fork_of_a_chat_knows_the_turns_that_it_has(invoke, tiny, home) -> Non
     assert "0 turns before this" in invoke("chat", "-c", input="/undo\n").stderr
 
 
-def test_export_and_import_carry_a_session(invoke, file, tmp_path: Path) -> None:
+def test_export_and_import_round_trip(invoke, file, tmp_path: Path) -> None:
     expected = invoke("generate", "--restore-prompt", file, "-n", 9, *GREEDY).stdout
     plain, small = tmp_path / "plain", tmp_path / "small"
     invoke("sessions", "export", "s", plain)
@@ -164,7 +164,7 @@ def test_export_and_import_carry_a_session(invoke, file, tmp_path: Path) -> None
     assert invoke("generate", "--session", "t", "-n", 9, *GREEDY).stdout == expected
 
 
-def test_rm_says_what_it_removed(invoke, file) -> None:
+def test_rm_prints_what_it_removed(invoke, file) -> None:
     invoke("sessions", "fork", "s", "t")
     result = invoke("sessions", "rm", "t", "x")
     assert result.exit_code == 2
@@ -205,7 +205,7 @@ def test_gc_removes_what_killed_writers_left(invoke, file, home) -> None:
         (["rm"], "Missing argument"),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_line(invoke, file, arguments, said) -> None:
+def test_invalid_requests_are_one_line_errors(invoke, file, arguments, said) -> None:
     before = file.read_bytes()
     result = invoke("sessions", *arguments)
     assert result.exit_code == 2
@@ -217,7 +217,7 @@ def test_what_cannot_be_is_refused_in_one_line(invoke, file, arguments, said) ->
 
 
 @pytest.mark.parametrize("force", [[], ["--force"]])
-def test_import_takes_only_what_is_sound(invoke, file, tmp_path: Path, force) -> None:
+def test_import_refuses_damaged_files(invoke, file, tmp_path: Path, force) -> None:
     copy = tmp_path / "copy"
     shutil.copy(file, copy)
     refused = invoke("sessions", "import", copy, "s")
@@ -229,7 +229,7 @@ def test_import_takes_only_what_is_sound(invoke, file, tmp_path: Path, force) ->
     assert file.read_bytes() == before
 
 
-def test_import_replaces_where_it_is_told_to(invoke, tiny, file, tmp_path: Path) -> None:
+def test_import_replaces_a_session_with_force(invoke, tiny, file, tmp_path: Path) -> None:
     prompt = tmp_path / "prompt"
     invoke("generate", "-p", "Hello", "--cache-prompt", prompt, *tiny)
     assert invoke("sessions", "import", prompt, "s", "--force").exit_code == 0
@@ -237,7 +237,7 @@ def test_import_replaces_where_it_is_told_to(invoke, tiny, file, tmp_path: Path)
 
 
 @pytest.mark.parametrize("command", [["list"], ["verify"], ["verify", "s", "t"], ["show", "s"]])
-def test_a_session_may_go_while_it_is_looked_at(
+def test_sessions_removed_meanwhile_are_skipped(
     invoke, file: Path, monkeypatch, smollm2_folder, command
 ) -> None:
     """At every look that the command takes at the file, somebody may just have removed it."""
@@ -274,9 +274,7 @@ def test_a_session_may_go_while_it_is_looked_at(
     assert 2 <= removed < 99
 
 
-def test_sessions_are_kept_where_cleaners_do_not_look(
-    invoke, tiny, tmp_path: Path, monkeypatch
-) -> None:
+def test_sessions_are_in_the_user_data_folder(invoke, tiny, tmp_path: Path, monkeypatch) -> None:
     """In the data folder; those of the cache folder are found, and move when they go on."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("XDG_DATA_HOME", raising=False)
@@ -306,7 +304,7 @@ def test_sessions_are_kept_where_cleaners_do_not_look(
     [{"chat": 5}, {"chat": {"system": [1]}}, {"unread": 7}, {"first_prompt": "all"}],
     ids=str,
 )
-def test_notes_that_no_command_writes_are_told_in_one_line(invoke, file, tiny, notes) -> None:
+def test_invalid_notes_are_a_one_line_error(invoke, file, tiny, notes) -> None:
     replace(Snapshot.load(file), notes=notes).save(file)
     commands = [
         ("sessions", "show", "s"),

@@ -82,7 +82,7 @@ def _pinned(branches: Branches) -> str:
         ('"rose is"', " rose is"),
     ],
 )
-def test_what_is_pinned_is_never_forgotten(branches: Branches, do: Do, what, pinned) -> None:
+def test_pinned_passages_are_never_evicted(branches: Branches, do: Do, what, pinned) -> None:
     assert "is never forgotten" in do(f"/pin {what}")
     assert _pinned(branches) == pinned
     branches.current.session.feed("and so on " * 200)
@@ -91,7 +91,7 @@ def test_what_is_pinned_is_never_forgotten(branches: Branches, do: Do, what, pin
     assert _pinned(branches) == ""
 
 
-def test_what_is_pinned_can_be_changed_and_forgotten_alone(branches: Branches, do: Do) -> None:
+def test_pinned_passages_can_be_edited_and_forgotten(branches: Branches, do: Do) -> None:
     """The template's own tokens around a question are forgotten in time."""
     do("/pin 1.question")
     branches.current.session.feed("and so on " * 200)
@@ -102,7 +102,7 @@ def test_what_is_pinned_can_be_changed_and_forgotten_alone(branches: Branches, d
     assert _pinned(branches) == ""
 
 
-def test_the_system_prompt_is_pinned_whole(model: Model) -> None:
+def test_all_of_the_system_prompt_is_pinned(model: Model) -> None:
     branches = _begun(model, keep=0)
     run_command("/pin system", branches)
     assert _pinned(branches) == f"<|im_start|>system\n{SYSTEM}<|im_end|>\n"
@@ -110,7 +110,7 @@ def test_the_system_prompt_is_pinned_whole(model: Model) -> None:
 
 @pytest.mark.parametrize("exact", ["", "--exact "])
 @pytest.mark.parametrize("system", [SYSTEM, None])
-def test_edits_read_as_if_it_had_always_been_so(model: Model, exact: str, system) -> None:
+def test_an_edited_history_equals_the_rendered_template(model: Model, exact: str, system) -> None:
     branches = _begun(model, system)
     for line in ("1 Which rose is white?", '2.answer "No, it is new."', '"Eve" Adam'):
         run_command(f"/edit {exact}{line}", branches)
@@ -147,7 +147,9 @@ def test_an_edited_system_prompt_outlives_the_turns(model: Model, branches: Bran
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])
-def test_a_turn_is_forgotten_whole(model: Model, branches: Branches, do: Do, number: int) -> None:
+def test_forgetting_removes_a_whole_turn(
+    model: Model, branches: Branches, do: Do, number: int
+) -> None:
     assert f"turn {number} is forgotten" in do(f"/forget {number}")
     left = [turn for n, turn in enumerate(TURNS, 1) if n != number]
     assert branches.current.turns == [n for n in (1, 2, 3) if n != number]
@@ -156,7 +158,7 @@ def test_a_turn_is_forgotten_whole(model: Model, branches: Branches, do: Do, num
     assert branches.current.session.text() == _rendered(model, [*left, ("And then?", "Nothing.")])
 
 
-def test_all_can_be_forgotten(model: Model, branches: Branches, do: Do) -> None:
+def test_every_turn_can_be_forgotten(model: Model, branches: Branches, do: Do) -> None:
     for what in ("2", "last", "last", "system"):
         do(f"/forget {what}")
     assert branches.current.turns == []
@@ -165,7 +167,7 @@ def test_all_can_be_forgotten(model: Model, branches: Branches, do: Do) -> None:
     assert branches.current.session.text() == _rendered(model, [("Hm?", "Hm.")], None)
 
 
-def test_quoted_words_are_forgotten_and_nothing_else(branches: Branches, do: Do) -> None:
+def test_forgetting_quoted_words_removes_nothing_else(branches: Branches, do: Do) -> None:
     before = branches.current.session.text()
     do('/forget " Gallica"')
     assert branches.current.session.text() == before.replace(" Gallica", "")
@@ -190,7 +192,7 @@ def test_quoted_words_are_forgotten_and_nothing_else(branches: Branches, do: Do)
         ("/edit 1 " + "long " * 400, "do not fit"),
     ],
 )
-def test_a_command_that_is_refused_changes_nothing(branches: Branches, do: Do, line, why) -> None:
+def test_a_refused_command_changes_nothing(branches: Branches, do: Do, line, why) -> None:
     session, spans = branches.current.session, branches.current.session.spans
     tokens, standing = session.tokens, session.standing
     with pytest.raises(KvkeepError) as refused:
@@ -201,14 +203,14 @@ def test_a_command_that_is_refused_changes_nothing(branches: Branches, do: Do, l
     assert branches.name == "main"
 
 
-def test_a_turn_that_the_window_forgot_cannot_be_edited_or_pinned(model: Model) -> None:
+def test_an_evicted_turn_cannot_be_edited_or_pinned(model: Model) -> None:
     branches = _begun(model, budget=32)
     for line in ("/edit 1 Why?", "/forget 1", "/pin 1"):
         with pytest.raises(InvalidArgument, match="turn 1 is not remembered any more"):
             run_command(line, branches)
 
 
-def test_branches_go_their_own_ways(model: Model, branches: Branches, do: Do) -> None:
+def test_branches_are_independent(model: Model, branches: Branches, do: Do) -> None:
     do("/branch")
     do("/edit 3.answer Noah.")
     do("/branch third")
@@ -226,7 +228,7 @@ def test_branches_go_their_own_ways(model: Model, branches: Branches, do: Do) ->
     assert branches.current.turns == [1, 2]
 
 
-def test_the_picture_counts_every_token(model: Model) -> None:
+def test_the_memory_map_counts_every_token(model: Model) -> None:
     branches = _begun(model, budget=48)
     run_command("/pin last.question", branches)
     session = branches.current.session
@@ -240,7 +242,7 @@ def test_the_picture_counts_every_token(model: Model) -> None:
     assert memory_map(session, width=40, plain=False).startswith("█")
 
 
-def test_the_picture_shows_what_is_compressed_and_what_that_takes(model: Model) -> None:
+def test_the_memory_map_shows_compressed_tokens_and_their_size(model: Model) -> None:
     session = model.session(48, policy="archive", method="keydiff", far_bits="8")
     session.feed("The sea is wide and the night is long. " * 12)
     session.pin(len(session.tokens) - 5, len(session.tokens) - 2)
@@ -254,9 +256,7 @@ def test_the_picture_shows_what_is_compressed_and_what_that_takes(model: Model) 
 
 
 @pytest.mark.parametrize("far_bits", [None, "8"])
-def test_the_picture_shows_what_takes_how_much_where_heads_have_numbers_of_their_own(
-    model: Model, far_bits: Any
-) -> None:
+def test_the_memory_map_shows_sizes_of_ragged_heads(model: Model, far_bits: Any) -> None:
     session = model.session(48, policy="archive", method="knorm", budget="heads", far_bits=far_bits)
     session.feed("The sea is wide and the night is long. " * 12)
     picture = memory_map(session, width=40, plain=True).splitlines()
@@ -271,21 +271,21 @@ def test_the_picture_shows_what_takes_how_much_where_heads_have_numbers_of_their
     assert f"({session.cache.nbytes / 1e6:.1f} MB set aside)" in picture[-1]
 
 
-def test_a_turn_that_was_compressed_cannot_be_edited_or_pinned(model: Model) -> None:
+def test_a_compressed_turn_cannot_be_edited_or_pinned(model: Model) -> None:
     branches = _begun(model, budget=32, policy="archive", method="keydiff")
     for line in ("/edit 1 Why?", "/forget 1", "/pin 1"):
         with pytest.raises(InvalidArgument, match="turn 1 is not remembered any more"):
             run_command(line, branches)
 
 
-def test_no_kind_is_too_few_to_be_seen() -> None:
+def test_every_kind_is_visible_in_the_bar() -> None:
     assert bar(["kept"] + ["window"] * 999, 10, 1) == "#---------"
     assert bar(["window"] * 500 + ["pinned"] + ["window"] * 499, 10, 1) == "-----P----"
     assert bar([], 10, 1) == ""
     assert bar(["window"] * 3, 10, 1) == "---"
 
 
-def test_all_commands_in_a_pipe(invoke, tiny) -> None:
+def test_all_commands_work_from_a_pipe(invoke, tiny) -> None:
     script = "One?\nTwo?\n/pin 1\n/edit 2 Due?\n/branch b\nThree?\n/forget 1\n/memory\n/nope\n"
     script += "/switch main\n/branches\n/undo\n/unpin 1\n/pin 9\nFour?\n/memory\n"
     result = invoke("chat", "-n", 5, "--max-kv-size", 256, "--seed", 1, *tiny, input=script)
@@ -297,7 +297,7 @@ def test_all_commands_in_a_pipe(invoke, tiny) -> None:
     assert "not saved" not in result.stderr, "nothing was to be saved"
 
 
-def test_what_is_done_and_what_is_said(tmp_path: Path) -> None:
+def test_commands_are_told_apart_from_messages(tmp_path: Path) -> None:
     for line in ("/help", "/undo ", "/nope", "/nope a/b", "/", " /pin 1"):
         assert is_command(line), line
     said = ("Hm", "", "//", "/usr/bin/env is what?", f"{tmp_path} is a folder", "/undo\nis done")

@@ -45,14 +45,14 @@ def interrupted(start, tmp_path: Path):
         *("numpy", "torch._C", "torch.nn", "jinja2"),
     ],
 )
-def test_ctrl_c_while_starting_says_nothing(interrupted, tiny, monkeypatch, tmp_path, module):
+def test_ctrl_c_during_startup_is_silent(interrupted, tiny, monkeypatch, tmp_path, module):
     monkeypatch.setenv("KVKEEP_HOME", str(tmp_path / "home"))
     status, said = interrupted(module, signal.SIGINT, "chat", "--session", "s", "-q", *tiny)
     assert (status, said) == (130, "")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_other_signals_while_starting_say_nothing(interrupted, tiny, number) -> None:
+def test_other_signals_during_startup_are_silent(interrupted, tiny, number) -> None:
     status, said = interrupted("numpy", number, "generate", "-q", *tiny)
     assert (status, said) == (128 + number, "")
 
@@ -65,7 +65,7 @@ def _closed(*numbers: int):
     return close
 
 
-def test_closed_streams_are_as_if_nobody_listened(start, invoke, tiny, tmp_path: Path) -> None:
+def test_closed_streams_change_no_result(start, invoke, tiny, tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     asked = ["generate", "-p", "Once", "-n", 3, "--seed", 1, *tiny]
     text = invoke(*asked).stdout.encode()
@@ -91,7 +91,7 @@ def test_closed_streams_are_as_if_nobody_listened(start, invoke, tiny, tmp_path:
         (["--bogus"], (2,), 2, ""),
     ],
 )
-def test_what_goes_wrong_with_closed_streams(start, tiny, arguments, closed, status, said) -> None:
+def test_errors_with_closed_streams(start, tiny, arguments, closed, status, said) -> None:
     model = tiny if "-m" not in arguments and arguments[0] in ("generate", "chat") else []
     process = start(*arguments, *model, preexec_fn=_closed(*closed))
     out, err = process.communicate(timeout=PATIENCE)
@@ -113,7 +113,7 @@ def test_output_that_cannot_be_written_is_an_error(start, tiny, command) -> None
 
 
 @pytest.mark.parametrize("command", [["--help"], ["models"], ["generate", "--help"]])
-def test_a_reader_that_left_before_the_start_is_no_error(start, command) -> None:
+def test_a_pipe_closed_before_the_start_is_not_an_error(start, command) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     process = start(*command, stdout=writer)
@@ -122,7 +122,7 @@ def test_a_reader_that_left_before_the_start_is_no_error(start, command) -> None
     assert (process.returncode, said) == (141, b"")
 
 
-def test_nobody_who_hears_what_is_said_is_no_reason_to_stop(start, tiny, tmp_path: Path) -> None:
+def test_a_closed_stderr_does_not_end_the_command(start, tiny, tmp_path: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     process = start("chat", "-n", 3, "--max-kv-size", 64, *tiny, stderr=writer)
@@ -153,7 +153,7 @@ NOT_TEXT = os.fsdecode(b"a\xff")
         *(["sessions", "rm", NOT_TEXT], [NOT_TEXT], ["generate", NOT_TEXT]),
     ],
 )
-def test_arguments_that_are_not_text_are_refused_in_one_line(invoke, home, arguments) -> None:
+def test_arguments_that_are_not_utf8_are_one_line_errors(invoke, home, arguments) -> None:
     result = invoke(*arguments)
     assert result.exit_code == 2
     assert result.stdout == ""
@@ -161,7 +161,7 @@ def test_arguments_that_are_not_text_are_refused_in_one_line(invoke, home, argum
     assert result.stderr.startswith("kvkeep: error: ")
 
 
-def test_an_argument_that_is_not_text_in_a_process_of_its_own(home: Path) -> None:
+def test_an_argument_that_is_not_utf8_in_a_new_process(home: Path) -> None:
     command = [sys.executable.encode(), b"-m", b"kvkeep", b"generate", b"-p", b"a\xff"]
     done = subprocess.run(command, check=False, capture_output=True, timeout=PATIENCE)
     assert done.returncode == 2

@@ -28,7 +28,7 @@ def names(invoke: Invoke, at: list[str]) -> list[str]:
     return [row["name"] for row in listed]
 
 
-def test_a_session_goes_on_from_the_store_as_from_a_file(
+def test_a_session_resumes_from_a_store_as_from_a_file(
     invoke: Invoke, tiny: list[str], at: list[str]
 ) -> None:
     written = []
@@ -42,7 +42,7 @@ def test_a_session_goes_on_from_the_store_as_from_a_file(
     assert names(invoke, at) == ["s"]
 
 
-def test_sessions_are_copied_checked_and_removed_there(
+def test_sessions_are_copied_checked_and_removed_in_a_store(
     invoke: Invoke, tiny: list[str], at: list[str], tmp_path: Path
 ) -> None:
     invoke("generate", "-p", "one", "-n", 2, "--session", "a", *tiny, *at)
@@ -63,7 +63,7 @@ def test_sessions_are_copied_checked_and_removed_there(
     assert "expected one of: b, c" in missing.stderr
 
 
-def test_a_prompt_is_taken_from_the_store(
+def test_a_prompt_prefix_is_reused_from_the_store(
     invoke: Invoke, tiny: list[str], at: list[str], tmp_path: Path
 ) -> None:
     secret = tmp_path / "secret"
@@ -91,7 +91,7 @@ def test_a_prompt_is_taken_from_the_store(
     assert "openssl rand" in refused.stderr
 
 
-def test_a_session_that_somebody_uses_is_refused(
+def test_a_session_in_use_is_refused(
     invoke: Invoke, tiny: list[str], store_url: str, at: list[str]
 ) -> None:
     invoke("generate", "-p", "one", "-n", 2, "--session", "a", *tiny, *at)
@@ -101,7 +101,7 @@ def test_a_session_that_somebody_uses_is_refused(
     assert "laptop:1 is using session 'a'" in refused.stderr
 
 
-def test_what_is_no_store_is_refused(invoke: Invoke) -> None:
+def test_an_invalid_store_is_refused(invoke: Invoke) -> None:
     refused = invoke("sessions", "list", "--store", "ftp://somewhere")
     assert refused.exit_code == 2
     assert "s3://bucket/prefix" in refused.stderr

@@ -56,7 +56,7 @@ def said(terminal: Terminal, command: str, answer: str) -> str:
     return terminal.wait(answer, PATIENCE)
 
 
-def test_what_is_pasted_is_one_message(chat: Chat) -> None:
+def test_pasted_text_is_one_message(chat: Chat) -> None:
     """A line of it that begins like a command is said, and not done."""
     terminal = chat()
     terminal.paste("One thing.\n/clear\nAnd a third.")
@@ -71,7 +71,7 @@ def test_what_is_pasted_is_one_message(chat: Chat) -> None:
     assert "took" not in terminal.text
 
 
-def test_lines_of_ones_own_by_alt_enter_and_by_quotes(chat: Chat) -> None:
+def test_alt_enter_and_quotes_make_multiline_messages(chat: Chat) -> None:
     terminal = chat("--session", "s")
     terminal.type("First line", ALT_ENTER, "second line", "\r")
     terminal.wait("1 turn", PATIENCE)
@@ -89,7 +89,7 @@ def test_lines_of_ones_own_by_alt_enter_and_by_quotes(chat: Chat) -> None:
     assert "> First line\n> second line" in chat("--session", "s", model=False).text
 
 
-def test_history_goes_on_in_the_next_chat(chat: Chat, own_home: Path) -> None:
+def test_the_next_chat_has_the_input_history(chat: Chat, own_home: Path) -> None:
     first = chat()
     said(first, "/set temperature 0.5", "temperature")
     first.type("Hello there", "\r")
@@ -104,7 +104,7 @@ def test_history_goes_on_in_the_next_chat(chat: Chat, own_home: Path) -> None:
     assert (own_home / "history").stat().st_mode & 0o077 == 0, "nobody else reads it"
 
 
-def test_ctrl_c_clears_a_line_and_only_hints_on_an_empty_one(chat: Chat) -> None:
+def test_ctrl_c_clears_a_line_and_prints_a_hint_on_an_empty_one(chat: Chat) -> None:
     terminal = chat()
     terminal.type("half a line", CTRL_C)
     assert "half a line" not in terminal.text
@@ -125,7 +125,7 @@ def wait_for_rows(terminal: Terminal, count: int) -> None:
         terminal.settle(0.05)
 
 
-def test_an_answer_that_is_stopped_stays_and_is_saved(chat: Chat) -> None:
+def test_a_stopped_answer_stays_and_is_saved(chat: Chat) -> None:
     terminal = chat("-n", "-1", "--session", "s", "--max-kv-size", "64")
     terminal.type("Tell me all", "\r")
     terminal.settle(1.0)
@@ -140,7 +140,7 @@ def test_an_answer_that_is_stopped_stays_and_is_saved(chat: Chat) -> None:
     ("keys", "size"),
     [("", (80, 24)), ("seen later", (31, 12)), ("\x7f\r\rsent\r", (80, 12))],
 )
-def test_an_answer_that_is_stopped_is_on_the_screen_once(
+def test_a_stopped_answer_is_on_the_screen_once(
     chat: Chat, own_home: Path, tiny_folder: Path, keys: str, size: tuple[int, int]
 ) -> None:
     """Each line of it, whatever is typed meanwhile: that is there at the next prompt."""
@@ -168,7 +168,7 @@ def test_an_answer_that_is_stopped_is_on_the_screen_once(
     assert shown == drawn(answer, 100_000, True, size=size).text.removesuffix("\nended")
 
 
-def test_two_ctrl_cs_end_no_chat(chat: Chat, own_home: Path) -> None:
+def test_two_ctrl_cs_do_not_end_a_chat(chat: Chat, own_home: Path) -> None:
     """Nor does one that comes while the answer that was stopped is saved."""
     terminal = chat("-n", "-1", "--session", "s", "--max-kv-size", "64")
     for times in (1, 2):
@@ -188,7 +188,7 @@ os.execvp("bash", ["bash", "-m", "-c", f'"$@"; {then}', "bash", sys.executable, 
 """
 
 
-def test_ctrl_z_gives_the_shell_its_terminal_back(chat: Chat) -> None:
+def test_ctrl_z_restores_the_terminal_for_the_shell(chat: Chat) -> None:
     """With its echo; keys are held back again when the chat goes on."""
     terminal = chat("-n", "-1", "--max-kv-size", "64", program=("-c", SHELL, "-m", "kvkeep"))
     terminal.type("Tell me all", "\r")
@@ -206,7 +206,7 @@ def test_ctrl_z_gives_the_shell_its_terminal_back(chat: Chat) -> None:
     terminal.wait("\necho", PATIENCE, times=2)
 
 
-def test_a_question_that_was_not_read_is_there_again(chat: Chat) -> None:
+def test_an_interrupted_question_is_offered_for_editing(chat: Chat) -> None:
     """One that does not fit, here."""
     terminal = chat("--policy", "full", "--max-kv-size", "128")
     question = "What is this all about? " * 20
@@ -238,7 +238,7 @@ def test_tab_completes_commands_turns_settings_and_files(chat: Chat, tmp_path: P
     terminal.wait("2 turns", PATIENCE)
 
 
-def test_paths_are_said_and_unknown_commands_are_not(chat: Chat) -> None:
+def test_paths_are_messages_and_unknown_commands_are_errors(chat: Chat) -> None:
     terminal = chat()
     said(terminal, "/regenrate", "did you mean /regenerate?")
     assert "0 turns" in terminal.text
@@ -250,7 +250,7 @@ def test_paths_are_said_and_unknown_commands_are_not(chat: Chat) -> None:
     terminal.wait("takes the path of a text", PATIENCE)
 
 
-def test_what_a_long_question_pushed_out_is_said(chat: Chat) -> None:
+def test_a_question_longer_than_the_memory_is_a_warning(chat: Chat) -> None:
     terminal = chat("--max-kv-size", "64")
     terminal.type("Hello", "\r")
     terminal.wait("1 turn", PATIENCE)
@@ -291,7 +291,7 @@ def test_regenerate_clear_save_and_set(chat: Chat, own_home: Path) -> None:
     assert "Hello there" not in again.text
 
 
-def test_the_memory_bar_follows(chat: Chat) -> None:
+def test_the_memory_bar_is_updated(chat: Chat) -> None:
     terminal = chat()
     assert "0 of 256 cells" in terminal.text.splitlines()[-1]
     terminal.type("Hello", "\r")
@@ -302,7 +302,7 @@ def test_the_memory_bar_follows(chat: Chat) -> None:
     assert "branch side" in terminal.text.splitlines()[-1]
 
 
-def test_bytes_that_are_no_text_end_no_chat(chat: Chat) -> None:
+def test_invalid_bytes_do_not_end_a_chat(chat: Chat) -> None:
     terminal = chat()
     terminal.process.send(b"caf\xe9 \xff")
     terminal.type("\r")
@@ -365,7 +365,7 @@ def drawn(text: str, piece: int, markdown: bool, size: tuple[int, int] = (60, 24
 
 @pytest.mark.parametrize("rows", [6, 40])
 @pytest.mark.parametrize("size", [1, 7, 1000])
-def test_an_answer_is_markdown_however_it_comes(size: int, rows: int) -> None:
+def test_an_answer_is_rendered_as_markdown_in_any_pieces(size: int, rows: int) -> None:
     """In pieces or at once, also where it is longer than the screen: nothing is there twice."""
     text = drawn(TEXT, size, True, (60, rows)).text
     assert text == drawn(TEXT, 1000, True, (60, 40)).text
@@ -425,7 +425,7 @@ def test_a_plain_text_without_spaces_fills_its_lines(columns: int) -> None:
     ] * (200 // (columns // 2))
 
 
-def test_a_terminal_that_gets_narrower_shows_each_line_once() -> None:
+def test_a_narrowed_terminal_shows_each_line_once() -> None:
     """One that cuts lines off, as xterm does, and pyte."""
     words = [f"word{number:02}" for number in range(30)]
     environment = {"COLUMNS": "", "LINES": "", "XTERM_VERSION": "XTerm(390)"}

@@ -21,14 +21,14 @@ def _marked(path: Path, text: str) -> Path:
     return path
 
 
-def test_the_mark_is_no_part_of_the_text_and_a_later_one_is() -> None:
+def test_only_a_leading_byte_order_mark_is_dropped() -> None:
     assert decode_text(MARK + "é".encode(), "x") == "é"
     assert decode_text("a\ufeffb".encode(), "x") == "a\ufeffb"
     with pytest.raises(InvalidArgument, match=r"^x is not UTF-8 text: byte 0 is 0xff"):
         decode_text(b"\xff\xfea\0", "x")
 
 
-def test_a_prompt_is_the_same_with_a_mark(
+def test_a_byte_order_mark_does_not_change_a_prompt(
     invoke: Invoke,
     tiny_folder: Path,
     tmp_path: Path,
@@ -46,7 +46,7 @@ def test_a_prompt_is_the_same_with_a_mark(
     assert reports[0] == reports[1] == reports[2]
 
 
-def test_batches_and_keys_take_a_mark(tmp_path: Path) -> None:
+def test_batches_and_key_files_accept_a_byte_order_mark(tmp_path: Path) -> None:
     (request,) = read_jsonl(_marked(tmp_path / "lines.jsonl", '{"prompt": "x"}\n'))
     assert request.body == {"prompt": "x"}
     folder = tmp_path / "folder"
@@ -65,7 +65,7 @@ def test_batches_and_keys_take_a_mark(tmp_path: Path) -> None:
         ApiKeys.shared(tmp_path / "latin", b"0" * 32)
 
 
-def test_a_models_files_take_a_mark(tiny_folder: Path, tmp_path: Path) -> None:
+def test_a_models_files_accept_a_byte_order_mark(tiny_folder: Path, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(tiny_folder, folder)
     for name in ("config.json", "chat_template.jinja"):

@@ -122,8 +122,8 @@ def batch(
         job = _Job(results, len(requests), len(remaining), output)
         if remaining:
             model = memory.load(output.progress)
-            how = sampling.resolve(saved_seed=0)  # so that a resumed batch samples the same
-            asks = [(r, r.ask(model, how, max_tokens)) for r in remaining]
+            resolved = sampling.resolve(saved_seed=0)  # so that a resumed batch samples the same
+            asks = [(r, r.ask(model, resolved, max_tokens)) for r in remaining]
             _require_room(model, memory, [ask for _, ask in asks], memory_bytes)
             with _engine(model, memory, prefixes, memory_bytes, at_once) as engine:
                 job.run(engine, asks, at_once)

@@ -95,7 +95,7 @@ def answers(
         if waiting and prefilling is None and running < at_once:
             answer = BatchAnswer(*waiting[-1])
             try:
-                engine.submit(answer.ask, owner=OWNER, listener=_into(events, answer)).result()
+                engine.submit(answer.ask, owner=OWNER, listener=_listener(events, answer)).result()
             except Exception as error:
                 if not (running and isinstance(error, NoRoom) and error.retry_after < math.inf):
                     waiting.pop()  # this request cannot be answered; others can
@@ -120,10 +120,12 @@ def answers(
             yield answer
 
 
-def _into(
-    came: "SimpleQueue[tuple[BatchAnswer, GenerationEvent]]", asked: BatchAnswer
+def _listener(
+    events: "SimpleQueue[tuple[BatchAnswer, GenerationEvent]]", answer: BatchAnswer
 ) -> Callable[[GenerationEvent], None]:
-    def told(event: GenerationEvent) -> None:
-        came.put((asked, event))
+    """Return a listener that puts a request's events into the queue."""
 
-    return told
+    def listener(event: GenerationEvent) -> None:
+        events.put((answer, event))
+
+    return listener

@@ -112,7 +112,7 @@ def chat(
         source = session_file if session_file is not None and session_file.exists() else None
         opened, conversation = _open(source, system, memory, prefixes, output)
         settings = ChatSettings(sampling, None if max_tokens < 0 else max_tokens, opened.seed)
-        run = Run("chat", opened, output, settings.how.seed)
+        run = Run("chat", opened, output, settings.resolved.seed)
         if session_file is not None:
             what = f"session {session}"
             run.writer = SessionWriter(opened.session, session_file, what, opened.notes)

@@ -139,9 +139,9 @@ class LocalChat(ChatLoop):
 
     def _generate(self) -> None:
         """Generate an answer on the screen, and record its end in the conversation."""
-        how = self.settings.how
+        sampling = self.settings.resolved
         try:
-            self.run.write(self.settings.max_tokens, how, screen=self.screen())
+            self.run.write(self.settings.max_tokens, sampling, screen=self.screen())
         finally:
             self.branches.current.end_turn()
 

@@ -30,15 +30,15 @@ class ChatSettings:
     seed: int | None = None
     markdown: bool = True
     bar: bool = True
-    _how: "Sampling | None" = field(default=None, repr=False)
+    _resolved: "Sampling | None" = field(default=None, repr=False)
 
     @property
-    def how(self) -> "Sampling":
+    def resolved(self) -> "Sampling":
         """The sampling parameters, with one seed for the whole chat."""
-        if self._how is None:
-            self._how = self.sampling.resolve(self.seed)
-            self.seed = self._how.seed  # so that a random seed is drawn once
-        return self._how
+        if self._resolved is None:
+            self._resolved = self.sampling.resolve(self.seed)
+            self.seed = self._resolved.seed  # so that a random seed is drawn once
+        return self._resolved
 
     def set(self, name: str, value: str) -> None:
         """Change a setting. Raises InvalidArgument, before any change, for a bad name or value."""
@@ -59,7 +59,7 @@ class ChatSettings:
             self.max_tokens = None if parsed < 0 else parsed
         else:
             changed = dataclasses.replace(self.sampling, **{name.replace("-", "_"): parsed})
-            self._how = changed.resolve(self.seed)  # raises for values out of range
+            self._resolved = changed.resolve(self.seed)  # raises for values out of range
             self.sampling = changed
 
     def lines(self) -> list[str]:

@@ -136,13 +136,13 @@ def haystack_option() -> Decorator:
 
 
 def recall_options(tasks: Iterable[str], help: str) -> Decorator:
-    """Return a decorator that adds the options of a `RecallChoice`, passed on as `asked`.
+    """Return a decorator that adds the options of a `RecallChoice`, passed on as `recall`.
 
     tasks: the names of the tasks. help: the help text of `--task`.
     """
     return collected(
         RecallChoice,
-        "asked",
+        "recall",
         [
             *_text_options(tasks, help),
             *_compression_options(),

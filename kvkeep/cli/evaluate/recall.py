@@ -48,7 +48,7 @@ def passkey(
     junk: int,
     pos: int | None,
     group: int,
-    asked: RecallChoice,
+    recall: RecallChoice,
     choice: ModelChoice,
     output: OutputChoice,
 ) -> None:
@@ -57,16 +57,16 @@ def passkey(
     The text is that of llama.cpp's example of this name. The question comes after compression, so
     that nothing can look ahead to it. The same text is also asked for the key uncompressed.
     """
-    keys = asked.keys or KEYS[0]
-    samples = Passkey(junk, keys, asked.task, asked.where(pos), asked.seed)
-    asked.check(choice)
+    keys = recall.keys or KEYS[0]
+    samples = Passkey(junk, keys, recall.task, recall.where(pos), recall.seed)
+    recall.check(choice)
     output.check()
 
     from kvkeep.cli.evaluate.recall_runner import Experiment, run_recall
 
     model = choice.load(output.progress)
     experiment = Experiment("passkey", samples, {"keys": keys, "junk": junk, "pos": pos})
-    run_recall(experiment, model, choice, asked, asked.ratio or float(group), output)
+    run_recall(experiment, model, choice, recall, recall.ratio or float(group), output)
 
 
 DEFAULT_RATIO = 2.0  # of `needle`
@@ -85,22 +85,22 @@ DEFAULT_RATIO = 2.0  # of `needle`
 @model_options()
 @output_options()
 def needle(
-    tokens: int, haystack: str, asked: RecallChoice, choice: ModelChoice, output: OutputChoice
+    tokens: int, haystack: str, recall: RecallChoice, choice: ModelChoice, output: OutputChoice
 ) -> None:
     """Hide made-up facts in a real text, compress what was read, and ask for them.
 
     Each sample is a stretch of the text from anywhere on, with each fact between two sentences.
     The question comes after compression. The same text is also asked for it uncompressed.
     """
-    keys = keys_of(asked.task, asked.keys)
-    asked.check(choice)
+    keys = keys_of(recall.task, recall.keys)
+    recall.check(choice)
     output.check()
 
     from kvkeep.cli.evaluate.recall_runner import Experiment, run_recall
 
     model = choice.load(output.progress)
     text = Haystack.of(TEXTS[haystack](), lambda text: len(model.text.encode(text)))
-    samples = Needle(text, tokens, keys, asked.task, asked.where(), asked.seed)
+    samples = Needle(text, tokens, keys, recall.task, recall.where(), recall.seed)
     settings = {"keys": keys, "haystack": haystack, "text_tokens": tokens}
     experiment = Experiment("needle", samples, settings)
-    run_recall(experiment, model, choice, asked, asked.ratio or DEFAULT_RATIO, output)
+    run_recall(experiment, model, choice, recall, recall.ratio or DEFAULT_RATIO, output)

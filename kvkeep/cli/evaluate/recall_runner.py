@@ -41,14 +41,14 @@ def run_recall(
     experiment: Experiment,
     model: Model,
     choice: ModelChoice,
-    asked: RecallChoice,
+    recall: RecallChoice,
     ratio: float,
     output: OutputChoice,
 ) -> None:
     """Measure and print all samples, then report. The report is also written on an early end."""
     calibration = choice.calibrated(model)
-    how = Compressing(asked.method, ratio, asked.seed, calibration, asked.max_kv_size)
-    RecallRun(experiment, model, how, asked, output).run(choice.prefill_step)
+    how = Compressing(recall.method, ratio, recall.seed, calibration, recall.max_kv_size)
+    RecallRun(experiment, model, how, recall, output).run(choice.prefill_step)
 
 
 class RecallRun:
@@ -59,19 +59,19 @@ class RecallRun:
         experiment: Experiment,
         model: Model,
         how: Compressing,
-        asked: RecallChoice,
+        recall: RecallChoice,
         output: OutputChoice,
     ):
         self._experiment, self._model, self._how = experiment, model, how
-        self._asked, self._output = asked, output
+        self._recall, self._output = recall, output
         self._measured: list[Outcome] = []
 
     def run(self, prefill_step: int) -> None:
-        measure = compress_while_reading if self._asked.streaming else compress_after_reading
+        measure = compress_while_reading if self._recall.streaming else compress_after_reading
         with self._reported(), self._bar() as bar:
-            for index in range(self._asked.count):
+            for index in range(self._recall.count):
                 sample = self._experiment.samples.sample(index)
-                if self._asked.count == 1:
+                if self._recall.count == 1:
                     self._announce(sample)
                 # A different seed for each sample, or random methods would pick the same cells.
                 how = dataclasses.replace(self._how, seed=self._how.seed + index)
@@ -81,7 +81,7 @@ class RecallRun:
 
     def _bar(self) -> "tqdm[Never]":
         return tqdm(
-            total=self._asked.count,
+            total=self._recall.count,
             desc="measuring",
             unit=" samples",
             leave=False,
@@ -109,7 +109,7 @@ class RecallRun:
         tokens = len(encode(text))
         question = max(len(encode(fact.question + fact.answer)) for fact in sample.asked)
         trained = self._model.spec.max_positions
-        context = self._how.cells(tokens) if self._asked.streaming else trained
+        context = self._how.cells(tokens) if self._recall.streaming else trained
         _say(
             f"n_len = {tokens + question + SPARE}, n_ctx = {context}, "
             f"ratio = {self._how.ratio:g}, method = {self._how.method}"
@@ -122,7 +122,7 @@ class RecallRun:
     def _show(self, measured: Outcome) -> None:
         """Print the result of a sample: one line if there are several samples, else details."""
         compressed = measured.compressed
-        if self._asked.count > 1:
+        if self._recall.count > 1:
             key = ", ".join(fact.answer for fact in measured.sample.asked)
             where = f"{key} at {measured.sample.position} of {measured.sample.places}"
             held = f"{measured.tokens:,} -> {compressed.cells:,} cells"
@@ -148,11 +148,11 @@ class RecallRun:
             return
         summary = summarise(self._measured)
         with suppress(BrokenPipeError):
-            if self._asked.count > 1:
+            if self._recall.count > 1:
                 _say(_closing(summary))
             if not self._output.quiet:
                 say(self._costs(summary))
-        if self._asked.plot is not None:
+        if self._recall.plot is not None:
             self._draw()
         write_json(
             self._output.report,
@@ -163,12 +163,12 @@ class RecallRun:
         return {
             "command": self._experiment.command,
             "model": self._model.name,
-            "task": self._asked.task,
+            "task": self._recall.task,
             **self._experiment.settings,
             "method": self._how.method,
             "ratio": self._how.ratio,
-            "streaming": self._asked.streaming,
-            "seed": self._asked.seed,
+            "streaming": self._recall.streaming,
+            "seed": self._recall.seed,
         }
 
     def _costs(self, summary: Summary) -> str:
@@ -186,10 +186,10 @@ class RecallRun:
     def _draw(self) -> None:
         from kvkeep.evaluate.recall_plot import draw_depths
 
-        plot = self._asked.plot
+        plot = self._recall.plot
         assert plot is not None
         title = (
-            f"{self._experiment.command}, {self._asked.task}: {self._how.method} at ratio "
+            f"{self._experiment.command}, {self._recall.task}: {self._how.method} at ratio "
             f"{self._how.ratio:g}"
         )
         write_atomic(plot, draw_depths(self._measured, title, plot.suffix))
