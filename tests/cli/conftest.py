@@ -1,4 +1,4 @@
-"""The command line in this process and in one of its own, and a model small enough for both."""
+"""Fixtures: the command line in this process and in a subprocess, and a tiny model."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ Start = Callable[..., "subprocess.Popen[bytes]"]
 
 @pytest.fixture
 def invoke() -> Invoke:
-    """Runs `kvkeep` with these arguments in this process; `input` is what is piped in."""
+    """Run `kvkeep` in this process. `input` is its standard input."""
 
     def call(*arguments: object, input: str | bytes = b"") -> Result:
         result = CliRunner().invoke(main, [str(a) for a in arguments], input=input)
@@ -33,7 +33,7 @@ def invoke() -> Invoke:
 
 @pytest.fixture
 def ctrl_c_at(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Lets Ctrl-C, or another signal, come with the n-th step that a model evaluates from here."""
+    """Send SIGINT, or another signal, during the n-th evaluated step from now on."""
     real = F.embedding
 
     def arm(step: int, number: int = signal.SIGINT) -> None:
@@ -45,13 +45,13 @@ def ctrl_c_at(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 @pytest.fixture
 def tiny(tiny_folder: Path) -> list[str]:
-    """Options that make any command fast and exactly repeatable."""
+    """Options that make a command fast and deterministic."""
     return ["-m", str(tiny_folder), "--dtype", "float32"]
 
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Starts `python -m kvkeep` with these arguments; whatever still runs at the end is killed.
+    """Start `python -m kvkeep` in a subprocess, which is killed at the end if it still runs.
 
     ctrl_c_at: the step of the model with which Ctrl-C comes. environment: variables besides.
     """

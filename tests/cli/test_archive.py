@@ -1,4 +1,4 @@
-"""`--policy archive` from the command line: what is older than a window is compressed."""
+"""`--policy archive` from the command line: tokens older than the window are compressed."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Whatever is wrong with the input: one line, status 2, and nothing changed."""
+"""Bad input is a one-line error with status 2, and changes nothing."""
 
 import shutil
 from pathlib import Path

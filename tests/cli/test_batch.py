@@ -1,4 +1,4 @@
-"""`kvkeep batch`: each prompt is answered as if it were alone, once, and that is there for good."""
+"""`kvkeep batch`: each prompt is answered once, as if alone, and each answer is durable."""
 
 import fcntl
 import json
@@ -37,7 +37,7 @@ def prompts(count: int) -> list[dict[str, Any]]:
 def test_each_answer_equals_that_of_a_single_request(
     invoke: Invoke, smollm2: Model, tmp_path: Path
 ) -> None:
-    """On the default model, in both forms; what they begin with is evaluated once."""
+    """On the default model, in both formats; the common prefix is evaluated once."""
     said = [
         [{"role": "system", "content": SYSTEM}, {"role": "user", "content": each}]
         for each in QUESTIONS
@@ -52,7 +52,9 @@ def test_each_answer_equals_that_of_a_single_request(
     assert done.exit_code == 0, done.stderr
     found = {each.get("id") if "text" in each else "o": each for each in results(out)}
     assert set(found) == {"q0", "q1", "q2", "o", "5"}
-    usual = Sampling(repetition_penalty=1.1)  # the command's, and with temperature 0 no more of it
+    usual = Sampling(
+        repetition_penalty=1.1
+    )  # the command's default; the others have no effect at temperature 0
     for number, messages in enumerate(said):
         session = smollm2.session(keep=4)
         session.feed(smollm2.text.chat(messages))
@@ -68,7 +70,7 @@ def test_each_answer_equals_that_of_a_single_request(
 def test_a_stopped_batch_resumes(
     invoke: Invoke, tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By Ctrl-C: what was answered is not asked again, and comes to be as it would have."""
+    """After Ctrl-C, answered requests are not repeated, and all answers are as without it."""
     source, out, whole = written(tmp_path / "in.jsonl", prompts(6)), tmp_path / "o", tmp_path / "w"
     options = (*tiny, "-n", 5, "--at-once", 2)
     invoke("batch", source, "-o", whole, *options)
@@ -92,7 +94,7 @@ def test_a_stopped_batch_resumes(
     texts = {each["id"]: each["text"] for each in results(out)}
     assert texts == {each["id"]: each["text"] for each in results(whole)}
     assert len(results(out)) == 6
-    for _ in range(2):  # nothing is left to do, and no model is needed for that
+    for _ in range(2):  # nothing is left to do, so no model is loaded
         assert "6 of 6 answers" in invoke("batch", source, "-o", out, "-m", "nowhere").stderr
 
 
@@ -134,7 +136,7 @@ def test_each_file_of_a_folder_is_a_request(
 def test_failed_requests_are_reported_and_retried(
     invoke: Invoke, tiny: list[str], tmp_path: Path
 ) -> None:
-    """A prompt for which there is no room, among others."""
+    """One of several prompts does not fit in the budget."""
     lines = [*prompts(2), {"id": "long", "prompt": topic_text()[:2000]}]
     source, out = written(tmp_path / "in.jsonl", lines), tmp_path / "out"
     options = ("-o", out, *tiny, "-n", 3, "--policy", "full")
@@ -168,7 +170,7 @@ def test_failed_requests_are_reported_and_retried(
 def test_invalid_requests_are_refused_before_the_model_loads(
     invoke: Invoke, tmp_path: Path, line: str, said: str
 ) -> None:
-    """Not even the model is looked for."""
+    """The model is not even looked up."""
     source, out = tmp_path / "in.jsonl", tmp_path / "out"
     source.write_text('{"prompt": "fine"}\n' + line + "\n")
     refused = invoke("batch", source, "-o", out, "-m", "nowhere")
@@ -205,7 +207,9 @@ def test_a_file_of_other_answers_is_left_unchanged(
     assert refused.exit_code == 2
     assert "--again" in refused.stderr
     assert out.read_bytes() == kept
-    assert invoke("batch", other, "-o", out, *tiny, "-n", 2).exit_code == 0  # one more: goes on
+    assert (
+        invoke("batch", other, "-o", out, *tiny, "-n", 2).exit_code == 0
+    )  # one more request: resumes
     assert invoke("batch", changed, "-o", out, *tiny, "--again").exit_code == 0
     assert [each["usage"]["completion_tokens"] for each in results(out)] == [3]
     with out.open("rb") as file:
@@ -238,7 +242,7 @@ def test_memory_too_small_for_any_request_is_refused_at_the_start(
 def test_a_quantised_batch_warns_that_it_has_no_prefix_cache(
     invoke: Invoke, tiny: list[str], tmp_path: Path
 ) -> None:
-    """Its answers would depend on what is there."""
+    """Otherwise its answers would depend on the contents of the cache."""
     source, out = written(tmp_path / "in.jsonl", prompts(1)), tmp_path / "out.jsonl"
     options = ("--prefix-cache", "--kv-bits", "8", "-n", 2)
     done = invoke("batch", source, "-o", out, *tiny, *options)

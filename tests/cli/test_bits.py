@@ -1,4 +1,4 @@
-"""`--kv-bits` and `--far-bits`: cells in fewer bits, from the command line."""
+"""`--kv-bits` and `--far-bits`: quantised cells from the command line."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`kvkeep calibrate` writes a file that compresses what its model remembers, or none."""
+"""`kvkeep calibrate` writes a usable calibration file, or none."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A calibration without a name is kept where every command finds it."""
+"""A calibration without a file name is stored where every command finds it."""
 
 from pathlib import Path
 

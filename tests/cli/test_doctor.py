@@ -1,4 +1,4 @@
-"""`kvkeep doctor` tells the truth of this machine, and a slow path is said when a model loads."""
+"""`kvkeep doctor` describes this machine, and loading a model warns of a slow path."""
 
 import json
 import os
@@ -32,7 +32,7 @@ kernels_here = pytest.mark.skipif(library() is None, reason="no compiled kernels
 def run(
     *arguments: object, environment: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """The real command in a process of its own, without what this one's environment chooses."""
+    """Run the command in a subprocess, without this process's environment variables."""
     kept = {name: value for name, value in os.environ.items() if name not in SWITCHES}
     return subprocess.run(
         [sys.executable, "-m", "kvkeep", *map(str, arguments)],

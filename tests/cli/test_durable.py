@@ -1,4 +1,4 @@
-"""Sessions and prompts in files: what goes on from one is what never stopped."""
+"""Sessions and prompts in files: a restored one continues as if it never stopped."""
 
 import fcntl
 import json
@@ -25,7 +25,7 @@ from kvkeep.session.conversation import turns_in
 
 GREEDY = ["--temperature", "0", "--repetition-penalty", "1"]
 TEXT = "One two three four five six seven eight nine ten big small."
-PROMPT = b"\x1b[?2004h"  # from here on, what is pasted is marked as such
+PROMPT = b"\x1b[?2004h"  # from here on the terminal marks pasted text (bracketed paste)
 QUIET = ["--no-progress", "--ignore-eos"]
 
 
@@ -56,7 +56,7 @@ def _refused(result, *said: str) -> None:
         assert text in lines[0]
 
 
-# Going on
+# Resuming
 
 
 def test_a_session_that_is_not_bit_exact_here_is_reported_in_one_line(invoke, tiny) -> None:
@@ -93,7 +93,7 @@ def test_two_runs_equal_one_long_run(invoke, tiny, home, sampling, policy) -> No
 
 
 def test_a_new_process_continues_a_saved_session(start, invoke, tiny, home) -> None:
-    """Model, dtype, budget and seed are those of the session: it need only be named."""
+    """Model, dtype, budget and seed are those of the session; only its name is given."""
     asked = ["-p", TEXT, "--seed", 5, "--temperature", 1, "--max-kv-size", 16, *QUIET, *tiny]
     invoke("generate", "--session", "whole", "-n", 40, *asked)
     invoke("generate", "--session", "s", "-n", 20, *asked)
@@ -130,7 +130,7 @@ def test_the_model_is_found_from_another_folder(invoke, tiny, tiny_folder, monke
 def test_a_session_file_never_causes_a_download_or_conversion(
     invoke, tiny, home, tmp_path, name
 ) -> None:
-    """Whoever made the file chose its name; only a person's own choice goes that far."""
+    """The model's name in a file is not trusted; only one given on the command line is."""
     invoke("chat", "--session", "s", "-n", 2, *tiny, input="Hi\n")
     (home / "m.gguf").write_bytes(b"GGUF")
     name, file = name.format(home=home), tmp_path / "theirs.kvkeep"
@@ -454,7 +454,7 @@ def test_a_signal_during_an_answer_saves_the_partial_answer(
 
 
 def _in_a_terminal() -> None:
-    """Makes standard input the terminal that the process belongs to."""
+    """Make standard input the controlling terminal of the process."""
     os.setsid()
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
@@ -482,7 +482,7 @@ def test_a_closed_terminal_loses_nothing(start, tiny, home, in_an_answer: bool) 
         os.write(ours, b"/pin last.question\n")
         read_until(b"never forgotten")
     os.close(ours)
-    # What the closed terminal says first, an error, its end or the signal, is up to the system.
+    # Which comes first, a read error, end of file or SIGHUP, depends on the system.
     assert process.wait(timeout=PATIENCE) in (129, 0, 2)
     assert len(_saved(home, "s").tokens) > 12
     assert in_an_answer or _saved(home, "s").settings["pins"]
@@ -503,13 +503,13 @@ def test_the_effects_of_chat_commands_are_saved(invoke, tiny, home) -> None:
 
 
 def _turns(home: Path) -> dict[str, list[int]]:
-    """Of each session in the folder, but for files that are being written."""
+    """The text of each session in the folder, except files that are being written."""
     names = [file.stem for file in (home / "sessions").glob("[!.]*.kvkeep")]
     return {name: turns_in(_saved(home, name).settings["spans"]) for name in names}
 
 
 def test_every_branch_of_a_named_chat_is_saved(invoke, tiny, home) -> None:
-    """Each is a session; the current one has the name of the chat, and no second copy."""
+    """Each is a session. The current one has the chat's name and no second copy."""
     script = "One?\n/branch b\nTwo?\n/branch ü.c\nThree?\n/switch main\nFour?\n/switch b\n"
     said = invoke(*CHAT, "--session", "s.x.y", *tiny, input=script).stderr
     expected = {"s.x.y": [1, 2], "s-x-y-main": [1, 2], "s-x-y--c": [1, 2, 3]}

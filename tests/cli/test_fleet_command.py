@@ -1,4 +1,4 @@
-"""What `kvkeep fleet` refuses before anything is started."""
+"""Errors of `kvkeep fleet` before any server is started."""
 
 from pathlib import Path
 
@@ -38,8 +38,8 @@ def test_api_keys_need_a_shared_secret(invoke: Invoke, tmp_path: Path, command: 
     assert "openssl rand" in result.stderr
 
 
-class _Heedless:
-    """A store that writes whatever is asked of it."""
+class _UnconditionalStore:
+    """A store that ignores the conditions of conditional writes."""
 
     def __init__(self, objects: ObjectStore):
         self._objects = objects
@@ -56,7 +56,7 @@ def test_a_store_without_conditional_writes_is_refused(tmp_path: Path) -> None:
     objects = open_object_store(tmp_path)
     require_conditional_writes(objects)
     with pytest.raises(StoreError, match="If-Match"):
-        require_conditional_writes(_Heedless(objects))  # type: ignore[arg-type]
+        require_conditional_writes(_UnconditionalStore(objects))  # type: ignore[arg-type]
     assert not list(objects.list_objects(""))
     with pytest.raises(Conflict):
         objects.put("a", b"", if_match="none")

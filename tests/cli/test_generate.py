@@ -1,4 +1,4 @@
-"""`kvkeep generate` writes what the session writes, and reports what was done."""
+"""`kvkeep generate`: the same text as from a library session, and a report."""
 
 import json
 from pathlib import Path
@@ -129,7 +129,7 @@ def test_the_default_model_knows_the_capital_of_france(invoke, smollm2_folder, m
 
 
 def test_a_character_split_between_two_runs_is_complete_in_the_second(tiny_folder: Path) -> None:
-    """Its bytes are tokens; the first run ends between them."""
+    """Its bytes are separate tokens, and the first run ends between them."""
     model = load_model(str(tiny_folder), dtype="float32")
     ids = model.text.encode("so \U0001f339 it")
     cut = next(n for n in range(len(ids)) if model.text.decode(ids[:n]).endswith("\ufffd"))

@@ -1,4 +1,4 @@
-"""`kvkeep grid` writes each sample down, goes on where it ended, and shows what was measured."""
+"""`kvkeep grid` saves each sample, resumes, and shows its measurements."""
 
 import json
 from pathlib import Path
@@ -114,7 +114,7 @@ def test_quantised_cells_are_compressed(invoke, tiny, tmp_path: Path) -> None:
 
 
 def test_resume_takes_over_the_earlier_options(invoke, tiny, tmp_path: Path) -> None:
-    """But for what is now to be another: more samples, here."""
+    """Options given again override the earlier ones, here the number of samples."""
     out, whole = tmp_path / "grid.json", tmp_path / "whole.json"
     asked = ("grid", *SMALL, "--tasks", "several,needle", "--seed", 3, "--kv-bits", "8", *tiny)
     assert invoke(*asked, "--samples", 2, "--out", whole).exit_code == 0

@@ -1,4 +1,4 @@
-"""Help opens at once, since it loads little, and says what there is."""
+"""Help imports few modules, and is complete."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What lies on disk is listed, and goes when it is told to: nothing of others' with it."""
+"""Listing and removal of prefixes, models and disk use; nothing else is removed."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def listed(invoke: Invoke, *command: str) -> list[dict[str, object]]:
 def test_prompts_are_listed_with_their_size_and_removed(
     invoke: Invoke, tiny: list[str], own_home: Path
 ) -> None:
-    """Two that begin alike: what they share counts once."""
+    """Of two prompts with a common prefix, the prefix counts once."""
     text = topic_text()
     assert "no prompts" in invoke("prefixes", "list").stderr
     for rest in ("", text[4000:9000]):

@@ -1,4 +1,4 @@
-"""`kvkeep models` and `kvkeep pull` say what is here and where."""
+"""`kvkeep models` and `kvkeep pull`."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`kvkeep perplexity` says what the library measures, and draws it."""
+"""`kvkeep perplexity` prints, reports and plots what the library measures."""
 
 import json
 from pathlib import Path

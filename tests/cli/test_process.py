@@ -1,4 +1,4 @@
-"""What only a real process shows: streaming, Ctrl-C, pipes that close, and a terminal."""
+"""The command as a subprocess: streaming, Ctrl-C, closed pipes, and a terminal."""
 
 import json
 import os
@@ -17,13 +17,13 @@ from patience import PATIENCE
 from kvkeep import Snapshot
 
 LONG = "The sea is wide and the night is long. " * 4000
-PROMPT = "\x1b[?2004h"  # from here on, what is pasted is marked as such
+PROMPT = "\x1b[?2004h"  # from here on the terminal marks pasted text (bracketed paste)
 ENDLESS = ["-n", "-1", "--ignore-eos", "--max-kv-size", "64"]
 
 
 @pytest.fixture
 def terminal() -> Iterator[tuple[int, int]]:
-    """The two ends of a pseudo-terminal: the user's, and the program's."""
+    """The two ends of a pseudo-terminal: the user's and the program's."""
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (40, 100))
     yield ours, theirs
@@ -141,7 +141,7 @@ def test_without_a_prompt_a_terminal_is_an_error(start, terminal) -> None:
 
 
 def test_chat_in_a_terminal(start, tiny, terminal, tmp_path: Path) -> None:
-    """Ctrl-C stops an answer; the next one comes all the same. At the prompt it ends nothing."""
+    """Ctrl-C stops an answer, but not the chat. At the prompt it does nothing."""
     ours, theirs = terminal
     file = tmp_path / "report.json"
     process = start(

@@ -1,4 +1,4 @@
-"""`kvkeep passkey` and `needle` say, report and draw what they found."""
+"""`kvkeep passkey` and `needle` print, report and plot their results."""
 
 import json
 from pathlib import Path

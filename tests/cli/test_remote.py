@@ -1,4 +1,4 @@
-"""`kvkeep chat --server`: the same talk in a session of a server."""
+"""`kvkeep chat --server`: a chat in a session on a server."""
 
 import re
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ def server(smollm2: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 def test_a_remote_chat_prints_the_same_as_a_local_one(
     invoke: Invoke, server: RunningServer
 ) -> None:
-    """And its commands do what they do here."""
+    """Its commands behave the same, too."""
     here = invoke("chat", *GREEDY, "--prefill-step", 128, "--max-kv-size", 2048, input=TALK)
     there = invoke("chat", "--server", server.url, *GREEDY, input=TALK)
     assert there.exit_code == here.exit_code == 0
@@ -68,7 +68,7 @@ def test_an_unnamed_chat_is_deleted_with_its_branches(
 
 
 def test_every_branch_of_a_named_chat_is_saved(invoke: Invoke, server: RunningServer) -> None:
-    """They get names that say what they are; what they had meanwhile is gone."""
+    """Branches get names derived from the chat's; temporary sessions are deleted."""
     asked = ("chat", "--server", server.url, "--session", "named", *GREEDY, "-n", 4)
     with Client(server.url) as client:
         before = {each["name"] for each in client.sessions()}
@@ -115,7 +115,7 @@ def test_a_saved_chat_keeps_its_branches(
 
 
 def test_a_cleared_chat_keeps_its_system_prompt(invoke: Invoke, server: RunningServer) -> None:
-    """Also one that is taken up by its name alone."""
+    """Also in a chat that is resumed by name."""
     first = ("chat", "--server", server.url, "--session", "bare", "--temperature", 0, "-n", 8)
     system = ("--system", "You are terse.", "--max-kv-size", 128)
     assert invoke(*first, *system, input="Hello.\n").exit_code == 0
@@ -130,7 +130,7 @@ def test_a_cleared_chat_keeps_its_system_prompt(invoke: Invoke, server: RunningS
 
 
 def test_in_a_terminal(server: RunningServer, tmp_path: Path) -> None:
-    """The same prompt, bar and pictures as of a chat here."""
+    """The prompt, bar and memory map are those of a local chat."""
     options = ("--server", server.url, "--temperature", "0", "-n", "12", "--session", "seen")
     home = {"KVKEEP_HOME": str(tmp_path)}
     with Terminal("chat", *options, environment=home) as terminal:

@@ -1,4 +1,4 @@
-"""`kvkeep serve` as a process: it says where it is, ends with its work done, and says no."""
+"""`kvkeep serve` as a subprocess: start, shutdown, and errors."""
 
 import json
 import re
@@ -120,7 +120,7 @@ def test_invalid_options_are_one_line_errors(tiny_folder: Path, tmp_path: Path) 
 def test_memory_too_small_for_a_full_session_is_refused_at_the_start(
     tiny_folder: Path, tmp_path: Path
 ) -> None:
-    """With the least that would do, and with the longest session that fits: both then start."""
+    """The error names a sufficient memory and the longest session that fits; both work."""
     model = ["--model", str(tiny_folder), "--store", str(tmp_path)]
     said = refused(*model, "--memory", "100KB")
     found = re.search(r"give --memory (\S+) or more, or --max-kv-size (\d+) or less", said)
@@ -135,7 +135,7 @@ def test_memory_too_small_for_a_full_session_is_refused_at_the_start(
 
 
 def _chat(url: str) -> int:
-    """The status of a chat that does not say how long its answer may become."""
+    """The status of a chat request without a limit on its answer."""
     said = {"messages": [{"role": "user", "content": "Hi"}], "stop": [" ", "e", "a"]}
     return httpx.post(f"{url}/v1/chat/completions", json=said, timeout=PATIENCE).status_code
 

@@ -1,4 +1,4 @@
-"""`kvkeep sessions`: what is kept is listed, shown, checked, copied and removed."""
+"""`kvkeep sessions`: list, show, verify, copy and remove."""
 
 import io
 import json
@@ -240,7 +240,7 @@ def test_import_replaces_a_session_with_force(invoke, tiny, file, tmp_path: Path
 def test_sessions_removed_meanwhile_are_skipped(
     invoke, file: Path, monkeypatch, smollm2_folder, command
 ) -> None:
-    """At every look that the command takes at the file, somebody may just have removed it."""
+    """The file is removed before each access of the command in turn."""
     other, looks = file.with_name("t.kvkeep"), [1]
     shutil.copy(file, other)
     content, look, opened = file.read_bytes(), os.stat, io.open
@@ -275,7 +275,7 @@ def test_sessions_removed_meanwhile_are_skipped(
 
 
 def test_sessions_are_in_the_user_data_folder(invoke, tiny, tmp_path: Path, monkeypatch) -> None:
-    """In the data folder; those of the cache folder are found, and move when they go on."""
+    """Sessions in the cache folder of older versions are found, and move when saved."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("XDG_DATA_HOME", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)

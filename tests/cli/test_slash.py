@@ -1,4 +1,4 @@
-"""Commands at the chat's prompt change what memory holds, in place, and what they refuse stays."""
+"""Chat commands change memory in place; a refused one changes nothing."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -58,7 +58,7 @@ def do(branches: Branches) -> Do:
 
 
 def _rendered(model: Model, turns, system: str | None = SYSTEM) -> str:
-    """What a conversation of these turns reads like, up to the end token of its last answer."""
+    """The rendered text of these turns, up to the end token of the last answer."""
     messages = [] if system is None else [{"role": "system", "content": system}]
     for question, answer in turns:
         messages.append({"role": "user", "content": question})
@@ -92,7 +92,7 @@ def test_pinned_passages_are_never_evicted(branches: Branches, do: Do, what, pin
 
 
 def test_pinned_passages_can_be_edited_and_forgotten(branches: Branches, do: Do) -> None:
-    """The template's own tokens around a question are forgotten in time."""
+    """The template's tokens around a question are evicted as usual."""
     do("/pin 1.question")
     branches.current.session.feed("and so on " * 200)
     assert "is changed" in do("/edit 1.question Which rose is white?")

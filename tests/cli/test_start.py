@@ -1,4 +1,4 @@
-"""Ctrl-C while the command starts, and standard streams that are closed or break."""
+"""Ctrl-C during startup, and standard streams that are closed or fail."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from patience import PATIENCE
 
-# A module that Python imports by itself before anything else: a signal comes with an import.
+# A module that Python imports first: it sends a signal during a later import.
 SITE = """
 import os, signal, sys
 class Finder:
@@ -24,7 +24,7 @@ sys.meta_path.insert(0, Finder)
 
 @pytest.fixture
 def interrupted(start, tmp_path: Path):
-    """Runs a command that is sent a signal when it imports a module; status and what it said."""
+    """Send a command a signal when it imports a module; return its status and stderr."""
     (tmp_path / "sitecustomize.py").write_text(SITE)
 
     def call(module: str, number: int, *arguments: object) -> tuple[int, str]:

@@ -1,4 +1,4 @@
-"""Sessions and prompts of the command line in a store that is named by a URL."""
+"""Sessions and prompt prefixes of the command line in an object store."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The chat as somebody at a terminal has it: in a terminal that is drawn, key by key."""
+"""The chat at an emulated terminal, key by key."""
 
 import os
 import signal
@@ -30,7 +30,7 @@ def own_home(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def chat(tiny: list[str], own_home: Path) -> Iterator[Chat]:
-    """A chat in a terminal that has come to its prompt."""
+    """Start a chat in a terminal and wait for its prompt."""
     begun = list[Terminal]()
 
     def call(*arguments: object, model: bool = True, **options: object) -> Terminal:
@@ -51,13 +51,13 @@ def chat(tiny: list[str], own_home: Path) -> Iterator[Chat]:
 
 
 def said(terminal: Terminal, command: str, answer: str) -> str:
-    """What is on the screen once a command was answered."""
+    """Run a chat command and return the screen after its response."""
     terminal.type(command, "\r")
     return terminal.wait(answer, PATIENCE)
 
 
 def test_pasted_text_is_one_message(chat: Chat) -> None:
-    """A line of it that begins like a command is said, and not done."""
+    """A pasted line that begins like a command is part of the message."""
     terminal = chat()
     terminal.paste("One thing.\n/clear\nAnd a third.")
     assert "0 turns" in terminal.text.splitlines()[-1]
@@ -118,7 +118,7 @@ def test_ctrl_c_clears_a_line_and_prints_a_hint_on_an_empty_one(chat: Chat) -> N
 
 
 def wait_for_rows(terminal: Terminal, count: int) -> None:
-    """Until an answer has so many."""
+    """Wait until an answer has that many."""
     until = time.monotonic() + PATIENCE
     while terminal.text.rpartition("> Tell me all\n")[2].count("\n") < count:
         assert time.monotonic() < until, terminal.text
@@ -143,7 +143,7 @@ def test_a_stopped_answer_stays_and_is_saved(chat: Chat) -> None:
 def test_a_stopped_answer_is_on_the_screen_once(
     chat: Chat, own_home: Path, tiny_folder: Path, keys: str, size: tuple[int, int]
 ) -> None:
-    """Each line of it, whatever is typed meanwhile: that is there at the next prompt."""
+    """Keys typed during an answer do not disturb it, and appear at the next prompt."""
     terminal = chat("-n", "-1", "--session", "s", "--max-kv-size", "4096", size=size)
     terminal.type("Tell me all", "\r")
     wait_for_rows(terminal, 5)
@@ -169,7 +169,7 @@ def test_a_stopped_answer_is_on_the_screen_once(
 
 
 def test_two_ctrl_cs_do_not_end_a_chat(chat: Chat, own_home: Path) -> None:
-    """Nor does one that comes while the answer that was stopped is saved."""
+    """The second one may come while the stopped answer is being saved."""
     terminal = chat("-n", "-1", "--session", "s", "--max-kv-size", "64")
     for times in (1, 2):
         terminal.type("Tell me all", "\r")
@@ -189,14 +189,14 @@ os.execvp("bash", ["bash", "-m", "-c", f'"$@"; {then}', "bash", sys.executable, 
 
 
 def test_ctrl_z_restores_the_terminal_for_the_shell(chat: Chat) -> None:
-    """With its echo; keys are held back again when the chat goes on."""
+    """Including echo. Typed keys are held back again when the chat continues."""
     terminal = chat("-n", "-1", "--max-kv-size", "64", program=("-c", SHELL, "-m", "kvkeep"))
     terminal.type("Tell me all", "\r")
     terminal.settle(0.1)
     terminal.type("\x1a")
     stopped = terminal.wait("\necho", PATIENCE)
     until = time.monotonic() + PATIENCE
-    while terminal.text == stopped:  # until the answer goes on, so that keys are held back again
+    while terminal.text == stopped:  # until the answer continues, and keys are held back again
         assert time.monotonic() < until, terminal.text
         terminal.settle(0.05)
     terminal.type("seen later", CTRL_C)
@@ -207,7 +207,7 @@ def test_ctrl_z_restores_the_terminal_for_the_shell(chat: Chat) -> None:
 
 
 def test_an_interrupted_question_is_offered_for_editing(chat: Chat) -> None:
-    """One that does not fit, here."""
+    """Here a question that does not fit."""
     terminal = chat("--policy", "full", "--max-kv-size", "128")
     question = "What is this all about? " * 20
     terminal.type(question, "\r")
@@ -355,7 +355,7 @@ print("ended")
 
 
 def drawn(text: str, piece: int, markdown: bool, size: tuple[int, int] = (60, 24)) -> Terminal:
-    """The screen on which a text was written in pieces of so many characters."""
+    """The screen after a text was written in pieces of that many characters."""
     terminal = Terminal(
         *(text, piece, "yes" if markdown else "no"), program=("-c", WRITES), size=size
     )
@@ -366,7 +366,7 @@ def drawn(text: str, piece: int, markdown: bool, size: tuple[int, int] = (60, 24
 @pytest.mark.parametrize("rows", [6, 40])
 @pytest.mark.parametrize("size", [1, 7, 1000])
 def test_an_answer_is_rendered_as_markdown_in_any_pieces(size: int, rows: int) -> None:
-    """In pieces or at once, also where it is longer than the screen: nothing is there twice."""
+    """In pieces or at once, and longer than the screen: no line appears twice."""
     text = drawn(TEXT, size, True, (60, rows)).text
     assert text == drawn(TEXT, 1000, True, (60, 40)).text
     assert "**" not in text
@@ -407,7 +407,7 @@ WIDE = [
 
 @pytest.mark.parametrize("columns", [20, 33])
 def test_wide_characters_are_drawn_once(columns: int) -> None:
-    """Also where the terminal takes them to be wider than their picture was meant to be."""
+    """Also if the terminal counts them as wider than the preview was rendered for."""
     words = [word for _ in range(8) for word in WIDE]
     terminal = Terminal(*words, program=("-c", LINES), size=(columns, 40))
     assert terminal.ended(PATIENCE) == 0
@@ -418,7 +418,7 @@ def test_wide_characters_are_drawn_once(columns: int) -> None:
 
 @pytest.mark.parametrize("columns", [21, 60])
 def test_a_plain_text_without_spaces_fills_its_lines(columns: int) -> None:
-    """In a script of wide characters, of which one that does not fit is not broken in two."""
+    """In a script of wide characters; one that does not fit moves to the next line."""
     text = drawn("\u6d77" * 200, 3, False, (columns, 40)).text.splitlines()
     assert [len(line.replace(" ", "")) for line in text[: 200 // (columns // 2)]] == [
         columns // 2
@@ -426,7 +426,7 @@ def test_a_plain_text_without_spaces_fills_its_lines(columns: int) -> None:
 
 
 def test_a_narrowed_terminal_shows_each_line_once() -> None:
-    """One that cuts lines off, as xterm does, and pyte."""
+    """The terminal cuts lines off, as xterm and pyte do."""
     words = [f"word{number:02}" for number in range(30)]
     environment = {"COLUMNS": "", "LINES": "", "XTERM_VERSION": "XTerm(390)"}
     terminal = Terminal(
