@@ -157,6 +157,7 @@ def test_where_nothing_can_be_kept_it_says_so(tmp_path: Path) -> None:
         calibrate(MODEL, TEXT, None, tmp_path / "no-such-folder" / "a")
 
 
+@pytest.mark.extended
 def test_a_surrogate_foretells_cells_of_text_that_it_was_not_fitted_on(smollm2: Model) -> None:
     ids, sums = topic_ids(smollm2), CalibrationSums(smollm2.decoder.new_cache().layout)
     with torch.inference_mode():

@@ -27,6 +27,7 @@ def fed(model: Model = MODEL) -> Session:
     return session
 
 
+@pytest.mark.extended
 def test_a_fact_in_real_text_is_found_in_an_eighth_of_the_cells(smollm2: Model) -> None:
     haystack = Haystack.of(manual_text(), lambda text: len(smollm2.text.encode(text)))
     sample = Needle(haystack, 700).sample(1)

@@ -103,6 +103,7 @@ def test_nothing_but_what_is_exact_enters_after_edits_and_rewinds(
     require_same(whole, alone)
 
 
+@pytest.mark.extended
 def test_self_extend_on_the_real_model(smollm2: Model, tmp_path: Path) -> None:
     """What it groups, and what sees that, neither enters a store nor is taken from one."""
     ids, store = topic_ids(smollm2)[:540], PrefixStore(tmp_path)
@@ -163,6 +164,7 @@ def test_an_archive_decides_the_same_with_a_store(tmp_path: Path, method: str) -
     require_same_archives(found, alone)
 
 
+@pytest.mark.extended
 def test_an_archive_decides_the_same_on_the_real_model(smollm2: Model, tmp_path: Path) -> None:
     store, ids = PrefixStore(tmp_path), topic_ids(smollm2)[:600]
     smollm2.session(policy="full", store=store, prefill_step=256).feed(ids)

@@ -77,6 +77,7 @@ def test_another_process_goes_on_bit_equal(
     assert torch.equal(here["logits"], there["logits"])
 
 
+@pytest.mark.extended
 def test_the_real_model_in_bfloat16_goes_on_bit_equal(smollm2: Model, tmp_path: Path) -> None:
     how, here = SAMPLINGS["seeded"], dict[str, Continuation]()
     for policy, budget, codec in (("full", 2048, "none"), ("sliding", 256, "zstd")):
