@@ -34,8 +34,8 @@ BEST = METHOD_NAMES[0]
 UNCALIBRATED = tuple(name for name in METHOD_NAMES if name != "kvzap")  # need no calibration
 BUDGET_NAMES = ("heads", "uniform")
 UNCALIBRATED_ARCHIVE = (
-    "the archive kept what is distinct; calibrated, it keeps what the text can be said from, and "
-    "with that far more of its facts: kvkeep pull --calibrate makes that ready, once for a model"
+    "the archive was compressed without a calibration; with one it keeps far more of the text's "
+    "facts: kvkeep pull --calibrate makes one, once for a model"
 )
 
 

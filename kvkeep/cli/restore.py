@@ -84,8 +84,8 @@ def checked_notes(file: Source, snapshot: "Snapshot") -> dict[str, Any]:
     good = good and isinstance(unread, list) and all(type(token) is int for token in unread)
     if not good or type(notes.get(FIRST_PROMPT, 0)) is not int:
         raise CorruptFile(
-            f"{file} is corrupt: its notes are none of kvkeep's command line, though each byte is "
-            "as it was written. Restore it from a copy, or begin anew"
+            f"{file} is corrupt: its notes were not written by kvkeep's command line, although "
+            "its checksums are right. Restore it from a copy, or start a new session"
         )
     return notes
 
