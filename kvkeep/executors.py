@@ -43,7 +43,7 @@ def new_decoder(
 
 @dataclass(frozen=True)
 class ComputePath:
-    """How a model is computed on this machine.
+    """The executor of a model on this machine, and what speaks against faster ones.
 
     Attributes:
         name: the instruction set of the compiled kernels, or "torch".

@@ -64,7 +64,7 @@ class LoadedModel:
 
     @cached_property
     def path(self) -> ComputePath:
-        """How it is computed here: an instruction set or torch, and why nothing faster."""
+        """The instruction set that computes it here, or torch, and why nothing faster."""
         return path_of(self.spec, self.decoder.new_cache().layout)
 
     @cached_property
@@ -74,7 +74,7 @@ class LoadedModel:
 
     @property
     def arithmetic(self) -> dict[str, str]:
-        """What the last bits of logits depend on, besides the model and the session.
+        """Everything that the last bits of logits depend on besides model and session.
 
         The compiled kernels give the same bits on any number of threads; torch does not.
         """

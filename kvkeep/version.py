@@ -1,3 +1,3 @@
-"""Which release this is."""
+"""The release of kvkeep."""
 
 __version__ = "0.1.0"

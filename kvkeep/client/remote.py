@@ -39,7 +39,7 @@ class ApiRequest:
 
 
 class ApiClient(Protocol):
-    """What a session needs of its client, which may be synchronous or asynchronous."""
+    """The part of a client that a session uses; synchronous or asynchronous."""
 
     def send(self, request: ApiRequest, convert: Convert = lambda response: response) -> Any: ...
 

@@ -1,4 +1,4 @@
-"""What the compiled kernels are handed: addresses and structures of tensors, checked before use.
+"""Operands of the compiled kernels: addresses and structures of tensors, checked before use.
 
 A kernel trusts its pointers. Any tensor of another dtype, shape or layout than the kernel reads is
 refused here, at a fraction of a microsecond each: a decode step of a small model takes two thousand

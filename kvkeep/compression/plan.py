@@ -62,7 +62,7 @@ class CompressionReport:
 
 @dataclass(frozen=True)
 class CompressionPlan:
-    """How to compress a memory.
+    """The settings of one compression of a memory.
 
     Attributes:
         budget: None for what suits the method and the text.

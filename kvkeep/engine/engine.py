@@ -92,7 +92,7 @@ class Engine:
 
     @property
     def losses(self) -> list[str]:
-        """What is missing of earlier sessions, a line for each."""
+        """Descriptions of what earlier sessions have lost, a line for each."""
         return self._registry.losses
 
     # Generations

@@ -1,4 +1,4 @@
-"""What an engine has done: the operation log, and totals."""
+"""The operation log of an engine, and its totals."""
 
 import time
 from collections import deque
@@ -32,7 +32,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class Totals:
-    """What an engine has done since it started, and what it does now.
+    """Counts of an engine since it started, and of its present work.
 
     ended: generations by the reason of their end.
     prefilled, reused, generated: tokens.

@@ -49,7 +49,7 @@ class SessionRegistry:
 
     @property
     def losses(self) -> list[str]:
-        """What is missing of earlier sessions in the folder, a line for each."""
+        """Descriptions of what earlier sessions in the folder have lost, a line for each."""
         unreadable = self._files.unreadable if self._files else {}
         never_saved = self._files.never_saved if self._files else []
         return [

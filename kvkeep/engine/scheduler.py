@@ -21,7 +21,7 @@ _TYPICAL_TOKENS = 512  # assumed of a generation without max_tokens
 
 @dataclass(frozen=True)
 class Limits:
-    """What an engine admits.
+    """The limits that an engine admits requests within.
 
     memory: bytes of cells, of all sessions.
     running: generations at a time, of all owners; running_per_owner: of one owner.

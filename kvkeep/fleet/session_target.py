@@ -1,4 +1,4 @@
-"""Which session a request targets, and what it does to that session."""
+"""The session that a request targets, and its effect on that session."""
 
 import json
 import re

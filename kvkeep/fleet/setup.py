@@ -40,7 +40,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Scale:
-    """How many servers run.
+    """The numbers of servers that run.
 
     min_servers, max_servers: bounds of autoscaling, which aims at `requests` running requests for
     each server. grace: seconds that running requests have when a server is to stop.

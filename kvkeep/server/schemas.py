@@ -1,4 +1,4 @@
-"""What the requests of all APIs have in common: dependencies, token ids, sampling parameters."""
+"""The common parts of all APIs' requests: dependencies, token ids, sampling parameters."""
 
 import secrets
 from collections.abc import Mapping, Sequence

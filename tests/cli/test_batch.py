@@ -34,6 +34,7 @@ def prompts(count: int) -> list[dict[str, Any]]:
     return [{"id": f"p{n}", "prompt": text[100 * n : 100 * n + 200]} for n in range(count)]
 
 
+@pytest.mark.extended
 def test_each_answer_equals_that_of_a_single_request(
     invoke: Invoke, smollm2: Model, tmp_path: Path
 ) -> None:

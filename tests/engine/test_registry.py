@@ -193,6 +193,7 @@ def test_an_acknowledged_save_survives_a_kill_to_the_bit(tmp_path: Path, moment:
         assert write(engine, "a", 20) == [session.next_token(DRAWN) for _ in range(20)]
 
 
+@pytest.mark.extended
 def test_acknowledged_work_survives_a_kill_at_any_change_of_the_disk(tmp_path: Path) -> None:
     """It continues to the bit; no other session is there in part."""
     session = MODEL.session(**SETTINGS)

@@ -1,4 +1,4 @@
-"""How KV heads share a budget of cells: equally, or by competing with their cells' scores.
+"""Budgets of cells, which KV heads share equally or by competing with their cells' scores.
 
 Heads compete within a layer in Ada-KV (arXiv:2407.11550), and over all layers in KVzip
 (arXiv:2505.23416): a head that attends to little leaves its share to others.

@@ -30,7 +30,7 @@ _KIND = "packed weights"
 
 @dataclass(frozen=True)
 class StoredMatrix:
-    """What a file holds under a name. kind: a packed format, or the dtype of a plain tensor."""
+    """The form of a matrix in a file. kind: a packed format, or the dtype of a plain tensor."""
 
     kind: Format | torch.dtype
     shape: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""What responses report of a generation: finish reason, usage, timings, log probabilities."""
+"""Parts of responses about a generation: finish reason, usage, timings, log probabilities."""
 
 import codecs
 from collections.abc import Sequence

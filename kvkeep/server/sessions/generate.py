@@ -31,7 +31,7 @@ router = APIRouter()
 
 
 class FeedRequest(SamplingParams):
-    """What to prefill: a text, token ids, or messages for the chat template.
+    """The input to prefill: a text, token ids, or messages for the chat template.
 
     span: a name for these tokens. special: whether the text of control tokens is parsed.
     """

@@ -19,7 +19,7 @@ _PREFETCHED = 3  # ranges
 
 
 class FileStatus(Protocol):
-    """What `stat` returns. st_mtime: seconds since 1970."""
+    """The result of `stat`. st_mtime: seconds since 1970."""
 
     @property
     def st_size(self) -> int: ...
