@@ -81,7 +81,7 @@ def _by_phases(
 
 
 def _head_seconds(session: Session, compiled: CompiledExecutor, tokens: int) -> float:
-    hidden, seconds = session._memory.hidden, []
+    hidden, seconds = session.core.memory.hidden, []
     assert hidden is not None
     for _ in range(tokens):
         begun = perf_counter()

@@ -33,8 +33,8 @@ from kvkeep.models.weights.tensors import check_tensors, check_tied, read_shapes
 from kvkeep.policies import Policy, PolicySettings, checked_bits, longest, make_policy
 from kvkeep.runtime.cpu import fit_threads
 from kvkeep.runtime.memory import trim
-from kvkeep.session.context import WHOLE_PROMPT
-from kvkeep.session.session import Session
+from kvkeep.session.session import WHOLE_PROMPT, Session
+from kvkeep.session.snapshots import restored_policy
 from kvkeep.storage.prefixes.interface import PrefixCache
 from kvkeep.storage.snapshots.snapshot import Snapshot
 from kvkeep.types import DtypeName, KvBits, PolicyName, WeightsName
@@ -69,17 +69,16 @@ class Model(LoadedModel):
         where it needs a calibration that is not given.
         """
         validation.instance("snapshot", snapshot, Snapshot)
-        session = Session.restored(self, snapshot, store)
-        policy = session._memory.policy
-        found = calibration.digest if calibration else ""
-        if (needed := policy.calibrated_by) and found != needed:
+        policy = restored_policy(self, snapshot)
+        digest = calibration.digest if calibration else ""
+        if (needed := policy.calibrated_by) and digest != needed:
             raise InvalidArgument(
                 f"the snapshot's session compresses by the calibration {needed[:12]}; found "
-                f"{found[:12] or 'none'}: give the one that it was begun with"
+                f"{digest[:12] or 'none'}: pass the one that the session was created with"
             )
         if needed:
-            session._memory.policy = self._calibrated(policy, calibration)
-        return session
+            policy = self._calibrated(policy, calibration)
+        return Session.restored(self, snapshot, store, policy)
 
     def session(
         self,

@@ -108,7 +108,7 @@ def _range(session: Session, place: float, count: int) -> tuple[int, int]:
 
 
 def _unpin(session: Session) -> None:
-    pinned = [i for i, how in enumerate(session.standing) if how == "pinned"]
+    pinned = [i for i, how in enumerate(session.token_status) if how == "pinned"]
     session.unpin(pinned[0], pinned[len(pinned) // 2] + 1) if pinned else None
 
 

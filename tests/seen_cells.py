@@ -24,7 +24,7 @@ class SeenCells:
     """
 
     def __init__(self, session: Session, exact: Model):
-        memory, cache = session._memory, session.cache
+        memory, cache = session.core.memory, session.cache
         self.spec, self.decoder = exact.spec, exact.decoder
         self.network = Network(self.spec, self.decoder.tensors)
         self.frequencies = torch.tensor(self.spec.rope.inverse_frequencies, dtype=torch.float64)

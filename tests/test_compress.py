@@ -70,9 +70,9 @@ def test_it_leaves_as_many_as_asked_for_or_changes_nothing(
 ) -> None:
     session = fed(total)
     for start in pins:
-        if start + 3 < total and not set(range(start, start + 3)) & session._memory.pins:
+        if start + 3 < total and not set(range(start, start + 3)) & session.core.memory.pins:
             session.pin(start, start + 3)
-    before, cells, pinned = state(session), cells_of(session), sorted(session._memory.pins)
+    before, cells, pinned = state(session), cells_of(session), sorted(session.core.memory.pins)
     try:
         report = compressed(session, ratio, method, recent)
     except InvalidArgument:
@@ -174,7 +174,7 @@ def test_no_distance_exceeds_the_trained_length_afterwards() -> None:
 def test_observing_methods_look_from_where_an_edit_has_put_them() -> None:
     session = fed(300)
     session.delete(250, 280)
-    segment, queries = session.cache.segments[0], newest_queries(session._memory)
+    segment, queries = session.cache.segments[0], newest_queries(session.core.memory)
     assert segment.map.offset == -30
     cells = segment.read(4, 246)
     there = Cells(

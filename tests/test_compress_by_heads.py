@@ -49,9 +49,9 @@ def test_it_leaves_exactly_as_many_as_asked_for_in_all_heads_or_changes_nothing(
 ) -> None:
     session = fed(total)
     for start in pins:
-        if start + 3 < total and not set(range(start, start + 3)) & session._memory.pins:
+        if start + 3 < total and not set(range(start, start + 3)) & session.core.memory.pins:
             session.pin(start, start + 3)
-    before, cells, pinned = state(session), cells_of(session), sorted(session._memory.pins)
+    before, cells, pinned = state(session), cells_of(session), sorted(session.core.memory.pins)
     try:
         known = calibration() if METHODS[method].uses_surrogate else None
         report = session.compress(ratio, method, recent, budget="heads", calibration=known)
@@ -86,7 +86,7 @@ def test_what_is_worth_most_stays_whichever_head_it_is_in(method: str) -> None:
     candidates = replace(candidates, statistics=known.statistics if known else None)
     assert isinstance(chosen, Eviction)
     if chosen.needs_queries(None):
-        candidates = replace(candidates, queries=newest_queries(session._memory))
+        candidates = replace(candidates, queries=newest_queries(session.core.memory))
     scores = torch.cat(
         [
             chosen.score(candidates.part(slice(0, 512))),
@@ -193,7 +193,7 @@ def test_what_heads_left_can_be_compressed_again(budget: str, ratio: float, rece
     assert report.cells_after == session.cache.cells
     assert 0 <= report.cells_after <= math.ceil(before / ratio) + 1  # two runs of them
     assert total_in(session) <= total + 15 * HEADS
-    kept = [s for s in exact if s < 4 or s >= 300 - recent or s in session._memory.pins]
+    kept = [s for s in exact if s < 4 or s >= 300 - recent or s in session.core.memory.pins]
     require_untouched(exact, cells_of(session), kept)
     assert set(cells_of(session)) == set(kept)
     session.feed(TEXT[:9])

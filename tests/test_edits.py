@@ -29,7 +29,7 @@ from kvkeep import Snapshot
 from kvkeep.errors import ContextFull, InvalidArgument, KvkeepError, NonFiniteLogits
 from kvkeep.model import Model
 from kvkeep.models.spec import cells
-from kvkeep.session.edit import prepare_edit
+from kvkeep.session.editing import prepare_edit
 from kvkeep.session.session import Session
 from kvkeep.storage.prefixes.store import PrefixStore
 
@@ -70,7 +70,7 @@ def check(setting: Setting, actions: list[Action], folder) -> None:
 
 def held(session: Session) -> list[int]:
     """The indices of the tokens that are still remembered."""
-    return [session._memory.serials.index(serial) for serial in session.cache.serials()]
+    return [session.core.memory.serials.index(serial) for serial in session.cache.serials()]
 
 
 def distances(session: Session) -> list[int]:
@@ -259,10 +259,10 @@ def test_a_long_insertion_does_not_depend_on_the_prefill_step(prefill_step: int)
 def test_an_edit_that_is_prepared_has_changed_nothing(recompute) -> None:
     session, done = edited("sliding", 64), edited("sliding", 64)
     before = state(session)
-    prepared = prepare_edit(session._memory, 9, 16, TEXT[:4], recompute, 512)
+    prepared = prepare_edit(session.core.memory, 9, 16, TEXT[:4], recompute, 512)
     assert same(state(session), before)
-    successor = session._memory.successor()
-    memory, report = prepared.made_in(successor)
+    successor = session.core.memory.successor()
+    memory, report = prepared.apply(successor)
     assert memory.tokens == TEXT[:9] + TEXT[:4] + TEXT[16:]
     assert done.replace(9, 16, TEXT[:4], recompute).tokens_evaluated == report.tokens_evaluated
     assert torch.equal(memory.logits(), done.logits)

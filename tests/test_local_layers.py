@@ -1,10 +1,10 @@
 """Local layers hold their window and no more, whatever the other layers hold."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from altered_snapshots import altered
 from edit_actions import LOCAL_MODEL, MODEL
 from small import local_spec
 from topics import topic_text
@@ -105,7 +105,7 @@ def saved(session: Session, path: Path) -> Path:
 
 
 def replaced_local(snapshot: Snapshot, by: Snapshot) -> Snapshot:
-    return replace(snapshot, local=by.local)
+    return altered(snapshot, local=by.local)
 
 
 def test_a_clock_before_the_first_token_can_be_saved(tmp_path: Path) -> None:

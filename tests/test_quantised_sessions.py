@@ -51,7 +51,7 @@ def fed(policy: str, bits: Bits, count: int = 150) -> Session:
 def with_restored_cells(session: Session) -> Session:
     """A session that keeps plain cells, which are what the quantised ones say that they are."""
     plain = copy.copy(session.fork())
-    memory = plain._memory
+    memory = plain.core.memory
     memory.bits, memory.cache.layout = Bits(), memory.cache.layout.plain
     memory.cache.far_layout = memory.cache.layout
     for segment in memory.cache.segments:

@@ -55,8 +55,8 @@ def act(model: Model, session: Session, draw: random.Random, ids: list[int], fil
     kinds = ("feed", "edit", "edit", "edit", "pin", "unpin", "rewind", "fork", "snapshot", "write")
     kind, total = draw.choice(kinds), len(session.tokens)
     start, count = max(0, total - draw.randint(1, BUDGET)), draw.randint(0, 4)
-    if session._memory.pins and draw.random() < 0.5:
-        start = list(session._memory.serials).index(min(session._memory.pins))
+    if session.core.memory.pins and draw.random() < 0.5:
+        start = list(session.core.memory.serials).index(min(session.core.memory.pins))
     new = ids[draw.randrange(len(ids) - 16) :][: draw.randint(1, 6)]
     if kind == "feed":
         session.feed(new * 2)
@@ -101,7 +101,7 @@ def test_so_it_does_where_heads_have_numbers_of_cells_of_their_own(
 
 def require_found(session: Session, draw: random.Random, exact: Model, tmp_path) -> None:
     """After each of some calls, the newest token finds what float32 finds in the same cells."""
-    model, checked = session._model, 0
+    model, checked = session.core.model, 0
     ids = topic_ids(model)[:300]
     for turn in range(7):
         with suppress(KvkeepError):

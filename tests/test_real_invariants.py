@@ -32,7 +32,7 @@ FAULTS_BY_HEADS = [("none", 0)] * 2 + [("fails", 150), ("interrupted", 400)] * 5
 
 def require_sound(session: Session) -> None:
     """Check what holds after every call, failed ones included."""
-    memory, cache = session._state.memory, session.cache
+    memory, cache = session.core.memory, session.cache
     serials = list(memory.serials)
     live = [serial for serial in cache.serials() if serial >= 0]
     assert cache.cells <= session.max_kv_size

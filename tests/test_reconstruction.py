@@ -110,7 +110,7 @@ def fed(ids: list[int], model: Model = MODEL, bits: Bits | None = None) -> Sessi
 
 
 def scores_of(session: Session) -> Tensor:
-    return reconstruction(session._memory, MODEL.text)
+    return reconstruction(session.core.memory, MODEL.text)
 
 
 @pytest.mark.parametrize("count", [1, 5, 430, 900])
@@ -122,7 +122,7 @@ def test_scores_are_the_most_that_any_query_of_the_repeated_text_gives(count: in
 
 @pytest.mark.parametrize("count", [5, 900])
 def test_by_contribution_they_are_weighed_by_values_and_streams(count: int) -> None:
-    found = reconstruction(fed(TEXT[:count])._memory, MODEL.text, by="contribution")
+    found = reconstruction(fed(TEXT[:count]).core.memory, MODEL.text, by="contribution")
     torch.testing.assert_close(found, naively(MODEL, TEXT[:count], "contribution"), **NEAR)
 
 
@@ -132,9 +132,9 @@ def test_scores_of_the_default_model_are_those_of_plain_float32(
 ) -> None:
     ids = topic_ids(smollm2)[:120]
     wanted = naively(smollm2_fp32, ids, by)
-    exact = reconstruction(fed(ids, smollm2_fp32)._memory, smollm2.text, by=by)
+    exact = reconstruction(fed(ids, smollm2_fp32).core.memory, smollm2.text, by=by)
     torch.testing.assert_close(exact, wanted, rtol=0.01, atol=0.02)
-    found = reconstruction(fed(ids, smollm2)._memory, smollm2.text, by=by)
+    found = reconstruction(fed(ids, smollm2).core.memory, smollm2.text, by=by)
     assert (found - wanted).abs().mean() < 0.1  # log of a share, in bfloat16 and by the kernels
     kept = [x.flatten().topk(x.numel() // 4).indices.tolist() for x in (found, wanted)]
     assert len(set(kept[0]) & set(kept[1])) > 0.97 * len(kept[0])
@@ -204,7 +204,7 @@ def test_it_can_be_interrupted_between_chunks(error: type[BaseException]) -> Non
         raise error
 
     with pytest.raises(error):
-        reconstruction(session._memory, MODEL.text, stop)
+        reconstruction(session.core.memory, MODEL.text, stop)
     assert len(chunks) == 1
     assert list(differences(before, whole_state(session))) == []
 
@@ -213,17 +213,17 @@ def test_it_can_be_interrupted_between_chunks(error: type[BaseException]) -> Non
 def test_the_oldest_are_scored_without_the_others(oldest: int) -> None:
     """Whole chunks to the bit, but for what is repeated again; one that ends sooner by itself."""
     session = fed(TEXT)
-    part = reconstruction(session._memory, MODEL.text, oldest=oldest)
+    part = reconstruction(session.core.memory, MODEL.text, oldest=oldest)
     assert part.shape[-1] == oldest
     chunks = list[int]()
-    whole = reconstruction(session._memory, MODEL.text, chunks.append)
+    whole = reconstruction(session.core.memory, MODEL.text, chunks.append)
     same = chunks[0] - 24 if oldest >= chunks[0] else 0
     assert torch.equal(part[..., :same], whole[..., :same])
 
 
 def test_progress_tells_of_every_cell() -> None:
     chunks: list[int] = []
-    reconstruction(fed(TEXT)._memory, MODEL.text, chunks.append)
+    reconstruction(fed(TEXT).core.memory, MODEL.text, chunks.append)
     assert sum(chunks) == len(TEXT)
     assert len(chunks) == 3
     assert max(chunks) < 512

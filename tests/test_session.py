@@ -201,7 +201,7 @@ def test_keep_minus_one_keeps_the_whole_first_prompt() -> None:
 
 def held(session: kvkeep.Session) -> set[int]:
     """The indices of the tokens that are still remembered."""
-    return {session._memory.serials.index(serial) for serial in session.cache.serials()}
+    return {session.core.memory.serials.index(serial) for serial in session.cache.serials()}
 
 
 @pytest.mark.parametrize(
@@ -286,10 +286,10 @@ def test_a_step_is_not_taken_in_if_what_is_asked_of_one_of_its_rows_overflows() 
     asked = [1, 2]
     probe = model.session()
     probe.feed(TEXT)
-    others = [probe._memory.hidden[0]]
+    others = [probe.core.memory.hidden[0]]
     for token in asked:
         probe.feed([token])
-        others.append(probe._memory.hidden[0])
+        others.append(probe.core.memory.hidden[0])
     first = others.pop(1)
     # A token that is in no prompt, whose logit is beyond float32 after the first row alone.
     apart = first.abs() / torch.stack(others).abs().amax(0)

@@ -245,7 +245,7 @@ def test_a_watch_says_whether_the_session_changed(change) -> None:
     session.snapshot()
     session.fork().feed("x")
     assert session.logits is not None
-    assert len(session.spans) < len(session.standing) <= len(session.text())
+    assert len(session.spans) < len(session.token_status) <= len(session.text())
     with pytest.raises(InvalidArgument):
         session.delete("nothing")
     assert not changed()

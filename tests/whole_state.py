@@ -18,7 +18,7 @@ def whole_state(session: Session) -> Whole:
     Tokens, cells to the bit and where they lie, what is pinned and named, the sampler, the newest
     queries, the policy with all that it decides by, and the settings.
     """
-    state, memory, cache = session._state, session._memory, session.cache
+    state, memory, cache = session.core.state, session.core.memory, session.cache
     queries = cache.observer.queries() if cache.observer else None
     return {
         "tokens": list(session.tokens),

@@ -46,7 +46,7 @@ class KvkeepPeer:
         return seconds
 
     def tokens(self) -> list[int]:
-        seen = zip(self._session.tokens, self._session.standing, strict=True)
+        seen = zip(self._session.tokens, self._session.token_status, strict=True)
         return [token for token, standing in seen if standing not in GONE]
 
     def save(self, path: Path) -> float:

@@ -11,11 +11,11 @@ from kvkeep.cli.output import counted, megabytes
 
 if TYPE_CHECKING:
     from kvkeep import Session
-    from kvkeep.session.spans import Standing
+    from kvkeep.session.spans import TokenStatus
 
 _SHORT = 24  # characters of the bar in a status line
 # The character of each status: in UTF-8, and in ASCII.
-KINDS: dict["Standing", tuple[str, str]] = {
+KINDS: dict["TokenStatus", tuple[str, str]] = {
     "kept": ("█", "#"),
     "pinned": ("▓", "P"),
     "grouped": ("▒", "="),
@@ -31,9 +31,9 @@ def memory_map(session: "Session", width: int | None = None, plain: bool | None 
     width: characters of the bar; None for the terminal's width. plain: whether to use ASCII only;
     None to decide by the terminal.
     """
-    standing = session.standing
+    standing = session.token_status
     sizes = _sizes(session, Counter(standing))
-    names: dict[Standing, str] = {"window": "held"} if session.policy == "full" else {}
+    names: dict[TokenStatus, str] = {"window": "held"} if session.policy == "full" else {}
     cache = session.cache
     last = (
         f"{cache.cells} of {session.max_kv_size} cells, {megabytes(sum(sizes.values()))} "
@@ -44,21 +44,21 @@ def memory_map(session: "Session", width: int | None = None, plain: bool | None 
 
 def memory_line(session: "Session") -> str:
     """Return the memory map in one line, for the foot of a screen."""
-    standing = session.standing
+    standing = session.token_status
     size = megabytes(sum(_sizes(session, Counter(standing)).values()))
     held = f"{session.cache.cells:,} of {session.max_kv_size:,} cells, {size}"
     return status_line(standing, held)
 
 
-def status_line(standing: "Sequence[Standing]", held: str) -> str:
+def status_line(standing: "Sequence[TokenStatus]", held: str) -> str:
     """Return a short bar, followed by a description."""
     return f"{bar(standing, _SHORT, int(_needs_ascii()))} {held}".strip()
 
 
 def draw_map(
-    standing: "Sequence[Standing]",
-    sizes: "Mapping[Standing, int] | None" = None,
-    names: "Mapping[Standing, str] | None" = None,
+    standing: "Sequence[TokenStatus]",
+    sizes: "Mapping[TokenStatus, int] | None" = None,
+    names: "Mapping[TokenStatus, str] | None" = None,
     width: int | None = None,
     plain: bool | None = None,
 ) -> list[str]:
@@ -78,7 +78,7 @@ def draw_map(
     return [line for line in lines if line]
 
 
-def bar(standing: Sequence["Standing"], width: int, style: int) -> str:
+def bar(standing: Sequence["TokenStatus"], width: int, style: int) -> str:
     """Draw tokens from left to right; each character stands for the same number of tokens.
 
     A character shows the most frequent kind among its tokens. Every kind gets at least one
@@ -93,12 +93,12 @@ def bar(standing: Sequence["Standing"], width: int, style: int) -> str:
     return "".join(KINDS[kind][style] for kind in chosen)
 
 
-def _sizes(session: "Session", counts: Counter["Standing"]) -> dict["Standing", int]:
+def _sizes(session: "Session", counts: Counter["TokenStatus"]) -> dict["TokenStatus", int]:
     """Return the bytes held of each kind. There are fewer compressed cells than tokens."""
     cache = session.cache
     near, far = cache.layout.cell_bytes, cache.far_layout.cell_bytes
     compressed = sum(segment.length for segment in cache.segments if segment.compressed)
-    cells: dict[Standing, int] = {**counts, "compressed": compressed, "forgotten": 0}
+    cells: dict[TokenStatus, int] = {**counts, "compressed": compressed, "forgotten": 0}
     return {kind: n * (near if kind == "window" else far) for kind, n in cells.items()}
 
 

@@ -29,6 +29,7 @@ from kvkeep.compression.methods.repeats import compress_repeats, find_repeats
 from kvkeep.compression.reconstruction import cell_tokens, reconstruction
 from kvkeep.errors import InvalidArgument
 from kvkeep.models.text.codec import TextCodec
+from kvkeep.session.evaluation import evaluate, rewind
 from kvkeep.session.memory import Memory
 
 SINKS = 4  # first cells, which always stay: attention sinks
@@ -321,9 +322,9 @@ def newest_queries(memory: Memory) -> Queries | None:
     if count < 1:
         raise InvalidArgument("a method that decides by queries needs recent tokens that are held")
     tokens, fork = memory.tokens[-count:], memory.fork()
-    fork.take_back(count)
+    rewind(fork, count)
     fork.cache.observe()
-    for _ in fork.evaluate(tokens, count):
+    for _ in evaluate(fork, tokens, count):
         pass
     assert fork.cache.observer is not None
     return fork.cache.observer.queries()

@@ -222,4 +222,4 @@ def _exact_tokens(record: SessionRecord, limit: int) -> tuple[int, MissReason]:
 
 def _settings(session: Session) -> tuple[object, ...]:
     keep = session.keep if session.keep >= 0 else None
-    return (session._memory.policy, session.bits, session.prefill_step, keep)
+    return (session.core.memory.policy, session.bits, session.prefill_step, keep)

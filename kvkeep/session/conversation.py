@@ -10,7 +10,7 @@ from kvkeep.session.rendering import common, cut, encode_pieces, mark_for
 if TYPE_CHECKING:
     from kvkeep.models.text.codec import TextCodec
     from kvkeep.session.session import Session
-    from kvkeep.session.spans import Place
+    from kvkeep.session.spans import TokenRange
 
 CHAT = "chat"  # note of a snapshot: what a chat needs beside its tokens; see Conversation.notes
 _MARK = mark_for()  # stands for an answer in a rendering
@@ -162,7 +162,7 @@ class Conversation:
         return count
 
     @property
-    def _head(self) -> "Place | None":
+    def _head(self) -> "TokenRange | None":
         """What comes before the first turn."""
         places = self.session.places
         return places.get("system", places.get("opening"))

@@ -1,4 +1,4 @@
-"""A step of several sessions that somebody else computes, and that begins and ends apart."""
+"""A step of several sessions that another library's forward computes."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -6,144 +6,122 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor
 
-from kvkeep.cache.group_step import GroupStep
-from kvkeep.cache.step import DecodeStep
 from kvkeep.models.layers.executor import AnyStep
-from kvkeep.models.layers.primitives import require_finite
 from kvkeep.runtime.signals import interrupts_deferred
 from kvkeep.runtime.worker import computing
+from kvkeep.session.evaluation import evaluate_chunk
 from kvkeep.session.memory import Memory
 from kvkeep.session.session import Session
-from kvkeep.session.state import State
+from kvkeep.session.transaction import StateChange, StepTransaction
 
 
-class OutsideStep:
-    """Tokens on their way into sessions, all or nothing.
+class ExternalStep:
+    """Tokens that are appended to sessions, all or none, whose last step is computed elsewhere.
 
-    What cannot be one step, as a policy has it, is evaluated here; the last step is left open for
-    whoever computes it, and then `finish` is called, and `keep` or `rollback`. Meanwhile no other
-    thread computes, and Ctrl-C waits.
+    The steps before the last are evaluated here, where a policy makes several steps of the tokens.
+    The last one is left open: the caller computes `tokens` with `step`, and calls `finish` and then
+    `commit`, or `rollback`. Meanwhile no other thread computes, and Ctrl-C waits.
 
-    step: the open one: of one session, or of one token of each. tokens: what it is of, `[1, n]` or
-    `[sessions, 1]`.
+    step: the open step: of one session, or of one token of each session.
+    tokens: its tokens, `[1, n]` or `[sessions, 1]`.
     """
 
     step: AnyStep
     tokens: Tensor
 
-    def __init__(self, sessions: Sequence[Session], given: Sequence[Sequence[int]]):
-        """given: token ids for each session, at least one. Raises as `Session.feed`."""
-        self._sessions, self._given = sessions, given
-        self._held, self._open = ExitStack(), ExitStack()
-        self._mode, self._computing = torch.inference_mode(), False
-        self._works: list[State] = []
-        self._hidden: list[list[Tensor]] = [[] for _ in sessions]
-        self._last: list[Sequence[int]] = []
-        self._held.enter_context(computing())
-        self._before = [session._state for session in sessions]
+    def __init__(self, sessions: Sequence[Session], ids: Sequence[Sequence[int]]):
+        """ids: token ids for each session, at least one. Raises as `Session.feed`."""
+        self._cores, self._ids = [session.core for session in sessions], ids
+        self._lock = ExitStack()
+        self._inference_mode, self._in_mode = torch.inference_mode(), False
+        self._change: StateChange | None = None
+        self._transaction: StepTransaction | None = None
+        self._hidden: list[list[Tensor]] = [[] for _ in sessions]  # of the steps, by session
+        self._lock.enter_context(computing())
         try:
-            for session, ids in zip(sessions, given, strict=True):
-                session._memory.require_room(len(ids))
-                session._state.check_prompt(len(ids))
-            self._works = [state.successor() for state in self._before]
-            for work, ids in zip(self._works, given, strict=True):
-                work.keep_prompt(len(ids))
-            self._begin()
+            for core, own in zip(self._cores, ids, strict=True):
+                core.memory.require_room(len(own))
+                core.state.check_prompt(len(own))
+            self._change = StateChange(self._cores)
+            for state, own in zip(self._change.states, ids, strict=True):
+                state.keep_prompt(len(own))
+            self._open([state.memory for state in self._change.states])
         except BaseException:
             self.rollback()
             raise
 
-    def _begin(self) -> None:
-        """Evaluates all but the last step, and opens that."""
-        alone = len(self._sessions) == 1
-        for index, (work, ids) in enumerate(zip(self._works, self._given, strict=True)):
-            done = self._read(index, work.memory, ids, len(ids) if alone else len(ids) - 1)
-            self._last.append(ids[done:])
+    def _open(self, memories: Sequence[Memory]) -> None:
+        """Evaluate all but the last step, and open that."""
+        alone, chunks = len(memories) == 1, list[Sequence[int]]()
+        for index, (memory, ids) in enumerate(zip(memories, self._ids, strict=True)):
+            done = self._evaluate(index, memory, ids, len(ids) if alone else len(ids) - 1)
+            chunks.append(list(ids[done:]))
             if not alone:
-                work.memory.policy.open(work.memory.cache, 1)
-        self._held.enter_context(interrupts_deferred())
-        self._mode.__enter__()
-        self._computing = True
-        memories, steps = [work.memory for work in self._works], []
-        for memory, last in zip(memories, self._last, strict=True):
-            steps.append(self._open.enter_context(memory.cache.step(len(last))))
-        decoder, device = memories[0].decoder, memories[0].cache.layout.device
-        if alone:
-            self.step = steps[0]
-        else:
-            opened = [step for step in steps if isinstance(step, DecodeStep)]
-            self.step = GroupStep(opened, decoder.spec.heads)
-        self.tokens = torch.tensor(self._last, dtype=torch.int64, device=device)
+                memory.policy.open(memory.cache, 1)
+        self._lock.enter_context(interrupts_deferred())
+        self._inference_mode.__enter__()
+        self._in_mode = True
+        self._transaction = StepTransaction(memories, chunks, grouped=not alone)
+        self.step = self._transaction.step
+        self.tokens = self._transaction.tokens.view(len(memories), -1)
 
-    def _read(self, index: int, memory: Memory, ids: Sequence[int], upto: int) -> int:
-        """Evaluates steps of the first `upto` ids.
+    def _evaluate(self, index: int, memory: Memory, ids: Sequence[int], end: int) -> int:
+        """Evaluate steps of the first `end` ids. Returns how many of the ids are in the memory.
 
-        Where these are all, the last step is left, and the policy has opened the cache for it.
-        Returns how many of them are in memory.
+        If `end` is all of them, the last step is left out, and the policy has opened the cache for
+        it.
         """
-        done, step = 0, self._sessions[index].prefill_step
-        while done < upto:
-            wanted = min(upto - done, step - done % step)
+        done, size = 0, self._cores[index].prefill_step
+        while done < end:
+            wanted = min(end - done, size - done % size)
             with interrupts_deferred(), torch.inference_mode():
                 count = memory.policy.open(memory.cache, wanted, len(ids) - done - wanted)
                 if done + count == len(ids):
                     break
-                hidden = memory.step_opened(ids[done : done + count]).hidden
+                hidden = evaluate_chunk(memory, ids[done : done + count]).hidden
             self._hidden[index].append(hidden)
             done += len(hidden)
         return done
 
     def finish(self, hidden: Tensor) -> list[Tensor]:
-        """Ends the open step with what it has come to. The sessions are as they were still.
+        """End the open step with its result. The sessions do not change yet.
 
-        hidden: `[n, hidden_size]` of its tokens, or `[sessions, hidden_size]`. Returns those of all
+        hidden: `[n, hidden_size]` of the open step's tokens. Returns the hidden states of all
         tokens of each session, `[tokens, hidden_size]`. Raises NonFiniteLogits.
         """
-        require_finite(hidden)
-        alone = len(self._works) == 1
-        self._open.close()
-        for index, (work, ids) in enumerate(zip(self._works, self._last, strict=True)):
-            own = hidden if alone else hidden[index : index + 1].clone()
-            self._hidden[index].append(own)
-            work.memory.take_in(list(ids), own[-1:].clone(), None)
-            work.memory.policy.settle(work.memory.cache)
-        found = [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in self._hidden]
-        self._end_mode()
-        return found
+        assert self._transaction is not None
+        for parts, result in zip(self._hidden, self._transaction.commit(hidden, None), strict=True):
+            parts.append(result.hidden)
+        joined = [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in self._hidden]
+        self._leave_inference_mode()
+        return joined
 
-    def keep(self) -> None:
-        """The sessions have all tokens from now on, and other threads may compute.
+    def commit(self) -> None:
+        """Give the sessions all tokens, and let other threads compute.
 
         Raises KeyboardInterrupt if Ctrl-C came meanwhile.
         """
-        with self._held:
-            for session, work in zip(self._sessions, self._works, strict=True):
-                session._take(work)
-            self._before.clear()
-            for work in self._works:
-                work.memory.commit()
+        assert self._change is not None
+        with self._lock:
+            self._change.apply()
+            self._change.commit()
 
     def rollback(self) -> None:
-        """Leaves the sessions as they were."""
-        failed = _PutBackError()
-        self._open.__exit__(type(failed), failed, None)  # a step that fails is not kept
-        self._end_mode()
-        for session, state in zip(self._sessions, self._before, strict=True):
-            session._take(state)
-        for work in self._works:
-            work.memory.cache.rollback()
-        self._held.close()
+        """Leave the sessions as they were."""
+        if self._transaction is not None:
+            self._transaction.rollback()
+        self._leave_inference_mode()
+        if self._change is not None:
+            self._change.rollback()
+        self._lock.close()
 
-    def _end_mode(self) -> None:
-        if self._computing:
-            self._computing = False
-            # Enabled within inference mode: a forward was left without this, and a no_grad around
-            # it has ended. The mode would restore what was before, which is that no_grad's.
+    def _leave_inference_mode(self) -> None:
+        if self._in_mode:
+            self._in_mode = False
+            # If gradients are enabled here, the forward was left without its end, and a no_grad
+            # around it is over. Leaving inference mode would restore the state before it, which is
+            # that no_grad's.
             enabled = torch.is_grad_enabled()
-            self._mode.__exit__(None, None, None)
+            self._inference_mode.__exit__(None, None, None)
             if enabled:
                 torch.set_grad_enabled(True)
-
-
-class _PutBackError(Exception):
-    """Ends a step that is not to be kept."""

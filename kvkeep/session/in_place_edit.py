@@ -1,4 +1,8 @@
-"""An edit that leaves what follows as it was computed, and sees what is before from elsewhere."""
+"""Edits in place: what follows stays as it was computed, and sees what is before from elsewhere.
+
+Deleting tokens 10 ... 14 of 100 moves no cell: the cells of tokens 0 ... 9 are seen from five
+positions closer, by the offset of their segments, and only the last token is evaluated anew.
+"""
 
 import copy
 from collections.abc import Sequence
@@ -11,91 +15,145 @@ from kvkeep.cache import KVCache, Segment, merge_small_segments
 from kvkeep.cache.attention import HIDDEN
 from kvkeep.errors import ContextFull, InvalidArgument
 from kvkeep.models.layers.primitives import require_finite
-from kvkeep.session.change import Change, bounded
+from kvkeep.session.evaluation import evaluate_last
 from kvkeep.session.local_layers import REACH, local_cells, newest_together
 from kvkeep.session.memory import Memory
 
 
 @dataclass(frozen=True)
-class InPlace:
-    """An edit in place, whose new tokens are evaluated.
+class EditScope:
+    """The tokens that an edit replaces, and what it means for what is never forgotten.
 
-    where: the position at which it ends, as the newest tokens see it. sooner: how many of the
-    oldest window cells before it must go. inside: the segment of what is put in, or nothing.
+    rank: how many held cells lie before the edit, compressed ones not counted. keep: the policy's
+    setting after the edit. pinned: whether the inserted tokens are pinned.
     """
 
-    change: Change
-    where: int
-    sooner: int
-    inside: Sequence[Segment]
+    start: int
+    end: int
+    ids: Sequence[int]
+    rank: int
+    keep: int
+    pinned: bool
 
     @classmethod
-    def of(
-        cls, memory: Memory, start: int, end: int, ids: Sequence[int], prefill_step: int
-    ) -> "InPlace":
-        """Evaluates what is put in. The memory stays as it is.
+    def locate(
+        cls, memory: Memory, start: int, end: int, ids: Sequence[int], rank: int
+    ) -> "EditScope":
+        """Return the scope of an edit that puts `ids` in place of tokens `start ... end - 1`.
 
-        Raises InvalidArgument or ContextFull where the edit cannot be.
+        What replaces kept or pinned tokens, or is inserted between two such, is kept or pinned,
+        too. `keep` never shrinks: without its first tokens, a window cannot attend any more.
+        """
+        around = range(start, end) if end > start else range(start - 1, start + 1)
+        inside = bool(around) and around[0] >= 0 and around[-1] < len(memory.tokens)
+        pinned = inside and all(memory.serials[index] in memory.pins for index in around)
+        keep = memory.policy.keep
+        if start < len(memory.tokens) and rank + max(1, end - start) <= keep:
+            keep += max(0, len(ids) - (end - start))
+        return cls(start, end, ids, rank, keep, pinned)
+
+    @property
+    def removed(self) -> int:
+        return self.end - self.start
+
+    @property
+    def growth(self) -> int:
+        return len(self.ids) - self.removed
+
+    @property
+    def permanent(self) -> bool:
+        """Whether the inserted tokens are never forgotten."""
+        return self.pinned or self.rank + len(self.ids) <= self.keep
+
+
+def is_bounded(memory: Memory) -> bool:
+    """Whether a window forgets, so that kept and pinned cells are of another kind."""
+    return memory.policy.room(memory.cache) is None
+
+
+@dataclass(frozen=True)
+class InPlaceEdit:
+    """An edit in place whose new tokens are evaluated, to be applied to a successor of the memory.
+
+    end_position: the position at which the edit ends, as the newest tokens see it. evicted: how
+    many of the oldest window cells before it must go. inserted: the segment of the inserted
+    tokens, or nothing.
+    """
+
+    scope: EditScope
+    end_position: int
+    evicted: int
+    inserted: Sequence[Segment]
+
+    @classmethod
+    def prepare(
+        cls, memory: Memory, start: int, end: int, ids: Sequence[int], prefill_step: int
+    ) -> "InPlaceEdit":
+        """Evaluate the inserted tokens. The memory does not change.
+
+        Raises InvalidArgument or ContextFull if the edit cannot be done.
         """
         if any(segment.map.group > 1 for segment in memory.cache.segments):
             raise InvalidArgument(
                 "grouped cells cannot be edited in place: policy "
                 f'"{memory.policy.name}" needs recompute="suffix"'
             )
-        rank, where = _place(memory, start, end)
-        change = Change.of(memory, start, end, ids, rank)
-        sooner = _overflow(memory, change)
-        before, after = _parted(memory.cache, change, where, sooner)
-        # Bounded policies say what is an anchor; where all is remembered, cells leave the window
-        # in their order, so that no other may lie among those that have left it.
-        anchor = change.stays if bounded(memory) else after[0].anchor
-        inside = _evaluated_between(memory, before, start, where, ids, anchor, prefill_step)
-        return cls(change, where, sooner, inside)
+        rank, end_position = _locate(memory, start, end)
+        scope = EditScope.locate(memory, start, end, ids, rank)
+        evicted = _evicted_before(memory, scope)
+        before, after = _split(memory.cache, scope, end_position, evicted)
+        # Bounded policies say what is an anchor. Where all is remembered, cells leave the window
+        # in their order, so that no window cell may lie among those that have left it.
+        anchor = scope.permanent if is_bounded(memory) else after[0].anchor
+        inserted = _evaluate_inserted(
+            memory, before, start, end_position, ids, anchor, prefill_step
+        )
+        return cls(scope, end_position, evicted, inserted)
 
     @torch.inference_mode()
-    def make(self, memory: Memory) -> int:
-        """Makes it in a successor of that memory.
+    def apply(self, memory: Memory) -> int:
+        """Apply the edit to a successor of the memory that it was prepared for.
 
         Returns how many cells are seen from another distance.
         """
-        change, cache = self.change, memory.cache
-        before, after = _parted(cache, change, self.where, self.sooner)
-        following = len(memory.tokens) - change.end
-        cache.segments = merge_small_segments([*before, *self.inside, *after])
-        cache.serial += len(change.ids)
-        memory.replace(change.start, change.end, change.ids, change.pinned)
-        if bounded(memory):
-            memory.change(keep=change.keep)
-            # A policy that puts itself in order has forgotten what is too much already.
+        scope, cache = self.scope, memory.cache
+        before, after = _split(cache, scope, self.end_position, self.evicted)
+        following = len(memory.tokens) - scope.end
+        cache.segments = merge_small_segments([*before, *self.inserted, *after])
+        cache.serial += len(scope.ids)
+        memory.replace_tokens(scope.start, scope.end, scope.ids, scope.pinned)
+        if is_bounded(memory):
+            memory.change_policy(keep=scope.keep)
+            # A policy that follows the change has evicted what is too much already.
             excess = max(0, cache.cells - memory.policy.max_kv_size)
             cache.window.forget(cache.segments, excess)
             cache.segments = [s for s in cache.segments if s.length]
         if cache.local is not None:
             cache.local.keep_newest(following)
-        memory.evaluate_last(_reach(cache))
-        return sum(segment.length for segment in before) if change.growth else 0
+        evaluate_last(memory, _reach(cache))
+        return sum(segment.length for segment in before) if scope.growth else 0
 
 
-def _place(memory: Memory, start: int, end: int) -> tuple[int, int]:
-    """Where an edit is: how many held cells lie before it, and at which position it ends.
+def _locate(memory: Memory, start: int, end: int) -> tuple[int, int]:
+    """Return how many held cells lie before an edit, and at which position it ends.
 
     Compressed cells are not counted. The position is as the newest tokens see it: that of the token
-    after the edit, had none been forgotten. What is taken out must be held; what is put in needs a
-    held token on one side, and goes right beside it. Raises InvalidArgument otherwise.
+    after the edit, had none been forgotten. Removed tokens must be held; inserted ones need a held
+    token on one side, and go right beside it. Raises InvalidArgument otherwise.
 
     Of tokens 0 ... 6, let 0, 1 and 4, 5, 6 be held (two kept, a window of three). The newest see
-    the kept ones at positions 2 and 3. Taking out 0 and 1 has rank 0 and ends at 4; what is put in
-    after 1 or before 4 has rank 2 and ends at 4, too.
+    the kept ones at positions 2 and 3. Deleting 0 and 1 has rank 0 and ends at 4; inserting after 1
+    or before 4 has rank 2 and ends at 4, too.
     """
     held: dict[int, tuple[int, int]] = {}
     for segment in memory.cache.segments:
         if not segment.compressed:
-            seen = _seen(segment).tolist()
+            positions = _seen_positions(segment).tolist()
             first = len(held)
             held.update(
                 (serial, (first + index, position))
                 for index, (serial, position) in enumerate(
-                    zip(segment.serials(), seen, strict=True)
+                    zip(segment.serials(), positions, strict=True)
                 )
             )
     if end > start:
@@ -114,127 +172,132 @@ def _place(memory: Memory, start: int, end: int) -> tuple[int, int]:
     )
 
 
-def _overflow(memory: Memory, change: Change) -> int:
-    """How many of the oldest window cells before the edit must go; others may have to go after it.
+def _evicted_before(memory: Memory, scope: EditScope) -> int:
+    """Return how many of the oldest window cells before the edit must go.
 
-    What is put in among window cells cannot outlive those after it, so that only those before it
-    may be forgotten. An archive forgets none: it compresses the oldest of the window once the edit
-    is done. Raises ContextFull where that is not enough.
+    Tokens inserted among window cells cannot outlive those after them, so that only cells before
+    them may be forgotten; after tokens that are never forgotten, later cells may go as well. An
+    archive forgets none: it compresses the oldest of the window once the edit is done. Raises
+    ContextFull if that is not enough.
     """
-    cache, policy, added = memory.cache, memory.policy, len(change.ids)
-    excess = max(0, cache.cells + change.growth - policy.max_kv_size)
+    cache, policy, added = memory.cache, memory.policy, len(scope.ids)
+    excess = max(0, cache.cells + scope.growth - policy.max_kv_size)
     window = [not s.anchor for s in cache.segments if not s.compressed for _ in range(s.length)]
-    archives = bounded(memory) and cache.window.moves
-    sooner = sum(window if archives else window[: change.rank]) if bounded(memory) else 0
-    later = excess if bounded(memory) and change.stays else 0
-    if excess > sooner + later:
+    archives = is_bounded(memory) and cache.window.moves
+    before = sum(window if archives else window[: scope.rank]) if is_bounded(memory) else 0
+    later = excess if is_bounded(memory) and scope.permanent else 0
+    if excess > before + later:
         raise ContextFull(
-            f"{added} tokens do not fit in the place of {change.removed}: {cache.cells} of "
-            f"{policy.max_kv_size} cells are held, and {sooner} of them can make room for what is "
-            "put in there"
+            f"{added} tokens do not fit in the place of {scope.removed}: {cache.cells} of "
+            f"{policy.max_kv_size} cells are held, and {before} of them can make room for what is "
+            "inserted there"
         )
-    return 0 if archives else min(sooner, excess)
+    return 0 if archives else min(before, excess)
 
 
-def _parted(
-    cache: KVCache, change: Change, where: int, sooner: int
+def _split(
+    cache: KVCache, scope: EditScope, end_position: int, evicted: int
 ) -> tuple[list[Segment], list[Segment]]:
-    """What lies before the edit, seen from as much further as the edit makes it; and what after.
+    """Split the segments into those before the edit, moved by its growth, and those after it.
 
-    sooner: how many of the oldest window cells before it go. No cell is copied, but of archives.
+    evicted: how many of the oldest window cells before it go. No cell is copied, except of
+    compressed segments that the edit cuts.
     """
     before: list[Segment] = []
     after: list[Segment] = []
-    rank, end = 0, change.rank + change.removed
-    for each in cache.segments:
-        segment = copy.copy(each)
+    rank, end = 0, scope.rank + scope.removed
+    for original in cache.segments:
+        segment = copy.copy(original)
         if segment.compressed:
-            older = int(_seen(segment).min()) < where
-            moved = _moved_before(cache, segment, where, change.growth)
+            older = int(_seen_positions(segment).min()) < end_position
+            moved = _move_before(cache, segment, end_position, scope.growth)
             (before if older else after).append(moved)
             continue
-        left = min(max(change.rank - rank, 0), segment.length)
+        left = min(max(scope.rank - rank, 0), segment.length)
         right = min(max(end - rank, 0), segment.length)
         whole = left == segment.length
         before += [segment] if whole else segment.part(0, left)
         after += segment.rest(right) if right < segment.length else []
-        rank += each.length
-    cache.window.forget(before, sooner)
-    for segment in before if change.growth else ():
+        rank += original.length
+    cache.window.forget(before, evicted)
+    for segment in before if scope.growth else ():
         if not segment.compressed:
-            segment.map, segment.frozen = segment.map.closer(-change.growth), True
+            segment.map, segment.frozen = segment.map.closer(-scope.growth), True
     return [segment for segment in before if segment.length], after
 
 
-def _seen(segment: Segment) -> Tensor:
-    """Where the newest tokens see its cells: `[n]`, or of compressed ones for each KV head."""
+def _seen_positions(segment: Segment) -> Tensor:
+    """Return the positions at which the newest tokens see its cells.
+
+    `[n]`, or of compressed cells those of each KV head.
+    """
     return segment.positions() - segment.map.offset
 
 
-def _moved_before(cache: KVCache, segment: Segment, where: int, growth: int) -> Segment:
-    """A compressed segment; its cells before a position are seen from `growth` further away.
+def _move_before(cache: KVCache, segment: Segment, end_position: int, growth: int) -> Segment:
+    """Return a compressed segment whose cells before a position are seen from `growth` further.
 
     Each KV head has cells of its own. If some lie behind the position, the others are rotated.
     """
-    seen = _seen(segment)
-    if not growth or int(seen.min()) >= where:
+    seen = _seen_positions(segment)
+    if not growth or int(seen.min()) >= end_position:
         return segment
-    if int(seen.max()) < where:
+    if int(seen.max()) < end_position:
         segment.map, segment.frozen = segment.map.closer(-growth), True
         return segment
     cells = segment.read(0, segment.length)
-    cells = cells.shifted(cache.rope, torch.where(seen < where, -growth, 0))
+    cells = cells.shifted(cache.rope, torch.where(seen < end_position, -growth, 0))
     return Segment.from_cells(segment.layout, cells, segment.map, segment.anchor)
 
 
-def _as_seen_before(segment: Segment, where: int) -> Segment:
-    """The segment without its compressed cells that lie behind a position."""
-    if not segment.compressed or int(_seen(segment).max()) < where:
+def _hide_from(segment: Segment, end_position: int) -> Segment:
+    """Return the segment with its compressed cells at or behind a position hidden by a bias."""
+    if not segment.compressed or int(_seen_positions(segment).max()) < end_position:
         return segment
     cells = segment.read(0, segment.length)
     assert cells.bias is not None
-    later = (_seen(segment) >= where).to(cells.bias.device)
-    shown = replace(cells, bias=cells.bias.masked_fill(later, HIDDEN))
-    return Segment.from_cells(segment.layout, shown, segment.map, segment.anchor)
+    later = (_seen_positions(segment) >= end_position).to(cells.bias.device)
+    visible = replace(cells, bias=cells.bias.masked_fill(later, HIDDEN))
+    return Segment.from_cells(segment.layout, visible, segment.map, segment.anchor)
 
 
 def _reach(cache: KVCache) -> int:
-    """How many tokens are evaluated again for what local layers are to see."""
+    """Return how many tokens are evaluated again for the cells of local layers."""
     local = cache.local
     return 0 if local is None else REACH * (local.window.size or 0)
 
 
-def _evaluated_between(
+def _evaluate_inserted(
     memory: Memory,
     before: list[Segment],
     start: int,
-    where: int,
+    end_position: int,
     ids: Sequence[int],
     anchor: bool,
     prefill_step: int,
 ) -> list[Segment]:
-    """The segment of tokens that see what is before them and end at time `where`.
+    """Return the segment of inserted tokens, evaluated over the segments before them.
 
-    start: that of the first of them.
+    start: the index of the first of them. end_position: the time at which they end.
     """
     if not ids:
         return []
     cache = memory.cache.empty()
-    cache.segments = [_as_seen_before(s, where) for s in before]
-    cache.time, cache.serial = where - len(ids), memory.cache.serial
+    cache.segments = [_hide_from(segment, end_position) for segment in before]
+    cache.time, cache.serial = end_position - len(ids), memory.cache.serial
     if cache.local is not None:
         together = newest_together(cache, memory.serials.first(start))
         first = start - min(together, _reach(cache))
-        read = memory.tokens[first:start]
-        cache.local.segments = local_cells(memory.decoder, cache, read)
-    new = Segment(cache.layout_for(anchor), len(ids), anchor=anchor)
+        previous = memory.tokens[first:start]
+        cache.local.segments = local_cells(memory.decoder, cache, previous)
+    segment = Segment(cache.layout_for(anchor), len(ids), anchor=anchor)
     with torch.inference_mode():
         for first in range(0, len(ids), prefill_step):
-            some, device = ids[first : first + prefill_step], cache.layout.device
-            chunk = torch.tensor(some, dtype=torch.int64, device=device)
+            ids_in_step, device = ids[first : first + prefill_step], cache.layout.device
+            chunk = torch.tensor(ids_in_step, dtype=torch.int64, device=device)
             if not first:
-                cache.segments.append(new)
+                cache.segments.append(segment)
             with cache.step(len(chunk)) as step:
                 require_finite(memory.decoder.hidden(chunk, step))
-    new.frozen = True
-    return [new]
+    segment.frozen = True
+    return [segment]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from kvkeep.models.text.codec import TextCodec
-    from kvkeep.session.spans import Place
+    from kvkeep.session.spans import TokenRange
 
 
 def mark_for(*texts: str | None) -> str:
@@ -35,7 +35,9 @@ def cut(whole: str, marked: str, mark: str) -> tuple[str, str, str]:
     return before, whole[len(before) : len(before) + length], after
 
 
-def encode_pieces(codec: "TextCodec", pieces: Sequence[str]) -> "tuple[list[int], list[Place]]":
+def encode_pieces(
+    codec: "TextCodec", pieces: Sequence[str]
+) -> "tuple[list[int], list[TokenRange]]":
     """Token ids of a sealed rendering in pieces, and which of them each piece is.
 
     pieces: in turns what the template writes and the text of a message. The ids are those of the
@@ -52,7 +54,7 @@ def encode_pieces(codec: "TextCodec", pieces: Sequence[str]) -> "tuple[list[int]
     """
     parts = _parts(codec, pieces)
     ids: list[int] = []
-    places: list[Place] = []
+    places: list[TokenRange] = []
     for index, part in enumerate(parts):
         if part.fixed:
             found = codec.encode_sealed(part.text)

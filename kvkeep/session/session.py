@@ -1,35 +1,53 @@
 """A session: one model's live memory, fed and asked for tokens."""
 
-import itertools
-import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor
 
 from kvkeep import validation
-from kvkeep.cache import Bits
+from kvkeep.cache import Bits, KVCache
 from kvkeep.cache.shallow_copy import shallow_copy
-from kvkeep.errors import ContextFull, InvalidArgument
+from kvkeep.compression.calibration.calibration import Calibration
+from kvkeep.compression.methods import Budget, make_method
+from kvkeep.compression.plan import (
+    CompressionPlan,
+    CompressionReport,
+    best_at_once,
+    compress_held,
+)
+from kvkeep.errors import InvalidArgument
 from kvkeep.loaded_model import LoadedModel
 from kvkeep.policies import Policy
+from kvkeep.runtime.memory import trim
 from kvkeep.runtime.worker import computes, computes_itself
-from kvkeep.session.feeding import Feeding, FeedReport, Reader
-from kvkeep.session.held import changing
+from kvkeep.session import editing, naming
+from kvkeep.session.core import SessionCore
+from kvkeep.session.decoding import next_token, score_step, stream_text
+from kvkeep.session.editing import EditReport, Recompute
+from kvkeep.session.evaluation import rewind
+from kvkeep.session.feeding import Feeding, FeedReport
+from kvkeep.session.history import History
 from kvkeep.session.sampling import Sampler, Sampling
-from kvkeep.session.snapshots import restored_state, snapshot_of
-from kvkeep.session.spans import after_rewind
-from kvkeep.session.streaming import TextStream
+from kvkeep.session.snapshots import restored_policy, restored_state, snapshot_of
+from kvkeep.session.spans import Span, TokenRange, TokenStatus, after_rewind, token_statuses
+from kvkeep.session.transaction import session_transaction
 from kvkeep.storage.prefixes.interface import PrefixCache
 from kvkeep.storage.snapshots.fingerprint import Exactness
 from kvkeep.storage.snapshots.snapshot import Snapshot
 
 GREEDY = Sampling()
+WHOLE_PROMPT = -1  # keep: all of the first prompt
 
 
-class Session(Reader):
+class Session:
     """Feed it text, ask it for tokens; it remembers what its policy keeps.
 
     A call that is refused changes nothing. Evaluation goes in steps, and a step counts whole or
@@ -40,8 +58,8 @@ class Session(Reader):
     threads that use one session take turns in it, step by step: it stays whole, and holds what
     each added in the order in which they came.
 
-    finish_reason: why the last stream ended. exactness: of a restored session, whether it goes on
-    to the bit as the one that was saved.
+    exactness: of a restored session, whether it goes on to the bit as the one that was saved.
+    core: its parts, for kvkeep's own modules; not part of the public interface.
     """
 
     def __init__(
@@ -52,11 +70,10 @@ class Session(Reader):
         store: PrefixCache | None = None,
         bits: Bits = Bits(),  # noqa: B008 (frozen)
     ):
-        super().__init__(model, policy, prefill_step, store, bits)
-        self.finish_reason: str | None = None
+        self.core = SessionCore(model, policy, prefill_step, store, bits)
         self.exactness = Exactness()
 
-    # What it does
+    # Feeding and decoding
 
     def feed(
         self,
@@ -94,10 +111,9 @@ class Session(Reader):
         A prompt that `feed` would refuse is refused at once. Between two steps the session is whole
         and stands after the last one; it stays there if no more steps are asked for.
         """
-        begun, ids = time.perf_counter(), self._checked_ids(prompt, special)
-        return Feeding(self, ids, time.perf_counter() - begun)
+        started, ids = time.perf_counter(), self.core.encode_prompt(prompt, special)
+        return Feeding(self.core, ids, time.perf_counter() - started)
 
-    @computes
     def next_token(self, sampling: Sampling = GREEDY) -> int:
         """Samples a token, appends it and evaluates it.
 
@@ -106,16 +122,7 @@ class Session(Reader):
         nothing was fed yet.
         """
         validation.instance("sampling", sampling, Sampling)
-        logits = self._memory.logits()
-        if logits is None:
-            raise InvalidArgument("nothing to continue: feed a prompt before asking for tokens")
-        self._memory.require_room(1)
-        with changing([self]) as (work,):
-            token = work.choose(logits, sampling)
-            work.memory.step([token], 0, 1, sampled=True)
-        if sampling.constraint is not None:
-            sampling.constraint.accept(token)
-        return token
+        return next_token(self.core, sampling)
 
     def stream(
         self,
@@ -134,48 +141,9 @@ class Session(Reader):
         """
         max_tokens = validation.optional_whole("max_tokens", max_tokens, 0)
         validation.instance("sampling", sampling, Sampling)
-        ends = () if validation.flag("ignore_eos", ignore_eos) else self._model.end_token_ids
-        return self._written(max_tokens, sampling, ends)
-
-    def _written(
-        self, max_tokens: int | None, sampling: Sampling, ends: tuple[int, ...]
-    ) -> Iterator[str]:
-        before, self.finish_reason, shown = self.tokens, None, 0
-        try:
-            for piece in self._pieces(max_tokens, sampling, ends):
-                shown += len(piece)
-                yield piece
-        except GeneratorExit:
-            raise
-        except BaseException as error:
-            self.finish_reason = _reason(error)
-            whole = TextStream(self._text, sampling.stop, before)
-            if rest := whole.all_of(self.tokens[len(before) :])[shown:]:
-                try:
-                    yield rest
-                except GeneratorExit:
-                    if isinstance(error, Exception):
-                        raise  # nobody asks for more, but an interrupt must not get lost
-            raise
-
-    def _pieces(
-        self, max_tokens: int | None, sampling: Sampling, ends: tuple[int, ...]
-    ) -> Iterator[str]:
-        text = TextStream(self._text, sampling.stop, self.tokens)
-        for _ in itertools.count() if max_tokens is None else range(max_tokens):
-            token = self.next_token(sampling)
-            if token in ends:
-                self.finish_reason = "eos"
-                break
-            yield from text.push(token)
-            if text.stopped:
-                self.finish_reason = "stop"
-                return
-            if sampling.complete:
-                self.finish_reason = "eos"
-                break
-        self.finish_reason = self.finish_reason or "length"
-        yield from text.flush()
+        ignored = validation.flag("ignore_eos", ignore_eos)
+        end_ids = () if ignored else self.core.model.end_token_ids
+        return stream_text(self.core, max_tokens, sampling, end_ids)
 
     def score(
         self,
@@ -192,31 +160,16 @@ class Session(Reader):
         Returns `[n]` float64: the natural log of each token's probability given what the session
         remembered before it. The first token of a session was predicted by nothing: NaN.
         """
-        progress, ids = validation.progress(progress), self._checked_ids(prompt, special)
+        progress, ids = validation.progress(progress), self.core.encode_prompt(prompt, special)
         written = validation.flag("written", written)
         done, scores = 0, list[Tensor]()
         while done < len(ids):
-            scores.append(self._scored(ids, done, written))
+            scores.append(score_step(self.core, ids, done, written))
             count = len(scores[-1])
             done += count
             if progress:
                 progress(count)
         return torch.cat(scores)
-
-    @computes
-    def _scored(self, ids: list[int], done: int, written: bool) -> Tensor:
-        """The scores of one step's tokens, which are taken in."""
-        with self._changing() as work:
-            before = work.memory.hidden
-            hidden = self._step(work, ids, done, written).hidden
-            targets, nothing = ids[done : done + len(hidden)], []
-            if before is None:
-                nothing = [torch.full((1,), math.nan, dtype=torch.float64, device="cpu")]
-                targets = targets[1:]
-            else:
-                hidden = torch.cat((before, hidden))
-            found = work.memory.log_probabilities(hidden[: len(targets)], targets)
-            return torch.cat([*nothing, found])
 
     @computes_itself
     def rewind(self, count: int) -> list[int]:
@@ -229,13 +182,13 @@ class Session(Reader):
         Raises InvalidArgument for a negative count, and where the token to stand on is no longer
         held.
         """
-        with self._changing() as work:
-            count, memory = validation.whole("count", count), work.memory
-            every = count == len(memory.tokens) > memory.rewindable
-            taken = memory.take_all() if every else memory.take_back(count)
-            left = len(work.memory.tokens)
-            work.move_spans(lambda span: after_rewind(span, left))
-        return taken
+        with session_transaction([self.core]) as (state,):
+            count, memory = validation.whole("count", count), state.memory
+            everything = count == len(memory.tokens) > memory.rewindable
+            removed = memory.clear() if everything else rewind(memory, count)
+            left = len(memory.tokens)
+            state.move_spans(lambda span: after_rewind(span, left))
+        return removed
 
     @computes
     def take_back(self, count: int) -> None:
@@ -244,32 +197,193 @@ class Session(Reader):
         There are no logits until more is fed. For who tries tokens out, as speculative decoding
         does. Raises InvalidArgument where some of what was there before them is forgotten.
         """
-        with self._changing() as work:
-            work.memory.drop(validation.whole("count", count, 0))
-            left = len(work.memory.tokens)
-            work.move_spans(lambda span: after_rewind(span, left))
+        with session_transaction([self.core]) as (state,):
+            state.memory.truncate(validation.whole("count", count, 0))
+            left = len(state.memory.tokens)
+            state.move_spans(lambda span: after_rewind(span, left))
 
-    # Going on elsewhere
+    @computes
+    def draw_anew(self) -> None:
+        """The next tokens are drawn as a new session draws them.
+
+        Otherwise one seed goes on from token to token, whatever is fed in between.
+        """
+        with session_transaction([self.core]) as (state,):
+            state.sampler = Sampler()
+
+    # Editing and compressing
+
+    @computes_itself
+    def delete(
+        self, start: int | str, end: int | None = None, recompute: Recompute = "none"
+    ) -> EditReport:
+        """Takes out tokens `start ... end - 1`, or a named span.
+
+        Args:
+            recompute: "none" leaves later cells as they were computed, so that the edit costs
+                little; "suffix" evaluates everything after it anew, which is exact.
+
+        What is forgotten altogether, every token of it, has no cell that could go: with "none" it
+        goes from `tokens`. An empty span goes, too. In either case nothing is evaluated.
+
+        Raises:
+            InvalidArgument: no such range or span, or some of it is no longer remembered.
+        """
+        return editing.delete(self.core, start, end, recompute)
+
+    @computes_itself
+    def insert(
+        self,
+        at: int,
+        text: str | Sequence[int],
+        recompute: Recompute = "none",
+        special: bool = False,
+    ) -> EditReport:
+        """Puts text or token ids in before token `at`. Otherwise as `delete`.
+
+        special: as of `Session.feed`. Raises ContextFull where it does not fit.
+        """
+        return editing.insert(self.core, at, text, recompute, special)
+
+    @computes_itself
+    def replace(
+        self,
+        start: int | str,
+        end: int | None,
+        text: str | Sequence[int],
+        recompute: Recompute = "none",
+        special: bool = False,
+    ) -> EditReport:
+        """Puts text or token ids in the place of a range, or of a named span (`end` None).
+
+        Otherwise as `delete` and `insert`. A pinned or kept range stays pinned or kept, and a span
+        that is replaced by its name is what was put there, also if it was empty.
+        """
+        return editing.replace(self.core, start, end, text, recompute, special)
+
+    @computes_itself
+    def make_room(self, count: int, bridge: str = " (...) ", keep: int | None = None) -> EditReport:
+        """Takes out old tokens so that `count` more fit, and bridges the gap.
+
+        The first `keep` tokens stay (by default those that the policy keeps, or 4), then comes the
+        bridge, then what is left. So a session whose context is full goes on.
+        """
+        count, keep = validation.whole("count", count), validation.optional_whole("keep", keep)
+        if keep is None:
+            keep = min(self.keep, 4) if self.policy == "full" else self.keep
+        return editing.make_room(self.core, count, bridge, keep)
+
+    @computes_itself
+    def compress(
+        self,
+        ratio: float = 2.0,
+        method: str | None = None,
+        recent: int | None = None,
+        seed: int = 0,
+        calibration: Calibration | None = None,
+        progress: Callable[[int], None] | None = None,
+        budget: Budget | None = None,
+    ) -> CompressionReport:
+        """Leaves `ratio` times fewer cells, once; each KV head keeps its own.
+
+        The first four, the newest `recent` and pinned tokens stay as they are. What the method
+        keeps, merges or forgets cannot be edited or named any more. Policy "full" only: "archive"
+        compresses as it goes.
+
+        Args:
+            recent: None for 64 where all heads keep as many. Where they compete, for half of what
+                is left at ratios up to 4, less above (2 / ratio of it), and for 32 at least.
+            method: see `kvkeep.compression.methods`. None: "kvzap" by a calibration that has a
+                surrogate, and without one "kvzip", which has the text repeated in about the
+                time of reading it; "fitted" where some of it was compressed before.
+            seed: of method "random".
+            calibration: what is known of the model, for methods that decide by it.
+            progress: called after each chunk with the number of cells that were in it.
+            budget: "uniform", each 512 cells become so many fewer in every layer and KV head, or
+                "heads", whatever is worth most stays, in whichever head it is: some then keep
+                much, and others nothing. None: what is best for the method; "kvzip" then leaves
+                only what the text says once more, word for word, where that is enough.
+
+        Raises InvalidArgument where that cannot be done, before anything is changed.
+        """
+        ratio = validation.number("ratio", ratio)
+        seed = validation.whole("seed", seed, 0)
+        progress = validation.progress(progress)
+        core = self.core
+        if calibration is not None:
+            validation.instance("calibration", calibration, Calibration).require(core.model)
+        statistics = calibration.statistics if calibration else None
+        chosen = make_method(best_at_once(core.memory, statistics) if method is None else method)
+        recent = validation.optional_whole("recent", recent)
+        plan = CompressionPlan(
+            chosen, ratio, budget, core.model.text, recent, seed, statistics, progress
+        )
+        memory, report = compress_held(core.memory, plan)
+        core.state = replace(core.state, memory=memory)
+        trim()
+        return report
+
+    # Names and pins
+
+    def span(self, name: str) -> AbstractContextManager[None]:
+        """Names the tokens that come within the block; see `spans`.
+
+        A name is free again once all tokens of its span are forgotten or compressed. An exception
+        leaves it free, too; the tokens that came before it stay.
+        """
+        return naming.new_span(self.core, name)
+
+    @computes
+    def name(self, name: str, start: int, end: int) -> None:
+        """Names a range of tokens that are there already; a name in use moves to it."""
+        tokens = self.core.token_range(start, end)
+        naming.change_spans(self.core, {validation.text("name", name): tokens})
+
+    def remembered(self, start: int | str, end: int | None = None) -> int:
+        """How many tokens of a range or a named span are still held."""
+        return naming.count_remembered(self.core, start, end)
+
+    def pin(self, start: int | str, end: int | None = None) -> None:
+        """Never forgets a range or a named span, wherever it lies, until it is unpinned.
+
+        Raises InvalidArgument where it is not all remembered, overlaps another pin, or would
+        leave no room for a window.
+        """
+        naming.pin(self.core, start, end)
+
+    def unpin(self, start: int | str, end: int | None = None) -> None:
+        """Lets a pinned range go: it is forgotten as the window moves on."""
+        naming.unpin(self.core, start, end)
+
+    # Snapshots and forks
 
     @computes
     def snapshot(self) -> Snapshot:
         """All that this session is now. Cheap: cells are shared until they would be overwritten."""
-        return snapshot_of(self._model, self._state, self.prefill_step)
+        return snapshot_of(self.core)
 
     @classmethod
     @computes
     def restored(
-        cls, model: LoadedModel, snapshot: Snapshot, store: PrefixCache | None = None
+        cls,
+        model: LoadedModel,
+        snapshot: Snapshot,
+        store: PrefixCache | None = None,
+        policy: Policy | None = None,
     ) -> "Session":
         """The session that a snapshot was taken of.
+
+        policy: the snapshot's policy, if it was given a calibration; see `restored_policy`.
 
         Raises FingerprintMismatch for another model, and InvalidSnapshot, saying what is wrong,
         where no session of this model could have been so.
         """
-        state = restored_state(model, snapshot)
-        memory, step = state.memory, snapshot.settings["prefill_step"]
-        session = cls(model, memory.policy, step, store, memory.bits)
-        session._take(state)
+        if policy is None:
+            policy = restored_policy(model, snapshot)
+        state = restored_state(model, snapshot, policy)
+        step = snapshot.settings["prefill_step"]
+        session = cls(model, policy, step, store, state.memory.bits)
+        session.core.state = state
         session.exactness = Exactness.of(snapshot.arithmetic, model.arithmetic, snapshot.codec)
         return session
 
@@ -281,12 +395,13 @@ class Session(Reader):
         begun to rotate, which whoever goes on first copies. Raises InvalidArgument where the
         tokens up to `at` are no longer held.
         """
-        total = len(self._memory.tokens)
+        core = self.core
+        total = len(core.memory.tokens)
         at = validation.optional_whole("at", at)
         if at is not None and not 0 <= at <= total:
             raise InvalidArgument(f"fork at 0 to {total} tokens; found {at}")
         fork = shallow_copy(self)
-        fork._take(self._state.fork())
+        fork.core = core.with_state(core.state.fork())
         if at is not None:
             fork.rewind(total - at)
         return fork
@@ -315,11 +430,12 @@ class Session(Reader):
         Raises InvalidArgument where these tokens are not all held, each in a cell of its own, or
         for a count that is none of 0 to as many as there are.
         """
-        count = validation.whole("count", count, 0, len(self._memory.tokens))
-        beginning, state = shallow_copy(self), shallow_copy(self._state)
-        state.memory, state.sampler = self._memory.beginning(count), Sampler()
+        core = self.core
+        count = validation.whole("count", count, 0, len(core.memory.tokens))
+        beginning, state = shallow_copy(self), shallow_copy(core.state)
+        state.memory, state.sampler = core.memory.beginning(count), Sampler()
         state.move_spans(lambda span: after_rewind(span, count))
-        beginning._take(state)
+        beginning.core = core.with_state(state)
         return beginning
 
     @property
@@ -328,30 +444,145 @@ class Session(Reader):
 
         `beginning` then gives a copy of the whole session.
         """
-        return self._memory.holds_all
+        return self.core.memory.holds_all
 
-    @computes
-    def draw_anew(self) -> None:
-        """The next tokens are drawn as a new session draws them.
+    # State and settings
 
-        Otherwise one seed goes on from token to token, whatever is fed in between.
+    @property
+    def prefill_step(self) -> int:
+        """How many tokens of a prompt are evaluated at once."""
+        return self.core.prefill_step
+
+    @prefill_step.setter
+    def prefill_step(self, size: int) -> None:
+        self.core.prefill_step = size
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why the last stream ended; see `stream`."""
+        return self.core.finish_reason
+
+    @property
+    def keep(self) -> int:
+        """How many of the first tokens stay for ever; -1 until the first prompt is known.
+
+        Setting a larger number pins the oldest cells still held; a smaller one lets them go.
         """
-        with self._changing() as work:
-            work.sampler = Sampler()
+        return WHOLE_PROMPT if self.core.state.keep_whole_prompt else self.core.memory.policy.keep
 
-    # How
+    @keep.setter
+    def keep(self, keep: int) -> None:
+        keep = validation.whole("keep", keep)
+        if keep == WHOLE_PROMPT:
+            self.core.memory.policy.with_settings(keep=0)  # refused where nothing is kept apart
+        with session_transaction([self.core]) as (state,):
+            state.keep_whole_prompt = keep == WHOLE_PROMPT and not state.memory.tokens
+            if not state.keep_whole_prompt:
+                state.memory.change_policy(keep=keep)
 
-    def _checked_ids(self, prompt: str | Sequence[int], special: bool) -> list[int]:
-        ids = self._ids(prompt, special)
-        if not ids:
-            raise InvalidArgument("the prompt is empty: expected at least one token")
-        self._memory.require_room(len(ids))
-        self._state.check_prompt(len(ids))
-        return ids
+    @property
+    def discard(self) -> int:
+        """How many of the oldest cells go at once at the budget; 0 where none ever goes.
 
+        Policy "shift" lets it be set, to 0 for half of what is neither kept nor pinned.
+        """
+        return self.core.memory.policy.discards(self.cache)
 
-def _reason(error: BaseException) -> str:
-    """Why a stream ended that could not go on."""
-    if isinstance(error, ContextFull):
-        return "full"
-    return "interrupt" if isinstance(error, KeyboardInterrupt) else "error"
+    @discard.setter
+    def discard(self, discard: int) -> None:
+        if "discard" not in self.core.memory.policy.settings():
+            raise InvalidArgument(
+                f'policy "{self.policy}" has no discard to set; policy="shift" has'
+            )
+        with session_transaction([self.core]) as (state,):
+            state.memory.change_policy(discard=validation.whole("discard", discard))
+
+    def __repr__(self) -> str:
+        spans, pins = self.core.state.spans, self.core.memory.pins
+        named = f", {len(spans)} spans" if spans else ""
+        pinned = f", {len(pins)} pinned" if pins else ""
+        return (
+            f"<{type(self).__name__} of {self.core.model.name}: {self.policy}, "
+            f"{self.cache.cells:,} of {self.max_kv_size:,} cells "
+            f"({self.cache.nbytes / 1e6:,.1f} MB), {len(self.tokens):,} tokens{named}{pinned}>"
+        )
+
+    @property
+    def cache(self) -> KVCache:
+        """The cells as they are now; each call that changes the session brings others.
+
+        `cache.cells` counts them and `cache.nbytes` says what they take.
+        """
+        return self.core.memory.cache
+
+    @property
+    def tokens(self) -> History:
+        """Every token id so far, also those that the policy has forgotten.
+
+        It equals a list of them, costs nothing to look at and never changes.
+        """
+        return self.core.memory.tokens
+
+    @property
+    @computes
+    def logits(self) -> Tensor | None:
+        """`[vocab]` float32 for the last token evaluated (a copy); None before the first."""
+        current = self.core.memory.logits()
+        return None if current is None else current.clone()
+
+    @property
+    def policy(self) -> str:
+        return self.core.memory.policy.name
+
+    @property
+    def max_kv_size(self) -> int:
+        return self.core.memory.policy.max_kv_size
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What its policy was made with, its budget included, as far as it has settings."""
+        return self.core.memory.policy.settings()
+
+    @property
+    def bits(self) -> Bits:
+        """In how many bits its cells are kept."""
+        return self.core.memory.bits
+
+    @property
+    def room(self) -> int | None:
+        """How many more tokens it can take; None if there is no end."""
+        return self.core.memory.policy.room(self.cache)
+
+    def text(self) -> str:
+        """All tokens as text, special tokens included."""
+        return self.core.model.text.decode(self.tokens)
+
+    @property
+    def spans(self) -> dict[str, Span]:
+        """Named spans, where they are now, and how much of each is still remembered."""
+        return naming.list_spans(self.core)
+
+    @property
+    def places(self) -> Mapping[str, TokenRange]:
+        """Where each span is: its first token, and the one behind its last.
+
+        Costs nothing to look at, where `spans` looks at each token of every span.
+        """
+        return MappingProxyType(self.core.state.spans)
+
+    def watch(self) -> Callable[[], bool]:
+        """Something to ask, at any time, whether the session has changed since now."""
+        before = weakref.ref(self.core.state)
+        return lambda: before() is not self.core.state
+
+    @property
+    def token_status(self) -> list[TokenStatus]:
+        """What became of each token, in order; see `TokenStatus`."""
+        return token_statuses(self.core.memory)
+
+    @property
+    def standing(self) -> list[TokenStatus]:
+        """What became of each token: deprecated, use `token_status`."""
+        message = "Session.standing is deprecated: use Session.token_status"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        return self.token_status

@@ -1,16 +1,17 @@
-"""Named stretches of tokens, which follow what happens to the tokens around them."""
+"""Named ranges of tokens that move with the tokens around them, and the status of each token."""
 
 from dataclasses import dataclass
 from typing import Literal
 
-from kvkeep.cache import Segment
+from kvkeep.session.memory import Memory
 
-# A token is "kept" with the first ones or "pinned" for ever, "grouped" with others at one position
-# for as long, or in the "window" until newer ones push it out. Then it is "forgotten", or in a
-# session with compressed cells "compressed": it may live on in cells that it shares with others.
-Standing = Literal["kept", "pinned", "grouped", "window", "compressed", "forgotten"]
-Place = tuple[int, int]  # a span's first token, and the one behind its last
-GONE: frozenset[Standing] = frozenset(("compressed", "forgotten"))  # no cell of its own
+# A token is "kept" as one of the first or "pinned", both for ever, "grouped" with others at one
+# position for as long, or in the "window" until newer ones push it out. After that it is
+# "forgotten", or in a session with compressed cells "compressed": it may live on in cells that it
+# shares with others.
+TokenStatus = Literal["kept", "pinned", "grouped", "window", "compressed", "forgotten"]
+TokenRange = tuple[int, int]  # the index of the first token, and the one after the last
+GONE: frozenset[TokenStatus] = frozenset(("compressed", "forgotten"))  # no cell of its own
 
 
 @dataclass(frozen=True)
@@ -30,11 +31,11 @@ class Span:
         return self.remembered < self.end - self.start
 
 
-def after_edit(span: Place, start: int, end: int, added: int) -> Place:
-    """Where a span lies once tokens `start ... end - 1` were replaced by `added` others.
+def after_edit(span: TokenRange, start: int, end: int, added: int) -> TokenRange:
+    """Return where a span lies after tokens `start ... end - 1` were replaced by `added` others.
 
-    What is put in the place of tokens of a span belongs to it; what is put in at its border does
-    not.
+    Tokens that replace tokens of a span belong to it; tokens inserted at its border do not. With
+    span (4, 8) and one token added: replacing 5 ... 6 gives (4, 7), inserting at 4 gives (5, 9).
     """
     first, last = span
     change = added - (end - start)
@@ -49,15 +50,25 @@ def after_edit(span: Place, start: int, end: int, added: int) -> Place:
     return first, max(first, last)
 
 
-def after_rewind(span: Place, tokens: int) -> Place:
-    """Where a span lies once only the first `tokens` are left."""
+def after_rewind(span: TokenRange, tokens: int) -> TokenRange:
+    """Return where a span lies once only the first `tokens` tokens are left."""
     return min(span[0], tokens), min(span[1], tokens)
 
 
-def standing_in(segment: Segment, kept: bool, pinned: bool) -> Standing:
-    """How a held cell stands."""
-    if segment.map.group > 1:
-        return "grouped"
-    if segment.anchor and kept:
-        return "kept"
-    return "pinned" if pinned else "window"
+def token_statuses(memory: Memory) -> list[TokenStatus]:
+    """Return the status of each token of a memory, in order."""
+    held: dict[int, TokenStatus] = {}
+    gone: TokenStatus = "forgotten"
+    for segment in memory.cache.segments:
+        if segment.compressed:
+            gone = "compressed"
+            continue
+        for serial in segment.serials():
+            if segment.map.group > 1:
+                status: TokenStatus = "grouped"
+            elif segment.anchor and len(held) < memory.policy.keep:
+                status = "kept"
+            else:
+                status = "pinned" if serial in memory.pins else "window"
+            held[serial] = status
+    return [held.get(serial, gone) for serial in memory.serials]

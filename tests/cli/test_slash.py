@@ -68,7 +68,7 @@ def _rendered(model: Model, turns, system: str | None = SYSTEM) -> str:
 
 def _pinned(branches: Branches) -> str:
     session = branches.current.session
-    pairs = zip(session.tokens, session.standing, strict=True)
+    pairs = zip(session.tokens, session.token_status, strict=True)
     return branches.current.codec.decode([t for t, standing in pairs if standing == "pinned"])
 
 
@@ -194,12 +194,12 @@ def test_forgetting_quoted_words_removes_nothing_else(branches: Branches, do: Do
 )
 def test_a_refused_command_changes_nothing(branches: Branches, do: Do, line, why) -> None:
     session, spans = branches.current.session, branches.current.session.spans
-    tokens, standing = session.tokens, session.standing
+    tokens, standing = session.tokens, session.token_status
     with pytest.raises(KvkeepError) as refused:
         do(line)
     assert why in str(refused.value)
     assert "\n" not in str(refused.value)
-    assert (session.tokens, session.standing, session.spans) == (tokens, standing, spans)
+    assert (session.tokens, session.token_status, session.spans) == (tokens, standing, spans)
     assert branches.name == "main"
 
 

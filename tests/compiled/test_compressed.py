@@ -36,7 +36,10 @@ def transplanted(session: Session, model: Model) -> Session:
         cells = Cells(keys, values, cells.positions, cells.serials, cells.bias)
         there.segments.append(Segment.from_cells(there.layout, cells, segment.map, segment.anchor))
     there.time, there.serial = cache.time, cache.serial
-    other._memory.tokens, other._memory.serials = session.tokens, session._memory.serials
+    other.core.memory.tokens, other.core.memory.serials = (
+        session.tokens,
+        session.core.memory.serials,
+    )
     return other
 
 
@@ -107,7 +110,7 @@ def test_observed_queries_equal_those_of_torch_to_bfloat16_rounding(
         group = SessionGroup([session, fork])
         for token in PROMPT[50:55]:
             for one in group.sessions:
-                one._memory.take_in([], one._memory.hidden, forced(one, token))
+                one.core.memory.append([], one.core.memory.hidden, forced(one, token))
             group.next_tokens()
         for one in group.sessions:
             assert one.cache.observer is not None

@@ -175,10 +175,10 @@ def test_cells_equal_those_of_torch_to_bfloat16_rounding() -> None:
 def over_the_same_cells(model: Model, session: Session, kv_bits: str | None) -> Session:
     """Return a session of another model that continues from the cells of a session."""
     other = model.session(kv_bits=kv_bits)
-    memory, results = other._memory, session._memory.fork()
+    memory, results = other.core.memory, session.core.memory.fork()
     results.decoder, results.cache.layout = memory.decoder, memory.cache.layout
     results.cache.far_layout = memory.cache.far_layout
-    other._state.memory = results
+    other.core.state.memory = results
     return other
 
 

@@ -199,7 +199,7 @@ def test_ragged_cells_that_do_not_fit_their_offsets_are_refused(
 def test_a_token_outside_the_vocabulary_is_refused(token: int) -> None:
     session = packed_model(SPEC, None).session()
     session.feed(PROMPT)
-    memory = session._memory
+    memory = session.core.memory
     memory.policy.open(memory.cache, 1)
     with pytest.raises(KernelMismatch, match="tokens of 0 to 263"), memory.cache.step(1) as step:
         memory.decoder.hidden(torch.tensor([token]), step)

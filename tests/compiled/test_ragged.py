@@ -70,7 +70,10 @@ def transplanted(session: Session, model: Model, kv_bits: Any = None) -> Session
         cells = in_dtype(segment.read(0, segment.length), there.layout.dtype)
         there.segments.append(Segment.from_cells(there.layout, cells, segment.map, segment.anchor))
     there.time, there.serial = cache.time, cache.serial
-    other._memory.tokens, other._memory.serials = session.tokens, session._memory.serials
+    other.core.memory.tokens, other.core.memory.serials = (
+        session.tokens,
+        session.core.memory.serials,
+    )
     return other
 
 

@@ -4,12 +4,12 @@ import signal
 import subprocess
 import sys
 import threading
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from altered_snapshots import altered
 from topics import topic_ids
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
@@ -116,7 +116,7 @@ def test_states_are_kept_forked_and_never_edited(name: str, tmp_path: Path) -> N
         for found, wanted in zip(bits(model, other, 12), expected, strict=True):
             assert torch.equal(found, wanted)
     with pytest.raises(InvalidSnapshot, match="states"):
-        KvkeepCache.restore(model, replace(cache.snapshot(), recurrent={}))
+        KvkeepCache.restore(model, altered(cache.snapshot(), recurrent={}))
     before, full = list(cache.tokens), KvkeepCache(model, 64, policy="full")
     read(model, full, ids)
     for change in (

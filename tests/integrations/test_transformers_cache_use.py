@@ -88,7 +88,7 @@ def test_a_copied_session_is_a_fork() -> None:
     session.feed(list(range(3, 43)))
     for copied in (copy.copy, copy.deepcopy):
         expected, other = session.fork(), copied(session)
-        assert other._model is session._model
+        assert other.core.model is session.core.model
         other.feed([7] * 20)
         assert len(session.tokens) == 40
         for each in (expected, session):

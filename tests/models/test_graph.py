@@ -118,5 +118,5 @@ def test_a_ring_that_hides_cells_has_no_lasting_geometry() -> None:
         with session.cache.step(1) as step:
             assert isinstance(step, DecodeStep)
             found.append(geometry(step))
-            session._model.decoder.hidden(torch.tensor([5]), step)
+            session.core.model.decoder.hidden(torch.tensor([5]), step)
     assert None in found

@@ -36,7 +36,7 @@ def act(session: Session, action: tuple[str, int, int]) -> None:
     elif kind == "pin":
         session.pin(start, start + more)
     elif kind == "unpin":
-        pinned = [i for i, status in enumerate(session.standing) if status == "pinned"]
+        pinned = [i for i, status in enumerate(session.token_status) if status == "pinned"]
         if pinned:
             first = pinned[amount % len(pinned)]
             session.unpin(first, first + 3)

@@ -142,7 +142,7 @@ def test_an_edit_between_archived_cells_moves_one_side(seed: int) -> None:
         item.feed(TEXT[:30])
     session.pin(25, 29)
     for turn in range(5):
-        pinned = [i for i, status in enumerate(session.standing) if status == "pinned"]
+        pinned = [i for i, status in enumerate(session.token_status) if status == "pinned"]
         start, new = draw.choice(pinned), TEXT[turn:][: draw.randrange(1, 9)]
         end = min(start + draw.randrange(3), pinned[-1] + 1)
         for item in (session, other):

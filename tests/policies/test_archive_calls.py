@@ -82,7 +82,7 @@ def test_pinned_tokens_stay_until_they_are_unpinned() -> None:
     for _ in range(5):
         session.feed(TEXT[:60])
         assert set(pins) <= set(session.cache.serials())
-        assert session.standing[90:94] == ["pinned"] * 4
+        assert session.token_status[90:94] == ["pinned"] * 4
     session.unpin(90, 94)
     session.feed(TEXT[:60])
     assert not set(pins) & set(session.cache.serials())
@@ -91,11 +91,11 @@ def test_pinned_tokens_stay_until_they_are_unpinned() -> None:
 def test_archived_tokens_have_the_status_compressed() -> None:
     session = Setting().fed(100)
     held = session.cache.serials()
-    statuses = session.standing
+    statuses = session.token_status
     assert statuses[:4] == ["kept"] * 4
     assert set(statuses[4:]) == {"compressed", "window"}
     assert [item != "compressed" for item in statuses] == [n in held for n in range(100)]
-    assert "compressed" not in Setting().fed(20).standing
+    assert "compressed" not in Setting().fed(20).token_status
 
 
 def test_archived_tokens_cannot_be_pinned_rewound_to_or_edited() -> None:

@@ -63,7 +63,7 @@ def test_a_session_equals_one_in_python(client: httpx.Client, smollm2: Model) ->
     assert result["tokens"] == [session.next_token() for _ in range(20)]
     memory = client.get(f"/v1/sessions/{name}/memory").json()
     assert [run["standing"] for run in memory["runs"] for _ in range(run["count"])] == (
-        session.standing
+        session.token_status
     )
     assert memory["cells"] == session.cache.cells
     assert memory["spans"]["text"]["end"] > 100

@@ -167,7 +167,7 @@ def test_what_is_read_goes_on_as_what_was_written(tmp_path: Path, session: Any, 
     going.snapshot().save(tmp_path / "a.kvkeep", codec)
     restored = MODEL.restore(Snapshot.load(tmp_path / "a.kvkeep"))
     assert list(differences(whole_state(going), whole_state(restored))) == []
-    assert restored.standing == going.standing
+    assert restored.token_status == going.token_status
     assert restored.cache.nbytes <= going.cache.nbytes
     for _ in range(20):
         assert restored.next_token() == going.next_token()

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import struct
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import psutil
 import pytest
 import safetensors.numpy
 import torch
+from altered_snapshots import altered
 from small import small_model
 from topics import topic_ids
 
@@ -168,7 +168,7 @@ def _of_empty_cells(layout: Layout, count: int) -> Snapshot:
     cells, numbers = Cells.zeros(layout, count), torch.arange(count)
     cells.serials.copy_(numbers)
     cells.positions.copy_(numbers)
-    return replace(
+    return altered(
         SESSIONS["empty"].snapshot(),
         segments=(Segment.from_cells(layout, cells, PositionMap(), anchor=False),),
         tokens=numbers.int(),

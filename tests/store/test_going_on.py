@@ -27,7 +27,7 @@ NEXT = 16
 
 def restored(session: Session, path: Path) -> Session:
     session.snapshot().save(path)
-    return session._model.restore(Snapshot.load(path))
+    return session.core.model.restore(Snapshot.load(path))
 
 
 def assert_they_go_on_alike(one: Session, other: Session, count: int = NEXT) -> None:

@@ -73,7 +73,7 @@ def test_a_file_of_each_kind_of_session_goes_on_as_it_did(name: str) -> None:
 
 def test_what_was_pinned_and_named_is_so_again() -> None:
     session = restored(PATH.with_name("golden-pinned.kvkeep"))
-    assert session.standing[60:64] == ["pinned"] * 4
+    assert session.token_status[60:64] == ["pinned"] * 4
     assert (session.spans["said"].start, session.spans["said"].end) == (65, 70)
     assert session.discard == (60 - 4 - 4) // 2
 
@@ -83,7 +83,7 @@ def test_each_kv_head_has_the_cells_that_it_had() -> None:
     slots = [segment.block.slots for segment in session.cache.segments]
     ragged = [cells for cells in slots if isinstance(cells, Ragged)]
     assert [x.counts.tolist() for x in ragged] == [[[0, 6], [12, 6]], [[6, 9], [8, 9]]]
-    assert session.standing[30:34] == ["pinned"] * 4
+    assert session.token_status[30:34] == ["pinned"] * 4
 
 
 def test_a_calibration_of_an_earlier_release_is_of_this_model() -> None:

@@ -2,12 +2,12 @@
 
 import copy
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from altered_snapshots import altered
 from small import small_model
 from torch import Tensor
 
@@ -370,7 +370,7 @@ def test_what_a_file_says_of_itself_is_checked_before_anyone_reads_it(tmp_path: 
 )
 def test_a_snapshot_that_somebody_made_is_checked_as_well(changed: dict[str, Any]) -> None:
     with pytest.raises(InvalidSnapshot, match="no session of small could have been so"):
-        MODEL.restore(replace(ring().snapshot(), **changed))
+        MODEL.restore(altered(ring().snapshot(), **changed))
 
 
 @pytest.mark.parametrize(
@@ -386,7 +386,7 @@ def test_some_of_ragged_cells_are_no_segment(changed: dict[str, Any]) -> None:
         setattr(cut, name, value)
     segments = (snapshot.segments[0], cut, *snapshot.segments[2:])
     with pytest.raises(InvalidSnapshot, match="ragged"):
-        MODEL.restore(replace(snapshot, segments=segments))
+        MODEL.restore(altered(snapshot, segments=segments))
 
 
 @pytest.mark.parametrize("codec", ["zstd", "int8"])

@@ -15,14 +15,20 @@ HOW = Sampling(temperature=1.0, seed=3)
 
 
 def all_of(snapshot: Snapshot) -> dict[str, Any]:
-    """Copies of all that it holds, the cells as they are read."""
-    found = {f.name: copy.deepcopy(getattr(snapshot, f.name)) for f in fields(snapshot)}
-    del found["segments"]
+    """Copies of all fields of a snapshot, its memory and its cache; cells as they are read."""
+    memory, cache = snapshot.memory, snapshot.memory.cache
+    parts = [(snapshot, {"memory"}), (memory, {"cache"}), (cache, {"segments"})]
+    contents = {
+        f"{type(part).__name__}.{f.name}": copy.deepcopy(getattr(part, f.name))
+        for part, left_out in parts
+        for f in fields(part)
+        if f.name not in left_out
+    }
     for index, segment in enumerate(snapshot.segments):
         cells = segment.read(0, segment.length)
-        found |= {f"{index}.{f.name}": getattr(cells, f.name) for f in fields(cells)}
-        found[f"{index}.map"] = segment.map
-    return found
+        contents |= {f"{index}.{f.name}": getattr(cells, f.name) for f in fields(cells)}
+        contents[f"{index}.map"] = segment.map
+    return contents
 
 
 def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:

@@ -20,6 +20,7 @@ from kvkeep.compression.reconstruction import reconstruction
 from kvkeep.errors import InvalidArgument
 from kvkeep.loaded_model import LoadedModel
 from kvkeep.policies import Full, Sliding
+from kvkeep.session.evaluation import evaluate
 from kvkeep.session.memory import Memory
 from kvkeep.session.session import Session
 
@@ -129,7 +130,7 @@ class ReconstructionPart(CalibrationPart):
         self, model: LoadedModel, ids: list[int], sums: CalibrationSums, progress: Progress
     ) -> None:
         memory = Memory(model.decoder, Full(self.end - self.first))
-        for done in memory.evaluate(ids[self.first : self.end], STEP):
+        for done in evaluate(memory, ids[self.first : self.end], STEP):
             progress(done.hidden.shape[0])
         scores = reconstruction(memory, model.text, progress).clamp(min=LOWEST).double().cpu()
         cache, regression = memory.cache, sums.held_back if self.held_back else sums.fitted

@@ -19,7 +19,7 @@ from kvkeep.integrations.transformers.forward_hooks import Reading
 from kvkeep.integrations.transformers.model import TransformersModel, from_transformers
 from kvkeep.policies import Policy, PolicySettings
 from kvkeep.runtime.worker import computing
-from kvkeep.session.edit import EditReport, Recompute
+from kvkeep.session.editing import EditReport, Recompute
 from kvkeep.session.history import History
 from kvkeep.session.session import Session
 from kvkeep.session.spans import Span
@@ -326,7 +326,9 @@ class KvkeepCache(Cache):
     @property
     def is_croppable(self) -> bool:
         """Whether tokens can be taken back without a trace: while none was forgotten."""
-        return all(session._memory.rewindable == len(session.tokens) for session in self.sessions)
+        return all(
+            session.core.memory.rewindable == len(session.tokens) for session in self.sessions
+        )
 
     def crop(self, tokens_to_remove: int) -> None:
         """Takes the last tokens back, a negative number of them, as assisted decoding does.

@@ -16,7 +16,7 @@ from kvkeep.integrations.transformers.interface import attended_by
 from kvkeep.integrations.transformers.layers import Adapted
 from kvkeep.integrations.transformers.step_cache import StepCache
 from kvkeep.integrations.transformers.step_runner import Stepping
-from kvkeep.session.external_step import OutsideStep
+from kvkeep.session.external_step import ExternalStep
 from kvkeep.session.session import Session
 
 _READ = {"input_ids", "attention_mask", "position_ids", "past_key_values"}
@@ -86,7 +86,7 @@ class Reading:
         if not self.rows:
             raise InvalidArgument("attention_mask hides every token of this forward")
         executor = cache.executor
-        self._step = OutsideStep([sessions[i] for i in self.rows], [given[i] for i in self.rows])
+        self._step = ExternalStep([sessions[i] for i in self.rows], [given[i] for i in self.rows])
         self._open = ExitStack()
         try:
             self.stepping = Stepping(executor.adapted, self._step.step)
@@ -127,7 +127,7 @@ class Reading:
             raise
         self.cache.reading, self.over = None, True
         self.cache.read(self.shape[1], [len(own) for own in self.columns])
-        self._step.keep()
+        self._step.commit()
         return whole
 
     def _whole(self, found: Sequence[Tensor]) -> Tensor:

@@ -8,6 +8,7 @@ from kvkeep.errors import UnsupportedModel
 from kvkeep.integrations.transformers.hooks import body_of
 from kvkeep.models.layers.decoder import Decoder
 from kvkeep.policies import Full
+from kvkeep.session.evaluation import evaluate
 from kvkeep.session.memory import Memory
 
 _TOKENS, _STEPS = 12, (7, 1, 4)
@@ -29,7 +30,7 @@ def require_agreement(model: PreTrainedModel, decoder: Decoder) -> None:
     wanted = body.last_hidden_state[0]
     memory, done = Memory(decoder, Full(2 * _TOKENS)), 0
     for count in _STEPS:
-        (step,) = memory.evaluate(ids[done : done + count], count)
+        (step,) = evaluate(memory, ids[done : done + count], count)
         off = _off(step.hidden, wanted[done : done + count])
         what = f"its layers, given {count} tokens after {done}, make"
         _require(off, wanted.dtype, what)

@@ -82,7 +82,7 @@ async def heads(
 def _memory(record: SessionRecord, engine: Engine) -> dict[str, Any]:
     session = record.live
     runs, start = list[dict[str, Any]](), 0
-    for status, tokens in groupby(session.standing):
+    for status, tokens in groupby(session.token_status):
         count = sum(1 for _ in tokens)
         runs.append({"standing": status, "start": start, "count": count})
         start += count

@@ -28,6 +28,7 @@ from kvkeep.storage.snapshots.segments import (
 
 # The formats of files that hold nothing which their readers cannot ignore.
 _OF_PLAIN_CELLS, _OF_EVEN_CELLS, _WITHOUT_WORTH, _OF_ONE_LAYOUT, _OF_CELLS = 1, 2, 3, 4, 5
+_WINDOW = ("size", "discard", "moves")
 _STATE = "recurrent."  # begins the names of the tensors that are states
 
 
@@ -37,40 +38,28 @@ class Snapshot:
 
     Taking one is cheap: cells are shared with the session until one side would overwrite them.
 
-    fingerprint: of the model. policy: name and settings. settings: of the session. tokens: `[n]`
-    int32, all of them, the forgotten ones too. serials: `[n]` int64, by which a token's cell is
-    found; serial: the next. clock: the time of the next token. hidden: `[1, hidden_size]` and
-    logits: `[vocab]` of the last token; None in an empty session. sampler: the seed and the random
-    generator's state. layout: of plain cells. local, local_layout: the same of local layers, where
-    the model has such. recurrent: the states of layers that have no cells. bits: in how many cells
-    are kept. observed: the newest queries, where the policy decides by them. arithmetic: what it
-    was computed with; see `LoadedModel`; empty in files of earlier releases. codec: of the file
-    that it was in. created: seconds since 1970. notes: JSON values of whoever keeps the session,
-    such as what a chat must remember beside it; kvkeep's library reads none of them.
+    fingerprint: of the model. policy: name and settings. settings: of the session: `prefill_step`,
+    `keep_whole_prompt` and `spans`. memory: tokens, cells and the last token's logits. sampler: the
+    seed and the random generator's state. layout: of plain cells; local_layout: the same of local
+    layers, if the model has such. bits: of the cells. arithmetic: what they were computed with; see
+    `LoadedModel`; empty in files of earlier releases. codec: of the file that the snapshot was
+    loaded from. created: seconds since 1970. notes: JSON values of the program that keeps the
+    session, such as what a chat must remember beside it; kvkeep's library reads none of them.
     """
 
     fingerprint: dict[str, str]
     model: str
     policy: dict[str, Any]
     settings: dict[str, Any]
-    tokens: Tensor
-    serials: Tensor
-    clock: int
-    serial: int
-    segments: tuple[Segment, ...]
-    hidden: Tensor | None
-    logits: Tensor | None
+    memory: MemoryState
     sampler: dict[str, Any]
     layout: Layout
-    observed: Queries | None = None
+    local_layout: Layout | None = None
     bits: Bits = field(default_factory=Bits)
     arithmetic: dict[str, str] = field(default_factory=dict)
     codec: str = "none"
     created: float = field(default_factory=time.time)
     notes: dict[str, Any] = field(default_factory=dict)
-    local: tuple[Segment, ...] = ()
-    local_layout: Layout | None = None
-    recurrent: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         spans = self.settings.get("spans", {})
@@ -81,6 +70,55 @@ class Snapshot:
             f"<Snapshot of {self.model}: {self.policy['name']}, {self.cells:,} cells "
             f"({nbytes / 1e6:,.1f} MB), {len(self.tokens):,} tokens{named}>"
         )
+
+    @property
+    def tokens(self) -> Tensor:
+        """`[n]` int32: all tokens, the forgotten ones too."""
+        return self.memory.tokens
+
+    @property
+    def serials(self) -> Tensor:
+        """`[n]` int64: the number of each token, by which its cell is found."""
+        return self.memory.serials
+
+    @property
+    def clock(self) -> int:
+        """The time of the next token."""
+        return self.memory.cache.time
+
+    @property
+    def serial(self) -> int:
+        """The serial of the next token."""
+        return self.memory.cache.serial
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        return self.memory.cache.segments
+
+    @property
+    def local(self) -> tuple[Segment, ...]:
+        """The segments of local layers."""
+        return self.memory.cache.local
+
+    @property
+    def recurrent(self) -> Mapping[str, Tensor]:
+        """The states of layers that have no cells."""
+        return self.memory.cache.recurrent
+
+    @property
+    def observed(self) -> Queries | None:
+        """The newest queries, if the policy decides by them."""
+        return self.memory.cache.observed
+
+    @property
+    def hidden(self) -> Tensor | None:
+        """`[1, hidden_size]` of the last token; None in an empty session."""
+        return self.memory.hidden
+
+    @property
+    def logits(self) -> Tensor | None:
+        """`[vocab]` of the last token; None in an empty session."""
+        return self.memory.logits
 
     @property
     def cells(self) -> int:
@@ -110,7 +148,7 @@ class Snapshot:
             "fingerprint": self.fingerprint,
             "model": self.model,
             "policy": self.policy,
-            "settings": self.settings,
+            "settings": self._settings_entry(),
             "tokens": len(self.tokens),
             "clock": self.clock,
             "serial": self.serial,
@@ -130,6 +168,17 @@ class Snapshot:
         if self.local_layout is not None:
             document["local_layout"] = _layout_entry(self.local_layout)
         return write_container(as_path(path), SNAPSHOT, self._format, document, stored)
+
+    def _settings_entry(self) -> dict[str, Any]:
+        """The settings as in a file: there, pins and the window are among them."""
+        window = self.memory.cache.window
+        own = {name: value for name, value in self.settings.items() if name != "spans"}
+        return {
+            **own,
+            "pins": list(self.memory.pins),
+            "spans": self.settings.get("spans", {}),
+            "window": {name: getattr(window, name) for name in _WINDOW},
+        }
 
     @property
     def _format(self) -> int:
@@ -161,21 +210,6 @@ class Snapshot:
             return _assemble(document, _decoded(document, container.tensors))
         except (LookupError, ValueError, TypeError, AttributeError, RuntimeError) as error:
             raise _corrupt(path, error) from error
-
-    def memory(self) -> MemoryState:
-        """What the session's memory was."""
-        window = Window(**self.settings.get("window", {}))
-        held = CacheState(
-            self.segments,
-            window,
-            self.clock,
-            self.serial,
-            self.observed,
-            self.local,
-            self.recurrent,
-        )
-        pins = self.settings.get("pins", [])
-        return MemoryState(self.tokens, self.serials, pins, self.hidden, self.logits, held)
 
 
 def describe(path: str | Source) -> dict[str, Any]:
@@ -218,43 +252,51 @@ def _assemble(document: dict[str, Any], tensors: dict[str, Tensor]) -> Snapshot:
     (layout, *local), bits = _plain_layouts(document), Bits(**document.get("bits", {}))
     layouts = (*bits.layouts(layout), *(bits.layouts(each)[0] for each in local))
     entries = document["segments"]
-    read = [read_segment(index, layouts, entry, tensors) for index, entry in enumerate(entries)]
+    segments = [read_segment(index, layouts, entry, tensors) for index, entry in enumerate(entries)]
     is_local = [entry.get("local", False) for entry in entries]
     require(len(tensors["tokens"]) == document["tokens"], "another number of tokens")
-    snapshot = Snapshot(
-        fingerprint=document["fingerprint"],
-        model=document["model"],
-        policy=document["policy"],
-        settings=document["settings"],
-        tokens=tensors["tokens"],
-        serials=tensors["serials"],
-        clock=document["clock"],
-        serial=document["serial"],
-        segments=tuple(each for each, near in zip(read, is_local, strict=True) if not near),
-        hidden=tensors.get("hidden"),
-        logits=tensors.get("logits"),
-        sampler=document["sampler"],
-        layout=layout,
-        observed=_observed(tensors),
-        bits=bits,
-        arithmetic=document.get("arithmetic", {}),
-        codec=document["codec"],
-        created=document["created"],
-        notes=document.get("notes", {}),
-        local=tuple(each for each, near in zip(read, is_local, strict=True) if near),
-        local_layout=local[0] if local else None,
-        recurrent={
+    settings, observed = dict(document["settings"]), _observed(tensors)
+    pins, window = settings.pop("pins", []), settings.pop("window", {})
+    cache = CacheState(
+        tuple(segment for segment, local in zip(segments, is_local, strict=True) if not local),
+        Window(**window),
+        document["clock"],
+        document["serial"],
+        observed,
+        tuple(segment for segment, local in zip(segments, is_local, strict=True) if local),
+        {
             name.removeprefix(_STATE): state
             for name, state in tensors.items()
             if name.startswith(_STATE)
         },
     )
-    memory, observed = snapshot.memory(), snapshot.observed
-    near, far, *of_local = layouts
+    memory = MemoryState(
+        tensors["tokens"],
+        tensors["serials"],
+        pins,
+        tensors.get("hidden"),
+        tensors.get("logits"),
+        cache,
+    )
+    near, far, *local_layouts = layouts
     heads = observed.values.shape[1] if observed else 0
-    memory.cache.check(near, far, heads, next(iter(of_local), None))
+    cache.check(near, far, heads, next(iter(local_layouts), None))
     memory.check_itself()
-    return snapshot
+    return Snapshot(
+        fingerprint=document["fingerprint"],
+        model=document["model"],
+        policy=document["policy"],
+        settings=settings,
+        memory=memory,
+        sampler=document["sampler"],
+        layout=layout,
+        local_layout=local[0] if local else None,
+        bits=bits,
+        arithmetic=document.get("arithmetic", {}),
+        codec=document["codec"],
+        created=document["created"],
+        notes=document.get("notes", {}),
+    )
 
 
 def _layout_entry(layout: Layout) -> dict[str, Any]:

@@ -1,0 +1,167 @@
+"""The state of a session, and the parts that all operations on a session work with."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from kvkeep import validation
+from kvkeep.cache import Bits
+from kvkeep.cache.shallow_copy import shallow_copy
+from kvkeep.errors import InvalidArgument
+from kvkeep.loaded_model import LoadedModel
+from kvkeep.policies import Policy
+from kvkeep.session.memory import Memory
+from kvkeep.session.sampling import Sampler, Sampling
+from kvkeep.session.spans import TokenRange
+from kvkeep.storage.prefixes.interface import PrefixCache
+
+
+@dataclass
+class SessionState:
+    """Everything that a session replaces as a whole, so that a failed call leaves no half of it.
+
+    A session changes by one assignment of its state; a state in use is never changed. A call works
+    on a `successor`, and may fail or be interrupted anywhere.
+
+    spans: the token range of each name. keep_whole_prompt: whether all of the first prompt is to
+    be kept, and nothing of it has come yet.
+    """
+
+    memory: Memory
+    sampler: Sampler = field(default_factory=Sampler)
+    spans: Mapping[str, TokenRange] = field(default_factory=dict)
+    keep_whole_prompt: bool = False
+
+    def successor(self) -> "SessionState":
+        """Return a copy to be changed and taken in place of this one; see `KVCache.successor`."""
+        successor = shallow_copy(self)
+        successor.memory = self.memory.successor()
+        return successor
+
+    def fork(self) -> "SessionState":
+        """Return a copy that changes independently of this one; cells are shared."""
+        fork = shallow_copy(self)
+        fork.memory = self.memory.fork()
+        return fork
+
+    def check_prompt(self, count: int) -> None:
+        """Raise InvalidArgument if a first prompt of `count` tokens could not be kept whole."""
+        if self.keep_whole_prompt:
+            self.memory.policy.with_settings(keep=count)
+
+    def keep_prompt(self, count: int) -> None:
+        """Keep all of a first prompt of `count` tokens if the session is to do so."""
+        if self.keep_whole_prompt:
+            self.memory.change_policy(keep=count)
+            self.keep_whole_prompt = False
+
+    def sample(self, logits: Tensor, sampling: Sampling) -> int:
+        """Choose the next token.
+
+        It is drawn from a copy of the generator, so that the state before this one, if the call
+        fails, draws the same token again.
+
+        logits: `[vocab]` float32, of the last token.
+        """
+        if sampling.temperature:
+            self.sampler = Sampler.at(self.sampler.state())
+        return self.sampler.choose(logits, self.memory.tokens, sampling)
+
+    def move_spans(self, move: Callable[[TokenRange], TokenRange]) -> None:
+        """Move every span. A span that loses its last token is removed."""
+        moved = {name: (old, move(old)) for name, old in self.spans.items()}
+        self.spans = {
+            name: new for name, (old, new) in moved.items() if new[0] < new[1] or old[0] == old[1]
+        }
+
+
+class SessionCore:
+    """What a session consists of: its model, its current state and its settings.
+
+    The functions that edit, feed and sample a session take its core. They replace `state` by way
+    of `session_transaction`, never in part.
+
+    store: the prefix cache in which evaluated beginnings of prompts are looked up and stored; None
+    for none. finish_reason: why the last stream ended.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        policy: Policy,
+        prefill_step: int,
+        store: PrefixCache | None,
+        bits: Bits,
+    ):
+        self.prefill_step = validation.whole("prefill_step", prefill_step, 1)
+        self.model = model
+        self.state = SessionState(Memory(model.decoder, policy, bits))
+        self.store = _checked_store(store)
+        self.finish_reason: str | None = None
+
+    @property
+    def memory(self) -> Memory:
+        """The memory of the current state."""
+        return self.state.memory
+
+    def with_state(self, state: SessionState) -> "SessionCore":
+        """Return the core of another session that has the same settings and this state."""
+        core = shallow_copy(self)
+        core.state = state
+        return core
+
+    def encode(self, prompt: str | Sequence[int], special: bool) -> list[int]:
+        """Return the token ids of text, or checked token ids.
+
+        special: whether the text of a special token becomes that token.
+        """
+        if isinstance(prompt, str):
+            return self.model.text.encode(prompt, validation.flag("special", special))
+        return validation.token_ids("tokens", prompt, self.model.spec.vocab_size)
+
+    def encode_prompt(self, prompt: str | Sequence[int], special: bool) -> list[int]:
+        """Return the token ids of a prompt that is to be evaluated next.
+
+        Raises InvalidArgument for an empty prompt, ContextFull for one that does not fit.
+        """
+        ids = self.encode(prompt, special)
+        if not ids:
+            raise InvalidArgument("the prompt is empty: expected at least one token")
+        self.memory.require_room(len(ids))
+        self.state.check_prompt(len(ids))
+        return ids
+
+    def token_range(self, start: int | str, end: int | None) -> TokenRange:
+        """Return tokens `start ... end - 1`, or the range of a named span, as a range.
+
+        Raises InvalidArgument for an unknown name and for a range that is empty or out of bounds.
+        """
+        if isinstance(start, str):
+            if end is not None:
+                raise InvalidArgument(f"a span's name takes no end; found {start!r} to {end}")
+            spans = self.state.spans
+            if start not in spans:
+                known = ", ".join(spans) or "none"
+                raise InvalidArgument(f"there is no span {start!r}; there are: {known}")
+            return spans[start]
+        start, end = validation.whole("start", start), validation.optional_whole("end", end)
+        total = len(self.memory.tokens)
+        if end is None or not 0 <= start < end <= total:
+            raise InvalidArgument(
+                f"a range needs 0 <= start < end <= {total}; found {start} to {end}"
+            )
+        return start, end
+
+    def is_forgotten(self, tokens: TokenRange) -> bool:
+        """Whether a range has tokens, and none of them has a cell of its own any more."""
+        start, end = tokens
+        memory = self.memory
+        return start < end and set(memory.serials[start:end]).isdisjoint(memory.cache.serials())
+
+
+def _checked_store(store: object) -> PrefixCache | None:
+    """Raise InvalidArgument for a store that is no prefix cache."""
+    if store is None or isinstance(store, PrefixCache):
+        return store
+    raise InvalidArgument(f"store must be a PrefixStore; found {store!r:.200}")

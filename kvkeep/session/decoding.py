@@ -1,0 +1,107 @@
+"""Sampling tokens from a session, streaming their text, and scoring given tokens."""
+
+import itertools
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from kvkeep.errors import ContextFull, InvalidArgument
+from kvkeep.runtime.worker import computes
+from kvkeep.session.core import SessionCore
+from kvkeep.session.evaluation import evaluate_step, log_probabilities
+from kvkeep.session.sampling import Sampling
+from kvkeep.session.streaming import TextStream
+from kvkeep.session.transaction import session_transaction
+
+
+@computes
+def next_token(core: SessionCore, sampling: Sampling) -> int:
+    """Sample a token, append it and evaluate it; see `Session.next_token`."""
+    logits = core.memory.logits()
+    if logits is None:
+        raise InvalidArgument("nothing to continue: feed a prompt before asking for tokens")
+    core.memory.require_room(1)
+    with session_transaction([core]) as (state,):
+        token = state.sample(logits, sampling)
+        evaluate_step(state.memory, [token], 0, 1, sampled=True)
+    if sampling.constraint is not None:
+        sampling.constraint.accept(token)
+    return token
+
+
+def stream_text(
+    core: SessionCore, max_tokens: int | None, sampling: Sampling, end_ids: tuple[int, ...]
+) -> Iterator[str]:
+    """Sample tokens and yield their text; see `Session.stream`.
+
+    end_ids: the tokens at which the stream ends.
+    """
+    before, core.finish_reason, shown = core.memory.tokens, None, 0
+    try:
+        for piece in _pieces(core, max_tokens, sampling, end_ids):
+            shown += len(piece)
+            yield piece
+    except GeneratorExit:
+        raise
+    except BaseException as error:
+        core.finish_reason = _failure_reason(error)
+        text = TextStream(core.model.text, sampling.stop, before)
+        if rest := text.all_of(core.memory.tokens[len(before) :])[shown:]:
+            try:
+                yield rest
+            except GeneratorExit:
+                if isinstance(error, Exception):
+                    raise  # the stream is closed; only an interrupt must not get lost
+        raise
+
+
+def _pieces(
+    core: SessionCore, max_tokens: int | None, sampling: Sampling, end_ids: tuple[int, ...]
+) -> Iterator[str]:
+    """Yield pieces of text that are certain, and set the core's `finish_reason` at the end."""
+    text = TextStream(core.model.text, sampling.stop, core.memory.tokens)
+    for _ in itertools.count() if max_tokens is None else range(max_tokens):
+        token = next_token(core, sampling)
+        if token in end_ids:
+            core.finish_reason = "eos"
+            break
+        yield from text.push(token)
+        if text.stopped:
+            core.finish_reason = "stop"
+            return
+        if sampling.complete:
+            core.finish_reason = "eos"
+            break
+    core.finish_reason = core.finish_reason or "length"
+    yield from text.flush()
+
+
+def _failure_reason(error: BaseException) -> str:
+    """Return the finish reason of a stream that failed."""
+    if isinstance(error, ContextFull):
+        return "full"
+    return "interrupt" if isinstance(error, KeyboardInterrupt) else "error"
+
+
+@computes
+def score_step(core: SessionCore, ids: list[int], done: int, sampled: bool) -> Tensor:
+    """Evaluate one step of a prompt and return the log probabilities of its tokens.
+
+    done: how many of the ids are evaluated. sampled: whether the step is of one token, evaluated
+    as if the model had chosen it. Returns `[n]` float64; NaN for the first token of a session.
+    """
+    with session_transaction([core]) as (state,):
+        before = state.memory.hidden
+        state.keep_prompt(len(ids))
+        size = 1 if sampled else core.prefill_step
+        hidden = evaluate_step(state.memory, ids, done, size, sampled).hidden
+        targets, unpredicted = ids[done : done + len(hidden)], list[Tensor]()
+        if before is None:
+            unpredicted = [torch.full((1,), math.nan, dtype=torch.float64, device="cpu")]
+            targets = targets[1:]
+        else:
+            hidden = torch.cat((before, hidden))
+        scores = log_probabilities(state.memory, hidden[: len(targets)], targets)
+        return torch.cat([*unpredicted, scores])
