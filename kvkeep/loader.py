@@ -59,7 +59,7 @@ def _by_transformers(
     name: str, dtype: DtypeName, device: str, progress: bool
 ) -> "TransformersModel":
     try:
-        from kvkeep.integrations.transformers.folder import load_folder
+        from kvkeep.integrations.transformers.model import load_folder
     except ImportError as error:
         raise ModelError(
             f'{name} is computed by transformers: pip install "kvkeep[transformers]" ({error})'

@@ -1,1 +1,1 @@
-"""kvkeep inside other libraries: one folder, one library, which it imports when it is asked for."""
+"""kvkeep inside other libraries: one subpackage per library, imported only on request."""

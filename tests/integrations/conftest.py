@@ -1,4 +1,4 @@
-"""The default model, as transformers loads it."""
+"""The default model, loaded by transformers and by kvkeep."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +16,7 @@ from kvkeep.models.hub.source import home
 
 @pytest.fixture(scope="session")
 def unpacked_folder(smollm2_folder: Path) -> Path:
-    """In Hugging Face layout; unpacked once."""
+    """The default model in the layout of Hugging Face; unpacked once."""
     with FileLock(home() / "unpacking.lock"):
         return unpacked(smollm2_folder, progress=False)
 
@@ -33,7 +33,7 @@ def loaded_bf16(unpacked_folder: Path) -> PreTrainedModel:
 
 @pytest.fixture(scope="session")
 def own_fp32(unpacked_folder: Path) -> Model:
-    """The same weights by kvkeep's own forward."""
+    """The same weights in kvkeep's own forward."""
     return load_model(str(unpacked_folder), dtype="float32")
 
 
@@ -44,20 +44,20 @@ def own_bf16(unpacked_folder: Path) -> Model:
 
 @pytest.fixture
 def model(loaded_fp32: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """In float32, where two ways to compute choose the same tokens."""
+    """The model in float32, in which both implementations sample the same tokens."""
     yield loaded_fp32
     unhook(loaded_fp32)
 
 
 @pytest.fixture
-def rounded(loaded_bf16: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """In bfloat16, as users run it."""
+def bf16_model(loaded_bf16: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """The model in bfloat16, as users run it."""
     yield loaded_bf16
     unhook(loaded_bf16)
 
 
 @pytest.fixture(scope="session")
 def tokenizer(unpacked_folder: Path):
-    found = AutoTokenizer.from_pretrained(unpacked_folder)
-    found.pad_token, found.padding_side = found.eos_token, "left"
-    return found
+    tokenizer = AutoTokenizer.from_pretrained(unpacked_folder)
+    tokenizer.pad_token, tokenizer.padding_side = tokenizer.eos_token, "left"
+    return tokenizer

@@ -1,4 +1,4 @@
-"""`--model transformers:FOLDER`, and what kvkeep builds on a model of theirs."""
+"""`--model transformers:FOLDER`, and groups, prefix stores and engines on such a model."""
 
 import subprocess
 import sys
@@ -17,24 +17,24 @@ from kvkeep.model_facts import model_facts
 
 
 @pytest.fixture(scope="module")
-def theirs(unpacked_folder: Path) -> Model:
+def transformers_model(unpacked_folder: Path) -> Model:
     return kvkeep.load_model(f"transformers:{unpacked_folder}", dtype="float32")
 
 
-def kept_running(*given: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "kvkeep", *given]
+def run_kvkeep(*args: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "kvkeep", *args]
     return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
 
 
-def test_the_command_line_writes_with_it(unpacked_folder: Path, tmp_path: Path) -> None:
-    how = ["--prompt", "The sea is", "--max-tokens", "12", "--temperature", "0"]
-    found = kept_running("generate", "--model", f"transformers:{unpacked_folder}", *how)
-    assert found.returncode == 0, found.stderr
-    assert found.stdout.strip()
-    assert "cells" in found.stderr
+def test_command_line_generates_text(unpacked_folder: Path, tmp_path: Path) -> None:
+    options = ["--prompt", "The sea is", "--max-tokens", "12", "--temperature", "0"]
+    result = run_kvkeep("generate", "--model", f"transformers:{unpacked_folder}", *options)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip()
+    assert "cells" in result.stderr
 
 
-def test_one_that_is_packed_is_refused_with_what_to_do() -> None:
+def test_a_packed_model_is_refused_with_a_remedy() -> None:
     with pytest.raises(UnsupportedModel, match="kvkeep models export smollm2-135m-instruct"):
         kvkeep.load_model("transformers:smollm2-135m-instruct")
     with pytest.raises(InvalidArgument, match="transformers"):
@@ -43,50 +43,53 @@ def test_one_that_is_packed_is_refused_with_what_to_do() -> None:
         model_facts("transformers:anything")
 
 
-def test_sessions_in_a_group_write_what_each_writes_alone(theirs: Model) -> None:
+def test_a_group_generates_the_same_as_each_session_alone(transformers_model: Model) -> None:
     prompts = ["The sea is", "A very small house stood by the road, and in it", "One, two,"]
 
-    def begun() -> list[kvkeep.Session]:
-        sessions = [theirs.session(16, 2) for _ in prompts]
+    def prefilled_sessions() -> list[kvkeep.Session]:
+        sessions = [transformers_model.session(16, 2) for _ in prompts]
         for session, prompt in zip(sessions, prompts, strict=True):
             session.feed(prompt)
         return sessions
 
-    together, alone = SessionGroup(begun()), begun()
+    group, alone = SessionGroup(prefilled_sessions()), prefilled_sessions()
     for _ in range(12):
         expected = [session.next_token() for session in alone]
-        assert together.next_tokens() == expected
+        assert group.next_tokens() == expected
 
 
-def test_a_prefix_store_keeps_its_prompts(theirs: Model, tmp_path: Path) -> None:
+def test_a_prefix_store_reuses_prompts(transformers_model: Model, tmp_path: Path) -> None:
     store, prompt = PrefixStore(tmp_path), "The garden was green. " * 60
-    first = theirs.session(1024, policy="full", prefill_step=64, store=store)
+    first = transformers_model.session(1024, policy="full", prefill_step=64, store=store)
     assert first.feed(prompt).reused == 0
-    again = theirs.session(1024, policy="full", prefill_step=64, store=store)
-    assert again.feed(prompt + "And").reused > 200
-    plain = theirs.session(1024, policy="full", prefill_step=64)
+    second = transformers_model.session(1024, policy="full", prefill_step=64, store=store)
+    assert second.feed(prompt + "And").reused > 200
+    plain = transformers_model.session(1024, policy="full", prefill_step=64)
     plain.feed(prompt + "And")
-    assert (again.logits - plain.logits).abs().max() < 1e-3
+    assert (second.logits - plain.logits).abs().max() < 1e-3
 
 
-def test_an_engine_serves_it(theirs: Model) -> None:
-    with Engine(theirs) as engine:
-        asks = [
-            GenerationRequest(tuple(theirs.text.encode(text)), 8)
+def test_an_engine_serves_requests(transformers_model: Model) -> None:
+    with Engine(transformers_model) as engine:
+        requests = [
+            GenerationRequest(tuple(transformers_model.text.encode(text)), 8)
             for text in ("The sea is", "One, two,")
         ]
-        answers = [engine.generate(ask) for ask in asks]
-        assert all(answer.text() for answer in answers)
+        generations = [engine.generate(request) for request in requests]
+        assert all(generation.text() for generation in generations)
 
 
-def test_score_and_stop(theirs: Model, unpacked_folder: Path) -> None:
+def test_scores_equal_those_of_kvkeeps_own_forward(
+    transformers_model: Model, unpacked_folder: Path
+) -> None:
     own = kvkeep.load_model(str(unpacked_folder), dtype="float32")
     text = "The quick brown fox jumps over the lazy dog. " * 3
-    found, expected = (each.session(24, 2).score(text)[1:] for each in (theirs, own))
-    assert torch.allclose(found, expected, atol=1e-3)
+    models = (transformers_model, own)
+    scores, expected = (model.session(24, 2).score(text)[1:] for model in models)
+    assert torch.allclose(scores, expected, atol=1e-3)
 
 
-def test_a_hybrid_keeps_no_prefixes(tmp_path: Path) -> None:
+def test_a_hybrid_stores_no_prefixes(tmp_path: Path) -> None:
     model = kvkeep.from_transformers(small_model("qwen3_next"))
     session = model.session(64, prefill_step=8, store=PrefixStore(tmp_path))
     report = session.feed(list(range(3, 50)))

@@ -1,10 +1,29 @@
-"""kvkeep inside of Hugging Face transformers: its memory for any of their models.
+"""kvkeep inside Hugging Face transformers: its KV cache for any of their models.
 
-`KvkeepCache` goes where a cache of theirs goes; `from_transformers` makes a model of theirs one of
-kvkeep's. Nothing is patched: hooks hang on the model, and do nothing unless kvkeep attends.
+`KvkeepCache` takes the place of a transformers cache; `from_transformers` turns a transformers
+model into a kvkeep model. Nothing is patched: hooks are registered on the model, and they do
+nothing unless kvkeep computes the attention.
 """
 
-from kvkeep.integrations.transformers.versions import require_version
+import re
+
+_OLDEST_VERSION, _BELOW_VERSION = (5, 16), (6, 0)
+
+
+def require_version() -> None:
+    """Raise ImportError, saying what to install, for an untested version of transformers."""
+    import transformers  # here, since transformers replaces its module in sys.modules
+
+    installed = transformers.__version__
+    numbers = tuple(int(number) for number in re.findall(r"\d+", installed)[:2])
+    if not _OLDEST_VERSION <= numbers < _BELOW_VERSION:
+        oldest, below = (".".join(map(str, v)) for v in (_OLDEST_VERSION, _BELOW_VERSION))
+        required = f">={oldest},<{below}"
+        raise ImportError(
+            f"kvkeep works inside of transformers {required}; found {installed}: "
+            f'pip install "transformers{required}"'
+        )
+
 
 require_version()
 

@@ -1,13 +1,13 @@
-"""What kvkeep must know of a model of transformers, found by looking at it; or why it cannot be.
+"""The description of a transformers model as a `ModelSpec`, found by probe forwards.
 
-A model is taken only if what its layers do was seen to be what kvkeep does with their cells. One
-token is put at several positions: alone, it attends to itself, so that nothing of what layers read
-depends on where it is, and its keys and queries are to be rotations of what they are at 0. With the
-rotary embeddings held at 0, nothing at all may depend on it.
+A model is accepted only if its layers were observed to do with their cells what kvkeep does. One
+token is evaluated at several positions. A single token attends to itself, so the input of each
+layer does not depend on its position; its keys and queries must then be rotations of those at
+position 0. With rotary embeddings fixed at position 0, nothing may depend on the position.
 """
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -16,136 +16,178 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvkeep.errors import UnsupportedModel
 from kvkeep.integrations.transformers.hooks import body_of
-from kvkeep.integrations.transformers.layers import Adapted, Attends
-from kvkeep.integrations.transformers.probe import Seen, look
-from kvkeep.integrations.transformers.rotation import PLACES, Rotation, find_rotation
-from kvkeep.integrations.transformers.states import keeps_states
-from kvkeep.integrations.transformers.step_cache import layers_of
+from kvkeep.integrations.transformers.interface import AttentionOptions
+from kvkeep.integrations.transformers.probe import ProbedCall, probe_calls
+from kvkeep.integrations.transformers.rotation import PROBED_POSITIONS, KeyRotation, find_rotation
+from kvkeep.integrations.transformers.step_cache import has_recurrent_states, new_cache_layers
 from kvkeep.models.spec.model_spec import ModelSpec, RopeSpec
 
-_ANYWHERE = 100_003  # a position beyond those for which models change what they do
+_PROBE_TOKEN = 1
+_FAR_POSITION = 100_003  # beyond the positions at which models change their computation
 
 
-def adapted(model: PreTrainedModel, configs: Sequence[PreTrainedConfig]) -> Adapted:
-    """What there is to know of a model. configs: its own first, that of its text.
+@dataclass(frozen=True)
+class AttentionCall:
+    """One call of attention in a forward; call i is that of layer i of the spec.
 
-    Raises UnsupportedModel, naming the reason.
+    module: the attention module that calls. layer: the index under which its keys are given to the
+    cache. options: the same at each call. index: of its cells, in the step that computes the
+    forward. owns_keys: whether the keys are its own, and not those of a layer before it. order: of
+    the components of a head; None to keep them as they are. query_factor: multiplies queries, if
+    the layer's scale is not that of its group.
     """
-    body, config, token = body_of(model), configs[0], 1
+
+    module: nn.Module
+    layer: int
+    options: AttentionOptions
+    index: int
+    owns_keys: bool
+    order: Tensor | None
+    query_factor: float
+
+
+@dataclass(frozen=True)
+class AdaptedModel:
+    """All that kvkeep needs to know of a transformers model.
+
+    spec: its layers that attend. calls: one for each of them. sinks: `[heads]` of each layer, empty
+    for models without attention sinks. dtype, device: of keys and values. cache_layers:
+    transformers' cache layers, which tell the model their kinds and are never written to.
+    """
+
+    spec: ModelSpec
+    calls: Sequence[AttentionCall]
+    sinks: Sequence[Tensor]
+    dtype: torch.dtype
+    device: torch.device
+    cache_layers: Sequence[Any]
+
+
+def adapt(model: PreTrainedModel, configs: Sequence[PreTrainedConfig]) -> AdaptedModel:
+    """Describe a model for kvkeep.
+
+    configs: those of its parts, the text's first. Raises UnsupportedModel, naming the reason.
+    """
+    body, config = body_of(model), configs[0]
     _require(
         not getattr(config, "kv_lora_rank", None),
         "its attention is latent (MLA): what layers keep of a token are no keys and values, but "
         "what they make these of",
     )
     _require(
-        "dynamic" not in rope_kinds(config),
+        "dynamic" not in rope_types(config),
         "its RoPE is dynamic: frequencies change with the length of the text, which keys that "
         "are written once cannot follow",
     )
-    seen = [look(body, configs, token, rotated=place).seen for place in PLACES]
-    first = seen[0]
-    _require(bool(first), "none of its layers attends by way of transformers' attention interface")
-    _require_still(body, configs, token, first)
-    rotations = [_rotation(body, [run[i] for run in seen]) for i in range(len(first))]
-    return _Description(model, config, first, rotations).adapted()
+    runs = [
+        probe_calls(body, configs, _PROBE_TOKEN, rotary_position=position)
+        for position in PROBED_POSITIONS
+    ]
+    calls = runs[0]
+    _require(bool(calls), "none of its layers attends by way of transformers' attention interface")
+    _require_only_rotary_positions(body, configs, calls)
+    rotations = [_rotation(body, [run[i] for run in runs]) for i in range(len(calls))]
+    return _AdaptedModelBuilder(model, config, calls, rotations).build()
 
 
-def rope_kinds(config: PreTrainedConfig) -> list[str]:
-    """The kinds of RoPE that its layers have."""
+def rope_types(config: PreTrainedConfig) -> list[str]:
+    """Return the types of RoPE of all layers, sorted."""
     parameters = getattr(config, "rope_parameters", None) or {}
-    kinds = [parameters.get("rope_type")]
-    kinds += [each.get("rope_type") for each in parameters.values() if isinstance(each, dict)]
-    return sorted({kind for kind in kinds if kind})
+    types = [parameters.get("rope_type")]
+    types += [nested.get("rope_type") for nested in parameters.values() if isinstance(nested, dict)]
+    return sorted({rope_type for rope_type in types if rope_type})
 
 
-def _require(holds: bool, why: str) -> None:
-    if not holds:
-        raise UnsupportedModel(why)
+def _require(condition: bool, reason: str) -> None:
+    if not condition:
+        raise UnsupportedModel(reason)
 
 
-def _require_still(
-    body: nn.Module, configs: Sequence[PreTrainedConfig], token: int, first: Sequence[Seen]
+def _require_only_rotary_positions(
+    body: nn.Module, configs: Sequence[PreTrainedConfig], calls: Sequence[ProbedCall]
 ) -> None:
-    """That nothing but rotary embeddings knows of positions."""
-    why = (
+    """Raise UnsupportedModel if positions have an effect apart from rotary embeddings."""
+    reason = (
         "positions enter it in another way than by rotary embeddings (a table that is added to "
-        "embeddings, or queries that are scaled by their position); its cells mean something at "
-        "one place alone"
+        "embeddings, or queries that are scaled by their position); its cells are valid at one "
+        "position only"
     )
-    for position in (1, _ANYWHERE):  # a table has a second row, and seldom the other one
-        away = look(body, configs, token, position=position).seen
-        for one, other in zip(first, away, strict=True):
-            _require(torch.equal(one.q, other.q) and torch.equal(one.k, other.k), why)
+    # A table of positions has a second row, but rarely one for the far position.
+    for position in (1, _FAR_POSITION):
+        moved_calls = probe_calls(body, configs, _PROBE_TOKEN, position=position)
+        for call, moved in zip(calls, moved_calls, strict=True):
+            _require(torch.equal(call.q, moved.q) and torch.equal(call.k, moved.k), reason)
 
 
-def _rotation(body: nn.Module, runs: Sequence[Seen]) -> Rotation:
-    """Of one layer, which was seen at each of PLACES."""
-    found = find_rotation([(run.q, run.k) for run in runs], list(_tables(body)))
-    if found is None:
+def _rotation(body: nn.Module, runs: Sequence[ProbedCall]) -> KeyRotation:
+    """Return the rotation of one layer, given its call at each of PROBED_POSITIONS."""
+    rotation = find_rotation([(run.q, run.k) for run in runs], list(_frequency_tables(body)))
+    if rotation is None:
         raise UnsupportedModel(
             f"the keys of layer {runs[0].layer} at another position are no rotation of what they "
             "are at 0 by any frequencies that the model has (they may be normed after they are "
-            "rotated); kvkeep could not see them from elsewhere"
+            "rotated); kvkeep could not attend to them from another distance"
         )
-    return found
+    return rotation
 
 
-def _tables(body: nn.Module) -> Iterator[Tensor]:
-    """All frequencies that the model holds."""
+def _frequency_tables(body: nn.Module) -> Iterator[Tensor]:
+    """Yield all tables of rotary frequencies that the model holds."""
     for module in body.modules():
-        for name, found in {**vars(module), **module._buffers}.items():
-            frequencies = name.endswith("inv_freq") and not name.startswith("original")
-            if frequencies and isinstance(found, Tensor) and found.dim() == 1:
-                yield found.detach().float().cpu()
+        for name, value in {**vars(module), **module._buffers}.items():
+            is_table = name.endswith("inv_freq") and not name.startswith("original")
+            if is_table and isinstance(value, Tensor) and value.dim() == 1:
+                yield value.detach().float().cpu()
 
 
-_Each = TypeVar("_Each")
+_T = TypeVar("_T")
 
 
-class _Description:
-    """Puts together what was seen of a model's layers, and refuses what does not go together."""
+class _AdaptedModelBuilder:
+    """Builds the description of a model from its probed calls.
+
+    Raises UnsupportedModel if layers differ in a way that a `ModelSpec` cannot express.
+    """
 
     def __init__(
         self,
         model: PreTrainedModel,
         config: PreTrainedConfig,
-        seen: Sequence[Seen],
-        rotations: Sequence[Rotation],
+        probed: Sequence[ProbedCall],
+        rotations: Sequence[KeyRotation],
     ):
         self.model = model
         self.config = config
-        self.seen = seen
+        self.probed = probed
         self.rotations = rotations
-        windows = {each.window for each in seen}
+        windows = {call.window for call in probed}
         self.only_local = None not in windows
         _require(len(windows - {None}) <= 1, f"its layers see windows of {windows - {None}} tokens")
         self.window = next(iter(windows - {None}), 0) or 0
-        every = range(len(seen))
-        local = () if self.only_local else tuple(i for i in every if seen[i].window is not None)
-        self.groups = [tuple(i for i in every if i not in local), local]
+        layers = range(len(probed))
+        is_local = [not self.only_local and call.window is not None for call in probed]
+        self.global_layers = tuple(i for i in layers if not is_local[i])
+        self.local_layers = tuple(i for i in layers if is_local[i])
 
-    def adapted(self) -> Adapted:
+    def build(self) -> AdaptedModel:
         spec = self._spec()
-        calls = tuple(self._call(spec, index) for index in range(len(self.seen)))
-        sinks = [each.sinks.detach().float() for each in self.seen if each.sinks is not None]
+        calls = tuple(self._call(spec, index) for index in range(len(self.probed)))
+        sinks = [call.sinks.detach().float() for call in self.probed if call.sinks is not None]
         _require(len(sinks) in (0, len(calls)), "some of its layers have sinks, and others none")
-        dtype = self._one("dtypes of keys", [each.k.dtype for each in self.seen])
-        device = self._one("devices", [each.k.device for each in self.seen])
-        return Adapted(spec, calls, sinks, dtype, device, layers_of(self.config))
+        dtype = self._common("dtypes of keys", [call.k.dtype for call in self.probed])
+        device = self._common("devices", [call.k.device for call in self.probed])
+        return AdaptedModel(spec, calls, sinks, dtype, device, new_cache_layers(self.config))
 
     def _spec(self) -> ModelSpec:
-        seen, (whole, local) = self.seen, self.groups
-        heads = self._one("heads", [each.q.shape[0] for each in seen])
-        rope, local_rope = self._rope(whole), self._rope(local) if local else None
-        turns = [self.rotations[i].rotates for i in range(len(seen))]
-        rotates = {i for group in self.groups for i in group if any(turns[j] for j in group)}
-        kv_heads, head_dim = self._shape(whole)
-        local_heads, local_dim = self._shape(local) if local else (kv_heads, head_dim)
-        sizes = self._sizes()
+        probed, local = self.probed, self.local_layers
+        rope = self._rope(self.global_layers)
+        local_rope = self._rope(local) if local else None
+        kv_heads, head_dim = self._kv_shape(self.global_layers)
+        local_heads, local_dim = self._kv_shape(local) if local else (kv_heads, head_dim)
         spec = ModelSpec(
             architecture=type(self.model).__name__,
-            layers=len(seen),
-            heads=heads,
+            layers=len(probed),
+            heads=self._common("heads", [call.q.shape[0] for call in probed]),
             kv_heads=kv_heads,
             head_dim=head_dim,
             rope=rope,
@@ -155,77 +197,85 @@ class _Description:
             mlp_bias=False,
             qk_norm=False,
             norm_eps=0.0,
-            attention_multiplier=seen[0].asked.scale,
-            attention_softcap=self._one("softcaps", [each.asked.softcap for each in seen]),
+            attention_multiplier=probed[0].options.scale,
+            attention_softcap=self._common("softcaps", [call.options.softcap for call in probed]),
             local_layers=local,
             window=self.window if local else 0,
             local_rope=None if local_rope in (None, rope) else local_rope,
             local_kv_heads=0 if local_heads == kv_heads else local_heads,
             local_head_dim=0 if local_dim == head_dim else local_dim,
-            unrotated_layers=tuple(i for i in rotates if not turns[i]),
-            shared_kv_layers=sum(not each.own for each in seen),
-            sinks=seen[0].sinks is not None,
-            recurrent=keeps_states(self.config),
-            **sizes,
+            unrotated_layers=self._unrotated_layers(),
+            shared_kv_layers=sum(not call.owns_keys for call in probed),
+            sinks=probed[0].sinks is not None,
+            recurrent=has_recurrent_states(self.config),
+            **self._sizes(),
         )
-        for index, each in enumerate(seen):
+        for index, call in enumerate(probed):
             source = spec.kv_source(index)
-            holds = (source == index) == each.own and seen[source].layer == each.layer
-            _require(holds, "its layers share keys in another way than the last ones do")
+            matches = (source == index) == call.owns_keys and probed[source].layer == call.layer
+            _require(matches, "its layers share keys in another way than the last ones do")
         return spec
 
+    def _unrotated_layers(self) -> tuple[int, ...]:
+        """Return the layers without RoPE in groups in which other layers have it."""
+        rotates = [rotation.rotates for rotation in self.rotations]
+        groups = [group for group in (self.global_layers, self.local_layers) if group]
+        mixed = {i for group in groups if any(rotates[j] for j in group) for i in group}
+        return tuple(i for i in sorted(mixed) if not rotates[i])
+
     def _sizes(self) -> dict[str, Any]:
+        """Return the fields of the spec that come from the config alone."""
         config, model = self.config, self.model
         trained = int(getattr(config, "max_position_embeddings", None) or 1 << 20)
         parameters = getattr(config, "rope_parameters", None) or {}
-        if self._kind() == "longrope":
+        if self._rope_type() == "longrope":
             trained = int(parameters.get("original_max_position_embeddings", trained))
         ends = model.generation_config.eos_token_id if model.can_generate() else config.eos_token_id
         ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
-        wide = getattr(config, "intermediate_size", None)
+        intermediate = getattr(config, "intermediate_size", None)
+        sizes = intermediate if isinstance(intermediate, list) else [intermediate or 0]
         return {
             "vocab_size": int(config.vocab_size),
             "hidden_size": int(config.hidden_size),
-            "intermediate_size": max(wide if isinstance(wide, list) else [wide or 0]),
+            "intermediate_size": max(sizes),
             "max_positions": min(trained, self.window) if self.only_local else trained,
             "bos_token_id": getattr(config, "bos_token_id", None),
             "eos_token_ids": tuple(int(end) for end in ends),
         }
 
-    def _kind(self) -> str:
-        return next((kind for kind in rope_kinds(self.config) if kind != "default"), "default")
+    def _rope_type(self) -> str:
+        types = rope_types(self.config)
+        return next((rope_type for rope_type in types if rope_type != "default"), "default")
 
-    def _rope(self, group: Sequence[int]) -> RopeSpec:
-        found = {self.rotations[i].frequencies for i in group if self.rotations[i].rotates}
-        _require(len(found) <= 1, "its layers rotate keys by several tables of frequencies")
-        none = (0.0,) * (self.seen[group[0]].q.shape[-1] // 2)
-        return RopeSpec(self._kind(), next(iter(found), none))
+    def _rope(self, layers: Sequence[int]) -> RopeSpec:
+        rotations = [self.rotations[i] for i in layers]
+        tables = {rotation.frequencies for rotation in rotations if rotation.rotates}
+        _require(len(tables) <= 1, "its layers rotate keys by several tables of frequencies")
+        unrotated = (0.0,) * (self.probed[layers[0]].q.shape[-1] // 2)
+        return RopeSpec(self._rope_type(), next(iter(tables), unrotated))
 
-    def _shape(self, group: Sequence[int]) -> tuple[int, int]:
-        of = [(self.seen[i].k.shape[0], self.seen[i].k.shape[1]) for i in group]
-        return self._one("KV heads and widths", of)
+    def _kv_shape(self, layers: Sequence[int]) -> tuple[int, int]:
+        shapes = [(self.probed[i].k.shape[0], self.probed[i].k.shape[1]) for i in layers]
+        return self._common("KV heads and widths", shapes)
 
-    def _one(self, what: str, of: Sequence[_Each]) -> _Each:
-        _require(len(set(of)) == 1, f"its layers have different {what}: {list(dict.fromkeys(of))}")
-        return of[0]
+    def _common(self, name: str, values: Sequence[_T]) -> _T:
+        """Return the value that all layers have. Raises UnsupportedModel if they differ."""
+        different = list(dict.fromkeys(values))
+        _require(len(different) == 1, f"its layers have different {name}: {different}")
+        return values[0]
 
-    def _call(self, spec: ModelSpec, index: int) -> Attends:
-        each, group = self.seen[index], spec.group_of(index)
-        orders = Counter(self.rotations[i].order for i in group.layers if self.rotations[i].rotates)
+    def _call(self, spec: ModelSpec, index: int) -> AttentionCall:
+        call, group = self.probed[index], spec.group_of(index)
+        orders = {self.rotations[i].order for i in group.layers if self.rotations[i].rotates}
         _require(len(orders) <= 1, "its layers pair the numbers of a head in several ways")
         order = next(iter(orders), ())
-        moved = order != tuple(sorted(order))
-        keepers = spec.layers_with_cells(group)
-        return Attends(
-            module=each.module,
-            layer=each.layer,
-            asked=each.asked,
-            index=keepers.index(spec.kv_source(index)),
-            own=each.own,
-            order=_indices(order, each.q.device) if moved else None,
-            factor=each.asked.scale / self.seen[0].asked.scale,
+        indices = torch.tensor(order, dtype=torch.int64, device=call.q.device)
+        return AttentionCall(
+            module=call.module,
+            layer=call.layer,
+            options=call.options,
+            index=spec.layers_with_cells(group).index(spec.kv_source(index)),
+            owns_keys=call.owns_keys,
+            order=None if order == tuple(sorted(order)) else indices,
+            query_factor=call.options.scale / self.probed[0].options.scale,
         )
-
-
-def _indices(order: Sequence[int], device: torch.device) -> Tensor:
-    return torch.tensor(order, dtype=torch.int64, device=device)

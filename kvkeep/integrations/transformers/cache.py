@@ -1,4 +1,4 @@
-"""A cache for transformers' `generate` and forwards: each row of a batch is a session of kvkeep."""
+"""A cache for transformers' `generate` and forwards: each row of a batch is a kvkeep session."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,11 +14,10 @@ from kvkeep.cache import Bits
 from kvkeep.compression.calibration.calibration import Calibration
 from kvkeep.compression.plan import CompressionReport
 from kvkeep.errors import InvalidArgument
+from kvkeep.integrations.transformers.cache_forward import BatchSessions
 from kvkeep.integrations.transformers.executor import TransformersExecutor
-from kvkeep.integrations.transformers.forward_hooks import Reading
 from kvkeep.integrations.transformers.model import TransformersModel, from_transformers
 from kvkeep.policies import Policy, PolicySettings
-from kvkeep.runtime.worker import computing
 from kvkeep.session.editing import EditReport, Recompute
 from kvkeep.session.history import History
 from kvkeep.session.session import Session
@@ -29,22 +28,21 @@ from kvkeep.types import KvBits, PolicyName
 
 
 class KvkeepCache(Cache):
-    """A bounded, durable and editable memory in the place of transformers' `DynamicCache`.
+    """A bounded, durable and editable KV cache in place of transformers' `DynamicCache`.
 
         cache = KvkeepCache(model, max_kv_size=512)
         model.generate(**inputs, past_key_values=cache, max_new_tokens=5_000)
 
-    Given as `past_key_values` to the model that it was made for: to `generate`, in whatever way
-    that decodes, or to a forward. It has read tokens, `input_ids` that `generate` need not read
-    again; what it still holds of them is for its policy to say. A forward that fails leaves it as
-    it was. Nothing is differentiable through it: call the model under `torch.no_grad()`, as
-    `generate` does. `copy.copy` and `copy.deepcopy` fork it; it cannot be pickled.
+    Pass it as `past_key_values` to the model that it was made for: to `generate`, with any way of
+    decoding, or to a forward. Its tokens are `input_ids`, which `generate` does not evaluate again;
+    its policy determines which of their cells it still holds. A forward that fails leaves it as it
+    was. It has no gradients: call the model under `torch.no_grad()`, as `generate` does.
+    `copy.copy` and `copy.deepcopy` fork it; it cannot be pickled.
 
-    Each row of a batch is a session of its own (`sessions`); what is said below of one session is
-    for a batch of one.
+    Each row of a batch is a session of its own (`sessions`). The methods that act on one session
+    need a batch of one.
 
-    model: kvkeep's view of the model. padding: of each row, how many of the columns that it was
-    given were none of its tokens.
+    model: the kvkeep model. batch: the sessions and their padding, for the hooks on the model.
     """
 
     def __init__(
@@ -62,14 +60,20 @@ class KvkeepCache(Cache):
         calibration: Calibration | None = None,
         **settings: Unpack[PolicySettings],
     ):
-        """model: of transformers, that writes text. tokenizer: as of `from_transformers`, for what
-        is said in text (`insert`, `text`); the other arguments are those of `Model.session`.
+        """Create an empty cache.
 
-        Raises UnsupportedModel, naming why, for a model whose cells kvkeep would not understand,
-        and InvalidArgument as `Model.session`.
+        Args:
+            model: a transformers model that generates text.
+            tokenizer: as in `from_transformers`; needed for `insert` and `replace` with text.
+
+        All other arguments are those of `Model.session`.
+
+        Raises:
+            UnsupportedModel: naming why, for a model whose cells kvkeep does not support.
+            InvalidArgument: as `Model.session`.
         """
-        known = from_transformers(model, tokenizer)
-        session = known.session(
+        own_model = from_transformers(model, tokenizer)
+        session = own_model.session(
             max_kv_size,
             keep,
             policy,
@@ -80,16 +84,11 @@ class KvkeepCache(Cache):
             calibration=calibration,
             **settings,
         )
-        self._hold(known, session)
+        self._set(own_model, _batch_of_one(own_model.executor, session))
 
-    def _hold(self, model: TransformersModel, session: Session) -> None:
+    def _set(self, model: TransformersModel, batch: BatchSessions) -> None:
         super().__init__(layers=[])
-        self.model = model
-        self._sessions: tuple[Session, ...] = (session,)
-        self.padding: list[int] = [0]
-        self.reading: Reading | None = None
-        self._empty = session.fork()
-        self._empty.rewind(len(session.tokens))
+        self.model, self.batch = model, batch
 
     @classmethod
     def load(
@@ -99,10 +98,10 @@ class KvkeepCache(Cache):
         tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
         calibration: Calibration | None = None,
     ) -> "KvkeepCache":
-        """The cache that a snapshot in a file was taken of, in this process or another.
+        """Load a cache from a snapshot in a file, saved by this process or another.
 
         Raises FingerprintMismatch, naming what differs, for a snapshot of another model, and
-        StoreError and its kinds for a file that is not sound.
+        StoreError or a subclass for a damaged file.
         """
         return cls.restore(model, Snapshot.load(path), tokenizer, calibration)
 
@@ -114,14 +113,15 @@ class KvkeepCache(Cache):
         tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
         calibration: Calibration | None = None,
     ) -> "KvkeepCache":
-        """As `load`, of a snapshot in memory."""
-        known = from_transformers(model, tokenizer)
+        """Restore a cache from a snapshot in memory. Raises as `load`."""
+        own_model = from_transformers(model, tokenizer)
+        session = own_model.restore(snapshot, calibration=calibration)
         cache = cls.__new__(cls)
-        cache._hold(known, known.restore(snapshot, calibration=calibration))
+        cache._set(own_model, _batch_of_one(own_model.executor, session))
         return cache
 
     def __len__(self) -> int:
-        """Layers that have cells."""
+        """Return the number of layers that have cells."""
         return self.model.spec.layers
 
     def __repr__(self) -> str:
@@ -129,41 +129,45 @@ class KvkeepCache(Cache):
 
     @property
     def sessions(self) -> tuple[Session, ...]:
-        """Of each row."""
-        if self.reading is not None and self.reading.is_of_this_thread:
-            self.reading.rollback()  # its forward was ended by what torch's hooks are not told of
-        elif self.reading is not None:
-            with computing():  # until that forward of another thread is through
-                pass
-        return self._sessions
+        """The session of each row, without the tokens of an unfinished forward."""
+        return self.batch.sessions
 
-    # As one session
+    @property
+    def padding(self) -> list[int]:
+        """For each row, how many of the columns evaluated so far were padding."""
+        return self.batch.padding
+
+    @property
+    def executor(self) -> TransformersExecutor:
+        return self.model.executor
+
+    # The session of a batch of one
 
     @property
     def session(self) -> Session:
-        """The session of a batch of one. Raises InvalidArgument where there are more."""
+        """The session of a batch of one. Raises InvalidArgument if there are more rows."""
         if len(self.sessions) != 1:
             raise InvalidArgument(
-                f"this cache is of {len(self.sessions)} rows, each a session of its own: say which "
-                "by cache.sessions[row]"
+                f"this cache is of {len(self.sessions)} rows, each a session of its own: choose "
+                "one by cache.sessions[row]"
             )
         return self.sessions[0]
 
     @property
     def tokens(self) -> History:
-        """Every token id so far, also those that the policy has forgotten."""
+        """Every token id so far, including those that the policy has evicted."""
         return self.session.tokens
 
     @property
     def input_ids(self) -> Tensor:
-        """The same as `generate` takes them, `[1, n]`: to be given with what comes next.
+        """The tokens as `generate` takes them, `[1, n]`: pass them with the new tokens appended.
 
-        Raises InvalidArgument where padding was read with them; see `drop_padding`.
+        Raises InvalidArgument if padding was evaluated with them; see `drop_padding`.
         """
         if self.padding[0]:
             raise InvalidArgument(
                 "padding was read with these tokens: give them to generate with their padding and "
-                "attention_mask, or say cache.drop_padding() first"
+                "attention_mask, or call cache.drop_padding() first"
             )
         device = self.model.decoder.new_cache().layout.device
         return torch.tensor([list(self.tokens)], dtype=torch.int64, device=device)
@@ -174,26 +178,24 @@ class KvkeepCache(Cache):
 
     @property
     def exactness(self) -> Exactness:
-        """Of a restored cache, whether it goes on to the bit."""
+        """Whether a restored cache continues with bitwise equal results, or why not."""
         return self.session.exactness
 
     def snapshot(self) -> Snapshot:
-        """As `Session.snapshot`: `cache.snapshot().save(path)`."""
+        """As `Session.snapshot`; save it with `cache.snapshot().save(path)`."""
         return self.session.snapshot()
 
     def fork(self) -> "KvkeepCache":
-        """A cache that starts as this one is, and goes its own way; memory is shared."""
+        """Return a cache with the same state, which shares cells until either side changes them."""
         fork = type(self).__new__(type(self))
-        fork._hold(self.model, self._empty)
-        fork._sessions = tuple(session.fork() for session in self.sessions)
-        fork.padding = list(self.padding)
+        fork._set(self.model, self.batch.fork())
         return fork
 
     def __copy__(self) -> "KvkeepCache":
         return self.fork()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "KvkeepCache":
-        """A fork, of the same model: transformers copies a cache so to share a prefix."""
+        """Return a fork with the same model; transformers copies a cache to share a prefix."""
         return self.fork()
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
@@ -224,7 +226,7 @@ class KvkeepCache(Cache):
         self, start: int | str, end: int | None = None, recompute: Recompute = "none"
     ) -> EditReport:
         """As `Session.delete`."""
-        return self._edited(lambda session: session.delete(start, end, recompute))
+        return self._edit(lambda session: session.delete(start, end, recompute))
 
     def insert(
         self,
@@ -234,7 +236,7 @@ class KvkeepCache(Cache):
         special: bool = False,
     ) -> EditReport:
         """As `Session.insert`."""
-        return self._edited(lambda session: session.insert(at, text, recompute, special))
+        return self._edit(lambda session: session.insert(at, text, recompute, special))
 
     def replace(
         self,
@@ -245,71 +247,45 @@ class KvkeepCache(Cache):
         special: bool = False,
     ) -> EditReport:
         """As `Session.replace`."""
-        return self._edited(lambda session: session.replace(start, end, text, recompute, special))
+        return self._edit(lambda session: session.replace(start, end, text, recompute, special))
 
     def drop_padding(self) -> None:
-        """What comes next counts tokens alone, whatever padding was read before them."""
-        self.padding = [0 for _ in (self.session,)]
+        """Count only tokens from now on, whatever padding was evaluated before them.
+
+        Masks and `input_ids` of later calls have no columns for the old padding.
+        """
+        _ = self.session  # raises for a batch of several rows
+        self.batch.padding = [0]
 
     def rewind(self, count: int) -> list[int]:
         """As `Session.rewind`."""
-        taken = self.session.rewind(count)
-        self.padding = [0]
-        return taken
+        removed = self.session.rewind(count)
+        self.batch.padding = [0]
+        return removed
 
-    def compress(self, ratio: float = 2.0, **how: Any) -> CompressionReport:
+    def compress(self, ratio: float = 2.0, **options: Any) -> CompressionReport:
         """As `Session.compress`."""
-        return self.session.compress(ratio, **how)
+        return self.session.compress(ratio, **options)
 
-    def _edited(self, edit: Callable[[Session], EditReport]) -> EditReport:
+    def _edit(self, edit: Callable[[Session], EditReport]) -> EditReport:
         report = edit(self.session)
-        self.padding = [0]  # what comes next counts tokens alone
+        self.batch.padding = [0]  # later calls count tokens only
         return report
 
-    # As transformers asks
-
-    @property
-    def executor(self) -> TransformersExecutor:
-        return self.model.executor
-
-    def sessions_for(self, rows: int) -> tuple[Session, ...]:
-        """Those of a batch. Raises InvalidArgument where the cache is of another number."""
-        if rows != len(self.sessions):
-            if any(session.tokens for session in self.sessions):
-                raise InvalidArgument(
-                    f"the cache is of {len(self.sessions)} rows; found a batch of {rows}"
-                )
-            self._sessions = tuple(self._empty.fork() for _ in range(rows))
-            self.padding = [0] * rows
-        columns = {
-            padding + len(session.tokens)
-            for padding, session in zip(self.padding, self.sessions, strict=True)
-        }
-        if len(columns) > 1:
-            raise InvalidArgument(
-                "rows of one batch are changed together: their sessions now hold different "
-                "numbers of tokens and padding"
-            )
-        return self.sessions
-
-    def read(self, columns: int, tokens: Sequence[int]) -> None:
-        """So many columns were given, and so many of them were tokens of each row."""
-        self.padding = [
-            padding + columns - count for padding, count in zip(self.padding, tokens, strict=True)
-        ]
+    # The interface of transformers' caches
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Columns that were read, with padding: what `generate` need not give again."""
-        return self.padding[0] + len(self.sessions[0].tokens)
+        """Return the columns evaluated so far, padding included: those that `generate` skips."""
+        return self.batch.columns
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """-1: it takes any number of tokens, or says in its error that it does not."""
+        """Return -1: no maximum. A policy that has one raises ContextFull."""
         return -1
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0
 
-    def update(self, *given: Any, **others: Any) -> tuple[Tensor, Tensor]:
+    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         raise InvalidArgument(
             "layers do not write to a KvkeepCache: call the model that it was made for, or "
             "generate, with it as past_key_values"
@@ -325,16 +301,16 @@ class KvkeepCache(Cache):
 
     @property
     def is_croppable(self) -> bool:
-        """Whether tokens can be taken back without a trace: while none was forgotten."""
+        """Whether tokens can be removed exactly: while no token was evicted."""
         return all(
             session.core.memory.rewindable == len(session.tokens) for session in self.sessions
         )
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Takes the last tokens back, a negative number of them, as assisted decoding does.
+        """Remove the last tokens, as assisted decoding does; the number is negative.
 
-        Raises InvalidArgument where that would leave less than there was before they came: once
-        tokens were forgotten for them, in a bounded cache that is full.
+        Raises InvalidArgument if cells from before these tokens are gone: in a bounded cache that
+        is full, tokens were evicted for them.
         """
         count = abs(validation.whole("tokens_to_remove", tokens_to_remove))
         if not count:
@@ -350,27 +326,23 @@ class KvkeepCache(Cache):
             session.take_back(count)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Beam search goes on from these rows; those of one row share its memory."""
+        """Continue beam search from these rows; beams from the same row share its cells."""
         self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self._choose([row for row in range(len(self.sessions)) for _ in range(repeats)])
+        self.batch.select([row for row in range(self.batch_size) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        self._choose(
-            torch.arange(len(self.sessions), dtype=torch.int64, device="cpu")[
-                indices.cpu()
-            ].tolist()
-        )
-
-    def _choose(self, rows: Sequence[int]) -> None:
-        last = {row: index for index, row in enumerate(rows)}
-        chosen = [
-            self.sessions[row] if last[row] == index else self.sessions[row].fork()
-            for index, row in enumerate(rows)
-        ]
-        self._sessions, self.padding = tuple(chosen), [self.padding[row] for row in rows]
+        """Select rows by index or by a mask, `[rows]`, as a tensor is indexed."""
+        rows = torch.arange(self.batch_size, dtype=torch.int64, device="cpu")
+        self.batch.select(rows[indices.cpu()].tolist())
 
     def reset(self) -> None:
-        """Forgets all."""
-        self._sessions, self.padding = (self._empty.fork(),), [0]
+        """Remove all tokens and return to a batch of one."""
+        self.batch.reset()
+
+
+def _batch_of_one(executor: TransformersExecutor, session: Session) -> BatchSessions:
+    empty = session.fork()
+    empty.rewind(len(session.tokens))
+    return BatchSessions(executor, empty, [session])

@@ -1,5 +1,6 @@
-"""A model of transformers as the executor of kvkeep's steps."""
+"""A transformers model as the executor of kvkeep's steps."""
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -10,28 +11,35 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvkeep.cache.group_step import GroupStep
 from kvkeep.cache.step import ChunkStep
 from kvkeep.errors import InvalidArgument
-from kvkeep.integrations.transformers.adapter import adapted
-from kvkeep.integrations.transformers.forward_hooks import hook_body
-from kvkeep.integrations.transformers.head import Head
-from kvkeep.integrations.transformers.hooks import body_of, configs_of, hold_rotary
-from kvkeep.integrations.transformers.interface import attended_by
-from kvkeep.integrations.transformers.step_runner import Stepping
+from kvkeep.integrations.transformers.adapter import adapt
+from kvkeep.integrations.transformers.hooks import (
+    body_name,
+    body_of,
+    configs_of,
+    hook_rotary_embeddings,
+)
+from kvkeep.integrations.transformers.interface import use_backend
+from kvkeep.integrations.transformers.step_runner import StepRunner
 from kvkeep.models.layers.executor import AnyStep
 from kvkeep.models.layers.primitives import finite
 from kvkeep.models.text.codec import TextCodec
 
 
 class TransformersExecutor:
-    """Every step by the model's own forward, in which kvkeep attends.
+    """Runs each step by the model's own forward, in which kvkeep computes the attention.
 
     Raises UnsupportedModel, naming the reason, for a model whose layers do something else with
-    their cells than kvkeep would. Its methods raise InvalidArgument once the model was moved to
+    their cells than kvkeep does. Its methods raise InvalidArgument once the model was moved to
     another dtype or device.
+
+    body: the model below its head. configs: those of its parts, the text's first. handles: of all
+    hooks on the model.
     """
 
     name = "transformers"
@@ -40,34 +48,37 @@ class TransformersExecutor:
         self.model = model
         self.body: nn.Module = body_of(model)
         self.configs = configs_of(model)
-        self.handles = [*hold_rotary(self.body), *hook_body(self.body)]
-        self._made_for = _kind(model)
-        self._texts: WeakKeyDictionary[
+        self.handles: list[RemovableHandle] = hook_rotary_embeddings(self.body)
+        self._probed_state = _model_state(model)
+        self._codecs: WeakKeyDictionary[
             PreTrainedTokenizerBase, tuple[int, TemporaryDirectory[str], TextCodec]
         ] = WeakKeyDictionary()
         try:
-            self.adapted = adapted(model, self.configs)
-            self._head = Head(model)
+            self.adapted = adapt(model, self.configs)
+            self._head = OutputHead(model)
         except BaseException:
             self.unhook()
             raise
 
-    def text_of(self, tokenizer: PreTrainedTokenizerBase) -> TextCodec:
-        """As kvkeep reads it, from a folder that is there for as long as the tokenizer is."""
-        size, known = len(tokenizer), self._texts.get(tokenizer)
-        if known is None or known[0] != size:
-            kept = TemporaryDirectory(prefix="kvkeep-tokenizer-")
-            tokenizer.save_pretrained(kept.name)
-            known = self._texts[tokenizer] = size, kept, TextCodec.open(Path(kept.name))
-        return known[2]
+    def codec_of(self, tokenizer: PreTrainedTokenizerBase) -> TextCodec:
+        """Return kvkeep's codec for a tokenizer.
 
-    def is_as_it_was(self) -> bool:
-        """Whether the model has the parts that were looked at, in that place and dtype."""
-        return _kind(self.model) == self._made_for
+        Its files are in a temporary folder, which exists as long as the tokenizer does.
+        """
+        size, cached = len(tokenizer), self._codecs.get(tokenizer)
+        if cached is None or cached[0] != size:
+            folder = TemporaryDirectory(prefix="kvkeep-tokenizer-")
+            tokenizer.save_pretrained(folder.name)
+            cached = self._codecs[tokenizer] = size, folder, TextCodec.open(Path(folder.name))
+        return cached[2]
+
+    def is_current(self) -> bool:
+        """Whether the model has the modules, dtype and device that it had when it was probed."""
+        return _model_state(self.model) == self._probed_state
 
     def require_not_moved(self) -> None:
-        """Raises InvalidArgument where the model has another dtype or device than it had."""
-        now, before = _place(self.model), self._made_for[:2]
+        """Raise InvalidArgument if the model has another dtype or device than it had."""
+        now, before = _dtype_and_device(self.model), self._probed_state[:2]
         if now != before:
             raise InvalidArgument(
                 f"the model was in {_in_words(before)} when it was given to kvkeep, and is in "
@@ -76,50 +87,52 @@ class TransformersExecutor:
             )
 
     def unhook(self) -> None:
-        """Takes every hook off the model."""
+        """Remove all hooks from the model."""
         while self.handles:
             self.handles.pop().remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but the folders of tokenizers, for a model that is copied or pickled with it."""
-        return {**vars(self), "_texts": None}
+        """Return everything but the codecs' folders, to copy or pickle the model with it."""
+        return {**vars(self), "_codecs": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._texts = WeakKeyDictionary()
+        self._codecs = WeakKeyDictionary()
 
     def hidden(self, tokens: Tensor, step: AnyStep) -> Tensor:
         self.require_not_moved()
-        alone = isinstance(step, GroupStep)
-        stepping = Stepping(self.adapted, step)
-        cache = stepping.cache(self.configs[0])
-        with attended_by(stepping, self.configs), torch.inference_mode():
-            ids = tokens[:, None] if alone else tokens[None]
-            found = self.body(input_ids=ids, past_key_values=cache, use_cache=True)
-            stepping.finish(cache)
-        rows: Tensor = found.last_hidden_state
-        return rows[:, 0] if alone else rows[0]
+        is_group = isinstance(step, GroupStep)
+        runner = StepRunner(self.adapted, step)
+        cache = runner.new_cache(self.configs[0])
+        with use_backend(runner, self.configs), torch.inference_mode():
+            ids = tokens[:, None] if is_group else tokens[None]
+            output = self.body(input_ids=ids, past_key_values=cache, use_cache=True)
+            runner.finish(cache)
+        hidden: Tensor = output.last_hidden_state
+        return hidden[:, 0] if is_group else hidden[0]
 
     def chunk(self, tokens: Tensor, step: ChunkStep, lengths: Tensor | None) -> Tensor:
         if lengths is None:
             return self.hidden(tokens, step)
-        with self._measuring(lengths):
+        with self._record_norms(lengths):
             return self.hidden(tokens, step)
 
     @contextmanager
-    def _measuring(self, lengths: Tensor) -> Iterator[None]:
-        """Notes how long what each layer reads is: of the modules that attention is a part of."""
+    def _record_norms(self, lengths: Tensor) -> Iterator[None]:
+        """Write the norms of each layer's input to `lengths[layer]`, one number for each token.
+
+        The layer is the parent module of the attention module.
+        """
         names = {module: name for name, module in self.body.named_modules()}
 
-        def note(index: int, *given: Any) -> None:
-            _, args, kwargs = given
-            read = args[0] if args else kwargs["hidden_states"]
-            lengths[index] = read[0].float().norm(dim=-1)
+        def record(index: int, _: nn.Module, args: Any, kwargs: Any) -> None:
+            layer_input = args[0] if args else kwargs["hidden_states"]
+            lengths[index] = layer_input[0].float().norm(dim=-1)
 
         handles = [
             self.body.get_submodule(
                 names[call.module].rpartition(".")[0]
-            ).register_forward_pre_hook(partial(note, index), with_kwargs=True)
+            ).register_forward_pre_hook(partial(record, index), with_kwargs=True)
             for index, call in enumerate(self.adapted.calls)
         ]
         try:
@@ -139,16 +152,76 @@ class TransformersExecutor:
         )
 
 
-def _kind(model: PreTrainedModel) -> tuple[torch.dtype, torch.device, tuple[int, ...]]:
-    """What is looked at anew where it is another: where weights are, and the parts that it has."""
-    return *_place(model), tuple(map(id, model.modules()))
+class OutputHead:
+    """The model's own forward over given hidden states: its head, and what comes before and after.
+
+    It is a shallow copy of the model with the same weights, in which a module that returns the
+    given hidden states replaces the body. The model itself is not changed.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        self._body = _HiddenStatesBody(body_of(model))
+        self._model = copy.copy(model)
+        self._model.__dict__["_modules"] = dict(model._modules)
+        self._model._modules[body_name(model)] = self._body
+        for name in vars(model):
+            if "_hooks" in name and isinstance(vars(model)[name], dict):
+                self._model.__dict__[name] = type(vars(model)[name])()
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Convert hidden states, `[n, hidden_size]`, to logits, `[n, vocab]`, float32."""
+        self._body.hidden = hidden.unsqueeze(0)
+        ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
+        try:
+            with torch.inference_mode():
+                logits: Tensor = self._model(input_ids=ids, use_cache=False).logits
+        finally:
+            self._body.hidden = None
+        return logits[0].float()
 
 
-def _place(model: PreTrainedModel) -> tuple[torch.dtype, torch.device]:
+class _HiddenStatesBody(nn.Module):
+    """A replacement for a model's body that returns `hidden`; its attributes are the body's."""
+
+    hidden: Tensor | None = None
+
+    def __init__(self, body: nn.Module):
+        super().__init__()
+        self.__dict__["_replaced"] = body  # not registered as a submodule
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_replaced"], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> "_BodyOutput":
+        assert self.hidden is not None
+        return _BodyOutput(self.hidden)
+
+
+class _BodyOutput:
+    """The output of a body: its hidden states. All other fields that models may read are None."""
+
+    def __init__(self, hidden: Tensor):
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, index: int) -> Tensor:
+        assert index == 0
+        return self.last_hidden_state
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+def _model_state(model: PreTrainedModel) -> tuple[torch.dtype, torch.device, tuple[int, ...]]:
+    """Return the dtype, device and identity of all modules; if it changes, probe again."""
+    return *_dtype_and_device(model), tuple(map(id, model.modules()))
+
+
+def _dtype_and_device(model: PreTrainedModel) -> tuple[torch.dtype, torch.device]:
     first = next(model.parameters())
     return first.dtype, first.device
 
 
-def _in_words(place: tuple[torch.dtype, torch.device]) -> str:
-    dtype, device = place
+def _in_words(dtype_and_device: tuple[torch.dtype, torch.device]) -> str:
+    dtype, device = dtype_and_device
     return f"{str(dtype).removeprefix('torch.')} on {device}"

@@ -1,7 +1,6 @@
-"""What kvkeep hangs on a model of transformers: hooks, which do nothing unless kvkeep attends."""
+"""The parts of a transformers model that kvkeep uses, and the hooks on its rotary embeddings."""
 
 import inspect
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,20 +9,20 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvkeep.errors import UnsupportedModel
-from kvkeep.integrations.transformers.interface import attending
+from kvkeep.integrations.transformers.interface import active_backend
 
 
-def hold_rotary(body: nn.Module) -> list[RemovableHandle]:
-    """Makes rotary embeddings think, while kvkeep attends, that all tokens are where it says."""
+def hook_rotary_embeddings(body: nn.Module) -> list[RemovableHandle]:
+    """Let all rotary embeddings use the position of the active attention backend, if any."""
     return [
-        module.register_forward_pre_hook(_Held(module), with_kwargs=True)
+        module.register_forward_pre_hook(_RotaryHook(module), with_kwargs=True)
         for module in body.modules()
-        if _is_rotary(module)
+        if _is_rotary_embedding(module)
     ]
 
 
 def body_name(model: PreTrainedModel) -> str:
-    """Of the part of a model that is below its head. Raises UnsupportedModel where it has none."""
+    """Return the name of the submodule below the head. Raises UnsupportedModel if it has none."""
     for name in (model.base_model_prefix, "model"):
         if name in model._modules:
             return name
@@ -31,45 +30,41 @@ def body_name(model: PreTrainedModel) -> str:
 
 
 def body_of(model: PreTrainedModel) -> nn.Module:
-    """That part."""
+    """Return the submodule below the head: embeddings, layers and final norm."""
     return model.get_submodule(body_name(model))
 
 
 def configs_of(model: PreTrainedModel) -> list[PreTrainedConfig]:
-    """Those in which its parts look for their attention; that of its text first."""
-    found = {id(config): config for config in _configs(model)}
-    text = model.config.get_text_config(decoder=True)
-    found.pop(id(text), None)
-    return [text, *found.values()]
-
-
-def _configs(model: PreTrainedModel) -> Iterator[PreTrainedConfig]:
+    """Return all configs that choose the attention of a part of the model; the text's is first."""
+    text_config = model.config.get_text_config(decoder=True)
+    configs = {id(text_config): text_config}
     for module in model.modules():
         config = getattr(module, "config", None)
         if isinstance(config, PreTrainedConfig):
-            yield config
+            configs[id(config)] = config
+    return list(configs.values())
 
 
-def _is_rotary(module: nn.Module) -> bool:
+def _is_rotary_embedding(module: nn.Module) -> bool:
     names = [*module._buffers, *vars(module)]
-    frequencies = any(name.endswith("inv_freq") for name in names)
-    return frequencies and "position_ids" in inspect.signature(module.forward).parameters
+    has_frequencies = any(name.endswith("inv_freq") for name in names)
+    return has_frequencies and "position_ids" in inspect.signature(module.forward).parameters
 
 
-class _Held:
-    """A hook before a rotary embedding's forward."""
+class _RotaryHook:
+    """A hook before a rotary embedding's forward that replaces its position ids."""
 
     def __init__(self, module: nn.Module):
-        self._place = list(inspect.signature(module.forward).parameters).index("position_ids")
+        self._index = list(inspect.signature(module.forward).parameters).index("position_ids")
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        attention = attending()
-        if attention is None:
+        backend = active_backend()
+        if backend is None:
             return None
-        if len(args) > self._place:
-            held = torch.full_like(args[self._place], attention.position)
-            return (*args[: self._place], held, *args[self._place + 1 :]), kwargs
-        held = torch.full_like(kwargs["position_ids"], attention.position)
-        return args, {**kwargs, "position_ids": held}
+        if len(args) > self._index:
+            position_ids = torch.full_like(args[self._index], backend.position)
+            return (*args[: self._index], position_ids, *args[self._index + 1 :]), kwargs
+        position_ids = torch.full_like(kwargs["position_ids"], backend.position)
+        return args, {**kwargs, "position_ids": position_ids}

@@ -1,8 +1,8 @@
-"""What transformers calls in the place of its own attention and masks, while kvkeep attends.
+"""The attention and mask functions that transformers calls while kvkeep computes the attention.
 
-Both functions are known to transformers by one name, which a model's config has during such a
-forward and at no other time: a model that is called with another cache finds all that it had. Who
-calls the same model from another thread at that very time gets an error, and no wrong result.
+Both functions are registered with transformers under one name, which a model's configs have during
+such a forward only: a model that is called with another cache attends as before. Another thread
+that calls the same model during that forward gets an error, never a wrong result.
 """
 
 import math
@@ -19,10 +19,10 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from kvkeep.errors import UnsupportedModel
 
 NAME = "kvkeep"
-# Where a config has the name: for one forward there is no other way to say it.
+# The config attribute that chooses the attention; transformers has no other way for one forward.
 _IMPLEMENTATION = "_attn_implementation_internal"
-# What models hand on to their attention that says nothing about it, or nothing that is not known.
-_IGNORED = frozenset(
+# Arguments that models pass to their attention and that do not change its result.
+_IGNORED_ARGUMENTS = frozenset(
     (
         "position_ids",
         "position_embeddings",
@@ -36,7 +36,7 @@ _IGNORED = frozenset(
     )
 )
 
-_ELSEWHERE = (
+_OTHER_THREAD = (
     f"the attention {NAME!r} works in a forward that kvkeep has opened: while one is under way, "
     "the same model cannot be called from another thread"
 )
@@ -45,18 +45,18 @@ MaskFunction = Callable[[Any, Any, Any, Any], Tensor]
 
 
 @dataclass(frozen=True)
-class Asked:
-    """How a layer asks to attend. window: in tokens; None where it says nothing of one."""
+class AttentionOptions:
+    """The options of a layer's attention. window: in tokens; None if the layer passes none."""
 
     scale: float
     softcap: float
     window: int | None
 
 
-class Attention(Protocol):
-    """Who attends in a forward of a model of transformers.
+class AttentionBackend(Protocol):
+    """The attention of one forward of a transformers model: a probe or a step of kvkeep's cache.
 
-    position: where each rotary embedding is to think that all tokens are.
+    position: the position that all rotary embeddings use for all tokens.
     """
 
     position: int
@@ -68,42 +68,43 @@ class Attention(Protocol):
         k: Tensor,
         v: Tensor,
         mask: Tensor | None,
-        asked: Asked,
+        options: AttentionOptions,
         sinks: Tensor | None,
     ) -> Tensor:
-        """One layer. q: `[batch, heads, n, head_dim]`; k, v: `[batch, kv_heads, n, head_dim]`.
+        """Attend in one layer.
 
-        Returns `[batch, n, heads, head_dim]`.
+        q: `[batch, heads, n, head_dim]`; k, v: `[batch, kv_heads, n, head_dim]`. Returns
+        `[batch, n, heads, head_dim]`.
         """
 
-    def mask(self, function: MaskFunction, like: Tensor) -> Tensor | None:
-        """What layers are handed of a mask; function: which query sees which cell of it."""
+    def mask(self, function: MaskFunction, device: torch.device | None) -> Tensor | None:
+        """Return the mask that layers are given; function: whether a query sees a cell."""
 
 
-class _Here(threading.local):
-    attention: Attention | None = None
+class _ThreadState(threading.local):
+    backend: AttentionBackend | None = None
 
 
-_HERE = _Here()
+_STATE = _ThreadState()
 
 
-def attending() -> Attention | None:
-    """Who attends in this thread; None outside of `attended_by`."""
-    return _HERE.attention
+def active_backend() -> AttentionBackend | None:
+    """Return the attention backend of this thread; None outside `use_backend`."""
+    return _STATE.backend
 
 
 @contextmanager
-def attended_by(attention: Attention, configs: Sequence[PreTrainedConfig]) -> Iterator[None]:
-    """A forward of the model with these configs, in which that attends."""
-    before = [getattr(config, _IMPLEMENTATION) for config in configs]
-    outer, _HERE.attention = _HERE.attention, attention
+def use_backend(backend: AttentionBackend, configs: Sequence[PreTrainedConfig]) -> Iterator[None]:
+    """Let `backend` compute the attention of forwards of the model with these configs."""
+    previous_names = [getattr(config, _IMPLEMENTATION) for config in configs]
+    previous_backend, _STATE.backend = _STATE.backend, backend
     try:
         for config in configs:
             setattr(config, _IMPLEMENTATION, NAME)
         yield
     finally:
-        _HERE.attention = outer
-        for config, name in zip(configs, before, strict=True):
+        _STATE.backend = previous_backend
+        for config, name in zip(configs, previous_names, strict=True):
             setattr(config, _IMPLEMENTATION, name)
 
 
@@ -121,43 +122,46 @@ def _attend(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """As transformers calls an attention function."""
-    attention = _HERE.attention
-    if attention is None:
-        raise RuntimeError(_ELSEWHERE)
-    unknown = [
+    """Attend; the signature is that of transformers' attention functions."""
+    backend = _STATE.backend
+    if backend is None:
+        raise RuntimeError(_OTHER_THREAD)
+    unsupported = [
         name
-        for name, given in others.items()
-        if name not in _IGNORED and given is not None and given is not False
+        for name, argument in others.items()
+        if name not in _IGNORED_ARGUMENTS and argument is not None and argument is not False
     ]
     if dropout:
-        unknown.append("dropout (call model.eval())")
+        unsupported.append("dropout (call model.eval())")
     if is_causal is False:
-        unknown.append("is_causal=False")
-    if unknown:
+        unsupported.append("is_causal=False")
+    if unsupported:
         raise UnsupportedModel(
-            f"{type(module).__name__} asks attention for {', '.join(unknown)}, which kvkeep does "
-            "not know; use a cache of transformers with this model"
+            f"{type(module).__name__} asks attention for {', '.join(unsupported)}, which kvkeep "
+            "does not know; use a cache of transformers with this model"
         )
     scale = 1 / math.sqrt(query.shape[-1]) if scaling is None else float(scaling)
-    asked = Asked(scale, float(softcap or 0), sliding_window)
-    return attention.attend(module, query, key, value, attention_mask, asked, s_aux), None
+    options = AttentionOptions(scale, float(softcap or 0), sliding_window)
+    return backend.attend(module, query, key, value, attention_mask, options, s_aux), None
 
 
 def _mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
-    *given: Any,
+    *args: Any,
     mask_function: MaskFunction,
     device: Any = None,
     **others: Any,
 ) -> Tensor | None:
-    """As transformers calls a mask function. What is padding never comes this far."""
-    attention = _HERE.attention
-    if attention is None:
-        raise RuntimeError(_ELSEWHERE)
-    return attention.mask(mask_function, torch.empty(0, dtype=torch.float32, device=device))
+    """Return a mask; the signature is that of transformers' mask functions.
+
+    Padding needs no mask: the hooks before the layers remove it.
+    """
+    backend = _STATE.backend
+    if backend is None:
+        raise RuntimeError(_OTHER_THREAD)
+    return backend.mask(mask_function, device)
 
 
 AttentionInterface.register(NAME, _attend)

@@ -1,7 +1,8 @@
-"""A model of transformers as a model of kvkeep."""
+"""A transformers model as a kvkeep model."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -12,31 +13,48 @@ from blake3 import blake3
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.logging import (
+    disable_progress_bar,
+    enable_progress_bar,
+    is_progress_bar_enabled,
+)
 
-from kvkeep.errors import InvalidArgument, KvkeepError, UnsupportedModel
+from kvkeep import validation
+from kvkeep.errors import BadModelFile, InvalidArgument, KvkeepError, UnsupportedModel
 from kvkeep.executors import ComputePath
 from kvkeep.integrations.transformers.executor import TransformersExecutor
+from kvkeep.integrations.transformers.forward_hooks import hook_forward
 from kvkeep.integrations.transformers.hooks import body_name
 from kvkeep.integrations.transformers.self_check import require_agreement
-from kvkeep.integrations.transformers.versions import require_version
-from kvkeep.model import Model
+from kvkeep.model import DTYPES, Model, on_device
+from kvkeep.models.hub.source import resolve
 from kvkeep.models.layers.decoder import Decoder
 from kvkeep.models.text.codec import TextCodec
+from kvkeep.models.weights.packed import converted_file
 from kvkeep.models.weights.tensors import NORM
+from kvkeep.runtime.cpu import fit_threads
 from kvkeep.runtime.worker import computing
 from kvkeep.storage.snapshots.fingerprint import Fingerprint, fingerprint, weights_digest
+from kvkeep.types import DtypeName
 
-_OUTPUTS = ("o_proj", "out_proj", "dense")  # as models call what projects what attention found
-_MINE = "_kvkeep_executor"  # the name of what kvkeep knows of a model, among its attributes
-# What a config says of files and of this machine, and not of what a cell means.
-_PASSING = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "_attn_implementation")
+_OUTPUT_PROJECTIONS = ("o_proj", "out_proj", "dense")  # names in different architectures
+_EXECUTOR = "_kvkeep_executor"  # the attribute of a transformers model that holds its executor
+# Config keys about files and this machine, which do not change what a cell means.
+_NOT_FINGERPRINTED = (
+    "_name_or_path",
+    "transformers_version",
+    "dtype",
+    "torch_dtype",
+    "_attn_implementation",
+)
 
 
 class TransformersModel(Model):
-    """A model of kvkeep whose layers transformers computes; see `from_transformers`.
+    """A kvkeep model whose layers transformers computes; see `from_transformers`.
 
-    executor: which hangs on the model of transformers. tokenizer: its own, where it came with one.
+    executor: runs the transformers model, and is attached to it. tokenizer: that of transformers,
+    or None.
     """
 
     tokenizer: PreTrainedTokenizerBase | None = None
@@ -48,16 +66,16 @@ class TransformersModel(Model):
 
     def __repr__(self) -> str:
         layout, model = self.decoder.new_cache().layout, self.executor.model
-        numbers = sum(each.numel() for each in model.parameters())
+        weights = sum(parameter.numel() for parameter in model.parameters())
         return (
             f"<{type(self).__name__} {self.name}: {self.spec.architecture} by transformers, "
-            f"{self.spec.layers} layers with cells, {numbers / 1e6:,.1f} million weights in "
+            f"{self.spec.layers} layers with cells, {weights / 1e6:,.1f} million weights in "
             f"{str(layout.dtype).removeprefix('torch.')} on {layout.device}>"
         )
 
     @cached_property
     def path(self) -> ComputePath:
-        """transformers computes; kvkeep attends."""
+        """The compute path: transformers' layers with kvkeep's attention."""
         return ComputePath(
             "transformers", {"the compiled kernels": "are for kvkeep's own forwards"}
         )
@@ -72,18 +90,18 @@ class TransformersModel(Model):
     def fingerprint(self) -> Fingerprint:
         """As `LoadedModel.fingerprint`; the config is the whole one of transformers."""
         config = self.executor.configs[0].to_dict()
-        known = {name: value for name, value in config.items() if name not in _PASSING}
-        said = json.dumps(known, sort_keys=True, default=str)
+        config = {name: value for name, value in config.items() if name not in _NOT_FINGERPRINTED}
+        config_json = json.dumps(config, sort_keys=True, default=str)
         layout = self.decoder.new_cache().layout
         return replace(
             fingerprint(self.spec, {}, self.text.tokenizer, layout),
             weights=weights_digest(self.decoder.tensors),
-            config=blake3(said.encode()).hexdigest(),
+            config=blake3(config_json.encode()).hexdigest(),
         )
 
 
-class _WithoutText(TextCodec):
-    """Of a model that came without a tokenizer."""
+class _NoCodec(TextCodec):
+    """The codec of a model without a tokenizer, which raises InvalidArgument for any text."""
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         raise InvalidArgument(_NO_TOKENIZER)
@@ -95,9 +113,8 @@ class _WithoutText(TextCodec):
         raise InvalidArgument(_NO_TOKENIZER)
 
 
-_WITHOUT = " cannot be run with kvkeep's memory: "
 _NO_TOKENIZER = (
-    "there is no tokenizer to make text of tokens or tokens of text: give token ids, or say "
+    "there is no tokenizer to make text of tokens or tokens of text: give token ids, or pass "
     "tokenizer=... where the model is given to kvkeep"
 )
 
@@ -107,37 +124,87 @@ def from_transformers(
     tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
     name: str | None = None,
 ) -> TransformersModel:
-    """A model of transformers with all that kvkeep's own models have: sessions, policies, stores.
+    """Turn a transformers model into a kvkeep model, with sessions, policies and stores.
 
     Args:
-        model: any of its models that write text (`AutoModelForCausalLM`), on any device and in any
-            dtype; it computes as it does without kvkeep, but for its attention. What its layers
-            attend with is looked at first, by forwards of one token. It stays usable by itself.
-        tokenizer: the model's, or the folder where it is saved; None for sessions that are fed and
-            give token ids alone.
-        name: by which its snapshots call it; by default the one that it was loaded by.
+        model: any model that generates text (`AutoModelForCausalLM`), on any device and in any
+            dtype. It computes as without kvkeep, except for its attention. Forwards of one token
+            probe first how its layers attend. It stays usable by itself.
+        tokenizer: the model's, or the folder where it is saved; None for sessions that take and
+            return token ids only.
+        name: the model's name in its snapshots; by default the one that it was loaded by.
 
     Raises:
-        UnsupportedModel: naming why, for a model whose cells kvkeep would not understand.
-        ImportError: for a version of transformers that kvkeep is not tested with.
+        UnsupportedModel: naming why, for a model whose cells kvkeep does not support.
+        InvalidArgument: for anything but a transformers model in evaluation mode.
+        ImportError: on import, for a version of transformers that kvkeep is not tested with.
     """
-    require_version()
     executor = executor_of(model)
     name = name or getattr(model, "name_or_path", "") or type(model).__name__
     if tokenizer is None:
-        text: TextCodec = _WithoutText(Path(), Tokenizer(BPE()))
-        return TransformersModel(name, Path(), executor, text)
+        no_codec = _NoCodec(Path(), Tokenizer(BPE()))
+        return TransformersModel(name, Path(), executor, no_codec)
     if isinstance(tokenizer, str | Path):
         folder = Path(tokenizer)
         return TransformersModel(name, folder, executor, TextCodec.open(folder))
-    codec = executor.text_of(tokenizer)
-    found = TransformersModel(name, codec.folder, executor, codec)
-    found.tokenizer = tokenizer  # the folder is there for as long as this is
-    return found
+    codec = executor.codec_of(tokenizer)
+    own_model = TransformersModel(name, codec.folder, executor, codec)
+    own_model.tokenizer = tokenizer  # keeps the codec's temporary folder alive
+    return own_model
+
+
+def load_folder(
+    name: str, model: str, dtype: DtypeName, device: str, progress: bool
+) -> TransformersModel:
+    """Load a model by transformers.
+
+    name: the model as the user wrote it. model: a folder, or a name or path that `resolve` finds.
+
+    Raises ModelNotFound, BadModelFile, UnsupportedModel, InvalidArgument.
+    """
+    dtype = validation.one_of("dtype", dtype, DTYPES)
+    target_device = on_device(device)
+    fit_threads()
+    folder = resolve(model, progress)
+    if converted_file(folder) is not None:
+        raise UnsupportedModel(
+            f"{model} is packed, which transformers does not read: `kvkeep models export {model} "
+            "FOLDER` unpacks it, then pass transformers:FOLDER"
+        )
+    try:
+        with _progress_bar(progress):
+            loaded = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=DTYPES[dtype], local_files_only=True
+            )
+    except (OSError, ValueError, KeyError) as error:
+        raise BadModelFile(f"transformers cannot load {folder}: {error}") from error
+    loaded.to(target_device).eval()  # type: ignore[arg-type]  # the stub of `to` lacks devices
+    return from_transformers(loaded, folder, name)
+
+
+@contextmanager
+def _progress_bar(shown: bool) -> Iterator[None]:
+    """Show or hide transformers' progress bars, and restore the setting afterwards."""
+    was_shown = is_progress_bar_enabled()
+    _show_progress_bar(shown)
+    try:
+        yield
+    finally:
+        _show_progress_bar(was_shown)
+
+
+def _show_progress_bar(shown: bool) -> None:
+    if shown:
+        enable_progress_bar()  # type: ignore[no-untyped-call]
+    else:
+        disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def executor_of(model: PreTrainedModel) -> TransformersExecutor:
-    """What was found out of a model; it is looked at once for each dtype and device."""
+    """Return the executor of a model, which is probed once for each dtype and device.
+
+    Raises as `from_transformers`.
+    """
     if not isinstance(model, PreTrainedModel):
         raise InvalidArgument(
             f"model must be a model of transformers; found {type(model).__name__}"
@@ -147,57 +214,61 @@ def executor_of(model: PreTrainedModel) -> TransformersExecutor:
             f"{type(model).__name__} is an encoder and a decoder; kvkeep keeps the memory of "
             "models that are a decoder alone"
         )
-    body_name(model)  # raises where there is none
+    body_name(model)  # raises for a model without a head over a body
     if model.training:
         raise InvalidArgument("the model is in training: call model.eval() first")
-    with computing():  # nobody else looks at it meanwhile
-        known = vars(model).get(_MINE)
-        if known is not None and known.is_as_it_was():
-            return known  # type: ignore[no-any-return]
-        unhook(model)
-        executor = _looked_at(model)
-        object.__setattr__(model, _MINE, executor)
+    with computing():  # one thread at a time probes the model
+        executor = vars(model).get(_EXECUTOR)
+        if executor is None or not executor.is_current():
+            unhook(model)
+            executor = _new_executor(model)
+            object.__setattr__(model, _EXECUTOR, executor)
         return executor
 
 
-def _looked_at(model: PreTrainedModel) -> TransformersExecutor:
-    """Leaves nothing on a model that is refused."""
+def _new_executor(model: PreTrainedModel) -> TransformersExecutor:
+    """Probe and check a model. A model that is refused keeps no hooks."""
     executor = None
     try:
         executor = TransformersExecutor(model)
         decoder = Decoder(executor.adapted.spec, _tensors(executor), executor=executor)
         require_agreement(model, decoder)
+        executor.handles += hook_forward(executor.body)
         return executor
     except BaseException as error:
         if executor is not None:
             executor.unhook()
+        name = type(model).__name__
         if isinstance(error, UnsupportedModel):
-            raise UnsupportedModel(f"{type(model).__name__}{_WITHOUT}{error}") from error
+            message = f"{name} cannot be run with kvkeep's memory: {error}"
+            raise UnsupportedModel(message) from error
         if isinstance(error, KvkeepError) or not isinstance(error, Exception):
             raise
         raise UnsupportedModel(
-            f"{type(model).__name__} failed when kvkeep looked at how it attends: {error!r}"
+            f"{name} failed when kvkeep probed how it attends: {error!r}"
         ) from error
 
 
 def unhook(model: PreTrainedModel) -> None:
-    """Takes off a model of transformers all that kvkeep has hung on it."""
-    known = vars(model).pop(_MINE, None)
-    if known is not None:
-        known.unhook()
+    """Remove everything that kvkeep has attached to a transformers model."""
+    executor = vars(model).pop(_EXECUTOR, None)
+    if executor is not None:
+        executor.unhook()
 
 
 def _tensors(executor: TransformersExecutor) -> dict[str, Tensor]:
-    """The weights under transformers' names, and the few that kvkeep asks for under its own."""
-    model = executor.model
-    found = {f"transformers.{name}": each.detach() for name, each in model.state_dict().items()}
+    """Return the weights by transformers' names, and the few that kvkeep reads by its own names."""
     adapted = executor.adapted
-    found[NORM] = torch.zeros(0, dtype=adapted.dtype, device=adapted.device)
-    for index, call in enumerate(executor.adapted.calls):
-        for name in _OUTPUTS:
+    tensors = {
+        f"transformers.{name}": weight.detach()
+        for name, weight in executor.model.state_dict().items()
+    }
+    tensors[NORM] = torch.zeros(0, dtype=adapted.dtype, device=adapted.device)
+    for index, call in enumerate(adapted.calls):
+        for name in _OUTPUT_PROJECTIONS:
             output = getattr(call.module, name, None)
             if isinstance(output, nn.Linear):
-                found[f"model.layers.{index}.self_attn.o_proj.weight"] = output.weight.detach()
-    for index, sinks in enumerate(executor.adapted.sinks):
-        found[f"model.layers.{index}.self_attn.sinks"] = sinks
-    return found
+                tensors[f"model.layers.{index}.self_attn.o_proj.weight"] = output.weight.detach()
+    for index, sinks in enumerate(adapted.sinks):
+        tensors[f"model.layers.{index}.self_attn.sinks"] = sinks
+    return tensors

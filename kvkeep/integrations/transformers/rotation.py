@@ -1,4 +1,4 @@
-"""How a layer turns its keys by their positions: found from what it makes of one token."""
+"""The rotation that a layer applies to its keys, inferred from probe forwards of one token."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -6,15 +6,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-PLACES = (0, 1, 977)  # where the token is put, to see what becomes of its keys
-_TOLERANCE = {torch.float32: 5e-4, torch.float64: 5e-4}  # of others 3e-2: their cosines are rounded
+PROBED_POSITIONS = (0, 1, 977)  # the token is evaluated at each of them to compare its keys
+_TOLERANCE = {torch.float32: 5e-4, torch.float64: 5e-4}
+_ROUNDED_TOLERANCE = 3e-2  # for all other dtypes: their cosines are rounded
 
 
 @dataclass(frozen=True)
-class Rotation:
-    """frequencies: radians per position of each pair, `[head_dim / 2]`, 0 for those that are not
-    rotated. order: which number of the model's head is the i-th of a cell's; pairs lie half a head
-    apart there.
+class KeyRotation:
+    """A rotation of keys and queries by their position.
+
+    frequencies: radians per position of each pair, `[head_dim / 2]`; 0 for pairs that are not
+    rotated. order: `order[i]` is the index, in the model's head, of component i of a cell; in the
+    cell's order the two components of a pair lie half a head apart.
     """
 
     frequencies: tuple[float, ...]
@@ -25,57 +28,64 @@ class Rotation:
         return any(self.frequencies)
 
 
-def find_rotation(seen: Sequence[Sequence[Tensor]], tables: Sequence[Tensor]) -> Rotation | None:
-    """The rotation that makes each of some rows, at PLACES[0], what they are at the others.
+def find_rotation(
+    probed: Sequence[Sequence[Tensor]], tables: Sequence[Tensor]
+) -> KeyRotation | None:
+    """Return the rotation that maps rows at position 0 to the rows at the other probed positions.
 
-    seen: for each of PLACES the same tensors, `[rows, head_dim]`. tables: the frequencies that the
-    model has, `[pairs]` each. None where there is no such rotation: positions change more.
+    probed: for each of PROBED_POSITIONS the same tensors, `[rows, head_dim]`. tables: the frequency
+    tables of the model, `[pairs]` each. Returns None if no candidate fits: then positions change
+    more than a rotation does.
     """
-    at = [torch.cat(list(rows)).cpu().double() for rows in seen]
-    width, most = at[0].shape[-1], _TOLERANCE.get(seen[0][0].dtype, 3e-2)
+    rows_at = [torch.cat(list(tensors)).cpu().double() for tensors in probed]
+    width = rows_at[0].shape[-1]
     if width % 2:
         return None
-    found = min(
-        ((_distance(at, each), each) for each in _candidates(width, tables)),
+    error, rotation = min(
+        ((_error(rows_at, candidate), candidate) for candidate in _candidates(width, tables)),
         key=lambda pair: pair[0],
     )
-    return found[1] if found[0] <= most else None
+    return rotation if error <= _TOLERANCE.get(probed[0][0].dtype, _ROUNDED_TOLERANCE) else None
 
 
-def _distance(at: Sequence[Tensor], rotation: Rotation) -> float:
-    """How far the rows are from where the rotation would have them, as a part of their length."""
-    first, width = at[0][:, list(rotation.order)], at[0].shape[-1]
+def _error(rows_at: Sequence[Tensor], rotation: KeyRotation) -> float:
+    """Return the largest distance of rows from their expected rotation, relative to their norm."""
+    order = list(rotation.order)
+    first, width = rows_at[0][:, order], rows_at[0].shape[-1]
     frequencies = torch.tensor(rotation.frequencies, dtype=torch.float64, device="cpu")
     a, b = torch.split(first, width // 2, -1)
     worst = 0.0
-    for place, rows in zip(PLACES, at, strict=True):
-        angles = place * frequencies
+    for position, rows in zip(PROBED_POSITIONS, rows_at, strict=True):
+        angles = position * frequencies
         expected = torch.cat(
             (a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), -1
         )
-        off = (rows[:, list(rotation.order)] - expected).norm() / first.norm()
-        worst = max(worst, off.item())
+        worst = max(worst, ((rows[:, order] - expected).norm() / first.norm()).item())
     return worst
 
 
-def _candidates(width: int, tables: Sequence[Tensor]) -> Iterator[Rotation]:
-    """None at all, and each table: of neighbours or of halves, from the first number of a head or
-    up to the last, in either direction.
+def _candidates(width: int, tables: Sequence[Tensor]) -> Iterator[KeyRotation]:
+    """Yield no rotation, then every way to apply each table to a head of `width` components.
+
+    A table may rotate the first or the last components of a head (partial RoPE), pair halves or
+    neighbours, and turn in either direction. Example, width 8 and a table of 2 pairs at the
+    beginning: components 0 to 3 are rotated. As halves the pairs are (0, 2), (1, 3) and the order
+    is (0, 1, 4, 5, 2, 3, 6, 7); as neighbours they are (0, 1), (2, 3): (0, 2, 4, 5, 1, 3, 6, 7).
     """
-    yield Rotation((0.0,) * (width // 2), tuple(range(width)))
+    yield KeyRotation((0.0,) * (width // 2), tuple(range(width)))
     for table in tables:
         pairs = len(table)
         if not 0 < 2 * pairs <= width:
             continue
         for begin in sorted({0, width - 2 * pairs}):
-            inside = range(begin, begin + 2 * pairs)
-            rest = [index for index in range(width) if index not in inside]
-            half = len(rest) // 2
-            for one, other in (
-                (inside[:pairs], inside[pairs:]),
-                (inside[::2], inside[1::2]),
+            rotated = range(begin, begin + 2 * pairs)
+            unrotated = [index for index in range(width) if index not in rotated]
+            half = len(unrotated) // 2
+            for firsts, seconds in (
+                (rotated[:pairs], rotated[pairs:]),
+                (rotated[::2], rotated[1::2]),
             ):
-                order = (*one, *rest[:half], *other, *rest[half:])
+                order = (*firsts, *unrotated[:half], *seconds, *unrotated[half:])
                 for sign in (1, -1):
                     frequencies = [sign * value for value in table.double().tolist()]
-                    yield Rotation((*frequencies, *(0.0,) * half), order)
+                    yield KeyRotation((*frequencies, *(0.0,) * half), order)

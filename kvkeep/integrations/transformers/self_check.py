@@ -1,4 +1,4 @@
-"""Whether a model makes with kvkeep's memory what it makes with its own: tried before its use."""
+"""A check that a model computes the same with kvkeep's cache as with its own, before its use."""
 
 import torch
 from torch import Tensor
@@ -12,43 +12,47 @@ from kvkeep.session.evaluation import evaluate
 from kvkeep.session.memory import Memory
 
 _TOKENS, _STEPS = 12, (7, 1, 4)
-# How far hidden states may be off, as a part of their length: in float32, and where each of them is
-# rounded on its way. Something else than rounding is off by about all of it.
-_IN_FLOAT32, _ROUNDED = 1e-3, 0.15
+# The largest difference of hidden states relative to their norm: in float32, and in dtypes in which
+# each of them is rounded on its way. Any difference but rounding is about as large as the norm.
+_FLOAT32_TOLERANCE, _ROUNDED_TOLERANCE = 1e-3, 0.15
 
 
 @torch.inference_mode()
 def require_agreement(model: PreTrainedModel, decoder: Decoder) -> None:
-    """Reads a few tokens both ways. Raises UnsupportedModel where they do not come out alike."""
+    """Evaluate a few tokens both ways. Raises UnsupportedModel if the results differ."""
     ids = [(7_919 * index + 3) % decoder.spec.vocab_size for index in range(_TOKENS)]
-    taken = torch.tensor([ids], dtype=torch.int64, device=model.device)
+    input_ids = torch.tensor([ids], dtype=torch.int64, device=model.device)
     cache = DynamicCache(config=model.config)
-    own = model(input_ids=taken, past_key_values=cache, use_cache=True)
-    body = body_of(model)(
-        input_ids=taken, past_key_values=DynamicCache(config=model.config), use_cache=True
+    output = model(input_ids=input_ids, past_key_values=cache, use_cache=True)
+    body_output = body_of(model)(
+        input_ids=input_ids, past_key_values=DynamicCache(config=model.config), use_cache=True
     )
-    wanted = body.last_hidden_state[0]
+    expected = body_output.last_hidden_state[0]
     memory, done = Memory(decoder, Full(2 * _TOKENS)), 0
     for count in _STEPS:
         (step,) = evaluate(memory, ids[done : done + count], count)
-        off = _off(step.hidden, wanted[done : done + count])
+        difference = _difference(step.hidden, expected[done : done + count])
         what = f"its layers, given {count} tokens after {done}, make"
-        _require(off, wanted.dtype, what)
+        _require_small(difference, expected.dtype, what)
         done += count
-    _require(_off(decoder.logits(wanted), own.logits[0].float()), wanted.dtype, "its head makes")
+    logits_difference = _difference(decoder.logits(expected), output.logits[0].float())
+    _require_small(logits_difference, expected.dtype, "its head makes")
 
 
-def _off(found: Tensor, wanted: Tensor) -> float:
-    """The median over tokens: a mixture of experts may choose others for one by rounding."""
-    found, wanted = found.float(), wanted.float()
-    off = (found - wanted).norm(dim=-1) / wanted.norm(dim=-1).clamp_min(1e-9)
-    return float(off.median())
+def _difference(rows: Tensor, expected: Tensor) -> float:
+    """Return the relative difference of two `[tokens, width]`, the median over tokens.
+
+    The median, since rounding may make a mixture of experts choose other experts for one token.
+    """
+    rows, expected = rows.float(), expected.float()
+    relative = (rows - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(1e-9)
+    return float(relative.median())
 
 
-def _require(off: float, dtype: torch.dtype, what: str) -> None:
-    most = _IN_FLOAT32 if dtype is torch.float32 else _ROUNDED
-    if not off <= most:
+def _require_small(difference: float, dtype: torch.dtype, what: str) -> None:
+    tolerance = _FLOAT32_TOLERANCE if dtype is torch.float32 else _ROUNDED_TOLERANCE
+    if not difference <= tolerance:  # true for NaN as well
         raise UnsupportedModel(
             f"{what} something else with kvkeep's memory than with the model's own cache: they "
-            f"differ by {off:.1%}; use a cache of transformers with it"
+            f"differ by {difference:.1%}; use a cache of transformers with it"
         )

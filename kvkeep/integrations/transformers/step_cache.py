@@ -1,49 +1,125 @@
-"""The cache that a model of transformers is handed: it gives keys back as they come."""
+"""The cache object that a transformers model gets during one forward, and its recurrent states.
 
-from collections.abc import Callable, Sequence
+Keys and values pass through it unchanged: the cells are in kvkeep's caches. Layers without cells
+(linear attention, state spaces, convolutions) compute with transformers' own cache layers. Between
+two forwards their states are named tensors of one sequence each, which are never written to, so
+that forks share them.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig
+from transformers.cache_utils import (
+    DynamicIndexedLayer,
+    DynamicLayer,
+    LinearAttentionCacheLayerMixin,
+)
 
-from kvkeep.errors import UnsupportedModel
+from kvkeep.errors import InvalidSnapshot, UnsupportedModel
 
-Update = Callable[[Tensor, Tensor, int], None]
+OnUpdate = Callable[[Tensor, Tensor, int], None]
+_STATE_KINDS = ("conv", "recurrent")
 
 
-def layers_of(config: PreTrainedConfig) -> Sequence[Any]:
-    """New ones, as transformers has them for such a model."""
+def new_cache_layers(config: PreTrainedConfig) -> Sequence[Any]:
+    """Return new cache layers, as transformers creates them for a model with this config."""
     return DynamicCache(config=config).layers
 
 
 class StepCache(Cache):
-    """Of one forward. Layers that keep states have transformers' own layers of a cache here.
+    """The cache of one forward.
 
-    layers: of transformers, one for each of the model's. update: told of the keys and values of
-    each layer, `[batch, kv_heads, n, head_dim]`, and its index. seen: tokens before this forward.
+    layers: transformers' cache layers, one for each layer of the model. on_update: called with the
+    keys and values of each layer, `[batch, kv_heads, n, head_dim]`, and the layer's index. length:
+    the number of tokens before this forward.
     """
 
-    reading: Any = None  # whose forward it is, where it is not kvkeep's own
+    forward: Any = None  # the `CacheForward` that it belongs to; None in a step of kvkeep's own
 
-    def __init__(self, layers: Sequence[Any], update: Update, seen: int = 0):
+    def __init__(self, layers: Sequence[Any], on_update: OnUpdate, length: int = 0):
         super().__init__(layers=list(layers))
-        self._told = update
-        self._seen = seen
+        self._on_update = on_update
+        self._length = length
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *given: Any, **others: Any
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        self._told(key_states, value_states, layer_idx)
+        self._on_update(key_states, value_states, layer_idx)
         return key_states, value_states
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
         raise UnsupportedModel(
             "the model chooses which tokens each layer attends to by an index of its own (sparse "
-            "attention), which kvkeep does not know"
+            "attention), which kvkeep does not support"
         )
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self._seen
+        return self._length
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return self._seen + query_length, 0
+        return self._length + query_length, 0
+
+
+def has_recurrent_states(config: PreTrainedConfig) -> bool:
+    """Whether some layers have states instead of cells.
+
+    Raises UnsupportedModel for a layer that has neither states nor cells of keys and values.
+    """
+    has_states = False
+    for layer in new_cache_layers(config):
+        states = isinstance(layer, LinearAttentionCacheLayerMixin)
+        cells = isinstance(layer, DynamicLayer) and not isinstance(layer, DynamicIndexedLayer)
+        nothing = type(layer).__name__ == "DummyLayer"  # exists in some releases only
+        if not states and not cells and not nothing:
+            raise UnsupportedModel(
+                f"its layers keep their memory in a {type(layer).__name__}, which kvkeep does not "
+                "support"
+            )
+        has_states = has_states or states
+    return has_states
+
+
+def load_states(rows: Sequence[Mapping[str, Tensor]], cache: StepCache) -> None:
+    """Copy the states of each row of a batch into the layers of a new cache.
+
+    Raises InvalidSnapshot if there are none although tokens have been evaluated.
+    """
+    names = dict.fromkeys(name for row in rows for name in row)
+    if not names:
+        if cache.get_seq_length():
+            raise InvalidSnapshot("there are no states of the layers that have no cells")
+        return
+    for name in names:
+        layer_index, kind, state_index = name.split(".")
+        layer, index = cache.layers[int(layer_index)], int(state_index)
+        assert isinstance(layer, LinearAttentionCacheLayerMixin), "the model's own states"
+        example = next(row[name] for row in rows if name in row)
+        # A copy, since the layer writes to it. The state of a row without tokens is 0.
+        state = torch.cat([row.get(name, torch.zeros_like(example)) for row in rows])
+        layer.dtype, layer.device = state.dtype, state.device  # type: ignore[assignment]
+        getattr(layer, f"{kind}_states")[index] = state
+        getattr(layer, f"is_{kind}_states_initialized")[index] = True
+        layer.has_previous_state[index] = True
+        if kind == "conv":
+            layer.conv_kernel_size[index] = state.shape[-1]
+
+
+def read_states(cache: StepCache, rows: int) -> list[dict[str, Tensor]]:
+    """Return the states of each of the `rows` rows of a cache after a forward."""
+    states_by_row: list[dict[str, Tensor]] = [{} for _ in range(rows)]
+    for name, batch_state in _named_states(cache):
+        for states, state in zip(states_by_row, torch.split(batch_state, 1), strict=True):
+            states[name] = state.clone() if rows > 1 else state
+    return states_by_row
+
+
+def _named_states(cache: StepCache) -> Iterator[tuple[str, Tensor]]:
+    """Yield each state, `[batch, ...]`, under its name "layer.kind.index", as snapshots name it."""
+    for layer_index, layer in enumerate(cache.layers):
+        for kind in _STATE_KINDS if isinstance(layer, LinearAttentionCacheLayerMixin) else ():
+            for index, state in getattr(layer, f"{kind}_states").items():
+                if state is not None:
+                    yield f"{layer_index}.{kind}.{index}", state

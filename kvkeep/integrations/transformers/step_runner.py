@@ -1,4 +1,4 @@
-"""A forward of a model of transformers in which steps of kvkeep's caches attend."""
+"""An attention backend that runs the forward of a transformers model over a step of kvkeep."""
 
 import torch
 from torch import Tensor, nn
@@ -9,53 +9,65 @@ from kvkeep.cache.group_step import GroupStep
 from kvkeep.cache.layers import LayerDispatch
 from kvkeep.compiled.chunk import layer_attention
 from kvkeep.errors import UnsupportedModel
-from kvkeep.integrations.transformers.interface import Asked, MaskFunction
-from kvkeep.integrations.transformers.layers import Adapted
-from kvkeep.integrations.transformers.layers import Attends as Call
-from kvkeep.integrations.transformers.states import put_states, states_of
-from kvkeep.integrations.transformers.step_cache import StepCache, layers_of
+from kvkeep.integrations.transformers.adapter import AdaptedModel, AttentionCall
+from kvkeep.integrations.transformers.interface import AttentionOptions, MaskFunction
+from kvkeep.integrations.transformers.step_cache import (
+    StepCache,
+    load_states,
+    new_cache_layers,
+    read_states,
+)
 from kvkeep.models.layers.executor import AnyStep
 
 
-class Stepping:
-    """Attends by a step, layer by layer, in the order in which the model was seen to.
+class StepRunner:
+    """Attends layer by layer over a step, in the order of calls that the probe recorded.
 
-    A batch of one has all tokens of the step; or each row has one token, of one cache each.
+    The model's batch has either one row with all tokens of the step, or, in a step of a group, one
+    token of each session in a row of its own.
     """
 
-    position = 0  # keys and queries come unrotated: positions are the step's business
+    position = 0  # keys and queries stay unrotated: the step rotates them
 
-    def __init__(self, adapted: Adapted, step: AnyStep):
+    def __init__(self, adapted: AdaptedModel, step: AnyStep):
         self._adapted = adapted
-        self._each_alone = isinstance(step, GroupStep)
+        self._is_group = isinstance(step, GroupStep)
         self._steps = step.steps if isinstance(step, GroupStep) else [step]
-        self._attends: LayerAttention = layer_attention(step)
-        self._by_layer = isinstance(self._attends, LayerDispatch)
-        self._done = 0
-        self._given: dict[int, tuple[Tensor, Tensor]] = {}
+        self._attention: LayerAttention = layer_attention(step)
+        self._by_layer = isinstance(self._attention, LayerDispatch)
+        self._calls_done = 0
+        self._updates: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def cache(self, config: PreTrainedConfig) -> StepCache:
-        """What the model is to be handed as its cache."""
-        seen = max(0, *(step.times[0] for step in self._steps))
+    def new_cache(self, config: PreTrainedConfig) -> StepCache:
+        """Return the cache for the model's forward, with the recurrent states of the step."""
+        length = max(0, *(step.times[0] for step in self._steps))
         if not self._adapted.spec.recurrent:
-            return StepCache(self._adapted.kinds, self.take, seen)
-        cache = StepCache(layers_of(config), self.take, seen)
-        put_states([step.recurrent for step in self._steps], cache)
+            return StepCache(self._adapted.cache_layers, self.record_update, length)
+        cache = StepCache(new_cache_layers(config), self.record_update, length)
+        load_states([step.recurrent for step in self._steps], cache)
         return cache
 
     def finish(self, cache: StepCache) -> None:
-        """Takes what the model has left in its cache, once all layers have attended."""
-        self._require_all()
+        """Take over the recurrent states after the forward.
+
+        Raises UnsupportedModel if not every layer has attended.
+        """
+        if self._calls_done != len(self._adapted.calls):
+            raise UnsupportedModel(
+                f"{self._calls_done} of {len(self._adapted.calls)} layers attended; kvkeep has "
+                "cells for all of them"
+            )
         if self._adapted.spec.recurrent:
-            for step, states in zip(self._steps, states_of(cache, len(self._steps)), strict=True):
+            all_states = read_states(cache, len(self._steps))
+            for step, states in zip(self._steps, all_states, strict=True):
                 step.recurrent = states
 
-    def take(self, keys: Tensor, values: Tensor, layer: int) -> None:
-        """As the model hands them to its cache."""
-        self._given[layer] = keys, values
+    def record_update(self, keys: Tensor, values: Tensor, layer: int) -> None:
+        """Record the keys and values that a layer gives to the cache."""
+        self._updates[layer] = keys, values
 
-    def mask(self, function: MaskFunction, like: Tensor) -> Tensor | None:
-        return None  # a step knows what each of its tokens sees
+    def mask(self, function: MaskFunction, device: torch.device | None) -> Tensor | None:
+        return None  # the step determines what each of its tokens sees
 
     def attend(
         self,
@@ -64,57 +76,49 @@ class Stepping:
         k: Tensor,
         v: Tensor,
         mask: Tensor | None,
-        asked: Asked,
+        options: AttentionOptions,
         sinks: Tensor | None,
     ) -> Tensor:
-        index, call = self._done, self._next(module, asked)
-        given = self._given.get(call.layer)
-        if mask is not None or given is None or given[0] is not k or given[1] is not v:
+        call_index, call = self._calls_done, self._next_call(module, options)
+        update = self._updates.get(call.layer)
+        if mask is not None or update is None or update[0] is not k or update[1] is not v:
             raise UnsupportedModel(
                 f"{type(module).__name__} attended to other keys than those of its cache, or by a "
-                "mask of its own, which it did not when kvkeep looked at it"
+                "mask of its own, which it did not do when kvkeep probed it"
             )
-        queries, keys = _ordered(call, q), _ordered(call, k)
-        if call.factor != 1:
-            queries = queries * call.factor
+        queries, keys = _to_cell_order(call, q), _to_cell_order(call, k)
+        if call.query_factor != 1:
+            queries = queries * call.query_factor
         rows = (self._rows(queries), self._rows(keys), self._rows(v))
-        if not call.own:
-            found = self._attends.attend(self._place(index, call), rows[0], None, None)
+        layer = call_index if self._by_layer else call.index
+        if call.owns_keys:
+            output = self._attention.attend(layer, *rows)
         else:
-            found = self._attends.attend(self._place(index, call), *rows)
+            output = self._attention.attend(layer, rows[0], None, None)
         batch, heads, n, width = q.shape
-        return found.view(batch, n, heads, width).to(q.dtype)
+        return output.view(batch, n, heads, width).to(q.dtype)
 
-    def _place(self, index: int, call: Call) -> int:
-        return index if self._by_layer else call.index
-
-    def _next(self, module: nn.Module, asked: Asked) -> Call:
+    def _next_call(self, module: nn.Module, options: AttentionOptions) -> AttentionCall:
+        """Return the next call that the probe recorded. Raises UnsupportedModel if it differs."""
         calls = self._adapted.calls
-        call = calls[self._done] if self._done < len(calls) else None
-        if call is None or call.module is not module or call.asked != asked:
+        call = calls[self._calls_done] if self._calls_done < len(calls) else None
+        if call is None or call.module is not module or call.options != options:
             raise UnsupportedModel(
                 f"{type(module).__name__} attended in another order, or in another way, than when "
-                "kvkeep looked at the model; use a cache of transformers with it"
+                "kvkeep probed the model; use a cache of transformers with it"
             )
-        self._done += 1
+        self._calls_done += 1
         return call
 
     def _rows(self, x: Tensor) -> Tensor:
-        """`[n, heads, head_dim]` of `[batch, heads, n, head_dim]`, in the dtype of cells.
+        """Convert `[batch, heads, n, head_dim]` to `[n, heads, head_dim]`, in the cells' dtype.
 
-        Under torch.autocast layers compute in another one.
+        Under torch.autocast layers compute in another dtype.
         """
         x = x.to(self._adapted.dtype)
-        return x[:, :, 0] if self._each_alone else x[0].transpose(0, 1)
-
-    def _require_all(self) -> None:
-        """Raises UnsupportedModel where not every layer has attended."""
-        if self._done != len(self._adapted.calls):
-            raise UnsupportedModel(
-                f"{self._done} of {len(self._adapted.calls)} layers attended; kvkeep has cells for "
-                "all of them"
-            )
+        return x[:, :, 0] if self._is_group else x[0].transpose(0, 1)
 
 
-def _ordered(call: Call, x: Tensor) -> Tensor:
+def _to_cell_order(call: AttentionCall, x: Tensor) -> Tensor:
+    """Reorder the components of heads so that the pairs of RoPE lie half a head apart."""
     return x if call.order is None else torch.index_select(x, -1, call.order)
