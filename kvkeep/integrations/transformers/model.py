@@ -1,7 +1,7 @@
 """A transformers model as a kvkeep model."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -186,18 +186,15 @@ def load_folder(
 def _progress_bar(shown: bool) -> Iterator[None]:
     """Show or hide transformers' progress bars, and restore the setting afterwards."""
     was_shown = is_progress_bar_enabled()
-    _show_progress_bar(shown)
+    setters: dict[bool, Callable[[], None]] = {
+        True: enable_progress_bar,
+        False: disable_progress_bar,
+    }
+    setters[shown]()
     try:
         yield
     finally:
-        _show_progress_bar(was_shown)
-
-
-def _show_progress_bar(shown: bool) -> None:
-    if shown:
-        enable_progress_bar()  # type: ignore[no-untyped-call]
-    else:
-        disable_progress_bar()  # type: ignore[no-untyped-call]
+        setters[was_shown]()
 
 
 def executor_of(model: PreTrainedModel) -> TransformersExecutor:
