@@ -166,8 +166,8 @@ class KvkeepCache(Cache):
         """
         if self.padding[0]:
             raise InvalidArgument(
-                "padding was read with these tokens: give them to generate with their padding and "
-                "attention_mask, or call cache.drop_padding() first"
+                "padding was evaluated with these tokens: give them to generate with their padding "
+                "and attention_mask, or call cache.drop_padding() first"
             )
         device = self.model.decoder.new_cache().layout.device
         return torch.tensor([list(self.tokens)], dtype=torch.int64, device=device)

@@ -190,7 +190,7 @@ def _token_columns(batch: BatchSessions, ids: Tensor, mask: Tensor | None) -> li
     before = batch.columns
     if mask is None and any(batch.padding):
         raise InvalidArgument(
-            "this cache has read padding: give an attention_mask that says which tokens are "
+            "this cache has evaluated padding: give an attention_mask that says which tokens are "
             "padding, or call cache.drop_padding() if only tokens are given from now on"
         )
     if mask is None:
@@ -205,7 +205,7 @@ def _token_columns(batch: BatchSessions, ids: Tensor, mask: Tensor | None) -> li
     evaluated = [before - padding for padding in batch.padding]
     if masked_in != evaluated:
         raise InvalidArgument(
-            f"attention_mask must be 1 for the tokens that the cache has read, and 0 for padding: "
+            "attention_mask must be 1 for the tokens in the cache, and 0 for padding: "
             f"expected {evaluated} of the first {before} in each row, found {masked_in}"
         )
     new = mask[:, before:].tolist()
