@@ -1,8 +1,8 @@
-"""What callers give, as plain Python values: every public argument comes through here.
+"""Validation of public arguments, which are converted to plain Python values.
 
-Numbers from numpy and torch compute and compare like Python's, and are not: they overflow, cannot
-be written into a file, and make other types of what they meet. So they are converted where they
-come in, or refused, before anything is changed.
+Numbers of numpy and torch compute and compare like Python's, but they overflow, cannot be written
+into a file, and turn what they are combined with into other types. So they are converted on entry,
+or refused, before anything changes.
 """
 
 import math
@@ -20,7 +20,7 @@ Word = TypeVar("Word", bound=str)
 
 
 def whole(name: str, value: Any, minimum: int | None = None, maximum: int | None = None) -> int:
-    """A whole number, of Python or of numpy or torch; no bool, and no float.
+    """Return a whole number, of Python, numpy or torch; no bool, and no float.
 
     minimum, maximum: the range, both ends included; None for no end. Raises InvalidArgument.
     """
@@ -36,12 +36,12 @@ def whole(name: str, value: Any, minimum: int | None = None, maximum: int | None
 
 
 def optional_whole(name: str, value: Any, minimum: int | None = None) -> int | None:
-    """As `whole`; None stays None."""
+    """Return what `whole` returns; None for None."""
     return None if value is None else whole(name, value, minimum)
 
 
 def number(name: str, value: Any) -> float:
-    """A finite number as a float; no bool and no text. Raises InvalidArgument."""
+    """Return a finite number as a float; no bool and no text. Raises InvalidArgument."""
     if isinstance(value, (bool, str, bytes)) or type(value).__name__ in ("bool", "bool_"):
         raise _refused(name, "a number", value)
     try:
@@ -54,14 +54,14 @@ def number(name: str, value: Any) -> float:
 
 
 def flag(name: str, value: Any) -> bool:
-    """True or False, numpy's too. Raises InvalidArgument."""
+    """Return True or False, numpy's too. Raises InvalidArgument."""
     if isinstance(value, bool) or type(value).__name__ == "bool":  # numpy's is not Python's
         return bool(value)
     raise _refused(name, "True or False", value)
 
 
 def text(name: str, value: Any) -> str:
-    """Text that can be encoded. Raises InvalidArgument, also for lone surrogates."""
+    """Return text that can be encoded. Raises InvalidArgument, also for lone surrogates."""
     if not isinstance(value, str):
         raise _refused(name, "text", value)
     try:
@@ -75,37 +75,37 @@ def text(name: str, value: Any) -> str:
 
 
 def one_of(name: str, value: Word, choices: Collection[str]) -> Word:
-    """One of a few words. Raises InvalidArgument, naming all of them."""
+    """Return one of a few words. Raises InvalidArgument, naming all of them."""
     if not isinstance(value, str) or value not in choices:
         raise InvalidArgument(f"{name} must be one of {', '.join(choices)}; found {value!r}")
     return value
 
 
 def path(name: str, value: Any) -> Path:
-    """A place in the file system. Raises InvalidArgument for what is none."""
+    """Return a file system path. Raises InvalidArgument."""
     if not isinstance(value, (str, os.PathLike)) or "\0" in str(value):
         raise _refused(name, "a path", value)
     return Path(value)
 
 
 def instance(name: str, value: Any, kind: type[T]) -> T:
-    """An object of that kind. Raises InvalidArgument."""
+    """Return the value if it is an instance of `kind`. Raises InvalidArgument."""
     if not isinstance(value, kind):
         raise _refused(name, f"a {kind.__name__}", value)
     return value
 
 
 def progress(value: Any) -> Callable[[int], None] | None:
-    """What is called as work goes on, or None. Raises InvalidArgument."""
+    """Return a progress callback, or None. Raises InvalidArgument."""
     if value is not None and not callable(value):
         raise _refused("progress", "something to call with a number, or None", value)
     return value  # type: ignore[no-any-return]
 
 
 def token_ids(name: str, value: Any, vocabulary: int) -> list[int]:
-    """Token ids: a list, an array or a tensor of whole numbers below `vocabulary`.
+    """Return token ids: from a list, an array or a tensor of whole numbers below `vocabulary`.
 
-    Raises InvalidArgument, naming the first that is none.
+    Raises InvalidArgument, naming the first invalid one.
     """
     if isinstance(value, (str, bytes, bytearray, dict, set, frozenset)) or not (
         isinstance(value, Iterable) or hasattr(value, "tolist")

@@ -1,4 +1,4 @@
-"""A chat in a session: the model's own template, of which each turn feeds only what is new."""
+"""A chat in a session: each turn renders and prefills only what is new."""
 
 from collections.abc import Iterable, Sequence
 from functools import cached_property
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from kvkeep.session.spans import TokenRange
 
 CHAT = "chat"  # note of a snapshot: what a chat needs beside its tokens; see Conversation.notes
-_MARK = mark_for()  # stands for an answer in a rendering
+_MARK = mark_for()  # placeholder for an answer in a rendering
 
 
 def system_tokens(codec: "TextCodec", system: str) -> int:
-    """How many of a chat's first tokens are its system prompt, as the template writes it.
+    """Return how many of a chat's first tokens are its system prompt, as the template writes it.
 
     Raises InvalidArgument if the template takes no system prompt, UnsupportedModel if there is no
     template.
@@ -29,26 +29,26 @@ def system_tokens(codec: "TextCodec", system: str) -> int:
         part = codec.chat([prompt], add_generation_prompt=False).sealed
     except KvkeepError:
         part = ""
-    # Some templates put it inside the first user's turn: then up to the user's own words.
+    # Some templates put it inside the first user turn: then it ends where the user's text begins.
     after = between
     if part.startswith(before + text) and "".join(pieces).startswith(part):
         after = part[len(before + text) :]
-    # Where the part ends inside a word, its last token is another one than the whole's.
+    # If the part ends inside a word, its last token differs from that of the whole.
     ids, _ = encode_pieces(codec, [before, text, after])
     return common(encode_pieces(codec, pieces)[0], ids)
 
 
 class Conversation:
-    """Says what to feed for a turn, and knows where each turn is.
+    """A chat in a session: the tokens to prefill for each turn, and the spans of each turn.
 
     The text in the session is what the template would render of the whole conversation, but only
-    its newest turn is ever rendered, so that an endless chat costs the same at each turn. Texts of
-    the template are sealed (see `ControlTokens`): nothing that is said can be a control token.
+    its newest turn is ever rendered, so that each turn of an endless chat costs the same. Texts of
+    the template are sealed (see `ControlTokens`): no text of a message can be a control token.
 
-    Where things are is kept in spans of the session, which follow every edit: "system" and
-    "turn 3" with the template's tokens around them ("opening" where the template writes something
-    before the first turn by itself), "system text", "turn 3 question" and "turn 3 answer" without:
-    no token of these reaches into the template, so that any can be replaced by its name (for the
+    Turns are spans of the session, which follow every edit: "system" and "turn 3" include the
+    template's tokens around them ("opening" if the template writes something before the first turn
+    without a system prompt); "system text", "turn 3 question" and "turn 3 answer" exclude them. No
+    token of the latter reaches into the template, so that any can be replaced by its name (for the
     exceptions, see `encode_pieces`).
     """
 
@@ -62,12 +62,12 @@ class Conversation:
         self.session = session
         self.codec = codec
         self._eos = eos_token_ids
-        self.notes: dict[str, str | None] = {"system": system}  # tokens and spans say the rest
+        self.notes: dict[str, str | None] = {"system": system}  # the rest is in tokens and spans
         self._last = max(self.turns, default=0)
-        _rendered_first(codec, system, "")  # refused at once where there is no template
+        _rendered_first(codec, system, "")  # raises if there is no template
 
     def fork(self) -> "Conversation":
-        """The same conversation in a session of its own."""
+        """Return the same conversation in a fork of the session."""
         return Conversation(self.session.fork(), self.codec, self._eos, self.system)
 
     @property
@@ -80,21 +80,21 @@ class Conversation:
 
     @property
     def turns(self) -> list[int]:
-        """The numbers of the turns; one that was taken out leaves a gap."""
+        """The numbers of the turns; a deleted one leaves a gap."""
         return turns_in(self.session.places)
 
     @property
     def last_turn(self) -> int:
-        """The number of the newest turn; 0 where there is none. Asked at every turn."""
+        """The number of the newest turn; 0 if there is none. Cheap at any length."""
         while self._last and f"turn {self._last}" not in self.session.places:
             self._last -= 1
         return self._last
 
     def begin_turn(self, words: str) -> list[int]:
-        """The tokens to feed so that the model answers `words`: those that memory lacks.
+        """Return the tokens to prefill so that the model answers `words`: those not in memory yet.
 
-        An answer that was cut short is closed first; one that ended by itself has its end-of-turn
-        token in memory already.
+        An answer that was cut off is closed first; a complete one has its end-of-turn token in
+        memory already.
         """
         if not self.session.tokens:
             return encode_pieces(self.codec, self._first(words))[0]
@@ -105,26 +105,29 @@ class Conversation:
         ids, _ = encode_pieces(self.codec, [self._closing + before, *rest])
         last = self.session.tokens[-1]
         if last in self._eos and last != ids[0] and not self.session.cache.recurrent:
-            # Another end token than the template's: after it the model never saw a next turn.
+            # An end token other than the template's: no turn followed it in training.
             self.session.rewind(1)
         return ids[_overlap(self.session.tokens, ids[: len(closing)]) :]
 
     def name_turn(self, words: str, fed: int, written: int = 0) -> None:
-        """Names what `fed` tokens are, those that `begin_turn` said, `written` ones ago."""
+        """Name the spans of a turn whose tokens were prefilled.
+
+        fed: count of tokens that `begin_turn` returned. written: count of tokens generated since.
+        """
         total, newest = len(self.session.tokens) - written, self.last_turn
         opening, places = encode_pieces(self.codec, self._opening(words))
         ids = self.session.tokens[total - fed : total]
         own = len(opening) if ids[-len(opening) :] == opening else fed
         first, turn = total - own, f"turn {newest + 1}"
         if newest:
-            # What closes an answer belongs to it, so that a turn can be taken out whole.
+            # The end of an answer belongs to its turn, so that a turn can be deleted as a whole.
             last = f"turn {newest}"
             self.session.name(last, self.session.places[last][0], first)
         elif fed == total and first:
             self._name_head(words, first)
         self.session.name(turn, first, total)
         self._last = newest + 1
-        if own == fed == total and ids != opening:  # the first turn is written in its own way
+        if own == fed == total and ids != opening:  # the template writes the first turn differently
             opening, places = encode_pieces(self.codec, self._first(words))
         start, end = places[-2]
         if start < end:
@@ -138,7 +141,7 @@ class Conversation:
         return last in places and f"{last} answer" not in places
 
     def end_turn(self) -> None:
-        """Names the answer, once all of it is there."""
+        """Name the span of the answer, once it is complete."""
         if not self.last_turn:
             return
         turn, tokens = f"turn {self.last_turn}", self.session.tokens
@@ -151,7 +154,7 @@ class Conversation:
             self.session.name(f"{turn} answer", first, end)
 
     def undo(self) -> int:
-        """Takes the last turn back, question and answer; how many tokens that were.
+        """Rewind the last turn, question and answer; return the count of its tokens.
 
         Raises InvalidArgument if there is none, or if memory no longer holds all of it.
         """
@@ -163,7 +166,7 @@ class Conversation:
 
     @property
     def _head(self) -> "TokenRange | None":
-        """What comes before the first turn."""
+        """The range before the first turn."""
         places = self.session.places
         return places.get("system", places.get("opening"))
 
@@ -178,13 +181,13 @@ class Conversation:
 
     @cached_property
     def _closing(self) -> str:
-        """What the template writes after an answer."""
+        """The text that the template writes after an answer."""
         turn = [{"role": "user", "content": "-"}, {"role": "assistant", "content": _MARK}]
         closing = self.codec.chat(turn, add_generation_prompt=False).sealed.partition(_MARK)[2]
         return closing if self._after("-").startswith(closing) else ""
 
     def _opening(self, words: str) -> tuple[str, str, str]:
-        """A turn that is not the first, up to where its answer begins; in pieces, as `_first`."""
+        """A later turn up to where its answer begins, in pieces as `_first` returns them."""
         mark, closing = mark_for(words), len(self._closing)
         return cut(self._after(words)[closing:], self._after(mark)[closing:], mark)
 
@@ -201,8 +204,11 @@ class Conversation:
 
 
 def _first_pieces(codec: "TextCodec", system: str | None, words: str) -> list[str]:
-    """The first turn and all before it: the words are the last piece but one, and the system
-    prompt's text, if there is one, the second. Either is "" where the template has it otherwise."""
+    """The first turn and everything before it, in pieces.
+
+    The user's words are the last piece but one, and the system prompt's text, if there is one, the
+    second. Either is "" if the template does not write it as one piece.
+    """
     whole, mark = _rendered_first(codec, system, words), mark_for(system, words)
     before, text, after = cut(whole, _rendered_first(codec, system, mark), mark)
     if system is None:
@@ -220,12 +226,12 @@ def _rendered_first(codec: "TextCodec", system: str | None, words: str) -> str:
 
 
 def turns_in(spans: Iterable[str]) -> list[int]:
-    """The numbers of the turns that spans are named after."""
+    """Return the numbers of the turns among the names of spans, ascending."""
     names = [name.removeprefix("turn ") for name in spans if name.startswith("turn ")]
     return sorted(int(name) for name in names if name.isdecimal())
 
 
 def _overlap(tokens: Sequence[int], ids: list[int]) -> int:
-    """How many of the first ids are there already, as the last tokens."""
+    """The largest n so that the last n tokens are the first n ids."""
     lengths = range(min(len(tokens), len(ids)), 0, -1)
     return next((n for n in lengths if tokens[-n:] == ids[:n]), 0)

@@ -77,7 +77,7 @@ class SessionState:
 
 
 class SessionCore:
-    """What a session consists of: its model, its current state and its settings.
+    """The parts of a session: its model, its current state and its settings.
 
     The functions that edit, feed and sample a session take its core. They replace `state` by way
     of `session_transaction`, never in part.

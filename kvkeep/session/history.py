@@ -1,4 +1,4 @@
-"""A number for each token of a session, in order: its id, or its serial."""
+"""Append-only sequences of token ids and serials that share storage."""
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
@@ -6,10 +6,10 @@ from typing import overload
 
 
 class History(Sequence[int]):
-    """Numbers that never change: what comes after them makes another history.
+    """An immutable sequence of numbers, one for each token; appending returns another history.
 
-    It equals any sequence of the same numbers; a slice of it is a list. A longer history and a
-    shorter one share storage with it, so that a token more costs the same at any length.
+    It equals any sequence of the same numbers; a slice of it is a list. Histories that extend each
+    other share storage, so that appending a token costs the same at any length.
     """
 
     __hash__ = None  # type: ignore[assignment]
@@ -21,25 +21,25 @@ class History(Sequence[int]):
         self._length = len(self._storage.numbers)
 
     def extended(self, numbers: Sequence[int]) -> "History":
-        """With more numbers at its end."""
+        """Return a history with more numbers at its end."""
         return History._of(self._storage.extended(self._length, numbers), self._length, numbers)
 
     def first(self, count: int) -> "History":
-        """Its first `count` numbers."""
+        """Return a history of the first `count` numbers."""
         return History._of(self._storage, min(count, self._length))
 
     def replaced(self, start: int, end: int, numbers: Sequence[int]) -> "History":
-        """With others in the place of numbers `start ... end - 1`. Costs a copy."""
+        """Return a history with other numbers in place of `start ... end - 1`. Costs a copy."""
         copied = self.array()
         copied[start:end] = array(copied.typecode, numbers)
         return History._of(_Storage(copied), len(copied))
 
     def array(self) -> "array[int]":
-        """A copy."""
+        """Return a copy as an array."""
         return self._storage.numbers[: self._length]
 
     def tolist(self) -> list[int]:
-        """A copy."""
+        """Return a copy as a list."""
         return self.array().tolist()
 
     @classmethod
@@ -80,20 +80,20 @@ class History(Sequence[int]):
 
 
 class _Storage:
-    """Numbers that histories share. Only the one that reaches to their end adds more in place."""
+    """Numbers shared by histories. Only a history that reaches to their end appends in place."""
 
     __slots__ = ("_end", "numbers")
 
     def __init__(self, numbers: "array[int]"):
         self.numbers = numbers
-        # How many there are, for one to take that adds more. Whoever finds it gone makes a copy:
-        # nobody waits, whatever became of the other.
+        # The count of numbers, as a token that a thread takes while it appends. A thread that finds
+        # it taken makes a copy instead of waiting.
         self._end = [len(numbers)]
 
     def extended(self, length: int, numbers: Sequence[int]) -> "_Storage":
-        """Storage that holds the first `length` numbers and then those."""
-        more = array(self.numbers.typecode, numbers)  # whatever is no number fails here
-        end = self._taken()
+        """Return storage with the first `length` numbers followed by others."""
+        more = array(self.numbers.typecode, numbers)  # raises for anything that is no number
+        end = self._take_end()
         if end == length:
             self.numbers.extend(more)
             self._end.append(length + len(more))
@@ -102,7 +102,7 @@ class _Storage:
             self._end.append(end)
         return _Storage(self.numbers[:length] + more)
 
-    def _taken(self) -> int | None:
+    def _take_end(self) -> int | None:
         try:
             return self._end.pop()
         except IndexError:

@@ -1,7 +1,7 @@
-"""The cells of local layers, made anew where a change has left them without some.
+"""Re-evaluation of local layers' cells after changes that leave their window incomplete.
 
-Local layers have forgotten what lies before their window. Where tokens are taken back, or an edit
-reaches into the window, what they are to see next is evaluated once more; the cells of the other
+Local layers have evicted what lies before their window. If tokens are removed, or an edit reaches
+into the window, the tokens that they must see next are evaluated again; the cells of the other
 layers stay as they are.
 """
 
@@ -14,32 +14,35 @@ from kvkeep.models.layers.decoder import Decoder
 from kvkeep.models.layers.primitives import require_finite
 
 STEP = 512  # tokens evaluated at a time
-REACH = 2  # windows that an edit in place evaluates anew: the first begins with nothing before it
+REACH = 2  # windows that an edit in place re-evaluates: the first starts without earlier cells
 
 
 def local_cells(decoder: Decoder, cache: KVCache, ids: Sequence[int]) -> list[Segment]:
-    """What local layers hold once these tokens are read, of which nothing before is known to them.
+    """Return the segments of local layers after evaluating tokens, without cells before these.
 
-    cache: whose newest cells are of `ids`; it stays as it is. Raises NonFiniteLogits.
+    cache: its newest cells are those of `ids`; it does not change. Raises NonFiniteLogits.
     """
     again = cache.fork()
     again.observer, again.window = None, Window()
     again.drop_newest(len(ids))
-    again.serial -= len(ids)  # no greater than those that were given
+    again.serial -= len(ids)  # the tokens get the same serials again
     assert again.local is not None
     again.local.segments = []
     again.segments.append(Segment(again.layout, len(ids)))
     with torch.inference_mode():
         for first in range(0, len(ids), STEP):
-            some = ids[first : first + STEP]
-            chunk = torch.tensor(some, dtype=torch.int64, device=again.layout.device)
+            step_ids = ids[first : first + STEP]
+            chunk = torch.tensor(step_ids, dtype=torch.int64, device=again.layout.device)
             with again.step(len(chunk)) as step:
                 require_finite(decoder.hidden(chunk, step))
     return again.local.segments
 
 
 def sees_whole_window(cache: KVCache, tokens: int, taken: int) -> bool:
-    """Whether local layers hold all that a token sees once `taken` of so many are taken back."""
+    """Whether local layers hold a whole window after `taken` of the last tokens are removed.
+
+    tokens: count of all tokens.
+    """
     local = cache.local
     if local is None or local.window.size is None:
         return True
@@ -47,9 +50,9 @@ def sees_whole_window(cache: KVCache, tokens: int, taken: int) -> bool:
 
 
 def newest_together(cache: KVCache, serials: Sequence[int]) -> int:
-    """How many of the last tokens are held without a gap, and not in groups.
+    """Return how many of the last tokens are held without a gap, outside self-extend's groups.
 
-    serials: of the tokens, in their order.
+    serials: of all tokens, in order.
     """
     held = 0
     exact = [s for segment in cache.segments if segment.map.group == 1 for s in segment.serials()]

@@ -1,4 +1,4 @@
-"""What a session remembers: token ids, and the cells that a policy keeps of them."""
+"""A session's memory: token ids, and the cells that a policy keeps of them."""
 
 from collections.abc import Sequence
 
@@ -136,7 +136,7 @@ class Memory:
 
     @property
     def rewindable(self) -> int:
-        """How many of the newest tokens are held without a gap, and not in groups.
+        """The count of newest tokens that are held without a gap, outside self-extend's groups.
 
         0 if layers keep states: they go on from the last token alone.
         """

@@ -1,4 +1,4 @@
-"""What changes the logits before a token is chosen: biases, penalties, what is allowed at all."""
+"""Changes to logits before sampling: biases, penalties and constraints."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -13,27 +13,27 @@ _LARGEST = float(torch.finfo(torch.float32).max)
 
 
 class Constraint(Protocol):
-    """Says which tokens may come next, such as those that a grammar allows.
+    """A mask over the tokens that may come next, such as those that a grammar allows.
 
-    It is asked before each token, and told each that was taken into the session. What a constraint
-    remembers is its own: it is for one run of tokens, and no session saves it.
+    `masked` is called before each token is sampled, and `accept` after the session has appended it.
+    A constraint has a state of its own for one generation; sessions do not save it.
 
-    It may have a `complete` too, a bool: whether its text is whole and no token may come any more.
-    Generation ends there, as at the end of a text; a constraint without it ends by an end token.
+    It may have a bool `complete`: whether its text is complete and no further token may come.
+    Generation then ends as at an end token; without it, an end token ends generation.
     """
 
     def masked(self, logits: Tensor) -> Tensor:
-        """The logits `[vocab]` float32, with -inf for what must not come; at least one may.
+        """Return the logits `[vocab]` float32 with -inf for forbidden tokens, but not for all.
 
-        The given ones stay as they are.
+        The argument is not modified.
         """
 
     def accept(self, token: int) -> None:
-        """That token was taken. It must not raise: the session has the token by now."""
+        """Follow a sampled token. It must not raise: the session has appended the token."""
 
 
 class Penalties(Protocol):
-    """The fields of `Sampling` that this file reads; it says what they mean."""
+    """The fields of `Sampling` that this module reads; see there."""
 
     @property
     def repetition_penalty(self) -> float: ...
@@ -49,19 +49,22 @@ class Penalties(Protocol):
     def constraint(self) -> Constraint | None: ...
 
 
-def penalised(logits: Tensor, tokens: Sequence[int], how: Penalties) -> Tensor:
-    """The scores that a token is chosen by; the given logits where nothing changes them.
+def penalised(logits: Tensor, tokens: Sequence[int], sampling: Penalties) -> Tensor:
+    """Return the scores to sample from; the argument itself if nothing changes.
 
-    logits: `[vocab]` float32, finite, on the CPU; tokens: all so far.
+    logits: `[vocab]` float32, finite, on the CPU. tokens: all so far.
     """
-    scores = _biased(logits, how.logit_bias) if how.logit_bias else logits
-    if how.repetition_window and _any(how):
-        scores = _repeated(scores, Counter(tokens[-how.repetition_window :]), how)
-    return scores if how.constraint is None else how.constraint.masked(scores)
+    scores = _biased(logits, sampling.logit_bias) if sampling.logit_bias else logits
+    window = sampling.repetition_window
+    if window and _penalises(sampling):
+        scores = _penalise_repeats(scores, Counter(tokens[-window:]), sampling)
+    return scores if sampling.constraint is None else sampling.constraint.masked(scores)
 
 
-def _any(how: Penalties) -> bool:
-    return bool(how.repetition_penalty != 1 or how.presence_penalty or how.frequency_penalty)
+def _penalises(sampling: Penalties) -> bool:
+    return bool(
+        sampling.repetition_penalty != 1 or sampling.presence_penalty or sampling.frequency_penalty
+    )
 
 
 def _biased(logits: Tensor, biases: tuple[tuple[int, float], ...]) -> Tensor:
@@ -72,23 +75,23 @@ def _biased(logits: Tensor, biases: tuple[tuple[int, float], ...]) -> Tensor:
         )
     ids = torch.tensor([token for token, _ in biases], dtype=torch.int64, device="cpu")
     added = torch.tensor([bias for _, bias in biases], dtype=torch.float64, device="cpu")
-    return _with(logits, ids, logits[ids].double() + added)
+    return _with_scores(logits, ids, logits[ids].double() + added)
 
 
-def _repeated(logits: Tensor, seen: Counter[int], how: Penalties) -> Tensor:
-    if not seen:
+def _penalise_repeats(logits: Tensor, counts: Counter[int], sampling: Penalties) -> Tensor:
+    if not counts:
         return logits
-    recent = sorted(seen)
+    recent = sorted(counts)
     ids = torch.tensor(recent, dtype=torch.int64, device="cpu")
-    scores, factor = logits[ids].double(), how.repetition_penalty
+    scores, factor = logits[ids].double(), sampling.repetition_penalty
     if factor != 1:
         scores = torch.where(scores > 0, scores / factor, scores * factor)
-    times = torch.tensor([seen[token] for token in recent], dtype=torch.float64, device="cpu")
-    scores = scores - how.presence_penalty - how.frequency_penalty * times
-    return _with(logits, ids, scores)
+    times = torch.tensor([counts[token] for token in recent], dtype=torch.float64, device="cpu")
+    scores = scores - sampling.presence_penalty - sampling.frequency_penalty * times
+    return _with_scores(logits, ids, scores)
 
 
-def _with(logits: Tensor, ids: Tensor, scores: Tensor) -> Tensor:
-    """The logits with other scores for some tokens."""
-    # As far as float32 goes: infinity less infinity would be no number.
+def _with_scores(logits: Tensor, ids: Tensor, scores: Tensor) -> Tensor:
+    """Return the logits with other scores for some tokens."""
+    # Clamped to finite float32: infinity minus infinity would be NaN.
     return logits.index_put((ids,), scores.clamp(-_LARGEST, _LARGEST).float())

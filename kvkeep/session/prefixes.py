@@ -1,4 +1,4 @@
-"""Between a memory and a prefix store: what a prompt can take, and what it leaves there."""
+"""Loading a first prompt's evaluated prefix from a prefix store, and storing it there."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,13 +25,13 @@ _RECURRENT = (
 
 @dataclass
 class PromptPrefix:
-    """The beginning of a session's first prompt, as far as a store knows it.
+    """The stored part of a session's first prompt.
 
-    A store saves work, and nothing depends on it: one that fails is asked no more.
+    A store only saves work: after a failure it is not used any more.
 
-    store: None where there is none, or nothing more is to be stored there.
-    reused: tokens that came from it. stored: tokens that it holds now. differs_at: the first token
-    at which the nearest stored prompt differs. error: what it failed with.
+    store: None without one, or if nothing more is to be stored there. reused: tokens that came from
+    it. stored: tokens that it holds now. differs_at: the first token at which the nearest stored
+    prompt differs. error: the message of its failure.
     """
 
     store: PrefixCache | None
@@ -48,11 +48,11 @@ class PromptPrefix:
 def load_prefix(
     store: PrefixCache, fingerprint: Fingerprint, memory: Memory, ids: Sequence[int]
 ) -> PromptPrefix:
-    """Takes what a store holds of a first prompt into an empty memory.
+    """Load the stored prefix of a first prompt into an empty memory.
 
-    No more than the policy keeps exact. Some tokens are left to evaluate before the prompt ends,
-    or the policy first decides what stays: one for its logits, and as many as it observes, so that
-    it decides by the same queries as without a store.
+    At most as many tokens as the policy keeps exactly. Some are left to evaluate before the prompt
+    ends, or before the policy first evicts or compresses: one for its logits, and as many as the
+    policy observes, so that it decides by the same queries as without a store.
     """
     prefix, policy = PromptPrefix(store, fingerprint), memory.policy
     if memory.cache.local is not None or memory.decoder.spec.recurrent:
@@ -60,24 +60,24 @@ def load_prefix(
         return prefix
     most = min(len(ids), policy.exact + 1) - max(1, policy.observed)
     try:
-        found = store.find(fingerprint, ids[: max(0, most)])
+        match = store.find(fingerprint, ids[: max(0, most)])
     except StoreError as error:
         prefix.fail(error)
         return prefix
-    if found.tokens:
-        keys, values = torch.cat(found.keys, 2), torch.cat(found.values, 2)
-        memory.append_evaluated(ids[: found.tokens], keys, values)
-    prefix.reused = prefix.stored = found.tokens
-    prefix.differs_at = found.differs_at
+    if match.tokens:
+        keys, values = torch.cat(match.keys, 2), torch.cat(match.values, 2)
+        memory.append_evaluated(ids[: match.tokens], keys, values)
+    prefix.reused = prefix.stored = match.tokens
+    prefix.differs_at = match.differs_at
     return prefix
 
 
 def store_prefix(prefix: PromptPrefix, memory: Memory, upcoming: int) -> None:
-    """Gives a store the whole blocks of a first prompt that it has not got yet.
+    """Store the whole blocks of a first prompt that the store does not have yet.
 
-    Only cells that are what their tokens alone give. They are given when there are as many as it
-    holds, so that finding its place among the blocks before costs each block the same; but before
-    the policy touches them, and at the prompt's end, whatever there is.
+    Only cells that depend on their tokens alone. To amortise finding their place among earlier
+    blocks, they are stored once there are as many as the store holds of the prompt; all of them
+    before the policy changes them, and at the prompt's end.
 
     upcoming: how many tokens the next step may evaluate; 0 at the prompt's end.
     """
@@ -100,22 +100,22 @@ def store_prefix(prefix: PromptPrefix, memory: Memory, upcoming: int) -> None:
 
 
 def _cells(cache: KVCache, start: int, end: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Keys and values, block by block, each copied when it is asked for."""
+    """Yield keys and values block by block, each copied on demand."""
     for first in range(start, end, BLOCK_TOKENS):
         cells = Cells.concatenate([part for _, part in cache.read(first, BLOCK_TOKENS)])
         yield cells.keys, cells.values
 
 
 def _plain(cache: KVCache) -> int:
-    """How many of the oldest cells are at positions 0, 1, 2 ..., and are seen from there."""
+    """The count of oldest cells that are at positions 0, 1, 2 ... under the identity map."""
     count = 0
     for segment in cache.segments:
         if segment.compressed or segment.map != PositionMap():
             break
         slots = segment.slots(0, segment.length)
-        positions = torch.cat([segment.block.slots.positions[where] for where in slots])
-        wanted = torch.arange(count, count + segment.length, dtype=torch.int64, device="cpu")
-        if not torch.equal(positions, wanted):
+        positions = torch.cat([segment.block.slots.positions[part] for part in slots])
+        expected = torch.arange(count, count + segment.length, dtype=torch.int64, device="cpu")
+        if not torch.equal(positions, expected):
             break
         count += segment.length
     return count

@@ -1,4 +1,4 @@
-"""A chat rendering cut where the texts of its messages begin and end, and its token ids."""
+"""Chat renderings split at the borders of message texts, and their token ids."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 
 
 def mark_for(*texts: str | None) -> str:
-    """A text that stands for a message's in a rendering, and is in none of these.
+    """Return a placeholder for a message's text that occurs in none of the texts.
 
-    Of letters only, so that no template trims it.
+    It consists of letters, so that no template trims it.
     """
     mark = "kvkeepanswer"
     while any(text and mark in text for text in texts):
@@ -22,15 +22,16 @@ def mark_for(*texts: str | None) -> str:
 
 
 def cut(whole: str, marked: str, mark: str) -> tuple[str, str, str]:
-    """What of a rendering comes before a message's text, the text as the template writes it (which
-    may strip it), and what comes after.
+    """Split a rendering into the parts before, of and after a message's text.
 
-    whole, marked: sealed renderings with the text, and with the mark in its place. All of `whole`
-    is the first part where the template does not write the text as one piece.
+    The text is as the template writes it, which may strip it. If the template does not write it as
+    one piece, all of `whole` is the first part.
+
+    whole, marked: sealed renderings with the text, and with the mark in its place.
     """
-    before, found, after = marked.partition(mark)
+    before, separator, after = marked.partition(mark)
     length = len(whole) - len(before) - len(after)
-    if not found or length < 0 or not (whole.startswith(before) and whole.endswith(after)):
+    if not separator or length < 0 or not (whole.startswith(before) and whole.endswith(after)):
         return whole, "", ""
     return before, whole[len(before) : len(before) + length], after
 
@@ -38,31 +39,33 @@ def cut(whole: str, marked: str, mark: str) -> tuple[str, str, str]:
 def encode_pieces(
     codec: "TextCodec", pieces: Sequence[str]
 ) -> "tuple[list[int], list[TokenRange]]":
-    """Token ids of a sealed rendering in pieces, and which of them each piece is.
+    """Return the token ids of a sealed rendering in pieces, and the range of each piece.
 
-    pieces: in turns what the template writes and the text of a message. The ids are those of the
-    whole, but that those of a text are its own, as if it were encoded alone: a span of other ones
-    could not be replaced without changing what the template writes beside it.
+    pieces: alternately of the template and of a message's text. The ids are those of the whole,
+    except that a text has the ids that it has alone: only so can its span be replaced without
+    changing the template's tokens beside it.
 
     Example: "user\\n" and "\\n\\nHi" are the tokens "user", "\\n" and "\\n\\n", "Hi"; the whole
     would be "user", "\\n\\n", "\\n", "Hi".
 
-    Two kinds of border stay as the tokenizer has them, and a token across one belongs to what comes
-    after it. Where the template ends with a space and the text does not begin with one, " Hi" is
-    one token, as the model was trained to read it. And where the parts would not decode to the
-    whole: SentencePiece's dummy prefix puts a space before each text, also before a part.
+    At two kinds of border the tokenizer's own tokens stay, and a token across the border belongs to
+    the piece after it. If the template ends with a space and the text does not begin with one,
+    " Hi" is one token, as in training. And if the parts would not decode to the whole:
+    SentencePiece's dummy prefix puts a space before each text, also before a part.
     """
     parts = _parts(codec, pieces)
     ids: list[int] = []
     places: list[TokenRange] = []
     for index, part in enumerate(parts):
         if part.fixed:
-            found = codec.encode_sealed(part.text)
+            part_ids = codec.encode_sealed(part.text)
         else:
-            found = _in_context(codec, part, parts[index - 1 : index], parts[index + 1 : index + 2])
-        borders = [len(ids) + border for border in _borders(codec, part.pieces, found)]
+            part_ids = _encode_in_context(
+                codec, part, parts[index - 1 : index], parts[index + 1 : index + 2]
+            )
+        borders = [len(ids) + border for border in _borders(codec, part.pieces, part_ids)]
         places += pairwise(borders)
-        ids += found
+        ids += part_ids
     return ids, places
 
 
@@ -70,8 +73,8 @@ def encode_pieces(
 class _Part:
     """Neighbouring pieces that are encoded together.
 
-    fixed: there is a text in it. joins: the whole has a border between tokens where it begins, and
-    the tokens of a text beside that are the same as if it were alone.
+    fixed: whether one of them is a message's text. joins: whether the whole has a token border
+    where the part begins, and the text beside it has the same tokens as alone.
     """
 
     pieces: list[str]
@@ -102,7 +105,11 @@ def _parts(codec: "TextCodec", pieces: Sequence[str]) -> list[_Part]:
 def _border(
     codec: "TextCodec", left: str, right: str, begins_text: bool
 ) -> Literal["own", "made", "none"]:
-    """How two neighbours part: by a border of the whole's, by one that is made, or not at all."""
+    """The border between two neighbours.
+
+    "own": the whole has a token border there, and the text the tokens that it has alone. "made":
+    encoding them apart puts a border there. "none": they must be encoded together.
+    """
     before, after = codec.encode_sealed(left), codec.encode_sealed(right)
     whole = codec.encode_sealed(left + right)
     at = len(whole) - len(after) if begins_text else len(before)
@@ -115,12 +122,12 @@ def _border(
     return "made" if codec.decode(before + after) == codec.decode(whole) else "none"
 
 
-def _in_context(
+def _encode_in_context(
     codec: "TextCodec", part: _Part, before: Sequence[_Part], after: Sequence[_Part]
 ) -> list[int]:
-    """Token ids of what the template writes, as they are beside the texts that it joins."""
-    left = "".join(each.text for each in before if part.joins)
-    right = "".join(each.text for each in after if each.joins)
+    """Return the token ids of a template part as they are beside the texts that it joins."""
+    left = "".join(neighbour.text for neighbour in before if part.joins)
+    right = "".join(neighbour.text for neighbour in after if neighbour.joins)
     first, last = codec.encode_sealed(left), codec.encode_sealed(right)
     whole = codec.encode_sealed(left + part.text + right)
     end = len(whole) - len(last)
@@ -130,7 +137,7 @@ def _in_context(
 
 
 def _borders(codec: "TextCodec", pieces: Sequence[str], ids: Sequence[int]) -> list[int]:
-    """Where each of the pieces begins in the ids of all of them, and where the last one ends."""
+    """The index of each piece's first token in the ids of all pieces, and the count of ids."""
     borders = [0]
     for count in range(1, len(pieces)):
         before = codec.encode_sealed("".join(pieces[:count]))
@@ -139,8 +146,8 @@ def _borders(codec: "TextCodec", pieces: Sequence[str], ids: Sequence[int]) -> l
 
 
 def common(ids: Sequence[int], others: Sequence[int]) -> int:
-    """How many of the first are the same."""
+    """Return the length of the common prefix."""
     pairs = zip(ids, others, strict=False)
     return next(
-        (n for n, (one, other) in enumerate(pairs) if one != other), min(len(ids), len(others))
+        (n for n, (left, right) in enumerate(pairs) if left != right), min(len(ids), len(others))
     )

@@ -1,4 +1,4 @@
-"""Choosing the next token from logits."""
+"""Sampling the next token from logits."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,30 +16,30 @@ _NUMBERS = (
     *("temperature", "top_p", "min_p"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
 )
-_COLDEST = float(np.finfo(np.float32).tiny)  # below it a division by the temperature overflows
+_MIN_TEMPERATURE = float(np.finfo(np.float32).tiny)  # dividing by less overflows float32
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is chosen. The default is greedy.
+    """Sampling parameters. The default is greedy.
 
-    Filters apply in the order: bias, penalties, constraint, temperature, top_k, top_p, min_p, as in
+    They apply in the order: bias, penalties, constraint, temperature, top_k, top_p, min_p, as in
     transformers.
 
-    temperature: divides the logits; 0 takes the likeliest token, and so does what float32 cannot
-        divide by (below 1.2e-38).
-    top_k: only the k likeliest, and those as likely as the last of them; 0 for all.
+    temperature: divides the logits; 0, and anything that float32 cannot divide by (below 1.2e-38),
+        takes the most likely token.
+    top_k: only the k most likely tokens, and those as likely as the last of them; 0 for all.
     top_p: the smallest set with at least this probability (nucleus, arXiv:1904.09751).
-    min_p: only tokens at least this fraction of the likeliest (arXiv:2407.01082).
+    min_p: only tokens with at least this fraction of the largest probability (arXiv:2407.01082).
     repetition_penalty: divides positive and multiplies negative logits of tokens that occur in
         the last `repetition_window` (CTRL, arXiv:1909.05858); 1 is off.
     presence_penalty: subtracted from the logits of tokens that occur in that window.
-    frequency_penalty: the same, once for each time that a token occurs.
-    seed: the same seed gives the same tokens; None draws one from the system.
+    frequency_penalty: subtracted once for each occurrence in that window.
+    seed: the same seed gives the same tokens; None takes one from the system.
     stop: `Session.stream` ends before the first of these strings.
-    logit_bias: pairs of a token id and what is added to its logit.
-    constraint: says which tokens may come at all, such as a grammar; it is told each that came, so
-        that one is for one run of tokens in one session.
+    logit_bias: pairs of a token id and a number that is added to its logit.
+    constraint: masks the tokens that are not allowed next, such as a grammar. It follows the
+        sampled tokens, so that it belongs to one generation of one session.
     """
 
     temperature: float = 0.0
@@ -71,12 +71,12 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        """Whether the likeliest token is taken, and nothing drawn."""
-        return self.temperature < _COLDEST
+        """Whether the most likely token is taken, without a random draw."""
+        return self.temperature < _MIN_TEMPERATURE
 
     @property
     def complete(self) -> bool:
-        """Whether the constraint lets no token come any more, so that generation ends."""
+        """Whether the constraint allows no further token, so that generation ends."""
         return bool(getattr(self.constraint, "complete", False))
 
     def _set(self, name: str, value: object) -> None:
@@ -84,38 +84,38 @@ class Sampling:
 
 
 def require_own_constraints(samplings: Sequence[Sampling], used: Iterable[Sampling] = ()) -> None:
-    """Raises InvalidArgument where two samplings, or one and a used one, share a constraint.
+    """Raise InvalidArgument if two samplings, or one and a used one, share a constraint.
 
-    used: of sessions that sample at the same time.
+    used: samplings of other sessions that generate at the same time.
     """
-    taken = {id(how.constraint): "one in use" for how in used if how.constraint is not None}
-    for index, how in enumerate(samplings):
-        if how.constraint is None:
+    owners = {id(s.constraint): "one in use" for s in used if s.constraint is not None}
+    for index, sampling in enumerate(samplings):
+        if sampling.constraint is None:
             continue
-        if other := taken.get(id(how.constraint)):
+        if other := owners.get(id(sampling.constraint)):
             raise InvalidArgument(
                 f"sampling {index} has the same constraint object as {other}: a constraint follows "
                 "the tokens of one session; make one for each, in a Sampling of its own"
             )
-        taken[id(how.constraint)] = f"sampling {index}"
+        owners[id(sampling.constraint)] = f"sampling {index}"
 
 
-def _biases(given: object) -> tuple[tuple[int, float], ...]:
+def _biases(value: object) -> tuple[tuple[int, float], ...]:
     try:
-        pairs = [(token, bias) for token, bias in cast(Iterable[tuple[object, object]], given)]
+        pairs = [(token, bias) for token, bias in cast(Iterable[tuple[object, object]], value)]
     except (TypeError, ValueError):
-        _require(False, "logit_bias", "pairs of a token id and a number", given)
+        _require(False, "logit_bias", "pairs of a token id and a number", value)
     return tuple(
         (validation.whole("a token of logit_bias", token, 0), validation.number("logit_bias", bias))
         for token, bias in pairs
     )
 
 
-def _stop_strings(given: object) -> tuple[str, ...]:
-    wanted = isinstance(given, Iterable) and not isinstance(given, (str, bytes))
-    _require(wanted, "stop", "a tuple of strings, none empty", given)
-    strings = tuple(validation.text("stop", each) for each in cast(Iterable[object], given))
-    _require(all(strings), "stop", "a tuple of strings, none empty", given)
+def _stop_strings(value: object) -> tuple[str, ...]:
+    several = isinstance(value, Iterable) and not isinstance(value, (str, bytes))
+    _require(several, "stop", "a tuple of strings, none empty", value)
+    strings = tuple(validation.text("stop", item) for item in cast(Iterable[object], value))
+    _require(all(strings), "stop", "a tuple of strings, none empty", value)
     return strings
 
 
@@ -125,21 +125,21 @@ def _require(holds: bool, name: str, expected: str, found: object) -> None:
 
 
 class Sampler:
-    """Draws tokens. Its only state is the random generator, made anew when the seed changes."""
+    """Samples tokens. Its only state is a random generator, replaced when the seed changes."""
 
     def __init__(self) -> None:
         self._seed: int | None = None
         self._random: np.random.Generator | None = None
 
     def state(self) -> dict[str, Any]:
-        """The seed and the generator's state, as JSON values; {} if nothing was drawn yet."""
+        """Return the seed and the generator's state as JSON values; {} before the first draw."""
         if self._random is None:
             return {}
         return {"seed": self._seed, "generator": self._random.bit_generator.state}
 
     @classmethod
     def at(cls, state: Mapping[str, Any]) -> "Sampler":
-        """The sampler whose `state()` that was. Raises InvalidArgument for what was none."""
+        """Return the sampler that was in a state. Raises InvalidArgument for an invalid one."""
         sampler = cls()
         if not state:
             return sampler
@@ -153,14 +153,17 @@ class Sampler:
             ) from error
         return sampler
 
-    def choose(self, logits: Tensor, tokens: Sequence[int], how: Sampling) -> int:
-        """A token id. logits: `[vocab]` float32, finite; tokens: all so far, for the penalty."""
-        if how.greedy:
-            return _likeliest_of(penalised(logits.cpu(), tokens, how))
-        ids, weights = distribution(logits, tokens, how)
+    def choose(self, logits: Tensor, tokens: Sequence[int], sampling: Sampling) -> int:
+        """Return a token id.
+
+        logits: `[vocab]` float32, finite. tokens: all so far, for the penalties.
+        """
+        if sampling.greedy:
+            return _argmax(penalised(logits.cpu(), tokens, sampling))
+        ids, weights = distribution(logits, tokens, sampling)
         cumulative = weights.double().cumsum(-1)
-        mark = self._uniform(how.seed) * float(cumulative[-1])
-        index = int(torch.searchsorted(cumulative, mark, right=True))
+        threshold = self._uniform(sampling.seed) * float(cumulative[-1])
+        index = int(torch.searchsorted(cumulative, threshold, right=True))
         return int(ids[min(index, ids.shape[0] - 1)])
 
     def _uniform(self, seed: int | None) -> float:
@@ -169,51 +172,55 @@ class Sampler:
         return float(self._random.random())
 
 
-def distribution(logits: Tensor, tokens: Sequence[int], how: Sampling) -> tuple[Tensor, Tensor]:
-    """What a token is drawn from: ids `[n]`, and their weights, which need not add up to 1.
+def distribution(
+    logits: Tensor, tokens: Sequence[int], sampling: Sampling
+) -> tuple[Tensor, Tensor]:
+    """Return the ids `[n]` that a token is drawn from, and their weights, which need not sum to 1.
 
-    logits: `[vocab]` float32, finite; tokens: all so far, for the penalty.
+    logits: `[vocab]` float32, finite. tokens: all so far, for the penalties.
     """
-    scores = penalised(logits.cpu(), tokens, how)  # float64 is not on every device
-    if how.greedy:
-        ids = torch.tensor([_likeliest_of(scores)], dtype=torch.int64, device="cpu")
+    scores = penalised(logits.cpu(), tokens, sampling)  # float64 is not on every device
+    if sampling.greedy:
+        ids = torch.tensor([_argmax(scores)], dtype=torch.int64, device="cpu")
         return ids, torch.ones(1, dtype=torch.float32, device="cpu")
-    scores = (scores - scores.max()) / how.temperature
-    return _filtered(scores.softmax(-1), _likeliest(scores, how.top_k), how)
+    scores = (scores - scores.max()) / sampling.temperature
+    return _filtered(scores.softmax(-1), _top_k(scores, sampling.top_k), sampling)
 
 
-def _likeliest_of(scores: Tensor) -> int:
-    """By numpy: for a vector, waking torch's threads takes longer than the search."""
+def _argmax(scores: Tensor) -> int:
+    """In numpy: for a vector, waking torch's threads takes longer than the search."""
     return int(scores.numpy().argmax())
 
 
-def _likeliest(scores: Tensor, count: int) -> Tensor | None:
-    """The ids of the `count` greatest scores, and of those equal to the last; None for all."""
+def _top_k(scores: Tensor, count: int) -> Tensor | None:
+    """The ids of the `count` largest scores, and of those equal to the last; None for all."""
     if not 0 < count < scores.shape[0]:
         return None
-    # By scores: probabilities of unequal ones may both be 0.
-    greatest, ids = scores.topk(count + 1)
-    if greatest[-1] < greatest[-2]:
+    # Scores, since the probabilities of different scores may both be 0.
+    largest, ids = scores.topk(count + 1)
+    if largest[-1] < largest[-2]:
         return ids[:-1]
-    return (scores >= greatest[-2]).nonzero().squeeze(-1)
+    return (scores >= largest[-2]).nonzero().squeeze(-1)
 
 
-def _filtered(probabilities: Tensor, ids: Tensor | None, how: Sampling) -> tuple[Tensor, Tensor]:
-    """Of these ids (None: all) those in the nucleus and above `min_p`, with their weights."""
-    if ids is None and how.top_p == 1 and how.min_p == 0:
-        every = torch.arange(probabilities.shape[0], dtype=torch.int64, device="cpu")
-        return every, probabilities
+def _filtered(
+    probabilities: Tensor, ids: Tensor | None, sampling: Sampling
+) -> tuple[Tensor, Tensor]:
+    """Apply top_p and min_p to some ids (None for all); return those left, and their weights."""
+    if ids is None and sampling.top_p == 1 and sampling.min_p == 0:
+        all_ids = torch.arange(probabilities.shape[0], dtype=torch.int64, device="cpu")
+        return all_ids, probabilities
     mass = 1.0
     if ids is None:
         # Tokens below (1 - top_p) / vocab have less than 1 - top_p together, so none of them is
-        # in the nucleus: only the rest, mostly a handful, needs sorting.
-        floor = (1 - how.top_p) / probabilities.shape[0]
+        # in the nucleus, and only the rest, usually a handful, is sorted.
+        floor = (1 - sampling.top_p) / probabilities.shape[0]
         ids = (probabilities >= floor).nonzero().squeeze(-1)
     else:
         mass = float(probabilities[ids].double().sum())
     weights, order = probabilities[ids].sort(descending=True, stable=True)
-    inside = weights >= how.min_p * weights[0]
-    if how.top_p < 1:
-        inside &= weights.double().cumsum(-1) - weights < how.top_p * mass
+    inside = weights >= sampling.min_p * weights[0]
+    if sampling.top_p < 1:
+        inside &= weights.double().cumsum(-1) - weights < sampling.top_p * mass
     inside[0] = True
     return ids[order][inside], weights[inside]

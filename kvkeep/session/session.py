@@ -335,31 +335,31 @@ class Session:
 
     @computes
     def name(self, name: str, start: int, end: int) -> None:
-        """Names a range of tokens that are there already; a name in use moves to it."""
+        """Name a range of existing tokens; a name in use moves to it."""
         tokens = self.core.token_range(start, end)
         naming.change_spans(self.core, {validation.text("name", name): tokens})
 
     def remembered(self, start: int | str, end: int | None = None) -> int:
-        """How many tokens of a range or a named span are still held."""
+        """Return how many tokens of a range or a named span are still held."""
         return naming.count_remembered(self.core, start, end)
 
     def pin(self, start: int | str, end: int | None = None) -> None:
-        """Never forgets a range or a named span, wherever it lies, until it is unpinned.
+        """Exempt a range or a named span from eviction until it is unpinned.
 
-        Raises InvalidArgument where it is not all remembered, overlaps another pin, or would
+        Raises InvalidArgument if some of it is no longer held, it overlaps another pin, or it would
         leave no room for a window.
         """
         naming.pin(self.core, start, end)
 
     def unpin(self, start: int | str, end: int | None = None) -> None:
-        """Lets a pinned range go: it is forgotten as the window moves on."""
+        """Unpin a range: it is evicted as the window moves on."""
         naming.unpin(self.core, start, end)
 
     # Snapshots and forks
 
     @computes
     def snapshot(self) -> Snapshot:
-        """All that this session is now. Cheap: cells are shared until they would be overwritten."""
+        """Return a snapshot. Cheap: cells are shared until they would be overwritten."""
         return snapshot_of(self.core)
 
     @classmethod
@@ -392,7 +392,7 @@ class Session:
         """A session that starts as this one is, or as it was after its first `at` tokens.
 
         Memory is shared: the fork's own tokens are all that it adds, but for a window that has
-        begun to rotate, which whoever goes on first copies. Raises InvalidArgument where the
+        begun to rotate, which the first side that writes copies. Raises InvalidArgument if the
         tokens up to `at` are no longer held.
         """
         core = self.core
@@ -464,7 +464,7 @@ class Session:
 
     @property
     def keep(self) -> int:
-        """How many of the first tokens stay for ever; -1 until the first prompt is known.
+        """The count of first tokens that are never evicted; -1 until the first prompt is known.
 
         Setting a larger number pins the oldest cells still held; a smaller one lets them go.
         """
@@ -474,7 +474,7 @@ class Session:
     def keep(self, keep: int) -> None:
         keep = validation.whole("keep", keep)
         if keep == WHOLE_PROMPT:
-            self.core.memory.policy.with_settings(keep=0)  # refused where nothing is kept apart
+            self.core.memory.policy.with_settings(keep=0)  # refused by policies without kept tokens
         with session_transaction([self.core]) as (state,):
             state.keep_whole_prompt = keep == WHOLE_PROMPT and not state.memory.tokens
             if not state.keep_whole_prompt:
@@ -482,9 +482,9 @@ class Session:
 
     @property
     def discard(self) -> int:
-        """How many of the oldest cells go at once at the budget; 0 where none ever goes.
+        """The count of oldest cells that are evicted at once at the budget; 0 without eviction.
 
-        Policy "shift" lets it be set, to 0 for half of what is neither kept nor pinned.
+        It can be set for policy "shift"; 0 stands for half of what is neither kept nor pinned.
         """
         return self.core.memory.policy.discards(self.cache)
 
@@ -509,17 +509,17 @@ class Session:
 
     @property
     def cache(self) -> KVCache:
-        """The cells as they are now; each call that changes the session brings others.
+        """The present cache; each call that changes the session replaces it.
 
-        `cache.cells` counts them and `cache.nbytes` says what they take.
+        `cache.cells` is the count of cells, `cache.nbytes` their size.
         """
         return self.core.memory.cache
 
     @property
     def tokens(self) -> History:
-        """Every token id so far, also those that the policy has forgotten.
+        """All token ids so far, evicted ones included.
 
-        It equals a list of them, costs nothing to look at and never changes.
+        It equals a list of them, is cheap to get and never changes.
         """
         return self.core.memory.tokens
 
@@ -540,17 +540,17 @@ class Session:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What its policy was made with, its budget included, as far as it has settings."""
+        """The settings of its policy, the budget included."""
         return self.core.memory.policy.settings()
 
     @property
     def bits(self) -> Bits:
-        """In how many bits its cells are kept."""
+        """The number of bits in which cells are stored."""
         return self.core.memory.bits
 
     @property
     def room(self) -> int | None:
-        """How many more tokens it can take; None if there is no end."""
+        """The count of tokens that still fit; None for no limit."""
         return self.core.memory.policy.room(self.cache)
 
     def text(self) -> str:
@@ -564,25 +564,25 @@ class Session:
 
     @property
     def places(self) -> Mapping[str, TokenRange]:
-        """Where each span is: its first token, and the one behind its last.
+        """The range of each span: its first token, and the one after its last.
 
-        Costs nothing to look at, where `spans` looks at each token of every span.
+        Cheap, whereas `spans` looks at each token of every span.
         """
         return MappingProxyType(self.core.state.spans)
 
     def watch(self) -> Callable[[], bool]:
-        """Something to ask, at any time, whether the session has changed since now."""
+        """Return a function that tells whether the session has changed since this call."""
         before = weakref.ref(self.core.state)
         return lambda: before() is not self.core.state
 
     @property
     def token_status(self) -> list[TokenStatus]:
-        """What became of each token, in order; see `TokenStatus`."""
+        """The status of each token, in order; see `TokenStatus`."""
         return token_statuses(self.core.memory)
 
     @property
     def standing(self) -> list[TokenStatus]:
-        """What became of each token: deprecated, use `token_status`."""
+        """Deprecated: use `token_status`."""
         message = "Session.standing is deprecated: use Session.token_status"
         warnings.warn(message, DeprecationWarning, stacklevel=2)
         return self.token_status

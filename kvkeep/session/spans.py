@@ -5,9 +5,9 @@ from typing import Literal
 
 from kvkeep.session.memory import Memory
 
-# A token is "kept" as one of the first or "pinned", both for ever, "grouped" with others at one
-# position for as long, or in the "window" until newer ones push it out. After that it is
-# "forgotten", or in a session with compressed cells "compressed": it may live on in cells that it
+# A token is "kept" as one of the first, "pinned", or "grouped" with others at one position, and is
+# then never evicted; or it is in the "window" until newer ones evict it. After that it is
+# "forgotten", or in a session with compressed cells "compressed": it may be part of cells that it
 # shares with others.
 TokenStatus = Literal["kept", "pinned", "grouped", "window", "compressed", "forgotten"]
 TokenRange = tuple[int, int]  # the index of the first token, and the one after the last

@@ -1,17 +1,17 @@
-"""From token ids to text that can be shown: whole characters, ending before a stop string."""
+"""Streaming detokenization: whole characters, ending before a stop string."""
 
 from collections.abc import Iterator, Sequence
 
 from kvkeep.models.text.codec import TextCodec
 
-SEAM = 16  # tokens before the first that may hold the beginning of its character
+SEAM = 16  # preceding tokens that may hold the beginning of the first character
 
 
 class TextStream:
-    """Pushes tokens in, gets text out, with what may begin a stop string held back.
+    """Text of pushed tokens; an end that may begin a stop string is held back.
 
-    before: the tokens that the text follows on, which may end inside a character.
-    found: the stop string that ended it.
+    before: the preceding tokens, which may end inside a character. found: the stop string that
+    ended the text.
     """
 
     def __init__(self, text: TextCodec, stop: tuple[str, ...], before: Sequence[int] = ()):
@@ -27,19 +27,19 @@ class TextStream:
         return self.found is not None
 
     def push(self, token: int) -> Iterator[str]:
-        """Text that is now certain, if there is any."""
+        """Append a token; yield the text that is now certain, if there is any."""
         if certain := self._release(self._pieces.push(token)):
             yield certain
 
     def flush(self) -> Iterator[str]:
-        """What was held back, at the end."""
+        """Yield the text that was held back, at the end of the tokens."""
         certain = self._release(self._pieces.flush())
         rest, self._held = self._held, ""
         if certain := certain if self.stopped else certain + rest:
             yield certain
 
     def all_of(self, tokens: Sequence[int]) -> str:
-        """What these tokens say, if no more come."""
+        """Return the text of these tokens if no more follow."""
         return "".join(piece for token in tokens for piece in self.push(token)) + "".join(
             self.flush()
         )
@@ -48,9 +48,9 @@ class TextStream:
         if self.stopped:
             return ""
         self._held += piece
-        found = [(at, s) for s in self._stop if (at := self._held.find(s)) >= 0]
-        if found:
-            end, self.found = min(found)
+        matches = [(at, s) for s in self._stop if (at := self._held.find(s)) >= 0]
+        if matches:
+            end, self.found = min(matches)
             certain, self._held = self._held[:end], ""
             return certain
         doubtful = max((_overlap(self._held, s) for s in self._stop), default=0)
@@ -60,10 +60,10 @@ class TextStream:
 
 
 def pieces_of(text: TextCodec, before: Sequence[int], ids: Sequence[int]) -> list[str]:
-    """The text that each token adds to that of the tokens before it, special tokens included.
+    """Return the text that each token adds to the tokens before it, special tokens included.
 
-    before: the tokens that the first one follows on, of which the last `SEAM` are enough. Half a
-    character at the end is U+FFFD.
+    before: the preceding tokens, of which the last `SEAM` are enough. An incomplete character at
+    the end is U+FFFD.
     """
     stream = text.piece_stream()
     for token in before[-SEAM:]:
@@ -75,6 +75,6 @@ def pieces_of(text: TextCodec, before: Sequence[int], ids: Sequence[int]) -> lis
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The longest end of `text` that begins `stop`."""
+    """The length of the longest end of `text` with which `stop` begins."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

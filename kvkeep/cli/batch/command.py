@@ -119,7 +119,7 @@ def batch(
         requests = read_folder(folder, question, system)
     with open_results(out, requests, again) as results:
         remaining = [request for request in requests if request.digest not in results.done]
-        job = _Job(results, len(requests), len(remaining), output)
+        job = _BatchJob(results, len(requests), len(remaining), output)
         if remaining:
             model = memory.load(output.progress)
             resolved = sampling.resolve(saved_seed=0)  # so that a resumed batch samples the same
@@ -191,7 +191,7 @@ class BatchReport:
         )
 
 
-class _Job:
+class _BatchJob:
     """The requests of this run: progress, results and counts."""
 
     def __init__(self, results: "Results", requests: int, remaining: int, output: OutputChoice):

@@ -1,4 +1,4 @@
-"""All that a memory is, at rest: taken out of one, and checked before another takes it in."""
+"""The contents of a memory as values, and their checks before a memory is restored from them."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -20,10 +20,10 @@ from kvkeep.models.spec.model_spec import ModelSpec
 
 @dataclass(frozen=True)
 class MemoryState:
-    """What a memory is; see `Memory`.
+    """The contents of a memory; see `Memory`.
 
     tokens: `[n]` int32. serials: `[n]` int64. pins: serials of pinned tokens. hidden: `[1,
-    hidden_size]` and logits: `[vocab]` of the last token, where they are known.
+    hidden_size]` and logits: `[vocab]` of the last token, if they are known.
     """
 
     tokens: Tensor
@@ -34,9 +34,10 @@ class MemoryState:
     cache: CacheState
 
     def check(self, spec: ModelSpec, layout: Layout) -> None:
-        """Raises ValueError, saying what is wrong, where no memory of this model can be this.
+        """Raise ValueError, saying what is wrong, if no memory of this model can have these
+        contents.
 
-        What the cache holds is for the cache to check.
+        The cache's contents are checked by the cache.
         """
         self.check_itself()
         require_within("token ids", self.tokens, 0, spec.vocab_size - 1)
@@ -45,7 +46,7 @@ class MemoryState:
             require_tensor("logits", self.logits, torch.float32, spec.vocab_size)
 
     def check_itself(self) -> None:
-        """As `check`, of any model."""
+        """Check as `check` does, for any model."""
         require_tensor("tokens", self.tokens, torch.int32, None)
         require_tensor("serials", self.serials, torch.int64, len(self.tokens))
         require_within("serials", self.serials, 0, self.cache.serial - 1)
@@ -58,17 +59,17 @@ class MemoryState:
             require_finite("logits", self.logits)
 
     def _check_order(self) -> None:
-        """Cells are of tokens, in their order; serials are each token's own."""
+        """Check that every cell belongs to a token, in order, and that serials are unique."""
         ordered, indices = self.serials.sort()
         require(bool((ordered.diff() > 0).all()), "two tokens have one serial")
         held = self.cache.serials()
         if len(held):
-            # NumPy's, as torch's takes a team of threads, which costs more than the search.
-            found = torch.from_numpy(np.searchsorted(ordered.numpy(), held.numpy()))
-            found.clamp_(max=max(0, len(ordered) - 1))
-            known = bool(len(ordered)) and torch.equal(ordered[found], held)
+            # NumPy: torch would wake its threads, which costs more than the search.
+            positions = torch.from_numpy(np.searchsorted(ordered.numpy(), held.numpy()))
+            positions.clamp_(max=max(0, len(ordered) - 1))
+            known = bool(len(ordered)) and torch.equal(ordered[positions], held)
             require(known, "there are cells of no token")
-            require(bool((indices[found].diff() > 0).all()), "cells are not in their tokens' order")
+            require(bool((indices[positions].diff() > 0).all()), "cells are not in token order")
         for pin in self.pins:
             require_whole("a pin", pin, 0, self.cache.serial - 1)
         require(len(set(self.pins)) == len(self.pins), "a token is pinned twice")

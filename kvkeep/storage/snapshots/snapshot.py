@@ -213,7 +213,7 @@ class Snapshot:
 
 
 def describe(path: str | Source) -> dict[str, Any]:
-    """What a snapshot file says of itself, from its checked header alone. Raises as `load`."""
+    """Return the document of a snapshot file, from its checked header alone. Raises as `load`."""
     document = read_document(as_path(path), SNAPSHOT, SNAPSHOT_FORMAT)
     try:
         check_document(document)
