@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from kvkeep.cli.chat.branches import Branches
     from kvkeep.cli.chat.passages import Passage
 
-Target = TypeVar("Target")
+Subject = TypeVar("Subject")
 
 
 @dataclass(frozen=True)
-class Command(Generic[Target]):
+class Command(Generic[Subject]):
     """A command at the prompt.
 
     usage, meaning: its line in help. run: called with the target (the chat or its branches) and
@@ -24,7 +24,7 @@ class Command(Generic[Target]):
 
     usage: str
     meaning: str
-    run: Callable[[Target, str], str]
+    run: Callable[[Subject, str], str]
 
 
 def run_command(line: str, branches: "Branches") -> str:
